@@ -31,7 +31,6 @@ from models.engines.text import TextCodec
 from models.tiny import make_tiny_checkpoint
 from models.train.build import build_backend
 from models.train.interface import TrainBackend, TrainSequence
-from models.weights.shared_memory_writer import SlotWriter
 
 GROUPS, MEMBERS, LENGTH = 32, 8, 8
 HELD_OUT = 256
@@ -182,7 +181,6 @@ async def one_run(task: Task, flags: Sequence[str], *, batches: int, staleness: 
     eos_id = task.codec.eos_id
     assert eos_id is not None
     with tempfile.TemporaryDirectory(dir=task.home) as slots:
-        writer = SlotWriter(Path(slots) / "slots", task.model)
         async with Sampler(config, task.model, eos_id) as sampler:
             for number in range(batches + staleness):
                 version = max(0, number - staleness)
@@ -198,9 +196,8 @@ async def one_run(task: Task, flags: Sequence[str], *, batches: int, staleness: 
                         right = [tuple(c.output_ids) == r.answer for c, r in zip(greedy, task.held_out, strict=True)]
                         curves.held_out.append((version, float(np.mean(right))))
                     train(config, backend, waiting.popleft(), version, curves)
-                    manifest = writer.write(version + 1, 0, backend.export_weights())
+                    manifest = backend.write_slot(Path(slots), task.model, version + 1, 0)
                     await sampler.load(str(manifest.path), version + 1)
-        writer.close()
     return curves
 
 

@@ -45,8 +45,7 @@ from pipeline.observe.waits import Waits
 from pipeline.placement import Placement
 from pipeline.record.recorder import Recorder
 from pipeline.stream_limits import stream_spec
-from pipeline.supervise.announce import Announcer
-from pipeline.supervise.dead_letters import DeadLetters
+from pipeline.supervise.announce import Announcer, DeadLetters
 from pipeline.supervise.restarts import Lifecycle
 from pipeline.supervise.runner import ProcessRunner, Runner, TaskRunner
 from pipeline.topic_writers import TOPIC_WRITERS

@@ -20,6 +20,7 @@ from models.errors import (
     UnsupportedModel,
 )
 from models.import_path import ImportPathError
+from models.train.trainer_group.rank_spec import EXIT_PEER_GONE, PeerGone
 from pipeline.observe.errors import ObserveError
 from stages.agents.calls import EnvironmentFailed
 from stages.chat.errors import ChatError
@@ -134,6 +135,8 @@ def exit_code(error: BaseException) -> int:
     """How a started process ends with an error: what its supervisor learns of it."""
     if disk_full(error):
         return EXIT_DISK_FULL
+    if isinstance(error, PeerGone):
+        return EXIT_PEER_GONE
     return EXIT_USER_ERROR if user_error(error) is not None else 1
 
 

@@ -23,12 +23,11 @@ from models.import_path import import_path
 from models.train.trainer_group.rank_spec import needs_trainer_group, processes_of
 from pipeline.errors import UsageError
 from pipeline.graph import Graph, Node
-from pipeline.hosts.gpus import gpus_to_divide
+from pipeline.hosts.gpus import check_trainer_group, engines_gpus, gpus_to_divide
 from pipeline.hosts.replica import PortSpec, ReplicaSpec
 from pipeline.record.run_directory import RunDir
 from pipeline.stream_limits import UNBOUNDED_BYTES
 from pipeline.supervise.restarts import EngineSpec
-from pipeline.supervise.trainer_group import check_trainer_group, engines_gpus
 from stages.base import GenerateOptions, StageOptions, TrainOptions
 from stages.staleness_gate import StalenessGate
 

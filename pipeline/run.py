@@ -54,8 +54,7 @@ from stages.prompts.ledger import LedgerSnapshot
 from stages.prompts.prompt_sources import DrawnPrompts
 from stages.prompts.stage import PromptStage
 from stages.staleness_gate import StalenessGate
-from stages.train.saved_batches import SavedBatches
-from stages.train.saved_groups import restorable
+from stages.train.saved_groups import SavedBatches, restorable
 
 Launchers = Callable[[RunDir, int], Launcher]  # where processes run, with so many threads each
 

@@ -16,7 +16,7 @@ from pipeline.hosts.rendezvous import ADMITTED, CONFIG, retire_key, spec_key
 from pipeline.hosts.weights_source import SOURCE
 from stages.engines.colocation import KEY as DEVICE
 from stages.topic_values import ADDRESS, BROUGHT, DIRECTORY, LEAVE, ORDER, SETTINGS
-from stages.train.asked_saves import SAVE
+from stages.train.checkpoints import SAVE
 
 _CONTROLLER: Final = frozenset[str]()
 _ENGINES, _TRAIN = frozenset({"engines"}), frozenset({"train"})

@@ -40,12 +40,13 @@ class TrainOptions(Struct, frozen=True, tag="train"):
     resume_from: str | None = None  # checkpoint directory
     restored: frozenset[int] = frozenset()  # groups that it keeps and the prompt stage leaves to the trainer
     slots: str = ""  # directory for the weight slots; none in supervised training
-    # Of a process that takes the place of one that was lost, while the run goes on:
-    restarts: int = 0  # how many there were before it
-    first_step: int = 0  # with which this start of the run began
-    admitted: int = 0  # groups by then, of which those that are not `open` have ended
+    first_step: int | None = None  # with which this start of the run began; None: `start_step`
+    # Of a trainer that was restarted while the run goes on:
+    incarnation: int = 0  # number of restarts before it
+    begun: bool = False  # an earlier incarnation reported its first weights
+    trained: int = 0  # steps in the ledger: those after `start_step` are trained again
+    admitted: int = 0  # groups in the ledger, of which those that are not `open` have ended
     open: frozenset[int] = frozenset()
-    repeat: tuple[int, ...] = ()  # groups of the step that was reported and is in no checkpoint, in their order
 
 
 class GenerateOptions(Struct, frozen=True, tag="generate"):
@@ -167,10 +168,6 @@ class Stage(ABC):
         self.context = context
         self.config = context.config
         self.activity = Activity()
-
-    @staticmethod  # noqa: B027  (a hook: doing nothing is right)
-    def load_libraries(config: Config) -> None:
-        """Import what takes long, in a process that waits to take the place of another one."""
 
     async def setup(self) -> None:  # noqa: B027  (a hook: doing nothing is right)
         """Load what the stage needs. Called once, before `run`."""

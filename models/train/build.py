@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from configs.schema import Config, TrainConfig
-from models.families.source import files_by_name, local_directory
-from models.train.interface import TrainBackend, TrainSequence
+from models.families.source import files_by_name
+from models.train.interface import TrainBackend, TrainSequence, WeightExporter
 from models.weights.layout import StoredTensor, stored_tensors
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 ARRIVAL_SHARE = 0.9  # of a step's time is spent as its sequences arrive, the rest in `step`
 
 
-class SimulatedBackend:
+class SimulatedBackend(WeightExporter):
     """`TrainBackend` whose steps take a set time."""
 
     def __init__(self, train: TrainConfig, *, steps: int = 1) -> None:
@@ -106,22 +106,6 @@ def build_backend(config: Config, total_batches: int) -> TrainBackend:
 
     torch.manual_seed(config.run.seed)  # for what a loss of the user's draws; also in the state that is saved
     return Trainer(train_spec(config, total_batches))
-
-
-def load_libraries(config: Config) -> None:
-    """Import what `build_backend` and its first step will need of torch and transformers, for the model of the run."""
-    if config.train.train_backend == "simulated":
-        return
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    from models.train import trainer  # noqa: F401  with what it imports
-
-    checkpoint = config.train.hf_checkpoint
-    found = AutoConfig.from_pretrained(str(local_directory(checkpoint, "hf_checkpoint") or checkpoint))
-    with torch.device("meta"):  # no memory
-        model = AutoModelForCausalLM.from_config(found)
-    torch.optim.AdamW(model.parameters())
 
 
 def build_member(config: Config, total_batches: int, dp_group: DpGroup) -> Trainer:

@@ -9,6 +9,7 @@ Invariants:
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     import torch
 
     from models.weights.layout import StoredTensor
+    from models.weights.shared_memory_reader import SlotManifest
+    from models.weights.shared_memory_writer import SlotWriter
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,29 @@ class TrainSequence:
     def response_length(self) -> int:
         """Tokens after the prompt."""
         return len(self.tokens) - self.prompt_length
+
+
+class WeightExporter(ABC):
+    """A backend whose weights are in this process: `write_slot` for what it exports."""
+
+    _slots: SlotWriter | None = None
+
+    @abstractmethod
+    def export_weights(self) -> Iterator[tuple[str, torch.Tensor | StoredTensor]]:
+        """Current weights under Hugging Face names, in a fixed order. Collective where they are sharded."""
+
+    def write_slot(self, directory: Path, source: Path, version: int, run_generation: int) -> SlotManifest:
+        """See `TrainBackend`. The export runs to its end in any case: other ranks wait inside its collectives."""
+        tensors = self.export_weights()
+        try:
+            if self._slots is None:
+                from models.weights.shared_memory_writer import SlotWriter
+
+                self._slots = SlotWriter(directory, source, leased=True)
+            return self._slots.write(version, run_generation, tensors)
+        finally:
+            for _ in tensors:
+                pass
 
 
 class TrainBackend(Protocol):
@@ -76,8 +102,12 @@ class TrainBackend(Protocol):
     def discard(self) -> None:
         """Forget what was accumulated for the running batch; the weights stay as they are."""
 
-    def export_weights(self) -> Iterator[tuple[str, torch.Tensor | StoredTensor]]:
-        """Current weights under Hugging Face names, in a fixed order."""
+    def write_slot(self, directory: Path, source: Path, version: int, run_generation: int) -> SlotManifest:
+        """Write the current weights, as this version, into the older of two slots in `directory`.
+
+        `directory`: leased by the caller, the same at each call. `source`: the Hugging Face checkpoint whose layout and
+        types the slots have. Raises WeightsError.
+        """
 
     def save(self, directory: Path) -> None:
         """Write model (Hugging Face format, in `directory/hf`), optimizer, scheduler and RNG state.

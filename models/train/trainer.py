@@ -26,7 +26,7 @@ import torch
 from models.algorithms.aggregation import StepSize, denominator, metric_mode
 from models.errors import BackendMisuse
 from models.train.huggingface.models import TorchModels
-from models.train.interface import TrainSequence
+from models.train.interface import TrainSequence, WeightExporter
 from models.train.model_set import Counters, ModelSet, Movable, UpdateResult
 from models.train.spec import TrainSpec, batch_needs, critic_only
 from models.train.step.examples import Intake, check_sequence, example_of, rollouts_of
@@ -34,7 +34,7 @@ from models.train.step.old_log_probs import OldLogProbPass
 from models.train.step.running_batch import RunningBatch
 
 
-class Trainer:
+class Trainer(WeightExporter):
     """`TrainBackend` on any framework."""
 
     def __init__(self, spec: TrainSpec, models: Callable[[TrainSpec], ModelSet] = TorchModels) -> None:

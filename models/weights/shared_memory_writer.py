@@ -92,21 +92,22 @@ class SlotWriter:
 
     Args:
         directory: where the slots go, e.g. from `choose_directory`; created 0700, removed by `close`.
+        leased: the caller holds the `DirectoryLease` of a directory that exists, and removes it.
         source_checkpoint: Hugging Face directory whose tensors (names, shapes), configuration and tokenizer the slots
             take over, and to whose types written tensors are cast.
 
     Raises CheckpointUnavailable, SourceError, SlotDirectoryError, SlotSpaceError.
     """
 
-    def __init__(self, directory: Path, source_checkpoint: Path) -> None:
+    def __init__(self, directory: Path, source_checkpoint: Path, *, leased: bool = False) -> None:
         self.layout = lay_out(_slot_specs(source_checkpoint))
         self._tied = _tied_names(source_checkpoint) - {item.spec.name for item in self.layout.tensors}
-        self._lease = DirectoryLease(directory)
-        self._next = 0
+        self._lease = None if leased else DirectoryLease(directory)
+        self._next, self._slots = 0, list[_Slot]()
         try:
             self._slots = [self._make_slot(directory / f"slot-{i}", source_checkpoint) for i in range(SLOTS)]
         except BaseException:
-            self._lease.release()
+            self.close()
             raise
 
     @property
@@ -143,7 +144,8 @@ class SlotWriter:
     def close(self) -> None:
         """Remove the directory. Memory goes back once the last reader has dropped its mapping. May be called twice."""
         self._slots.clear()
-        self._lease.release()
+        if self._lease is not None:
+            self._lease.release()
 
     def _make_slot(self, path: Path, source: Path) -> _Slot:
         path.mkdir(mode=0o700)

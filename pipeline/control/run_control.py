@@ -48,7 +48,7 @@ from stages.topic_values import (
     entries,
     write_settings,
 )
-from stages.train.asked_saves import SAVE
+from stages.train.checkpoints import SAVE
 from transport import Hub, TopicServer
 
 AUTOSCALE_LOOK_S: Final = 1.0

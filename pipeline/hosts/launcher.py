@@ -28,7 +28,6 @@ STOP_GRACE_S: Final = 5.0
 
 
 SOCKETS: Final = "SLUICE_SOCKETS"  # in the environment: where processes of one host put sockets, for this user alone
-STANDBY: Final = "SLUICE_STANDBY"  # in the environment of a worker that is to wait for a line on its standard input
 
 
 class Resources(Struct, frozen=True):
@@ -151,10 +150,6 @@ class Launcher(Protocol):
 
     def leave(self) -> None:
         """Leave processes with a note to the next start of the run: `stop_all` passes them over."""
-
-    async def stand_by(self, spec: ProcessSpec) -> None:
-        """Start a worker in advance, which loads what its stage needs and waits: the next `spawn` of its name wakes it.
-        A launcher may leave it, and one that has ended is not missed."""
 
     def address(self, name: str) -> str:
         """The host on which a process of that name listens, as all others reach it."""

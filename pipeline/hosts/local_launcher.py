@@ -17,8 +17,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-import msgspec
-
 import pipeline
 from models.weights.slots_directory import list_left_behind
 from pipeline.hosts import die_with_parent as die_with_parent
@@ -27,7 +25,6 @@ from pipeline.hosts.kept_processes import KeptProcess, KeptProcesses
 from pipeline.hosts.launcher import (
     ANYTHING,
     SOCKETS,
-    STANDBY,
     STOP_GRACE_S,
     ProcessSpec,
     ProcessState,
@@ -94,16 +91,6 @@ class LocalHandle:
     async def wait(self) -> int:
         return await self._process.wait()
 
-    def wake(self) -> bool:
-        """Have a process that stands by begin its work; False if it has ended."""
-        stdin = self._process.stdin
-        if not self.alive or stdin is None:
-            return False
-        self.log_start = self.log.stat().st_size
-        stdin.write(b"\n")
-        stdin.close()
-        return True
-
     def remember_shared(self) -> None:
         new = shared_files(self.pid) - self._shared
         if new:
@@ -163,7 +150,6 @@ class LocalLauncher:
         self.say: Callable[[str], None] = quiet
         self.waiting: Mapping[str, str] = {}
         self.handles: dict[str, LocalHandle] = {}
-        self._standing_by: dict[str, LocalHandle] = {}
 
     def address(self, name: str) -> str:
         return HOST
@@ -181,10 +167,7 @@ class LocalLauncher:
         """See the Protocol. Nothing was kept for it."""
 
     async def spawn(self, spec: ProcessSpec, resources: Resources = ANYTHING) -> LocalHandle:
-        handle = self._standing_by.pop(spec.name, None)
-        if handle is None or not handle.wake():
-            handle = await self._start(spec, resources)
-        return self._named(handle)
+        return self._named(await self._start(spec, resources))
 
     def _named(self, handle: LocalHandle) -> LocalHandle:
         self.handles[handle.spec.name] = handle
@@ -208,13 +191,7 @@ class LocalLauncher:
         if self._kept is not None:
             self.handles = {name: handle for name, handle in self.handles.items() if not handle.spec.note}
 
-    async def stand_by(self, spec: ProcessSpec) -> None:
-        waiting = msgspec.structs.replace(spec, env={**spec.env, STANDBY: "1"})
-        self._standing_by[spec.name] = await self._start(waiting, ANYTHING, asyncio.subprocess.PIPE)
-
-    async def _start(
-        self, spec: ProcessSpec, resources: Resources, stdin: int = asyncio.subprocess.DEVNULL
-    ) -> LocalHandle:
+    async def _start(self, spec: ProcessSpec, resources: Resources) -> LocalHandle:
         env = {**(self._environment if spec.ours else os.environ), **spec.env}
         if resources.gpus:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(resources.gpus)
@@ -228,7 +205,7 @@ class LocalLauncher:
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-IS", str(die_with_parent.__file__), str(os.getpid())),
                 *spec.argv,
-                stdin=stdin,
+                stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=asyncio.subprocess.STDOUT,
                 env=env,
@@ -237,7 +214,7 @@ class LocalLauncher:
         return LocalHandle(spec, process, path, start, self.rundir.sockets)
 
     async def stop_all(self) -> None:
-        await stop_together([*self.handles.values(), *self._standing_by.values()])
+        await stop_together(self.handles.values())
 
 
 def _log(rundir: RunDir, name: str) -> Path:

@@ -1,8 +1,8 @@
 """A rank of the trainer group. Started as `python -m pipeline.hosts.trainer_rank RUN_ID TOPIC NAME [KEYS]`, never by
 fork; it finds everything else on the topic, where rank 0 also says that the group is up.
 
-It ends with 0 (the run is over), 1 (failed: its trainer group may be started again), 2 (the user's mistake), 3 (the
-train stage is gone) or 28 (no space left). The last line of its log says why.
+It ends with 0 (the run is over), 1 (failed), 2 (the user's mistake), 3 (the train stage is gone) or 28 (no space left).
+The last line of its log says why.
 """
 
 from __future__ import annotations
@@ -17,15 +17,14 @@ import msgspec
 
 from configs.schema import Config
 from models.import_path import add_working_directory
-from models.train.trainer_group.errors import StageGone
-from models.train.trainer_group.rank_spec import EXIT_STAGE_GONE, MEETING, RankSpec, Rendezvous
+from models.train.trainer_group.rank_spec import MEETING, RankSpec, Rendezvous
 from pipeline.errors import exit_code, leaf, user_error
 from pipeline.hosts.launcher import SOCKETS
 from pipeline.hosts.rendezvous import Entry, from_command, read
 
 
 async def find(entry: Entry, name: str) -> tuple[RankSpec, Config]:
-    """What this rank is to be. Its connection ends here: a rank computes for minutes, and answers nobody meanwhile."""
+    """The specification of this rank. Its connection ends here: a rank that computes answers nothing for minutes."""
     async with entry.node(name) as node:
         return await read(await node.topic(entry.topic), name, RankSpec)
 
@@ -50,13 +49,8 @@ def main(argv: list[str]) -> int:
         logging.exception("%s failed", name)
         logging.error("%s: %s", type(cause).__name__, user_error(cause) or cause)
         logging.shutdown()
-        os._exit(rank_exit_code(cause))  # at once: threads of a broken process group may wait for ever
+        os._exit(exit_code(cause))  # at once: threads of a broken process group may wait for ever
     return 0
-
-
-def rank_exit_code(error: BaseException) -> int:
-    """What the supervisor of the trainer group learns of an error."""
-    return EXIT_STAGE_GONE if isinstance(error, StageGone) else exit_code(error)
 
 
 if __name__ == "__main__":

@@ -31,10 +31,11 @@ from pipeline.record.group_outcomes import GroupOutcomes
 from pipeline.record.journal import Admitted, Began, Committed, Ended, Journal, Stepped, read_journal
 from pipeline.record.run_directory import RunDir
 from pipeline.record.save_hf import save_hf
-from pipeline.supervise.outage import consequence
+from pipeline.supervise.outage import outage_text
 from stages.messages import CheckpointReady, EvalDone, Settled, StepDone
 from stages.prompts.ledger import Ledger, LedgerSnapshot, OpenGroup
 from stages.topic_values import POLICY, addresses, carrying
+from stages.train.recovery import remove_superseded
 from transport import TopicServer
 
 BIAS_FILE = "bias.json"
@@ -84,7 +85,6 @@ class Recorder:
         self.training_started: float | None = None  # when the trainer's first weights were out
         self.last_step_s = self.started
         self._without_trainer_s: float | None = None  # since when
-        self.last_batch: tuple[int, ...] = ()  # groups of the newest step of this start
         self.outages = OutageWatch()
         self.stalls = StallWatch(config.run.stall_notice_s, config.run.stall_limit_s, self.started)
         self.ledger = Ledger()
@@ -178,7 +178,6 @@ class Recorder:
                 self.last_step_s += now - self._without_trainer_s
             self._without_trainer_s = None
             return
-        self.last_batch = report.groups
         took_s, self.last_step_s = now - self.last_step_s, now
         self.effective.steps[report.step] = took_s
         tallied = {} if self.config.train.loss_type == "sft_loss" else self.group_outcomes.step(report)
@@ -247,6 +246,7 @@ class Recorder:
             if self.config.checkpoint.save_hf is not None and self.config.train.loss_type != "sft_loss":
                 save_hf(final, self.config.checkpoint.save_hf, report.step)
             prune(self.rundir.checkpoints, self.config.checkpoint.keep_last_n)
+            remove_superseded(self.rundir.path, report.step)
             if keeps_rollouts(self.config):
                 forget_ended(self.rundir.episodes, manifests(self.rundir.checkpoints))
 
@@ -263,7 +263,7 @@ class Recorder:
         if stage == "train" and self._without_trainer_s is None:
             self._without_trainer_s = time.monotonic()
         self.view.restarted(stage)
-        self.say(f"{replica} ended with {why}; restarting it, {consequence(self.config, stage)}")
+        self.say(f"{replica} ended with {why}; restarting it, {outage_text(self.config, stage)}")
 
     def changed(self, what: str, value: str) -> None:
         """The user changed something while the run goes on. Journalled before he is told that it is so."""

@@ -4,13 +4,19 @@
 does a person who wants to ask an engine something.
 
 Invariant: an address is dropped from the topic before its process is started again.
+
+A dead letter is a message that no stage could process. Its group is settled as failed, with the reason, and only then
+named on the topic under `dead`, so that the stage that holds the other members drops them: no group is lost silently.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Final
 
 import msgspec
 from msgspec import Struct
@@ -18,15 +24,16 @@ from msgspec import Struct
 from models.checkpoint import CheckpointError, final_path, read_manifest, remove_leftovers, verify_files
 from models.disk import write_json
 from pipeline.observe.stats import STATS_PREFIX, StageStats
+from pipeline.observe.visible import visible
 from pipeline.record.recorder import Recorder
 from pipeline.record.run_directory import RunDir
-from pipeline.supervise.outage import consequence
+from pipeline.supervise.outage import outage_text
 from pipeline.supervise.restarts import EngineSpec
 from stages.base import TrainOptions
-from stages.messages import group_of
+from stages.messages import Settled, group_of
 from stages.ports import read_value
 from stages.topic_values import POLICY, Complaint, EngineAddress, RouterAddress, carrying
-from transport import Hub, TopicServer
+from transport import DeadLetter, Hub, TopicServer
 
 REPORTS_POLL_S = 0.02
 
@@ -68,32 +75,36 @@ class Announcer:
             self._drop_router()
         self.topic.drop(STATS_PREFIX + name)
 
-    async def trainer_goes_on(self, lost: TrainOptions, stream: str) -> TrainOptions | None:
+    async def trainer_state(self, lost: TrainOptions) -> TrainOptions | None:
         settle = self.hubs["settle"]
         reported = {held.key for held in settle.held()}
         while reported & {held.key for held in settle.held()}:  # noqa: ASYNC110  (a hub announces no single message)
             await asyncio.sleep(REPORTS_POLL_S)
-        recorder, step = self.recorder, self.recorder.committed
-        behind = recorder.ledger.trained // self.config.rollout.rollout_batch_size - step
-        repeat = recorder.last_batch if behind else ()
-        kept = lost.restored.union(group for _, group in map(group_of, (held.key for held in self.hubs[stream].held())))
-        if recorder.training_started is None or behind > 1 or not kept.issuperset(repeat):
-            return None
-        still_open = frozenset(group.group_id for group in recorder.ledger.open_groups())
-        checkpoint = final_path(recorder.rundir.checkpoints, step)
-        if checkpoint.is_dir() and (fault := await asyncio.to_thread(_damage, checkpoint)) is not None:
-            recorder.say(fault)  # a resume passes it over
-            return None
+        recorder, ledger = self.recorder, self.recorder.ledger
         remove_leftovers(recorder.rundir.checkpoints)
+        step, state = lost.start_step, lost.resume_from
+        newest = final_path(recorder.rundir.checkpoints, recorder.committed)
+        if newest.is_dir():
+            step, state = recorder.committed, str(newest)
+            if (fault := await asyncio.to_thread(_damage, newest)) is not None:
+                recorder.say(fault)  # a resume passes it over
+                return None
+        begun, trained = recorder.training_started is not None, ledger.trained // self.config.rollout.rollout_batch_size
+        if begun:
+            since = "its beginning" if state is None else f"the checkpoint of step {step}"
+            repeats = f", and trains the {trained - step} steps since again at most" if trained > step else ""
+            recorder.say(f"the trainer starts again from {since}{repeats}")
+        still_open = frozenset(group.group_id for group in ledger.open_groups())
         return msgspec.structs.replace(
             lost,
             start_step=step,
-            resume_from=str(checkpoint) if checkpoint.is_dir() else lost.resume_from,
-            restored=lost.restored & still_open.union(repeat),
-            repeat=repeat,
-            restarts=lost.restarts + 1,
-            first_step=lost.first_step if lost.restarts else lost.start_step,
-            admitted=recorder.ledger.admitted,
+            resume_from=state,
+            restored=lost.restored & still_open,
+            first_step=lost.start_step if lost.first_step is None else lost.first_step,
+            incarnation=lost.incarnation + 1,
+            begun=begun,
+            trained=trained,
+            admitted=ledger.admitted,
             open=still_open,
         )
 
@@ -148,7 +159,7 @@ class Announcer:
         self.recorder.say(line)
 
     def _away(self, name: str, url: str, why: str, kind: str) -> None:
-        what = consequence(self.config, kind)
+        what = outage_text(self.config, kind)
         self.recorder.say(f"{name}: {url} is lost after {why}; {what}")
 
     def _drop_engine(self, name: str) -> None:
@@ -176,3 +187,29 @@ def _damage(checkpoint: Path) -> str | None:
 def _kind(version: str) -> str:
     """Our servers say which they are behind a plus sign; SGLang says only its number."""
     return version.partition("+")[2] or "sglang"
+
+
+log = logging.getLogger("sluice.controller")
+REMEMBERED: Final = 1000  # on the topic, for a group stage that is started again: its members come a second time
+DETAIL_LIMIT: Final = 300
+
+
+class DeadLetters:
+    """What hubs call with their dead letters. `close_groups` settles groups in the ledger."""
+
+    def __init__(
+        self, topic: TopicServer, recorder: Recorder, close_groups: Callable[[Sequence[Settled]], None]
+    ) -> None:
+        self._topic, self._recorder, self._close_groups = topic, recorder, close_groups
+        self._groups: deque[str] = deque(maxlen=REMEMBERED)
+
+    def __call__(self, letter: DeadLetter) -> None:
+        log.error("dead letter in stream %s, key %s: %s", letter.stream, visible(letter.key), visible(letter.reason))
+        self._recorder.dead_letter(letter.stream, letter.key, letter.reason)
+        group, counted = group_of(letter.key)
+        if counted is not None:
+            detail = f"{letter.stream}: {letter.reason}"[:DETAIL_LIMIT]
+            self._close_groups([Settled(counted, "failed", detail)])
+        if group:
+            self._groups.append(group)
+            self._topic.publish("dead", msgspec.msgpack.encode(tuple(self._groups)))

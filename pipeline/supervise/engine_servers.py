@@ -4,26 +4,34 @@ tests and debugging, our own as a thread of this process.
 Invariants: an engine's processes form one group, so that its scheduler and detokenizer end with it; its port is held
 for it where it runs; nothing here asks an engine to generate; one that an earlier start of the run left is announced as
 such, or ended.
+
+Taking over a server that an earlier start of the run left: its note says how it was started; then it is asked to give
+up its work. It is taken over only if it was started as it would be started now, but for port and seed. The question
+takes a few seconds at most, and whatever is wrong is a reason to start a new server, never an error.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import itertools
 import sys
 from abc import abstractmethod
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Final
 
 import msgspec
+from msgspec import Struct
 
 from configs.schema import Config
 from models.engines.client import EngineClient
+from models.engines.errors import EngineError
 from models.engines.launch.command import RUNNER, server_launch, with_token
 from models.engines.launch.environment import Installed
 from models.engines.serve import EngineServer
-from models.engines.token import TokenFile
+from models.engines.token import Token, TokenFile
 from models.fault_injection import FaultPlan
 from pipeline.errors import ReplicaFailed, UsageError
 from pipeline.hosts.free_port import PortInUse
@@ -31,8 +39,59 @@ from pipeline.hosts.launcher import Handle, Launcher, ProcessSpec, Resources
 from pipeline.supervise.health_probe import HealthProbe, HttpProbe, SchedulerProbe
 from pipeline.supervise.restart_server import StartCommand, SupervisedServer
 from pipeline.supervise.restarts import EngineSpec, Lifecycle
-from pipeline.supervise.take_over import Note, digest, read_note, refusal
 from pipeline.supervise.weight_fetchers import WeightFetchers
+
+LIMIT_S: Final = 10.0  # for a server to answer; it is busy with nothing
+
+
+class Note(Struct, frozen=True):
+    """What is told of a server from one start of the run to the next. `digest`: of how it was started."""
+
+    url: str
+    digest: str
+
+    def encode(self) -> str:
+        return msgspec.json.encode(self).decode()
+
+
+def read_note(text: str) -> Note | None:
+    """None for one that this version did not write."""
+    try:
+        return msgspec.json.decode(text, type=Note)
+    except msgspec.MsgspecError:
+        return None
+
+
+def digest(process: ProcessSpec, *more: object) -> str:
+    """Of how a server is started: command line, variables, and the files of its model, by size and time of change. The
+    weights of a frozen one are nowhere else."""
+    files = [
+        (str(file), (found := file.stat()).st_size, found.st_mtime_ns)
+        for place in process.files
+        for file in sorted(Path(place).iterdir() if Path(place).is_dir() else ())
+        if file.exists()
+    ]
+    told = (process.argv, dict(process.env), files, more)
+    return hashlib.sha256(msgspec.json.encode(told, order="sorted")).hexdigest()
+
+
+async def refusal(url: str, token: Token | None, *, frozen: bool) -> str | None:
+    """Have a server give up all that it does; why it cannot be used, None if it can. Waits `LIMIT_S` at the most."""
+    try:
+        async with asyncio.timeout(LIMIT_S):
+            async with EngineClient(url, token=token) as client:
+                await client.server_info()  # SGLang's HTTP process has to ask its scheduler
+                await client.resume()  # what stands still would not end its requests
+                await client.abort()
+                await client.pause("abort")  # those that came meanwhile too
+                if frozen:
+                    await client.resume()
+    except EngineError as error:
+        return str(error)
+    except TimeoutError:
+        return f"it did not answer within {LIMIT_S:g} s"
+    return None
+
 
 # SGLang looks for SIGTERM every 5 s, then has its schedulers give their GPU memory back. On a CPU there is nothing to
 # give back, and nothing is written: it may be killed.

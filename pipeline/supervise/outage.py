@@ -1,4 +1,4 @@
-"""What becomes of the work of a process or server that is away, in words that are true for its kind. Pure."""
+"""User-facing text: what happens to the work of a process or server while it is down. No I/O, no clock."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from configs.graph import engine_count, replicas
 from configs.schema import Config
 
 
-def consequence(config: Config, kind: str) -> str:
-    """What follows while one of a kind (engine, frozen, router, or the name of a stage) is away."""
+def outage_text(config: Config, kind: str) -> str:
+    """While a process of this kind (engine, frozen, router, or the name of a stage) is down."""
     if kind == "router":
         return "new requests wait for it, those it had go on at the engines directly"
     if kind == "engines":

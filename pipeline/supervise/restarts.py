@@ -7,10 +7,12 @@ restarts are counted, wait longer each time, and end the run when their budget o
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Final, Literal, Protocol
 
 from msgspec import Struct
 
@@ -18,11 +20,16 @@ from configs.schema import EngineConfig
 from models.engines.token import TokenFile
 from models.fault_injection import FaultPlan
 from pipeline.errors import ReplicaFailed
+from pipeline.hosts.launcher import Handle
 from pipeline.supervise.restart_budget import WINDOW_S, RestartBudget, backoff_s
 from stages.base import TrainOptions
 from stages.topic_values import RouterAddress
+from transport import TopicServer
+
+log = logging.getLogger("sluice.controller")
 
 Kind = Literal["engine", "frozen", "router"]
+HANG_S: Final = 60.0  # longer than a process takes to start on a machine that is busy
 
 
 class EngineSpec(Struct, frozen=True):
@@ -64,9 +71,9 @@ class Lifecycle(Protocol):
     def lost(self, stage: str, name: str, why: str) -> None:
         """A process ended, or was ended since it hung, and is started again: release its leases, count the restart."""
 
-    async def trainer_goes_on(self, lost: TrainOptions, stream: str) -> TrainOptions | None:
-        """What takes the place of a train stage that was told of as lost begins with; None if only a resume can go on.
-        `stream`: its groups. Waits until all that the lost one reported has been dealt with."""
+    async def trainer_state(self, lost: TrainOptions) -> TrainOptions | None:
+        """Where the next incarnation of a trainer begins that was reported as lost; None if only a resume can go on.
+        Waits until all that the lost trainer had reported is in the ledger."""
 
     def retired(self, stage: str, name: str) -> None:
         """A replica that was scaled away has ended, well or not: what it still held goes to others."""
@@ -94,6 +101,18 @@ class Lifecycle(Protocol):
 
     def say(self, line: str) -> None:
         """A line for the user."""
+
+
+async def end_if_silent(topic: TopicServer, key: str, name: str, process: Handle, limit_s: float | None = None) -> None:
+    """End a process that hangs. Waits while news of a key of the topic come at least each `limit_s` (`HANG_S`); then
+    kills the process and waits for its end."""
+    revision, limit_s = topic.revision, HANG_S if limit_s is None else limit_s
+    with contextlib.suppress(TimeoutError):
+        while True:
+            async with asyncio.timeout(limit_s):
+                revision = await topic.wait(revision, key)
+    log.warning("%s has published nothing for %g s, it is ended", name, limit_s)
+    await process.kill()
 
 
 class Restarts:

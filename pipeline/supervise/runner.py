@@ -1,14 +1,12 @@
-"""The runner: every stage replica of a run, and its servers and trainer group beside them, supervised.
+"""The runner: every stage replica of a run, and its servers beside them, supervised.
 
 A replica is a process (`ProcessRunner`) or, for tests and debugging, a task of this process (`TaskRunner`); stages,
 streams and protocol are the same.
 
-Invariants: a replica that ends without being asked to is reported as lost at once, so that its leases move on, and is
-started again with backoff within a bounded budget; the train stage only where nothing of it is lost, that is, where all
-its steps but the newest are in a checkpoint (its trainer group then starts with it; a rank that is lost always), and a
-task is not; the number of a replica is used once; servers and ranks live as long as the replicas; nothing is left
-running when `run` returns, however it returns, but servers after an error, where another start of the run may take them
-over.
+Invariants: a replica that ends although its work is not done is reported as lost at once, so that its leases move on,
+and is started again with backoff within a bounded budget; a task is not; the number of a replica is used once; servers
+live as long as the replicas; nothing is left running when `run` returns, however it returns, but servers after an
+error, where another start of the run may take them over.
 """
 
 from __future__ import annotations
@@ -21,17 +19,14 @@ from typing import ClassVar, Final
 import msgspec
 
 from configs.graph import SINGLE
-from configs.schema import Config
-from models.train.trainer_group.rank_spec import needs_trainer_group
-from pipeline.errors import ReplicaFailed, UsageError, check_repeatable
-from pipeline.hosts.launcher import Handle, Launcher, ProcessSpec, ending, unless
+from pipeline.errors import UsageError, check_repeatable
+from pipeline.hosts.launcher import Launcher, ending, unless
 from pipeline.hosts.rendezvous import Entry, Keys, admit, retire_key, spec_key
 from pipeline.hosts.replica import ReplicaSpec, run_replica
-from pipeline.hosts.shared_files import shared_files
 from pipeline.placement import Placement
 from pipeline.supervise.restarts import Lifecycle, Restarts
 from pipeline.supervise.servers import Servers
-from pipeline.supervise.trainer_group import TrainerGroup
+from pipeline.supervise.trainer_unit import Ranks, TrainerUnit
 from stages.base import TrainOptions, beside
 from stages.engines.stage import END
 from transport import Node, TopicServer
@@ -60,10 +55,7 @@ class Runner(ABC):
         self.entry = Entry(placement.run_id, topic.address, str(worker), partial(admit, topic))
         launcher.say = lifecycle.say
         self._restarts = Restarts(lifecycle, config.run.max_restarts)
-        self._group: TrainerGroup | None = None
-        if needs_trainer_group(config):
-            generation = placement.run_generation
-            self._group = TrainerGroup(config, self.rundir, launcher, self._restarts, self.entry, topic, generation)
+        self._ranks = Ranks(placement, launcher, self.entry, topic)
         self._servers = Servers(placement, topic, launcher, self._restarts, self.entry, in_process=self.in_process)
         self._replicas: asyncio.TaskGroup | None = None  # while it runs
         self._running: dict[str, ReplicaSpec] = {}
@@ -77,8 +69,7 @@ class Runner(ABC):
     async def run(self) -> None:
         """Start everything; wait until all replicas have ended. An error of any of them propagates."""
         try:
-            ranks = [] if self._group is None else [self._group.run()]
-            async with beside(self._servers.run(), *ranks):
+            async with beside(self._servers.run()):
                 async with asyncio.TaskGroup() as self._replicas:
                     for spec in self.placement.replicas():
                         self._start(spec)
@@ -130,7 +121,7 @@ class Runner(ABC):
         self._replicas.create_task(self._run(spec))
 
     async def _run(self, spec: ReplicaSpec) -> None:
-        await self._keep(spec)
+        await self._supervise(spec)
         del self._running[spec.replica]
         if spec.replica in self._retiring:
             self._retiring.remove(spec.replica)
@@ -139,7 +130,7 @@ class Runner(ABC):
             self.lifecycle.retired(spec.stage, spec.replica)
 
     @abstractmethod
-    async def _keep(self, spec: ReplicaSpec) -> None:
+    async def _supervise(self, spec: ReplicaSpec) -> None:
         """Waits for the end of a replica that ends well."""
 
 
@@ -148,9 +139,11 @@ class TaskRunner(Runner):
 
     in_process = True
 
-    async def _keep(self, spec: ReplicaSpec) -> None:
+    async def _supervise(self, spec: ReplicaSpec) -> None:
         topic = await self.node.topic(self.topic.address, replica=spec.replica)
-        await run_replica(spec, self.node, topic, self.config)
+        ranks = [self._ranks.until_lost()] if isinstance(spec.built_in, TrainOptions) else []
+        async with beside(*ranks):
+            await run_replica(spec, self.node, topic, self.config)
 
 
 class ProcessRunner(Runner):
@@ -158,71 +151,30 @@ class ProcessRunner(Runner):
 
     in_process = False
 
-    async def _keep(self, spec: ReplicaSpec) -> None:
+    async def _supervise(self, spec: ReplicaSpec) -> None:
         """Waits for the process to end; starts it again unless it ended well, or may not be."""
-        process = self.entry.process("pipeline.hosts.worker", spec.replica)
+        if isinstance(spec.built_in, TrainOptions):
+            await TrainerUnit(self.placement, self.launcher, self._restarts, self.entry, self.topic, self._ranks).run(
+                spec
+            )
+            return
+        process, name = self.entry.process("pipeline.hosts.worker", spec.replica), spec.replica
+        self.topic.publish(spec_key(name), msgspec.msgpack.encode(spec))
         while True:
-            if spec.host:  # it trains: which host it is on is told others, and decides what it sees
-                sees = await asyncio.to_thread(shared_files, self.rundir, self.config)
-                await self.launcher.place(spec.replica, sees=sees)
-                spec = msgspec.structs.replace(spec, host=self.launcher.address(spec.replica))
-            self.topic.publish(spec_key(spec.replica), msgspec.msgpack.encode(spec))
-            handle = await unless(self.launcher.spawn(process), self._over(spec.replica))
+            handle = await unless(self.launcher.spawn(process), self._until_unwanted(name))
             if handle is None:  # no host had room for it
                 break
-            async with beside(self._stand_by(spec, process)):
-                code = await handle.wait()
-            if code == 0 or spec.replica in self._retiring:
+            code = await handle.wait()
+            if code == 0 or name in self._retiring:
                 break
-            spec = await self._again(spec, code, handle)
-        self.topic.drop(spec_key(spec.replica))
+            check_repeatable(name, code, handle.last_line(), self.rundir.path)
+            await self._restarts.again(spec.stage, name, ending(code), handle.last_line(), handle.log)
+        self.topic.drop(spec_key(name))
 
-    async def _stand_by(self, spec: ReplicaSpec, process: ProcessSpec) -> None:
-        """Have the process ready that would take the place of a killed train stage: once that one's weights are out,
-        for both would want the processor. Waits for them."""
-        if self.config.run.train_standby and isinstance(spec.built_in, TrainOptions) and goes_on_alone(self.config):
-            await self.topic.wait(self.topic.revision, "weights")
-            try:
-                await self.launcher.stand_by(process)
-            except OSError as error:  # no memory, no more processes: the run does not need it
-                self.lifecycle.say(f"no process stands by for {spec.replica}: {error}")
-
-    async def _over(self, replica: str) -> None:
+    async def _until_unwanted(self, replica: str) -> None:
         """Waits until a replica for which no host has room is not wanted any more."""
         revision, keys = 0, (END, retire_key(replica))
         while all(self.topic.get(key) is None for key in keys):
             revision = await self.topic.wait(revision, *keys)
         while replica not in self.launcher.waiting:  # noqa: ASYNC110  (a launcher announces nothing)
             await asyncio.sleep(ROOM_POLL_S)
-
-    async def _again(self, spec: ReplicaSpec, code: int, process: Handle) -> ReplicaSpec:
-        """Report the loss and wait out the backoff, or give up; what to start. Raises ReplicaFailed or UsageError."""
-        why, words = ending(code), process.last_line()
-        check_repeatable(spec.replica, code, words, self.rundir.path)
-        options = spec.built_in
-        if not isinstance(options, TrainOptions):
-            await self._restarts.again(spec.stage, spec.replica, why, words, process.log)
-            return spec
-        found = None
-        alone = goes_on_alone(self.config) and (self._group is None or not process.host_lost)  # ranks are placed once
-        if code < 0 and alone:  # an exception would come again
-            if self._group is not None:
-                await self._group.stage_lost()
-            await self._restarts.again(spec.stage, spec.replica, why, words, process.log)
-            found = await self.lifecycle.trainer_goes_on(options, spec.inlets["in"].stream)
-        if found is None:
-            said = "" if code < 0 else f": {words}"
-            raise ReplicaFailed(
-                f"{spec.replica} ended with {why}{said}; continue from the last checkpoint with --resume "
-                f"{self.rundir.path}"
-            )
-        if self._group is not None:
-            self._group.stage_again()
-        return msgspec.structs.replace(spec, built_in=found)
-
-
-def goes_on_alone(config: Config) -> bool:
-    """Whether a train stage that was killed may be started again while all else goes on: engines that share a device
-    with it know the one that is gone, and differences of weights follow each other."""
-    others = config.asynchrony.colocate or config.update.update_weight_transport == "delta"
-    return not others and config.debug.load_debug_rollout_data is None

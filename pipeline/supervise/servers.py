@@ -4,30 +4,71 @@ runs already. Engines that are ours to start come and go while the run goes on.
 Invariants: they start side by side and are waited for in parallel; the environment of SGLang is asked what it holds
 only if one of them is part of it; an engine that goes has given back what it held, or has had the time for it; the
 number of an engine is used once, so that what is said of one is never taken for another.
+
+The router is started without workers. Each engine is named to it by the replica that owns the engine, once that carries
+published weights; all are named again to a router of a new incarnation, which knows none.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Iterator, Sequence
+from typing import Final, Literal
 
 from configs.schema import Config
 from configs.schema.router import router_kind
+from models.engines.client import EngineClient
+from models.engines.launch.command import RUNNER, with_token
 from models.engines.launch.environment import Installed
-from pipeline.hosts.launcher import Launcher
+from models.engines.launch.router_command import router_launch
+from models.engines.token import TokenFile
+from pipeline.hosts.launcher import Launcher, ProcessSpec
 from pipeline.hosts.rendezvous import Entry
 from pipeline.placement import Placement
 from pipeline.preflight.sglang import prepare_sglang
 from pipeline.supervise.engine_servers import EmbeddedOrSimulatedServer, InProcessEngine, SglangServer
 from pipeline.supervise.external_servers import ExternalEngine, ExternalRouter
-from pipeline.supervise.restart_server import ServerSupervisor
-from pipeline.supervise.restarts import EngineSpec, Restarts
-from pipeline.supervise.router_server import RouterServer
+from pipeline.supervise.restart_server import ServerSupervisor, StartCommand, SupervisedServer
+from pipeline.supervise.restarts import EngineSpec, Kind, Lifecycle, Restarts
 from pipeline.supervise.weight_fetchers import WeightFetchers
-from stages.topic_values import ADDRESS, DIRECTORY, LEAVE, entries
+from stages.topic_values import ADDRESS, DIRECTORY, LEAVE, RouterAddress, entries
 from transport import TopicServer
+
+RouterKind = Literal["sglang", "smg"]
+
+
+class RouterServer(SupervisedServer):
+    """sglang-router or smg. Its `/health` is its own: it says 200 without any worker."""
+
+    name = "router"
+    kind: Kind = "router"
+
+    def __init__(
+        self, kind: RouterKind, config: Config, installed: Installed, lifecycle: Lifecycle, token: TokenFile
+    ) -> None:
+        """`token`: what requests to it must bring."""
+        self.router, self.config, self.installed, self.lifecycle = kind, config, installed, lifecycle
+        self.token = token
+        self._metrics = ""
+
+    @contextlib.contextmanager
+    def start_command(self, incarnation: int, launcher: Launcher) -> Iterator[StartCommand]:
+        held, name = launcher.held_port, self.name
+        host = launcher.address(name)
+        with held(name) as port, held(name) as metrics_port:
+            launch = router_launch(self.config, self.installed, port=port, metrics_port=metrics_port, host=host)
+            self._metrics = f"http://{host}:{metrics_port}"
+            launch = with_token(launch, self.token.path, hidden="sglang")
+            files = (self.token.path, RUNNER)
+            process = ProcessSpec(name, launch.argv, launch.env, ours=False, sweep=True, files=files)
+            yield StartCommand(process, launch.url, token=self.token.token)
+
+    async def up(self, client: EngineClient, incarnation: int) -> None:
+        version = self.installed.smg if self.router == "smg" else self.installed.router
+        address = RouterAddress(self.router, client.base_url, incarnation, token=self.token.token)
+        self.lifecycle.router_up(address, version or "", self._metrics)
+
 
 LEAVE_S: Final = 30.0  # time that an engine gets to give back what it holds
 

@@ -20,8 +20,7 @@ from pipeline.hosts.launcher import HostGone, Launcher, ending
 from pipeline.hosts.rendezvous import Entry, retire_key, spec_key
 from pipeline.observe.stats import STATS_PREFIX
 from pipeline.placement import Placement
-from pipeline.supervise.restarts import Restarts
-from pipeline.supervise.silence import end_if_silent
+from pipeline.supervise.restarts import Restarts, end_if_silent
 from stages.base import beside
 from stages.engines.stage import END
 from transport import TopicServer

@@ -37,7 +37,7 @@ from stages.prompts.prompt_order import PassRateCurriculum, PromptOrder
 from stages.prompts.prompt_sources import DrawnOrder, DrawnPrompts, demonstration
 from stages.staleness_gate import StalenessGate
 from stages.topic_values import KEYS, Sampling, carrying
-from stages.train.saved_batches import SavedBatches
+from stages.train.saved_groups import SavedBatches
 
 _MASK = (1 << 63) - 1
 

@@ -7,8 +7,11 @@ return is its reward at the end plus the rewards of its turns.
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -21,6 +24,7 @@ from models.algorithms.advantages import advantages
 from models.errors import InconsistentGroup, InsufficientMembers
 from models.import_path import import_path
 from models.train.interface import TrainSequence
+from stages.base import Spans
 from stages.errors import UntrainableGroup
 from stages.messages import RolloutSlice, Sample
 from stages.ports import Lease
@@ -34,10 +38,12 @@ from stages.rollouts import (
     trained_masks,
     turn_total,
 )
-from stages.slime.hooks import has_args, shown
+from stages.sample_log import SampleLog
+from stages.slime.hooks import has_args, logged, rollout_log, shown
 from stages.slime.types import slime_arguments
 from stages.topic_values import sampling
 from stages.train.batch_metrics import batch_metrics
+from stages.train.saved_groups import save_batch
 
 PostProcess = Callable[[Any, Any], Any]
 
@@ -183,3 +189,29 @@ class Batch:
     def metrics(self) -> dict[str, float]:
         """Rollout-side metrics, under the names of docs/metrics.md."""
         return batch_metrics(self.config, self.step, [lease.message for lease in self.leases], self.staleness)
+
+
+class BatchLog:
+    """What is written down of each trained batch, beside its report: samples, trace, the user's own log and files."""
+
+    def __init__(self, config: Config, run_dir: Path, spans: Spans) -> None:
+        self.samples = SampleLog(config, run_dir)
+        self._config, self._spans = config, spans
+        rollouts_trained = config.train.loss_type != "sft_loss"
+        path = config.observe.custom_rollout_log_function_path
+        self._log = rollout_log(path) if path is not None and rollouts_trained else None
+        self._file = config.debug.save_debug_rollout_data if rollouts_trained else None
+
+    async def trained(self, step: int, batch: Batch, slices: list[RolloutSlice], metrics: dict[str, float]) -> None:
+        """Of the batch whose report is step `step`."""
+        if self._log is not None:
+            samples = [sample for slice_ in slices for sample in shown(slice_)]
+            reported, wall_s = batch.metrics() | metrics, metrics["perf/step_time"]
+            await logged(
+                "--custom-rollout-log-function-path", self._log, step - 1, self._config, samples, reported, wall_s
+            )
+        for group_id in batch.group_ids:  # where the arrows of a group end in the trace
+            self._spans.add("trained", time.time(), 0.0, group=group_id, detail=f"step {step}")
+        if self._file is not None:
+            await asyncio.to_thread(save_batch, self._file, step - 1, slices)
+        await self.samples.trained(step, slices)

@@ -1,8 +1,7 @@
 """The trainer's part of a checkpoint: the state of the backend and the groups in care, in one draft, then reported.
 
 Invariants: a checkpoint is reported once all of it is on disk, and before the report of any later step, so that the
-ledger that is committed with it is the one after its own step; the groups are written last, because a trainer group
-that is lost while it saves begins its directory anew.
+ledger that is committed with it is the ledger after its own step; it holds the groups of the moment of its report.
 """
 
 from __future__ import annotations
@@ -12,11 +11,12 @@ import shutil
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from models.checkpoint import draft_path
 from stages.engines.colocation import InTorch
 from stages.messages import CheckpointReady
+from stages.ports import Readable
 from stages.train.held_groups import HeldGroups
 from stages.train.saved_groups import write_groups
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from models.train.interface import TrainBackend
 
 COMMIT_POLL_S = 0.05
-
+SAVE: Final = "save"  # on the topic: the number of the newest checkpoint that the user requested
 
 Timed = Callable[[str, str], AbstractContextManager[None]]  # counts a block as work, under a name in the trace
 
@@ -49,10 +49,17 @@ class Checkpoints:
         self._step = step  # of the newest save, or where this run began
         self._kept: frozenset[int] = frozenset(_ids(groups))  # groups that are in it
         self._begun: CheckpointReady | None = None  # begun, not reported
-        self._reported: Path | None = None  # the newest draft that the controller was told of
+        self._reported: Path | None = None  # the newest draft that was reported to the controller
+        self._request: bytes | None = None  # the newest value of `SAVE`
+
+    def requested(self, topic: Readable) -> bool:
+        """Whether the user requested a checkpoint since the last call; each request counts once."""
+        newest = topic.get(SAVE)
+        requested, self._request = newest != self._request, newest
+        return requested
 
     def lacks(self, step: int, *, groups: bool) -> bool:
-        """Whether the newest save knows less than what stands: an earlier step or, if asked, groups that came since."""
+        """Whether the newest save is behind: of an earlier step or, with `groups`, without groups that came since."""
         return step > self._step or (groups and not self._kept.issuperset(_ids(self._groups)))
 
     async def save(self, step: int) -> None:

@@ -36,24 +36,17 @@ class HeldGroups:
         self._held: dict[int, Lease[RolloutSlice]] = {}
         self._seen: set[int] = set()
         self._admitted, self._open = 0, frozenset[int]()
-        self._repeated: dict[int, Lease[RolloutSlice] | None] = {}
         self._arrived = asyncio.Event()
-        self._ended = False
+        self._inlet_ended = False
 
     def bound(self, max_staleness: int) -> None:
         """From the next batch on no older token is trained."""
         self.gate = self._buffer.gate = dataclasses.replace(self.gate, max_staleness=max_staleness)
 
-    def know(self, admitted: int, still_open: frozenset[int], repeat: Sequence[int] = ()) -> None:
-        """Of so many groups only these have not ended: another one comes only because its release was lost, or to be
-        trained in the same step again."""
-        self._admitted, self._open, self._repeated = admitted, still_open, dict.fromkeys(repeat)
-
-    async def repeated(self) -> list[Lease[RolloutSlice]]:
-        """The groups of the step that is repeated, in its order. Waits for the last of them."""
-        while any(lease is None for lease in self._repeated.values()):
-            await self._arrival()
-        return [lease for lease in self._repeated.values() if lease is not None]
+    def restore_ledger(self, admitted: int, still_open: frozenset[int]) -> None:
+        """State of the ledger when the trainer was restarted. A group below `admitted` that is not in `still_open` has
+        ended; if it is delivered again, its release was lost, and it is dropped."""
+        self._admitted, self._open = admitted, still_open
 
     @property
     def groups(self) -> tuple[RolloutSlice, ...]:
@@ -67,15 +60,11 @@ class HeldGroups:
     def add(self, lease: Lease[RolloutSlice]) -> None:
         """Take a group into care; one that was here before is released at once."""
         group_id = lease.message.group.group_id
-        ended = group_id < self._admitted and group_id not in self._open and group_id not in self._repeated
+        ended = group_id < self._admitted and group_id not in self._open
         if ended or group_id in self._seen:
             lease.done()
             return
         self._seen.add(group_id)
-        if group_id in self._repeated:
-            self._repeated[group_id] = lease
-            self._arrived.set()
-            return
         self._held[group_id] = lease
         self._buffer.push(lease)
         self._arrived.set()
@@ -91,7 +80,7 @@ class HeldGroups:
         while (lease := await inlet.receive()) is not None:
             self._activity.items_in += 1
             self.add(lease)
-        self._ended = True
+        self._inlet_ended = True
         self._arrived.set()
 
     async def watch_drain(self, topic: Topic) -> None:
@@ -111,7 +100,7 @@ class HeldGroups:
         """
         while self.drained is None:
             lease = self._buffer.pop(step, missing)
-            if lease is not None or self._ended:
+            if lease is not None or self._inlet_ended:
                 return lease
             await self._arrival()
         return None
@@ -166,7 +155,7 @@ class HeldGroups:
             rest = self._buffer.take_all()
             for lease in rest:
                 await self.settle(lease, "discarded", self.drained or "all rollout batches are trained")
-            if not rest and self._ended:
+            if not rest and self._inlet_ended:
                 return
             if not rest:
                 await self._arrival()

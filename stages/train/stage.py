@@ -2,24 +2,21 @@
 
 Invariants:
 - I2: a group enters a batch only if the gate lets it in, whatever the buffer's order (stages/train/held_groups.py).
-- A group id enters at most one optimizer step; its lease is released after the step's report is in the ledger's stream
-  and, if the step is saved at once, the report of its checkpoint too: until then it can be repeated.
+- A group id enters at most one step of the ledger; its lease is released after the report of that step is in the
+  ledger's stream.
 - A version is announced only when its bytes lie complete in a slot; while an evaluation still needs version v, nothing
   newer is announced before every engine has applied v.
 - Torch runs in one worker thread, so that the event loop keeps renewing leases during a step.
-- What trains may be lost (the ranks of a trainer group): buffer, leases and version are here, and are not lost with it.
-- A process that takes the place of a lost one (`TrainOptions.restarts`) stands where that one's last report left the
-  ledger; it announces the same version again, and takes no group that has ended.
+- A restarted trainer (`TrainOptions.incarnation`) reaches the step that the ledger counts by training the batches since
+  the newest saved state again (stages/train/recovery.py). It reports none of them, announces the version of that step
+  again, and takes no group that has ended.
 - A checkpoint holds the complete groups that wait here; a resumed run begins with them, and asks the gate again.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
-import statistics
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -27,7 +24,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
-from configs.schema import Config
 from configs.schema.debug import generates
 from models.train.trainer_group.rank_spec import MEETING, Rendezvous, needs_trainer_group
 from stages.base import Stage, StageContext, TrainOptions, beside
@@ -35,23 +31,21 @@ from stages.engines.colocation import TrainerTurn
 from stages.errors import UntrainableGroup
 from stages.messages import CheckpointReady, Outcome, RolloutSlice, StepDone
 from stages.ports import Lease, Ports, Topic, read_value
-from stages.sample_log import SampleLog, drop_after
-from stages.slime.hooks import logged, rollout_log, shown
+from stages.sample_log import drop_after
 from stages.topic_values import settings_at
-from stages.train.asked_saves import AskedSaves
-from stages.train.batch import Batch, slice_sequences
+from stages.train.batch import Batch, BatchLog, slice_sequences
 from stages.train.checkpoints import Checkpoints
 from stages.train.held_groups import HeldGroups
-from stages.train.saved_batches import save_batch
-from stages.train.saved_groups import read_groups
-from stages.train.weight_barrier import await_landing
+from stages.train.recovery import Recovery
+from stages.train.saved_groups import RestoredLease, read_groups
+from stages.train.schedule import Due, Schedule, TargetLoss
+from stages.train.weights import WeightPublisher, await_landing
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 if TYPE_CHECKING:
     from models.train.interface import TrainBackend, TrainSequence
-    from stages.train.publish_weights import WeightPublisher
 
 
 class TrainStage(Stage):
@@ -61,56 +55,47 @@ class TrainStage(Stage):
         super().__init__(context)
         config = context.config
         self.batch_groups = config.rollout.rollout_batch_size
-        self.total = config.rollout.num_rollout or 0
         self.supervised, self.generates = config.train.loss_type == "sft_loss", generates(config)
         self.options = context.given(TrainOptions)
         self.steps, self.run_generation = self.options.start_step, self.options.run_generation
+        first = self.options.first_step
+        self.schedule = Schedule.of(config, first=self.steps if first is None else first)
+        self.ended = False
+        self.recovery = Recovery(context.run_dir, Path(config.train.hf_checkpoint))
         self.backend: TrainBackend  # from setup on
         self.weights: WeightPublisher | None = None
         self._torch = ThreadPoolExecutor(1, thread_name_prefix="torch")
         self._pinned = -1  # newest version that an evaluation needs
         self._reports = 0
-        self._asked_saves = AskedSaves()
-        self._losses: deque[float] = deque(maxlen=10)
-        self.samples = SampleLog(config, context.run_dir)
-        path = config.observe.custom_rollout_log_function_path
-        self._log = None if path is None or self.supervised else rollout_log(path)
-
-    @staticmethod
-    def load_libraries(config: Config) -> None:
-        from models.train.build import load_libraries
-        from models.weights import shared_memory_writer as shared_memory_writer
-
-        load_libraries(config)
+        self._target = TargetLoss(config)
+        self.log = BatchLog(config, context.run_dir, context.spans)
 
     async def _in_torch(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         return await asyncio.get_running_loop().run_in_executor(self._torch, lambda: function(*args, **kwargs))
 
     async def _load(self, topic: Topic) -> None:
         """Not in `setup`: a trainer group is met through the topic."""
-        from stages.train.publish_weights import WeightPublisher
-
         self.backend = await self._in_torch(self._make_backend, topic)
         await self._in_torch(self.backend.setup)
-        if self.options.resume_from:
-            await self._in_torch(self.backend.load, Path(self.options.resume_from))
+        state = Path(self.options.resume_from) if self.options.resume_from else None
+        if self.options.begun and (found := self.recovery.newest_state(self.options.trained)) is not None:
+            self.steps, state = max((self.steps, state), found) if state is not None else found
+        if state is not None:
+            await self._in_torch(self.backend.load, state)
         if self.generates:
             source = Path(self.config.train.hf_checkpoint)
-            self.weights = WeightPublisher(self.config, Path(self.options.slots), source, self.context.run_dir)
+            slots, run_dir = Path(self.options.slots), self.context.run_dir
+            self.weights = WeightPublisher(self.config, slots, source, run_dir, self.backend.write_slot)
 
     def _make_backend(self, topic: Topic) -> TrainBackend:
         """The trainer, here or in the ranks of a trainer group. Torch is imported only in the processes that train."""
         if needs_trainer_group(self.config):
             from models.train.trainer_group.backend import TrainerGroupBackend
 
-            return TrainerGroupBackend(
-                partial(read_value, topic, MEETING, Rendezvous),
-                self.context.run_dir / "trainer_group",
-                saves_in_background=self.config.checkpoint.async_save,
-            )
+            return TrainerGroupBackend(partial(read_value, topic, MEETING, Rendezvous), self.options.incarnation)
         from models.train.build import build_backend
 
-        return build_backend(self.config, self.total)
+        return build_backend(self.config, self.schedule.total)
 
     async def close(self) -> None:
         if hasattr(self, "backend"):
@@ -121,17 +106,19 @@ class TrainStage(Stage):
 
     async def run(self, ports: Ports) -> None:
         await self._load(ports.topic)
-        again = self.options.restarts > 0
-        if self.options.resume_from and not again:
-            await asyncio.to_thread(drop_after, self.context.run_dir, self.steps)
+        begun = self.options.begun
+        if not begun:
+            await asyncio.to_thread(self.recovery.clear)
+            if self.options.resume_from:
+                await asyncio.to_thread(drop_after, self.context.run_dir, self.steps)
         self.groups = HeldGroups(self.config, ports, self.activity, self._untrained)
-        self.groups.know(self.options.admitted, self.options.open, self.options.repeat)
+        self.groups.restore_ledger(self.options.admitted, self.options.open)
         await self._restore()
         self.checkpoints = Checkpoints(
             self.context.run_dir / "checkpoints",
             self.backend,
             self.groups,
-            step=self.steps,
+            step=self.options.start_step,
             background=self.config.checkpoint.async_save,
             in_torch=self._in_torch,
             timed=self._timed,
@@ -139,16 +126,20 @@ class TrainStage(Stage):
         )
         async with beside(self.groups.watch_drain(ports.topic), self.groups.read()):
             self.turn = TrainerTurn(self.config, ports.topic, self._in_torch, self.backend)
-            if self.options.repeat:
-                await self._repeat(ports)
-            pinned, publishes = self._evaluates(self.steps) and not again, self.generates
+            await self._repeat(ports)
+            due = self.schedule.due(self.steps)
+            pinned, publishes = due.evaluate and not begun, self.generates
             await self._report(ports, StepDone(self.steps, self.steps, (), {}, 0, pinned=pinned, publishes=publishes))
-            await self._publish(ports, first=True)
-            while self.steps < self.total and await self._train_batch(ports):
+            await self._publish(ports, due)
+            self.ended = due.end
+            while not self.ended and await self._train_batch(ports):
                 pass
             await self._save_interrupted()
             await self.checkpoints.finish()
             await self.groups.settle_rest()
+
+    async def _untrained(self, slice_: RolloutSlice, outcome: Outcome, detail: str) -> None:
+        await self.log.samples.ended(self.steps, slice_, outcome, detail)
 
     async def _restore(self) -> None:
         """Take back the groups that the checkpoint kept, as far as the controller left them to this stage."""
@@ -163,7 +154,7 @@ class TrainStage(Stage):
         Before they are settled: the checkpoint's ledger has them open, and a resume undoes the settlements of a drain.
         Demonstrations cost nothing to make again.
         """
-        early = self.steps < self.total and self.generates
+        early = not self.ended and self.generates
         if self.groups.drained is not None and self.checkpoints.lacks(self.steps, groups=early):
             await self.checkpoints.save(self.steps)
 
@@ -217,20 +208,34 @@ class TrainStage(Stage):
         return metrics
 
     async def _repeat(self, ports: Ports) -> None:
-        """Train the step again that the lost process had reported and not saved. Its groups have ended by it, and its
-        version may be with the engines: nobody is told again, and the weights are the same, up to rounding."""
-        batch, leases = await self._begun(ports), await self.groups.repeated()
-        for lease in leases:
-            await self._add(batch, lease, slice_sequences(self.config, lease.message))
-        await self._stepped(batch)
-        self.steps += 1
+        """Train the batches again that the lost trainer had reported and that the loaded state has not. They have ended
+        in the ledger, and their versions may be with the engines: nothing of this is reported."""
+        loaded = self.steps
+        while self.steps < self.options.trained:
+            batch = await self._begun(ports)
+            for slice_ in await asyncio.to_thread(self.recovery.batch, self.steps + 1):
+                await self._add(batch, RestoredLease(slice_), slice_sequences(self.config, slice_))
+            await self._stepped(batch)
+            self.steps += 1
+        if self.steps > loaded and self.schedule.due(self.steps).save:  # it was lost before, or while, it saved
+            await self._save()
+
+    async def _save(self) -> None:
+        clock = time.perf_counter()
         await self.checkpoints.save(self.steps)
-        for lease in leases:
-            lease.done()
+        self.recovery.saved(time.perf_counter() - clock)
+
+    async def _save_recovery_point(self) -> None:
+        if await asyncio.to_thread(self.recovery.due):
+            with self._timed("save", f"recovery point of step {self.steps}"):
+                await self._in_torch(self.recovery.save, self.steps, self._write_state)
+
+    def _write_state(self, directory: Path) -> None:
+        self.backend.save(directory)
+        self.backend.finish_save()
 
     def _take_settings(self, topic: Topic) -> float:
-        """What the user changed for the next batch: its bound of staleness is kept to, its learning rate's factor
-        returned."""
+        """Apply what the user changed for the next batch; returns the factor of its learning rate."""
         changed = settings_at(topic, self.steps + 1)
         if changed is None:
             return 1.0
@@ -271,14 +276,34 @@ class TrainStage(Stage):
             await self._compute(batch, self.backend.accumulate, sequences)
 
     async def _finish(self, ports: Ports, batch: Batch, metrics: dict[str, float], started_s: float) -> None:
+        """Report a trained batch, then do what is due after it."""
         await self.checkpoints.finish()
         self.steps += 1
-        reached = self._target_reached(metrics)
-        last = reached or self.steps >= self.total
-        interval = self.config.asynchrony.update_weights_interval
-        due = self.generates and (last or self.steps % interval == 0)
+        due = self.schedule.due(
+            self.steps,
+            target_reached=self._target.reached(metrics),
+            save_requested=self.checkpoints.requested(ports.topic),
+        )
+        slices = [lease.message for lease in batch.leases]
+        await asyncio.to_thread(self.recovery.keep, self.steps, slices)
         metrics["perf/step_time"] = time.perf_counter() - started_s
-        report = StepDone(
+        await self._report(ports, self._step_report(batch, metrics, due))
+        await self.log.trained(self.steps, batch, slices, metrics)
+        self.groups.ended(batch.leases)
+        self.activity.items_out += len(batch.leases)
+        self.activity.tokens += batch.trained_tokens
+        if not due.end:
+            self._take_settings(ports.topic)
+            await self.groups.clear(self.steps)
+        if due.publish:
+            await self._publish(ports, due)
+        await (self._save() if due.save else self._save_recovery_point())
+        for lease in batch.leases:
+            lease.done()
+        self.ended = due.end
+
+    def _step_report(self, batch: Batch, metrics: dict[str, float], due: Due) -> StepDone:
+        return StepDone(
             step=self.steps,
             version=self.steps,
             groups=batch.group_ids,
@@ -286,70 +311,24 @@ class TrainStage(Stage):
             tokens=batch.trained_tokens,
             token_hash=batch.token_hash(),
             staleness=batch.staleness,
-            pinned=due and self._evaluates(self.steps),
-            last=reached,
+            pinned=due.evaluate,
+            last=due.end and self.steps < self.schedule.total,
             pass_rates=batch.pass_rates,
-            publishes=due,
+            publishes=due.publish,
         )
-        await self._report(ports, report)
-        if self._log is not None:
-            samples = [sample for lease in batch.leases for sample in shown(lease.message)]
-            said, wall_s = {**report.metrics}, metrics["perf/step_time"]
-            await logged(
-                "--custom-rollout-log-function-path", self._log, self.steps - 1, self.config, samples, said, wall_s
-            )
-        for group_id in batch.group_ids:  # where the arrows of a group end in the trace
-            self.context.spans.add("trained", time.time(), 0.0, group=group_id, detail=f"step {self.steps}")
-        if (file := self.config.debug.save_debug_rollout_data) is not None and not self.supervised:
-            await asyncio.to_thread(save_batch, file, self.steps - 1, [lease.message for lease in batch.leases])
-        await self.samples.trained(self.steps, [lease.message for lease in batch.leases])
-        self.groups.ended(batch.leases)
-        self.activity.items_out += len(batch.leases)
-        self.activity.tokens += batch.trained_tokens
-        if not last:
-            self._take_settings(ports.topic)
-            await self.groups.clear(self.steps)
-        if due:
-            await self._publish(ports)
-        save, asked = self.config.checkpoint.save_interval, self._asked_saves.due(ports.topic)
-        if last or asked or (save is not None and self.steps % save == 0):
-            await self.checkpoints.save(self.steps)
-        for lease in batch.leases:
-            lease.done()
-        if reached:
-            self.total = self.steps
-
-    async def _untrained(self, slice_: RolloutSlice, outcome: Outcome, detail: str) -> None:
-        await self.samples.ended(self.steps, slice_, outcome, detail)
-
-    def _target_reached(self, metrics: dict[str, float]) -> bool:
-        """Whether a warm start may end early."""
-        target = self.config.warm_start.warm_start_target_loss
-        if not self.supervised or target is None:
-            return False
-        self._losses.append(metrics.get("train/loss", math.inf))
-        return len(self._losses) == self._losses.maxlen and statistics.fmean(self._losses) < target
-
-    def _evaluates(self, version: int) -> bool:
-        evaluation = self.config.eval
-        if not self.generates or not evaluation.eval_prompt_data or evaluation.eval_interval is None:
-            return False
-        if version == 0 and evaluation.skip_eval_before_train:
-            return False
-        return version % evaluation.eval_interval == 0 or version >= self.total
 
     async def _report(self, ports: Ports, report: StepDone | CheckpointReady) -> None:
-        self._reports += 1  # a step may be told of twice: at the start of a run, and when a drain saves it again
+        self._reports += 1  # a step may be reported twice: at the start of a run, and when a drain saves it again
         with self.activity.working(), self.activity.sending():
-            number = f"{self.run_generation}.{self.options.restarts}/{self._reports}"
+            number = f"{self.run_generation}.{self.options.incarnation}/{self._reports}"
             await ports.outlets["settle"].send(report, f"{type(report).__name__}/{number}")
 
-    async def _publish(self, ports: Ports, first: bool = False) -> None:
+    async def _publish(self, ports: Ports, due: Due) -> None:
         """Write the weights into the free slot and announce them."""
         weights = self.weights
         if weights is None:
             return
-        if not first:
+        if weights.newest >= 0:
             await await_landing(
                 ports.topic,
                 version=self.steps,
@@ -357,17 +336,12 @@ class TrainStage(Stage):
                 pinned=self._pinned,
                 given_up=lambda: self.groups.drained is not None,
             )
-        interval = self.config.asynchrony.update_weights_interval
-        due = not (first and self.options.restarts) or self.steps % interval == 0 or self.steps >= self.total
-        pinned = self._evaluates(self.steps) and (due or self.steps == self.options.first_step)
         clock = time.perf_counter()
         with self._timed("publish_weights", f"version {self.steps}"):
-            announcement = await self._in_torch(
-                lambda: weights.write(self.steps, self.run_generation, self.backend.export_weights(), pinned=pinned)
-            )
+            announcement = await self._in_torch(weights.write, self.steps, self.run_generation, pinned=due.evaluate)
         await weights.announce(ports.topic, ports.weights, announcement)
         await self.turn.release()
-        self._pinned = self.steps if pinned else self._pinned
+        self._pinned = self.steps if due.evaluate else self._pinned
         self.activity.extra["publish_s"] = time.perf_counter() - clock
         if weights.delta_ratio:
             self.activity.extra["delta_ratio"] = weights.delta_ratio

@@ -35,8 +35,8 @@ from stages.prompts.stage import PromptStage
 from stages.staleness_gate import StalenessGate
 from stages.train.buffer import GroupBuffer
 from stages.train.held_groups import HeldGroups
-from stages.train.publish_weights import WeightPublisher
 from stages.train.stage import TrainStage
+from stages.train.weights import WeightPublisher
 from tests.chaos.oracle import DISAGREE, LOST, STALE, TWICE, Expected, judge
 from transport.core.session import Session
 
@@ -268,13 +268,13 @@ def label_before_weights(patch: pytest.MonkeyPatch) -> None:
     """The next version is announced as soon as its step is done, with the slot that is still to be written."""
     finish = TrainStage._publish
 
-    async def publish(self: TrainStage, ports: Any, first: bool = False) -> None:
-        if not first:
+    async def publish(self: TrainStage, ports: Any, due: Any) -> None:
+        if self.weights is not None and self.weights.newest >= 0:
             told = read_value(ports.topic, "weights", WeightsAnnouncement)
             assert told is not None
             early = msgspec.structs.replace(told, version=self.steps)
             await ports.topic.publish("weights", msgspec.msgpack.encode(early))
-        await finish(self, ports, first)
+        await finish(self, ports, due)
 
     patch.setattr(TrainStage, "_publish", publish)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from launching import NO_DATA, ROOT, succeed_here
 
-from stages.train.saved_batches import load_batch
+from stages.train.saved_groups import load_batch
 
 pytestmark = pytest.mark.slow
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.supervise.dead_letters import DeadLetters
+from pipeline.supervise.announce import DeadLetters
 from stages.group.stage import GroupStage
 from stages.messages import RolloutSlice, Settled
 from tests.stages.group_rig import join

@@ -8,7 +8,7 @@ import pytest
 from launching import SMALL, Finished, made_model, succeed_here
 
 from models.checkpoint import latest_checkpoint
-from stages.train.saved_batches import load_batch
+from stages.train.saved_groups import load_batch
 
 pytestmark = pytest.mark.slow
 

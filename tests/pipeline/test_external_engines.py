@@ -26,7 +26,7 @@ from pipeline.record.recorder import Recorder
 from pipeline.record.run_directory import RunDir
 from pipeline.supervise.announce import Announcer, read_fleet
 from pipeline.supervise.external_servers import ExternalEngine, ExternalRouter, PolicyConfig, differs
-from pipeline.supervise.outage import consequence
+from pipeline.supervise.outage import outage_text
 from pipeline.supervise.restarts import EngineSpec, Restarts
 from pipeline.supervise.servers import supervisors
 from stages.topic_values import Complaint, EngineEntry, RouterAddress, addresses
@@ -275,4 +275,4 @@ async def test_what_is_away_leaves_the_topic_and_the_words_say_what_follows(tmp_
 )
 def test_work_goes_to_others_only_where_there_are_others(scale: dict[str, int], kind: str, words: str) -> None:
     config = configured()
-    assert consequence(replace(config, run=replace(config.run, scale=scale)), kind) == words
+    assert outage_text(replace(config, run=replace(config.run, scale=scale)), kind) == words

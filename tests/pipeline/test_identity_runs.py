@@ -20,7 +20,7 @@ from models.checkpoint import final_path
 from models.tiny import make_tiny_checkpoint
 from stages.messages import Sample
 from stages.rollouts import rollouts
-from stages.train.saved_batches import load_batch
+from stages.train.saved_groups import load_batch
 from tests.engine_record import noted, noting
 from tests.identity import check_identity, check_once
 from tests.stages.agents.talks import STOPS, Talk, with_template

@@ -39,12 +39,14 @@ def wait_for_steps(process: object, run_dir: Path, steps: int, timeout_s: float 
         time.sleep(0.02)
 
 
-def wait_until(process: subprocess.Popen[str], met: Callable[[], bool], what: str, timeout_s: float = 90) -> None:
+def wait_until(
+    process: subprocess.Popen[str], met: Callable[[], bool], what: str, timeout_s: float = 90, poll_s: float = 0.05
+) -> None:
     deadline = time.monotonic() + timeout_s
     while not met():
         assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}"
         assert process.poll() is None, f"the run ended before: {what}"
-        time.sleep(0.05)
+        time.sleep(poll_s)
 
 
 def kill(run_dir: Path, replica: str, number: int = signal.SIGKILL) -> None:

@@ -39,7 +39,7 @@ from pipeline.hosts.replica import ReplicaSpec
 from pipeline.hosts.this_process import interruptible
 from pipeline.placement import threads
 from pipeline.record.run_directory import RunDir
-from pipeline.supervise import silence
+from pipeline.supervise import restarts
 from pipeline.supervise.restart_budget import WINDOW_S
 from pipeline.supervise.restarts import Restarts
 from pipeline.supervise.weight_fetchers import WeightFetchers
@@ -355,7 +355,7 @@ class Silent:
 
 
 async def test_a_silent_fetcher_is_ended_and_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(silence, "HANG_S", 1.0)
+    monkeypatch.setattr(restarts, "HANG_S", 1.0)
     started: Any = Silent()
     async with asyncio.timeout(30), Node("run", "controller") as node, asyncio.TaskGroup() as tasks:
         topic = await node.topic_server("inproc://silent-fetcher")

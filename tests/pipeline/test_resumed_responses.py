@@ -13,7 +13,7 @@ from stages.records.growing_records import RESPONSES, GrowingRecords, Key, Piece
 from stages.records.once import EPISODES_DIR, groups_in
 from stages.records.responses import KIND
 from stages.sampling.requests import SampleResult
-from stages.train.saved_batches import load_batch
+from stages.train.saved_groups import load_batch
 from tests.chaos.oracle import Expected, judge
 from tests.pipeline.test_kill import steps_done, wait_until
 from tests.stages.stage_rig import make_config, make_group

@@ -23,7 +23,7 @@ from models.engines.errors import EngineError
 from models.engines.launch.command import RUNNER
 from models.engines.protocol import EXPECTED_SGLANG, GenerateRequest, SamplingParams
 from models.engines.token import read_token
-from pipeline.supervise.take_over import refusal
+from pipeline.supervise.engine_servers import refusal
 from tests.models.engines.forward_reference import by_one, by_pieces
 from tests.sglang_server import ON_SGLANG, RealServer, needs_sglang
 

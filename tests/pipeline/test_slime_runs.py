@@ -10,7 +10,7 @@ import pytest
 from launching import NO_DATA, ROOT, SIMULATED, made_model, succeed_here
 
 import launch as program
-from stages.train.saved_batches import load_batch
+from stages.train.saved_groups import load_batch
 
 pytestmark = pytest.mark.slow
 

@@ -27,7 +27,7 @@ from models.fault_injection import FaultPlan
 from pipeline.hosts.launcher import ProcessSpec
 from pipeline.hosts.local_launcher import LocalHandle, LocalLauncher
 from pipeline.record.run_directory import RunDir
-from pipeline.supervise import take_over
+from pipeline.supervise import engine_servers
 from pipeline.supervise.engine_servers import EmbeddedOrSimulatedServer
 from pipeline.supervise.restart_server import ServerSupervisor
 from pipeline.supervise.restarts import EngineSpec, Restarts
@@ -138,7 +138,7 @@ async def test_a_server_that_was_left_is_taken_over_idle_and_one_that_hangs_is_r
         async with frozen.running():
             assert await client.ready(), "its weights are those that it was started with"
 
-    monkeypatch.setattr(take_over, "LIMIT_S", 0.5)
+    monkeypatch.setattr(engine_servers, "LIMIT_S", 0.5)
     os.kill(process.pid, signal.SIGSTOP)
     third = Start(rundir, msgspec.structs.replace(spec, faults=plans[1]), process)
     async with third.running() as found:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import signal
 import time
 from pathlib import Path
@@ -13,15 +12,16 @@ from launching import SIMULATED, SMALL, Finished, finish, made_model, start, suc
 from pipeline.observe.metrics import read_metrics
 from pipeline.record.journal import RolledBack, read_journal
 from tests.chaos.oracle import Expected, judge
-from tests.pipeline.test_kill import kill, pids, steps_done, wait_for_steps, wait_until
+from tests.pipeline.test_kill import kill, pids, wait_for_steps, wait_until
 
 pytestmark = pytest.mark.slow
 
 
 def killed(run_dir: Path, at: tuple[int, ...], *flags: str) -> Finished:
-    """The run, with its trainer killed as soon as there are so many steps."""
-    process = start(run_dir, *flags, "--save-interval", "1", "--max-restarts", "20")
+    """The run, with its trainer killed as soon as there are so many steps; 0: before its first weights."""
+    process = start(run_dir, *flags, "--max-restarts", "20")
     for steps in at:
+        wait_until(process, (run_dir / "replicas" / "train-0.pid").exists, "the trainer is started")
         wait_for_steps(process, run_dir, steps)
         [old] = pids(run_dir, "train-0")
         kill(run_dir, "train-0")
@@ -39,17 +39,38 @@ def evaluated(run_dir: Path) -> list[int]:
     return [int(row["eval/version"]) for row in rows if "eval/held" in row]
 
 
-def test_a_killed_trainer_goes_on_from_its_checkpoint_and_evaluations_come_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("saving", [[], ["--save-interval", "3"]], ids=["no checkpoint", "every third step"])
+def test_a_killed_trainer_loses_nothing_and_evaluations_come_once(tmp_path: Path, saving: list[str]) -> None:
+    """Before its first weights, after a step, and with several steps in no checkpoint."""
     run_dir = tmp_path / "run"
     evaluates = ["--eval-prompt-data", "held=arithmetic@[0:4]", "--eval-interval", "2"]
     done = killed(
-        run_dir, (1, 4), *SMALL, *made_model(), *SIMULATED, *evaluates, "--num-rollout", "6",
+        run_dir, (0, 1, 5), *SMALL, *made_model(), *SIMULATED, *evaluates, *saving, "--num-rollout", "8",
         "--simulated-step-s", "0.2",
     )  # fmt: skip
     done.check_books()
-    assert evaluated(run_dir) == list(range(0, 7, 2))
-    assert judge(run_dir, Expected(6, 4, 2)) == []
+    assert evaluated(run_dir) == list(range(0, 9, 2))
+    assert judge(run_dir, Expected(8, 4, 2)) == []
     assert 0.0 < done.summary["effective_training_time"] < 1.0
+    assert not (run_dir / "trainer").exists(), "the last checkpoint holds all"
+
+
+def test_a_trainer_that_is_killed_in_its_save_saves_again(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    flags = [*SMALL, *made_model(), *SIMULATED, "--num-rollout", "6", "--save-interval", "2", "--max-restarts", "20"]
+    process = start(run_dir, *flags, "--simulated-step-s", "0.2")
+    draft = run_dir / "checkpoints" / ".step-00000004.draft"
+    wait_until(process, draft.exists, "the second checkpoint is begun", poll_s=0.0)
+    [old] = pids(run_dir, "train-0")
+    kill(run_dir, "train-0")
+    wait_until(process, lambda: pids(run_dir, "train-0") != [old], "the trainer is started anew")
+    done = finish(process, run_dir).check()
+    done.check_books()
+    assert judge(run_dir, Expected(6, 4, 2)) == []
+    assert [path.name for path in sorted((run_dir / "checkpoints").glob("step-*"))][-2:] == [
+        "step-00000004", "step-00000006",
+    ]  # fmt: skip
+    assert done.summary["restarts"] == {"train-0": 1}
 
 
 @pytest.mark.full
@@ -80,38 +101,5 @@ def test_a_killed_trainer_does_not_go_on_from_a_damaged_checkpoint(tmp_path: Pat
 def test_a_killed_trainer_trains_the_same(ranks: list[str], tmp_path: Path) -> None:
     """In a synchronous run each token depends on all weights before it."""
     flags = [*SMALL, *made_model(), *ranks, "--mode", "sync", "--deterministic", "--num-rollout", "6"]
-    done = killed(tmp_path / "killed", (1, 2, 4), *flags)
-    assert done.audit.batches == succeed(tmp_path / "run", *flags, "--save-interval", "1").audit.batches
-
-
-def standing_by(run_dir: Path) -> list[int]:
-    """Numbers of all processes that ever stood by."""
-    log = run_dir / "logs" / "train-0.log"
-    said = log.read_text() if log.exists() else ""
-    return [int(number) for number in re.findall(r"process (\d+) stands by for train-0", said)]
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [
-        pytest.param([*SIMULATED, "--simulated-step-s", "0.3"], id="simulated"),
-        pytest.param(
-            [*SIMULATED[: SIMULATED.index("--train-backend")], "engine.simulated.a_ms=60"],
-            id="with libraries to load",
-            marks=pytest.mark.full,
-        ),
-    ],
-)
-def test_a_process_that_stands_by_takes_the_place_of_a_killed_trainer(tmp_path: Path, flags: list[str]) -> None:
-    """The one that stands by for it in turn ends with the run."""
-    run_dir = tmp_path / "run"
-    flags = [*SMALL, *made_model(), *flags]
-    process = start(run_dir, *flags, "--train-standby", "--num-rollout", "2000", "--save-interval", "1")
-    wait_until(process, lambda: len(standing_by(run_dir)) == 1, "a process stands by")
-    kill(run_dir, "train-0")
-    wait_until(process, lambda: pids(run_dir, "train-0") == standing_by(run_dir)[:1], "it takes the place")
-    wait_for_steps(process, run_dir, steps_done(run_dir) + 2)
-    process.send_signal(signal.SIGTERM)
-    done = finish(process, run_dir).check(130)
-    assert done.summary["restarts"] == {"train-0": 1}
-    assert not any(Path("/proc", str(number)).exists() for number in standing_by(run_dir))
+    done = killed(tmp_path / "killed", (1, 2, 4), *flags, "--save-interval", "3")
+    assert done.audit.batches == succeed(tmp_path / "run", *flags, "--save-interval", "3").audit.batches

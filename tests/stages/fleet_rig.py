@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 
 from configs.schema import Config
 from configs.schema.update import UpdateConfig
 from models.engines.client import EngineClient, WeightsUpdated
 from models.engines.protocol import PauseMode
 from models.engines.serve import EngineServer
+from models.train.interface import WeightExporter
 from stages.engines.engine_control import EngineControl
 from stages.engines.stage import EnginesStage
+from stages.messages import WeightsAnnouncement
 from stages.ports import Ports
 from stages.topic_values import EngineEntry
+from stages.train.weights import WeightPublisher
 from tests.models.weights.made_up import checkpoint
 from tests.stages.engine_rig import Weights, core_of, served, simulated
 from tests.stages.stage_rig import Rig, make_config, make_context, open_rig, until
@@ -164,3 +168,22 @@ async def fleet(
             await one.start_stage()
             yield one
             await one.lose_stage()
+
+
+class TensorPublisher(WeightPublisher):
+    """A publisher of tensors that the test gives it."""
+
+    def __init__(self, config: Config, slots: Path, source: Path, run_dir: Path) -> None:
+        self._exporter = _Given()
+        super().__init__(config, slots, source, run_dir, self._exporter.write_slot)
+
+    def write_tensors(self, version: int, tensors: Mapping[str, torch.Tensor]) -> WeightsAnnouncement:
+        self._exporter.tensors = tensors
+        return self.write(version, 0, pinned=False)
+
+
+class _Given(WeightExporter):
+    tensors: Mapping[str, torch.Tensor]
+
+    def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self.tensors.items()

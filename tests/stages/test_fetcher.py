@@ -18,10 +18,9 @@ from stages.engines.stage import FetcherStage
 from stages.messages import WeightsAnnouncement
 from stages.ports import Ports, SameHost
 from stages.topic_values import Complaint
-from stages.train.publish_weights import WeightPublisher
 from tests.models.weights.made_up import checkpoint, values
 from tests.stages.engine_rig import core_of
-from tests.stages.fleet_rig import Fleet, Update, before_updates, fleet, hold_updates
+from tests.stages.fleet_rig import Fleet, TensorPublisher, Update, before_updates, fleet, hold_updates
 from tests.stages.stage_rig import idle, make_config, make_context, until
 
 
@@ -190,12 +189,12 @@ async def test_differences_are_put_together_on_each_node(tmp_path: Path, monkeyp
         nodes = [await node(one, f"fetcher-{i}", tmp_path) for i in range(2)]
         for index in range(2):
             await one.engine(index, fetcher=f"fetcher-{index}")
-        publisher = WeightPublisher(config, tmp_path / "published", source, tmp_path / "run")
+        publisher = TensorPublisher(config, tmp_path / "published", source, tmp_path / "run")
         one.stack.callback(publisher.close)
         topic = await one.rig.node.topic("topic", replica="trainer")
         for version in range(4):
             with loads(monkeypatch) as loaded:
-                announcement = publisher.write(version, 0, iter(values(version).items()), pinned=False)
+                announcement = publisher.write_tensors(version, values(version))
                 await publisher.announce(topic, SameHost(), announcement)
                 for index in range(2):
                     await one.landed(version, engine=index)

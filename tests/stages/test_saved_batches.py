@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from stages.errors import SavedBatchError
-from stages.train.saved_batches import SavedBatches, load_batch, save_batch
+from stages.train.saved_groups import SavedBatches, load_batch, save_batch
 from tests.stages.stage_rig import make_config, make_sample, make_slice
 
 

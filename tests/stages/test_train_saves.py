@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from models.checkpoint import CheckpointError, draft_path
 from stages.base import TrainOptions
 from stages.messages import CheckpointReady, RolloutSlice, Settled, StepDone
 from stages.prompts.ledger import LedgerSnapshot, OpenGroup
-from stages.train.checkpoints import Checkpoints
+from stages.train.recovery import Recovery
 from stages.train.saved_groups import restorable, write_groups
 from tests.stages.prompt_rig import prompting
 from tests.stages.stage_rig import idle, make_sample, make_slice, take, until
@@ -255,40 +255,63 @@ async def test_nothing_that_a_checkpoint_holds_complete_is_generated_again(
         assert await two.admitted() == [2, 4, 5, 6, 7], "requests for group 3: none"
 
 
-async def test_what_takes_the_place_of_a_lost_trainer_repeats_the_unsaved_step_and_trains_nothing_twice(
+def lost(tmp_path: Path, *batches: Sequence[int], step: int = 0, **fields: object) -> TrainOptions:
+    """Options of a restarted trainer. `batches`: groups of the steps after `step`, which the lost trainer reported."""
+    recovery = Recovery(tmp_path, tmp_path / "source")
+    for number, groups in enumerate(batches, step + 1):
+        recovery.keep(number, [make_slice(group_id) for group_id in groups])
+    known = TrainOptions(start_step=step, incarnation=1, begun=True, trained=step + len(batches))
+    return msgspec.structs.replace(known, **fields)
+
+
+async def test_a_restarted_trainer_repeats_unsaved_steps_and_trains_nothing_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The ledger has groups 0 to 3 as trained, in two steps, of which the first is in a checkpoint."""
-    lost = TrainOptions(start_step=1, restarts=1, admitted=6, open=frozenset({4, 5}), repeat=(3, 2))
-    saving, waiting = {"save_interval": 1}, [make_slice(group_id) for group_id in (0, 4, 2, 3, 5)]
-    async with training(tmp_path, monkeypatch, total=3, eta=9, options=lost, waiting=waiting, checkpoint=saving) as one:
+    """The ledger has groups 0 to 5 as trained, in three steps, of which the first is in a checkpoint."""
+    options = lost(tmp_path, (3, 2), (4, 5), step=1, admitted=8, open=frozenset({6, 7}))
+    saving, waiting = {"save_interval": 3}, [make_slice(group_id) for group_id in (0, 6, 2, 5, 7)]
+    async with training(
+        tmp_path, monkeypatch, total=4, eta=9, options=options, waiting=waiting, checkpoint=saving
+    ) as one:
         await one.send(make_slice(1))  # its release was lost later than those of the others
         step, saved = await take(one.reports), await take(one.reports)
-        assert (step.step, set(step.groups), saved.step) == (3, {4, 5}, 3)
-        assert [list(batch) for batch in one.backend.batches] == [[3, 2], [4, 5]]
+        assert (step.step, set(step.groups), saved.step) == (4, {6, 7}, 4)
+        assert [list(batch) for batch in one.backend.batches] == [[3, 2], [4, 5], [6, 7]]
         assert [entry for entry in one.backend.log if entry in ("step", "save", "export")] == [
-            "step", "save", "export", "step", "export", "save",
+            "step", "step", "save", "export", "step", "export", "save",
         ]  # fmt: skip
+        announced = one.rig.announced()
+        assert announced is not None
+        assert announced.version == 4
         await one.end()
         assert one.rig.hubs["train"].stats().queued == one.rig.hubs["train"].stats().leased == 0
 
 
-async def test_a_step_can_be_repeated_until_its_checkpoint_was_told(
+async def test_a_restarted_trainer_begins_at_its_newest_recovery_point(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    may_save = asyncio.Event()
-    original = Checkpoints.save
+    options = lost(tmp_path, (0,), (1,), (2,), admitted=3)
+    Recovery(tmp_path, tmp_path / "source").save(2, lambda directory: directory.mkdir())
+    async with training(tmp_path, monkeypatch, batch=1, total=4, eta=9, options=options) as one:
+        assert one.backend.log[:2] == ["setup", "load state-00000002"]
+        assert one.backend.batches == [[2]]
+        await one.send(make_slice(3))
+        assert (await one.report(StepDone)).step == 4
 
-    async def save(self: Checkpoints, step: int) -> None:
-        await may_save.wait()
-        await original(self, step)
 
-    monkeypatch.setattr(Checkpoints, "save", save)
-    async with training(tmp_path, monkeypatch, total=2, checkpoint={"save_interval": 1}) as one:
+async def test_a_trainer_that_is_lost_before_its_first_weights_begins_as_the_first_did(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = msgspec.structs.replace(lost(tmp_path, (0, 1)), begun=False, trained=0)
+    async with training(tmp_path, monkeypatch, total=1, options=options) as one:
         await one.send(make_slice(0), make_slice(1))
-        assert (await take(one.reports)).step == 1
-        await idle()
-        assert one.rig.hubs["train"].stats().leased == 2
-        may_save.set()
-        assert isinstance(await take(one.reports), CheckpointReady)
-        await until(lambda: one.rig.hubs["train"].stats().leased == 0)
+        assert (await one.report(StepDone)).groups == (0, 1)
+        assert one.backend.batches == [[0, 1]]
+
+
+async def test_a_step_is_reported_after_its_batch_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with training(tmp_path, monkeypatch, total=2) as one:
+        await one.send(make_slice(1), make_slice(0))
+        report = await one.report(StepDone)
+        kept_batch = Recovery(tmp_path, tmp_path / "source").batch(1)
+        assert tuple(slice_.group.group_id for slice_ in kept_batch) == report.groups

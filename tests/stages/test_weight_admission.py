@@ -21,22 +21,21 @@ from models.errors import CheckpointUnavailable
 from models.tiny import make_tiny_checkpoint
 from models.weights.delta import differences, full_versions
 from stages.ports import SameHost
-from stages.train.publish_weights import WeightPublisher
-from stages.train.weight_barrier import await_landing
+from stages.train.weights import await_landing
 from tests.models.weights.made_up import checkpoint, values
 from tests.stages.engine_rig import core_of
-from tests.stages.fleet_rig import Fleet, before_updates, fleet
+from tests.stages.fleet_rig import Fleet, TensorPublisher, before_updates, fleet
 from tests.stages.stage_rig import idle, make_config, open_rig, until
 
 
 @asynccontextmanager
 async def following(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n: int = 1, **update: object
-) -> AsyncIterator[tuple[Fleet, WeightPublisher]]:
+) -> AsyncIterator[tuple[Fleet, TensorPublisher]]:
     """Simulated engines, and a publisher of the route delta."""
     settings = {"update_weight_transport": "delta", **update}
     async with fleet(tmp_path, monkeypatch, update=msgspec.convert(settings, UpdateConfig)) as one:
-        publisher = WeightPublisher(
+        publisher = TensorPublisher(
             make_config(update=settings), tmp_path / "published", tmp_path / "source", tmp_path / "run"
         )
         one.stack.callback(publisher.close)
@@ -45,9 +44,9 @@ async def following(
         yield one, publisher
 
 
-def publish(one: Fleet, publisher: WeightPublisher, version: int) -> Path:
+def publish(one: Fleet, publisher: TensorPublisher, version: int) -> Path:
     """Returns the directory of the slot."""
-    announcement = publisher.write(version, 0, iter(values(version).items()), pinned=False)
+    announcement = publisher.write_tensors(version, values(version))
     one.rig.topic.publish("weights", msgspec.msgpack.encode(announcement))
     return Path(announcement.path)
 
@@ -60,12 +59,12 @@ async def test_differences_reach_an_embedded_engine(tmp_path: Path, monkeypatch:
         server = EngineServer(EngineConfig(engine_device="cpu"), str(source), max_context_len=64, seed=0)
         await one.stack.enter_async_context(server)
         one.rig.engine_at(server.url)
-        publisher = WeightPublisher(config, tmp_path / "published", source, tmp_path / "run")
+        publisher = TensorPublisher(config, tmp_path / "published", source, tmp_path / "run")
         one.stack.callback(publisher.close)
         first = load_file(source / "model.safetensors")
         for version in range(3):
             tensors = {name: tensor * (1 + 1e-6 * version) for name, tensor in first.items()}
-            announcement = publisher.write(version, 0, iter(tensors.items()), pinned=False)
+            announcement = publisher.write_tensors(version, tensors)
             topic = await one.rig.node.topic("topic", replica="trainer")
             await publisher.announce(topic, SameHost(), announcement)
             await one.landed(version)
@@ -118,7 +117,7 @@ async def test_without_a_way_the_slot_serves_or_nothing_changes(
     async with following(tmp_path, monkeypatch) as (one, publisher):
         publish(one, publisher, 0)
         await one.landed(0)
-        announcement = publisher.write(1, 0, iter(values(1).items()), pinned=False)
+        announcement = publisher.write_tensors(1, values(1))
         for path in [*full_versions(tmp_path / "run/weights").values()]:
             path.rename(path.with_name("elsewhere"))
         for _, path in differences(tmp_path / "run/weights").values():
@@ -309,7 +308,7 @@ async def test_landing_waits_for_readers_of_the_slot_that_goes_not_of_the_other(
 def test_a_source_without_weights_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(CheckpointUnavailable, match=r"holds no \*.safetensors"):
-        WeightPublisher(make_config(), tmp_path / "slots", tmp_path / "empty", tmp_path)
+        TensorPublisher(make_config(), tmp_path / "slots", tmp_path / "empty", tmp_path).write_tensors(0, values(0))
 
 
 def test_a_full_directory_of_differences_leaves_the_disk_route(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -317,8 +316,8 @@ def test_a_full_directory_of_differences_leaves_the_disk_route(tmp_path: Path, m
         raise OSError(28, "No space left on device")
 
     config = make_config(update={"update_weight_transport": "delta"})
-    publisher = WeightPublisher(config, tmp_path / "slots", checkpoint(tmp_path / "source"), tmp_path / "run")
+    publisher = TensorPublisher(config, tmp_path / "slots", checkpoint(tmp_path / "source"), tmp_path / "run")
     monkeypatch.setattr("shutil.copytree", full)
-    announcement = publisher.write(0, 0, iter(values(0).items()), pinned=False)
+    announcement = publisher.write_tensors(0, values(0))
     assert (announcement.transport, announcement.delta) == ("disk", "")
     publisher.close()

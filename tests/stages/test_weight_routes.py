@@ -25,9 +25,8 @@ from stages.engines.stage import FetcherStage
 from stages.engines.weight_routes import DiskRoute, TensorRoute, WeightRoute
 from stages.messages import WeightsAnnouncement
 from stages.ports import Ports
-from stages.train.publish_weights import WeightPublisher
 from tests.sglang_server import ON_SGLANG, RealServer
-from tests.stages.fleet_rig import Fleet, fleet
+from tests.stages.fleet_rig import Fleet, TensorPublisher, fleet
 from tests.stages.stage_rig import make_config, make_context, running, until
 
 pytestmark = ON_SGLANG
@@ -40,14 +39,14 @@ BUCKET_BYTES = 200_000  # about a tenth of the model
 @asynccontextmanager
 async def served(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: RealServer, route: str, **update: object
-) -> AsyncIterator[tuple[Fleet, WeightPublisher, EngineClient]]:
+) -> AsyncIterator[tuple[Fleet, TensorPublisher, EngineClient]]:
     """One link that owns the server, and a publisher of the route."""
     settings = {"update_weight_transport": route, "update_weight_buffer_size": BUCKET_BYTES, **update}
     async with EngineClient(server.url) as client:
         await server.fresh(client)
         config = msgspec.convert(settings, UpdateConfig)
         async with fleet(tmp_path, monkeypatch, source=server.model, update=config) as one:
-            publisher = WeightPublisher(
+            publisher = TensorPublisher(
                 make_config(update=settings), tmp_path / "published", server.model, tmp_path / "run"
             )
             one.stack.callback(publisher.close)
@@ -61,8 +60,8 @@ def tensors(path: Path) -> dict[str, torch.Tensor]:
     return loaded
 
 
-def publish(one: Fleet, publisher: WeightPublisher, version: int, values: Mapping[str, torch.Tensor]) -> None:
-    announce(one, publisher.write(version, 0, iter(values.items()), pinned=False))
+def publish(one: Fleet, publisher: TensorPublisher, version: int, values: Mapping[str, torch.Tensor]) -> None:
+    announce(one, publisher.write_tensors(version, values))
 
 
 def announce(one: Fleet, announcement: WeightsAnnouncement) -> None:
@@ -194,7 +193,7 @@ async def test_a_slot_that_is_torn_between_two_buckets_is_never_served(
             if tear:
                 tear = False
                 for version in (2, 3):  # the second of them into the slot of version 1
-                    publisher.write(version, 0, iter(tensors(sglang.other).items()), pinned=False)
+                    publisher.write_tensors(version, tensors(sglang.other))
             return done
 
         monkeypatch.setattr(UpdateClient, name, update)
@@ -241,8 +240,8 @@ async def test_updated_but_not_flushed_counts_as_updated(
     async with EngineClient(sglang.url) as client:
         wanted = await loaded_checksum(client, sglang.other)
         await sglang.fresh(client, "0.0")
-        publisher = WeightPublisher(make_config(), tmp_path / "published", sglang.model, tmp_path)
-        announcement = publisher.write(1, 0, iter(tensors(sglang.other).items()), pinned=False)
+        publisher = TensorPublisher(make_config(), tmp_path / "published", sglang.model, tmp_path)
+        announcement = publisher.write_tensors(1, tensors(sglang.other))
         params = SamplingParams(max_new_tokens=900, ignore_eos=True)
         async with asyncio.TaskGroup() as tasks:
             running = tasks.create_task(client.generate(GenerateRequest(input_ids=[*PROMPT], sampling_params=params)))

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from configs.schema import Config
-from models.train.interface import TrainSequence
+from models.train.interface import TrainSequence, WeightExporter
 from stages.base import TrainOptions
 from stages.messages import CheckpointReady, RolloutSlice, StepDone
 from stages.train.stage import TrainStage
@@ -28,7 +28,7 @@ from transport.ports.stream import Inlet, Outlet
 
 
 @dataclass
-class Recorder:
+class Recorder(WeightExporter):
     """A backend whose weights are the number of its steps. `begin`, `steps` and `exports` may hold it up."""
 
     log: list[str] = field(default_factory=list)

@@ -1,19 +1,18 @@
 """One rank's part in a call: the same call on its own trainer.
 
-Invariant: a call that is not collective (files and weights of plain copies) is made by rank 0 alone; every other one is
-made by all.
+Invariant: a call that is not collective (files and weights of plain copies) is made by rank 0 alone; every other call
+is made by all.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
-import torch
 
 from configs.schema import Config
+from models.errors import WeightsError
 from models.fault_injection import FaultPlan
 from models.train.build import build_member
 from models.train.dp_group import DpGroup
@@ -26,7 +25,6 @@ from models.train.trainer_group.calls import (
     Discard,
     Done,
     End,
-    Export,
     FinishSave,
     Flush,
     Load,
@@ -36,40 +34,26 @@ from models.train.trainer_group.calls import (
     Save,
     Setup,
     Step,
+    WriteSlot,
+    Written,
+    raised,
 )
-
-Tensors = Iterator[tuple[str, torch.Tensor]]
-SendWeights = Callable[[Tensors], bool]  # runs an export to its end; whether all tensors were wanted
-
-
-def run_to_end(tensors: Tensors) -> bool:
-    """What ranks beside the first do with an export: take part in its collectives."""
-    for _ in tensors:
-        pass
-    return True
 
 
 class Member:
-    """The trainer of one rank. `dp_group`: of plain copies; sharded frameworks make their own. `faults`: on purpose."""
+    """The trainer of one rank. `dp_group`: of plain copies; sharded frameworks make their own. `faults`: of
+    `--fault-inject`."""
 
-    def __init__(
-        self,
-        config: Config,
-        dp_group: DpGroup,
-        *,
-        leads: bool,
-        send_weights: SendWeights = run_to_end,
-        faults: FaultPlan | None = None,
-    ) -> None:
+    def __init__(self, config: Config, dp_group: DpGroup, *, leads: bool, faults: FaultPlan | None = None) -> None:
         self._faults, self._calls = faults, itertools.count(1)
         self._config = _for_this_rank(config)
-        self._dp_group, self._leads, self._send_weights = dp_group, leads, send_weights
+        self._dp_group, self._leads = dp_group, leads
         self._copies = config.train.train_backend == "torch"
         self._trainer: Trainer | None = None
 
     def takes_part(self, call: Call) -> bool:
         """Whether this rank makes the call."""
-        return self._leads or not (self._copies and isinstance(call, Save | Export))
+        return self._leads or not (self._copies and isinstance(call, Save | WriteSlot))
 
     def make(self, call: Call) -> Reply:
         """Make the call. What the trainer raises propagates, and so does InjectedError, which ends the rank."""
@@ -99,8 +83,8 @@ class Member:
                 trainer.discard()
             case LogProbs(sequences):
                 return Arrays(trainer.logprobs(sequences))
-            case Export():
-                return Done(complete=self._send_weights(trainer.export_weights()))
+            case WriteSlot():
+                return self._write_slot(trainer, call)
             case Save(directory):
                 trainer.save(Path(directory))
             case FinishSave() | End():
@@ -108,6 +92,20 @@ class Member:
             case Load(directory):
                 trainer.load(Path(directory))
         return Done()
+
+    def _write_slot(self, trainer: Trainer, call: WriteSlot) -> Reply:
+        """Rank 0 writes; the remaining ranks take part in the collectives of the export. What is wrong with the slot is
+        a reply: it is rank 0's alone, and no trainer has changed."""
+        if not self._leads:
+            for _ in trainer.export_weights():
+                pass
+            return Done()
+        try:
+            return Written(
+                trainer.write_slot(Path(call.directory), Path(call.source), call.version, call.run_generation)
+            )
+        except WeightsError as error:
+            return raised(error)
 
 
 def _for_this_rank(config: Config) -> Config:

@@ -1,11 +1,13 @@
-"""The loop of a rank: hear the call, make it, agree with the others on how it ended; rank 0 also talks to the stage.
+"""A rank: find the others, receive each call, make it, agree on how it ended; rank 0 also talks to the stage.
 
 Invariants:
 - all ranks make the same calls in the same order; rank 0 hands a call on before it makes it, and replies only after all
   have made it;
 - a drawn error that all ranks raise alike is a reply, and the trainer group lives; any other error ends the process,
   and with it the trainer group;
-- when the stage is gone, all ranks end as if it had said so, and rank 0 tells the difference by its exit status.
+- every exchange between ranks is collective, in a gloo group of its own: a rank that is dead or hangs shows in the
+  others as an error within the group's timeout, also while nothing is trained, for rank 0 sends heartbeats;
+- when the stage is gone, all ranks end as after `End`, and rank 0 raises PeerGone.
 """
 
 from __future__ import annotations
@@ -15,33 +17,92 @@ import socket
 from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import timedelta
-from functools import partial
-from typing import Final
+from typing import Any, Final
 
 import torch
+import xxhash
 from torch import distributed
 
 from configs.schema import Config
 from models.train.dp_group import DistributedDpGroup
-from models.train.trainer_group.buckets import WeightSender
-from models.train.trainer_group.calls import Call, Done, End, GoOn, Raised, Reply, Stop, decode_message, encode
-from models.train.trainer_group.control_group import NO_SAY, NOTHING_RAISED, ControlGroup, ending_of
-from models.train.trainer_group.errors import RanksDisagree, StageGone
-from models.train.trainer_group.faults import DRAWN, raised
-from models.train.trainer_group.link import Link, LinkLost
+from models.train.trainer_group.calls import (
+    DRAWN,
+    Call,
+    Done,
+    End,
+    Link,
+    LinkLost,
+    Raised,
+    Reply,
+    decode_call,
+    encode,
+    raised,
+)
 from models.train.trainer_group.member import Member
-from models.train.trainer_group.rank_spec import RankSpec, Rendezvous
+from models.train.trainer_group.rank_spec import PeerGone, RanksDisagree, RankSpec, Rendezvous
 
 log = logging.getLogger("sluice.train")
 
-SIGNS_PER_TIMEOUT: Final = 4
+HEARTBEATS_PER_TIMEOUT: Final = 4
 LONGEST_SILENCE_S: Final = 30.0
+NOTHING_RAISED: Final = 0
+NOT_CALLED: Final = -1  # this rank did not take part in the call
+
+
+class ControlGroup:
+    """What the ranks exchange beside their training: the next call, heartbeats, how a call ended. Seen from one rank.
+
+    `group`: a gloo group of all ranks; None = the default group, which must be gloo.
+    """
+
+    def __init__(self, group: Any | None = None) -> None:
+        self.gloo = group
+        self.rank: int = distributed.get_rank()
+        self.processes: int = distributed.get_world_size()
+
+    @property
+    def leads(self) -> bool:
+        return self.rank == 0
+
+    def send(self, data: bytes) -> None:
+        """Rank 0: give the bytes to all others."""
+        self._broadcast(torch.tensor([len(data)]))
+        if data:
+            self._broadcast(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+
+    def heartbeat(self) -> None:
+        """Rank 0, while it has nothing to send."""
+        self.send(b"")
+
+    def receive(self) -> bytes:
+        """The others: the next bytes of rank 0. Waits through any number of heartbeats."""
+        length = torch.zeros(1, dtype=torch.int64)
+        while length.item() == 0:
+            self._broadcast(length)
+        data = torch.empty(int(length.item()), dtype=torch.uint8)
+        self._broadcast(data)
+        received: bytes = data.numpy().tobytes()
+        return received
+
+    def endings(self, own: int) -> list[int]:
+        """How the call ended for each rank: `NOTHING_RAISED`, `NOT_CALLED`, or `ending_of` an error. Waits for all."""
+        found = [torch.zeros(1, dtype=torch.int64) for _ in range(self.processes)]
+        distributed.all_gather(found, torch.tensor([own]), group=self.gloo)
+        return [int(ending.item()) for ending in found]
+
+    def _broadcast(self, tensor: torch.Tensor) -> None:
+        distributed.broadcast(tensor, src=0, group=self.gloo)
+
+
+def ending_of(error: Exception) -> int:
+    """A positive number that stands for the error's class."""
+    return 1 + xxhash.xxh3_64_intdigest(type(error).__name__.encode()) % (1 << 62)
 
 
 def run_rank(spec: RankSpec, config: Config, announce: Callable[[Rendezvous], None]) -> None:
-    """Find the others, then serve the stage until it is done. An error that the stage cannot be told propagates.
+    """Find the others, then serve the stage until its last call. An error that ends the trainer group propagates.
 
-    `announce`: called by rank 0 when the stage can be met.
+    `announce`: called by rank 0 when it listens for the stage.
     """
     timeout_s = config.parallel.distributed_timeout_minutes * 60
     with ExitStack() as stack:
@@ -57,12 +118,9 @@ def run_rank(spec: RankSpec, config: Config, announce: Callable[[Rendezvous], No
         server.bind(spec.address)
         server.listen(1)
         announce(Rendezvous(spec.incarnation, spec.address))
-        silence_s = min(LONGEST_SILENCE_S, timeout_s / SIGNS_PER_TIMEOUT)
+        silence_s = min(LONGEST_SILENCE_S, timeout_s / HEARTBEATS_PER_TIMEOUT)
         link = _meet(control_group, server, silence_s)
-        sender = WeightSender(config.update.update_weight_buffer_size, silence_s)
-        send = partial(sender.send, link)
-        member = Member(config, dp_group, leads=True, send_weights=send, faults=spec.faults)
-        _lead(control_group, member, link, silence_s)
+        _lead(control_group, Member(config, dp_group, leads=True, faults=spec.faults), link, silence_s)
 
 
 def _find_others(spec: RankSpec, config: Config, timeout_s: float) -> ControlGroup:
@@ -102,68 +160,63 @@ def _store(spec: RankSpec, timeout_s: float) -> distributed.TCPStore:
 def _make(control_group: ControlGroup, member: Member, call: Call) -> Reply:
     """Make a call with all others; what rank 0 replies. Raises RanksDisagree, and what is no drawn error."""
     reply: Reply = Done()
-    own = NO_SAY
+    own = NOT_CALLED
     if member.takes_part(call):
         try:
             reply, own = member.make(call), NOTHING_RAISED
         except DRAWN as error:
             reply, own = raised(error), ending_of(error)
-    endings = [ending for ending in control_group.endings(own) if ending != NO_SAY]
+    endings = [ending for ending in control_group.endings(own) if ending != NOT_CALLED]
     if len(set(endings)) != 1:
-        said = f"{reply.name}: {reply.text}" if isinstance(reply, Raised) else "nothing"
-        raise RanksDisagree(f"{type(call).__name__}: this rank raised {said}, and others did not")
+        ending = f"{reply.name}: {reply.text}" if isinstance(reply, Raised) else "nothing"
+        raise RanksDisagree(f"{type(call).__name__}: this rank raised {ending}, and others did not")
     return reply
 
 
 def _follow(control_group: ControlGroup, member: Member) -> None:
-    """A rank beside the first. Waits for calls; ends with the last."""
+    """A rank other than rank 0. Waits for calls; ends with the last."""
     while True:
-        call = decode_message(control_group.hear())
-        assert not isinstance(call, GoOn | Stop)
+        call = decode_call(control_group.receive())
         _make(control_group, member, call)
         if isinstance(call, End):
             return
 
 
 def _lead(control_group: ControlGroup, member: Member, link: Link, silence_s: float) -> None:
-    """Rank 0. Waits for the stage's calls; ends with its last. Raises StageGone if it goes without one."""
+    """Rank 0. Waits for the stage's calls; ends with its last. Raises PeerGone if the stage ends without one."""
     while True:
-        received = _next_call(control_group, link, silence_s)
-        data, call = received or (encode(End()), End())
-        control_group.tell(data)
+        data = _next_call(control_group, link, silence_s)
+        call = End() if data is None else decode_call(data)
+        control_group.send(encode(End()) if data is None else data)
         reply = _make(control_group, member, call)
-        if received is None:
-            raise StageGone("the train stage ended without ending its trainer group")
+        if data is None:
+            raise PeerGone("the train stage ended without ending its trainer group")
         try:
             link.send(encode(reply))
         except LinkLost:
-            log.warning("the train stage is gone; its last reply is left unsaid")
+            log.warning("the train stage is gone; its last reply was not sent")
         if isinstance(call, End):
             return
 
 
 def _meet(control_group: ControlGroup, server: socket.socket, silence_s: float) -> Link:
-    """Waits for the stage. Signs of life go out meanwhile."""
+    """Waits for the stage. Sends heartbeats meanwhile."""
     server.settimeout(silence_s)
     while True:
         try:
             connected, _ = server.accept()
         except TimeoutError:
-            control_group.sign_of_life()
+            control_group.heartbeat()
             continue
         connected.settimeout(None)
         return Link(connected)
 
 
-def _next_call(control_group: ControlGroup, link: Link, silence_s: float) -> tuple[bytes, Call] | None:
-    """The stage's next call, as it came and decoded; None if it is gone. Signs of life go out meanwhile."""
-    while True:
-        while not link.readable(silence_s):
-            control_group.sign_of_life()
-        try:
-            data = link.receive()
-        except LinkLost:
-            return None
-        call = decode_message(data)
-        if not isinstance(call, GoOn | Stop):  # late answers to an export that has ended
-            return data, call
+def _next_call(control_group: ControlGroup, link: Link, silence_s: float) -> bytes | None:
+    """The stage's next call; None if the stage is gone. Sends heartbeats meanwhile."""
+    while not link.readable(silence_s):
+        control_group.heartbeat()
+    try:
+        return link.receive()
+    except LinkLost:
+        return None

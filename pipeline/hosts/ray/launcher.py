@@ -172,11 +172,20 @@ class RayLauncher:
         self._expected.add(name)
 
     async def release(self, name: str) -> None:
-        """See the Protocol. What the actor holds is others' then."""
+        """See the Protocol. Others may have what the actor held; a group that is placed at once goes with its last
+        process, so that it is placed anew."""
+        import ray
+
         self.handles.pop(name, None)
         self.waiting.pop(name, None)
         if (placed := self._placed.pop(name, None)) is not None:
+            if placed.silent:
+                self._silent.add(placed.node)
             await self._close(placed)
+        group = self.placements.of(name).group
+        at_once = group in self._groups and self.placements.groups[group].near
+        if at_once and not any(self.placements.of(other).group == group for other in self._placed):
+            ray.util.remove_placement_group(self._groups.pop(group))
 
     async def spawn(self, spec: ProcessSpec, resources: Resources = ANYTHING) -> RayHandle:
         await self.place(spec.name)
@@ -186,9 +195,6 @@ class RayLauncher:
         number = await handle.start()
         self.rundir.write_pid(spec.name, number)
         return handle
-
-    async def stand_by(self, spec: ProcessSpec) -> None:
-        """See the Protocol. An actor starts its process when it is needed."""
 
     async def stop_all(self) -> None:
         import ray
@@ -301,7 +307,8 @@ class RayLauncher:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         if group.name not in self._groups:
-            seat = choose(self.placements.config, group.role, group, self._nodes())
+            nodes = [node for node in self._nodes() if node.id not in self._silent]
+            seat = choose(self.placements.config, group.role, group, nodes)
             need = {"CPU": group.bundle.cpus or 0.001, **({"GPU": group.bundle.gpus} if group.bundle.gpus else {})}
             selectors = [{NODE_ID: seat.node.id}, *(dict(seat.labels) for _ in range(group.bundles - 1))]
             made = ray.util.placement_group(

@@ -15,7 +15,7 @@ from configs.load import load
 from pipeline.control.client import ask
 from pipeline.control.messages import Set
 from pipeline.observe.metrics import read_metrics
-from stages.train.saved_batches import load_batch
+from stages.train.saved_groups import load_batch
 
 pytestmark = pytest.mark.slow
 

@@ -1,25 +1,27 @@
-"""A trainer group of two ranks trains as one process does, and goes on after a kill as if there had been none."""
+"""A trainer group of two ranks trains as one process does; a lost rank ends the calls of its incarnation."""
 
 from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from trainer_group_rig import Ranks, Tensors, by_group, small_config, small_sequences, train_batch, until, weights_of
+from trainer_group_rig import Ranks, Slots, Tensors, by_group, small_config, small_sequences, train_batch, until
 
-from models.checkpoint import Manifest, commit_directory, draft_path, final_path, write_manifest
-from models.errors import BackendMisuse, CheckpointUnavailable, InvalidSequence, TrainStateUnreadable
+from models.errors import BackendMisuse, CheckpointUnavailable, InvalidSequence, LayoutMismatch, TrainStateUnreadable
 from models.train.build import build_backend
+from models.train.trainer import Trainer
 from models.train.trainer_group.backend import TrainerGroupBackend
-from models.train.trainer_group.errors import TrainerGroupClosed
+from models.train.trainer_group.rank_spec import PeerGone, Rendezvous, TrainerGroupClosed
+from tests.models.weights.made_up import checkpoint
 
 pytestmark = pytest.mark.slow
 
@@ -39,43 +41,11 @@ def ranks(tiny: Path, tmp_path: Path) -> Iterator[Ranks]:
         yield running
 
 
-During = Callable[[str], AbstractContextManager[None]]
-
-
-def undisturbed(moment: str) -> AbstractContextManager[None]:
-    return nullcontext()
-
-
-def four_batches(backend: TrainerGroupBackend, root: Path, during: During = undisturbed) -> Tensors:
-    """The calls of a short run. `during` is told which call comes next, and what it gives is entered around it."""
-    train_batch(backend, 0)
-    with during("a batch before any save"):
-        train_batch(backend, 1, steps=2)
-    with during("the first save"):
-        backend.save(draft_path(root, 2))
-    backend.begin_batch(rollouts=9, steps=1, version=2)
-    groups = by_group(small_sequences(2))
-    with during("a group"):
-        backend.accumulate(groups[0])
-    backend.accumulate(groups[1])
-    backend.flush()
-    backend.discard()
-    with during("a batch"):
-        train_batch(backend, 2)
-    with during("the second save"):
-        backend.save(draft_path(root, 3))
-    backend.begin_batch(rollouts=9, steps=1, version=3)
-    for group in by_group(small_sequences(3)):
-        backend.accumulate(group)
-    with during("the last step"):
-        backend.step()
-    with during("the export"):
-        return weights_of(backend)
-
-
-def commit(root: Path, step: int) -> None:
-    write_manifest(draft_path(root, step), Manifest(step=step, version=step, run_generation=0))
-    commit_directory(draft_path(root, step), final_path(root, step))
+@pytest.fixture
+def slots(tiny: Path, tmp_path: Path) -> Iterator[Slots]:
+    made = Slots(tmp_path / "slots", tiny)
+    yield made
+    made.close()
 
 
 def equal(found: Tensors, expected: Tensors) -> None:
@@ -84,8 +54,9 @@ def equal(found: Tensors, expected: Tensors) -> None:
         assert torch.equal(found[name], tensor), name
 
 
-def test_two_ranks_train_as_one_process(ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
+def test_two_ranks_train_as_one_process(ranks: Ranks, slots: Slots, tiny: Path, tmp_path: Path) -> None:
     alone, trainer_group = build_backend(small_config(tiny), 4), ranks.backend()
+    assert isinstance(alone, Trainer)
     alone.setup()
     trainer_group.setup()
     for number, steps in ((0, 1), (1, 2)):
@@ -108,13 +79,14 @@ def test_two_ranks_train_as_one_process(ranks: Ranks, tiny: Path, tmp_path: Path
         trainer_group.load(tmp_path / "nowhere")
     assert ranks.incarnation == 0, "an error that all ranks raise alike leaves them alive"
 
-    before = weights_of(trainer_group)
+    before = slots.weights(trainer_group)
     trainer_group.save(tmp_path / "saved")
     train_batch(trainer_group, 2)
     trainer_group.load(tmp_path / "saved")
-    equal(weights_of(trainer_group), before)
-    for name, tensor in weights_of(alone).items():
-        torch.testing.assert_close(before[name], tensor, atol=1e-5, rtol=1e-4)
+    equal(slots.weights(trainer_group), before)
+    for name, tensor in alone.export_weights():
+        if name in before:  # all but what is tied
+            torch.testing.assert_close(before[name], tensor, atol=1e-5, rtol=1e-4)
     trainer_group.close()
     trainer_group.close()
     until(lambda: ranks.incarnation == 1)  # they ended because they were told to
@@ -122,28 +94,15 @@ def test_two_ranks_train_as_one_process(ranks: Ranks, tiny: Path, tmp_path: Path
         trainer_group.flush()
 
 
-def test_an_export_that_nobody_finishes_holds_nobody_up(ranks: Ranks) -> None:
+def test_a_slot_that_does_not_fit_is_an_error_of_the_call_alone(ranks: Ranks, slots: Slots, tmp_path: Path) -> None:
+    """It is rank 0's alone: the other rank has run the same export to its end."""
     trainer_group = ranks.backend()
     trainer_group.setup()
-    weights = weights_of(trainer_group)
-    for name, tensor in trainer_group.export_weights():
-        assert torch.equal(tensor, weights[name])
-        break
-    left = trainer_group.export_weights()
-    next(left)
+    made_up = checkpoint(tmp_path / "other")
+    with pytest.raises(LayoutMismatch, match="is not in the slot's layout"):
+        trainer_group.write_slot(slots.directory, made_up, 0, 0)
     train_batch(trainer_group, 0)
-    with pytest.raises(BackendMisuse, match="ended by another call"):
-        for _ in left:
-            pass
-    trained = weights_of(trainer_group)
-    assert any(not torch.equal(trained[name], weights[name]) for name in weights)
-    found = {}
-    for place, (name, tensor) in enumerate(trainer_group.export_weights()):
-        found[name] = tensor.clone()
-        if place == 3:
-            ranks.kill_now(0)
-    equal(found, trained)
-    assert ranks.incarnation == 1
+    assert ranks.incarnation == 0
     trainer_group.close()
 
 
@@ -159,62 +118,39 @@ def ranks_of(tiny: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Iter
     [("torch", 0), pytest.param("torch", 1, marks=pytest.mark.full), ("fsdp", 1)],
     indirect=["ranks_of"],
 )
-def test_a_killed_rank_changes_no_bit(ranks_of: Ranks, tmp_path: Path, rank: int) -> None:
-    ranks = ranks_of
-    trainer_group = ranks.backend("unbroken")
-    trainer_group.setup()
-    unbroken = four_batches(trainer_group, tmp_path / "unbroken-checkpoints")
-    trainer_group.close()
-    until(lambda: ranks.incarnation == 1)
-
-    trainer_group, root = ranks.backend("broken", commit_wait_s=0.0), tmp_path / "checkpoints"
-    trainer_group.setup()
-    done: list[str] = []
-    begun = ranks.incarnation  # 1, or 2 where the ranks of before had just ended when it asked
-
-    def harm(moment: str) -> AbstractContextManager[None]:
-        done.append(moment)
-        match moment:
-            case "a batch before any save":  # all is repeated, from the initial weights
-                return ranks.killed_within(rank)
-            case "the first save":  # is not interrupted
-                return nullcontext()
-            case "a group":  # between the save and its commit: from the draft
-                ranks.kill_now(rank)
-                return nullcontext()
-            case "a batch":  # from the committed checkpoint
-                commit(root, 2)
-                return ranks.killed_within(rank)
-            case "the export":  # after a save that was never whole: from the one before, and it is made again
-                for state in draft_path(root, 3).rglob("state.json"):
-                    state.unlink()
-                ranks.kill_now(rank)
-                return nullcontext()
-            case _:  # a save, which is made again; and a step
-                return ranks.killed_within(rank)
-
-    equal(four_batches(trainer_group, root, harm), unbroken)
-    assert len(done) == 7
-    assert ranks.incarnation == begun + 6
-    assert list(draft_path(root, 3).rglob("state.json"))
-    assert [point.directory for point in trainer_group._journal.points] == [draft_path(root, n) for n in (2, 3)]
-    trainer_group.close()
+def test_a_lost_rank_ends_the_call_and_the_next_incarnation_trains_the_same(
+    ranks_of: Ranks, slots: Slots, tmp_path: Path, rank: int
+) -> None:
+    ranks, lost = ranks_of, ranks_of.backend()
+    lost.setup()
+    train_batch(lost, 0)
+    lost.save(tmp_path / "saved")
+    train_batch(lost, 1, steps=2)
+    unbroken = slots.weights(lost)
+    with ranks.killed_within(rank), pytest.raises(PeerGone, match="BeginBatch: the trainer group was lost"):
+        train_batch(lost, 2)
+    lost.close()
+    slots.close()
+    again, fresh = ranks.backend(), Slots(slots.directory, slots.source)
+    again.setup()
+    again.load(tmp_path / "saved")
+    train_batch(again, 1, steps=2)
+    equal(fresh.weights(again), unbroken)
+    again.close()
+    fresh.close()
 
 
-def test_a_rank_that_stands_still_ends_the_trainer_group_within_the_timeout(tiny: Path, tmp_path: Path) -> None:
+def test_a_rank_that_hangs_ends_the_trainer_group_within_the_timeout(tiny: Path, tmp_path: Path) -> None:
     with Ranks(tmp_path, small_config(tiny, timeout_s=6.0)) as ranks:
-        trainer_group = ranks.backend()
-        trainer_group.setup()
         for rank in (1, 0):
-            incarnation = ranks.incarnation
+            trainer_group, incarnation = ranks.backend(), ranks.incarnation
+            trainer_group.setup()
             ranks.signal(rank, signal.SIGSTOP)
             if rank == 1:
-                train_batch(trainer_group, 0)
-            else:  # nobody calls: the other one misses the signs of life
-                until(lambda before=incarnation: ranks.incarnation > before)
-                train_batch(trainer_group, 1)
-            assert ranks.incarnation > incarnation
-        trainer_group.close()
+                with pytest.raises(PeerGone):
+                    train_batch(trainer_group, 0)
+            until(lambda before=incarnation: ranks.incarnation > before)  # without a call: heartbeats are missed
+            trainer_group.close()
 
 
 def test_a_model_that_cannot_be_loaded_is_the_users_error(tmp_path: Path) -> None:
@@ -225,3 +161,41 @@ def test_a_model_that_cannot_be_loaded_is_the_users_error(tmp_path: Path) -> Non
         ended = ranks.processes
         trainer_group.close()
         until(lambda: all(one.exitcode == 0 for one in ended))
+
+
+def test_closing_wakes_a_caller_that_waits_for_a_trainer_group() -> None:
+    backend, raised = TrainerGroupBackend(lambda: None), list[BaseException]()
+
+    def wait() -> None:
+        try:
+            backend.setup()
+        except TrainerGroupClosed as error:
+            raised.append(error)
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    until(backend._calling.locked)
+    backend.close()
+    waiting.join(10)
+    assert len(raised) == 1
+
+
+def test_closing_breaks_off_a_call_that_lasts(tmp_path: Path) -> None:
+    address, raised = str(tmp_path / "s"), list[BaseException]()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as silent:
+        silent.bind(address)
+        silent.listen(1)
+        backend = TrainerGroupBackend(lambda: Rendezvous(0, address))
+
+        def wait() -> None:
+            try:
+                backend.setup()
+            except TrainerGroupClosed as error:
+                raised.append(error)
+
+        waiting = threading.Thread(target=wait)
+        waiting.start()
+        until(lambda: backend._link is not None)
+        backend.close()
+        waiting.join(10)
+        assert len(raised) == 1

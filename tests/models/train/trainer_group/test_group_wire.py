@@ -13,20 +13,23 @@ from trainer_group_rig import small_sequences
 
 import models.errors as algorithm_errors
 import models.errors as train_errors
+import models.errors as weights_errors
 from configs.schema import Config
 from models.train.interface import TrainSequence
 from models.train.trainer_group.calls import (
     Accumulate,
     Arrays,
-    GoOn,
+    Flush,
+    Link,
+    LinkLost,
     Metrics,
     Raised,
-    decode_message,
+    decode_call,
     decode_reply,
     encode,
+    error_of,
+    raised,
 )
-from models.train.trainer_group.faults import error_of, raised
-from models.train.trainer_group.link import Link, LinkLost
 from models.train.trainer_group.rank_spec import needs_trainer_group
 
 
@@ -53,7 +56,7 @@ def test_every_field_of_a_sequence_arrives() -> None:
 
 
 def arrived(sent: list[TrainSequence]) -> list[TrainSequence]:
-    call = decode_message(encode(Accumulate(sent)))
+    call = decode_call(encode(Accumulate(sent)))
     assert isinstance(call, Accumulate)
     return call.sequences
 
@@ -81,7 +84,7 @@ def test_log_probs_arrive_as_they_were() -> None:
     "kind",
     [
         kind
-        for module in (train_errors, algorithm_errors)
+        for module in (train_errors, algorithm_errors, weights_errors)
         for kind in vars(module).values()
         if isinstance(kind, type) and issubclass(kind, Exception)
     ],
@@ -100,9 +103,9 @@ def test_an_error_of_an_unknown_class_keeps_its_name() -> None:
 
 
 def test_a_reply_is_not_taken_for_a_call() -> None:
-    assert isinstance(decode_message(encode(GoOn())), GoOn)
+    assert isinstance(decode_call(encode(Flush())), Flush)
     with pytest.raises(msgspec.ValidationError):
-        decode_message(encode(Metrics({"train/loss": 1.0})))
+        decode_call(encode(Metrics({"train/loss": 1.0})))
 
 
 def test_messages_larger_than_the_socket_holds_arrive_whole() -> None:

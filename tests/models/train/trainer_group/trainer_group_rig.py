@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import multiprocessing
 import os
@@ -19,18 +20,21 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
+from safetensors.torch import load_file
 
 from configs.schema import Config
 from models.train.interface import TrainBackend, TrainSequence
 from models.train.trainer_group.backend import TrainerGroupBackend
 from models.train.trainer_group.rank_spec import RankSpec, Rendezvous
+from models.weights.layout import WEIGHTS_FILE
+from models.weights.slots_directory import DirectoryLease
 from tests.models.train.sequences import sequence
 
 RANKS = 2
 Tensors = dict[str, torch.Tensor]
 
 
-def small_config(checkpoint: Path, *, timeout_s: float = 60.0, bucket_bytes: int = 8192, **train: Any) -> Config:
+def small_config(checkpoint: Path, *, timeout_s: float = 60.0, **train: Any) -> Config:
     """Two ranks on a tiny model, with a correction and several micro-batches."""
     replace, config = msgspec.structs.replace, Config()
     fields = {"hf_checkpoint": str(checkpoint), "train_device": "cpu", "lr": 1e-2, "max_tokens_per_gpu": 48, **train}
@@ -40,7 +44,6 @@ def small_config(checkpoint: Path, *, timeout_s: float = 60.0, bucket_bytes: int
         correction=replace(config.correction, policy_mode="decoupled", use_tis=True),
         rollout=replace(config.rollout, num_rollout=4, rollout_max_response_len=16),
         parallel=replace(config.parallel, actor_num_gpus_per_node=RANKS, distributed_timeout_minutes=timeout_s / 60),
-        update=replace(config.update, update_weight_buffer_size=bucket_bytes),
     )
 
 
@@ -80,8 +83,19 @@ def train_batch(backend: TrainBackend, number: int, *, steps: int = 1) -> list[d
     return [backend.step() for _ in range(steps)]
 
 
-def weights_of(backend: TrainBackend) -> Tensors:
-    return {name: tensor.clone() for name, tensor in backend.export_weights()}
+class Slots:
+    """The weights of a backend, as it writes them into slots. Leases the directory."""
+
+    def __init__(self, directory: Path, source: Path) -> None:
+        self.directory, self.source, self._lease = directory, source, DirectoryLease(directory)
+        self._versions = itertools.count()
+
+    def weights(self, backend: TrainBackend) -> Tensors:
+        manifest = backend.write_slot(self.directory, self.source, next(self._versions), 0)
+        return load_file(Path(manifest.path) / WEIGHTS_FILE)
+
+    def close(self) -> None:
+        self._lease.release()
 
 
 class Meeting:
@@ -172,8 +186,9 @@ class Ranks:
         process.start()
         return process
 
-    def backend(self, name: str = "journal", **options: Any) -> TrainerGroupBackend:
-        return TrainerGroupBackend(self.meeting, self.home / name, **options)
+    def backend(self) -> TrainerGroupBackend:
+        """On the incarnation that is running."""
+        return TrainerGroupBackend(self.meeting, self.incarnation)
 
     def signal(self, rank: int, number: int) -> None:
         pid = self.processes[rank].pid
@@ -189,13 +204,7 @@ class Ranks:
         killer.start()
         yield
         killer.join()
-        assert self.incarnation > incarnation, "the call was finished by the trainer group that was to be killed"
-
-    def kill_now(self, rank: int) -> None:
-        """Between two calls. Waits until the whole trainer group has ended."""
-        victims = list(self.processes)
-        self.signal(rank, signal.SIGKILL)
-        until(lambda: all(one.exitcode is not None for one in victims))
+        until(lambda: self.incarnation > incarnation)
 
 
 def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:

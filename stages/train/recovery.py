@@ -1,0 +1,134 @@
+"""What lets a restarted trainer reach the step that the ledger counts: recovery points, and the batches after them.
+
+    RUN/trainer/batch-00000012.msgpack   groups of step 12, in the order in which they were trained
+    RUN/trainer/state-00000010/          a recovery point: the state of the backend after step 10
+
+A step is reported only after its batch is here. So a restarted trainer loads the newest state, checkpoint or recovery
+point, and trains the batches after it again: same groups, same versions, the same weights up to rounding. The ledger,
+the engines and the groups that wait are not concerned.
+
+Invariants: a committed checkpoint makes all that lies at or before its step superfluous, and it is removed then; a
+recovery point is there whole or not at all; recovery points take at most `SHARE` of the time, and none is made where
+the disk has no room for it; nothing here outlives the start of the run that made it.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from models.checkpoint import CheckpointError
+from stages.errors import SavedBatchError
+from stages.messages import RolloutSlice
+from stages.train.saved_groups import read_file, write_batch
+
+log = logging.getLogger("sluice.train")
+
+FOLDER: Final = "trainer"
+SHARE: Final = 0.02  # of the time, for recovery points
+SHORTEST_S: Final = 60.0  # between two of them
+STATE_FACTOR: Final = 8  # bytes of a saved state by bytes of the model: weights, fp32 master, two moments
+DISK_BYTES_PER_S: Final = 1e9  # guess for the first save
+ROOM_FACTOR: Final = 3  # free bytes by bytes of a state, so that checkpoints and other files have room beside it
+
+
+def remove_superseded(run_dir: Path, step: int) -> None:
+    """Remove what the checkpoint of `step`, which is committed, makes superfluous."""
+    home = run_dir / FOLDER
+    for kind in ("batch", "state"):
+        for number, path in _entries(home, kind):
+            if number <= step:
+                _remove(path)
+    if home.is_dir() and not any(home.iterdir()):
+        home.rmdir()
+
+
+class Recovery:
+    """Recovery files of one run. `checkpoint`: the model's, for its size. Blocking: use it from a thread."""
+
+    def __init__(self, run_dir: Path, checkpoint: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self.home = run_dir / FOLDER
+        self._clock, self._since = clock, clock()
+        self._state_bytes = STATE_FACTOR * sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))
+        self._cost_s = self._state_bytes / DISK_BYTES_PER_S  # of the newest save
+        self._impossible = False
+
+    def clear(self) -> None:
+        """Forget an earlier start of the run."""
+        shutil.rmtree(self.home, ignore_errors=True)
+
+    def keep(self, step: int, groups: Sequence[RolloutSlice]) -> None:
+        """Keep the batch of a step, before the step is reported. Raises CheckpointError where there is no room."""
+        write_batch(self.home / f"batch-{step:08d}.msgpack", groups)
+
+    def batch(self, step: int) -> list[RolloutSlice]:
+        """The groups of a step. Raises SavedBatchError."""
+        path = self.home / f"batch-{step:08d}.msgpack"
+        try:
+            return read_file(path)
+        except (OSError, ValueError, msgspec.MsgspecError) as error:
+            raise SavedBatchError(
+                f"{path} cannot be read ({error}), so the trainer cannot reach the step that it had reported; continue "
+                f"from the last checkpoint with --resume {self.home.parent}"
+            ) from error
+
+    def newest_state(self, at_most: int) -> tuple[int, Path] | None:
+        """Step and directory of the newest recovery point that is not behind step `at_most`."""
+        return max(((step, path) for step, path in _entries(self.home, "state") if step <= at_most), default=None)
+
+    def saved(self, took_s: float) -> None:
+        """A checkpoint was saved: the next recovery point counts its time from here."""
+        self._since, self._cost_s = self._clock(), took_s
+
+    def due(self) -> bool:
+        """Whether a recovery point is worth its time now, and has room."""
+        if self._impossible or self._clock() - self._since < max(SHORTEST_S, self._cost_s / SHARE):
+            return False
+        free = shutil.disk_usage(self.home).free
+        if free >= ROOM_FACTOR * self._state_bytes:
+            return True
+        self._impossible = True
+        log.warning(
+            "no recovery points: %s has %d bytes free, and one may take %d; a trainer that is lost repeats all steps "
+            "since the last checkpoint",
+            self.home, free, self._state_bytes,
+        )  # fmt: skip
+        return False
+
+    def save(self, step: int, write: Callable[[Path], None]) -> None:
+        """Make a recovery point; `write` saves the state of the backend. A failure is logged: the run needs none."""
+        begun, draft = self._clock(), self.home / f".state-{step:08d}.draft"
+        _remove(draft)
+        try:
+            write(draft)
+        except (CheckpointError, OSError) as error:
+            log.warning("no recovery points: that of step %d could not be written (%s)", step, error)
+            self._impossible = True
+            _remove(draft)
+            return
+        draft.rename(self.home / f"state-{step:08d}")
+        self._state_bytes = sum(file.stat().st_size for file in (self.home / f"state-{step:08d}").rglob("*"))
+        for kind in ("batch", "state"):
+            for number, path in _entries(self.home, kind):
+                if number < step + (kind == "batch"):
+                    _remove(path)
+        self.saved(self._clock() - begun)
+
+
+def _entries(home: Path, kind: str) -> Iterator[tuple[int, Path]]:
+    """(step, path) of all batches or states."""
+    for path in sorted(home.glob(f"{kind}-*")):
+        yield int(path.name.removeprefix(f"{kind}-").removesuffix(".msgpack")), path
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,117 @@
+"""The trainer's end of the weights: wait until a slot may be overwritten, write a version into it, announce it.
+
+Invariants:
+- a version is announced only when its bytes lie complete in a slot, and its difference, if that is the route, in the
+  shared directory;
+- the announcement names the route: engines need no configuration of their own to follow it;
+- this process holds the lease of the slots' directory; the process that has the weights, this one or rank 0 on the same
+  host, writes them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from configs.schema import Config
+from models.weights.delta import DeltaStore, Published
+from models.weights.shared_memory_reader import SlotManifest
+from models.weights.slots_directory import DirectoryLease
+from stages.messages import WeightsAnnouncement
+from stages.ports import Topic, WeightsSource
+from stages.topic_values import KEYS, POLICY, carrying, entries
+
+log = logging.getLogger("sluice.train")
+
+LANDING_TIMEOUT_S = 60.0
+WriteSlot = Callable[[Path, Path, int, int], SlotManifest]  # as `TrainBackend.write_slot`
+
+
+async def await_landing(
+    topic: Topic, *, version: int, pinned: int, given_up: Callable[[], bool], newest: int | None = None
+) -> None:
+    """Waits until no engine reads the slot that `version` takes, and `pinned` has landed everywhere.
+
+    `newest` is the version in the other slot, which may still be read (default: the version before `version`).
+    Unblocked by the engines' entries in the directory, by the death of an engine (its entry counts no more), by
+    `given_up` within a second, or by a time limit: then the digest of the slot is what protects a reader.
+    """
+    deadline = time.monotonic() + LANDING_TIMEOUT_S
+    revision = 0
+    kept = version - 1 if newest is None else newest
+    while time.monotonic() < deadline and not given_up():
+        # An engine that loads its first weights reads a slot like any other, but no evaluation waits for it.
+        read = all(entry.fetching < 0 or entry.fetching >= kept for entry in entries(topic, POLICY).values())
+        if read and all(entry.version >= pinned for entry in carrying(topic).values()):
+            return
+        with contextlib.suppress(TimeoutError):  # the loop looks again
+            async with asyncio.timeout(1.0):
+                revision = await topic.wait(revision, *KEYS)
+    if not given_up():
+        log.warning(
+            "the slot before version %d is overwritten although an engine has not applied version %d", kept, pinned
+        )
+
+
+class WeightPublisher:
+    """Slots and, for the route delta, the directory of differences. Blocking: use it from the thread of torch."""
+
+    def __init__(self, config: Config, slots: Path, source: Path, run_dir: Path, write_slot: WriteSlot) -> None:
+        """`source`: the checkpoint whose layout the slots have; `write_slot`: the backend's. Raises
+        SlotDirectoryError."""
+        self.transport = config.update.update_weight_transport
+        self.newest = -1  # version of the last announcement
+        self.delta_ratio = 0.0  # bytes of the weights by bytes of the last difference; 0: none was written
+        self._write_slot, self._slots, self._source = write_slot, slots, source
+        self._lease = DirectoryLease(slots)
+        self._deltas: DeltaStore | None = None
+        if self.transport == "delta":
+            self._deltas = DeltaStore(Path(config.update.update_weight_delta_dir or run_dir / "weights"))
+
+    def write(self, version: int, run_generation: int, *, pinned: bool) -> WeightsAnnouncement:
+        """Write one version into the free slot; returns its announcement. Raises WeightsError."""
+        manifest = self._write_slot(self._slots, self._source, version, run_generation)
+        published = self._difference(manifest)
+        return WeightsAnnouncement(
+            **msgspec.structs.asdict(manifest),
+            pinned=pinned,
+            transport="disk" if self.transport == "delta" and published is None else self.transport,
+            delta=published.path if published is not None else "",
+        )
+
+    async def announce(self, topic: Topic, weights: WeightsSource, announcement: WeightsAnnouncement) -> None:
+        """Publish it to the engines. A pinned version is also found under its own key, by an engine that comes late to
+        its evaluation."""
+        await weights.offer(Path(announcement.path))
+        value = msgspec.msgpack.encode(announcement)
+        if announcement.pinned:
+            await topic.publish(f"weights/pinned/{announcement.version}", value)
+        await topic.publish("weights", value)
+        self.newest = announcement.version
+
+    def close(self) -> None:
+        """Remove the slots. May be called twice."""
+        self._lease.release()
+
+    def _difference(self, manifest: SlotManifest) -> Published | None:
+        if self._deltas is None:
+            return None
+        try:
+            published = self._deltas.publish(manifest)
+        except OSError as error:
+            log.error(
+                "%s: version %d could not be written there (%s), so engines on other machines do not get it; make room",
+                self._deltas.directory,
+                manifest.version,
+                error,
+            )
+            return None
+        self.delta_ratio = published.ratio
+        log.info("version %d: followers read 1/%.1f of its bytes", manifest.version, published.ratio)
+        return published

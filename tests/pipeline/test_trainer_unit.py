@@ -1,0 +1,275 @@
+"""The trainer unit: the process that was lost first, what is started again, what ends the run; GPUs of the ranks."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from contextlib import AsyncExitStack
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from configs.schema import Config
+from models.train.trainer_group.rank_spec import PeerGone, RanksDisagree
+from pipeline.errors import ReplicaFailed, UsageError, exit_code
+from pipeline.hosts.gpus import check_trainer_group, engines_gpus, trainer_group_gpus
+from pipeline.hosts.launcher import ANYTHING, ProcessSpec, Resources
+from pipeline.hosts.local_launcher import LocalHandle, LocalLauncher
+from pipeline.hosts.rendezvous import CONFIG, Entry
+from pipeline.hosts.replica import ReplicaSpec
+from pipeline.record.run_directory import RunDir
+from pipeline.supervise import trainer_unit as trainer_unit
+from pipeline.supervise.restarts import Restarts
+from pipeline.supervise.trainer_unit import Loss, Ranks, TrainerUnit, first_lost
+from stages.base import TrainOptions
+from transport import Node
+
+pytestmark = pytest.mark.slow
+
+EIGHT = tuple("01234567")
+
+
+def config_of(*, ranks: int = 2, nodes: int = 1, per_engine: int = 1, **train: Any) -> Config:
+    replace, config = msgspec.structs.replace, Config()
+    return replace(
+        config,
+        train=replace(config.train, **train),
+        parallel=replace(config.parallel, actor_num_gpus_per_node=ranks, actor_num_nodes=nodes),
+        sglang=replace(config.sglang, rollout_num_gpus_per_engine=per_engine),
+    )
+
+
+@pytest.mark.parametrize(
+    ("codes", "lost"),
+    [
+        ({}, None),
+        ({"train-0": 0, "rank-0": 0}, None),
+        ({"rank-0": 1, "rank-1": -9}, Loss("rank-1", -9)),  # rank 0 failed because rank 1 was killed
+        ({"rank-1": 1, "rank-0": 1}, Loss("rank-1", 1)),  # the first to end
+        ({"rank-1": 1, "rank-0": 2}, Loss("rank-0", 2)),  # what the user can mend
+        ({"train-0": 3, "rank-1": 1}, Loss("rank-1", 1)),  # the stage noticed the end of rank 0
+        ({"rank-0": 3, "rank-1": 0, "train-0": -9}, Loss("train-0", -9)),
+        ({"train-0": 3}, Loss("train-0", 3)),
+        ({"rank-1": 1, "rank-0": 28}, Loss("rank-0", 28)),
+    ],
+)
+def test_the_process_that_was_lost_first(codes: dict[str, int], lost: Loss | None) -> None:
+    assert first_lost(codes) == lost
+
+
+def test_what_a_process_of_the_unit_ends_with() -> None:
+    assert exit_code(PeerGone("x")) == 3
+    assert exit_code(RanksDisagree("x")) == 1
+    assert exit_code(OSError(28, "No space left on device")) == 28
+    assert exit_code(ValueError("x")) == 1
+
+
+def test_ranks_take_the_first_gpus_and_engines_the_others() -> None:
+    config = config_of(ranks=4, per_engine=2)
+    assert trainer_group_gpus(config, EIGHT) == ("0", "1", "2", "3")
+    assert engines_gpus(config, EIGHT, 2) == (("4", "5"), ("6", "7"))
+    assert engines_gpus(config, EIGHT, 3) == (("0", "1"), ("2", "3"), ("4", "5")), "too few are left: they share"
+    assert trainer_group_gpus(config_of(ranks=2, train_device="cuda:3"), EIGHT) == ("3", "4")
+    assert engines_gpus(config_of(ranks=2, train_device="cuda:3"), EIGHT, 4) == (("0",), ("1",), ("2",), ("5",))
+    assert trainer_group_gpus(config_of(train_device="cpu"), EIGHT) == ()
+    assert trainer_group_gpus(config, ()) == ()
+    assert engines_gpus(config_of(ranks=1), EIGHT, 2) == (("1",), ("2",)), "a trainer without a trainer group has one"
+    turns = msgspec.structs.replace(config.asynchrony, colocate=True)
+    shared = engines_gpus(msgspec.structs.replace(config, asynchrony=turns), EIGHT, 2)
+    assert shared == (("0", "1"), ("2", "3")), "they take turns: the trainer's GPUs are the engines' too"
+
+
+def test_more_ranks_than_gpus_are_refused() -> None:
+    with pytest.raises(UsageError, match=r"--actor-num-gpus-per-node 4 needs .* 3 are visible"):
+        trainer_group_gpus(config_of(ranks=4), EIGHT[:3])
+
+
+def test_several_nodes_are_refused_with_what_would_place_them() -> None:
+    with pytest.raises(UsageError, match=r"--actor-num-nodes 2 .* --runner local .* --runner ray"):
+        check_trainer_group(config_of(nodes=2))
+    check_trainer_group(config_of(nodes=1))
+
+
+class Told:
+    """A `Lifecycle` that remembers what it was told."""
+
+    def __init__(self, *, resumable: bool = True) -> None:
+        self.losses: list[tuple[str, str, str]] = []
+        self.lines: list[str] = []
+        self.resumable = resumable
+
+    def lost(self, stage: str, name: str, why: str) -> None:
+        self.losses.append((stage, name, why))
+
+    async def trainer_state(self, lost: TrainOptions) -> TrainOptions | None:
+        return msgspec.structs.replace(lost, incarnation=lost.incarnation + 1) if self.resumable else None
+
+    def say(self, line: str) -> None:
+        self.lines.append(line)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(f"a trainer unit calls no {name}")
+
+
+# One script is stage and ranks: `life` is the incarnation, `name` the process. Ranks end when their stage does.
+PROCESS = """
+import asyncio, os, pathlib, signal, sys, time
+from models.train.trainer_group.rank_spec import Rendezvous
+from pipeline.hosts.rendezvous import from_command, read
+from pipeline.hosts.replica import ReplicaSpec
+from pipeline.hosts.trainer_rank import announce, find
+entry, name = from_command(sys.argv[2:])
+home = pathlib.Path(sys.argv[1])
+async def spec_of():
+    async with entry.node(name) as node:
+        return (await read(await node.topic(entry.topic), name, ReplicaSpec))[0]
+stage = name == "train-0"
+life = asyncio.run(spec_of()).built_in.incarnation if stage else asyncio.run(find(entry, name))[0].incarnation
+(home / f"{life} {name}").touch()
+def others():
+    if name == "train-rank-0": asyncio.run(announce(entry, name, Rendezvous(life, "x")))
+    while len(list(home.glob(f"{life} *"))) < 3: time.sleep(0.01)
+def die(): os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.fixture
+def keep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Runs a unit of a stage and two ranks, which are a few lines of Python; returns what its `Lifecycle` was told."""
+
+    async def run(behaviour: str, *, limit: int = 3, told: Told | None = None) -> Told:
+        script, lives = tmp_path / "process.py", tmp_path / "lives"
+        script.write_text(PROCESS + behaviour)
+        lives.mkdir()
+        told = told or Told()
+        async with AsyncExitStack() as stack:
+            rundir = stack.enter_context(RunDir(tmp_path / "run").open(resume=False))
+            launcher, config = LocalLauncher(rundir, 2), config_of(train_device="cpu")
+            node = await stack.enter_async_context(Node("run", "controller"))
+            topic = await node.topic_server(f"ipc://{rundir.sockets / 'topic'}")
+            topic.publish(CONFIG, msgspec.msgpack.encode(config))
+            entry = Entry("run", topic.address)
+            placement: Any = SimpleNamespace(config=config, rundir=rundir, run_generation=0)
+            ranks = Ranks(placement, launcher, entry, topic)
+            unit = TrainerUnit(placement, launcher, Restarts(told, limit), entry, topic, ranks)
+            spawn = launcher.spawn
+
+            async def instead(spec: ProcessSpec, resources: Resources = ANYTHING) -> LocalHandle:
+                argv = (sys.executable, str(script), str(lives), *spec.argv[spec.argv.index("-m") + 2 :])
+                return await spawn(msgspec.structs.replace(spec, argv=argv), resources)
+
+            monkeypatch.setattr(launcher, "spawn", instead)
+            monkeypatch.setattr(trainer_unit, "NOTICE_S", 0.2)
+            monkeypatch.setattr(trainer_unit, "END_S", 0.2)
+            stage = ReplicaSpec("train", "train-0", "x:Y", 0, 1, 1, str(rundir.path), {}, {}, built_in=TrainOptions())
+            try:
+                async with asyncio.timeout(90):
+                    await unit.run(stage)
+            finally:
+                alive = [name for name, process in launcher.handles.items() if process.alive]
+                await launcher.stop_all()
+            assert not alive, "a process outlived its unit"
+        return told
+
+    return run
+
+
+def lives(tmp_path: Path) -> list[str]:
+    return sorted(path.name for path in (tmp_path / "lives").iterdir())
+
+
+THREE = [f"{life} {name}" for life in range(3) for name in ("train-0", "train-rank-0", "train-rank-1")]
+
+
+@pytest.mark.parametrize("victim", ["train-0", "train-rank-1"])
+async def test_a_process_that_is_killed_ends_all_and_all_start_again(victim: str, keep: Any, tmp_path: Path) -> None:
+    told = await keep(f"""
+others()
+if life < 2:
+    if name == {victim!r}: die()
+    time.sleep(60)
+""")
+    of = "" if victim == "train-0" else f" of {victim}"
+    assert told.losses == [("train", "train-0", f"signal SIGKILL{of}")] * 2
+    assert lives(tmp_path) == THREE
+    assert sum("2 ranks are up again" in line for line in told.lines) == 2
+
+
+async def test_a_stage_that_only_noticed_is_not_blamed(keep: Any) -> None:
+    told = await keep("""
+others()
+if life == 0:
+    if name == "train-0": sys.exit(3)
+    if name == "train-rank-1": time.sleep(0.1), die()
+    time.sleep(60)
+""")
+    assert told.losses == [("train", "train-0", "signal SIGKILL of train-rank-1")]
+
+
+async def test_a_stage_that_hangs_is_lost(keep: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer_unit, "silence_limit_s", lambda config: 5.0)
+    told = await keep("others()\nif life == 0: time.sleep(60)")
+    assert told.losses == [("train", "train-0", "signal SIGKILL")]
+
+
+async def test_ranks_that_never_find_each_other_are_started_twice(keep: Any) -> None:
+    with pytest.raises(ReplicaFailed, match=r"exit code 1 of train-rank-. before its ranks .*, 2 times: .*no address"):
+        await keep(
+            "if stage: time.sleep(60)\nraise RuntimeError('no address for this machine')".replace(
+                "stage:", "stage or name == 'train-rank-0':"
+            )
+            if False
+            else NEVER_UP
+        )
+
+
+NEVER_UP = """
+if stage: time.sleep(60)
+raise RuntimeError('no address for this machine')
+"""
+
+
+async def test_a_users_mistake_ends_the_run_at_once(keep: Any, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="set --tensor-model-parallel-size"):
+        await keep("""
+if stage: time.sleep(60)
+print('ERROR TrainConfigInvalid: set --tensor-model-parallel-size'); sys.exit(2)
+""")
+    assert all(life.startswith("0 ") for life in lives(tmp_path))
+
+
+async def test_a_unit_that_is_lost_too_often_ends_the_run(keep: Any) -> None:
+    with pytest.raises(ReplicaFailed, match=r"train-0 ended 2 times within 60 minutes, last with signal SIGKILL"):
+        await keep("others()\nif stage: die()\ntime.sleep(60)", limit=1)
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "told", "words"),
+    [
+        (
+            "raise RuntimeError('my loss is broken')",
+            Told(),
+            "ended with exit code 1: .*my loss is broken; continue .*--resume",
+        ),
+        ("die()", Told(resumable=False), "ended with signal SIGKILL; continue from the last checkpoint with --resume"),
+    ],
+    ids=["an exception would come again", "no state to start from"],
+)
+async def test_what_only_a_resume_can_mend(keep: Any, behaviour: str, told: Told, words: str) -> None:
+    with pytest.raises(ReplicaFailed, match=words):
+        await keep(f"others()\nif stage: {behaviour}\ntime.sleep(60)", told=told)
+
+
+async def test_a_unit_that_ends_well_is_not_started_again(keep: Any, tmp_path: Path) -> None:
+    told = await keep("others()\nif stage: time.sleep(0.3)")
+    assert told.losses == []
+    assert lives(tmp_path) == THREE[:3]
+
+
+def test_a_socket_fits_into_its_name(tmp_path: Path) -> None:
+    """The kernel takes 107 bytes; the private directory of a run is short for that reason."""
+    with RunDir(tmp_path / "run").open(resume=False) as rundir:
+        assert len(str(rundir.sockets / "trainer-group-100.sock")) < 108
