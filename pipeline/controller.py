@@ -31,21 +31,21 @@ from configs.graph import Stream
 from models.fault_injection import fault_plan
 from pipeline.control.autoscale import Adviser
 from pipeline.control.endpoint import endpoint as control_endpoint
+from pipeline.control.meter import Meter
+from pipeline.control.monitor import Monitor
 from pipeline.control.run_control import RunControl
+from pipeline.control.waits import Waits
 from pipeline.errors import DrainTimeout, Stalled
+from pipeline.facts.stats import STATS_PREFIX
 from pipeline.hosts.faulty_inlet import FaultyInlet
 from pipeline.hosts.launcher import Launcher
 from pipeline.hosts.other_host import publish_files
 from pipeline.hosts.rendezvous import CONFIG, Keys, make_keys
 from pipeline.hosts.stream_hub import FACTS_PREFIX, KEEPER, StreamHub, wait_quiet
 from pipeline.hosts.stream_ports import StreamPorts
-from pipeline.observe.meter import Meter
-from pipeline.observe.monitor import Monitor
 from pipeline.observe.prometheus import endpoint
-from pipeline.observe.stats import STATS_PREFIX
-from pipeline.observe.waits import Waits
-from pipeline.placement import Placement
 from pipeline.record.recorder import Recorder
+from pipeline.replica_specs import Placement
 from pipeline.stream_limits import stream_spec
 from pipeline.supervise.announce import Announcer
 from pipeline.supervise.dead_letters import DeadLetters

@@ -32,9 +32,9 @@ from pipeline.control.messages import (
     Set,
     Status,
 )
+from pipeline.control.monitor import Monitor
 from pipeline.errors import UsageError
 from pipeline.hosts.stream_hub import StreamHub
-from pipeline.observe.monitor import Monitor
 from pipeline.record.recorder import Recorder
 from pipeline.supervise.runner import Runner
 from stages.engine_entries import POLICY, RUNNING, WAITING, addresses, entries

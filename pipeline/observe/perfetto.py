@@ -1,7 +1,7 @@
 """Merge the trace records of all replicas into one file in Chrome's trace format, which Perfetto opens.
 
 Layout: one process per replica, ordered by stage as groups first reach the stages. Spans are nestable async events: the
-viewer draws those that overlap in lanes of their own. A span inside another span of the same sample shares its `id`, and
+viewer draws those that overlap in lanes of their own. A span inside another span of the same sample shares its `id` and
 is drawn below it. Arrows link the spans of one sample from replica to replica; a group-level span (prompt, training)
 belongs to every sample of its group, and the arrow of each sample begins and ends there.
 
@@ -18,8 +18,8 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from pipeline.observe.errors import TraceError
-from pipeline.observe.trace import NO_GROUP, NO_SAMPLE, Span, read_records
+from pipeline.errors import TraceError
+from pipeline.facts.trace import NO_GROUP, NO_SAMPLE, Span, read_records
 from stages.evaluate.stage import EVAL_BASE
 
 

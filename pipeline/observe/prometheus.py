@@ -18,9 +18,9 @@ from typing import Final
 import aiohttp
 from aiohttp import web
 
-from pipeline.observe.errors import EndpointError
+from pipeline.errors import EndpointError
+from pipeline.facts.stats import RunSnapshot
 from pipeline.observe.exposition import CONTENT_TYPE, Family, Kind, read, write
-from pipeline.observe.stats import RunSnapshot
 
 SCRAPE_S: Final = 2.0  # most that an engine may take to answer
 OUTCOMES: Final = ("trained", "filtered", "stale", "failed", "discarded")

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from pipeline.observe.stats import COUNTERS, EngineRow, LedgerCounts, RunSnapshot, StageRow, StageStats
+from pipeline.facts.stats import COUNTERS, EngineRow, LedgerCounts, RunSnapshot, StageRow, StageStats
 from stages.engine_entries import ASKED, IDLE
 
 ENGINE_BUSY = "engine_busy_s"  # busy seconds of all engines, as the engines stage tells them

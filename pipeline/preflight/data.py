@@ -9,8 +9,8 @@ import msgspec
 from configs.resolve import num_rollout_for
 from configs.schema import Config
 from models.context import context_limit
+from pipeline.facts.run_directory import RunDir
 from pipeline.preflight.names import check_graders
-from pipeline.record.run_directory import RunDir
 from stages.data.load import load_train_prompts, row_preparer
 from stages.data.prompt_set import PromptSet
 from stages.data.tokenizer import Tokenizer

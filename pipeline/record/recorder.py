@@ -18,20 +18,19 @@ import msgspec
 from configs.graph import loops, path
 from configs.schema import Config
 from models.checkpoint import Manifest, commit_directory, final_path, manifests, prune, write_manifest
+from pipeline.facts.run_directory import RunDir
+from pipeline.facts.stats import STATS_PREFIX, Changed, LedgerCounts, StageStats
+from pipeline.facts.text import outage_text, visible
+from pipeline.facts.trace import TraceWriter
 from pipeline.observe.metrics import Metrics
 from pipeline.observe.outages import OutageWatch
 from pipeline.observe.stalls import StallWatch
-from pipeline.observe.stats import STATS_PREFIX, Changed, LedgerCounts, StageStats
-from pipeline.observe.trace import TraceWriter
 from pipeline.observe.view import RunView
-from pipeline.observe.visible import visible
 from pipeline.record.effective_time import EffectiveTime, last_sign_s, resumed_time
 from pipeline.record.episodes import forget_ended, forget_responses, keeps_responses, keeps_rollouts
 from pipeline.record.group_outcomes import GroupOutcomes
 from pipeline.record.journal import Admitted, Began, Committed, Ended, Journal, Stepped, read_journal
-from pipeline.record.run_directory import RunDir
 from pipeline.record.save_hf import save_hf
-from pipeline.supervise.outage import consequence
 from stages.engine_entries import POLICY, addresses, carrying
 from stages.messages import CheckpointReady, EvalDone, Settled, StepDone
 from stages.prompts.ledger import Ledger, LedgerSnapshot, OpenGroup
@@ -263,7 +262,7 @@ class Recorder:
         if stage == "train" and self._without_trainer_s is None:
             self._without_trainer_s = time.monotonic()
         self.view.restarted(stage)
-        self.say(f"{replica} ended with {why}; restarting it, {consequence(self.config, stage)}")
+        self.say(f"{replica} ended with {why}; restarting it, {outage_text(self.config, stage)}")
 
     def changed(self, what: str, value: str) -> None:
         """The user changed something while the run goes on. Journalled before he is told that it is so."""

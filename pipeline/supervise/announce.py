@@ -13,16 +13,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
-from msgspec import Struct
 
 from models.checkpoint import CheckpointError, final_path, read_manifest, remove_leftovers, verify_files
 from models.disk import write_json
+from pipeline.facts.servers import EngineSpec, ServerInfo
+from pipeline.facts.stats import STATS_PREFIX, StageStats
+from pipeline.facts.text import outage_text
 from pipeline.hosts.stream_hub import StreamHub
-from pipeline.observe.stats import STATS_PREFIX, StageStats
 from pipeline.record.recorder import Recorder
-from pipeline.record.run_directory import RunDir
-from pipeline.supervise.outage import consequence
-from pipeline.supervise.restarts import EngineSpec
 from stages.engine_entries import POLICY, carrying
 from stages.messages import Complaint, EngineAddress, RouterAddress, group_of
 from stages.options import TrainOptions
@@ -30,24 +28,6 @@ from stages.ports import read_value
 from transport import TopicServer
 
 REPORTS_POLL_S = 0.02
-
-
-class ServerInfo(Struct, frozen=True):
-    """One server of the run as it last came up."""
-
-    kind: str  # embedded, simulated, sglang, smg
-    url: str
-    incarnation: int
-    version: str
-    role: str  # engine, frozen, router
-    metrics: str = ""  # address of its /metrics, where that is not the server's own
-    token_file: str = ""  # of the token that it wants, while it runs; the router of the run wants the same
-
-
-def read_fleet(rundir: RunDir) -> dict[str, ServerInfo]:
-    """The servers of a run by name; empty if none came up."""
-    path = rundir.fleet
-    return msgspec.json.decode(path.read_bytes(), type=dict[str, ServerInfo]) if path.exists() else {}
 
 
 class Announcer:
@@ -150,7 +130,7 @@ class Announcer:
         self.recorder.say(line)
 
     def _away(self, name: str, url: str, why: str, kind: str) -> None:
-        what = consequence(self.config, kind)
+        what = outage_text(self.config, kind)
         self.recorder.say(f"{name}: {url} is lost after {why}; {what}")
 
     def _drop_engine(self, name: str) -> None:

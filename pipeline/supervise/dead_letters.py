@@ -15,7 +15,7 @@ from typing import Final
 
 import msgspec
 
-from pipeline.observe.visible import visible
+from pipeline.facts.text import visible
 from pipeline.record.recorder import Recorder
 from stages.messages import Settled, group_of
 from transport import DeadLetter, TopicServer

@@ -15,7 +15,7 @@ from pipeline.errors import check_repeatable
 from pipeline.hosts.launcher import Launcher, ending
 from pipeline.hosts.rendezvous import Entry, spec_key
 from pipeline.hosts.stream_hub import HUB, HubProcessSpec, facts_key
-from pipeline.placement import Placement
+from pipeline.replica_specs import Placement
 from pipeline.supervise.restarts import Restarts
 from pipeline.supervise.silence import end_if_silent
 from stages.base import beside

@@ -16,9 +16,10 @@ from models.engines.launch.arguments import RUNNER, with_token
 from models.engines.launch.environment import Installed
 from models.engines.launch.routing import router_launch
 from models.engines.token import TokenFile
+from pipeline.facts.servers import Kind
 from pipeline.hosts.launcher import Launcher, ProcessSpec
 from pipeline.supervise.restart_server import StartCommand, SupervisedServer
-from pipeline.supervise.restarts import Kind, Lifecycle
+from pipeline.supervise.restarts import Lifecycle
 from stages.messages import RouterAddress
 
 RouterKind = Literal["sglang", "smg"]

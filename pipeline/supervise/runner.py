@@ -28,7 +28,7 @@ from pipeline.hosts.launcher import Handle, Launcher, ProcessSpec, ending, unles
 from pipeline.hosts.rendezvous import Entry, Keys, admit, retire_key, spec_key
 from pipeline.hosts.replica import ReplicaSpec, run_replica
 from pipeline.hosts.shared_files import shared_files
-from pipeline.placement import Placement
+from pipeline.replica_specs import Placement
 from pipeline.supervise.hub_processes import HubProcesses
 from pipeline.supervise.restarts import Lifecycle, Restarts
 from pipeline.supervise.servers import Servers

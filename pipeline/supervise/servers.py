@@ -16,14 +16,15 @@ from typing import Final
 from configs.schema import Config
 from configs.schema.router import router_kind
 from models.engines.launch.environment import Installed
+from pipeline.facts.servers import EngineSpec
 from pipeline.hosts.launcher import Launcher
 from pipeline.hosts.rendezvous import Entry
-from pipeline.placement import Placement
 from pipeline.preflight.sglang import prepare_sglang
+from pipeline.replica_specs import Placement
 from pipeline.supervise.engine_servers import EmbeddedOrSimulatedServer, InProcessEngine, SglangServer
 from pipeline.supervise.external_servers import ExternalEngine, ExternalRouter
 from pipeline.supervise.restart_server import ServerSupervisor
-from pipeline.supervise.restarts import EngineSpec, Restarts
+from pipeline.supervise.restarts import Restarts
 from pipeline.supervise.router_server import RouterServer
 from pipeline.supervise.weight_fetchers import WeightFetchers
 from stages.engine_entries import ADDRESS, DIRECTORY, LEAVE, entries

@@ -28,15 +28,14 @@ from models.train.trainer_group.rank_spec import (
     MEETING,
     RankSpec,
     Rendezvous,
-    needs_trainer_group,
     processes_of,
 )
-from pipeline.errors import EXIT_DISK_FULL, EXIT_USER_ERROR, ReplicaFailed, UsageError, check_repeatable
-from pipeline.hosts.gpus import gpus_to_divide, slices, trainers_gpu
+from pipeline.errors import EXIT_DISK_FULL, EXIT_USER_ERROR, ReplicaFailed, check_repeatable
+from pipeline.facts.run_directory import RunDir
+from pipeline.hosts.gpu_placement import gpus_to_divide, trainer_group_gpus
 from pipeline.hosts.launcher import Handle, Launcher, Resources, ending
 from pipeline.hosts.rendezvous import Entry, spec_key
 from pipeline.hosts.shared_files import SharedFiles, shared_files
-from pipeline.record.run_directory import RunDir
 from pipeline.supervise.restart_server import POLL_S, STARTS_WITHOUT_SERVING, Waiting
 from pipeline.supervise.restarts import Restarts
 from stages.ports import read_value
@@ -57,16 +56,6 @@ class Loss(Struct, frozen=True):
     code: int
 
 
-def check_trainer_group(config: Config) -> None:
-    """Raises UsageError for a trainer group that this machine's runners do not start."""
-    nodes = config.parallel.actor_num_nodes
-    if needs_trainer_group(config) and nodes > 1 and config.run.runner != "ray":
-        raise UsageError(
-            f"--actor-num-nodes {nodes} places the trainer on several machines, but --runner {config.run.runner} "
-            "starts all processes on this one; set --actor-num-nodes 1, or --runner ray"
-        )
-
-
 def verdict(codes: Mapping[int, int]) -> Loss | None:
     """Of the exit statuses so far by rank, in the order in which they came: who was lost first; None if none was.
 
@@ -75,33 +64,6 @@ def verdict(codes: Mapping[int, int]) -> Loss | None:
     failed = [Loss(rank, code) for rank, code in codes.items() if code]
     certain = [loss for loss in failed if loss.code < 0 or loss.code in (EXIT_USER_ERROR, EXIT_DISK_FULL)]
     return next(iter([*certain, *failed]), None)
-
-
-def trainer_group_gpus(config: Config, visible: Sequence[str]) -> tuple[str, ...]:
-    """GPUs of the ranks, one each, from the one that `--train-device` names on; none on a CPU. Raises UsageError."""
-    first = trainers_gpu(config)
-    if first is None or not visible:
-        return ()
-    count = config.parallel.actor_num_gpus_per_node
-    chosen = tuple(visible[first : first + count])
-    if len(chosen) < count:
-        raise UsageError(
-            f"--actor-num-gpus-per-node {count} needs as many GPUs from --train-device {config.train.train_device} on, "
-            f"but {len(visible)} are visible; lower it, set CUDA_VISIBLE_DEVICES, or train with --train-device cpu"
-        )
-    return chosen
-
-
-def engines_gpus(config: Config, visible: Sequence[str], engines: int) -> tuple[tuple[str, ...], ...]:
-    """GPUs of each engine: those that the trainer has not, or all if that leaves too few. Raises UsageError."""
-    per_engine = config.sglang.rollout_num_gpus_per_engine
-    if config.asynchrony.colocate:
-        return slices(visible, engines, per_engine, None)  # the trainer's too: they take turns
-    if not needs_trainer_group(config):
-        return slices(visible, engines, per_engine, trainers_gpu(config))
-    taken = trainer_group_gpus(config, visible)
-    free = [gpu for gpu in visible if gpu not in taken]
-    return slices(free if engines * per_engine <= len(free) else visible, engines, per_engine, None)
 
 
 class TrainerGroup:

@@ -20,14 +20,15 @@ from configs.schema import Config
 from models.engines.protocol import ModelInfo
 from models.engines.token import Token, TokenFile
 from pipeline.errors import UsageError
+from pipeline.facts.run_directory import RunDir
+from pipeline.facts.servers import EngineSpec, read_fleet
+from pipeline.facts.text import outage_text
 from pipeline.hosts.free_port import held_port
 from pipeline.hosts.local_launcher import LocalLauncher
 from pipeline.record.recorder import Recorder
-from pipeline.record.run_directory import RunDir
-from pipeline.supervise.announce import Announcer, read_fleet
+from pipeline.supervise.announce import Announcer
 from pipeline.supervise.external_servers import ExternalEngine, ExternalRouter, PolicyConfig, differs
-from pipeline.supervise.outage import consequence
-from pipeline.supervise.restarts import EngineSpec, Restarts
+from pipeline.supervise.restarts import Restarts
 from pipeline.supervise.servers import supervisors
 from stages.engine_entries import addresses
 from stages.messages import Complaint, EngineEntry, RouterAddress
@@ -276,4 +277,4 @@ async def test_what_is_away_leaves_the_topic_and_the_words_say_what_follows(tmp_
 )
 def test_work_goes_to_others_only_where_there_are_others(scale: dict[str, int], kind: str, words: str) -> None:
     config = configured()
-    assert consequence(replace(config, run=replace(config.run, scale=scale)), kind) == words
+    assert outage_text(replace(config, run=replace(config.run, scale=scale)), kind) == words

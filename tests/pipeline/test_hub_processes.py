@@ -21,6 +21,7 @@ from test_kill import kill, wait_for_steps
 import launch as program
 from configs.load import load
 from configs.schema import Config
+from pipeline.facts.run_directory import RunDir
 from pipeline.graph import build
 from pipeline.hosts import hub_process
 from pipeline.hosts.hub_process import serve
@@ -29,8 +30,7 @@ from pipeline.hosts.rendezvous import CONFIG, Entry, spec_key, stream_address
 from pipeline.hosts.replica import ReplicaSpec
 from pipeline.hosts.stream_hub import FACTS_PREFIX, KEEPER, HubProcessSpec, facts_key, stream_key
 from pipeline.hosts.stream_ports import PortSpec, StreamPorts
-from pipeline.placement import HOLDERS, Placement
-from pipeline.record.run_directory import RunDir
+from pipeline.replica_specs import HOLDERS, Placement
 from pipeline.supervise import silence
 from pipeline.supervise.hub_processes import HubProcesses
 from pipeline.supervise.remote_hubs import Commands, Keeper, RemoteHub, ShardedHub

@@ -25,16 +25,16 @@ from models.engines.launch.arguments import Launch, with_token
 from models.engines.token import read_token
 from models.weights.slots_directory import LEFT_BEHIND_FILE
 from pipeline.errors import ReplicaFailed, UsageError
+from pipeline.facts.run_directory import RunDir
 from pipeline.graph import build
 from pipeline.hosts import die_with_parent as die_with_parent
 from pipeline.hosts.free_port import PortInUse, held_port
-from pipeline.hosts.gpus import slices, visible_gpus
+from pipeline.hosts.gpu_placement import slices, visible_gpus
 from pipeline.hosts.launcher import ProcessSpec, Resources
 from pipeline.hosts.local_launcher import LocalLauncher, last_error
 from pipeline.hosts.process_group import shared_files
 from pipeline.hosts.this_process import interruptible
-from pipeline.placement import threads
-from pipeline.record.run_directory import RunDir
+from pipeline.replica_specs import threads
 from pipeline.supervise.restart_budget import WINDOW_S
 from pipeline.supervise.restarts import Restarts
 

@@ -15,19 +15,17 @@ import pytest
 from configs.schema import Config
 from models.train.trainer_group.errors import RanksDisagree, StageGone
 from pipeline.errors import ReplicaFailed, UsageError
+from pipeline.facts.run_directory import RunDir
+from pipeline.hosts.gpu_placement import check_trainer_group, engines_gpus, trainer_group_gpus
 from pipeline.hosts.launcher import ProcessSpec, Resources
 from pipeline.hosts.local_launcher import LocalHandle, LocalLauncher
 from pipeline.hosts.rendezvous import CONFIG, Entry
 from pipeline.hosts.trainer_rank import rank_exit_code
-from pipeline.record.run_directory import RunDir
 from pipeline.supervise import trainer_group as trainer_group
 from pipeline.supervise.restarts import Restarts
 from pipeline.supervise.trainer_group import (
     Loss,
     TrainerGroup,
-    check_trainer_group,
-    engines_gpus,
-    trainer_group_gpus,
     verdict,
 )
 from tests.stages.stage_rig import until

@@ -23,12 +23,12 @@ import launch
 from configs.schema import Config
 from configs.schema.engine import EngineConfig
 from models.engines.serve import EngineServer
-from pipeline.observe.errors import EndpointError
+from pipeline.control.monitor import Monitor
+from pipeline.errors import EndpointError
+from pipeline.facts.servers import ServerInfo
+from pipeline.facts.stats import StageStats
 from pipeline.observe.exposition import Family, read, write
-from pipeline.observe.monitor import Monitor
 from pipeline.observe.prometheus import Facts, endpoint, families, joined
-from pipeline.observe.stats import StageStats
-from pipeline.supervise.announce import ServerInfo
 from stages.messages import EngineAddress
 
 LINE = re.compile(r'^([a-zA-Z_:][\w:]*)(?:\{((?:[a-zA-Z_]\w*="(?:[^"\\\n]|\\["\\n])*",?)*)\})? (\S+)$')

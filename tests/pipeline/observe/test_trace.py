@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.observe.errors import TraceError
+from pipeline.errors import TraceError
+from pipeline.facts.trace import Dropped, Span, TraceWriter, read_records
 from pipeline.observe.perfetto import merge
-from pipeline.observe.trace import Dropped, Span, TraceWriter, read_records
 from stages.evaluate.stage import EVAL_BASE
 
 T0 = 1_700_000_000.0

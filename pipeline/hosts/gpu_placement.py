@@ -1,4 +1,4 @@
-"""Which GPUs of this machine each engine sees.
+"""Which GPUs of this machine the trainer and each engine see.
 
 The rule: a trainer on a GPU has the one that `--train-device` names (the first, if it names none); engines get the
 others, in order, `--rollout-num-gpus-per-engine` each, frozen engines last. Where that leaves too few but all together
@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from configs.schema import Config
+from models.train.trainer_group.rank_spec import needs_trainer_group
 from pipeline.errors import UsageError
 
 _DEVICE_FILE = re.compile(r"nvidia(\d+)")
@@ -43,7 +44,7 @@ def trainers_gpu(config: Config) -> int | None:
 
 
 def slices(visible: Sequence[str], engines: int, per_engine: int, trainer: int | None) -> tuple[tuple[str, ...], ...]:
-    """GPUs of each engine. Pure. Raises UsageError if there are too few."""
+    """GPUs of each engine. Raises UsageError if there are too few."""
     if not visible:
         return ((),) * engines
     needed = engines * per_engine
@@ -56,3 +57,40 @@ def slices(visible: Sequence[str], engines: int, per_engine: int, trainer: int |
             "CUDA_VISIBLE_DEVICES"
         )
     return tuple(tuple(usable[i * per_engine : (i + 1) * per_engine]) for i in range(engines))
+
+
+def trainer_group_gpus(config: Config, visible: Sequence[str]) -> tuple[str, ...]:
+    """GPUs of the ranks, one each, from the one that `--train-device` names on; none on a CPU. Raises UsageError."""
+    first = trainers_gpu(config)
+    if first is None or not visible:
+        return ()
+    count = config.parallel.actor_num_gpus_per_node
+    chosen = tuple(visible[first : first + count])
+    if len(chosen) < count:
+        raise UsageError(
+            f"--actor-num-gpus-per-node {count} needs as many GPUs from --train-device {config.train.train_device} on, "
+            f"but {len(visible)} are visible; lower it, set CUDA_VISIBLE_DEVICES, or train with --train-device cpu"
+        )
+    return chosen
+
+
+def engines_gpus(config: Config, visible: Sequence[str], engines: int) -> tuple[tuple[str, ...], ...]:
+    """GPUs of each engine: those that the trainer has not, or all if that leaves too few. Raises UsageError."""
+    per_engine = config.sglang.rollout_num_gpus_per_engine
+    if config.asynchrony.colocate:
+        return slices(visible, engines, per_engine, None)  # the trainer's too: they take turns
+    if not needs_trainer_group(config):
+        return slices(visible, engines, per_engine, trainers_gpu(config))
+    taken = trainer_group_gpus(config, visible)
+    free = [gpu for gpu in visible if gpu not in taken]
+    return slices(free if engines * per_engine <= len(free) else visible, engines, per_engine, None)
+
+
+def check_trainer_group(config: Config) -> None:
+    """Raises UsageError for a trainer group that this machine's runners do not start."""
+    nodes = config.parallel.actor_num_nodes
+    if needs_trainer_group(config) and nodes > 1 and config.run.runner != "ray":
+        raise UsageError(
+            f"--actor-num-nodes {nodes} places the trainer on several machines, but --runner {config.run.runner} "
+            "starts all processes on this one; set --actor-num-nodes 1, or --runner ray"
+        )

@@ -6,13 +6,13 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping
 
+from pipeline.control.advice import Advice
+from pipeline.control.waits import Waits
+from pipeline.facts.servers import read_fleet
 from pipeline.hosts.stream_hub import StreamHub
-from pipeline.observe.advice import Advice
 from pipeline.observe.prometheus import Facts
 from pipeline.observe.table import open_display
-from pipeline.observe.waits import Waits
 from pipeline.record.recorder import Recorder
-from pipeline.supervise.announce import read_fleet
 from stages.engine_entries import SLOW, addresses
 from stages.messages import Complaint
 from stages.ports import read_value

@@ -9,9 +9,9 @@ import pytest
 
 from configs.graph import loops
 from configs.load import load
+from pipeline.control.meter import LEAST_BATCHES, Meter
+from pipeline.facts.stats import CPU, Changed, StageStats
 from pipeline.graph import build
-from pipeline.observe.meter import LEAST_BATCHES, Meter
-from pipeline.observe.stats import CPU, Changed, StageStats
 from pipeline.observe.view import RunView
 from stages.messages import EngineAddress, EngineEntry
 from stages.prompts.ledger import Ledger

@@ -15,12 +15,12 @@ from typing import Final
 from msgspec import Struct
 
 from configs.graph import SINGLE, loops
+from pipeline.control.advice import StageLoad, Window
+from pipeline.facts.stats import CPU
 from pipeline.hosts.processors import IdleCores
 from pipeline.hosts.stream_hub import StreamHub
-from pipeline.observe.advice import StageLoad, Window
-from pipeline.observe.stats import CPU
-from pipeline.placement import JOINERS, Placement
 from pipeline.record.recorder import Recorder
+from pipeline.replica_specs import JOINERS, Placement
 from stages.engine_entries import POLICY, RUNNING, WAITING, entries
 from stages.prompts.stage import PromptStage
 from transport import TopicServer

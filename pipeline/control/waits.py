@@ -15,7 +15,7 @@ from configs.graph import loops
 from configs.schema import Config
 from pipeline.hosts.stream_hub import StreamHub
 from pipeline.observe.view import RunView
-from pipeline.placement import JOINERS, Placement
+from pipeline.replica_specs import JOINERS, Placement
 from stages.engine_entries import addresses, entries
 from stages.messages import EngineEntry, WeightsAnnouncement, group_of
 from stages.ports import read_value
