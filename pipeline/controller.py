@@ -34,7 +34,7 @@ from pipeline.control.endpoint import endpoint as control_endpoint
 from pipeline.control.meter import Meter
 from pipeline.control.monitor import Monitor
 from pipeline.control.run_control import RunControl
-from pipeline.control.waits import Waits
+from pipeline.control.run_parts import RunParts
 from pipeline.errors import DrainTimeout, Stalled
 from pipeline.facts.stats import STATS_PREFIX
 from pipeline.hosts.faulty_inlet import FaultyInlet
@@ -91,13 +91,12 @@ class Controller:
                     self.placement.addresses[stream.name] = hub.address
             runner = self._runner(node, topic, Announcer(topic, self.hubs, self.recorder), keys)
             keeping = await self._remote_hubs(node, topic, runner, dead_letters)
-            waits = Waits(self.placement, self.stage, self.recorder.view, self.hubs, topic, self.launcher.waiting)
-            meter = Meter(self.placement, self.stage, self.recorder, self.hubs, topic, runner.replicas, runner.refusal)
-            adviser = Adviser(meter, autoscale_limits(self.config))
-            monitor = Monitor(self.stage, self.recorder, self.hubs, waits, adviser.look)
+            parts = RunParts(self.placement, self.stage, self.recorder, self.hubs, topic, self.launcher, runner)
+            adviser = Adviser(Meter(parts), autoscale_limits(self.config))
+            monitor = Monitor(parts, adviser.look)
             observe = self.config.observe
             served = endpoint(observe.prometheus_host, observe.prometheus_port, monitor.facts)
-            control = RunControl(self.stage, self.recorder, runner, monitor, adviser, self.hubs, topic, self._interrupt)
+            control = RunControl(parts, monitor, adviser, self._interrupt)
             asked = control_endpoint(self.rundir.path, self.rundir.sockets, control.answer)
             with self._signals(), monitor:
                 watch = beside(monitor.run(), control.autoscale(), self._deadline(), *keeping)

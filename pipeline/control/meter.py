@@ -8,79 +8,44 @@ whenever replicas come or go, or somebody changes the run: two different runs ar
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from msgspec import Struct
-
 from configs.graph import SINGLE, loops
 from pipeline.control.advice import StageLoad, Window
+from pipeline.control.run_parts import RunParts
+from pipeline.facts.ring import Ring
 from pipeline.facts.stats import CPU
 from pipeline.hosts.processors import IdleCores
-from pipeline.hosts.stream_hub import StreamHub
-from pipeline.record.recorder import Recorder
-from pipeline.replica_specs import JOINERS, Placement
+from pipeline.replica_specs import JOINERS
 from stages.engine_entries import POLICY, RUNNING, WAITING, entries
-from stages.prompts.stage import PromptStage
-from transport import TopicServer
 
 LEAST_BATCHES: Final = 4
 LOOKS: Final = 20  # sums that are kept of a window
 ENGINE: Final = "engine"
 
 
-class _Sum(Struct):
-    """Of one stage since the meter began. Seconds, and replica or rollout seconds."""
-
-    busy: float = 0.0
-    starved: float = 0.0
-    watched: float = 0.0
-    items: float = 0.0
-    cpu: float = 0.0
-    here: float = 0.0  # messages times seconds; of the engines, rollouts
-    waiting: float = 0.0
-    queued: float = 0.0
-
-
-class _Mark(Struct, frozen=True):
-    """All sums at one moment."""
-
-    at_s: float
-    step: int
-    step_s: float  # when that step ended
-    trained: int
-    settled: int
-    open: float  # groups times seconds
-    idle_cores: float
-    stages: dict[str, _Sum]
+# Of one stage since the meter began: seconds, and replica or rollout seconds. `here` and `waiting` are messages
+# times seconds,
+# of the engines rollouts times seconds.
+SUMS: Final = ("busy", "starved", "watched", "items", "cpu", "here", "waiting", "queued")
 
 
 class Meter:
-    """Of one phase of a run. `replicas` and `refusal`: those that are to stay, and why there can be no more."""
+    """Of one phase of a run."""
 
-    def __init__(
-        self,
-        placement: Placement,
-        stage: PromptStage,
-        recorder: Recorder,
-        hubs: Mapping[str, StreamHub],
-        topic: TopicServer,
-        replicas: Callable[[str], list[str]],
-        refusal: Callable[[str, int], str | None],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.config, self.graph = placement.config, placement.graph
-        self.stage, self.recorder, self.hubs, self.topic = stage, recorder, hubs, topic
-        self.replicas, self._refusal = replicas, refusal
+    def __init__(self, parts: RunParts, clock: Callable[[], float] = time.monotonic) -> None:
+        self.config, self.graph, self.runner = parts.config, parts.graph, parts.runner
+        self.stage, self.recorder, self.hubs, self.topic = parts.stage, parts.recorder, parts.hubs, parts.topic
         self.window_s = self.config.run.autoscale_window_s
         self._idle = IdleCores() if self.config.run.runner != "ray" else None
         self._names = [node.name for node in self.graph.nodes if node.name not in SINGLE or node.name == "train"]
         self._generates = "generate" in self._names
-        self._sums = {name: _Sum() for name in (*self._names, *((ENGINE,) if self._generates else ()))}
+        named = (*self._names, *((ENGINE,) if self._generates else ()))
+        self._sums = {name: dict.fromkeys(SUMS, 0.0) for name in named}
         self._open = 0.0
         self._clock, self._last_s = clock, clock()
-        self._marks: deque[_Mark] = deque()
+        self._ring = Ring(self.window_s, step=LEAST_BATCHES)
         self._state: tuple[object, ...] = ()
         self._began_step = -1
 
@@ -97,7 +62,7 @@ class Meter:
         step, state = self.stage.steps, self._run_state()
         if state != self._state:
             self._state, self._began_step = state, step
-            self._marks.clear()
+            self._ring.clear()
         # What was in flight before a change is trained first, and faster than what follows where a queue is worked off.
         if step > self._began_step + self.stage.gate.max_staleness and self.steady:
             self._mark(now, step)
@@ -124,21 +89,21 @@ class Meter:
         prompts = self.hubs["generate"].stats().queued * self.config.rollout.n_samples_per_prompt if full else 0
         idle = [row.idle for row in view.engine_rows() if row.idle is not None]
         one = self._sums[ENGINE]
-        one.starved += passed * sum(idle)
-        one.busy += passed * (len(idle) - sum(idle))
-        one.watched += passed * len(idle)
-        one.here += passed * (running + waiting + prompts)
-        one.waiting += passed * (waiting + prompts)
-        one.queued += passed * full
+        one["starved"] += passed * sum(idle)
+        one["busy"] += passed * (len(idle) - sum(idle))
+        one["watched"] += passed * len(idle)
+        one["here"] += passed * (running + waiting + prompts)
+        one["waiting"] += passed * (waiting + prompts)
+        one["queued"] += passed * full
         if self.config.engine.engine == "embedded":  # it computes on this machine, or keeps a core busy beside a GPU
-            one.cpu += passed * (len(idle) - sum(idle))
+            one["cpu"] += passed * (len(idle) - sum(idle))
         return full
 
     def _look_at(self, name: str, passed: float, engines_full: bool) -> None:
         view, one = self.recorder.view, self._sums[name]
-        one.busy, one.starved = view.total(name, "busy_s"), view.total(name, "starved_s")
-        one.watched = one.busy + one.starved + view.total(name, "blocked_s") + view.total(name, "stalled_s")
-        one.items, one.cpu = view.total(name, "items_in"), view.extra(name, CPU)
+        one["busy"], one["starved"] = view.total(name, "busy_s"), view.total(name, "starved_s")
+        one["watched"] = one["busy"] + one["starved"] + view.total(name, "blocked_s") + view.total(name, "stalled_s")
+        one["items"], one["cpu"] = view.total(name, "items_in"), view.extra(name, CPU)
         stats = [self.hubs[stream.name].stats() for stream in self.graph.inlets(name).values()]
         queued, leased = sum(s.queued for s in stats), sum(s.leased for s in stats)
         if name == "generate":  # what it has in work, engines do; what waits for full engines does not wait for it
@@ -148,79 +113,66 @@ class Meter:
         else:
             here = queued + leased
             waiting = max(0, here - view.in_flight(name))
-        one.here += passed * here
-        one.waiting += passed * waiting
-        one.queued += passed * (waiting >= 1)
+        one["here"] += passed * here
+        one["waiting"] += passed * waiting
+        one["queued"] += passed * (waiting >= 1)
 
     def _mark(self, now: float, step: int) -> None:
-        """Keep the sums of now, and of those before what a window needs."""
-        marks, ledger = self._marks, self.stage.ledger
-        if marks and (now - marks[-1].at_s < self.window_s / LOOKS or step == marks[-1].step):
+        """Keep the sums of now."""
+        newest, ledger = self._ring.newest, self.stage.ledger
+        if newest is not None and (now - newest[0] < self.window_s / LOOKS or step == newest[1]["step"]):
             return
-        marks.append(
-            _Mark(
-                now, step, self.recorder.last_step_s, ledger.trained, ledger.admitted - ledger.open, self._open,
-                self._idle.look() if self._idle is not None else 0.0,
-                {name: _copied(one) for name, one in self._sums.items()},
-            )
-        )  # fmt: skip
-        while len(marks) > 2 and self._covers(marks[1], marks[-1]):
-            marks.popleft()
-
-    def _covers(self, first: _Mark, last: _Mark) -> bool:
-        return last.at_s - first.at_s >= self.window_s and last.step - first.step >= LEAST_BATCHES
+        run = {
+            "step": step,
+            "step_s": self.recorder.last_step_s,
+            "trained": ledger.trained,
+            "settled": ledger.admitted - ledger.open,
+            "open": self._open,
+            "idle_cores": self._idle.look() if self._idle is not None else 0.0,
+        }
+        stages = {f"{name}/{what}": value for name, sums in self._sums.items() for what, value in sums.items()}
+        self._ring.add(now, run | stages)
 
     def window(self) -> Window | None:
         """The newest one, None while it is too short, and when stages have ended, as they do one by one in the end."""
-        if not all(self.replicas(name) for name in self._names):
+        if not all(self.runner.replicas(name) for name in self._names):
             return None
-        if len(self._marks) < 2 or not self._covers(first := self._marks[0], last := self._marks[-1]):
+        if not self._ring.full or self._ring.newest is None:
             return None
-        seconds, members = last.at_s - first.at_s, self.config.rollout.n_samples_per_prompt
-        between = max(last.step_s - first.step_s, 1e-9)
-        flow = (last.settled - first.settled) * members / between
-        changes = {name: _difference(last.stages[name], first.stages[name]) for name in self._sums}
-        train = changes["train"]
+        members, (seconds, grown) = self.config.rollout.n_samples_per_prompt, self._ring.change()
+        between = max(grown["step_s"], 1e-9)
+        flow = grown["settled"] * members / between
+        sums = {name: {what: grown[f"{name}/{what}"] for what in SUMS} for name in self._sums}
         return Window(
-            batches=last.step - first.step,
-            step=last.step,
-            rate=(last.trained - first.trained) * members / between,
-            open=(last.open - first.open) / seconds * members,
-            train=_share(train.busy, train.watched),
-            stages=tuple(
-                self._load(name, one, seconds, flow) for name, one in changes.items() if name != "train"
-            ),
-            free_cores=None if self._idle is None else (last.idle_cores - first.idle_cores) / seconds,
-        )  # fmt: skip
+            batches=int(grown["step"]),
+            step=int(self._ring.newest[1]["step"]),
+            rate=grown["trained"] * members / between,
+            open=grown["open"] / seconds * members,
+            train=_share(sums["train"]["busy"], sums["train"]["watched"]),
+            stages=tuple(self._load(name, one, seconds, flow) for name, one in sums.items() if name != "train"),
+            free_cores=None if self._idle is None else grown["idle_cores"] / seconds,
+        )
 
-    def _load(self, name: str, one: _Sum, seconds: float, flow: float) -> StageLoad:
+    def _load(self, name: str, one: Mapping[str, float], seconds: float, flow: float) -> StageLoad:
         members = self.config.rollout.n_samples_per_prompt
         if name == ENGINE or name in loops(self.config):  # a rollout goes round a loop on its own
             rollouts = 1.0
         elif name == "generate":
             rollouts = float(members)
         else:  # in a message, mean
-            rollouts = min(max(flow * seconds / one.items, 1.0), float(members)) if one.items else 1.0
-        count = max(1, len(self.replicas(name)))
+            rollouts = min(max(flow * seconds / one["items"], 1.0), float(members)) if one["items"] else 1.0
+        count = max(1, len(self.runner.replicas(name)))
         return StageLoad(
             name=name,
             replicas=count,
-            busy=_share(one.busy, one.watched),
-            starved=_share(one.starved, one.watched),
-            here=one.here / seconds * rollouts,
-            waiting=one.waiting / seconds * rollouts,
-            queued=one.queued / seconds,
-            cores=max(0.0, one.cpu) / seconds / count,
-            fixed=self._refusal(name, count + 1) or "",
+            busy=_share(one["busy"], one["watched"]),
+            starved=_share(one["starved"], one["watched"]),
+            here=one["here"] / seconds * rollouts,
+            waiting=one["waiting"] / seconds * rollouts,
+            queued=one["queued"] / seconds,
+            cores=max(0.0, one["cpu"]) / seconds / count,
+            fixed=self.runner.refusal(name, count + 1) or "",
         )
-
-
-def _copied(one: _Sum) -> _Sum:
-    return _Sum(*(getattr(one, name) for name in _Sum.__struct_fields__))
-
-
-def _difference(last: _Sum, first: _Sum) -> _Sum:
-    return _Sum(*(getattr(last, name) - getattr(first, name) for name in _Sum.__struct_fields__))
 
 
 def _share(part: float, whole: float) -> float:

@@ -33,15 +33,12 @@ from pipeline.control.messages import (
     Status,
 )
 from pipeline.control.monitor import Monitor
+from pipeline.control.run_parts import RunParts
 from pipeline.errors import UsageError
 from pipeline.hosts.stream_hub import StreamHub
-from pipeline.record.recorder import Recorder
-from pipeline.supervise.runner import Runner
 from stages.engine_entries import POLICY, RUNNING, WAITING, addresses, entries
 from stages.live_settings import SETTINGS, Sampling, Settings, write_settings
-from stages.prompts.stage import PromptStage
 from stages.train.asked_saves import SAVE
-from transport import TopicServer
 
 AUTOSCALE_LOOK_S: Final = 1.0
 
@@ -49,20 +46,10 @@ AUTOSCALE_LOOK_S: Final = 1.0
 class RunControl:
     """Answers for one run. `drain` is what Ctrl-C does."""
 
-    def __init__(
-        self,
-        stage: PromptStage,
-        recorder: Recorder,
-        runner: Runner,
-        monitor: Monitor,
-        adviser: Adviser,
-        hubs: Mapping[str, StreamHub],
-        topic: TopicServer,
-        drain: Callable[[], None],
-    ) -> None:
-        self.stage, self.recorder, self.runner, self.monitor = stage, recorder, runner, monitor
-        self.adviser, self.hubs, self.topic, self.drain = adviser, hubs, topic, drain
-        self.rundir = recorder.rundir
+    def __init__(self, parts: RunParts, monitor: Monitor, adviser: Adviser, drain: Callable[[], None]) -> None:
+        self.stage, self.recorder, self.runner = parts.stage, parts.recorder, parts.runner
+        self.hubs, self.topic, self.rundir = parts.hubs, parts.topic, parts.recorder.rundir
+        self.monitor, self.adviser, self.drain = monitor, adviser, drain
         self._saves = 0
         self._settings: tuple[Settings, ...] = ()
         self._one_at_a_time = asyncio.Lock()

@@ -10,6 +10,7 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import aiohttp
 import msgspec
@@ -227,7 +228,8 @@ def test_an_engine_that_is_lost_keeps_its_place(tmp_path: Path) -> None:
         dead_letters=[],
         rundir=SimpleNamespace(fleet=tmp_path / "fleet.json"),
     )
-    monitor = Monitor(SimpleNamespace(), recorder, {}, SimpleNamespace(topic=topic))  # type: ignore[arg-type]
+    parts = MagicMock(recorder=recorder, hubs={}, topic=topic)
+    monitor = Monitor(parts)
     assert monitor.facts().engines == {"engine-0": "http://a", "frozen-t": "http://t"}
     assert monitor.facts().router is None
     del known["engine/engine-0"]
