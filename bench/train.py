@@ -40,6 +40,7 @@ from bench.train_work import (
     Setting,
     flops_of,
     make_checkpoint,
+    quiet,
     work_of,
 )
 from models.train.trainer import Trainer
@@ -54,13 +55,6 @@ class Measured:
     peak_flops: float  # by matrix products, all processes together
     memory_bytes: int  # of the fullest GPU; 0 on a CPU
     padding_frac: float
-
-
-def quiet() -> None:
-    """No progress bars of loading."""
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
 
 
 def measure(setting: Setting, contenders: list[Contender], root: Path, deadline_s: float) -> dict[str, Measured | str]:

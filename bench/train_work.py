@@ -21,7 +21,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from bench.train import quiet
 from models.train.interface import TrainSequence
 
 Ids = npt.NDArray[np.int32]
@@ -239,3 +238,10 @@ def flops_of(setting: Setting) -> float:
 
 
 # ---------------------------------------------------------------------- in the processes
+
+
+def quiet() -> None:
+    """No progress bars of loading."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()

@@ -138,10 +138,6 @@ def main() -> None:
     finish(options.output, about, notes, series)
 
 
-if __name__ == "__main__":
-    main()
-
-
 START_S: Final = 300.0
 
 
@@ -237,3 +233,7 @@ async def _serving(versions: Versions, root: Path) -> AsyncIterator[str]:
         with suppress(ProcessLookupError):  # it may have ended by itself, and then that is what is told
             os.killpg(process.pid, 15)
         await asyncio.to_thread(process.wait)
+
+
+if __name__ == "__main__":
+    main()
