@@ -34,10 +34,9 @@ from pipeline.graph import build
 from pipeline.hosts.kept_processes import KeptProcesses
 from pipeline.hosts.launcher import Launcher
 from pipeline.hosts.local_launcher import LocalLauncher
-from pipeline.hosts.this_process import interruptible, raise_file_limit
+from pipeline.hosts.processes import interruptible, raise_file_limit
 from pipeline.observe.summary import write_summary
-from pipeline.preflight.builtin_assets import prepare
-from pipeline.preflight.data import training_prompts, with_data
+from pipeline.preflight.data import prepare, training_prompts, with_data
 from pipeline.preflight.frozen_engines import check_frozen
 from pipeline.preflight.refusals import refuse
 from pipeline.record.episodes import keeps_rollouts, read_lives, write_lives

@@ -24,7 +24,6 @@ from models.weights.slots_directory import list_left_behind
 from pipeline.facts.run_directory import RunDir
 from pipeline.facts.text import visible
 from pipeline.hosts import die_with_parent as die_with_parent
-from pipeline.hosts.free_port import HOST, held_port
 from pipeline.hosts.kept_processes import KeptProcess, KeptProcesses
 from pipeline.hosts.launcher import (
     ANYTHING,
@@ -37,7 +36,7 @@ from pipeline.hosts.launcher import (
     quiet,
     stop_together,
 )
-from pipeline.hosts.process_group import group_state, kill_group, living, remove, shared_files
+from pipeline.hosts.processes import HOST, group_state, held_port, kill_group, living, remove, shared_files
 from pipeline.hosts.shared_files import SharedFiles
 
 GROUP_GONE_S = 5.0

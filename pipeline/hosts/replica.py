@@ -23,7 +23,7 @@ from models.import_path import import_path
 from pipeline.facts.stats import CPU, STATS_PREFIX, StageStats
 from pipeline.facts.trace import TraceWriter
 from pipeline.hosts.faulty_inlet import FaultyInlet
-from pipeline.hosts.processors import cpu_seconds
+from pipeline.hosts.processes import cpu_seconds
 from pipeline.hosts.rendezvous import awaited, retire_key
 from pipeline.hosts.stream_ports import AnyInlet, PortSpec, StreamPorts
 from pipeline.hosts.weights_source import FetchedWeights, OfferedWeights

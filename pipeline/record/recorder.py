@@ -23,8 +23,7 @@ from pipeline.facts.stats import STATS_PREFIX, Changed, LedgerCounts, StageStats
 from pipeline.facts.text import outage_text, visible
 from pipeline.facts.trace import TraceWriter
 from pipeline.observe.metrics import Metrics
-from pipeline.observe.outages import OutageWatch
-from pipeline.observe.stalls import StallWatch
+from pipeline.observe.stalls import OutageWatch, StallWatch
 from pipeline.observe.view import RunView
 from pipeline.record.effective_time import EffectiveTime, last_sign_s, resumed_time
 from pipeline.record.episodes import forget_ended, forget_responses, keeps_responses, keeps_rollouts

@@ -28,8 +28,8 @@ from models.engines.token import TokenFile
 from models.fault_injection import FaultPlan
 from pipeline.errors import ReplicaFailed, UsageError
 from pipeline.facts.servers import EngineSpec
-from pipeline.hosts.free_port import PortInUse
 from pipeline.hosts.launcher import Handle, Launcher, ProcessSpec, Resources
+from pipeline.hosts.processes import PortInUse
 from pipeline.supervise.health_probe import HealthProbe, HttpProbe, SchedulerProbe
 from pipeline.supervise.restart_server import StartCommand, SupervisedServer
 from pipeline.supervise.restarts import Lifecycle

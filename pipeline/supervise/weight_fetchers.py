@@ -16,8 +16,8 @@ import msgspec
 from pipeline.errors import check_repeatable
 from pipeline.facts.stats import STATS_PREFIX
 from pipeline.graph import STAGES, Node
-from pipeline.hosts.free_port import HOST
 from pipeline.hosts.launcher import HostGone, Launcher, ending
+from pipeline.hosts.processes import HOST
 from pipeline.hosts.rendezvous import Entry, retire_key, spec_key
 from pipeline.replica_specs import Placement
 from pipeline.supervise.restarts import Restarts

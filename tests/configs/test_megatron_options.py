@@ -25,7 +25,7 @@ from models.train.megatron.settings.option_fields import DATACLASSES, fields_of,
 from models.train.megatron.settings.options import MegatronOptions, option_faults, split_options
 from models.train.megatron.settings.set_by_sluice import SET_BY_SLUICE
 from pipeline.errors import UsageError
-from pipeline.preflight.names import check_trainer
+from pipeline.preflight.refusals import check_trainer
 
 ROOT = Path(__file__).resolve().parents[2]
 OWN = {flag.name for flag in flags() if flag.name is not None}

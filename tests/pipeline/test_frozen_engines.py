@@ -17,7 +17,7 @@ from models.tiny import make_tiny_checkpoint
 from pipeline.errors import UsageError
 from pipeline.facts.run_directory import RunDir
 from pipeline.graph import build
-from pipeline.preflight.builtin_assets import prepare
+from pipeline.preflight.data import prepare
 from pipeline.preflight.frozen_engines import check_frozen, vocabulary
 from pipeline.replica_specs import Placement
 from stages.data.tokenizer import load_tokenizer

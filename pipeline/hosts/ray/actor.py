@@ -25,9 +25,9 @@ import msgspec
 
 from models.weights.slots_directory import PREFIX, SHARED_MEMORY, DirectoryLease, remove_stale
 from pipeline.facts.run_directory import RunDir
-from pipeline.hosts.free_port import PortInUse, held_port
 from pipeline.hosts.launcher import ProcessSpec
 from pipeline.hosts.local_launcher import LocalHandle, LocalLauncher
+from pipeline.hosts.processes import PortInUse, held_port
 from pipeline.hosts.shared_files import SharedFiles
 
 OUTPUT_WAIT_S: Final = 2.0  # longest wait for new output

@@ -18,8 +18,8 @@ import msgspec
 
 from pipeline.errors import UsageError
 from pipeline.facts.run_directory import RunDir
-from pipeline.hosts.free_port import PortInUse
 from pipeline.hosts.launcher import ANYTHING, HostGone, ProcessSpec, Resources, quiet, stop_together
+from pipeline.hosts.processes import PortInUse
 from pipeline.hosts.ray.handle import ANSWER_TIMEOUT_S, PlacedActor, RayHandle, gone
 from pipeline.hosts.ray.nodes import Node, PlacementGroup, choose, divide, matches, seat_with_room, wanted_labels
 from pipeline.hosts.ray.placement import NODE_ID, ActorPlacement, RayPlacement

@@ -28,8 +28,7 @@ from pipeline.control.monitor import Monitor
 from pipeline.errors import EndpointError
 from pipeline.facts.servers import ServerInfo
 from pipeline.facts.stats import StageStats
-from pipeline.observe.exposition import Family, read, write
-from pipeline.observe.prometheus import Facts, endpoint, families, joined
+from pipeline.observe.prometheus import Facts, Family, endpoint, families, joined, read, write
 from stages.messages import EngineAddress
 
 LINE = re.compile(r'^([a-zA-Z_:][\w:]*)(?:\{((?:[a-zA-Z_]\w*="(?:[^"\\\n]|\\["\\n])*",?)*)\})? (\S+)$')
