@@ -22,7 +22,7 @@ from models.engines.simulated.schedule import Schedule
 from models.engines.simulated.writer import Writer
 from stages.data.prompt_set import PreparedPrompt
 from stages.messages import Float32Array, Int32Array, Sample, Settled, StepDone, UInt8Array, VersionRun, wire
-from stages.sampling.slots import Slots
+from stages.sampling.engine_choice import Slots
 from transport.core.topic import Entries
 
 

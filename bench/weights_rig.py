@@ -31,9 +31,9 @@ from models.weights.delta import compress
 from models.weights.delta_store import DeltaStore
 from models.weights.layout import read_layout
 from models.weights.shared_memory_writer import SlotWriter
-from stages.engine_entries import KEYS, carrying
 from stages.messages import EngineEntry, WeightsAnnouncement
 from stages.ports import Topic
+from stages.topic_values import KEYS, carrying
 
 # megabytes of float32 -> vocabulary, hidden size, layers; the MLP is four times as wide
 SHAPES: Final = {10: (4096, 128, 6), 100: (8192, 512, 4), 1000: (32768, 1024, 12)}

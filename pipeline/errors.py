@@ -15,8 +15,7 @@ from models.import_path import ImportPathError
 from models.train.errors import CheckpointUnavailable, TrainConfigInvalid, TrainStateUnreadable, UnsupportedModel
 from models.weights.errors import SlotDirectoryError, SourceError
 from stages.agents.errors import AgentsError
-from stages.data.errors import DataError
-from stages.errors import StageError
+from stages.errors import DataError, StageError
 from stages.graders.errors import GradingError
 from stages.tools.errors import ToolError
 

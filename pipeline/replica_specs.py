@@ -30,7 +30,7 @@ from pipeline.hosts.replica import ReplicaSpec
 from pipeline.hosts.stream_hub import HUB
 from pipeline.hosts.stream_ports import PortSpec
 from pipeline.stream_limits import UNBOUNDED_BYTES
-from stages.options import GenerateOptions, StageOptions, TrainOptions
+from stages.base import GenerateOptions, StageOptions, TrainOptions
 from stages.staleness_gate import StalenessGate
 from transport.ports.shards import shards_of, window_of
 

@@ -18,7 +18,7 @@ from pipeline.facts.ring import Ring
 from pipeline.facts.stats import CPU
 from pipeline.hosts.processes import IdleCores
 from pipeline.replica_specs import JOINERS
-from stages.engine_entries import POLICY, RUNNING, WAITING, entries
+from stages.topic_values import POLICY, RUNNING, WAITING, entries
 
 LEAST_BATCHES: Final = 4
 LOOKS: Final = 20  # sums that are kept of a window

@@ -12,9 +12,9 @@ from pipeline.control.waits import Waits
 from pipeline.facts.servers import read_fleet
 from pipeline.observe.prometheus import Facts
 from pipeline.observe.table import open_display
-from stages.engine_entries import SLOW, addresses
 from stages.messages import Complaint
 from stages.ports import read_value
+from stages.topic_values import SLOW, addresses
 
 REFRESH_S = 0.5
 

@@ -36,8 +36,17 @@ from pipeline.control.monitor import Monitor
 from pipeline.control.run_parts import RunParts
 from pipeline.errors import UsageError
 from pipeline.hosts.stream_hub import StreamHub
-from stages.engine_entries import POLICY, RUNNING, WAITING, addresses, entries
-from stages.live_settings import SETTINGS, Sampling, Settings, write_settings
+from stages.topic_values import (
+    POLICY,
+    RUNNING,
+    SETTINGS,
+    WAITING,
+    Sampling,
+    Settings,
+    addresses,
+    entries,
+    write_settings,
+)
 from stages.train.asked_saves import SAVE
 
 AUTOSCALE_LOOK_S: Final = 1.0

@@ -15,9 +15,9 @@ from configs.graph import loops
 from configs.schema import Config
 from pipeline.control.run_parts import RunParts
 from pipeline.replica_specs import JOINERS
-from stages.engine_entries import addresses, entries
 from stages.messages import EngineEntry, WeightsAnnouncement, group_of
 from stages.ports import read_value
+from stages.topic_values import addresses, entries
 from transport import Held
 
 MOST_HOLDERS: Final = 3

@@ -27,8 +27,7 @@ from pipeline.hosts.processes import cpu_seconds
 from pipeline.hosts.rendezvous import awaited, retire_key
 from pipeline.hosts.stream_ports import AnyInlet, PortSpec, StreamPorts
 from pipeline.hosts.weights_source import FetchedWeights, OfferedWeights
-from stages.base import Stage, StageContext, beside
-from stages.options import StageOptions
+from stages.base import Stage, StageContext, StageOptions, beside
 from stages.ports import Inlet as TakenFrom
 from stages.ports import Ports
 from transport import Node, TopicClient

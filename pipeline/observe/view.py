@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from pipeline.facts.ring import Ring
 from pipeline.facts.stats import COUNTERS, EngineRow, LedgerCounts, RunSnapshot, StageRow, StageStats
-from stages.engine_entries import ASKED, IDLE
+from stages.topic_values import ASKED, IDLE
 
 ENGINE_BUSY = "engine_busy_s"  # busy seconds of all engines, as the engines stage tells them
 

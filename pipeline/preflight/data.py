@@ -22,12 +22,11 @@ from pipeline.errors import UsageError
 from pipeline.facts.run_directory import RunDir
 from pipeline.preflight.environments import write_tasks
 from pipeline.preflight.refusals import check_graders
-from stages.data.errors import TokenizerError
-from stages.data.load import load_train_prompts, row_preparer
-from stages.data.prompt_set import PromptSet
+from stages.data.prompt_set import PromptSet, load_train_prompts, row_preparer
 from stages.data.tokenizer import Tokenizer, locate
+from stages.errors import TokenizerError
 from stages.graders.choose import choose_auto
-from stages.prompts.drawn_prompts import DrawnPrompts
+from stages.prompts.prompt_sources import DrawnPrompts
 
 BUILT_IN_MODELS: dict[str, Literal["bytes", "arithmetic"]] = {"tiny": "bytes", "tiny-arithmetic": "arithmetic"}
 BUILT_IN_DATA: dict[str, Literal["add", "tools"]] = {"arithmetic": "add", "arithmetic-tools": "tools"}

@@ -30,9 +30,9 @@ from pipeline.record.episodes import forget_ended, forget_responses, keeps_respo
 from pipeline.record.group_outcomes import GroupOutcomes
 from pipeline.record.journal import Admitted, Began, Committed, Ended, Journal, Stepped, read_journal
 from pipeline.record.save_hf import save_hf
-from stages.engine_entries import POLICY, addresses, carrying
 from stages.messages import CheckpointReady, EvalDone, Settled, StepDone
 from stages.prompts.ledger import Ledger, LedgerSnapshot, OpenGroup
+from stages.topic_values import POLICY, addresses, carrying
 from transport import TopicServer
 
 BIAS_FILE = "bias.json"

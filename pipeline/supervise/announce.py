@@ -21,10 +21,10 @@ from pipeline.facts.stats import STATS_PREFIX, StageStats
 from pipeline.facts.text import outage_text
 from pipeline.hosts.stream_hub import StreamHub
 from pipeline.record.recorder import Recorder
-from stages.engine_entries import POLICY, carrying
+from stages.base import TrainOptions
 from stages.messages import Complaint, EngineAddress, RouterAddress, group_of
-from stages.options import TrainOptions
 from stages.ports import read_value
+from stages.topic_values import POLICY, carrying
 from transport import TopicServer
 
 REPORTS_POLL_S = 0.02

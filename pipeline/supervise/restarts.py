@@ -15,8 +15,8 @@ from typing import Protocol
 from pipeline.errors import ReplicaFailed
 from pipeline.facts.servers import EngineSpec
 from pipeline.supervise.restart_budget import WINDOW_S, RestartBudget, backoff_s
+from stages.base import TrainOptions
 from stages.messages import RouterAddress
-from stages.options import TrainOptions
 
 
 class Lifecycle(Protocol):

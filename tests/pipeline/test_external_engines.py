@@ -30,8 +30,8 @@ from pipeline.supervise.announce import Announcer
 from pipeline.supervise.external_servers import ExternalEngine, ExternalRouter, PolicyConfig, differs
 from pipeline.supervise.restarts import Restarts
 from pipeline.supervise.servers import supervisors
-from stages.engine_entries import addresses
 from stages.messages import Complaint, EngineEntry, RouterAddress
+from stages.topic_values import addresses
 from transport.links.memory import MemoryNetwork, MemoryNode
 
 

@@ -20,8 +20,8 @@ from pipeline.graph import build
 from pipeline.preflight.data import prepare
 from pipeline.preflight.frozen_engines import check_frozen, vocabulary
 from pipeline.replica_specs import Placement
+from stages.base import GenerateOptions, TrainOptions
 from stages.data.tokenizer import load_tokenizer
-from stages.options import GenerateOptions, TrainOptions
 
 
 @pytest.fixture(scope="module")

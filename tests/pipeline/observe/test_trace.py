@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pipeline.errors import TraceError
 from pipeline.facts.trace import Dropped, Span, TraceWriter, read_records
 from pipeline.observe.perfetto import merge
-from stages.evaluate.stage import EVAL_BASE
+from stages.evaluate import EVAL_BASE
 
 T0 = 1_700_000_000.0
 
