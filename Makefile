@@ -100,8 +100,6 @@ bench: $(STAMP)
 	$(BIN)/python -m bench.weights --quick
 	$(BIN)/python -m bench.train --quick
 	$(BIN)/python -m bench.tools --quick
-	$(BIN)/python -m bench.agentic --quick
-	$(BIN)/python -m bench.autobalance --quick
 	$(BIN)/python -m bench.gateway --quick
 	$(BIN)/python -m bench.plan --quick
 	$(BIN)/python -m bench.scale --quick

@@ -18,12 +18,14 @@ from configs.load import load_arguments, with_work
 from configs.plan.staleness import staleness_line
 from configs.rules.validate import examined
 from configs.schema import Config
+from models.import_path import add_working_directory
 
 CONTROL: Final = ("status", "scale", "set", "pause", "resume", "drain", "save")  # commands to a run that goes on
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code."""
+    add_working_directory()  # functions of the user are found in the folder where the command was started
     try:
         return _main(sys.argv[1:] if argv is None else argv)
     except ConfigError as error:
@@ -37,6 +39,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not isinstance(code, int):
             raise
         return _refuse(getattr(error, "faults", (str(error),)), code)
+
+
+def load_config(flags: Sequence[str]) -> Config:
+    """The resolved and checked configuration of a command line. Raises ConfigError with all faults."""
+    add_working_directory()
+    return _settle(read(flags))
 
 
 def _main(argv: Sequence[str]) -> int:
@@ -88,7 +96,7 @@ def _run_in_child(config: Config, argv: Sequence[str], arguments: Arguments) -> 
     return AutoResume(__file__, first, ["--resume", run_dir], Path(run_dir), limit, keeps=keeps).run()
 
 
-def _settle(arguments: Arguments, *, tell: bool) -> Config:
+def _settle(arguments: Arguments, *, tell: bool = False) -> Config:
     """The resolved and checked configuration. `tell`: warnings go to stderr. Raises ConfigError with all that is
     wrong."""
     try:
@@ -123,9 +131,12 @@ def _refuse(faults: Sequence[str], code: int) -> int:
 
 def _version() -> str:
     import tomllib
+    from importlib.metadata import version
 
-    project = tomllib.loads((Path(__file__).resolve().parent / "pyproject.toml").read_text(encoding="utf-8"))
-    return str(project["project"]["version"])
+    project = Path(__file__).resolve().parent / "pyproject.toml"
+    if not project.is_file():  # installed from a wheel
+        return version("sluice")
+    return str(tomllib.loads(project.read_text(encoding="utf-8"))["project"]["version"])
 
 
 if __name__ == "__main__":

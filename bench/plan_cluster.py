@@ -21,9 +21,21 @@ from typing import Any
 
 import msgspec
 
-from bench.plan_messages import NoRecord, NoSpans, OnePrompt, sample_of, turns_of, unrecorded
-from bench.plan_types import Cluster, Result
-from bench.plan_world import Board, Engine, Pipe, VirtualLoop, completion_of
+from bench.plan_world import (
+    Board,
+    Cluster,
+    Engine,
+    NoRecord,
+    NoSpans,
+    OnePrompt,
+    Pipe,
+    Result,
+    VirtualLoop,
+    completion_of,
+    sample_of,
+    turns_of,
+    unrecorded,
+)
 from configs.schema import Config
 from configs.schema.engine import SimulatedEngineConfig
 from models.engines.core import Completion

@@ -1,4 +1,6 @@
-"""What a simulation has in place of sockets, clocks and engines: a loop in virtual time, streams, topic, engines.
+"""The world of a simulated cluster: its structs, stand-ins for data and records, and a loop in virtual time.
+
+`Cluster` goes in, `Result` comes out. Streams, topic and engines replace sockets, clocks and servers.
 
 Invariants: time moves only where the loop would wait, and then to the next event; a message is received once, in the
 order in which it was sent; an engine is the simulated engine's schedule itself, with its client's slots.
@@ -18,8 +20,138 @@ import numpy as np
 from models.engines.core import Completion, SamplingRule
 from models.engines.simulated.schedule import Schedule
 from models.engines.simulated.writer import Writer
+from stages.data.prompt_set import PreparedPrompt
+from stages.messages import Float32Array, Int32Array, Sample, Settled, StepDone, UInt8Array, VersionRun, wire
 from stages.sampling.engine_choice import Slots
 from transport.core.topic import Entries
+
+
+class Cluster(msgspec.Struct, frozen=True, kw_only=True):
+    """What is simulated. Times in seconds, lengths in tokens; a batch is `groups` groups of `members` rollouts."""
+
+    engines: int
+    slots: int  # rollouts that one engine decodes together
+    a_s: float  # of a decode step
+    c_s: float  # of it, per running rollout
+    prefill_s: float = 0.0  # per prompt token
+    kv_tokens: int = 1 << 40
+    token_s: float = 0.0  # the trainer's time per trained token
+    fixed_s: float = 0.0  # and per batch
+    groups: int = 32
+    members: int = 8
+    prompt: int = 0
+    mean: float = 400.0
+    sigma: float = 1.0
+    cap: int = 3200
+    turns: int = 1  # of a rollout; its tokens are divided evenly
+    tool_s: float = 0.0  # mean wait between two turns (exponential)
+    graders: int = 0  # replicas of the reward stage, which grade one rollout at a time; 0: grading takes no time
+    reward_s: float = 0.0  # of one rollout
+    filtered: float = 0.0  # share of groups whose rewards are all equal
+    staleness: int = 1
+    interval: int = 1  # batches between two publications
+    update_s: float = 0.0  # that an engine stands still for new weights
+    rolling: int = 1  # engines that do so at the same time
+    streams: bool = True  # the trainer works on groups as they arrive, not only on complete batches
+    colocated: bool = False  # engines and trainer on the same GPUs, in turns: engines decode nothing while it trains
+    batches: int = 10
+    warm_up: int = 3  # batches that are not counted
+    seed: int = 1
+
+
+class Result(msgspec.Struct, frozen=True, kw_only=True):
+    """What came of it; times and shares are of the batches behind the warm-up."""
+
+    step_s: float  # per publication: `interval` batches
+    staleness: dict[int, int]  # trained tokens by batches that their weights were behind
+    engine_busy: float  # share of the time in which an engine decodes
+    slots_busy: float  # mean share of slots that decode
+    trainer_busy: float
+    stalled: float  # share of an engine's time in which it takes weights
+    wasted: float  # share of the generated tokens that are not trained
+    admitted: int
+    outcomes: dict[str, int]
+    open: int
+
+    @property
+    def staleness_mean(self) -> float:
+        return sum(s * n for s, n in self.staleness.items()) / max(1, sum(self.staleness.values()))
+
+    def staleness_at(self, share: float) -> int:
+        """The staleness that this share of the trained tokens does not exceed."""
+        left = share * sum(self.staleness.values())
+        for s, n in sorted(self.staleness.items()):
+            left -= n
+            if left <= 0:
+                return s
+        return max(self.staleness, default=0)
+
+
+class NoRecord:
+    """The controller's part: the ledger knows all that is wanted."""
+
+    def __init__(self, batches: int) -> None:
+        self.batches, self.whole = batches, asyncio.Event()  # set when the ledger has the last batch
+
+    def admitted(self, group: Any) -> None:
+        pass
+
+    def settled(self, groups: Sequence[tuple[int, Settled]]) -> None:
+        pass
+
+    async def step(self, report: StepDone) -> None:
+        if report.step == self.batches:
+            self.whole.set()
+
+    async def evaluated(self, report: Any) -> None:
+        pass
+
+    async def commit(self, report: Any, ledger: Any) -> None:
+        pass
+
+
+class OnePrompt:
+    def __init__(self, tokens: int) -> None:
+        self.prompt = PreparedPrompt("", wire([0] * tokens, Int32Array), None, "{}", "[]")
+
+    def __len__(self) -> int:
+        return 1
+
+    def get(self, index: int) -> PreparedPrompt:
+        return self.prompt
+
+
+class NoSpans:
+    def add(self, *_: Any, **__: Any) -> None:
+        pass
+
+
+async def unrecorded(*_: Any) -> None:
+    """Groups that end untrained are counted by the ledger."""
+
+
+def turns_of(length: int, turns: int) -> list[int]:
+    """The tokens of each turn: as even as they can be, none without a token."""
+    turns = min(turns, length)
+    return [length * (i + 1) // turns - length * i // turns for i in range(turns)]
+
+
+def sample_of(index: int, runs: Sequence[tuple[int, int]], reward: float) -> Sample:
+    """A rollout as the stages see it, with one token for each version: they look at nothing else of its tokens."""
+    n = len(runs)
+    return Sample(
+        index=index,
+        status="completed",
+        response="",
+        token_ids=wire([0] * n, Int32Array),
+        prompt_length=0,
+        loss_mask=wire([1] * n, UInt8Array),
+        log_probs=wire([0.0] * n, Float32Array),
+        version_runs=tuple(VersionRun(version, 1) for version, _ in runs),
+        turns=1,
+        reward=reward,
+    )
+
 
 RULE = SamplingRule(1.0, 1.0, -1, 0.0)
 

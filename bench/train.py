@@ -1,49 +1,218 @@
-"""Training: speed of every backend, packing, balance, weight export: `python -m bench.train [--quick] [--size 0.6B]`.
+"""Training: speed and weight export of every backend: `python -m bench.train [--quick] [--size 0.6B]`.
 
-*Speed*: one recorded batch of rollouts, trained again and again by each backend. `share of peak` is the FLOPs that the
+One recorded batch of rollouts, trained again and again by each backend. `share of peak` is the FLOPs that the
 mathematics asks for (bench.train_work says which), by time, by the speed of matrix products of the same dtype in the
 same processes; on a GPU also by the maker's figure (MFU).
-*Packing*: what is computed for a batch, by this repository's plan and by plain ones.
-*Balance*: the costliest of n shares, by estimated FLOPs, when sequences are dealt by cost, by tokens or by number.
 
 Without a GPU, small models; with one, --size takes the shapes of Qwen3 in bfloat16, with random weights. A backend that
-is not installed is said to be missing.
+is not installed is listed as missing.
+
+Each backend runs in processes of its own. Contenders with equally many processes share them, one after the other; all
+processes measure the matmul peak together before each contender. A CPU process has one thread.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import logging
+import multiprocessing
 import os
 import tempfile
+import time
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from bench.report import Machine, Series, arguments, finish, machine
-from bench.train_plans import dealings, packings
-from bench.train_speed import (
+from bench.train_work import (
     CONTENDERS,
     PUBLISHED,
+    RECOMPUTE,
     SIZES,
     Contender,
-    Measured,
     Setting,
     flops_of,
     make_checkpoint,
-    measure,
+    quiet,
+    work_of,
 )
-from bench.train_work import ids_and_prompts, recorded_batch, work_of
-from models.train.step.packing import Packing
+from models.train.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Of one contender, over all its processes."""
+
+    step_s: list[float]
+    export_s: list[float]
+    peak_flops: float  # by matrix products, all processes together
+    memory_bytes: int  # of the fullest GPU; 0 on a CPU
+    padding_frac: float
+
+
+def measure(setting: Setting, contenders: list[Contender], root: Path, deadline_s: float) -> dict[str, Measured | str]:
+    """Contenders of equally many processes; a string says why one could not be measured."""
+    world = contenders[0].processes
+    context = multiprocessing.get_context("spawn")
+    out = root / f"world-{world}"
+    out.mkdir()
+    names = [one.name for one in contenders]
+    processes = [
+        context.Process(target=_work, args=(setting, names, str(out), rank, world), daemon=True)
+        for rank in range(world)
+    ]
+    for process in processes:
+        process.start()
+    ends = time.monotonic() + deadline_s
+    while any(process.is_alive() for process in processes) and time.monotonic() < ends:
+        if any(process.exitcode for process in processes):
+            break  # the others wait for one that is gone
+        time.sleep(0.1)
+    for process in processes:
+        if process.is_alive():
+            process.kill()
+        process.join()
+    return {name: _read(out, name) for name in names}
+
+
+def _read(out: Path, name: str) -> Measured | str:
+    result, failure = out / f"{name}.json", out / f"{name}.failed"
+    if failure.exists():
+        return failure.read_text()
+    return Measured(**json.loads(result.read_text())) if result.exists() else "it was not done in time"
+
+
+def _work(setting: Setting, names: list[str], out: str, rank: int, world: int) -> None:
+    torch.set_num_threads(1)
+    quiet()
+    on_gpu = setting.device == "cuda"
+    if on_gpu:
+        torch.cuda.set_device(rank)
+    torch.distributed.init_process_group(
+        "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+        init_method=f"file://{out}/rendezvous",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(minutes=5),
+    )
+    for name in names:
+        contender = next(one for one in CONTENDERS if one.name == name)
+        try:
+            found = _measure(setting, contender)
+        except Exception as error:  # told to the parent, which prints it
+            reason = next(iter(str(error).splitlines()), "")
+            Path(out, f"{name}.failed").write_text(f"{type(error).__name__}: {reason}")
+            if world > 1:
+                raise
+            continue
+        if rank == 0:
+            Path(out, f"{name}.json").write_text(json.dumps(vars(found)))
+    torch.distributed.destroy_process_group()
+
+
+def _measure(setting: Setting, contender: Contender) -> Measured:
+    peak = _peak(setting)
+    if setting.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    trainer = _trainer(setting, contender)
+    batch = setting.batch()
+    metrics: dict[str, float] = {}
+    step_s, export_s = [], []
+    for number in range(setting.rounds + 1):
+        started = _now(setting)
+        trainer.begin_batch(rollouts=len(batch), steps=1)
+        trainer.accumulate(batch)
+        metrics = trainer.step()
+        step_s.append(_now(setting) - started)
+        if number:
+            started = _now(setting)
+            for _ in trainer.export_weights():
+                continue
+            export_s.append(_now(setting) - started)
+    memory = torch.cuda.max_memory_allocated() if setting.device == "cuda" else 0
+    return Measured(
+        step_s=step_s[1:],  # the first one warms up
+        export_s=export_s,
+        peak_flops=max(peak, _peak(setting)),
+        memory_bytes=int(_over_processes(memory, torch.distributed.ReduceOp.MAX)),
+        padding_frac=metrics["train/padding_frac"],
+    )
+
+
+def _trainer(setting: Setting, contender: Contender) -> Trainer:
+    from configs.schema.algorithm import AlgorithmConfig
+    from configs.schema.megatron import MegatronConfig
+    from configs.schema.parallel import ParallelConfig
+    from configs.schema.train import TrainConfig
+    from models.train.huggingface.models import TorchModels
+    from models.train.spec import TrainSpec
+
+    spec = TrainSpec(
+        TrainConfig(
+            hf_checkpoint=setting.checkpoint,
+            lr=1e-6,
+            max_tokens_per_gpu=setting.budget,
+            train_device=setting.device,
+            train_dtype="bfloat16" if setting.device == "cuda" else "float32",
+            gradient_checkpointing=setting.recompute,
+        ),
+        AlgorithmConfig(),
+        parallel=ParallelConfig(actor_num_gpus_per_node=contender.processes),
+        megatron=MegatronConfig(**contender.layout, **(RECOMPUTE if setting.recompute else {})),
+    )
+    models: Any = TorchModels
+    if contender.backend == "fsdp":
+        from models.train.fsdp.models import FsdpModels
+
+        models = FsdpModels
+    if contender.backend == "megatron":
+        from models.train.megatron.models import MegatronModels
+
+        models = MegatronModels
+    trainer = Trainer(spec, models)
+    trainer.setup()
+    return trainer
+
+
+def _now(setting: Setting) -> float:
+    """Seconds, when all processes and their GPUs are done with what they were given."""
+    if setting.device == "cuda":
+        torch.cuda.synchronize()
+    torch.distributed.barrier()
+    return time.perf_counter()
+
+
+def _peak(setting: Setting) -> float:
+    """FLOP/s of square matrix products, all processes at once; the best of several."""
+    size = 8192 if setting.device == "cuda" else 1024
+    left = torch.randn((size, size), dtype=setting.dtype, device=setting.device)
+    right, product = torch.randn_like(left), torch.empty_like(left)
+    repeats = 20 if setting.device == "cuda" else 4
+    best = float("inf")
+    for _ in range(5):
+        started = _now(setting)
+        for _ in range(repeats):
+            torch.matmul(left, right, out=product)
+        if setting.device == "cuda":
+            torch.cuda.synchronize()
+        best = min(best, time.perf_counter() - started)
+    return _over_processes(2.0 * size**3 * repeats / best, torch.distributed.ReduceOp.SUM)
+
+
+def _over_processes(value: float, how: Any) -> float:
+    found = torch.tensor([value], dtype=torch.float64)
+    torch.distributed.all_reduce(found, op=how)
+    return float(found.item())
+
 
 BASELINE = "torch"
-SHARES = (2, 4, 8, 16, 32, 64)
-# What batches are like: name -> median tokens of prompts and of responses.
-BATCHES = {"long answers": (200.0, 1200.0), "long prompts": (1500.0, 250.0)}
 
 
 def setting_of(options: argparse.Namespace, checkpoint: Path) -> Setting:
@@ -120,36 +289,6 @@ def _gpu_name() -> str:
     return torch.cuda.get_device_name() if torch.cuda.is_available() else ""
 
 
-def plans(*, quick: bool) -> list[Series]:
-    """Packing and balance of large batches; no model, so these are exact."""
-    out = []
-    packing = Packing(max_tokens=16384, quadratic_tokens=3 * 2560)  # of a model whose hidden size is 2560
-    for name, (prompt, response) in BATCHES.items():
-        batch = recorded_batch(32 if quick else 128, longest=8192, vocabulary=32000, prompt=prompt, response=response)
-        tokens, prompts = ids_and_prompts(batch)
-        series = packings(tokens, prompts, packing)
-        if name == next(iter(BATCHES)):
-            series += dealings(tokens, prompts, packing, SHARES[:4] if quick else SHARES)
-        out += [Series(f"{name}: {one.setting}", one.name, one.unit, one.values) for one in series]
-    return out
-
-
-def print_exact(series: Sequence[Series]) -> None:
-    """Figures that are what they are, without a range: one line for each name before the colon."""
-    for setting in dict.fromkeys(one.setting for one in series):
-        rows = [one for one in series if one.setting == setting]
-        columns = list(dict.fromkeys(one.name.partition(": ")[2] for one in rows))
-        found = {tuple(one.name.split(": ")): f"{one.median:,.1f}" for one in rows}
-        units = {one.name.partition(": ")[2]: one.unit for one in rows}
-        heads = [f"{column}, {units[column]}" if units[column] else column for column in columns]
-        names = list(dict.fromkeys(one.name.partition(": ")[0] for one in rows))
-        width = max(map(len, names))
-        print(f"\n{setting}\n  {'':{width}}  {'  '.join(heads)}")
-        for name in names:
-            figures = (f"{found[name, column]:>{len(head)}}" for column, head in zip(columns, heads, strict=True))
-            print(f"  {name:{width}}  {'  '.join(figures)}")
-
-
 def print_speeds(series: Sequence[Series]) -> None:
     """Medians and ranges, and ratios to the baseline."""
     rows = {one.name: one for one in series}
@@ -176,9 +315,7 @@ def remarks_of(setting: Setting, about: Machine) -> list[str]:
 
 
 def main() -> None:
-    parser = arguments(
-        __doc__, "train", "a smaller model, fewer shares, 3 rounds", rounds="timed steps of each backend"
-    )
+    parser = arguments(__doc__, "train", "a smaller model, 3 rounds", rounds="timed steps of each backend")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--size", choices=sorted(SIZES), help="default: quick or cpu, 0.6B on a GPU")
     parser.add_argument("--recompute", action="store_true", help="recompute activations; always for 4B")
@@ -189,16 +326,14 @@ def main() -> None:
     logging.getLogger().setLevel(logging.ERROR)
     torch.set_num_threads(1)
     about = machine(["torch", "transformers", "megatron-core", "transformer-engine"])
-    series = plans(quick=options.quick)
     with tempfile.TemporaryDirectory(prefix="bench") as directory:
         root = Path(directory)
         setting = setting_of(options, root / "model")
         make_checkpoint(root / "model", options.size, options.device)
         speeds, found = speed(setting, root)
-    print_exact(series)
     print_speeds(speeds)
     notes = remarks_of(setting, about) + found
-    finish(options.output, about, notes, series + speeds)
+    finish(options.output, about, notes, speeds)
 
 
 if __name__ == "__main__":

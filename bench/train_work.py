@@ -1,4 +1,4 @@
-"""The work of one training step: a batch with the spread of lengths that rollouts have, and its FLOPs.
+"""The work of one training step: models, a batch with the spread of lengths that rollouts have, and its FLOPs.
 
 FLOPs of a step are those that the mathematics asks for, forward and backward:
 
@@ -13,11 +13,13 @@ goes to. The embedding is a look-up and costs nothing.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from models.train.interface import TrainSequence
 
@@ -54,11 +56,6 @@ def recorded_batch(
                 )
             )
     return out
-
-
-def ids_and_prompts(sequences: Sequence[TrainSequence]) -> tuple[list[Ids], list[int]]:
-    """What packing and dealing ask for."""
-    return [one.tokens for one in sequences], [one.prompt_length for one in sequences]
 
 
 @dataclass(frozen=True)
@@ -104,3 +101,147 @@ def step_flops(config: Mapping[str, Any], work: Work) -> float:
         + 12.0 * layers * heads * head * work.pairs
         + 6.0 * hidden * config["vocab_size"] * work.chosen
     )
+
+
+# Dense bfloat16 FLOP/s by the makers' data sheets, without sparsity.
+PUBLISHED: Final = {
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "H200": 989e12,
+    "B200": 2250e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+}
+_COMMON: Final = {"model_type": "qwen3", "head_dim": 128, "tie_word_embeddings": True, "vocab_size": 151936}
+SIZES: Final[dict[str, dict[str, Any]]] = {
+    "quick": _COMMON
+    | {
+        "hidden_size": 256,
+        "intermediate_size": 768,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "vocab_size": 2048,
+    },
+    "cpu": _COMMON
+    | {
+        "hidden_size": 256,
+        "intermediate_size": 768,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "vocab_size": 4096,
+    },
+    "0.6B": _COMMON
+    | {
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+    },
+    "1.7B": _COMMON
+    | {
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+    },
+    "4B": _COMMON
+    | {
+        "hidden_size": 2560,
+        "intermediate_size": 9728,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+    },
+}
+
+RECOMPUTE: Final[dict[str, Any]] = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A backend in a layout."""
+
+    name: str
+    backend: str
+    processes: int
+    layout: dict[str, Any] = field(default_factory=dict)
+    module: str = "torch"  # that must be importable
+
+
+CONTENDERS: Final = (
+    Contender("torch", "torch", 1),
+    Contender("fsdp", "fsdp", 1, module="models.train.fsdp.models"),
+    Contender("megatron", "megatron", 1, module="megatron.core"),
+    Contender("fsdp, 2 processes", "fsdp", 2, module="models.train.fsdp.models"),
+    Contender("megatron, TP 2", "megatron", 2, {"tensor_model_parallel_size": 2}, "megatron.core"),
+)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all contenders are given. Crosses to their processes as JSON."""
+
+    checkpoint: str
+    size: str
+    device: str
+    groups: int
+    prompt: float  # median tokens
+    response: float
+    longest: int
+    budget: int  # tokens of a micro-batch
+    rounds: int
+    recompute: bool = False
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return SIZES[self.size]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.device == "cuda" else torch.float32
+
+    def batch(self) -> list[TrainSequence]:
+        return recorded_batch(
+            self.groups,
+            per_group=8,
+            longest=self.longest,
+            vocabulary=self.config["vocab_size"],
+            prompt=self.prompt,
+            response=self.response,
+        )
+
+
+def make_checkpoint(directory: Path, size: str, device: str) -> None:
+    """A Qwen3 of random weights."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    quiet()
+    fields = {name: value for name, value in SIZES[size].items() if name != "model_type"}
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = Qwen3ForCausalLM(Qwen3Config(**fields, max_position_embeddings=40960))
+    model.to(torch.bfloat16 if device == "cuda" else torch.float32).save_pretrained(directory)
+
+
+def flops_of(setting: Setting) -> float:
+    return step_flops(setting.config, work_of(setting.batch()))
+
+
+# ---------------------------------------------------------------------- in the processes
+
+
+def quiet() -> None:
+    """No progress bars of loading."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()

@@ -14,17 +14,41 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import socket
 import statistics
+import subprocess
 import tempfile
+import threading
 import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager, closing, suppress
 from pathlib import Path
+from typing import Final
 
+import msgspec
 import numpy as np
 import torch
+from aiohttp import web
 
 from bench.report import Machine, Series, arguments, finish, machine, print_table
-from bench.weights_model import Versions, make_model
-from bench.weights_rig import Fleet, Kind, fleet, sglang_python
+from bench.weights_rig import LIMIT_S, Fleet, Kind, NoSpans, Recorder, Versions, make_model
+from configs.schema import Config
+from configs.schema.engine import EngineConfig
+from configs.schema.rollout import RolloutConfig
+from configs.schema.update import UpdateConfig
+from models.engines.client import EngineClient
+from models.engines.launch.command import server_launch
+from models.engines.launch.environment import probe
+from models.weights.delta import DeltaStore
+from models.weights.delta_mirror import DeltaMirror
+from models.weights.shared_memory_writer import SlotWriter
+from stages.base import StageContext
+from stages.engines.engine_control import EngineControl
+from stages.engines.stage import EnginesStage
+from stages.ports import SameHost
+from stages.topic_values import EngineAddress
+from transport import Node
 
 BASELINE = "memcpy"
 ROUTES = ("disk", "tensor", "distributed", "delta")
@@ -112,6 +136,103 @@ def main() -> None:
     print_table(series, BASELINE)
     notes = remarks(rounds, about, options.engines)
     finish(options.output, about, notes, series)
+
+
+START_S: Final = 300.0
+
+
+CONTEXT: Final = 512  # tokens; nothing is generated
+
+
+@asynccontextmanager
+async def fleet(kind: Kind, versions: Versions, engines: int, bucket_bytes: int, root: Path) -> AsyncIterator[Fleet]:
+    """Engines of a kind that follow one topic."""
+    root.mkdir()
+    async with AsyncExitStack() as stack:
+        node = await stack.enter_async_context(Node("bench", "weights"))
+        server = await node.topic_server("inproc://topic")
+        topic = await node.topic(server.address, replica="trainer")
+        slots = stack.enter_context(closing(SlotWriter(Path("/dev/shm", f"sluice-bench-{os.getpid()}"), versions.path)))
+        mirror = DeltaMirror(f"bench-mirror-{os.getpid()}", root)
+        stack.callback(mirror.close)
+        config = Config(
+            engine=EngineConfig(pause_generation_mode="in_place"),
+            rollout=RolloutConfig(request_timeout_secs=LIMIT_S),
+            update=UpdateConfig(update_weight_buffer_size=bucket_bytes),
+        )
+        stage = EnginesStage(StageContext(config, root, "engines-0", NoSpans()))
+        controls = [EngineControl(f"engine-{index}", stage, mirror, SameHost()) for index in range(engines)]
+        one = Fleet(topic, engines, slots, DeltaStore(root / "deltas"), versions)
+        for control in controls:
+            url = await stack.enter_async_context(_recording(one) if kind == "recorder" else _serving(versions, root))
+            server.publish(f"engine/{control.name}", msgspec.msgpack.encode(EngineAddress(control.name, url, 0)))
+        async with asyncio.TaskGroup() as tasks:
+            following = [
+                tasks.create_task(control.follow(await node.topic(server.address, replica=control.name)))
+                for control in controls
+            ]
+            yield one
+            for task in following:
+                task.cancel()
+
+
+@asynccontextmanager
+async def _recording(one: Fleet) -> AsyncIterator[str]:
+    """A recording engine, in an event loop and a thread of its own as in a process of its own."""
+    recorder = Recorder(one.slots.layout.data_bytes)
+    one.recorders.append(recorder)
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+
+    async def start() -> web.AppRunner:
+        runner = web.AppRunner(recorder.application(), access_log=None)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        return runner
+
+    runner = await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(start(), loop))
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(runner.cleanup(), loop))
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(10)
+
+
+def sglang_python() -> Path | None:
+    """The interpreter of an environment with SGLang; None if there is none."""
+    named = os.environ.get("SLUICE_SGLANG_PYTHON")
+    path = Path(named) if named else Path(__file__).parent.parent / ".venv-sglang" / "bin" / "python"
+    return path if path.is_file() else None
+
+
+@asynccontextmanager
+async def _serving(versions: Versions, root: Path) -> AsyncIterator[str]:
+    """A real SGLang server, started as a run starts it: without a GPU it needs the shims of `server_launch`."""
+    python = sglang_python()
+    assert python is not None, "asked for only where there is one"
+    with socket.socket() as probe_socket:
+        probe_socket.bind(("127.0.0.1", 0))
+        port = probe_socket.getsockname()[1]
+    config = Config(engine=EngineConfig(engine="sglang", engine_slots=4))
+    installed = await asyncio.to_thread(probe, python, ("server",))
+    launch = server_launch(config, installed, model_path=str(versions.path), port=port, max_context=CONTEXT, seed=0)
+    with (root / "sglang.log").open("wb") as out:
+        process = subprocess.Popen(  # noqa: ASYNC220 - nothing else runs while it starts
+            launch.argv, stdout=out, stderr=out, env={**os.environ, **launch.env}, start_new_session=True
+        )
+    try:
+        async with asyncio.timeout(START_S), EngineClient(launch.url) as client:
+            while not await client.health():
+                if process.poll() is not None:
+                    raise RuntimeError(f"SGLang ended: {(root / 'sglang.log').read_text()[-2000:]}")
+                await asyncio.sleep(0.5)
+        yield launch.url
+    finally:
+        with suppress(ProcessLookupError):  # it may have ended by itself, and then that is what is told
+            os.killpg(process.pid, 15)
+        await asyncio.to_thread(process.wait)
 
 
 if __name__ == "__main__":

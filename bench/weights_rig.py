@@ -1,7 +1,8 @@
-"""What `bench.weights` measures on: models of a given size, engines that receive, links and a trainer's slots.
+"""What `bench.weights` measures on: two versions of a model, engines that receive weights, and a trainer's slots.
 
-The recording engine serves the calls of a weight update and copies every byte that it is given once, into memory of its
-own. It does not unpickle: of a payload of the tensor route it takes the name of the shared memory, nothing else.
+The models are Qwen3-shaped and random. Their two versions differ as one optimizer step makes them differ. The recording
+engine serves the calls of a weight update and copies each byte once, into its own memory. It does not unpickle: from a
+payload of the tensor route it takes only the name of the shared memory.
 """
 
 from __future__ import annotations
@@ -9,13 +10,9 @@ from __future__ import annotations
 import asyncio
 import base64
 import mmap
-import os
 import re
-import socket
-import subprocess
-import threading
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager, closing, suppress
+import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -26,33 +23,78 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from aiohttp import web
+from safetensors.torch import load_file
 
-from bench.weights_model import Versions
-from configs.schema import Config
-from configs.schema.engine import EngineConfig
-from configs.schema.rollout import RolloutConfig
-from configs.schema.update import UpdateConfig
-from models.engines.client import EngineClient
-from models.engines.launch.command import server_launch
-from models.engines.launch.environment import probe
-from models.weights.delta import DeltaStore
-from models.weights.delta_mirror import DeltaMirror
+from models.tiny import make_tiny_checkpoint
+from models.weights.delta import DeltaStore, compress
 from models.weights.layout import TORCH_NAMES, read_layout
 from models.weights.shared_memory_writer import SlotWriter
-from stages.base import StageContext
-from stages.engines.engine_control import EngineControl
-from stages.engines.stage import EnginesStage
 from stages.messages import WeightsAnnouncement
-from stages.ports import SameHost, Topic
-from stages.topic_values import KEYS, EngineAddress, EngineEntry, carrying
-from transport import Node
+from stages.ports import Topic
+from stages.topic_values import KEYS, EngineEntry, carrying
+
+# megabytes of float32 -> vocabulary, hidden size, layers; the MLP is four times as wide
+SHAPES: Final = {10: (4096, 128, 6), 100: (8192, 512, 4), 1000: (32768, 1024, 12)}
+STEP: Final = 1e-6  # what every weight moves by: Adam's step at this learning rate
+WEIGHT_FILES: Final = ("model.safetensors", "config.json", "tiny.json", "generation_config.json")
+
+
+class Versions:
+    """A checkpoint in `path` and its weights one step apart; odd versions are the one, even ones the other."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        first = load_file(path / "model.safetensors")
+        random = torch.Generator().manual_seed(1)
+        self._both = [
+            first,
+            {name: tensor + STEP * torch.randn(tensor.shape, generator=random) for name, tensor in first.items()},
+        ]
+        self.nbytes = sum(tensor.nbytes for tensor in first.values())
+
+    def tensors(self, version: int) -> Iterator[tuple[str, torch.Tensor]]:
+        return iter(self._both[version % 2].items())
+
+    def bfloat16_ratio(self) -> float:
+        """Bytes of the largest tensor by bytes of its difference, if the weights are kept in bfloat16."""
+        name = max(self._both[0], key=lambda name: self._both[0][name].nbytes)
+        old, new = (tensors[name].to(torch.bfloat16).view(torch.uint8).numpy().reshape(-1) for tensors in self._both)
+        return len(new) / max(1, sum(map(len, compress(old, np.ascontiguousarray(new), 2))))
+
+
+def make_model(path: Path, megabytes: int) -> Versions:
+    """A random checkpoint of about so many megabytes, with a tokenizer of bytes."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    if megabytes not in SHAPES:
+        raise SystemExit(f"--sizes {megabytes}: known are {', '.join(map(str, SHAPES))}")
+    vocabulary, hidden, layers = SHAPES[megabytes]
+    config = Qwen3Config(
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=4 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 64,
+        num_key_value_heads=max(1, hidden // 128),
+        head_dim=64,
+        max_position_embeddings=2048,
+        tie_word_embeddings=False,
+        dtype="float32",
+    )
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(config).save_pretrained(path, max_shard_size="100GB")
+    tokenizer = make_tiny_checkpoint(path.with_name(f"{path.name}-tokenizer"))
+    for file in tokenizer.iterdir():
+        if file.name not in WEIGHT_FILES:
+            shutil.copyfile(file, path / file.name)
+    return Versions(path)
+
 
 Kind = Literal["recorder", "sglang"]
-SHARED: Final = re.compile(rb"/(torch_\d+_\d+_\d+)")
-START_S: Final = 300.0
 LIMIT_S: Final = 600.0
-CONTEXT: Final = 512  # tokens; nothing is generated
 ITEM_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
+assert set(ITEM_BYTES) == set(TORCH_NAMES.values())
+SHARED: Final = re.compile(rb"/(torch_\d+_\d+_\d+)")
 
 
 class Recorder:
@@ -202,102 +244,8 @@ class Fleet:
                 revision = await self.topic.wait(revision, *KEYS)
 
 
-class _NoSpans:
+class NoSpans:
     def add(
         self, name: str, start_s: float, dur_s: float, *, group: int = -1, sample: int = -1, detail: str = ""
     ) -> None:
         """The benchmark takes its figures from the directory."""
-
-
-@asynccontextmanager
-async def fleet(kind: Kind, versions: Versions, engines: int, bucket_bytes: int, root: Path) -> AsyncIterator[Fleet]:
-    """Engines of a kind that follow one topic."""
-    root.mkdir()
-    async with AsyncExitStack() as stack:
-        node = await stack.enter_async_context(Node("bench", "weights"))
-        server = await node.topic_server("inproc://topic")
-        topic = await node.topic(server.address, replica="trainer")
-        slots = stack.enter_context(closing(SlotWriter(Path("/dev/shm", f"sluice-bench-{os.getpid()}"), versions.path)))
-        mirror = DeltaMirror(f"bench-mirror-{os.getpid()}", root)
-        stack.callback(mirror.close)
-        config = Config(
-            engine=EngineConfig(pause_generation_mode="in_place"),
-            rollout=RolloutConfig(request_timeout_secs=LIMIT_S),
-            update=UpdateConfig(update_weight_buffer_size=bucket_bytes),
-        )
-        stage = EnginesStage(StageContext(config, root, "engines-0", _NoSpans()))
-        controls = [EngineControl(f"engine-{index}", stage, mirror, SameHost()) for index in range(engines)]
-        one = Fleet(topic, engines, slots, DeltaStore(root / "deltas"), versions)
-        for control in controls:
-            url = await stack.enter_async_context(_recording(one) if kind == "recorder" else _serving(versions, root))
-            server.publish(f"engine/{control.name}", msgspec.msgpack.encode(EngineAddress(control.name, url, 0)))
-        async with asyncio.TaskGroup() as tasks:
-            following = [
-                tasks.create_task(control.follow(await node.topic(server.address, replica=control.name)))
-                for control in controls
-            ]
-            yield one
-            for task in following:
-                task.cancel()
-
-
-@asynccontextmanager
-async def _recording(one: Fleet) -> AsyncIterator[str]:
-    """A recording engine, in an event loop and a thread of its own as in a process of its own."""
-    recorder = Recorder(one.slots.layout.data_bytes)
-    one.recorders.append(recorder)
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, daemon=True)
-    thread.start()
-
-    async def start() -> web.AppRunner:
-        runner = web.AppRunner(recorder.application(), access_log=None)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        return runner
-
-    runner = await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(start(), loop))
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(runner.cleanup(), loop))
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join(10)
-
-
-def sglang_python() -> Path | None:
-    """The interpreter of an environment with SGLang; None if there is none."""
-    named = os.environ.get("SLUICE_SGLANG_PYTHON")
-    path = Path(named) if named else Path(__file__).parent.parent / ".venv-sglang" / "bin" / "python"
-    return path if path.is_file() else None
-
-
-@asynccontextmanager
-async def _serving(versions: Versions, root: Path) -> AsyncIterator[str]:
-    """A real SGLang server, started as a run starts it: without a GPU it needs the shims of `server_launch`."""
-    python = sglang_python()
-    assert python is not None, "asked for only where there is one"
-    with socket.socket() as probe_socket:
-        probe_socket.bind(("127.0.0.1", 0))
-        port = probe_socket.getsockname()[1]
-    config = Config(engine=EngineConfig(engine="sglang", engine_slots=4))
-    installed = await asyncio.to_thread(probe, python, ("server",))
-    launch = server_launch(config, installed, model_path=str(versions.path), port=port, max_context=CONTEXT, seed=0)
-    with (root / "sglang.log").open("wb") as out:
-        process = subprocess.Popen(  # noqa: ASYNC220 - nothing else runs while it starts
-            launch.argv, stdout=out, stderr=out, env={**os.environ, **launch.env}, start_new_session=True
-        )
-    try:
-        async with asyncio.timeout(START_S), EngineClient(launch.url) as client:
-            while not await client.health():
-                if process.poll() is not None:
-                    raise RuntimeError(f"SGLang ended: {(root / 'sglang.log').read_text()[-2000:]}")
-                await asyncio.sleep(0.5)
-        yield launch.url
-    finally:
-        with suppress(ProcessLookupError):  # it may have ended by itself, and then that is what is told
-            os.killpg(process.pid, 15)
-        await asyncio.to_thread(process.wait)
-
-
-assert set(ITEM_BYTES) == set(TORCH_NAMES.values())

@@ -31,19 +31,19 @@ from configs.graph import Stream
 from models.fault_injection import fault_plan
 from pipeline.control.autoscale import Adviser
 from pipeline.control.endpoint import endpoint as control_endpoint
+from pipeline.control.meter import Meter
+from pipeline.control.monitor import Monitor
 from pipeline.control.run_control import RunControl
+from pipeline.control.run_parts import RunParts
 from pipeline.errors import DrainTimeout, Stalled
+from pipeline.facts.stats import STATS_PREFIX
 from pipeline.hosts.faulty_inlet import FaultyInlet
 from pipeline.hosts.launcher import Launcher
 from pipeline.hosts.other_host import publish_files
 from pipeline.hosts.rendezvous import CONFIG, Keys, make_keys
-from pipeline.observe.meter import Meter
-from pipeline.observe.monitor import Monitor
 from pipeline.observe.prometheus import endpoint
-from pipeline.observe.stats import STATS_PREFIX
-from pipeline.observe.waits import Waits
-from pipeline.placement import Placement
 from pipeline.record.recorder import Recorder
+from pipeline.replica_specs import Placement
 from pipeline.stream_limits import stream_spec
 from pipeline.supervise.announce import Announcer, DeadLetters
 from pipeline.supervise.restarts import Lifecycle
@@ -83,13 +83,12 @@ class Controller:
                 hub = self.hubs[stream.name] = await node.hub(self._spec(stream), dead_letters)
                 self.placement.addresses[stream.name] = hub.address
             runner = self._runner(node, topic, Announcer(topic, self.hubs, self.recorder), keys)
-            waits = Waits(self.placement, self.stage, self.recorder.view, self.hubs, topic, self.launcher.waiting)
-            meter = Meter(self.placement, self.stage, self.recorder, self.hubs, topic, runner.replicas, runner.refusal)
-            adviser = Adviser(meter, autoscale_limits(self.config))
-            monitor = Monitor(self.stage, self.recorder, self.hubs, waits, adviser.look)
+            parts = RunParts(self.placement, self.stage, self.recorder, self.hubs, topic, self.launcher, runner)
+            adviser = Adviser(Meter(parts), autoscale_limits(self.config))
+            monitor = Monitor(parts, adviser.look)
             observe = self.config.observe
             served = endpoint(observe.prometheus_host, observe.prometheus_port, monitor.facts)
-            control = RunControl(self.stage, self.recorder, runner, monitor, adviser, self.hubs, topic, self._interrupt)
+            control = RunControl(parts, monitor, adviser, self._interrupt)
             asked = control_endpoint(self.rundir.path, self.rundir.sockets, control.answer)
             with self._signals(), monitor:
                 watch = beside(monitor.run(), control.autoscale(), self._deadline())

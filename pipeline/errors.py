@@ -21,7 +21,6 @@ from models.errors import (
 )
 from models.import_path import ImportPathError
 from models.train.trainer_group.rank_spec import EXIT_PEER_GONE, PeerGone
-from pipeline.observe.errors import ObserveError
 from stages.agents.calls import EnvironmentFailed
 from stages.chat.errors import ChatError
 from stages.errors import DataError, StageError
@@ -31,6 +30,33 @@ from transport.errors import AddressError, SecurityError
 
 EXIT_USER_ERROR = 2  # of a started process whose user made a mistake
 EXIT_DISK_FULL = 28  # of one whose log may have no room for the reason
+
+
+class ObserveError(RuntimeError):
+    """Base of all errors of this package."""
+
+
+class MetricsError(ObserveError):
+    """A metrics file or event directory cannot be used."""
+
+
+class TraceError(ObserveError):
+    """A trace cannot be merged."""
+
+
+class SummaryError(ObserveError):
+    """A summary file cannot be read."""
+
+
+class EndpointError(ObserveError):
+    """The endpoint of metrics cannot listen."""
+
+
+class SamplesError(ObserveError):
+    """A directory has no samples to show."""
+
+    exit_code = 2  # of `launch.py samples`
+
 
 # Errors whose sentence is written for the user: they name the value, the rule and the cure.
 USER_ERRORS: tuple[type[BaseException], ...] = (
@@ -45,7 +71,6 @@ USER_ERRORS: tuple[type[BaseException], ...] = (
     GradingError,
     ImportPathError,
     ObserveError,
-    SecurityError,
     SlotDirectoryError,
     SourceError,
     StageError,
@@ -128,7 +153,9 @@ def user_error(error: BaseException) -> str | None:
         return f"there is no space left on the disk ({error}); free some, or choose another --run-dir"
     if too_many_files(error):
         return file_limit()
-    return str(error) if isinstance(error, USER_ERRORS) else None
+    from transport.errors import AddressError  # loads zmq, which reading a run's files does without
+
+    return str(error) if isinstance(error, (*USER_ERRORS, AddressError, SecurityError)) else None
 
 
 def exit_code(error: BaseException) -> int:

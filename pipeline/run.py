@@ -29,22 +29,21 @@ from models.import_path import add_working_directory
 from models.weights.slots_directory import SHARED_MEMORY, remove_if_stale, remove_stale, slots_directory
 from pipeline.controller import Controller
 from pipeline.errors import Interrupted, RunError, UsageError, leaf, user_error
+from pipeline.facts.run_directory import RunDir, disk_error
 from pipeline.graph import build
 from pipeline.hosts.kept_processes import KeptProcesses
 from pipeline.hosts.launcher import Launcher
 from pipeline.hosts.local_launcher import LocalLauncher
-from pipeline.hosts.this_process import interruptible, raise_file_limit
+from pipeline.hosts.processes import interruptible, raise_file_limit
 from pipeline.observe.summary import write_summary
-from pipeline.placement import Placement, threads
-from pipeline.preflight.builtin_assets import prepare
-from pipeline.preflight.data import training_prompts, with_data
+from pipeline.preflight.data import prepare, training_prompts, with_data
 from pipeline.preflight.frozen_engines import check_frozen
 from pipeline.preflight.refusals import refuse
 from pipeline.record.episodes import keeps_rollouts, read_lives, write_lives
 from pipeline.record.journal import RolledBack, last_run_generation
 from pipeline.record.recorder import Recorder
 from pipeline.record.report import conclude, summarise
-from pipeline.record.run_directory import RunDir, disk_error
+from pipeline.replica_specs import Placement, threads
 from pipeline.supervise.auto_resume import Resumed
 from pipeline.supervise.external_servers import read_policy_config
 from stages.base import StageContext, TrainOptions

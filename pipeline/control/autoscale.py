@@ -16,8 +16,8 @@ from typing import Final
 
 from msgspec import Struct
 
-from pipeline.observe.advice import LEAST_GAIN, Advice, Limits, Window, advise
-from pipeline.observe.meter import Meter
+from pipeline.control.advice import LEAST_GAIN, Advice, Limits, Window, advise
+from pipeline.control.meter import Meter
 
 KEPT_GAIN: Final = 0.03  # by which the rate must rise for more replicas to stay
 LOST: Final = 0.05  # by which it may seem to fall after some have gone: the noise of a window

@@ -19,7 +19,7 @@ from configs.rules.validate import examined
 from configs.schema import Config
 from configs.schema.did_you_mean import cure
 from pipeline.errors import UsageError
-from pipeline.record.run_directory import RunDir
+from pipeline.facts.run_directory import RunDir
 from stages.errors import FilterNameError
 from stages.group.filters import parse_filters
 

@@ -9,8 +9,8 @@ from typing import Final
 
 from msgspec import Struct
 
-from pipeline.observe.advice import Advice
-from pipeline.observe.stats import Changed, RunSnapshot
+from pipeline.control.advice import Advice
+from pipeline.facts.stats import Changed, RunSnapshot
 
 CONTROL_FILE: Final = "control.json"  # in the run directory, for its owner alone: a `ControlAddress`
 MOST_BYTES: Final = 64 << 10  # of a request

@@ -32,11 +32,9 @@ from pipeline.control.messages import (
     Set,
     Status,
 )
+from pipeline.control.monitor import Monitor
+from pipeline.control.run_parts import RunParts
 from pipeline.errors import UsageError
-from pipeline.observe.monitor import Monitor
-from pipeline.record.recorder import Recorder
-from pipeline.supervise.runner import Runner
-from stages.prompts.stage import PromptStage
 from stages.topic_values import (
     POLICY,
     RUNNING,
@@ -49,7 +47,7 @@ from stages.topic_values import (
     write_settings,
 )
 from stages.train.checkpoints import SAVE
-from transport import Hub, TopicServer
+from transport import Hub
 
 AUTOSCALE_LOOK_S: Final = 1.0
 
@@ -57,20 +55,10 @@ AUTOSCALE_LOOK_S: Final = 1.0
 class RunControl:
     """Answers for one run. `drain` is what Ctrl-C does."""
 
-    def __init__(
-        self,
-        stage: PromptStage,
-        recorder: Recorder,
-        runner: Runner,
-        monitor: Monitor,
-        adviser: Adviser,
-        hubs: Mapping[str, Hub],
-        topic: TopicServer,
-        drain: Callable[[], None],
-    ) -> None:
-        self.stage, self.recorder, self.runner, self.monitor = stage, recorder, runner, monitor
-        self.adviser, self.hubs, self.topic, self.drain = adviser, hubs, topic, drain
-        self.rundir = recorder.rundir
+    def __init__(self, parts: RunParts, monitor: Monitor, adviser: Adviser, drain: Callable[[], None]) -> None:
+        self.stage, self.recorder, self.runner = parts.stage, parts.recorder, parts.runner
+        self.hubs, self.topic, self.rundir = parts.hubs, parts.topic, parts.recorder.rundir
+        self.monitor, self.adviser, self.drain = monitor, adviser, drain
         self._saves = 0
         self._settings: tuple[Settings, ...] = ()
         self._one_at_a_time = asyncio.Lock()

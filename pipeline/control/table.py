@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from pipeline.control.messages import EngineStatus, QueueStatus, RunStatus
-from pipeline.observe.stats import LedgerCounts, StageRow
+from pipeline.facts.stats import LedgerCounts, StageRow
 from pipeline.observe.table import duration, number, quantity
 
 COLUMNS: Final = 80

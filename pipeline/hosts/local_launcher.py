@@ -19,8 +19,9 @@ from pathlib import Path
 
 import pipeline
 from models.weights.slots_directory import list_left_behind
+from pipeline.facts.run_directory import RunDir
+from pipeline.facts.text import visible
 from pipeline.hosts import die_with_parent as die_with_parent
-from pipeline.hosts.free_port import HOST, held_port
 from pipeline.hosts.kept_processes import KeptProcess, KeptProcesses
 from pipeline.hosts.launcher import (
     ANYTHING,
@@ -32,10 +33,8 @@ from pipeline.hosts.launcher import (
     quiet,
     stop_together,
 )
-from pipeline.hosts.process_group import group_state, kill_group, living, remove, shared_files
+from pipeline.hosts.processes import HOST, group_state, held_port, kill_group, living, remove, shared_files
 from pipeline.hosts.shared_files import SharedFiles
-from pipeline.observe.visible import visible
-from pipeline.record.run_directory import RunDir
 
 GROUP_GONE_S = 5.0
 _TAIL_BYTES = 64 << 10

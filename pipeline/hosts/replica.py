@@ -20,12 +20,12 @@ from msgspec import Struct
 from configs.schema import Config
 from models.fault_injection import fault_plan
 from models.import_path import import_path
+from pipeline.facts.stats import CPU, STATS_PREFIX, StageStats
+from pipeline.facts.trace import TraceWriter
 from pipeline.hosts.faulty_inlet import FaultyInlet
-from pipeline.hosts.processors import cpu_seconds
+from pipeline.hosts.processes import cpu_seconds
 from pipeline.hosts.rendezvous import awaited, retire_key
 from pipeline.hosts.weights_source import FetchedWeights, OfferedWeights
-from pipeline.observe.stats import CPU, STATS_PREFIX, StageStats
-from pipeline.observe.trace import TraceWriter
 from stages.base import Stage, StageContext, StageOptions, beside
 from stages.ports import Inlet as TakenFrom
 from stages.ports import Ports

@@ -23,7 +23,7 @@ import xxhash
 from msgspec import Struct
 
 from configs.schema import Config
-from pipeline.record.run_directory import RunDir
+from pipeline.facts.run_directory import RunDir
 from stages.chat.tokenizer import CHECKPOINT_FILES
 
 log = logging.getLogger("sluice.worker")

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from models.disk import write_whole
-from pipeline.observe.errors import MetricsError
+from pipeline.errors import MetricsError
 
 if TYPE_CHECKING:
     from tensorboard.compat.proto.event_pb2 import Event

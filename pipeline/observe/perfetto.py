@@ -1,16 +1,15 @@
 """Merge the trace records of all replicas into one file in Chrome's trace format, which Perfetto opens.
 
-Layout: one process per replica, ordered by stage as groups first reach the stages; inside, spans in lanes such that
-spans of a lane never overlap unless one encloses the other (the format requires it). Arrows link the spans of one
-sample from replica to replica; a group-level span (prompt, training) belongs to every sample of its group, and the
-arrow of each sample begins and ends there.
+Layout: one process per replica, ordered by stage as groups first reach the stages. Spans are nestable async events: the
+viewer draws those that overlap in lanes of their own. A span inside another span of the same sample shares its `id` and
+is drawn below it. Arrows link the spans of one sample from replica to replica; a group-level span (prompt, training)
+belongs to every sample of its group, and the arrow of each sample begins and ends there.
 
-Source: "Trace Event Format" (Chromium): phases X, M and s/t/f.
+Source: "Trace Event Format" (Chromium): phases M, b/n/e, and flows by `bind_id`.
 """
 
 from __future__ import annotations
 
-import heapq
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -19,8 +18,8 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from pipeline.observe.errors import TraceError
-from pipeline.observe.trace import NO_GROUP, NO_SAMPLE, Span, read_records
+from pipeline.errors import TraceError
+from pipeline.facts.trace import NO_GROUP, NO_SAMPLE, Span, read_records
 from stages.evaluate import EVAL_BASE
 
 
@@ -38,19 +37,21 @@ class _Event(Struct, omit_defaults=True):
     name: str
     ph: str
     pid: int
-    ts: float = 0.0
-    tid: int = 0
-    dur: float | None = None
+    ts: float = 0.0  # microseconds
+    tid: int | None = None
     cat: str = ""
     id: int | None = None
-    bp: str = ""
+    bind_id: int | None = None  # the arrow that passes here
+    flow_in: bool = False
+    flow_out: bool = False
     args: dict[str, int | str] = {}
 
 
 class _Placed(Struct):
     span: Span
     pid: int
-    tid: int
+    id: int  # of the outermost span around it
+    arrows: list[tuple[int, bool, bool]]  # number, whether it comes in, whether it goes out
 
 
 def merge(trace_dir: Path, out: Path, *, max_events: int = 400_000) -> MergeReport:
@@ -69,11 +70,10 @@ def merge(trace_dir: Path, out: Path, *, max_events: int = 400_000) -> MergeRepo
             dropped += record.records
     origin_s = min(span.start_s for span in spans)
     pids, names = _processes(spans)
-    placed = _lanes(spans, pids)
-    arrows = list(_arrows(placed, origin_s))
-    report = MergeReport(len(spans), len(arrows), len(pids), stride, dropped)
-    events = _events(placed, arrows, pids, names, origin_s)
-    _write(out, events, report)
+    placed = _nested(spans, pids)
+    arrows = _link(placed)
+    report = MergeReport(len(spans), arrows, len(pids), stride, dropped)
+    _write(out, _events(placed, pids, names, origin_s), report)
     return report
 
 
@@ -105,45 +105,33 @@ def _processes(spans: list[Span]) -> tuple[dict[str, int], dict[str, str]]:
     return {replica: index + 1 for index, replica in enumerate(order)}, titles
 
 
-def _lanes(spans: list[Span], pids: dict[str, int]) -> list[_Placed]:
-    """Give each span a lane of its process: the one of its enclosing span of the same sample, else the lowest free."""
-    by_replica: defaultdict[str, list[Span]] = defaultdict(list)
-    for span in spans:
-        by_replica[span.replica].append(span)
+def _nested(spans: list[Span], pids: dict[str, int]) -> list[_Placed]:
+    """Give a span the id of the span of its sample that encloses it, else a new one; in order of replica and start."""
     placed: list[_Placed] = []
-    for replica, own in by_replica.items():
-        own.sort(key=lambda span: (span.start_s, -span.dur_s))
-        free: list[int] = []  # heap of lane numbers without a running span
-        running: list[tuple[float, int]] = []  # heap of (end, lane)
-        open_in: dict[tuple[int, int], tuple[int, list[float]]] = {}  # sample -> lane, ends of its open spans
-        used = 0
-        for span in own:
-            end = span.start_s + span.dur_s
-            while running and running[0][0] <= span.start_s:
-                heapq.heappush(free, heapq.heappop(running)[1])
-            key = (span.group_id, span.sample)
-            lane, ends = open_in.get(key, (0, []))
-            while ends and ends[-1] <= span.start_s:
-                ends.pop()
-            if ends and end <= ends[-1] and span.group_id != NO_GROUP:
-                ends.append(end)
-            else:
-                used += not free
-                lane = heapq.heappop(free) if free else used
-                heapq.heappush(running, (end, lane))
-                open_in[key] = (lane, [end])
-            placed.append(_Placed(span, pids[replica], lane))
+    enclosing: dict[tuple[str, int, int], tuple[int, list[float]]] = {}  # sample -> id, ends of its open spans
+    for span in sorted(spans, key=lambda span: (pids[span.replica], span.start_s, -span.dur_s)):
+        key, end = (span.replica, span.group_id, span.sample), span.start_s + span.dur_s
+        number, ends = enclosing.get(key, (0, []))
+        while ends and ends[-1] <= span.start_s:
+            ends.pop()
+        if ends and end <= ends[-1] and span.group_id != NO_GROUP:
+            ends.append(end)
+        else:
+            number = len(placed) + 1
+            enclosing[key] = (number, [end])
+        placed.append(_Placed(span, pids[span.replica], number, []))
     return placed
 
 
-def _arrows(placed: list[_Placed], origin_s: float) -> Iterator[_Event]:
-    """Flow events along each sample: spans of its group at group level before, its own, group level after."""
+def _link(placed: list[_Placed]) -> int:
+    """Lay an arrow along each sample: spans of its group at group level before, its own, group level after. Returns the
+    number of arrow ends."""
     groups: defaultdict[int, list[_Placed]] = defaultdict(list)
     for item in placed:
         if item.span.group_id != NO_GROUP:
             groups[item.span.group_id].append(item)
-    flow = 0
-    for group_id, items in groups.items():
+    arrow = ends = 0
+    for items in groups.values():
         items.sort(key=lambda item: item.span.start_s)
         samples = sorted({item.span.sample for item in items} - {NO_SAMPLE}) or [NO_SAMPLE]
         for sample in samples:
@@ -151,54 +139,44 @@ def _arrows(placed: list[_Placed], origin_s: float) -> Iterator[_Event]:
             chain = [item for i, item in enumerate(chain) if i == 0 or item.pid != chain[i - 1].pid]
             if len(chain) < 2:
                 continue
-            flow += 1
-            name = _title(group_id) + (f" sample {sample}" if sample != NO_SAMPLE else "")
+            arrow += 1
+            ends += len(chain)
             for i, item in enumerate(chain):
-                last = i == len(chain) - 1
-                yield _Event(
-                    name=name,
-                    ph="s" if i == 0 else "f" if last else "t",
-                    cat="sample",
-                    id=flow,
-                    pid=item.pid,
-                    tid=item.tid,
-                    ts=_us(item.span.start_s - origin_s),
-                    bp="e" if last else "",
-                )
+                item.arrows.append((arrow, i > 0, i < len(chain) - 1))
+    return ends
 
 
-def _events(
-    placed: list[_Placed],
-    arrows: list[_Event],
-    pids: dict[str, int],
-    titles: dict[str, str],
-    origin_s: float,
-) -> Iterator[_Event]:
+def _events(placed: list[_Placed], pids: dict[str, int], titles: dict[str, str], origin_s: float) -> Iterator[_Event]:
     for replica, pid in pids.items():
         yield _Event(name="process_name", ph="M", pid=pid, args={"name": titles[replica]})
         yield _Event(name="process_sort_index", ph="M", pid=pid, args={"sort_index": pid})
-    for pid, tid in sorted({(item.pid, item.tid) for item in placed}):
-        yield _Event(name="thread_name", ph="M", pid=pid, tid=tid, args={"name": f"lane {tid}"})
+    open_spans: defaultdict[int, list[_Event]] = defaultdict(list)  # id -> the ends to come, the innermost last
     for item in placed:
-        span = item.span
-        args: dict[str, int | str] = {"detail": span.detail} if span.detail else {}
-        if span.group_id != NO_GROUP:
-            args["group_id"] = span.group_id
-            if span.group_id >= EVAL_BASE:
-                args["evaluates"] = _title(span.group_id)
-        if span.sample != NO_SAMPLE:
-            args["sample"] = span.sample
-        yield _Event(
-            name=span.name,
-            ph="X",
-            cat=span.stage,
-            pid=item.pid,
-            tid=item.tid,
-            ts=_us(span.start_s - origin_s),
-            dur=_us(span.dur_s),
-            args=args,
-        )
-    yield from arrows
+        ends, ts = open_spans[item.id], _us(item.span.start_s - origin_s)
+        while ends and ends[-1].ts <= ts:
+            yield ends.pop()
+        yield from _begin(item, ts)
+        end_ts = _us(item.span.start_s + item.span.dur_s - origin_s)
+        ends.append(_Event(item.span.name, "e", item.pid, end_ts, item.pid, item.span.stage, item.id))
+    for ends in open_spans.values():
+        yield from reversed(ends)
+
+
+def _begin(item: _Placed, ts: float) -> Iterator[_Event]:
+    """The begin of a span. It carries one arrow; those of the other samples of a group have a mark of their own."""
+    span = item.span
+    args: dict[str, int | str] = {"detail": span.detail} if span.detail else {}
+    if span.group_id != NO_GROUP:
+        args["group_id"] = span.group_id
+        if span.group_id >= EVAL_BASE:
+            args["evaluates"] = _title(span.group_id)
+    if span.sample != NO_SAMPLE:
+        args["sample"] = span.sample
+    begin = _Event(span.name, "b", item.pid, ts, item.pid, span.stage, item.id, args=args)
+    for i, (arrow, flow_in, flow_out) in enumerate(item.arrows or [(None, False, False)]):
+        event = begin if i == 0 else _Event(_title(span.group_id), "n", item.pid, ts, item.pid, span.stage, item.id)
+        event.bind_id, event.flow_in, event.flow_out = arrow, flow_in, flow_out
+        yield event
 
 
 def _title(group_id: int) -> str:

@@ -21,8 +21,8 @@ from rich.console import Console
 from rich.text import Text
 
 from configs.load import read_recipe
-from pipeline.observe.errors import SamplesError
-from pipeline.observe.visible import visible
+from pipeline.errors import SamplesError
+from pipeline.facts.text import visible
 from stages.chat.errors import TokenizerError
 from stages.chat.tokenizer import Tokenizer, load_tokenizer
 from stages.sample_log import SAMPLES_FILE, Run, SampleRow

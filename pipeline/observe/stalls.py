@@ -1,17 +1,23 @@
-"""When a run stands still, and what it waits for then: told on the terminal each minute, kept for the summary, ended by
-a bound. Pure: times come with the calls.
+"""Lines for the user about a run that stands still, and about environments that are down. No I/O, no clock.
 
-A run stands still while no group reaches its end and no batch is trained. That may be right (a batch takes long on the
-hardware that there is), so it is told and nothing else. `limit_s` is another clock: it runs while nothing moves between
-the stages either, and its end is the end of the run.
+A run stands still while no group ends and no batch is trained. That may be right (a batch takes long on slow hardware),
+so it is reported each minute and kept for the summary. `limit_s` is another clock: it runs while nothing moves between
+the stages either, and ends the run.
+
+Outages of environments come from the agents stage over the topic; they are reported, and summed up at the end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+import time
+from collections.abc import Callable, Hashable, Iterator
 from typing import Final
 
+import msgspec
 from msgspec import Struct
+
+from stages.agents.hosting import OutageNotice
+from stages.ports import Readable
 
 MOST_KEPT: Final = 100  # stalls in the summary; the longest
 
@@ -79,3 +85,52 @@ class StallWatch:
         self._told = 0
         if len(self._past) > MOST_KEPT:
             self._past.remove(min(self._past, key=lambda stall: stall.seconds))
+
+
+PREFIX = "environment/"
+
+
+class OutageSummary(Struct, frozen=True):
+    """Of one environment in all replicas. Part of `summary.json`."""
+
+    outages: int
+    seconds: float  # of the replica that had to wait longest
+    reason: str  # of the newest
+
+
+class OutageWatch:
+    """Fed with looks at the topic."""
+
+    def __init__(self) -> None:
+        self._newest: dict[str, OutageNotice] = {}  # by replica and environment
+        self._since: dict[str, float] = {}
+        self._seconds: dict[str, float] = {}
+
+    def look(self, topic: Readable) -> Iterator[str]:
+        """What the user is to be told now."""
+        for key, value in topic.items(PREFIX).items():
+            notice = msgspec.msgpack.decode(value, type=OutageNotice)
+            if notice == self._newest.get(key):
+                continue
+            self._newest[key] = notice
+            name, replica = notice.environment, key.rpartition("/")[2]
+            if notice.out:
+                self._since[key] = time.monotonic()
+                yield (
+                    f"environment {name} is out of order ({notice.reason}): {replica} pauses its episodes, and tries "
+                    "again after growing waits"
+                )
+            else:
+                self._since.pop(key, None)
+                self._seconds[key] = self._seconds.get(key, 0.0) + notice.lasted_s
+                yield f"environment {name} works again, after {notice.lasted_s:.0f} s; {replica} goes on"
+
+    def summary(self) -> dict[str, OutageSummary]:
+        """By environment, what there was until now."""
+        now, found = time.monotonic(), dict[str, OutageSummary]()
+        for key, notice in self._newest.items():
+            seconds = self._seconds.get(key, 0.0) + (now - self._since[key] if key in self._since else 0.0)
+            before = found.get(notice.environment, OutageSummary(0, 0.0, ""))
+            count = before.outages + notice.count
+            found[notice.environment] = OutageSummary(count, round(max(before.seconds, seconds), 1), notice.reason)
+        return found

@@ -18,10 +18,9 @@ import msgspec
 from msgspec import Struct
 
 from models.disk import write_json
-from pipeline.observe.errors import SummaryError
-from pipeline.observe.outages import OutageSummary
-from pipeline.observe.stalls import Stall
-from pipeline.observe.stats import Changed, LedgerCounts
+from pipeline.errors import SummaryError
+from pipeline.facts.stats import Changed, LedgerCounts
+from pipeline.observe.stalls import OutageSummary, Stall
 from pipeline.observe.table import duration, number, quantity
 from stages.train.batch_metrics import quantile
 

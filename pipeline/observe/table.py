@@ -18,7 +18,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from pipeline.observe.stats import EngineRow, RunSnapshot, StageRow
+from pipeline.facts.stats import EngineRow, RunSnapshot, StageRow
 
 _WIDE: Final = 108  # columns from which the table shows everything
 _MEDIUM: Final = 78  # here no heading is cut

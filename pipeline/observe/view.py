@@ -13,7 +13,8 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from pipeline.observe.stats import COUNTERS, EngineRow, LedgerCounts, RunSnapshot, StageRow, StageStats
+from pipeline.facts.ring import Ring
+from pipeline.facts.stats import COUNTERS, EngineRow, LedgerCounts, RunSnapshot, StageRow, StageStats
 from stages.topic_values import ASKED, IDLE
 
 ENGINE_BUSY = "engine_busy_s"  # busy seconds of all engines, as the engines stage tells them
@@ -25,16 +26,16 @@ class _Replica:
 
     newest: StageStats
     first_s: float  # unix time from which its training phase counts, and what it and its engines had done until then
+    ring: Ring
     first_busy_s: float = 0.0
     first_engine_s: float = 0.0
     base: dict[str, float] = field(default_factory=lambda: dict.fromkeys(COUNTERS, 0.0))
-    history: deque[tuple[float, dict[str, float]]] = field(default_factory=deque)
     restarts: int = 0
 
     def total(self) -> dict[str, float]:
         return {name: self.base[name] + getattr(self.newest, name) for name in COUNTERS}
 
-    def feed(self, stats: StageStats, window_s: float) -> None:
+    def feed(self, stats: StageStats) -> None:
         if stats.unix_s < self.newest.unix_s:
             return
         fallen = any(getattr(stats, name) < getattr(self.newest, name) for name in COUNTERS)
@@ -42,16 +43,12 @@ class _Replica:
             self.base = self.total()
             self.restarts += 1
         self.newest = stats
-        self.history.append((stats.unix_s, self.total()))
-        while len(self.history) > 2 and self.history[1][0] <= stats.unix_s - window_s:
-            self.history.popleft()
+        self.ring.add(stats.unix_s, self.total())
 
     def rates(self) -> dict[str, float]:
         """Change per second over the window."""
-        (start, first), (end, last) = self.history[0], self.history[-1]
-        if end <= start:
-            return dict.fromkeys(COUNTERS, 0.0)
-        return {name: (last[name] - first[name]) / (end - start) for name in COUNTERS}
+        seconds, grown = self.ring.change()
+        return {name: grown[name] / seconds if seconds > 0 else 0.0 for name in COUNTERS}
 
 
 def _watched_s(stats: StageStats) -> float:
@@ -98,7 +95,7 @@ class RunView:
         self._restarts: dict[str, int] = {}
         self.ledger = LedgerCounts()
         self.gate: tuple[int, int | None] = (0, None)  # groups in flight, and how many more may enter
-        self._steps: deque[tuple[float, int, int]] = deque()  # (time, step, trained tokens)
+        self._steps = Ring(0.0, step=20)
         self.version = 0  # of the weights that all engines carry
         self.wasted_tokens = 0  # generated for groups that were not trained
         self._step, self._trained_tokens = first_step, 0
@@ -119,8 +116,9 @@ class RunView:
         self._retired.discard(key)
         replica = self._replicas.get(key)
         if replica is None:
-            replica = self._replicas[key] = _Replica(newest=stats, first_s=stats.unix_s - _watched_s(stats))
-        replica.feed(stats, self._window_s)
+            first_s = stats.unix_s - _watched_s(stats)
+            replica = self._replicas[key] = _Replica(stats, first_s, Ring(self._window_s))
+        replica.feed(stats)
 
     def begin(self) -> None:
         """The trainer has its weights: what was done before is no work of the training phase."""
@@ -152,9 +150,7 @@ class RunView:
         """A rollout batch was trained: `tokens` of it, `staleness` their histogram."""
         self._step = step
         self._trained_tokens += tokens
-        self._steps.append((at_s, step, self._trained_tokens))
-        while len(self._steps) > 21:
-            self._steps.popleft()
+        self._steps.add(at_s, {"step": step, "tokens": self._trained_tokens})
         self._loss = metrics.get("train/loss")
         reward = metrics.get("reward/mean")
         if reward is not None and math.isfinite(reward):
@@ -295,15 +291,12 @@ class RunView:
 
     def _eta_s(self, now_s: float) -> float | None:
         """Remaining steps at the pace of the last 20, or of all if fewer; counts down between steps."""
-        if self._total_steps is None or len(self._steps) < 2:
+        seconds, grown = self._steps.change()
+        if self._total_steps is None or self._steps.newest is None or not grown.get("step"):
             return None
-        (start, first, _), (end, last, _) = self._steps[0], self._steps[-1]
-        if last <= first:
-            return None
-        return max(0.0, (self._total_steps - last) * (end - start) / (last - first) - (now_s - end))
+        at_s, counters = self._steps.newest
+        return max(0.0, (self._total_steps - counters["step"]) * seconds / grown["step"] - (now_s - at_s))
 
     def _token_rate(self) -> float:
-        if len(self._steps) < 2:
-            return 0.0
-        (start, _, first), (end, _, last) = self._steps[0], self._steps[-1]
-        return (last - first) / (end - start) if end > start else 0.0
+        seconds, grown = self._steps.change()
+        return grown["tokens"] / seconds if seconds > 0 else 0.0

@@ -78,9 +78,8 @@ def _entries(config: Config) -> tuple[str, ...]:
 
 def _ask(table: EnvironmentConfig, *arguments: str) -> list[bytes]:
     """The lines of the answer. Raises UsageError."""
-    environment = child_environment(1)
-    if table.python is not None:  # it has packages of its own; the project and the user's modules are all it gets
-        environment["PYTHONPATH"] = os.pathsep.join([environment["PYTHONPATH"], os.getcwd()])
+    environment = child_environment(1)  # another interpreter gets the project and the user's modules, and no more
+    environment["PYTHONPATH"] = os.pathsep.join([environment["PYTHONPATH"], os.getcwd()])
     command = [table.python or sys.executable, "-P", "-m", "stages.agents.describe", *arguments]
     try:
         done = subprocess.run(command, stdout=subprocess.PIPE, env=environment, timeout=LIMIT_S, check=False)

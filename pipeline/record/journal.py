@@ -21,7 +21,7 @@ import msgspec
 from msgspec import Struct
 
 from pipeline.errors import UsageError
-from pipeline.observe.stats import Changed
+from pipeline.facts.stats import Changed
 
 _SEAL_BYTES: Final = len(b',"crc":"00000000"}\n')
 _OTHER_FORMAT: Final = re.compile(rb"[0-9a-f]{8} \{")

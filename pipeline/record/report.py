@@ -11,6 +11,8 @@ from configs.schema import Config
 from configs.schema.router import router_kind
 from models.checkpoint import latest_checkpoint
 from models.fault_injection import injected
+from pipeline.facts.servers import read_fleet
+from pipeline.facts.text import visible
 from pipeline.observe.perfetto import merge
 from pipeline.observe.plot import plot_metrics_file
 from pipeline.observe.summary import (
@@ -26,10 +28,8 @@ from pipeline.observe.summary import (
     summarise_staleness,
     write_summary,
 )
-from pipeline.observe.visible import visible
 from pipeline.record.episodes import uncertain_in
 from pipeline.record.recorder import Recorder
-from pipeline.supervise.announce import read_fleet
 from stages.sample_log import SAMPLES_FILE
 
 

@@ -19,16 +19,13 @@ from pathlib import Path
 from typing import Final
 
 import msgspec
-from msgspec import Struct
 
 from models.checkpoint import CheckpointError, final_path, read_manifest, remove_leftovers, verify_files
 from models.disk import write_json
-from pipeline.observe.stats import STATS_PREFIX, StageStats
-from pipeline.observe.visible import visible
+from pipeline.facts.servers import EngineSpec, ServerInfo
+from pipeline.facts.stats import STATS_PREFIX, StageStats
+from pipeline.facts.text import outage_text, visible
 from pipeline.record.recorder import Recorder
-from pipeline.record.run_directory import RunDir
-from pipeline.supervise.outage import outage_text
-from pipeline.supervise.restarts import EngineSpec
 from stages.base import TrainOptions
 from stages.messages import Settled, group_of
 from stages.ports import read_value
@@ -36,24 +33,6 @@ from stages.topic_values import POLICY, Complaint, EngineAddress, RouterAddress,
 from transport import DeadLetter, Hub, TopicServer
 
 REPORTS_POLL_S = 0.02
-
-
-class ServerInfo(Struct, frozen=True):
-    """One server of the run as it last came up."""
-
-    kind: str  # embedded, simulated, sglang, smg
-    url: str
-    incarnation: int
-    version: str
-    role: str  # engine, frozen, router
-    metrics: str = ""  # address of its /metrics, where that is not the server's own
-    token_file: str = ""  # of the token that it wants, while it runs; the router of the run wants the same
-
-
-def read_fleet(rundir: RunDir) -> dict[str, ServerInfo]:
-    """The servers of a run by name; empty if none came up."""
-    path = rundir.fleet
-    return msgspec.json.decode(path.read_bytes(), type=dict[str, ServerInfo]) if path.exists() else {}
 
 
 class Announcer:

@@ -34,11 +34,12 @@ from models.engines.serve import EngineServer
 from models.engines.token import Token, TokenFile
 from models.fault_injection import FaultPlan
 from pipeline.errors import ReplicaFailed, UsageError
-from pipeline.hosts.free_port import PortInUse
+from pipeline.facts.servers import EngineSpec
 from pipeline.hosts.launcher import Handle, Launcher, ProcessSpec, Resources
+from pipeline.hosts.processes import PortInUse
 from pipeline.supervise.health_probe import HealthProbe, HttpProbe, SchedulerProbe
 from pipeline.supervise.restart_server import StartCommand, SupervisedServer
-from pipeline.supervise.restarts import EngineSpec, Lifecycle
+from pipeline.supervise.restarts import Lifecycle
 from pipeline.supervise.weight_fetchers import WeightFetchers
 
 LIMIT_S: Final = 10.0  # for a server to answer; it is busy with nothing

@@ -1,4 +1,4 @@
-"""What runner and controller agree on: how an engine is described, what is told of processes, how often they start.
+"""What runner and controller agree on: what is told of processes, and how often they start.
 
 Invariants: every unexpected end is told before the replacement starts, so that the work of the lost process moves on;
 restarts are counted, wait longer each time, and end the run when their budget of a time is spent.
@@ -12,14 +12,10 @@ import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final, Literal, Protocol
+from typing import Final, Protocol
 
-from msgspec import Struct
-
-from configs.schema import EngineConfig
-from models.engines.token import TokenFile
-from models.fault_injection import FaultPlan
 from pipeline.errors import ReplicaFailed
+from pipeline.facts.servers import EngineSpec
 from pipeline.hosts.launcher import Handle
 from pipeline.supervise.restart_budget import WINDOW_S, RestartBudget, backoff_s
 from stages.base import TrainOptions
@@ -28,41 +24,7 @@ from transport import TopicServer
 
 log = logging.getLogger("sluice.controller")
 
-Kind = Literal["engine", "frozen", "router"]
 HANG_S: Final = 60.0  # longer than a process takes to start on a machine that is busy
-
-
-class EngineSpec(Struct, frozen=True):
-    """One engine. `frozen`: the name of its policy, for an engine that gets no new weights.
-
-    `external`: the address of one that runs already, which is watched and never started or ended. `gpus`: those that
-    it may see, as CUDA_VISIBLE_DEVICES names them; empty = as the environment says. `faults`: of `--fault-inject`.
-    `token`: what requests to it must bring. `fetcher`: what brings weights to the node that it was placed on.
-    `taken_over`: an earlier start of the run left it, with weights of its own.
-    """
-
-    name: str
-    config: EngineConfig
-    model_path: str
-    max_context: int | None
-    port: int
-    seed: int
-    frozen: str = ""
-    external: str = ""
-    gpus: tuple[str, ...] = ()
-    faults: FaultPlan | None = None
-    token: TokenFile | None = None
-    fetcher: str = ""
-    taken_over: bool = False
-
-    @property
-    def kind(self) -> Kind:
-        return "frozen" if self.frozen else "engine"
-
-    @property
-    def ours(self) -> bool:
-        """Whether a server of ours serves it."""
-        return not self.external and self.config.engine != "sglang"
 
 
 class Lifecycle(Protocol):

@@ -23,14 +23,15 @@ from models.engines.launch.command import RUNNER, with_token
 from models.engines.launch.environment import Installed
 from models.engines.launch.router_command import router_launch
 from models.engines.token import TokenFile
+from pipeline.facts.servers import EngineSpec, Kind
 from pipeline.hosts.launcher import Launcher, ProcessSpec
 from pipeline.hosts.rendezvous import Entry
-from pipeline.placement import Placement
 from pipeline.preflight.sglang import prepare_sglang
+from pipeline.replica_specs import Placement
 from pipeline.supervise.engine_servers import EmbeddedOrSimulatedServer, InProcessEngine, SglangServer
 from pipeline.supervise.external_servers import ExternalEngine, ExternalRouter
 from pipeline.supervise.restart_server import ServerSupervisor, StartCommand, SupervisedServer
-from pipeline.supervise.restarts import EngineSpec, Kind, Lifecycle, Restarts
+from pipeline.supervise.restarts import Lifecycle, Restarts
 from pipeline.supervise.weight_fetchers import WeightFetchers
 from stages.topic_values import ADDRESS, DIRECTORY, LEAVE, RouterAddress, entries
 from transport import TopicServer

@@ -31,13 +31,13 @@ from models.train.trainer_group.rank_spec import (
     processes_of,
 )
 from pipeline.errors import EXIT_DISK_FULL, EXIT_USER_ERROR, ReplicaFailed, UsageError, check_repeatable
-from pipeline.hosts.gpus import gpus_to_divide, trainer_group_gpus
+from pipeline.facts.stats import STATS_PREFIX
+from pipeline.hosts.gpu_placement import gpus_to_divide, trainer_group_gpus
 from pipeline.hosts.launcher import Handle, Launcher, Resources, ending
 from pipeline.hosts.rendezvous import Entry, spec_key
 from pipeline.hosts.replica import ReplicaSpec
 from pipeline.hosts.shared_files import SharedFiles, shared_files
-from pipeline.observe.stats import STATS_PREFIX
-from pipeline.placement import Placement
+from pipeline.replica_specs import Placement
 from pipeline.supervise.restart_server import POLL_S, STARTS_WITHOUT_SERVING, Waiting
 from pipeline.supervise.restarts import HANG_S, Restarts, end_if_silent
 from stages.base import TrainOptions, beside

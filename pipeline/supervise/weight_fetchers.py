@@ -14,12 +14,12 @@ from typing import Final
 import msgspec
 
 from pipeline.errors import check_repeatable
+from pipeline.facts.stats import STATS_PREFIX
 from pipeline.graph import STAGES, Node
-from pipeline.hosts.free_port import HOST
 from pipeline.hosts.launcher import HostGone, Launcher, ending
+from pipeline.hosts.processes import HOST
 from pipeline.hosts.rendezvous import Entry, retire_key, spec_key
-from pipeline.observe.stats import STATS_PREFIX
-from pipeline.placement import Placement
+from pipeline.replica_specs import Placement
 from pipeline.supervise.restarts import Restarts, end_if_silent
 from stages.base import beside
 from stages.engines.stage import END

@@ -9,12 +9,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from bench.plan import QUICK, Plan, changes, published_table, search, splits
+from bench.plan import (
+    QUICK,
+    Efficiency,
+    Job,
+    Plan,
+    bounds,
+    changes,
+    cluster_of,
+    kv_tokens,
+    search,
+    shape_of,
+    splits,
+    weight_bytes,
+)
 from bench.plan_cluster import simulate
-from bench.plan_hardware import Efficiency, Job, bounds, cluster_of, kv_tokens, shape_of, weight_bytes
-from bench.plan_published import Row, theory_cluster, verl_cluster
-from bench.plan_stages import best_split, stage_steps
-from bench.plan_types import Cluster, Result
+from bench.plan_world import Cluster, Result
 from configs.plan.parameters import total_parameters
 
 # One engine of two slots, one group of two rollouts of 100 tokens in 10 ms each, 0.5 s of training.
@@ -25,6 +35,10 @@ TRIVIAL = Cluster(
 BUSY = Cluster(
     engines=2, slots=16, a_s=0.01, c_s=0.0002, token_s=4e-5, groups=4, members=4, prompt=20, mean=200.0, sigma=0.9,
     cap=1500, staleness=2, update_s=0.3, batches=12, warm_up=4,
+)  # fmt: skip
+IN_TURNS = Cluster(
+    engines=32, slots=32, a_s=0.01, c_s=0.0, token_s=0.01 / 32 / 32, groups=1024, members=1, mean=4096.0, sigma=0.5,
+    cap=32768, staleness=0, colocated=True, rolling=64, batches=4, warm_up=1,
 )  # fmt: skip
 
 
@@ -58,12 +72,6 @@ def test_a_grader_takes_one_rollout_at_a_time() -> None:
     graded = replace(TRIVIAL, graders=1, reward_s=0.2)
     assert simulate(graded).step_s == pytest.approx(1.0 + 2 * 0.2 + 0.5)
     assert simulate(replace(graded, graders=2)).step_s == pytest.approx(1.0 + 0.2 + 0.5)
-
-
-def test_the_smallest_of_the_fastest_splits_is_best() -> None:
-    steps = stage_steps(replace(TRIVIAL, reward_s=0.2), (1, 2), (1, 2, 3))
-    assert best_split(steps) == (1, 2), "one group has two rollouts, at one engine"
-    assert best_split({(1, 1): 2.0, (2, 1): 1.0, (1, 2): 1.01, (4, 4): 0.99}) == (1, 2)
 
 
 def test_engines_stand_still_for_new_weights() -> None:
@@ -195,21 +203,6 @@ def test_the_best_split_is_the_fastest_of_those_simulated_and_none_beats_the_bou
 
 
 def test_in_turns_with_equal_lengths_all_slots_work() -> None:
-    cluster = replace(theory_cluster(0.5, 1, apart=False), groups=64, engines=2, sigma=0.0)
+    cluster = replace(IN_TURNS, groups=64, engines=2, sigma=0.0)
     result = simulate(cluster)
     assert result.slots_busy / (1 - result.trainer_busy) == pytest.approx(1.0, rel=1e-3)
-
-
-def test_thresholds_of_samples_are_bounds_of_our_gate() -> None:
-    """512 groups (1 + threshold) in flight for each publication."""
-    for threshold, groups in ((0.0, 512), (0.5, 768)):
-        cluster = verl_cluster(64, 64, threshold, 5)
-        assert (cluster.staleness + 1) * cluster.groups == groups
-        assert cluster.groups * cluster.interval == 512
-
-
-def test_the_table_tells_calibrated_rows_apart() -> None:
-    table = published_table([Row("a", "b", 100.0, 110.0), Row("a", "c", 50.0, 50.0, "train")])
-    assert "| a | b | 100 | 110 | +10% | - |" in table
-    assert "| +0% | train |" in table
-    assert table.endswith("mean error of the 1 rows without calibration: 10%")

@@ -8,8 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from bench.processes import usage
-from bench.scale import MEMBERS, Cost, Point, flags, points, report
+from bench.scale import MEMBERS, Cost, Point, flags, points, report, usage
 from configs.load import load
 
 END = "print('done', flush=True)\ninput()"

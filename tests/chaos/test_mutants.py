@@ -22,10 +22,10 @@ import zmq
 
 from configs.schema import Config
 from models.checkpoint import draft_path, remove_leftovers, resumable_checkpoint
+from pipeline.facts.run_directory import RunDir
 from pipeline.record import journal as journal_module
 from pipeline.record.journal import Journal, RolledBack
 from pipeline.record.recorder import Recorder
-from pipeline.record.run_directory import RunDir
 from stages.generate.stage import GenerateStage
 from stages.group.stage import GroupStage
 from stages.messages import CheckpointReady, Outcome, Settled, StepDone, VersionRun, WeightsAnnouncement

@@ -24,7 +24,7 @@ from models.train.megatron.settings import option_fields
 from models.train.megatron.settings.option_fields import DATACLASSES, fields_of, known_fields
 from models.train.megatron.settings.options import SET_BY_SLUICE, MegatronOptions, option_faults, split_options
 from pipeline.errors import UsageError
-from pipeline.preflight.names import check_trainer
+from pipeline.preflight.refusals import check_trainer
 
 ROOT = Path(__file__).resolve().parents[2]
 OWN = {flag.name for flag in flags() if flag.name is not None}

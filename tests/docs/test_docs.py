@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from bench.plan_hardware import Job
+from bench.plan import Job
 from configs.cli.command_line import RESERVED
 from configs.cli.flags import flags
 from configs.cli.passthrough import SLIME

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.record.run_directory import RunDir
+from pipeline.facts.run_directory import RunDir
 
 
 @pytest.fixture

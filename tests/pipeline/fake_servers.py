@@ -15,8 +15,8 @@ import msgspec
 
 from configs.schema import Config
 from models.engines.client import EngineClient
+from pipeline.facts.servers import EngineSpec
 from pipeline.supervise.health_probe import HttpProbe
-from pipeline.supervise.restarts import EngineSpec
 from stages.topic_values import RouterAddress
 
 PATIENCE_S = 20.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from pipeline.observe.advice import StageLoad, Window
+from pipeline.control.advice import StageLoad, Window
 
 
 @dataclass

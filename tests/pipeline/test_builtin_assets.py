@@ -11,7 +11,7 @@ import pytest
 from configs.schema import Config
 from configs.schema.train import TrainConfig
 from pipeline.errors import UsageError
-from pipeline.preflight.builtin_assets import prepare
+from pipeline.preflight.data import prepare
 
 
 def test_the_model_of_a_run_that_another_version_began_is_refused_with_the_cure(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ def test_engines_give_their_memory_back_for_every_batch(tmp_path: Path) -> None:
     assert done.summary["groups"]["trained"] == 16
     assert done.summary["staleness"]["max"] == 0
     trace = json.loads((done.run_dir / "trace.json").read_text())
-    spans = [one for one in trace["traceEvents"] if one.get("ph") == "X"]
+    spans = [one for one in trace["traceEvents"] if one.get("ph") == "b"]
     released = [one for one in spans if one["name"] == "release_memory"]
     assert len(released) == 2 * 4, "each engine gives its memory back before each batch"
     computed = [one for one in spans if one["name"] == "train"]

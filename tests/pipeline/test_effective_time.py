@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from configs.schema import Config
+from pipeline.facts.run_directory import RunDir
 from pipeline.record.effective_time import EffectiveTime, last_sign_s, resumed_time
 from pipeline.record.journal import Admitted, Began, Committed, Event, RolledBack, Stepped, read_journal
 from pipeline.record.recorder import Recorder
-from pipeline.record.run_directory import RunDir
 from stages.messages import StepDone
 
 

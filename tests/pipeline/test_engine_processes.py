@@ -16,13 +16,14 @@ from fake_servers import FAKE, PATIENCE_S, Told, configured, gone, outside, sche
 from configs.schema import Config
 from models.engines.client import EngineClient
 from pipeline.errors import ReplicaFailed, leaf
-from pipeline.hosts.free_port import held_port
+from pipeline.facts.run_directory import RunDir
+from pipeline.facts.servers import EngineSpec, Kind
 from pipeline.hosts.launcher import Handle, Launcher, ProcessSpec
 from pipeline.hosts.local_launcher import LocalLauncher
-from pipeline.record.run_directory import RunDir
+from pipeline.hosts.processes import held_port
 from pipeline.supervise.health_probe import HealthProbe, HttpProbe, SchedulerProbe
 from pipeline.supervise.restart_server import ServerSupervisor, StartCommand, SupervisedServer
-from pipeline.supervise.restarts import EngineSpec, Kind, Restarts
+from pipeline.supervise.restarts import Restarts
 
 pytestmark = pytest.mark.slow
 

@@ -20,14 +20,15 @@ from configs.schema import Config
 from models.engines.protocol import ModelInfo
 from models.engines.token import Token, TokenFile
 from pipeline.errors import UsageError
-from pipeline.hosts.free_port import held_port
+from pipeline.facts.run_directory import RunDir
+from pipeline.facts.servers import EngineSpec, read_fleet
+from pipeline.facts.text import outage_text
 from pipeline.hosts.local_launcher import LocalLauncher
+from pipeline.hosts.processes import held_port
 from pipeline.record.recorder import Recorder
-from pipeline.record.run_directory import RunDir
-from pipeline.supervise.announce import Announcer, read_fleet
+from pipeline.supervise.announce import Announcer
 from pipeline.supervise.external_servers import ExternalEngine, ExternalRouter, PolicyConfig, differs
-from pipeline.supervise.outage import outage_text
-from pipeline.supervise.restarts import EngineSpec, Restarts
+from pipeline.supervise.restarts import Restarts
 from pipeline.supervise.servers import supervisors
 from stages.topic_values import Complaint, EngineEntry, RouterAddress, addresses
 from tests.transport.memory_link import MemoryNetwork, MemoryNode

@@ -15,11 +15,11 @@ from configs.schema.engine import EngineConfig
 from models.engines.serve import EngineServer
 from models.tiny import make_tiny_checkpoint
 from pipeline.errors import UsageError
+from pipeline.facts.run_directory import RunDir
 from pipeline.graph import build
-from pipeline.placement import Placement
-from pipeline.preflight.builtin_assets import prepare
+from pipeline.preflight.data import prepare
 from pipeline.preflight.frozen_engines import check_frozen, vocabulary
-from pipeline.record.run_directory import RunDir
+from pipeline.replica_specs import Placement
 from stages.base import GenerateOptions, TrainOptions
 from stages.chat.tokenizer import load_tokenizer
 

@@ -11,6 +11,7 @@ import pytest
 
 from configs.schema import Config
 from models.checkpoint import draft_path, final_path
+from pipeline.facts.run_directory import RunDir
 from pipeline.record.journal import (
     Admitted,
     Audit,
@@ -25,7 +26,6 @@ from pipeline.record.journal import (
     read_journal,
 )
 from pipeline.record.recorder import Recorder
-from pipeline.record.run_directory import RunDir
 from stages.messages import CheckpointReady, Settled, StepDone
 from stages.prompts.ledger import Ledger
 

@@ -12,7 +12,7 @@ from configs.load import load
 from configs.rules.validate import checked
 from configs.schema import Config
 from pipeline.errors import UsageError, user_error
-from pipeline.preflight.names import check_graders, check_names, check_trainer
+from pipeline.preflight.refusals import check_graders, check_names, check_trainer
 
 MEGATRON = ("--train-backend", "megatron", "--megatron-bucket-sze", "5")
 BASE = ("--prompt-data", "arithmetic", "--num-rollout", "3", "--hf-checkpoint", "tiny-arithmetic")

@@ -27,18 +27,16 @@ from models.engines.launch.command import Launch, with_token
 from models.engines.token import read_token
 from models.weights.slots_directory import LEFT_BEHIND_FILE
 from pipeline.errors import ReplicaFailed, UsageError
+from pipeline.facts.run_directory import RunDir
 from pipeline.graph import build
 from pipeline.hosts import die_with_parent as die_with_parent
-from pipeline.hosts.free_port import PortInUse, held_port
-from pipeline.hosts.gpus import slices, visible_gpus
+from pipeline.hosts.gpu_placement import slices, visible_gpus
 from pipeline.hosts.launcher import ProcessSpec, Resources
 from pipeline.hosts.local_launcher import LocalLauncher, last_error
-from pipeline.hosts.process_group import shared_files
+from pipeline.hosts.processes import PortInUse, held_port, interruptible, shared_files
 from pipeline.hosts.rendezvous import Entry
 from pipeline.hosts.replica import ReplicaSpec
-from pipeline.hosts.this_process import interruptible
-from pipeline.placement import threads
-from pipeline.record.run_directory import RunDir
+from pipeline.replica_specs import threads
 from pipeline.supervise import restarts
 from pipeline.supervise.restart_budget import WINDOW_S
 from pipeline.supervise.restarts import Restarts
@@ -280,7 +278,7 @@ def test_what_ends_a_program_interrupts_the_controller_unless_it_is_ignored() ->
 
 
 def test_a_run_may_open_as_many_files_as_its_user() -> None:
-    script = "import resource; from pipeline.hosts.this_process import raise_file_limit; "
+    script = "import resource; from pipeline.hosts.processes import raise_file_limit; "
     script += "resource.setrlimit(resource.RLIMIT_NOFILE, (100, 500)); raise_file_limit(9); "
     script += "print(resource.getrlimit(resource.RLIMIT_NOFILE))"
     said = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)

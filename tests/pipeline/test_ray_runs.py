@@ -20,11 +20,11 @@ from test_kill import pids, wait_for_steps
 import launch as program
 from configs.load import load
 from pipeline.errors import UsageError
+from pipeline.facts.run_directory import RunDir
 from pipeline.hosts.launcher import ProcessSpec
 from pipeline.hosts.ray.cluster import nodes
 from pipeline.hosts.ray.launcher import RayLauncher
 from pipeline.hosts.ray.placement import RayPlacement
-from pipeline.record.run_directory import RunDir
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install ray")
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import UsageError
-from pipeline.record.run_directory import RunDir
+from pipeline.facts.run_directory import RunDir
 
-HOLD = "import sys; from pathlib import Path; from pipeline.record.run_directory import RunDir; "
+HOLD = "import sys; from pathlib import Path; from pipeline.facts.run_directory import RunDir; "
 HOLD += "rundir = RunDir(Path(sys.argv[1])).open(resume=False); print(rundir.sockets, flush=True); sys.stdin.read()"
 
 

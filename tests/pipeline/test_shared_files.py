@@ -12,8 +12,8 @@ from launching import SMALL
 
 from configs.load import load
 from configs.schema import Config
+from pipeline.facts.run_directory import RunDir
 from pipeline.hosts.shared_files import TRAINER_LOCK, only_trainer, shared_files
-from pipeline.record.run_directory import RunDir
 
 
 def model(place: Path, weights: bytes) -> Path:

@@ -24,13 +24,14 @@ from models.engines.client import EngineClient
 from models.engines.protocol import GenerateRequest, SamplingParams
 from models.engines.token import TokenFile, run_token
 from models.fault_injection import FaultPlan
+from pipeline.facts.run_directory import RunDir
+from pipeline.facts.servers import EngineSpec
 from pipeline.hosts.launcher import ProcessSpec
 from pipeline.hosts.local_launcher import LocalHandle, LocalLauncher
-from pipeline.record.run_directory import RunDir
 from pipeline.supervise import engine_servers
 from pipeline.supervise.engine_servers import EmbeddedOrSimulatedServer
 from pipeline.supervise.restart_server import ServerSupervisor
-from pipeline.supervise.restarts import EngineSpec, Restarts
+from pipeline.supervise.restarts import Restarts
 from pipeline.supervise.weight_fetchers import WeightFetchers
 
 pytestmark = pytest.mark.slow

@@ -15,12 +15,12 @@ import pytest
 from configs.schema import Config
 from models.train.trainer_group.rank_spec import PeerGone, RanksDisagree
 from pipeline.errors import ReplicaFailed, UsageError, exit_code
-from pipeline.hosts.gpus import check_trainer_group, engines_gpus, trainer_group_gpus
+from pipeline.facts.run_directory import RunDir
+from pipeline.hosts.gpu_placement import check_trainer_group, engines_gpus, trainer_group_gpus
 from pipeline.hosts.launcher import ANYTHING, ProcessSpec, Resources
 from pipeline.hosts.local_launcher import LocalHandle, LocalLauncher
 from pipeline.hosts.rendezvous import CONFIG, Entry
 from pipeline.hosts.replica import ReplicaSpec
-from pipeline.record.run_directory import RunDir
 from pipeline.supervise import trainer_unit as trainer_unit
 from pipeline.supervise.restarts import Restarts
 from pipeline.supervise.trainer_unit import Loss, Ranks, TrainerUnit, first_lost

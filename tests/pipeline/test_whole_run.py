@@ -26,14 +26,14 @@ def test_simulated_engine_and_trainer(tmp_path: Path) -> None:
     assert done.summary["weight_versions"]["last"] == 4
     assert 0 < done.summary["efficiency_vs_bound"] <= 1
     events = json.loads((tmp_path / "run" / "trace.json").read_text())["traceEvents"]
-    turns = [e["args"]["detail"] for e in events if e["name"] == "generate" and e["ph"] == "X"]
+    turns = [e["args"]["detail"] for e in events if e["name"] == "generate" and e["ph"] == "b"]
     assert turns
     assert all(re.fullmatch(r"turn 1, \d+ tokens, version \d( to \d)?", turn) for turn in turns), turns
-    trained = [e["args"]["group_id"] for e in events if e["name"] == "trained" and e["ph"] == "X"]
+    trained = [e["args"]["group_id"] for e in events if e["name"] == "trained" and e["ph"] == "b"]
     assert sorted(trained) == sorted(set(trained))
     assert len(trained) == GROUPS
     train = next(e["pid"] for e in events if e["name"] == "trained")
-    ends = [e for e in events if e["ph"] == "f" and e["pid"] == train]
+    ends = [e for e in events if e.get("flow_in") and e["pid"] == train]
     assert len(ends) >= GROUPS, "arrows end where a group is trained"
     assert f"run in {tmp_path / 'run'}: starting its processes, which log to " in done.err
 

@@ -24,11 +24,11 @@ from typing import Final
 import msgspec
 
 from models.weights.slots_directory import PREFIX, SHARED_MEMORY, DirectoryLease, remove_stale
-from pipeline.hosts.free_port import PortInUse, held_port
+from pipeline.facts.run_directory import RunDir
 from pipeline.hosts.launcher import ProcessSpec
 from pipeline.hosts.local_launcher import LocalHandle, LocalLauncher
+from pipeline.hosts.processes import PortInUse, held_port
 from pipeline.hosts.shared_files import SharedFiles
-from pipeline.record.run_directory import RunDir
 
 OUTPUT_WAIT_S: Final = 2.0  # longest wait for new output
 POLL_S: Final = 0.1  # between two looks at the log

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from synthetic_pipeline import SyntheticPipeline
 
-from pipeline.observe.advice import FULL, LEAST_GAIN, STARVED, WAITS_CORES, Advice, StageLoad, Window, advise
+from pipeline.control.advice import FULL, LEAST_GAIN, STARVED, WAITS_CORES, Advice, StageLoad, Window, advise
 
 SHARE = st.floats(0.0, 1.0)
 NAMES = ("generate", "reward", "engine", "tools")

@@ -12,7 +12,7 @@ from configs.rules.validate import checked
 from configs.schema import Config
 from pipeline.control.changed_config import keep, with_settings
 from pipeline.errors import UsageError
-from pipeline.record.run_directory import RunDir
+from pipeline.facts.run_directory import RunDir
 
 FLAGS = ["--prompt-data", "arithmetic", "--hf-checkpoint", "tiny-arithmetic", "--label-key", "label", "--lr", "1e-4"]
 

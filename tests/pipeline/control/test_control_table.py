@@ -8,7 +8,7 @@ import msgspec
 
 from pipeline.control.messages import EngineStatus, QueueStatus, RunStatus
 from pipeline.control.table import table
-from pipeline.observe.stats import Changed, LedgerCounts, RunSnapshot, StageRow
+from pipeline.facts.stats import Changed, LedgerCounts, RunSnapshot, StageRow
 
 STAGES = (
     StageRow("generate", 2, 0.921, 0.05, 0.01, 0.019, 3, 12, 56.84, 900.0, 1490, 0, 0),

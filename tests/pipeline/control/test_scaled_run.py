@@ -14,10 +14,10 @@ from scripted_run import Scripted, scripted
 
 from pipeline.control.client import NotRunning, ask
 from pipeline.control.messages import Command, Drain, Pause, Reply, Resume, Save, Scale, Set, Status
-from pipeline.observe.stats import Changed
-from pipeline.observe.trace import Span, read_records
+from pipeline.facts.servers import read_fleet
+from pipeline.facts.stats import Changed
+from pipeline.facts.trace import Span, read_records
 from pipeline.record.journal import Committed, read_journal
-from pipeline.supervise.announce import read_fleet
 from pipeline.supervise.servers import Servers
 from stages.topic_values import LEAVE, addresses, carrying
 from tests.chaos.oracle import Expected, judge

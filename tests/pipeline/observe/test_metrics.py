@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from pipeline.observe.errors import MetricsError
+from pipeline.errors import MetricsError
 from pipeline.observe.metrics import JsonlMetrics, Metrics, TensorBoardMetrics, read_metrics
 
 ROOT = Path(__file__).parents[3]
@@ -131,7 +131,7 @@ def test_tensorboard_hides_the_steps_after_the_resumed_one(tmp_path: Path) -> No
 def test_no_torch_and_no_tensorboard_at_import_and_no_torch_in_use(tmp_path: Path) -> None:
     program = (
         "import sys\nfrom pathlib import Path\n"
-        "import pipeline.observe.metrics, pipeline.observe.trace, pipeline.observe.perfetto, pipeline.observe.summary\n"
+        "import pipeline.observe.metrics, pipeline.facts.trace, pipeline.observe.perfetto, pipeline.observe.summary\n"
         "import pipeline.observe.view, pipeline.observe.table, pipeline.observe.plot\n"
         "heavy = {'torch', 'tensorboard', 'matplotlib', 'tensorflow', 'zmq'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"

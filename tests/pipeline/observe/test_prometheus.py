@@ -10,6 +10,7 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import aiohttp
 import msgspec
@@ -23,11 +24,10 @@ import launch
 from configs.schema import Config
 from configs.schema.engine import EngineConfig
 from models.engines.serve import EngineServer
-from pipeline.observe.errors import EndpointError
-from pipeline.observe.exposition import Family, read, write
-from pipeline.observe.monitor import Monitor
-from pipeline.observe.prometheus import Facts, endpoint, families, joined
-from pipeline.observe.stats import StageStats
+from pipeline.control.monitor import Monitor
+from pipeline.errors import EndpointError
+from pipeline.facts.stats import StageStats
+from pipeline.observe.prometheus import Facts, Family, endpoint, families, joined, read, write
 from pipeline.supervise.announce import ServerInfo
 from stages.topic_values import EngineAddress
 
@@ -227,7 +227,8 @@ def test_an_engine_that_is_lost_keeps_its_place(tmp_path: Path) -> None:
         dead_letters=[],
         rundir=SimpleNamespace(fleet=tmp_path / "fleet.json"),
     )
-    monitor = Monitor(SimpleNamespace(), recorder, {}, SimpleNamespace(topic=topic))  # type: ignore[arg-type]
+    parts = MagicMock(recorder=recorder, hubs={}, topic=topic)
+    monitor = Monitor(parts)
     assert monitor.facts().engines == {"engine-0": "http://a", "frozen-t": "http://t"}
     assert monitor.facts().router is None
     del known["engine/engine-0"]

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.observe.errors import SummaryError
+from pipeline.errors import SummaryError
+from pipeline.facts.stats import LedgerCounts
 from pipeline.observe.metrics import JsonlMetrics
 from pipeline.observe.plot import Curve, curve_from_rows, plot_learning_curve, plot_metrics_file, smooth
-from pipeline.observe.stats import LedgerCounts
 from pipeline.observe.summary import (
     RewardSummary,
     RunSummary,

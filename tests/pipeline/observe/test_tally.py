@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.observe.stats import StageStats
+from pipeline.facts.run_directory import RunDir
+from pipeline.facts.stats import StageStats
 from pipeline.record.group_outcomes import MOST_REASONS, GroupOutcomes
 from pipeline.record.recorder import Recorder
 from pipeline.record.report import summarise
-from pipeline.record.run_directory import RunDir
 from stages.messages import Settled, StepDone
 from stages.prompts.ledger import Ledger, LedgerSnapshot
 from stages.topic_values import EngineAddress, EngineEntry

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.observe.errors import TraceError
+from pipeline.errors import TraceError
+from pipeline.facts.trace import Dropped, Span, TraceWriter, read_records
 from pipeline.observe.perfetto import merge
-from pipeline.observe.trace import Dropped, Span, TraceWriter, read_records
 from stages.evaluate import EVAL_BASE
 
 T0 = 1_700_000_000.0
@@ -44,10 +44,11 @@ def load(path: Path) -> tuple[dict, dict[str, list[dict]]]:
     by_phase: defaultdict[str, list[dict]] = defaultdict(list)
     for event in document["traceEvents"]:
         by_phase[event["ph"]].append(event)
+        by_phase["in order"].append(event)
     return document, by_phase
 
 
-def test_merge_makes_processes_lanes_and_arrows(tmp_path: Path) -> None:
+def test_merge_makes_processes_and_nested_spans(tmp_path: Path) -> None:
     pipeline_trace(tmp_path / "trace")
     report = merge(tmp_path / "trace", tmp_path / "trace.json")
     document, events = load(tmp_path / "trace.json")
@@ -61,37 +62,50 @@ def test_merge_makes_processes_lanes_and_arrows(tmp_path: Path) -> None:
         "reward: reward-0",
         "train: train-0",
     ]
-    assert len(events["X"]) == 24
-    rollout = next(event for event in events["X"] if event["name"] == "rollout")
+    assert len(events["b"]) == len(events["e"]) == 24
+    rollout = next(event for event in events["b"] if event["name"] == "rollout")
     assert rollout["args"] == {"detail": "turn 1", "group_id": 0, "sample": 0}
     assert rollout["ts"] == pytest.approx(100_000, abs=1)
-    assert rollout["dur"] == 500_000
-    turn = next(event for event in events["X"] if event["name"] == "turn")
-    assert (turn["pid"], turn["tid"]) == (rollout["pid"], rollout["tid"])
+    ends = [event["ts"] for event in events["e"] if (event["name"], event["id"]) == ("rollout", rollout["id"])]
+    assert ends == [pytest.approx(600_000, abs=1)]
+    turn = next(event for event in events["b"] if event["name"] == "turn")
+    assert (turn["pid"], turn["id"]) == (rollout["pid"], rollout["id"])
 
 
 def test_an_arrow_follows_each_sample_from_its_prompt_to_training(tmp_path: Path) -> None:
     pipeline_trace(tmp_path / "trace")
     merge(tmp_path / "trace", tmp_path / "trace.json")
     _, events = load(tmp_path / "trace.json")
-    category = {(event["pid"]): event["cat"] for event in events["X"]}
     flows: defaultdict[int, list[dict]] = defaultdict(list)
-    for event in events["s"] + events["t"] + events["f"]:
-        flows[event["id"]].append(event)
+    spans = spans_of(events)
+    for event in events["b"] + events["n"]:
+        if "bind_id" in event:
+            flows[event["bind_id"]].append(event)
+            assert any(
+                pid == event["pid"] and number == event["id"] and start <= event.get("ts", 0) <= end
+                for pid, number, start, end in spans
+            ), "each end of an arrow is in a span"
     assert len(flows) == 3 * 2
     for flow in flows.values():
-        flow.sort(key=lambda event: event["ts"])
-        assert [event["ph"] for event in flow] == ["s", "t", "t", "f"]
-        assert [category[event["pid"]] for event in flow] == ["prompts", "generate", "reward", "train"]
-        assert flow[-1]["bp"] == "e"
-        assert len({event["name"] for event in flow}) == 1
-        for event in flow:  # each end binds to a span at its place and time
-            assert any(
-                span["pid"] == event["pid"]
-                and span.get("tid") == event["tid"]
-                and span.get("ts", 0) <= event["ts"] <= span.get("ts", 0) + span["dur"]
-                for span in events["X"]
-            )
+        flow.sort(key=lambda event: event.get("ts", 0))
+        directions = [(event.get("flow_in", False), event.get("flow_out", False)) for event in flow]
+        assert directions == [(False, True), (True, True), (True, True), (True, False)]
+        assert [event["cat"] for event in flow] == ["prompts", "generate", "reward", "train"]
+
+
+def spans_of(events: dict[str, list[dict]]) -> list[tuple[int, int, float, float]]:
+    """(process, id, start, end) of all spans. An end closes the newest open begin of its id, in the file's order."""
+    open_begins: defaultdict[tuple[int, int], list[dict]] = defaultdict(list)
+    found = []
+    for event in events["in order"]:
+        if event["ph"] == "b":
+            open_begins[event["pid"], event["id"]].append(event)
+        elif event["ph"] == "e":
+            begin = open_begins[event["pid"], event["id"]].pop()
+            assert begin["name"] == event["name"]
+            found.append((event["pid"], event["id"], begin.get("ts", 0), event.get("ts", 0)))
+    assert not any(open_begins.values())
+    return found
 
 
 @settings(max_examples=60, deadline=None)
@@ -102,7 +116,7 @@ def test_an_arrow_follows_each_sample_from_its_prompt_to_training(tmp_path: Path
         max_size=40,
     )
 )
-def test_spans_of_a_lane_nest_or_do_not_touch(tmp_path_factory, spans) -> None:
+def test_spans_of_an_id_nest_or_do_not_touch(tmp_path_factory, spans) -> None:
     path = tmp_path_factory.mktemp("lanes")
     writer = TraceWriter(path / "trace", "r", stage="s")
     for start, dur, group, sample in spans:
@@ -110,15 +124,18 @@ def test_spans_of_a_lane_nest_or_do_not_touch(tmp_path_factory, spans) -> None:
     writer.close()
     merge(path / "trace", path / "t.json")
     _, events = load(path / "t.json")
-    assert len(events["X"]) == len(spans)
-    lanes: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
-    for event in events["X"]:
-        start = event.get("ts", 0)
-        lanes[event["tid"]].append((start, start + event.get("dur", 0)))
-    for lane in lanes.values():
-        for i, (a, b) in enumerate(lane):
-            for c, d in lane[i + 1 :]:
+    found = spans_of(events)
+    assert sorted((end - start) / 1e6 for *_, start, end in found) == sorted(dur for _, dur, *_ in spans)
+    tracks: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
+    for _, number, start, end in found:
+        tracks[number].append((start, end))
+    for track in tracks.values():
+        for i, (a, b) in enumerate(track):
+            for c, d in track[i + 1 :]:
                 assert b <= c or d <= a or (a <= c and d <= b) or (c <= a and b <= d)
+    for number in tracks:
+        times = [event.get("ts", 0) for event in events["in order"] if event.get("id") == number]
+        assert times == sorted(times), "events of an id are in the order of time"
 
 
 def test_a_torn_line_and_a_killed_writer_cost_only_themselves(tmp_path: Path) -> None:
@@ -153,9 +170,9 @@ def test_a_merge_beyond_its_size_keeps_whole_groups(tmp_path: Path) -> None:
     report = merge(tmp_path / "trace", tmp_path / "t.json", max_events=60)
     _, events = load(tmp_path / "t.json")
     assert report.kept_one_group_in == 3
-    kept = {event["args"]["group_id"] for event in events["X"]}
+    kept = {event["args"]["group_id"] for event in events["b"]}
     assert kept == set(range(0, 20, 3))
-    assert len(events["X"]) == 8 * len(kept)
+    assert len(events["b"]) == 8 * len(kept)
 
 
 def test_a_writer_that_is_off_writes_nothing(tmp_path: Path) -> None:
@@ -187,5 +204,5 @@ def test_groups_of_an_evaluation_are_called_so(tmp_path: Path) -> None:
             spans.add(replica, 100.0, 1.0, group=EVAL_BASE + 3)
     merge(tmp_path / "trace", tmp_path / "trace.json")
     _, events = load(tmp_path / "trace.json")
-    assert [event["name"] for event in events["s"]] == ["evaluation prompt 3"]
-    assert {event["args"]["evaluates"] for event in events["X"]} == {"evaluation prompt 3"}
+    assert {event["args"]["evaluates"] for event in events["b"]} == {"evaluation prompt 3"}
+    assert len({event["bind_id"] for event in events["b"]}) == 1

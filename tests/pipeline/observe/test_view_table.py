@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from pipeline.observe.stats import LedgerCounts, StageStats
+from pipeline.facts.stats import LedgerCounts, StageStats
 from pipeline.observe.summary import efficiency_vs_bound
 from pipeline.observe.table import LiveTable, PlainLog, duration, open_display, plain_line, quantity, render
 from pipeline.observe.view import RunView

@@ -15,7 +15,7 @@ import pytest
 
 from configs.schema import Config
 from models.tiny import make_tiny_checkpoint
-from pipeline.observe.outages import OutageWatch
+from pipeline.observe.stalls import OutageWatch
 from stages.agents import hosting
 from stages.agents.stage import AgentsStage
 from stages.messages import RolloutSlice, Sample, TurnReward

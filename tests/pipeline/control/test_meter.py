@@ -9,9 +9,9 @@ import pytest
 
 from configs.graph import loops
 from configs.load import load
+from pipeline.control.meter import LEAST_BATCHES, Meter
+from pipeline.facts.stats import CPU, Changed, StageStats
 from pipeline.graph import build
-from pipeline.observe.meter import LEAST_BATCHES, Meter
-from pipeline.observe.stats import CPU, Changed, StageStats
 from pipeline.observe.view import RunView
 from stages.prompts.ledger import Ledger
 from stages.staleness_gate import StalenessGate
@@ -42,16 +42,14 @@ class Run:
         hubs = {name: SimpleNamespace(stats=lambda one=one: one) for name, one in self.queues.items()}
         topic = SimpleNamespace(items=lambda prefix: {k: v for k, v in ENGINE.items() if k.startswith(prefix)})
         assert not loops(config)
-        self.meter = Meter(
-            SimpleNamespace(config=config, graph=graph),  # type: ignore[arg-type]
-            self.stage,  # type: ignore[arg-type]
-            self.recorder,  # type: ignore[arg-type]
-            hubs,  # type: ignore[arg-type]
-            topic,  # type: ignore[arg-type]
-            lambda name: [] if name in self.ended else [f"{name}-0"],
-            lambda name, count: f"no {count} of group" if name == "group" else None,
-            lambda: self.now,
+        runner = SimpleNamespace(
+            replicas=lambda name: [] if name in self.ended else [f"{name}-0"],
+            refusal=lambda name, count: f"no {count} of group" if name == "group" else None,
         )
+        parts = SimpleNamespace(
+            config=config, graph=graph, stage=self.stage, recorder=self.recorder, hubs=hubs, topic=topic, runner=runner
+        )
+        self.meter = Meter(parts, lambda: self.now)  # type: ignore[arg-type]
 
     def batch(self) -> None:
         """Two seconds in which two groups are trained, each of which came as four messages."""

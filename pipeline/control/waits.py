@@ -13,13 +13,12 @@ from typing import Final
 
 from configs.graph import loops
 from configs.schema import Config
-from pipeline.observe.view import RunView
-from pipeline.placement import JOINERS, Placement
+from pipeline.control.run_parts import RunParts
+from pipeline.replica_specs import JOINERS
 from stages.messages import WeightsAnnouncement, group_of
 from stages.ports import read_value
-from stages.prompts.stage import PromptStage
 from stages.topic_values import EngineEntry, addresses, entries
-from transport import Held, Hub, TopicServer
+from transport import Held
 
 MOST_HOLDERS: Final = 3
 
@@ -27,19 +26,10 @@ MOST_HOLDERS: Final = 3
 class Waits:
     """Answers for one run."""
 
-    def __init__(
-        self,
-        placement: Placement,
-        stage: PromptStage,
-        view: RunView,
-        hubs: Mapping[str, Hub],
-        topic: TopicServer,
-        lacking: Mapping[str, str],
-    ) -> None:
-        """`lacking`: processes for which no host has room, and what they need."""
-        self.config, self.graph = placement.config, placement.graph
-        self.placement, self.lacking = placement, lacking
-        self.stage, self.view, self.hubs, self.topic = stage, view, hubs, topic
+    def __init__(self, parts: RunParts) -> None:
+        self.config, self.graph, self.placement = parts.config, parts.graph, parts.placement
+        self.stage, self.view, self.hubs, self.topic = parts.stage, parts.recorder.view, parts.hubs, parts.topic
+        self.lacking = parts.launcher.waiting  # processes for which no host has room, and what they need
 
     def sentence(self, now_s: float, quiet_s: float) -> str:
         """For a stall of so many seconds. What a replica has held for less than half of it is not worth a word."""

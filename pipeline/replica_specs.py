@@ -22,12 +22,12 @@ from models.fault_injection import fault_plan
 from models.import_path import import_path
 from models.train.trainer_group.rank_spec import needs_trainer_group, processes_of
 from pipeline.errors import UsageError
+from pipeline.facts.run_directory import RunDir
+from pipeline.facts.servers import EngineSpec
 from pipeline.graph import Graph, Node
-from pipeline.hosts.gpus import check_trainer_group, engines_gpus, gpus_to_divide
+from pipeline.hosts.gpu_placement import check_trainer_group, engines_gpus, gpus_to_divide
 from pipeline.hosts.replica import PortSpec, ReplicaSpec
-from pipeline.record.run_directory import RunDir
 from pipeline.stream_limits import UNBOUNDED_BYTES
-from pipeline.supervise.restarts import EngineSpec
 from stages.base import GenerateOptions, StageOptions, TrainOptions
 from stages.staleness_gate import StalenessGate
 

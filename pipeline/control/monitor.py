@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
-from pipeline.observe.advice import Advice
+from pipeline.control.advice import Advice
+from pipeline.control.run_parts import RunParts
+from pipeline.control.waits import Waits
+from pipeline.facts.servers import read_fleet
 from pipeline.observe.prometheus import Facts
 from pipeline.observe.table import open_display
-from pipeline.observe.waits import Waits
-from pipeline.record.recorder import Recorder
-from pipeline.supervise.announce import read_fleet
 from stages.ports import read_value
-from stages.prompts.stage import PromptStage
 from stages.topic_values import SLOW, Complaint, addresses
-from transport import Hub
 
 REFRESH_S = 0.5
 
@@ -23,18 +21,11 @@ REFRESH_S = 0.5
 class Monitor:
     """Feeds a display twice a second. A context manager."""
 
-    def __init__(
-        self,
-        stage: PromptStage,
-        recorder: Recorder,
-        hubs: Mapping[str, Hub],
-        waits: Waits,
-        advise: Callable[[], Advice | None] = lambda: None,
-    ) -> None:
-        self.stage, self.recorder, self.hubs, self.waits, self.topic = stage, recorder, hubs, waits, waits.topic
-        self._advise = advise
+    def __init__(self, parts: RunParts, advise: Callable[[], Advice | None] = lambda: None) -> None:
+        self.stage, self.recorder, self.hubs, self.topic = parts.stage, parts.recorder, parts.hubs, parts.topic
+        self.waits, self._advise = Waits(parts), advise
         self.advice: Advice | None = None
-        observe = recorder.config.observe
+        observe = self.recorder.config.observe
         self.display = open_display(observe.live, log_interval=observe.log_interval)
         self._slow: set[tuple[str, int]] = set()
         self._engines: dict[str, str | None] = {}  # every engine seen, with its address while it has one
