@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from configs.cli.command_line import Arguments, read
-from configs.errors import ConfigError
+from configs.command_line import Arguments, read
+from configs.layers import ConfigError
 from configs.load import load_arguments, with_work
 from configs.plan.staleness import staleness_line
 from configs.rules.validate import examined
@@ -50,7 +50,7 @@ def _main(argv: Sequence[str]) -> int:
         return control(argv)
     arguments = read(argv)
     if arguments.help:
-        from configs.cli.help import render_help
+        from configs.help import render_help
 
         sys.stdout.write(render_help())
         return 0

@@ -29,9 +29,8 @@ from aiohttp import web
 
 from bench.weights_model import Versions
 from configs.schema import Config
-from configs.schema.engine import EngineConfig
+from configs.schema.engine import EngineConfig, UpdateConfig
 from configs.schema.rollout import RolloutConfig
-from configs.schema.update import UpdateConfig
 from models.engines.client import EngineClient
 from models.engines.launch.command import server_launch
 from models.engines.launch.environment import probe

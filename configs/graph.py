@@ -12,14 +12,14 @@ stage or the evaluation, which have inlets of their own.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from itertools import pairwise
 from typing import Final, Literal
 
 from msgspec import Struct
 
-from configs.schema import Config, StageConfig
-from configs.schema.debug import generates
+from configs.schema import Config, StageConfig, generates
 
 BUILT_IN: Final = (
     "prompts",
@@ -45,6 +45,8 @@ SINGLE: Final[Mapping[str, str]] = {
     "train": "it is the single writer of the weights and their version",
     "evaluate": "it joins the answers of one version, which must meet in one place",
 }
+
+AUTOSCALE_LIMIT: Final = re.compile(r"([^=]+)=(\d{1,6})\.\.(\d{1,6})", re.ASCII)  # stage=LEAST..MOST
 
 PROMPT: Final = "stages.messages:PromptGroup"
 SLICE: Final = "stages.messages:RolloutSlice"
@@ -170,3 +172,9 @@ def streams(config: Config) -> tuple[Stream, ...]:
         reporters.append("evaluate")
     settle = tuple((name, "settle") for name in reporters)
     return (*found, Stream("settle", REPORT, ("prompts", "settle"), settle))
+
+
+def autoscale_limits(config: Config) -> dict[str, tuple[int, int]]:
+    """Stage, or `engine` -> the fewest and the most replicas; empty without `--autoscale`. Of what has no fault."""
+    found = [match for text in config.run.autoscale if (match := AUTOSCALE_LIMIT.fullmatch(text))]
+    return {match[1]: (int(match[2]), int(match[3])) for match in found}

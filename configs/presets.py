@@ -15,9 +15,8 @@ from typing import Any, Final
 
 import msgspec
 
-from configs.cli.flags import flags_by_key
-from configs.errors import ConfigError
-from configs.layers import Layer
+from configs.flags import flags_by_key
+from configs.layers import ConfigError, Layer
 from configs.schema.did_you_mean import cure
 
 MODELS: Final = Path(__file__).resolve().parent / "models"

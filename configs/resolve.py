@@ -18,8 +18,7 @@ from typing import Any, Final
 
 from msgspec import Struct
 
-from configs.errors import ConfigError
-from configs.layers import build, given_by_difference, value_at
+from configs.layers import ConfigError, build, given_by_difference, value_at
 from configs.modes import preset_values
 from configs.schema import Config
 from configs.schema.algorithm import LOSS_OF_ESTIMATOR, SAMPLER_LOSSES, WHITENED

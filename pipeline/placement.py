@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,6 @@ from pipeline.errors import UsageError
 from pipeline.graph import Graph, Node
 from pipeline.hosts.gpus import gpus_to_divide
 from pipeline.hosts.replica import ReplicaSpec
-from pipeline.hosts.stream_hub import HUB
 from pipeline.hosts.stream_ports import PortSpec
 from pipeline.record.run_directory import RunDir
 from pipeline.stream_limits import UNBOUNDED_BYTES
@@ -33,7 +32,7 @@ from pipeline.supervise.restarts import EngineSpec
 from pipeline.supervise.trainer_group import check_trainer_group, engines_gpus
 from stages.options import GenerateOptions, StageOptions, TrainOptions
 from stages.staleness_gate import StalenessGate
-from transport.ports.shards import shards_of, window_of
+from transport.ports.shards import window_of
 
 _BYTES_A_THREAD = 4 << 20  # a million parameters
 _MANY = 1 << 10
@@ -67,7 +66,7 @@ class Placement:
                 return remote
             return f"inproc://{run_id}-{place}" if tasks else f"ipc://{rundir.sockets / place}.sock"
 
-        self.hub_processes = _hub_processes(config, [stream.name for stream in graph.streams])
+        self.hub_processes: dict[str, list[str]] = {}
         # Where they are bound: with port 0, what they report is where they are found.
         self.addresses = {s.name: address(str(i), tasks=in_process) for i, s in enumerate(graph.streams)}
         shards = (shard for process in self.hub_processes.values() for shard in process)
@@ -116,7 +115,7 @@ class Placement:
 
     def elsewhere(self, stream: str) -> tuple[str, ...]:
         """The stream's shards, if its hubs are in processes of their own; none if there is one here."""
-        return shards_of(stream, self.config.run.hub_shards) if self.hub_processes and stream != "settle" else ()
+        return ()
 
     def outlet(self, stream: Stream) -> PortSpec:
         shards = self.elsewhere(stream.name)
@@ -191,14 +190,6 @@ class Placement:
         return msgspec.structs.replace(
             port, window_items=window_of(items, port.shards), window_bytes=window_of(size, port.shards)
         )
-
-
-def _hub_processes(config: Config, streams: Sequence[str]) -> dict[str, list[str]]:
-    """Names of the processes that have hubs, and the shards of streams that each has: of one stream never two. What
-    goes to the ledger stays with it."""
-    divided = [shard for name in streams if name != "settle" for shard in shards_of(name, config.run.hub_shards)]
-    count = min(config.run.hub_processes, len(divided))
-    return {f"{HUB}-{i}": divided[i::count] for i in range(count)}
 
 
 def computing(config: Config, graph: Graph) -> int:

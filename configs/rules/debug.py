@@ -8,8 +8,7 @@ from pathlib import Path
 from configs.graph import replicas
 from configs.plan.parallel_layout import trainer_processes
 from configs.schema import Config
-from configs.schema.debug import batch_file
-from configs.schema.fault_spec import RANK, FaultKind, read_fault
+from configs.schema.debug import RANK, FaultKind, batch_file, read_fault
 
 
 def debug_faults(config: Config) -> Iterator[str]:

@@ -13,8 +13,7 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from configs.graph import engine_count
-from configs.schema import Config
-from configs.schema.router import router_kind
+from configs.schema import Config, router_kind
 
 _ADDRESS: Final = re.compile(r"https?://[^\s/:@]+:\d{1,5}/?|https?://\[[0-9a-fA-F:]+\]:\d{1,5}/?")
 _LOOPBACK: Final = ("localhost", "127.0.0.1", "::1")

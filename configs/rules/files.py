@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from configs.cli.flags import flags_by_key
+from configs.flags import flags_by_key
 from configs.layers import value_at
 from configs.schema import Config
 from configs.sources import IMPORT_PATHS, checkpoint_fault, import_path_fault, model_config, parse_source, source_fault

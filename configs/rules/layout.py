@@ -6,7 +6,18 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 
-from configs.graph import BUILT_IN, FOLLOWED, SINGLE, chain, engine_count, is_address, loops, replicas, stage_names
+from configs.graph import (
+    AUTOSCALE_LIMIT,
+    BUILT_IN,
+    FOLLOWED,
+    SINGLE,
+    chain,
+    engine_count,
+    is_address,
+    loops,
+    replicas,
+    stage_names,
+)
 from configs.schema import Config, StageConfig
 from configs.schema.did_you_mean import cure
 
@@ -42,21 +53,6 @@ def scale_faults(config: Config) -> Iterator[str]:
             f"--engine-port is {config.engine.engine_port}, but the last engine would need {last}; set a lower port, "
             "or 0"
         )
-
-
-def hub_faults(config: Config) -> Iterator[str]:
-    count = config.run.hub_processes
-    if count and config.run.runner == "inprocess":
-        yield (f"--hub-processes {count} wants processes, but --runner inprocess starts none; leave one of them out")
-    shards = config.run.hub_shards
-    if shards > 1 and shards > count:
-        yield (
-            f"--hub-shards {shards} divides each stream among processes, but --hub-processes is {count}, and two "
-            f"shards in one process share its core; set --hub-processes {shards} or more, or leave --hub-shards out"
-        )
-    for stage in config.stage:
-        if count and stage.name in ("hub", "keeper"):
-            yield f"stage.{stage.name} has the name of a part of --hub-processes; rename it to my_{stage.name}"
 
 
 def stage_faults(config: Config) -> Iterator[str]:
@@ -146,3 +142,50 @@ def warnings(config: Config) -> Iterator[str]:
     absent = set(config.run.scale) & set(BUILT_IN) - set(replicas(config))
     for name in sorted(absent - {"tools", "agents"}):
         yield f"--scale {name} has no effect: this run has no such stage"
+
+
+def autoscale_faults(config: Config) -> Iterator[str]:
+    there, seen = replicas(config), set[str]()
+    for text in config.run.autoscale:
+        match = AUTOSCALE_LIMIT.fullmatch(text)
+        if match is None:
+            yield f"--autoscale {text!r} is no STAGE=LEAST..MOST; write for example reward=1..8"
+            continue
+        name, least, most = match[1], int(match[2]), int(match[3])
+        if name in seen:
+            yield f"--autoscale has limits of {name} twice; leave all but one out"
+        elif name not in stage_names(config):
+            known = [stage for stage in there if stage not in SINGLE]
+            hint = cure(name, known, f"the stages that scale are {', '.join(known)}")
+            yield f"--autoscale {text} names no stage; {hint}"
+        elif name in SINGLE:
+            yield f"--autoscale {text} cannot be, for there is only one: {SINGLE[name]}; leave {name} out"
+        elif name not in there:
+            yield f"--autoscale {text} scales a stage that this run does not have; leave {name} out"
+        elif not 1 <= least <= most:
+            yield f"--autoscale {text} must have 1 <= LEAST <= MOST; write for example {name}=1..{max(least, most, 2)}"
+        elif not least <= there[name] <= most:
+            near = min(max(there[name], least), most)
+            yield (
+                f"--autoscale {text} does not hold the {there[name]} replicas that --scale gives {name}; widen it, or "
+                f"set --scale {name}={near}"
+            )
+        elif name == "engine" and (why := _fixed_engines(config)):
+            yield f"--autoscale {text} cannot be with {why}, which fixes the number of engines; leave one of them out"
+        elif name == "group" and most > 1 and "duplicate_prompt" in config.filter.dynamic_sampling_filter:
+            yield (
+                f"--autoscale {text} would share groups out, but --dynamic-sampling-filter duplicate_prompt compares "
+                "each with all before it, which must meet in one replica; leave one of them out"
+            )
+        seen.add(name)
+
+
+def _fixed_engines(config: Config) -> str | None:
+    """The setting for which no engine may come or go."""
+    if config.sglang.rollout_external_engine_addrs:
+        return "--rollout-external-engine-addrs"
+    if config.asynchrony.colocate:
+        return "--colocate"
+    if config.engine.engine == "sglang" and config.sglang.rollout_num_gpus is not None:
+        return "--rollout-num-gpus"
+    return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from configs.cli.flags import show
+from configs.flags import show
 from configs.plan.architecture import FAMILIES, architecture
 from configs.schema import Config
 from configs.sources import BUILT_IN_MODELS, model_config

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from configs.load import CONFIG_FILE
 from configs.plan.parallel_layout import trainer_processes
-from configs.schema import Config
-from configs.schema.debug import generates
+from configs.schema import Config, generates
 
 
 def length_faults(config: Config) -> Iterator[str]:
@@ -84,17 +83,6 @@ def resume_faults(config: Config) -> Iterator[str]:
         )
 
 
-def _no_standby(config: Config) -> str | None:
-    """Why no process can take the place of this run's train stage, None if one can."""
-    if config.run.runner != "local":
-        return f"with --runner {config.run.runner} a killed train stage is not started in advance"
-    if trainer_processes(config):
-        return "the ranks of a trainer group start again all together"
-    if config.asynchrony.colocate or config.update.update_weight_transport == "delta":
-        return "with --colocate, or with weights that go as differences, a killed train stage ends the run"
-    return None
-
-
 def warnings(config: Config) -> Iterator[str]:
     gate, run = config.asynchrony, config.run
     natural = gate.async_buffer_size + gate.update_weights_interval - 1
@@ -108,8 +96,6 @@ def warnings(config: Config) -> Iterator[str]:
             "--save-interval is not set: the resumed run saves when it ends or is stopped, and killed before that it "
             "starts again from the checkpoint it began with; add --save-interval to save on the way"
         )
-    if run.train_standby and (why := _no_standby(config)):
-        yield f"--train-standby has no effect: {why}"
     if run.auto_resume and config.checkpoint.save_interval is None:
         yield (
             f"--auto-resume {run.auto_resume} without --save-interval: a run that is killed starts again from where it "

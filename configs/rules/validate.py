@@ -11,8 +11,7 @@ from typing import Final
 
 from msgspec import Struct
 
-from configs.autoscale import autoscale_faults
-from configs.errors import ConfigError
+from configs.layers import ConfigError, given_by_difference
 from configs.resolve import derive
 from configs.rules import (
     algorithm,
@@ -52,8 +51,7 @@ _FAULTS: Final[tuple[Check, ...]] = (
     files.checkpoint_faults,
     files.import_path_faults,
     layout.scale_faults,
-    autoscale_faults,
-    layout.hub_faults,
+    layout.autoscale_faults,
     layout.stage_faults,
     layout.tool_faults,
     environments.environment_faults,
@@ -72,7 +70,6 @@ _FAULTS: Final[tuple[Check, ...]] = (
     parallel.recompute_faults,
     parallel.lora_faults,
     debug.debug_faults,
-    unread.unread_faults,
     unread.bound_faults,
 )
 _WARNINGS: Final[tuple[Check, ...]] = (
@@ -100,10 +97,10 @@ class Findings(Struct, frozen=True):
     warnings: tuple[str, ...]
 
 
-def findings(config: Config) -> Findings:
-    """Check a resolved configuration."""
+def findings(config: Config, given: Mapping[str, str] | None = None) -> Findings:
+    """Check a resolved configuration. `given`: dotted key -> how the user wrote it."""
     return Findings(
-        tuple(fault for check in _FAULTS for fault in check(config)),
+        (*(fault for check in _FAULTS for fault in check(config)), *unread.unread_faults(config, given)),
         tuple(warning for check in _WARNINGS for warning in check(config)),
     )
 
@@ -127,7 +124,7 @@ def checked(config: Config, given: Mapping[str, str] | None = None) -> tuple[Con
 def examined(config: Config, given: Mapping[str, str] | None = None) -> tuple[Config, Findings]:
     """As `checked`, with the faults beside what could be resolved, so that other checks may add theirs."""
     resolved, faults = derive(config, given)
-    found = findings(resolved)
+    found = findings(resolved, given_by_difference(config) if given is None else given)
     if given is not None and "train.hf_checkpoint" not in given:
         faults.append(NO_MODEL)
     return resolved, Findings((*faults, *found.faults), found.warnings)

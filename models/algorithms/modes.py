@@ -18,7 +18,7 @@ from typing import Literal
 
 from msgspec.structs import asdict
 
-from configs.schema.correction import CorrectionConfig
+from configs.schema.algorithm import CorrectionConfig
 from configs.schema.rejection import RejectionRule, parse_rules
 from models.algorithms.errors import AlgorithmError
 

@@ -5,13 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from configs.schema import Config
-from configs.schema.algorithm import KL_IN_REWARD, AlgorithmConfig
-from configs.schema.critic import CriticConfig
-from configs.schema.distill import DistillConfig
-from configs.schema.fsdp import FsdpConfig, LoraConfig
-from configs.schema.megatron import MegatronConfig
-from configs.schema.parallel import ParallelConfig
-from configs.schema.train import TrainConfig
+from configs.schema.algorithm import KL_IN_REWARD, AlgorithmConfig, CriticConfig, DistillConfig
+from configs.schema.train import FsdpConfig, LoraConfig, MegatronConfig, ParallelConfig, TrainConfig
 from models.algorithms.aggregation import Aggregation
 from models.algorithms.group_loss import GroupLossFunction, group_loss_of
 from models.algorithms.modes import Correction, correction_of

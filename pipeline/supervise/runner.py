@@ -24,7 +24,7 @@ from configs.graph import SINGLE
 from configs.schema import Config
 from models.train.trainer_group.rank_spec import needs_trainer_group
 from pipeline.errors import ReplicaFailed, UsageError, check_repeatable
-from pipeline.hosts.launcher import Handle, Launcher, ProcessSpec, ending, unless
+from pipeline.hosts.launcher import Handle, Launcher, ending, unless
 from pipeline.hosts.rendezvous import Entry, Keys, admit, retire_key, spec_key
 from pipeline.hosts.replica import ReplicaSpec, run_replica
 from pipeline.hosts.shared_files import shared_files
@@ -174,22 +174,11 @@ class ProcessRunner(Runner):
             handle = await unless(self.launcher.spawn(process), self._over(spec.replica))
             if handle is None:  # no host had room for it
                 break
-            async with beside(self._stand_by(spec, process)):
-                code = await handle.wait()
+            code = await handle.wait()
             if code == 0 or spec.replica in self._retiring:
                 break
             spec = await self._again(spec, code, handle)
         self.topic.drop(spec_key(spec.replica))
-
-    async def _stand_by(self, spec: ReplicaSpec, process: ProcessSpec) -> None:
-        """Have the process ready that would take the place of a killed train stage: once that one's weights are out,
-        for both would want the processor. Waits for them."""
-        if self.config.run.train_standby and isinstance(spec.built_in, TrainOptions) and goes_on_alone(self.config):
-            await self.topic.wait(self.topic.revision, "weights")
-            try:
-                await self.launcher.stand_by(process)
-            except OSError as error:  # no memory, no more processes: the run does not need it
-                self.lifecycle.say(f"no process stands by for {spec.replica}: {error}")
 
     async def _over(self, replica: str) -> None:
         """Waits until a replica for which no host has room is not wanted any more."""

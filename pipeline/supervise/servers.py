@@ -13,8 +13,7 @@ import contextlib
 from collections.abc import Sequence
 from typing import Final
 
-from configs.schema import Config
-from configs.schema.router import router_kind
+from configs.schema import Config, router_kind
 from models.engines.launch.environment import Installed
 from pipeline.hosts.launcher import Launcher
 from pipeline.hosts.rendezvous import Entry

@@ -21,7 +21,7 @@ import contextlib
 import uuid
 from typing import Final
 
-from configs.schema.router import router_kind
+from configs.schema import router_kind
 from models.engines.errors import EngineError
 from models.weights.delta_mirror import DeltaMirror
 from stages.base import Stage, StageContext

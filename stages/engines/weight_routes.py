@@ -22,7 +22,7 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from configs.schema.update import UpdateConfig
+from configs.schema.engine import UpdateConfig
 from models.engines.client import EngineClient
 from models.engines.errors import EngineError
 from models.engines.protocol import ServerInfo

@@ -27,8 +27,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
-from configs.schema import Config
-from configs.schema.debug import generates
+from configs.schema import Config, generates
 from models.train.trainer_group.rank_spec import MEETING, Rendezvous, needs_trainer_group
 from stages.agents.slime.hooks import logged, rollout_log, shown
 from stages.base import Stage, StageContext, beside

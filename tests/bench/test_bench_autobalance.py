@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bench.autobalance import JOB, MOST, STEP_S, Outcome, flags, planned, report
-from configs.autoscale import autoscale_limits
+from configs.graph import autoscale_limits
 from configs.load import load
 from configs.rules.validate import checked
 

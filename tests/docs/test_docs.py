@@ -11,9 +11,9 @@ import msgspec
 import pytest
 
 from bench.plan_hardware import Job
-from configs.cli.command_line import RESERVED
-from configs.cli.flags import flags
-from configs.cli.passthrough import SLIME
+from configs.command_line import RESERVED
+from configs.flags import flags
+from configs.passthrough import SLIME
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md")])

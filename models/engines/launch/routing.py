@@ -10,8 +10,7 @@ from __future__ import annotations
 import math
 from typing import Final, Literal
 
-from configs.schema import Config
-from configs.schema.router import router_kind
+from configs.schema import Config, router_kind
 from models.engines.launch.arguments import LOOPBACK, Arguments, Launch, base_environment
 from models.engines.launch.environment import Installed, Part
 from models.engines.launch.errors import EnvironmentMissing, LaunchRefused

@@ -119,7 +119,6 @@ class RayPlacement:
             counts.pop("engine", None)
         found = [f"{name}-{i}" for name, count in counts.items() for i in range(count)]
         found += [f"train-rank-{rank}" for rank in range(self._ranks)]
-        found += [f"hub-{i}" for i in range(self.config.run.hub_processes)]
         frozen = frozen_engines(self.config).items()
         return found + [f"frozen-{name}" for name, place in frozen if not is_address(place)]
 

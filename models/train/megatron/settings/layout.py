@@ -9,7 +9,7 @@ import importlib.util
 
 import torch
 
-from configs.schema.megatron import MegatronConfig
+from configs.schema.train import MegatronConfig
 from models.families.architecture import Architecture
 from models.train.errors import TrainConfigInvalid, UnsupportedModel
 from models.train.spec import TrainSpec

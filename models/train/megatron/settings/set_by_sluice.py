@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from configs.schema.megatron import MegatronConfig
-from configs.schema.train import TrainConfig
+from configs.schema.train import MegatronConfig, TrainConfig
 
 _OWN: Final = (*MegatronConfig.__struct_fields__, *TrainConfig.__struct_fields__)
 # Field -> the flag of Sluice that means it.

@@ -1,4 +1,5 @@
-"""Flags that are not ours: `--sglang-<option>`, `--router-<option>` and `--megatron-<option>`, passed on by name.
+"""Flags that are no fields of the schema: `--sglang-<option>`, `--router-<option>` and `--megatron-<option>`, which are
+passed on by name, and settings of earlier versions, which get one sentence.
 
 Beside them, names that users of Megatron-LM's own scripts know: some are other names of ours or of an option that is
 passed on (`ALIASES`), others say what a model is, which here its checkpoint says.
@@ -95,6 +96,21 @@ SLIME: Final[Mapping[str, str]] = {
     "custom-megatron-before-train-step-hook-path": "write --policy-loss module:function, or a stage of yours",
     "custom-update-weight-post-write-path": "engines fetch versions themselves; see --update-weight-transport",
 }
+
+# Settings of earlier versions: key -> (the default it had, what to do instead).
+RETIRED: Final[Mapping[str, tuple[object, str]]] = {
+    "run.hub_processes": (0, "all streams run in the controller's process"),
+    "run.hub_shards": (1, "all streams run in the controller's process"),
+    "run.train_standby": (False, "a killed trainer starts again from its last checkpoint; see --save-interval"),
+}
+
+
+def retired(key: str) -> str | None:
+    """What to do instead of a setting of an earlier version, by its key or its flag's name; None for all others."""
+    plain = key.replace("-", "_").removeprefix("no_")
+    found = (instead for name, (_, instead) in RETIRED.items() if plain in (name, name.partition(".")[2]))
+    return next((f"{key} was removed: {instead}; leave it out" for instead in found), None)
+
 
 _OWNERS: Final[Mapping[str, str]] = {
     "sglang-": "sglang.sglang_args",
