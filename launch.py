@@ -2,7 +2,7 @@
 
 Invariants: no framework is imported before the configuration is known to be right, so that `--help`, `--dry-run` and a
 mistake are answered at once; a fault of the user is one sentence on stderr and exit code 2, never a traceback; what a
-run refuses before it starts anything, `--dry-run` refuses too, and all of it is told together.
+run refuses before it starts anything, `--dry-run` refuses too, and all faults are listed together.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _main(argv: Sequence[str]) -> int:
     from pipeline.supervise.auto_resume import told_by_parent
 
     resumed = told_by_parent()
-    config = _settle(arguments, tell=resumed is None)  # else the parent has told it
+    config = _settle(arguments, notify=resumed is None)  # else the parent has written the warnings
     if arguments.dry_run:
         from configs.plan.plan import make_plan, render
 
@@ -88,12 +88,11 @@ def _run_in_child(config: Config, argv: Sequence[str], arguments: Arguments) -> 
     return AutoResume(__file__, first, ["--resume", run_dir], Path(run_dir), limit, keeps=keeps).run()
 
 
-def _settle(arguments: Arguments, *, tell: bool) -> Config:
-    """The resolved and checked configuration. `tell`: warnings go to stderr. Raises ConfigError with all that is
-    wrong."""
+def _settle(arguments: Arguments, *, notify: bool) -> Config:
+    """The resolved and checked configuration. `notify`: warnings go to stderr. Raises ConfigError with all faults."""
     try:
         arguments, note = with_work(arguments)
-        if note and tell and not arguments.faults:
+        if note and notify and not arguments.faults:
             sys.stderr.write(f"{note}\n")
         loaded = load_arguments(arguments)
     except ConfigError as error:
@@ -110,7 +109,7 @@ def _settle(arguments: Arguments, *, tell: bool) -> Config:
                 raise
     if faults:
         raise ConfigError(faults)
-    for warning in found.warnings if tell else ():
+    for warning in found.warnings if notify else ():
         sys.stderr.write(f"warning: {warning}\n")
     return config
 

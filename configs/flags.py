@@ -248,14 +248,14 @@ def _is_struct(kind: Any) -> bool:
 
 
 def _rule(kind: Kind, members: tuple[Any, ...], meta: Meta, choices: tuple[str, ...], optional: bool) -> str:
-    if kind == "bool":
-        text = "true or false"
-    elif kind == "map":
-        text = "name=whole number pairs"
-    elif kind == "json":
-        text = "a JSON object"
-    elif kind == "tables":
-        text = "a list of tables"
+    words = {
+        "bool": "true or false",
+        "map": "name=whole number pairs",
+        "json": "a JSON object",
+        "tables": "a list of tables",
+    }
+    if kind in words:
+        text = words[kind]
     elif kind == "list":
         text = "a list of whole numbers" if int in get_args(members[0]) else "a list of texts"
     elif choices:

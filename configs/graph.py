@@ -5,9 +5,9 @@
                   |  v  loop stages (tools, agents): own inlet back into generate                       v
                evaluate  <------------------------------------------------------------------------ evaluate
 
-Invariants: pure; custom stages follow `after` from one to the next, those with the same `after` in the order of the
-recipe; the order given here is the one in which a group passes the stages; the only cycles are the ones through a loop
-stage or the evaluation, which have inlets of their own.
+Invariants: no I/O, no clock; custom stages follow `after` from one to the next, those with the same `after` in the
+order of the recipe; the order given here is the order in which a group passes the stages; the only cycles go through a
+loop stage or the evaluation, which have inlets of their own.
 """
 
 from __future__ import annotations
@@ -22,19 +22,9 @@ from msgspec import Struct
 from configs.schema import Config, StageConfig, generates
 
 BUILT_IN: Final = (
-    "prompts",
-    "generate",
-    "engine",
-    "engines",
-    "tools",
-    "agents",
-    "reward",
-    "teacher",
-    "group",
-    "train",
-    "evaluate",
-    "fetcher",
-)
+    "prompts", "generate", "engine", "engines", "tools", "agents", "reward", "teacher", "group", "train",
+    "evaluate", "fetcher",
+)  # fmt: skip
 FOLLOWED: Final = ("generate", "reward", "teacher")  # built-in stages behind which a custom stage may stand
 
 # Stages of which there is one, with the reason.
@@ -98,15 +88,15 @@ def loops(config: Config) -> tuple[str, ...]:
 
 def evaluates(config: Config) -> bool:
     """Whether the run has an evaluate stage."""
-    asked = config.eval.eval_interval is not None and bool(config.eval.eval_prompt_data)
-    return asked and generates(config)
+    wanted = config.eval.eval_interval is not None and bool(config.eval.eval_prompt_data)
+    return wanted and generates(config)
 
 
 def engine_count(config: Config) -> int:
     """How many engines generate rollouts: those that run already, else as many as the GPUs hold, else `--scale`.
 
     `--rollout-num-gpus` says so only for SGLang's servers, the only engines that span GPUs. A rest of the division is a
-    fault that `configs.rules.engine` tells.
+    fault that `configs.rules.engine` reports.
     """
     if not generates(config):
         return 0

@@ -4,8 +4,8 @@ passed on by name, and settings of earlier versions, which get one sentence.
 Beside them, names that users of Megatron-LM's own scripts know: some are other names of ours or of an option that is
 passed on (`ALIASES`), others say what a model is, which here its checkpoint says.
 
-Invariants: a flag of the schema always wins; what is nearly one of them is taken for a slip, not for an option; whether
-the installed program knows an option, and takes the value, is asked of that program (`pipeline.preflight.sglang`,
+Invariants: a flag of the schema always wins; a name that is nearly one of them is a slip, not an option; whether the
+installed program knows an option and takes its value is checked with that program (`pipeline.preflight.sglang`,
 `models.train.megatron.settings.options`), not here.
 """
 
@@ -17,31 +17,14 @@ from typing import Any, Final
 from configs.schema.did_you_mean import nearest
 
 # Fields of Megatron-core's dataclasses whose flag in Megatron-LM has no prefix; here they are passed on.
-_MEGATRON_OPTIONS: Final = (
-    "attention-backend",
-    "attention-softmax-in-fp32",
-    "cp-comm-type",
-    "cpu-offloading-num-layers",
-    "cross-entropy-fusion-impl",
-    "cross-entropy-loss-fusion",
-    "deterministic-mode",
-    "distribute-saved-activations",
-    "exp-avg-dtype",
-    "exp-avg-sq-dtype",
-    "main-grads-dtype",
-    "main-params-dtype",
-    "moe-enable-deepep",
-    "moe-expert-capacity-factor",
-    "moe-permute-fusion",
-    "moe-router-dtype",
-    "moe-router-fusion",
-    "moe-shared-expert-overlap",
-    "moe-token-drop-policy",
-    "overlap-cpu-optimizer-d2h-h2d",
-    "overlap-p2p-comm",
-    "recompute-modules",
-    "tp-comm-overlap",
-    "use-precision-aware-optimizer",
+_MEGATRON_OPTIONS: Final = tuple(
+    """
+    attention-backend attention-softmax-in-fp32 cp-comm-type cpu-offloading-num-layers cross-entropy-fusion-impl
+    cross-entropy-loss-fusion deterministic-mode distribute-saved-activations exp-avg-dtype exp-avg-sq-dtype
+    main-grads-dtype main-params-dtype moe-enable-deepep moe-expert-capacity-factor moe-permute-fusion
+    moe-router-dtype moe-router-fusion moe-shared-expert-overlap moe-token-drop-policy overlap-cpu-optimizer-d2h-h2d
+    overlap-p2p-comm recompute-modules tp-comm-overlap use-precision-aware-optimizer
+    """.split()  # noqa: SIM905
 )
 
 # Other names of flags, as other programs call them.

@@ -1,7 +1,7 @@
 """Engines, their router, the route of the weights: what contradicts itself without asking any environment.
 
 Options that are passed on to SGLang or its router are checked against the installed versions elsewhere
-(`pipeline.preflight.sglang`); here it is only told where they would reach nobody.
+(`pipeline.preflight.sglang`); here only options that no server would get are reported.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def fleet_faults(config: Config) -> Iterator[str]:
 
 
 def router_faults(config: Config) -> Iterator[str]:
-    """Who chooses an engine, and how."""
+    """What chooses an engine for a request, and how."""
     router = config.router
     if router.router_address is not None:
         yield from _addresses("--router-address", (router.router_address,))

@@ -26,41 +26,13 @@ from configs.schema.run import CheckpointConfig, ModelConfig, ObserveConfig, Ray
 from configs.schema.train import FsdpConfig, LoraConfig, MegatronConfig, ParallelConfig, TrainConfig
 
 __all__ = [
-    "AlgorithmConfig",
-    "AsyncConfig",
-    "CheckpointConfig",
-    "Config",
-    "CorrectionConfig",
-    "CriticConfig",
-    "DataConfig",
-    "DebugConfig",
-    "DistillConfig",
-    "EngineConfig",
-    "EnvironmentConfig",
-    "EvalConfig",
-    "FilterConfig",
-    "FsdpConfig",
-    "HealthConfig",
-    "LoraConfig",
-    "MegatronConfig",
-    "ModelConfig",
-    "ObserveConfig",
-    "ParallelConfig",
-    "RayConfig",
-    "RewardConfig",
-    "RolloutConfig",
-    "RouterConfig",
-    "RunConfig",
-    "SglangConfig",
-    "SimulatedEngineConfig",
-    "StageConfig",
-    "ToolsConfig",
-    "TrainConfig",
-    "UpdateConfig",
-    "WarmStartConfig",
-    "generates",
-    "router_kind",
-]
+    "AlgorithmConfig", "AsyncConfig", "CheckpointConfig", "Config", "CorrectionConfig", "CriticConfig",
+    "DataConfig", "DebugConfig", "DistillConfig", "EngineConfig", "EnvironmentConfig", "EvalConfig", "FilterConfig",
+    "FsdpConfig", "HealthConfig", "LoraConfig", "MegatronConfig", "ModelConfig", "ObserveConfig", "ParallelConfig",
+    "RayConfig", "RewardConfig", "RolloutConfig", "RouterConfig", "RunConfig", "SglangConfig",
+    "SimulatedEngineConfig", "StageConfig", "ToolsConfig", "TrainConfig", "UpdateConfig", "WarmStartConfig",
+    "generates", "router_kind",
+]  # fmt: skip
 
 
 class Config(Section, frozen=True, kw_only=True):
@@ -93,7 +65,7 @@ class Config(Section, frozen=True, kw_only=True):
     warm_start: WarmStartConfig = WarmStartConfig()
     debug: DebugConfig = DebugConfig()
     stage: tuple[StageConfig, ...] = ()
-    """stages of the user's own, as a list of tables"""
+    """custom stages, as a list of tables"""
     environment: tuple[EnvironmentConfig, ...] = ()
     """environments of the rollouts, as a list of tables"""
 

@@ -14,16 +14,9 @@ from configs.schema.notation import Count, Factor, Natural, NonNegative, Positiv
 
 # Names that `--advantage-estimator` knows; an import path package.module:function is taken beside them.
 ESTIMATORS: Final = (
-    "grpo",
-    "dr_grpo",
-    "gspo",
-    "cispo",
-    "rloo",
-    "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline",
-    "ppo",
+    "grpo", "dr_grpo", "gspo", "cispo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo",
     "on_policy_distillation",
-)
+)  # fmt: skip
 # Names that `--policy-loss` knows; an import path is taken beside them.
 POLICY_LOSSES: Final = ("ppo", "gspo", "cispo", "dppo", "topr", "topr_sequence", "aipo", "m2po", "kimi")
 
@@ -43,8 +36,8 @@ class AlgorithmConfig(Section, frozen=True, kw_only=True):
     """how rewards become advantages: grpo, dr_grpo, gspo, cispo, rloo, reinforce_plus_plus,
     reinforce_plus_plus_baseline, ppo, on_policy_distillation, or package.module:function"""
     policy_loss: str = "auto"
-    """loss of a token: ppo, gspo, cispo, dppo, topr, topr_sequence, aipo, m2po, kimi, or package.module:function; auto
-    = the one that belongs to the estimator"""
+    """loss of a token: ppo, gspo, cispo, dppo, topr, topr_sequence, aipo, m2po, kimi, or package.module:function;
+    auto = the loss of the estimator"""
     disable_grpo_std_normalization: bool = False
     """grpo without division by the group's standard deviation"""
     disable_rewards_normalization: bool = False
@@ -134,7 +127,7 @@ class CorrectionConfig(Section, frozen=True, kw_only=True):
     rs_unit: Annotated[Literal["sample", "rollout"], ReadBy("--rollout-rs or --rs-veto")] = "sample"
     """what a sequence rule tests and removes, if a rollout fanned out: each row, or all rows pooled"""
     renormalize_after_rejection: Annotated[bool, ReadBy("--rollout-rs or --rs-veto")] = False
-    """divide by the tokens that are left; the survivors then weigh more"""
+    """divide by the remaining tokens, which then weigh more"""
     prox: Literal["recompute", "loglinear"] = "recompute"
     """old log-probs in decoupled mode: a forward pass, or interpolated between mu and theta (A-3PO)"""
     prox_alpha: Annotated[Literal["next_version", "areal"], ReadBy("--prox loglinear")] = "next_version"

@@ -16,8 +16,8 @@ class DataConfig(Section, frozen=True, kw_only=True):
     prompt_data: tuple[str, ...] = ()
     """prompt files: JSONL, Parquet or a Hugging Face dataset directory; slices as path@[a:b]"""
     data_source_path: str | None = None
-    """class that gives the prompts, as slime calls it: get_samples(n), save(rollout_id), load(rollout_id), len; it may
-    read --prompt-data by args.prompt_data"""
+    """class that supplies the prompts, with slime's interface: get_samples(n), save(rollout_id), load(rollout_id),
+    len; it may read --prompt-data as args.prompt_data"""
     input_key: str = "input"
     """row field with the prompt: text or a list of chat messages"""
     label_key: str | None = None
@@ -33,19 +33,19 @@ class DataConfig(Section, frozen=True, kw_only=True):
     chat_template_path: str | None = None
     """file with a Jinja chat template to use instead"""
     rollout_shuffle: Annotated[bool, ReadBy("a run without --data-source-path")] = False
-    """shuffle the prompts anew in each epoch, by seed"""
+    """shuffle the prompts in each epoch, by seed"""
     rollout_seed: int = 42
     """seed of prompt order and sampling"""
     rollout_max_prompt_len: Count | None = None
-    """longer prompts (tokens) are skipped at load and counted"""
+    """longest prompt, tokens; longer prompts are skipped at load and counted"""
     curriculum: Annotated[Literal["none", "pass_rate"], ReadBy("a run without --data-source-path")] = "none"
-    """pass_rate: prompts whose share of correct rollouts left the range below are asked less often"""
+    """pass_rate: prompts whose pass rate lies outside curriculum_low .. curriculum_high are drawn less often"""
     curriculum_low: Annotated[Share, ReadBy("--curriculum pass_rate")] = 0.1
     """curriculum: lower bound of the pass rate"""
     curriculum_high: Annotated[Share, ReadBy("--curriculum pass_rate")] = 0.9
     """curriculum: upper bound of the pass rate"""
     curriculum_keep: Annotated[Factor, ReadBy("--curriculum pass_rate")] = 0.25
-    """curriculum: probability with which a prompt out of the range is asked again"""
+    """curriculum: probability that a prompt outside the range is drawn when its turn comes"""
     strict_data: bool = False
     """make a malformed row an error instead of skipping it"""
 
@@ -62,11 +62,11 @@ class EvalConfig(Section, frozen=True, kw_only=True):
     eval_temperature: Annotated[NonNegative, ReadBy("--eval-prompt-data")] = 0.0
     """sampling temperature of evaluation; 0 = greedy"""
     eval_max_response_len: Annotated[Count | None, ReadBy("--eval-prompt-data")] = None
-    """default: --rollout-max-response-len"""
+    """most tokens of a response in an evaluation; default: --rollout-max-response-len"""
     eval_input_key: Annotated[str | None, ReadBy("--eval-prompt-data")] = None
-    """default: --input-key"""
+    """row field with the prompt in held-out data; default: --input-key"""
     eval_label_key: Annotated[str | None, ReadBy("--eval-prompt-data")] = None
-    """default: --label-key"""
+    """row field with the reference answer in held-out data; default: --label-key"""
     eval_deadline_s: Annotated[Positive, ReadBy("--eval-prompt-data")] = 300.0
     """give up on an evaluation after this many seconds"""
     skip_eval_before_train: Annotated[bool, ReadBy("--eval-prompt-data")] = False

@@ -28,7 +28,7 @@ class DebugConfig(Section, frozen=True, kw_only=True):
     load_debug_rollout_data: str | None = None
     """train on the batches of such files, without engines and rewards"""
     debug_train_only: bool = False
-    """start no engine; needs --load-debug-rollout-data or --loss-type sft_loss"""
+    """refuse a run that would start engines: needs --load-debug-rollout-data or --loss-type sft_loss"""
     debug_rollout_only: bool = False
     """generate and grade, but train nothing: every version has the weights of the start"""
     fault_inject: tuple[str, ...] = ()

@@ -104,33 +104,33 @@ class HealthConfig(Section, frozen=True, kw_only=True):
     """Health of the engines."""
 
     rollout_health_check_interval: Positive = 5.0
-    """seconds between two looks at an engine's /health"""
+    """seconds between two requests to an engine's /health"""
     rollout_health_check_timeout: Positive = 10.0
-    """seconds after which a look at /health counts as failed"""
+    """seconds after which a request to /health counts as failed"""
     rollout_health_check_failures: Count = 3
-    """failed looks in a row after which an engine is ended and started again"""
+    """consecutive failed requests to /health after which an engine is ended and started again"""
     rollout_health_check_first_wait: Positive = 600.0
     """most seconds that an engine may take to come up"""
     stream_interval: Natural = 32
-    """tokens between two parts of a streamed response, of which a lost engine leaves what has arrived; 0 = do not
-    stream: its partial output is lost with it"""
+    """tokens in each part of a streamed response; when an engine is lost, the parts that arrived are kept; 0 = do
+    not stream, so that its partial output is lost"""
 
 
 class UpdateConfig(Section, frozen=True, kw_only=True):
     """Weights to the engines."""
 
     update_weight_transport: Literal["disk", "distributed", "tensor", "delta"] = "disk"
-    """disk: the engine loads safetensors from shared memory; distributed: broadcast over gloo or NCCL; tensor: handles
-    of shared memory (CUDA IPC on a GPU); delta: compressed differences in a shared directory, put together beside the
-    engine"""
+    """disk: the engine loads safetensors from shared memory; distributed: broadcast over gloo or NCCL; tensor:
+    handles of shared memory (CUDA IPC on a GPU); delta: compressed differences in a shared directory, assembled
+    beside the engine"""
     update_weight_buffer_size: Annotated[Count, ReadBy("--update-weight-transport distributed or tensor")] = 512 << 20
     """bytes of one bucket of the routes distributed and tensor"""
     update_weight_rolling: Count = 1
-    """most engines that stand still for an update at the same time"""
+    """most engines that are paused for an update at the same time"""
     update_weight_delta_dir: Annotated[str | None, ReadBy("--update-weight-transport delta")] = None
     """directory of the delta route that trainer and engines share; default: in the run"""
     update_weight_max_failures: Count = 5
-    """failures in a row after which an engine that takes no weights is started anew; one that runs already counts as
-    away for a while, one in this process ends the run"""
+    """consecutive failed updates after which an engine is started again; an external engine counts as away for a
+    while instead, and an engine in this process ends the run"""
     check_weight_update_equal: Annotated[bool, ReadBy("several engines")] = False
     """after an update, compare the engines' tensor checksums with each other"""

@@ -33,25 +33,25 @@ class RewardConfig(Section, frozen=True, kw_only=True):
     group_rm: bool = False
     """--custom-rm-path takes the responses of a whole group and returns a grade for each"""
     custom_reward_post_process_path: str | None = None
-    """import path of what turns a group's rewards into its advantages itself"""
+    """import path of a function that turns a group's rewards into its advantages"""
     math_equivalence: Annotated[Literal["either", "compat", "verify"], ReadBy("the grader math")] = "either"
-    """who judges for the grader math: string rules (compat), math-verify (verify), or its own reading, then math-verify
-    (either)"""
+    """how the grader math compares: string rules (compat), math-verify (verify), or its own reading, then
+    math-verify (either)"""
     overlong_buffer_len: NonNegative = 0.0
-    """overlong shaping: the last so many tokens of the limit are penalised, or below 1 that part of the limit; 0 =
-    off"""
+    """overlong shaping: number of tokens before the limit that are penalised, or below 1 their share of the limit;
+    0 = off"""
     overlong_penalty_factor: Annotated[NonNegative, ReadBy("--overlong-buffer-len above 0")] = 1.0
-    """overlong shaping: penalty at the limit, linear from 0 at the buffer's begin"""
+    """overlong shaping: penalty at the limit, linear from 0 at the start of the buffer"""
     mask_truncated: bool = False
     """truncated responses count in their group but are not trained"""
     rm_url: str | None = None
     """address of the reward model of rm_type 'remote'"""
     rm_concurrency: Annotated[Count, ReadBy("a remote grader or a judge")] = 64
-    """requests at one time to the reward model or the judge"""
+    """concurrent requests to the reward model or the judge"""
     rm_timeout_s: Annotated[Positive, ReadBy("a remote grader or a judge")] = 120.0
     """deadline of one request to the reward model or judge"""
     rm_retries: Annotated[Natural, ReadBy("a remote grader or a judge")] = 10
-    """retries of such a request after a fault that may pass"""
+    """retries of such a request after a transient fault"""
     judge_engine: str | None = None
     """frozen engine that judges with rm_type 'judge', by its name in --frozen-engine"""
     judge_prompt_path: Annotated[str | None, ReadBy("a judge")] = None
@@ -77,7 +77,7 @@ class FilterConfig(Section, frozen=True, kw_only=True):
     dynamic_sampling_filter_path: str | None = None
     """import path of one more group filter, package.module:function"""
     rollout_sample_filter_path: str | None = None
-    """function that takes rollouts out of the loss, as slime calls it: (args, groups), sets remove_sample"""
+    """function that removes rollouts from the loss, with slime's interface: (args, groups), sets remove_sample"""
     over_sampling_batch_size: Annotated[
         Count | None, ReadBy("--dynamic-sampling-filter or --dynamic-sampling-filter-path")
     ] = None
@@ -100,7 +100,7 @@ class ToolsConfig(Section, frozen=True, kw_only=True):
     tool_deadline_s: Annotated[Positive, ReadBy("--tools")] = 10.0
     """seconds after which a tool call is abandoned"""
     tool_memory_gb: Annotated[NonNegative, ReadBy("--tools")] = 4.0
-    """most memory of the process of a tool of yours, GiB; 0 = no limit"""
+    """most memory of the process of a custom tool, GiB; 0 = no limit"""
     tool_call_parser: Annotated[ToolCallParser | None, ReadBy("an [[environment]]")] = None
     """how environments read the model's tool calls; default: as its chat template writes them"""
 
@@ -127,10 +127,10 @@ class EnvironmentConfig(Section, frozen=True, kw_only=True):
     tool_concurrency: dict[str, Count] = {}
     """turns at a time that call the tool of this name, per replica of the agents stage"""
     episode_deadline_s: Positive = 1800.0
-    """seconds that an episode may spend in its environment, from the start of its world on; its rollout fails then. An
-    agent has them for all of its run, and is then graded as it is"""
+    """seconds that an episode may spend in its environment, from its start; then its rollout fails. For an agent
+    they bound the whole run, which is then graded as it is"""
     ignore_reasoning: bool = False
-    """an agent's conversation goes on where its client leaves reasoning out of earlier turns"""
+    """continue an agent's conversation although its client leaves reasoning out of earlier turns"""
     memory_gb: NonNegative = 4.0
     """most memory of one worker process, GiB; 0 = no limit"""
     retries: Natural = 3

@@ -42,28 +42,28 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     max_turns: Annotated[Count, ReadBy("a loop stage or a function of yours that generates")] = 8
     """most generation turns of one rollout: with a loop stage, a function or an agent"""
     rollout_priority: Literal["oldest_group", "fifo"] = "oldest_group"
-    """who goes first of the turns that wait for an engine: those of the oldest group, whose members the trainer waits
-    for, or those that came first"""
+    """order of the turns that wait for an engine: oldest_group = those of the oldest group first, since the trainer
+    waits for its members; fifo = in order of arrival"""
     custom_generate_function_path: str | None = None
-    """function that makes a rollout, as slime calls it: async (args, sample, sampling_params) -> sample or list of
-    samples; a row may name its own in metadata.generate_function_path"""
+    """function that generates a rollout, with slime's interface: async (args, sample, sampling_params) -> sample or
+    list of samples; a row may name its own in metadata.generate_function_path"""
     rollout_function_path: str | None = None
-    """function that makes whole batches, as slime calls it: (args, rollout_id, data_source, evaluation=False) -> groups
-    of samples"""
+    """function that generates whole batches, with slime's interface: (args, rollout_id, data_source,
+    evaluation=False) -> groups of samples"""
     custom_generate_deadline_secs: Annotated[Positive, ReadBy("a function of yours that generates")] = 1800.0
-    """seconds after which a call of such a function is ended, and its rollouts failed"""
+    """seconds after which a call of such a function is cancelled, and its rollouts fail"""
     server_concurrency: Count = 512
     """most samples in flight per engine"""
     request_timeout_secs: Positive = 600.0
     """deadline of one engine request, seconds"""
     min_tokens_per_sec: NonNegative = 0.1
-    """of an answer; one that has brought fewer when its deadline passes is lost, and counts as a retry (0: one token is
-    enough to be asked again for the rest)"""
+    """least rate of a response: if fewer tokens have arrived when --request-timeout-secs passes, the response is
+    lost and counts as a retry, else its rest is requested (0: one token is enough)"""
     sample_deadline_secs: Positive | None = None
     """seconds of generation after which a rollout is stopped and kept as truncated; default: none"""
     group_deadline_secs: Positive | None = None
-    """seconds after which the unfinished rollouts of a group are stopped and each is generated anew once; favours short
-    responses, and is counted; default: none"""
+    """seconds after which the unfinished rollouts of a group are stopped and generated once more from the start;
+    favours short responses, and is counted; default: none"""
     adaptive_concurrency: bool = True
     """lower the samples in flight per engine when its KV cache is full or requests are retracted"""
     max_retries: Natural = 3
@@ -82,7 +82,7 @@ class AsyncConfig(Section, frozen=True, kw_only=True):
     max_staleness: Natural | None = None
     """no token older than this many versions is trained; default: N + K - 1"""
     async_unused_samples_handler: Literal["requeue", "drop"] = "requeue"
-    """prompt of a group that became too old: submit it once more, or not"""
+    """prompt of a group that became too stale: requeue = submit it once more, drop = do not"""
     buffer_order: str = "oldest_first"
     """which finished group is trained next: oldest_first, ready_first, priority (strongest learning signal), or
     package.module:function"""

@@ -27,7 +27,7 @@ class RunConfig(Section, frozen=True, kw_only=True):
     drain_s: Positive = 30.0
     """most seconds to finish in-flight work at a stop"""
     stall_notice_s: Positive = 60.0
-    """seconds without an outcome of any group after which the run says what it waits for"""
+    """seconds without an outcome of any group after which the run reports what it waits for"""
     stall_limit_s: Positive = 7200.0
     """seconds in which nothing moves between the stages, after which the run is ended"""
     max_restarts: Natural = 5
@@ -40,7 +40,7 @@ class RunConfig(Section, frozen=True, kw_only=True):
     autoscale: tuple[str, ...] = ()
     """stages that the run scales by itself, and engine, as stage=LEAST..MOST; default: none"""
     autoscale_window_s: Positive = 30.0
-    """least seconds that the run is measured for an advice or a change of --autoscale"""
+    """least seconds of measurement before advice, or a change by --autoscale"""
 
 
 class RayConfig(Section, frozen=True, kw_only=True):
@@ -57,7 +57,7 @@ class RayConfig(Section, frozen=True, kw_only=True):
     ray_cpus: dict[str, int] = {}
     """CPUs of one process of a role, as role=N; default: train=1 rollout=1 cpu=0"""
     ray_placement: Literal["pack", "spread"] = "pack"
-    """whether processes are put on few nodes or on many, where nothing else decides it"""
+    """put processes on few nodes (pack) or on many (spread), where nothing else decides it"""
 
 
 class ModelConfig(Section, frozen=True, kw_only=True):
@@ -81,8 +81,8 @@ class CheckpointConfig(Section, frozen=True, kw_only=True):
     save_hf: str | None = None
     """also write the weights of each checkpoint in Hugging Face format here; {step} is its number"""
     response_journal_tokens: Natural = 256
-    """with --save-interval: write responses down every this many tokens, so that those of a killed process go on where
-    they were; 0 = off"""
+    """with --save-interval: record responses every this many tokens, so that those of a killed process continue
+    where they were; 0 = off"""
 
 
 class ObserveConfig(Section, frozen=True, kw_only=True):
@@ -99,16 +99,16 @@ class ObserveConfig(Section, frozen=True, kw_only=True):
     log_interval: Count = 10
     """print a line every this many rollout batches"""
     custom_rollout_log_function_path: str | None = None
-    """called with each rollout batch, as slime calls it: (rollout_id, args, samples, rollout_extra_metrics,
-    rollout_time)"""
+    """function called with each rollout batch, with slime's interface: (rollout_id, args, samples,
+    rollout_extra_metrics, rollout_time)"""
     custom_eval_rollout_log_function_path: str | None = None
-    """called with each evaluation, as slime calls it: (rollout_id, args, data, extra_metrics)"""
+    """function called with each evaluation, with slime's interface: (rollout_id, args, data, extra_metrics)"""
     samples_interval: Natural = 10
     """write samples.jsonl every this many rollout batches, and after the first; 0 = off"""
     samples_groups: Annotated[Count, ReadBy("--samples-interval above 0")] = 4
     """samples.jsonl: groups of such a batch, and of those that ended untrained since"""
     samples_max_mb: Annotated[Positive, ReadBy("--samples-interval above 0")] = 64.0
-    """samples.jsonl: size that it approaches; the fuller, the fewer batches it gets"""
+    """samples.jsonl: bound of its size, MB; the fuller the file, the fewer batches are written"""
     prometheus_port: Port = 0
     """port of the run's /metrics for Prometheus; 0 = off"""
     prometheus_host: Annotated[str, ReadBy("--prometheus-port above 0")] = "127.0.0.1"

@@ -34,7 +34,7 @@ class TrainConfig(Section, frozen=True, kw_only=True):
     lr_warmup_iters: Natural = 0
     """optimizer steps of linear warm-up"""
     lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
-    """after the warm-up"""
+    """schedule of the learning rate after the warm-up"""
     min_lr: NonNegative = 0.0
     """learning rate at the end of the decay"""
     adam_beta1: Decay = 0.9

@@ -1,10 +1,14 @@
-"""Stages, replicas, tools and devices."""
+"""Stages, replicas, devices; roles, labels and nodes of a Ray cluster.
+
+Whether a cluster has such nodes is seen at the start.
+"""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
 from collections.abc import Iterator
+from typing import Final
 
 from configs.graph import (
     AUTOSCALE_LIMIT,
@@ -14,15 +18,16 @@ from configs.graph import (
     chain,
     engine_count,
     is_address,
-    loops,
     replicas,
     stage_names,
 )
 from configs.schema import Config, StageConfig
 from configs.schema.did_you_mean import cure
 
-_NAME = re.compile(r"[a-z][a-z0-9_-]*", re.ASCII)
+_STAGE_NAME = re.compile(r"[a-z][a-z0-9_-]*", re.ASCII)
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?", re.ASCII)
+ROLES: Final = ("train", "rollout", "cpu")
+Labels = dict[str, str]
 
 
 def scale_faults(config: Config) -> Iterator[str]:
@@ -62,7 +67,7 @@ def stage_faults(config: Config) -> Iterator[str]:
             yield f"stage.{name} is there {count} times, but names must differ; rename all but one"
         if name in BUILT_IN:
             yield f"stage.{name} has the name of a built-in stage; rename it, for example my_{name}"
-        elif not _NAME.fullmatch(name):
+        elif not _STAGE_NAME.fullmatch(name):
             yield f"stage name {name!r} must be small letters, digits, - and _, with a letter first; rename it"
     for stage in config.stage:
         yield from _place_faults(stage, config)
@@ -99,34 +104,6 @@ def _place_faults(stage: StageConfig, config: Config) -> Iterator[str]:
         yield f"{key}.after is {after!r}, which is no stage; {cure(after, allowed)}"
 
 
-def tool_faults(config: Config) -> Iterator[str]:
-    tools, rollout = config.tools, config.rollout
-    functions = {
-        "--custom-generate-function-path": rollout.custom_generate_function_path,
-        "--rollout-function-path": rollout.rollout_function_path,
-    }
-    for flag, function in functions.items():
-        if function is not None and (unasked := loops(config)):
-            yield (
-                f"{flag} {function} makes whole rollouts, so that the stage {unasked[0]} would never be asked; call "
-                "tools in the function, or leave one of them out"
-            )
-    if rollout.rollout_function_path is not None and (count := replicas(config).get("generate", 1)) > 1:
-        yield (
-            f"--scale generate={count} shares prompts out, but --rollout-function-path makes a batch in one call; "
-            "leave generate out of --scale"
-        )
-    if not tools.tools:
-        return
-    if not tools.tool_call_open or not tools.tool_call_close:
-        yield "--tool-call-open and --tool-call-close must not be empty, for they mark a tool call; give both"
-    if "{result}" not in tools.tool_result_template:
-        yield (
-            f"--tool-result-template is {tools.tool_result_template!r}, but must contain {{result}}, which is "
-            "replaced by the tool's answer; add it"
-        )
-
-
 def device_faults(config: Config) -> Iterator[str]:
     for label, device in (
         ("--engine-device", config.engine.engine_device),
@@ -136,7 +113,7 @@ def device_faults(config: Config) -> Iterator[str]:
             yield f"{label} is {device!r}, but must be auto, cpu, cuda or cuda:N; give for example {label} cpu"
 
 
-def warnings(config: Config) -> Iterator[str]:
+def scale_warnings(config: Config) -> Iterator[str]:
     if config.tools.tools and config.rollout.max_turns == 1:
         yield "--max-turns 1 ends a rollout at its first tool call, so that no answer follows the tool's result"
     absent = set(config.run.scale) & set(BUILT_IN) - set(replicas(config))
@@ -189,3 +166,61 @@ def _fixed_engines(config: Config) -> str | None:
     if config.engine.engine == "sglang" and config.sglang.rollout_num_gpus is not None:
         return "--rollout-num-gpus"
     return None
+
+
+def labels_of(text: str) -> tuple[str, tuple[Labels, ...]]:
+    """A role and its alternatives, from `role=key:value,key:value|...`. Raises ValueError."""
+    role, equals, rest = text.partition("=")
+    if not (role and equals and rest):
+        raise ValueError("must have the form role=key:value")
+    alternatives = []
+    for alternative in rest.split("|"):
+        pairs = [condition.partition(":") for condition in alternative.split(",")]
+        if not all(key and colon and value for key, colon, value in pairs):
+            raise ValueError("must have the form role=key:value,key:value|key:value")
+        alternatives.append({key: value for key, _, value in pairs})
+    return role, tuple(alternatives)
+
+
+def alternatives(config: Config, role: str) -> tuple[Labels, ...]:
+    """Labels that a node for this role must have: the first of these sets that can be met. Any node: one empty set."""
+    found = dict(labels_of(text) for text in config.ray.ray_labels)
+    return found.get(role, ({},))
+
+
+def ray_faults(config: Config) -> Iterator[str]:
+    if config.run.runner != "ray":
+        return
+    roles = []
+    for text in config.ray.ray_labels:
+        try:
+            role, _ = labels_of(text)
+        except ValueError as error:
+            yield f"--ray-labels holds {text!r}, but it {error}; write for example rollout=market:spot|market:on-demand"
+            continue
+        roles.append(role)
+        if role not in ROLES:
+            yield f"--ray-labels holds {text!r}, but {role} is no role; {cure(role, ROLES)}"
+        elif roles.count(role) == 2:
+            yield f"--ray-labels names {role} twice; join them: , between what must hold, | before a fallback"
+    for role, count in config.ray.ray_cpus.items():
+        if role not in ROLES:
+            yield f"--ray-cpus {role}={count} names no role; {cure(role, ROLES)}"
+        elif count < 0:
+            yield f"--ray-cpus {role}={count} is less than nothing; set {role}=0, or leave it out"
+    if (config.ray.ray_address or "").startswith("ray://"):
+        yield (
+            f"--ray-address is {config.ray.ray_address}, but the controller must run on a node of the cluster; "
+            "start it there with --ray-address auto, or with `ray job submit`"
+        )
+    for label, device in (
+        ("--train-device", config.train.train_device),
+        ("--engine-device", config.engine.engine_device),
+    ):
+        if device.startswith("cuda:"):
+            yield f"{label} is {device}, but with --runner ray it is Ray that chooses the GPU; set {label} cuda"
+    if config.asynchrony.colocate and config.sglang.rollout_num_gpus_per_engine * engine_count(config) > 1:
+        yield (
+            "--colocate with --runner ray is for one engine on one GPU, which it shares with the trainer; lower "
+            "--rollout-num-gpus and --scale engine=N, or use --runner local"
+        )
