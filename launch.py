@@ -15,8 +15,6 @@ from typing import Final
 from configs.command_line import Arguments, read
 from configs.layers import ConfigError
 from configs.load import load_arguments, with_work
-from configs.plan.staleness import staleness_line
-from configs.rules.validate import examined
 from configs.schema import Config
 
 CONTROL: Final = ("status", "scale", "set", "pause", "resume", "drain", "save")  # commands to a run that goes on
@@ -68,6 +66,8 @@ def _main(argv: Sequence[str]) -> int:
         return 0
     if config.run.auto_resume and resumed is None:
         return _run_in_child(config, argv, arguments)
+    from configs.plan.staleness import staleness_line
+
     sys.stderr.write(f"{staleness_line(config)}\n")
     from pipeline.run import run
 
@@ -97,6 +97,8 @@ def _settle(arguments: Arguments, *, notify: bool) -> Config:
         loaded = load_arguments(arguments)
     except ConfigError as error:
         raise ConfigError([*arguments.faults, *arguments.judged(error.faults)]) from error
+    from configs.rules.validate import examined
+
     config, found = examined(loaded.config, loaded.given)
     faults = [*arguments.faults, *arguments.judged(found.faults)]
     if faults or arguments.dry_run:  # a run does so itself
