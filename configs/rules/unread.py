@@ -19,6 +19,7 @@ from typing import Any, Final
 from configs.flags import flags_by_key, show
 from configs.graph import autoscale_limits, engine_count, loops
 from configs.layers import build, given_by_difference, value_at
+from configs.load import CONFIG_FILE
 from configs.plan.parallel_layout import trainer_processes
 from configs.resolve import derive
 from configs.schema import Config
@@ -31,6 +32,7 @@ _PAIRS: Final = (
     ("data.curriculum_low", "data.curriculum_high"),
 )
 _OF_POLICY_LOSS: Final = ("algorithm.", "correction.", "critic.")  # supervised training does not judge by these
+_WORK: Final = ("train.loss_type", "debug.load_debug_rollout_data")  # which may need no engine
 
 
 def _generates_by_function(config: Config) -> bool:
@@ -53,26 +55,24 @@ def _engines(config: Config) -> int:
     return max(engine_count(config), autoscale_limits(config).get("engine", (0, 0))[1])
 
 
-# What a condition may name beside flags: whether the run has it, and the sections that decide it.
+_GRADER: Final = ("reward.rm_", "reward.reward_component")
+# What a condition may name beside flags: whether the run has it, and the settings that decide it.
 _FACTS: Final[Mapping[str, tuple[Callable[[Config], bool], tuple[str, ...]]]] = {
-    "a run without --data-source-path": (lambda config: config.data.data_source_path is None, ("data.",)),
-    "an [[environment]]": (lambda config: bool(config.environment), ("environment",)),
-    "a loop stage": (lambda config: bool(loops(config)), ("environment", "stage", "tools.", "train.loss_type")),
-    "a function of yours that generates": (_generates_by_function, ("rollout.",)),
-    "a judge": (_judges, ("reward.", "engine.frozen_engine")),
-    "a remote grader": (
-        lambda config: config.reward.rm_url is not None or "remote" in _graders(config),
-        ("reward.",),
+    "a run without --data-source-path": (lambda c: c.data.data_source_path is None, ("data.data_source_path",)),
+    "an [[environment]]": (lambda c: bool(c.environment), ("environment",)),
+    "a loop stage": (lambda c: bool(loops(c)), ("environment", "stage", "tools.", *_WORK)),
+    "a function of yours that generates": (
+        _generates_by_function,
+        ("rollout.custom_", "rollout.rollout_function_path"),
     ),
-    "the grader math": (  # with `auto` the rows may name it
-        lambda config: not {"auto", "math"}.isdisjoint(_graders(config)),
-        ("reward.",),
-    ),
-    "several engines": (lambda config: _engines(config) > 1, ("run.", "sglang.")),
-    "a trainer in processes of its own": (
-        lambda config: trainer_processes(config) > 0,
-        ("train.train_backend", "parallel."),
-    ),
+    "a judge": (_judges, (*_GRADER, "reward.judge_engine", "engine.frozen_engine")),
+    "a remote grader": (lambda c: c.reward.rm_url is not None or "remote" in _graders(c), _GRADER),
+    "the grader math": (
+        lambda c: not {"auto", "math"}.isdisjoint(_graders(c)),
+        _GRADER,
+    ),  # with `auto` rows may name it
+    "several engines": (lambda c: _engines(c) > 1, ("run.scale", "run.autoscale", "sglang.", *_WORK)),
+    "a trainer in processes of its own": (lambda c: trainer_processes(c) > 0, ("train.train_backend", "parallel.")),
 }
 
 
@@ -85,7 +85,7 @@ def unread_faults(config: Config, given: Mapping[str, str] | None = None) -> Ite
     for key, wrote in written.items():
         flag, value = flags_by_key()[key], value_at(config, key)
         condition = next((text for text in flag.read_by if not _holds(config, text)), None)
-        if condition is None or value == flag.default or _switched_off_above(wrote, condition, written):
+        if condition is None or value == flag.default or _may_stay(wrote, condition, written):
             continue
         if config.train.loss_type == "sft_loss" and key.startswith(_OF_POLICY_LOSS):
             continue
@@ -102,14 +102,19 @@ def bound_faults(config: Config) -> Iterator[str]:
 
 
 def _derived(config: Config, key: str, written: Mapping[str, str]) -> Any:
-    """The value that the option has if it is left out: a run's own config.toml holds all derived values."""
+    """The value that the option has if it is left out."""
     left = {other: label for other, label in written.items() if other != key}
     return value_at(derive(build({key: flags_by_key()[key].default}, config), left)[0], key)
 
 
-def _switched_off_above(wrote: str, condition: str, written: Mapping[str, str]) -> bool:
-    """Whether the option comes from a recipe, and another layer changed the setting that makes it be read."""
+def _may_stay(wrote: str, condition: str, written: Mapping[str, str]) -> bool:
+    """Whether the option comes from a recipe, and another layer changed the setting that makes it be read.
+
+    A run's own config.toml is the dump of all its layers, and so holds such options as well.
+    """
     place = wrote.partition(" in ")[2]
+    if place == CONFIG_FILE:
+        return True
     switches = tuple(
         start for key, text, _ in _alternatives(condition) for start in ([key] if key else _FACTS[text][1])
     )

@@ -112,18 +112,23 @@ def test_a_recipe_may_keep_what_a_flag_above_it_switches_off(tmp_path: Path) -> 
     assert unread("--config", str(recipe)) == ()
     assert unread("--config", str(recipe), "--warm-start-steps", "0") == ()
     assert len(unread("--config", str(recipe), "--warm-start-steps", "0", "--warm-start-lr", "0.4")) == 1
+    loaded = load([*BASE, "--config", str(recipe), "--warm-start-steps", "0"])
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.toml").write_text(dump_toml(resolve(loaded.config, loaded.given)), encoding="utf-8")
+    assert unread("--resume", str(run)) == (), "a run that was started can go on"
     recipe.write_text("[warm_start]\nwarm_start_lr = 0.5\n", encoding="utf-8")
     assert len(unread("--config", str(recipe))) == 1, "nothing ever reads it"
 
 
 @pytest.mark.parametrize("name", recipe_names())
-def test_the_recipes_and_what_a_run_writes_down_hold_nothing_unread(name: str, tmp_path: Path) -> None:
-    """Under no recipe, or over another; and the config.toml of such a run, which holds all that was derived."""
+def test_recipes_hold_nothing_unread(name: str, tmp_path: Path) -> None:
+    """Nor does a recipe that spells out all derived values."""
     loaded = load(["--config", "toy", name])
     config = resolve(loaded.config, loaded.given)
     assert tuple(unread_faults(config, loaded.given)) == ()
-    (tmp_path / "config.toml").write_text(dump_toml(config), encoding="utf-8")
-    again = load(["--resume", str(tmp_path)])
+    (tmp_path / "whole.toml").write_text(dump_toml(config), encoding="utf-8")
+    again = load(["--config", str(tmp_path / "whole.toml")])
     assert tuple(unread_faults(resolve(again.config, again.given), again.given)) == ()
 
 
