@@ -36,7 +36,10 @@ _WORK: Final = ("train.loss_type", "debug.load_debug_rollout_data")  # which may
 
 
 def _generates_by_function(config: Config) -> bool:
-    return bool(config.rollout.custom_generate_function_path or config.rollout.rollout_function_path)
+    """The samples of a data source may name a function each."""
+    rollout = config.rollout
+    functions = (rollout.custom_generate_function_path, rollout.rollout_function_path, config.data.data_source_path)
+    return any(function is not None for function in functions)
 
 
 def _graders(config: Config) -> set[str]:
