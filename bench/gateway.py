@@ -39,11 +39,11 @@ from stages.agents.chat_formats.load import load_chat_format
 from stages.agents.gateway.answers import Answers, OpenSession
 from stages.agents.gateway.server import Gateway
 from stages.agents.gateway.sessions import Session
-from stages.engine_entries import ADDRESS, DIRECTORY
 from stages.generate.requests import Requests
 from stages.messages import EngineAddress, EngineEntry, Int32Array, PromptGroup, wire
+from stages.rollouts import new_sample
 from stages.sampling.sampler import Sampler
-from stages.sequences import new_sample
+from stages.topic_values import ADDRESS, DIRECTORY
 
 SPAWN = multiprocessing.get_context("spawn")
 SLOTS, TURNS, PROMPT, MADE, SEEN = 64, 4, 200, 64, 32  # conversations at a time, turns; tokens

@@ -29,14 +29,13 @@ from configs.schema.engine import SimulatedEngineConfig
 from models.engines.core import Completion
 from models.engines.launch.routing import policy_of
 from stages.base import StageContext
-from stages.engine_entries import ADDRESS, DIRECTORY
 from stages.group.stage import GroupStage
 from stages.messages import NO_IDS, EngineAddress, EngineEntry, PromptGroup, RolloutSlice, StepDone
 from stages.ports import Lease, Ports
 from stages.prompts.stage import PromptStage
-from stages.sampling.routing_policy import Choice, Ranking
-from stages.sampling.slots import Slots
+from stages.sampling.engine_choice import Choice, Ranking, Slots
 from stages.staleness_gate import StalenessGate
+from stages.topic_values import ADDRESS, DIRECTORY
 from stages.train.held_groups import HeldGroups
 
 

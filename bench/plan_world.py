@@ -18,7 +18,7 @@ import numpy as np
 from models.engines.core import Completion, SamplingRule
 from models.engines.simulated.schedule import Schedule
 from models.engines.simulated.writer import Writer
-from stages.sampling.slots import Slots
+from stages.sampling.engine_choice import Slots
 from transport.core.topic import Entries
 
 RULE = SamplingRule(1.0, 1.0, -1, 0.0)

@@ -40,11 +40,11 @@ from models.weights.delta_store import DeltaStore
 from models.weights.layout import read_layout
 from models.weights.shared_memory_writer import SlotWriter
 from stages.base import StageContext
-from stages.engine_entries import KEYS, carrying
 from stages.engines.engine_control import EngineControl
 from stages.engines.stage import EnginesStage
 from stages.messages import EngineAddress, EngineEntry, WeightsAnnouncement
 from stages.ports import SameHost, Topic
+from stages.topic_values import KEYS, carrying
 from transport import Node
 
 Kind = Literal["recorder", "sglang"]

@@ -16,8 +16,7 @@ from models.train.errors import CheckpointUnavailable, TrainConfigInvalid, Train
 from models.weights.errors import SlotDirectoryError, SourceError
 from pipeline.observe.errors import ObserveError
 from stages.agents.errors import AgentsError
-from stages.data.errors import DataError
-from stages.errors import StageError
+from stages.errors import DataError, StageError
 from stages.graders.errors import GradingError
 from stages.tools.errors import ToolError
 from transport.errors import AddressError, SecurityError

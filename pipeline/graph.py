@@ -13,15 +13,15 @@ from configs.schema import Config, StageConfig
 
 STAGES = {
     "engines": "stages.engines.stage:EnginesStage",
-    "fetcher": "stages.engines.fetcher:FetcherStage",  # in no graph: one on each node with engines
+    "fetcher": "stages.engines.stage:FetcherStage",  # in no graph: one on each node with engines
     "generate": "stages.generate.stage:GenerateStage",
     "tools": "stages.tools.stage:ToolStage",
     "agents": "stages.agents.stage:AgentsStage",
     "reward": "stages.reward.stage:RewardStage",
-    "teacher": "stages.teacher.stage:TeacherStage",
+    "teacher": "stages.teacher:TeacherStage",
     "group": "stages.group.stage:GroupStage",
     "train": "stages.train.stage:TrainStage",
-    "evaluate": "stages.evaluate.stage:EvaluateStage",
+    "evaluate": "stages.evaluate:EvaluateStage",
 }
 # Slices in work at once, where it is not the usual number: a teacher answers late and a multi-turn sample comes alone.
 CONCURRENCY = {"teacher": 32}

@@ -30,7 +30,7 @@ from pipeline.record.run_directory import RunDir
 from pipeline.stream_limits import UNBOUNDED_BYTES
 from pipeline.supervise.restarts import EngineSpec
 from pipeline.supervise.trainer_group import check_trainer_group, engines_gpus
-from stages.options import GenerateOptions, StageOptions, TrainOptions
+from stages.base import GenerateOptions, StageOptions, TrainOptions
 from stages.staleness_gate import StalenessGate
 from transport.ports.shards import window_of
 

@@ -47,11 +47,10 @@ from pipeline.record.run_directory import RunDir, disk_error
 from pipeline.supervise.auto_resume import Resumed
 from pipeline.supervise.external_servers import read_policy_config
 from stages.agents.formats import with_stops
-from stages.base import StageContext
+from stages.base import StageContext, TrainOptions
 from stages.data.tokenizer import load_tokenizer
-from stages.options import TrainOptions
-from stages.prompts.drawn_prompts import DrawnPrompts
 from stages.prompts.ledger import LedgerSnapshot
+from stages.prompts.prompt_sources import DrawnPrompts
 from stages.prompts.stage import PromptStage
 from stages.staleness_gate import StalenessGate
 from stages.train.saved_batches import SavedBatches

@@ -15,9 +15,8 @@ from pipeline.hosts.other_host import FILES, HOST
 from pipeline.hosts.rendezvous import ADMITTED, CONFIG, retire_key, spec_key
 from pipeline.hosts.stream_hub import FACTS_PREFIX, HUB, command_key, stream_key
 from pipeline.hosts.weights_source import SOURCE
-from stages.engine_entries import ADDRESS, BROUGHT, DIRECTORY, LEAVE, ORDER
 from stages.engines.colocation import KEY as DEVICE
-from stages.live_settings import SETTINGS
+from stages.topic_values import ADDRESS, BROUGHT, DIRECTORY, LEAVE, ORDER, SETTINGS
 from stages.train.asked_saves import SAVE
 
 _CONTROLLER: Final = frozenset[str]()

@@ -9,6 +9,16 @@ StageError
 ├── SavedBatchError      a saved rollout batch cannot be trained
 ├── Starved              group after group was not trained
 └── UntrainableGroup     the rewards of a group do not become advantages; it ends the group, not the run
+
+What can be wrong with the prompt data or the tokenizer, as one tree.
+
+    DataError
+    ├── SourceError      a path, a slice or a file format cannot be used
+    ├── RowError         one row cannot become a prompt (also the error of strict_data)
+    ├── EmptyDataError   no usable prompt is left
+    └── TokenizerError   the checkpoint has no usable tokenizer or chat template
+
+All of them carry one sentence, so that they survive a process boundary.
 """
 
 from __future__ import annotations
@@ -48,3 +58,23 @@ class Starved(StageError):
 
 class UntrainableGroup(StageError):
     """A group's rewards do not become advantages: its own fault, or that of the function that should have done it."""
+
+
+class DataError(Exception):
+    """Base of everything that `stages.data` raises on purpose."""
+
+
+class SourceError(DataError):
+    """A path, a slice or a file format cannot be used."""
+
+
+class RowError(DataError):
+    """One row cannot become a prompt."""
+
+
+class EmptyDataError(DataError):
+    """No usable prompt is left after slicing and checking."""
+
+
+class TokenizerError(DataError):
+    """The checkpoint has no usable tokenizer or chat template."""

@@ -28,8 +28,8 @@ import numpy.typing as npt
 from msgspec import Struct
 
 from configs.schema import Config
-from stages.data.errors import DataError
 from stages.data.tokenizer import Tokenizer, load_tokenizer
+from stages.errors import DataError
 from stages.messages import Outcome, Prefix, PromptGroup, RolloutSlice, Sample, Status
 from stages.rollouts import rollouts
 

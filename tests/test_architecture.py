@@ -98,7 +98,7 @@ def check_words(path: Path, text: str) -> None:
         ("import launch; launch.main(['--help'])", ("torch", "zmq", "ray", "numpy", "rich")),
         (
             "import stages.generate.stage, stages.reward.stage, stages.group.stage, stages.tools.stage; "
-            "import stages.evaluate.stage",
+            "import stages.evaluate",
             ("torch", "zmq", "transformers"),
         ),
         ("import transport", ("torch", "stages", "models")),

@@ -37,9 +37,18 @@ from pipeline.hosts.stream_hub import StreamHub
 from pipeline.observe.monitor import Monitor
 from pipeline.record.recorder import Recorder
 from pipeline.supervise.runner import Runner
-from stages.engine_entries import POLICY, RUNNING, WAITING, addresses, entries
-from stages.live_settings import SETTINGS, Sampling, Settings, write_settings
 from stages.prompts.stage import PromptStage
+from stages.topic_values import (
+    POLICY,
+    RUNNING,
+    SETTINGS,
+    WAITING,
+    Sampling,
+    Settings,
+    addresses,
+    entries,
+    write_settings,
+)
 from stages.train.asked_saves import SAVE
 from transport import TopicServer
 

@@ -20,8 +20,8 @@ import msgspec
 
 from configs.schema import Config
 from models.weights.slots_directory import PREFIX, slots_directory
+from stages.base import TrainOptions
 from stages.data.tokenizer import CHECKPOINT_FILES
-from stages.options import TrainOptions
 from transport import TopicClient, TopicServer
 
 HOST: Final = "host"

@@ -27,8 +27,7 @@ from pipeline.hosts.stream_ports import AnyInlet, PortSpec, StreamPorts
 from pipeline.hosts.weights_source import FetchedWeights, OfferedWeights
 from pipeline.observe.stats import CPU, STATS_PREFIX, StageStats
 from pipeline.observe.trace import TraceWriter
-from stages.base import Stage, StageContext, beside
-from stages.options import StageOptions
+from stages.base import Stage, StageContext, StageOptions, beside
 from stages.ports import Inlet as TakenFrom
 from stages.ports import Ports
 from transport import Node, TopicClient

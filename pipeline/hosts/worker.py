@@ -23,8 +23,7 @@ from pipeline.hosts.other_host import settled, trainers_place
 from pipeline.hosts.rendezvous import Entry, from_command, read
 from pipeline.hosts.replica import ReplicaSpec, run_replica
 from pipeline.hosts.shared_files import only_trainer
-from stages.base import Stage
-from stages.options import TrainOptions
+from stages.base import Stage, TrainOptions
 from transport import StreamFinished
 
 log = logging.getLogger("sluice.worker")

@@ -21,8 +21,8 @@ from pipeline.observe.advice import StageLoad, Window
 from pipeline.observe.stats import CPU
 from pipeline.placement import JOINERS, Placement
 from pipeline.record.recorder import Recorder
-from stages.engine_entries import POLICY, RUNNING, WAITING, entries
 from stages.prompts.stage import PromptStage
+from stages.topic_values import POLICY, RUNNING, WAITING, entries
 from transport import TopicServer
 
 LEAST_BATCHES: Final = 4

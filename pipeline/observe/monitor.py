@@ -13,10 +13,10 @@ from pipeline.observe.table import open_display
 from pipeline.observe.waits import Waits
 from pipeline.record.recorder import Recorder
 from pipeline.supervise.announce import read_fleet
-from stages.engine_entries import SLOW, addresses
 from stages.messages import Complaint
 from stages.ports import read_value
 from stages.prompts.stage import PromptStage
+from stages.topic_values import SLOW, addresses
 
 REFRESH_S = 0.5
 

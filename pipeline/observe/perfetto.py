@@ -21,7 +21,7 @@ from msgspec import Struct
 
 from pipeline.observe.errors import TraceError
 from pipeline.observe.trace import NO_GROUP, NO_SAMPLE, Span, read_records
-from stages.evaluate.stage import EVAL_BASE
+from stages.evaluate import EVAL_BASE
 
 
 class MergeReport(Struct, frozen=True):

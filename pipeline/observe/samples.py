@@ -23,8 +23,8 @@ from rich.text import Text
 from configs.load import read_recipe
 from pipeline.observe.errors import SamplesError
 from pipeline.observe.visible import visible
-from stages.data.errors import DataError
 from stages.data.tokenizer import Tokenizer, load_tokenizer
+from stages.errors import DataError
 from stages.sample_log import SAMPLES_FILE, Run, SampleRow
 
 CONFIG_FILE: Final = "config.toml"

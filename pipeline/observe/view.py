@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from pipeline.observe.stats import COUNTERS, EngineRow, LedgerCounts, RunSnapshot, StageRow, StageStats
-from stages.engine_entries import ASKED, IDLE
+from stages.topic_values import ASKED, IDLE
 
 ENGINE_BUSY = "engine_busy_s"  # busy seconds of all engines, as the engines stage tells them
 

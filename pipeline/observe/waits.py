@@ -16,10 +16,10 @@ from configs.schema import Config
 from pipeline.hosts.stream_hub import StreamHub
 from pipeline.observe.view import RunView
 from pipeline.placement import JOINERS, Placement
-from stages.engine_entries import addresses, entries
 from stages.messages import EngineEntry, WeightsAnnouncement, group_of
 from stages.ports import read_value
 from stages.prompts.stage import PromptStage
+from stages.topic_values import addresses, entries
 from transport import Held, TopicServer
 
 MOST_HOLDERS: Final = 3

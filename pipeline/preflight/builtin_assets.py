@@ -17,8 +17,8 @@ from configs.schema import Config
 from models.arithmetic import ArithmeticFiles, write_arithmetic
 from pipeline.errors import UsageError
 from pipeline.preflight.environments import write_tasks
-from stages.data.errors import TokenizerError
 from stages.data.tokenizer import locate
+from stages.errors import TokenizerError
 
 BUILT_IN_MODELS: dict[str, Literal["bytes", "arithmetic"]] = {"tiny": "bytes", "tiny-arithmetic": "arithmetic"}
 BUILT_IN_DATA: dict[str, Literal["add", "tools"]] = {"arithmetic": "add", "arithmetic-tools": "tools"}

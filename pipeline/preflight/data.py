@@ -11,11 +11,10 @@ from configs.schema import Config
 from models.context import context_limit
 from pipeline.preflight.names import check_graders
 from pipeline.record.run_directory import RunDir
-from stages.data.load import load_train_prompts, row_preparer
-from stages.data.prompt_set import PromptSet
+from stages.data.prompt_set import PromptSet, load_train_prompts, row_preparer
 from stages.data.tokenizer import Tokenizer
 from stages.graders.choose import choose_auto
-from stages.prompts.drawn_prompts import DrawnPrompts
+from stages.prompts.prompt_sources import DrawnPrompts
 
 
 def training_prompts(config: Config, tokenizer: Tokenizer, rundir: RunDir) -> PromptSet | DrawnPrompts:

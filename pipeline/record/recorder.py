@@ -32,9 +32,9 @@ from pipeline.record.journal import Admitted, Began, Committed, Ended, Journal, 
 from pipeline.record.run_directory import RunDir
 from pipeline.record.save_hf import save_hf
 from pipeline.supervise.outage import consequence
-from stages.engine_entries import POLICY, addresses, carrying
 from stages.messages import CheckpointReady, EvalDone, Settled, StepDone
 from stages.prompts.ledger import Ledger, LedgerSnapshot, OpenGroup
+from stages.topic_values import POLICY, addresses, carrying
 from transport import TopicServer
 
 BIAS_FILE = "bias.json"

@@ -23,10 +23,10 @@ from pipeline.record.recorder import Recorder
 from pipeline.record.run_directory import RunDir
 from pipeline.supervise.outage import consequence
 from pipeline.supervise.restarts import EngineSpec
-from stages.engine_entries import POLICY, carrying
+from stages.base import TrainOptions
 from stages.messages import Complaint, EngineAddress, RouterAddress, group_of
-from stages.options import TrainOptions
 from stages.ports import read_value
+from stages.topic_values import POLICY, carrying
 from transport import TopicServer
 
 REPORTS_POLL_S = 0.02

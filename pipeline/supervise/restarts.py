@@ -19,8 +19,8 @@ from models.engines.token import TokenFile
 from models.fault_injection import FaultPlan
 from pipeline.errors import ReplicaFailed
 from pipeline.supervise.restart_budget import WINDOW_S, RestartBudget, backoff_s
+from stages.base import TrainOptions
 from stages.messages import RouterAddress
-from stages.options import TrainOptions
 
 Kind = Literal["engine", "frozen", "router"]
 

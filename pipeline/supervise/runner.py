@@ -33,9 +33,8 @@ from pipeline.supervise.hub_processes import HubProcesses
 from pipeline.supervise.restarts import Lifecycle, Restarts
 from pipeline.supervise.servers import Servers
 from pipeline.supervise.trainer_group import TrainerGroup
-from stages.base import beside
+from stages.base import TrainOptions, beside
 from stages.engines.stage import END
-from stages.options import TrainOptions
 from transport import Node, TopicServer
 
 ROOM_POLL_S: Final = 1.0

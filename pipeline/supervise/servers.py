@@ -25,7 +25,7 @@ from pipeline.supervise.restart_server import ServerSupervisor
 from pipeline.supervise.restarts import EngineSpec, Restarts
 from pipeline.supervise.router_server import RouterServer
 from pipeline.supervise.weight_fetchers import WeightFetchers
-from stages.engine_entries import ADDRESS, DIRECTORY, LEAVE, entries
+from stages.topic_values import ADDRESS, DIRECTORY, LEAVE, entries
 from transport import TopicServer
 
 LEAVE_S: Final = 30.0  # time that an engine gets to give back what it holds

@@ -1,5 +1,5 @@
 """The fetchers of a run: on each node that has engines, other than the controller's, a process that brings their
-weights there (stages/engines/fetcher.py).
+weights there (stages/engines/stage.py).
 
 Invariants: a node has one at the most, which is started with its first engine, started again when it is lost, and ends
 when the node has no engine any more; an engine is announced together with the name of its node's.

@@ -22,7 +22,7 @@ from stages.agents.messages import Message, ToolSchema
 from stages.base import LoopStage
 from stages.data.tokenizer import Tokenizer
 from stages.messages import PromptGroup, Sample, TurnReward
-from stages.sequences import append_untrained, new_sample
+from stages.rollouts import append_untrained, new_sample
 
 Messages = tuple[Message, ...]
 

@@ -30,10 +30,9 @@ from stages.agents.hosting import Hosting
 from stages.agents.once import EPISODES_DIR
 from stages.agents.outage import OutageNotice
 from stages.agents.turn_journal import TurnJournal
-from stages.base import LoopStage, StageContext, beside, failed
+from stages.base import GenerateOptions, LoopStage, StageContext, beside, failed
 from stages.data.tokenizer import load_tokenizer
 from stages.messages import PromptGroup, RolloutSlice, Sample
-from stages.options import GenerateOptions
 from stages.ports import Ports, Topic
 
 

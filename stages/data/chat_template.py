@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from stages.data.errors import TokenizerError
+from stages.errors import TokenizerError
 
 Render = Callable[..., str]
 

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from stages.data.errors import RowError, SourceError
+from stages.errors import RowError, SourceError
 
 _SLICED = re.compile(r"(?P<path>.*)@\[(?P<body>[^\[\]]*)\]", re.DOTALL)
 _BOUNDS = re.compile(r"\s*(?P<start>[+-]?\d+)?\s*:\s*(?P<stop>[+-]?\d+)?\s*")

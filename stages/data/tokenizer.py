@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stages.data.chat_template import Render, compile_template, find_template, with_reasoning
-from stages.data.errors import TokenizerError
+from stages.errors import TokenizerError
 
 if TYPE_CHECKING:
     import tokenizers

@@ -37,8 +37,8 @@ from models.engines.client import EngineClient
 from models.engines.errors import EngineUnreachable
 from models.engines.memory import MemoryTag
 from models.engines.update_client import UpdateClient
-from stages.engine_entries import ADDRESS, POLICY, addresses
 from stages.ports import Topic, read_value
+from stages.topic_values import ADDRESS, POLICY, addresses
 
 log = logging.getLogger("sluice.colocation")
 

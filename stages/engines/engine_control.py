@@ -33,16 +33,13 @@ from models.engines.update_client import UpdateClient
 from models.weights.delta_mirror import DeltaMirror
 from models.weights.errors import WeightsError
 from stages.base import Stage
-from stages.engine_entries import ADDRESS, DIRECTORY, LEAVE, POLICY, addresses, entries
 from stages.engines.colocation import MemoryKeeper, trainers_turn
-from stages.engines.fetcher_route import FetcherRoute, take_back
-from stages.engines.leaving import hand_over
-from stages.engines.rolling_update import await_turn
-from stages.engines.verify_weights import ChecksumDiffers, check_equal, check_label
-from stages.engines.weight_routes import WeightRoute, WeightRoutes
-from stages.engines.weight_transfer import Transfer
+from stages.engines.router_workers import hand_over
+from stages.engines.weight_routes import FetcherRoute, WeightRoute, WeightRoutes, take_back
+from stages.engines.weight_transfer import ChecksumDiffers, Transfer, await_turn, check_equal, check_label
 from stages.messages import Complaint, EngineAddress, EngineEntry, WeightsAnnouncement
 from stages.ports import Topic, WeightsSource, read_value
+from stages.topic_values import ADDRESS, DIRECTORY, LEAVE, POLICY, addresses, entries
 
 log = logging.getLogger("sluice.engines")
 

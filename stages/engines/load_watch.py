@@ -1,4 +1,18 @@
-"""Looks at the engines' loads: how long they have computed, and how many samples may be in flight at each.
+"""How much of its time an engine does nothing. Pure: times come with the calls.
+
+Our engines account for the seconds that they compute. SGLang does not: there each look counts for the time since the
+look before, as busy if anything ran at it.
+
+How many samples may be in flight at an engine, all clients together: a limit that follows the engine's load.
+
+The limit is additive-increase, multiplicative-decrease. It is cut when the KV cache is nearly full, when requests were
+retracted for want of room, or when the engine's queue keeps growing; else it grows back to `--server-concurrency`.
+
+Invariants:
+- 1 <= limit <= most, and one look changes it by one step only;
+- no cut before the last one has had its effect: what is in flight must have come down to the limit.
+
+Looks at the engines' loads: how long they have computed, and how many samples may be in flight at each.
 
 The limit is one number for all clients together and travels in the engine's directory entry; clients divide it.
 
@@ -10,17 +24,99 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
 
 from configs.schema import Config
 from models.engines.errors import EngineError
 from models.engines.protocol import Load
 from stages.base import Activity
-from stages.engine_entries import IDLE, POLICY, RETRACTED, RUNNING, WAITING
-from stages.engines.concurrency_limit import CALM_USAGE, Limit, Reading
 from stages.engines.engine_control import EngineControl
-from stages.engines.idle_time import IdleMeter
 from stages.ports import Topic
+from stages.topic_values import IDLE, POLICY, RETRACTED, RUNNING, WAITING
+
+WINDOW_LOOKS = 8
+
+
+class IdleMeter:
+    """Idle share of one engine over its last looks."""
+
+    def __init__(self, looks: int = WINDOW_LOOKS) -> None:
+        self._seen: deque[tuple[float, float]] = deque(maxlen=looks)  # (time, busy seconds by then)
+        self._accounts = False  # it tells its busy seconds
+        self._sampled_s = 0.0
+
+    def saw(self, now_s: float, busy_s: float, running: int) -> float | None:
+        """Take a look: busy seconds since the engine's start (0 where it does not count them), requests that run.
+
+        The share in [0, 1] since the oldest look kept; None at the first.
+        """
+        if busy_s > 0.0 and not self._accounts:
+            self._accounts = True
+            self._seen.clear()
+        if self._seen and running:
+            self._sampled_s += now_s - self._seen[-1][0]
+        busy = busy_s if self._accounts else self._sampled_s
+        if self._seen and busy < self._seen[-1][1]:
+            self._seen.clear()  # it was started anew
+        self._seen.append((now_s, busy))
+        (start, first), (end, last) = self._seen[0], self._seen[-1]
+        return min(1.0, max(0.0, 1.0 - (last - first) / (end - start))) if end > start else None
+
+    def forget(self) -> None:
+        """It is not looked at any more: the next look is a first one."""
+        self._seen.clear()
+
+
+HIGH_USAGE: Final = 0.92  # share of the KV cache in use from which the limit is cut
+CALM_USAGE: Final = 0.80  # up to which it grows
+CUT: Final = 0.75
+STEPS: Final = 32  # looks from nothing to `most`
+QUEUE_LOOKS: Final = 2  # looks in a row that find a longer queue
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One look at an engine, all its data-parallel ranks together."""
+
+    usage: float  # share of the KV cache in use, of the fullest rank
+    waiting: int  # requests in the engine's queue
+    retractions: int = 0  # since the look before, for want of room
+
+    @classmethod
+    def of(cls, loads: Sequence[Load], retractions: int = 0) -> Reading:
+        usage = max((load.token_usage for load in loads), default=0.0)
+        return cls(usage, sum(load.num_waiting_reqs for load in loads), retractions)
+
+
+class Limit:
+    """Controller of one engine's limit. Pure: told what was seen, says what may be in flight (samples)."""
+
+    def __init__(self, most: int) -> None:
+        self.most = self.value = most
+        self.cuts = 0
+        self._waiting = 0
+        self._longer = 0
+
+    def observe(self, reading: Reading, in_flight: int) -> int:
+        """The limit after one more look; `in_flight` samples are at the engine now."""
+        self._longer = self._longer + 1 if reading.waiting > self._waiting else 0
+        self._waiting = reading.waiting
+        if reading.usage >= HIGH_USAGE or reading.retractions > 0 or self._longer >= QUEUE_LOOKS:
+            if in_flight <= self.value:
+                self.value = max(1, int(CUT * min(self.value, max(in_flight, 1))))
+                self.cuts += 1
+                self._longer = 0
+        elif reading.usage <= CALM_USAGE:
+            self.value = min(self.most, self.value + max(1, self.most // STEPS))
+        return self.value
+
+    def restart(self) -> None:
+        """The engine is a new one."""
+        self.value, self._waiting, self._longer = self.most, 0, 0
+
 
 LOADS_INTERVAL_S = 2.0
 

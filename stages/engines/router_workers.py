@@ -10,14 +10,26 @@ Invariants:
 - the list is compared afresh at each look, so a new router gets everything again;
 - a worker keeps its role: where prefill and decode are apart, one that was taken out comes back as what it was, and
   workers with a role that are none of this run's engines are left alone.
+
+How an engine leaves a run that goes on: it gets no new work, gives back what it holds, and then says so.
+
+Clients choose among the entries of the directory, so that `leaving` turns new requests away. What the engine generates
+is aborted: each client has the partial output then and goes on behind it at another engine, as after an update that
+aborts (stages/sampling/partial_rollouts.py). The abort is repeated until the engine is empty, for a client may have
+sent before it heard.
+
+Invariant: nothing depends on this: an engine that ends without it is lost like any other, and its requests go on
+elsewhere, with less of what was generated.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
+from typing import Final
 
 import msgspec
 
@@ -26,9 +38,9 @@ from models.engines.errors import EngineError
 from models.engines.router_api import REGULAR, Role, RouterClient, RouterWorker, urls
 from models.engines.token import Token
 from stages.base import Activity
-from stages.engine_entries import POLICY, addresses, carrying
 from stages.messages import RouterAddress, RouterState
 from stages.ports import Topic, read_value
+from stages.topic_values import POLICY, addresses, carrying
 
 log = logging.getLogger("sluice.router_workers")
 
@@ -158,3 +170,23 @@ def _wanted(topic: Topic) -> frozenset[str]:
     """Addresses of the engines that take requests with this run's weights."""
     served = [entry for entry in carrying(topic).values() if entry.state in ("serving", "updating")]
     return frozenset(entry.url.rstrip("/") for entry in served)
+
+
+LOOK_S: Final = 0.2
+EMPTY_LOOKS: Final = 3  # in a row, after which nothing more is expected: all clients have heard
+
+
+async def hand_over(client: EngineClient, stands: Callable[[], bool]) -> None:
+    """Empty an engine whose entry says `leaving`. Waits until it holds nothing, or is lost.
+
+    `stands`: whether the engine is still the one that `client` asks.
+    """
+    empty = 0
+    while empty < EMPTY_LOOKS and stands():
+        with contextlib.suppress(EngineError):  # lost, or busy: looked at again
+            loads = await client.loads()
+            busy = any(load.num_running_reqs + load.num_waiting_reqs for load in loads)
+            empty = 0 if busy else empty + 1
+            if busy:
+                await client.abort()
+        await asyncio.sleep(LOOK_S)

@@ -8,6 +8,11 @@ Invariants:
 - only bytes that were verified against the announced digest are sent, and a slot that changed meanwhile is noticed;
 - a bracket that was opened is closed, so that any other route may follow;
 - a group belongs to one incarnation of an engine, is made again after a failure, and destroyed at the end.
+
+Weights for an engine of another node, by the fetcher that is beside it: the engines stage's side.
+
+On the topic: `order/<fetcher>/<engine>`, what the engine is to get (empty: nothing any more), and
+`brought/<fetcher>/<engine>`, how far that has come. Both are the newest value, so that either side may be started anew.
 """
 
 from __future__ import annotations
@@ -15,26 +20,33 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import secrets
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+from msgspec import Struct
+
 from configs.schema.engine import UpdateConfig
-from models.engines.client import EngineClient
-from models.engines.errors import EngineError
+from models.engines.client import EngineClient, WeightsUpdated
+from models.engines.errors import EngineError, EngineUnreachable
 from models.engines.protocol import ServerInfo
 from models.engines.update_client import UpdateClient
 from models.weights.delta_mirror import DeltaMirror
-from models.weights.errors import DeltaError, DigestMismatch, RouteUnfit
+from models.weights.errors import DeltaError, DigestMismatch, NotBrought, RouteUnfit
 from models.weights.shared_memory_reader import SlotReader
 from stages.engines.weight_transfer import DiskTransfer, GroupTransfer, TensorTransfer, Transfer, together
-from stages.messages import WeightsAnnouncement
+from stages.messages import EngineAddress, WeightsAnnouncement
+from stages.ports import Topic, read_value
+from stages.topic_values import ADDRESS, BROUGHT, ORDER
 
 if TYPE_CHECKING:
     from models.weights.broadcast_group import WeightGroup
+
 
 log = logging.getLogger("sluice.weight_routes")
 
@@ -198,3 +210,87 @@ def _check_ranks(route: str, client: EngineClient, ranks: ServerInfo) -> None:
             f"engine {client.base_url} has dp_size={ranks.dp_size}, pp_size={ranks.pp_size}: the route {route} reaches "
             "tensor-parallel ranks only; use --update-weight-transport disk"
         )
+
+
+class WeightsOrder(Struct, frozen=True):
+    """Topic value: bring the announced weights to the engine's node; put them in as often as `applies` says."""
+
+    id: str
+    engine: EngineAddress
+    announcement: WeightsAnnouncement
+    in_full: bool = False
+    applies: int = 0
+    flush_cache: bool = False  # at the last of them
+
+
+class WeightsBrought(Struct, frozen=True):
+    """Topic value: the weights are there and verified, and were put in `applied` times; or why not."""
+
+    id: str  # of the order
+    applied: int = 0
+    updated: WeightsUpdated | None = None
+    error: str = ""
+
+
+def order_key(engine: EngineAddress) -> str:
+    return f"{ORDER}{engine.fetcher}/{engine.engine}"
+
+
+class FetcherRoute(WeightRoute):
+    """Whatever the announced route is, carried out beside the engine. `stands`: whether the engine is still there."""
+
+    def __init__(self, topic: Topic, engine: EngineAddress, stands: Callable[[], bool], *, in_full: bool) -> None:
+        self.topic, self.engine, self.stands, self.in_full = topic, engine, stands, in_full
+
+    @contextlib.asynccontextmanager
+    async def open(self, client: EngineClient, announcement: WeightsAnnouncement) -> AsyncIterator[Transfer]:
+        order = WeightsOrder(secrets.token_hex(8), _address(self.engine), announcement, self.in_full)
+        transfer = OrderedTransfer(self, order)
+        try:
+            await transfer.carried_out()
+            yield transfer
+        finally:
+            await take_back(self.topic, self.engine)
+
+
+class OrderedTransfer:
+    """Weights that lie on the engine's node. Implements `Transfer`."""
+
+    def __init__(self, route: FetcherRoute, order: WeightsOrder) -> None:
+        self.route, self.order = route, order
+
+    async def apply(self, flush_cache: bool) -> WeightsUpdated:
+        order = msgspec.structs.replace(self.order, applies=self.order.applies + 1, flush_cache=flush_cache)
+        self.order = order
+        answer = await self.carried_out()
+        assert answer.updated is not None, "it was put in"
+        return answer.updated
+
+    async def carried_out(self) -> WeightsBrought:
+        """Give the order as it is now. Waits for its answer; unblocked by the engine's loss too. Raises NotBrought or
+        EngineUnreachable."""
+        topic, engine, order = self.route.topic, self.route.engine, self.order
+        await topic.publish(order_key(engine), msgspec.msgpack.encode(order))
+        key, revision = f"{BROUGHT}{engine.fetcher}/{engine.engine}", 0
+        while True:
+            answer = read_value(topic, key, WeightsBrought)
+            if answer is not None and answer.id == order.id:
+                if answer.error:
+                    raise NotBrought(f"{engine.fetcher}: {answer.error}")
+                if answer.applied >= order.applies:
+                    return answer
+            if not self.route.stands():
+                raise EngineUnreachable(engine.url, "it was lost while its weights were on their way")
+            revision = await topic.wait(revision, key, ADDRESS + engine.engine)
+
+
+async def take_back(topic: Topic, engine: EngineAddress) -> None:
+    """No order is left for this engine."""
+    await topic.publish(order_key(engine), b"")
+
+
+def _address(engine: EngineAddress) -> EngineAddress:
+    """Without what an entry says more."""
+    return EngineAddress(
+        engine.engine, engine.url, engine.incarnation, engine.policy, fetcher=engine.fetcher, token=engine.token
+    )

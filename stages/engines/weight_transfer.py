@@ -1,16 +1,25 @@
-"""One version on its way into one engine that stands still.
+"""The order in which engines take new weights: by name, `--update-weight-rolling` at a time; the others serve.
+
+One version on its way into one engine that stands still.
 
 Invariants:
 - the label goes with the last bucket, and so does the flush: until then nothing calls the weights new;
 - a bucket is copied out of the slot, the slot is checked, then the copy is sent: no torn byte leaves this process;
 - a bracket that was opened is closed, also after a failure.
+
+Does an engine carry what it was given? Asked after every update, before it goes on.
+
+Invariants: an engine is admitted at a version only if it names that version itself and, where checksums are compared,
+if its tensors have the checksum that other engines reported for the same version.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import threading
+import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -21,12 +30,52 @@ from models.engines.client import EngineClient, WeightsUpdated
 from models.engines.errors import EngineError
 from models.engines.update_client import UpdateClient
 from models.weights.buckets import Bucket, plan_buckets
+from models.weights.errors import NotVerified
 from models.weights.shared_memory_reader import SlotReader
+from stages.messages import EngineEntry, WeightsAnnouncement
+from stages.ports import Topic
+from stages.topic_values import KEYS, carrying
 
 if TYPE_CHECKING:
     import torch
 
     from models.weights.broadcast_group import WeightGroup
+
+
+log = logging.getLogger("sluice.engines")
+
+TURN_TIMEOUT_S = 10.0  # how long an engine waits for the ones before it that have not begun
+TURN_LIMIT_S = 600.0  # and for ones that are at it
+
+
+async def await_turn(topic: Topic, engine: str, announcement: WeightsAnnouncement, rolling: int) -> None:
+    """Waits until fewer than `rolling` of the engines before this one, by name, still lack the version.
+
+    So at most `rolling` engines stand still at once: of those at it, the last by name has all others before it.
+    Unblocked by their entries, by their death (an entry then counts no more), or by a time limit, so that an engine
+    that cannot be updated does not hold up the rest; the limit is short while none of them is at it.
+    """
+    started, revision = time.monotonic(), 0
+    idle_since = started
+    while True:
+        now = time.monotonic()
+        lacking = [e for name, e in carrying(topic).items() if name < engine and _older(e, announcement)]
+        if len(lacking) < rolling:
+            return
+        if any(entry.fetching >= 0 for entry in lacking):
+            idle_since = now
+        if now - idle_since > TURN_TIMEOUT_S or now - started > TURN_LIMIT_S:
+            names = ", ".join(entry.engine for entry in lacking)
+            log.warning("%s takes version %d before its turn: %s lack it", engine, announcement.version, names)
+            return
+        with contextlib.suppress(TimeoutError):  # the loop looks again
+            async with asyncio.timeout(1.0):
+                revision = await topic.wait(revision, *KEYS)
+
+
+def _older(entry: EngineEntry, announcement: WeightsAnnouncement) -> bool:
+    return (entry.run_generation, entry.version) < (announcement.run_generation, announcement.version)
+
 
 T = TypeVar("T")
 
@@ -148,3 +197,39 @@ async def together(blocking: Callable[[], None], call: Coroutine[Any, Any, T]) -
 
 async def _wait(ended: asyncio.Future[None]) -> None:
     await ended
+
+
+LABEL_TRIES = 10
+LABEL_WAIT_S = 0.1
+
+
+class ChecksumDiffers(NotVerified):
+    """Two engines at one version hold different tensors."""
+
+
+async def check_label(engine: str, client: EngineClient, label: str) -> None:
+    """Raise NotVerified unless the engine names these weights. Asks again a few times: the answer comes from another
+    process of the server than the one that loaded them."""
+    named: str | None = None
+    for attempt in range(LABEL_TRIES):
+        if attempt:
+            await asyncio.sleep(LABEL_WAIT_S)
+        named = (await client.model_info()).weight_version
+        if named == label:
+            return
+    raise NotVerified(
+        f"{engine} reports weights {named!r} after an update to {label!r}; it stays paused until it names them: was it "
+        "updated by someone else?"
+    )
+
+
+def check_equal(topic: Topic, engine: str, announcement: WeightsAnnouncement, checksum: str) -> None:
+    """Raise ChecksumDiffers if another engine reported another checksum for the same version."""
+    for other in carrying(topic).values():
+        same = (other.run_generation, other.version) == (announcement.run_generation, announcement.version)
+        if same and other.engine != engine and other.checksum and other.checksum != checksum:
+            raise ChecksumDiffers(
+                f"{engine} has checksum {checksum} at version {announcement.version}, {other.engine} reported "
+                f"{other.checksum}; it gets no requests until they agree, and is now loaded in full. Engines that "
+                "differ by design (other tensor-parallel size, other precision) need --no-check-weight-update-equal"
+            )

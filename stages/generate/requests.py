@@ -15,11 +15,11 @@ import msgspec
 from configs.schema import Config
 from models.engines.noise import GOLDEN, mix, sample_seed
 from models.engines.protocol import SamplingParams
-from stages.live_settings import sampling
 from stages.messages import PromptGroup, Sample
+from stages.rollouts import new_sample
+from stages.sampling.engine_choice import FIRST_COME
 from stages.sampling.requests import SampleRequest
-from stages.sampling.slots import FIRST_COME
-from stages.sequences import new_sample
+from stages.topic_values import sampling
 
 _SEED_BITS: Final = 0x7FFFFFFF
 

@@ -28,7 +28,7 @@ from msgspec.structs import replace
 from configs.schema import Config
 from stages.generate.rollout_records import RESPONSES, RolloutRecords
 from stages.messages import PromptGroup, Sample
-from stages.sampling.results import SampleResult
+from stages.sampling.requests import SampleResult
 
 log = logging.getLogger("sluice.generate")
 

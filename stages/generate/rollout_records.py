@@ -29,8 +29,8 @@ from msgspec.structs import replace
 from configs.schema import Config
 from models.disk import sync
 from stages.agents.once import home_of
-from stages.live_settings import sampling
 from stages.messages import PromptGroup, RolloutSlice
+from stages.topic_values import sampling
 from stages.train.saved_groups import fingerprint, message_decoder, message_encoder
 
 log = logging.getLogger("sluice.records")

@@ -12,8 +12,8 @@ import msgspec
 import numpy as np
 
 from stages.messages import NO_IDS, Extra, Sample, Status, joined
-from stages.sampling.results import Finish, SampleResult
-from stages.sequences import join_runs
+from stages.rollouts import join_runs
+from stages.sampling.requests import Finish, SampleResult
 
 EXPERTS: Final = "routed_experts"  # among the extras, if the engine was asked for them
 STATUS_OF: Final[dict[Finish, Status]] = {

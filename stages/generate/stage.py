@@ -23,17 +23,15 @@ import msgspec
 from stages.agents.once import EPISODES_DIR
 from stages.agents.slime.functions import GenerateFunctions, function_of
 from stages.agents.slime.rollout_functions import RolloutFunction
-from stages.base import Stage, StageContext, beside, send_slice
+from stages.base import GenerateOptions, Stage, StageContext, beside, send_slice
 from stages.generate.loops import Loops
 from stages.generate.requests import Requests
 from stages.generate.response_journal import ResponseJournal
 from stages.generate.turns import Turns
 from stages.messages import PromptGroup, RolloutSlice, Sample, without_prompt
-from stages.options import GenerateOptions
 from stages.ports import Inlet, Lease, Outlet, Ports
-from stages.rollouts import rollouts
+from stages.rollouts import new_sample, rollouts
 from stages.sampling.sampler import Sampler
-from stages.sequences import new_sample
 
 # How long a member that has ended waits for others of its group. A slice is one message, and costs each stage behind
 # this one about the same with one member as with all; what a quarter of a second does to a rollout of many is little.

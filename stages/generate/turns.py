@@ -16,13 +16,13 @@ from stages.base import Activity
 from stages.generate.requests import Deadline, Requests
 from stages.generate.response_journal import ResponseJournal
 from stages.generate.samples import append_result
-from stages.live_settings import newest_settings
 from stages.messages import PromptGroup, Sample
 from stages.ports import Readable
+from stages.rollouts import cut
 from stages.sampling.attempt import Progress
-from stages.sampling.results import OUT_OF_TIME
+from stages.sampling.requests import OUT_OF_TIME
 from stages.sampling.sampler import Sampler
-from stages.sequences import cut
+from stages.topic_values import newest_settings
 
 Ended = Callable[[Sample], None]
 

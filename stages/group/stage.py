@@ -26,12 +26,12 @@ from stages.base import Stage, beside
 from stages.errors import FilterError
 from stages.group.filter_chain import resolve_filter
 from stages.group.filter_rules import FilterDecision, FilterState, GroupFilter
-from stages.live_settings import SETTINGS, newest_settings
 from stages.messages import PromptGroup, RolloutSlice, Sample, Settled, WeightsAnnouncement
 from stages.ports import Lease, Outlet, Ports, Topic, read_value
 from stages.reward.grading import Grading
 from stages.rollouts import closing, counting, rollout_fault, rollouts, settlement
 from stages.sample_log import SampleLog
+from stages.topic_values import SETTINGS, newest_settings
 
 REMEMBERED_GROUPS = 100_000
 MOST_REASONS = 100  # that are told; one with a number in it is new each time

@@ -20,11 +20,8 @@ import msgspec
 from configs.schema import generates
 from models.engines.noise import GOLDEN, MIX_1, MIX_2, mix
 from stages.base import Stage, StageContext, beside
-from stages.data.order import PromptOrder
 from stages.data.prompt_set import PromptSet
-from stages.engine_entries import KEYS, carrying
 from stages.errors import NoVerdicts, Starved
-from stages.live_settings import Sampling
 from stages.messages import (
     CheckpointReady,
     EvalDone,
@@ -35,11 +32,11 @@ from stages.messages import (
     StepDone,
 )
 from stages.ports import Outlet, Ports
-from stages.prompts.curriculum import PassRateCurriculum
-from stages.prompts.demonstration import demonstration
-from stages.prompts.drawn_prompts import DrawnOrder, DrawnPrompts
 from stages.prompts.ledger import Ledger, LedgerSnapshot, OpenGroup
+from stages.prompts.prompt_order import PassRateCurriculum, PromptOrder
+from stages.prompts.prompt_sources import DrawnOrder, DrawnPrompts, demonstration
 from stages.staleness_gate import StalenessGate
+from stages.topic_values import KEYS, Sampling, carrying
 from stages.train.saved_batches import SavedBatches
 
 _MASK = (1 << 63) - 1

@@ -1,6 +1,6 @@
 """The engines and the router as a client of them sees them: what the topic says of each, and a connection to it.
 
-Everybody who asks engines reads the same entries (stages/engine_entries.py), so that no table says who asks which. A
+Everybody who asks engines reads the same entries (stages/topic_values.py), so that no table says who asks which. A
 request that is under way at an engine whose address is taken back (the supervisor gave it up) is ended at once; its
 sender goes on elsewhere.
 
@@ -23,11 +23,11 @@ from typing import Final
 from configs.schema.rollout import RolloutConfig
 from models.engines.client import EngineClient
 from models.engines.limits import RequestLimits
-from stages.engine_entries import ADDRESS, DIRECTORY, POLICY, entries
 from stages.engines.colocation import KEY, trainers_turn
 from stages.messages import EngineEntry, RouterAddress, RouterState, WeightsAnnouncement
 from stages.ports import Topic, read_value
-from stages.sampling.slots import Slots
+from stages.sampling.engine_choice import Slots
+from stages.topic_values import ADDRESS, DIRECTORY, POLICY, entries
 
 ROUTER: Final = "router"
 WEIGHTS: Final = "weights"

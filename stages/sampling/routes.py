@@ -30,11 +30,10 @@ from models.engines.errors import EngineError, EngineTimeout, EngineUnreachable,
 from models.engines.launch.routing import policy_of
 from models.engines.protocol import GenerateRequest
 from models.engines.router_api import ROUTING_KEY_HEADER, lost_fields
-from stages.engine_entries import POLICY
 from stages.messages import Complaint
+from stages.sampling.engine_choice import FIRST_COME, Choice, Ranking
 from stages.sampling.engine_directory import LOOK_S, ROUTER, EngineDirectory, InFlightRequest, Target
-from stages.sampling.routing_policy import Choice, Ranking
-from stages.sampling.slots import FIRST_COME
+from stages.topic_values import POLICY
 
 REFUSED_LIMIT: Final = 8  # refused answers in a row, after which an engine is to be started anew
 LONGEST_AVOIDED_S: Final = 30.0

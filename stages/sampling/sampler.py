@@ -25,17 +25,25 @@ import numpy.typing as npt
 from configs.schema import Config
 from models.engines.errors import EngineError, EngineTimeout, EngineUnreachable
 from models.engines.protocol import GenerateRequest
-from stages.engine_entries import POLICY
 from stages.ports import Topic
-from stages.sampling.attempt import Attempt, Progress
+from stages.sampling.attempt import Attempt, Progress, Reports
 from stages.sampling.engine_directory import EngineDirectory
-from stages.sampling.losses import LOSSES, Losses, UnknownPolicy
-from stages.sampling.members import Members
-from stages.sampling.partial_rollouts import Call, Emit, PartialRollouts
-from stages.sampling.reports import Reports
-from stages.sampling.requests import SampleRequest, ScoreRequest, on_the_wire, told_each, worth_a_stream
-from stages.sampling.results import DRAINED, OUT_OF_TIME, Chunk, SampleResult, failed
+from stages.sampling.partial_rollouts import LOSSES, Call, Emit, Losses, PartialRollouts, UnknownPolicy
+from stages.sampling.requests import (
+    DRAINED,
+    OUT_OF_TIME,
+    Chunk,
+    Members,
+    SampleRequest,
+    SampleResult,
+    ScoreRequest,
+    failed,
+    on_the_wire,
+    told_each,
+    worth_a_stream,
+)
 from stages.sampling.routes import Route, RouteRequest, Routes
+from stages.topic_values import POLICY
 
 log = logging.getLogger("sluice.sampler")
 

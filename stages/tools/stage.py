@@ -17,7 +17,7 @@ from configs.schema import Config
 from stages.base import LoopStage, StageContext
 from stages.data.tokenizer import load_tokenizer
 from stages.messages import RolloutSlice, Sample
-from stages.sequences import append_untrained
+from stages.rollouts import append_untrained
 from stages.tools.registry import answer_call, close_tools, resolve_tools
 from stages.tools.tool import Tool
 

@@ -24,7 +24,6 @@ from models.train.interface import TrainSequence
 from stages.agents.slime.arguments import slime_arguments
 from stages.agents.slime.hooks import has_args, shown
 from stages.errors import UntrainableGroup
-from stages.live_settings import sampling
 from stages.messages import RolloutSlice, Sample
 from stages.ports import Lease
 from stages.rollouts import (
@@ -37,6 +36,7 @@ from stages.rollouts import (
     trained_masks,
     turn_total,
 )
+from stages.topic_values import sampling
 from stages.train.batch_metrics import batch_metrics
 
 PostProcess = Callable[[Any, Any], Any]

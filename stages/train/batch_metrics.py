@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from configs.schema import Config
-from stages.evaluate.pass_rate import estimates
+from stages.evaluate import estimates
 from stages.group.filter_rules import zero_std
 from stages.messages import RolloutSlice, Sample
 from stages.rollouts import closing, oldest_version, raw_reward, raw_rewards, rollout_return, rollouts, trained_masks

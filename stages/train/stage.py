@@ -30,14 +30,13 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 from configs.schema import Config, generates
 from models.train.trainer_group.rank_spec import MEETING, Rendezvous, needs_trainer_group
 from stages.agents.slime.hooks import logged, rollout_log, shown
-from stages.base import Stage, StageContext, beside
+from stages.base import Stage, StageContext, TrainOptions, beside
 from stages.engines.colocation import TrainerTurn
 from stages.errors import UntrainableGroup
-from stages.live_settings import settings_at
 from stages.messages import CheckpointReady, Outcome, RolloutSlice, StepDone
-from stages.options import TrainOptions
 from stages.ports import Lease, Ports, Topic, read_value
 from stages.sample_log import SampleLog, drop_after
+from stages.topic_values import settings_at
 from stages.train.asked_saves import AskedSaves
 from stages.train.batch import Batch, slice_sequences
 from stages.train.checkpoints import Checkpoints

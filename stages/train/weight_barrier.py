@@ -8,8 +8,8 @@ import logging
 import time
 from collections.abc import Callable
 
-from stages.engine_entries import KEYS, POLICY, carrying, entries
 from stages.ports import Topic
+from stages.topic_values import KEYS, POLICY, carrying, entries
 
 log = logging.getLogger("sluice.train")
 

@@ -286,7 +286,7 @@ def stamped_by_the_client(patch: pytest.MonkeyPatch) -> None:
         every = (*had, *runs)
         return (VersionRun(every[-1].version, sum(run.n_tokens for run in every)),) if every else ()
 
-    patch.setattr("stages.sampling.results.join_runs", joined)
+    patch.setattr("stages.sampling.requests.join_runs", joined)
 
 
 def one_inlet_for_prompts_and_turns(patch: pytest.MonkeyPatch) -> None:

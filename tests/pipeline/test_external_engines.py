@@ -29,8 +29,8 @@ from pipeline.supervise.external_servers import ExternalEngine, ExternalRouter, 
 from pipeline.supervise.outage import consequence
 from pipeline.supervise.restarts import EngineSpec, Restarts
 from pipeline.supervise.servers import supervisors
-from stages.engine_entries import addresses
 from stages.messages import Complaint, EngineEntry, RouterAddress
+from stages.topic_values import addresses
 from transport.links.memory import MemoryNetwork, MemoryNode
 
 

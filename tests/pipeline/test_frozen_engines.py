@@ -20,8 +20,8 @@ from pipeline.placement import Placement
 from pipeline.preflight.builtin_assets import prepare
 from pipeline.preflight.frozen_engines import check_frozen, vocabulary
 from pipeline.record.run_directory import RunDir
+from stages.base import GenerateOptions, TrainOptions
 from stages.data.tokenizer import load_tokenizer
-from stages.options import GenerateOptions, TrainOptions
 
 
 @pytest.fixture(scope="module")

@@ -36,8 +36,8 @@ from pipeline.supervise.hub_processes import HubProcesses
 from pipeline.supervise.remote_hubs import Commands, Keeper, RemoteHub, ShardedHub
 from pipeline.supervise.restarts import Restarts
 from pipeline.supervise.weight_fetchers import WeightFetchers
+from stages.base import TrainOptions
 from stages.engines.stage import END
-from stages.options import TrainOptions
 from transport import DeadLetter, Node, StreamSpec, TopicServer
 from transport.ports.shards import shard_of, shards_of, stream_of
 from transport.testing.net import until

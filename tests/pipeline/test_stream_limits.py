@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from configs.schema import Config
 from pipeline.stream_limits import message_bytes, stream_spec
 from stages.messages import NO_IDS, Extra, PromptGroup, RolloutSlice
-from stages.sequences import new_sample
+from stages.rollouts import new_sample
 from stages.staleness_gate import StalenessGate
 from transport import Node, StreamSpec
 from transport.codec import Codec, total

@@ -12,7 +12,7 @@ from configs.schema import Config
 from stages.base import LoopStage, MapStage
 from stages.group.filter_rules import FilterDecision
 from stages.messages import Prefix, RolloutSlice, Sample, TurnReward
-from stages.sequences import append_untrained, as_rollout, branch, new_sample
+from stages.rollouts import append_untrained, as_rollout, branch, new_sample
 
 SHARED = 2  # tokens of the first turn that the branch of `Agents` keeps
 

@@ -26,10 +26,10 @@ from models.engines.simulated.engine import SimulatedEngine
 from models.engines.simulated.policy import simulated_token
 from models.engines.streamed import PartialOutputs
 from models.weights.shared_memory_writer import SlotWriter
+from stages.base import GenerateOptions
 from stages.engines.stage import EnginesStage
 from stages.generate.stage import GenerateStage
 from stages.messages import PromptGroup, RolloutSlice, RouterAddress, Sample, WeightsAnnouncement
-from stages.options import GenerateOptions
 from stages.ports import Ports, Topic
 from tests.models.weights.made_up import checkpoint, values
 from tests.stages.faults import FaultProxy

@@ -20,7 +20,6 @@ import numpy as np
 from configs.schema import Config
 from models.engines.token import Token
 from stages.base import Stage, StageContext
-from stages.engine_entries import addresses, entries
 from stages.messages import (
     EngineAddress,
     EngineEntry,
@@ -37,6 +36,7 @@ from stages.messages import (
     wire,
 )
 from stages.ports import Ports
+from stages.topic_values import addresses, entries
 from transport.links.memory import MemoryNetwork, MemoryNode
 from transport.node import Node
 from transport.ports.hub import Hub

@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 from models.train.interface import TrainSequence
+from stages.base import TrainOptions
 from stages.messages import RolloutSlice, Settled, StepDone
-from stages.options import TrainOptions
 from stages.staleness_gate import StalenessGate
 from stages.train.saved_groups import write_groups
 from tests.stages.stage_rig import LIMIT_S, make_sample, make_slice, take

@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from configs.schema import DataConfig
-from stages.data.order import PromptOrder
-from stages.prompts.curriculum import PassRateCurriculum
 from stages.prompts.ledger import Ledger, LedgerSnapshot
+from stages.prompts.prompt_order import PassRateCurriculum, PromptOrder
 
 
 def curriculum(

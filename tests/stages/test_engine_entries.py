@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from stages.engine_entries import addresses, carrying, entries
 from stages.messages import EngineAddress, EngineEntry
+from stages.topic_values import addresses, carrying, entries
 
 
 class Values:

@@ -14,10 +14,10 @@ from models.engines.errors import EngineRefused
 from models.engines.protocol import Load
 from models.weights.shared_memory_reader import SlotManifest, SlotReader
 from stages.base import Activity
-from stages.engine_entries import carrying
 from stages.engines.load_watch import LoadWatch
 from stages.engines.stage import END
 from stages.messages import Complaint, EngineAddress
+from stages.topic_values import carrying
 from tests.stages.engine_rig import carried, core_of
 from tests.stages.fleet_rig import Fleet, Update, before_updates, fleet, hold_updates
 from tests.stages.stage_rig import idle, until
@@ -161,7 +161,7 @@ async def test_an_engine_that_takes_no_weights_goes_to_its_supervisor_and_the_ot
     async with fleet(tmp_path, monkeypatch, max_failures=3) as one:
         await one.serving(2)
         tries = refuse_updates(monkeypatch, one.servers[0].url)
-        monkeypatch.setattr("stages.engines.rolling_update.TURN_TIMEOUT_S", 0.0)
+        monkeypatch.setattr("stages.engines.weight_transfer.TURN_TIMEOUT_S", 0.0)
         one.weights.publish(1)
         await until(lambda: complaint(one) is not None)
         told = complaint(one)

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from stages.data.prompt_set import PreparedPrompt
-from stages.evaluate.stage import EVAL_BASE, EvaluateStage, dataset_name
+from stages.evaluate import EVAL_BASE, EvaluateStage, dataset_name
 from stages.messages import EvalDone, Int32Array, PromptGroup, RolloutSlice, Sample, WeightsAnnouncement, wire
 from stages.ports import Ports
 from tests.stages.agents.slime import user_code
@@ -95,7 +95,7 @@ def make_stage(**evaluation: object) -> EvaluateStage:
 
 @pytest.fixture(autouse=True)
 def _held_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stages.data.load.load_eval_prompts", lambda config, path: Held())
+    monkeypatch.setattr("stages.data.prompt_set.load_eval_prompts", lambda config, path: Held())
 
 
 @asynccontextmanager

@@ -14,7 +14,7 @@ import pytest
 
 from configs.schema.engine import UpdateConfig
 from models.weights.errors import TornWeights
-from stages.engines.fetcher import FetcherStage
+from stages.engines.stage import FetcherStage
 from stages.messages import Complaint, WeightsAnnouncement
 from stages.ports import Ports, SameHost
 from stages.train.publish_weights import WeightPublisher
@@ -142,7 +142,7 @@ async def test_an_engine_that_its_fetcher_cannot_serve_goes_to_its_supervisor(
         one.weights.publish(0)
         for index in range(2):
             await one.landed(0, engine=index)
-        monkeypatch.setattr("stages.engines.rolling_update.TURN_TIMEOUT_S", 0.0)
+        monkeypatch.setattr("stages.engines.weight_transfer.TURN_TIMEOUT_S", 0.0)
         there.weights.broken = "version 1 could not be fetched"
         with loads(monkeypatch) as loaded:
             slot = one.weights.publish(1)

@@ -12,9 +12,8 @@ from models.engines.errors import EngineProtocolError
 from models.engines.protocol import FinishReason, GenerateOutput, MetaInfo, SamplingParams, VersionSpan
 from stages.generate.samples import append_result
 from stages.messages import VersionRun
-from stages.sampling.requests import SampleRequest
-from stages.sampling.results import SampleResult, extended, with_saved
-from stages.sequences import new_sample
+from stages.rollouts import new_sample
+from stages.sampling.requests import SampleRequest, SampleResult, extended, with_saved
 from stages.train.batch_metrics import batch_metrics
 from tests.stages.stage_rig import make_config, make_sample, make_slice, response_ids
 

@@ -14,7 +14,7 @@ from models.engines.client import EngineClient
 from models.engines.core import Completion
 from models.engines.protocol import GenerateOutput, GenerateRequest
 from stages.messages import Float32Array, Int32Array, RolloutSlice, UInt8Array, VersionRun, wire
-from stages.sequences import append_untrained
+from stages.rollouts import append_untrained
 from tests.stages.custom_parts import Failing
 from tests.stages.engine_rig import LENGTH, World, core_of, generating, record_exchanges, simulated, written
 from tests.stages.stage_rig import make_context, make_group, make_sample, numbers, response_ids, running, take, until

@@ -12,7 +12,7 @@ import pytest
 from configs.schema.engine import EngineConfig
 from models.engines.protocol import SamplingParams
 from models.tiny import make_tiny_checkpoint
-from stages.sampling.losses import UnknownPolicy
+from stages.sampling.partial_rollouts import UnknownPolicy
 from stages.sampling.requests import SHORT_RESPONSE, SampleRequest
 from tests.stages.engine_rig import (
     FAST_MS,

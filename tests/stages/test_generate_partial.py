@@ -12,9 +12,9 @@ from models.engines.client import EngineClient
 from models.engines.errors import EngineTimeout
 from models.engines.noise import sample_seed
 from models.engines.protocol import GenerateOutput
-from stages.engine_entries import SLOW as SLOW_KEY
 from stages.messages import Complaint, Sample, VersionRun
 from stages.ports import read_value
+from stages.topic_values import SLOW as SLOW_KEY
 from tests.stages.engine_rig import (
     FAST_MS,
     LENGTH,
@@ -193,7 +193,7 @@ async def test_an_engine_that_is_lost_twice_in_one_response_leaves_three_pieces(
 async def test_retries_of_a_turn_are_bounded_and_the_sample_fails_in_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stages.sampling.losses.FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr("stages.sampling.partial_rollouts.FIRST_PAUSE_S", 0.0)
     log = record_exchanges(monkeypatch)
     async with generating(tmp_path, rollout={"max_retries": 2}, **SLOW) as world:
         await world.ready()

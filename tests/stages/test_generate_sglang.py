@@ -19,8 +19,7 @@ from models.engines.client import EngineClient
 from models.engines.protocol import SamplingParams
 from stages.generate.requests import Requests
 from stages.messages import Sample
-from stages.sampling.requests import SampleRequest
-from stages.sampling.results import SampleResult
+from stages.sampling.requests import SampleRequest, SampleResult
 from tests.models.engines.forward_reference import by_one
 from tests.sglang_server import ON_SGLANG, RealServer
 from tests.stages.engine_rig import Exchange, World, generating, record_exchanges, tensors_of

@@ -14,9 +14,8 @@ from models.engines.protocol import FinishReason, GenerateOutput, MetaInfo, Samp
 from models.engines.simulated.policy import simulated_log_prob
 from stages.generate.samples import append_result
 from stages.messages import PromptGroup, VersionRun
-from stages.sampling.requests import SampleRequest
-from stages.sampling.results import SampleResult, VersionLabelError, extended, label_version
-from stages.sequences import new_sample
+from stages.rollouts import new_sample
+from stages.sampling.requests import SampleRequest, SampleResult, VersionLabelError, extended, label_version
 from tests.stages.engine_rig import (
     LENGTH,
     SLOW_MS,

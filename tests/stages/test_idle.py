@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stages.engines.idle_time import IdleMeter
+from stages.engines.load_watch import IdleMeter
 
 
 def test_an_engine_that_counts_its_seconds_is_believed() -> None:

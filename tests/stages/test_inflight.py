@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from models.engines.protocol import Load
-from stages.engines.concurrency_limit import CALM_USAGE, CUT, HIGH_USAGE, STEPS, Limit, Reading
+from stages.engines.load_watch import CALM_USAGE, CUT, HIGH_USAGE, STEPS, Limit, Reading
 from stages.generate.requests import Requests
 from stages.messages import PromptGroup
-from stages.sampling.slots import FIRST_COME, Slots
+from stages.sampling.engine_choice import FIRST_COME, Slots
 from tests.stages.stage_rig import idle, make_config, make_group, make_sample
 
 READINGS = st.builds(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from models.engines.noise import sample_seed
-from stages.engine_entries import LEAVE, carrying
+from stages.topic_values import LEAVE, carrying
 from tests.stages.engine_rig import (
     FAST_MS,
     SLOW_MS,

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from configs.schema import Config, FilterConfig
-from stages.live_settings import MOST_KEPT, SETTINGS, Settings, newest_settings, settings_at, write_settings
 from stages.messages import Settled, StepDone
+from stages.topic_values import MOST_KEPT, SETTINGS, Settings, newest_settings, settings_at, write_settings
 from tests.stages.group_rig import desk
 from tests.stages.prompt_rig import prompting, step_done
 from tests.stages.stage_rig import make_sample, make_slice, open_rig, take, until

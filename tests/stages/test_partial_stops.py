@@ -14,10 +14,8 @@ from models.engines.errors import EngineUnreachable
 from models.engines.protocol import SamplingParams
 from models.engines.text import ends_within_stop, find_stop
 from stages.sampling.attempt import Attempt
-from stages.sampling.losses import Losses
-from stages.sampling.partial_rollouts import Call, Emit, PartialRollouts
-from stages.sampling.requests import SampleRequest
-from stages.sampling.results import Chunk, SampleResult
+from stages.sampling.partial_rollouts import Call, Emit, Losses, PartialRollouts
+from stages.sampling.requests import Chunk, SampleRequest, SampleResult
 
 
 class AbortsOnce:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stages.evaluate.pass_rate import best_at_k, estimates, pass_at_k, powers_of_two
+from stages.evaluate import best_at_k, estimates, pass_at_k, powers_of_two
 from tests.stages.stage_rig import make_sample
 
 

@@ -8,11 +8,11 @@ import pytest
 
 from stages.data.prompt_set import PreparedPrompt
 from stages.errors import Starved
-from stages.live_settings import Sampling
 from stages.messages import CheckpointReady, EvalDone, Int32Array, RolloutSlice, Settled, wire
 from stages.prompts.ledger import LedgerSnapshot, OpenGroup
 from stages.prompts.stage import sampling_seed
 from stages.staleness_gate import StalenessGate
+from stages.topic_values import Sampling
 from tests.stages.prompt_rig import Rows, balanced, prompting, step_done
 from tests.stages.stage_rig import idle, make_config, numbers, response_ids, take
 

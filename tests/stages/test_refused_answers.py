@@ -18,11 +18,10 @@ from models.engines.protocol import (
 )
 from stages.messages import Complaint, EngineEntry, Settled
 from stages.ports import read_value
+from stages.sampling.engine_choice import Slots
 from stages.sampling.engine_directory import Target
-from stages.sampling.requests import SampleRequest
-from stages.sampling.results import SampleResult, Sent, extended, with_saved
+from stages.sampling.requests import SampleRequest, SampleResult, Sent, extended, with_saved
 from stages.sampling.routes import REFUSED_LIMIT, RouteRequest, Routes, _misgiving
-from stages.sampling.slots import Slots
 from tests.stages.engine_rig import core_of, generating
 from tests.stages.stage_rig import make_group, make_sample, make_slice, until
 from tests.stages.train_rig import training

@@ -19,8 +19,8 @@ from pipeline.record.episodes import forget_responses
 from stages.agents.once import groups_in
 from stages.generate.response_journal import ResponseJournal
 from stages.messages import PromptGroup, Sample, VersionRun
-from stages.sampling.results import Finish, SampleResult
-from stages.sequences import join_runs, new_sample
+from stages.rollouts import join_runs, new_sample
+from stages.sampling.requests import Finish, SampleResult
 from tests.stages.stage_rig import make_config, make_group
 
 GROUP = make_group(0, 4)

@@ -17,8 +17,16 @@ from stages.group.stage import GroupStage
 from stages.messages import Int32Array as Ids
 from stages.messages import Prefix, RolloutSlice, Sample, Settled, TurnReward, wire
 from stages.reward.stage import RewardStage
-from stages.rollouts import raw_returns, rollout_fault, token_rewards, trained_masks
-from stages.sequences import append_untrained, as_rollout, branch, cut
+from stages.rollouts import (
+    append_untrained,
+    as_rollout,
+    branch,
+    cut,
+    raw_returns,
+    rollout_fault,
+    token_rewards,
+    trained_masks,
+)
 from stages.train.batch import Batch, slice_sequences
 from tests.models.train.small_trainer import make_backend, train_step
 from tests.stages.custom_parts import SHARED, Agents, Game

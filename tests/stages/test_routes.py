@@ -20,10 +20,9 @@ from models.engines.launch.routing import Policy
 from stages.generate.requests import Requests
 from stages.generate.stage import GenerateStage
 from stages.messages import RolloutSlice, RouterState
+from stages.sampling.engine_choice import CROWDED, Choice, Ranking, Slots
 from stages.sampling.engine_directory import EngineDirectory
 from stages.sampling.routes import RouteRequest, Routes
-from stages.sampling.routing_policy import CROWDED, Choice, Ranking
-from stages.sampling.slots import Slots
 from tests.stages.engine_rig import (
     FAST_MS,
     SLOW_MS,
@@ -206,7 +205,7 @@ async def test_a_full_cache_lowers_the_slots(tmp_path: Path) -> None:
 async def test_retractions_that_answers_tell_of_reach_the_owner_of_the_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stages.sampling.reports.REPORT_INTERVAL_S", 0.01)
+    monkeypatch.setattr("stages.sampling.attempt.REPORT_INTERVAL_S", 0.01)
     async with generating(tmp_path, engine=simulated(SLOW_MS), pause_mode="retract") as world:
         await world.ready()
         await world.ask(make_group(0, 3))

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from models.engines.protocol import SamplingParams
-from stages.sampling.requests import SampleRequest
-from stages.sampling.results import Chunk, SampleResult
+from stages.sampling.requests import Chunk, SampleRequest, SampleResult
 from tests.stages.engine_rig import (
     FAST_MS,
     LENGTH,

@@ -25,7 +25,7 @@ from models.engines.serve import EngineServer
 from models.engines.simulated.policy import simulated_scores
 from models.tiny import make_tiny_checkpoint
 from stages.messages import EngineAddress, EngineEntry, Int32Array, RolloutSlice, Sample, wire
-from stages.teacher.stage import TeacherStage
+from stages.teacher import TeacherStage
 from transport.ports.inlet import Inlet
 from transport.ports.outlet import Outlet
 

@@ -16,7 +16,7 @@ from configs.schema.engine import EngineConfig
 from models.tiny import make_tiny_checkpoint
 from stages.data.tokenizer import load_tokenizer
 from stages.messages import RolloutSlice, Sample, VersionRun
-from stages.sequences import append_untrained, join_runs
+from stages.rollouts import append_untrained, join_runs
 from stages.tools.errors import UnknownToolError
 from stages.tools.stage import ToolStage
 from tests.stages.engine_rig import generating, record_exchanges, tensors_of

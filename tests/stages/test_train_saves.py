@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from models.checkpoint import CheckpointError, draft_path
+from stages.base import TrainOptions
 from stages.messages import CheckpointReady, RolloutSlice, Settled, StepDone
-from stages.options import TrainOptions
 from stages.prompts.ledger import LedgerSnapshot, OpenGroup
 from stages.train.checkpoints import Checkpoints
 from stages.train.saved_groups import restorable, write_groups

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from stages.base import TrainOptions
 from stages.messages import RolloutSlice, Settled, StepDone
-from stages.options import TrainOptions
 from tests.stages.stage_rig import idle, make_sample, make_slice, until
 from tests.stages.train_rig import training
 

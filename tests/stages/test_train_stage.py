@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from models.weights.shared_memory_reader import SlotReader
+from stages.base import TrainOptions
 from stages.messages import CheckpointReady, RolloutSlice, Settled, StepDone
-from stages.options import TrainOptions
 from tests.stages.stage_rig import idle, make_sample, make_slice, take, until
 from tests.stages.train_rig import training
 

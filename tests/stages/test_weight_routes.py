@@ -21,7 +21,7 @@ from models.engines.protocol import GenerateRequest, SamplingParams
 from models.engines.update_client import UpdateClient
 from models.weights.broadcast_group import WeightGroup
 from models.weights.errors import GroupError
-from stages.engines.fetcher import FetcherStage
+from stages.engines.stage import FetcherStage
 from stages.engines.weight_routes import DiskRoute, TensorRoute, WeightRoute
 from stages.messages import WeightsAnnouncement
 from stages.ports import Ports

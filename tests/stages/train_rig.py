@@ -18,8 +18,8 @@ import torch
 
 from configs.schema import Config
 from models.train.interface import TrainSequence
+from stages.base import TrainOptions
 from stages.messages import CheckpointReady, RolloutSlice, StepDone
-from stages.options import TrainOptions
 from stages.train.stage import TrainStage
 from tests.models.weights.made_up import checkpoint, values
 from tests.stages import stage_rig

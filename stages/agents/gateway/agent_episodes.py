@@ -19,11 +19,10 @@ from stages.agents.gateway.answers import Answers, OpenSession
 from stages.agents.gateway.server import Gateway
 from stages.agents.gateway.sessions import Session
 from stages.agents.hosting import Ask, Hosting
-from stages.base import StageContext
+from stages.base import GenerateOptions, StageContext
 from stages.data.tokenizer import Tokenizer
 from stages.generate.requests import Requests
 from stages.messages import PromptGroup, Sample
-from stages.options import GenerateOptions
 from stages.ports import Topic
 from stages.sampling.sampler import Sampler
 

@@ -23,8 +23,7 @@ from stages.agents.gateway.sessions import Session, Turn
 from stages.agents.messages import Message
 from stages.generate.requests import Requests
 from stages.messages import PromptGroup, Sample
-from stages.sampling.requests import SampleRequest
-from stages.sampling.results import OUT_OF_TIME, SampleResult
+from stages.sampling.requests import OUT_OF_TIME, SampleRequest, SampleResult
 from stages.sampling.sampler import Sampler
 
 

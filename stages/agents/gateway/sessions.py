@@ -29,9 +29,8 @@ from stages.agents.chat_formats.errors import ChatFormatError
 from stages.agents.messages import Message, ToolCall, ToolSchema
 from stages.generate.samples import append_result
 from stages.messages import Int32Array, Prefix, Sample, UInt8Array, joined, wire
-from stages.rollouts import prefixes
-from stages.sampling.results import SampleResult
-from stages.sequences import append_untrained, as_rollout, branch, new_sample
+from stages.rollouts import append_untrained, as_rollout, branch, new_sample, prefixes
+from stages.sampling.requests import SampleResult
 
 
 class Conversation(Struct, frozen=True):

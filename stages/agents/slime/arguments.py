@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 
 from configs.schema import Config
-from stages.live_settings import sampling
 from stages.messages import PromptGroup
+from stages.topic_values import sampling
 
 # Settings of slime that are always so here.
 _FIXED: Mapping[str, object] = {

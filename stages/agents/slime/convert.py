@@ -23,7 +23,7 @@ from configs.schema import Config
 from stages.agents.slime import types as slime
 from stages.messages import Float32Array, Int32Array, Prefix, PromptGroup, Sample, UInt8Array, VersionRun, wire
 from stages.prefix_tree import PrefixTree
-from stages.sequences import as_rollout
+from stages.rollouts import as_rollout
 
 
 class ReturnedError(ValueError):

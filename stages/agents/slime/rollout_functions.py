@@ -30,7 +30,7 @@ from stages.agents.slime.convert import ReturnedError, given_sample, returned_ro
 from stages.agents.slime.functions import Drained, GenerateFunctions, NoChat
 from stages.agents.slime.signatures import rollout_function
 from stages.messages import PromptGroup, Sample
-from stages.sequences import new_sample
+from stages.rollouts import new_sample
 
 log = logging.getLogger("sluice.generate")
 

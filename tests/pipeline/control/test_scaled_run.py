@@ -19,7 +19,7 @@ from pipeline.observe.trace import Span, read_records
 from pipeline.record.journal import Committed, read_journal
 from pipeline.supervise.announce import read_fleet
 from pipeline.supervise.servers import Servers
-from stages.engine_entries import LEAVE, addresses, carrying
+from stages.topic_values import LEAVE, addresses, carrying
 from tests.chaos.oracle import Expected, judge
 
 pytestmark = pytest.mark.slow

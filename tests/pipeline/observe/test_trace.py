@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pipeline.observe.errors import TraceError
 from pipeline.observe.perfetto import merge
 from pipeline.observe.trace import Dropped, Span, TraceWriter, read_records
-from stages.evaluate.stage import EVAL_BASE
+from stages.evaluate import EVAL_BASE
 
 T0 = 1_700_000_000.0
 

@@ -12,10 +12,10 @@ import numpy as np
 
 from configs.schema import Config, EnvironmentConfig
 from stages.agents.stage import AgentsStage
+from stages.base import GenerateOptions
 from stages.data.tokenizer import Tokenizer, load_tokenizer
 from stages.messages import RolloutSlice, Sample, VersionRun, joined, without_prompt
-from stages.options import GenerateOptions
-from stages.sequences import join_runs, new_sample
+from stages.rollouts import join_runs, new_sample
 from tests.stages.stage_rig import Rig, make_config, make_context, make_group, open_rig, running, take
 
 WORLD = "tests.stages.agents.worlds:World"

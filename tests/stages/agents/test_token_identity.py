@@ -21,9 +21,9 @@ import torch
 from configs.schema.engine import EngineConfig
 from models.tiny import make_tiny_checkpoint
 from stages.agents.stage import AgentsStage
+from stages.base import GenerateOptions
 from stages.data.tokenizer import load_tokenizer
 from stages.messages import RolloutSlice, Sample
-from stages.options import GenerateOptions
 from tests.engine_record import Made, recording
 from tests.identity import Checked, check_identity, check_once
 from tests.stages.agents.talks import EOS, STOPS, TALK, WANDERER, with_template

@@ -18,7 +18,7 @@ from stages.base import LoopStage
 from stages.generate.rollout_records import TURNS, RolloutRecords
 from stages.messages import PromptGroup, Sample, VersionRun
 from stages.prompts.ledger import LedgerSnapshot, OpenGroup
-from stages.sequences import join_runs, new_sample
+from stages.rollouts import join_runs, new_sample
 from tests.stages.agents.play import WORLD, fresh, playing, world, write
 from tests.stages.stage_rig import make_config
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from models.engines.noise import mix64
-from stages.data.order import PromptOrder
+from stages.prompts.prompt_order import PromptOrder
 
 sizes = st.integers(1, 200)
 seeds = st.integers(-(2**70), 2**70)

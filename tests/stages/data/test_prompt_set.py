@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from configs.schema.data import DataConfig
-from stages.data.errors import DataError, EmptyDataError, RowError
 from stages.data.prompt_set import PromptSet
+from stages.errors import DataError, EmptyDataError, RowError
 
 
 def byte_ids(text: str) -> list[int]:

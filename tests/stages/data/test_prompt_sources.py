@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stages.data.errors import RowError, SourceError
 from stages.data.sources import open_source, parse_spec, without_nulls
+from stages.errors import RowError, SourceError
 
 KEYS = ("input", "label", "metadata", "tools")
 bounds = st.one_of(st.none(), st.integers(-15, 15))

@@ -12,9 +12,9 @@ import pytest
 
 from configs.schema import Config
 from configs.schema.data import DataConfig
-from stages.data.errors import TokenizerError
-from stages.data.load import load_train_prompts
+from stages.data.prompt_set import load_train_prompts
 from stages.data.tokenizer import LightTokenizer, TransformersTokenizer, load_tokenizer
+from stages.errors import TokenizerError
 
 TEMPLATE = """{%- if tools %}TOOLS {{ tools | tojson }}
 {% endif %}

@@ -27,8 +27,7 @@ from stages.agents.gateway.server import DEFAULT_LIMITS, Gateway, Limits
 from stages.agents.gateway.sessions import Session
 from stages.generate.requests import Requests
 from stages.messages import Sample
-from stages.rollouts import rollout_fault
-from stages.sequences import new_sample
+from stages.rollouts import new_sample, rollout_fault
 from tests.stages.agents.gateway.toy_chat import END, VOCABULARY, ToyChat
 from tests.stages.engine_rig import World, core_of, generating, simulated
 from tests.stages.stage_rig import make_group

@@ -12,8 +12,8 @@ import msgspec
 import pytest
 
 from stages.agents.stage import AgentsStage
+from stages.base import GenerateOptions
 from stages.messages import RolloutSlice, Sample
-from stages.options import GenerateOptions
 from stages.rollouts import rollout_fault, trained_masks
 from tests.agent_clients import interpreter
 from tests.stages.agents.gateway.gateway_rig import ScriptedWriter, scripted

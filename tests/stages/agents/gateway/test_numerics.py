@@ -17,8 +17,7 @@ from stages.agents.gateway.answers import Answers, OpenSession
 from stages.agents.gateway.server import Gateway
 from stages.agents.gateway.sessions import Session
 from stages.generate.requests import Requests
-from stages.rollouts import rollout_fault, trained_masks
-from stages.sequences import new_sample
+from stages.rollouts import new_sample, rollout_fault, trained_masks
 from tests.stages.engine_rig import generating, record_exchanges, tensors_of
 from tests.stages.stage_rig import make_group
 from tests.stages.test_generate_numerics import EMBEDDED, SHAPE, TOLERANCE, freeze_after, reference

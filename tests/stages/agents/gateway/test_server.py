@@ -16,10 +16,9 @@ from stages.agents.gateway import server
 from stages.agents.gateway.answers import OpenSession
 from stages.agents.gateway.server import Limits
 from stages.agents.gateway.sessions import Session
-from stages.sampling.requests import SampleRequest
-from stages.sampling.results import SampleResult
+from stages.rollouts import new_sample
+from stages.sampling.requests import SampleRequest, SampleResult
 from stages.sampling.sampler import Sampler
-from stages.sequences import new_sample
 from tests.stages.agents.gateway.gateway_rig import Rig, opened
 from tests.stages.agents.gateway.toy_chat import ToyChat
 from tests.stages.engine_rig import core_of

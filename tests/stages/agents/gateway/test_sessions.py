@@ -14,7 +14,7 @@ from stages.agents.gateway.sessions import Conversation, Session, Turn
 from stages.agents.messages import Message, ToolCall
 from stages.messages import Sample, VersionRun
 from stages.rollouts import rollout_fault, trained_masks
-from stages.sampling.results import SampleResult
+from stages.sampling.requests import SampleResult
 from tests.stages.agents.gateway.toy_chat import BEGIN, END, ToyChat
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {}}}

@@ -16,7 +16,7 @@ from stages.agents.slime.signatures import data_source
 from stages.data.prompt_set import Preparer
 from stages.errors import DataSourceError
 from stages.messages import CheckpointReady, Settled
-from stages.prompts.drawn_prompts import DrawnPrompts
+from stages.prompts.prompt_sources import DrawnPrompts
 from tests.stages.prompt_rig import balanced, prompting, step_done
 from tests.stages.stage_rig import make_config, until
 

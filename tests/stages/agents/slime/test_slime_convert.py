@@ -11,8 +11,7 @@ from stages.agents.slime import Sample as Given
 from stages.agents.slime.arguments import slime_arguments
 from stages.agents.slime.convert import ReturnedError, returned_rollout
 from stages.messages import NO_IDS, Prefix, Sample
-from stages.rollouts import rollout_fault, trained_masks
-from stages.sequences import new_sample
+from stages.rollouts import new_sample, rollout_fault, trained_masks
 from tests.stages.stage_rig import make_config, make_sample
 
 FIRST = new_sample(NO_IDS, 3)

@@ -7,6 +7,13 @@ engines stage publishes what that process carries and whether it takes requests.
 Invariant: an entry counts only while its incarnation is the one of the newest address. The two come from different
 processes, so an entry may arrive after the process that it speaks of has died; read by its name alone it would have
 requests sent to an engine that no longer has these weights, and the gate would count a version that nobody carries.
+
+Settings that the user changes while the run goes on, as the stages read them from the topic.
+
+A change names the batch from which on it holds, some batches ahead, so that the trainer knows of it before it begins
+that batch and all its groups are treated alike. Several changes may be on their way.
+
+Invariant: for a batch the newest change counts whose `from_step` has come; before the first, the configuration.
 """
 
 from __future__ import annotations
@@ -14,8 +21,10 @@ from __future__ import annotations
 from typing import Final
 
 import msgspec
+from msgspec import Struct
 
-from stages.messages import EngineAddress, EngineEntry
+from configs.schema.rollout import RolloutConfig
+from stages.messages import EngineAddress, EngineEntry, PromptGroup
 from stages.ports import Readable
 
 ADDRESS: Final = "engine/"
@@ -53,3 +62,52 @@ def entries(topic: Readable, policy: str | None = None) -> dict[str, EngineEntry
 def carrying(topic: Readable) -> dict[str, EngineEntry]:
     """The entries of engines that carry weights of this run. One that has none yet holds nobody up."""
     return {name: entry for name, entry in entries(topic, POLICY).items() if entry.version >= 0}
+
+
+SETTINGS: Final = "settings"
+MOST_KEPT: Final = 16  # changes on the topic; older ones are long in force
+
+
+class Settings(Struct, frozen=True):
+    """All of them, changed or not, from batch `from_step` (the first is 1) on."""
+
+    from_step: int
+    max_staleness: int
+    lr_scale: float  # factor of the configured learning rate
+    dynamic_sampling_filter: tuple[str, ...]
+
+
+class Sampling(Struct, frozen=True):
+    """How the rollouts of a group are drawn, in all their turns. A group has it from its admission on, so that a change
+    finds no group half-way."""
+
+    temperature: float
+    top_p: float
+
+
+def sampling(group: PromptGroup, rollout: RolloutConfig) -> Sampling:
+    """Of a group that is trained."""
+    return Sampling(
+        rollout.rollout_temperature if group.temperature is None else group.temperature,
+        rollout.rollout_top_p if group.top_p is None else group.top_p,
+    )
+
+
+def write_settings(history: tuple[Settings, ...]) -> bytes:
+    """The topic value."""
+    return msgspec.msgpack.encode(history[-MOST_KEPT:])
+
+
+def settings_at(topic: Readable, step: int) -> Settings | None:
+    """Those of a batch; None while nothing was changed."""
+    value = topic.get(SETTINGS)
+    if value is None:
+        return None
+    history = msgspec.msgpack.decode(value, type=tuple[Settings, ...])
+    return next((settings for settings in reversed(history) if settings.from_step <= step), None)
+
+
+def newest_settings(topic: Readable) -> Settings | None:
+    """Those that were changed last, in force or not."""
+    value = topic.get(SETTINGS)
+    return None if value is None else msgspec.msgpack.decode(value, type=tuple[Settings, ...])[-1]

@@ -1,4 +1,9 @@
-"""Prompts that a user's data source gives (`--data-source-path`), as slime calls it: get_samples, save, load.
+"""What supervised training learns: the label of a row as if it were a rollout of the policy.
+
+Invariants: it ends with one end-of-sequence token; what a tool wrote in it (`metadata.tool_spans`, in characters)
+is there and is not learnt.
+
+Prompts that a user's data source gives (`--data-source-path`), as slime calls it: get_samples, save, load.
 
 The source is asked ahead of the ledger, in a thread. What it gave gets a position each, in the order in which it came,
 and is kept until its group has ended: a checkpoint holds it, beside what the source saves of itself.
@@ -15,16 +20,56 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
+
 from configs.schema import Config
 from models.import_path import import_path
 from stages.agents.slime.arguments import slime_arguments
-from stages.data.order import PromptOrder
 from stages.data.prompt_set import PreparedPrompt, Preparer
-from stages.data.report import LoadReport
-from stages.data.rows import BadValue, RowKeys, parse_row
+from stages.data.rows import BadValue, LoadReport, RowKeys, parse_row
 from stages.errors import DataSourceError
-from stages.messages import Int32Array, wire
+from stages.messages import (
+    Float32Array,
+    Int32Array,
+    PromptGroup,
+    RolloutSlice,
+    Sample,
+    UInt8Array,
+    VersionRun,
+    wire,
+    without_prompt,
+)
 from stages.prompts.ledger import DrawnRow
+from stages.prompts.prompt_order import PromptOrder
+
+Encode = Callable[[str], list[int]]
+
+
+def demonstration(
+    group: PromptGroup, prompt: PreparedPrompt, version: int, *, eos_id: int | None, encode: Encode | None
+) -> RolloutSlice:
+    """A complete group with one sample. `encode` gives the ids of a text, for the spans of tools."""
+    text, ids = prompt.label or "", prompt.label_ids.tolist()
+    if eos_id is not None and ids[-1:] != [eos_id]:
+        ids.append(eos_id)
+    before = len(prompt.prompt_ids)
+    mask = np.ones(len(ids), dtype=np.uint8)
+    if encode is not None:
+        for start, end in group.row_metadata.get("tool_spans", ()):
+            mask[len(encode(text[:start])) : len(encode(text[:end]))] = 0
+    sample = Sample(
+        index=0,
+        status="completed",
+        response=text,
+        token_ids=wire([*prompt.prompt_ids.tolist(), *ids], Int32Array),
+        prompt_length=before,
+        loss_mask=wire([*([0] * before), *mask], UInt8Array),
+        log_probs=wire(np.zeros(before + len(ids)), Float32Array),
+        version_runs=(VersionRun(-1, before), VersionRun(version, len(ids))),
+        reward=0.0,
+    )
+    return RolloutSlice(without_prompt(group), (sample,))
+
 
 _KEYS: Final = RowKeys("prompt", "label", "metadata", "tools")
 
