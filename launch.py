@@ -2,7 +2,7 @@
 
 Invariants: no framework is imported before the configuration is known to be right, so that `--help`, `--dry-run` and a
 mistake are answered at once; a fault of the user is one sentence on stderr and exit code 2, never a traceback; what a
-run refuses before it starts anything, `--dry-run` refuses too, and all of it is told together.
+run refuses before it starts anything, `--dry-run` refuses too, and all faults are listed together.
 """
 
 from __future__ import annotations
@@ -12,11 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from configs.cli.command_line import Arguments, read
-from configs.errors import ConfigError
+from configs.command_line import Arguments, read
+from configs.layers import ConfigError
 from configs.load import load_arguments, with_work
-from configs.plan.staleness import staleness_line
-from configs.rules.validate import examined
 from configs.schema import Config
 from models.import_path import add_working_directory
 
@@ -44,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def load_config(flags: Sequence[str]) -> Config:
     """The resolved and checked configuration of a command line. Raises ConfigError with all faults."""
     add_working_directory()
-    return _settle(read(flags))
+    return _settle(read(flags), notify=False)
 
 
 def _main(argv: Sequence[str]) -> int:
@@ -58,7 +56,7 @@ def _main(argv: Sequence[str]) -> int:
         return control(argv)
     arguments = read(argv)
     if arguments.help:
-        from configs.cli.help import render_help
+        from configs.help import render_help
 
         sys.stdout.write(render_help())
         return 0
@@ -68,7 +66,7 @@ def _main(argv: Sequence[str]) -> int:
     from pipeline.supervise.auto_resume import told_by_parent
 
     resumed = told_by_parent()
-    config = _settle(arguments, tell=resumed is None)  # else the parent has told it
+    config = _settle(arguments, notify=resumed is None)  # else the parent has written the warnings
     if arguments.dry_run:
         from configs.plan.plan import make_plan, render
 
@@ -76,6 +74,8 @@ def _main(argv: Sequence[str]) -> int:
         return 0
     if config.run.auto_resume and resumed is None:
         return _run_in_child(config, argv, arguments)
+    from configs.plan.staleness import staleness_line
+
     sys.stderr.write(f"{staleness_line(config)}\n")
     from pipeline.run import run
 
@@ -96,16 +96,17 @@ def _run_in_child(config: Config, argv: Sequence[str], arguments: Arguments) -> 
     return AutoResume(__file__, first, ["--resume", run_dir], Path(run_dir), limit, keeps=keeps).run()
 
 
-def _settle(arguments: Arguments, *, tell: bool = False) -> Config:
-    """The resolved and checked configuration. `tell`: warnings go to stderr. Raises ConfigError with all that is
-    wrong."""
+def _settle(arguments: Arguments, *, notify: bool) -> Config:
+    """The resolved and checked configuration. `notify`: warnings go to stderr. Raises ConfigError with all faults."""
     try:
         arguments, note = with_work(arguments)
-        if note and tell and not arguments.faults:
+        if note and notify and not arguments.faults:
             sys.stderr.write(f"{note}\n")
         loaded = load_arguments(arguments)
     except ConfigError as error:
         raise ConfigError([*arguments.faults, *arguments.judged(error.faults)]) from error
+    from configs.rules.validate import examined
+
     config, found = examined(loaded.config, loaded.given)
     faults = [*arguments.faults, *arguments.judged(found.faults)]
     if faults or arguments.dry_run:  # a run does so itself
@@ -118,7 +119,7 @@ def _settle(arguments: Arguments, *, tell: bool = False) -> Config:
                 raise
     if faults:
         raise ConfigError(faults)
-    for warning in found.warnings if tell else ():
+    for warning in found.warnings if notify else ():
         sys.stderr.write(f"warning: {warning}\n")
     return config
 

@@ -148,9 +148,7 @@ def _measure(setting: Setting, contender: Contender) -> Measured:
 
 def _trainer(setting: Setting, contender: Contender) -> Trainer:
     from configs.schema.algorithm import AlgorithmConfig
-    from configs.schema.megatron import MegatronConfig
-    from configs.schema.parallel import ParallelConfig
-    from configs.schema.train import TrainConfig
+    from configs.schema.train import MegatronConfig, ParallelConfig, TrainConfig
     from models.train.huggingface.models import TorchModels
     from models.train.spec import TrainSpec
 

@@ -5,21 +5,21 @@
                   |  v  loop stages (agents, custom): own inlet back into generate                       v
                evaluate  <------------------------------------------------------------------------ evaluate
 
-Invariants: pure; custom stages follow `after` from one to the next, those with the same `after` in the order of the
-recipe; the order given here is the one in which a group passes the stages; the only cycles are the ones through a loop
-stage or the evaluation, which have inlets of their own.
+Invariants: no I/O, no clock; custom stages follow `after` from one to the next, those with the same `after` in the
+order of the recipe; the order given here is the order in which a group passes the stages; the only cycles go through a
+loop stage or the evaluation, which have inlets of their own.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from itertools import pairwise
 from typing import Final, Literal
 
 from msgspec import Struct
 
-from configs.schema import Config, StageConfig
-from configs.schema.debug import generates
+from configs.schema import Config, StageConfig, generates
 
 BUILT_IN: Final = (
     "prompts",
@@ -44,6 +44,8 @@ SINGLE: Final[Mapping[str, str]] = {
     "train": "it is the single writer of the weights and their version",
     "evaluate": "it joins the answers of one version, which must meet in one place",
 }
+
+AUTOSCALE_LIMIT: Final = re.compile(r"([^=]+)=(\d{1,6})\.\.(\d{1,6})", re.ASCII)  # stage=LEAST..MOST
 
 PROMPT: Final = "stages.messages:PromptGroup"
 SLICE: Final = "stages.messages:RolloutSlice"
@@ -97,15 +99,15 @@ def loops(config: Config) -> tuple[str, ...]:
 
 def evaluates(config: Config) -> bool:
     """Whether the run has an evaluate stage."""
-    asked = config.eval.eval_interval is not None and bool(config.eval.eval_prompt_data)
-    return asked and generates(config)
+    wanted = config.eval.eval_interval is not None and bool(config.eval.eval_prompt_data)
+    return wanted and generates(config)
 
 
 def engine_count(config: Config) -> int:
     """How many engines generate rollouts: those that run already, else as many as the GPUs hold, else `--scale`.
 
     `--rollout-num-gpus` says so only for SGLang's servers, the only engines that span GPUs. A rest of the division is a
-    fault that `configs.rules.engine` tells.
+    fault that `configs.rules.engine` reports.
     """
     if not generates(config):
         return 0
@@ -171,3 +173,9 @@ def streams(config: Config) -> tuple[Stream, ...]:
         reporters.append("evaluate")
     settle = tuple((name, "settle") for name in reporters)
     return (*found, Stream("settle", REPORT, ("prompts", "settle"), settle))
+
+
+def autoscale_limits(config: Config) -> dict[str, tuple[int, int]]:
+    """Stage, or `engine` -> the fewest and the most replicas; empty without `--autoscale`. Of what has no fault."""
+    found = [match for text in config.run.autoscale if (match := AUTOSCALE_LIMIT.fullmatch(text))]
+    return {match[1]: (int(match[2]), int(match[3])) for match in found}

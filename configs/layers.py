@@ -12,8 +12,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 from msgspec import Struct
 
-from configs.cli.flags import Flag, flags, flags_by_key, show
-from configs.errors import ConfigError
+from configs.flags import Flag, flags, flags_by_key, show
 from configs.schema import Config
 from configs.schema.did_you_mean import cure
 
@@ -23,6 +22,21 @@ Origin = Literal["command line", "recipe", "preset"]
 GATE = ("asynchrony.async_buffer_size", "asynchrony.update_weights_interval", "asynchrony.max_staleness")
 # Two ways to say the same thing: the one written in the higher layer replaces the other.
 _ALTERNATIVES = (("rollout.num_rollout", "rollout.num_epoch"),)
+
+
+class ConfigError(Exception):
+    """The configuration cannot be used: everything that is wrong with it, at once.
+
+    `faults`: one sentence each, which names the key, the value, the rule and the cure; in the order found, without
+    repetition.
+    """
+
+    def __init__(self, faults: Sequence[str] | str) -> None:
+        self.faults: tuple[str, ...] = (faults,) if isinstance(faults, str) else tuple(dict.fromkeys(faults))
+        super().__init__("\n".join(self.faults))
+
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[tuple[str, ...]]]:
+        return (ConfigError, (self.faults,))
 
 
 class TableEdit(Struct, frozen=True):

@@ -14,10 +14,10 @@ from typing import Any, Final
 
 import msgspec
 
-from configs.cli.command_line import Arguments, parse
-from configs.cli.flags import TABLES, RefusedValue, flags, flags_by_key
-from configs.errors import ConfigError
-from configs.layers import Layer, Loaded, Origin, merge, refusal, value_at
+from configs.command_line import Arguments, parse
+from configs.flags import TABLES, RefusedValue, flags, flags_by_key
+from configs.layers import ConfigError, Layer, Loaded, Origin, merge, refusal, value_at
+from configs.passthrough import RETIRED, retired
 from configs.presets import chosen_preset, fitted, preset_path, without_other_models
 from configs.schema import Config
 from configs.schema.did_you_mean import cure
@@ -33,7 +33,6 @@ _ENDS: Final = (
     "run.drain_s",
     "run.max_restarts",
     "run.auto_resume",
-    "run.train_standby",
     "run.stall_notice_s",
     "run.stall_limit_s",
 )
@@ -149,7 +148,8 @@ def layer_from_tables(tables: dict[str, Any], file: str, *, origin: Origin = "re
         flag = flags_by_key().get(key)
         label = f"{key} in {file}"
         if flag is None:
-            faults.append(_unknown(key, value, file))
+            if key not in RETIRED or RETIRED[key][0] != value:  # at its default: the config.toml of an older run
+                faults.append(_unknown(key, value, file))
             continue
         try:
             values[key] = flag.from_value(value)
@@ -173,6 +173,8 @@ def _leaves(tables: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, Any
 
 
 def _unknown(key: str, value: Any, file: str) -> str:
+    if fault := retired(key):
+        return f"{file}: {fault}"
     section, _, name = key.rpartition(".")
     home = next((flag.key for flag in flags() if flag.name and flag.key.rpartition(".")[2] == name), None)
     if any(known.startswith(f"{key}.") for known in flags_by_key()):

@@ -1,4 +1,6 @@
-"""The modes as data: what each fixes in the staleness gate. No other file asks which mode a run is in.
+"""The modes as data: what each fixes in the staleness gate; and the configurations of a run's phases. No I/O, no clock.
+
+No other file asks which mode a run is in.
 
 Synchronous GRPO is the same graph with the gate at zero; one_step lets one batch be generated while the one before it
 is trained; async runs freely within its bound.
@@ -7,12 +9,13 @@ is trained; async runs freely within its bound.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Final
 
 from msgspec import Struct
 
-from configs.layers import GATE, value_at
-from configs.schema import Config
+from configs.layers import GATE, build, value_at
+from configs.schema import Config, DebugConfig
 
 
 class Preset(Struct, frozen=True):
@@ -55,3 +58,46 @@ def preset_values(config: Config, given: Mapping[str, str]) -> tuple[dict[str, A
         else:
             values[key] = fixed
     return values, faults
+
+
+def with_model(config: Config, model: Path) -> Config:
+    """The configuration with another starting point; a reference or critic that had none of its own follows."""
+    checkpoints = ("train.hf_checkpoint", "train.ref_load", "critic.critic_load")
+    start = (None, config.train.hf_checkpoint)
+    return build({key: str(model) for key in checkpoints if value_at(config, key) in start}, config)
+
+
+def untrained(config: Config) -> Config:
+    """The configuration with a trainer that takes no time and gives the weights of the start as every version."""
+    values = {"train.train_backend": "simulated", "train.simulated_step_s": 0.0, "checkpoint.save_interval": None}
+    return build(values, config)
+
+
+def supervised(config: Config) -> Config:
+    """The configuration of the warm start: the same machine with loss = sft and no engines."""
+    warm = config.warm_start
+    values: dict[str, Any] = {
+        "data.prompt_data": warm.warm_start_data or config.data.prompt_data,
+        "data.label_key": warm.warm_start_label_key or config.data.label_key,
+        "data.rollout_shuffle": True,
+        "rollout.num_rollout": warm.warm_start_steps,
+        "rollout.num_epoch": None,
+        "rollout.rollout_batch_size": warm.warm_start_batch_size,
+        "rollout.n_samples_per_prompt": 1,
+        "train.loss_type": "sft_loss",
+        "train.lr": warm.warm_start_lr,
+        "train.global_batch_size": warm.warm_start_batch_size,
+        "train.num_steps_per_rollout": 1,
+        "asynchrony.max_staleness": 2,
+        "asynchrony.update_weights_interval": 1,
+        "eval.eval_interval": None,
+        "eval.eval_prompt_data": (),
+        "tools.tools": (),
+        "checkpoint.save_interval": None,
+        "observe.use_tensorboard": False,
+        "debug": DebugConfig(),
+        "run.scale": {},
+        "stage": (),
+        "environment": (),
+    }
+    return build(values, config)

@@ -15,9 +15,8 @@ from typing import Any, Final
 
 import msgspec
 
-from configs.cli.flags import flags_by_key
-from configs.errors import ConfigError
-from configs.layers import Layer
+from configs.flags import flags_by_key
+from configs.layers import ConfigError, Layer
 from configs.schema.did_you_mean import cure
 
 MODELS: Final = Path(__file__).resolve().parent / "models"
@@ -64,7 +63,7 @@ def chosen_preset(layers: Sequence[Layer]) -> str | None:
 def without_other_models(model: str, layers: Sequence[Layer]) -> list[Layer]:
     """The layers, from the lowest to the highest, without the checkpoints of other models than the chosen preset's.
 
-    Whoever writes `--model` over a recipe means that model, not the recipe's.
+    `--model` written over a recipe means that model, not the recipe's.
     """
     above = max(place for place, layer in enumerate(layers) if layer.values.get("model.model") == model)
     kept = []

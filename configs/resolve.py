@@ -1,4 +1,4 @@
-"""Derive what the user left open, after all overrides. Pure but for the clock, the terminal and the run directory.
+"""Derive what the user left open, after all overrides. Looks only at the clock, the terminal and the run directory.
 
     rollout_batch_size * n_samples_per_prompt = global_batch_size * num_steps_per_rollout      (rollouts)
     max_staleness = async_buffer_size + update_weights_interval - 1                            (weights versions)
@@ -18,8 +18,7 @@ from typing import Any, Final
 
 from msgspec import Struct
 
-from configs.errors import ConfigError
-from configs.layers import build, given_by_difference, value_at
+from configs.layers import ConfigError, build, given_by_difference, value_at
 from configs.modes import preset_values
 from configs.schema import Config
 from configs.schema.algorithm import LOSS_OF_ESTIMATOR, SAMPLER_LOSSES, WHITENED
@@ -152,13 +151,13 @@ def _divided(total: int, by: int, wanted: str, other: str, value: int) -> int:
     return total // by
 
 
-def _near_size(rollouts: int, samples: int, asked: int) -> int:
-    """The valid global batch size (whole groups, whole steps) nearest to what was asked."""
-    return min((samples * d for d in _divisors(rollouts // samples)), key=lambda size: abs(size - asked))
+def _near_size(rollouts: int, samples: int, requested: int) -> int:
+    """The valid global batch size (whole groups, whole steps) nearest to the requested size."""
+    return min((samples * d for d in _divisors(rollouts // samples)), key=lambda size: abs(size - requested))
 
 
-def _near_divisor(number: int, asked: int) -> int:
-    return min(_divisors(number), key=lambda divisor: abs(divisor - asked))
+def _near_divisor(number: int, requested: int) -> int:
+    return min(_divisors(number), key=lambda divisor: abs(divisor - requested))
 
 
 def _divisors(number: int) -> Iterator[int]:
@@ -175,11 +174,10 @@ def _batch(config: Config, written: Mapping[str, str] | set[str]) -> dict[str, A
         default_batch=rollout.rollout_batch_size,
         default_samples=rollout.n_samples_per_prompt,
     )
+    sections = ("rollout", "rollout", "train", "train")
     return {
-        "rollout.rollout_batch_size": batch.rollout_batch_size,
-        "rollout.n_samples_per_prompt": batch.n_samples_per_prompt,
-        "train.global_batch_size": batch.global_batch_size,
-        "train.num_steps_per_rollout": batch.num_steps_per_rollout,
+        f"{section}.{name}": getattr(batch, name)
+        for section, name in zip(sections, Batch.__struct_fields__, strict=True)
     }
 
 

@@ -31,18 +31,12 @@ BUILT_IN_MODELS: Final = ("tiny", "tiny-arithmetic")  # random small checkpoints
 
 # Settings that name a function or class of the user's.
 IMPORT_PATHS: Final = (
-    "reward.custom_rm_path",
-    "filter.dynamic_sampling_filter_path",
-    "reward.custom_reward_post_process_path",
-    "algorithm.custom_loss_function_path",
-    "correction.custom_tis_function_path",
-    "rollout.custom_generate_function_path",
-    "rollout.rollout_function_path",
-    "data.data_source_path",
-    "filter.rollout_sample_filter_path",
-    "observe.custom_rollout_log_function_path",
+    "reward.custom_rm_path", "filter.dynamic_sampling_filter_path", "reward.custom_reward_post_process_path",
+    "algorithm.custom_loss_function_path", "correction.custom_tis_function_path",
+    "rollout.custom_generate_function_path", "rollout.rollout_function_path", "data.data_source_path",
+    "filter.rollout_sample_filter_path", "observe.custom_rollout_log_function_path",
     "observe.custom_eval_rollout_log_function_path",
-)
+)  # fmt: skip
 
 _SLICE = re.compile(r"(?P<path>.+?)@\[\s*(?P<start>[+-]?\d+)?\s*:\s*(?P<stop>[+-]?\d+)?\s*\]", re.ASCII)
 _NAMED = re.compile(r"(?P<name>[\w-]+)=(?P<path>.+)", re.ASCII)

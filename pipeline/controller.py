@@ -26,8 +26,7 @@ from typing import Any, Final
 
 import msgspec
 
-from configs.autoscale import autoscale_limits
-from configs.graph import Stream
+from configs.graph import Stream, autoscale_limits
 from models.fault_injection import fault_plan
 from pipeline.control.autoscale import Adviser
 from pipeline.control.endpoint import endpoint as control_endpoint

@@ -21,9 +21,8 @@ import msgspec
 
 from configs.graph import replicas
 from configs.load import config_hash, dump_toml
-from configs.phases import supervised, untrained, with_model
-from configs.schema import Config
-from configs.schema.debug import generates
+from configs.modes import supervised, untrained, with_model
+from configs.schema import Config, generates
 from models.checkpoint import Manifest, latest_checkpoint, remove_leftovers, resumable_checkpoint
 from models.import_path import add_working_directory
 from models.weights.slots_directory import SHARED_MEMORY, remove_if_stale, remove_stale, slots_directory

@@ -20,8 +20,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from configs.schema import Config
-from configs.schema.debug import generates
+from configs.schema import Config, generates
 from stages.group.filters import filters_on
 
 

@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Final
 
-from configs.cli.help import with_tables
+from configs.help import with_tables
 from configs.load import load
 from configs.plan.gpus import gpus_of, layout_of
 from configs.plan.run_estimate import RunEstimate, estimate_run

@@ -13,9 +13,8 @@ from configs.load import config_hash
 from configs.plan.gpus import gpus_of, layout_of, trainer_processes
 from configs.plan.run_estimate import RunEstimate, estimate_run, model_lines, size_text
 from configs.plan.staleness import predicted_staleness, simulated_times, staleness_line
-from configs.schema import Config
-from configs.schema.fault_spec import read_fault
-from configs.schema.router import router_kind
+from configs.schema import Config, router_kind
+from configs.schema.debug import read_fault
 from configs.sources import described_model, known_model
 
 
@@ -127,7 +126,6 @@ def _processes(config: Config, stages: tuple[StagePlan, ...]) -> int:
             + graders
             + router
             + trainer_group
-            + min(config.run.hub_processes, (len(streams(config)) - 1) * config.run.hub_shards)
             + sum(stage.replicas for stage in stages if stage.name not in elsewhere)
         )
     servers = replicas(config).get("engine", 0) if config.engine.engine == "sglang" and "engine" not in elsewhere else 0

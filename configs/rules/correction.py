@@ -13,17 +13,9 @@ LOGLINEAR_LOSSES: Final = frozenset(("ppo", "cispo", "kimi"))  # read the old lo
 OPSM_LOSSES: Final = frozenset(("ppo", "gspo", "cispo", "kimi"))
 _DEFAULT: Final = CorrectionConfig()
 _WEIGHT_OPTIONS: Final = (
-    "tis_level",
-    "tis_mode",
-    "tis_clip",
-    "tis_clip_low",
-    "tis_seq_low",
-    "tis_seq_high",
-    "tis_clip_decay",
-    "tis_batch_normalize",
-    "correction_ratio",
-    "custom_tis_function_path",
-)
+    "tis_level", "tis_mode", "tis_clip", "tis_clip_low", "tis_seq_low", "tis_seq_high", "tis_clip_decay",
+    "tis_batch_normalize", "correction_ratio", "custom_tis_function_path",
+)  # fmt: skip
 
 
 def rejects(correction: CorrectionConfig) -> bool:

@@ -1,7 +1,7 @@
 """Engines, their router, the route of the weights: what contradicts itself without asking any environment.
 
 Options that are passed on to SGLang or its router are checked against the installed versions elsewhere
-(`pipeline.preflight.sglang`); here it is only told where they would reach nobody.
+(`pipeline.preflight.sglang`); here only options that no server would get are reported.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from configs.graph import engine_count
-from configs.schema import Config
-from configs.schema.router import router_kind
+from configs.schema import Config, router_kind
 
 _ADDRESS: Final = re.compile(r"https?://[^\s/:@]+:\d{1,5}/?|https?://\[[0-9a-fA-F:]+\]:\d{1,5}/?")
 _LOOPBACK: Final = ("localhost", "127.0.0.1", "::1")
@@ -62,7 +61,7 @@ def fleet_faults(config: Config) -> Iterator[str]:
 
 
 def router_faults(config: Config) -> Iterator[str]:
-    """Who chooses an engine, and how."""
+    """What chooses an engine for a request, and how."""
     router = config.router
     if router.router_address is not None:
         yield from _addresses("--router-address", (router.router_address,))

@@ -1,17 +1,24 @@
-"""Rewards, filters, teachers and judges: parts that exist and fit together."""
+"""Graders, filters, teachers and judges; environments, tools and functions that make rollouts."""
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Final
 
-from configs.schema import Config
+from configs.graph import loops, replicas
+from configs.schema import Config, EnvironmentConfig
 from configs.schema.did_you_mean import cure
+from configs.sources import BUILT_IN_DATA, import_path_fault
 
 _NAME: Final = re.compile(r"[A-Za-z][\w-]*", re.ASCII)
 _URL: Final = re.compile(r"https?://[^\s/]+(/\S*)?")
+_ENVIRONMENT_NAME: Final = re.compile(r"[a-z][a-z0-9_-]*", re.ASCII)
+_PACKS: Final = Path(__file__).resolve().parents[2] / "stages" / "agents" / "packs"
 
 
 def frozen_names(config: Config) -> tuple[str, ...]:
@@ -20,7 +27,7 @@ def frozen_names(config: Config) -> tuple[str, ...]:
 
 
 def engine_faults(config: Config) -> Iterator[str]:
-    """Frozen engines, and those who ask them."""
+    """Frozen engines, and the settings that name them."""
     names = frozen_names(config)
     for text in config.engine.frozen_engine:
         name, separator, place = text.partition("=")
@@ -121,4 +128,80 @@ def filter_faults(config: Config) -> Iterator[str]:
         yield (
             "--dynamic-sampling-filter nonzero_std drops what nonzero_std_fallback would keep for a batch that is "
             "short; leave one of them out"
+        )
+
+
+def pack_names() -> tuple[str, ...]:
+    """Built-in environments: the modules that have the class which their name stands for."""
+    found = []
+    for path in sorted(_PACKS.glob("[a-z]*.py")):
+        name = EnvironmentConfig(name=path.stem).class_path.partition(":")[2]
+        if f"\nclass {name}" in path.read_text(encoding="utf-8"):
+            found.append(path.stem)
+    return tuple(found)
+
+
+def environment_faults(config: Config) -> Iterator[str]:
+    for name, count in Counter(table.name for table in config.environment).items():
+        if count > 1:
+            yield f"environment.{name} is there {count} times, but names must differ; rename all but one"
+        if not _ENVIRONMENT_NAME.fullmatch(name):
+            yield f"environment name {name!r} must be small letters, digits, - and _, with a letter first; rename it"
+        elif name in BUILT_IN_DATA:
+            yield f"environment.{name} has the name of built-in data; rename it"
+    for table in config.environment:
+        yield from _table_faults(table)
+    if config.environment and config.tools.tools:
+        yield (
+            f"--tools {' '.join(config.tools.tools)} and [[environment]] both answer the model's turns; leave --tools "
+            "out, and let the environment offer its tools"
+        )
+
+
+def _table_faults(table: EnvironmentConfig) -> Iterator[str]:
+    key = f"environment.{table.name}"
+    if table.path:
+        if fault := import_path_fault(f"{key}.path", table.path, "my_project.games:Game"):
+            yield fault
+    elif table.name not in pack_names():
+        otherwise = f"set path to the import path of its class; packs: {', '.join(pack_names()) or 'none'}"
+        yield f"{key} has no path, and there is no built-in pack {table.name!r}; " + cure(
+            table.name, pack_names(), otherwise
+        )
+    if table.python is not None:
+        found = shutil.which(os.path.expanduser(table.python))
+        if found is None:
+            yield f"{key}.python is {table.python!r}, but that is no program; give the path of a Python interpreter"
+
+
+def environment_warnings(config: Config) -> Iterator[str]:
+    if config.environment and config.data.apply_chat_template:
+        yield "--apply-chat-template has no effect: with [[environment]] the conversation is always in chat format"
+
+
+def tool_faults(config: Config) -> Iterator[str]:
+    tools, rollout = config.tools, config.rollout
+    functions = {
+        "--custom-generate-function-path": rollout.custom_generate_function_path,
+        "--rollout-function-path": rollout.rollout_function_path,
+    }
+    for flag, function in functions.items():
+        if function is not None and (unused := loops(config)):
+            yield (
+                f"{flag} {function} makes whole rollouts, so that the stage {unused[0]} would never be reached; call "
+                "tools in the function, or leave one of them out"
+            )
+    if rollout.rollout_function_path is not None and (count := replicas(config).get("generate", 1)) > 1:
+        yield (
+            f"--scale generate={count} shares prompts out, but --rollout-function-path makes a batch in one call; "
+            "leave generate out of --scale"
+        )
+    if not tools.tools:
+        return
+    if not tools.tool_call_open or not tools.tool_call_close:
+        yield "--tool-call-open and --tool-call-close must not be empty, for they mark a tool call; give both"
+    if "{result}" not in tools.tool_result_template:
+        yield (
+            f"--tool-result-template is {tools.tool_result_template!r}, but must contain {{result}}, which is "
+            "replaced by the tool's answer; add it"
         )

@@ -1,12 +1,27 @@
-"""Options that are set although nothing reads them, or that exclude each other as numbers: told by tables."""
+"""Options that are set although nothing in this run reads them, and pairs of numbers in the wrong order.
+
+What makes an option be read stands at its field, as `ReadBy("condition")`, or as `READ_BY` of its section. A condition
+is a list of alternatives, joined by commas and `or`:
+
+    --use-tis, --lora-rank above 0    the flag is on, not empty, not 0
+    --no-use-dynamic-batch-size       the flag is off
+    --train-backend fsdp or megatron  the flag has one of these values
+    a judge                           a fact of `_FACTS`
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Final
+import re
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from typing import Any, Final
 
-from configs.cli.flags import flags_by_key, show
-from configs.layers import value_at
+from configs.flags import flags_by_key, show
+from configs.graph import autoscale_limits, engine_count, loops
+from configs.layers import build, given_by_difference, value_at
+from configs.load import CONFIG_FILE
+from configs.plan.gpus import trainer_processes
+from configs.resolve import derive
 from configs.schema import Config
 
 # The first must not be above the second.
@@ -16,92 +31,126 @@ _PAIRS: Final = (
     ("correction.tis_seq_low", "correction.tis_seq_high"),
     ("data.curriculum_low", "data.curriculum_high"),
 )
+_OF_POLICY_LOSS: Final = ("algorithm.", "correction.", "critic.")  # supervised training does not judge by these
+_WORK: Final = ("train.loss_type", "debug.load_debug_rollout_data")  # which may need no engine
 
 
-def unread_faults(config: Config) -> Iterator[str]:
-    """Whoever sets such an option believes that it does something."""
-    for readers, read, keys in (*_of_the_trainer(config), *_of_the_loss(config), *_of_the_rest(config)):
-        for key in () if read else keys:
-            flag, value = flags_by_key()[key], value_at(config, key)
-            if value != flag.default:
-                yield f"{flag.label} is {show(value)}, but only {readers} reads it; choose that, or leave it out"
+def _generates_by_function(config: Config) -> bool:
+    """The samples of a data source may name a function each."""
+    rollout = config.rollout
+    functions = (rollout.custom_generate_function_path, rollout.rollout_function_path, config.data.data_source_path)
+    return any(function is not None for function in functions)
+
+
+def _graders(config: Config) -> set[str]:
+    """Names of the graders, without `boxed_` in front and arguments behind."""
+    components = (text.partition("=")[2].rpartition("@")[0] for text in config.reward.reward_component)
+    return {name.partition(":")[0].removeprefix("boxed_") for name in (config.reward.rm_type, *components)}
+
+
+def _judges(config: Config) -> bool:
+    """A row may name any frozen engine as its judge."""
+    return bool(config.reward.judge_engine or config.engine.frozen_engine) or "judge" in _graders(config)
+
+
+def _engines(config: Config) -> int:
+    """The most engines that the run may have."""
+    return max(engine_count(config), autoscale_limits(config).get("engine", (0, 0))[1])
+
+
+_GRADER: Final = ("reward.rm_", "reward.reward_component")
+# What a condition may name beside flags: whether the run has it, and the settings that decide it.
+_FACTS: Final[Mapping[str, tuple[Callable[[Config], bool], tuple[str, ...]]]] = {
+    "a run without --data-source-path": (lambda c: c.data.data_source_path is None, ("data.data_source_path",)),
+    "an [[environment]]": (lambda c: bool(c.environment), ("environment",)),
+    "a loop stage": (lambda c: bool(loops(c)), ("environment", "stage", "tools.", *_WORK)),
+    "a function of yours that generates": (
+        _generates_by_function,
+        ("rollout.custom_", "rollout.rollout_function_path"),
+    ),
+    "a judge": (_judges, (*_GRADER, "reward.judge_engine", "engine.frozen_engine")),
+    "a remote grader": (lambda c: c.reward.rm_url is not None or "remote" in _graders(c), _GRADER),
+    "the grader math": (
+        lambda c: not {"auto", "math"}.isdisjoint(_graders(c)),
+        _GRADER,
+    ),  # with `auto` rows may name it
+    "several engines": (lambda c: _engines(c) > 1, ("run.scale", "run.autoscale", "sglang.", *_WORK)),
+    "a trainer in processes of its own": (lambda c: trainer_processes(c) > 0, ("train.train_backend", "parallel.")),
+}
+
+
+def unread_faults(config: Config, given: Mapping[str, str] | None = None) -> Iterator[str]:
+    """One sentence for each option that was written, differs from its default, and is not read.
+
+    `given`: dotted key -> how the user wrote it; without it, whatever differs from its default counts as written.
+    """
+    written = given_by_difference(config) if given is None else given
+    for key, wrote in written.items():
+        flag, value = flags_by_key()[key], value_at(config, key)
+        condition = next((text for text in flag.read_by if not _holds(config, text)), None)
+        if condition is None or value == flag.default or _may_stay(wrote, condition, written):
+            continue
+        if config.train.loss_type == "sft_loss" and key.startswith(_OF_POLICY_LOSS):
+            continue
+        if value != _derived(config, key, written):
+            yield f"{flag.label} is {show(value)}, but only {condition} reads it; choose that, or leave it out"
 
 
 def bound_faults(config: Config) -> Iterator[str]:
     for low, high in _PAIRS:
         least, most = value_at(config, low), value_at(config, high)
         if least > most:
-            label, other = flags_by_key()[low].label, flags_by_key()[high].label
-            yield f"{label} is {show(least)}, but must not be above {other} {show(most)}; lower it"
+            label, bound = flags_by_key()[low].label, flags_by_key()[high].label
+            yield f"{label} is {show(least)}, but must not be above {bound} {show(most)}; lower it"
 
 
-# What reads some options, whether the run has it, and their keys.
-_Readers = tuple[str, bool, tuple[str, ...]]
+def _derived(config: Config, key: str, written: Mapping[str, str]) -> Any:
+    """The value that the option has if it is left out."""
+    left = {other: label for other, label in written.items() if other != key}
+    return value_at(derive(build({key: flags_by_key()[key].default}, config), left)[0], key)
 
 
-def _of_the_trainer(config: Config) -> Iterator[_Readers]:
-    backend, megatron = config.train.train_backend, config.megatron
-    yield "--train-backend fsdp", backend == "fsdp", _section("fsdp")
-    yield "--train-backend megatron", backend == "megatron", _section("megatron")
-    yield "--train-backend torch, fsdp or megatron", backend != "simulated", _section("parallel")
-    yield "--train-backend fsdp or megatron", backend in ("fsdp", "megatron"), ("checkpoint.async_save",)
-    yield "--lora-rank above 0", config.lora.lora_rank > 0, ("lora.lora_alpha", "lora.lora_target_modules")
-    if backend != "simulated":
-        by_number = not config.parallel.use_dynamic_batch_size
-        yield "--no-use-dynamic-batch-size", by_number, ("parallel.micro_batch_size",)
-    if backend == "megatron":
-        yield "--optimizer-cpu-offload", megatron.optimizer_cpu_offload, ("megatron.optimizer_offload_fraction",)
-        recomputed = ("megatron.recompute_method", "megatron.recompute_num_layers")
-        yield "--recompute-granularity full", megatron.recompute_granularity == "full", recomputed
+def _may_stay(wrote: str, condition: str, written: Mapping[str, str]) -> bool:
+    """Whether the option comes from a recipe, and another layer changed the setting that makes it be read.
+
+    A run's own config.toml is the dump of all its layers, and so holds such options as well.
+    """
+    place = wrote.partition(" in ")[2]
+    if place == CONFIG_FILE:
+        return True
+    switches = tuple(
+        start for key, text, _ in _alternatives(condition) for start in ([key] if key else _FACTS[text][1])
+    )
+    changed = (label.partition(" in ")[2] for key, label in written.items() if key.startswith(switches))
+    return bool(place) and any(layer != place for layer in changed)
 
 
-def _of_the_loss(config: Config) -> Iterator[_Readers]:
-    if config.train.loss_type == "sft_loss":
-        return
-    algorithm, correction = config.algorithm, config.correction
-    estimator, loss = algorithm.advantage_estimator, algorithm.policy_loss
-    critic, returns = estimator == "ppo", estimator in ("ppo", "reinforce_plus_plus")
-    of_critic = tuple(key for key in _section("critic") if key != "critic.critic_load")  # derived, if not set
-    yield "--advantage-estimator ppo or reinforce_plus_plus", returns, ("algorithm.gamma",)
-    yield "--advantage-estimator ppo", critic, ("algorithm.lambd", "algorithm.bootstrap_truncated", *of_critic)
-    for name, options in (
-        ("ppo", ("eps_clip_c",)),
-        ("dppo", ("dppo_threshold", "dppo_kl_coef")),
-        ("aipo", ("aipo_clip",)),
-        ("m2po", ("m2po_threshold",)),
-        ("kimi", ("kimi_tau",)),
-    ):
-        own = ":" in loss  # a loss of the user's may read anything
-        yield f"--policy-loss {name}", own or loss == name, tuple(f"algorithm.{option}" for option in options)
-    custom = config.train.loss_type == "custom_loss"
-    yield "--loss-type custom_loss", custom, ("algorithm.custom_loss_function_path",)
-    yield "--use-kl-loss", algorithm.use_kl_loss, ("algorithm.kl_loss_coef", "algorithm.use_unbiased_kl")
-    reference = algorithm.use_kl_loss or algorithm.kl_coef > 0
-    yield "--use-kl-loss or --kl-coef", reference, ("algorithm.ref_update_interval",)
-    yield "--prox loglinear", correction.prox == "loglinear", ("correction.prox_alpha",)
-    yield "--use-opsm", correction.use_opsm, ("correction.opsm_delta",)
+def _holds(config: Config, condition: str) -> bool:
+    return any(
+        _has(config, key, text, wanted=wanted) if key else _FACTS[text][0](config)
+        for key, text, wanted in _alternatives(condition)
+    )
 
 
-def _of_the_rest(config: Config) -> Iterator[_Readers]:
-    correction, filters = config.correction, config.filter
-    of_sequences = ("correction.tis_seq_low", "correction.tis_seq_high")
-    yield "--tis-mode seq_mask", correction.tis_mode == "seq_mask", of_sequences
-    yield "--use-tis", bool(correction.use_tis), ("correction.custom_tis_function_path",)
-    rejects = bool(correction.rollout_rs) or correction.rs_veto is not None
-    of_rules = ("correction.rs_unit", "correction.renormalize_after_rejection")
-    yield "--rollout-rs or --rs-veto", rejects, of_rules
-    yield "--runner ray", config.run.runner == "ray", _section("ray")
-    yield "--use-opd", config.distill.use_opd, ("distill.opd_teacher",)
-    delta = config.update.update_weight_transport == "delta"
-    yield "--update-weight-transport delta", delta, ("update.update_weight_delta_dir",)
-    drops = bool(filters.dynamic_sampling_filter) or filters.dynamic_sampling_filter_path is not None
-    yield "--dynamic-sampling-filter", drops, ("filter.over_sampling_batch_size",)
-    curriculum = tuple(f"data.curriculum_{name}" for name in ("low", "high", "keep"))
-    yield "an [[environment]]", bool(config.environment), ("tools.tool_call_parser",)
-    own = config.data.data_source_path is None
-    yield "a run without --data-source-path", own, ("data.curriculum", "data.rollout_shuffle")
-    yield "--curriculum pass_rate", config.data.curriculum == "pass_rate", curriculum
+def _has(config: Config, key: str, text: str, *, wanted: bool) -> bool:
+    value = value_at(config, key)
+    if not text:
+        return bool(value) is wanted
+    return str(value) == text or (key == "algorithm.policy_loss" and ":" in str(value))  # a custom loss may read all
 
 
-def _section(name: str) -> tuple[str, ...]:
-    return tuple(key for key in flags_by_key() if key.startswith(f"{name}."))
+@cache
+def _alternatives(condition: str) -> tuple[tuple[str, str, bool], ...]:
+    """(Key, value, on or off) of each alternative; of a fact ("", its words, True)."""
+    found: list[tuple[str, str, bool]] = []
+    names = {flag.name: key for key, flag in flags_by_key().items()}
+    for text in re.split(r", | or ", condition):
+        name, _, value = text.removeprefix("--").partition(" ")
+        if text in _FACTS:
+            found.append(("", text, True))
+        elif text.startswith("--"):
+            off = name not in names
+            found.append((names[name.removeprefix("no-") if off else name], value.removeprefix("above 0"), not off))
+        else:
+            found.append((found[-1][0], text, True))
+    return tuple(found)

@@ -11,82 +11,31 @@ from typing import Final
 
 from msgspec import Struct
 
-from configs.autoscale import autoscale_faults
-from configs.errors import ConfigError
+from configs.layers import ConfigError, given_by_difference
 from configs.resolve import derive
-from configs.rules import (
-    algorithm,
-    correction,
-    debug,
-    engine,
-    environments,
-    files,
-    layout,
-    model,
-    parallel,
-    ray,
-    reward,
-    schedule,
-    unread,
-)
+from configs.rules import algorithm, correction, engine, files, parallel, placement, reward, run, unread
 from configs.schema import Config
 
 Check = Callable[[Config], Iterator[str]]
 
 _FAULTS: Final[tuple[Check, ...]] = (
-    schedule.length_faults,
-    schedule.staleness_faults,
-    schedule.resume_faults,
-    algorithm.name_faults,
-    algorithm.estimator_faults,
-    algorithm.loss_faults,
-    algorithm.kl_faults,
-    correction.correction_faults,
-    correction.weight_faults,
-    correction.rejection_faults,
-    correction.sampling_faults,
-    reward.engine_faults,
-    reward.reward_faults,
-    reward.filter_faults,
-    files.data_faults,
-    files.checkpoint_faults,
-    files.import_path_faults,
-    layout.scale_faults,
-    autoscale_faults,
-    layout.hub_faults,
-    layout.stage_faults,
-    layout.tool_faults,
-    environments.environment_faults,
-    layout.device_faults,
-    engine.fleet_faults,
-    engine.router_faults,
-    engine.update_faults,
-    engine.deadline_faults,
-    model.preset_faults,
-    files.save_faults,
-    ray.ray_faults,
-    parallel.layout_faults,
-    parallel.pipeline_faults,
-    parallel.expert_faults,
-    parallel.model_faults,
-    parallel.recompute_faults,
-    parallel.lora_faults,
-    debug.debug_faults,
-    unread.unread_faults,
-    unread.bound_faults,
-)
+    run.length_faults, run.staleness_faults, run.resume_faults,
+    algorithm.name_faults, algorithm.estimator_faults, algorithm.loss_faults, algorithm.kl_faults,
+    correction.correction_faults, correction.weight_faults, correction.rejection_faults, correction.sampling_faults,
+    reward.engine_faults, reward.reward_faults, reward.filter_faults,
+    files.data_faults, files.checkpoint_faults, files.import_path_faults,
+    placement.scale_faults, placement.autoscale_faults, placement.stage_faults,
+    reward.tool_faults, reward.environment_faults, placement.device_faults,
+    engine.fleet_faults, engine.router_faults, engine.update_faults, engine.deadline_faults,
+    files.preset_faults, files.save_faults, placement.ray_faults,
+    parallel.layout_faults, parallel.pipeline_faults, parallel.expert_faults, parallel.model_faults,
+    parallel.recompute_faults, parallel.lora_faults,
+    run.debug_faults, unread.bound_faults,
+)  # fmt: skip
 _WARNINGS: Final[tuple[Check, ...]] = (
-    schedule.warnings,
-    algorithm.warnings,
-    correction.warnings,
-    layout.warnings,
-    environments.warnings,
-    engine.warnings,
-    model.warnings,
-    files.warnings,
-    parallel.warnings,
-)
-
+    run.run_warnings, algorithm.warnings, correction.warnings, placement.scale_warnings, reward.environment_warnings,
+    engine.warnings, files.model_warnings, files.save_warnings, parallel.warnings,
+)  # fmt: skip
 
 NO_MODEL: Final = (
     "--hf-checkpoint is not set, but a run trains a model; give a Hugging Face directory or hub id such as "
@@ -100,10 +49,10 @@ class Findings(Struct, frozen=True):
     warnings: tuple[str, ...]
 
 
-def findings(config: Config) -> Findings:
-    """Check a resolved configuration."""
+def findings(config: Config, given: Mapping[str, str] | None = None) -> Findings:
+    """Check a resolved configuration. `given`: dotted key -> how the user wrote it."""
     return Findings(
-        tuple(fault for check in _FAULTS for fault in check(config)),
+        (*(fault for check in _FAULTS for fault in check(config)), *unread.unread_faults(config, given)),
         tuple(warning for check in _WARNINGS for warning in check(config)),
     )
 
@@ -127,7 +76,7 @@ def checked(config: Config, given: Mapping[str, str] | None = None) -> tuple[Con
 def examined(config: Config, given: Mapping[str, str] | None = None) -> tuple[Config, Findings]:
     """As `checked`, with the faults beside what could be resolved, so that other checks may add theirs."""
     resolved, faults = derive(config, given)
-    found = findings(resolved)
+    found = findings(resolved, given_by_difference(config) if given is None else given)
     if given is not None and "train.hf_checkpoint" not in given:
         faults.append(NO_MODEL)
     return resolved, Findings((*faults, *found.faults), found.warnings)

@@ -6,69 +6,36 @@ refused. Derived values (batch arithmetic, staleness bound) are filled in by `co
 
 from __future__ import annotations
 
-from msgspec import Struct
+from typing import Literal
 
-from configs.schema.algorithm import AlgorithmConfig
-from configs.schema.asynchrony import AsyncConfig
-from configs.schema.correction import CorrectionConfig
-from configs.schema.critic import CriticConfig
-from configs.schema.data import DataConfig
+from configs.schema.algorithm import AlgorithmConfig, CorrectionConfig, CriticConfig, DistillConfig
+from configs.schema.data import DataConfig, EvalConfig, WarmStartConfig
 from configs.schema.debug import DebugConfig
-from configs.schema.distill import DistillConfig
-from configs.schema.engine import EngineConfig, SimulatedEngineConfig
-from configs.schema.environment import EnvironmentConfig
-from configs.schema.evaluation import EvalConfig
-from configs.schema.fsdp import FsdpConfig, LoraConfig
-from configs.schema.health import HealthConfig
-from configs.schema.megatron import MegatronConfig
-from configs.schema.parallel import ParallelConfig
-from configs.schema.presets import ModelConfig
-from configs.schema.ray import RayConfig
-from configs.schema.reward import FilterConfig, RewardConfig, ToolsConfig
-from configs.schema.rollout import RolloutConfig
-from configs.schema.router import RouterConfig
-from configs.schema.run import CheckpointConfig, ObserveConfig, RunConfig, StageConfig, WarmStartConfig
-from configs.schema.sglang import SglangConfig
-from configs.schema.train import TrainConfig
-from configs.schema.update import UpdateConfig
+from configs.schema.engine import (
+    EngineConfig,
+    HealthConfig,
+    RouterConfig,
+    SglangConfig,
+    SimulatedEngineConfig,
+    UpdateConfig,
+)
+from configs.schema.notation import Section
+from configs.schema.reward import EnvironmentConfig, FilterConfig, RewardConfig, ToolsConfig
+from configs.schema.rollout import AsyncConfig, RolloutConfig
+from configs.schema.run import CheckpointConfig, ModelConfig, ObserveConfig, RayConfig, RunConfig, StageConfig
+from configs.schema.train import FsdpConfig, LoraConfig, MegatronConfig, ParallelConfig, TrainConfig
 
 __all__ = [
-    "AlgorithmConfig",
-    "AsyncConfig",
-    "CheckpointConfig",
-    "Config",
-    "CorrectionConfig",
-    "CriticConfig",
-    "DataConfig",
-    "DebugConfig",
-    "DistillConfig",
-    "EngineConfig",
-    "EnvironmentConfig",
-    "EvalConfig",
-    "FilterConfig",
-    "FsdpConfig",
-    "HealthConfig",
-    "LoraConfig",
-    "MegatronConfig",
-    "ModelConfig",
-    "ObserveConfig",
-    "ParallelConfig",
-    "RayConfig",
-    "RewardConfig",
-    "RolloutConfig",
-    "RouterConfig",
-    "RunConfig",
-    "SglangConfig",
-    "SimulatedEngineConfig",
-    "StageConfig",
-    "ToolsConfig",
-    "TrainConfig",
-    "UpdateConfig",
-    "WarmStartConfig",
-]
+    "AlgorithmConfig", "AsyncConfig", "CheckpointConfig", "Config", "CorrectionConfig", "CriticConfig",
+    "DataConfig", "DebugConfig", "DistillConfig", "EngineConfig", "EnvironmentConfig", "EvalConfig", "FilterConfig",
+    "FsdpConfig", "HealthConfig", "LoraConfig", "MegatronConfig", "ModelConfig", "ObserveConfig", "ParallelConfig",
+    "RayConfig", "RewardConfig", "RolloutConfig", "RouterConfig", "RunConfig", "SglangConfig",
+    "SimulatedEngineConfig", "StageConfig", "ToolsConfig", "TrainConfig", "UpdateConfig", "WarmStartConfig",
+    "generates", "router_kind",
+]  # fmt: skip
 
 
-class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Config(Section, frozen=True, kw_only=True):
     run: RunConfig = RunConfig()
     ray: RayConfig = RayConfig()
     data: DataConfig = DataConfig()
@@ -98,4 +65,24 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     warm_start: WarmStartConfig = WarmStartConfig()
     debug: DebugConfig = DebugConfig()
     stage: tuple[StageConfig, ...] = ()
+    """custom stages, as a list of tables"""
     environment: tuple[EnvironmentConfig, ...] = ()
+    """environments of the rollouts, as a list of tables"""
+
+
+def generates(config: Config) -> bool:
+    """Whether the run has engines: supervised training and saved batches need none."""
+    return config.train.loss_type != "sft_loss" and config.debug.load_debug_rollout_data is None
+
+
+def router_kind(config: Config) -> Literal["none", "sglang", "smg"]:
+    """Which router stands in front of the engines that generate, with `auto` decided. Without engines there is none.
+
+    With `--router-address` it is one that runs already; of a kind that nothing names it is taken for sglang-router.
+    """
+    router = config.router
+    if not generates(config):
+        return "none"
+    if router.router != "auto":
+        return router.router
+    return "sglang" if config.engine.engine == "sglang" or router.router_address is not None else "none"

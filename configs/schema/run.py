@@ -2,153 +2,132 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from msgspec import Meta, Struct
-
-
-class RunConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    mode: Annotated[Literal["async", "sync", "one_step"], Meta(description="preset of the staleness gate")] = "async"
-    seed: Annotated[int, Meta(description="seed of initialisation, order and sampling")] = 42
-    deterministic: Annotated[
-        bool, Meta(description="train the groups of a batch in the order of their ids, whatever order they arrive in")
-    ] = False
-    run_dir: Annotated[str | None, Meta(description="directory of this run; default: runs/<time>")] = None
-    resume: Annotated[str | None, Meta(description="continue the run in this directory from its last checkpoint")] = (
-        None
-    )
-    runner: Annotated[
-        Literal["local", "inprocess", "ray"],
-        Meta(description="a process per stage replica, all in one process, or a process each on a Ray cluster"),
-    ] = "local"
-    deadline_s: Annotated[
-        Annotated[float, Meta(gt=0)] | None,
-        Meta(description="finish in-flight work and stop after this many seconds"),
-    ] = None
-    hub_processes: Annotated[
-        int, Meta(ge=0, description="processes that the hubs of the streams are divided over; 0: in the controller's")
-    ] = 0
-    hub_shards: Annotated[
-        int,
-        Meta(ge=1, description="hubs of each stream, in as many of --hub-processes, which divide its groups"),
-    ] = 1
-    drain_s: Annotated[float, Meta(gt=0, description="most seconds to finish in-flight work at a stop")] = 30.0
-    stall_notice_s: Annotated[
-        float,
-        Meta(gt=0, description="seconds without an outcome of any group after which the run says what it waits for"),
-    ] = 60.0
-    stall_limit_s: Annotated[
-        float,
-        Meta(gt=0, description="seconds in which nothing moves between the stages, after which the run is ended"),
-    ] = 7200.0
-    max_restarts: Annotated[
-        int, Meta(ge=0, description="restarts of one process within an hour before the run is given up")
-    ] = 5
-    train_standby: Annotated[
-        bool,
-        Meta(
-            description="keep a process that has loaded the train stage's libraries, to take its place at once if it "
-            "is killed; costs the memory of these"
-        ),
-    ] = False
-    auto_resume: Annotated[
-        int,
-        Meta(
-            ge=0,
-            description="start the whole run again when it is killed, or ends with an error after a checkpoint, at "
-            "most this many times within an hour; with --runner local its engines stay up meanwhile; 0 = off",
-        ),
-    ] = 0
-    scale: Annotated[dict[str, int], Meta(description="replicas by stage, as stage=N; repeatable")] = {}
-    autoscale: Annotated[
-        tuple[str, ...],
-        Meta(description="stages that the run scales by itself, and engine, as stage=LEAST..MOST; default: none"),
-    ] = ()
-    autoscale_window_s: Annotated[
-        float, Meta(gt=0, description="least seconds that the run is measured for an advice or a change of --autoscale")
-    ] = 30.0
+from configs.schema.notation import Count, Natural, Port, Positive, ReadBy, Section
 
 
-class CheckpointConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    save_interval: Annotated[
-        Annotated[int, Meta(ge=1)] | None,
-        Meta(description="checkpoint every this many rollout batches"),
-    ] = None
-    keep_last_n: Annotated[int, Meta(ge=1, description="checkpoints kept")] = 2
-    async_save: Annotated[
-        bool, Meta(description="write sharded checkpoints (fsdp, megatron) while the next batches train")
-    ] = False
-    save_hf: Annotated[
-        str | None,
-        Meta(description="also write the weights of each checkpoint in Hugging Face format here; {step} is its number"),
-    ] = None
-    response_journal_tokens: Annotated[
-        int,
-        Meta(
-            ge=0,
-            description="with --save-interval: write responses down every this many tokens, so that those of a killed "
-            "process go on where they were; 0 = off",
-        ),
-    ] = 256
+class RunConfig(Section, frozen=True, kw_only=True):
+    """The run: mode, place on disk, life cycle, placement."""
+
+    mode: Literal["async", "sync", "one_step"] = "async"
+    """preset of the staleness gate"""
+    seed: int = 42
+    """seed of initialisation, order and sampling"""
+    deterministic: bool = False
+    """train the groups of a batch in the order of their ids, whatever order they arrive in"""
+    run_dir: str | None = None
+    """directory of this run; default: runs/<time>"""
+    resume: str | None = None
+    """continue the run in this directory from its last checkpoint"""
+    runner: Literal["local", "inprocess", "ray"] = "local"
+    """a process per stage replica, all in one process, or a process each on a Ray cluster"""
+    deadline_s: Positive | None = None
+    """finish in-flight work and stop after this many seconds"""
+    drain_s: Positive = 30.0
+    """most seconds to finish in-flight work at a stop"""
+    stall_notice_s: Positive = 60.0
+    """seconds without an outcome of any group after which the run reports what it waits for"""
+    stall_limit_s: Positive = 7200.0
+    """seconds in which nothing moves between the stages, after which the run is ended"""
+    max_restarts: Natural = 5
+    """restarts of one process within an hour before the run is given up"""
+    auto_resume: Natural = 0
+    """start the whole run again when it is killed, or ends with an error after a checkpoint, at most this many times
+    within an hour; with --runner local its engines stay up meanwhile; 0 = off"""
+    scale: dict[str, int] = {}
+    """replicas by stage, as stage=N; repeatable"""
+    autoscale: tuple[str, ...] = ()
+    """stages that the run scales by itself, and engine, as stage=LEAST..MOST; default: none"""
+    autoscale_window_s: Positive = 30.0
+    """least seconds of measurement before advice, or a change by --autoscale"""
 
 
-class ObserveConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    live: Annotated[bool | None, Meta(description="live table; default: if the output is a terminal")] = None
-    use_tensorboard: Annotated[bool, Meta(description="write TensorBoard events")] = True
-    use_plot: Annotated[bool, Meta(description="draw the learning curve when the run ends")] = True
-    trace: Annotated[bool, Meta(description="write a Perfetto trace of the stage spans of each sample")] = True
-    log_interval: Annotated[int, Meta(ge=1, description="print a line every this many rollout batches")] = 10
-    custom_rollout_log_function_path: Annotated[
-        str | None,
-        Meta(
-            description="called with each rollout batch, as slime calls it: (rollout_id, args, samples, "
-            "rollout_extra_metrics, rollout_time)"
-        ),
-    ] = None
-    custom_eval_rollout_log_function_path: Annotated[
-        str | None,
-        Meta(description="called with each evaluation, as slime calls it: (rollout_id, args, data, extra_metrics)"),
-    ] = None
-    samples_interval: Annotated[
-        int, Meta(ge=0, description="write samples.jsonl every this many rollout batches, and after the first; 0 = off")
-    ] = 10
-    samples_groups: Annotated[
-        int, Meta(ge=1, description="samples.jsonl: groups of such a batch, and of those that ended untrained since")
-    ] = 4
-    samples_max_mb: Annotated[
-        float, Meta(gt=0, description="samples.jsonl: size that it approaches; the fuller, the fewer batches it gets")
-    ] = 64.0
-    prometheus_port: Annotated[
-        int, Meta(ge=0, le=65535, description="port of the run's /metrics for Prometheus; 0 = off")
-    ] = 0
-    prometheus_host: Annotated[str, Meta(description="address that /metrics listens on")] = "127.0.0.1"
+class RayConfig(Section, frozen=True, kw_only=True):
+    """Processes on a Ray cluster."""
+
+    READ_BY: ClassVar[str] = "--runner ray"
+
+    ray_address: str | None = None
+    """the cluster to run on, as host:port, or auto for the one that this machine belongs to; default: $RAY_ADDRESS,
+    else one of this machine alone, which ends with the run"""
+    ray_labels: tuple[str, ...] = ()
+    """nodes of a role (train, rollout, cpu) by their labels, as role=key:value,key:value, with | before each fallback:
+    rollout=market:spot|market:on-demand; * is one value that all nodes of a group have: train=nvlink-domain:*"""
+    ray_cpus: dict[str, int] = {}
+    """CPUs of one process of a role, as role=N; default: train=1 rollout=1 cpu=0"""
+    ray_placement: Literal["pack", "spread"] = "pack"
+    """put processes on few nodes (pack) or on many (spread), where nothing else decides it"""
 
 
-class StageConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A stage of the user's own, inserted into the graph."""
+class ModelConfig(Section, frozen=True, kw_only=True):
+    """Published models."""
+
+    model: str | None = None
+    """preset of configs/models: published dimensions, and a suggested parallel layout"""
+    architecture: dict[str, Any] = {}
+    """Hugging Face config.json of that model, for estimates and for the check"""
+
+
+class CheckpointConfig(Section, frozen=True, kw_only=True):
+    """Checkpoints."""
+
+    save_interval: Count | None = None
+    """checkpoint every this many rollout batches"""
+    keep_last_n: Count = 2
+    """checkpoints kept"""
+    async_save: Annotated[bool, ReadBy("--train-backend fsdp or megatron")] = False
+    """write sharded checkpoints (fsdp, megatron) while the next batches train"""
+    save_hf: str | None = None
+    """also write the weights of each checkpoint in Hugging Face format here; {step} is its number"""
+    response_journal_tokens: Natural = 256
+    """with --save-interval: record responses every this many tokens, so that those of a killed process continue
+    where they were; 0 = off"""
+
+
+class ObserveConfig(Section, frozen=True, kw_only=True):
+    """Observation."""
+
+    live: bool | None = None
+    """live table; default: if the output is a terminal"""
+    use_tensorboard: bool = True
+    """write TensorBoard events"""
+    use_plot: bool = True
+    """draw the learning curve when the run ends"""
+    trace: bool = True
+    """write a Perfetto trace of the stage spans of each sample"""
+    log_interval: Count = 10
+    """print a line every this many rollout batches"""
+    custom_rollout_log_function_path: str | None = None
+    """function called with each rollout batch, with slime's interface: (rollout_id, args, samples,
+    rollout_extra_metrics, rollout_time)"""
+    custom_eval_rollout_log_function_path: str | None = None
+    """function called with each evaluation, with slime's interface: (rollout_id, args, data, extra_metrics)"""
+    samples_interval: Natural = 10
+    """write samples.jsonl every this many rollout batches, and after the first; 0 = off"""
+    samples_groups: Annotated[Count, ReadBy("--samples-interval above 0")] = 4
+    """samples.jsonl: groups of such a batch, and of those that ended untrained since"""
+    samples_max_mb: Annotated[Positive, ReadBy("--samples-interval above 0")] = 64.0
+    """samples.jsonl: bound of its size, MB; the fuller the file, the fewer batches are written"""
+    prometheus_port: Port = 0
+    """port of the run's /metrics for Prometheus; 0 = off"""
+    prometheus_host: Annotated[str, ReadBy("--prometheus-port above 0")] = "127.0.0.1"
+    """address that /metrics listens on"""
+
+
+class StageConfig(Section, frozen=True, kw_only=True):
+    """Custom stages.
+
+    A stage of the user's own, inserted into the graph.
+    """
 
     name: str
-    path: Annotated[str, Meta(description="import path of the class, package.module:Class")]
-    after: Annotated[str | None, Meta(description="stage whose output it takes")] = None
-    loop: Annotated[str | None, Meta(description="stage whose output it takes and to which it returns it")] = None
-    replicas: Annotated[int, Meta(ge=1)] = 1
-    concurrency: Annotated[int, Meta(ge=1)] = 8
+    path: str
+    """import path of the class, package.module:Class"""
+    after: str | None = None
+    """stage whose output it takes"""
+    loop: str | None = None
+    """stage whose output it takes and to which it returns it"""
+    replicas: Count = 1
+    concurrency: Count = 8
     options: dict[str, Any] = {}
-
-
-class WarmStartConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Supervised training on prompt + label before the reinforcement learning, through the same pipeline."""
-
-    warm_start_steps: Annotated[int, Meta(ge=0, description="optimizer steps of supervised warm start; 0 = none")] = 0
-    warm_start_batch_size: Annotated[int, Meta(ge=1, description="examples per step")] = 128
-    warm_start_target_loss: Annotated[
-        Annotated[float, Meta(gt=0)] | None,
-        Meta(description="end the warm start early, when the mean loss of its last 10 steps is below this"),
-    ] = None
-    warm_start_lr: Annotated[float, Meta(gt=0, description="learning rate of the warm start")] = 1e-3
-    warm_start_data: Annotated[
-        tuple[str, ...], Meta(description="examples of the warm start; default: --prompt-data")
-    ] = ()
-    warm_start_label_key: Annotated[
-        str | None, Meta(description="row field with the text to learn; default: --label-key")
-    ] = None

@@ -6,13 +6,8 @@ import math
 from dataclasses import dataclass, field, replace
 
 from configs.schema import Config
-from configs.schema.algorithm import KL_IN_REWARD, AlgorithmConfig
-from configs.schema.critic import CriticConfig
-from configs.schema.distill import DistillConfig
-from configs.schema.fsdp import FsdpConfig, LoraConfig
-from configs.schema.megatron import MegatronConfig
-from configs.schema.parallel import ParallelConfig
-from configs.schema.train import TrainConfig
+from configs.schema.algorithm import KL_IN_REWARD, AlgorithmConfig, CriticConfig, DistillConfig
+from configs.schema.train import FsdpConfig, LoraConfig, MegatronConfig, ParallelConfig, TrainConfig
 from models.algorithms.advantages import TOKEN_ESTIMATORS
 from models.algorithms.aggregation import Aggregation
 from models.algorithms.correction import Correction, correction_of

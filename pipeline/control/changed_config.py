@@ -11,9 +11,8 @@ from typing import Final
 
 import msgspec
 
-from configs.cli.flags import flags
-from configs.errors import ConfigError
-from configs.layers import value_at
+from configs.flags import flags
+from configs.layers import ConfigError, value_at
 from configs.load import dump_toml, load
 from configs.rules.validate import examined
 from configs.schema import Config

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from configs.errors import ConfigError
+from configs.layers import ConfigError
 from pipeline.control.autoscale import Adviser
 from pipeline.control.changed_config import FILTER, SAMPLED, STALENESS, keep, with_flags, with_settings
 from pipeline.control.messages import (

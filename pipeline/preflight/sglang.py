@@ -12,9 +12,7 @@ from pathlib import Path
 
 import pipeline
 from configs.graph import engine_count, frozen_engines, is_address
-from configs.schema import Config
-from configs.schema.debug import generates
-from configs.schema.router import router_kind
+from configs.schema import Config, generates, router_kind
 from models.engines.errors import LaunchError
 from models.engines.launch.command import tensor_parallel
 from models.engines.launch.environment import Installed, Part, find_python, probe

@@ -19,8 +19,7 @@ from typing import Final
 
 import msgspec
 
-from configs.schema import Config
-from configs.schema.debug import generates
+from configs.schema import Config, generates
 from models.checkpoint import Manifest
 from models.disk import write_whole
 from stages.prompts.ledger import LedgerSnapshot

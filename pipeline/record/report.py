@@ -7,8 +7,7 @@ import time
 from statistics import fmean
 
 from configs.graph import engine_count
-from configs.schema import Config
-from configs.schema.router import router_kind
+from configs.schema import Config, router_kind
 from models.checkpoint import latest_checkpoint
 from models.fault_injection import injected
 from pipeline.facts.servers import read_fleet

@@ -16,8 +16,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Final, Literal
 
-from configs.schema import Config
-from configs.schema.router import router_kind
+from configs.schema import Config, router_kind
 from models.engines.client import EngineClient
 from models.engines.launch.command import RUNNER, with_token
 from models.engines.launch.environment import Installed

@@ -31,8 +31,7 @@ from typing import Any, Final, Literal
 import msgspec
 from msgspec import Struct
 
-from configs.schema import Config
-from configs.schema.debug import generates
+from configs.schema import Config, generates
 from models.engines.client import EngineClient
 from models.engines.core import MemoryTag
 from models.engines.errors import EngineUnreachable

@@ -30,7 +30,7 @@ from typing import Final
 
 import msgspec
 
-from configs.schema.router import router_kind
+from configs.schema import router_kind
 from models.engines.client import EngineClient
 from models.engines.errors import EngineError
 from models.errors import WeightsError

@@ -17,7 +17,7 @@ from typing import Protocol
 
 import msgspec
 
-from configs.schema.debug import generates
+from configs.schema import generates
 from models.engines.noise import GOLDEN, MIX_1, MIX_2, mix
 from stages.base import Stage, StageContext, beside
 from stages.data.prompt_set import PromptSet

@@ -23,8 +23,7 @@ from typing import Final
 
 from msgspec import Struct
 
-from configs.schema import Config
-from configs.schema.router import router_kind
+from configs.schema import Config, router_kind
 from models.engines.client import EngineClient
 from models.engines.errors import EngineError, EngineTimeout, EngineUnreachable, RequestNotSent
 from models.engines.launch.router_command import policy_of

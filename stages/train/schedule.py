@@ -8,8 +8,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from configs.schema import Config
-from configs.schema.debug import generates
+from configs.schema import Config, generates
 
 
 @dataclass(frozen=True)

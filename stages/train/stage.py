@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
-from configs.schema.debug import generates
+from configs.schema import generates
 from models.train.trainer_group.rank_spec import MEETING, Rendezvous, needs_trainer_group
 from stages.base import Stage, StageContext, TrainOptions, beside
 from stages.engines.colocation import TrainerTurn

@@ -7,7 +7,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from configs.cli.flags import Flag, flags
+from configs.flags import Flag, flags
 
 NAMED = [flag for flag in flags() if flag.name is not None]
 NESTED = [flag for flag in flags() if flag.name is None and flag.kind != "tables"]

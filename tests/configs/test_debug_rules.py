@@ -1,4 +1,4 @@
-"""What parts of a run alone exclude, told before anything starts."""
+"""What parts of a run alone exclude, refused before anything starts."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 
 from configs.graph import engine_count, loops, path
 from configs.resolve import derive
-from configs.rules.debug import debug_faults
-from configs.rules.layout import tool_faults
+from configs.rules.reward import tool_faults
+from configs.rules.run import debug_faults
 from configs.schema import Config
 
 

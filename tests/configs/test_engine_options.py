@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from configs.cli.command_line import parse
-from configs.errors import ConfigError
+from configs.command_line import parse
 from configs.graph import engine_count, replicas
+from configs.layers import ConfigError
 from configs.load import dump_toml, load, read_recipe
 from configs.rules.validate import checked
 from configs.schema import Config

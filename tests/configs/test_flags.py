@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -12,13 +13,13 @@ from config_values import NAMED, NESTED, values
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from configs.autoscale import autoscale_limits
-from configs.cli.command_line import RESERVED, parse
-from configs.cli.flags import SECTIONS, TABLES, Flag, flags, flags_by_key
-from configs.cli.passthrough import SLIME
-from configs.errors import ConfigError
-from configs.layers import merge, value_at
+from configs.command_line import RESERVED, parse
+from configs.flags import SECTIONS, TABLES, Flag, flags, flags_by_key
+from configs.graph import autoscale_limits
+from configs.help import description, section_title
+from configs.layers import ConfigError, merge, value_at
 from configs.load import load
+from configs.passthrough import RETIRED, SLIME
 from configs.schema import Config, StageConfig
 
 
@@ -60,7 +61,8 @@ def test_names_are_unique_and_free() -> None:
 
 def test_every_section_has_a_title_and_every_flag_a_description() -> None:
     assert list(SECTIONS) == [section.name for section in msgspec.structs.fields(Config)]
-    assert [flag.key for flag in flags() if not flag.description] == []
+    assert [section for section in SECTIONS if section_title(section) == section] == []
+    assert [flag.key for flag in flags() if not description(flag)] == []
 
 
 def test_nested_fields_have_no_flag_of_their_own() -> None:
@@ -239,3 +241,30 @@ def test_hooks_of_slime_that_are_not_here_say_what_to_use(name: str) -> None:
     (fault,) = faults_of(f"--{name}", "my_code.function")
     assert fault == f"--{name} is no flag: {SLIME[name]}; leave it out"
     assert {word.strip(",;.") for word in re.findall(r"--([a-z-]+)", SLIME[name])} <= known
+
+
+@pytest.mark.parametrize(
+    ("key", "default", "instead"),
+    [
+        ("run.hub_processes", "0", "all streams run in the controller's process"),
+        ("run.hub_shards", "1", "all streams run in the controller's process"),
+        ("run.train_standby", "false", "a killed trainer starts again from its last checkpoint; see --save-interval"),
+    ],
+)
+def test_a_setting_of_an_earlier_version_gets_one_sentence(
+    key: str, default: str, instead: str, tmp_path: Path
+) -> None:
+    section, _, name = key.partition(".")
+    flag = f"--{name.replace('_', '-')}"
+    assert faults_of(flag, "3") == (f"{flag} was removed: {instead}; leave it out",)
+    assert faults_of(f"{key}=3") == (f"{key} was removed: {instead}; leave it out",)
+    recipe = tmp_path / "old.toml"
+    recipe.write_text(f"[{section}]\n{name} = 3\n", encoding="utf-8")
+    assert faults_of("--config", str(recipe)) == (f"old.toml: {key} was removed: {instead}; leave it out",)
+    recipe.write_text(f"[{section}]\n{name} = {default}\n", encoding="utf-8")
+    assert load(["--config", str(recipe)]).config == Config(), "the config.toml of an older run"
+
+
+def test_every_setting_of_an_earlier_version_is_gone() -> None:
+    assert not RETIRED.keys() & flags_by_key().keys()
+    assert faults_of("--no-train-standby")[0].startswith("--no-train-standby was removed")

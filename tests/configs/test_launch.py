@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-import configs.cli.help as manual
+import configs.help as manual
 import launch
-from configs.cli.command_line import parse
-from configs.cli.flags import SECTIONS, flags
+from configs.command_line import parse
+from configs.flags import SECTIONS, flags
 from configs.load import load, load_arguments, recipe_names, with_work
 from configs.rules.validate import checked
 
@@ -244,7 +244,7 @@ def test_the_quickstart_runs_in_every_mode(mode: str) -> None:
 
 def test_the_documentation_is_up_to_date() -> None:
     page = manual.PAGE.read_text(encoding="utf-8")
-    assert manual.render_page(page) == page, "run: python -m configs.cli.help"
+    assert manual.render_page(page) == page, "run: python -m configs.help"
 
 
 def test_the_documentation_names_every_recipe_and_mode() -> None:

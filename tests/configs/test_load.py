@@ -11,8 +11,7 @@ from config_values import NAMED, NESTED, values
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from configs.errors import ConfigError
-from configs.layers import build
+from configs.layers import ConfigError, build
 from configs.load import config_hash, dump_toml, load
 from configs.resolve import resolve
 from configs.schema import Config, StageConfig

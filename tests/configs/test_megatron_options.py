@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from configs.cli.command_line import parse
-from configs.cli.flags import flags
-from configs.cli.passthrough import ALIASES, option_of
-from configs.errors import ConfigError
+from configs.command_line import parse
+from configs.flags import flags
+from configs.layers import ConfigError
+from configs.passthrough import ALIASES, option_of
 from configs.schema import Config, MegatronConfig, TrainConfig
 
 pytest.importorskip("megatron.core.package_info")

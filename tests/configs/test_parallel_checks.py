@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from configs.errors import ConfigError
+from configs.layers import ConfigError
 from configs.load import load
 from configs.rules.validate import checked
 from configs.schema import Config

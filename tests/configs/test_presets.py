@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from configs.errors import ConfigError
+from configs.layers import ConfigError
 from configs.load import dump_toml, load, read_preset
 from configs.plan import model_table
 from configs.plan.gpus import gpus_of

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from configs.errors import ConfigError
+from configs.layers import ConfigError
 from configs.load import load
 from configs.modes import PRESETS
 from configs.resolve import Batch, batch_arithmetic, num_rollout_for, resolve

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 import launch
-from configs.cli.command_line import parse
-from configs.errors import ConfigError
-from configs.layers import value_at
+from configs.command_line import parse
+from configs.layers import ConfigError, value_at
 from configs.load import load, load_arguments, read_recipe, recipe_names, with_work
 from configs.rules.validate import checked
 from configs.schema import Config

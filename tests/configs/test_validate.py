@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from configs.errors import ConfigError
+from configs.layers import ConfigError
 from configs.load import load
 from configs.resolve import resolve
 from configs.rules.validate import checked, validate

@@ -136,7 +136,10 @@ def test_every_loss_is_accepted_as_it_is() -> None:
             ["--custom-reward-post-process-path", "json:loads", "--advantage-estimator", "ppo"],
             "which --advantage-estimator ppo does not have",
         ),
-        (["--over-sampling-batch-size", "64"], "but only --dynamic-sampling-filter reads it"),
+        (
+            ["--over-sampling-batch-size", "64"],
+            "but only --dynamic-sampling-filter or --dynamic-sampling-filter-path reads it",
+        ),
         (
             ["--over-sampling-batch-size", "16", "--dynamic-sampling-filter", "nonzero_std"],
             "a batch of 32 groups needs as many in flight anyway; set it to at least 32",

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from configs.cli.command_line import parse
+from configs.command_line import parse
 from configs.load import load_arguments
 from configs.schema import EnvironmentConfig
 from stages.agents.calls import Hosted

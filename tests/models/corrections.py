@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from configs.resolve import derive
 from configs.schema import Config
-from configs.schema.algorithm import AlgorithmConfig
-from configs.schema.asynchrony import AsyncConfig
-from configs.schema.correction import CorrectionConfig
+from configs.schema.algorithm import AlgorithmConfig, CorrectionConfig
+from configs.schema.rollout import AsyncConfig
 from models.algorithms.correction import Correction, correction_of
 
 

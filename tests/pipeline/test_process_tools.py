@@ -21,8 +21,7 @@ from launching import ROOT
 
 from configs.load import load
 from configs.resolve import resolve
-from configs.schema import Config
-from configs.schema.router import router_kind
+from configs.schema import Config, router_kind
 from models.engines.launch.command import Launch, with_token
 from models.engines.token import read_token
 from models.weights.slots_directory import LEFT_BEHIND_FILE

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from launching import succeed_here
 
-from configs.cli.command_line import parse
+from configs.command_line import parse
 from configs.load import load_arguments, recipe_names, with_work
 from models.tiny import make_tiny_checkpoint
 

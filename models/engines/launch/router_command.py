@@ -10,8 +10,7 @@ from __future__ import annotations
 import math
 from typing import Final, Literal
 
-from configs.schema import Config
-from configs.schema.router import router_kind
+from configs.schema import Config, router_kind
 from models.engines.errors import EnvironmentMissing, LaunchRefused
 from models.engines.launch.command import LOOPBACK, Arguments, Launch, base_environment
 from models.engines.launch.environment import Installed, Part

@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from configs.schema.fsdp import FsdpConfig
-from configs.schema.parallel import ParallelConfig
+from configs.schema.train import FsdpConfig, ParallelConfig
 from models.errors import TrainConfigInvalid
 from models.train.dp_group import DistributedDpGroup, DpGroup
 

@@ -17,7 +17,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from configs.schema.fsdp import LoraConfig
+from configs.schema.train import LoraConfig
 from models.errors import TrainConfigInvalid, UnsupportedModel, first_line
 from models.train.huggingface.hf_weights import stored_names, whole
 

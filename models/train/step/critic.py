@@ -18,7 +18,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from configs.schema.critic import CriticConfig
+from configs.schema.algorithm import CriticConfig
 from configs.schema.train import TrainConfig
 from models.train.dp_group import DpGroup
 from models.train.model_set import UpdateResult

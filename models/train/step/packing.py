@@ -23,8 +23,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from configs.schema.parallel import ParallelConfig
-from configs.schema.train import TrainConfig
+from configs.schema.train import ParallelConfig, TrainConfig
 
 # Row lengths tried, as multiples of the longest unit, when the shortest choice leaves more than this unfilled.
 _ROW_MULTIPLES: Final = (1.0, 1.5, 2.0, 3.0, 4.0)

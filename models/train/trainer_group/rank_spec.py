@@ -14,7 +14,7 @@ from typing import Final
 from msgspec import Struct
 
 from configs.schema import Config
-from configs.schema.parallel import ParallelConfig
+from configs.schema.train import ParallelConfig
 from models.fault_injection import FaultPlan
 
 MEETING: Final = "trainer_group"  # key on the topic

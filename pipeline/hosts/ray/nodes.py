@@ -11,7 +11,7 @@ from typing import Final, Literal
 
 from msgspec import Struct
 
-from configs.rules.ray import Labels, alternatives
+from configs.rules.placement import Labels, alternatives
 from configs.schema import Config
 from pipeline.errors import UsageError
 

@@ -17,7 +17,7 @@ from typing import Final
 from msgspec import Struct
 
 from configs.graph import engine_count, frozen_engines, is_address, replicas
-from configs.rules.ray import alternatives
+from configs.rules.placement import alternatives
 from configs.schema import Config
 from models.train.trainer_group.rank_spec import needs_trainer_group, processes_of
 from pipeline.errors import UsageError

@@ -14,8 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from configs.schema.algorithm import AlgorithmConfig
-from configs.schema.correction import CorrectionConfig
+from configs.schema.algorithm import AlgorithmConfig, CorrectionConfig
 from configs.schema.rejection import RejectionRule
 from models.algorithms.correction import (
     Correction,

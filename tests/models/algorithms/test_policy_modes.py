@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from configs.schema.correction import CorrectionConfig
+from configs.schema.algorithm import CorrectionConfig
 from configs.schema.rejection import InvalidRule
 from models.algorithms.correction import correction_of
 from models.errors import AlgorithmError

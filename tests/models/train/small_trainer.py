@@ -10,12 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from configs.schema.algorithm import AlgorithmConfig
-from configs.schema.correction import CorrectionConfig
-from configs.schema.critic import CriticConfig
-from configs.schema.distill import DistillConfig
-from configs.schema.parallel import ParallelConfig
-from configs.schema.train import TrainConfig
+from configs.schema.algorithm import AlgorithmConfig, CorrectionConfig, CriticConfig, DistillConfig
+from configs.schema.train import ParallelConfig, TrainConfig
 from models.algorithms.correction import Correction
 from models.train.dp_group import DpGroup
 from models.train.huggingface.models import TorchModels

@@ -10,9 +10,7 @@ import pytest
 import torch
 from sequences import behind, sequence
 
-from configs.schema.algorithm import AlgorithmConfig
-from configs.schema.correction import CorrectionConfig
-from configs.schema.distill import DistillConfig
+from configs.schema.algorithm import AlgorithmConfig, CorrectionConfig, DistillConfig
 from configs.schema.train import TrainConfig
 from models.algorithms.tokens import StepStatistics
 from models.train.dp_group import DpGroup, Float32Array

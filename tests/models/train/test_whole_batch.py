@@ -358,7 +358,7 @@ def test_preferences_are_learned(backend) -> None:  # type: ignore[no-untyped-de
 
 
 def test_needs_are_none_for_plain_off_policy_training() -> None:
-    from configs.schema.correction import CorrectionConfig
+    from configs.schema.algorithm import CorrectionConfig
     from configs.schema.train import TrainConfig
     from models.train.spec import TrainSpec
     from tests.models.corrections import corrected

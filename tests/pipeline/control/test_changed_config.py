@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from configs.errors import ConfigError
+from configs.layers import ConfigError
 from configs.load import dump_toml, load
 from configs.rules.validate import checked
 from configs.schema import Config

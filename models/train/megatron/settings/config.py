@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from configs.schema.megatron import MegatronConfig
+from configs.schema.train import MegatronConfig
 from models.errors import TrainConfigInvalid, UnsupportedModel
 from models.families.decoder import Architecture
 from models.train.megatron.settings.options import split_options

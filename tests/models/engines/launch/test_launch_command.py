@@ -9,10 +9,17 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from configs.schema import Config, EngineConfig, HealthConfig, RouterConfig, RunConfig, SglangConfig, ToolsConfig
-from configs.schema.asynchrony import AsyncConfig
-from configs.schema.rollout import RolloutConfig
-from configs.schema.router import router_kind
+from configs.schema import (
+    Config,
+    EngineConfig,
+    HealthConfig,
+    RouterConfig,
+    RunConfig,
+    SglangConfig,
+    ToolsConfig,
+    router_kind,
+)
+from configs.schema.rollout import AsyncConfig, RolloutConfig
 from models.engines.errors import EnvironmentMissing, LaunchRefused
 from models.engines.launch.command import Launch, server_launch
 from models.engines.launch.environment import SHIMS, Installed, probe

@@ -18,10 +18,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from configs.schema.algorithm import AlgorithmConfig
-from configs.schema.critic import CriticConfig
-from configs.schema.megatron import MegatronConfig
-from configs.schema.train import TrainConfig
+from configs.schema.algorithm import AlgorithmConfig, CriticConfig
+from configs.schema.train import MegatronConfig, TrainConfig
 from models.errors import TrainStateUnreadable
 from models.families.source import CheckpointTensors
 from models.train.interface import TrainSequence

@@ -19,8 +19,7 @@ from family_models import VOCAB, token_ids
 from safetensors.torch import save_file
 
 from configs.schema.algorithm import AlgorithmConfig
-from configs.schema.megatron import MegatronConfig
-from configs.schema.train import TrainConfig
+from configs.schema.train import MegatronConfig, TrainConfig
 from models.train.spec import TrainSpec
 
 SMALL_BUCKET = 16384  # bytes: several for each layer

@@ -11,8 +11,7 @@ import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from configs.schema.algorithm import AlgorithmConfig
-from configs.schema.megatron import MegatronConfig
-from configs.schema.train import TrainConfig
+from configs.schema.train import MegatronConfig, TrainConfig
 from models.errors import CheckpointUnavailable, TrainConfigInvalid, UnsupportedModel
 from models.families.registry import FAMILIES, architecture_of, read_hf_config
 from models.families.rope import read_rope

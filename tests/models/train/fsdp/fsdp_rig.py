@@ -15,11 +15,8 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from configs.schema.algorithm import AlgorithmConfig
-from configs.schema.correction import CorrectionConfig
-from configs.schema.critic import CriticConfig
-from configs.schema.fsdp import FsdpConfig, LoraConfig
-from configs.schema.train import TrainConfig
+from configs.schema.algorithm import AlgorithmConfig, CorrectionConfig, CriticConfig
+from configs.schema.train import FsdpConfig, LoraConfig, TrainConfig
 from models.train.fsdp.models import FsdpModels
 from models.train.huggingface.hf_weights import whole
 from models.train.huggingface.models import TorchModels

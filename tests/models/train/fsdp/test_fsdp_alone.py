@@ -23,7 +23,7 @@ from fsdp_rig import (
 from safetensors.torch import load_file
 from torch.nn import Linear, Sequential
 
-from configs.schema.fsdp import FsdpConfig
+from configs.schema.train import FsdpConfig
 from models.errors import CheckpointUnavailable, TrainConfigInvalid, UnsupportedModel
 from models.train.fsdp.loading import _compare
 from models.train.fsdp.mesh import sizes_of

@@ -15,12 +15,8 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from configs.schema.algorithm import AlgorithmConfig
-from configs.schema.correction import CorrectionConfig
-from configs.schema.critic import CriticConfig
-from configs.schema.megatron import MegatronConfig
-from configs.schema.parallel import ParallelConfig
-from configs.schema.train import TrainConfig
+from configs.schema.algorithm import AlgorithmConfig, CorrectionConfig, CriticConfig
+from configs.schema.train import MegatronConfig, ParallelConfig, TrainConfig
 from models.train.interface import TrainSequence
 from models.train.spec import TrainSpec
 from models.train.trainer import Trainer

@@ -17,46 +17,16 @@ from msgspec import Meta, Struct
 
 from configs.schema import Config, EnvironmentConfig, StageConfig
 from configs.schema.did_you_mean import closest_by_words
+from configs.schema.notation import ReadBy, Section
 
 Kind = Literal["bool", "scalar", "list", "map", "json", "tables"]
 
-SECTIONS: Final[Mapping[str, str]] = {
-    "run": "The run: mode, place on disk, life cycle, placement",
-    "ray": "Processes on a Ray cluster",
-    "data": "Data: where prompts come from",
-    "rollout": "Rollout: how many, and how they are sampled",
-    "engine": "Inference engine",
-    "sglang": "SGLang servers",
-    "router": "Router in front of the engines",
-    "health": "Health of the engines",
-    "update": "Weights to the engines",
-    "model": "Published models",
-    "train": "Training",
-    "parallel": "Processes of the trainer",
-    "fsdp": "FSDP2",
-    "lora": "LoRA",
-    "megatron": "Megatron-core",
-    "algorithm": "Algorithm: advantages, policy loss, KL, aggregation",
-    "correction": "Off-policy correction",
-    "critic": "Critic of PPO",
-    "distill": "On-policy distillation",
-    "asynchrony": "Asynchrony: how far generation may run ahead",
-    "reward": "Reward",
-    "filter": "Filter of groups",
-    "tools": "Tools",
-    "eval": "Evaluation",
-    "checkpoint": "Checkpoints",
-    "observe": "Observation",
-    "warm_start": "Supervised warm start",
-    "debug": "Debugging: saved rollout batches, parts of a run alone, faults on purpose",
-    "stage": "Custom stages",
-    "environment": "Environments",
-}
+SECTIONS: Final = Config.__struct_fields__
 
-# Sections that are lists of tables: what one table is, which keys it must have, and what they are.
-TABLES: Final[Mapping[str, tuple[type[Struct], str, str]]] = {
-    "stage": (StageConfig, "name, path and one of after or loop", "stages of the user's own, as a list of tables"),
-    "environment": (EnvironmentConfig, "name, and path", "environments of the rollouts, as a list of tables"),
+# Sections that are lists of tables: what one table is, and which keys it must have.
+TABLES: Final[Mapping[str, tuple[type[Struct], str]]] = {
+    "stage": (StageConfig, "name, path and one of after or loop"),
+    "environment": (EnvironmentConfig, "name, and path"),
 }
 
 
@@ -68,14 +38,15 @@ class Flag(Struct, frozen=True, kw_only=True):
     """One leaf of the schema. `key` is its dotted place, `name` the flag without dashes in front."""
 
     key: str
+    owner: type[Section]  # the struct that has the field
     name: str | None  # None: only as a dotted override
     type: Any
     kind: Kind
     optional: bool
     default: Any
-    description: str
     choices: tuple[str, ...] = ()
     rule: str = ""
+    read_by: tuple[str, ...] = ()  # conditions of `configs.schema.notation.ReadBy`: of the section, and of the field
 
     @property
     def label(self) -> str:
@@ -162,7 +133,7 @@ def show(value: object) -> str:
 
 def read_tables(value: Any, section: str) -> tuple[Any, ...]:
     """Custom stages or environments from TOML or JSON tables. Raises `RefusedValue` with the rule that is broken."""
-    kind, needed, _ = TABLES[section]
+    kind, needed = TABLES[section]
     if not isinstance(value, list | tuple):
         raise RefusedValue(f"must be a list of tables, each with {needed}")
     known = kind.__struct_fields__
@@ -193,7 +164,7 @@ def flags() -> tuple[Flag, ...]:
     found: list[Flag] = []
     for section in msgspec.structs.fields(Config):
         if section.name in TABLES:
-            found.append(_leaf(section, section.name, None))
+            found.append(_leaf(Config, section, section.name, None))
         else:
             found.extend(_section(section.type, section.name, nested=False))
     return tuple(found)
@@ -204,16 +175,16 @@ def flags_by_key() -> Mapping[str, Flag]:
     return {flag.key: flag for flag in flags()}
 
 
-def _section(struct: type[Struct], prefix: str, *, nested: bool) -> Iterable[Flag]:
+def _section(struct: type[Section], prefix: str, *, nested: bool) -> Iterable[Flag]:
     for field in msgspec.structs.fields(struct):
         key = f"{prefix}.{field.name}"
         if _is_struct(field.type):
             yield from _section(field.type, key, nested=True)
         else:
-            yield _leaf(field, key, None if nested else field.name.replace("_", "-"))
+            yield _leaf(struct, field, key, None if nested else field.name.replace("_", "-"))
 
 
-def _leaf(field: msgspec.structs.FieldInfo, key: str, name: str | None) -> Flag:
+def _leaf(owner: type[Section], field: msgspec.structs.FieldInfo, key: str, name: str | None) -> Flag:
     members = _members(field.type)
     optional = type(None) in members
     choices = tuple(choice for member in members if get_origin(member) is Literal for choice in get_args(member))
@@ -221,14 +192,15 @@ def _leaf(field: msgspec.structs.FieldInfo, key: str, name: str | None) -> Flag:
     default = field.default if field.default is not msgspec.NODEFAULT else field.default_factory()
     return Flag(
         key=key,
+        owner=owner,
         name=name,
         type=field.type,
         kind=kind,
         optional=optional,
         default=default,
-        description=_meta(field.type).description or TABLES[key][2],
         choices=choices,
         rule=_rule(kind, members, _bounds(field.type), choices, optional),
+        read_by=tuple(condition for condition in (owner.READ_BY, _read_by(field.type)) if condition),
     )
 
 
@@ -249,10 +221,15 @@ def _bounds(kind: Any) -> Meta:
 
 
 def _meta(kind: Any) -> Meta:
-    for note in get_args(kind)[1:] if get_origin(kind) is Annotated else ():
-        if isinstance(note, Meta):
-            return note
-    return Meta()
+    return next((note for note in _notes(kind) if isinstance(note, Meta)), Meta())
+
+
+def _read_by(kind: Any) -> str:
+    return next((note.condition for note in _notes(kind) if isinstance(note, ReadBy)), "")
+
+
+def _notes(kind: Any) -> tuple[Any, ...]:
+    return get_args(kind)[1:] if get_origin(kind) is Annotated else ()
 
 
 def _kind(members: tuple[Any, ...]) -> Kind:
@@ -271,14 +248,14 @@ def _is_struct(kind: Any) -> bool:
 
 
 def _rule(kind: Kind, members: tuple[Any, ...], meta: Meta, choices: tuple[str, ...], optional: bool) -> str:
-    if kind == "bool":
-        text = "true or false"
-    elif kind == "map":
-        text = "name=whole number pairs"
-    elif kind == "json":
-        text = "a JSON object"
-    elif kind == "tables":
-        text = "a list of tables"
+    words = {
+        "bool": "true or false",
+        "map": "name=whole number pairs",
+        "json": "a JSON object",
+        "tables": "a list of tables",
+    }
+    if kind in words:
+        text = words[kind]
     elif kind == "list":
         text = "a list of whole numbers" if int in get_args(members[0]) else "a list of texts"
     elif choices:

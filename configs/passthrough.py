@@ -1,10 +1,11 @@
-"""Flags that are not ours: `--sglang-<option>`, `--router-<option>` and `--megatron-<option>`, passed on by name.
+"""Flags that are no fields of the schema: `--sglang-<option>`, `--router-<option>` and `--megatron-<option>`, which are
+passed on by name, and settings of earlier versions, which get one sentence.
 
 Beside them, names that users of Megatron-LM's own scripts know: some are other names of ours or of an option that is
 passed on (`ALIASES`), others say what a model is, which here its checkpoint says.
 
-Invariants: a flag of the schema always wins; what is nearly one of them is taken for a slip, not for an option; whether
-the installed program knows an option, and takes the value, is asked of that program (`pipeline.preflight.sglang`,
+Invariants: a flag of the schema always wins; a name that is nearly one of them is a slip, not an option; whether the
+installed program knows an option and takes its value is checked with that program (`pipeline.preflight.sglang`,
 `models.train.megatron.settings.options`), not here.
 """
 
@@ -16,31 +17,14 @@ from typing import Any, Final
 from configs.schema.did_you_mean import nearest
 
 # Fields of Megatron-core's dataclasses whose flag in Megatron-LM has no prefix; here they are passed on.
-_MEGATRON_OPTIONS: Final = (
-    "attention-backend",
-    "attention-softmax-in-fp32",
-    "cp-comm-type",
-    "cpu-offloading-num-layers",
-    "cross-entropy-fusion-impl",
-    "cross-entropy-loss-fusion",
-    "deterministic-mode",
-    "distribute-saved-activations",
-    "exp-avg-dtype",
-    "exp-avg-sq-dtype",
-    "main-grads-dtype",
-    "main-params-dtype",
-    "moe-enable-deepep",
-    "moe-expert-capacity-factor",
-    "moe-permute-fusion",
-    "moe-router-dtype",
-    "moe-router-fusion",
-    "moe-shared-expert-overlap",
-    "moe-token-drop-policy",
-    "overlap-cpu-optimizer-d2h-h2d",
-    "overlap-p2p-comm",
-    "recompute-modules",
-    "tp-comm-overlap",
-    "use-precision-aware-optimizer",
+_MEGATRON_OPTIONS: Final = tuple(
+    """
+    attention-backend attention-softmax-in-fp32 cp-comm-type cpu-offloading-num-layers cross-entropy-fusion-impl
+    cross-entropy-loss-fusion deterministic-mode distribute-saved-activations exp-avg-dtype exp-avg-sq-dtype
+    main-grads-dtype main-params-dtype moe-enable-deepep moe-expert-capacity-factor moe-permute-fusion
+    moe-router-dtype moe-router-fusion moe-shared-expert-overlap moe-token-drop-policy overlap-cpu-optimizer-d2h-h2d
+    overlap-p2p-comm recompute-modules tp-comm-overlap use-precision-aware-optimizer
+    """.split()  # noqa: SIM905
 )
 
 # Other names of flags, as other programs call them.
@@ -95,6 +79,21 @@ SLIME: Final[Mapping[str, str]] = {
     "custom-megatron-before-train-step-hook-path": "write --policy-loss module:function, or a stage of yours",
     "custom-update-weight-post-write-path": "engines fetch versions themselves; see --update-weight-transport",
 }
+
+# Settings of earlier versions: key -> (the default it had, what to do instead).
+RETIRED: Final[Mapping[str, tuple[object, str]]] = {
+    "run.hub_processes": (0, "all streams run in the controller's process"),
+    "run.hub_shards": (1, "all streams run in the controller's process"),
+    "run.train_standby": (False, "a killed trainer starts again from its last checkpoint; see --save-interval"),
+}
+
+
+def retired(key: str) -> str | None:
+    """What to do instead of a setting of an earlier version, by its key or its flag's name; None for all others."""
+    plain = key.replace("-", "_").removeprefix("no_")
+    found = (instead for name, (_, instead) in RETIRED.items() if plain in (name, name.partition(".")[2]))
+    return next((f"{key} was removed: {instead}; leave it out" for instead in found), None)
+
 
 _OWNERS: Final[Mapping[str, str]] = {
     "sglang-": "sglang.sglang_args",

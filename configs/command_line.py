@@ -3,7 +3,7 @@
 Grammar: `--flag value`, `--flag=value`, `--flag a b c` (lists), `--flag` and `--no-flag` (booleans),
 `section.key=value`, `--section.key value`, `stage.<name>.<field>=value`, the same with
 `environment`. A name must be written in full.
-`--sglang-<option>` and `--router-<option>` that are no flags of ours are passed on, see `configs.cli.passthrough`.
+`--sglang-<option>` and `--router-<option>` that are no flags of ours are passed on, see `configs.passthrough`.
 Invariant: all faults of a command line are listed at once.
 """
 
@@ -17,10 +17,9 @@ from typing import Any, Final
 import msgspec
 from msgspec import Struct
 
-from configs.cli.flags import SECTIONS, TABLES, Flag, RefusedValue, flags, flags_by_key, suggestion
-from configs.cli.passthrough import ALIASES, option_of, option_value
-from configs.errors import ConfigError
-from configs.layers import Layer, TableEdit, refusal
+from configs.flags import SECTIONS, TABLES, Flag, RefusedValue, flags, flags_by_key, suggestion
+from configs.layers import ConfigError, Layer, TableEdit, refusal
+from configs.passthrough import ALIASES, option_of, option_value, retired
 from configs.schema.did_you_mean import closest_by_words
 
 # Flags of the command itself; the schema may not use these names.
@@ -121,6 +120,9 @@ class _Reader:
             if inline is not None:
                 self.faults.append(f"--{name} takes no value, but got {inline!r}; write --{name} alone")
             self._set(flag, False, f"--{name}")
+        elif (fault := retired(name)) is not None:
+            self.faults.append(f"--{fault}")
+            self._values(several=True)
         elif (passed := option_of(name, _all_names())) is not None:
             self._pass_on(*passed, name, inline)
         else:
@@ -156,7 +158,9 @@ class _Reader:
             self._entry(owner, inner, key, text)
             return
         name = key.rpartition(".")[2].replace("_", "-")
-        if name in _by_name():
+        if (fault := retired(key)) is not None:
+            self.faults.append(fault)
+        elif name in _by_name():
             self.faults.append(
                 f"{key} is no key, but {_by_name()[name].key} is; write {_by_name()[name].key} or --{name}"
             )

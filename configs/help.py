@@ -1,24 +1,28 @@
 """What a user reads about the flags: `--help`, and the tables of docs/configuration.md.
 
 Invariant: both are made from the flag table, so neither can name a flag that does not exist. `python -m
-configs.cli.help` writes the tables into the page again.
+configs.help` writes the tables into the page again.
 """
 
 from __future__ import annotations
 
+import ast
 import os
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Final
 
-from configs.cli.command_line import RESERVED
-from configs.cli.flags import SECTIONS, Flag, flags, show
+from configs.command_line import RESERVED
+from configs.flags import SECTIONS, TABLES, Flag, flags, show
 from configs.load import recipe_names
 from configs.presets import preset_names
+from configs.schema import Config
 
-PAGE: Final = Path(__file__).resolve().parent.parent.parent / "docs" / "configuration.md"
+PAGE: Final = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 END: Final = "<!-- end of the generated tables -->"
 USAGE: Final = "usage: python launch.py [--config RECIPE ...] [--flag value ...] [section.key=value ...]"
 OTHER: Final = (
@@ -43,31 +47,26 @@ def render_help(width: int | None = None) -> str:
     lines += ["", "The command"]
     for name, text in RESERVED.items():
         lines += _entry(f"--{name} RECIPE ..." if name == "config" else f"--{name}", text, columns)
-    for section, title in SECTIONS.items():
-        members = [flag for flag in flags() if flag.key.partition(".")[0] == section]
-        lines += ["", f"{title} [{section}]"]
-        for flag in members:
-            lines += _entry(_usage(flag), f"{flag.description}{_many(flag)}{_default(flag)}", columns)
+    for section in SECTIONS:
+        lines += ["", f"{section_title(section)} [{section}]"]
+        for flag in _members(section):
+            lines += _entry(_usage(flag), f"{description(flag)}{_many(flag)}{_default(flag)}", columns)
     lines += ["", "Dotted overrides work for every key: train.lr=1e-4, --train.lr 1e-4, run.scale.reward=4."]
     return "\n".join(lines) + "\n"
 
 
 def render_tables() -> str:
     """One Markdown table for each section."""
-    parts: list[str] = []
-    for section, title in SECTIONS.items():
-        parts.append(f"### {title}\n\nSection `[{section}]`\n\n| flag | key | values | default | meaning |")
-        rows = ["|---|---|---|---|---|"]
-        for flag in flags():
-            if flag.key.partition(".")[0] == section:
-                rows.append(_row(flag))
-        parts[-1] += "\n" + "\n".join(rows)
+    parts = []
+    for section in SECTIONS:
+        head = f"### {section_title(section)}\n\nSection `[{section}]`\n\n| flag | key | values | default | meaning |"
+        parts.append("\n".join([head, "|---|---|---|---|---|", *map(_row, _members(section))]))
     return "\n\n".join(parts) + "\n"
 
 
 def render_page(page: str) -> str:
     """The page with its tables made anew. Raises ValueError if it lacks the two marks."""
-    return with_tables(page, "configs.cli.help", render_tables())
+    return with_tables(page, "configs.help", render_tables())
 
 
 def with_tables(page: str, module: str, tables: str) -> str:
@@ -78,6 +77,34 @@ def with_tables(page: str, module: str, tables: str) -> str:
     if not (begin and end):
         raise ValueError(f"the page lacks the marks {mark!r} and {END!r}, between which the tables stand; add them")
     return f"{head}{mark}\n\n{tables}\n{END}{tail}"
+
+
+def section_title(section: str) -> str:
+    """The first line of the docstring of the section's struct."""
+    struct = TABLES[section][0] if section in TABLES else type(getattr(Config(), section))
+    return (struct.__doc__ or section).partition("\n")[0].rstrip(".")
+
+
+def description(flag: Flag) -> str:
+    """The string below the flag's field in `configs/schema`, as one line."""
+    return _field_texts(flag.owner.__module__)[flag.owner.__name__, flag.key.rpartition(".")[2]]
+
+
+@cache
+def _field_texts(module: str) -> Mapping[tuple[str, str], str]:
+    """(Class, field) -> the string below the field. Python keeps these strings nowhere, so the source is read."""
+    source = Path(str(sys.modules[module].__file__)).read_text(encoding="utf-8")
+    found = {}
+    for node in (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)):
+        for field, text in pairwise(node.body):
+            match field, text:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(words))):
+                    found[node.name, name] = " ".join(words.split())
+    return found
+
+
+def _members(section: str) -> Iterator[Flag]:
+    return (flag for flag in flags() if flag.key.partition(".")[0] == section)
 
 
 def _entry(usage: str, text: str, columns: int) -> Iterator[str]:
@@ -133,7 +160,7 @@ def _row(flag: Flag) -> str:
         name += f", `--no-{flag.name}`"
     rule = flag.rule.removeprefix("must be ")
     default = "-" if not _default(flag) else f"`{show(flag.default)}`"
-    cells = (name, f"`{flag.key}`", rule, default, flag.description)
+    cells = (name, f"`{flag.key}`", rule, default, description(flag))
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 

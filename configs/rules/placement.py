@@ -1,0 +1,227 @@
+"""Stages, replicas, devices; roles, labels and nodes of a Ray cluster.
+
+Whether a cluster has such nodes is seen at the start.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from typing import Final
+
+from configs.graph import (
+    AUTOSCALE_LIMIT,
+    BUILT_IN,
+    FOLLOWED,
+    SINGLE,
+    chain,
+    engine_count,
+    is_address,
+    loops,
+    replicas,
+    stage_names,
+)
+from configs.schema import Config, StageConfig
+from configs.schema.did_you_mean import cure
+
+_STAGE_NAME = re.compile(r"[a-z][a-z0-9_-]*", re.ASCII)
+_DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?", re.ASCII)
+ROLES: Final = ("train", "rollout", "cpu")
+Labels = dict[str, str]
+
+
+def scale_faults(config: Config) -> Iterator[str]:
+    for name, count in config.run.scale.items():
+        if name == "tools" and name not in stage_names(config):
+            yield f"--scale tools={count} names no stage: tools are called in the stage agents; set agents={count}"
+        elif name not in stage_names(config):
+            hint = cure(name, stage_names(config), f"the stages are {', '.join(stage_names(config))}")
+            yield f"--scale {name}={count} names no stage; {hint}"
+        elif count < 1:
+            yield f"--scale {name}={count} leaves no replica, but each stage needs at least one; set {name}=1"
+        elif name in SINGLE and count > 1:
+            yield f"--scale {name}={count} is too many, for there can be only one: {SINGLE[name]}; leave {name} out"
+        elif name == "group" and count > 1 and "duplicate_prompt" in config.filter.dynamic_sampling_filter:
+            yield (
+                f"--scale group={count} shares groups out, but --dynamic-sampling-filter duplicate_prompt compares "
+                "each with all before it, which must meet in one replica; leave one of them out"
+            )
+        elif name == "agents" and name not in loops(config):
+            yield (
+                f"--scale agents={count} scales a stage that this run does not have; add an [[environment]] or "
+                "--tools, or leave agents out"
+            )
+    started = sum(not is_address(place.partition("=")[2]) for place in config.engine.frozen_engine)
+    last = config.engine.engine_port + engine_count(config) + started - 1
+    if config.engine.engine_port and last > 65535:
+        yield (
+            f"--engine-port is {config.engine.engine_port}, but the last engine would need {last}; set a lower port, "
+            "or 0"
+        )
+
+
+def stage_faults(config: Config) -> Iterator[str]:
+    names = Counter(stage.name for stage in config.stage)
+    for name, count in names.items():
+        if count > 1:
+            yield f"stage.{name} is there {count} times, but names must differ; rename all but one"
+        if name in BUILT_IN:
+            yield f"stage.{name} has the name of a built-in stage; rename it, for example my_{name}"
+        elif not _STAGE_NAME.fullmatch(name):
+            yield f"stage name {name!r} must be small letters, digits, - and _, with a letter first; rename it"
+    for stage in config.stage:
+        yield from _place_faults(stage, config)
+    reached = {stage.name for head in FOLLOWED for stage in chain(config, head)}
+    for stage in config.stage:
+        if stage.after in names and stage.name not in reached and stage.after != stage.name:
+            yield (
+                f"stage.{stage.name}.after is {stage.after!r}, but that chain of stages never begins at a built-in "
+                f"one; let one of them come after {', '.join(FOLLOWED)}"
+            )
+
+
+def _place_faults(stage: StageConfig, config: Config) -> Iterator[str]:
+    key = f"stage.{stage.name}"
+    if (stage.after is None) == (stage.loop is None):
+        have = "both after and loop" if stage.after is not None else "neither after nor loop"
+        yield f"{key} has {have}, but needs exactly one; write for example after = 'generate'"
+        return
+    if stage.loop is not None:
+        if stage.loop != "generate":
+            yield (
+                f"{key}.loop is {stage.loop!r}, but only generate sends unfinished rollouts round; set loop = "
+                "'generate'"
+            )
+        return
+    after = str(stage.after)
+    own = [other.name for other in config.stage if other.after is not None and other.name != stage.name]
+    allowed = (*FOLLOWED, *own)
+    if after in allowed:
+        return
+    if after in BUILT_IN:
+        yield f"{key}.after is {after!r}, which is no place for a custom stage; choose one of {', '.join(allowed)}"
+    else:
+        yield f"{key}.after is {after!r}, which is no stage; {cure(after, allowed)}"
+
+
+def device_faults(config: Config) -> Iterator[str]:
+    for label, device in (
+        ("--engine-device", config.engine.engine_device),
+        ("--train-device", config.train.train_device),
+    ):
+        if not _DEVICE.fullmatch(device):
+            yield f"{label} is {device!r}, but must be auto, cpu, cuda or cuda:N; give for example {label} cpu"
+
+
+def scale_warnings(config: Config) -> Iterator[str]:
+    if config.tools.tools and config.rollout.max_turns == 1:
+        yield "--max-turns 1 ends a rollout at its first tool call, so that no answer follows the tool's result"
+    absent = set(config.run.scale) & set(BUILT_IN) - set(replicas(config))
+    for name in sorted(absent - {"agents"}):
+        yield f"--scale {name} has no effect: this run has no such stage"
+
+
+def autoscale_faults(config: Config) -> Iterator[str]:
+    there, seen = replicas(config), set[str]()
+    for text in config.run.autoscale:
+        match = AUTOSCALE_LIMIT.fullmatch(text)
+        if match is None:
+            yield f"--autoscale {text!r} is no STAGE=LEAST..MOST; write for example reward=1..8"
+            continue
+        name, least, most = match[1], int(match[2]), int(match[3])
+        if name in seen:
+            yield f"--autoscale has limits of {name} twice; leave all but one out"
+        elif name not in stage_names(config):
+            known = [stage for stage in there if stage not in SINGLE]
+            hint = cure(name, known, f"the stages that scale are {', '.join(known)}")
+            yield f"--autoscale {text} names no stage; {hint}"
+        elif name in SINGLE:
+            yield f"--autoscale {text} cannot be, for there is only one: {SINGLE[name]}; leave {name} out"
+        elif name not in there:
+            yield f"--autoscale {text} scales a stage that this run does not have; leave {name} out"
+        elif not 1 <= least <= most:
+            yield f"--autoscale {text} must have 1 <= LEAST <= MOST; write for example {name}=1..{max(least, most, 2)}"
+        elif not least <= there[name] <= most:
+            near = min(max(there[name], least), most)
+            yield (
+                f"--autoscale {text} does not hold the {there[name]} replicas that --scale gives {name}; widen it, or "
+                f"set --scale {name}={near}"
+            )
+        elif name == "engine" and (why := _fixed_engines(config)):
+            yield f"--autoscale {text} cannot be with {why}, which fixes the number of engines; leave one of them out"
+        elif name == "group" and most > 1 and "duplicate_prompt" in config.filter.dynamic_sampling_filter:
+            yield (
+                f"--autoscale {text} would share groups out, but --dynamic-sampling-filter duplicate_prompt compares "
+                "each with all before it, which must meet in one replica; leave one of them out"
+            )
+        seen.add(name)
+
+
+def _fixed_engines(config: Config) -> str | None:
+    """The setting for which no engine may come or go."""
+    if config.sglang.rollout_external_engine_addrs:
+        return "--rollout-external-engine-addrs"
+    if config.asynchrony.colocate:
+        return "--colocate"
+    if config.engine.engine == "sglang" and config.sglang.rollout_num_gpus is not None:
+        return "--rollout-num-gpus"
+    return None
+
+
+def labels_of(text: str) -> tuple[str, tuple[Labels, ...]]:
+    """A role and its alternatives, from `role=key:value,key:value|...`. Raises ValueError."""
+    role, equals, rest = text.partition("=")
+    if not (role and equals and rest):
+        raise ValueError("must have the form role=key:value")
+    alternatives = []
+    for alternative in rest.split("|"):
+        pairs = [condition.partition(":") for condition in alternative.split(",")]
+        if not all(key and colon and value for key, colon, value in pairs):
+            raise ValueError("must have the form role=key:value,key:value|key:value")
+        alternatives.append({key: value for key, _, value in pairs})
+    return role, tuple(alternatives)
+
+
+def alternatives(config: Config, role: str) -> tuple[Labels, ...]:
+    """Labels that a node for this role must have: the first of these sets that can be met. Any node: one empty set."""
+    found = dict(labels_of(text) for text in config.ray.ray_labels)
+    return found.get(role, ({},))
+
+
+def ray_faults(config: Config) -> Iterator[str]:
+    if config.run.runner != "ray":
+        return
+    roles = []
+    for text in config.ray.ray_labels:
+        try:
+            role, _ = labels_of(text)
+        except ValueError as error:
+            yield f"--ray-labels holds {text!r}, but it {error}; write for example rollout=market:spot|market:on-demand"
+            continue
+        roles.append(role)
+        if role not in ROLES:
+            yield f"--ray-labels holds {text!r}, but {role} is no role; {cure(role, ROLES)}"
+        elif roles.count(role) == 2:
+            yield f"--ray-labels names {role} twice; join them: , between what must hold, | before a fallback"
+    for role, count in config.ray.ray_cpus.items():
+        if role not in ROLES:
+            yield f"--ray-cpus {role}={count} names no role; {cure(role, ROLES)}"
+        elif count < 0:
+            yield f"--ray-cpus {role}={count} is less than nothing; set {role}=0, or leave it out"
+    if (config.ray.ray_address or "").startswith("ray://"):
+        yield (
+            f"--ray-address is {config.ray.ray_address}, but the controller must run on a node of the cluster; "
+            "start it there with --ray-address auto, or with `ray job submit`"
+        )
+    for label, device in (
+        ("--train-device", config.train.train_device),
+        ("--engine-device", config.engine.engine_device),
+    ):
+        if device.startswith("cuda:"):
+            yield f"{label} is {device}, but with --runner ray it is Ray that chooses the GPU; set {label} cuda"
+    if config.asynchrony.colocate and config.sglang.rollout_num_gpus_per_engine * engine_count(config) > 1:
+        yield (
+            "--colocate with --runner ray is for one engine on one GPU, which it shares with the trainer; lower "
+            "--rollout-num-gpus and --scale engine=N, or use --runner local"
+        )
