@@ -26,7 +26,6 @@ from stages.chat.errors import ChatError
 from stages.errors import DataError, StageError
 from stages.graders.grade import GradingError
 from stages.tools.tool import ToolError
-from transport.errors import AddressError, SecurityError
 
 EXIT_USER_ERROR = 2  # of a started process whose user made a mistake
 EXIT_DISK_FULL = 28  # of one whose log may have no room for the reason
@@ -60,7 +59,6 @@ class SamplesError(ObserveError):
 
 # Errors whose sentence is written for the user: they name the value, the rule and the cure.
 USER_ERRORS: tuple[type[BaseException], ...] = (
-    AddressError,
     AlgorithmError,
     ChatError,
     CheckpointError,
@@ -153,7 +151,7 @@ def user_error(error: BaseException) -> str | None:
         return f"there is no space left on the disk ({error}); free some, or choose another --run-dir"
     if too_many_files(error):
         return file_limit()
-    from transport.errors import AddressError  # loads zmq, which reading a run's files does without
+    from transport.errors import AddressError, SecurityError  # loads zmq, which readers of a run's files do without
 
     return str(error) if isinstance(error, (*USER_ERRORS, AddressError, SecurityError)) else None
 
