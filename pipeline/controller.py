@@ -1,8 +1,8 @@
 """The controller of a run: hubs, topic, prompt stage, runner, and the order of their ends.
 
-The main loop of Sluice in three hops: `launch.py` -> `pipeline.run.run` -> `Controller.run`; what circulates is told in
-stages/prompts/stage.py (admission and settlement), stages/generate/stage.py and stages/train/stage.py.
-What the user asks of a run that goes on comes in through pipeline/control.
+The main loop of Sluice in three hops: `launch.py` -> `pipeline.run.run` -> `Controller.run`; what circulates is
+described in stages/prompts/stage.py (admission and settlement), stages/generate/stage.py and stages/train/stage.py.
+Commands of the user to a running run come in through pipeline/control.
 
 Life and death
 1. Hubs and topic listen before any replica starts; the prompt stage admits once engines carry published weights.
@@ -21,39 +21,65 @@ import contextlib
 import errno
 import logging
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
 
 from configs.graph import Stream, autoscale_limits
 from models.fault_injection import fault_plan
-from pipeline.control.autoscale import Adviser
+from models.train.trainer_group.rank_spec import MEETING
+from pipeline.control.autoscale import Adviser, Meter
 from pipeline.control.endpoint import endpoint as control_endpoint
-from pipeline.control.meter import Meter
-from pipeline.control.monitor import Monitor
+from pipeline.control.monitor import Monitor, RunParts
 from pipeline.control.run_control import RunControl
-from pipeline.control.run_parts import RunParts
 from pipeline.errors import DrainTimeout, Stalled
 from pipeline.facts.stats import STATS_PREFIX
+from pipeline.graph import stream_spec
 from pipeline.hosts.faulty_inlet import FaultyInlet
 from pipeline.hosts.launcher import Launcher
-from pipeline.hosts.other_host import publish_files
-from pipeline.hosts.rendezvous import CONFIG, Keys, make_keys
+from pipeline.hosts.other_host import FILES, HOST, publish_files
+from pipeline.hosts.rendezvous import ADMITTED, CONFIG, Keys, make_keys, retire_key, spec_key
+from pipeline.hosts.weights_source import SOURCE
 from pipeline.observe.prometheus import endpoint
 from pipeline.record.recorder import Recorder
 from pipeline.replica_specs import Placement
-from pipeline.stream_limits import stream_spec
 from pipeline.supervise.announce import Announcer, DeadLetters
 from pipeline.supervise.restarts import Lifecycle
 from pipeline.supervise.runner import ProcessRunner, Runner, TaskRunner
-from pipeline.topic_writers import TOPIC_WRITERS
 from stages.base import beside
+from stages.engines.colocation import KEY as DEVICE
 from stages.engines.stage import END
 from stages.ports import Inlet, Ports
 from stages.prompts.stage import PromptStage
+from stages.topic_values import ADDRESS, BROUGHT, DIRECTORY, LEAVE, ORDER, SETTINGS
+from stages.train.checkpoints import SAVE
 from transport import Hub, Node, StreamSpec, TopicServer
 from transport.links.security import load_security
+
+_CONTROLLER: Final = frozenset[str]()
+_ENGINES, _TRAIN = frozenset({"engines"}), frozenset({"train"})
+
+# Who may write which keys of the topic: a reward worker publishes no weights. The controller's process may write all.
+# Keys that are not listed (figures, notices, values of custom stages) may be written by any replica. Where processes
+# are on several hosts, the name of a replica is that of its key. On one machine it is what the process says: all
+# processes belong to one user there, and the table keeps mistakes out.
+TOPIC_WRITERS: Final[Mapping[str, frozenset[str]]] = {
+    SOURCE: _TRAIN,
+    "weights": _TRAIN,
+    MEETING: frozenset({"train-rank"}),
+    DIRECTORY: _ENGINES,
+    ORDER: _ENGINES,
+    BROUGHT: frozenset({"fetcher"}),
+    "router_state": _ENGINES,
+    f"{DEVICE}/": _ENGINES,
+    DEVICE: _TRAIN,
+    "eval/": frozenset({"evaluate"}),
+    "drain": frozenset({"prompts"}),
+    **dict.fromkeys((ADMITTED, CONFIG, spec_key(""), retire_key(""), HOST, FILES, SETTINGS, SAVE), _CONTROLLER),
+    **dict.fromkeys((ADDRESS, LEAVE, "router", "scale/", "dead", "end"), _CONTROLLER),
+}
+
 
 log = logging.getLogger("sluice.controller")
 EMPTY_POLL_S: Final = 0.02

@@ -22,12 +22,10 @@ from models.fault_injection import fault_plan
 from models.import_path import import_path
 from models.train.trainer_group.rank_spec import needs_trainer_group, processes_of
 from pipeline.errors import UsageError
-from pipeline.facts.run_directory import RunDir
-from pipeline.facts.servers import EngineSpec
-from pipeline.graph import Graph, Node
+from pipeline.facts.run_directory import EngineSpec, RunDir
+from pipeline.graph import UNBOUNDED_BYTES, Graph, Node
 from pipeline.hosts.gpu_placement import check_trainer_group, engines_gpus, gpus_to_divide
 from pipeline.hosts.replica import PortSpec, ReplicaSpec
-from pipeline.stream_limits import UNBOUNDED_BYTES
 from stages.base import GenerateOptions, StageOptions, TrainOptions
 from stages.staleness_gate import StalenessGate
 

@@ -35,11 +35,10 @@ from pipeline.hosts.launcher import Launcher
 from pipeline.hosts.local_launcher import LocalLauncher
 from pipeline.hosts.processes import interruptible, raise_file_limit
 from pipeline.observe.summary import write_summary
-from pipeline.preflight.data import prepare, training_prompts, with_data
-from pipeline.preflight.frozen_engines import check_frozen
+from pipeline.preflight.data import check_frozen, prepare, training_prompts, with_data
 from pipeline.preflight.refusals import refuse
-from pipeline.record.episodes import keeps_rollouts, read_lives, write_lives
 from pipeline.record.journal import RolledBack, last_run_generation
+from pipeline.record.kept_files import keeps_rollouts, read_lives, write_lives
 from pipeline.record.recorder import Recorder
 from pipeline.record.report import conclude, summarise
 from pipeline.replica_specs import Placement, threads

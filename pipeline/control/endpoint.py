@@ -1,12 +1,13 @@
-"""The control endpoint of a run: a unix socket in its private directory, one request and one reply a connection.
+"""The control endpoint of a run: a unix socket in its private directory, one request and one reply per connection.
 
-`control.json` in the run directory names the socket and holds a token made for this run; both are for the owner alone
-(mode 0600, the socket's directory 0700). Another process of the same user that does not know the run directory cannot
-guess the token.
+Request and reply are one line of JSON each. A request names one command and carries the token of the run. A reply says
+`ok`, or why nothing was done. `control.json` in the run directory names the socket and holds a token made for this run.
+Both are for the owner alone (mode 0600, the socket's directory 0700). Another process of the same user that does not
+know the run directory cannot guess the token.
 
-Invariants: a request is bounded in size and time, and so are the connections at a time, so that nobody holds up the
-controller's loop; a request without the token is refused before it is looked at; an error in a command is its answer
-and never the run's end; the file is gone when the run has ended.
+Invariants: a request is bounded in size and time, and so are the connections at a time, so that no peer holds up the
+controller's loop; the token is checked before the command is decoded; an error in a command is its reply and never ends
+the run; the file is removed when the run has ended.
 """
 
 from __future__ import annotations
@@ -22,8 +23,99 @@ from pathlib import Path
 from typing import Final
 
 import msgspec
+from msgspec import Struct
 
-from pipeline.control.messages import CONTROL_FILE, MOST_BYTES, Command, ControlAddress, Reply, Request
+from pipeline.control.advice import Advice
+from pipeline.facts.stats import Changed, RunSnapshot
+
+CONTROL_FILE: Final = "control.json"  # in the run directory, for its owner alone: a `ControlAddress`
+MOST_BYTES: Final = 64 << 10  # of a request
+
+
+class ControlAddress(Struct, frozen=True):
+    """Where a run is asked, and with which token."""
+
+    socket: str
+    token: str
+
+
+class Status(Struct, frozen=True, tag="status"):
+    pass
+
+
+class Scale(Struct, frozen=True, tag="scale"):
+    counts: dict[str, int]
+
+
+class Pause(Struct, frozen=True, tag="pause"):
+    pass
+
+
+class Resume(Struct, frozen=True, tag="resume"):
+    pass
+
+
+class Drain(Struct, frozen=True, tag="drain"):
+    pass
+
+
+class Save(Struct, frozen=True, tag="save"):
+    pass
+
+
+class Set(Struct, frozen=True, tag="set"):
+    changes: dict[str, str]
+
+
+Command = Status | Scale | Pause | Resume | Drain | Save | Set
+
+
+class Request(Struct, frozen=True):
+    token: str
+    command: Command
+
+
+class EngineStatus(Struct, frozen=True):
+    """One engine that generates."""
+
+    name: str
+    state: str  # starting, loading, serving, updating, away, leaving, left
+    version: int | None  # of its weights
+    running: int  # requests, as it said last
+    waiting: int
+    limit: int  # samples that may be in flight there
+    idle: float | None  # share of the last seconds
+
+
+class QueueStatus(Struct, frozen=True):
+    """One stream: messages that wait, and those that replicas have in work."""
+
+    stream: str
+    queued: int
+    leased: int
+    consumers: int
+
+
+class RunStatus(Struct, frozen=True):
+    """All that `status` tells."""
+
+    run: str  # directory
+    state: str  # starting, running, paused, stopping
+    snapshot: RunSnapshot
+    engines: tuple[EngineStatus, ...] = ()
+    queues: tuple[QueueStatus, ...] = ()
+    replicas: dict[str, int] = {}  # by stage; those that are to stay
+    changes: tuple[Changed, ...] = ()
+    advice: Advice | None = None  # None until enough was measured
+
+
+class Reply(Struct, frozen=True):
+    """`lines`: what was done, or why nothing was, for people."""
+
+    ok: bool
+    lines: tuple[str, ...] = ()
+    status: RunStatus | None = None
+
 
 log = logging.getLogger("sluice.control")
 

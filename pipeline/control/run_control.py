@@ -18,7 +18,7 @@ from typing import Final
 from configs.layers import ConfigError
 from pipeline.control.autoscale import Adviser
 from pipeline.control.changed_config import FILTER, SAMPLED, STALENESS, keep, with_flags, with_settings
-from pipeline.control.messages import (
+from pipeline.control.endpoint import (
     Command,
     Drain,
     EngineStatus,
@@ -32,8 +32,7 @@ from pipeline.control.messages import (
     Set,
     Status,
 )
-from pipeline.control.monitor import Monitor
-from pipeline.control.run_parts import RunParts
+from pipeline.control.monitor import Monitor, RunParts
 from pipeline.errors import UsageError
 from stages.topic_values import (
     POLICY,

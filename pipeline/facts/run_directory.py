@@ -4,17 +4,17 @@
     metrics.jsonl        one line per rollout batch and per evaluation
     samples.jsonl        a few rollouts of every so many batches, as text
     ledger.jsonl         admissions, settlements, commits, with a checksum each
+    replicas/fleet.json  the servers of the run: `EngineSpec` before an engine starts, `ServerInfo` once it is up
     logs/<replica>.log   what each process printed
     trace/, trace.json   spans of each stage, merged for Perfetto
     tensorboard/         events
-    episodes/            responses, turns and calls of rollouts that have not ended; see pipeline/record/episodes.py
+    episodes/            responses, turns and calls of rollouts that have not ended; see pipeline/record/kept_files.py
     checkpoints/         step-NNNNNN, committed atomically; hf/ inside is a Hugging Face model
     summary.json, learning_curve.png
-    bias.json            lengths and pass rates by how groups ended: what filters and staleness select
+    bias.json            lengths and pass rates of groups by outcome: what filters and staleness select
 
-Invariants: a new directory is for its owner alone; it belongs to one live run (it is locked), and a finished run is
-never written over; the directory of its sockets is locked as well, so that the next run can tell and remove what a
-killed one left.
+Invariants: a new directory is for its owner alone; it is locked and belongs to one live run; a finished run is never
+overwritten; the directory of its sockets is locked as well, so that the next run can remove what a killed run left.
 """
 
 from __future__ import annotations
@@ -28,9 +28,15 @@ import stat
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Literal
 
+import msgspec
+from msgspec import Struct
+
+from configs.schema import EngineConfig
 from models.disk import write_whole
+from models.engines.token import TokenFile
+from models.fault_injection import FaultPlan
 from models.weights.slots_directory import PREFIX, DirectoryLease, remove_stale
 from pipeline.errors import UsageError, too_many_files, user_error
 from stages.records.once import EPISODES_DIR
@@ -175,3 +181,57 @@ class RunDir:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+Kind = Literal["engine", "frozen", "router"]
+
+
+class EngineSpec(Struct, frozen=True):
+    """One engine. `frozen`: the name of its policy, for an engine that gets no new weights.
+
+    `external`: the address of one that runs already, which is watched and never started or ended. `gpus`: those that
+    it may see, as CUDA_VISIBLE_DEVICES names them; empty = as the environment says. `faults`: of `--fault-inject`.
+    `token`: what requests to it must bring. `fetcher`: what brings weights to the node that it was placed on.
+    `taken_over`: an earlier start of the run left it, with weights of its own.
+    """
+
+    name: str
+    config: EngineConfig
+    model_path: str
+    max_context: int | None
+    port: int
+    seed: int
+    frozen: str = ""
+    external: str = ""
+    gpus: tuple[str, ...] = ()
+    faults: FaultPlan | None = None
+    token: TokenFile | None = None
+    fetcher: str = ""
+    taken_over: bool = False
+
+    @property
+    def kind(self) -> Kind:
+        return "frozen" if self.frozen else "engine"
+
+    @property
+    def ours(self) -> bool:
+        """Whether a server of ours serves it."""
+        return not self.external and self.config.engine != "sglang"
+
+
+class ServerInfo(Struct, frozen=True):
+    """One server of the run as it last came up."""
+
+    kind: str  # embedded, simulated, sglang, smg
+    url: str
+    incarnation: int
+    version: str
+    role: str  # engine, frozen, router
+    metrics: str = ""  # address of its /metrics, where that is not the server's own
+    token_file: str = ""  # of the token that it wants, while it runs; the router of the run wants the same
+
+
+def read_fleet(rundir: RunDir) -> dict[str, ServerInfo]:
+    """The servers of a run by name; empty if none came up."""
+    path = rundir.fleet
+    return msgspec.json.decode(path.read_bytes(), type=dict[str, ServerInfo]) if path.exists() else {}

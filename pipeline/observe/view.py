@@ -13,8 +13,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from pipeline.facts.ring import Ring
-from pipeline.facts.stats import COUNTERS, EngineRow, LedgerCounts, RunSnapshot, StageRow, StageStats
+from pipeline.facts.stats import COUNTERS, EngineRow, LedgerCounts, Ring, RunSnapshot, StageRow, StageStats
 from stages.topic_values import ASKED, IDLE
 
 ENGINE_BUSY = "engine_busy_s"  # busy seconds of all engines, as the engines stage tells them

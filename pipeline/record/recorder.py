@@ -19,17 +19,25 @@ from configs.graph import loops, path
 from configs.schema import Config
 from models.checkpoint import Manifest, commit_directory, final_path, manifests, prune, write_manifest
 from pipeline.facts.run_directory import RunDir
-from pipeline.facts.stats import STATS_PREFIX, Changed, LedgerCounts, StageStats
-from pipeline.facts.text import outage_text, visible
+from pipeline.facts.stats import STATS_PREFIX, Changed, LedgerCounts, StageStats, outage_text, visible
 from pipeline.facts.trace import TraceWriter
 from pipeline.observe.metrics import Metrics
 from pipeline.observe.stalls import OutageWatch, StallWatch
 from pipeline.observe.view import RunView
-from pipeline.record.effective_time import EffectiveTime, last_sign_s, resumed_time
-from pipeline.record.episodes import forget_ended, forget_responses, keeps_responses, keeps_rollouts
 from pipeline.record.group_outcomes import GroupOutcomes
-from pipeline.record.journal import Admitted, Began, Committed, Ended, Journal, Stepped, read_journal
-from pipeline.record.save_hf import save_hf
+from pipeline.record.journal import (
+    Admitted,
+    Began,
+    Committed,
+    EffectiveTime,
+    Ended,
+    Journal,
+    Stepped,
+    last_sign_s,
+    read_journal,
+    resumed_time,
+)
+from pipeline.record.kept_files import forget_ended, forget_responses, keeps_responses, keeps_rollouts, save_hf
 from stages.messages import CheckpointReady, EvalDone, Settled, StepDone
 from stages.prompts.ledger import Ledger, LedgerSnapshot, OpenGroup
 from stages.topic_values import POLICY, addresses, carrying

@@ -2,7 +2,7 @@
 
 Files below the run directory, `episodes/<group>/<kind>-<life>-<process>.log`. A life of the run is one start of it.
 Parts of responses (stages/records/responses.py) and turns of episodes (stages/records/turns.py) are two kinds. What a
-group left is removed when nothing can need it any more (pipeline/record/episodes.py).
+group left is removed when nothing can need it any more (pipeline/record/kept_files.py).
 
 Invariants:
 - One process writes a file. A record has only what is new since the previous record of the same key, so that a file

@@ -9,8 +9,18 @@ import pytest
 
 from configs.schema import Config
 from pipeline.facts.run_directory import RunDir
-from pipeline.record.effective_time import EffectiveTime, last_sign_s, resumed_time
-from pipeline.record.journal import Admitted, Began, Committed, Event, RolledBack, Stepped, read_journal
+from pipeline.record.journal import (
+    Admitted,
+    Began,
+    Committed,
+    EffectiveTime,
+    Event,
+    RolledBack,
+    Stepped,
+    last_sign_s,
+    read_journal,
+    resumed_time,
+)
 from pipeline.record.recorder import Recorder
 from stages.messages import StepDone
 

@@ -17,8 +17,7 @@ from models.tiny import make_tiny_checkpoint
 from pipeline.errors import UsageError
 from pipeline.facts.run_directory import RunDir
 from pipeline.graph import build
-from pipeline.preflight.data import prepare
-from pipeline.preflight.frozen_engines import check_frozen, vocabulary
+from pipeline.preflight.data import check_frozen, prepare, vocabulary
 from pipeline.replica_specs import Placement
 from stages.base import GenerateOptions, TrainOptions
 from stages.chat.tokenizer import load_tokenizer

@@ -8,7 +8,7 @@ import pytest
 from launching import SMALL, here, made_model
 
 from models.checkpoint import CheckpointError
-from pipeline.record.save_hf import save_hf
+from pipeline.record.kept_files import save_hf
 
 
 def checkpoint(path: Path, text: str) -> Path:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from configs.schema import Config
-from pipeline.stream_limits import message_bytes, stream_spec
+from pipeline.graph import message_bytes, stream_spec
 from stages.messages import NO_IDS, Extra, PromptGroup, RolloutSlice
 from stages.rollouts import new_sample
 from stages.staleness_gate import StalenessGate

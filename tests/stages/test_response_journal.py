@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from pipeline.record.episodes import forget_responses
+from pipeline.record.kept_files import forget_responses
 from stages.messages import PromptGroup, Sample, VersionRun
 from stages.records.once import groups_in
 from stages.records.responses import ResponseJournal

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from bench.plan_cluster import simulate
 from bench.plan_world import Cluster
 from pipeline.control.client import ask
-from pipeline.control.messages import Drain, Scale
+from pipeline.control.endpoint import Drain, Scale
 from pipeline.observe.metrics import read_metrics
 
 pytestmark = pytest.mark.slow

@@ -16,8 +16,7 @@ import pytest
 import launch
 from pipeline.control import endpoint as module
 from pipeline.control.client import NotRunning, ask
-from pipeline.control.endpoint import endpoint
-from pipeline.control.messages import (
+from pipeline.control.endpoint import (
     CONTROL_FILE,
     MOST_BYTES,
     Command,
@@ -27,6 +26,7 @@ from pipeline.control.messages import (
     Request,
     Scale,
     Status,
+    endpoint,
 )
 
 

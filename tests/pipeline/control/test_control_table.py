@@ -6,8 +6,8 @@ import dataclasses
 
 import msgspec
 
-from pipeline.control.messages import EngineStatus, QueueStatus, RunStatus
-from pipeline.control.table import table
+from pipeline.control.client import table
+from pipeline.control.endpoint import EngineStatus, QueueStatus, RunStatus
 from pipeline.facts.stats import Changed, LedgerCounts, RunSnapshot, StageRow
 
 STAGES = (

@@ -9,7 +9,7 @@ import pytest
 
 from configs.graph import loops
 from configs.load import load
-from pipeline.control.meter import LEAST_BATCHES, Meter
+from pipeline.control.autoscale import LEAST_BATCHES, Meter
 from pipeline.facts.stats import CPU, Changed, StageStats
 from pipeline.graph import build
 from pipeline.observe.view import RunView

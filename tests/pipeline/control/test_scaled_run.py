@@ -13,8 +13,8 @@ from launching import here as run_here
 from scripted_run import Scripted, scripted
 
 from pipeline.control.client import NotRunning, ask
-from pipeline.control.messages import Command, Drain, Pause, Reply, Resume, Save, Scale, Set, Status
-from pipeline.facts.servers import read_fleet
+from pipeline.control.endpoint import Command, Drain, Pause, Reply, Resume, Save, Scale, Set, Status
+from pipeline.facts.run_directory import read_fleet
 from pipeline.facts.stats import Changed
 from pipeline.facts.trace import Span, read_records
 from pipeline.record.journal import Committed, read_journal

@@ -13,7 +13,7 @@ from scripted_run import Scripted, scripted
 
 from configs.load import load
 from pipeline.control.client import ask
-from pipeline.control.messages import Set
+from pipeline.control.endpoint import Set
 from pipeline.observe.metrics import read_metrics
 from stages.train.saved_groups import load_batch
 

@@ -131,7 +131,7 @@ def test_tensorboard_hides_the_steps_after_the_resumed_one(tmp_path: Path) -> No
 def test_no_torch_and_no_tensorboard_at_import_and_no_torch_in_use(tmp_path: Path) -> None:
     program = (
         "import sys\nfrom pathlib import Path\n"
-        "import pipeline.observe.metrics, pipeline.facts.trace, pipeline.observe.perfetto, pipeline.observe.summary\n"
+        "import pipeline.observe.metrics, pipeline.facts.trace, pipeline.observe.summary\n"
         "import pipeline.observe.view, pipeline.observe.table, pipeline.observe.plot\n"
         "heavy = {'torch', 'tensorboard', 'matplotlib', 'tensorflow', 'zmq'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"

@@ -10,7 +10,7 @@ import pytest
 
 from models.checkpoint import Manifest
 from models.tiny import make_tiny_checkpoint
-from pipeline.record.episodes import forget_ended, read_lives, uncertain_in, write_lives
+from pipeline.record.kept_files import forget_ended, read_lives, uncertain_in, write_lives
 from stages.agents.episodes import Episode
 from stages.base import LoopStage
 from stages.messages import PromptGroup, Sample, VersionRun
