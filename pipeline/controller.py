@@ -8,8 +8,8 @@ Life and death
 1. Hubs and topic listen before any replica starts; the prompt stage admits once engines carry published weights.
 2. The ledger decides the end: all batches trained, or a drain (Ctrl-C, deadline); then nothing is open.
 3. Streams end in order (feedback first, the settle stream last), replicas end with their inlets, the engines stage
-  when it is told; then engines are stopped.
-4. A drain has a deadline; when it passes, the error says what was left and where.
+  at the key `end`; then engines are stopped.
+4. A drain has a deadline; when it passes, the error lists the remaining work by stream.
 
 Invariant: nothing is left running when `run` returns, but servers that the parent of `--auto-resume` ends or hands on.
 """
@@ -114,10 +114,10 @@ class Controller:
             observe = self.config.observe
             served = endpoint(observe.prometheus_host, observe.prometheus_port, monitor.facts)
             control = RunControl(parts, monitor, adviser, self._interrupt)
-            asked = control_endpoint(self.rundir.path, self.rundir.sockets, control.answer)
+            commands = control_endpoint(self.rundir.path, self.rundir.sockets, control.answer)
             with self._signals(), monitor:
                 watch = beside(monitor.run(), control.autoscale(), self._deadline())
-                async with served, asked, watch, asyncio.TaskGroup() as tasks:
+                async with served, commands, watch, asyncio.TaskGroup() as tasks:
                     replicas = tasks.create_task(runner.run())
                     stage = tasks.create_task(self.stage.run(await self._ports(node, topic)))
                     try:
@@ -128,7 +128,7 @@ class Controller:
         if self._stall is not None:
             raise self._stalled()
 
-    _stall: str | None = None  # what waits for what, once that has ended the run
+    _stall: str | None = None  # what waits for what, once a stall has ended the run
 
     def _stalled(self, more: str = "") -> Stalled:
         return Stalled(f"{self._stall}{more}; continue with --resume {self.rundir.path}")
@@ -162,11 +162,11 @@ class Controller:
     async def _until_completed(self, replicas: asyncio.Task[None]) -> None:
         """Waits for the ledger to be closed.
 
-        Unblocked by it, by a drain that takes too long, by the loss of the run directory, or by the runner's failure.
+        Ends with it, with a drain that takes too long, a lost run directory, or a failure of the runner.
         """
         completed = self.stage.completed
         while not completed.is_set():
-            with contextlib.suppress(TimeoutError):  # a look at the drain's clock
+            with contextlib.suppress(TimeoutError):  # to check the drain's clock
                 async with asyncio.timeout(0.5):
                     await completed.wait()
                     return
@@ -174,10 +174,10 @@ class Controller:
                 self._stall = stall
                 self.stage.drain("nothing moved any more")
             self._check_drain()
-            if self.rundir.gone:  # a write may make its directory anew, so that nothing fails and nothing is kept
+            if self.rundir.gone:  # a write may recreate its directory: no error, and nothing kept
                 raise FileNotFoundError(errno.ENOENT, "the run directory is gone", str(self.rundir.path))
             if replicas.done():  # every replica ended although the ledger is open
-                raise DrainTimeout(f"all replicas ended with {self._left()}")
+                raise DrainTimeout(f"all replicas ended with {self._remaining()}")
 
     _drain_since: float | None = None
 
@@ -188,9 +188,9 @@ class Controller:
         self._drain_since = self._drain_since if self._drain_since is not None else now
         if now - self._drain_since > self.config.run.drain_s:
             limit = f"--drain-s {self.config.run.drain_s:g}"
-            raise DrainTimeout(f"in-flight work was not finished within {limit}: {self._left()}")
+            raise DrainTimeout(f"in-flight work was not finished within {limit}: {self._remaining()}")
 
-    def _left(self) -> str:
+    def _remaining(self) -> str:
         queues = ", ".join(
             f"{name}: {stats.queued} queued, {stats.leased} leased"
             for name, hub in self.hubs.items()
@@ -203,7 +203,7 @@ class Controller:
     ) -> None:
         """END in the order of the graph; each stream is empty before the next one ends. Bounded by `drain_s`.
 
-        What goes round between generate and its loops may be of groups that have ended: it still has to come to rest.
+        Messages between generate and its loops may belong to groups that have ended: they still have to come to rest.
         """
         topic.publish("drain", (self.stage.draining or "the run is complete").encode())
         limit_s = self.config.run.drain_s
@@ -215,11 +215,13 @@ class Controller:
                         self.hubs[stream.name].finish()
                         await self.hubs[stream.name].wait_empty()
         except TimeoutError:
-            raise DrainTimeout(f"the streams did not empty within --drain-s {limit_s:g}; {self._left()}") from None
-        topic.publish(END, b"")  # of the engines stage, which has no stream: nobody asks an engine any more
+            raise DrainTimeout(f"the streams did not empty within --drain-s {limit_s:g}; {self._remaining()}") from None
+        topic.publish(END, b"")  # for the engines stage, which has no stream: no requests follow
         await asyncio.wait({replicas}, timeout=limit_s)  # unlike a timeout, this leaves the runner alone
         if not replicas.done():
-            raise DrainTimeout(f"{', '.join(runner.alive())} did not end within --drain-s {limit_s:g}; {self._left()}")
+            raise DrainTimeout(
+                f"{', '.join(runner.alive())} did not end within --drain-s {limit_s:g}; {self._remaining()}"
+            )
         self.hubs["settle"].finish()
         await stage
 

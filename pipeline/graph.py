@@ -1,7 +1,7 @@
 """The graph of a run: the stages of configs/graph.py with their classes, their streams, and how much a stream holds. No
 I/O, no clock; configs.rules.validate has listed its faults.
 
-The engines stage stands beside the flow: it has no stream, and the others know the engines from what it publishes.
+The engines stage stands beside the flow: it has no stream, and other stages find the engines on the topic.
 
 What is in flight is bounded by the staleness gate, in groups. A hub with a smaller bound of its own, in messages or in
 bytes, would stop a run: the stages that join (group, train) hold messages until the last part has come, and the last
@@ -52,7 +52,7 @@ class Node:
 class Graph:
     nodes: tuple[Node, ...]
     streams: tuple[Stream, ...]
-    loops: tuple[str, ...]  # "name=import path", in the order generate asks them
+    loops: tuple[str, ...]  # "name=import path", in the order in which generate calls them
 
     def node(self, name: str) -> Node:
         return next(n for n in self.nodes if n.name == name)
@@ -78,7 +78,7 @@ class Graph:
 def build(config: Config) -> Graph:
     """The graph that a checked configuration describes."""
     names = [name for name in path(config) if name != "prompts"]
-    engines = ["engines"] if "generate" in names else []  # of no stream: it holds the engines that the others ask
+    engines = ["engines"] if "generate" in names else []  # without a stream: it holds the engines
     nodes = [*engines, *names, *loops(config), *(["evaluate"] if evaluates(config) else [])]
     customs = {stage.name: stage for stage in config.stage}
     counts = replicas(config)
@@ -115,7 +115,7 @@ def stream_spec(
         name=name,
         address=address,
         routing=routing,
-        # Twice, since a lost replica's work may come a second time before the first is released.
+        # Twice, because a lost replica's work may come a second time before the first is released.
         capacity_items=gate.most_open * members * 2 + 10_000,
         capacity_bytes=UNBOUNDED_BYTES,
         max_message_bytes=message_bytes(members, config.rollout.rollout_max_context_len),

@@ -35,14 +35,13 @@ LOOKS: Final = 20  # sums that are kept of a window
 ENGINE: Final = "engine"
 
 
-# Of one stage since the meter began: seconds, and replica or rollout seconds. `here` and `waiting` are messages
-# times seconds,
-# of the engines rollouts times seconds.
+# Sums of one stage since the meter began: seconds, and replica or rollout seconds. `here` and `waiting` are messages
+# times seconds, for the engines rollouts times seconds.
 SUMS: Final = ("busy", "starved", "watched", "items", "cpu", "here", "waiting", "queued")
 
 
 class Meter:
-    """Of one phase of a run."""
+    """Measures one phase of a run."""
 
     def __init__(self, parts: RunParts, clock: Callable[[], float] = time.monotonic) -> None:
         self.config, self.graph, self.runner = parts.config, parts.graph, parts.runner
@@ -60,7 +59,7 @@ class Meter:
         self._began_step = -1
 
     def look(self) -> None:
-        """Add what was since the last look. Called after the view was brought up to date."""
+        """Add the time since the last look. Called after the view was updated."""
         now = self._clock()
         passed, self._last_s = now - self._last_s, now
         if not self._generates:
@@ -73,62 +72,62 @@ class Meter:
         if state != self._state:
             self._state, self._began_step = state, step
             self._ring.clear()
-        # What was in flight before a change is trained first, and faster than what follows where a queue is worked off.
+        # Groups from before a change are trained first, and faster than later groups where a queue is worked off.
         if step > self._began_step + self.stage.gate.max_staleness and self.steady:
             self._mark(now, step)
 
     @property
     def steady(self) -> bool:
-        """Whether what is seen tells of the run: it trains, and prompts go on to enter."""
+        """Whether the figures describe the run: it trains, and prompts still enter."""
         total, stage = self.stage.gate.total, self.stage
         ends = total is not None and stage.ledger.trained + stage.ledger.open >= total * stage.gate.batch
         return self.recorder.training_started is not None and stage.draining is None and not stage.paused and not ends
 
     def _run_state(self) -> tuple[object, ...]:
-        """What must stay as it is during a window."""
+        """What must not change during a window."""
         serving = sorted(name for name, entry in entries(self.topic, POLICY).items() if entry.version >= 0)
         changes, restarts = len(self.recorder.changes), sum(self.recorder.restarts.values())
         return (self.recorder.view.alive(), tuple(serving), self.stage.paused, changes, restarts)
 
     def _look_at_engines(self, passed: float) -> bool:
-        """Returns whether they are full: prompts that wait then wait for them."""
+        """Returns whether the engines are full: waiting prompts then wait for engines."""
         view, known = self.recorder.view, entries(self.topic, POLICY)
         running = sum(view.extra("engines", f"{name}{RUNNING}") for name in known)
         waiting = sum(view.extra("engines", f"{name}{WAITING}") for name in known)
         full = waiting >= 1 or (bool(known) and running >= 0.9 * sum(entry.limit for entry in known.values()))
         prompts = self.hubs["generate"].stats().queued * self.config.rollout.n_samples_per_prompt if full else 0
         idle = [row.idle for row in view.engine_rows() if row.idle is not None]
-        one = self._sums[ENGINE]
-        one["starved"] += passed * sum(idle)
-        one["busy"] += passed * (len(idle) - sum(idle))
-        one["watched"] += passed * len(idle)
-        one["here"] += passed * (running + waiting + prompts)
-        one["waiting"] += passed * (waiting + prompts)
-        one["queued"] += passed * full
-        if self.config.engine.engine == "embedded":  # it computes on this machine, or keeps a core busy beside a GPU
-            one["cpu"] += passed * (len(idle) - sum(idle))
+        sums = self._sums[ENGINE]
+        sums["starved"] += passed * sum(idle)
+        sums["busy"] += passed * (len(idle) - sum(idle))
+        sums["watched"] += passed * len(idle)
+        sums["here"] += passed * (running + waiting + prompts)
+        sums["waiting"] += passed * (waiting + prompts)
+        sums["queued"] += passed * full
+        if self.config.engine.engine == "embedded":  # computes on this machine, or keeps a core busy beside a GPU
+            sums["cpu"] += passed * (len(idle) - sum(idle))
         return full
 
     def _look_at(self, name: str, passed: float, engines_full: bool) -> None:
-        view, one = self.recorder.view, self._sums[name]
-        one["busy"], one["starved"] = view.total(name, "busy_s"), view.total(name, "starved_s")
-        one["watched"] = one["busy"] + one["starved"] + view.total(name, "blocked_s") + view.total(name, "stalled_s")
-        one["items"], one["cpu"] = view.total(name, "items_in"), view.extra(name, CPU)
+        view, sums = self.recorder.view, self._sums[name]
+        sums["busy"], sums["starved"] = view.total(name, "busy_s"), view.total(name, "starved_s")
+        sums["watched"] = sums["busy"] + sums["starved"] + view.total(name, "blocked_s") + view.total(name, "stalled_s")
+        sums["items"], sums["cpu"] = view.total(name, "items_in"), view.extra(name, CPU)
         stats = [self.hubs[stream.name].stats() for stream in self.graph.inlets(name).values()]
         queued, leased = sum(s.queued for s in stats), sum(s.leased for s in stats)
-        if name == "generate":  # what it has in work, engines do; what waits for full engines does not wait for it
+        if name == "generate":  # engines do its work; prompts that wait for full engines do not wait for generate
             here = waiting = 0 if engines_full else queued
         elif name in JOINERS:  # holds parts of groups by its nature
             here = waiting = queued
         else:
             here = queued + leased
             waiting = max(0, here - view.in_flight(name))
-        one["here"] += passed * here
-        one["waiting"] += passed * waiting
-        one["queued"] += passed * (waiting >= 1)
+        sums["here"] += passed * here
+        sums["waiting"] += passed * waiting
+        sums["queued"] += passed * (waiting >= 1)
 
     def _mark(self, now: float, step: int) -> None:
-        """Keep the sums of now."""
+        """Keep the present sums."""
         newest, ledger = self._ring.newest, self.stage.ledger
         if newest is not None and (now - newest[0] < self.window_s / LOOKS or step == newest[1]["step"]):
             return
@@ -144,7 +143,8 @@ class Meter:
         self._ring.add(now, run | stages)
 
     def window(self) -> Window | None:
-        """The newest one, None while it is too short, and when stages have ended, as they do one by one in the end."""
+        """The newest window; None while it is too short, and once stages have ended, one by one, at the end of a
+        run."""
         if not all(self.runner.replicas(name) for name in self._names):
             return None
         if not self._ring.full or self._ring.newest is None:
@@ -159,28 +159,28 @@ class Meter:
             rate=grown["trained"] * members / between,
             open=grown["open"] / seconds * members,
             train=_share(sums["train"]["busy"], sums["train"]["watched"]),
-            stages=tuple(self._load(name, one, seconds, flow) for name, one in sums.items() if name != "train"),
+            stages=tuple(self._load(name, load, seconds, flow) for name, load in sums.items() if name != "train"),
             free_cores=None if self._idle is None else grown["idle_cores"] / seconds,
         )
 
-    def _load(self, name: str, one: Mapping[str, float], seconds: float, flow: float) -> StageLoad:
+    def _load(self, name: str, sums: Mapping[str, float], seconds: float, flow: float) -> StageLoad:
         members = self.config.rollout.n_samples_per_prompt
         if name == ENGINE or name in loops(self.config):  # a rollout goes round a loop on its own
             rollouts = 1.0
         elif name == "generate":
             rollouts = float(members)
         else:  # in a message, mean
-            rollouts = min(max(flow * seconds / one["items"], 1.0), float(members)) if one["items"] else 1.0
+            rollouts = min(max(flow * seconds / sums["items"], 1.0), float(members)) if sums["items"] else 1.0
         count = max(1, len(self.runner.replicas(name)))
         return StageLoad(
             name=name,
             replicas=count,
-            busy=_share(one["busy"], one["watched"]),
-            starved=_share(one["starved"], one["watched"]),
-            here=one["here"] / seconds * rollouts,
-            waiting=one["waiting"] / seconds * rollouts,
-            queued=one["queued"] / seconds,
-            cores=max(0.0, one["cpu"]) / seconds / count,
+            busy=_share(sums["busy"], sums["watched"]),
+            starved=_share(sums["starved"], sums["watched"]),
+            here=sums["here"] / seconds * rollouts,
+            waiting=sums["waiting"] / seconds * rollouts,
+            queued=sums["queued"] / seconds,
+            cores=max(0.0, sums["cpu"]) / seconds / count,
             fixed=self.runner.refusal(name, count + 1) or "",
         )
 
@@ -202,7 +202,7 @@ class Trial(Struct, frozen=True):
 
 
 class Autoscale:
-    """Decides from windows; makes nothing itself. Pure but for what it remembers."""
+    """Decides from windows; makes no change itself. No I/O, no clock."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = dict(limits)
@@ -212,13 +212,14 @@ class Autoscale:
         self._least: dict[str, int] = {}  # of stages that were too small with fewer
 
     def users(self, stages: Mapping[str, int]) -> None:
-        """The user scaled these: they are no longer ours, and neither are trials, whose rate is that of another run."""
+        """The user scaled these stages: autoscaling leaves them alone, and drops its trials, which measured another
+        run."""
         for stage in stages:
             self._limits.pop(stage, None)
         self.forget()
 
     def forget(self) -> None:
-        """The run was changed otherwise: what was tried stays, and is not judged."""
+        """The run was changed in another way: trials stay, and are not judged."""
         self._trials.clear()
 
     def refused(self, counts: Mapping[str, int]) -> None:
@@ -227,7 +228,7 @@ class Autoscale:
         self.forget()
 
     def decide(self, window: Window) -> tuple[dict[str, int], str]:
-        """What to bring stages to, and why; nothing most of the time. Called once for each whole window."""
+        """The new replicas of stages, and why; mostly empty. Called once for each whole window."""
         advice = advise(window, self.within(window))
         if self._trials:
             gained = window.rate / self._base - 1
@@ -237,14 +238,14 @@ class Autoscale:
                     return self._try(advice)
                 return self._take_back(gained)
             self._keep(gained)
-            advice = advise(window, self.within(window))  # within what was learnt now
+            advice = advise(window, self.within(window))  # within the limits as narrowed now
         if advice is None or advice.kind not in ("up", "down"):
             return {}, ""
         self._base = window.rate
         return self._try(advice)
 
     def within(self, window: Window) -> dict[str, tuple[int, int]]:
-        """The limits, narrowed by what was learnt."""
+        """The limits, narrowed by the results of trials."""
         now = {stage.name: stage.replicas for stage in window.stages}
         found = {}
         for stage, (least, most) in self._limits.items():
@@ -253,7 +254,7 @@ class Autoscale:
         return found
 
     def _joins(self, advice: Advice) -> bool:
-        """Whether a second change is worth a try together with those that brought nothing alone."""
+        """Whether a second change is worth a trial together with the changes that brought nothing alone."""
         ups = all(trial.to > trial.before for trial in self._trials)
         return ups and advice.stage not in {trial.stage for trial in self._trials}
 
@@ -289,7 +290,7 @@ class Adviser:
         self._decided_step = -1
 
     def look(self) -> Advice | None:
-        """Measure, and advise; None until enough was measured. At its end a run keeps the last advice."""
+        """Measure, and advise; None until a window is whole. A run that ends keeps the last advice."""
         self.meter.look()
         window = self.meter.window()
         if window is not None:
@@ -299,7 +300,8 @@ class Adviser:
         return self._advice
 
     def change(self) -> tuple[dict[str, int], str]:
-        """What to bring stages to now, and why. A window is decided upon once, and no batch is in two of them."""
+        """The new replicas of stages now, and why. A window is used for one decision, and no batch is in two
+        windows."""
         window = self.meter.window()
         if self.autoscale is None or window is None or not self.meter.steady:
             return {}, ""

@@ -33,7 +33,7 @@ MOST_BYTES: Final = 64 << 10  # of a request
 
 
 class ControlAddress(Struct, frozen=True):
-    """Where a run is asked, and with which token."""
+    """The socket of a run, and its token."""
 
     socket: str
     token: str
@@ -81,14 +81,14 @@ class EngineStatus(Struct, frozen=True):
     name: str
     state: str  # starting, loading, serving, updating, away, leaving, left
     version: int | None  # of its weights
-    running: int  # requests, as it said last
+    running: int  # requests, as it last reported
     waiting: int
     limit: int  # samples that may be in flight there
     idle: float | None  # share of the last seconds
 
 
 class QueueStatus(Struct, frozen=True):
-    """One stream: messages that wait, and those that replicas have in work."""
+    """One stream: waiting messages, and messages that replicas hold."""
 
     stream: str
     queued: int
@@ -97,20 +97,20 @@ class QueueStatus(Struct, frozen=True):
 
 
 class RunStatus(Struct, frozen=True):
-    """All that `status` tells."""
+    """Everything that `status` shows."""
 
     run: str  # directory
     state: str  # starting, running, paused, stopping
     snapshot: RunSnapshot
     engines: tuple[EngineStatus, ...] = ()
     queues: tuple[QueueStatus, ...] = ()
-    replicas: dict[str, int] = {}  # by stage; those that are to stay
+    replicas: dict[str, int] = {}  # by stage, as scaled; more may still be ending
     changes: tuple[Changed, ...] = ()
     advice: Advice | None = None  # None until enough was measured
 
 
 class Reply(Struct, frozen=True):
-    """`lines`: what was done, or why nothing was, for people."""
+    """`lines`: what was done, or why nothing was done, for people."""
 
     ok: bool
     lines: tuple[str, ...] = ()
@@ -129,7 +129,7 @@ Answer = Callable[[Command], Awaitable[Reply]]
 
 
 class UnverifiedRequest(msgspec.Struct, frozen=True):
-    """A request of which only the token is looked at."""
+    """A request whose command is not decoded yet."""
 
     token: str
     command: msgspec.Raw
@@ -155,7 +155,7 @@ async def endpoint(run_dir: Path, sockets: Path, answer: Answer) -> AsyncIterato
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """A file for its owner alone, from the moment that it is there."""
+    """Write a file for its owner alone, from its first moment."""
     draft = path.with_name(f".{path.name}.draft")
     draft.unlink(missing_ok=True)
     with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
@@ -173,7 +173,7 @@ class ControlServer:
         self._connections += 1
         try:
             reply = await self._reply(reader)
-            with contextlib.suppress(OSError, TimeoutError):  # who asked has gone
+            with contextlib.suppress(OSError, TimeoutError):  # the client has gone
                 async with asyncio.timeout(READ_S):
                     writer.write(msgspec.json.encode(reply) + b"\n")
                     await writer.drain()
@@ -213,7 +213,7 @@ class ControlServer:
             async with asyncio.timeout(ANSWER_S):
                 return await self._answer(command)
         except TimeoutError:
-            return Reply(False, (f"the command took longer than {ANSWER_S:g} s; status says whether it was done",))
+            return Reply(False, (f"the command took longer than {ANSWER_S:g} s; status shows whether it was done",))
         except Exception as error:  # of the command, which must not end the run
             log.exception("the command %s failed", type(command).__name__.lower())
             return Reply(False, (f"{type(error).__name__}: {error}",))

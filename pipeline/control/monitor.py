@@ -35,7 +35,7 @@ from transport import Held, Hub, TopicServer
 
 @dataclass(frozen=True)
 class RunParts:
-    """Of one phase of a run; the controller makes them."""
+    """The parts of one phase of a run, made by the controller: the view and the commands of the user work on them."""
 
     placement: Placement
     stage: PromptStage
@@ -66,25 +66,26 @@ class Waits:
         self.lacking = parts.launcher.waiting  # processes for which no host has room, and what they need
 
     def sentence(self, now_s: float, quiet_s: float) -> str:
-        """For a stall of so many seconds. What a replica has held for less than half of it is not worth a word."""
+        """The sentence for a stall of `quiet_s` seconds. A message that was held for less than half of it is left
+        out."""
         held = {name: hub.held() for name, hub in self.hubs.items() if name != "settle"}
         places = self._places(held)
         parts = [self._trainer(places, now_s), self._groups(places), *self._holders(held, quiet_s / 2)]
         return "; ".join([*parts, *self._unattended(), *self._engines(quiet_s / 2)])
 
     def _places(self, held: Mapping[str, list[Held]]) -> dict[str, str]:
-        """Group -> the earliest stage that has a part of it, for there the whole group waits."""
+        """Group -> the earliest stage with a part of it, because the whole group waits there."""
         order = {node.name: place for place, node in enumerate(self.graph.nodes)}
-        order |= {name: order["generate"] for name in loops(self.config)}  # from there a rollout goes back to generate
+        order |= {name: order["generate"] for name in loops(self.config)}  # a loop sends a rollout back to generate
         consumer = {stream.name: stream.consumer[0] for stream in self.graph.streams}
-        found: dict[str, str] = {}
+        places: dict[str, str] = {}
         for name, items in held.items():
             stage = consumer[name]
             for item in items:
                 group, _ = group_of(item.key)
-                if group not in found or order[stage] < order[found[group]]:
-                    found[group] = stage
-        return found
+                if group not in places or order[stage] < order[places[group]]:
+                    places[group] = stage
+        return places
 
     def _trainer(self, places: Mapping[str, str], now_s: float) -> str:
         if not self.stage.trainer_up:
@@ -102,18 +103,19 @@ class Waits:
         others = len(places) - counts.total()
         parts = [f"{count} in {place}" for place, count in counts.items() if place != "train"]
         open_ = self.stage.ledger.open
-        said = f"{open_ or 'no'} groups are under way" + (f" ({', '.join(parts)})" if parts else "")
+        text = f"{open_ or 'no'} groups are under way" + (f" ({', '.join(parts)})" if parts else "")
         if not open_ and not self.stage.capacity and self.stage.trainer_up:
             carry = f"carry version {self.stage.version}" if self.stage.version >= 0 else "have no weights yet"
-            said += f", for no prompt may enter: the engines {carry}, train has done {self.stage.steps} batches"
+            text += f", for no prompt may enter: the engines {carry}, train has done {self.stage.steps} batches"
         if others:
-            said += f"; {others} prompts of an evaluation are under way"
+            text += f"; {others} prompts of an evaluation are under way"
         elif self.stage.evals_pending:
-            said += "; an evaluation is not over"
-        return said
+            text += "; an evaluation is not over"
+        return text
 
     def _holders(self, held: Mapping[str, list[Held]], least_s: float) -> Iterator[str]:
-        """Who has held a message longest. A stage that joins holds messages by its nature."""
+        """The replicas that have held a message longest. Stages that join are left out: they hold messages by their
+        nature."""
         longest: dict[str, tuple[float, str, str]] = {}
         consumer = {stream.name: stream.consumer[0] for stream in self.graph.streams}
         for name, items in held.items():
@@ -132,21 +134,21 @@ class Waits:
                 yield f"{stats.queued} messages wait for {stream.consumer[0]}, of which no replica answers"
 
     def _engines(self, least_s: float) -> Iterator[str]:
-        """Engines that are not as they should be. `weights`: the newest that were published."""
-        there, known = addresses(self.topic), entries(self.topic)
+        """Engines that are not ready for the newest published weights, or do not answer."""
+        found, known = addresses(self.topic), entries(self.topic)
         newest = read_value(self.topic, "weights", WeightsAnnouncement)
-        asked = self.view.asked_s()
+        pending_s = self.view.asked_s()
         for name in (spec.name for spec in self.placement.engines):
-            if name not in there:
+            if name not in found:
                 yield f"{name} is not up" + (f": {why}" if (why := self.lacking.get(name)) else "")
             elif (trouble := _trouble(known.get(name), newest)) is not None:
                 yield f"{name} {trouble}"
-            elif asked.get(name, 0.0) > least_s:
-                yield f"{name} has not answered a request for {asked[name]:.0f} s"
+            elif pending_s.get(name, 0.0) > least_s:
+                yield f"{name} has not answered a request for {pending_s[name]:.0f} s"
 
 
 def _trouble(entry: EngineEntry | None, newest: WeightsAnnouncement | None) -> str | None:
-    """What is not right with an engine that has an address."""
+    """The fault of an engine that has an address, None if there is none."""
     detail = f": {entry.detail}" if entry is not None and entry.detail else ""
     if entry is not None and entry.state in ("leaving", "left"):
         return "is leaving"
@@ -161,7 +163,7 @@ def _trouble(entry: EngineEntry | None, newest: WeightsAnnouncement | None) -> s
 
 
 def bound_of(config: Config, stage: str) -> str:
-    """By which settings a wait in a stage ends; empty for a stage of the user's own: --stall-limit-s ends that."""
+    """The settings that end a wait in a stage; empty for a custom stage, where --stall-limit-s ends it."""
     reward = config.reward
     match stage:
         case "generate":
@@ -224,7 +226,7 @@ class Monitor:
             self.recorder.say(line)
 
     def facts(self) -> Facts:
-        """What /metrics tells of the run."""
+        """What /metrics reports of the run."""
         self._watch_engines()
         return Facts(
             run=self.recorder.view.snapshot(time.monotonic()),
@@ -236,18 +238,18 @@ class Monitor:
         )
 
     def _watch_progress(self) -> None:
-        """Say what waits for what, where nothing was trained for long."""
+        """Report what waits for what, where nothing was trained for long."""
         now, ledger = time.monotonic(), self.stage.ledger
-        paused_s = now if self.stage.paused else 0.0  # the run stands still since the user wants it to
+        paused_s = now if self.stage.paused else 0.0  # the user paused the run
         ended = ledger.admitted - ledger.open
         done = (ended, self.stage.steps, self.stage.trainer_up, len(self.recorder.evals), paused_s)
         moved = sum(hub.stats().accepted for hub in self.hubs.values())
-        said = self.recorder.stalls.look(now, done, moved, lambda quiet_s: self.waits.sentence(now, quiet_s))
-        if said is not None:
-            self.recorder.say(said)
+        line = self.recorder.stalls.look(now, done, moved, lambda quiet_s: self.waits.sentence(now, quiet_s))
+        if line is not None:
+            self.recorder.say(line)
 
     def _name_slow_engines(self) -> None:
-        """Say once of each incarnation of an engine that an answer of it came at a crawl, or not at all."""
+        """Report once per incarnation of an engine that its answer came very slowly, or not at all."""
         for key in self.topic.items(SLOW):
             slow = read_value(self.topic, key, Complaint)
             if slow is not None and (about := (slow.engine, slow.incarnation)) not in self._slow:
@@ -255,12 +257,12 @@ class Monitor:
                 self.recorder.say(f"{slow.engine}: {slow.reason}; the request is sent again, to another engine if any")
 
     def _watch_engines(self) -> None:
-        """An engine keeps its place when its address goes: it is lost, not gone, unless it was scaled away."""
+        """An engine without an address keeps its place: it is lost, unless it was scaled away."""
         left = self.recorder.view.engines_left
         self._engines = {name: None for name in self._engines if name not in left}
         self._engines |= {name: address.url for name, address in addresses(self.topic).items()}
 
     def _router_metrics(self) -> str | None:
-        """Where the router last was; one that the user started himself has its metrics where only he knows."""
+        """The metrics address of the run's router; that of a router started by the user is unknown."""
         router = read_fleet(self.recorder.rundir).get("router")
         return (router.metrics or None) if router is not None else None

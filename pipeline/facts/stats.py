@@ -24,7 +24,7 @@ COUNTERS: Final = ("busy_s", "starved_s", "blocked_s", "stalled_s", "items_in", 
 
 
 class StageStats(Struct, frozen=True):
-    """One replica's account of itself since it started. Times in seconds; published as topic value."""
+    """One replica's counters since its start. Times in seconds; published as topic value."""
 
     stage: str
     replica: str
@@ -51,7 +51,7 @@ class StageStats(Struct, frozen=True):
 
 
 class Changed(Struct, frozen=True, tag="change"):
-    """The user, or `--autoscale`, changed something while the run went on: after `step` batches `what` became `value`.
+    """The user, or `--autoscale`, changed the running run: after `step` batches `what` became `value`.
     Also a line of the journal."""
 
     step: int
@@ -177,14 +177,14 @@ class Ring:
         return end_s - start_s >= self._window_s and grown
 
 
-# Control characters as the pictures that Unicode has of them; those without one as the sign of what is unreadable.
+# Control characters as their Unicode pictures; characters without a picture as the replacement character.
 _PICTURES: Final = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {
     code: 0xFFFD for code in range(127, 160)
 }
 
 
 def visible(text: str) -> str:
-    """The text with its control characters shown, so that a terminal does not obey them; line breaks and tabs stay.
+    """The text with visible control characters, so that a terminal does not obey them; line breaks and tabs stay.
 
     For text that models, programs and peers write.
     """
@@ -192,7 +192,8 @@ def visible(text: str) -> str:
 
 
 def outage_text(config: Config, kind: str) -> str:
-    """What happens to a process's work while it is down. `kind`: engine, frozen, router, or the name of a stage."""
+    """What happens to the work of a process while it is down. `kind`: engine, frozen, router, or the name of a
+    stage."""
     if kind == "router":
         return "new requests wait for it, those it had go on at the engines directly"
     if kind == "engines":
@@ -203,5 +204,5 @@ def outage_text(config: Config, kind: str) -> str:
         return "the engines of its node go on with the weights that they have until it is back"
     if kind == "frozen":
         return "what is asked of it waits until it is back"
-    there = engine_count(config) if kind == "engine" else replicas(config).get(kind, 1)
-    return "its work goes to others" if there > 1 else "its work waits until it is back"
+    count = engine_count(config) if kind == "engine" else replicas(config).get(kind, 1)
+    return "its work goes to others" if count > 1 else "its work waits until it is back"

@@ -154,7 +154,7 @@ def read_records(directory: Path) -> Iterator[Record]:
 
 
 class MergeReport(Struct, frozen=True):
-    """What a merge put into its file and what it left out."""
+    """What a merge wrote into its file, and what it left out."""
 
     spans: int
     arrows: int
@@ -208,7 +208,7 @@ def merge(trace_dir: Path, out: Path, *, max_events: int = 400_000) -> MergeRepo
 
 
 def _select(trace_dir: Path, max_events: int) -> tuple[int, set[int]]:
-    """Every which group is kept, and the ids of those: the first, and from there every k-th in order of ids."""
+    """(k, ids of the kept groups): the first group and every k-th after it, in order of ids."""
     total = 0
     groups: set[int] = set()
     for record in read_records(trace_dir):

@@ -44,7 +44,7 @@ _SPREAD = {"bytes": 0.02, "arithmetic": 0.06}
 
 
 def prepare(config: Config, directory: Path) -> Config:
-    """Make what is built in, under `directory`, and return the configuration with paths in the place of names."""
+    """Make built-in models and data under `directory`, and return the configuration with paths in place of names."""
     replace = msgspec.structs.replace
     train, data, evaluation, warm = config.train, config.data, config.eval, config.warm_start
     train = replace(train, hf_checkpoint=_model(train.hf_checkpoint, directory, config.run.seed))
@@ -141,15 +141,15 @@ def training_prompts(config: Config, tokenizer: Tokenizer, rundir: RunDir) -> Pr
     )
 
 
-def with_data(config: Config, prompts: PromptSet | DrawnPrompts, tell: Callable[[str], None]) -> Config:
-    """Fill in what only the data knows: the number of rollouts of an epoch, the grader. `tell`: of rows, and why that
-    grader."""
+def with_data(config: Config, prompts: PromptSet | DrawnPrompts, report: Callable[[str], None]) -> Config:
+    """Fill in what only the data knows: the number of rollouts of an epoch, the grader. `report`: takes lines about
+    rows and the choice of the grader."""
     replace = msgspec.structs.replace
     for line in prompts.report.lines():
-        tell(line)
+        report(line)
     config = replace(config, rollout=replace(config.rollout, num_rollout=num_rollout_for(config, len(prompts))))
     supervised = config.train.loss_type == "sft_loss"
-    if not supervised or config.warm_start.warm_start_steps:  # a warm start is not spent on data that fails after it
+    if not supervised or config.warm_start.warm_start_steps:  # before a warm start is spent on data that fails later
         check_graders(config, prompts.report.rm_types)
     if supervised:
         return config
@@ -157,7 +157,7 @@ def with_data(config: Config, prompts: PromptSet | DrawnPrompts, tell: Callable[
     chosen = reward.custom_rm_path is not None or reward.reward_component or prompts.report.rm_types
     if reward.rm_type == "auto" and not chosen and (prompts.report.labels or not config.environment):
         grader, why = choose_auto(prompts.report.labels)
-        tell(f"grader {grader}: {why}")
+        report(f"grader {grader}: {why}")
         reward = replace(reward, rm_type=grader)
     return replace(config, reward=reward)
 
@@ -211,18 +211,16 @@ async def _check_running(name: str, url: str, tokenizer: Tokenizer | None, token
 
 def _check_checkpoint(name: str, teacher: Path, policy: Path, tokenizer: Tokenizer) -> None:
     theirs, ours = vocabulary(teacher), vocabulary(policy)
-    if ours is None or theirs is None:  # no tokenizer.json: what transformers makes of the other files
-        other = load_tokenizer(str(teacher))
-        if other.vocab_size < tokenizer.vocab_size or other.encode(PROBE) != tokenizer.encode(PROBE):
-            raise _differs(f"{name}={teacher}", f"{other.vocab_size} tokens, the policy has {tokenizer.vocab_size}")
+    if ours is None or theirs is None:  # no tokenizer.json: transformers reads the other files
+        loaded = load_tokenizer(str(teacher))
+        if loaded.vocab_size < tokenizer.vocab_size or loaded.encode(PROBE) != tokenizer.encode(PROBE):
+            raise _differs(f"{name}={teacher}", f"{loaded.vocab_size} tokens, the policy has {tokenizer.vocab_size}")
         return
     wrong = sorted(token for token, text in ours.items() if theirs.get(token) != text)
     if wrong:
         token = wrong[0]
-        there = repr(theirs[token]) if token in theirs else "nothing"
-        how = (
-            f"{len(wrong)} of {len(ours)} tokens differ, token {token} is {ours[token]!r} to the policy, there {there}"
-        )
+        text = repr(theirs[token]) if token in theirs else "nothing"
+        how = f"{len(wrong)} of {len(ours)} tokens differ, token {token} is {ours[token]!r} to the policy, there {text}"
         raise _differs(f"{name}={teacher}", how)
 
 
@@ -240,5 +238,5 @@ def vocabulary(directory: Path) -> dict[int, str] | None:
     try:
         backend = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
     except Exception:  # the binding raises bare Exception
-        return None  # the loader of the policy's tokenizer has said so, or the teacher's engine will
+        return None  # the loader of the policy's tokenizer reported it, or the teacher's engine will
     return {token: text for text, token in backend.get_vocab().items()}

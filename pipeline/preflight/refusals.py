@@ -39,23 +39,25 @@ LIMIT_S = 120.0
 
 
 def check_environments(config: Config) -> None:
-    """All can be imported and made with their options. Raises Refused."""
+    """All environments can be imported and made with their options. Raises Refused."""
     if config.train.loss_type == "sft_loss":
         return
     faults = []
-    asked = {entry.split("=", 1)[-1].split("@[", 1)[0] for entry in _entries(config)}
+    requested = {entry.split("=", 1)[-1].split("@[", 1)[0] for entry in _entries(config)}
     for table in config.environment:
         options = msgspec.json.encode(table.options).decode()
         try:
-            (line,) = _ask(table, "check", table.class_path, options) or (msgspec.Raw(b'"it says nothing"'),)
-            said = msgspec.json.decode(line, type=Hosted)
+            (line,) = _ask(table, "check", table.class_path, options) or (
+                msgspec.Raw(b'"its process printed nothing"'),
+            )
+            hosted = msgspec.json.decode(line, type=Hosted)
         except msgspec.ValidationError:
             faults.append(f"environment.{table.name}: {msgspec.json.decode(line)}")
             continue
         except UsageError as error:
             faults.append(str(error))
             continue
-        if table.name in asked and not said.tasks:
+        if table.name in requested and not hosted.tasks:
             faults.append(
                 f"--prompt-data {table.name}: the environment's class {table.class_path} makes no tasks; give it a "
                 "class method tasks(split, seed), or give a file of rows"
@@ -93,8 +95,8 @@ def _entries(config: Config) -> tuple[str, ...]:
 
 
 def _ask(table: EnvironmentConfig, *arguments: str) -> list[bytes]:
-    """The lines of the answer. Raises UsageError."""
-    environment = child_environment(1)  # another interpreter gets the project and the user's modules, and no more
+    """The lines that the environment's process prints. Raises UsageError."""
+    environment = child_environment(1)  # another interpreter gets the project and the user's modules only
     environment["PYTHONPATH"] = os.pathsep.join([environment["PYTHONPATH"], os.getcwd()])
     command = [table.python or sys.executable, "-P", "-m", "stages.agents.describe", *arguments]
     try:
@@ -122,7 +124,7 @@ def check_trainer(config: Config) -> None:
 
 
 def check_names(config: Config) -> None:
-    """Filters, components and graders of the flags. Raises UsageError that tells every fault."""
+    """Filters, components and graders of the flags. Raises UsageError with every fault."""
     if config.train.loss_type == "sft_loss":
         return
     faults = []
@@ -148,7 +150,7 @@ def check_graders(config: Config, names: Iterable[str]) -> None:
     named = tuple(names)
     if faults := [*_name_faults(config, named)]:
         raise Refused(faults)
-    known = functions_of(config)  # those of the flags were looked at before the data
+    known = functions_of(config)  # functions of the flags were checked before the data
     check_functions(tuple(function for function in graders_of(named) if function not in known))
 
 
@@ -167,15 +169,15 @@ def _name_faults(config: Config, names: Iterable[str]) -> Iterator[str]:
 
 
 def _needs_process(name: str) -> bool:
-    found = listed_grader(name)
-    return outside(name) is None and (found is None or not found.in_stage)
+    grader = listed_grader(name)
+    return outside(name) is None and (grader is None or not grader.in_stage)
 
 
 IMPORT_LIMIT_S = 120.0  # as a grader process has
 
 
 def functions_of(config: Config) -> tuple[str, ...]:
-    """What the flags name, as `kind=package.module:function`."""
+    """Functions of the flags, as `kind=package.module:function`."""
     selection = Selection(config.reward)
     names = [*selection.configured(), *([selection.group_grader(Row())] if config.reward.group_rm else [])]
     paths = {
@@ -192,12 +194,12 @@ def functions_of(config: Config) -> tuple[str, ...]:
 
 
 def graders_of(names: Iterable[str]) -> tuple[str, ...]:
-    """The user's own among graders of these names."""
+    """Graders of the user among these names."""
     return tuple(dict.fromkeys(f"grader={name}" for name in names if is_import_path(name)))
 
 
 def check_functions(functions: tuple[str, ...]) -> None:
-    """Raises UsageError with all that is wrong. Imports in another process, with the environment of the stages."""
+    """Raises UsageError with all faults. Imports in another process, with the environment of the stages."""
     if not functions:
         return
     command = [sys.executable, "-P", "-m", "stages.user_functions", *functions]
@@ -237,21 +239,21 @@ def check_rows(config: Config) -> None:
         if files:
             rows = msgspec.structs.replace(keys, rollout_max_prompt_len=None)
             labels = supervised and not named
-            found = PromptSet(files, rows, lambda _: (0,), lambda *_: "a chat", tokenize_labels=labels)
-            check_graders(config, found.report.rm_types)
+            prompts = PromptSet(files, rows, lambda _: (0,), lambda *_: "a chat", tokenize_labels=labels)
+            check_graders(config, prompts.report.rm_types)
 
 
 _ALWAYS: Final[Sequence[Callable[[Config], object]]] = (check_names, check_trainer, check_environments, prepare_sglang)
 
 
 def refuse(config: Config) -> None:
-    """What stands before a run. Raises Refused; where something is wrong, the data is looked at as well."""
+    """The checks before a run. Raises Refused; after a first fault, the data is checked as well."""
     if faults := _faults(config, _ALWAYS):
         raise Refused([*faults, *_faults(config, (check_rows,))])
 
 
 def refusals(config: Config) -> list[str]:
-    """For a plan, or beside other faults: one sentence each. An environment of SGLang may be missing then."""
+    """The faults of a plan, one sentence each. An environment of SGLang may be missing for a plan."""
 
     def sglang(config: Config) -> None:
         try:

@@ -71,7 +71,7 @@ class Committed(Struct, frozen=True, tag="commit"):
 
 
 class RolledBack(Struct, frozen=True, tag="rollback"):
-    """The run was resumed from the checkpoint of `step`: what it holds as open is open again, however it ended."""
+    """The run was resumed from the checkpoint of `step`: its open groups are open again, whatever their outcome was."""
 
     step: int
     run_generation: int
@@ -97,7 +97,7 @@ class Journal:
         self._first: tuple[Event, ...] = ()
 
     def begin_with(self, *events: Event) -> None:
-        """Write these events in front of the next one: what is refused before anything happens leaves no line."""
+        """Write these events before the next event: a start that is refused first leaves no line."""
         self._first = events
 
     def write(self, *events: Event) -> None:
@@ -141,7 +141,7 @@ def _refuse_other_format(path: Path, first: bytes) -> None:
 
 
 def _cut_torn_tail(path: Path) -> None:
-    """Remove what a crash left of the last lines: what is appended behind it would never be read."""
+    """Remove the torn last lines of a crash: lines behind them would never be read."""
     kept, torn = 0, False
     with path.open("r+b") as file:
         _refuse_other_format(path, file.readline())
@@ -179,7 +179,7 @@ def last_run_generation(path: Path) -> int:
 
 
 class Audit(Struct):
-    """What the journal says of a run, roll-backs applied."""
+    """A run as its journal records it, rollbacks applied."""
 
     admitted: int
     outcomes: dict[str, int]
@@ -253,8 +253,8 @@ class EffectiveTime:
 
 
 def resumed_time(events: Iterable[Event], now: Began, step: int) -> EffectiveTime:
-    """What a run that goes on from `step` has behind it. Each start wrote down the last sign of the one before it, and
-    `now` is the one that begins."""
+    """The effective time of former starts of a run that is resumed from `step`. Each start recorded the last sign of
+    the start before it; `now` is the start that begins."""
     former_s, begun = 0.0, 0.0
     steps: dict[int, float] = {}
     for event in (*events, now):

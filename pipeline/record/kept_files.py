@@ -34,12 +34,12 @@ LIVES_FILE: Final = "lives.json"
 
 
 def keeps_rollouts(config: Config) -> bool:
-    """Whether the run may write something of its rollouts down."""
+    """Whether the run may write files of its rollouts."""
     return bool(config.environment) or keeps_responses(config)
 
 
 def keeps_responses(config: Config) -> bool:
-    """Whether parts of responses are written down."""
+    """Whether parts of responses are written to disk."""
     checkpoint = config.checkpoint
     return checkpoint.save_interval is not None and checkpoint.response_journal_tokens > 0 and generates(config)
 
@@ -51,13 +51,13 @@ def read_lives(directory: Path) -> tuple[int, ...]:
 
 
 def write_lives(directory: Path, lives: tuple[int, ...]) -> None:
-    """Once this life has begun for certain, and before it makes anything."""
+    """Called once this life has certainly begun, before its first rollout."""
     directory.mkdir(exist_ok=True)
     write_whole(directory / LIVES_FILE, msgspec.json.encode(lives), durable=True)
 
 
 def forget_ended(directory: Path, checkpoints: Sequence[Manifest]) -> None:
-    """Remove what is left of the groups that have ended in all of these checkpoints."""
+    """Remove the files of groups that have ended in all of these checkpoints."""
     if not directory.is_dir() or not checkpoints:
         return
     ledgers = [msgspec.json.decode(manifest.ledger, type=LedgerSnapshot) for manifest in checkpoints]
@@ -78,12 +78,12 @@ def forget_responses(directory: Path, groups: Iterable[int]) -> None:
         home = home_of(directory, str(group))
         for path in home.glob(f"{RESPONSES}-*.log"):
             path.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # it is not there, or keeps turns or calls
+        with contextlib.suppress(OSError):  # missing, or with turns or calls inside
             home.rmdir()
 
 
 def uncertain_in(directory: Path) -> int:
-    """Calls of which nobody knows whether they took effect."""
+    """Calls with an unknown result: they may or may not have taken effect."""
     return sum(len(uncertain_calls(home)) for home in groups_in(directory).values())
 
 
