@@ -1,4 +1,4 @@
-"""Commands to a running run: the endpoint and its client, the table of `status`, and the settings that `set` may change."""
+"""Commands to a running run: the endpoint and its client, the table of `status`, and settings that `set` may change."""
 
 from __future__ import annotations
 
