@@ -290,8 +290,7 @@ class Phase:
             step = self.manifest.step if self.manifest else 0
             next_group = self.snapshot.next_group if self.snapshot else 0
             self.recorder.journal.begin_with(
-                RolledBack(step, self.run_generation, next_group, self.reopened, self.restored),
-                self.recorder.began,
+                RolledBack(step, self.run_generation, next_group, self.reopened, self.restored), self.recorder.began
             )
         loads = self.config.debug.load_debug_rollout_data is not None
         gate = StalenessGate.of(self.config)

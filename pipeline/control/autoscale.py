@@ -1,7 +1,7 @@
 """`--autoscale`: measures a run, makes what is advised, one change at a time, and takes back what brought nothing.
 
 Twice a second the meter adds up what the monitor sees. A window is the difference between two of these sums. It begins
-after a round of all that was in flight, has a least length and a least number of batches, and starts anew whenever
+after a round of all that was in flight, has a least length and a least number of batches, and starts again whenever
 replicas come or go, or a user changes the run: two different runs are not averaged.
 
 A change goes the way of `scale`: checked, journalled, kept for a resume. It is a trial until the next whole window,

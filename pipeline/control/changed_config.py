@@ -86,9 +86,7 @@ def _name(given: str) -> str:
         return f"rollout_{short}"
     names = [name.removeprefix("rollout_") for name in SETTABLE]
     hint = cure(short, names, f"what can be set is {', '.join(names)}")
-    raise UsageError(
-        f"{given} cannot be set while the run goes on; {hint}, or drain the run and resume it with the flag"
-    )
+    raise UsageError(f"{given} cannot be set in a running run; {hint}, or drain the run and resume it with the flag")
 
 
 def _check_filters(before: Config, after: Config) -> None:

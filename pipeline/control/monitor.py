@@ -1,4 +1,4 @@
-"""What the user sees of a run that goes on: the live table or plain lines, the facts behind /metrics, and what a run
+"""What the user sees of a running run: the live table or plain lines, the facts behind /metrics, and what a run
 that stands still waits for.
 
 `Waits` reads what is known anyway: hubs know which replica has held which message since when, the directory knows what

@@ -150,14 +150,14 @@ class RunControl:
         self.recorder.changed("pause" if paused else "resume", "")
         if not paused:
             return ("new groups are admitted again",)
-        return (f"no new group is admitted; {self.stage.ledger.open} are under way and go on",)
+        return (f"no new group is admitted; {self.stage.ledger.open} are in flight and will be finished",)
 
     def _save(self) -> tuple[str, ...]:
         self._check_started()
         self._saves += 1
         self.topic.publish(SAVE, str(self._saves).encode())
         self.recorder.changed("save", "")
-        later = "; the run is paused, so that step may not end before it goes on" if self.stage.paused else ""
+        later = "; the run is paused, so that step may not end before it is resumed" if self.stage.paused else ""
         return (f"a checkpoint follows step {self.stage.steps + 1}{later}",)
 
     def _check_started(self) -> None:

@@ -135,7 +135,7 @@ class RunSnapshot:
 class Ring:
     """Marks of growing counters, oldest first. The change over a window is the newest mark less the oldest.
 
-    A mark goes once the next one covers the window as well, so that the ring spans a little more than the window.
+    A mark is dropped once the next mark covers the window as well, so the ring spans a little more than the window.
 
     Args:
         window_s: seconds that a window has at least.
@@ -195,14 +195,14 @@ def outage_text(config: Config, kind: str) -> str:
     """What happens to the work of a process while it is down. `kind`: engine, frozen, router, or the name of a
     stage."""
     if kind == "router":
-        return "new requests wait for it, those it had go on at the engines directly"
+        return "new requests wait for it, its requests continue at the engines directly"
     if kind == "engines":
-        return "the engines go on with the weights that they have until it is back"
+        return "the engines keep their weights until it is back"
     if kind == "hub":
         return "its streams wait until it is back, and their senders keep what is in them"
     if kind == "fetcher":
-        return "the engines of its node go on with the weights that they have until it is back"
+        return "the engines of its node keep their weights until it is back"
     if kind == "frozen":
-        return "what is asked of it waits until it is back"
+        return "its requests wait until it is back"
     count = engine_count(config) if kind == "engine" else replicas(config).get(kind, 1)
     return "its work goes to others" if count > 1 else "its work waits until it is back"

@@ -56,7 +56,7 @@ class StallWatch:
         makes the sentence from the seconds since the last progress.
         """
         if done != self._done:
-            line = f"it goes on, after {now_s - self._since_s:.0f} s" if self._reports else None
+            line = f"there is progress again, after {now_s - self._since_s:.0f} s" if self._reports else None
             self._close(now_s)
             self._done, self._moved = done, moved
             self._since_s = self._moved_s = now_s
@@ -123,7 +123,7 @@ class OutageWatch:
             else:
                 self._since.pop(key, None)
                 self._seconds[key] = self._seconds.get(key, 0.0) + notice.lasted_s
-                yield f"environment {name} works again, after {notice.lasted_s:.0f} s; {replica} goes on"
+                yield f"environment {name} works again, after {notice.lasted_s:.0f} s; {replica} continues"
 
     def summary(self) -> dict[str, OutageSummary]:
         """The outages until now, by environment."""

@@ -1,6 +1,6 @@
 """`summary.json`: what a run did, in numbers; and the text at its end: where everything is and what to do next.
 
-Invariants: every number is computed from what was counted in the run, by the small functions here; the file appears
+Invariants: every number is computed from counts of the run, by the small functions here; the file appears
 whole or not at all, and decodes into the same struct again.
 """
 
@@ -271,7 +271,7 @@ def _results(summary: RunSummary) -> list[tuple[str, str]]:
     if summary.faults_injected:
         rows.append(("faults on purpose", ", ".join(f"{name} {n}" for name, n in summary.faults_injected.items())))
     if summary.uncertain_calls:
-        rows.append(("uncertain", f"{summary.uncertain_calls} calls of which nobody knows whether they took effect"))
+        rows.append(("uncertain", f"{summary.uncertain_calls} calls that may or may not have taken effect"))
     for name, outage in summary.environment_outages.items():
         rows.append(("outages", f"{name} {outage.outages}, {duration(outage.seconds)} in all: {outage.reason}"))
     if summary.changes:

@@ -135,7 +135,7 @@ def _refuse_other_format(path: Path, first: bytes) -> None:
     if _OTHER_FORMAT.match(first):
         raise JournalDamaged(
             f"{path} was written by an earlier version of Sluice, with the checksum in front of each line; resume the "
-            "run with that version, or move the file away: the run then goes on with a journal that begins at its last "
+            "run with that version, or move the file away: the run then continues with a journal from its last "
             "checkpoint"
         )
 
@@ -150,7 +150,7 @@ def _cut_torn_tail(path: Path) -> None:
             if torn and _whole(line):
                 raise JournalDamaged(
                     f"{path} is damaged before line {number}, which is whole, so no crash did it; restore the file, or "
-                    "move it away: the run then goes on with a journal that begins at its last checkpoint"
+                    "move it away: the run then continues with a journal that begins at its last checkpoint"
                 )
             torn = torn or not _whole(line)
             kept += 0 if torn else len(line)

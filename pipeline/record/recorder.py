@@ -194,10 +194,7 @@ class Recorder:
         self.journal.write(Stepped(report.step, report.token_hash, max(report.staleness, default=0), round(took_s, 3)))
         self.view.step(report.step, at_s=now, metrics=metrics, tokens=report.tokens, staleness=report.staleness)
         self._open_metrics().write(
-            report.step,
-            metrics,
-            wall_s=self.wall_s,
-            trained_tokens=self.view.snapshot(now).trained_tokens,
+            report.step, metrics, wall_s=self.wall_s, trained_tokens=self.view.snapshot(now).trained_tokens
         )
         self._watch_ess(report)
         await self._forget_responses()

@@ -135,8 +135,7 @@ def test_a_full_disk_at_the_start(small_disk: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "flags",
-    [pytest.param(SIMULATED, id="simulated"), pytest.param([], id="torch", marks=pytest.mark.full)],
+    "flags", [pytest.param(SIMULATED, id="simulated"), pytest.param([], id="torch", marks=pytest.mark.full)]
 )
 def test_a_disk_that_fills_up_in_mid_run(small_disk: Path, flags: list[str]) -> None:
     run_dir = small_disk / "run"

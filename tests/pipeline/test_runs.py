@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from launching import NO_DATA, SIMULATED, SMALL, Finished, finish, here, made_model, start, succeed, succeed_here
-from launching import here as run_here
 from scripted_run import Scripted, scripted
 
 import launch as program
@@ -250,7 +249,7 @@ async def one_three_one(run: Scripted) -> None:
 
 
 def test_tasks_come_and_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    done = scripted(monkeypatch, tmp_path / "run", one_three_one, lambda run_dir: run_here(run_dir, *FLAGS).code)
+    done = scripted(monkeypatch, tmp_path / "run", one_three_one, lambda run_dir: here(run_dir, *FLAGS).code)
     assert done.controller.recorder.restarts == {}
 
 

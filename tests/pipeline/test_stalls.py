@@ -61,7 +61,7 @@ def test_a_stall_is_told_again_and_again_and_kept_with_what_was_said_last() -> N
     assert look(221, 0) == "nothing was trained for 121 s: b waits for a (121)"
     assert look(400, 0) == "nothing was trained for 300 s: b waits for a (300)", "once, however late"
     assert look(401, 0) is None
-    assert look(410, 1) == "it goes on, after 310 s"
+    assert look(410, 1) == "there is progress again, after 310 s"
     assert look(460, 2) is None, "a wait that was not told has no end to tell"
     assert look(521, 2) == "nothing was trained for 61 s: b waits for a (61)"
     assert watch.stalls(530) == (Stall(0.0, 310.0, "b waits for a (300)"), Stall(360.0, 70.0, "b waits for a (61)"))
@@ -168,7 +168,7 @@ def test_a_reward_service_that_hangs_is_told_with_the_settings_that_end_it(
     lines = [line for line in told(done) if "reward-0 has had group" in line]
     assert "(--reward-deadline-s 10, outside --rm-timeout-s 120, --rm-retries 10)" in lines[0]
     assert "in reward)" in lines[0]
-    assert any(line.startswith("it goes on, after ") for line in done.out.splitlines())
+    assert any(line.startswith("there is progress again, after ") for line in done.out.splitlines())
     assert any("reward-0 has had group" in stall["waits"] for stall in stalls(done))
     assert "stalls" in done.out.split("completed: ")[1]
 

@@ -242,7 +242,7 @@ def test_what_is_set_is_what_a_resume_would_have_and_begins_with(tmp_path: Path)
         ({"lr": "-1"}, "--lr"),
         ({"temperature": "0"}, "rollout-temperature"),
         ({"top_p": "0.7"}, "--rollout-top-p is 0.7 with TIS or bypass, but must be 1"),
-        ({"rollout_batch_size": "8"}, "cannot be set while the run goes on"),
+        ({"rollout_batch_size": "8"}, "cannot be set in a running run"),
         ({"max_stalenes": "3"}, "max_staleness"),
         ({"dynamic_sampling_filter": "nonzero_std"}, "the numbers can be changed, not which there are"),
         ({"dynamic_sampling_filter": "reward:0.9_0.1"}, "the lower bound 0.9 is above the upper bound 0.1"),

@@ -58,11 +58,7 @@ def made_up_run() -> RunView:
             )
     for step in range(1, 5):
         view.step(
-            step,
-            at_s=T0 + 5 * step,
-            metrics={"reward/mean": step / 10},
-            tokens=100,
-            staleness={0: 25, 1: 50, 2: 25},
+            step, at_s=T0 + 5 * step, metrics={"reward/mean": step / 10}, tokens=100, staleness={0: 25, 1: 50, 2: 25}
         )
     view.version = 4
     view.gate = (6, 12)
