@@ -1,6 +1,6 @@
 """Graders without judgement, for load and fault tests: length, random, constant, sleep, crash.
 
-Invariant: what is drawn follows from the request's seed alone, so that a repeated run draws the same. `sleep` and
+Invariant: a draw depends on the request's seed alone, so that a repeated run draws the same. `sleep` and
 `crash` score like `random`, so that a load test passes group filters.
 """
 
@@ -95,7 +95,7 @@ def grade_crash(probability: float, request: GradeRequest) -> Grade:
     """Die of a segmentation fault with the given probability (of the seed), else score at random."""
     if uniform(request.seed, 3) < probability:
         if IN_WORKER_VARIABLE not in os.environ:
-            raise RuntimeError("crash: kills worker processes only, and this is none")
+            raise RuntimeError("crash: kills grader processes only, and this process is none")
         os.kill(os.getpid(), signal.SIGSEGV)
     won = uniform(request.seed, 0) < 0.5
     return Grade(float(won), won)

@@ -8,8 +8,8 @@ without a clock or a thread.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -224,6 +224,19 @@ async def open_rig(*, sockets: bool = False) -> AsyncIterator[Rig]:
     prefix = "inproc://" if sockets else ""
     async with asyncio.timeout(LIMIT_S), node:
         yield Rig(node, await node.topic_server(prefix + TOPIC), prefix)
+
+
+@contextmanager
+def time_limit() -> Iterator[None]:
+    """Turn a hang of a test into a failure. For fixtures: the limit of `open_rig` ends the task of the fixture only."""
+
+    def cancel_all() -> None:
+        for task in asyncio.all_tasks():
+            task.cancel()
+
+    handle = asyncio.get_running_loop().call_later(LIMIT_S, cancel_all)
+    yield
+    handle.cancel()
 
 
 @asynccontextmanager

@@ -27,6 +27,7 @@ from tests.stages.stage_rig import (
     open_rig,
     running,
     take,
+    time_limit,
     until,
 )
 from transport.ports.stream import Inlet, Outlet
@@ -98,7 +99,7 @@ def _held_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @asynccontextmanager
-async def desk(**evaluation: object) -> AsyncIterator[Desk]:
+async def open_desk(**evaluation: object) -> AsyncIterator[Desk]:
     async with open_rig() as rig:
         ports = await join(rig)
         stage = make_stage(**evaluation)
@@ -111,6 +112,13 @@ async def desk(**evaluation: object) -> AsyncIterator[Desk]:
                 await rig.outlet("evaluate"),
                 await rig.inlet("settle"),
             )
+
+
+@pytest.fixture
+async def desk() -> AsyncIterator[Desk]:
+    with time_limit():
+        async with open_desk() as opened:
+            yield opened
 
 
 @pytest.mark.parametrize(
@@ -126,7 +134,7 @@ def test_data_sets_are_named(entry: str, name: str, path: str) -> None:
 
 
 async def test_a_pinned_version_is_asked_when_every_engine_has_it_and_scored_once() -> None:
-    async with desk(n_samples_per_eval_prompt=2) as one:
+    async with open_desk(n_samples_per_eval_prompt=2) as one:
         pin(one.rig, 3)
         one.rig.applied(3)
         one.rig.applied(2, engine=1)
@@ -155,7 +163,7 @@ async def test_a_pinned_version_is_asked_when_every_engine_has_it_and_scored_onc
 
 
 async def test_every_data_set_has_its_own_score() -> None:
-    async with desk(eval_prompt_data=("one=a.jsonl", "two=b.jsonl")) as one:
+    async with open_desk(eval_prompt_data=("one=a.jsonl", "two=b.jsonl")) as one:
         pin(one.rig, 0)
         one.rig.applied(0)
         for group in await one.prompts(6):
@@ -164,65 +172,61 @@ async def test_every_data_set_has_its_own_score() -> None:
         assert (done.metrics["eval/one"], done.metrics["eval/two"], done.complete) == (1.0, 0.25, True)
 
 
-async def test_seeds_are_the_same_at_every_version() -> None:
-    async with desk() as one:
-        seeds = []
-        for version in (0, 1):
-            pin(one.rig, version)
-            one.rig.applied(version)
-            groups = await one.prompts(3)
-            seeds.append([group.seed for group in groups])
-            await one.answer_all(groups, version)
-            assert (await one.result()).version == version
-        assert seeds[0] == seeds[1]
+async def test_seeds_are_the_same_at_every_version(desk: Desk) -> None:
+    seeds = []
+    for version in (0, 1):
+        pin(desk.rig, version)
+        desk.rig.applied(version)
+        groups = await desk.prompts(3)
+        seeds.append([group.seed for group in groups])
+        await desk.answer_all(groups, version)
+        assert (await desk.result()).version == version
+    assert seeds[0] == seeds[1]
 
 
-async def test_an_answer_of_mixed_versions_does_not_count() -> None:
-    async with desk() as one:
-        pin(one.rig, 2)
-        one.rig.applied(2)
-        first, *rest = await one.prompts(3)
-        await one.answer(first, make_sample(0, runs=[(2, 2), (3, 2)], reward=1.0))
-        await one.answer_all(rest, 2, reward=0.0)
-        done = await one.result()
-        assert (done.complete, done.detail) == (False, "some answers are missing or of another version")
-        assert done.metrics["eval/held"] == 0.0
-        assert done.metrics["eval/held-mixed_versions"] == 1.0
-        await one.released(b"2")
+async def test_an_answer_of_mixed_versions_does_not_count(desk: Desk) -> None:
+    pin(desk.rig, 2)
+    desk.rig.applied(2)
+    first, *rest = await desk.prompts(3)
+    await desk.answer(first, make_sample(0, runs=[(2, 2), (3, 2)], reward=1.0))
+    await desk.answer_all(rest, 2, reward=0.0)
+    done = await desk.result()
+    assert (done.complete, done.detail) == (False, "some answers are missing or of another version")
+    assert done.metrics["eval/held"] == 0.0
+    assert done.metrics["eval/held-mixed_versions"] == 1.0
+    await desk.released(b"2")
 
 
-async def test_a_failed_answer_counts_as_wrong() -> None:
-    async with desk() as one:
-        pin(one.rig, 0)
-        one.rig.applied(0)
-        first, *rest = await one.prompts(3)
-        await one.answer(first, make_sample(0, status="failed", error="grader: x"))
-        await one.answer_all(rest, 0)
-        done = await one.result()
-        assert done.metrics["eval/held"] == pytest.approx(2 / 3)
-        assert done.metrics["eval/held-failed_ratio"] == pytest.approx(1 / 3)
+async def test_a_failed_answer_counts_as_wrong(desk: Desk) -> None:
+    pin(desk.rig, 0)
+    desk.rig.applied(0)
+    first, *rest = await desk.prompts(3)
+    await desk.answer(first, make_sample(0, status="failed", error="grader: x"))
+    await desk.answer_all(rest, 0)
+    done = await desk.result()
+    assert done.metrics["eval/held"] == pytest.approx(2 / 3)
+    assert done.metrics["eval/held-failed_ratio"] == pytest.approx(1 / 3)
 
 
-async def test_answers_of_another_version_or_data_set_are_ignored_and_duplicates_count_once() -> None:
-    async with desk() as one:
-        pin(one.rig, 1)
-        one.rig.applied(1)
-        groups = await one.prompts(3)
-        strange = [
-            msgspec.structs.replace(groups[0], pinned_version=0),
-            msgspec.structs.replace(groups[0], dataset="other"),
-        ]
-        for group in strange:
-            await one.answer(group, make_sample(0, version=1, reward=9.0))
-        await one.answer(groups[0], make_sample(0, version=1, reward=1.0))
-        await one.answer(groups[0], make_sample(0, version=1, reward=9.0, turns=2))
-        await one.answer_all(groups[1:], 1)
-        assert (await one.result()).metrics["eval/held"] == 1.0
-        await one.rig.hubs["evaluate"].wait_empty()
+async def test_answers_of_another_version_or_data_set_are_ignored_and_duplicates_count_once(desk: Desk) -> None:
+    pin(desk.rig, 1)
+    desk.rig.applied(1)
+    groups = await desk.prompts(3)
+    strange = [
+        msgspec.structs.replace(groups[0], pinned_version=0),
+        msgspec.structs.replace(groups[0], dataset="other"),
+    ]
+    for group in strange:
+        await desk.answer(group, make_sample(0, version=1, reward=9.0))
+    await desk.answer(groups[0], make_sample(0, version=1, reward=1.0))
+    await desk.answer(groups[0], make_sample(0, version=1, reward=9.0, turns=2))
+    await desk.answer_all(groups[1:], 1)
+    assert (await desk.result()).metrics["eval/held"] == 1.0
+    await desk.rig.hubs["evaluate"].wait_empty()
 
 
 async def test_the_deadline_gives_up_and_releases() -> None:
-    async with desk(eval_deadline_s=0.05) as one:
+    async with open_desk(eval_deadline_s=0.05) as one:
         pin(one.rig, 0)
         one.rig.applied(0)
         done = await one.result()
@@ -234,27 +238,25 @@ async def test_the_deadline_gives_up_and_releases() -> None:
         assert (await one.result()).version == 1
 
 
-async def test_a_drain_ends_an_evaluation_and_releases() -> None:
-    async with desk() as one:
-        pin(one.rig, 0)
-        one.rig.applied(0)
-        groups = await one.prompts(3)
-        await one.answer_all(groups[:1], 0)
-        one.rig.topic.publish("drain", b"interrupted")
-        done = await one.result()
-        assert (done.version, done.complete, done.detail) == (0, False, "drained")
-        await one.released(b"0")
+async def test_a_drain_ends_an_evaluation_and_releases(desk: Desk) -> None:
+    pin(desk.rig, 0)
+    desk.rig.applied(0)
+    groups = await desk.prompts(3)
+    await desk.answer_all(groups[:1], 0)
+    desk.rig.topic.publish("drain", b"interrupted")
+    done = await desk.result()
+    assert (done.version, done.complete, done.detail) == (0, False, "drained")
+    await desk.released(b"0")
 
 
-async def test_a_pin_that_no_engine_will_apply_ends_with_the_drain() -> None:
-    async with desk() as one:
-        pin(one.rig, 4)
-        one.rig.applied(3)
-        await idle()
-        one.rig.topic.publish("drain", b"interrupted")
-        done = await one.result()
-        assert (done.version, done.complete) == (4, False)
-        await one.released(b"4")
+async def test_a_pin_that_no_engine_will_apply_ends_with_the_drain(desk: Desk) -> None:
+    pin(desk.rig, 4)
+    desk.rig.applied(3)
+    await idle()
+    desk.rig.topic.publish("drain", b"interrupted")
+    done = await desk.result()
+    assert (done.version, done.complete) == (4, False)
+    await desk.released(b"4")
 
 
 async def test_a_restarted_stage_does_not_repeat_what_is_released() -> None:
@@ -267,10 +269,9 @@ async def test_a_restarted_stage_does_not_repeat_what_is_released() -> None:
             assert rig.hubs["generate.eval"].stats().accepted == 0
 
 
-async def test_the_stage_ends_with_its_inlet() -> None:
-    async with desk() as one:
-        one.rig.hubs["evaluate"].finish()
-        await one.task
+async def test_the_stage_ends_with_its_inlet(desk: Desk) -> None:
+    desk.rig.hubs["evaluate"].finish()
+    await desk.task
 
 
 async def test_the_result_is_in_custody_before_the_version_is_released() -> None:
@@ -335,7 +336,7 @@ async def test_a_stage_that_is_killed_in_an_evaluation_finishes_it_after_its_res
 
 
 async def test_pass_at_k_comes_from_the_verdicts_and_a_failed_answer_is_wrong() -> None:
-    async with desk(n_samples_per_eval_prompt=4) as one:
+    async with open_desk(n_samples_per_eval_prompt=4) as one:
         pin(one.rig, 3)
         one.rig.applied(3)
         solved = {0: (True, False, False, False), 1: (True, True, True, True), 2: (False, False, False, None)}
@@ -354,36 +355,34 @@ async def test_pass_at_k_comes_from_the_verdicts_and_a_failed_answer_is_wrong() 
         assert metrics["eval/held-mean@4"] == pytest.approx(1.25 / 3)
 
 
-async def test_of_an_answer_with_several_sequences_the_last_one_counts() -> None:
-    async with desk() as one:
-        pin(one.rig, 3)
-        one.rig.applied(3)
-        for group in await one.prompts(3):
-            first = make_sample(0, version=3, sequence=0, sequences=2)
-            await one.answer(group, first, make_sample(0, version=3, reward=0.5, sequence=1, sequences=2))
-        done = await one.result()
-        assert done.complete
-        assert done.metrics["eval/held"] == 0.5
-        assert done.metrics["eval/held-best@1"] == 0.5
+async def test_of_an_answer_with_several_sequences_the_last_one_counts(desk: Desk) -> None:
+    pin(desk.rig, 3)
+    desk.rig.applied(3)
+    for group in await desk.prompts(3):
+        first = make_sample(0, version=3, sequence=0, sequences=2)
+        await desk.answer(group, first, make_sample(0, version=3, reward=0.5, sequence=1, sequences=2))
+    done = await desk.result()
+    assert done.complete
+    assert done.metrics["eval/held"] == 0.5
+    assert done.metrics["eval/held-best@1"] == 0.5
 
 
-async def test_every_sequence_of_an_answer_is_of_the_version() -> None:
+async def test_every_sequence_of_an_answer_is_of_the_version(desk: Desk) -> None:
     """A sub-agent that other weights made spoils its answer; what no weights made is of no version."""
-    async with desk() as one:
-        pin(one.rig, 3)
-        one.rig.applied(3)
-        for number, group in enumerate(await one.prompts(3)):
-            first = make_sample(0, runs=[(2 if number == 0 else 3, 2), (-1, 2)], mask=[1, 1, 0, 0], sequences=2)
-            await one.answer(group, first, make_sample(0, version=3, reward=0.5, sequence=1, sequences=2))
-        done = await one.result()
-        assert not done.complete
-        assert done.metrics["eval/held-mixed_versions"] == 1.0
+    pin(desk.rig, 3)
+    desk.rig.applied(3)
+    for number, group in enumerate(await desk.prompts(3)):
+        first = make_sample(0, runs=[(2 if number == 0 else 3, 2), (-1, 2)], mask=[1, 1, 0, 0], sequences=2)
+        await desk.answer(group, first, make_sample(0, version=3, reward=0.5, sequence=1, sequences=2))
+    done = await desk.result()
+    assert not done.complete
+    assert done.metrics["eval/held-mixed_versions"] == 1.0
 
 
 async def test_a_function_that_logs_is_told_of_each_data_set() -> None:
     user_code.STARTED.clear()
     log = "tests.stages.slime.user_code:log_evaluation"
-    async with desk(n_samples_per_eval_prompt=1, observe={"custom_eval_rollout_log_function_path": log}) as one:
+    async with open_desk(n_samples_per_eval_prompt=1, observe={"custom_eval_rollout_log_function_path": log}) as one:
         pin(one.rig, 2)
         one.rig.applied(2)
         for number, group in enumerate(await one.prompts(3)):

@@ -21,7 +21,7 @@ from stages.topic_values import Complaint
 from stages.train.publish_weights import WeightPublisher
 from tests.models.weights.made_up import checkpoint, values
 from tests.stages.engine_rig import core_of
-from tests.stages.fleet_rig import Fleet, Update, before_updates, fleet, hold_updates
+from tests.stages.fleet_rig import Fleet, Update, before_updates, hold_updates, open_fleet
 from tests.stages.stage_rig import idle, make_config, make_context, until
 
 
@@ -74,69 +74,66 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Update]]:
 
 
 async def test_each_node_fetches_a_version_once_and_its_engines_load_it_from_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with fleet(tmp_path, monkeypatch) as one:
-        nodes = [await node(one, f"fetcher-{i}", tmp_path) for i in range(2)]
-        for index, fetcher in enumerate(["", "fetcher-0", "fetcher-1", "fetcher-1"]):
-            await one.engine(index, fetcher=fetcher)
-        for version in range(3):
-            with loads(monkeypatch) as loaded:
-                slot = one.weights.publish(version)
-                for index in range(4):
-                    await one.landed(version, engine=index)
-            homes = [str(there.weights.home / slot.label) for there in nodes]
-            assert sorted(load.path for load in loaded) == sorted([slot.path, homes[0], homes[1], homes[1]])
-        assert one.labels() == ["0.2"] * 4
-        wanted = {"0.0": 1, "0.1": 1, "0.2": 1}
-        assert [dict(there.weights.fetched) for there in nodes] == [wanted, wanted]
-        assert [one.failures(index) for index in range(4)] == [0] * 4
+    nodes = [await node(fleet, f"fetcher-{i}", tmp_path) for i in range(2)]
+    for index, fetcher in enumerate(["", "fetcher-0", "fetcher-1", "fetcher-1"]):
+        await fleet.engine(index, fetcher=fetcher)
+    for version in range(3):
+        with loads(monkeypatch) as loaded:
+            slot = fleet.weights.publish(version)
+            for index in range(4):
+                await fleet.landed(version, engine=index)
+        homes = [str(there.weights.home / slot.label) for there in nodes]
+        assert sorted(load.path for load in loaded) == sorted([slot.path, homes[0], homes[1], homes[1]])
+    assert fleet.labels() == ["0.2"] * 4
+    wanted = {"0.0": 1, "0.1": 1, "0.2": 1}
+    assert [dict(there.weights.fetched) for there in nodes] == [wanted, wanted]
+    assert [fleet.failures(index) for index in range(4)] == [0] * 4
 
 
-async def test_a_fetcher_that_is_killed_finds_its_order_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_fetcher_that_is_killed_finds_its_order_again(
+    fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Killed once the engine stands still: what takes its place puts the weights in, and the engine goes on."""
-    async with fleet(tmp_path, monkeypatch) as one:
-        there = await node(one, "fetcher-0", tmp_path)
-        server = await one.engine(0, fetcher="fetcher-0")
-        one.weights.publish(0)
-        await one.landed(0)
-        asked, hold, _ = hold_updates(monkeypatch)
-        one.weights.publish(1)
-        await asked.wait()
-        assert core_of(server).paused
-        await there.lose()
-        hold.set()
-        await idle()
-        assert core_of(server).paused, "nothing goes on before it is certain what it carries"
-        await there.start()
-        await one.landed(1)
-        assert (core_of(server).label, core_of(server).paused, one.failures()) == ("0.1", False, 0)
+    there = await node(fleet, "fetcher-0", tmp_path)
+    server = await fleet.engine(0, fetcher="fetcher-0")
+    fleet.weights.publish(0)
+    await fleet.landed(0)
+    asked, hold, _ = hold_updates(monkeypatch)
+    fleet.weights.publish(1)
+    await asked.wait()
+    assert core_of(server).paused
+    await there.lose()
+    hold.set()
+    await idle()
+    assert core_of(server).paused, "nothing goes on before it is certain what it carries"
+    await there.start()
+    await fleet.landed(1)
+    assert (core_of(server).label, core_of(server).paused, fleet.failures()) == ("0.1", False, 0)
 
 
-async def test_what_a_lost_engines_stage_had_ordered_is_taken_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with fleet(tmp_path, monkeypatch) as one:
-        there = await node(one, "fetcher-0", tmp_path)
-        server = await one.engine(0, fetcher="fetcher-0")
-        one.weights.publish(0)
-        await one.landed(0)
-        there.weights.broken = "not yet"
-        one.weights.publish(1)
-        await until(lambda: one.failures() > 0)
-        await one.lose_stage()
-        there.weights.broken = ""
-        await one.start_stage()
-        await one.landed(1)
-        await idle()
-        assert one.rig.topic.get("order/fetcher-0/engine-0") == b""
-        assert (core_of(server).label, core_of(server).paused) == ("0.1", False)
+async def test_what_a_lost_engines_stage_had_ordered_is_taken_back(fleet: Fleet, tmp_path: Path) -> None:
+    there = await node(fleet, "fetcher-0", tmp_path)
+    server = await fleet.engine(0, fetcher="fetcher-0")
+    fleet.weights.publish(0)
+    await fleet.landed(0)
+    there.weights.broken = "not yet"
+    fleet.weights.publish(1)
+    await until(lambda: fleet.failures() > 0)
+    await fleet.lose_stage()
+    there.weights.broken = ""
+    await fleet.start_stage()
+    await fleet.landed(1)
+    await idle()
+    assert fleet.rig.topic.get("order/fetcher-0/engine-0") == b""
+    assert (core_of(server).label, core_of(server).paused) == ("0.1", False)
 
 
 async def test_an_engine_that_its_fetcher_cannot_serve_goes_to_its_supervisor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with fleet(tmp_path, monkeypatch, max_failures=3) as one:
+    async with open_fleet(tmp_path, monkeypatch, max_failures=3) as one:
         there = await node(one, "fetcher-0", tmp_path)
         for index, fetcher in enumerate(["fetcher-0", ""]):
             await one.engine(index, fetcher=fetcher)
@@ -160,33 +157,30 @@ async def test_an_engine_that_its_fetcher_cannot_serve_goes_to_its_supervisor(
         assert core_of(again).label == "0.1"
 
 
-async def test_an_engine_that_is_lost_on_the_way_keeps_nobody_waiting(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its whole node is gone, so that no answer will ever come; it comes back on another one."""
-    async with fleet(tmp_path, monkeypatch) as one:
-        gone = await node(one, "fetcher-0", tmp_path)
-        await one.engine(0, fetcher="fetcher-0")
-        await one.engine(1)
-        one.weights.publish(0)
-        for index in range(2):
-            await one.landed(0, engine=index)
-        await gone.lose()
-        one.weights.publish(1)
-        await until(lambda: one.entry(0).fetching == 1)
-        one.rig.lose_engine(0)
-        await one.landed(1, engine=1)
-        await node(one, "fetcher-1", tmp_path)
-        again = await one.engine(0, incarnation=1, fetcher="fetcher-1")
-        await one.landed(1)
-        assert core_of(again).label == "0.1"
+async def test_an_engine_that_is_lost_on_the_way_keeps_nobody_waiting(fleet: Fleet, tmp_path: Path) -> None:
+    """Its whole node is gone, so that no answer will ever come; it comes back on another fleet."""
+    gone = await node(fleet, "fetcher-0", tmp_path)
+    await fleet.engine(0, fetcher="fetcher-0")
+    await fleet.engine(1)
+    fleet.weights.publish(0)
+    for index in range(2):
+        await fleet.landed(0, engine=index)
+    await gone.lose()
+    fleet.weights.publish(1)
+    await until(lambda: fleet.entry(0).fetching == 1)
+    fleet.rig.lose_engine(0)
+    await fleet.landed(1, engine=1)
+    await node(fleet, "fetcher-1", tmp_path)
+    again = await fleet.engine(0, incarnation=1, fetcher="fetcher-1")
+    await fleet.landed(1)
+    assert core_of(again).label == "0.1"
 
 
 async def test_differences_are_put_together_on_each_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = make_config(update={"update_weight_transport": "delta"})
     update = msgspec.convert({"update_weight_transport": "delta"}, UpdateConfig)
     source = checkpoint(tmp_path / "source")
-    async with fleet(tmp_path, monkeypatch, update=update, source=source) as one:
+    async with open_fleet(tmp_path, monkeypatch, update=update, source=source) as one:
         nodes = [await node(one, f"fetcher-{i}", tmp_path) for i in range(2)]
         for index in range(2):
             await one.engine(index, fetcher=f"fetcher-{index}")

@@ -78,7 +78,7 @@ def test_pass_rate_goes_by_the_verdict(correct: list[bool], reason: str | None) 
 
 
 def test_pass_rate_without_verdicts_is_an_error_and_not_a_silence() -> None:
-    with pytest.raises(FilterError, match="grader that says which responses are correct"):
+    with pytest.raises(FilterError, match="grader that reports is_correct"):
         verdict("pass_rate:0.1_0.9", graded(1.0, 0.0))
 
 

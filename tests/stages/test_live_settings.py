@@ -10,7 +10,7 @@ import pytest
 from configs.schema import Config, FilterConfig
 from stages.messages import Settled, StepDone
 from stages.topic_values import MOST_KEPT, SETTINGS, Settings, newest_settings, settings_at, write_settings
-from tests.stages.group_rig import desk
+from tests.stages.group_rig import open_desk
 from tests.stages.prompt_rig import prompting, step_done
 from tests.stages.stage_rig import make_sample, make_slice, open_rig, take, until
 from tests.stages.train_rig import training
@@ -89,7 +89,7 @@ async def test_a_paused_stage_admits_nothing_and_settles_what_is_out() -> None:
 
 async def test_groups_meet_the_thresholds_that_were_changed_last() -> None:
     config = Config(filter=FilterConfig(dynamic_sampling_filter=("reward:0.0_0.4",)))
-    async with desk(config) as one:
+    async with open_desk(config) as one:
         slices = [make_slice(i, make_sample(0, reward=0.6), make_sample(1, reward=0.4)) for i in range(2)]
         await one.send(slices[0])
         assert (await take(one.settled)).detail == "reward_high"

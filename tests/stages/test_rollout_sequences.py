@@ -31,6 +31,7 @@ from stages.train.batch import Batch, slice_sequences
 from tests.models.train.small_trainer import make_backend, train_step
 from tests.stages.custom_parts import SHARED, Agents, Game
 from tests.stages.engine_rig import LENGTH, generating, record_exchanges, tensors_of
+from tests.stages.group_rig import Desk, settled
 from tests.stages.stage_rig import (
     REPORT,
     make_config,
@@ -264,15 +265,12 @@ async def test_a_rollout_that_contradicts_itself_fails_its_group(changes: dict[s
     assert rollout_fault(branched()[1:]) == "it has sequences [1] of 2; each must be there once"
 
 
-async def test_the_group_stage_says_why(tmp_path: Path) -> None:
-    from tests.stages.test_group_stage import desk, settled
-
-    async with desk() as one:
-        await one.send(make_slice(0, *branched(prefix=Prefix(0, 6)), make_sample(1, reward=0.0), n_samples=2))
-        report = await settled(one)
-        assert isinstance(report, Settled)
-        assert report.outcome == "failed"
-        assert report.detail == "sample 0: the first 6 tokens of sequence 1 are not those of sequence 0, its prefix"
+async def test_the_group_stage_says_why(desk: Desk) -> None:
+    await desk.send(make_slice(0, *branched(prefix=Prefix(0, 6)), make_sample(1, reward=0.0), n_samples=2))
+    report = await settled(desk)
+    assert isinstance(report, Settled)
+    assert report.outcome == "failed"
+    assert report.detail == "sample 0: the first 6 tokens of sequence 1 are not those of sequence 0, its prefix"
 
 
 def test_equal_batches_have_equal_hashes_and_a_prefix_counts() -> None:

@@ -27,7 +27,7 @@ from stages.messages import WeightsAnnouncement
 from stages.ports import Ports
 from stages.train.publish_weights import WeightPublisher
 from tests.sglang_server import ON_SGLANG, RealServer
-from tests.stages.fleet_rig import Fleet, fleet
+from tests.stages.fleet_rig import Fleet, open_fleet
 from tests.stages.stage_rig import make_config, make_context, running, until
 
 pytestmark = ON_SGLANG
@@ -46,7 +46,7 @@ async def served(
     async with EngineClient(server.url) as client:
         await server.fresh(client)
         config = msgspec.convert(settings, UpdateConfig)
-        async with fleet(tmp_path, monkeypatch, source=server.model, update=config) as one:
+        async with open_fleet(tmp_path, monkeypatch, source=server.model, update=config) as one:
             publisher = WeightPublisher(
                 make_config(update=settings), tmp_path / "published", server.model, tmp_path / "run"
             )

@@ -180,13 +180,6 @@ def test_ifeval_names_what_is_wrong_with_the_row(metadata: dict[str, object], wo
         assert words in (found.error or "")
 
 
-@pytest.mark.parametrize("row", cases_text.GOLDEN_GSM8K)
-def test_gsm8k(row: tuple[str, str, int, int, str]) -> None:
-    response, label, strict, flexible, why = row
-    assert grade("gsm8k", response, label).score == strict, why
-    assert grade("gsm8k_flex", response, label).score == flexible, why
-
-
 def test_there_are_enough_cases_and_each_has_a_reason() -> None:
     tables = [
         value for module in (cases_math, cases_text) for value in vars(module).values() if isinstance(value, list)
