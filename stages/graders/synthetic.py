@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable
 from functools import partial
 
+import msgspec
+
 from models.engines.noise import GOLDEN, mix
 from stages.graders.grade import Grade, Grader, GradeRequest
 
@@ -87,8 +89,7 @@ def grade_sleep(draw: Draw, request: GradeRequest) -> Grade:
     """Sleep for a drawn time, then score at random."""
     seconds = draw(uniform(request.seed, 1), uniform(request.seed, 2))
     time.sleep(seconds)
-    won = uniform(request.seed, 0) < 0.5
-    return Grade(float(won), won, {"slept_s": seconds})
+    return msgspec.structs.replace(grade_random(0.5, request), parts={"slept_s": seconds})
 
 
 def grade_crash(probability: float, request: GradeRequest) -> Grade:
@@ -97,8 +98,7 @@ def grade_crash(probability: float, request: GradeRequest) -> Grade:
         if IN_WORKER_VARIABLE not in os.environ:
             raise RuntimeError("crash: kills grader processes only, and this process is none")
         os.kill(os.getpid(), signal.SIGSEGV)
-    won = uniform(request.seed, 0) < 0.5
-    return Grade(float(won), won)
+    return grade_random(0.5, request)
 
 
 def parse_durations(text: str) -> Draw:

@@ -1,4 +1,4 @@
-"""Set-up that many tests of the stages share: an engines stage at work on a topic, a group stage among its streams."""
+"""Set-up that many tests of the stages share: streams, an engines stage, a group stage."""
 
 from __future__ import annotations
 
@@ -9,7 +9,15 @@ import pytest
 
 from tests.stages.fleet_rig import Fleet, open_fleet
 from tests.stages.group_rig import Desk, open_desk
-from tests.stages.stage_rig import time_limit
+from tests.stages.stage_rig import Rig, open_rig, time_limit
+
+
+@pytest.fixture
+async def rig() -> AsyncIterator[Rig]:
+    """Streams on a network in memory, and a topic."""
+    with time_limit():
+        async with open_rig() as opened:
+            yield opened
 
 
 @pytest.fixture

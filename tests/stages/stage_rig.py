@@ -280,3 +280,19 @@ async def until(condition: Callable[[], bool]) -> None:
     """Look until a condition holds; the rig's limit ends the wait."""
     while not condition():  # noqa: ASYNC110 - looks from outside
         await asyncio.sleep(0.002)
+
+
+@dataclass
+class Held:
+    """A lease that belongs to no hub."""
+
+    message: RolloutSlice
+    key: str = ""
+    attempt: int = 1
+    ends: list[str] = field(default_factory=list)
+
+    def done(self) -> None:
+        self.ends.append("done")
+
+    def poison(self, reason: str) -> None:
+        self.ends.append("poison")

@@ -1,17 +1,30 @@
-"""Following the weights: what an engine serves, in which order engines are updated, and what is never served."""
+"""Engines that follow the weights: updates, their order, leaving engines, and entries of the engine directory."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from models.engines.client import EngineClient, WeightsUpdated
 from models.engines.errors import EngineRefused
+from models.engines.noise import sample_seed
 from models.engines.protocol import PauseMode
-from tests.stages.engine_rig import core_of
+from stages.topic_values import LEAVE, EngineAddress, EngineEntry, addresses, carrying, entries
+from tests.stages.engine_rig import (
+    FAST_MS,
+    SLOW_MS,
+    core_of,
+    freeze,
+    generating,
+    record_exchanges,
+    sent_to,
+    simulated,
+    written,
+)
 from tests.stages.fleet_rig import Fleet, Update, before_updates, hold_updates, open_fleet
-from tests.stages.stage_rig import idle, until
+from tests.stages.stage_rig import idle, make_group, response_ids, until
 
 
 async def test_an_engine_is_served_after_its_first_update_and_its_entry_tells_of_each(fleet: Fleet) -> None:
@@ -242,3 +255,96 @@ async def test_a_stall_is_accounted_for_while_the_engine_stands_still(
     await fleet.landed(1)
     assert seen == ["stalled"]
     assert fleet.stage.activity._state() == "starved"
+
+
+class Values:
+    """A topic that is read."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+
+    def items(self, prefix: str) -> dict[str, bytes]:
+        return {key: value for key, value in self.values.items() if key.startswith(prefix)}
+
+    def up(self, name: str, incarnation: int = 0, policy: str = "policy") -> None:
+        address = EngineAddress(name, f"http://{name}", incarnation, policy)
+        self.values[f"engine/{name}"] = msgspec.msgpack.encode(address)
+
+    def says(self, name: str, version: int, incarnation: int = 0, policy: str = "policy") -> None:
+        entry = EngineEntry(
+            name, f"http://{name}", incarnation, policy, state="serving", run_generation=0, version=version
+        )
+        self.values[f"directory/{name}"] = msgspec.msgpack.encode(entry)
+
+
+def test_an_entry_counts_only_for_the_incarnation_that_has_the_address() -> None:
+    topic = Values()
+    topic.says("engine-0", 3)
+    assert entries(topic) == {}, "its engine is lost: what arrives late is of a process that has died"
+    topic.up("engine-0", incarnation=1)
+    assert entries(topic) == {}, "a new process listens there, and carries nothing of that"
+    assert addresses(topic)["engine-0"].incarnation == 1
+    topic.says("engine-0", 4, incarnation=1)
+    assert entries(topic)["engine-0"].label == "0.4"
+    topic.up("engine-0", incarnation=2)
+    assert carrying(topic) == {}
+
+
+def test_entries_are_told_apart_by_policy_and_those_without_weights_of_the_run_hold_nobody_up() -> None:
+    topic = Values()
+    for name, policy, version in (("engine-1", "policy", 2), ("engine-0", "policy", -1), ("frozen-j", "j", -1)):
+        topic.up(name, policy=policy)
+        topic.says(name, version, policy=policy)
+    assert list(entries(topic)) == ["engine-0", "engine-1", "frozen-j"]
+    assert list(entries(topic, "policy")) == ["engine-0", "engine-1"]
+    assert list(entries(topic, "j")) == ["frozen-j"]
+    assert list(addresses(topic, "j")) == ["frozen-j"]
+    assert list(carrying(topic)) == ["engine-1"]
+    assert entries(topic)["frozen-j"].label is None
+
+
+PROMPT = [1, 2, 3]
+
+
+async def test_partial_output_goes_on_elsewhere_and_nothing_new_comes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = record_exchanges(monkeypatch)
+    async with generating(tmp_path, engines=2, engine=simulated(SLOW_MS)) as world:
+        await world.ready()
+        core_of(world.engines[1]).schedule.config = simulated(FAST_MS).simulated
+        await world.ask(make_group(0, 2, prompt=PROMPT))
+        await freeze(world.engines[0], tokens=6)
+        world.rig.topic.publish(f"{LEAVE}engine-0", b"")
+        samples = await world.whole(2)
+        await world.rig.topic_until(lambda: (entry := world.rig.entry()) is not None and entry.state == "left")
+        assert sorted(carrying(world.rig.topic)) == ["engine-1"], "nobody waits for weights to land in it"
+        assert core_of(world.engines[0]).schedule.running == 0
+        await until(lambda: world.serving() == ["engine-1"])
+        for group in range(1, 5):
+            await world.ask(make_group(group, 1, prompt=PROMPT))
+            await world.whole(1)
+        world.weights.publish(1)
+        await world.weights.landed(1, engine=1)
+    [first] = sent_to(log, world.engines[0])
+    rest = list(sent_to(log, world.engines[1]))
+    for sample in samples:
+        kept = first.outputs[sample.index].output_ids
+        assert len(kept) >= 3
+        [second] = [e for e in rest if e.request.prompts[0] == [*PROMPT, *kept]]
+        assert second.params.sampling_seed == sample_seed(first.params.sampling_seed or 0, sample.index)
+        assert response_ids(sample) == written([first, second], [sample.index, 0], sample)
+        assert sample.status == "completed"
+
+
+async def test_an_engine_that_leaves_takes_no_weights_that_are_published_meanwhile(tmp_path: Path) -> None:
+    async with generating(tmp_path, engines=2) as world:
+        await world.ready()
+        world.rig.topic.publish(f"{LEAVE}engine-1", b"")
+        world.weights.publish(1)
+        await world.weights.landed(1)
+        await world.rig.topic_until(lambda: (entry := world.rig.entry(1)) is not None and entry.state == "left")
+        assert core_of(world.engines[1]).label in ("0.0", "0.1"), "in whichever order it heard of the two"
+        world.weights.publish(2)
+        await world.weights.landed(2)
+        assert core_of(world.engines[1]).label != "0.2"

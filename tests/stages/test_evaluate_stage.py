@@ -1,8 +1,9 @@
-"""The evaluate stage: one result and one release for every pinned version, whatever happens to its answers."""
+"""The evaluate stage: one result and one release for every pinned version; pass@k and best@k by golden numbers."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -10,9 +11,11 @@ from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from stages.data.prompt_set import PreparedPrompt
-from stages.evaluate import EVAL_BASE, EvaluateStage, dataset_name
+from stages.evaluate import EVAL_BASE, EvaluateStage, best_at_k, dataset_name, estimates, pass_at_k, powers_of_two
 from stages.messages import EvalDone, Int32Array, PromptGroup, RolloutSlice, Sample, WeightsAnnouncement, wire
 from stages.ports import Ports
 from tests.stages.slime import user_code
@@ -259,14 +262,13 @@ async def test_a_pin_that_no_engine_will_apply_ends_with_the_drain(desk: Desk) -
     await desk.released(b"4")
 
 
-async def test_a_restarted_stage_does_not_repeat_what_is_released() -> None:
-    async with open_rig() as rig:
-        rig.topic.publish("eval/released", b"2")
-        pin(rig, 2)
-        rig.applied(2)
-        async with running(make_stage(), await join(rig)):
-            await idle()
-            assert rig.hubs["generate.eval"].stats().accepted == 0
+async def test_a_restarted_stage_does_not_repeat_what_is_released(rig: Rig) -> None:
+    rig.topic.publish("eval/released", b"2")
+    pin(rig, 2)
+    rig.applied(2)
+    async with running(make_stage(), await join(rig)):
+        await idle()
+        assert rig.hubs["generate.eval"].stats().accepted == 0
 
 
 async def test_the_stage_ends_with_its_inlet(desk: Desk) -> None:
@@ -274,65 +276,62 @@ async def test_the_stage_ends_with_its_inlet(desk: Desk) -> None:
     await desk.task
 
 
-async def test_the_result_is_in_custody_before_the_version_is_released() -> None:
-    async with open_rig() as rig:
-        ports = await join(rig)
-        accepted: list[int] = []
+async def test_the_result_is_in_custody_before_the_version_is_released(rig: Rig) -> None:
+    ports = await join(rig)
+    accepted: list[int] = []
 
-        class Watching:
-            async def publish(self, key: str, value: bytes) -> None:
-                if key == "eval/released":
-                    accepted.append(rig.hubs["settle"].stats().accepted)
-                await ports.topic.publish(key, value)
+    class Watching:
+        async def publish(self, key: str, value: bytes) -> None:
+            if key == "eval/released":
+                accepted.append(rig.hubs["settle"].stats().accepted)
+            await ports.topic.publish(key, value)
 
-            def __getattr__(self, name: str) -> Any:
-                return getattr(ports.topic, name)
+        def __getattr__(self, name: str) -> Any:
+            return getattr(ports.topic, name)
 
-        watched: Any = Watching()
-        async with running(make_stage(), Ports(ports.replica, ports.inlets, ports.outlets, watched)):
-            pin(rig, 0)
-            rig.topic.publish("drain", b"interrupted")
-            await take(await rig.inlet("settle"))
-            await rig.topic_until(lambda: rig.topic.get("eval/released") == b"0")
-        assert accepted == [1]
-
-
-async def test_a_restarted_stage_first_evaluates_the_version_that_engines_hold() -> None:
-    async with open_rig() as rig:
+    watched: Any = Watching()
+    async with running(make_stage(), Ports(ports.replica, ports.inlets, ports.outlets, watched)):
         pin(rig, 0)
-        rig.applied(0)
-        pin(rig, 1)  # the trainer may: version 0 has landed
-        ports = await join(rig)
-        async with running(make_stage(), ports):
-            await idle()
-            assert rig.hubs["generate.eval"].stats().accepted == 3
+        rig.topic.publish("drain", b"interrupted")
+        await take(await rig.inlet("settle"))
+        await rig.topic_until(lambda: rig.topic.get("eval/released") == b"0")
+    assert accepted == [1]
 
 
-async def test_a_stage_that_is_killed_in_an_evaluation_finishes_it_after_its_restart() -> None:
-    async with open_rig() as rig:
-        ports = await join(rig)
-        pin(rig, 0)
-        rig.applied(0)
-        asked, answers, reports = (
-            await rig.inlet("generate.eval"),
-            await rig.outlet("evaluate"),
-            await rig.inlet("settle"),
-        )
-        stage = make_stage()
-        async with running(stage, ports) as task:
-            one = Desk(rig, stage, task, asked, answers, reports)
-            groups = await one.prompts(3)
-            await one.answer_all(groups[:2], 0)
-            await idle()
-        rig.hubs["evaluate"].peer_lost("evaluate-0")
-        again = make_stage()
-        async with running(again, await join(rig, "evaluate-1")) as task:
-            two = Desk(rig, again, task, asked, answers, reports)
-            await until(lambda: len(again._answers.get(0, ())) == 2)  # redelivered
-            await two.answer_all(groups[2:], 0)
-            await idle()
-            assert rig.hubs["settle"].stats().accepted == 1
-            assert (await two.result()).complete
+async def test_a_restarted_stage_first_evaluates_the_version_that_engines_hold(rig: Rig) -> None:
+    pin(rig, 0)
+    rig.applied(0)
+    pin(rig, 1)  # the trainer may: version 0 has landed
+    ports = await join(rig)
+    async with running(make_stage(), ports):
+        await idle()
+        assert rig.hubs["generate.eval"].stats().accepted == 3
+
+
+async def test_a_stage_that_is_killed_in_an_evaluation_finishes_it_after_its_restart(rig: Rig) -> None:
+    ports = await join(rig)
+    pin(rig, 0)
+    rig.applied(0)
+    asked, answers, reports = (
+        await rig.inlet("generate.eval"),
+        await rig.outlet("evaluate"),
+        await rig.inlet("settle"),
+    )
+    stage = make_stage()
+    async with running(stage, ports) as task:
+        one = Desk(rig, stage, task, asked, answers, reports)
+        groups = await one.prompts(3)
+        await one.answer_all(groups[:2], 0)
+        await idle()
+    rig.hubs["evaluate"].peer_lost("evaluate-0")
+    again = make_stage()
+    async with running(again, await join(rig, "evaluate-1")) as task:
+        two = Desk(rig, again, task, asked, answers, reports)
+        await until(lambda: len(again._answers.get(0, ())) == 2)  # redelivered
+        await two.answer_all(groups[2:], 0)
+        await idle()
+        assert rig.hubs["settle"].stats().accepted == 1
+        assert (await two.result()).complete
 
 
 async def test_pass_at_k_comes_from_the_verdicts_and_a_failed_answer_is_wrong() -> None:
@@ -389,3 +388,75 @@ async def test_a_function_that_logs_is_told_of_each_data_set() -> None:
             await one.answer(group, make_sample(0, version=2, reward=float(number)))
         assert (await one.result()).metrics["eval/held"] == 1.0
     assert user_code.STARTED == [(2, [0.0, 1.0, 2.0], ["q0", "q1", "q2"], ["a0", "a1", "a2"], 1.0)]
+
+
+@pytest.mark.parametrize(
+    ("n", "correct", "k", "value"),
+    [(4, 1, 1, 0.25), (4, 1, 2, 0.5), (8, 2, 4, 0.785714), (8, 0, 8, 0.0), (8, 1, 8, 1.0), (1, 1, 1, 1.0)],
+)
+def test_pass_at_k_golden(n: int, correct: int, k: int, value: float) -> None:
+    assert pass_at_k(n, correct, k) == pytest.approx(value, abs=1e-6)
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=7), st.data())
+def test_pass_at_k_is_the_share_of_draws_with_a_hit(correct: list[bool], data: st.DataObject) -> None:
+    k = data.draw(st.integers(1, len(correct)))
+    draws = list(itertools.combinations(correct, k))
+    assert pass_at_k(len(correct), sum(correct), k) == pytest.approx(sum(map(any, draws)) / len(draws))
+
+
+@given(st.lists(st.floats(-10, 10), min_size=1, max_size=7), st.data())
+def test_best_at_k_is_the_mean_of_the_maxima_of_all_draws(rewards: list[float], data: st.DataObject) -> None:
+    k = data.draw(st.integers(1, len(rewards)))
+    draws = list(itertools.combinations(rewards, k))
+    assert best_at_k(rewards, k) == pytest.approx(sum(map(max, draws)) / len(draws), abs=1e-9)
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=16))
+def test_best_at_k_of_verdicts_is_pass_at_k(correct: list[bool]) -> None:
+    for k in powers_of_two(len(correct)):
+        rewards = [float(c) for c in correct]
+        assert best_at_k(rewards, k) == pytest.approx(pass_at_k(len(correct), sum(correct), k))
+
+
+@pytest.mark.parametrize(("n", "k"), [(2, 3), (2, 0), (0, 1)])
+def test_more_draws_than_rollouts_are_refused(n: int, k: int) -> None:
+    with pytest.raises(ValueError, match=f"k is {k}, but only 1 to {n}"):
+        pass_at_k(n, 0, k)
+
+
+def test_powers_of_two() -> None:
+    assert [powers_of_two(n) for n in (0, 1, 2, 3, 8, 9)] == [[], [1], [1, 2], [1, 2], [1, 2, 4, 8], [1, 2, 4, 8]]
+
+
+def test_estimates_use_the_real_size_of_each_group() -> None:
+    """A group that lost two of its four rollouts gives no pass@4, and its own n to the others."""
+    whole = [make_sample(i, reward=0.0, is_correct=i == 0) for i in range(4)]
+    rest = [make_sample(i, reward=0.0, is_correct=i == 0) for i in range(2)]
+    found = estimates([whole, rest])
+    assert found == pytest.approx(
+        {"pass@1": (0.25 + 0.5) / 2, "pass@2": (0.5 + 1.0) / 2, "pass@4": 1.0, "mean@4": 0.375}
+    )
+
+
+def test_verdicts_win_over_rewards_and_their_scale() -> None:
+    """Rewards of -1 and 1 are no probabilities; the verdict is."""
+    group = [make_sample(0, reward=-1.0, is_correct=True), make_sample(1, reward=1.0, is_correct=False)]
+    assert estimates([group]) == {"pass@1": 0.5, "pass@2": 1.0, "mean@2": 0.5}
+
+
+def test_rewards_without_verdicts_give_best_at_k() -> None:
+    group = [make_sample(i, reward=r) for i, r in enumerate([0.2, 0.8, 0.5, 0.1])]
+    found = estimates([group])
+    assert found == pytest.approx({"best@1": 0.4, "best@2": 3.6 / 6, "best@4": 0.8, "mean@4": 0.4})
+
+
+def test_sequences_of_a_rollout_are_one_draw() -> None:
+    group = [make_sample(0, is_correct=True, reward=1.0, sequence=k, sequences=3) for k in range(3)]
+    group.append(make_sample(1, is_correct=False, reward=0.0))
+    assert estimates([group]) == {"pass@1": 0.5, "pass@2": 1.0, "mean@2": 0.5}
+
+
+def test_nothing_gives_nothing() -> None:
+    assert estimates([]) == {}
+    assert estimates([[]]) == {}

@@ -1,4 +1,4 @@
-"""The group stage on real streams: assembly, filtering, and what happens to leases when things go wrong."""
+"""The group stage on real streams: assembly, filtering, leases after faults, and several replicas on a keyed stream."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from stages.group.stage import GroupStage
 from stages.messages import Extra, RolloutSlice, Sample, Settled, VersionRun
 from tests.stages.group_rig import Desk, failed, join, open_desk, settled
 from tests.stages.stage_rig import (
+    Rig,
     idle,
     make_config,
     make_context,
     make_sample,
     make_slice,
-    open_rig,
     running,
     take,
     take_all,
@@ -83,22 +83,21 @@ async def test_extras_of_the_members_pass_through_the_join(desk: Desk) -> None:
     assert (type(got), got.dtype, got.tolist()) == (Extra, image.dtype, image.tolist())
 
 
-async def test_what_a_killed_replica_held_is_put_together_by_the_next() -> None:
-    async with open_rig() as rig:
-        ports = await join(rig, "group-0")
-        feed, out = await rig.outlet("group"), await rig.inlet("train")
-        async with running(GroupStage(make_context()), ports):
-            await feed.send(make_slice(0, make_sample(0, reward=1.0), n_samples=3), "a")
-            await feed.send(make_slice(0, make_sample(2, reward=0.0), n_samples=3), "b")
-            await idle()
-            assert rig.hubs["group"].stats().leased == 2
-        assert rig.hubs["group"].stats().settled == 0
-        rig.hubs["group"].peer_lost("group-0")
-        async with running(GroupStage(make_context()), await join(rig, "group-1")):
-            await feed.send(make_slice(0, make_sample(1, reward=1.0), n_samples=3), "c")
-            whole = await take(out)
-            assert [sample.index for sample in whole.samples] == [0, 1, 2]
-            await rig.hubs["group"].wait_empty()
+async def test_what_a_killed_replica_held_is_put_together_by_the_next(rig: Rig) -> None:
+    ports = await join(rig, "group-0")
+    feed, out = await rig.outlet("group"), await rig.inlet("train")
+    async with running(GroupStage(make_context()), ports):
+        await feed.send(make_slice(0, make_sample(0, reward=1.0), n_samples=3), "a")
+        await feed.send(make_slice(0, make_sample(2, reward=0.0), n_samples=3), "b")
+        await idle()
+        assert rig.hubs["group"].stats().leased == 2
+    assert rig.hubs["group"].stats().settled == 0
+    rig.hubs["group"].peer_lost("group-0")
+    async with running(GroupStage(make_context()), await join(rig, "group-1")):
+        await feed.send(make_slice(0, make_sample(1, reward=1.0), n_samples=3), "c")
+        whole = await take(out)
+        assert [sample.index for sample in whole.samples] == [0, 1, 2]
+        await rig.hubs["group"].wait_empty()
 
 
 async def test_the_first_rollout_of_an_index_wins(desk: Desk) -> None:
@@ -288,3 +287,74 @@ async def test_a_part_that_comes_while_its_group_is_discarded_does_no_harm(desk:
     await desk.end()
     assert settle.stats().accepted == 1
     assert desk.rig.hubs["group"].stats().settled == 2
+
+
+GROUPS, MEMBERS = 40, 4
+
+
+def single_members(seed: int) -> list[RolloutSlice]:
+    """Every rollout of every group in a slice of its own, in any order."""
+    parts = [
+        make_slice(group, make_sample(member, reward=float(member)), n_samples=MEMBERS)
+        for group in range(GROUPS)
+        for member in range(MEMBERS)
+    ]
+    random.Random(seed).shuffle(parts)
+    return parts
+
+
+async def keyed_rig(rig: Rig) -> None:
+    await rig.stream("group", RolloutSlice, routing="keyed")
+
+
+async def whole_groups(rig: Rig) -> list[int]:
+    inlet = await rig.inlet("train")
+    found = [await take(inlet) for _ in range(GROUPS)]
+    assert all([sample.index for sample in one.samples] == list(range(MEMBERS)) for one in found)
+    return [one.group.group_id for one in found]
+
+
+async def test_each_group_is_put_together_in_one_of_two_replicas(rig: Rig) -> None:
+    await keyed_rig(rig)
+    ports = [await join(rig, f"group-{i}") for i in range(2)]
+    stages = [GroupStage(make_context(replica=f"group-{i}")) for i in range(2)]
+    async with running(stages[0], ports[0]), running(stages[1], ports[1]):
+        feed = await rig.outlet("group")
+        for part in single_members(0):
+            await feed.send(part, part.key)
+        assert sorted(await whole_groups(rig)) == list(range(GROUPS))
+        assert all(stage.activity.items_out > 0 for stage in stages), "both had a share"
+        await idle()
+        assert rig.hubs["group"].stats().settled == GROUPS * MEMBERS
+
+
+async def test_what_a_retired_replica_holds_is_put_together_by_the_others(rig: Rig) -> None:
+    await keyed_rig(rig)
+    feed = await rig.outlet("group")
+    parts = single_members(1)
+    ports = [await join(rig, f"group-{i}") for i in range(2)]
+    async with (
+        running(GroupStage(make_context()), ports[0]),
+        running(GroupStage(make_context()), ports[1]) as going,
+    ):
+        for part in parts[:80]:
+            await feed.send(part, part.key)
+        await idle()
+        await retire(ports[1].inlets["in"], going)
+        for part in parts[80:120]:
+            await feed.send(part, part.key)
+        late = await join(rig, "group-2")
+        async with running(GroupStage(make_context()), late):
+            for part in parts[120:]:
+                await feed.send(part, part.key)
+            assert sorted(await whole_groups(rig)) == list(range(GROUPS))
+            await idle()
+            assert rig.hubs["group"].stats().settled == GROUPS * MEMBERS
+            assert rig.hubs["train"].stats().duplicates == 0
+
+
+async def retire(inlet: Any, task: Any) -> None:
+    """As the replica does that is told to: it takes nothing more, its stage ends, its ports are closed."""
+    await inlet.drain()
+    await task
+    await inlet.close()

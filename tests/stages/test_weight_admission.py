@@ -26,7 +26,7 @@ from stages.train.weight_barrier import await_landing
 from tests.models.weights.made_up import checkpoint, values
 from tests.stages.engine_rig import core_of
 from tests.stages.fleet_rig import Fleet, before_updates, open_fleet
-from tests.stages.stage_rig import idle, make_config, open_rig, until
+from tests.stages.stage_rig import Rig, idle, make_config, until
 
 
 @asynccontextmanager
@@ -285,20 +285,19 @@ async def test_a_route_that_an_engine_does_not_serve_changes_nothing_but_is_repo
     assert fleet.labels() == ["0.0"]
 
 
-async def test_landing_waits_for_readers_of_the_slot_that_goes_not_of_the_other() -> None:
-    async with open_rig() as rig:
-        topic = await rig.node.topic("topic", replica="trainer")
-        rig.applied(0, fetching=4)
-        await idle()
-        # versions 0, 4, 8: the slot of 4 stays, the slot of 0 is overwritten by 8
-        await await_landing(topic, version=8, newest=4, pinned=-1, given_up=lambda: False)
-        rig.applied(0, fetching=0)
-        await idle()
-        waiting = asyncio.ensure_future(await_landing(topic, version=8, newest=4, pinned=-1, given_up=lambda: False))
-        await idle()
-        assert not waiting.done()
-        rig.applied(4)
-        await waiting
+async def test_landing_waits_for_readers_of_the_slot_that_goes_not_of_the_other(rig: Rig) -> None:
+    topic = await rig.node.topic("topic", replica="trainer")
+    rig.applied(0, fetching=4)
+    await idle()
+    # versions 0, 4, 8: the slot of 4 stays, the slot of 0 is overwritten by 8
+    await await_landing(topic, version=8, newest=4, pinned=-1, given_up=lambda: False)
+    rig.applied(0, fetching=0)
+    await idle()
+    waiting = asyncio.ensure_future(await_landing(topic, version=8, newest=4, pinned=-1, given_up=lambda: False))
+    await idle()
+    assert not waiting.done()
+    rig.applied(4)
+    await waiting
 
 
 def test_a_source_without_weights_is_refused(tmp_path: Path) -> None:
