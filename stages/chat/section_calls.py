@@ -77,7 +77,7 @@ class Mistral:
         return found(content + text[place:], calls, faults)
 
     def _read(self, text: str, place: int, offered: Offered) -> tuple[list[ToolCall | str], int]:
-        """The calls behind a mark, and where they end."""
+        """The calls after a mark, and their end."""
         compact = _COMPACT.match(text, place)
         form = f"behind {self.opening} stands a JSON list of calls, or NAME[ARGS] and a JSON object"
         try:

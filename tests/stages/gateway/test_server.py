@@ -74,7 +74,7 @@ WRONG: list[tuple[str, Any, str]] = [
     (CHAT, {"messages": [{"role": "king", "content": "a"}]}, "role 'king'"),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "'image_url' is not supported"),
     (CHAT, {"messages": [{"role": "assistant", "content": "a"}]}, "last message is the assistant's"),
-    (CHAT, {**QUESTION, "max_tokens": 0}, "ask for at least 1"),
+    (CHAT, {**QUESTION, "max_tokens": 0}, "must be at least 1"),
     (ANTHROPIC, {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "'image' is not supported"),
     (ANTHROPIC, {"max_tokens": 5}, "missing required field `messages`"),
     (RESPONSES, {"input": "a", "previous_response_id": "resp_1"}, "previous_response_id is not supported"),
