@@ -24,7 +24,6 @@ from tests.stages.engine_rig import (
     freeze,
     generating,
     record_exchanges,
-    sent_to,
     simulated,
     token_versions,
     written,
@@ -67,7 +66,7 @@ async def test_a_group_is_drawn_as_it_was_admitted(tmp_path: Path, monkeypatch: 
         for group in (make_group(0, temperature=0.4, top_p=0.8), make_group(1, purpose="eval", pinned_version=0)):
             await world.ask(group)
             await world.answer()
-    assert [(one.params.temperature, one.params.top_p) for one in log] == [(0.4, 0.8), (0.2, 1.0)]
+    assert [(exchange.params.temperature, exchange.params.top_p) for exchange in log] == [(0.4, 0.8), (0.2, 1.0)]
 
 
 async def test_nothing_is_asked_before_weights_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,32 +161,6 @@ async def test_groups_go_to_the_least_loaded_engine(tmp_path: Path, monkeypatch:
         for server in world.engines:
             await core_of(server).resume()
         assert sorted([(await world.answer()).group.group_id for _ in range(6)]) == list(range(6))
-
-
-async def test_what_a_dead_engine_was_asked_is_finished_by_another(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    log = record_exchanges(monkeypatch)
-    async with generating(tmp_path, engines=2, engine=simulated(SLOW_MS)) as world:
-        await world.ready()
-        doomed, other = world.engines
-        core_of(other).schedule.config = simulated().simulated
-        await world.ask(make_group(0, 3))
-        await freeze(doomed, tokens=9)
-        await doomed.__aexit__(None, None, None)
-        world.lose(0)
-        samples = await world.whole(3)
-        await world.rig.hubs["generate"].wait_empty()
-    first = log[0]
-    assert first.url == doomed.url
-    assert [s.index for s in samples] == [0, 1, 2]
-    for sample in samples:
-        kept = first.outputs[sample.index].output_ids
-        [rest] = [e for e in sent_to(log, other) if e.request.prompts[0] == [1, 2, 3, *kept]]
-        assert len(kept) >= 3
-        assert sample.status == "completed"
-        assert sample.version_runs[1:] == (VersionRun(0, sample.response_length),)
-        assert response_ids(sample) == written([first, rest], [sample.index, 0], sample)
 
 
 async def test_a_lost_connection_is_tried_elsewhere(tmp_path: Path) -> None:

@@ -287,42 +287,6 @@ async def test_all_turns_of_a_session_meet_at_one_engine_whichever_replica_has_t
         assert other != home
 
 
-async def test_a_session_goes_on_elsewhere_with_its_partial_output(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    log = record_exchanges(monkeypatch)
-    async with generating(
-        tmp_path,
-        engines=3,
-        replicas=3,
-        streamed=True,
-        proxied=True,
-        engine=simulated(SLOW_MS),
-        router={"router": "none", "router_policy": "session"},
-    ) as world:
-        await world.ready()
-        await world.ask(make_group(0, 2))
-        await until(lambda: len(log) == 1)
-        [home] = [i for i, proxy in enumerate(world.proxies) if proxy.url == log[0].url]
-        for index, server in enumerate(world.engines):
-            if index != home:
-                core_of(server).schedule.config = simulated(FAST_MS).simulated
-        await freeze(world.engines[home], tokens=6)
-        partial = log[0].partial
-        assert partial is not None
-        await until(lambda: partial.tokens == core_of(world.engines[home]).totals().generated_tokens)
-        world.proxies[home].kill()
-        world.lose(home)
-        slice_ = await world.answer()
-    first, *rest = log
-    assert len({exchange.url for exchange in rest}) == 1, "the next engine in the session's own order"
-    for sample in slice_.samples:
-        kept = first.outputs[sample.index].output_ids
-        assert (sample.status, sample.reused_tokens) == ("completed", len(kept))
-        assert response_ids(sample)[: len(kept)] == kept
-        assert kept
-
-
 async def test_a_replica_comes_and_goes_and_no_engine_is_touched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,8 +20,7 @@ from stages.rollouts import new_sample
 from stages.sampling.requests import SampleRequest, SampleResult
 from stages.sampling.sampler import Sampler
 from tests.stages.engine_rig import core_of
-from tests.stages.gateway.gateway_rig import Rig, opened
-from tests.stages.gateway.toy_chat import ToyChat
+from tests.stages.gateway.gateway_rig import Rig, ToyChat, opened
 from tests.stages.stage_rig import make_group, until
 
 QUESTION: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}
