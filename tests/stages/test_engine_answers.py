@@ -23,7 +23,7 @@ from stages.sampling.rollout_requests import append_result
 from stages.sampling.routes import REFUSED_LIMIT, RouteRequest, Routes, _misgiving
 from stages.topic_values import Complaint, EngineEntry
 from stages.train.batch_metrics import batch_metrics
-from tests.stages.engine_rig import core_of, generating
+from tests.stages.engine_rig import core_of, started
 from tests.stages.stage_rig import make_config, make_group, make_sample, make_slice, response_ids, until
 from tests.stages.train_rig import training
 
@@ -173,8 +173,7 @@ def test_during_an_update_versions_have_bounds_too(label: str, words: str) -> No
 
 
 async def test_an_engine_whose_answers_are_all_refused_is_reported_to_the_supervisor(tmp_path: Path) -> None:
-    async with generating(tmp_path) as world:
-        await world.ready()
+    async with started(tmp_path) as world:
         await core_of(world.engines[0]).relabel("6.0")
         for group in range(REFUSED_LIMIT):
             assert read_value(world.rig.topic, "complaint/engine-0", Complaint) is None

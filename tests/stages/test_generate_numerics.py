@@ -21,7 +21,7 @@ from stages.gateway.server import Gateway
 from stages.gateway.sessions import Session
 from stages.rollouts import new_sample, rollout_fault, trained_masks
 from stages.sampling.rollout_requests import Requests
-from tests.stages.engine_rig import generating, record_exchanges, tensors_of
+from tests.stages.engine_rig import record_exchanges, started, tensors_of
 from tests.stages.stage_rig import make_group, response_ids
 
 EMBEDDED = EngineConfig(engine="embedded", engine_slots=16, engine_device="cpu", engine_dtype="float32")
@@ -74,7 +74,7 @@ async def test_log_probs_around_two_updates_are_those_of_the_weights_that_are_na
     mode: str, tmp_path: Path, checkpoints: list[Path]
 ) -> None:
     temperature, steps = 0.8, (12, 24)
-    async with generating(
+    async with started(
         tmp_path,
         engine=EMBEDDED,
         model=checkpoints[0],
@@ -82,7 +82,6 @@ async def test_log_probs_around_two_updates_are_those_of_the_weights_that_are_na
         pause_mode=mode,
         rollout={"rollout_max_response_len": 48, "rollout_temperature": temperature},
     ) as world:
-        await world.ready()
         frozen = freeze_after(world.engines[0], steps, asyncio.get_running_loop())
         await world.ask(make_group(0, 4, prompt=PROMPT))
         for version, event in enumerate(frozen, start=1):
@@ -120,7 +119,7 @@ async def test_an_update_in_the_middle_of_a_conversation(
     temperature, exchanges = 0.8, record_exchanges(monkeypatch)
     checkpoints = [make_tiny_checkpoint(tmp_path / str(seed), seed=seed, **SHAPE) for seed in range(2)]  # type: ignore[arg-type]
     chat = load_chat_format(str(checkpoints[0]))
-    async with generating(
+    async with started(
         tmp_path,
         engine=EMBEDDED,
         model=checkpoints[0],
@@ -128,7 +127,6 @@ async def test_an_update_in_the_middle_of_a_conversation(
         pause_mode=mode,
         rollout={"rollout_temperature": temperature, "rollout_max_response_len": 200},
     ) as world:
-        await world.ready()
         place = OpenSession(make_group(0, 1), new_sample((1,), 0), Session(chat))
         answers = Answers(world.stage.sampler, Requests(world.stage.config, 256), chat)
         async with Gateway(answers) as gateway, aiohttp.ClientSession() as http:

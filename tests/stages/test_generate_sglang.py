@@ -27,7 +27,7 @@ from tests.identity import check_identity, check_once, of_exchanges
 from tests.models.engines.forward_reference import by_one
 from tests.sglang_server import ON_SGLANG, RealServer
 from tests.stages.agents.test_token_identity import ask, talking
-from tests.stages.engine_rig import Exchange, World, generating, record_exchanges, tensors_of
+from tests.stages.engine_rig import Exchange, Log, World, generating, tensors_of
 from tests.stages.faults import FaultProxy
 from tests.stages.stage_rig import make_group, response_ids, until
 
@@ -81,7 +81,7 @@ def check_exact(sample: Sample, server: RealServer) -> None:
     assert np.abs(sample.log_probs[sample.prompt_length :] - expected).max() < TOLERANCE
 
 
-async def running(log: list[Exchange], tokens: int) -> Exchange:
+async def running(log: Log, tokens: int) -> Exchange:
     """The first request, once so many tokens have arrived."""
     await until(lambda: bool(log) and log[0].partial is not None and log[0].partial.tokens >= tokens)
     return log[0]
@@ -89,9 +89,8 @@ async def running(log: list[Exchange], tokens: int) -> Exchange:
 
 @pytest.mark.parametrize("fault", ["hung", "killed"])
 async def test_a_lost_server_leaves_its_partial_output(
-    fault: str, sglang: RealServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fault: str, sglang: RealServer, tmp_path: Path, log: Log
 ) -> None:
-    log = record_exchanges(monkeypatch)
     async with on_sglang(tmp_path, sglang) as world:
         await world.ask(make_group(0, 3, prompt=PROMPT))
         first = await running(log, 60)
@@ -114,9 +113,8 @@ async def test_a_lost_server_leaves_its_partial_output(
 
 
 async def test_tokens_are_told_as_they_come_and_outlive_their_server(
-    sglang: RealServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sglang: RealServer, tmp_path: Path, log: Log
 ) -> None:
-    log = record_exchanges(monkeypatch)
     told: list[int] = []
     result: SampleResult | None = None
     params = SamplingParams(max_new_tokens=LONG, ignore_eos=True, stream_interval=4)
@@ -138,11 +136,8 @@ async def test_tokens_are_told_as_they_come_and_outlive_their_server(
 
 
 @pytest.mark.parametrize("n", [1, 3])
-async def test_a_deadline_leaves_what_there_is(
-    n: int, sglang: RealServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_deadline_leaves_what_there_is(n: int, sglang: RealServer, tmp_path: Path, log: Log) -> None:
     """One request is ended by its id; of several samples, whose ids SGLang makes itself, the stream is closed."""
-    log = record_exchanges(monkeypatch)
     async with on_sglang(tmp_path, sglang, sample_deadline_secs=0.5, rollout_max_response_len=MOST) as world:
         await world.ask(make_group(0, n, prompt=PROMPT))
         samples = await world.whole(n)
@@ -167,11 +162,8 @@ def in_stream(exchange: Exchange) -> bool:
 
 
 @pytest.mark.full
-async def test_turns_an_update_and_a_lost_engine(
-    tmp_path: Path, sglang: RealServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_turns_an_update_and_a_lost_engine(tmp_path: Path, sglang: RealServer, log: Log) -> None:
     torch.set_num_threads(1)
-    exchanges = record_exchanges(monkeypatch)
     async with EngineClient(sglang.url) as client:
         await sglang.fresh(client)
     async with talking(
@@ -190,7 +182,7 @@ async def test_turns_an_update_and_a_lost_engine(
             await world.weights.landed(0, engine=index)
 
         def arrived() -> int:
-            return sum(exchange.partial.tokens for exchange in exchanges if exchange.partial is not None)
+            return sum(exchange.partial.tokens for exchange in log if exchange.partial is not None)
 
         await ask(world, 1, MEMBERS, [["1+1"], [""], [], ["2", "3-1"], ["4"]] * 4)
         await until(lambda: arrived() > 150)
@@ -198,14 +190,14 @@ async def test_turns_an_update_and_a_lost_engine(
         for index in range(2):
             await world.weights.landed(1, engine=index)
         now = arrived()
-        await until(lambda: arrived() > now + 50 and any(in_stream(exchange) for exchange in exchanges))
-        lost = [proxy.url for proxy in world.proxies].index(next(filter(in_stream, exchanges)).url)
+        await until(lambda: arrived() > now + 50 and any(in_stream(exchange) for exchange in log))
+        lost = [proxy.url for proxy in world.proxies].index(next(filter(in_stream, log)).url)
         world.proxies[lost].kill()
         world.lose(lost)
         samples: list[Sample] = []
         while len(samples) < MEMBERS:
             samples += (await world.answer()).samples
-    made, published = of_exchanges(exchanges), {0: sglang.model, 1: sglang.other}
+    made, published = of_exchanges(log), {0: sglang.model, 1: sglang.other}
     looks = [check_identity((sample,), made, published) for sample in samples]
     check_once([answer for look in looks for answer in look.answers], made)
     assert {version for sample in samples for version in sample.model_versions} == {0, 1}

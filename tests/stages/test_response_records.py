@@ -27,11 +27,13 @@ from tests.stages.engine_rig import (
     LENGTH,
     SLOW_MS,
     Exchange,
+    Log,
     core_of,
     freeze,
     generating,
     record_exchanges,
     simulated,
+    started,
     token_versions,
 )
 from tests.stages.stage_rig import make_config, make_group, response_ids, until
@@ -237,12 +239,11 @@ def resumed(home: Path, life: int = 1) -> Path:
     return after
 
 
-async def begun(tmp_path: Path, log: list[Exchange], *, streamed: bool) -> Exchange:
+async def begun(tmp_path: Path, log: Log, *, streamed: bool) -> Exchange:
     """All members have more than one record; the stage is gone."""
     (tmp_path / EPISODES_DIR).mkdir()
     lives = {"options": {"lives": (0,)}}
-    async with generating(tmp_path, engine=simulated(2 * SLOW_MS), streamed=streamed, **lives, **KEEPS) as world:
-        await world.ready()
+    async with started(tmp_path, engine=simulated(2 * SLOW_MS), streamed=streamed, **lives, **KEEPS) as world:
         await world.ask(STAGE_GROUP)
         await until(lambda: log and log[0].partial is not None and log[0].partial.tokens >= 3 * (2 * STREAM_EVERY + 1))
         await freeze(world.engines[0], tokens=3)
@@ -257,14 +258,12 @@ async def begun(tmp_path: Path, log: list[Exchange], *, streamed: bool) -> Excha
 
 
 @pytest.mark.parametrize("streamed", [False, True], ids=["every so many tokens", "sglang"])
-async def test_a_resumed_run_asks_for_the_rest(streamed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    log = record_exchanges(monkeypatch)
+async def test_a_resumed_run_asks_for_the_rest(streamed: bool, tmp_path: Path, log: Log) -> None:
     first = await begun(tmp_path, log, streamed=streamed)
     assert first.params.stream_interval == (None if streamed else STREAM_EVERY)
     log.clear()
     lives = {"options": {"lives": (0, 0)}}
-    async with generating(resumed(tmp_path), streamed=streamed, **lives, **KEEPS) as world:
-        await world.ready()
+    async with started(resumed(tmp_path), streamed=streamed, **lives, **KEEPS) as world:
         await world.ask(STAGE_GROUP)
         samples = await world.whole(3)
         assert world.stage.journal.restored_tokens == sum(sample.reused_tokens for sample in samples)
@@ -278,20 +277,17 @@ async def test_a_resumed_run_asks_for_the_rest(streamed: bool, tmp_path: Path, m
         assert (len(response_ids(sample)), sample.resumed, sample.status) == (LENGTH, 1, "truncated")
         assert token_versions(sample) == [0] * LENGTH
         assert sample.fault() is None
-    async with generating(resumed(tmp_path, 2), streamed=streamed, options={"lives": (0, 0, 0)}, **KEEPS) as world:
-        await world.ready()
+    async with started(resumed(tmp_path, 2), streamed=streamed, options={"lives": (0, 0, 0)}, **KEEPS) as world:
         await world.ask(STAGE_GROUP)
         again = await world.whole(3)
     assert [response_ids(sample) for sample in again] == [response_ids(sample) for sample in samples]
     assert log == [], "they had ended, and no engine was asked"
 
 
-async def test_each_goes_on_with_its_own_seed_and_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    log = record_exchanges(monkeypatch)
+async def test_each_goes_on_with_its_own_seed_and_budget(tmp_path: Path, log: Log) -> None:
     first = await begun(tmp_path, log, streamed=False)
     log.clear()
-    async with generating(resumed(tmp_path), options={"lives": (0, 0)}, **KEEPS) as world:
-        await world.ready()
+    async with started(resumed(tmp_path), options={"lives": (0, 0)}, **KEEPS) as world:
         await world.ask(STAGE_GROUP)
         samples = await world.whole(3)
     for sample in samples:
@@ -324,7 +320,6 @@ async def test_what_is_too_old_to_be_trained_is_made_anew(
 async def test_without_partial_rollouts_a_response_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     await begun(tmp_path, record_exchanges(monkeypatch), streamed=False)
     never = {**KEEPS, "rollout": {**ROLLOUT, "partial_rollout": False}}
-    async with generating(resumed(tmp_path), options={"lives": (0, 0)}, **never) as world:
-        await world.ready()
+    async with started(resumed(tmp_path), options={"lives": (0, 0)}, **never) as world:
         await world.ask(replace(STAGE_GROUP, seed=STAGE_GROUP.seed))
         assert {sample.reused_tokens for sample in await world.whole(3)} == {0}

@@ -24,12 +24,13 @@ from tests.stages.engine_rig import (
     FAST_MS,
     LENGTH,
     SLOW_MS,
+    Log,
     World,
     core_of,
     freeze,
     generating,
-    record_exchanges,
     simulated,
+    started,
     tensors_of,
     token_versions,
 )
@@ -57,10 +58,8 @@ async def stop_while(world: World, some: Callable[[int], bool]) -> int:
     return core.schedule.running
 
 
-async def test_a_slow_member_keeps_its_own_slot_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    log = record_exchanges(monkeypatch)
-    async with generating(tmp_path, engine=uneven(), rollout={"server_concurrency": 4}) as world:
-        await world.ready()
+async def test_a_slow_member_keeps_its_own_slot_only(tmp_path: Path, log: Log) -> None:
+    async with started(tmp_path, engine=uneven(), rollout={"server_concurrency": 4}) as world:
         core = core_of(world.engines[0])
         await world.ask(make_group(0, 6))
         await until(lambda: core.schedule.running == 6)
@@ -84,12 +83,8 @@ async def test_a_slow_member_keeps_its_own_slot_only(tmp_path: Path, monkeypatch
         await world.rig.hubs["generate"].wait_empty()
 
 
-async def test_members_that_end_together_are_one_message_and_one_event_each(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    log = record_exchanges(monkeypatch)
-    async with generating(tmp_path) as world:
-        await world.ready()
+async def test_members_that_end_together_are_one_message_and_one_event_each(tmp_path: Path, log: Log) -> None:
+    async with started(tmp_path) as world:
         for group_id in range(4):
             await world.ask(make_group(group_id, 8))
         slices = [await world.answer() for _ in range(4)]
@@ -100,20 +95,12 @@ async def test_members_that_end_together_are_one_message_and_one_event_each(
     assert [exchange.partial.chunks for exchange in log if exchange.partial is not None] == [8] * 4
 
 
-async def test_a_real_engine_tells_of_each_member_when_it_has_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    log = record_exchanges(monkeypatch)
+async def test_a_real_engine_tells_of_each_member_when_it_has_ended(tmp_path: Path, log: Log) -> None:
     model = make_tiny_checkpoint(tmp_path / "model", tokenizer="arithmetic", seed=0)
     config = EngineConfig(engine="embedded", engine_slots=16, engine_device="cpu")
-    async with generating(
-        tmp_path,
-        engine=config,
-        model=model,
-        tensors=tensors_of([model]),
-        rollout={"rollout_max_response_len": 40},
+    async with started(
+        tmp_path, engine=config, model=model, tensors=tensors_of([model]), rollout={"rollout_max_response_len": 40}
     ) as world:
-        await world.ready()
         await world.ask(make_group(0, 8))
         samples = await world.whole(8)
     [exchange] = log
@@ -126,23 +113,15 @@ async def test_a_real_engine_tells_of_each_member_when_it_has_ended(
 
 
 @pytest.mark.parametrize(("budget", "streamed"), [(SHORT_RESPONSE, False), (SHORT_RESPONSE + 1, True)])
-async def test_short_answers_are_not_worth_a_stream(
-    budget: int, streamed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    log = record_exchanges(monkeypatch)
-    async with generating(tmp_path, rollout={"rollout_max_response_len": budget}) as world:
-        await world.ready()
+async def test_short_answers_are_not_worth_a_stream(budget: int, streamed: bool, tmp_path: Path, log: Log) -> None:
+    async with started(tmp_path, rollout={"rollout_max_response_len": budget}) as world:
         await world.ask(make_group(0, 3))
         await world.whole(3)
     assert [exchange.partial is not None for exchange in log] == [streamed]
 
 
-async def test_a_member_that_an_update_aborts_goes_on_while_others_have_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    log = record_exchanges(monkeypatch)
-    async with generating(tmp_path, engine=uneven(), pause_mode="abort") as world:
-        await world.ready()
+async def test_a_member_that_an_update_aborts_goes_on_while_others_have_left(tmp_path: Path, log: Log) -> None:
+    async with started(tmp_path, engine=uneven(), pause_mode="abort") as world:
         await world.ask(make_group(0, 6))
         slow = await stop_while(world, lambda running: 0 < running < 6)
         world.weights.publish(1)
@@ -157,8 +136,7 @@ async def test_a_member_that_an_update_aborts_goes_on_while_others_have_left(
 
 
 async def test_members_come_in_the_order_in_which_they_end_and_are_sorted_in_the_whole(tmp_path: Path) -> None:
-    async with generating(tmp_path, engine=uneven()) as world:
-        await world.ready()
+    async with started(tmp_path, engine=uneven()) as world:
         sampler = world.stage.sampler
         async with sampler.stream(asked(6)) as members:
             ended = [(index, len(result.token_ids)) async for index, result in members]
@@ -170,8 +148,7 @@ async def test_members_come_in_the_order_in_which_they_end_and_are_sorted_in_the
 
 
 async def test_who_leaves_a_stream_ends_its_request(tmp_path: Path) -> None:
-    async with generating(tmp_path, engine=uneven()) as world:
-        await world.ready()
+    async with started(tmp_path, engine=uneven()) as world:
         core = core_of(world.engines[0])
         async with world.stage.sampler.stream(asked(6)) as members:
             await anext(members)
@@ -196,12 +173,8 @@ async def test_a_deadline_of_the_whole_call_counts_waiting(tmp_path: Path) -> No
         assert "it was not up within 0.05 s; see logs/engine-*.log" in str(result.error)
 
 
-async def test_a_pinned_request_prefers_engines_with_its_version(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    log = record_exchanges(monkeypatch)
-    async with generating(tmp_path, engines=2) as world:
-        await world.ready()
+async def test_a_pinned_request_prefers_engines_with_its_version(tmp_path: Path, log: Log) -> None:
+    async with started(tmp_path, engines=2) as world:
         entry = world.rig.entry(0)
         assert entry is not None
         value = msgspec.msgpack.encode(msgspec.structs.replace(entry, version=1))
@@ -254,13 +227,14 @@ def asked(n: int, **fields: Any) -> SampleRequest:
 @pytest.mark.parametrize(("n", "interval"), [(1, None), (3, 4)])
 async def test_tokens_come_before_the_result(n: int, interval: int | None, streamed: bool, tmp_path: Path) -> None:
     heard = Heard(n)
-    async with generating(tmp_path, streamed=streamed, engine=simulated(SLOW_MS)) as world:
-        await world.ready()
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(heard.listen(world, asked(n, interval=interval)))
-            await until(lambda: all(heard.tokens))
-            assert not any(heard.results)
-            core_of(world.engines[0]).schedule.config = simulated(FAST_MS).simulated
+    async with (
+        started(tmp_path, streamed=streamed, engine=simulated(SLOW_MS)) as world,
+        asyncio.TaskGroup() as tasks,
+    ):
+        tasks.create_task(heard.listen(world, asked(n, interval=interval)))
+        await until(lambda: all(heard.tokens))
+        assert not any(heard.results)
+        core_of(world.engines[0]).schedule.config = simulated(FAST_MS).simulated
     heard.check()
     assert [len(tokens) for tokens in heard.tokens] == [len(result.token_ids) for result in heard.results if result]
     assert heard.chunks >= 2 * n, "the first token at once, and the others behind it"
@@ -269,20 +243,19 @@ async def test_tokens_come_before_the_result(n: int, interval: int | None, strea
 @pytest.mark.parametrize("streamed", [False, True], ids=["cumulative", "sglang"])
 @pytest.mark.parametrize("n", [1, 3])
 async def test_what_was_told_survives_its_engine_although_partial_rollout_is_off(
-    n: int, streamed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    n: int, streamed: bool, tmp_path: Path, log: Log
 ) -> None:
-    log = record_exchanges(monkeypatch)
     heard = Heard(n)
-    async with generating(tmp_path, engines=2, streamed=streamed, rollout={"partial_rollout": False}, **SLOW) as world:
-        await world.ready()
-
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(heard.listen(world, asked(n)))
-            await until(lambda: min(len(tokens) for tokens in heard.tokens) >= 2)
-            lost = next(i for i, engine in enumerate(world.engines) if log[0].url == world.proxies[i].url)
-            core_of(world.engines[1 - lost]).schedule.config = simulated(FAST_MS).simulated
-            told = [list(tokens) for tokens in heard.tokens]
-            world.proxies[lost].kill()
+    async with (
+        started(tmp_path, engines=2, streamed=streamed, rollout={"partial_rollout": False}, **SLOW) as world,
+        asyncio.TaskGroup() as tasks,
+    ):
+        tasks.create_task(heard.listen(world, asked(n)))
+        await until(lambda: min(len(tokens) for tokens in heard.tokens) >= 2)
+        lost = next(i for i, engine in enumerate(world.engines) if log[0].url == world.proxies[i].url)
+        core_of(world.engines[1 - lost]).schedule.config = simulated(FAST_MS).simulated
+        told = [list(tokens) for tokens in heard.tokens]
+        world.proxies[lost].kill()
     heard.check()
     assert len(log) == 1 + n, "each member goes on alone"
     for index, result in enumerate(heard.results):
@@ -294,15 +267,16 @@ async def test_what_was_told_survives_its_engine_although_partial_rollout_is_off
 async def test_what_was_told_survives_an_update_that_aborts(tmp_path: Path) -> None:
 
     heard = Heard(2)
-    async with generating(
-        tmp_path, engine=simulated(5 * SLOW_MS), pause_mode="abort", rollout={"partial_rollout": False}
-    ) as world:
-        await world.ready()
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(heard.listen(world, asked(2)))
-            await until(lambda: min(len(tokens) for tokens in heard.tokens) >= 2)
-            await freeze(world.engines[0], tokens=4)
-            world.weights.publish(1)
+    async with (
+        started(
+            tmp_path, engine=simulated(5 * SLOW_MS), pause_mode="abort", rollout={"partial_rollout": False}
+        ) as world,
+        asyncio.TaskGroup() as tasks,
+    ):
+        tasks.create_task(heard.listen(world, asked(2)))
+        await until(lambda: min(len(tokens) for tokens in heard.tokens) >= 2)
+        await freeze(world.engines[0], tokens=4)
+        world.weights.publish(1)
     heard.check()
     assert [result.resumed for result in heard.results if result] == [1, 1]
     assert [[run.version for run in result.runs] for result in heard.results if result] == [[0, 1]] * 2

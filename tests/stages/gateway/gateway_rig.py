@@ -28,7 +28,7 @@ from stages.gateway.sessions import Session
 from stages.messages import Sample
 from stages.rollouts import new_sample, rollout_fault
 from stages.sampling.rollout_requests import Requests
-from tests.stages.engine_rig import World, core_of, generating, simulated
+from tests.stages.engine_rig import World, core_of, simulated, started
 from tests.stages.stage_rig import make_group
 
 BEGIN, END, VOCABULARY = 257, 258, 264
@@ -181,8 +181,7 @@ async def scripted(
     engine = simulated(step_ms)
     engine = msgspec.structs.replace(engine, simulated=msgspec.structs.replace(engine.simulated, vocab_size=VOCABULARY))
     rollout = {"rollout_max_response_len": 2048, "max_turns": 1000, **sections.pop("rollout", {})}
-    async with generating(tmp_path, engine=engine, rollout=rollout, **sections) as world:
-        await world.ready()
+    async with started(tmp_path, engine=engine, rollout=rollout, **sections) as world:
         writer = ScriptedWriter(script)
         core_of(world.engines[0]).schedule._writer = writer
         yield world, writer
@@ -217,9 +216,7 @@ async def opened(
             **(answers or {}),
         )
         place = OpenSession(
-            make_group(0, 4, **(group or {})),
-            new_sample((1,), 2),
-            Session(chat, 2, ignore_reasoning=ignore_reasoning),
+            make_group(0, 4, **(group or {})), new_sample((1,), 2), Session(chat, 2, ignore_reasoning=ignore_reasoning)
         )
         async with Gateway(answering, limits=limits) as gateway:
             with gateway.session(place) as key:

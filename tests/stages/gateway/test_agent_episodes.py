@@ -53,9 +53,7 @@ async def test_a_program_asks_the_policy_and_sees_nothing_else(tmp_path: Path, m
     monkeypatch.setenv("SECRET", "1")
     async with opened(tmp_path, lambda prompt: "four") as rig:
         command = Command(
-            [sys.executable, "-c", LOOKS, "{prompt}"],
-            env={"EXTRA": "{model}"},
-            files={".agent/config": "{model} {x}"},
+            [sys.executable, "-c", LOOKS, "{prompt}"], env={"EXTRA": "{model}"}, files={".agent/config": "{model} {x}"}
         )
         outcome = await command.run(TASK, rig.endpoint)
         assert (outcome.reward, outcome.metrics["status"], outcome.metrics["late"]) == (None, 0.0, 0.0)

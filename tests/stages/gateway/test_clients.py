@@ -174,11 +174,7 @@ async def test_an_environment_of_verifiers(tmp_path: Path, monkeypatch: pytest.M
     """Its own taskset, harness and reward; what the policy was asked and answered is what is trained."""
     here = Path(__file__).parent
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(here.parents[2]), str(here)]))
-    table = {
-        "name": "verifiers",
-        "path": "stages.agents.packs.verifiers:Verifiers",
-        "python": interpreter("verifiers"),
-    }
+    table = {"name": "verifiers", "path": "stages.agents.packs.verifiers:Verifiers", "python": interpreter("verifiers")}
     async with agents(tmp_path, {"env": {"taskset": {"id": "letters_taskset"}}}, table=table) as (world, writer, _):
         rollouts = await played(world, 3, index=3)
     for (sample,) in rollouts:

@@ -13,7 +13,7 @@ from models.import_path import ImportPathError
 from stages.messages import PromptGroup, Sample
 from stages.rollouts import rollout_fault, rollouts
 from stages.slime.hooks import generate_function, rollout_function
-from tests.stages.engine_rig import World, generating, record_exchanges, simulated
+from tests.stages.engine_rig import Log, World, generating, simulated, started
 from tests.stages.slime import user_code
 from tests.stages.stage_rig import make_group, until
 
@@ -24,8 +24,7 @@ PROMPT = [*b"?"]  # of make_group
 @asynccontextmanager
 async def world_of(tmp_path: Path, name: str, **rollout: Any) -> AsyncIterator[World]:
     settings = {"custom_generate_function_path": f"{CODE}.{name}", "rollout_max_response_len": 20, **rollout}
-    async with generating(tmp_path, engine=simulated(length=8), rollout=settings) as world:
-        await world.ready()
+    async with started(tmp_path, engine=simulated(length=8), rollout=settings) as world:
         yield world
 
 
@@ -38,18 +37,15 @@ async def made(world: World, group: PromptGroup) -> list[tuple[Sample, ...]]:
     return rollouts(samples)
 
 
-async def test_a_single_turn_is_trained_with_what_the_engine_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    exchanges = record_exchanges(monkeypatch)
+async def test_a_single_turn_is_trained_with_what_the_engine_said(tmp_path: Path, log: Log) -> None:
     async with world_of(tmp_path, "single_turn") as world:
         found = await made(world, make_group(3, 4))
     answers = {}
-    for exchange in exchanges:
+    for exchange in log:
         [output] = exchange.outputs
         answers[tuple(output.output_ids)] = [item[0] for item in output.meta_info.output_token_logprobs or ()]
         assert list(exchange.request.prompts[0]) == PROMPT
-    assert len(found) == len(exchanges) == 4
+    assert len(found) == len(log) == 4
     for (sample,) in found:
         response = sample.token_ids[sample.prompt_length :].tolist()
         assert sample.token_ids[: sample.prompt_length].tolist() == PROMPT
@@ -93,15 +89,11 @@ async def test_a_row_may_name_its_own_function(tmp_path: Path) -> None:
         [(sample,)] = await made(world, make_group(1, 1, metadata=metadata))
         [(broken,)] = await made(world, make_group(2, 1))
     assert sample.status == "completed"
-    assert (broken.status, broken.error) == (
-        "failed",
-        f"{CODE}.raising raised ConnectionError: the sandbox is gone",
-    )
+    assert (broken.status, broken.error) == ("failed", f"{CODE}.raising raised ConnectionError: the sandbox is gone")
 
 
 async def test_a_row_names_a_function_in_a_run_that_has_none(tmp_path: Path) -> None:
-    async with generating(tmp_path, engine=simulated(length=8), rollout={"rollout_max_response_len": 20}) as world:
-        await world.ready()
+    async with started(tmp_path, engine=simulated(length=8), rollout={"rollout_max_response_len": 20}) as world:
         metadata = f'{{"generate_function_path": "{CODE}.with_tools"}}'
         [(sample,)] = await made(world, make_group(1, 1, metadata=metadata))
         [(plain,)] = await made(world, make_group(2, 1))
@@ -180,18 +172,15 @@ async def batch_of(world: World, *groups: int) -> dict[int, list[Sample]]:
     return {group_id: sorted(samples, key=lambda s: s.index) for group_id, samples in found.items()}
 
 
-async def test_a_batch_is_trained_with_what_the_engine_said_of_each_rollout(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    exchanges = record_exchanges(monkeypatch)
+async def test_a_batch_is_trained_with_what_the_engine_said_of_each_rollout(tmp_path: Path, log: Log) -> None:
     async with batch_world(tmp_path, "whole_batch") as world:  # type: ignore[attr-defined]
         found = await batch_of(world, 4, 5)
     answers = {}
-    for exchange in exchanges:
+    for exchange in log:
         [output] = exchange.outputs
         answers[tuple(output.output_ids)] = [item[0] for item in output.meta_info.output_token_logprobs or ()]
     made = [sample for samples in found.values() for sample in samples]
-    assert len(made) == len(exchanges) == len(answers) == 4, "rollouts of one prompt draw from their own seeds"
+    assert len(made) == len(log) == len(answers) == 4, "rollouts of one prompt draw from their own seeds"
     for sample in made:
         response = tuple(sample.token_ids[1:].tolist())
         assert sample.log_probs[1:].tolist() == pytest.approx(answers[response], abs=1e-6)
