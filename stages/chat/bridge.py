@@ -129,13 +129,13 @@ class Bridge:
         return self._end
 
     def _cut(self, without: str, whole: str, mark: str, called: bool) -> Between:
-        at, again = without.rfind(mark), whole.rfind(mark)
-        if at < 0 or again < 0:
+        last_mark, earlier_mark = without.rfind(mark), whole.rfind(mark)
+        if last_mark < 0 or earlier_mark < 0:
             raise ChatFormatError(
-                f"the chat template leaves out what the model wrote in {'its last' if at < 0 else 'an earlier'} turn, "
-                f"so nothing can be put behind it; {CURE}"
+                f"the chat template leaves out what the model wrote in {'its last' if last_mark < 0 else 'an earlier'} "
+                f"turn, so nothing can be put behind it; {CURE}"
             )
-        end, rest = without[at + len(mark) :], whole[again + len(mark) :]
+        end, rest = without[last_mark + len(mark) :], whole[earlier_mark + len(mark) :]
         closing = self._closing(end, called)
         if not rest.startswith(end):
             # gpt-oss: a last turn ends with another token than an earlier turn.
@@ -145,9 +145,9 @@ class Bridge:
                     "the chat template ends a turn of the model in another way when messages follow it, so nothing can "
                     f"be put behind it.\n{difference(end, rest, 'last turn', 'earlier turn')}\nThe cure: {CURE}"
                 )
-            return Between(rest, closing, without[:at], whole[:again])
+            return Between(rest, closing, without[:last_mark], whole[:earlier_mark])
         begin = len(end) - len(closing)  # the text before `closing` is the rest of a call, which the model writes
-        return Between(rest[begin:], closing, without[:at], whole[:again])
+        return Between(rest[begin:], closing, without[:last_mark], whole[:earlier_mark])
 
     def _closing(self, end: str, called: bool) -> str:
         """The closing text of a turn, without the text that closes a call before it."""

@@ -107,7 +107,9 @@ class TurnEnd:
 
     def __init__(self, tokenizer: Tokenizer, text: str, others: Sequence[str] = ()) -> None:
         self.ids = tokenizer.encode(text) if text else []
-        special = [[id for id in tokenizer.encode(one) if is_special(tokenizer, id)][:1] for one in (text, *others)]
+        special = [
+            [id for id in tokenizer.encode(ending) if is_special(tokenizer, id)][:1] for ending in (text, *others)
+        ]
         self._place = self.ids.index(special[0][0]) if special[0] else -1
         closers = tuple(dict.fromkeys(id for ids in special for id in ids))
         self.stop_ids = tuple(id for id in closers if id not in tokenizer.eos_ids)

@@ -192,7 +192,9 @@ class TransformersTokenizer:
         arguments = {"add_generation_prompt": True, **kwargs, "tokenize": False}
         offered = list(tools) if tools else None
         return str(
-            self._tokenizer.apply_chat_template([with_reasoning(one) for one in messages], tools=offered, **arguments)
+            self._tokenizer.apply_chat_template(
+                [with_reasoning(message) for message in messages], tools=offered, **arguments
+            )
         )
 
 

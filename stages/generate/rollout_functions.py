@@ -81,14 +81,14 @@ class AdmittedGroups:
                 "and the run admits no more before these have ended; return the samples so far: the rest of the "
                 "batch comes with the next call, or raise --max-staleness"
             )
-        return [[given_sample(self._config, one.group, sample) for sample in one.samples] for one in given]
+        return [[given_sample(self._config, entry.group, sample) for sample in entry.samples] for entry in given]
 
     def add_samples(self, samples: list[list[slime.Sample]]) -> None:
         """Put groups back; they are drawn again later, from their beginning."""
-        back = {_index(one) // self._config.rollout.n_samples_per_prompt for one in _flat(samples)}
+        back = {_index(sample) // self._config.rollout.n_samples_per_prompt for sample in _flat(samples)}
         with self._changed:
-            again = [one for one in self._drawn if one.group.group_id in back]
-            self._drawn = [one for one in self._drawn if one.group.group_id not in back]
+            again = [entry for entry in self._drawn if entry.group.group_id in back]
+            self._drawn = [entry for entry in self._drawn if entry.group.group_id not in back]
             self._waiting.extendleft(reversed(again))
 
 

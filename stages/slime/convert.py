@@ -57,14 +57,14 @@ def returned_rollout(
     Raises ReturnedError.
     """
     given: list[Any] = returned if isinstance(returned, list) else [returned]
-    if not given or not all(_like_a_sample(one) for one in given):
-        names = ", ".join(sorted({type(one).__name__ for one in given})) or "an empty list"
+    if not given or not all(_like_a_sample(sample) for sample in given):
+        names = ", ".join(sorted({type(sample).__name__ for sample in given})) or "an empty list"
         raise ReturnedError(f"it returned {names}; return the sample, or a list of samples")
     known = PrefixTree()
     for number, one in enumerate(recorded):
         known.add(one.token_ids, number)
-    parts = [_sequence(one, recorded, known, first) for one in given]
-    reward, reward_parts = _reward([one.reward for one in given], reward_key)
+    parts = [_sequence(sample, recorded, known, first) for sample in given]
+    reward, reward_parts = _reward([sample.reward for sample in given], reward_key)
     parts[-1] = msgspec.structs.replace(parts[-1], reward=reward, reward_parts=reward_parts)
     return _with_prefixes(as_rollout(*parts))
 
@@ -193,7 +193,7 @@ def _teacher(given: Any, prompt_length: int, length: int) -> Float32Array:
 
 def _reward(rewards: Sequence[Any], key: str | None) -> tuple[float | None, dict[str, float]]:
     """(reward of the rollout: the last that is set; its parts). None: a grader scores it."""
-    reward = next((one for one in reversed(rewards) if one is not None), None)
+    reward = next((reward for reward in reversed(rewards) if reward is not None), None)
     parts: dict[str, float] = {}
     if isinstance(reward, Mapping):
         if key is None or key not in reward:

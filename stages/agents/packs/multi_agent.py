@@ -126,7 +126,7 @@ class MultiAgent:
         return self._ended(worth)
 
     def _ended(self, worth: float = 0.0) -> Step:
-        """`worth`: reward of the last verdict; earlier verdicts got theirs with their turns."""
+        """`worth`: reward of the last verdict; earlier verdicts were rewarded with their turns."""
         metrics = {
             "correct": float(self._correct),
             "answers": float(self._answers),
