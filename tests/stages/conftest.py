@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.stages.engine_rig import Log, record_exchanges
 from tests.stages.fleet_rig import Fleet, open_fleet
 from tests.stages.group_rig import Desk, open_desk
 from tests.stages.stage_rig import Rig, open_rig, time_limit
@@ -34,3 +35,9 @@ async def desk() -> AsyncIterator[Desk]:
     with time_limit():
         async with open_desk() as opened:
             yield opened
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> Log:
+    """All generate requests of the test."""
+    return record_exchanges(monkeypatch)
