@@ -20,7 +20,7 @@ from pathlib import Path
 import pipeline
 from models.weights.slots_directory import list_left_behind
 from pipeline.facts.run_directory import RunDir
-from pipeline.facts.text import visible
+from pipeline.facts.stats import visible
 from pipeline.hosts import die_with_parent as die_with_parent
 from pipeline.hosts.kept_processes import KeptProcess, KeptProcesses
 from pipeline.hosts.launcher import (

@@ -23,7 +23,7 @@ from models.engines.errors import EngineError
 from models.engines.protocol import ModelInfo
 from models.engines.token import Token
 from pipeline.errors import UsageError
-from pipeline.facts.servers import EngineSpec
+from pipeline.facts.run_directory import EngineSpec
 from pipeline.supervise.health_probe import HealthProbe, HealthTracker, HttpProbe, SchedulerProbe, until
 from pipeline.supervise.restart_server import Waiting
 from pipeline.supervise.restarts import Lifecycle

@@ -23,7 +23,7 @@ from models.engines.client import EngineClient
 from models.engines.errors import EngineError
 from models.engines.token import Token
 from pipeline.errors import EXIT_USER_ERROR, ReplicaFailed, UsageError
-from pipeline.facts.servers import Kind
+from pipeline.facts.run_directory import Kind
 from pipeline.hosts.launcher import ANYTHING, Handle, Launcher, ProcessSpec, Resources, ending, unless
 from pipeline.supervise.health_probe import HealthProbe, HealthTracker, HttpProbe, until
 from pipeline.supervise.restarts import Lifecycle, Restarts

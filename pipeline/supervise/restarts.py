@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from pipeline.errors import ReplicaFailed
-from pipeline.facts.servers import EngineSpec
+from pipeline.facts.run_directory import EngineSpec
 from pipeline.hosts.launcher import Handle
 from pipeline.supervise.restart_budget import WINDOW_S, RestartBudget, backoff_s
 from stages.base import TrainOptions

@@ -22,7 +22,7 @@ from models.engines.launch.command import RUNNER, with_token
 from models.engines.launch.environment import Installed
 from models.engines.launch.router_command import router_launch
 from models.engines.token import TokenFile
-from pipeline.facts.servers import EngineSpec, Kind
+from pipeline.facts.run_directory import EngineSpec, Kind
 from pipeline.hosts.launcher import Launcher, ProcessSpec
 from pipeline.hosts.rendezvous import Entry
 from pipeline.preflight.sglang import prepare_sglang

@@ -1,18 +1,22 @@
-"""The directory of a run's rollouts: what each life adds, what checkpoints make superfluous, what is left to tell.
+"""Files that a run keeps beside its checkpoints: what rollouts left, and copies of the weights (`--save-hf`).
 
     RUN/episodes/lives.json       the step from which each life of the run went on
                  ended.json       groups that no resume can open again
                  <group>/         responses, turns and calls of its rollouts: stages/records/growing_records.py,
                                   stages/records/once.py
 
-Invariants: what a group left is removed once it has ended in every checkpoint that is there; before that it is said to
-have ended, so that none of its calls is made again; what is not known of a call is never removed. Responses go as soon
-as their group has ended, but for those that a resume from the newest checkpoint could use.
+Invariants: the files of a group are removed once it has ended in every checkpoint that is there; before that,
+`ended.json` names it, so that none of its calls is made again; a call with an unknown result is never removed.
+Responses are removed as soon as their group has ended, except those that a resume from the newest checkpoint could use.
+
+A copy of the weights is made from a committed checkpoint, so it never holds weights from which no resume continues. It
+appears whole or not at all, and replaces the copy of an earlier checkpoint.
 """
 
 from __future__ import annotations
 
 import contextlib
+import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Final
@@ -20,7 +24,7 @@ from typing import Final
 import msgspec
 
 from configs.schema import Config, generates
-from models.checkpoint import Manifest
+from models.checkpoint import CheckpointError, Manifest, explain_disk_errors
 from models.disk import write_whole
 from stages.prompts.ledger import LedgerSnapshot
 from stages.records.growing_records import RESPONSES
@@ -30,12 +34,12 @@ LIVES_FILE: Final = "lives.json"
 
 
 def keeps_rollouts(config: Config) -> bool:
-    """Whether the run may write something of its rollouts down."""
+    """Whether the run may write files of its rollouts."""
     return bool(config.environment) or keeps_responses(config)
 
 
 def keeps_responses(config: Config) -> bool:
-    """Whether parts of responses are written down."""
+    """Whether parts of responses are written to disk."""
     checkpoint = config.checkpoint
     return checkpoint.save_interval is not None and checkpoint.response_journal_tokens > 0 and generates(config)
 
@@ -47,13 +51,13 @@ def read_lives(directory: Path) -> tuple[int, ...]:
 
 
 def write_lives(directory: Path, lives: tuple[int, ...]) -> None:
-    """Once this life has begun for certain, and before it makes anything."""
+    """Called once this life has certainly begun, before its first rollout."""
     directory.mkdir(exist_ok=True)
     write_whole(directory / LIVES_FILE, msgspec.json.encode(lives), durable=True)
 
 
 def forget_ended(directory: Path, checkpoints: Sequence[Manifest]) -> None:
-    """Remove what is left of the groups that have ended in all of these checkpoints."""
+    """Remove the files of groups that have ended in all of these checkpoints."""
     if not directory.is_dir() or not checkpoints:
         return
     ledgers = [msgspec.json.decode(manifest.ledger, type=LedgerSnapshot) for manifest in checkpoints]
@@ -74,10 +78,36 @@ def forget_responses(directory: Path, groups: Iterable[int]) -> None:
         home = home_of(directory, str(group))
         for path in home.glob(f"{RESPONSES}-*.log"):
             path.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # it is not there, or keeps turns or calls
+        with contextlib.suppress(OSError):  # missing, or with turns or calls inside
             home.rmdir()
 
 
 def uncertain_in(directory: Path) -> int:
-    """Calls of which nobody knows whether they took effect."""
+    """Calls with an unknown result: they may or may not have taken effect."""
     return sum(len(uncertain_calls(home)) for home in groups_in(directory).values())
+
+
+MODEL_DIR: Final = "hf"
+
+
+def save_hf(checkpoint: Path, pattern: str, step: int) -> Path:
+    """Copy the policy of a committed checkpoint to `pattern`, with `{step}` replaced; where it is now.
+
+    Raises CheckpointError if the disk fails, or if something that is no such copy is in the way.
+    """
+    target = Path(pattern.replace("{step}", str(step))).expanduser()
+    if target.exists() and not (target / "config.json").is_file():
+        raise CheckpointError(
+            f"--save-hf {target} exists and is no model in Hugging Face format; move it away, or choose another place"
+        )
+    draft, old = target.with_name(f".{target.name}.draft"), target.with_name(f".{target.name}.replaced")
+    with explain_disk_errors(target, remove=draft):
+        shutil.rmtree(draft, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copytree(checkpoint / MODEL_DIR, draft)
+        if target.exists():
+            target.rename(old)
+        draft.rename(target)
+        shutil.rmtree(old, ignore_errors=True)
+    return target
