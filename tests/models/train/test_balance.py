@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from models.train.huggingface.optimizer import gradient_scale
+from models.train.huggingface.updates import gradient_scale
 from models.train.step.examples import Example
 from models.train.step.micro_batch_loss import StepTotals
 from models.train.step.micro_batches import assign, assign_layouts, balance, micro_batches

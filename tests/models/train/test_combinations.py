@@ -126,10 +126,11 @@ ON_ONE_WORKER = [
 def quick_loading(monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkpoint is read from disk once; every model is a copy of its own."""
     loaded: dict[str, Any] = {}
+    from_disk = loading.load_model
 
     def load(source: str, key: str, train: Any, device: torch.device, *, seed: int) -> Any:
         if source not in loaded:
-            loaded[source] = loading.load_model(source, key, train, device, seed=seed)
+            loaded[source] = from_disk(source, key, train, device, seed=seed)
         return copy.deepcopy(loaded[source])
 
     monkeypatch.setattr(loading, "load_model", load)

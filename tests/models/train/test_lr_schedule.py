@@ -7,7 +7,7 @@ import torch
 
 from configs.schema.train import TrainConfig
 from models.errors import TrainConfigInvalid
-from models.train.huggingface.optimizer import Updater
+from models.train.huggingface.updates import Updater
 from models.train.spec import check_schedule, learning_rate
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from small_trainer import make_backend, make_sequences, train_step, weights_of
 
-from models.train.huggingface.optimizer import move
+from models.train.huggingface.updates import move
 
 PPO = {"advantage_estimator": "ppo", "kl_coef": 0.1, "critic_lr": 1e-3}
 

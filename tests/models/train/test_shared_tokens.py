@@ -21,7 +21,7 @@ from models.algorithms.shared_tokens import prefix_fault
 from models.errors import InvalidSequence
 from models.train.interface import TrainSequence
 from models.train.spec import BatchNeeds
-from models.train.step.advantages import decide_advantages
+from models.train.step.critic import decide_advantages
 from models.train.step.examples import Example, Intake, Rollout, rollouts_of
 
 VOCABULARY = 32

@@ -15,7 +15,7 @@ from models.train.step.examples import (
     partition,
     rollouts_of,
 )
-from models.train.step.old_log_probs import Assigned, Pending
+from models.train.step.micro_batches import Assigned, Pending
 from models.train.step.packing import Packing
 
 

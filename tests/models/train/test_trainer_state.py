@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from models.errors import BackendMisuse, TrainStateUnreadable
 from models.tiny import make_tiny_checkpoint
-from models.train.huggingface.hf_weights import converts, hf_tensors
+from models.train.huggingface.hf_files import converts, hf_tensors
 from tests.models.test_checkpoint import check_every_flip_is_noticed
 
 SCHEDULE = {"lr_decay_style": "cosine", "lr_warmup_iters": 2, "min_lr": 1e-5, "lr": 1e-2, "weight_decay": 0.1}

@@ -221,8 +221,8 @@ def save(trainer: Trainer, directory: Path, *, asynchronous: bool) -> None:
     if not asynchronous:
         trainer.save(directory)
         return
-    from models.train.megatron.checkpoint import state as checkpoint
-    from models.train.megatron.checkpoint.files import Plan
+    from models.train.megatron import checkpoint
+    from models.train.megatron.checkpoint_files import Plan
 
     write, trained, before = Plan.write, threading.Event(), state_of(trainer)
 
@@ -308,8 +308,8 @@ def meet_random(models: Path, states: Path) -> None:
     """Saving and loading in one layout restores random streams, and a state that was never trained."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-    from models.train.megatron.checkpoint import state as checkpoint
-    from models.train.megatron.checkpoint.files import Plan
+    from models.train.megatron import checkpoint
+    from models.train.megatron.checkpoint_files import Plan
 
     trainer = make_trainer(Run("random", DP), models)
     before = {name: state.clone() for name, state in get_cuda_rng_tracker().get_states().items()}
@@ -339,8 +339,8 @@ def meet_random(models: Path, states: Path) -> None:
 
 def meet_full_disk(models: Path, states: Path) -> None:
     """What one process cannot write fails in all of them, leaves no state behind, and does not hinder the next."""
-    from models.train.megatron.checkpoint import state as checkpoint
-    from models.train.megatron.checkpoint.files import Plan
+    from models.train.megatron import checkpoint
+    from models.train.megatron.checkpoint_files import Plan
 
     trainer = make_trainer(Run("full", TP), models)
     write_bucket, write_hf = Plan._write_bucket, checkpoint.write_hf

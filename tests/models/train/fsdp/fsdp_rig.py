@@ -17,9 +17,9 @@ from safetensors.torch import save_file
 
 from configs.schema.algorithm import AlgorithmConfig, CorrectionConfig, CriticConfig
 from configs.schema.train import FsdpConfig, LoraConfig, TrainConfig
-from models.train.fsdp.models import FsdpModels
-from models.train.huggingface.hf_weights import whole
+from models.train.huggingface.hf_files import whole
 from models.train.huggingface.models import TorchModels
+from models.train.huggingface.sharded_models import FsdpModels
 from models.train.interface import TrainSequence
 from models.train.model_set import ModelSet
 from models.train.spec import TrainSpec

@@ -25,12 +25,11 @@ from torch.nn import Linear, Sequential
 
 from configs.schema.train import FsdpConfig
 from models.errors import CheckpointUnavailable, TrainConfigInvalid, UnsupportedModel
-from models.train.fsdp.loading import _compare
-from models.train.fsdp.mesh import sizes_of
-from models.train.fsdp.models import FsdpModels
-from models.train.huggingface.hf_weights import buckets
+from models.train.huggingface.hf_files import buckets
 from models.train.huggingface.models import TorchModels
 from models.train.huggingface.scoring import ContextParallel
+from models.train.huggingface.sharded_loading import _compare, sizes_of
+from models.train.huggingface.sharded_models import FsdpModels
 from models.train.step.micro_batches import attention_allowed, pack_rows
 from models.train.step.packing import Layout, Packing, Unit
 from models.train.trainer import Trainer

@@ -13,7 +13,7 @@ import pytest
 from fsdp_rig import GRPO, LORA, PPO, state_of, train
 
 from models.errors import TrainStateUnreadable
-from models.train.fsdp.models import SHARDS, STATE, FsdpModels
+from models.train.huggingface.sharded_models import SHARDS, STATE, FsdpModels
 from models.train.trainer import Trainer
 from tests.models.test_checkpoint import check_every_flip_is_noticed
 

@@ -102,9 +102,9 @@ def main(models: Path, out: Path, cases: Sequence[Case]) -> int:
     import torch
 
     torch.set_num_threads(1)
-    from models.train.megatron import shim
+    from models.train.megatron.processes import install_shim
 
-    shim.install()
+    install_shim()
     for name in ("build", "models", "weights"):
         importlib.import_module(f"models.train.megatron.{name}")
     fork = multiprocessing.get_context("fork")

@@ -242,7 +242,7 @@ class Counts:
         from megatron.core.pipeline_parallel import p2p_communication
 
         from models.train.megatron.forward import Pipeline
-        from models.train.megatron.reference import SwappedReference
+        from models.train.megatron.trained_models import SwappedReference
 
         self.begin()
         p2p_ops = p2p_communication._p2p_ops

@@ -14,9 +14,17 @@ import torch
 from megatron_rig import Recipe, make_spec
 
 from models.errors import BackendMisuse, CheckpointUnavailable, TrainConfigInvalid
-from models.train.megatron import processes, shim
-from models.train.megatron.optimizer import check_optimizer
-from models.train.megatron.processes import ParallelSizes, build_layout, parallel_sizes
+from models.train.megatron import processes
+from models.train.megatron.processes import (
+    SHIM_VERSION,
+    ParallelSizes,
+    build_layout,
+    install_shim,
+    install_shim_after_import,
+    parallel_sizes,
+    shim_installed,
+)
+from models.train.megatron.trained_models import check_optimizer
 from models.train.megatron.weights import read_source
 from models.train.spec import TrainSpec
 
@@ -71,10 +79,10 @@ def test_missing_checkpoints_are_named(tmp_path: Path) -> None:
 def test_the_shim_leaves_a_machine_with_a_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     before = (torch.zeros, torch.Tensor.type, torch.cuda.current_device)
-    shim.install()
-    shim.install_after_import()
+    install_shim()
+    install_shim_after_import()
     assert before == (torch.zeros, torch.Tensor.type, torch.cuda.current_device)
-    assert not shim.installed()
+    assert not shim_installed()
 
 
 @pytest.mark.full
@@ -84,10 +92,11 @@ def test_experts_are_routed_without_transformer_engine_on_a_gpu_too() -> None:
 import torch
 torch.cuda.is_available = lambda: True
 from types import SimpleNamespace
-from models.train.megatron import layers, shim
-shim.install()
-shim.install_after_import()
-assert not shim.installed()
+from models.train.megatron.processes import install_shim, install_shim_after_import, shim_installed
+from models.train.megatron import layers
+install_shim()
+install_shim_after_import()
+assert not shim_installed()
 config = SimpleNamespace(num_moe_experts=4, qk_layernorm=False)
 layers._local_layer(SimpleNamespace(latent_attention=False, sandwich_norms=False), config, moe=True)
 from megatron.core.transformer.moe.moe_utils import router_gating_linear
@@ -102,14 +111,14 @@ def test_the_shim_is_for_one_release(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.17.0")
     with pytest.raises(TrainConfigInvalid, match=r"0\.17\.0.*megatron-core==0\.16\.1"):
-        shim.install()
-    assert not shim.installed()
+        install_shim()
+    assert not shim_installed()
 
 
 def test_the_shim_comes_before_megatron(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: shim.VERSION)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: SHIM_VERSION)
     monkeypatch.setitem(sys.modules, "megatron.core", ModuleType("megatron.core"))
     with pytest.raises(BackendMisuse, match="first in the process"):
-        shim.install()
-    assert not shim.installed()
+        install_shim()
+    assert not shim_installed()

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from models.errors import TrainStateUnreadable
-from models.train.megatron.critic import ValueHead
-from models.train.megatron.reference import SwappedReference
+from models.train.megatron.trained_models import SwappedReference, ValueHead
 from models.train.step.critic import ValueModel
 
 
