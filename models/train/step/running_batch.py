@@ -70,7 +70,7 @@ class OldLogProbPass:
         return assign_all(examples, self._models.packing, self._models.dp_group.dp_size)
 
     def _score(self, assigned: Assigned, score: Score, write: Write) -> None:
-        """Run one model over this process's micro-batches, and write what was found by all."""
+        """Run one model over this process's micro-batches, and write the results of all processes."""
         dp_group = self._models.dp_group
         found = score(micro_batches(assigned.by_dp_rank, assigned.examples, dp_group.dp_rank))
         own = found[: len(assigned.by_dp_rank[dp_group.dp_rank])]  # without the blank ones behind
@@ -180,7 +180,7 @@ class RunningBatch:
         self.work(everything=self._models.pass_micro_batches == 1)
 
     def work(self, *, everything: bool) -> None:
-        """Run what is possible: full micro-batches, as many as a pass takes at least, or all."""
+        """Run full micro-batches, at least as many as a pass takes; or run all."""
         packing, dp_size = self._models.packing, self._models.dp_group.dp_size
         at_least = self._models.pass_micro_batches
         if self._needs.whole_batch and not self._completed:
@@ -239,7 +239,7 @@ class RunningBatch:
         self._statistics = write_step_statistics(self._examples, spec.algorithm, spec.correction, spec.aggregation)
 
     def decided_metrics(self, mean_denominator: float) -> dict[str, float]:
-        """Metrics of what was decided for the batch, for the running step."""
+        """Metrics of the batch's advantages, for the running step."""
         if not self._needs.advantages:
             return {}
         return self._batch_metrics | logged_means(self._examples, mean_denominator)

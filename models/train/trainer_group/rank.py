@@ -239,8 +239,8 @@ def _find_others(spec: RankSpec, config: Config, timeout_s: float) -> ControlGro
 
 
 def _store(spec: RankSpec, timeout_s: float) -> distributed.TCPStore:
-    """Where the ranks tell each other their addresses. Rank 0 listens, at that host alone: a store left to itself
-    would listen to all networks."""
+    """Where the ranks exchange their addresses. Rank 0 listens on its host's address only: by default a store
+    listens on all networks."""
     host, port = spec.store
     listener = socket.create_server((host, port)).detach() if spec.rank == 0 else None  # the store owns it from now on
     return distributed.TCPStore(
@@ -255,7 +255,7 @@ def _store(spec: RankSpec, timeout_s: float) -> distributed.TCPStore:
 
 
 def _make(control_group: ControlGroup, member: Member, call: Call) -> Reply:
-    """Make a call with all others; what rank 0 replies. Raises RanksDisagree, and what is no drawn error."""
+    """Make a call together with all ranks; the reply of rank 0. Raises RanksDisagree and every unexpected error."""
     reply: Reply = Done()
     own = NOT_CALLED
     if member.takes_part(call):

@@ -18,8 +18,6 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from sequences import behind
-from small_trainer import make_sequences
 
 from configs.layers import build
 from configs.resolve import derive
@@ -31,6 +29,7 @@ from models.train.build import build_backend
 from models.train.huggingface import loading
 from models.train.interface import TrainSequence
 from models.train.trainer import Trainer
+from tests.models.train.rig import behind, make_sequences
 
 Options = dict[str, Any]
 RULES = {"k1": "0.5_2", "k2": "0.5", "k3": "0.5"}
