@@ -167,7 +167,7 @@ def _trainer(setting: Setting, contender: Contender) -> Trainer:
     )
     models: Any = TorchModels
     if contender.backend == "fsdp":
-        from models.train.fsdp.models import FsdpModels
+        from models.train.huggingface.sharded_models import FsdpModels
 
         models = FsdpModels
     if contender.backend == "megatron":

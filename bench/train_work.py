@@ -180,9 +180,9 @@ class Contender:
 
 CONTENDERS: Final = (
     Contender("torch", "torch", 1),
-    Contender("fsdp", "fsdp", 1, module="models.train.fsdp.models"),
+    Contender("fsdp", "fsdp", 1, module="models.train.huggingface.sharded_models"),
     Contender("megatron", "megatron", 1, module="megatron.core"),
-    Contender("fsdp, 2 processes", "fsdp", 2, module="models.train.fsdp.models"),
+    Contender("fsdp, 2 processes", "fsdp", 2, module="models.train.huggingface.sharded_models"),
     Contender("megatron, TP 2", "megatron", 2, {"tensor_model_parallel_size": 2}, "megatron.core"),
 )
 

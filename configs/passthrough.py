@@ -6,7 +6,7 @@ passed on (`ALIASES`), others say what a model is, which here its checkpoint say
 
 Invariants: a flag of the schema always wins; a name that is nearly one of them is a slip, not an option; whether the
 installed program knows an option and takes its value is checked with that program (`pipeline.preflight.sglang`,
-`models.train.megatron.settings.options`), not here.
+`models.train.megatron.options`), not here.
 """
 
 from __future__ import annotations

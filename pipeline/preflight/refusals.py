@@ -24,7 +24,7 @@ from configs.schema import Config, EnvironmentConfig
 from configs.schema.rejection import parse_rules
 from configs.sources import parse_source, source_fault
 from models.disk import write_whole
-from models.train.megatron.settings.options import option_faults
+from models.train.megatron.options import option_faults
 from pipeline.errors import Refused, UsageError, user_error
 from pipeline.hosts.local_launcher import child_environment
 from pipeline.preflight.sglang import NoSglang, prepare_sglang

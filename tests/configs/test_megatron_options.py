@@ -20,9 +20,9 @@ from configs.schema import Config, MegatronConfig, TrainConfig
 pytest.importorskip("megatron.core.package_info")
 
 from models.errors import TrainConfigInvalid
-from models.train.megatron.settings import option_fields
-from models.train.megatron.settings.option_fields import DATACLASSES, fields_of, known_fields
-from models.train.megatron.settings.options import SET_BY_SLUICE, MegatronOptions, option_faults, split_options
+from models.train.megatron import option_fields
+from models.train.megatron.option_fields import DATACLASSES, fields_of, known_fields
+from models.train.megatron.options import SET_BY_SLUICE, MegatronOptions, option_faults, split_options
 from pipeline.errors import UsageError
 from pipeline.preflight.refusals import check_trainer
 
@@ -148,7 +148,7 @@ def test_without_megatron_core(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_nothing_of_megatron_is_imported() -> None:
     """It takes seconds, and without a GPU must not happen before the shim is in place."""
-    code = "import sys; from models.train.megatron.settings.options import option_faults; "
+    code = "import sys; from models.train.megatron.options import option_faults; "
     code += "option_faults({'fp8': 'none'}); "
     code += "print([name for name in sys.modules if name.startswith(('megatron.core', 'torch'))])"
     found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
@@ -224,7 +224,7 @@ from megatron.core.optimizer import OptimizerConfig as O
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig as T
 import torch
-from models.train.megatron.settings.options import split_options
+from models.train.megatron.options import split_options
 got = split_options({"attention_backend": "flash", "exp_avg_dtype": "bf16", "main_grads_dtype": "fp32"})
 assert got.transformer == {"attention_backend": AttnBackend.flash}, got
 assert got.optimizer == {"exp_avg_dtype": torch.bfloat16, "main_grads_dtype": torch.float32}, got

@@ -19,7 +19,7 @@ import msgspec
 from configs.schema.did_you_mean import nearest
 from configs.schema.train import MegatronConfig, TrainConfig
 from models.errors import TrainConfigInvalid
-from models.train.megatron.settings.option_fields import DTYPE, DTYPES, NONE, Group, Kind, fields_of, known_fields
+from models.train.megatron.option_fields import DTYPE, DTYPES, NONE, Group, Kind, fields_of, known_fields
 
 # --------------------------------------------------------------------------------------------------
 # Fields of Megatron-core's dataclasses that are not taken from `--megatron-<option>`, each with what to use instead.

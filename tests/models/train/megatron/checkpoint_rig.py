@@ -9,25 +9,20 @@ import json
 import threading
 import time
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
 
-from configs.schema.algorithm import AlgorithmConfig, CriticConfig
-from configs.schema.train import MegatronConfig, TrainConfig
 from models.errors import TrainStateUnreadable
 from models.families.source import CheckpointTensors
 from models.train.interface import TrainSequence
-from models.train.spec import TrainSpec
 from models.train.trainer import Trainer
-from tests.models.train.sequences import sequence
+from tests.models.train import rig
+from tests.models.train.megatron.megatron_rig import VOCABULARY
+from tests.models.train.rig import joined, weights_of
 
-VOCABULARY = 33  # odd: padded where it is split, and not elsewhere
 AFTER = range(2, 5)  # batches behind the save
 
 _PPO = {
@@ -94,8 +89,8 @@ RUNS: dict[int, list[Run]] = {
         *unbroken("experts", EP, **MOE),
         resumed("experts", "data", {**DP, **PLAIN}, **MOE),
         resumed("experts", "pipeline", PP, **MOE),
-        *unbroken("stages", PP, model="latent"),  # the first stage has no experts, and no optimizer for them
-        resumed("stages", "experts", EP, model="latent"),
+        *unbroken("stages", PP, model="deepseek"),  # the first stage has no experts, and no optimizer for them
+        resumed("stages", "experts", EP, model="deepseek"),
         *unbroken("critic", DP, **CRITIC),
         resumed("critic", "tensor", TP, **CRITIC),
         *unbroken("half", {**DP, **BF16}),
@@ -110,102 +105,18 @@ RUNS: dict[int, list[Run]] = {
 }
 
 
-def make_models(directory: Path) -> None:
-    """Checkpoints whose norms are not 1 and whose logits are not flat, so that no swap of tensors goes unnoticed."""
-    from transformers import (
-        DeepseekV3Config,
-        DeepseekV3ForCausalLM,
-        Qwen3Config,
-        Qwen3ForCausalLM,
-        Qwen3MoeConfig,
-        Qwen3MoeForCausalLM,
-    )
-
-    common = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "intermediate_size": 48,
-        "max_position_embeddings": 128,
-    }
-    qwen3 = {**common, "head_dim": 8}
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
-    latent = {
-        **common,
-        "num_key_value_heads": 4,
-        "moe_intermediate_size": 24,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "n_shared_experts": 1,
-        "first_k_dense_replace": 1,
-        "n_group": 1,
-        "topk_group": 1,
-        "q_lora_rank": 16,
-        "kv_lora_rank": 16,
-        "qk_nope_head_dim": 8,
-        "qk_rope_head_dim": 8,
-        "v_head_dim": 8,
-    }
-    made = {
-        "tied": Qwen3ForCausalLM(Qwen3Config(**qwen3, tie_word_embeddings=True)),
-        "untied": Qwen3ForCausalLM(Qwen3Config(**qwen3, tie_word_embeddings=False)),
-        "experts": Qwen3MoeForCausalLM(Qwen3MoeConfig(**qwen3, **experts, tie_word_embeddings=False)),
-        "latent": DeepseekV3ForCausalLM(DeepseekV3Config(**latent, tie_word_embeddings=False)),
-    }
-    generator = torch.Generator().manual_seed(7)
-    for name, model in made.items():
-        with torch.no_grad():
-            for parameter in model.parameters():
-                noise = torch.randn(parameter.shape, generator=generator)
-                parameter.copy_(1.0 + 0.1 * noise if parameter.ndim == 1 else 0.05 * noise)
-        model.save_pretrained(directory / name)
-
-
 def make_sequences(seed: int) -> list[TrainSequence]:
-    rng = np.random.default_rng(seed)
-    out = []
-    for number in range(8):
-        prompt, response = int(rng.integers(2, 9)), int(rng.integers(1, 14))
-        out.append(
-            sequence(
-                group=seed * 100 + number // 2,
-                rollout=seed * 100 + number,
-                tokens=rng.integers(1, VOCABULARY, prompt + response),
-                mask=np.ones(response),
-                rollout_log_probs=rng.normal(-3.4, 0.4, response),
-                advantage=rng.normal(),
-                reward=float(rng.integers(0, 4)),
-            )
-        )
-    return out
-
-
-def make_spec(run: Run, models: Path) -> TrainSpec:
-    fields = {**run.layout, **run.fields}
-
-    def take(kind: Any) -> dict[str, Any]:
-        return {name: fields.pop(name) for name in list(fields) if name in kind.__struct_fields__}
-
-    defaults = {
-        "hf_checkpoint": str(models / run.model),
-        "lr": 1e-3,
-        "adam_eps": 1e-4,
-        "train_device": "cpu",
-        "max_tokens_per_gpu": 64,
-        "lr_warmup_iters": 3,  # ends behind the save: the count of updates is part of the state
-    }
-    train = TrainConfig(**{**defaults, **take(TrainConfig)})
-    megatron = MegatronConfig(**take(MegatronConfig))
-    critic = CriticConfig(**take(CriticConfig))
-    return TrainSpec(train, AlgorithmConfig(**fields), megatron=megatron, critic=critic, temperature=0.9, seed=0)
+    return rig.make_sequences(
+        seed, vocabulary=VOCABULARY, per_group=2, masked=0.0, fan_out=False, dark=False, ends=True
+    )
 
 
 def make_trainer(run: Run, models: Path) -> Trainer:
     from models.train.megatron.models import MegatronModels
 
-    trainer = Trainer(make_spec(run, models), MegatronModels)
+    # The warm-up ends behind the save: the count of updates is part of the state.
+    fields = {"max_tokens_per_gpu": 64, "lr_warmup_iters": 3, **run.layout, **run.fields}
+    trainer = Trainer(rig.make_spec(models / run.model, **fields), MegatronModels)
     trainer.setup()
     return trainer
 
@@ -221,8 +132,8 @@ def save(trainer: Trainer, directory: Path, *, asynchronous: bool) -> None:
     if not asynchronous:
         trainer.save(directory)
         return
-    from models.train.megatron.checkpoint import state as checkpoint
-    from models.train.megatron.checkpoint.files import Plan
+    from models.train.megatron import checkpoint
+    from models.train.megatron.checkpoint_files import Plan
 
     write, trained, before = Plan.write, threading.Event(), state_of(trainer)
 
@@ -267,12 +178,7 @@ def make(run: Run, models: Path, states: Path, out: Path) -> None:
         metrics[batch] = train_batch(trainer, batch)
     weights = weights_of(trainer)
     if rank == 0:
-        save_file(weights, out / f"{run.name}.safetensors")
-        (out / f"{run.name}.json").write_text(json.dumps(metrics))
-
-
-def weights_of(trainer: Trainer) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in trainer.export_weights()}
+        rig.write(out, run.name, metrics, weights)
 
 
 def state_of(trainer: Trainer) -> list[torch.Tensor]:
@@ -308,8 +214,8 @@ def meet_random(models: Path, states: Path) -> None:
     """Saving and loading in one layout restores random streams, and a state that was never trained."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-    from models.train.megatron.checkpoint import state as checkpoint
-    from models.train.megatron.checkpoint.files import Plan
+    from models.train.megatron import checkpoint
+    from models.train.megatron.checkpoint_files import Plan
 
     trainer = make_trainer(Run("random", DP), models)
     before = {name: state.clone() for name, state in get_cuda_rng_tracker().get_states().items()}
@@ -339,8 +245,8 @@ def meet_random(models: Path, states: Path) -> None:
 
 def meet_full_disk(models: Path, states: Path) -> None:
     """What one process cannot write fails in all of them, leaves no state behind, and does not hinder the next."""
-    from models.train.megatron.checkpoint import state as checkpoint
-    from models.train.megatron.checkpoint.files import Plan
+    from models.train.megatron import checkpoint
+    from models.train.megatron.checkpoint_files import Plan
 
     trainer = make_trainer(Run("full", TP), models)
     write_bucket, write_hf = Plan._write_bucket, checkpoint.write_hf
@@ -379,11 +285,7 @@ def meet_others(states: Path) -> None:
 
 def work(models: str, states: str, out: str, rank: int, world: int, rendezvous: str) -> None:
     """Entry point of a spawned process: all runs of this number of processes."""
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world, timeout=timedelta(seconds=120)
-    )
-    try:
+    with joined(rank, world, rendezvous, 120):
         for run in RUNS[world]:
             make(run, Path(models), Path(states), Path(out))
         if world == 2:
@@ -392,5 +294,3 @@ def work(models: str, states: str, out: str, rank: int, world: int, rendezvous: 
             meet_faults(Path(models), Path(states), Path(out))
             meet_random(Path(models), Path(states))
             meet_others(Path(states))
-    finally:
-        torch.distributed.destroy_process_group()

@@ -10,15 +10,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from checkpoint_rig import RUNS, make_models, work
+from checkpoint_rig import RUNS, work
 from safetensors.torch import load_file
 
 from tests.models.test_checkpoint import check_every_flip_is_noticed
-from tests.models.train.rank_processes import run_ranks
+from tests.models.train.megatron.megatron_rig import make_models
+from tests.models.train.rig import PACKING, run_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("checkpoints")]
-# What depends on how the shares were packed.
-PACKING = {"train/micro_batches", "train/padding_frac", "train/shared_prompt_frac"}
 DEADLINE_S = 240
 
 

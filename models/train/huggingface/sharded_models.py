@@ -27,8 +27,6 @@ from torch import Tensor
 from models.disk import sync, sync_tree
 from models.errors import TrainStateUnreadable
 from models.train.dp_group import raise_together
-from models.train.fsdp.loading import Shards
-from models.train.fsdp.mesh import Mesh, ensure_group, own_device
 from models.train.huggingface.checkpoint import (
     MODEL_DIR,
     STEP,
@@ -39,8 +37,9 @@ from models.train.huggingface.checkpoint import (
 )
 from models.train.huggingface.hf_files import write_hf
 from models.train.huggingface.loading import pick_device
-from models.train.huggingface.lora import Adapters
 from models.train.huggingface.models import HfModels
+from models.train.huggingface.sharded_loading import Mesh, Shards, ensure_group, own_device
+from models.train.huggingface.updates import Adapters
 from models.train.model_set import Counters
 from models.train.spec import TrainSpec
 

@@ -14,14 +14,7 @@ from safetensors.torch import save_file
 from models.errors import CheckpointUnavailable
 from models.families.source import CheckpointTensors
 from models.train.huggingface import hf_files
-from models.train.huggingface.hf_files import (
-    CONFIG,
-    INDEX,
-    WEIGHTS,
-    checksum,
-    checksums,
-    write_hf,
-)
+from models.train.huggingface.hf_files import CONFIG, INDEX, WEIGHTS, checksum, checksums, write_hf
 
 
 @pytest.fixture
