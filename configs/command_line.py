@@ -20,7 +20,7 @@ from msgspec import Struct
 from configs.flags import SECTIONS, TABLES, Flag, RefusedValue, flags, flags_by_key, suggestion
 from configs.layers import ConfigError, Layer, TableEdit, refusal
 from configs.passthrough import ALIASES, option_of, option_value, retired
-from configs.schema.did_you_mean import closest_by_words
+from configs.schema.notation import closest_by_words
 
 # Flags of the command itself; the schema may not use these names.
 RESERVED: Final = {

@@ -18,8 +18,7 @@ from typing import Any, Final
 
 from msgspec import Struct
 
-from configs.layers import ConfigError, build, given_by_difference, value_at
-from configs.modes import preset_values
+from configs.layers import ConfigError, build, given_by_difference, preset_values, value_at
 from configs.schema import Config
 from configs.schema.algorithm import LOSS_OF_ESTIMATOR, SAMPLER_LOSSES, WHITENED
 from configs.sources import BUILT_IN_LABEL, IMPORT_PATHS, parse_source

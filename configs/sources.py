@@ -18,9 +18,9 @@ from typing import Any, Final
 import msgspec
 from msgspec import Struct
 
-from configs.presets import MODELS
+from configs.load import MODELS
 from configs.schema import Config
-from configs.schema.did_you_mean import closest
+from configs.schema.notation import closest
 
 BUILT_IN_DATA: Final = (
     "arithmetic",

@@ -53,7 +53,7 @@ from stages.engines.stage import END
 from stages.ports import Inlet, Ports
 from stages.prompts.stage import PromptStage
 from transport import Hub, Node, StreamSpec, TopicServer
-from transport.links.security import load_security
+from transport.security import load_security
 
 log = logging.getLogger("sluice.controller")
 EMPTY_POLL_S: Final = 0.02

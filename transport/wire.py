@@ -23,6 +23,7 @@ Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Name = Annotated[str, Meta(max_length=KEY_LIMIT)]
 Reason = Annotated[str, Meta(max_length=REASON_LIMIT)]
 Role = Literal["producer", "consumer"]
+Body = object  # opaque to the protocol: bytes in the tests, a zmq frame or a tuple of frames in the ports
 
 
 class Refusal(Struct, frozen=True, array_like=True, gc=False):

@@ -23,9 +23,8 @@ from typing import Final, Literal
 from msgspec import Struct
 
 from configs.plan.gpus import Layout, layout_of, stage_layers
-from configs.plan.parameters import Share, adapter_parameters, layer_share, total_parameters
 from configs.schema import Config
-from configs.schema.model_shapes import ModelShape
+from configs.schema.model_shapes import ModelShape, Share, adapter_parameters, layer_share, total_parameters
 from configs.schema.train import LOGPROB_CHUNK_IDS
 
 GPU_BYTES: Final = 80 * 10**9

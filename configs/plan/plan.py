@@ -14,7 +14,7 @@ from configs.plan.gpus import gpus_of, layout_of, trainer_processes
 from configs.plan.run_estimate import RunEstimate, estimate_run, model_lines, size_text
 from configs.plan.staleness import predicted_staleness, simulated_times, staleness_line
 from configs.schema import Config, router_kind
-from configs.schema.debug import read_fault
+from configs.schema.run import read_fault
 from configs.sources import described_model, known_model
 
 

@@ -14,9 +14,8 @@ from msgspec import Struct
 from configs.graph import evaluates, path
 from configs.plan.gpus import Gpus, Layout
 from configs.plan.memory import GPU_BYTES, RUNTIME_BYTES, TrainerMemory, trainer_memory
-from configs.plan.parameters import active_parameters, forward_flops, total_parameters
 from configs.schema import Config
-from configs.schema.model_shapes import ModelShape, known_shape
+from configs.schema.model_shapes import ModelShape, active_parameters, forward_flops, known_shape, total_parameters
 
 PEAK_FLOPS: Final = 989e12  # per second, H100 SXM, dense bfloat16 (its data sheet)
 UTILISATION: Final = 0.4  # share of it that is assumed, not measured

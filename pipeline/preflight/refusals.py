@@ -19,7 +19,7 @@ from typing import Final
 import msgspec
 
 from configs.schema import Config
-from configs.schema.rejection import parse_rules
+from configs.schema.algorithm import parse_rules
 from configs.sources import parse_source, source_fault
 from models.train.megatron.settings.options import option_faults
 from pipeline.errors import Refused, UsageError, user_error

@@ -25,7 +25,7 @@ from bench.plan import (
 )
 from bench.plan_cluster import simulate
 from bench.plan_world import Cluster, Result
-from configs.plan.parameters import total_parameters
+from configs.schema.model_shapes import total_parameters
 
 # One engine of two slots, one group of two rollouts of 100 tokens in 10 ms each, 0.5 s of training.
 TRIVIAL = Cluster(

@@ -11,12 +11,11 @@ import pytest
 from configs.load import load, read_preset
 from configs.plan.gpus import layout_of, stage_layers
 from configs.plan.memory import TrainerMemory, layer_activations, trainer_memory
-from configs.plan.parameters import layer_share, total_parameters
 from configs.plan.plan import make_plan, render
 from configs.plan.run_estimate import RunEstimate, estimate_run
 from configs.resolve import resolve
 from configs.schema import Config
-from configs.schema.model_shapes import known_shape
+from configs.schema.model_shapes import known_shape, layer_share, total_parameters
 
 TINY = {"model_type": "qwen3", "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
 TINY |= {"num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 96, "vocab_size": 256}

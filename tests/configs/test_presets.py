@@ -9,11 +9,9 @@ from typing import Any
 import pytest
 
 from configs.layers import ConfigError
-from configs.load import dump_toml, load, read_preset
-from configs.plan import model_table
+from configs.load import dump_toml, load, preset_names, preset_path, read_preset
 from configs.plan.gpus import gpus_of
 from configs.plan.run_estimate import estimate_run
-from configs.presets import preset_names, preset_path
 from configs.rules.validate import checked
 from configs.schema import Config
 
@@ -183,12 +181,3 @@ def test_an_architecture_without_a_preset() -> None:
     config, _ = settled("--model", "qwen3-0.6b", "--architecture", '{"num_hidden_layers": 4}')
     assert config.model.architecture["num_hidden_layers"] == 4
     assert config.model.architecture["hidden_size"] == 1024
-
-
-def test_the_tables_of_the_documentation_are_up_to_date() -> None:
-    page = model_table.PAGE.read_text(encoding="utf-8")
-    assert model_table.render_page(page) == page, "run: python -m configs.plan.model_table"
-    for name in preset_names():
-        assert f"| `{name}` |" in page
-    with pytest.raises(ValueError, match="lacks the marks"):
-        model_table.render_page("no marks")

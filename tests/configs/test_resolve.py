@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from configs.layers import ConfigError
+from configs.layers import PRESETS, ConfigError
 from configs.load import load
-from configs.modes import PRESETS
 from configs.resolve import Batch, batch_arithmetic, num_rollout_for, resolve
 from configs.schema import AsyncConfig, Config, RunConfig
 

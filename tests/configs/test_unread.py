@@ -10,8 +10,7 @@ from configs.flags import flags
 from configs.layers import ConfigError
 from configs.load import dump_toml, load, recipe_names
 from configs.resolve import resolve
-from configs.rules.unread import unread_faults
-from configs.rules.validate import checked, validate
+from configs.rules.validate import checked, unread_faults, validate
 
 BASE = ("--prompt-data", "arithmetic", "--num-rollout", "3", "--hf-checkpoint", "tiny-arithmetic")
 EVALUATION = ("--eval-prompt-data", "arithmetic", "--eval-interval", "1")

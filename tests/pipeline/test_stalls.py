@@ -17,7 +17,7 @@ import pytest
 from aiohttp import web
 from launching import SIMULATED, SMALL, Finished, here, made_model, succeed_here
 
-from configs.schema.engine import EngineConfig, SimulatedEngineConfig
+from configs.schema.rollout import EngineConfig, SimulatedEngineConfig
 from pipeline.observe.stalls import MOST_KEPT, Stall, StallWatch
 from tests.hostile_engine import SpoiltEngine, never, serving
 from tests.served_app import served_app

@@ -29,7 +29,7 @@ from tests.stages.stage_rig import (
     take,
     until,
 )
-from transport.ports.stream import Inlet, Outlet
+from transport.stream import Inlet, Outlet
 
 
 class Held:

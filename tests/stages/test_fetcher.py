@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from configs.schema.engine import UpdateConfig
+from configs.schema.rollout import UpdateConfig
 from models.errors import TornWeights
 from stages.engines.stage import FetcherStage
 from stages.messages import WeightsAnnouncement

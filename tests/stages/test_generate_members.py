@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from configs.schema.engine import EngineConfig
+from configs.schema.rollout import EngineConfig
 from models.engines.protocol import SamplingParams
 from models.tiny import make_tiny_checkpoint
 from stages.sampling.partial_rollouts import UnknownPolicy

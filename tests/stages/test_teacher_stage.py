@@ -18,7 +18,7 @@ import pytest
 from engine_rig import simulated
 from stage_rig import Rig, make_config, make_context, make_group, make_sample, open_rig, running, take
 
-from configs.schema.engine import EngineConfig
+from configs.schema.rollout import EngineConfig
 from models.engines.client import EngineClient
 from models.engines.protocol import GenerateRequest, SamplingParams
 from models.engines.serve import EngineServer
@@ -27,7 +27,7 @@ from models.tiny import make_tiny_checkpoint
 from stages.messages import Int32Array, RolloutSlice, Sample, wire
 from stages.teacher import TeacherStage
 from stages.topic_values import EngineAddress, EngineEntry
-from transport.ports.stream import Inlet, Outlet
+from transport.stream import Inlet, Outlet
 
 VOCABULARY = 256
 GROUPS = itertools.count()  # a stream takes each key once

@@ -11,11 +11,10 @@ from itertools import count
 
 import msgspec
 
-from transport.core.custody import Body
 from transport.errors import AddressInUse
-from transport.links.link import Decode, Endpoint, Fabric, Link
 from transport.node import Node
-from transport.wire import AnyMessage, encode
+from transport.port import Decode, Endpoint, Fabric, Link
+from transport.wire import AnyMessage, Body, encode
 
 Letter = tuple[bytes, bytes, Body]  # route, header, body
 

@@ -18,7 +18,7 @@ from tests.transport.conformance_streams import StreamConformance
 from tests.transport.conformance_topics import ByteConformance, TopicConformance
 from tests.transport.memory_link import MemoryNetwork, MemoryNode
 from transport import Node
-from transport.links.security import create_keys, load_security
+from transport.security import create_keys, load_security
 
 
 class PortConformance(StreamConformance, DepartureConformance, ExtrasConformance, TopicConformance, ByteConformance):

@@ -7,7 +7,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transport.core.credit import Capacity, KeyMemory, ReceiveWindow, SendCredit, SeqWindow
+from transport.core.session import Capacity, KeyMemory, ReceiveWindow, SendCredit, SeqWindow
 
 
 @given(st.lists(st.tuples(st.integers(0, 1000), st.integers(0, 10**6)), min_size=1), st.randoms(use_true_random=False))

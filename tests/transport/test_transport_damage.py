@@ -12,9 +12,8 @@ import pytest
 
 from stages.messages import Int32Array, PromptGroup, wire
 from transport.codec import Codec, checksum
-from transport.core.consumer import ConsumerCore
 from transport.core.hub import HubCore
-from transport.core.producer import ProducerCore
+from transport.core.peers import ConsumerCore, ProducerCore
 from transport.errors import DecodeError
 from transport.spec import StreamSpec
 from transport.wire import (

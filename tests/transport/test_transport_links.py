@@ -13,7 +13,7 @@ import zmq
 
 from tests.transport.conformance_net import take_one, until
 from transport import DeadLetter, Node, StreamSpec
-from transport.links.zmq_link import ZmqLink
+from transport.zmq_link import ZmqLink
 
 
 class Proxy:

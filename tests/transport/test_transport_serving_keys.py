@@ -9,16 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from transport import AddressInvalid, DeadLetter, LinkLost, LinkRefused, Node, Security, StreamSpec
-from transport.links import zmq_link
-from transport.links.address import KEY_MARK, parse
-from transport.links.security import (
-    SERVER,
-    add_client,
-    create_keys,
-    load_security,
-    with_serving_key,
-)
+from transport import AddressInvalid, DeadLetter, LinkLost, LinkRefused, Node, Security, StreamSpec, zmq_link
+from transport.security import KEY_MARK, SERVER, add_client, create_keys, load_security, parse_address, with_serving_key
 
 
 def ignore(letter: DeadLetter) -> None:
@@ -58,8 +50,8 @@ def spec(port: int = 0) -> StreamSpec:
 async def test_its_own_key_is_in_its_address_and_in_no_file(keys: Keys) -> None:
     async with Node("run", "hub-0", keys.hub("hub-0")) as node:
         first, second = [(await node.hub(spec(), ignore)).address for _ in range(2)]
-        key = parse(first).key
-        assert key == parse(second).key
+        key = parse_address(first).key
+        assert key == parse_address(second).key
         known = {load_security(keys.place / "hub-0", "hub-0").own.public, keys.server.server_public}
         assert key not in known
         assert not any(key in path.read_text() for path in keys.place.rglob("*.*"))
@@ -122,7 +114,7 @@ async def test_peers_connect_to_no_impostor(keys: Keys) -> None:
         async with Node("run", "hub-1", keys.hub("hub-1")) as node:
             hub = await node.hub(spec(), ignore)
             impostor = hub.address.partition(KEY_MARK)[0]  # it cannot prove that it owns the key that is asked for
-            for key in (f"{KEY_MARK}{parse(address).key}", ""):
+            for key in (f"{KEY_MARK}{parse_address(address).key}", ""):
                 async with Node("run", "generate-0", own, give_up_s=0.3) as deceived:
                     with pytest.raises(LinkLost, match="heard nothing"):
                         await deceived.outlet(impostor + key, "s", bytes)
@@ -130,6 +122,6 @@ async def test_peers_connect_to_no_impostor(keys: Keys) -> None:
 
 def test_a_key_of_an_address_is_whole() -> None:
     with pytest.raises(AddressInvalid, match="names a key of 3 characters, a Z85 key has 40"):
-        parse("tcp://10.0.0.1:5000|abc")
-    address = parse(f"tcp://[::1]:5000|{'a' * 40}")
+        parse_address("tcp://10.0.0.1:5000|abc")
+    address = parse_address(f"tcp://[::1]:5000|{'a' * 40}")
     assert (str(address), address.key) == ("tcp://[::1]:5000", "a" * 40)

@@ -10,7 +10,7 @@ import pytest
 
 from transport import wire
 from transport.core.topic import Entries, TopicClientCore, TopicServerCore
-from transport.ports.topic import Waiters
+from transport.topic import Waiters
 from transport.wire import PROTOCOL, TopicHello
 
 

@@ -15,12 +15,13 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import NamedTuple
 
-from transport.core.credit import Capacity, SeqWindow
-from transport.core.custody import Body, ConsumerPeer, Custody, ProducerPeer, mismatch
+from transport.core.custody import ConsumerPeer, Custody, ProducerPeer, mismatch
 from transport.core.dispatch import Dispatch
+from transport.core.session import Capacity, SeqWindow
 from transport.spec import HubStats, StreamSpec
 from transport.wire import (
     Accepted,
+    Body,
     Drain,
     End,
     Fin,

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from configs.schema.reward import ToolsConfig
+from configs.schema.data import ToolsConfig
 from stages.agents.plain_tools import PlainTools
 from stages.chat.marked_calls import Marked
 from stages.chat.messages import ToolCall
