@@ -65,7 +65,7 @@ async def test_a_curriculum_without_verdicts_is_told_at_the_first_batch() -> Non
     with pytest.raises(ExceptionGroup) as caught:
         await blind()
     assert caught.group_contains(
-        NoVerdicts, match="--curriculum pass_rate needs a grader .* nothing in batch 1 says so"
+        NoVerdicts, match="--curriculum pass_rate needs a grader .* no response of batch 1 has a verdict"
     )
 
 

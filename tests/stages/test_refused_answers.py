@@ -119,5 +119,5 @@ async def test_a_group_from_the_future_is_never_trained(tmp_path: Path, monkeypa
         await one.send(make_slice(1, make_sample(0, runs=[(0, 2), (1, 1)]), make_sample(1)))
         refused = await one.report(Settled)
         assert (refused.group_id, refused.outcome) == (1, "failed")
-        assert "a token is of version 1, and the newest weights are of version 0" in refused.detail
+        assert "a token has version 1, but the newest weights are version 0" in refused.detail
         await one.send(make_slice(2))
