@@ -84,7 +84,7 @@ def test_every_loss_is_accepted_as_it_is() -> None:
         ),
         (["--eps-clip", "1"], "must stay above 0"),
         (["--policy-loss", "dppo", "--use-tis"], "the correction would count twice"),
-        (["--policy-loss", "topr", "--policy-mode", "decoupled"], "has its ratio to the sampler (bypass)"),
+        (["--policy-loss", "topr", "--policy-mode", "decoupled"], "measures its ratio to the sampler"),
         (["--policy-mode", "onpolicy", "--rollout-rs", "token_k2=0.1", *SYNC], "compare the old log-probs with"),
         (["--prox", "loglinear", *SYNC], "but the mode is onpolicy"),
         (["--prox", "loglinear", "--policy-loss", "gspo"], "a ratio of whole responses to it has no meaning"),
