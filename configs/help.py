@@ -133,17 +133,13 @@ def _values(flag: Flag) -> str:
         return "NAME=N ..." if flag.kind == "map" else "A [B ...]"
     if flag.kind == "json":
         return "JSON"
-    return {"whole": "N", "a": "X"}.get(flag.rule.removeprefix("must be a ").split()[0], _scalar(flag))
+    return "N" if "a whole number" in flag.rule else "X" if "a number" in flag.rule else "TEXT"
 
 
 def _many(flag: Flag) -> str:
     """Choices that are too long to stand beside the flag."""
     text = ", ".join(flag.choices or ())
     return f"; one of {text}" if len(text) > 80 else ""
-
-
-def _scalar(flag: Flag) -> str:
-    return "X" if "a number" in flag.rule else "TEXT"
 
 
 def _default(flag: Flag) -> str:
@@ -189,16 +185,12 @@ def render_model_tables() -> str:
         "| KV tokens |"
     ]
     layouts.append("|---|---|---|---|---|---|---|---|")
-    for name in sorted(preset_names(), key=_preset_size):
+    for name in sorted(preset_names(), key=lambda name: (_preset_estimate(preset_config(name))[1].parameters, name)):
         config = preset_config(name)
         shape, found = _preset_estimate(config)
         models.append(_model_row(_model_cells(name, config, shape, found)))
         layouts.append(_model_row(_layout_cells(name, config, found)))
     return "\n".join(models) + "\n\n" + "\n".join(layouts) + "\n"
-
-
-def _preset_size(name: str) -> tuple[int, str]:
-    return _preset_estimate(preset_config(name))[1].parameters, name
 
 
 def _preset_estimate(config: Config) -> tuple[ModelShape, RunEstimate]:

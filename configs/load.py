@@ -288,12 +288,9 @@ def config_hash(config: Config) -> str:
     """16 hexadecimal digits that are equal for equal experiments."""
     import hashlib
 
-    kept = {flag.key: _plain(config, flag.key) for flag in flags() if not _outside_hash(flag.key)}
+    hashed = (flag.key for flag in flags() if not flag.key.startswith(("observe.", "ray.")))
+    kept = {key: _plain(config, key) for key in hashed if key not in _NOT_HASHED}
     return hashlib.sha256(msgspec.json.encode(kept, order="deterministic")).hexdigest()[:16]
-
-
-def _outside_hash(key: str) -> bool:
-    return key in _NOT_HASHED or key.startswith(("observe.", "ray."))
 
 
 def _plain(config: Config, key: str) -> Any:

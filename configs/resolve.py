@@ -36,7 +36,7 @@ class Batch(Struct, frozen=True):
 
 
 def resolve(config: Config, given: Mapping[str, str] | None = None) -> Config:
-    """A new configuration with everything derived. Raises `ConfigError` on a contradiction.
+    """A new configuration with all open values derived. Raises `ConfigError` on a contradiction.
 
     `given`: dotted key -> how the user wrote it; without it, whatever differs from its default counts as written.
     """
@@ -62,7 +62,7 @@ def derive(config: Config, given: Mapping[str, str] | None = None) -> tuple[Conf
 
 
 def _import_paths(config: Config) -> dict[str, Any]:
-    """`package.module.name`, as slime has it, in the form in which all that reads them has them."""
+    """`package.module.name`, as slime writes import paths, as `package.module:name`, which all readers expect."""
     found = {}
     for key in IMPORT_PATHS:
         text = value_at(config, key)

@@ -235,10 +235,7 @@ class Node:
         return outlet
 
     async def topic_server(
-        self,
-        address: str,
-        private: tuple[str, ...] = (),
-        writers: Mapping[str, frozenset[str]] = MappingProxyType({}),
+        self, address: str, private: tuple[str, ...] = (), writers: Mapping[str, frozenset[str]] = MappingProxyType({})
     ) -> TopicServer:
         """Bind the run's topic here. Values below the `private` prefixes are for this process alone; `writers`: which
         stages may write a key, beside this process (see TopicServerCore)."""

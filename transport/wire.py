@@ -218,7 +218,7 @@ class ByteRequest(Struct, frozen=True, array_like=True, tag=64, gc=False):
 
 
 class ByteChunk(Struct, frozen=True, array_like=True, tag=65, gc=False):
-    """The bytes asked for, in the next frame; fewer where the blob ends."""
+    """The requested bytes, in the next frame; fewer where the blob ends."""
 
     number: Count
     generation: Name

@@ -48,7 +48,7 @@ def test_a_hub_holds_all_that_the_gate_lets_out(batch: int, members: int, stalen
 
 
 def test_a_group_with_images_and_choices_of_experts_fits_into_a_message() -> None:
-    """Extras count for the limit of a message (tests/transport/conformance_departures.py)."""
+    """Extras count for the limit of a message (tests/transport/conformance_streams.py)."""
     context, group = 4096, PromptGroup(0, 0, 0, "?", NO_IDS, None, n_samples=16, seed=0)
     sample = new_sample(range(context), 0)
     extras = {

@@ -170,13 +170,7 @@ class MemoryNode(Node):
     """A node on a MemoryNetwork; any text is an address."""
 
     def __init__(
-        self,
-        run_id: str,
-        replica: str,
-        network: MemoryNetwork,
-        *,
-        give_up_s: float | None = None,
-        close_s: float = 1.5,
+        self, run_id: str, replica: str, network: MemoryNetwork, *, give_up_s: float | None = None, close_s: float = 1.5
     ) -> None:
         super().__init__(run_id, replica, give_up_s=give_up_s, close_s=close_s)
         self._network = network
