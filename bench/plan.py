@@ -30,12 +30,11 @@ from msgspec.structs import replace
 from bench.plan_cluster import simulate
 from bench.plan_world import Cluster, Result
 from bench.report import Series, arguments, finish, machine
+from configs.help import preset_config
 from configs.plan.gpus import NODE_GPUS
-from configs.plan.model_table import preset_config
-from configs.plan.parameters import forward_flops, matrices, total_parameters
 from configs.plan.run_estimate import STATIC_FRACTION
 from configs.plan.staleness import capped_lognormal_mean
-from configs.schema.model_shapes import ModelShape, known_shape
+from configs.schema.model_shapes import ModelShape, forward_flops, known_shape, matrices, total_parameters
 
 
 class Gpu(msgspec.Struct, frozen=True):

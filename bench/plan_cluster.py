@@ -37,7 +37,7 @@ from bench.plan_world import (
     unrecorded,
 )
 from configs.schema import Config
-from configs.schema.engine import SimulatedEngineConfig
+from configs.schema.rollout import SimulatedEngineConfig
 from models.engines.core import Completion
 from models.engines.launch.router_command import policy_of
 from stages.base import StageContext

@@ -34,8 +34,7 @@ from aiohttp import web
 from bench.report import Machine, Series, arguments, finish, machine, print_table
 from bench.weights_rig import LIMIT_S, Fleet, Kind, NoSpans, Recorder, Versions, make_model
 from configs.schema import Config
-from configs.schema.engine import EngineConfig, UpdateConfig
-from configs.schema.rollout import RolloutConfig
+from configs.schema.rollout import EngineConfig, RolloutConfig, UpdateConfig
 from models.engines.client import EngineClient
 from models.engines.launch.command import server_launch
 from models.engines.launch.environment import probe

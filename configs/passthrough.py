@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
-from configs.schema.did_you_mean import nearest
+from configs.schema.notation import nearest
 
 # Fields of Megatron-core's dataclasses whose flag in Megatron-LM has no prefix; here they are passed on.
 _MEGATRON_OPTIONS: Final = tuple(

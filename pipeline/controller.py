@@ -55,7 +55,7 @@ from stages.prompts.stage import PromptStage
 from stages.topic_values import ADDRESS, BROUGHT, DIRECTORY, LEAVE, ORDER, SETTINGS
 from stages.train.checkpoints import SAVE
 from transport import Hub, Node, StreamSpec, TopicServer
-from transport.links.security import load_security
+from transport.security import load_security
 
 _CONTROLLER: Final = frozenset[str]()
 _ENGINES, _TRAIN = frozenset({"engines"}), frozenset({"train"})

@@ -20,8 +20,8 @@ from pathlib import Path
 import msgspec
 
 from configs.graph import replicas
+from configs.layers import supervised, untrained, with_model
 from configs.load import config_hash, dump_toml
-from configs.modes import supervised, untrained, with_model
 from configs.schema import Config, generates
 from models.checkpoint import Manifest, latest_checkpoint, remove_leftovers, resumable_checkpoint
 from models.import_path import add_working_directory

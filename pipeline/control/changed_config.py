@@ -16,7 +16,7 @@ from configs.layers import ConfigError, value_at
 from configs.load import dump_toml, load
 from configs.rules.validate import examined
 from configs.schema import Config
-from configs.schema.did_you_mean import cure
+from configs.schema.notation import cure
 from pipeline.errors import UsageError
 from pipeline.facts.run_directory import RunDir
 from stages.errors import FilterNameError

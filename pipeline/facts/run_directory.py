@@ -40,7 +40,7 @@ from models.fault_injection import FaultPlan
 from models.weights.slots_directory import PREFIX, DirectoryLease, remove_stale
 from pipeline.errors import UsageError, too_many_files, user_error
 from stages.records.once import EPISODES_DIR
-from transport.links.address import IPC_PATH_LIMIT
+from transport.security import IPC_PATH_LIMIT
 
 MIN_FREE_BYTES = 64 << 20
 LOCK_FILE = ".lock"

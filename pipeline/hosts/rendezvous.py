@@ -19,7 +19,7 @@ from msgspec import Struct
 from configs.schema import Config
 from pipeline.hosts.launcher import ProcessSpec
 from transport import Node, TopicClient, TopicServer
-from transport.links.security import SERVER, add_client, create_keys, load_security, with_serving_key
+from transport.security import SERVER, add_client, create_keys, load_security, with_serving_key
 
 T = TypeVar("T")
 Topic = TopicClient | TopicServer

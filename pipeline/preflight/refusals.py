@@ -21,7 +21,7 @@ from typing import Final, Literal
 import msgspec
 
 from configs.schema import Config, EnvironmentConfig
-from configs.schema.rejection import parse_rules
+from configs.schema.algorithm import parse_rules
 from configs.sources import parse_source, source_fault
 from models.disk import write_whole
 from models.train.megatron.options import option_faults

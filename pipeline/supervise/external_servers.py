@@ -17,7 +17,7 @@ from typing import Final
 import msgspec
 from msgspec import Struct
 
-from configs.schema.engine import HealthConfig
+from configs.schema.rollout import HealthConfig
 from models.engines.client import EngineClient
 from models.engines.errors import EngineError
 from models.engines.protocol import ModelInfo

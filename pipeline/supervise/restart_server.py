@@ -18,7 +18,7 @@ from typing import ClassVar, Final
 
 from msgspec import Struct
 
-from configs.schema.engine import HealthConfig
+from configs.schema.rollout import HealthConfig
 from models.engines.client import EngineClient
 from models.engines.errors import EngineError
 from models.engines.token import Token

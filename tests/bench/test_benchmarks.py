@@ -36,7 +36,7 @@ from bench.plan_cluster import simulate
 from bench.plan_world import Cluster, Result
 from bench.scale import MEMBERS, Cost, Point, flags, points, report, usage
 from configs.load import load
-from configs.plan.parameters import total_parameters
+from configs.schema.model_shapes import total_parameters
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARED = "arguments(__doc__, "  # the options that every benchmark has

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from configs.schema import Config
-from configs.schema.debug import FaultSpec, read_fault
+from configs.schema.run import FaultSpec, read_fault
 from models.engines.client import EngineClient
 from models.engines.errors import EngineError, EngineUnreachable
 from models.engines.serve import EngineServer

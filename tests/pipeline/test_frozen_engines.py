@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from configs.schema import Config
-from configs.schema.engine import EngineConfig
+from configs.schema.rollout import EngineConfig
 from models.engines.serve import EngineServer
 from models.tiny import make_tiny_checkpoint
 from pipeline.errors import UsageError

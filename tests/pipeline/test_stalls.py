@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from launching import SIMULATED, SIMULATED_TRAINER, SMALL, Finished, here, made_model, succeed_here
 
 from configs.schema import Config
-from configs.schema.engine import EngineConfig, SimulatedEngineConfig
+from configs.schema.rollout import EngineConfig, SimulatedEngineConfig
 from pipeline.graph import message_bytes, stream_spec
 from pipeline.observe.stalls import MOST_KEPT, Stall, StallWatch
 from stages.messages import NO_IDS, Extra, PromptGroup, RolloutSlice

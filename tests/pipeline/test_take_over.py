@@ -19,7 +19,7 @@ from fake_servers import PATIENCE_S, Told, configured, gone
 from launching import made_model
 
 from configs.schema import Config
-from configs.schema.engine import EngineConfig, SimulatedEngineConfig
+from configs.schema.rollout import EngineConfig, SimulatedEngineConfig
 from models.engines.client import EngineClient
 from models.engines.protocol import GenerateRequest, SamplingParams
 from models.engines.token import TokenFile, run_token

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import msgspec
 
-from configs.schema.did_you_mean import nearest
+from configs.schema.notation import nearest
 from configs.schema.train import MegatronConfig, TrainConfig
 from models.errors import TrainConfigInvalid
 from models.train.megatron.option_fields import DTYPE, DTYPES, NONE, Group, Kind, fields_of, known_fields

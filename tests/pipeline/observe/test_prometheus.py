@@ -22,7 +22,7 @@ from test_displays import T0, made_up_run
 
 import launch
 from configs.schema import Config
-from configs.schema.engine import EngineConfig
+from configs.schema.rollout import EngineConfig
 from models.engines.serve import EngineServer
 from pipeline.control.monitor import Monitor
 from pipeline.errors import EndpointError

@@ -17,10 +17,9 @@ from pathlib import Path
 
 from transport.codec import Buffer, checksum
 from transport.core.byte_transfer import CHUNKS_IN_FLIGHT, Blob, ByteClientCore, Call, Transfer
-from transport.core.custody import Body
 from transport.errors import LinkRefused, UsageError
-from transport.ports.endpoint import CorePort, body_buffer
-from transport.wire import PROTOCOL, AnyMessage, ByteChunk, ByteRefusal, ByteRequest
+from transport.port import CorePort, body_buffer
+from transport.wire import PROTOCOL, AnyMessage, Body, ByteChunk, ByteRefusal, ByteRequest
 
 
 class _Source:

@@ -1,13 +1,35 @@
-"""Valid values of every flag, for property tests."""
+"""A command line, settled as `launch.py` does; its faults and warnings; and values for every flag."""
 
 from __future__ import annotations
 
 import re
 from typing import Any
 
+import pytest
 from hypothesis import strategies as st
 
 from configs.flags import Flag, flags
+from configs.layers import ConfigError
+from configs.load import load
+from configs.rules.validate import checked
+from configs.schema import Config
+
+
+def settled(*argv: str) -> tuple[Config, tuple[str, ...]]:
+    """The configuration and its warnings. Raises `ConfigError`."""
+    loaded = load(argv)
+    return checked(loaded.config, loaded.given)
+
+
+def faults_of(*argv: str) -> tuple[str, ...]:
+    with pytest.raises(ConfigError) as caught:
+        settled(*argv)
+    return caught.value.faults
+
+
+def warnings_of(*argv: str) -> tuple[str, ...]:
+    return settled(*argv)[1]
+
 
 NAMED = [flag for flag in flags() if flag.name is not None]
 NESTED = [flag for flag in flags() if flag.name is None and flag.kind != "tables"]

@@ -23,13 +23,10 @@ import msgspec
 import zmq
 import zmq.utils.monitor
 
-from transport.core.custody import Body
 from transport.errors import AddressInvalid
-from transport.links import address as addresses
-from transport.links.address import Address
-from transport.links.link import Decode, Endpoint, Link
-from transport.links.security import SERVER
-from transport.wire import FRAMES_LIMIT, HEADER_LIMIT, AnyMessage, Hello, Put, TopicHello, Work, encode
+from transport.port import Decode, Endpoint, Link
+from transport.security import SERVER, Address, in_use, prepare_ipc
+from transport.wire import FRAMES_LIMIT, HEADER_LIMIT, AnyMessage, Body, Hello, Put, TopicHello, Work, encode
 
 COPY_BELOW = 64 << 10  # bytes; smaller bodies are cheaper to copy than to track
 MESSAGE_FUSE = 100_000  # high-water mark: never reached while credit is respected
@@ -153,13 +150,13 @@ class ZmqLink(Link):
         place = f"{str(address).removesuffix(':0')}:*" if address.scheme == "tcp" and not address.port else str(address)
         umask = -1
         if address.scheme == "ipc":
-            addresses.prepare_ipc(address)
+            prepare_ipc(address)
             umask = os.umask(0o077)
         try:
             self._socket.bind(place)
         except zmq.ZMQError as error:
             if error.errno == zmq.EADDRINUSE:
-                raise addresses.in_use(address) from error
+                raise in_use(address) from error
             raise AddressInvalid(
                 f"cannot bind {address}: {error}; check that the interface or directory exists"
             ) from error
