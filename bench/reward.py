@@ -22,7 +22,7 @@ from pathlib import Path
 from bench.report import Series, arguments, finish, machine, print_table
 from configs.schema import Config, ObserveConfig
 from configs.schema.reward import RewardConfig
-from pipeline.hosts.replica import PortSpec, ReplicaSpec, run_replica
+from pipeline.hosts.worker import PortSpec, ReplicaSpec, run_replica
 from stages.messages import (
     Float32Array,
     Int32Array,

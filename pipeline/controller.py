@@ -36,10 +36,9 @@ from pipeline.control.run_control import RunControl
 from pipeline.control.run_parts import RunParts
 from pipeline.errors import DrainTimeout, Stalled
 from pipeline.facts.stats import STATS_PREFIX
-from pipeline.hosts.faulty_inlet import FaultyInlet
 from pipeline.hosts.launcher import Launcher
-from pipeline.hosts.other_host import publish_files
-from pipeline.hosts.rendezvous import CONFIG, Keys, make_keys
+from pipeline.hosts.rendezvous import CONFIG, Keys, make_keys, publish_files
+from pipeline.hosts.worker import FaultyInlet
 from pipeline.observe.prometheus import endpoint
 from pipeline.record.recorder import Recorder
 from pipeline.replica_specs import Placement

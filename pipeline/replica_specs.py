@@ -25,8 +25,8 @@ from pipeline.errors import UsageError
 from pipeline.facts.run_directory import RunDir
 from pipeline.facts.servers import EngineSpec
 from pipeline.graph import Graph, Node
-from pipeline.hosts.gpu_placement import check_trainer_group, engines_gpus, gpus_to_divide
-from pipeline.hosts.replica import PortSpec, ReplicaSpec
+from pipeline.hosts.machine import check_trainer_group, engines_gpus, gpus_to_divide
+from pipeline.hosts.worker import PortSpec, ReplicaSpec
 from pipeline.stream_limits import UNBOUNDED_BYTES
 from stages.base import GenerateOptions, StageOptions, TrainOptions
 from stages.staleness_gate import StalenessGate

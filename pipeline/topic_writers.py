@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from models.train.trainer_group.rank_spec import MEETING
-from pipeline.hosts.other_host import FILES, HOST
-from pipeline.hosts.rendezvous import ADMITTED, CONFIG, retire_key, spec_key
+from pipeline.hosts.rendezvous import ADMITTED, CONFIG, FILES_PREFIX, HOST_KEY, retire_key, spec_key
 from pipeline.hosts.weights_source import SOURCE
 from stages.engines.colocation import KEY as DEVICE
 from stages.topic_values import ADDRESS, BROUGHT, DIRECTORY, LEAVE, ORDER, SETTINGS
@@ -33,6 +32,8 @@ TOPIC_WRITERS: Final[Mapping[str, frozenset[str]]] = {
     DEVICE: _TRAIN,
     "eval/": frozenset({"evaluate"}),
     "drain": frozenset({"prompts"}),
-    **dict.fromkeys((ADMITTED, CONFIG, spec_key(""), retire_key(""), HOST, FILES, SETTINGS, SAVE), _CONTROLLER),
+    **dict.fromkeys(
+        (ADMITTED, CONFIG, spec_key(""), retire_key(""), HOST_KEY, FILES_PREFIX, SETTINGS, SAVE), _CONTROLLER
+    ),
     **dict.fromkeys((ADDRESS, LEAVE, "router", "scale/", "dead", "end"), _CONTROLLER),
 }

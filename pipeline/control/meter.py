@@ -16,7 +16,7 @@ from pipeline.control.advice import StageLoad, Window
 from pipeline.control.run_parts import RunParts
 from pipeline.facts.ring import Ring
 from pipeline.facts.stats import CPU
-from pipeline.hosts.processes import IdleCores
+from pipeline.hosts.machine import IdleCores
 from pipeline.replica_specs import JOINERS
 from stages.topic_values import POLICY, RUNNING, WAITING, entries
 

@@ -25,7 +25,7 @@ from models.weights.shared_memory_reader import STATE_FILE, LocalCopies, SlotMan
 from models.weights.slots_directory import choose_directory
 from pipeline.errors import leaf
 from pipeline.hosts.launcher import unless
-from pipeline.hosts.other_host import host_id
+from pipeline.hosts.rendezvous import host_id
 from stages.messages import WeightsAnnouncement
 from stages.ports import read_value
 from transport import ByteClient, ByteServer, Node, TopicClient, Transfer, TransportError

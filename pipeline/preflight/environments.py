@@ -16,7 +16,7 @@ import msgspec
 from configs.schema import Config, EnvironmentConfig
 from models.disk import write_whole
 from pipeline.errors import Refused, UsageError
-from pipeline.hosts.local_launcher import child_environment
+from pipeline.hosts.machine import child_environment
 from stages.agents.calls import Hosted
 
 LIMIT_S = 120.0

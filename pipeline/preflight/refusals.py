@@ -23,7 +23,7 @@ from configs.schema.rejection import parse_rules
 from configs.sources import parse_source, source_fault
 from models.train.megatron.settings.options import option_faults
 from pipeline.errors import Refused, UsageError, user_error
-from pipeline.hosts.local_launcher import child_environment
+from pipeline.hosts.machine import child_environment
 from pipeline.preflight.environments import check_environments
 from pipeline.preflight.sglang import NoSglang, prepare_sglang
 from stages.data.prompt_set import PromptSet

@@ -22,7 +22,7 @@ from configs.graph import SINGLE
 from pipeline.errors import UsageError, check_repeatable
 from pipeline.hosts.launcher import Launcher, ending, unless
 from pipeline.hosts.rendezvous import Entry, Keys, admit, retire_key, spec_key
-from pipeline.hosts.replica import ReplicaSpec, run_replica
+from pipeline.hosts.worker import ReplicaSpec, run_replica
 from pipeline.replica_specs import Placement
 from pipeline.supervise.restarts import Lifecycle, Restarts
 from pipeline.supervise.servers import Servers

@@ -20,10 +20,9 @@ from pipeline.facts.run_directory import RunDir
 from pipeline.facts.servers import EngineSpec, Kind
 from pipeline.hosts.launcher import Handle, Launcher, ProcessSpec
 from pipeline.hosts.local_launcher import LocalLauncher
-from pipeline.hosts.processes import held_port
+from pipeline.hosts.machine import held_port
 from pipeline.supervise.health_probe import HealthProbe, HttpProbe, SchedulerProbe
-from pipeline.supervise.restart_server import ServerSupervisor, StartCommand, SupervisedServer
-from pipeline.supervise.restarts import Restarts
+from pipeline.supervise.restarts import Restarts, ServerSupervisor, StartCommand, SupervisedServer
 
 pytestmark = pytest.mark.slow
 

@@ -24,7 +24,7 @@ from pipeline.facts.run_directory import RunDir
 from pipeline.facts.servers import EngineSpec, read_fleet
 from pipeline.facts.text import outage_text
 from pipeline.hosts.local_launcher import LocalLauncher
-from pipeline.hosts.processes import held_port
+from pipeline.hosts.machine import held_port
 from pipeline.record.recorder import Recorder
 from pipeline.supervise.announce import Announcer
 from pipeline.supervise.external_servers import ExternalEngine, ExternalRouter, PolicyConfig, differs

@@ -10,7 +10,7 @@ import pytest
 from configs.schema import Config
 from models.import_path import import_path
 from pipeline.graph import STAGES
-from pipeline.hosts.replica import ReplicaSpec, run_replica
+from pipeline.hosts.worker import ReplicaSpec, run_replica
 from stages.base import MapStage
 from stages.messages import RolloutSlice
 from tests.stages.stage_rig import make_context
