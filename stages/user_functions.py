@@ -1,7 +1,7 @@
 """`python -m stages.user_functions grader=my_code:score filter=my_code:keep`: can a run call these functions?
 
-Imports them in a process of their own, for a user's module may take memory, print, or end the process. Answers with a
-JSON list of faults, as the only line of its standard output.
+Runs in a separate process, because a user's module may take memory, print, or end the process. Writes a JSON list of
+faults as the only line of its standard output.
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ _LABELS = {
 
 def faults(functions: Sequence[str]) -> list[str]:
     """One sentence for each of `kind=package.module:function` that cannot be imported or called."""
-    found = []
+    problems = []
     for kind, _, path in (function.partition("=") for function in functions):
         try:
             IMPORTERS[kind](path)
         except (ImportPathError, UnknownGraderError) as error:
-            found.append(f"{_LABELS.get(kind, '')}{error}")
+            problems.append(f"{_LABELS.get(kind, '')}{error}")
         except SystemExit as error:
-            found.append(f"{kind} {path!r}: its module ended the process ({error}); import must only define things")
-    return found
+            problems.append(f"{kind} {path!r}: its module ended the process ({error}); import must only define things")
+    return problems
 
 
 def main(functions: Sequence[str]) -> int:
@@ -68,8 +68,8 @@ def main(functions: Sequence[str]) -> int:
     answers = os.dup(1)
     os.dup2(2, 1)
     with contextlib.redirect_stdout(sys.stderr):
-        found = faults(functions)
-    os.write(answers, json.dumps(found).encode() + b"\n")
+        problems = faults(functions)
+    os.write(answers, json.dumps(problems).encode() + b"\n")
     return 0
 
 

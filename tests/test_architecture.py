@@ -182,7 +182,8 @@ def import_graph() -> dict[str, set[str]]:
             if isinstance(node, ast.Import):
                 found |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module:
-                found |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
+                inside = {f"{node.module}.{alias.name}" for alias in node.names}
+                found |= inside & modules.keys() or {node.module}
         graph[name] = {target for target in found if target in modules} - {name}
     return graph
 

@@ -224,10 +224,10 @@ def quiet(line: str) -> None:
     """Nobody is told."""
 
 
-async def unless(work: Coroutine[Any, Any, T], over: Coroutine[Any, Any, object]) -> T | None:
-    """The result of the work; None if `over` was first, which ends the work. Errors of both propagate."""
+async def run_until(work: Coroutine[Any, Any, T], stop: Coroutine[Any, Any, object]) -> T | None:
+    """The result of the work; None if `stop` ended first, which cancels the work. Errors of both propagate."""
     async with asyncio.TaskGroup() as tasks:
-        done, ended = tasks.create_task(work), tasks.create_task(over)
+        done, ended = tasks.create_task(work), tasks.create_task(stop)
         await asyncio.wait((done, ended), return_when=asyncio.FIRST_COMPLETED)
         done.cancel()
         ended.cancel()
@@ -242,6 +242,6 @@ async def stop_together(handles: Iterable[Handle]) -> None:
                 tasks.create_task(handle.stop())
 
 
-def ending(code: int) -> str:
+def describe_exit(code: int) -> str:
     """What an exit status means, in words."""
     return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

@@ -30,7 +30,7 @@ from models.engines.errors import EngineError
 from models.engines.token import Token
 from pipeline.errors import EXIT_USER_ERROR, ReplicaFailed, UsageError
 from pipeline.facts.servers import EngineSpec, Kind
-from pipeline.hosts.launcher import ANYTHING, Handle, Launcher, ProcessSpec, Resources, ending, unless
+from pipeline.hosts.launcher import ANYTHING, Handle, Launcher, ProcessSpec, Resources, describe_exit, run_until
 from pipeline.supervise.auto_resume import WINDOW_S, RestartBudget, backoff_s
 from pipeline.supervise.health_probe import HealthProbe, HealthTracker, HttpProbe, until
 from stages.base import TrainOptions
@@ -172,7 +172,7 @@ class ServerSupervisor:
     async def run(self) -> None:
         """Waits for the server's end; starts it again with a new incarnation. Raises ReplicaFailed or UsageError."""
         for incarnation in itertools.count():
-            await unless(self.launcher.place(self.server.name), self._retired.wait())
+            await run_until(self.launcher.place(self.server.name), self._retired.wait())
             if self._retired.is_set():
                 return
             why, process = await self._one_incarnation(incarnation)
@@ -200,7 +200,7 @@ class ServerSupervisor:
             code = await process.kill()
         if verdict is None and code == EXIT_USER_ERROR and not self._retired.is_set():
             raise UsageError(f"{self.server.name}: {process.last_error()}")
-        return verdict or ending(code), process
+        return verdict or describe_exit(code), process
 
     @contextlib.asynccontextmanager
     async def _begun(self, incarnation: int) -> AsyncIterator[tuple[StartCommand, Handle]]:

@@ -31,7 +31,7 @@ from pipeline.errors import check_repeatable
 from pipeline.facts.servers import EngineSpec, Kind
 from pipeline.facts.stats import STATS_PREFIX
 from pipeline.graph import STAGES, Node
-from pipeline.hosts.launcher import HostGone, Launcher, ProcessSpec, ending
+from pipeline.hosts.launcher import HostGone, Launcher, ProcessSpec, describe_exit
 from pipeline.hosts.machine import HOST
 from pipeline.hosts.rendezvous import Entry, retire_key, spec_key
 from pipeline.preflight.sglang import prepare_sglang
@@ -106,7 +106,7 @@ class WeightFetchers:
             if code == 0:
                 break
             check_repeatable(name, code, handle.last_line(), self._placement.rundir.path)
-            await self._restarts.again(STAGE, name, ending(code), handle.last_line(), handle.log)
+            await self._restarts.again(STAGE, name, describe_exit(code), handle.last_line(), handle.log)
         if self._there.get(host) == name:
             del self._there[host]
         if self._topic.get(END) is None:

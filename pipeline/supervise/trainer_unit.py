@@ -32,7 +32,7 @@ from models.train.trainer_group.rank_spec import (
 )
 from pipeline.errors import EXIT_DISK_FULL, EXIT_USER_ERROR, ReplicaFailed, UsageError, check_repeatable
 from pipeline.facts.stats import STATS_PREFIX
-from pipeline.hosts.launcher import Handle, Launcher, Resources, SharedFiles, ending, shared_files
+from pipeline.hosts.launcher import Handle, Launcher, Resources, SharedFiles, describe_exit, shared_files
 from pipeline.hosts.machine import gpus_to_divide, trainer_group_gpus
 from pipeline.hosts.rendezvous import Entry, spec_key
 from pipeline.hosts.worker import ReplicaSpec
@@ -125,8 +125,8 @@ class Ranks:
         codes = await exit_codes(processes, lambda codes: any(codes.values()) or len(codes) == len(processes))
         if (loss := first_lost(codes)) is not None:
             raise ReplicaFailed(
-                f"{loss.name} ended with {ending(loss.code)}: {processes[loss.name].last_error()}; with --runner "
-                "inprocess the trainer is not started again: continue with --resume "
+                f"{loss.name} ended with {describe_exit(loss.code)}: {processes[loss.name].last_error()}; with "
+                "--runner inprocess the trainer is not started again: continue with --resume "
                 f"{self._placement.rundir.path}, or use --runner local"
             )
 
@@ -260,7 +260,7 @@ class TrainerUnit:
         stage, process = spec.replica, processes[loss.name]
         words = process.last_line() if loss.name == stage else process.last_error()
         check_repeatable(loss.name, loss.code, words, self._rundir.path)
-        why = ending(loss.code) + ("" if loss.name == stage else f" of {loss.name}")
+        why = describe_exit(loss.code) + ("" if loss.name == stage else f" of {loss.name}")
         failed = loss.code > 0 and loss.code != EXIT_PEER_GONE
         if failed and loss.name != stage and not self._came_up and incarnation + 1 >= STARTS_WITHOUT_SERVING:
             raise ReplicaFailed(

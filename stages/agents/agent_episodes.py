@@ -1,8 +1,8 @@
-"""Episodes of agents: each is a session of the gateway, and one call of a worker process.
+"""Episodes of agents: each is one session of the gateway and one call of a worker process.
 
-Invariants: a rollout holds the requests of its last attempt, and none of attempts that infrastructure ended; a request
-that engines could not answer is no fault of the agent, and never a reward; all sequences of a rollout leave together,
-done.
+Invariants: a rollout holds the requests of its last attempt only, none of attempts that an infrastructure failure
+ended; a request that the engines could not answer is never counted against the agent and never becomes a reward; all
+sequences of a rollout leave together, done.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from stages.sampling.sampler import Sampler
 
 
 class GatewayDoor:
-    """The gateway of a replica, and its client of the engines; both only where there are agents."""
+    """The gateway of a replica and its engine client. Both exist only if the run has agents."""
 
     def __init__(self, context: StageContext, extra: dict[str, float]) -> None:
         self._context, self._extra = context, extra
@@ -38,7 +38,7 @@ class GatewayDoor:
         self._stack = contextlib.AsyncExitStack()
 
     async def open(self, chat: ChatFormat, tokenizer: Tokenizer) -> Gateway:
-        """The gateway; it listens from the first call on."""
+        """The gateway. The first call starts it."""
         if self._gateway is None:
             context, options = self._context, self._context.given(GenerateOptions)
             self._sampler = Sampler(
@@ -86,7 +86,7 @@ class AgentEpisodes:
                 outcome = await ask(Endpoint(self.gateway.url, key, self.gateway.model))
         except TimeoutError:
             cut = True
-        except EnvironmentFailed:  # as agents end that are refused an answer, and some that are given half of one
+        except EnvironmentFailed:  # agents end like this after a refused request, and some after a truncated answer
             if not (place.truncated or place.drained or place.unanswered or session.cut):
                 raise
             cut = True
@@ -96,7 +96,7 @@ class AgentEpisodes:
             raise InfrastructureError(f"engines did not answer: {next(iter(place.unanswered.values()))}")
         parts = session.samples()
         if not parts:
-            raise EnvironmentFailed(f"environment {table.name}: the agent has sent the policy no request")
+            raise EnvironmentFailed(f"environment {table.name}: the agent sent no request to the policy")
         return self._ended(group, session, parts, outcome, cut)
 
     def _ended(

@@ -1,4 +1,4 @@
-"""Calls from the agents stage to a worker process (stages/agents/worker.py), their answers, and how they fail."""
+"""Messages between the agents stage and a worker process (stages/agents/worker.py): calls, answers and errors."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from stages.agents.environment import Endpoint, Start, Step, Task, Turn
 
 
 class EnvironmentFailed(Exception):
-    """An episode cannot go on, or an environment cannot be hosted. The text is the rollout's reason."""
+    """An episode cannot continue, or an environment cannot be hosted. The text becomes the rollout's reason."""
 
 
 class Begin(Struct, frozen=True, tag=True):
-    """Make an environment and reset it. `episode` names it in this process. Answer: Begun."""
+    """Make an environment and reset it. `episode` is its id in this process. Answer: Begun."""
 
     episode: str
     task: Task
 
 
 class Restore(Struct, frozen=True, tag=True):
-    """Make an environment and give it the state of its last snapshot. Answer: nil."""
+    """Make an environment and restore its last snapshot. Answer: nil."""
 
     episode: str
     task: Task
@@ -27,20 +27,20 @@ class Restore(Struct, frozen=True, tag=True):
 
 
 class Take(Struct, frozen=True, tag=True):
-    """One turn of an episode that is there. Answer: Taken."""
+    """One turn of an episode that lives in this process. Answer: Taken."""
 
     episode: str
     turn: Turn
 
 
 class End(Struct, frozen=True, tag=True):
-    """The episode is over. Answer: nil, also where it is not there."""
+    """The episode is over. Answer: nil, also for an unknown episode."""
 
     episode: str
 
 
 class Run(Struct, frozen=True, tag=True):
-    """Make an agent and have it run. Answer: Outcome."""
+    """Make an agent and run it. Answer: Outcome."""
 
     task: Task
     endpoint: Endpoint
@@ -51,7 +51,7 @@ Call = Begin | Restore | Take | End | Run
 
 class Begun(Struct, frozen=True):
     start: Start
-    state: bytes = b""  # a snapshot, of an environment that gives them
+    state: bytes = b""  # snapshot, if the environment has snapshots
 
 
 class Taken(Struct, frozen=True):
@@ -63,8 +63,8 @@ class Hosted(Struct, frozen=True):
     """What a worker reports about the class that it hosts."""
 
     kind: str  # environment or agent
-    tasks: bool = False  # it makes tasks of its own
+    tasks: bool = False  # the class generates tasks
     snapshots: bool = False
 
 
-INFRASTRUCTURE = "infrastructure"  # how a call ends that raised InfrastructureError
+INFRASTRUCTURE = "infrastructure"  # kind of the refusal of a call that raised InfrastructureError

@@ -1,6 +1,6 @@
-"""`python -m stages.agents.command_process PARENT {"argv": [...], "env": {...}}`: a program under a guard.
+"""`python -m stages.agents.command_process PARENT {"argv": [...], "env": {...}}`: run a program under a guard.
 
-The guard ends it, and all that it started, with its parent and at SIGTERM.
+The guard ends the program and all its descendants when the parent dies and at SIGTERM.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import sys
 from stages.workers.guard import become_guarded
 
 
-def main(parent: str, what: str) -> None:
+def main(parent: str, request: str) -> None:
     """Become the program. Does not return."""
     become_guarded(int(parent))
-    wanted = json.loads(what)
-    argv, environment = wanted["argv"], wanted["env"]
+    fields = json.loads(request)
+    argv, environment = fields["argv"], fields["env"]
     try:
         os.execvpe(argv[0], argv, environment)
     except OSError as error:

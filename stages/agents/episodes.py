@@ -1,8 +1,8 @@
-"""Episodes of an environment as rollouts: its messages become tokens, what the model wrote becomes a turn.
+"""Episodes of an environment as rollouts: its messages become tokens, the model's text becomes a turn.
 
-Invariants: a rollout is one sequence, and tokens are only ever put behind it; all that is needed to go on with an
-episode travels in its message (`Episode`), so that any replica can take any turn; what a turn's answer makes of the
-rollout is decided in one place, `_answered`.
+Invariants: a rollout is one sequence, and tokens are only appended to it; the message carries the whole state of an
+episode (`Episode`), so any replica can take any turn; one function, `_answered`, decides how an answer changes the
+rollout.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ Messages = tuple[Message, ...]
 
 
 class Episode(Struct, frozen=True):
-    """Loop state of a rollout."""
+    """The loop state of a rollout."""
 
     end: int  # tokens of the sequence when the model's turn began
     tools: tuple[ToolSchema, ...] = ()  # offered to the model
-    turns: tuple[tuple[int, int], ...] = ()  # tokens of each turn that the environment has taken, [start, end)
-    answers: tuple[str, ...] = ()  # digests of the start and of the answer to each turn
+    turns: tuple[tuple[int, int], ...] = ()  # token range of each answered turn, [start, end)
+    answers: tuple[str, ...] = ()  # digests of the start and of each answer
     snapshot: bytes = b""
     metrics: dict[str, float] = {}
     spent_s: float = 0.0  # in the environment
@@ -45,7 +45,7 @@ class Episodes:
         self._context = context_limit(config)
 
     async def advance(self, group: PromptGroup, sample: Sample) -> Sample:
-        """The sample with its first prompt, or behind the answer to the model's turn. Raises EnvironmentFailed."""
+        """The sample with its first prompt or with the answer to its last turn. Raises EnvironmentFailed."""
         episode = LoopStage.read_state(sample, Episode)
         if episode is None:
             return await self._begun(group, sample)
@@ -75,7 +75,7 @@ class Episodes:
         return self.hosting.table.name
 
     async def _begun(self, group: PromptGroup, sample: Sample) -> Sample:
-        """The rollout with the prompt that its environment makes."""
+        """The rollout with the first prompt of its environment."""
         record = Record(task_of(group, sample))
         begun = await self.hosting.reset(record)
         start = begun.start
@@ -95,9 +95,9 @@ class Episodes:
         return Turn(number, reply.message, self.tokenizer.decode(ids), malformed=reply.malformed)
 
     def _answered(self, group: PromptGroup, sample: Sample, episode: Episode, turn: Turn, taken: Taken) -> Sample:
-        """What the answer to a turn makes of its rollout: with this the turn is final, and its result in the message.
+        """Apply the answer to the rollout. Afterwards the turn is final, and its result is in the message.
 
-        Without a reward from the environment or a grader the episode is worth 0, beside its turns' rewards.
+        Without a reward from the environment or a grader, the episode's reward is 0, plus the rewards of its turns.
         """
         replace, step = msgspec.structs.replace, taken.step
         if step.reward is not None and not step.done and sample.model_versions:
@@ -129,14 +129,14 @@ class Episodes:
 
 
 def graded(config: Config, group: PromptGroup) -> bool:
-    """Whether a grader is there for what the environment gives no reward for."""
+    """Whether a grader scores episodes without a reward from the environment."""
     reward = config.reward
     named = reward.custom_rm_path is not None or bool(reward.reward_component) or reward.rm_type != "auto"
     return named or group.label is not None or "rm_type" in group.row_metadata
 
 
 def task_of(group: PromptGroup, sample: Sample) -> Task:
-    """What the episode of a rollout is about."""
+    """The task of a rollout."""
     return Task(
         messages=msgspec.json.decode(group.prompt, type=Messages),
         label=group.label,

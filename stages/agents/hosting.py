@@ -1,12 +1,12 @@
-"""The episodes of one environment in one replica, each in one of its worker processes (stages/agents/workers.py).
+"""The episodes of one environment in one replica; each lives in one of its worker processes (stages/agents/workers.py).
 
-An episode that is not where it was (its process ended, another replica had its last turn) is made anew from what
-travels in its message: the snapshot, or else the record of its turns, which it takes again.
+An episode may be missing: its process ended, or another replica took its last turn. It is then rebuilt from its
+message, by the snapshot if there is one, else by replaying the recorded turns.
 
 Invariants:
-- Infrastructure that fails is retried with a bound on other processes, and never becomes a reward.
-- During an outage attempts wait, but for one at a time after each wait. An attempt that works ends the outage. The
-  newest attempts decide what is an outage; what the model did is no part of it.
+- Failed infrastructure is retried on other processes, up to a limit, and never becomes a reward.
+- During an outage attempts wait; after each wait a single attempt probes. A success ends the outage. The newest
+  attempts decide what is an outage; failures that the model caused do not count.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from stages.agents.calls import Begin, Begun, EnvironmentFailed, Restore, Run, T
 from stages.agents.environment import Endpoint, InfrastructureError, Outcome, Start, Step, Task, Turn
 from stages.agents.workers import AttemptFailed, Live, Workers
 
-_NEWEST: Final = 16  # attempts that are judged
-_LEAST: Final = 6  # failures among them, and more than half
+_NEWEST: Final = 16  # newest attempts that decide about an outage
+_LEAST: Final = 6  # failures among them that make an outage; they must also be more than half
 FIRST_S, _MOST_S = 1.0, 60.0  # waits
 
 
@@ -42,12 +42,12 @@ class OutageNotice(Struct, frozen=True):
     environment: str
     out: bool
     reason: str
-    lasted_s: float = 0.0  # of the one that is over
-    count: int = 1  # outages so far, here
+    lasted_s: float = 0.0  # duration of the last outage
+    count: int = 1  # outages so far in this replica
 
 
 class Outage:
-    """Of one environment in one replica."""
+    """The outages of one environment in one replica."""
 
     def __init__(self, environment: str, notify: Callable[[OutageNotice], None]) -> None:
         self._environment, self._notify = environment, notify
@@ -66,7 +66,7 @@ class Outage:
         return 0.0 if self._since is None else time.monotonic() - self._since
 
     async def wait(self) -> bool:
-        """Waits for the end of an outage, or for its turn to try; true for the one that tries. Call `ended` after."""
+        """Waits for the end of an outage or for a turn to probe; True for a probe. Call `ended` afterwards."""
         while not self._works.is_set():
             await self._trying.acquire()
             try:
@@ -81,7 +81,7 @@ class Outage:
         return False
 
     def ended(self, trying: bool) -> None:
-        """An attempt is over; `trying` is what `wait` returned for it."""
+        """An attempt is over; `trying` is the result of `wait` for it."""
         if trying:
             self._trying.release()
 
@@ -96,7 +96,7 @@ class Outage:
         self._notify(notice)
 
     def failed(self, reason: str, trying: bool) -> None:
-        """An attempt met infrastructure that failed."""
+        """An attempt failed because of infrastructure."""
         self._newest.append(False)
         if self._since is not None:
             self._wait_s = min(2 * self._wait_s, _MOST_S) if trying else self._wait_s
@@ -115,18 +115,18 @@ Ask = Callable[[Endpoint], Coroutine[Any, Any, Outcome]]
 
 @dataclass
 class Record:
-    """What an episode has behind it, as its message has it."""
+    """The history of an episode, from its message."""
 
     task: Task
     taken: int = 0  # turns
-    answers: tuple[str, ...] = ()  # digests of the start and of the answer to each turn
+    answers: tuple[str, ...] = ()  # digests of the start and of each answer
     snapshot: bytes = b""
-    turns: Callable[[], list[Turn]] = list  # those that were taken, in case they must be taken again
-    spent_s: float = 0.0  # in its environment, what came to nothing included; raised by each call
+    turns: Callable[[], list[Turn]] = list  # the answered turns, for a replay
+    spent_s: float = 0.0  # seconds in its environment, failed attempts included; each call adds to it
 
 
 def digest(answer: Start | Step) -> str:
-    """Digest of what the model sees and earns. Metrics are left out: they may depend on the clock."""
+    """Digest of observations and rewards. Metrics are left out: they may depend on the clock."""
     shown = (answer.messages, answer.tools) if isinstance(answer, Start) else (
         answer.messages, answer.reward, answer.done
     )  # fmt: skip
@@ -143,7 +143,7 @@ class Hosting:
         notify: Callable[[OutageNotice], None],
         once: Path,
     ) -> None:
-        """`background` runs work without waiting for it; `once`: the directory of calls that change the world."""
+        """`background` starts work; `once`: directory of the records of calls with side effects."""
         self.table, self.outage = table, Outage(table.name, notify)
         self.workers = Workers(table, background, once)
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # of episodes
@@ -154,7 +154,7 @@ class Hosting:
         self.replayed = self.retried = 0
 
     async def reset(self, record: Record) -> Begun:
-        """Begin an episode. Raises EnvironmentFailed."""
+        """Start an episode. Raises EnvironmentFailed."""
         task = record.task
 
         async def once() -> Begun:
@@ -165,7 +165,7 @@ class Hosting:
             return await self._retry(lambda: self._timed(once, record), task.episode)
 
     async def step(self, record: Record, turn: Turn) -> Taken:
-        """One turn of an episode, wherever it was. Raises EnvironmentFailed."""
+        """One turn of an episode, which is rebuilt here if needed. Raises EnvironmentFailed."""
         episode = record.task.episode
 
         async def once() -> Taken:
@@ -179,14 +179,16 @@ class Hosting:
             return await self._retry(lambda: self._timed(once, record), episode, called)
 
     def _alone(self, episode: str) -> asyncio.Lock:
-        """Turns of an episode are taken one after the other: what a killed replica had answered comes again, and may
-        meet the message that followed it. Each would end the world that the other has just made anew."""
+        """The lock that serialises the turns of an episode.
+
+        After a replica was killed, a turn may be redelivered while the next one is already here. Without the lock, each
+        of the two would end the environment that the other has just rebuilt."""
         return self._turns.setdefault(episode, asyncio.Lock())
 
     async def run(self, task: Task, attempt: Callable[[Ask], Coroutine[Any, Any, T]]) -> T:
-        """The whole episode of an agent, begun anew where infrastructure fails. Raises EnvironmentFailed.
+        """The whole episode of an agent, restarted after infrastructure failures. Raises EnvironmentFailed.
 
-        `attempt` is given what starts the agent, which raises TimeoutError at the episode's deadline.
+        `attempt` gets a function that runs the agent and raises TimeoutError at the episode's deadline.
         """
 
         async def run_once() -> T:
@@ -209,11 +211,12 @@ class Hosting:
     async def _retry(
         self, attempt: Callable[[], Coroutine[Any, Any, T]], episode: str, called: Collection[str] = ()
     ) -> T:
-        """Try until it works; attempts during an outage do not count. Raises EnvironmentFailed.
+        """Retry until an attempt succeeds; attempts during an outage do not count. Raises EnvironmentFailed.
 
-        `called`: tools, each of which has so many places. Who waits for one of them holds no place of the environment.
+        `called`: tools with a limit of concurrent calls. An attempt holds no place of the environment while it waits
+        for a tool.
         """
-        places = [place for name, place in self._of_tool.items() if name in called]  # in one order: no circle
+        places = [place for name, place in self._of_tool.items() if name in called]  # one order: no deadlock
         failures = 0
         while True:
             trying = await self.outage.wait()
@@ -243,8 +246,12 @@ class Hosting:
                 self.outage.ended(trying)
 
     async def _timed(self, attempt: Callable[[], Coroutine[Any, Any, T]], record: Record) -> T:
-        """An attempt within what the episode has left: the start of its world and attempts that failed count, waiting
-        for an outage, a place or an engine does not. Raises EnvironmentFailed."""
+        """An attempt within the remaining time of the episode.
+
+        Starts and failed attempts count; waiting for an outage, a place or an engine does not.
+
+        Raises EnvironmentFailed.
+        """
         limit_s, began = self.table.episode_deadline_s, time.monotonic()
         try:
             async with asyncio.timeout(max(0.0, limit_s - record.spent_s)) as running:
@@ -260,10 +267,10 @@ class Hosting:
             record.spent_s += time.monotonic() - began
 
     async def _again(self, record: Record) -> Live:
-        """The episode where it is, or made anew."""
+        """The live episode, rebuilt if it is missing."""
         episode = record.task.episode
         live = self.workers.live.get(episode)
-        if live is not None and live.there and live.taken == record.taken:
+        if live is not None and live.alive and live.taken == record.taken:
             live.busy = True
             return live
         self.replayed += 1
@@ -280,8 +287,8 @@ class Hosting:
 
     def _compare(self, found: str, record: Record, number: int) -> None:
         if found != record.answers[number]:
-            what = f"its answer to turn {number - 1}" if number else "its start"
+            answer = f"the answer to turn {number - 1}" if number else "the start"
             raise EnvironmentFailed(
-                f"environment {self.table.name} is not deterministic: when a lost episode took its turns again, {what} "
-                "was another one; draw from task.seed only, or offer snapshot() and restore()"
+                f"environment {self.table.name} is not deterministic: {answer} changed in the "
+                "replay of a lost episode; draw from task.seed only, or offer snapshot() and restore()"
             )

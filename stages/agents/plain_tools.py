@@ -1,8 +1,8 @@
-"""Calls of tools in plain text: what `--tools` stands for.
+"""Calls of tools in plain text, for `--tools`.
 
-It is an environment of tools like the pack `functions`, for prompts that the data has written already: engines have the
-first turn, and the agents stage sees a rollout only behind a call. A call stands between two marks, and its result goes
-behind it by a template, without any markup of a chat format.
+This is an environment of tools like the pack `functions`, for prompts that the data already contains. Engines have the
+first turn, and the agents stage gets a rollout only after a call. A call stands between two marks. Its result is
+appended by a template, without the markup of a chat format.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from stages.tools.tool import RESULT_CHARS, Tool
 
 
 class PlainTools(ToolEpisode):
-    """One for all rollouts of a replica: nothing of an episode is kept. Only `--max-turns` bounds the calls."""
+    """One object serves all rollouts of a replica, because it has no state. Only `--max-turns` bounds the calls."""
 
     def __init__(self, tools: Mapping[str, Tool], settings: ToolsConfig) -> None:
         super().__init__(max_calls=sys.maxsize, result_chars=2 * RESULT_CHARS)
@@ -31,7 +31,7 @@ class PlainTools(ToolEpisode):
         self._offered = Offered([tool.schema for tool in tools.values()])
 
     async def answer(self, response: str) -> str:
-        """The result of the call that ends a response; whatever goes wrong is a result of the form `error: ...`."""
+        """The result of the call that ends a response. Errors are results of the form `error: ...`."""
         call = self._marked.last(response, self._offered)
         calls, malformed = ((call,), "") if isinstance(call, ToolCall) else ((), call)
         turn = Turn(0, Message("assistant", response, tool_calls=calls), response, malformed=malformed)

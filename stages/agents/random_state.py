@@ -1,4 +1,4 @@
-"""Games of a library that draws from the random state of the whole process, as if each episode had its own."""
+"""Random state for each episode of a library that draws from the random state of the whole process."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import numpy as np
 
 from stages.agents.environment import Task
 
-_HELDOUT: Final = 1 << 30  # seeds from here on are never trained
+_HELDOUT: Final = 1 << 30  # seeds from here on are held out
 
 
 class RandomState:
-    """The states of `random` and of numpy's old functions, of one episode."""
+    """The states of `random` and of numpy's legacy functions, for one episode."""
 
     def __init__(self, seed: int) -> None:
         self._python = random.Random(seed).getstate()
@@ -24,7 +24,7 @@ class RandomState:
 
     @contextmanager
     def drawn_from(self) -> Iterator[None]:
-        """In the block, the process's state is this one. It must not wait for anything: others would draw from it."""
+        """In the block, this is the random state of the process. It must not await anything."""
         before = random.getstate(), np.random.get_state()
         random.setstate(self._python)
         np.random.set_state(self._numpy)
@@ -37,18 +37,18 @@ class RandomState:
 
 
 class Seeded:
-    """An environment whose tasks are seeds, of which the splits share none: the same seed is the same game."""
+    """An environment whose tasks are seeds: the same seed is the same game, and the splits share no seed."""
 
     _random: RandomState
 
     @classmethod
     def tasks(cls, split: Literal["train", "heldout"], seed: int) -> Iterator[Mapping[str, Any]]:
-        """Seeds of episodes, without end."""
+        """Seeds of episodes, endless."""
         for number in count(_HELDOUT if split == "heldout" else seed * 100_003 % (_HELDOUT >> 1)):
             yield {"seed": number}
 
     def begin(self, task: Task) -> int:
-        """The seed of the task; `_random` is its state from here on."""
+        """The seed of the task. Afterwards `_random` has its state."""
         seed = int(task.metadata.get("seed", task.seed)) & 0x7FFFFFFF
         self._random = RandomState(seed)
         return seed

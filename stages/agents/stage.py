@@ -1,17 +1,17 @@
-"""The agents stage: hosts the environments in which rollouts live, from their first prompt to their reward.
+"""The agents stage: hosts the environments of rollouts, from the first prompt to the reward.
 
     generate -> agents (reset: the first prompt) -> generate (a turn) -> agents (step) -> generate -> ... -> reward
 
-A rollout comes here before the model's first turn and after each one. Rows choose an environment by their metadata's
-`environment`; the first table is the default.
+A rollout passes this stage before the model's first turn and after each turn. The metadata key `environment` of a row
+selects the environment; the default is the first table.
 
-With `--tools` in place of an environment, a rollout comes here behind each call of a tool: see plain_tools.py.
+With `--tools` in place of an environment, a rollout passes after each tool call: see plain_tools.py.
 
-A rollout that an agent makes comes here once: the agent sends requests to the gateway of this replica
-(stages/gateway), and the rollout leaves when it has ended.
+A rollout of an agent passes once: the agent sends its requests to the gateway of this replica (stages/gateway), and the
+rollout leaves when the agent has ended.
 
-Invariants: rollouts wait for their own worlds only; an episode that cannot go on fails its rollout, with the reason,
-and is never rewarded for it; processes of environments end with this one.
+Invariants: a rollout waits only for its own environment; an episode that cannot continue fails its rollout with the
+reason, and never becomes a reward; the processes of environments end with this process.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class AgentsStage(LoopStage):
             await hosting.workers.close()
 
     async def run(self, ports: Ports) -> None:
-        """As many rollouts at a time as come: what bounds them is the gate, and most of them wait."""
+        """Takes every rollout at once: the gate bounds their number, and most of them wait."""
         inlet, outlet, self._ports = ports.inlets[self.inlet], ports.outlets[self.outlet], ports
         async with (
             beside(self._follow_drain(ports.topic)),
@@ -104,7 +104,7 @@ class AgentsStage(LoopStage):
                 self._tasks.create_task(self._work(lease, outlet))
 
     async def _follow_drain(self, topic: Topic) -> None:
-        """Waits for a drain, which waits for no environment; cancelled at the end of the inlet."""
+        """Waits for a drain, which does not wait for environments; cancelled at the end of the inlet."""
         revision = 0
         while topic.get("drain") is None:
             revision = await topic.wait(revision, "drain")
@@ -148,9 +148,9 @@ class AgentsStage(LoopStage):
         return samples
 
     async def _called(self, group: PromptGroup, sample: Sample) -> Sample:
-        """The sample behind the result of its call. One of several sequences that calls nothing has ended.
+        """The sample with the result of its call appended. One of several sequences without a call has ended.
 
-        Tokens of the result are not trained. A built-in grader reads only what stands behind it (`answer_start`)."""
+        Tokens of the result are not trained. Built-in graders read only the text after it (`answer_start`)."""
         if not ends_in_call(self.config.tools, sample):
             return msgspec.structs.replace(sample, done=True)
         with self.span("tool", group=group.group_id, sample=sample.index):
@@ -161,7 +161,7 @@ class AgentsStage(LoopStage):
         return msgspec.structs.replace(after, answer_start=len(after.response))
 
     def _count(self) -> None:
-        """Figures of this replica."""
+        """Metrics of this replica."""
         self.activity.extra["restored"] = float(self._journal.restored)
         for name in ("retried", "replayed"):
             self.activity.extra[name] = float(sum(getattr(hosting, name) for hosting in self._hostings))
@@ -171,12 +171,12 @@ class AgentsStage(LoopStage):
             if self._tasks is not None:
                 self._tasks.create_task(work)
                 return
-        except RuntimeError:  # the stage is ending, and all processes with it
+        except RuntimeError:  # the stage ends, and so do its processes
             pass
         work.close()
 
     def _notify(self, notice: OutageNotice) -> None:
-        """Let the user know, through the topic."""
+        """Publish a notice for the user on the topic."""
         if self._ports is not None:
             key = f"environment/{notice.environment}/{self.context.replica}"
             self._background(self._ports.topic.publish(key, msgspec.msgpack.encode(notice)))

@@ -1,18 +1,18 @@
-"""An episode in which a model may call tools before it answers: what the packs with tools have in common.
+"""An episode in which a model may call tools before it answers: the base of the packs with tools.
 
-A turn without a call is the answer and ends the episode. A grader says what it is worth, and reads the last turn as
-the model wrote it, without the answers of tools. Whatever goes wrong with a call is an observation `error: ...`.
+A turn without a call is the answer and ends the episode. A grader scores it; it reads the last turn as the model wrote
+it, without the answers of tools. Every failure of a call is an observation `error: ...`.
 
-- A tool that changes the world has `effects = True`: its calls are made once (stages/records/once.py), also when a lost
-  episode takes its turns again. If nothing says whether a call took effect, the observation is an error that says so.
-- A tool with a `version` is deterministic: version and arguments decide its answer. Answers are then kept for all
-  episodes of the process (`AnswerCache`), because rollouts of a group make the same calls.
+- A tool with side effects has `effects = True`: each of its calls is made once (stages/records/once.py), also in a
+  replay of a lost episode. If it is unknown whether a call took effect, the observation is an error with that reason.
+- A tool with a `version` is deterministic: version and arguments decide its answer. The process keeps these answers for
+  all episodes (`AnswerCache`), because the rollouts of a group make the same calls.
 
 Invariants:
-- Every call of a turn has one observation, in their order, which carries its id and at most `result_chars` characters.
-- InfrastructureError passes; everything else that a tool raises is an observation.
-- The cache keeps answers only, never what a call raised. Equal calls do not run at the same time: the second waits for
-  the answer of the first, and calls by itself if the first failed. Arguments that are the same JSON are equal.
+- Every call of a turn has one observation, in order, with the id of the call and at most `result_chars` characters.
+- InfrastructureError passes; every other exception of a tool is an observation.
+- The cache keeps only answers, never errors. Equal calls do not run at the same time: the second waits for the answer
+  of the first, and calls the tool itself if the first failed. Arguments with the same JSON are equal.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ MOST_CHARS: Final = 64 << 20
 
 @runtime_checkable
 class Deterministic(Protocol):
-    """What a tool has besides, if the same arguments always have the same answer and a call changes nothing."""
+    """Optional attribute of a tool without side effects whose answer depends on its arguments alone."""
 
-    version: str  # names all else that the answer depends on: the code, the index, the task
+    version: str  # identifies the rest that decides the answer: code, index, task
 
 
 class AnswerCache:
-    """Of one process; tools of equal names and versions are the same tool."""
+    """The cache of one process; tools of equal name and version share answers."""
 
     def __init__(self, most_chars: int = MOST_CHARS) -> None:
         self._kept: OrderedDict[tuple[str, str, str], str] = OrderedDict()
@@ -49,7 +49,7 @@ class AnswerCache:
         self._chars, self._most = 0, most_chars
 
     async def call(self, tool: Tool, arguments: Arguments) -> tuple[str, bool]:
-        """The answer of the tool, and whether it is that of an earlier call. Raises what the tool raises."""
+        """The answer of the tool, and whether it came from the cache. Raises the exceptions of the tool."""
         if not isinstance(tool, Deterministic):
             return await tool.call(arguments), False
         key = (tool.name, tool.version, json.dumps(arguments, sort_keys=True))
@@ -79,9 +79,9 @@ _ANSWERS: Final = AnswerCache()  # of all episodes of this process
 
 
 class ToolEpisode:
-    """An environment of tools; packs derive from it, and give their tools in `open_tools`.
+    """An environment of tools; packs derive from it and implement `open_tools`.
 
-    `max_calls` are answered, later ones refused. `system` goes before the messages of the task.
+    `max_calls` calls are answered, later calls refused. `system` is placed before the messages of the task.
     """
 
     once: Once
@@ -94,7 +94,7 @@ class ToolEpisode:
         self._calls = self._errors = self._cached = 0
 
     async def open_tools(self, task: Task) -> Sequence[Tool]:
-        """The tools of this episode."""
+        """The tools for this episode."""
         raise NotImplementedError
 
     async def reset(self, task: Task) -> Start:
@@ -117,7 +117,7 @@ class ToolEpisode:
             text = await self._result(call)
         except InfrastructureError:
             raise
-        except Exception as error:  # a tool is a user's program: the model sees what it raised
+        except Exception as error:  # user code may raise anything; the model reads the error
             for_model = isinstance(error, (ToolCallError, Uncertain))
             words = str(error) if for_model else f"{type(error).__name__}: {error}"
             text = self._error(words)
@@ -137,15 +137,15 @@ class ToolEpisode:
             self._cached += kept
             return answer
         try:
-            made = await self.once(self._effect, call.name, call.arguments)
+            record = await self.once(self._effect, call.name, call.arguments)
         except NoEffect as error:
             raise InfrastructureError(str(error)) from error
-        if "error" in made:
-            raise ToolCallError(made["error"])
-        return str(made["text"])
+        if "error" in record:
+            raise ToolCallError(record["error"])
+        return str(record["text"])
 
     async def _effect(self, name: str, arguments: Arguments) -> dict[str, str]:
-        """A call that changes the world. What breaks in the middle of it is uncertain."""
+        """A call with side effects. Whether an interrupted call took effect is uncertain."""
         try:
             return {"text": await self._tools[name].call(arguments)}
         except (InfrastructureError, NoAnswer) as error:
@@ -165,7 +165,7 @@ class ToolEpisode:
 
 
 def shortened(text: str, most: int) -> str:
-    """Beginning and end of a text that is too long, with how much is left out between them."""
+    """The text, with the middle replaced by a note if it is too long."""
     if len(text) <= most:
         return text
     first = (most + 1) // 2
@@ -173,7 +173,7 @@ def shortened(text: str, most: int) -> str:
 
 
 def text_argument(arguments: object, name: str, tool: str) -> str:
-    """The text under `name`, or what the model wrote instead of an object. Raises ToolCallError."""
+    """The argument `name`, or the model's text if it wrote no object. Raises ToolCallError."""
     value = arguments if isinstance(arguments, str) else arguments.get(name) if isinstance(arguments, dict) else None
     if not isinstance(value, str) or not value.strip():
         raise ToolCallError(f"{tool} needs the text argument {name!r}")

@@ -1,11 +1,11 @@
-"""The process of episodes.
+"""The worker process of an environment: hosts episodes, each an object of the user's class.
 
     python -m stages.agents.worker SOCKET_FD PARENT_PID MEMORY_BYTES IMPORT_PATH OPTIONS ONCE_DIR
 
-It hosts episodes of one environment, each an object of its class; for its calls see stages/agents/calls.py.
+stages/agents/calls.py defines its calls.
 
-Invariants: calls of one episode come one after the other, calls of different episodes run side by side. This module
-imports nothing but msgspec and the standard library, for the interpreter may have only those.
+Invariants: calls of one episode run one after the other, calls of different episodes concurrently. This module imports
+only msgspec and the standard library, because a user's interpreter may have nothing else.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _ENVIRONMENT, _AGENT = ("reset", "step"), ("run",)
 
 
 def import_hosted(path: str) -> tuple[type[Any], Hosted]:
-    """The class at an import path, and what it can do. Raises ImportPathError."""
+    """The class at an import path, and its description. Raises ImportPathError."""
     imported = import_path(path)
     if not isinstance(imported, type):
         raise ImportPathError(f"import path {path!r} is no class; name the class of an environment or agent")
@@ -43,12 +43,14 @@ def import_hosted(path: str) -> tuple[type[Any], Hosted]:
             )
     snapshots = [name for name in ("snapshot", "restore") if callable(getattr(imported, name, None))]
     if len(snapshots) == 1:
-        raise ImportPathError(f"import path {path!r}: {imported.__name__} has {snapshots[0]} alone; give both or none")
+        raise ImportPathError(
+            f"import path {path!r}: {imported.__name__} has {snapshots[0]} only; give snapshot and restore, or none"
+        )
     return imported, Hosted(kind, tasks=callable(getattr(imported, "tasks", None)), snapshots=bool(snapshots))
 
 
 def make(kind: type[Any], options: Mapping[str, Any]) -> Any:
-    """One object of the class. Raises ImportPathError for options that it does not take."""
+    """One object of the class. Raises ImportPathError for unknown options."""
     try:
         inspect.signature(kind).bind(**options)
     except TypeError as error:
@@ -61,9 +63,9 @@ class Episodes:
     """The episodes of one process."""
 
     def __init__(self, kind: type[Any], hosted: Hosted, options: Mapping[str, Any], once: str) -> None:
-        """`once`: directory in which calls that change the world are written down."""
+        """`once`: directory of the records of calls with side effects."""
         self._kind, self._hosted, self._options, self._once = kind, hosted, options, once
-        self._there: dict[str, tuple[Any, Once]] = {}
+        self._hosting: dict[str, tuple[Any, Once]] = {}
 
     async def answer(self, raw: msgspec.Raw) -> object:
         """The answer to a call."""
@@ -82,34 +84,34 @@ class Episodes:
                 self._new(episode, task).restore(task, state)
                 return None
             case Take(episode, turn):
-                environment, once = self._there[episode]
+                environment, once = self._hosting[episode]
                 once.begin_turn(turn.number, turn.text)
                 step = _checked(await environment.step(turn), Step, "step")
-                step = replace(step, metrics=_counted(once, step.metrics))
+                step = replace(step, metrics=_with_uncertain(once, step.metrics))
                 return Taken(step, b"" if step.done else self._state(environment))
             case End(episode):
                 await self._close(episode)
                 return None
             case Run(task, endpoint):
-                agent, once = self._made(task)
+                agent, once = self._create(task)
                 outcome = _checked(await agent.run(task, endpoint), Outcome, "run")
-                return replace(outcome, metrics=_counted(once, outcome.metrics))
+                return replace(outcome, metrics=_with_uncertain(once, outcome.metrics))
 
     def _new(self, episode: str, task: Task) -> Any:
-        self._there[episode] = environment, _ = self._made(task)
+        self._hosting[episode] = environment, _ = self._create(task)
         return environment
 
-    def _made(self, task: Task) -> tuple[Any, Once]:
+    def _create(self, task: Task) -> tuple[Any, Once]:
         """A new environment or agent."""
-        made = make(self._kind, self._options)
-        about = hashlib.sha256(msgspec.json.encode(task, order="sorted")).hexdigest()
-        once = Once(self._once, task.episode, about)
-        if not hasattr(made, "once"):  # a name of its own
-            made.once = once
-        return made, once
+        created = make(self._kind, self._options)
+        task_digest = hashlib.sha256(msgspec.json.encode(task, order="sorted")).hexdigest()
+        once = Once(self._once, task.episode, task_digest)
+        if not hasattr(created, "once"):  # the class may use the name itself
+            created.once = once
+        return created, once
 
     async def _close(self, episode: str) -> None:
-        environment, _ = self._there.pop(episode, (None, None))
+        environment, _ = self._hosting.pop(episode, (None, None))
         if environment is not None and hasattr(environment, "close"):
             await environment.close()
 
@@ -117,7 +119,7 @@ class Episodes:
         return bytes(environment.snapshot()) if self._hosted.snapshots else b""
 
 
-def _counted(once: Once, metrics: Mapping[str, float]) -> Mapping[str, float]:
+def _with_uncertain(once: Once, metrics: Mapping[str, float]) -> Mapping[str, float]:
     return {**metrics, "uncertain": float(once.uncertain)} if once.calls else metrics
 
 

@@ -1,7 +1,7 @@
-"""The worker processes of one environment in one replica, and which episode is in which of them.
+"""The worker processes of one environment in one replica, and the process of each episode.
 
-Invariants: an episode is in one process at a time; what is here is a cache: any of it may be lost or dropped at any
-moment; a process whose world may be out of order takes no new episode, and ends with the last one that it has.
+Invariants: an episode lives in one process at a time; this table is a cache, so any entry may be lost or dropped at any
+moment; a process whose environment may be broken gets no new episode, and ends after its last episode.
 """
 
 from __future__ import annotations
@@ -25,32 +25,32 @@ from stages.workers.process import CallFailed, WorkerLost, WorkerProcess
 
 log = logging.getLogger("sluice.agents")
 
-IDLE_S: Final = 900.0  # after which an episode without a further turn is dropped
+IDLE_S: Final = 900.0  # an episode without a turn for so long is dropped
 _END_S: Final = 10.0  # to close an environment
 
 
 class AttemptFailed(Exception):
-    """An attempt failed for a reason that is not the model's."""
+    """An attempt failed, and the model did not cause it."""
 
 
 @dataclass
 class Live:
-    """An episode in a process."""
+    """A live episode in a process."""
 
     worker: WorkerProcess
-    name: str  # there; another one each time that the episode is made anew
-    incarnation: int = -1  # of the worker
+    name: str  # id in the worker; new each time the episode is rebuilt
+    incarnation: int = -1  # incarnation of the worker
     taken: int = 0
     used: float = field(default_factory=time.monotonic)
     busy: bool = True
 
     @property
-    def there(self) -> bool:
+    def alive(self) -> bool:
         return self.worker.open and self.worker.incarnation == self.incarnation
 
 
 async def _ready(worker: WorkerProcess) -> None:
-    """Raises WorkerLost for a process that does not start twice: once, it may have been killed."""
+    """Start a worker. Tries twice, since the first process may have been killed. Raises WorkerLost."""
     try:
         await worker.ready()
     except WorkerLost:
@@ -58,7 +58,7 @@ async def _ready(worker: WorkerProcess) -> None:
 
 
 class Workers:
-    """See the module."""
+    """The workers of one environment, and their episodes."""
 
     def __init__(
         self, table: EnvironmentConfig, background: Callable[[Coroutine[Any, Any, None]], None], once: Path
@@ -71,7 +71,7 @@ class Workers:
         self._retired: list[WorkerProcess] = []
 
     async def open(self) -> Hosted:
-        """Start the workers; what the first worker reports about its class. Raises EnvironmentFailed."""
+        """Start the workers. Returns the first worker's description of its class. Raises EnvironmentFailed."""
         try:
             async with asyncio.TaskGroup() as starts:
                 for worker in self.processes:
@@ -81,14 +81,14 @@ class Workers:
         return msgspec.msgpack.decode(self.processes[0].greeting, type=Hosted)
 
     async def close(self) -> None:
-        """End all processes and what the episodes started."""
+        """End all processes and their descendants."""
         self.live.clear()
         async with asyncio.TaskGroup() as ends:
             for worker in (*self.processes, *self._retired):
                 ends.create_task(worker.close())
 
     async def place(self, episode: str) -> Live:
-        """A process for an episode: the one with the fewest."""
+        """Assign an episode to the process with the fewest episodes."""
         self.end(episode)
         self._drop_idle()
         counts = {id(worker): 0 for worker in self.processes}
@@ -105,9 +105,9 @@ class Workers:
         return live
 
     async def call(self, live: Live, call: Call, limit_s: float | None = 0.0) -> msgspec.Raw:
-        """`limit_s`: 0 is the limit of a step, None is none. Raises AttemptFailed, EnvironmentFailed."""
+        """`limit_s`: 0 means the limit of a step, None no limit. Raises AttemptFailed, EnvironmentFailed."""
         limit_s = self.table.step_deadline_s if limit_s == 0.0 else limit_s
-        if not live.there:  # another episode has had its process started anew
+        if not live.alive:  # another episode caused a restart of the process
             raise AttemptFailed("its worker process ended")
         try:
             async with asyncio.timeout(limit_s):
@@ -127,9 +127,9 @@ class Workers:
         return value
 
     def end(self, episode: str) -> None:
-        """The episode is over. Nobody waits for its environment to be closed."""
+        """The episode is over. Its environment is closed in the background."""
         live = self.live.pop(episode, None)
-        if live is not None and live.there:
+        if live is not None and live.alive:
             self._background(self._end(live))
 
     async def _end(self, live: Live) -> None:
@@ -141,13 +141,13 @@ class Workers:
         await self._close_retired()
 
     def _drop_idle(self) -> None:
-        """Episodes that have not come back: their rollout failed or was dropped elsewhere."""
+        """Drop idle episodes: their rollout failed or was dropped elsewhere."""
         limit = time.monotonic() - IDLE_S
         for episode in [name for name, live in self.live.items() if not live.busy and live.used < limit]:
             self.end(episode)
 
     def _retire(self, worker: WorkerProcess) -> None:
-        """Put a fresh process in the place of one whose world may be out of order; its episodes go on to their end."""
+        """Replace a process whose environment may be broken; its episodes continue there until they end."""
         if worker in self.processes and len(self._retired) < self.table.workers:
             self.processes[self.processes.index(worker)] = self._worker()
             self._retired.append(worker)

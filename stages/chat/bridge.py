@@ -1,12 +1,12 @@
-"""What a chat template writes between a turn of the model and its next one, without rendering that turn.
+"""The text that a chat template writes between two turns of the model, found without rendering the first turn.
 
-A template renders twice a short conversation that stands for the real one: a question, a turn with a mark in
-it, and the second time the new messages as well. What follows the mark is the end of the model's turn, the markup of
-the messages, and what begins the next turn. The model's own tokens are never rendered, so that it does not matter what
-a template leaves out of earlier turns (reasoning, mostly).
+The template renders a short substitute conversation twice: a question and a turn with a mark in it, then the same with
+the new messages. The text after the mark is the end of the model's turn, the markup of the messages, and the start of
+the next turn. The model's own tokens are never rendered, so it does not matter what a template leaves out of earlier
+turns (reasoning, mostly).
 
-`check_bridge` finds out at the start whether a template can be used so. It must write the same behind a turn whatever
-stood before it, and a new message must put nothing new in front of that turn.
+`check_bridge` checks at the start whether a template allows this. The text after a turn must not depend on earlier
+messages, and a new message must not change the text before that turn.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from stages.chat.tokenizer import Tokenizer
 
 
 class Template:
-    """The chat template of a checkpoint. `arguments`: what it takes besides messages and tools."""
+    """The chat template of a checkpoint. `arguments`: its arguments besides messages and tools."""
 
     def __init__(self, tokenizer: Tokenizer, arguments: Mapping[str, object]) -> None:
         self._tokenizer, self._arguments = tokenizer, arguments
 
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSchema], generation_prompt: bool = True) -> str:
-        """The text of a conversation. Ids of calls that the template refuses (Mistral's take nine letters) are
-        replaced by such that it takes. Raises ChatFormatError."""
+        """The text of a conversation. Raises ChatFormatError.
+
+        Call ids that the template refuses are replaced by short ones (Mistral's templates need nine letters)."""
         refusal: Exception | None = None
         for shown in (messages, _short_ids(messages)):
             try:
@@ -46,7 +47,7 @@ class Template:
 
 
 def as_mapping(message: Message) -> dict[str, object]:
-    """A message in the form of the OpenAI API, but with arguments of calls as objects, as templates expect them."""
+    """A message in the form of the OpenAI API, but with the arguments of calls as objects, as templates expect."""
     shown: dict[str, object] = {"role": message.role, "content": message.content}
     if message.reasoning_content:
         shown["reasoning_content"] = message.reasoning_content
@@ -84,16 +85,16 @@ _CONTEXT = 60  # characters shown on either side of a difference
 
 
 class Between(Struct, frozen=True):
-    """What stands between two turns of the model."""
+    """The text between two turns of the model."""
 
-    text: str  # all of it
-    closing: str  # what closes the first of the two turns while nothing follows it: mostly the beginning of the text
-    before: str  # what stands before the mark, without and
-    before_again: str  # with the new messages
+    text: str  # the whole text
+    closing: str  # the end of the first turn when nothing follows it: mostly the beginning of `text`
+    before: str  # text before the mark, without the new messages
+    before_again: str  # the same with the new messages
 
 
 class Bridge:
-    """Bridges turns by a template. `special`: which pieces of a text are single tokens of markup, in order."""
+    """Bridges turns by a template. `special` lists the pieces of a text that are tokens of markup, in order."""
 
     def __init__(self, template: Template, special: Callable[[str], list[str]]) -> None:
         self._template, self._special = template, special
@@ -106,7 +107,7 @@ class Bridge:
         before: Sequence[Message] = (QUESTION,),
         reasoning: str = "",
     ) -> Between:
-        """What the template writes behind a turn of the model that these messages answer. Raises ChatFormatError."""
+        """The template's text after a turn of the model that these messages answer. Raises ChatFormatError."""
         mark = _mark(messages, tools)
         refusal: ChatFormatError | None = None
         for turn in _turns(messages, mark, reasoning):
@@ -122,34 +123,34 @@ class Bridge:
 
     @property
     def end(self) -> str:
-        """What closes a turn without calls. Raises ChatFormatError."""
+        """The text that closes a turn without calls. Raises ChatFormatError."""
         if self._end is None:
             self._end = self._template.render([QUESTION, Message("assistant", _MARK)], (), False).rpartition(_MARK)[2]
         return self._end
 
     def _cut(self, without: str, whole: str, mark: str, called: bool) -> Between:
-        at, again = without.rfind(mark), whole.rfind(mark)
-        if at < 0 or again < 0:
+        last_mark, earlier_mark = without.rfind(mark), whole.rfind(mark)
+        if last_mark < 0 or earlier_mark < 0:
             raise ChatFormatError(
-                f"the chat template leaves out what the model wrote in {'its last' if at < 0 else 'an earlier'} turn, "
-                f"so nothing can be put behind it; {CURE}"
+                f"the chat template leaves out what the model wrote in {'its last' if last_mark < 0 else 'an earlier'} "
+                f"turn, so nothing can be put behind it; {CURE}"
             )
-        end, rest = without[at + len(mark) :], whole[again + len(mark) :]
+        end, rest = without[last_mark + len(mark) :], whole[earlier_mark + len(mark) :]
         closing = self._closing(end, called)
         if not rest.startswith(end):
-            # gpt-oss: the token that ends a last turn is another one than that of an earlier turn.
+            # gpt-oss: a last turn ends with another token than an earlier turn.
             closer = self._special(rest[: len(end) + _CONTEXT])[:1]
             if self._special(end) != [end] or not closer or not rest.startswith(closer[0]):
                 raise ChatFormatError(
                     "the chat template ends a turn of the model in another way when messages follow it, so nothing can "
                     f"be put behind it.\n{difference(end, rest, 'last turn', 'earlier turn')}\nThe cure: {CURE}"
                 )
-            return Between(rest, closing, without[:at], whole[:again])
-        begin = len(end) - len(closing)  # before it stands the rest of a call, which the model writes
-        return Between(rest[begin:], closing, without[:at], whole[:again])
+            return Between(rest, closing, without[:last_mark], whole[:earlier_mark])
+        begin = len(end) - len(closing)  # the text before `closing` is the rest of a call, which the model writes
+        return Between(rest[begin:], closing, without[:last_mark], whole[:earlier_mark])
 
     def _closing(self, end: str, called: bool) -> str:
-        """What closes a turn, of what follows the mark in it: behind a call comes first what closes the call."""
+        """The closing text of a turn, without the text that closes a call before it."""
         if not called or end.endswith(self.end):
             return self.end if called else end
         last = self._special(end)[-1:]
@@ -162,21 +163,21 @@ class Bridge:
 
 
 def _turns(messages: Sequence[Message], mark: str, reasoning: str) -> Iterator[Message]:
-    """Turns of the model that the messages may answer; the first one that the template takes is used."""
+    """Candidates for the model's turn before the messages; the first that the template accepts is used."""
     answers = [message for message in messages if message.role == "tool"]
     calls = tuple(
         ToolCall(answer.name or "tool", {"mark": mark}, answer.tool_call_id or f"call{place:05d}")
         for place, answer in enumerate(answers)
     )
     if calls and messages[0].role == "tool":
-        for some in (calls, calls[:1]):  # some templates know one call a turn, some no text beside it
+        for some in (calls, calls[:1]):  # some templates allow one call a turn, some no text beside a call
             yield Message("assistant", mark, reasoning, some)
             yield Message("assistant", "", reasoning, some)
     yield Message("assistant", mark, reasoning)
 
 
 def _mark(messages: Sequence[Message], tools: Sequence[ToolSchema]) -> str:
-    """A text that none of them contains: a tool's answer may hold anything."""
+    """A mark that occurs in none of them: tool answers may contain any text."""
     written = msgspec.json.encode((messages, tools))
     mark = _MARK
     while mark.encode() in written:
@@ -185,7 +186,7 @@ def _mark(messages: Sequence[Message], tools: Sequence[ToolSchema]) -> str:
 
 
 def check_bridge(bridge: Bridge, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> str:
-    """Whether these messages can be put behind any turn, and what closes it. Raises ChatFormatError."""
+    """Check that these messages can follow any turn. Returns the turn's closing text. Raises ChatFormatError."""
     between = bridge.between(messages, tools)
     if not _is_cut_out_of(between.before_again, between.before):
         raise ChatFormatError(
@@ -213,20 +214,20 @@ def check_bridge(bridge: Bridge, messages: Sequence[Message], tools: Sequence[To
 
 
 def _is_cut_out_of(shorter: str, longer: str) -> bool:
-    """Whether a text is another one without a piece of it: what templates leave out of earlier turns."""
+    """Whether `shorter` is `longer` without one piece: templates omit parts of earlier turns."""
     ahead, behind = _alike(shorter, longer), _alike(shorter[::-1], longer[::-1])
     return ahead + behind >= len(shorter) and len(shorter) <= len(longer)
 
 
 def _alike(first: str, second: str) -> int:
-    """How many characters two texts begin with alike."""
+    """Length of the common prefix of two texts."""
     return next(
         (place for place, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
     )
 
 
 def difference(first: str, second: str, first_name: str, second_name: str) -> str:
-    """Both texts around their first difference, one below the other."""
+    """Both texts around their first difference, on two lines."""
     same = _alike(first, second)
     start = max(0, same - _CONTEXT)
     width = max(len(first_name), len(second_name))

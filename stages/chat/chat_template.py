@@ -50,16 +50,16 @@ def compile_template(source: str, origin: str) -> Render:
         ) from error
 
 
-# What messages call a turn's reasoning. Templates read one of these names: Qwen3 and GLM-4.5 the first, gpt-oss the
-# second, some the third; data has any.
+# Keys of a turn's reasoning. Templates read one of them: Qwen3 and GLM-4.5 the first, gpt-oss the second, some the
+# third; data may have any.
 REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 
 
 def with_reasoning(message: Mapping[str, object]) -> dict[str, object]:
-    """The message with its reasoning under every name that a template may read, and without what is null.
+    """The message with its reasoning under every name that a template may read, and without null fields.
 
-    Of several, the first that is not null counts for the names that are missing. Null fields go, as transformers has
-    it: templates tell a missing field from text, but not from null.
+    The first non-null name gives the value of missing names. Null fields are removed as in transformers: templates test
+    whether a field is defined, not whether it is null.
     """
     present = {key: value for key, value in message.items() if value is not None}
     named = [present[name] for name in REASONING_NAMES if name in present]

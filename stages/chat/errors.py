@@ -1,4 +1,4 @@
-"""What can be wrong with a conversation and with what makes tokens of it.
+"""Errors of conversations and tokenizers.
 
 ChatError
 ├── ChatFormatError   a conversation cannot be written in a model's format

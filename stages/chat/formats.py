@@ -1,10 +1,10 @@
-"""The two chat formats: by a checkpoint's own chat template, and plain text for a model without one.
+"""The two chat formats: a checkpoint's chat template, and plain text for models without a template.
 
-`TurnReader` reads what a model wrote in one turn as a message: reasoning, content, calls.
+`TurnReader` reads the model's text of one turn as a message: reasoning, content, calls.
 
-Invariants: `append` never looks at more than the last tokens of a conversation, to see how far its last turn is closed;
-what closes a turn stands in a conversation exactly once; reading never raises, whatever the ids, and what cannot be
-read as a call stays in the content.
+Invariants: `append` looks only at the last tokens of a conversation, to see how far its last turn is closed; the
+closing text of a turn occurs exactly once in a conversation; reading never raises, whatever the ids, and text that is
+not a readable call stays in the content.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _TAGS: Final = (THINK, ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"
 
 
 def reasoning_tags(template: str) -> tuple[str, str]:
-    """Between which texts a model reasons, by its chat template."""
+    """The texts around a model's reasoning, by its chat template."""
     return next((tags for tags in _TAGS if tags[1] in template), THINK)
 
 
 class TurnReader:
-    """Reads turns. `tags`: what reasoning stands between; `opened`: the prompt ends within reasoning; `end_ids`: tokens
-    that end a turn."""
+    """Reads turns. `tags`: texts around reasoning; `opened`: the prompt ends within reasoning; `end_ids`: tokens that
+    end a turn."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class TurnReader:
         self._tokenizer, self._tags, self._opened = tokenizer, tags, opened
 
     def read(self, ids: Sequence[int], tools: Sequence[ToolSchema]) -> Reply:
-        """The message that the tokens of one turn are."""
+        """The message of one turn's tokens."""
         length = len(ids)
         while length and ids[length - 1] in self.end_ids:
             length -= 1
@@ -65,27 +65,29 @@ class TurnReader:
             return "", text
         if begins:
             before = before.partition(opening)[2]
-        if not closed and ended and self.parser is not None:  # ended in a call without having closed its reasoning
+        if not closed and ended and self.parser is not None:  # ended in a call inside its reasoning
             before, marker, after = before.partition(self.parser.opening)
             after = marker + after
         return before.strip(), after.lstrip("\n")
 
 
 class PlainFormat:
-    """Contents one behind the other. Nothing marks the speaker: the environment's texts must."""
+    """Concatenated contents. No markup names the speaker: the environment's texts must do so."""
 
     def __init__(self, tokenizer: Tokenizer, parser: CallParser) -> None:
-        self.stop: Sequence[str] = (parser.closing,) if parser.closing else ()  # nothing else ends such a turn
+        self.stop: Sequence[str] = (
+            (parser.closing,) if parser.closing else ()
+        )  # nothing else ends a turn in this format
         self.stop_token_ids: Sequence[int] = ()
         self._tokenizer = tokenizer
         self._reader = TurnReader(tokenizer, parser, frozenset(tokenizer.eos_ids))
 
     def start(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> list[int]:
-        """The text with the special tokens that the tokenizer puts around one (a BOS)."""
+        """Tokens of a text, with the tokenizer's special tokens (a BOS)."""
         return self._tokenizer.encode(_joined(messages), add_special_tokens=True)
 
     def append(self, ids: Sequence[int], messages: Sequence[Message], tools: Sequence[ToolSchema]) -> list[int]:
-        """The text alone: nothing closes a turn."""
+        """Tokens of the text alone: no markup closes a turn."""
         return self._tokenizer.encode(_joined(messages))
 
     def reply(self, ids: Sequence[int], tools: Sequence[ToolSchema]) -> Reply:
@@ -97,28 +99,30 @@ def _joined(messages: Sequence[Message]) -> str:
 
 
 class TurnEnd:
-    """The tokens that close a turn, and how many of them a model has written itself.
+    """The tokens that close a turn, and how many of them the model wrote.
 
-    `ids`: the template's tokens; the first special token of these ends the turn, what follows is space.
-    `others`: what else may close one, such as a call.
+    `ids`: the template's tokens; the first special token ends the turn, and only space follows it. `others`: other
+    tokens that may close a turn, such as the end of a call.
     """
 
     def __init__(self, tokenizer: Tokenizer, text: str, others: Sequence[str] = ()) -> None:
         self.ids = tokenizer.encode(text) if text else []
-        special = [[id for id in tokenizer.encode(one) if is_special(tokenizer, id)][:1] for one in (text, *others)]
+        special = [
+            [id for id in tokenizer.encode(ending) if is_special(tokenizer, id)][:1] for ending in (text, *others)
+        ]
         self._place = self.ids.index(special[0][0]) if special[0] else -1
         closers = tuple(dict.fromkeys(id for ids in special for id in ids))
         self.stop_ids = tuple(id for id in closers if id not in tokenizer.eos_ids)
         self.end_ids = frozenset((*tokenizer.eos_ids, *closers))
 
     def written(self, ids: Sequence[int], behind: Sequence[int]) -> int:
-        """How many of the tokens that come behind a turn stand at its end already."""
+        """How many of the closing tokens the turn already has."""
         if not ids:
             return 0
         if self._place >= 0 and ids[-1] in self.end_ids:
             return self._place + 1
         longest = len(self.ids)
-        # Where nothing closes a turn, its end token may be what opens the next message (GLM).
+        # Without a closing token, the end token may be the opening of the next message (GLM).
         if self._place < 0 and len(behind) > longest and behind[longest] in self.end_ids:
             longest += 1
         shortest = max(self._place + 1, 1)
@@ -129,7 +133,7 @@ class TurnEnd:
 
 
 def is_special(tokenizer: Tokenizer, id: int) -> bool:
-    """Whether a token is markup and no text."""
+    """Whether a token is markup, not text."""
     return bool(tokenizer.decode([id], skip_special_tokens=False)) and not tokenizer.decode([id])
 
 
@@ -141,7 +145,7 @@ def special_pieces(tokenizer: Tokenizer, text: str) -> list[str]:
 
 
 class TemplateFormat:
-    """See `load_chat_format`. `tool_fault`: why tools cannot be offered in this format, "" if they can."""
+    """See `load_chat_format`. `tool_fault`: reason why tools cannot be offered in this format, or ""."""
 
     def __init__(
         self,
@@ -159,13 +163,13 @@ class TemplateFormat:
         self._reader, self._end = reader, end
 
     def start(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> list[int]:
-        """The whole conversation so far as the template writes it. Raises ChatFormatError."""
+        """Tokens of the whole conversation, by the template. Raises ChatFormatError."""
         if tools and self.tool_fault:
             raise ChatFormatError(self.tool_fault)
         return self._tokenizer.encode(self._template.render(messages, tools))
 
     def append(self, ids: Sequence[int], messages: Sequence[Message], tools: Sequence[ToolSchema]) -> list[int]:
-        """What the template writes behind a turn. Raises ChatFormatError."""
+        """Tokens of the template's text after a turn. Raises ChatFormatError."""
         behind = self._tokenizer.encode(self._bridge.between(messages, tools).text)
         return behind[self._end.written(ids, behind) :]
 

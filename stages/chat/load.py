@@ -50,7 +50,7 @@ def parser_by_name(name: str) -> CallParser:
 
 
 def parser_for(written: str, call: ToolCall, tools: tuple[ToolSchema, ...]) -> CallParser | None:
-    """The first parser that reads a call as it was meant, from how a chat template writes it."""
+    """The first parser that reads back a call as the chat template writes it."""
     for make in dict.fromkeys(PARSERS.values()):
         parser = make()
         parsed = parser.parse(written, Offered(tools))
@@ -87,12 +87,12 @@ def load_chat_format(
     marks: tuple[str, str] | None = None,
     template_arguments: Mapping[str, object] | None = None,
 ) -> ChatFormat:
-    """How conversations with a checkpoint's model are written.
+    """The chat format of a checkpoint.
 
-    `parser`: how its tool calls are read, by SGLang's names; by default as its chat template writes them.
-    `marks`: what opens and closes a call where there is neither a parser's name nor a chat template.
-    `template_arguments`: what the template takes besides messages and tools, such as enable_thinking. Raises
-    ChatFormatError where the template cannot be used over several turns, TokenizerError without a usable tokenizer.
+    `parser`: SGLang's name of the parser of tool calls; by default chosen by the chat template. `marks`: texts around a
+    call, used without a parser and a chat template. `template_arguments`: arguments of the template besides messages
+    and tools, such as enable_thinking. Raises ChatFormatError if the template cannot be used over several turns,
+    TokenizerError without a usable tokenizer.
     """
     tokenizer = load_tokenizer(checkpoint, chat_template_path)
     named = None if parser is None else parser_by_name(parser)
@@ -122,7 +122,7 @@ def _by_template(
 
 
 def _parser_of(template: Template, bridge: Bridge) -> CallParser:
-    """The parser that reads what the template writes."""
+    """The parser for the template's calls."""
     turn = Message("assistant", tool_calls=(_CALL,))
     bare = template.render((QUESTION,), (_PROBE,), generation_prompt=False)
     prompt = template.render((QUESTION,), (_PROBE,))
@@ -139,7 +139,7 @@ def _parser_of(template: Template, bridge: Bridge) -> CallParser:
 
 
 def chat_format(config: Config) -> ChatFormat:
-    """How conversations with the policy are written. Raises ChatFormatError."""
+    """The chat format of the policy. Raises ChatFormatError."""
     data, tools = config.data, config.tools
     return load_chat_format(
         config.train.hf_checkpoint,
@@ -151,7 +151,7 @@ def chat_format(config: Config) -> ChatFormat:
 
 
 def with_stops(config: Config) -> Config:
-    """The configuration with what ends a turn of the model among the stops of sampling. Raises ChatFormatError."""
+    """The configuration, with the ends of a model's turn added to the stops of sampling. Raises ChatFormatError."""
     if not config.environment:
         return config
     chat, rollout = chat_format(config), config.rollout

@@ -4,8 +4,8 @@
     <tool_call><function=NAME><parameter=KEY>value</parameter></function></tool_call>
     <tool_call>NAME<arg_key>KEY</arg_key><arg_value>value</arg_value></tool_call>
 
-Between tags, the tool's schema tells whether a value is text or JSON. Where only one tool is offered, a bare object of
-its arguments, or a bare expression, will do as JSON.
+Between tags, the tool's schema decides whether a value is text or JSON. If only one tool is offered, a bare object of
+its arguments or a bare expression is accepted as a JSON call.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Marked:
         return read_call(content, offered)
 
     def find_last(self, text: str) -> str | None:
-        """What stands between the marks of the call that ends the text; None if the text does not end in a call."""
+        """The text between the marks of the call that ends the text; None if the text does not end in a call."""
         text = text.rstrip()
         if not text.endswith(self.closing):
             return None
@@ -58,7 +58,7 @@ class Marked:
 
 
 def read_call(content: str, offered: Offered) -> ToolCall | str:
-    """A call, or what is wrong with it in words that the model can act on."""
+    """A call, or its error as a text that the model can act on."""
     if not content:
         return "the tool call is empty"
     if len(content) > CALL_CHARS:
@@ -87,7 +87,7 @@ def _from_object(value: Mapping[str, object], offered: Offered, only: str | None
 
 
 def _bare(content: str) -> str:
-    """A bare expression; quotes that make it a JSON string are taken off."""
+    """A bare expression, without the quotes of a JSON string."""
     try:
         value = read_json(content) if content.startswith('"') else None
     except ValueError:
@@ -100,7 +100,7 @@ def _form(offered: Offered) -> str:
 
 
 def _end_of_json(text: str, place: int) -> int:
-    """Where the object that begins at a place ends: a closing mark inside of its texts does not end the call."""
+    """End of the object at a place. A closing mark inside of its strings does not end the call."""
     try:
         return read_json_at(text, place)[1]
     except ValueError:

@@ -1,7 +1,7 @@
-"""Messages of a conversation, and the interface that makes tokens of them.
+"""Messages of a conversation, and the interface that turns them into tokens.
 
-Tokens of a conversation are only ever appended to: what the model sampled is never decoded and tokenised again. What an
-environment answers goes behind it, in the markup that the model's chat template gives such a turn.
+Tokens of a conversation are only appended to: sampled tokens are never decoded and tokenised again. The environment's
+answer is appended after them, in the markup of the model's chat template.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Role = Literal["system", "developer", "user", "assistant", "tool"]
 
 
 class ToolCall(Struct, frozen=True, omit_defaults=True):
-    """One call that a model makes. `arguments` is text where the model wrote no JSON object."""
+    """A call of the model. `arguments` is text if the model wrote no JSON object."""
 
     name: str
     arguments: Mapping[str, object] | str
@@ -37,24 +37,27 @@ ToolSchema = Mapping[str, object]  # {"type": "function", "function": {"name", "
 
 
 class Reply(Struct, frozen=True):
-    """A model's turn as a message, and what is wrong with its calls, in words for the model ("" if nothing is)."""
+    """A turn of the model as a message, and the error in its calls as a text for the model ("" for none)."""
 
     message: Message
     malformed: str = ""
 
 
 class ChatFormat(Protocol):
-    """One model's way to write conversations. No state: the same arguments give the same result."""
+    """The format of one model's conversations. Stateless: equal arguments give equal results."""
 
     stop: Sequence[str]  # texts that end a turn, besides the end-of-sequence tokens
     stop_token_ids: Sequence[int]
 
     def start(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> list[int]:
-        """Tokens of a first prompt, up to where the model's turn begins."""
+        """Tokens of a first prompt, up to the start of the model's turn."""
 
     def append(self, ids: Sequence[int], messages: Sequence[Message], tools: Sequence[ToolSchema]) -> list[int]:
-        """Tokens to put behind `ids`, which end in a turn of the model: what closes that turn where the model was cut
-        off before it did, the messages, and what begins the model's next turn."""
+        """Tokens to append to `ids`, which end in a turn of the model.
+
+        They close that turn if the model was cut off before its end, and contain the messages and the start of the
+        model's next turn.
+        """
 
     def reply(self, ids: Sequence[int], tools: Sequence[ToolSchema]) -> Reply:
-        """The message that the tokens of one turn are."""
+        """The message of one turn's tokens."""

@@ -46,7 +46,7 @@ class Pythonic:
 
 
 def _closing(text: str, place: int) -> int:
-    """Behind the bracket that closes the one at a place, brackets in texts aside; -1 if none does."""
+    """Index after the bracket that closes the bracket at a place, ignoring strings; -1 if there is none."""
     depth, quote = 0, ""
     while place < len(text):
         character = text[place]

@@ -77,7 +77,7 @@ class Mistral:
         return found(content + text[place:], calls, faults)
 
     def _read(self, text: str, place: int, offered: Offered) -> tuple[list[ToolCall | str], int]:
-        """The calls behind a mark, and where they end."""
+        """The calls after a mark, and their end."""
         compact = _COMPACT.match(text, place)
         form = f"behind {self.opening} stands a JSON list of calls, or NAME[ARGS] and a JSON object"
         try:
@@ -86,9 +86,9 @@ class Mistral:
             return ["the tool call is not valid JSON; " + form], len(text)
         if compact is not None:
             return [offered.call(compact[1], value, compact[2] or "")], end
-        if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
+        if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
             return [form], end
-        ids = [one.get("id") for one in value]
+        ids = [item.get("id") for item in value]
         return [
             offered.call(one.get("name"), one.get("arguments", {}), id if isinstance(id, str) else "")
             for one, id in zip(value, ids, strict=True)

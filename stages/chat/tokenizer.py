@@ -1,11 +1,10 @@
 """The tokenizer of a Hugging Face checkpoint: encode, decode, end-of-sequence ids, chat template.
 
-Two ways lead to it. The light one reads tokenizer.json with the `tokenizers` library and renders templates with Jinja;
-it costs a tenth of a second and no torch. It is taken where that file says everything: no tokenizer class of the
-checkpoint's own is asked for, every special token of the configuration is in the file, and the BOS and EOS that it adds
-are those that the configuration asks for. The file is then the authority; transformers gives the same, except where it
-builds a class of its own from the vocabulary although the file says otherwise. Everything else is loaded by
-transformers, which imports torch.
+There are two loaders. The light loader reads tokenizer.json with the `tokenizers` library and renders templates with
+Jinja; it takes 0.1 s and no torch. It is used if tokenizer.json is complete: the checkpoint names no custom tokenizer
+class, the file has every special token of the configuration, and it adds the configured BOS and EOS. The file then
+decides; transformers gives the same result, except where it builds its own class from the vocabulary against the file.
+All other checkpoints are loaded by transformers, which imports torch.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from stages.chat.errors import TokenizerError
 if TYPE_CHECKING:
     import tokenizers
 
-CHECKPOINT_FILES = (  # of a checkpoint, all that a tokenizer needs, and what tells models apart
+CHECKPOINT_FILES = (  # all files of a checkpoint that a tokenizer needs, and the identity of the model
     "tokenizer*",
     "*.jinja",
     "special_tokens_map.json",
@@ -48,7 +47,7 @@ def load_tokenizer(checkpoint: str, chat_template_path: str | None = None) -> To
 
 
 def locate(checkpoint: str, files: Sequence[str] | None = None) -> Path:
-    """The local directory of a checkpoint; files of a hub id (default: all) are taken from the cache or fetched.
+    """The local directory of a checkpoint. Files of a hub id (default: all) come from the cache or are fetched.
 
     Raises TokenizerError.
     """
@@ -65,7 +64,7 @@ def locate(checkpoint: str, files: Sequence[str] | None = None) -> Path:
         from huggingface_hub import snapshot_download
 
         return Path(snapshot_download(checkpoint, allow_patterns=list(files) if files else None))
-    except Exception as error:  # the hub client raises many kinds; all of them mean that nothing could be fetched
+    except Exception as error:  # the hub client raises many kinds; all mean that the fetch failed
         raise TokenizerError(
             f"hf_checkpoint is {checkpoint!r}, which is neither a local directory nor could be fetched from the hub "
             f"({type(error).__name__}); download the model and give its directory"
@@ -75,7 +74,7 @@ def locate(checkpoint: str, files: Sequence[str] | None = None) -> Path:
 def _load_light(
     directory: Path, config: Mapping[str, object], template: tuple[str, str] | None
 ) -> LightTokenizer | None:
-    """The light tokenizer, or None if only transformers can be trusted with this checkpoint."""
+    """The light tokenizer, or None if this checkpoint needs transformers."""
     import tokenizers
 
     try:
@@ -137,7 +136,7 @@ class LightTokenizer:
         return int(self._backend.get_vocab_size(with_added_tokens=True))
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        """Token ids of a text. Special tokens around it (a BOS) are wanted only at the start of a plain-text prompt."""
+        """Token ids of a text. Only the start of a plain-text prompt needs special tokens (a BOS)."""
         return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -193,7 +192,9 @@ class TransformersTokenizer:
         arguments = {"add_generation_prompt": True, **kwargs, "tokenize": False}
         offered = list(tools) if tools else None
         return str(
-            self._tokenizer.apply_chat_template([with_reasoning(one) for one in messages], tools=offered, **arguments)
+            self._tokenizer.apply_chat_template(
+                [with_reasoning(message) for message in messages], tools=offered, **arguments
+            )
         )
 
 
@@ -205,7 +206,7 @@ def _load_transformers(directory: Path, template: tuple[str, str] | None, eos_id
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(str(directory))
-    except Exception as error:  # the library raises many kinds; all of them mean that there is no usable tokenizer
+    except Exception as error:  # the library raises many kinds; all mean that there is no usable tokenizer
         raise TokenizerError(
             f"hf_checkpoint {str(directory)!r} has no tokenizer that can be loaded ({type(error).__name__}: {error}); "
             "give a directory with tokenizer.json or the files of a transformers tokenizer"
@@ -216,19 +217,19 @@ def _load_transformers(directory: Path, template: tuple[str, str] | None, eos_id
 
 
 def _own_first(own: int | None, declared: set[int]) -> tuple[int, ...]:
-    """The end-of-sequence ids, that of the tokenizer first: it is the one that ends a turn of a chat."""
+    """The end-of-sequence ids, first the tokenizer's, which ends a turn of a chat."""
     return (() if own is None else (own,)) + tuple(sorted(declared - {own}))
 
 
 def _special_tokens(directory: Path, config: Mapping[str, object]) -> dict[str, str]:
-    """Named special tokens; special_tokens_map.json is where older checkpoints keep what the configuration lacks."""
+    """Named special tokens. Older checkpoints have some of them only in special_tokens_map.json."""
     merged = {**_read_json(directory / "special_tokens_map.json"), **config}
     texts = {name: _content(merged.get(name)) for name in _SPECIAL_NAMES}
     return {name: text for name, text in texts.items() if text is not None}
 
 
 def _content(value: object) -> str | None:
-    """Text of a token, which is written as text or as an object with its text in `content`."""
+    """Text of a token, given as text or as an object with `content`."""
     if isinstance(value, Mapping):
         value = value.get("content")
     return value if isinstance(value, str) else None

@@ -1,7 +1,7 @@
-"""What parsers of tool calls have in common: the tools on offer, what was found, and JSON that stands in other text.
+"""The common parts of the parsers of tool calls: offered tools, parse results, and JSON within other text.
 
-Invariants: a parser never raises, whatever the text; what could not be read as a call stays in the content, and a
-sentence that the model can act on gives the reason.
+Invariants: a parser never raises, whatever the text; text that is not a readable call stays in the content, and the
+fault is a sentence that the model can act on.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ _PYTHON: Final = {"True": True, "False": False, "None": None}  # as templates wi
 
 
 class Found(Struct, frozen=True):
-    """What a turn is made of. `fault` is "" or what is wrong with its calls."""
+    """The parts of a turn. `fault`: the error in its calls, or ""."""
 
     content: str
     calls: tuple[ToolCall, ...] = ()
     fault: str = ""
-    reasoning: str = ""  # of a format in which only the parser knows it
+    reasoning: str = ""  # only for formats in which the parser finds it
 
 
 class CallParser(Protocol):
-    """How one family of models writes calls."""
+    """The parser of one family of models."""
 
     opening: str  # the text with which a call begins
-    closing: str  # the text after which nothing follows that the model should write, or ""
-    reads_reasoning: bool  # the parser is given whole turns, also where no tools are offered
+    closing: str  # the text after which the model should stop, or ""
+    reads_reasoning: bool  # the parser gets whole turns, also without offered tools
 
     def parse(self, text: str, offered: Offered) -> Found: ...
 
@@ -57,7 +57,7 @@ class Offered:
         return tuple(self._parameters)
 
     def call(self, name: object, arguments: object, id: str = "") -> ToolCall | str:
-        """A call as a model wrote it, or what is wrong with it."""
+        """A call, or its error as a text for the model."""
         if not isinstance(name, str) or not name:
             return f"a tool call needs the name of a tool; tools: {', '.join(self.names)}"
         if name not in self._parameters:
@@ -69,7 +69,7 @@ class Offered:
         return "the arguments of a tool call must be a JSON object"
 
     def value(self, name: str, parameter: str, text: str) -> object:
-        """An argument that was written without quotes: text where the schema wants text, else JSON where it is some."""
+        """An argument without quotes: text if the schema has text, else JSON if it is valid JSON."""
         schema = self._parameters.get(name, {}).get(parameter)
         kind = schema.get("type") if isinstance(schema, Mapping) else None
         if kind == "string":
@@ -95,10 +95,10 @@ def blocks(
     end_of: Callable[[str, int], int] = lambda text, place: -1,
     around: Sequence[str] = (),
 ) -> Found:
-    """The calls that stand between two marks; everything else is content.
+    """The calls between two marks; everything else is content.
 
-    `end_of` gives where the content of a call that begins at a place ends, -1 if only the closing mark tells.
-    `around`: marks around all calls of a turn, which are no content.
+    `end_of` returns the end of a call's content that begins at a place, -1 if only the closing mark ends it. `around`:
+    marks around all calls of a turn, which are not content.
     """
     content: list[str] = []
     calls: list[ToolCall] = []
@@ -109,7 +109,7 @@ def blocks(
         inner = start + len(opening)
         end = text.find(closing, max(inner, end_of(text, inner)))
         again = text.rfind(opening, inner, max(end, inner))
-        if end >= 0 and again >= 0 and end_of(text, inner) < 0:  # begun twice, and never ended between
+        if end >= 0 and again >= 0 and end_of(text, inner) < 0:  # a second call begins before the end of the first
             content.append(text[start:again])
             start, inner = again, again + len(opening)
         stop = len(text) if end < 0 else end + len(closing)
@@ -129,25 +129,25 @@ def blocks(
 
 
 def found(content: str, calls: Sequence[ToolCall], faults: Sequence[str]) -> Found:
-    """Content beside calls is stripped: what stands around them is markup."""
+    """Content beside calls is stripped: the space around calls is markup."""
     return Found(content.strip() if calls else content, tuple(calls), "; ".join(dict.fromkeys(faults)))
 
 
 def read_json(text: str) -> object:
-    """A JSON value that can be written as one again. Raises ValueError."""
+    """A JSON value that can be encoded again. Raises ValueError."""
     value, end = read_json_at(text, 0)
     if text[end:].strip():
-        raise ValueError("not valid JSON: something stands behind it")
+        raise ValueError("not valid JSON: text follows it")
     return value
 
 
 def read_json_at(text: str, place: int) -> tuple[object, int]:
-    """A JSON value that begins at a place, after space, and where it ends. Raises ValueError."""
+    """The JSON value at a place, after space, and its end. Raises ValueError."""
     while place < len(text) and text[place].isspace():
         place += 1
     try:
         value, end = _DECODER.raw_decode(text, place)
-        msgspec.json.encode(value)  # not so: half of a surrogate pair
+        msgspec.json.encode(value)  # fails for half of a surrogate pair
     except (ValueError, RecursionError):
         raise ValueError("not valid JSON") from None
     return value, end
@@ -172,7 +172,7 @@ def called(offered: Offered, name: str, arguments: str, id: str = "") -> ToolCal
 
 
 def decoded(arguments: str) -> dict[str, object] | str:
-    """Arguments that some models write as JSON inside of a string."""
+    """Arguments, which some models write as JSON inside of a string."""
     try:
         value = read_json(arguments)
     except ValueError:

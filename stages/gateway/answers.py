@@ -1,12 +1,12 @@
-"""A request to the gateway and its answer: the context out of the session, the sampler's result into it.
+"""From a request to the gateway to its answer: context from the session, result from the sampler.
 
-A dialect reads its own JSON into an `Ask`, and writes an `Answer` as its own JSON; only the dialect knows that JSON.
+A dialect reads its JSON into an `Ask`, and writes an `Answer` as its JSON; only the dialect knows that JSON.
 
 Invariants:
 - Engines are reached through the sampler only.
-- What an engine made is recorded before the client sees any of it. Nothing is recorded of a request that failed, or
-  whose client has gone.
-- Tokens that the policy does not draw as in training are recorded as not trained.
+- An engine's result is recorded before the client sees any of it. Nothing is recorded of a request that failed or whose
+  client disconnected.
+- Tokens sampled with other parameters than in training are recorded as not trained.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ STATUS: Mapping[Reason, int] = {
 
 
 class Refused(Exception):
-    """A request that is not answered; clients repeat those that are `busy` and `unavailable`."""
+    """A refused request; clients retry the kinds `busy` and `unavailable`."""
 
     def __init__(self, reason: Reason, message: str) -> None:
         super().__init__(message)
@@ -55,7 +55,7 @@ class Refused(Exception):
 
 
 class Sampling(Struct, frozen=True):
-    """How the client wants tokens to be drawn; None: as the policy does."""
+    """The client's sampling parameters; None: as in training."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -63,7 +63,7 @@ class Sampling(Struct, frozen=True):
 
 
 class Ask(Struct, frozen=True):
-    """A request, whatever dialect it came in. It has a conversation, or tokens, or a text."""
+    """A request of any dialect, with a conversation, tokens or a text."""
 
     model: str
     conversation: Conversation | None = None
@@ -72,17 +72,17 @@ class Ask(Struct, frozen=True):
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
-    keep_stop: bool = False  # of a text to be continued: the stop that was found stays in what is shown
+    keep_stop: bool = False  # for a text to continue: the answer keeps the stop text that ended it
     sampling: Sampling = Sampling()
     stream: bool = False
     stream_usage: bool = False
     log_probs: bool = False
-    token_ids: bool = False  # the client wants to see the tokens of prompt and answer
-    object_arguments: bool = False  # the dialect can only write calls whose arguments are objects
+    token_ids: bool = False  # the answer lists the tokens of prompt and answer
+    object_arguments: bool = False  # the dialect writes only calls whose arguments are objects
 
 
 class Answer(Struct, frozen=True):
-    """What the engine made, for the client. The message is what the client is expected to send back."""
+    """An answer for the client, which is expected to send its message back."""
 
     id: str
     created: int  # unix time
@@ -92,13 +92,13 @@ class Answer(Struct, frozen=True):
     token_ids: tuple[int, ...]
     log_probs: tuple[float, ...]
     runs: tuple[VersionRun, ...]
-    text: str = ""  # as the engine wrote it, up to where the client wanted it to stop
-    stop: str = ""  # which of the client's stop texts ended it
+    text: str = ""  # the engine's text, up to the client's stop text
+    stop: str = ""  # the client's stop text that ended it
     cached_tokens: int = 0
 
     @property
     def token_log_probs(self) -> list[dict[str, object]]:
-        """Log-probs by token, as the OpenAI dialects list them; tokens are named by their ids, as vLLM can."""
+        """Log-probs by token as the OpenAI dialects list them, tokens by id as in vLLM."""
         return [
             {"token": f"token_id:{token}", "logprob": value, "bytes": None, "top_logprobs": []}
             for token, value in zip(self.token_ids, self.log_probs, strict=True)
@@ -106,10 +106,10 @@ class Answer(Struct, frozen=True):
 
 
 class Dialect(Protocol):
-    """One way to ask. Stateless."""
+    """Reads and writes the JSON of one API. Stateless."""
 
     def read(self, body: bytes) -> Ask:
-        """Raises Refused, or msgspec's errors, whose words say what is wrong where."""
+        """Parse a request. Raises Refused, or msgspec's errors, which name the wrong field."""
 
     def answer(self, ask: Ask, answer: Answer) -> Json: ...
 
@@ -119,7 +119,7 @@ class Dialect(Protocol):
     def error(self, refused: Refused) -> Json: ...
 
     def error_event(self, refused: Refused) -> bytes:
-        """The same in the middle of a stream."""
+        """The error in the middle of a stream."""
 
 
 def event(data: Json, name: str = "") -> bytes:
@@ -140,15 +140,15 @@ def decode(body: bytes, kind: type[T]) -> T:
 
 @dataclass(eq=False)
 class OpenSession:
-    """One rollout while its agent works."""
+    """A rollout while its agent runs."""
 
     group: PromptGroup
-    sample: Sample  # as it came: which rollout this is
+    sample: Sample  # the sample as it came; identifies the rollout
     session: Session
-    truncated: bool = False  # it met a limit: of its context, its turns, or its time
+    truncated: bool = False  # it reached a limit of context, turns or time
     drained: bool = False
-    whole_batch: bool = False  # of many rollouts: no limit of turns, and what begins alike goes to one engine
-    unanswered: dict[bytes, str] = field(default_factory=dict)  # requests that engines failed, and why
+    whole_batch: bool = False  # session of many rollouts: no limit of turns; equal prompts go to one engine
+    unanswered: dict[bytes, str] = field(default_factory=dict)  # reasons of requests that engines failed
     under_way: set[asyncio.Task[Any]] = field(default_factory=set)
 
 
@@ -167,16 +167,16 @@ class Answers:
     ) -> None:
         """
         Args:
-            encode: for clients that send a text to be continued; refused without.
-            vocab_size: token ids from this on are refused.
-            client_sampling: draw tokens as clients ask for it; such turns are not trained.
+            encode: tokenises texts to continue; without it they are refused.
+            vocab_size: token ids from this value on are refused.
+            client_sampling: obey the client's sampling parameters; such turns are not trained.
         """
         self._sampler, self._requests, self._chat = sampler, requests, chat
         self._encode, self._vocab_size, self._client_sampling = encode, vocab_size, client_sampling
         self.max_context = requests.max_context
 
     def count(self, place: OpenSession, ask: Ask) -> int:
-        """Tokens that an engine would be given."""
+        """Length of the context in tokens."""
         assert ask.conversation is not None
         return place.session.count(ask.conversation)
 
@@ -202,7 +202,7 @@ class Answers:
         place.unanswered.pop(key, None)
         return self._recorded(place.session, turn, ask, result, trained)
 
-    # ------------------------------------------------------------------ what is asked
+    # ------------------------------------------------------------------ requests
 
     def _open(self, session: Session, ask: Ask) -> Turn:
         if ask.conversation is not None:
@@ -210,7 +210,7 @@ class Answers:
             if not messages:
                 raise Refused("invalid", "messages is empty; send at least one")
             if messages[-1].role == "assistant":
-                raise Refused("invalid", "the last message is the assistant's; the gateway cannot go on with a message")
+                raise Refused("invalid", "the last message is the assistant's; the gateway cannot continue a message")
             return session.open(ask.conversation)
         ids = ask.ids
         if ask.text:
@@ -223,20 +223,20 @@ class Answers:
         return session.open_ids(ids)
 
     def _request(self, place: OpenSession, turn: Turn, ask: Ask) -> tuple[SampleRequest, bool]:
-        """What the engines are asked, and whether that is how the policy samples in training."""
+        """The request to the engines, and whether its sampling parameters are those of training."""
         draft = msgspec.structs.replace(turn.draft, replaced=place.sample.replaced)
         budget = self._requests.budget(place.group, draft)
         if budget <= 0:
             place.truncated = True
             n = draft.length
-            raise Refused("too_long", f"the conversation has {n} tokens, and the policy may write none behind them")
+            raise Refused("too_long", f"the conversation has {n} tokens, which leaves no room for an answer")
         deadline = self._requests.deadline(place.group, draft)
-        # A number of its own for the noise: requests that share tokens must not be answered alike.
+        # A separate number for the noise: requests that share tokens must get different samples.
         numbered = msgspec.structs.replace(draft, sequence=turn.number)
         request = self._requests.of(place.group, (numbered,), budget, deadline)
         if ask.max_tokens is not None:
             if ask.max_tokens < 1:
-                raise Refused("invalid", f"at most {ask.max_tokens} tokens are asked for; ask for at least 1")
+                raise Refused("invalid", f"max_tokens is {ask.max_tokens}; it must be at least 1")
             budget = min(budget, ask.max_tokens)
         params = request.params
         stop_ids = {*(params.stop_token_ids or ()), *self._chat.stop_token_ids, *ask.stop_token_ids}
@@ -261,7 +261,7 @@ class Answers:
             engine_s=request.engine_s,
         ), trained
 
-    # ------------------------------------------------------------------ what came of it
+    # ------------------------------------------------------------------ answers
 
     def _recorded(self, session: Session, turn: Turn, ask: Ask, result: SampleResult, trained: bool) -> Answer:
         ended = result.finish == "stop"
@@ -279,10 +279,10 @@ class Answers:
                 for number, call in enumerate(message.tool_calls)
             )
             message = msgspec.structs.replace(message, tool_calls=calls)
-        found = find_stop(message.content, ask.stop) if ended else None
-        if found is not None and not message.tool_calls:
-            stop = found
-            message = msgspec.structs.replace(message, content=message.content[: message.content.find(found)])
+        stop_found = find_stop(message.content, ask.stop) if ended else None
+        if stop_found is not None and not message.tool_calls:
+            stop = stop_found
+            message = msgspec.structs.replace(message, content=message.content[: message.content.find(stop_found)])
         finish: Finish = "length" if not ended else "calls" if message.tool_calls else "stop_text" if stop else "stop"
         session.land(turn, result, message if turn.conversation is not None else None, trained=trained)
         return Answer(
@@ -305,5 +305,5 @@ def _texts(stop: str | list[str] | None) -> list[str]:
 
 
 def _drawn(sampling: Sampling) -> dict[str, float | int]:
-    """The parameters that a client names. A temperature of 0 is SGLang's for the likeliest token."""
+    """The parameters that the client set. A temperature of 0 means greedy decoding in SGLang."""
     return {name: value for name, value in msgspec.structs.asdict(sampling).items() if value is not None}

@@ -1,7 +1,7 @@
 """The dialect of Anthropic's messages (POST /v1/messages), and its count_tokens.
 
-Fields that are not known are ignored (thinking, context_management, output_config, metadata, cache_control). Texts
-only. Of tools, those with an `input_schema` are offered; those that a provider runs itself are not.
+Unknown fields are ignored (thinking, context_management, output_config, metadata, cache_control). Only text is
+supported. Tools with an `input_schema` are offered to the model; tools that a provider runs itself are not.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class AnthropicMessages:
 
     def error(self, refused: Refused) -> Json:
         kind = _KINDS.get(refused.reason, "invalid_request_error")
-        # Clients compact or end a conversation that is too long when they read these words.
+        # Clients recognise a conversation that is too long by this text.
         words = f"prompt is too long: {refused.message}" if refused.reason == "too_long" else refused.message
         return {"type": "error", "error": {"type": kind, "message": words}}
 
@@ -160,12 +160,12 @@ def _blocks(answer: Answer) -> list[dict[str, Any]]:
 
 
 def _messages(sent: SentMessage) -> Iterator[Message]:
-    """One message of the dialect: the answers of tools that it holds first, then its text."""
-    who = role(sent.role)
+    """The messages in one message of the dialect: first the results of tools, then the text."""
+    author = role(sent.role)
     blocks = [Block(text=sent.content)] if isinstance(sent.content, str) else sent.content
-    if who == "assistant":
+    if author == "assistant":
         yield Message(
-            who,
+            author,
             _text([block for block in blocks if block.type == "text"]),
             "".join(block.thinking for block in blocks if block.type == "thinking"),
             tuple(ToolCall(block.name, _object(block.input), block.id) for block in blocks if block.type == "tool_use"),
@@ -176,11 +176,11 @@ def _messages(sent: SentMessage) -> Iterator[Message]:
             yield Message("tool", _text(block.content), tool_call_id=block.tool_use_id)
     rest = [block for block in blocks if block.type != "tool_result"]
     if rest or not blocks:
-        yield Message(who, _text(rest))
+        yield Message(author, _text(rest))
 
 
 def _text(content: str | list[Block] | None) -> str:
-    """Raises Refused for what is no text."""
+    """The joined text. Raises Refused for other content."""
     if content is None or isinstance(content, str):
         return content or ""
     unsupported = [block.type for block in content if block.type != "text"]

@@ -1,6 +1,6 @@
-"""The dialect of OpenAI's chat completions (POST /v1/chat/completions), with the fields in which vLLM shows tokens.
+"""The dialect of OpenAI's chat completions (POST /v1/chat/completions), with vLLM's fields for tokens.
 
-Fields that are not known are ignored. Texts only; one answer to a request.
+Unknown fields are ignored. Only text is supported, and one answer to a request.
 """
 
 from __future__ import annotations
@@ -146,19 +146,19 @@ def openai_error(refused: Refused) -> Json:
 
 
 def usage(answer: Answer) -> Json:
-    prompt, made = len(answer.prompt_ids), len(answer.token_ids)
+    prompt, generated = len(answer.prompt_ids), len(answer.token_ids)
     return {
         "prompt_tokens": prompt,
-        "completion_tokens": made,
-        "total_tokens": prompt + made,
+        "completion_tokens": generated,
+        "total_tokens": prompt + generated,
         "prompt_tokens_details": {"cached_tokens": answer.cached_tokens},
     }
 
 
-def calls(made: Sequence[ToolCall]) -> list[dict[str, object]]:
+def calls(generated: Sequence[ToolCall]) -> list[dict[str, object]]:
     return [
         {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments_text(call)}}
-        for call in made
+        for call in generated
     ]
 
 
@@ -167,12 +167,12 @@ def arguments_text(call: ToolCall) -> str:
 
 
 def texts(stop: str | Sequence[str] | None) -> tuple[str, ...]:
-    """Stop texts; an empty one stops nothing."""
+    """Stop texts, without empty ones."""
     return tuple(text for text in ([stop] if isinstance(stop, str) else stop or ()) if text)
 
 
 def content_text(content: str | Sequence[Part] | None) -> str:
-    """Raises Refused for what is no text."""
+    """The joined text. Raises Refused for other content."""
     if content is None or isinstance(content, str):
         return content or ""
     unsupported = [part.type for part in content if part.type not in _TEXTS]
@@ -182,14 +182,14 @@ def content_text(content: str | Sequence[Part] | None) -> str:
 
 
 def role(name: str) -> Role:
-    """Raises Refused for what is none."""
+    """A role of the chat format. Raises Refused for an unknown role."""
     if name not in _ROLES:
         raise Refused("invalid", f"a message has role {name[:40]!r}; roles are {', '.join(_ROLES)}")
     return _ROLES[name]
 
 
 def function_tool(name: object, description: object, parameters: object) -> ToolSchema:
-    """A tool as chat templates take it, without what else clients say of it."""
+    """A tool in the form of chat templates, without other fields of the client."""
     function: dict[str, object] = {"name": name if isinstance(name, str) else ""}
     if isinstance(description, str) and description:
         function["description"] = description
@@ -202,15 +202,15 @@ def _tool(function: Mapping[str, object]) -> ToolSchema:
 
 
 def _message(sent: ChatMessage) -> Message:
-    made = tuple(ToolCall(call.function.name, call.function.arguments, call.id) for call in sent.tool_calls or ())
-    who = role(sent.role)
+    calls = tuple(ToolCall(call.function.name, call.function.arguments, call.id) for call in sent.tool_calls or ())
+    author = role(sent.role)
     return Message(
-        who,
+        author,
         content_text(sent.content),
         sent.reasoning_content or sent.reasoning or "",
-        made,
+        calls,
         sent.tool_call_id or "",
-        (sent.name or "") if who == "tool" else "",
+        (sent.name or "") if author == "tool" else "",
     )
 
 

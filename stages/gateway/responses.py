@@ -1,8 +1,8 @@
 """The dialect of OpenAI's Responses (POST /v1/responses).
 
-A conversation is what the client sends: nothing is kept under the id of a response, so that `previous_response_id` is
-refused. Of tools, functions are offered to the model; those that a provider runs itself are not. Reasoning is shown as
-text and once more as `encrypted_content`, for clients that send only that back.
+The client sends the whole conversation. Nothing is stored under the id of a response, so `previous_response_id` is
+refused. Functions are offered to the model as tools; tools that a provider runs itself are not. Reasoning is sent as
+text and also as `encrypted_content`, for clients that return only that.
 """
 
 from __future__ import annotations
@@ -78,36 +78,36 @@ class Responses:
     def events(self, ask: Ask, answer: Answer) -> Iterator[bytes]:
         numbers = itertools.count()
 
-        def said(name: str, /, **data: object) -> bytes:
+        def emit(name: str, /, **data: object) -> bytes:
             return event({"type": name, "sequence_number": next(numbers), **data}, name)
 
         opening = {**_response(ask, answer, []), "status": "in_progress", "usage": None, "incomplete_details": None}
-        yield said("response.created", response=opening)
-        yield said("response.in_progress", response=opening)
+        yield emit("response.created", response=opening)
+        yield emit("response.in_progress", response=opening)
         for index, item in enumerate(_output(answer)):
             where = {"item_id": item["id"], "output_index": index}
             begun = {**item, "status": "in_progress"}
             if item["type"] == "message":
                 [part] = item["content"]
-                yield said("response.output_item.added", output_index=index, item={**begun, "content": []})
+                yield emit("response.output_item.added", output_index=index, item={**begun, "content": []})
                 place = {**where, "content_index": 0}
-                yield said("response.content_part.added", **place, part={**part, "text": ""})
-                yield said("response.output_text.delta", **place, delta=part["text"], logprobs=[])
-                yield said("response.output_text.done", **place, text=part["text"], logprobs=[])
-                yield said("response.content_part.done", **place, part=part)
+                yield emit("response.content_part.added", **place, part={**part, "text": ""})
+                yield emit("response.output_text.delta", **place, delta=part["text"], logprobs=[])
+                yield emit("response.output_text.done", **place, text=part["text"], logprobs=[])
+                yield emit("response.content_part.done", **place, part=part)
             elif item["type"] == "function_call":
                 arguments = item["arguments"]
-                yield said("response.output_item.added", output_index=index, item={**begun, "arguments": ""})
-                yield said("response.function_call_arguments.delta", **where, delta=arguments)
-                yield said("response.function_call_arguments.done", **where, arguments=arguments, name=item["name"])
+                yield emit("response.output_item.added", output_index=index, item={**begun, "arguments": ""})
+                yield emit("response.function_call_arguments.delta", **where, delta=arguments)
+                yield emit("response.function_call_arguments.done", **where, arguments=arguments, name=item["name"])
             else:
-                yield said("response.output_item.added", output_index=index, item={**begun, "content": []})
+                yield emit("response.output_item.added", output_index=index, item={**begun, "content": []})
                 place, thought = {**where, "content_index": 0}, item["content"][0]["text"]
-                yield said("response.reasoning_text.delta", **place, delta=thought)
-                yield said("response.reasoning_text.done", **place, text=thought)
-            yield said("response.output_item.done", output_index=index, item=item)
+                yield emit("response.reasoning_text.delta", **place, delta=thought)
+                yield emit("response.reasoning_text.done", **place, text=thought)
+            yield emit("response.output_item.done", output_index=index, item=item)
         ending = "response.incomplete" if answer.finish == "length" else "response.completed"
-        yield said(ending, response=self.answer(ask, answer))
+        yield emit(ending, response=self.answer(ask, answer))
 
     def error(self, refused: Refused) -> Json:
         return openai_error(refused)
@@ -118,7 +118,7 @@ class Responses:
 
 
 def _messages(items: list[Item]) -> Iterator[Message]:
-    """The conversation of a list of items. What the model made in one turn are several of them."""
+    """The conversation in a list of items. One turn of the model may be several items."""
     for of_model, turn in itertools.groupby(items, key=_is_models):
         if of_model:
             yield _models_turn(list(turn))
@@ -155,7 +155,7 @@ def _thought(item: Item) -> str:
 
 
 def _output(answer: Answer) -> list[dict[str, Any]]:
-    """What the model made, one item behind the other; an answer that was cut in its reasoning has no more than that."""
+    """The items of an answer, in order. An answer cut in its reasoning has only the reasoning item."""
     message, cut = answer.message, answer.finish == "length"
     in_reasoning = cut and bool(message.reasoning_content) and not (message.content or message.tool_calls)
     items: list[dict[str, Any]] = []
@@ -197,7 +197,7 @@ def _output(answer: Answer) -> list[dict[str, Any]]:
 
 def _response(ask: Ask, answer: Answer, output: list[dict[str, Any]]) -> dict[str, object]:
     cut = answer.finish == "length"
-    prompt, made = len(answer.prompt_ids), len(answer.token_ids)
+    prompt, generated = len(answer.prompt_ids), len(answer.token_ids)
     offered = () if ask.conversation is None else ask.conversation.tools
     functions: list[Any] = [tool["function"] for tool in offered]
     return {
@@ -220,8 +220,8 @@ def _response(ask: Ask, answer: Answer, output: list[dict[str, Any]]) -> dict[st
         "usage": {
             "input_tokens": prompt,
             "input_tokens_details": {"cached_tokens": answer.cached_tokens},
-            "output_tokens": made,
+            "output_tokens": generated,
             "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": prompt + made,
+            "total_tokens": prompt + generated,
         },
     }

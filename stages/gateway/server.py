@@ -1,10 +1,10 @@
-"""The gateway: an HTTP server that looks like a model server, and stands for the policy that is trained.
+"""The gateway: an HTTP server with the APIs of model servers, which stands for the trained policy.
 
-An agent gets an address and a key (`Endpoint` of stages/agents/environment.py). The key names the session, so that all
-requests with it, in whichever dialect, belong to one rollout.
+An agent gets an address and a key (`Endpoint` of stages/agents/environment.py). The key identifies the session: all
+requests with it, in any dialect, belong to one rollout.
 
-Invariants: nothing is answered without the key of an open session; a client that goes away ends its request; refusals
-have the form of the dialect in which was asked; the size of a request and the number of those under way are bounded.
+Invariants: a request without the key of an open session is refused; a disconnected client ends its request; refusals
+have the form of the request's dialect; request size and concurrent requests are bounded.
 """
 
 from __future__ import annotations
@@ -40,24 +40,24 @@ DIALECTS: Final[Mapping[str, Dialect]] = {
     "/generate": SglangGenerate(),
 }
 COUNT: Final = "/v1/messages/count_tokens"
-COMMENT_S: Final = 10.0  # a stream without news says this often that it is there
+COMMENT_S: Final = 10.0  # interval of keep-alive comments in a stream
 _SHUTDOWN_S: Final = 1.0
 
 
 class Limits(Struct, frozen=True):
-    """What one client may ask for."""
+    """Limits of one client."""
 
     body_bytes: int = 64 << 20
     messages: int = 10_000
     tools: int = 1_000
-    in_flight: int = 64  # requests of a session
+    in_flight: int = 64  # concurrent requests of a session
 
 
 DEFAULT_LIMITS: Final = Limits()
 
 
 class Gateway:
-    """The server. Use as an async context manager; `session` opens what agents may ask through."""
+    """The server. Use as an async context manager; `session` opens sessions for agents."""
 
     def __init__(
         self,
@@ -95,8 +95,8 @@ class Gateway:
 
     @contextlib.contextmanager
     def session(self, place: OpenSession) -> Iterator[str]:
-        """The key of one rollout's session. At the end of the block it is worth nothing."""
-        key = secrets.token_hex(24)  # it may come after an option of a program, where none may begin with "-"
+        """The key of one rollout's session; invalid after the block."""
+        key = secrets.token_hex(24)  # may be an argument of a program, so it must not begin with "-"
         digest = _digest(key)
         self._sessions[digest] = place
         try:
@@ -127,7 +127,7 @@ class Gateway:
             return _json(dialect.error(refused), STATUS[refused.reason])
 
     def _place(self, http: web.Request) -> OpenSession:
-        """The session that the key of a request names. Raises Refused."""
+        """The session of a request's key. Raises Refused."""
         place = self._sessions.get(_digest(_key(http.headers)))
         if place is None:
             raise Refused("no_session", "no open session has this key; send the key of the endpoint as a bearer token")
@@ -150,7 +150,7 @@ class Gateway:
         return ask
 
     async def _answered(self, http: web.Request, dialect: Dialect, place: OpenSession) -> web.StreamResponse:
-        """Waits for the engines; unblocked by their answer, or by the client's leaving."""
+        """Answer a request. Waits for the engines; a disconnected client cancels it."""
         ask = await self._read(http, dialect)
         if len(place.under_way) >= self._limits.in_flight:
             raise Refused("busy", f"this session has {len(place.under_way)} requests under way; wait for one of them")
@@ -165,12 +165,12 @@ class Gateway:
             place.under_way.discard(task)
 
     async def _streamed(self, http: web.Request, dialect: Dialect, place: OpenSession, ask: Ask) -> web.StreamResponse:
-        """The whole answer as events, once it is there: what is trained is not shown by halves. Until then the stream
-        says from time to time that it is alive."""
+        """The whole answer as events after it is complete: clients never see a part of a trained turn. Until then the
+        stream sends keep-alive comments."""
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
 
         async def wait() -> None:
-            with contextlib.suppress(ConnectionError):  # the client has gone, and its request with it
+            with contextlib.suppress(ConnectionError):  # the client disconnected, which ends the request
                 while True:
                     await asyncio.sleep(COMMENT_S)
                     if not response.prepared:
@@ -195,7 +195,7 @@ class Gateway:
         return response
 
     def _models(self, path: str) -> web.Response:
-        """One model, in the words of OpenAI, vLLM and Anthropic together."""
+        """One model, with the fields of OpenAI, vLLM and Anthropic."""
         model = {
             "id": self.model,
             "object": "model",
@@ -214,7 +214,7 @@ class Gateway:
 
 
 async def _outcome(work: Coroutine[Any, Any, Answer]) -> Answer | Refused:
-    """What comes of it, for callers whom an error would tear apart."""
+    """The answer, or the error as a value: an exception would cancel the caller's task group."""
     try:
         return await work
     except Exception as error:
@@ -222,7 +222,7 @@ async def _outcome(work: Coroutine[Any, Any, Answer]) -> Answer | Refused:
 
 
 def as_refused(error: Exception) -> Refused:
-    """How a client is told of an error."""
+    """The refusal for an exception."""
     if isinstance(error, Refused):
         return error
     if isinstance(error, ChatFormatError | RecursionError):
@@ -232,7 +232,7 @@ def as_refused(error: Exception) -> Refused:
 
 
 def _key(headers: Mapping[str, str]) -> str:
-    """A bearer token, an `x-api-key`, or what stands before the @ of an address, which clients send as a user."""
+    """A bearer token, an `x-api-key`, or the user of an address `http://KEY@HOST`, sent as basic authentication."""
     kind, _, key = headers.get("Authorization", "").partition(" ")
     match kind.lower():
         case "bearer":
@@ -244,7 +244,7 @@ def _key(headers: Mapping[str, str]) -> str:
 
 
 def _digest(key: str) -> bytes:
-    """Sessions are looked up by this, so that the time of a look says nothing of the keys."""
+    """Sessions are looked up by digest, so the time of a lookup reveals nothing about keys."""
     return hashlib.sha256(key.encode(errors="surrogateescape")).digest()
 
 

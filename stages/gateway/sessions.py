@@ -1,14 +1,14 @@
-"""The requests of one agent, as the sequences of one rollout. No I/O: it knows neither HTTP nor engines.
+"""The requests of one agent, as the sequences of one rollout. No I/O: no HTTP, no engines.
 
-An agent sends whole conversations, again and again. What continues a recorded one takes the recorded tokens, with only
-the new messages tokenised behind them; what does not (an edited history, a compacted one, a sub-agent) begins at the
-longest recorded conversation that it repeats, or anew. Where the tokens then go is decided by tokens alone: a context
-that begins with the tokens of a sequence extends it, or branches off it where they part.
+An agent sends whole conversations, again and again. If a conversation continues a recorded one, it keeps the recorded
+tokens, and only the new messages are tokenised. Otherwise (an edited or compacted history, a sub-agent) it continues
+the longest recorded conversation with which it begins, or starts fresh. The tokens alone then decide the sequence: a
+context that begins with all tokens of a sequence extends it; a context that differs later branches off there.
 
 Invariants:
-- what the engine was given and what it answered stand in one sequence, token by token, with its log-probs and versions;
-- each token that an engine made is recorded once; a branch that repeats it names the sequence that has it (`prefix`);
-- what the model wrote is never tokenised: a reply that comes back as it was sent stands for its tokens.
+- the engine's input and output stand in one sequence, token by token, with log-probs and versions;
+- each generated token is recorded once; a branch that repeats it names the sequence that has it (`prefix`);
+- generated text is never tokenised: a reply that the client sends back unchanged keeps its recorded tokens.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from stages.sampling.rollout_requests import append_result
 
 
 class Conversation(Struct, frozen=True):
-    """What a client sends: the whole of it, each time."""
+    """A whole conversation, as clients send it with every request."""
 
     messages: tuple[Message, ...]
     tools: tuple[ToolSchema, ...] = ()
@@ -43,17 +43,17 @@ class Turn(Struct, frozen=True):
     """A request on its way to an engine and back."""
 
     number: int  # of the request in its session, from 0 on
-    draft: Sample  # the sequence that it goes on with, up to what the engine is given; not recorded yet
+    draft: Sample  # the sequence with the context appended; not recorded yet
     conversation: Conversation | None = None  # None: the client sent tokens
 
     @property
     def ids(self) -> Int32Array:
-        """What the engine is given."""
+        """The context: the engine's input."""
         return self.draft.token_ids
 
 
 class _Reply(Struct, frozen=True):
-    """Where the model's reply to a conversation ends."""
+    """The end of the model's reply to a conversation: place of the sequence, tokens."""
 
     sequence: int
     length: int
@@ -63,33 +63,33 @@ class Session:
     """The requests of one rollout."""
 
     def __init__(self, chat: ChatFormat, index: int = 0, *, ignore_reasoning: bool = False) -> None:
-        """`ignore_reasoning`: a reply that comes back without its reasoning still stands for all of its tokens."""
-        self.started = self.turns = 0  # requests that were opened, and that were answered
+        """`ignore_reasoning`: a reply that comes back without its reasoning still matches."""
+        self.started = self.turns = 0  # opened requests, answered requests
         self._chat, self._index, self._ignore_reasoning = chat, index, ignore_reasoning
         self._sequences: list[Sample] = []
         self._last = 0  # the sequence of the newest turn
-        self._replies: dict[bytes, _Reply] = {}  # by the conversation up to and with the reply
+        self._replies: dict[bytes, _Reply] = {}  # by digest of the conversation up to the reply, inclusive
 
     def open(self, conversation: Conversation) -> Turn:
-        """The turn that a conversation asks for. Raises what the chat format does where it cannot be written down."""
+        """The turn for a conversation. Raises ChatFormatError if the chat format cannot write it."""
         return self._turn(self._context(conversation), conversation)
 
     def open_ids(self, ids: Sequence[int]) -> Turn:
-        """The turn that a client asks for who sends tokens."""
+        """The turn for a client that sends tokens."""
         return self._turn(ids, None)
 
     def count(self, conversation: Conversation) -> int:
-        """Tokens of the context that an engine would be given; nothing is recorded."""
+        """Length of the context in tokens; nothing is recorded."""
         return len(self._context(conversation))
 
     def land(self, turn: Turn, result: SampleResult, reply: Message | None = None, *, trained: bool = True) -> None:
-        """Record what the engine made.
+        """Record the engine's result.
 
         Args:
-            reply: the message as it is sent to the client, who will send it back; None for tokens.
-            trained: whether the policy made it as it samples in training.
+            reply: the message for the client, which will send it back; None for tokens.
+            trained: whether the sampling parameters were those of training.
         """
-        before = self._drafted(turn.ids)  # others may have landed since the request was opened
+        before = self._drafted(turn.ids)  # concurrent requests may have been recorded since
         after = append_result(before, result)
         if not trained:
             mask = joined(before.loss_mask, np.zeros(len(result.token_ids)))
@@ -105,27 +105,28 @@ class Session:
 
     @property
     def cut(self) -> bool:
-        """Whether the newest answer ended at a limit of its length."""
+        """Whether a length limit cut the newest answer."""
         return bool(self._sequences) and self._sequences[self._last].status == "truncated"
 
     @property
     def recorded(self) -> tuple[Sample, ...]:
-        """All sequences, each whole, without what they share."""
+        """All sequences, whole, without shared prefixes."""
         return tuple(self._sequences)
 
     def samples(self) -> tuple[Sample, ...]:
-        """The rollout: the sequence with the newest turn comes last, for it is the one that is graded."""
+        """The rollout. The sequence with the newest turn comes last, because graders read the last sequence."""
         order = [place for place in range(len(self._sequences)) if place != self._last]
         order = [*order, self._last] if self._sequences else []
         parts = [self._sequences[place] for place in order]
         if not any(part.prefix is not None and part.prefix.sequence == self._last for part in parts[:-1]):
             where = {place: new for new, place in enumerate(order)}
             parts = [
-                _behind(part, part.prefix and Prefix(where[part.prefix.sequence], part.prefix.length)) for part in parts
+                _with_prefix(part, part.prefix and Prefix(where[part.prefix.sequence], part.prefix.length))
+                for part in parts
             ]
         else:
             numbers = token_numbers([s.length for s in self._sequences], prefixes(self._sequences))
-            parts = [_behind(part, _shared([numbers[p] for p in order], new)) for new, part in enumerate(parts)]
+            parts = [_with_prefix(part, _shared([numbers[p] for p in order], new)) for new, part in enumerate(parts)]
         return as_rollout(*parts) if parts else ()
 
     # ------------------------------------------------------------------ contexts
@@ -138,12 +139,12 @@ class Session:
             if reply is None:
                 continue
             ids = self._sequences[reply.sequence].token_ids[: reply.length].tolist()
-            with contextlib.suppress(ChatFormatError):  # messages that are written only with what stands before them
+            with contextlib.suppress(ChatFormatError):  # some messages can be written only after their predecessors
                 return [*ids, *self._chat.append(ids, messages[n:], tools)]
         return self._chat.start(messages, tools)
 
     def _digests(self, conversation: Conversation) -> list[bytes]:
-        """Of the conversation after each number of its messages, from 0 on."""
+        """Digests of the conversation's first 0, 1, 2, ... messages."""
         state = hashlib.blake2b(msgspec.json.encode(conversation.tools, order="sorted"), digest_size=16)
         digests = [state.digest()]
         for message in conversation.messages:
@@ -154,7 +155,7 @@ class Session:
         return digests
 
     def _comparable(self, message: Message) -> Message:
-        """The message without what clients change when they send a reply back: space around it, the writing of JSON."""
+        """The message normalised: clients change surrounding space and JSON notation when they send a reply back."""
         if message.role != "assistant":
             return message
         return msgspec.structs.replace(
@@ -172,10 +173,10 @@ class Session:
         return turn
 
     def _drafted(self, ids: Int32Array) -> Sample:
-        """The sequence that a context belongs to, up to the end of the context; `sequence` is its place."""
+        """The sequence to which a context belongs, with the context appended; `sequence` is its place."""
         shares = [(place, _common(sample.token_ids, ids)) for place, sample in enumerate(self._sequences)]
         shares = [(place, n) for place, n in shares if n >= self._sequences[place].prompt_length]
-        if not shares:  # what comes before the first turn of the model belongs to it: nothing branches off in there
+        if not shares:  # a branch inside the prompt is a new sequence
             return msgspec.structs.replace(new_sample(ids, self._index), sequence=len(self._sequences))
         place, shared = max(shares, key=lambda share: share[1])
         known = self._sequences[place]
@@ -185,25 +186,27 @@ class Session:
 
 
 def _common(first: npt.NDArray[Any], second: npt.NDArray[Any]) -> int:
-    """Tokens that two sequences have in common at their beginning."""
+    """Length of the common prefix."""
     n = min(len(first), len(second))
     differ = np.flatnonzero(first[:n] != second[:n])
     return int(differ[0]) if len(differ) else n
 
 
 def _turns(sample: Sample) -> int:
-    """Turns of the model in a sequence: what it made without anything else between."""
-    made = [run.version >= 0 for run in sample.version_runs]
-    return sum(here and not before for before, here in zip([False, *made], made, strict=False))
+    """Turns of the model in a sequence: contiguous runs of generated tokens."""
+    generated = [run.version >= 0 for run in sample.version_runs]
+    return sum(now and not before for before, now in zip([False, *generated], generated, strict=False))
 
 
-def _behind(part: Sample, prefix: Prefix | None) -> Sample:
+def _with_prefix(part: Sample, prefix: Prefix | None) -> Sample:
     return msgspec.structs.replace(part, prefix=prefix)
 
 
 def _shared(numbers: Sequence[IntArray], place: int) -> Prefix | None:
-    """What a sequence shares with an earlier one, by the numbers of their tokens: tokens that are the same by accident,
-    because two branches sampled alike, have numbers of their own."""
+    """The longest prefix that a sequence shares with an earlier one, by token numbers.
+
+    Tokens that are equal by chance, because two branches sampled alike, have different numbers.
+    """
     shares = [
         (_common(numbers[place], earlier), earlier_place) for earlier_place, earlier in enumerate(numbers[:place])
     ]
@@ -212,7 +215,7 @@ def _shared(numbers: Sequence[IntArray], place: int) -> Prefix | None:
 
 
 def _parsed(call: ToolCall) -> ToolCall:
-    """The call with its arguments as an object, where their text is one."""
+    """The call, with its arguments parsed if their text is a JSON object."""
     if not isinstance(call.arguments, str):
         return call
     try:

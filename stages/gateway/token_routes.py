@@ -1,7 +1,7 @@
-"""Routes for clients that know tokens: vLLM's POST /inference/v1/generate and SGLang's POST /generate.
+"""Routes for clients that send tokens: vLLM's POST /inference/v1/generate and SGLang's POST /generate.
 
-What such a client sends is what the engine is given. `logprobs` and the like need not be asked for: the tokens of an
-answer come with their log-probs, and with the versions of the weights that made them.
+The engine gets the client's tokens unchanged. Every answer has the log-probs and weight versions of its tokens, also
+without `logprobs` in the request.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from stages.gateway.answers import Answer, Ask, Json, Refused, Sampling, decode,
 from stages.gateway.chat_completions import openai_error, texts
 
 
-class Wanted(Struct, frozen=True):
-    """Sampling parameters of either route."""
+class SamplingParams(Struct, frozen=True):
+    """Sampling parameters of both routes."""
 
     max_tokens: int | None = None
     max_new_tokens: int | None = None
@@ -35,14 +35,14 @@ class Wanted(Struct, frozen=True):
 class TokensRequest(Struct, frozen=True):
     token_ids: list[int]
     model: str = "policy"
-    sampling_params: Wanted = Wanted()
+    sampling_params: SamplingParams = SamplingParams()
     stream: bool | None = None
 
 
 class SglangRequest(Struct, frozen=True):
     input_ids: list[int] | None = None
     text: str | None = None
-    sampling_params: Wanted = Wanted()
+    sampling_params: SamplingParams = SamplingParams()
     stream: bool | None = None
 
 
@@ -63,7 +63,7 @@ class VllmGenerate:
         return {"request_id": answer.id, "choices": [choice], "prompt_logprobs": None}
 
     def events(self, ask: Ask, answer: Answer) -> Iterator[bytes]:
-        raise NotImplementedError("refused when it was read")
+        raise NotImplementedError("`read` refuses streams")
 
     def error(self, refused: Refused) -> Json:
         return openai_error(refused)
@@ -73,14 +73,14 @@ class VllmGenerate:
 
 
 class SglangGenerate:
-    """One prompt to a request. A stream is one chunk, which is cumulative as SGLang's are."""
+    """One prompt to a request. A stream is one cumulative chunk, as in SGLang."""
 
     def read(self, body: bytes) -> Ask:
-        asked = decode(body, SglangRequest)
-        if (asked.input_ids is None) == (asked.text is None):
+        request = decode(body, SglangRequest)
+        if (request.input_ids is None) == (request.text is None):
             raise Refused("invalid", "give either input_ids or text")
-        ask = _ask("policy", asked.sampling_params, ids=asked.input_ids or (), text=asked.text or "")
-        return ask if not asked.stream else _streamed(ask)
+        ask = _ask("policy", request.sampling_params, ids=request.input_ids or (), text=request.text or "")
+        return ask if not request.stream else _streamed(ask)
 
     def answer(self, ask: Ask, answer: Answer) -> Json:
         return msgspec.to_builtins(_output(answer))  # type: ignore[no-any-return]
@@ -96,19 +96,19 @@ class SglangGenerate:
         return event(self.error(refused))
 
 
-def _ask(model: str, wanted: Wanted, ids: Any = (), text: str = "") -> Ask:
-    if (wanted.n or 1) != 1:
-        raise Refused("invalid", f"n is {wanted.n}; the gateway gives one answer to a request: ask again for more")
-    limit = wanted.max_new_tokens if wanted.max_tokens is None else wanted.max_tokens
+def _ask(model: str, params: SamplingParams, ids: Any = (), text: str = "") -> Ask:
+    if (params.n or 1) != 1:
+        raise Refused("invalid", f"n is {params.n}; the gateway gives one answer to a request: send more requests")
+    limit = params.max_new_tokens if params.max_tokens is None else params.max_tokens
     return Ask(
         model,
         ids=tuple(ids),
         text=text,
         max_tokens=limit,
-        stop=texts(wanted.stop),
-        stop_token_ids=tuple(wanted.stop_token_ids or ()),
-        keep_stop=bool(wanted.no_stop_trim),
-        sampling=Sampling(wanted.temperature, wanted.top_p, wanted.top_k),
+        stop=texts(params.stop),
+        stop_token_ids=tuple(params.stop_token_ids or ()),
+        keep_stop=bool(params.no_stop_trim),
+        sampling=Sampling(params.temperature, params.top_p, params.top_k),
     )
 
 

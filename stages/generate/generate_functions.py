@@ -1,12 +1,12 @@
-"""Rollouts made by a user's own function, with slime's signature: `async (args, sample, sampling_params)`.
+"""Rollouts by a user's function with slime's signature: `async (args, sample, sampling_params)`.
 
 The function sends SGLang's POST /generate to `args.sglang_router_ip` and `args.sglang_router_port`. That address is the
-gateway in the generate stage's own process, and stands for one rollout, so that requests to engines and their answers
-are recorded beside what the function returns (stages/slime/convert.py).
+gateway in the process of the generate stage. It identifies the rollout, so requests and answers of the engines are
+recorded and can be compared with the function's result (stages/slime/convert.py).
 
-Invariants: what a function raises, returns wrongly or takes too long for fails its rollout, with the reason; a drain
-ends it as aborted; it runs in a thread of its own, so that it cannot stop the stage's loop; a function that cannot be
-imported or called ends the run with that sentence.
+Invariants: an exception, an invalid result or a timeout of the function fails its rollout with that reason; a drain
+ends it as aborted; user code runs in a separate thread, so it cannot block the stage's loop; a function that cannot be
+imported or called ends the run with that error.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _BY_ROW = '"generate_function_path"'
 
 
 class NoChat:
-    """The chat format of a gateway whose requests are tokens."""
+    """The chat format of a gateway that accepts only tokens."""
 
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
@@ -59,7 +59,7 @@ class NoChat:
 
 
 def function_of(config: Config, group: PromptGroup) -> str | None:
-    """The import path of the function that makes a group's rollouts: the row's own, else the run's."""
+    """The import path of the function for a group's rollouts: the row's, else the run's."""
     if _BY_ROW in group.metadata:
         named = group.row_metadata.get("generate_function_path")
         if isinstance(named, str) and named:
@@ -88,7 +88,7 @@ class GenerateFunctions:
         await asyncio.to_thread(self.loop.close)
 
     async def follow(self, topic: Topic) -> None:
-        """Waits for the drain; runs until cancelled."""
+        """Follow the topic for a drain; runs until cancelled."""
         revision = 0
         while True:
             revision = await topic.wait(revision, "drain")
@@ -96,16 +96,16 @@ class GenerateFunctions:
                 self._drain.set()
 
     async def take(self, path: str, group: PromptGroup, samples: Sequence[Sample], ended: Callable[..., None]) -> None:
-        """Make each rollout. `ended` gets the sequences of each when it has ended; waits for the last rollout."""
+        """Make the rollouts. `ended` gets the sequences of each rollout at its end; returns after the last."""
 
-        async def one(sample: Sample) -> None:
+        async def make_rollout(sample: Sample) -> None:
             parts = await self._rollout(path, group, sample)
             self.activity.failures += parts[-1].status == "failed"
             ended(*parts)
 
         async with asyncio.TaskGroup() as tasks:
             for sample in samples:
-                tasks.create_task(one(sample))
+                tasks.create_task(make_rollout(sample))
 
     async def _rollout(self, path: str, group: PromptGroup, sample: Sample) -> tuple[Sample, ...]:
         if path not in self._functions:
@@ -118,7 +118,7 @@ class GenerateFunctions:
         params = sampling_parameters(self.config, group)
         given = given_sample(self.config, group, sample)
         with gateway.session(OpenSession(group, sample, session)) as key:
-            args = self.args.asking(gateway.url, key)
+            args = self.args.with_router(gateway.url, key)
             try:
                 returned = await self.until_drained(self.loop.call(function(args, given, params, **named)))
             except Drained:
@@ -135,8 +135,10 @@ class GenerateFunctions:
             return (replace(sample, status="failed", error=f"{path}: {error}"),)
 
     async def until_drained(self, work: Any) -> Any:
-        """Waits for the function; unblocked by a drain, or by its deadline. Raises Drained, TimeoutError, and what the
-        function raises."""
+        """Waits for the function; unblocked by a drain or its deadline.
+
+        Raises Drained, TimeoutError, and the function's exceptions.
+        """
         async with asyncio.TaskGroup() as tasks:
             calling = tasks.create_task(_outcome(work))
             draining = tasks.create_task(self._drain.wait())
@@ -156,12 +158,12 @@ class GenerateFunctions:
         return returned
 
     def _encode(self, text: str) -> Sequence[int]:
-        """The tokens of a text that a function sent instead of ids."""
+        """Tokens of a text, for functions that send texts instead of ids."""
         self._tokenizer = self._tokenizer or load_tokenizer(self.config.train.hf_checkpoint)
         return self._tokenizer.encode(text)
 
     async def open_gateway(self) -> Gateway:
-        """The gateway, which listens from the first rollout of a function on."""
+        """The gateway. The first rollout of a function starts it."""
         async with self._opening:
             if self._gateway is None:
                 answers = Answers(
@@ -182,7 +184,7 @@ class Drained(Exception):
 
 
 async def _outcome(work: Any) -> Any:
-    """What comes of it, for callers whom an error would tear apart."""
+    """The result, or the exception as a value: raised, it would cancel the caller's task group."""
     try:
         return await work
     except Exception as error:

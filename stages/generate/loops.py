@@ -1,7 +1,7 @@
-"""Where a rollout goes after a turn: through the loop stage that wants it, or out, to be graded.
+"""The destination of a rollout after a turn: the loop stage that wants it, or out, to the reward stage.
 
-Invariants: the sequences of a rollout stay together until the last one has ended; what `wants` raises fails that
-rollout, with the reason, and nothing else; what leaves for grading carries nothing that only loops read.
+Invariants: the sequences of a rollout stay together until the last has ended; an exception in `wants` fails that
+rollout with the reason, and nothing else; rollouts on their way out carry no data that only loops read.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class Loops:
         return next((f"loop.{name}" for name, stage in self._stages if stage.begins(self._config)), None)
 
     def takes_turn(self, sample: Sample) -> bool:
-        """Whether an engine goes on with a sequence."""
+        """Whether an engine continues a sequence."""
         return sample.status != "failed" and not sample.done and sample.turns < self._config.rollout.max_turns
 
     def next(self, group: PromptGroup, parts: Sequence[Sample]) -> tuple[str, RolloutSlice]:
-        """Where the sequences of one rollout go, all of them together: name of the outlet, and the slice."""
+        """The destination of a rollout with all its sequences: name of the outlet, and the slice."""
         slice_ = RolloutSlice(group, tuple(parts))
         if any(part.status == "failed" for part in parts) or all(part.done for part in parts):
             return "out", _leaving(slice_)
@@ -59,7 +59,7 @@ class Loops:
 
 
 def _leaving(slice_: RolloutSlice) -> RolloutSlice:
-    """The rollout as the stages behind the loops read it, failed if its sequences contradict each other."""
+    """The rollout for the stages after the loops; failed if its sequences are inconsistent."""
     parts = slice_.samples
     if parts[0].sequences > 1 and all(part.status != "failed" for part in parts):
         wrong = rollout_fault(parts)
@@ -70,5 +70,5 @@ def _leaving(slice_: RolloutSlice) -> RolloutSlice:
 def _ended(sample: Sample) -> Sample:
     if not sample.done and not sample.loop_state:
         return sample
-    status = "completed" if sample.status == "pending" else sample.status  # a loop stage wrote all of it
+    status = "completed" if sample.status == "pending" else sample.status  # a loop stage wrote the whole sequence
     return msgspec.structs.replace(sample, status=status, loop_state=b"")

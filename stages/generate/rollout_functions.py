@@ -1,11 +1,11 @@
-"""Whole batches by a user's rollout function, with slime's signature: `(args, rollout_id, data_source, evaluation)`.
+"""Whole batches by a user's rollout function with slime's signature: `(args, rollout_id, data_source, evaluation)`.
 
-The ledger decides which groups exist. So the function is called for those that the run has admitted, draws them from
-`data_source.get_samples`, and returns what it made of them; requests go to one address, recorded in one session.
+The ledger decides which groups exist. So the function is called for admitted groups: it draws them from
+`data_source.get_samples` and returns their samples. Its requests go to one address, recorded in one session.
 
-Invariants: one call at a time; a group that was drawn and not returned fails with that reason, one that was put back
-waits for the next call; what a call raises, or the deadline, fails the groups that it drew; a drain ends them as
-aborted.
+Invariants: one call at a time; a group that was drawn and not returned fails with that reason; a group that was put
+back waits for the next call; an exception of a call, or its deadline, fails the groups that it drew; a drain ends them
+as aborted.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from stages.slime.hooks import rollout_function
 
 log = logging.getLogger("sluice.generate")
 
-LINGER_S: Final = 0.5  # how long groups that are admitted together may be apart
+LINGER_S: Final = 0.5  # maximal gap between groups that are admitted together
 
 
 @dataclass(eq=False)
 class _Drawn:
-    """A group on its way through the function."""
+    """A group in the hands of the function."""
 
     group: PromptGroup
     samples: Sequence[Sample]
@@ -48,7 +48,7 @@ class _Drawn:
 
 
 class AdmittedGroups:
-    """The `data_source` of one call: gives the groups that wait. Asked by the function, in its own thread."""
+    """The `data_source` of one call, which gives the waiting groups. The function calls it in its own thread."""
 
     def __init__(self, config: Config, waiting: deque[_Drawn], changed: threading.Condition) -> None:
         """`waiting` is shared by all calls, and `changed` guards it."""
@@ -61,13 +61,13 @@ class AdmittedGroups:
             return len(self._waiting)
 
     def end(self) -> list[_Drawn]:
-        """What was drawn and not put back. A function that was left gets nothing more."""
+        """End the call: the groups that were drawn and not put back. A function that still runs gets no more groups."""
         with self._changed:
             self._over = True
             return self._drawn
 
     def get_samples(self, num_samples: int) -> list[list[slime.Sample]]:
-        """At most so many groups. Raises RuntimeError if none may be admitted before those drawn have ended."""
+        """At most `num_samples` groups. Raises RuntimeError if no group can come before the drawn ones have ended."""
         with self._changed:
             while len(self._waiting) < num_samples and self._changed.wait(LINGER_S):
                 pass
@@ -78,22 +78,22 @@ class AdmittedGroups:
         if not given and num_samples > 0:
             raise RuntimeError(
                 f"get_samples({num_samples}): no group waits beside the {len(self._drawn)} that this call has drawn, "
-                "and the run admits no more before these have ended; return what is there: the rest of the batch comes "
-                "with the next call, or raise --max-staleness"
+                "and the run admits no more before these have ended; return the samples so far: the rest of the "
+                "batch comes with the next call, or raise --max-staleness"
             )
-        return [[given_sample(self._config, one.group, sample) for sample in one.samples] for one in given]
+        return [[given_sample(self._config, entry.group, sample) for sample in entry.samples] for entry in given]
 
     def add_samples(self, samples: list[list[slime.Sample]]) -> None:
-        """Put groups back: they are given again, from their beginning."""
-        back = {_index(one) // self._config.rollout.n_samples_per_prompt for one in _flat(samples)}
+        """Put groups back; they are drawn again later, from their beginning."""
+        back = {_index(sample) // self._config.rollout.n_samples_per_prompt for sample in _flat(samples)}
         with self._changed:
-            again = [one for one in self._drawn if one.group.group_id in back]
-            self._drawn = [one for one in self._drawn if one.group.group_id not in back]
+            again = [entry for entry in self._drawn if entry.group.group_id in back]
+            self._drawn = [entry for entry in self._drawn if entry.group.group_id not in back]
             self._waiting.extendleft(reversed(again))
 
 
 class RolloutFunction:
-    """The function of a run, in its one replica of the generate stage."""
+    """The rollout function of a run, in its only replica of the generate stage."""
 
     def __init__(self, config: Config, functions: GenerateFunctions, path: str) -> None:
         self.config, self.path = config, path
@@ -104,7 +104,7 @@ class RolloutFunction:
         self._next_id = -1
 
     async def take(self, group: PromptGroup, samples: Sequence[Sample], ended: Callable[..., None]) -> None:
-        """Hand a group to the function; `ended` gets its rollouts. Waits for the last rollout."""
+        """Give a group to the function; `ended` gets its rollouts. Returns after the last rollout."""
         drawn = _Drawn(group, samples, ended)
         with self._changed:
             self._waiting.append(drawn)
@@ -113,7 +113,7 @@ class RolloutFunction:
         await drawn.done.wait()
 
     async def run(self) -> None:
-        """Waits for groups, and for the function; runs until cancelled."""
+        """Call the function for waiting groups; runs until cancelled."""
         while True:
             await self._came.wait()
             self._came.clear()
@@ -133,7 +133,7 @@ class RolloutFunction:
         returned: Any = None
         status, error = "failed", f"{self.path} drew it, and did not return it"
         with gateway.session(place) as key:
-            args = self._functions.args.asking(gateway.url, key)
+            args = self._functions.args.with_router(gateway.url, key)
             args.rollout_batch_size = args.over_sampling_batch_size = wanted
             try:
                 returned = await self._functions.until_drained(self._work(args, rollout_id, source))
@@ -145,31 +145,31 @@ class RolloutFunction:
                 log.warning("%s failed: %r", self.path, raised, exc_info=True)
                 error = f"{self.path} raised {type(raised).__name__}: {raised}"
         drawn = source.end()
-        if not drawn:  # or it would be called for ever
+        if not drawn:  # otherwise it would be called for ever
             drawn = [self._waiting.popleft() for _ in range(len(self._waiting))]
             error = error if returned is None else f"{self.path} drew nothing from data_source.get_samples"
             returned = None
         groups = getattr(returned, "samples", returned)
         metrics = _metrics(getattr(returned, "metrics", None))
         try:
-            made = _by_rollout(groups)
+            by_rollout = _by_rollout(groups)
         except ReturnedError as raised:
-            made, error = {}, f"{self.path}: {raised}"
+            by_rollout, error = {}, f"{self.path}: {raised}"
         recorded = session.recorded
-        for one in drawn:
-            for sample in one.samples:
-                parts = made.get(one.group.group_id * one.group.n_samples + sample.index)
+        for entry in drawn:
+            for sample in entry.samples:
+                parts = by_rollout.get(entry.group.group_id * entry.group.n_samples + sample.index)
                 ended: tuple[Sample, ...]
                 if parts is None:
                     ended = (msgspec.structs.replace(sample, status=status, error=error or None),)
                 else:
                     ended = await asyncio.to_thread(self._ended, parts, recorded, sample, metrics)
                 self._functions.activity.failures += ended[-1].status == "failed"
-                one.ended(*ended)
-            one.done.set()
+                entry.ended(*ended)
+            entry.done.set()
 
     def _work(self, args: Any, rollout_id: int, source: AdmittedGroups) -> Any:
-        """The call, as something to wait for."""
+        """Start the call; returns an awaitable."""
         named = {"evaluation": False} if "evaluation" in inspect.signature(self._function).parameters else {}
         if inspect.iscoroutinefunction(self._function):
             return self._functions.loop.call(self._function(args, rollout_id, source, **named))
@@ -187,7 +187,7 @@ class RolloutFunction:
 
 
 async def _in_thread(function: Callable[[], Any]) -> Any:
-    """What a function returns or raises. Its thread does not keep the process alive, and is left where it hangs."""
+    """Run a function in a daemon thread and await it. A hanging thread is abandoned."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()
 
@@ -209,12 +209,12 @@ async def _in_thread(function: Callable[[], Any]) -> Any:
 
 
 def _flat(groups: Any) -> Iterator[Any]:
-    """Samples of groups, of groups of segments, or of one plain list."""
-    for one in groups:
-        if isinstance(one, list | tuple):
-            yield from _flat(one)
+    """The samples of groups, of groups of segments, or of a flat list."""
+    for item in groups:
+        if isinstance(item, list | tuple):
+            yield from _flat(item)
         else:
-            yield one
+            yield item
 
 
 def _index(sample: Any) -> int:
@@ -228,13 +228,13 @@ def _index(sample: Any) -> int:
 
 
 def _by_rollout(groups: Any) -> dict[int, list[Any]]:
-    """What the function returned, by the index of the rollout: samples of equal index are its sequences."""
+    """The returned samples by index: samples of equal index are the sequences of one rollout."""
     if groups is not None and not isinstance(groups, list | tuple):
         raise ReturnedError(f"it returned {type(groups).__name__}; return RolloutFnTrainOutput(samples=groups)")
-    made: dict[int, list[Any]] = {}
+    by_index: dict[int, list[Any]] = {}
     for sample in _flat(groups or ()):
-        made.setdefault(_index(sample), []).append(sample)
-    return made
+        by_index.setdefault(_index(sample), []).append(sample)
+    return by_index
 
 
 def _metrics(metrics: object) -> dict[str, float]:

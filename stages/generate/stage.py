@@ -1,13 +1,14 @@
-"""The generate stage: has engines continue rollouts, and hands each on when it has ended its turn.
+"""The generate stage: lets engines continue rollouts, and passes each rollout on at the end of its turn.
 
-It is a client of the engines like any other (stages/sampling/sampler.py): a replica owns nothing, and may start, move
-and die at any time. A rollout that a loop stage wants leaves alone through that loop's edge (stages/generate/loops.py)
-and comes back through the inlet `return`, which no prompt can fill, to any replica; the others leave through `out`.
+It is an ordinary client of the engines (stages/sampling/sampler.py): a replica owns nothing, and may start, move and
+die at any time. A rollout that a loop stage wants leaves by itself through that loop's edge (stages/generate/loops.py).
+It comes back to any replica through the inlet `return`, which prompts cannot fill. All other rollouts leave through
+`out`.
 
 Invariants:
-- token ids, log-probs and versions are the engine's; nothing is tokenised twice, no version is stamped here;
-- members of a group that end together leave as one slice, and a slow member delays the others only for a moment;
-- the leases of a replica bound the groups that it has in work; slots at the engines bound the samples in flight.
+- token ids, log-probs and versions are the engine's; nothing is tokenised again, and no version is set here;
+- rollouts of a group that end together leave as one slice, and a slow rollout delays them only for a moment;
+- the leases of a replica bound its groups; slots at the engines bound the samples in flight.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ from stages.rollouts import new_sample, rollouts
 from stages.sampling.rollout_requests import Requests
 from stages.sampling.sampler import Sampler
 
-# How long a member that has ended waits for others of its group. A slice is one message, and costs each stage behind
-# this one about the same with one member as with all; what a quarter of a second does to a rollout of many is little.
+# How long a finished rollout waits for others of its group. A slice is one message, and its cost for each later stage
+# hardly depends on the number of rollouts in it; a quarter of a second is little beside the time of a rollout.
 MEMBER_LINGER_S: Final = 0.25
 
 
@@ -66,7 +67,7 @@ class GenerateStage(Stage):
         self.batches = None if path is None else RolloutFunction(self.config, self.functions, path)
 
     async def close(self) -> None:
-        if hasattr(self, "functions"):  # not after a setup that failed
+        if hasattr(self, "functions"):  # unset after a failed setup
             await self.functions.close()
         if hasattr(self, "sampler"):
             await self.sampler.close()
@@ -83,13 +84,13 @@ class GenerateStage(Stage):
                         pumps.create_task(self._pump(ports.inlets[name], ports))
 
     async def _pump(self, inlet: Inlet[PromptGroup | RolloutSlice], ports: Ports) -> None:
-        """Waits for work; ends with the inlet, after what it started."""
+        """Take leases until the inlet ends; returns after the started work has ended."""
         async with asyncio.TaskGroup() as tasks:
             while (lease := await inlet.receive()) is not None:
                 tasks.create_task(self._serve(lease, ports))
 
     async def _serve(self, lease: Lease[PromptGroup | RolloutSlice], ports: Ports) -> None:
-        """One turn of the samples of a lease, which is released when all of them are in the next hub's custody."""
+        """One turn of the samples of a lease, which is released when the next hub holds all of them."""
         message = lease.message
         if isinstance(message, PromptGroup) and (beginning := self.loops.beginning) is not None:
             await self._begin(message, ports.outlets[beginning])
@@ -99,9 +100,7 @@ class GenerateStage(Stage):
             group, samples = message.group, message.samples
         else:
             group = without_prompt(message)
-            first = new_sample(
-                message.prompt_ids, 0
-            )  # its arrays are never written to, so that all samples can share them
+            first = new_sample(message.prompt_ids, 0)  # its arrays are never written to, so all samples can share them
             samples = tuple(msgspec.structs.replace(first, index=index) for index in range(message.n_samples))
         self.activity.items_in += 1
         with self.span("generate", group=group.group_id, detail=f"turn {samples[0].turns + 1}") as details:
@@ -120,7 +119,7 @@ class GenerateStage(Stage):
                     elif unfinished:
                         await self.turns.take(group, unfinished, leaving.put)
                 leaving.all_here.set()
-            tokens = max(0, leaving.tokens - sum(s.length for s in samples))  # what a tool added may have been cut
+            tokens = max(0, leaving.tokens - sum(s.length for s in samples))  # the result of a tool may have been cut
             self.activity.tokens += tokens
             details.append(f"{tokens} tokens")
             if leaving.versions:
@@ -130,7 +129,7 @@ class GenerateStage(Stage):
         lease.done()
 
     async def _begin(self, prompt: PromptGroup, outlet: Outlet[RolloutSlice]) -> None:
-        """Send the rollouts of a group to the loop stage that makes their prompts, each on its own."""
+        """Send each rollout of a group to the loop stage that makes its prompt."""
         self.activity.items_in += 1
         group, fresh = without_prompt(prompt), new_sample((), 0)
         async with asyncio.TaskGroup() as sends:
@@ -144,7 +143,7 @@ class GenerateStage(Stage):
 
 
 class _Leaving:
-    """The rollouts of one lease on their way out: alone into a loop, else with those that end at the same time."""
+    """The finished rollouts of one lease: into a loop one by one, out together with others that end now."""
 
     def __init__(
         self,
@@ -157,13 +156,13 @@ class _Leaving:
         self.stage, self.group, self.ports, self._tasks = stage, group, ports, tasks
         self.all_here = asyncio.Event()
         self.tokens = 0
-        self.versions: set[int] = set()  # of the weights with which the last tokens were made
+        self.versions: set[int] = set()  # of the weights of the last tokens
         self._missing = Counter(sample.index for sample in samples)  # sequences by rollout
         self._here: dict[int, list[Sample]] = {}
         self._ended: list[RolloutSlice] = []
 
     def put(self, *parts: Sample) -> None:
-        """A sequence has ended its turn, or become several. Those of one rollout leave together."""
+        """A sequence has ended its turn, or was split. The sequences of a rollout leave together."""
         index = parts[0].index
         for sample in parts:
             self.tokens += sample.length
@@ -182,8 +181,8 @@ class _Leaving:
         self._ended.append(slice_)
 
     async def _flush(self) -> None:
-        """Send what has come together. Waits for the last member, or until the first has waited long enough."""
-        with contextlib.suppress(TimeoutError):  # then without the rest
+        """Send the finished rollouts. Waits for the last rollout, or until the first has waited long enough."""
+        with contextlib.suppress(TimeoutError):  # send without the rest
             async with asyncio.timeout(MEMBER_LINGER_S):
                 await self.all_here.wait()
         ended = sorted(self._ended, key=lambda slice_: slice_.samples[0].index)

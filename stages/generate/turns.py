@@ -1,8 +1,7 @@
-"""One turn of a group's rollouts: requested from the sampler, ended by deadlines, begun anew where a group waits.
+"""One turn of a group's rollouts: requested from the sampler, ended by deadlines, restarted if a group waits for it.
 
-Samples that share all their tokens so far are one request, and each is handed on when it has ended. A sample that has
-more than its budget, or whose time is over, makes no request. A turn goes on from what another process has left of it
-(stages/records/responses.py).
+Samples that share all tokens so far are one request; each is passed on at its end. A sample beyond its budget or its
+deadline makes no request. A turn continues from the records of another process (stages/records/responses.py).
 """
 
 from __future__ import annotations
@@ -31,25 +30,27 @@ class Turns:
 
     def __init__(self, requests: Requests, sampler: Sampler, activity: Activity, journal: ResponseJournal) -> None:
         self.requests, self.sampler, self.activity, self.journal = requests, sampler, activity, journal
-        self.topic: Readable | None = None  # what the user changes while the run goes on
+        self.topic: Readable | None = None  # settings that the user changes during the run
 
     async def take(self, group: PromptGroup, samples: Sequence[Sample], ended: Ended) -> None:
-        """One more turn of each sample. `ended` gets each sample when it has finished or failed, or was aborted by a
-        drain; waits for the last one."""
+        """One more turn of each sample.
+
+        `ended` gets each sample when it has finished, failed, or was aborted by a drain. Returns after the last sample.
+        """
 
         def done(sample: Sample) -> None:
             self.activity.failures += sample.status == "failed"
             ended(msgspec.structs.replace(sample, turns=sample.turns + 1))
 
         if all(s.turns == 0 and s.response_length == 0 and s.sequences == 1 for s in samples):
-            await self._ask(group, samples, done)
+            await self._request(group, samples, done)
             return
         async with asyncio.TaskGroup() as tasks:
             for sample in samples:
-                tasks.create_task(self._ask(group, (sample,), done))
+                tasks.create_task(self._request(group, (sample,), done))
 
-    async def _ask(self, group: PromptGroup, samples: Sequence[Sample], done: Ended) -> None:
-        """One request, and another one for each sample that its group's deadline has begin anew."""
+    async def _request(self, group: PromptGroup, samples: Sequence[Sample], done: Ended) -> None:
+        """One request, and a further request for each sample that its group's deadline restarts."""
         first = samples[0]
         budget, deadline = self.requests.budget(group, first), self.requests.deadline(group, first)
         if budget <= 0:
@@ -83,19 +84,19 @@ class Turns:
 
     @property
     def _oldest(self) -> int:
-        """The oldest version that the batches to come may train."""
+        """The oldest version that later batches may train."""
         changed = None if self.topic is None else newest_settings(self.topic)
         bound = self.requests.config.asynchrony.max_staleness if changed is None else changed.max_staleness
         return (self.sampler.directory.published or 0) - (bound or 0)
 
     async def _late(self, group: PromptGroup, sample: Sample, deadline: Deadline, done: Ended) -> None:
-        """A sample's time is over: it is kept as it is, or begun anew."""
+        """A sample reached its deadline: keep it as it is, or restart it."""
         stopped = self.requests.stopped(sample, deadline)
         replaced = stopped.replaced > sample.replaced
         self._add("deadline_replaced" if replaced else "deadline_truncated", 1)
         self._add("deadline_tokens_dropped", sample.response_length if replaced else 0)
         if replaced:
-            await self._ask(group, (stopped,), done)
+            await self._request(group, (stopped,), done)
         else:
             done(stopped)
 

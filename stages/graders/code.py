@@ -1,6 +1,6 @@
-"""`code`: a Python program passes tests, each in a process that is locked down (see `jail`).
+"""`code`: a Python program passes tests, each in a process that is locked down (see `stages/sandbox`).
 
-The program is the last ```python block of the answer, else its last block, else all of it. Tests stand in the row's
+The program is the last ```python block of the answer, else its last block, else all of it. The tests are in the row's
 metadata under `tests`, or in the label:
 
 - a list of `{"input": text, "output": text}`: the program reads the input and prints the output;
@@ -9,11 +9,11 @@ metadata under `tests`, or in the label:
 - `{"inputs": [...], "outputs": [...]}`, optionally with `fn_name`, is read as the first or second form.
 
 Printed text is compared line by line without trailing spaces and blank lines at the end; numbers that a function
-returns may differ by 1e-9 of their size where they are no integers.
+returns may differ by 1e-9 of their size unless both are integers.
 
-Invariants: the score is 1 if every test passed, else 0; `pass_frac` says how many did; a response without a program is
-wrong, a row without tests is an error; what is expected never enters the process that runs the program, but for
-assertions.
+Invariants: the score is 1 if every test passed, else 0; `pass_frac` is the share of passed tests; a response without a
+program is wrong, a row without tests is an error; expected results never enter the process that runs the program,
+except as assertions.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _TOLERANCE = 1e-9
 
 @dataclass(frozen=True)
 class Test:
-    """One case and what it should give. `output` is text (stdin), a JSON value (call) or the token (check)."""
+    """One case and its expected output: text (stdin), a JSON value (call) or the token (check)."""
 
     case: Case
     output: Any
@@ -115,7 +115,7 @@ def extract_program(response: str) -> str | None:
 
 
 def read_tests(metadata: dict[str, Any], label: str | None) -> list[Test]:
-    """The tests of a row. Raises ValueError in words."""
+    """The tests of a row. Raises ValueError with the reason."""
     given = metadata.get("tests")
     if given is None:
         given = _from_label(label)

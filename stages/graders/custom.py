@@ -23,7 +23,7 @@ from stages.graders.grade import Grade, GradeRequest, Run, UnknownGraderError, a
 IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _PARAMETERS = ("response", "label", "metadata")
 
-_Ask = Callable[[GradeRequest, dict[str, object]], object]  # request and its metadata in, the function's answer out
+_Ask = Callable[[GradeRequest, dict[str, object]], object]  # (request, its metadata) -> the function's return value
 
 
 def custom_grader(path: str) -> Run:
@@ -41,7 +41,7 @@ def custom_grader(path: str) -> Run:
 
 
 def _grade(ask: _Ask, request: GradeRequest) -> Grade:
-    """Call the user's function; the caller attributes what it raises."""
+    """Call the user's function; its exceptions pass to the caller."""
     answer = ask(request, msgspec.json.decode(request.metadata, type=dict[str, object]))
     if inspect.isawaitable(answer):
         answer = _runner().run(_finish(answer))
@@ -68,9 +68,9 @@ def _ask_as_slime(function: Callable[..., object], request: GradeRequest, metada
 
 
 def _has_prompt(path: str, function: Callable[..., object]) -> bool:
-    """Whether the function names a parameter `prompt` behind the three that it always gets, or takes any keyword.
+    """Whether the function has a parameter `prompt` after its first three, or takes any keyword.
 
-    Raises UnknownGraderError where it stands among the three: it would get the response.
+    Raises UnknownGraderError if `prompt` is among the first three: the call passes these three by position.
     """
     try:
         parameters = inspect.signature(function).parameters
@@ -81,7 +81,9 @@ def _has_prompt(path: str, function: Callable[..., object]) -> bool:
             f"grader {path!r} has 'prompt' among its first three parameters, which get response, label and metadata; "
             "move it behind them: function(response, label, metadata, prompt)"
         )
-    return "prompt" in parameters or any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
+    return "prompt" in parameters or any(
+        parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()
+    )
 
 
 @lru_cache(maxsize=1)

@@ -1,7 +1,6 @@
 """What a grader is: its request, its grade, its errors, and its line in the registry.
 
-A grader that fails on one sample raises nothing: it returns a Grade with an error. What can be wrong with grading
-itself:
+A grader that fails on one sample raises nothing: it returns a Grade with an error. Errors of grading itself:
 
 GradingError
 ├── UnknownGraderError   no grader has this name, or its argument is wrong
@@ -50,11 +49,11 @@ class GradeRequest(Struct, frozen=True, array_like=True):
     seed: int = 0  # f(run seed, sample id), for graders that draw
     reward_key: str | None = None  # which number of a custom grader's dict is the score, where it has no 'score'
     responses: tuple[str, ...] = ()  # of a whole group, for a group grader; `response` is then empty
-    prompt: str = ""  # for graders of the user's own
+    prompt: str = ""  # for custom graders
 
 
 class Grade(Struct, frozen=True, array_like=True):
-    """A grader's result, or why it has none (then `error` is set, and the score means nothing)."""
+    """A grader's result. With `error` set there is no result, and the score means nothing."""
 
     score: float
     is_correct: bool | None = None
@@ -66,12 +65,12 @@ class Grade(Struct, frozen=True, array_like=True):
 
 
 def failed(reason: str, status: Literal["timeout", "error"] = "error") -> Grade:
-    """A grade that says why there is none."""
+    """A grade without a score, with the reason."""
     return Grade(0.0, error=clean(reason)[:_REASON_CHARS], status=status)
 
 
 def judged(correct: bool, extracted: str | None) -> Grade:
-    """1.0 or 0.0, with the answer that was found."""
+    """1.0 or 0.0, with the extracted answer."""
     shown = None if extracted is None else clean(extracted[:EXTRACTED_CHARS])
     return Grade(1.0 if correct else 0.0, correct, extracted=shown)
 
@@ -84,10 +83,10 @@ def clean(text: str) -> str:
 
 
 def as_grade(value: object, key: str | None = None) -> Grade:
-    """Accept a number, a mapping with `score`, or a Grade; anything else is a failed grade that says what is wrong.
+    """Accept a number, a mapping with `score`, or a Grade; anything else is a failed grade with the reason.
 
     Of a mapping, `is_correct` (boolean) and `extracted` (text) are kept as such, every other number becomes a part.
-    `key` (--reward-key) may stand for a `score` that is not there.
+    `key` (--reward-key) names the score where the mapping has no `score`.
     """
     if isinstance(value, Grade):
         return _checked(value)
@@ -105,8 +104,8 @@ def _from_mapping(value: Mapping[object, object], key: str | None) -> Grade:
     source = "score" if "score" in value or key is None else key
     score = _number(value.get(source))
     if score is None:
-        found = ", ".join(str(name) for name in list(value)[:20]) or "none"
-        return failed(f"the grader's dict needs a number under {source!r}; its keys: {found}")
+        keys = ", ".join(str(name) for name in list(value)[:20]) or "none"
+        return failed(f"the grader's dict needs a number under {source!r}; its keys: {keys}")
     correct, extracted = value.get("is_correct"), value.get("extracted")
     if correct is not None and not isinstance(correct, bool):
         return failed(f"'is_correct' in the grader's dict is {type(correct).__name__}; it must be a bool or None")

@@ -1,9 +1,9 @@
-"""A pool of grader processes: many requests in, as many grades out, whatever the graders do.
+"""A pool of grader processes: one grade for each request, even if graders hang or crash.
 
 Cheap built-in graders (`Grader.in_stage`) run here at once. Every other item is one call of a worker process. If the
 process hangs or dies, its item is tried again and then failed. Graders are therefore pure functions: a grader may run
-twice for the same sample. A text that keeps a grader busy until its deadline is wrong at once, where the grader says so
-(`Grader.wrong`): it would do it again. A process that died, or had no processor to run on, is never the text's fault.
+twice for the same sample. A text that keeps a grader with a `Grader.wrong` busy until its deadline is wrong at once: a
+second attempt would end the same way. A process that died, or had no processor to run on, is never the text's fault.
 
 Invariants: as many grades as requests, in their order; an item is blamed at most `retries + 1` times; a grader that
 raises, hangs or dies fails its own item only; no process is started before it is needed, none outlives the pool.
@@ -39,7 +39,7 @@ class Fault(Struct, frozen=True):
 
 
 class _Seat:
-    """A worker process, and what the pool knows of the process that runs now."""
+    """A worker process, and how many items its current incarnation has graded."""
 
     def __init__(self, memory_bytes: int) -> None:
         self.worker = WorkerProcess("stages.graders.worker", (memory_bytes,))
@@ -56,8 +56,8 @@ class _Seat:
             except WorkerLost as lost:
                 if attempt == _START_ATTEMPTS:
                     raise PoolError(
-                        f"a grader process ended at its start ({lost.ending or lost}); its error output says why, "
-                        "and --reward-workers 0 grades in the stage instead"
+                        f"a grader process ended at its start ({lost.ending or lost}); see its error output; "
+                        "--reward-workers 0 grades in the stage instead"
                     ) from None
         if self.worker.incarnation != self._incarnation:
             self._incarnation, self.served, self._loaded = self.worker.incarnation, 0, set()
@@ -87,7 +87,7 @@ class _Seat:
         return msgspec.msgpack.decode(value, type=Grade)
 
     async def _call(self, item: GradeRequest) -> msgspec.Raw:
-        """Text that is not valid Unicode is repaired only where it is found."""
+        """Send an item; only an item that cannot be encoded is repaired."""
         try:
             return await self.worker.call(item)
         except UnicodeEncodeError:
@@ -130,7 +130,7 @@ class GraderPool:
         if not self._open:
             raise PoolError("the grader pool is not open; enter it with 'async with' first")
         results: list[Grade | None] = [None] * len(items)
-        away: list[int] = []
+        pending: list[int] = []  # items for processes
         for position, item in enumerate(items):
             if position % _YIELD_EVERY == _YIELD_EVERY - 1:
                 await asyncio.sleep(0)
@@ -138,20 +138,19 @@ class GraderPool:
             if grader is not None and grader.in_stage:
                 results[position] = grade_request(item)
             elif self._seats:
-                away.append(position)
+                pending.append(position)
             else:
                 results[position] = failed(refusal(item.grader) or _needs_process(item.grader))
-        rest = iter(away)
+        queue = iter(pending)
 
-        async def grade_rest() -> None:
-            """Takes the next item as long as there is one."""
-            for position in rest:
+        async def grade_queue() -> None:
+            for position in queue:
                 results[position] = await self._grade(items[position])
 
         with pool_error_alone():
             async with asyncio.TaskGroup() as tasks:
-                for _ in range(min(len(away), len(self._seats))):
-                    tasks.create_task(grade_rest())
+                for _ in range(min(len(pending), len(self._seats))):
+                    tasks.create_task(grade_queue())
         return [grade if grade is not None else failed("the grader gave no grade") for grade in results]
 
     async def _grade(self, item: GradeRequest) -> Grade:
@@ -159,20 +158,20 @@ class GraderPool:
         attempts = 0
         while True:
             async with self._seat() as seat:
-                found = await seat.grade(item, self._deadline_s)
-                if isinstance(found, Fault) or (found.error or "").startswith("MemoryError"):
-                    seat.served = self._recycle_after  # what the grader left behind would fail the items after it
-            if isinstance(found, Grade):
-                return found
+                outcome = await seat.grade(item, self._deadline_s)
+                if isinstance(outcome, Fault) or (outcome.error or "").startswith("MemoryError"):
+                    seat.served = self._recycle_after  # leftovers of this grader would fail the next items
+            if isinstance(outcome, Grade):
+                return outcome
             attempts += 1
-            verdict = self._blame(found, attempts, item)
+            verdict = self._blame(outcome, attempts, item)
             if verdict is not None:
                 return verdict
 
     def _blame(self, fault: Fault, attempts: int, item: GradeRequest) -> Grade | None:
         """The grade of an item that ended a process, or None if it is to be tried again."""
         if fault.kind == "timeout":
-            grader = listed_grader(item.grader)  # an overrun of the user's own is not the text's fault
+            grader = listed_grader(item.grader)  # None for a custom grader: its overrun is not the text's fault
             if fault.busy and grader is not None and grader.wrong is not None:
                 return Grade(grader.wrong, False, status="timeout")
         if attempts <= self._retries:
@@ -201,7 +200,7 @@ class GraderPool:
 
 @contextmanager
 def pool_error_alone() -> Iterator[None]:
-    """Raises the PoolError of a task group by itself: its message is the reason of all."""
+    """Raise the first PoolError of a task group alone; its message explains the others."""
     try:
         yield
     except BaseExceptionGroup as group:

@@ -36,12 +36,12 @@ def grade_auto(request: GradeRequest) -> Grade:
 
 
 def stage_grader(argument: str | None) -> Grader:
-    """The entry of `remote` and `judge`, which the stage calls itself. Raises ValueError."""
+    """The entry of `remote` and `judge`, which run in the reward stage. Raises ValueError."""
     if argument is not None and not argument.strip():
         raise ValueError("the text after the colon is empty")
 
     def refuse(request: GradeRequest) -> Grade:
-        return failed(f"{request.grader!r} is asked by the reward stage, not by a grader process")
+        return failed(f"{request.grader!r} runs in the reward stage, not in a grader process")
 
     return Grader(refuse, in_stage=False)
 
@@ -90,7 +90,7 @@ GRADERS: dict[str, Entry] = {
 
 @lru_cache(maxsize=256)
 def find_grader(name: str) -> Grader:
-    """The grader of a name. Raises UnknownGraderError, which says what is near."""
+    """The grader of a name. Raises UnknownGraderError, which suggests the nearest name."""
     base, separator, argument = name.partition(":")
     entry = GRADERS.get(base)
     boxed = entry is None and base.startswith(BOXED)
@@ -108,7 +108,7 @@ def find_grader(name: str) -> Grader:
 
 
 def is_import_path(name: str) -> bool:
-    """Whether a name means a function of the user and not a grader of the table."""
+    """Whether a name is the import path of a custom grader."""
     base = name.partition(":")[0]
     known = base in GRADERS or base.removeprefix(BOXED) in GRADERS
     return not known and IMPORT_PATH.fullmatch(name) is not None
@@ -116,7 +116,7 @@ def is_import_path(name: str) -> bool:
 
 @lru_cache(maxsize=256)
 def listed_grader(name: str) -> Grader | None:
-    """The grader of a name of the table; None for the user's own, which is not imported here, and for no grader."""
+    """The built-in grader of a name; None for a custom grader, which is not imported here, and for an unknown name."""
     try:
         return None if is_import_path(name) else find_grader(name)
     except UnknownGraderError:
@@ -129,7 +129,7 @@ def _find_custom(name: str, base: str) -> Grader:
 
 
 def _check_form(name: str, base: str) -> None:
-    """Refuse what is no import path, and a slip in a name of the table: `exakt:fn` where there is no module exakt."""
+    """Refuse a name that is no import path, and a misspelt built-in name: `exakt:fn` if there is no module `exakt`."""
     names = [*GRADERS, *(BOXED + known for known, entry in GRADERS.items() if entry.reads_text)]
     near = nearest(base, names)
     guess = f"did you mean {near!r}? " if near else ""
@@ -156,7 +156,7 @@ def _grade_box(grader: Grader, request: GradeRequest) -> Grade:
 
 
 def refusal(name: str) -> str | None:
-    """Why a name can be no grader, None if it can. The module of an import path is not imported here."""
+    """Why a name is no grader; None if it is one. Does not import the module of an import path."""
     try:
         if is_import_path(name):
             _check_form(name, name.partition(":")[0])
@@ -179,7 +179,7 @@ def grade_request(request: GradeRequest) -> Grade:
 
 
 def choose_auto(labels: Iterable[str | None]) -> tuple[str, str]:
-    """(grader, why in one sentence), from a sample of the labels. Raises UnknownGraderError if they do not agree."""
+    """(grader, reason) from a sample of the labels. Raises UnknownGraderError if the labels do not agree."""
     known = [label for label in labels if label is not None and label.strip()]
     if not known:
         raise UnknownGraderError(
@@ -196,6 +196,6 @@ def choose_auto(labels: Iterable[str | None]) -> tuple[str, str]:
 
 
 def outside(grader: str) -> tuple[str, str | None] | None:
-    """(`remote` or `judge`, its argument) of a grader that the stage asks itself; None if grader processes have it."""
+    """(`remote` or `judge`, argument) if the reward stage itself runs this grader, else None."""
     base, separator, argument = grader.partition(":")
     return (base, argument if separator else None) if base in ("remote", "judge") else None

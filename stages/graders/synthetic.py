@@ -1,6 +1,6 @@
 """Graders without judgement, for load and fault tests: length, random, constant, sleep, crash.
 
-Invariant: what is drawn follows from the request's seed alone, so that a repeated run draws the same. `sleep` and
+Invariant: a draw depends on the request's seed alone, so that a repeated run draws the same. `sleep` and
 `crash` score like `random`, so that a load test passes group filters.
 """
 
@@ -13,6 +13,8 @@ import signal
 import time
 from collections.abc import Callable
 from functools import partial
+
+import msgspec
 
 from models.engines.noise import GOLDEN, mix
 from stages.graders.grade import Grade, Grader, GradeRequest
@@ -87,18 +89,16 @@ def grade_sleep(draw: Draw, request: GradeRequest) -> Grade:
     """Sleep for a drawn time, then score at random."""
     seconds = draw(uniform(request.seed, 1), uniform(request.seed, 2))
     time.sleep(seconds)
-    won = uniform(request.seed, 0) < 0.5
-    return Grade(float(won), won, {"slept_s": seconds})
+    return msgspec.structs.replace(grade_random(0.5, request), parts={"slept_s": seconds})
 
 
 def grade_crash(probability: float, request: GradeRequest) -> Grade:
     """Die of a segmentation fault with the given probability (of the seed), else score at random."""
     if uniform(request.seed, 3) < probability:
         if IN_WORKER_VARIABLE not in os.environ:
-            raise RuntimeError("crash: kills worker processes only, and this is none")
+            raise RuntimeError("crash: kills grader processes only, and this process is none")
         os.kill(os.getpid(), signal.SIGSEGV)
-    won = uniform(request.seed, 0) < 0.5
-    return Grade(float(won), won)
+    return grade_random(0.5, request)
 
 
 def parse_durations(text: str) -> Draw:

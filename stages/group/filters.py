@@ -8,8 +8,8 @@ for a whole new wave.
 would otherwise have to wait for new prompts (stages/train/buffer.py).
 
 Invariants: the unit is the rollout, never the sequence; rewards are those of the grader and of the turns, before any
-shaping, because a length penalty gives an all-wrong group a spread that teaches nothing; a rule changes nothing, and
-what it knows beyond the group is in `FilterState`, which the group stage keeps.
+shaping, because a length penalty gives an all-wrong group a spread that teaches nothing; a rule changes nothing; all
+state beyond the group is in `FilterState`, which the group stage keeps.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from stages.rollouts import closing, oldest_version, pass_rate, raw_returns, rol
 
 ZERO_STD = 1e-6  # rewards closer than this are equal: sums of floats are noisy
 FALLBACK = "nonzero_std_fallback"
-FORMS = {  # what is written after the name
+FORMS = {  # of the argument after the colon
     "nonzero_std": "",
     FALLBACK: "",
     "duplicate_prompt": "",
@@ -54,14 +54,14 @@ KEEP = FilterDecision(True)
 
 @dataclass
 class FilterState:
-    """What the filters know beyond the group before them."""
+    """State of the filters beyond the current group."""
 
     version: int = 0  # newest published weights
-    remembers: bool = False  # a rule asks for `passed`
+    remembers: bool = False  # whether a rule needs `passed`
     passed: dict[int, dict[str, int]] = field(default_factory=dict)  # epoch -> prompt -> group passed on to training
 
     def passes(self, group: PromptGroup) -> None:
-        """Remember that the group goes on to training. Epochs before the last one are forgotten."""
+        """Remember a group that is passed on to training. Forgets all epochs but the newest two."""
         if not self.remembers:
             return
         self.passed.setdefault(group.epoch, {})[group.prompt] = group.group_id
@@ -90,7 +90,7 @@ def pass_rate_rule(low: float, high: float) -> GroupFilter:
         rate = pass_rate(slice_.samples)
         if rate is None:
             raise FilterError(
-                "pass_rate needs a grader that says which responses are correct, and this group's does not; "
+                "pass_rate needs a grader that reports is_correct, and this group's grader does not; "
                 "return is_correct beside the score, or filter by reward:LOW_HIGH"
             )
         return _within(rate, low, high, "pass_rate_low", "pass_rate_high")
@@ -130,7 +130,7 @@ def staleness_rule(bound: int, state: FilterState) -> GroupFilter:
 
 
 def max_failed_rule(share: float) -> GroupFilter:
-    """Drop groups of which more than this share of the rollouts failed. The filter sees the members that are left."""
+    """Drop groups of which more than this share of the rollouts failed. Failed members are not in the slice."""
 
     def rule(slice_: RolloutSlice) -> FilterDecision:
         wanted = slice_.group.n_samples
@@ -164,11 +164,11 @@ def filters_on(config: FilterConfig) -> bool:
 def parse_filters(names: Sequence[str], state: FilterState | None = None) -> list[GroupFilter]:
     """The chain of the built-in filters of these names, e.g. `["nonzero_std", "pass_rate:0.1_0.9"]`.
 
-    Raises FilterNameError with the filter, what is wrong with it and how to write it.
+    Raises FilterNameError with the filter, its fault and its form.
     """
     state = state or FilterState()
     chain = [_parse(text, state) for text in names]
-    return [one for one in chain if one is not None]
+    return [rule for rule in chain if rule is not None]
 
 
 def _parse(text: str, state: FilterState) -> GroupFilter | None:
@@ -183,7 +183,7 @@ def _parse(text: str, state: FilterState) -> GroupFilter | None:
         case "nonzero_std":
             return nonzero_std
         case "nonzero_std_fallback":
-            return None  # the trainer's to judge
+            return None  # the train stage applies it
         case "duplicate_prompt":
             return duplicate_rule(state)
         case "pass_rate":

@@ -1,10 +1,10 @@
 """The group stage: puts the rollouts of one prompt together again and decides whether they are worth training on.
 
-Invariants: a group leaves as one slice with its members in index order (sequences of a rollout in theirs), or is
-settled: here (filtered, failed, discarded), or by the controller, when a member became a dead letter. The leases of its
-parts are released only then, so a lost replica loses nothing. For each (group, index) the first rollout wins: a
-redelivered prompt may produce others, and they are dropped. Its stream is keyed: all slices of a group come to one
-replica, or to another one together; what a retired replica holds of groups that are not whole goes to another.
+Invariants: a group leaves as one slice with its members in index order and the sequences of a rollout in sequence
+order, or is settled: here (filtered, failed, discarded), or by the controller after a member became a dead letter. The
+leases of its parts are released only then, so a lost replica loses nothing. For each (group, index) the first rollout
+wins: rollouts of a redelivered prompt are dropped. The input stream is keyed: all slices of a group come to the same
+replica, and the incomplete groups of a retired replica move to another replica whole.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from stages.slime.types import slime_arguments
 from stages.topic_values import SETTINGS, newest_settings
 
 REMEMBERED_GROUPS = 100_000
-MOST_REASONS = 100  # in the log: a reason with a number in it is new each time
+MOST_REASONS = 100  # in the log: a reason with a number in it is never the same twice
 
 log = logging.getLogger("sluice.group")
 
@@ -45,9 +45,9 @@ class _Open:
     leases: list[Lease[RolloutSlice]] = field(default_factory=list)
 
     def add(self, sample: Sample) -> None:
-        """Take a sample unless its place is filled, or its rollout has other sequences than the one begun here."""
+        """Take a sample, unless its place is filled or its attempt has another number of sequences."""
         sequences = self.parts.setdefault(sample.index, {})
-        if all(other.sequences == sample.sequences for other in sequences.values()):
+        if all(known.sequences == sample.sequences for known in sequences.values()):
             sequences.setdefault(sample.sequence, sample)
 
     @property
@@ -62,11 +62,13 @@ class _Open:
 
 
 def members_needed(config: Config, n_samples: int) -> int:
-    """Fewest rollouts that say anything: two where they are compared with each other, else one."""
+    """Fewest rollouts that can be trained on: two if the estimator compares them with each other, else one."""
     algorithm = config.algorithm
     estimator = algorithm.advantage_estimator
-    alone = estimator in ESTIMATORS and (estimator not in GROUP_RELATIVE or algorithm.disable_rewards_normalization)
-    return 1 if alone or n_samples == 1 else 2
+    independent = estimator in ESTIMATORS and (
+        estimator not in GROUP_RELATIVE or algorithm.disable_rewards_normalization
+    )
+    return 1 if independent or n_samples == 1 else 2
 
 
 class GroupStage(Stage):
@@ -83,8 +85,8 @@ class GroupStage(Stage):
         self._sample_filter = None if path is None else sample_filter(path)
         self._args = slime_arguments(self.config)
         self._drain: str | None = None
-        self._logged: set[str] = set()  # reasons of failed members that stand in the log
-        self._finished: OrderedDict[str, None] = OrderedDict()  # newest groups that left: late duplicates end here
+        self._logged: set[str] = set()  # reasons of failed members that have been logged
+        self._finished: OrderedDict[str, None] = OrderedDict()  # newest groups that left, to recognise late duplicates
         self._samples = SampleLog(self.config, self.context.run_dir)
         if self.config.reward.group_rm:
             self._grading = Grading(self.config, self.activity)
@@ -95,14 +97,14 @@ class GroupStage(Stage):
             await self._grading.close()
 
     async def run(self, ports: Ports) -> None:
-        self._take_thresholds(ports.topic)  # of a replica that comes later, before its first group
+        self._take_thresholds(ports.topic)  # a new replica needs them before its first group
         judges = [] if self._grading is None else [self._grading.follow(ports.topic)]
         async with beside(self._watch_topic(ports), *judges):
             await self._join(ports)
 
     async def _watch_topic(self, ports: Ports) -> None:
-        """Waits for `dead` (drops groups that lost a member for good), `drain` (discards what is incomplete) and
-        `settings` (other thresholds of the filters). Cancelled when the inlet ends."""
+        """Waits for `dead` (groups that lost a member for good), `drain` (discard incomplete groups) and `settings`
+        (new thresholds of the filters). Cancelled when the inlet ends."""
         revision = 0
         while True:
             revision = await ports.topic.wait(revision, "dead", "drain", SETTINGS)
@@ -115,7 +117,7 @@ class GroupStage(Stage):
                     await self._discard(open_, ports.outlets["settle"])
 
     def _take_thresholds(self, topic: Topic) -> None:
-        """Groups that are judged from now on meet the filters as they were changed last."""
+        """Apply the newest thresholds to all groups that are filtered from now on."""
         changed = newest_settings(topic)
         if changed is not None and changed.dynamic_sampling_filter != self._names:
             self._names = changed.dynamic_sampling_filter
@@ -126,7 +128,7 @@ class GroupStage(Stage):
             )
 
     def _drop_dead(self, groups: bytes | None) -> None:
-        """The controller has settled these groups: what is here of them is released, and what comes is dropped."""
+        """The controller has settled these groups: release their parts, and drop the parts that still come."""
         for key in () if groups is None else msgspec.msgpack.decode(groups, type=tuple[str, ...]):
             open_ = self._open.get(key)
             self._claim(key)
@@ -148,7 +150,7 @@ class GroupStage(Stage):
                     self.activity.extra["open_groups"] = float(len(self._open))
 
     async def _take(self, lease: Lease[RolloutSlice], ports: Ports) -> _Open | None:
-        """Put a slice to its group. The group, claimed, if that completed it."""
+        """Add a slice to its group. Returns the group, claimed, if the slice completed it."""
         slice_ = lease.message
         group = slice_.group
         if group.purpose == "eval" and self._grading is None:
@@ -175,7 +177,7 @@ class GroupStage(Stage):
                 await ports.outlets["eval"].send(slice_, slice_.key)
 
     async def _finish_aside(self, open_: _Open, ports: Ports) -> None:
-        """Other groups are joined while this one is graded."""
+        """Finish a group in a task of its own, so that other groups are joined while it is graded."""
         with self.activity.working():
             await self._finish(open_, ports)
 
@@ -195,7 +197,7 @@ class GroupStage(Stage):
             with self.activity.sending():
                 try:
                     await ports.outlets[port].send(verdict, slice_.group.key)
-                except ValueError as error:  # a group that is larger than a message may be
+                except ValueError as error:  # the group is larger than the limit of a message
                     await ports.outlets["settle"].send(settlement(slice_, "failed", str(error)), slice_.group.key)
             self.activity.items_out += port == "out"
             if isinstance(verdict, Settled):
@@ -209,13 +211,13 @@ class GroupStage(Stage):
             wrong = rollout_fault(parts)
             if wrong is not None:
                 return settlement(slice_, "failed", f"sample {parts[0].index}: {wrong}")
-        here, wanted = len(closing(members)), len(closing(slice_.samples))
+        counted, total = len(closing(members)), len(closing(slice_.samples))
         errors = sorted({s.error or s.status for s in slice_.samples if s.status not in ("completed", "truncated")})
-        if here < members_needed(self.config, slice_.group.n_samples):
-            detail = f"insufficient_members: {here} of {wanted}; {'; '.join(errors)[:300]}"
+        if counted < members_needed(self.config, slice_.group.n_samples):
+            detail = f"insufficient_members: {counted} of {total}; {'; '.join(errors)[:300]}"
             return settlement(slice_, "failed", detail)
         if errors:
-            self._log_reasons(slice_.group.key, f"{here} of its {wanted} rollouts", errors)
+            self._log_reasons(slice_.group.key, f"{counted} of its {total} rollouts", errors)
         kept = msgspec.structs.replace(slice_, samples=members)
         for filter_ in self._filters:
             try:
@@ -235,23 +237,23 @@ class GroupStage(Stage):
         self._state.passes(slice_.group)
         return kept
 
-    def _log_reasons(self, key: str, left: str, errors: list[str]) -> None:
-        """Log why a group goes on without some members, each reason once: the metrics only count them."""
+    def _log_reasons(self, key: str, members: str, errors: list[str]) -> None:
+        """Log why a group continues without some members, each reason once: the metrics only count them."""
         new = [error for error in errors if error not in self._logged]
         if new and len(self._logged) < MOST_REASONS:
             self._logged.update(new)
-            log.warning("group %s goes on with %s; others failed: %s", key, left, "; ".join(new)[:1000])
+            log.warning("group %s continues with %s; others failed: %s", key, members, "; ".join(new)[:1000])
 
     async def _discard(self, open_: _Open, settle: Outlet[Settled]) -> None:
         if self._open.get(open_.group.key) is not open_:
-            return  # it is leaving already
+            return  # another task has claimed it
         self._claim(open_.group.key)
         if open_.group.purpose == "train":
             await settle.send(settlement(open_.slice, "discarded", self._drain or ""), open_.group.key)
         self._release(open_)
 
     def _claim(self, key: str) -> None:
-        """Take a group out of the open groups; samples that still come for it are duplicates, or dropped."""
+        """Take a group out of the open groups; slices that still come for it are dropped."""
         self._open.pop(key, None)
         self._finished[key] = None
         if len(self._finished) > REMEMBERED_GROUPS:

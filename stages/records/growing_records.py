@@ -1,15 +1,15 @@
-"""Records of rollouts that grow, on the disk: what a killed process takes with it, for a replica or a resume to go on.
+"""Append-only records of growing rollouts on the disk, from which another replica or a resumed run continues.
 
-Files below the run directory, `episodes/<group>/<kind>-<life>-<process>.log`. A life of the run is one start of it.
-Parts of responses (stages/records/responses.py) and turns of episodes (stages/records/turns.py) are two kinds. What a
-group left is removed when nothing can need it any more (pipeline/record/episodes.py).
+Files are below the run directory: `episodes/<group>/<kind>-<life>-<process>.log`. A life of the run is one start of it.
+Two kinds use this: partial responses (stages/records/responses.py) and turns of episodes (stages/records/turns.py).
+pipeline/record/episodes.py removes the files of a group when nothing can need them any more.
 
 Invariants:
-- One process writes a file. A record has only what is new since the previous record of the same key, so that a file
-  grows with the tokens and not with their square.
-- A record is whole (checksum), or it ends the reading of its file.
-- What an earlier life left comes with the newest version of weights that is part of the run's history: the smallest of
-  the steps from which the lives after it went on. A higher number was taken back, and may mean other weights now.
+- One process writes a file. A record has only the change since the previous record of the same key, so a file grows
+  linearly with the tokens.
+- A record is complete (checksum), or reading stops there.
+- Records of an earlier life come with the newest valid version of weights: the smallest step from which a later life
+  continued. A higher version was rolled back, and its number may mean other weights now.
 """
 
 from __future__ import annotations
@@ -42,23 +42,23 @@ from stages.train.saved_groups import fingerprint, message_decoder, message_enco
 log = logging.getLogger("sluice.records")
 
 Body = TypeVar("Body", bound=Struct)
-Key = tuple[int, ...]  # what grows, within its group
+Key = tuple[int, ...]  # identifies a body within its group
 
 RESPONSES: Final = "responses"  # names of kinds
 TURNS: Final = "turns"
-_REMEMBERED: Final = 65_536  # keys whose previous record is known; the next record of any other key is whole
+_REMEMBERED: Final = 65_536  # limit of keys with a known previous record; the next record of another key is complete
 _HEAD: Final = Layout("<QQ")  # bytes of the record, and their xxh3_64
 
 
 @dataclass(frozen=True)
 class Kind(Generic[Body]):
-    """What grows: `arrays` of equal length with one value for each token, and a `text`."""
+    """The growing parts of a body: `arrays` of equal length with one value for each token, and a `text`."""
 
     name: str
     body: type[Body]
     arrays: tuple[str, ...]  # the first one counts the tokens
     text: str
-    synced: bool  # a record is on the disk, and not only with the operating system, when `append` returns
+    synced: bool  # `append` returns when the record is on the disk, not only in the operating system's cache
 
 
 class Piece(Struct, Generic[Body], frozen=True, array_like=True):
@@ -66,13 +66,14 @@ class Piece(Struct, Generic[Body], frozen=True, array_like=True):
 
     about: bytes  # see GrowingRecords.about
     key: Key
-    tokens: int  # in the previous records of the key: the arrays of the body begin behind them
-    characters: int  # of the text, likewise
-    body: Body  # all but the arrays and the text is of the whole
+    tokens: int  # tokens in the previous records of the key; the arrays begin after them
+    characters: int  # characters of the text, likewise
+    body: Body  # a piece: arrays and text are partial, the rest is complete
 
 
 class GrowingRecords(Generic[Body]):
-    """Records of one kind. `lives`: the step from which each life of the run went on; the last life is this one."""
+    """Records of one kind. `lives`: the step from which each life of the run continued; the last is the current
+    life."""
 
     def __init__(self, directory: Path, kind: Kind[Body], config: Config, lives: Sequence[int]) -> None:
         self.directory, self.kind, self.lives = directory, kind, lives
@@ -86,25 +87,26 @@ class GrowingRecords(Generic[Body]):
         self._damaged: set[Path] = set()
 
     def about(self, group: PromptGroup) -> bytes:
-        """Identifies what the rollouts of a group are: other prompts, seeds or settings make other bytes."""
+        """Digest of everything that defines a group's rollouts: prompt, seed, settings."""
         row = group.key, group.prompt, group.label, group.seed, group.metadata, group.tools
         drawn = sampling(group, self._rollout)
         return xxhash.xxh3_128_digest(msgspec.msgpack.encode((self._settings, row, drawn)))
 
     def append(self, group: PromptGroup, key: Key, body: Body, *, grows: bool = True) -> bool:
-        """Write what is new of a body; blocks. `grows`: more of it will follow.
+        """Write the new part of a body; blocks. `grows`: more will follow.
 
-        False if the disk failed: the first failure is logged, and the run goes on."""
+        Returns False if the disk failed. The first failure is logged, and the run continues.
+        """
         about = self.about(group)
         tokens, hashed, characters = self._previous.pop((about, key), (0, 0, 0))
         if self._length(body) < tokens or self._hash(body, tokens) != hashed:
-            tokens = characters = 0  # begun anew
+            tokens = characters = 0  # restarted
         piece = Piece(about, key, tokens, characters, self._behind(body, tokens, characters))
         try:
             _append(home_of(self.directory, group.key) / self._name, self._encoder.encode(piece), self.kind.synced)
         except OSError as error:
             if not self._warned:
-                log.warning("%s are not written down, and would be lost with their process: %s", self.kind.name, error)
+                log.warning("%s are not recorded, and will be lost with their process: %s", self.kind.name, error)
             self._warned = True
             return False
         if grows:
@@ -115,9 +117,9 @@ class GrowingRecords(Generic[Body]):
         return True
 
     def read(self, group: PromptGroup, *, this_life: bool) -> Iterator[tuple[float, Key, Body]]:
-        """What other processes left of a group: the newest version that counts, the key, the body so far.
+        """Records of other processes for a group: newest valid version, key, body so far.
 
-        `this_life`: also records written since this start of the run."""
+        `this_life`: include records of the current life."""
         about = self.about(group)
         for newest, pieces in self.pieces(group, this_life=this_life):
             bodies: dict[Key, Body] = {}
@@ -129,7 +131,7 @@ class GrowingRecords(Generic[Body]):
                     yield newest, piece.key, body
 
     def pieces(self, group: PromptGroup, *, this_life: bool) -> Iterator[tuple[float, Iterator[Piece[Body]]]]:
-        """The files of a group that other processes wrote, each with the newest version that counts."""
+        """The files of a group from other processes, each with the newest valid version."""
         home = home_of(self.directory, group.key)
         if not home.is_dir():
             return
@@ -140,7 +142,7 @@ class GrowingRecords(Generic[Body]):
                 yield min(self.lives[life + 1 :], default=math.inf), self._pieces_of(path)
 
     def _pieces_of(self, path: Path) -> Iterator[Piece[Body]]:
-        """The records of a file, up to its end or to the first that is not whole."""
+        """The records of a file, up to its end or the first incomplete record."""
         data = path.read_bytes()
         place = 0
         while place < len(data):
@@ -152,9 +154,9 @@ class GrowingRecords(Generic[Body]):
                 if not body or len(body) < size or xxhash.xxh3_64_intdigest(body) != checksum:
                     raise ValueError("it is not whole")
                 piece = self._decoder.decode(body)
-            except ValueError as error:  # includes msgspec's: a record of another version of the program
+            except ValueError as error:  # includes msgspec's errors, for records of another version of the program
                 if path not in self._damaged:
-                    log.warning("%s: the record at byte %d is passed over, and what follows: %s", path, place, error)
+                    log.warning("%s: ignored from byte %d on, the record there cannot be read: %s", path, place, error)
                 self._damaged.add(path)
                 return
             yield piece
@@ -164,7 +166,7 @@ class GrowingRecords(Generic[Body]):
         return len(getattr(body, self.kind.arrays[0]))
 
     def _hash(self, body: Body, tokens: int) -> int:
-        """Hash of the beginning of a body: everything that a later record leaves out."""
+        """Hash of the beginning of a body, which later records omit."""
         if not tokens:
             return 0
         parts = (np.asarray(getattr(body, name)[:tokens]).tobytes() for name in self.kind.arrays)
@@ -175,7 +177,7 @@ class GrowingRecords(Generic[Body]):
         return replace(body, **rest, **{self.kind.text: getattr(body, self.kind.text)[characters:]})
 
     def _whole(self, before: Body | None, piece: Piece[Body]) -> Body | None:
-        """The body with one more piece; None if the piece does not follow the previous ones."""
+        """The body with the next piece; None if the piece does not continue it."""
         if not piece.tokens:
             return piece.body
         text = self.kind.text
@@ -192,8 +194,8 @@ def _joined(before: Any, behind: Any) -> Any:
 
 
 def about_settings(config: Config) -> bytes:
-    """Of all that decides what the tokens of a turn are, beside its weights."""
-    # A run may be made longer; temperature and top-p are the group's.
+    """Digest of the settings that, with the weights, decide the tokens of a turn."""
+    # num_rollout may change at a resume; temperature and top-p belong to the group.
     rollout = replace(config.rollout, num_rollout=None, num_epoch=None, rollout_temperature=1.0, rollout_top_p=1.0)
     data, tools = config.data, config.tools.tools
     settings = config.environment, rollout, config.train.hf_checkpoint, data.chat_template_path, tools
@@ -207,9 +209,9 @@ def _append(path: Path, body: bytes, synced: bool) -> None:
     record = _HEAD.pack(len(body), xxhash.xxh3_64_intdigest(body)) + body
     with path.open("ab", buffering=0) as file:
         start = file.tell()
-        if file.write(record) < len(record):  # half a record would hide those that follow
+        if file.write(record) < len(record):  # an incomplete record would hide later records
             file.truncate(start)
-            raise OSError(errno.ENOSPC, "there was room for a part of a record")
+            raise OSError(errno.ENOSPC, "the disk had room for a part of the record only")
         if synced:
             os.fdatasync(file.fileno())
     if new and synced:

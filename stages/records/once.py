@@ -1,17 +1,17 @@
-"""Calls that change the world, made once, whatever is killed and however often an episode takes its turns again.
+"""Calls with side effects, made exactly once despite kills and replays of an episode.
 
     answer = await self.once(pay, "invoice 7", 12.5)      # in an environment; `pay` is an async function
 
-A file records the begin of a call before the call, and its result behind it; each is on the disk before anything else
-happens. A call that has ended gives its recorded result, and is not made again. Of a call that began and did not end it
-is not known whether it took effect: `Uncertain`, for the model to read. Within a call, `call_id()` is a text that no
-other call has. A service that gets it can look up what became of an uncertain call (`Uncertain.call_id`).
+A file records the begin of a call before the call, and its result afterwards; each is on the disk before anything else
+happens. A call that has ended returns its recorded result and is not made again. If a call began and did not end, it is
+unknown whether it took effect: `Uncertain`, for the model to read. Within a call, `call_id()` is a unique text. A
+service that gets it can look up an uncertain call (`Uncertain.call_id`).
 
-A call is known by its episode, its task, the turn (its number and what the model wrote), its place among the calls of
-the turn, the function and the arguments. So a turn that was written anew makes calls of its own.
+A call is identified by its episode, its task, the turn (number and text), its place among the calls of the turn, the
+function and the arguments. So a turn that was generated again makes new calls.
 
-Invariants: no call is made before its begin is on the disk, and none twice; what cannot be read counts as
-begun. Nothing but the standard library is imported: the interpreter of a worker may be one that has only that.
+Invariants: a call's begin is on the disk before the call, and no call is made twice; an unreadable record counts as
+begun. Only the standard library is imported: the interpreter of a worker may have nothing else.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from models.disk import sync, write_whole
 EPISODES_DIR: Final = "episodes"  # in the run directory
 ENDED_FILE: Final = "ended.json"  # there
 _CALL: Final = re.compile(r"[0-9a-f]{40}")
-_EVALUATED: Final = re.compile(r".*@(\d+):\d+")  # key of an evaluation's group, and the version that it is of
+_EVALUATED: Final = re.compile(r".*@(\d+):\d+")  # key of an evaluation's group, with its version
 
-_UNCERTAIN = "whether this call took effect is not known: its process was lost before the result was written down"
+_UNCERTAIN = "whether this call took effect is not known: its process was lost before the result was recorded"
 _call_id: ContextVar[str] = ContextVar("call_id")
 log = logging.getLogger("sluice.agents")
 
 
 class Uncertain(Exception):
-    """The call began earlier, and how it ended is not known. Or the call raises this itself, for the same reason.
+    """The call began earlier and its end is unknown. A call may also raise this itself, for the same reason.
 
-    `call_id`: as the call had it; empty where that is not known.
+    `call_id`: id of the call; empty if unknown.
     """
 
     def __init__(self, reason: str = _UNCERTAIN, call_id: str = "") -> None:
@@ -56,27 +56,26 @@ class Uncertain(Exception):
 
 
 class NoEffect(Exception):
-    """For a call to raise that has certainly changed nothing: it is forgotten, and may be made again."""
+    """Raised by a call that certainly changed nothing: its record is deleted, and it may be made again."""
 
 
 class GroupEnded(Exception):
-    """The call was not made: its group has ended, so that its result would not be kept."""
+    """The call was not made: its group has ended, so its result would not be kept."""
 
 
 class CallRaised(Exception):
-    """What the call raised, now or when it was made: its type and text."""
+    """Type and text of the call's exception, raised now or in an earlier attempt."""
 
 
 def call_id() -> str:
-    """Within a call that is made once: its name, which no other call of any run has. Raises LookupError elsewhere."""
+    """The unique id of the current call. Raises LookupError outside of a call that is made once."""
     return _call_id.get()
 
 
 async def once(home: Path, key: Mapping[str, object], call: Callable[[], Awaitable[object]]) -> Any:
-    """The result of `call`, which is made unless it was made before under this key. Results and keys are JSON.
+    """The result of `call`, made only if no earlier call had this key. Results and keys are JSON.
 
-    Raises Uncertain, CallRaised, NoEffect, GroupEnded, and OSError where nothing can be written down: the call is not
-    made then.
+    Raises Uncertain, CallRaised, NoEffect, GroupEnded, and OSError if the begin cannot be recorded: no call then.
     """
     path = home / hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:40]
     begun = {"key": key, "call_id": secrets.token_hex(16)}
@@ -84,13 +83,13 @@ async def once(home: Path, key: Mapping[str, object], call: Callable[[], Awaitab
     if ended is None:
         inside = _call_id.set(str(begun["call_id"]))
         try:
-            ended = {"value": json.loads(json.dumps(await call()))}  # as it will be read
+            ended = {"value": json.loads(json.dumps(await call()))}  # as a reader will get it
         except NoEffect:
             await asyncio.to_thread(_forget, path)
             raise
         except Uncertain as error:
             error.call_id = error.call_id or call_id()
-            uncertain = json.dumps({**begun, "reason": str(error)}).encode()  # to say the same again
+            uncertain = json.dumps({**begun, "reason": str(error)}).encode()  # so a replay gets the same answer
             await asyncio.to_thread(write_whole, path, uncertain, durable=True)
             raise
         except Exception as error:
@@ -106,8 +105,8 @@ async def once(home: Path, key: Mapping[str, object], call: Callable[[], Awaitab
 class Once:
     """The calls of one episode: `self.once` of an environment, which its worker sets.
 
-    `directory`: of all episodes of a run; `episode`: its group's name, a slash, its number; `about`: tells its task
-    from another one that had the same name.
+    `directory`: for all episodes of a run; `episode`: group key, slash, number; `about`: digest of its task, since
+        another task may have had the same id.
     """
 
     def __init__(self, directory: str | Path, episode: str, about: str = "") -> None:
@@ -117,7 +116,7 @@ class Once:
         self.begin_turn(-1, "")
 
     def begin_turn(self, number: int, text: str) -> None:
-        """What the model wrote, before the environment answers it."""
+        """Start a turn: the model's text, before the environment answers it."""
         self._known |= {"turn": number, "text": text}
         self._place = 0
 
@@ -137,14 +136,14 @@ class Once:
 
 @dataclass(frozen=True)
 class Ended:
-    """Groups that have ended for good: below `next_group`, not `open`; evaluations of versions before `step`."""
+    """Groups that have ended for good: training groups below `next_group` except `open`, evaluations before `step`."""
 
     next_group: int
     open: tuple[int, ...] = ()
     step: int = 0
 
     def has(self, group: str) -> bool:
-        """Whether the group with this key has."""
+        """Whether the group with this key has ended."""
         evaluated = _EVALUATED.fullmatch(group)
         if evaluated is not None:
             return int(evaluated[1]) < self.step
@@ -152,24 +151,24 @@ class Ended:
 
 
 def home_of(directory: Path, group: str) -> Path:
-    """Where the calls of a group's episodes are written down."""
+    """The directory for records of a group's calls."""
     return directory / quote(group, safe="")
 
 
 def groups_in(directory: Path) -> dict[str, Path]:
-    """The groups of which something is written down, and where."""
+    """The groups with records, and their directories."""
     if not directory.is_dir():
         return {}
     return {unquote(path.name): path for path in directory.iterdir() if path.is_dir()}
 
 
 def uncertain_calls(home: Path) -> list[Path]:
-    """The files of a group's calls that have begun and not ended."""
+    """Records of a group's calls that began and did not end."""
     return [path for path in home.iterdir() if _CALL.fullmatch(path.name) and not _has_ended(path)]
 
 
 def forget(home: Path) -> None:
-    """Remove the records of a group, but for calls of which it is not known whether they took effect."""
+    """Remove the records of a group, except those of uncertain calls."""
     kept = set(uncertain_calls(home))
     for path in home.iterdir():
         if path not in kept:
@@ -179,12 +178,12 @@ def forget(home: Path) -> None:
 
 
 def _begin(path: Path, text: str) -> dict[str, Any] | None:
-    """None if the call may be made now; else how it ended. Raises Uncertain."""
+    """Claim a call: None if it may be made now, else its recorded end. Raises Uncertain."""
     try:
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     except FileNotFoundError:
         path.parent.mkdir(parents=True, exist_ok=True)
-        for directory in path.parents[1:3]:  # its entry, and that of the directory of all groups
+        for directory in path.parents[1:3]:  # the entries of both directories
             sync(directory)
         return _begin(path, text)
     except FileExistsError:
@@ -197,7 +196,7 @@ def _begin(path: Path, text: str) -> dict[str, Any] | None:
     ended = path.parents[1] / ENDED_FILE
     if ended.exists() and Ended(**json.loads(ended.read_bytes())).has(unquote(path.parent.name)):
         _forget(path)
-        raise GroupEnded(f"group {unquote(path.parent.name)} has ended: its episodes make no call any more")
+        raise GroupEnded(f"group {unquote(path.parent.name)} has ended, so its episodes may make no calls")
     return None
 
 
@@ -215,21 +214,21 @@ def _has_ended(path: Path) -> bool:
 
 
 def _ended(path: Path) -> dict[str, Any]:
-    """Raises Uncertain for what is not whole."""
+    """The recorded end of a call. Raises Uncertain for an incomplete record."""
     text = path.read_bytes()
     checksum, _, body = text.partition(b" ")
     if checksum != b"%08x" % zlib.crc32(body):
         raise _uncertain(text)
-    found: dict[str, Any] = json.loads(body)
-    return found
+    end: dict[str, Any] = json.loads(body)
+    return end
 
 
 def _uncertain(text: bytes) -> Uncertain:
-    """Of a call that has only begun."""
+    """The error for a call that only began."""
     try:
         begun = json.loads(text)
         return Uncertain(str(begun.get("reason", _UNCERTAIN)), str(begun["call_id"]))
-    except (ValueError, KeyError, AttributeError):  # its bytes did not all reach the disk
+    except (ValueError, KeyError, AttributeError):  # the record of its begin is incomplete
         return Uncertain()
 
 

@@ -1,15 +1,14 @@
-"""Responses in the making, on the disk: the responses of a killed process go on where they were.
+"""Records of partial responses on the disk, from which another process continues after a kill.
 
-`RUN/episodes/<group>/responses-*.log` (stages/records/growing_records.py) gets a record of a response each time that
-`--response-journal-tokens` more of its tokens are certain, and one when it has ended. Shorter responses are not worth a
-record. A turn that begins, on another replica or after a resume, begins with the most that was written of it, as it
-would go on after the loss of its engine.
+`RUN/episodes/<group>/responses-*.log` (stages/records/growing_records.py) gets a record of a response for every
+`--response-journal-tokens` final tokens, and one at its end. Shorter responses get no record. A turn that starts on
+another replica or after a resume begins with the longest record of it, as after the loss of an engine.
 
 Invariants:
-- What is restored was made behind the very tokens that the turn begins with, with this group's prompt, seed and
-  settings, and by weights that are part of the run's history and not older than the bound of staleness lets.
-- Nothing waits for a record: of a response that grows faster than the disk writes, only the newest state is written.
-- Records reach the operating system and are not synced: a machine that fails loses the records of its last seconds.
+- A restored response follows exactly the tokens with which the turn begins, with this group's prompt, seed and
+  settings. Its weights are part of the run's history and within the bound of staleness.
+- Nothing waits for a record: if a response grows faster than the disk writes, only its newest state is written.
+- Records reach the operating system and are not synced: a machine failure loses the last seconds.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ KIND: Final = Kind(RESPONSES, SampleResult, ("token_ids", "log_probs"), "text", 
 
 
 class ResponseJournal:
-    """The responses of one replica. `lives` as in `GrowingRecords`; without any, nothing is written or restored."""
+    """The responses of one replica. `lives` as in `GrowingRecords`; empty: no records are written or restored."""
 
     def __init__(self, directory: Path, config: Config, lives: Sequence[int]) -> None:
         self._directory = directory
@@ -48,47 +47,46 @@ class ResponseJournal:
         self.restored_tokens = 0
 
     def keep(self, group: PromptGroup, sample: Sample, result: SampleResult) -> None:
-        """Have it written down what a turn of `sample` has brought so far."""
+        """Queue a record of the partial result of a turn of `sample`."""
         worth = 0 < self.tokens <= len(result.token_ids) and result.finish in ("aborted", "stop", "length")
         if worth and not result.reason and group.purpose == "train":
             self._due[group.key, _turn(sample)] = group, result
             self._changed.set()
 
     async def run(self) -> None:
-        """Waits for what is to be written; runs until cancelled."""
+        """Write queued records; runs until cancelled."""
         while True:
             await self._changed.wait()
             self._changed.clear()
             await self.flush()
 
     async def flush(self) -> None:
-        """Write what is due."""
+        """Write the queued records."""
         due, self._due = self._due, {}
         await asyncio.to_thread(self._write, due)
 
     def _write(self, due: dict[tuple[str, Key], tuple[PromptGroup, SampleResult]]) -> None:
         if not self._directory.is_dir():
-            return  # another host: nothing would ever remove what is left there
+            return  # another host: nothing would ever remove its files
         for (_, turn), (group, result) in due.items():
             self._records.append(group, turn, result, grows=result.finish == "aborted")
 
     async def restore(self, group: PromptGroup, samples: Sequence[Sample], oldest: int) -> tuple[SampleResult, ...]:
-        """What other processes have left of this turn of each sample; empty if they left nothing at all.
+        """Recorded partial results of this turn, one for each sample; empty if there are none at all.
 
-        `oldest`: no version before this may be trained by the batches that come."""
+        `oldest`: the oldest version that later batches may train.
+        """
         if not self._reads or group.purpose == "eval":
             return ()
-        found = await asyncio.to_thread(self._found, group, {_turn(sample) for sample in samples}, oldest)
-        if not found:
+        records = await asyncio.to_thread(self._read, group, {_turn(sample) for sample in samples}, oldest)
+        if not records:
             return ()
-        tokens = sum(len(result.token_ids) for result in found.values())
+        tokens = sum(len(result.token_ids) for result in records.values())
         self.restored_tokens += tokens
-        log.info(
-            "group %s: %d responses go on behind %d tokens, which another process left", group.key, len(found), tokens
-        )
-        return tuple(found.get(_turn(sample), NOTHING) for sample in samples)
+        log.info("group %s: %d responses continue after %d recorded tokens", group.key, len(records), tokens)
+        return tuple(records.get(_turn(sample), NOTHING) for sample in samples)
 
-    def _found(self, group: PromptGroup, turns: set[Key], oldest: int) -> dict[Key, SampleResult]:
+    def _read(self, group: PromptGroup, turns: set[Key], oldest: int) -> dict[Key, SampleResult]:
         best: dict[Key, SampleResult] = {}
         for newest, turn, result in self._records.read(group, this_life=True):
             if turn not in turns or not _is_whole(result):
@@ -100,9 +98,9 @@ class ResponseJournal:
 
 
 def _turn(sample: Sample) -> Key:
-    """Which rollout and sequence, its turn, times begun anew, hash of its tokens."""
-    begins = xxhash.xxh3_64_intdigest(np.ascontiguousarray(sample.token_ids).tobytes())
-    return sample.index, sample.sequence, sample.turns, sample.replaced, begins
+    """Rollout, sequence, turn, number of restarts, hash of the tokens."""
+    prefix_hash = xxhash.xxh3_64_intdigest(np.ascontiguousarray(sample.token_ids).tobytes())
+    return sample.index, sample.sequence, sample.turns, sample.replaced, prefix_hash
 
 
 def _is_whole(result: SampleResult) -> bool:
@@ -112,7 +110,7 @@ def _is_whole(result: SampleResult) -> bool:
 
 
 def _better(result: SampleResult, than: SampleResult | None) -> bool:
-    """Whether more is done: it has ended, or it is longer."""
+    """Whether a result is further: it has ended, or it is longer."""
     if than is None:
         return True
     return (result.finish != "aborted", len(result.token_ids)) > (than.finish != "aborted", len(than.token_ids))

@@ -1,11 +1,11 @@
-"""Turns that have ended, on the disk: what a killed controller takes with it, since every hub lives in its process.
+"""Records of finished turns on the disk, for a resume after the controller was killed: all hubs live in its process.
 
-`RUN/episodes/<group>/turns-*.log` (stages/records/growing_records.py) has a record for each message that came with a
-turn of the model. When a run is resumed and a rollout is begun that an earlier life had begun, it goes on from the
-newest of its turns whose weights are part of the run's history.
+`RUN/episodes/<group>/turns-*.log` (stages/records/growing_records.py) has a record for each message with a new turn of
+the model. In a resumed run, a rollout that an earlier life had started continues from its newest recorded turn whose
+weights are part of the run's history.
 
-Invariants: a record is on the disk before the environment sees its turn; records of this life are never read, so what
-is begun anew on purpose is; of another message format, sampling or prompt nothing is restored.
+Invariants: a record is on the disk before the environment gets its turn; records of the current life are never read, so
+an intended restart is complete; records of another message format, sampling or prompt are not restored.
 """
 
 from __future__ import annotations
@@ -26,37 +26,38 @@ KIND: Final = Kind(TURNS, Sample, ("token_ids", "loss_mask", "log_probs"), "resp
 
 
 class TurnJournal:
-    """The turns of one replica. `lives`: the step from which each life of the run went on; the last life is this one.
+    """The turns of one replica. `lives`: the step from which each life of the run continued; the last is the current
+    life.
 
-    A record is a rollout with a turn that its environment has not answered yet."""
+    A record is a rollout whose last turn has no answer of the environment yet."""
 
     def __init__(self, directory: Path, config: Config, lives: Sequence[int]) -> None:
         self._records = GrowingRecords(directory, KIND, config, lives)
         self.restored = 0
 
     async def keep(self, group: PromptGroup, sample: Sample) -> None:
-        """Write a rollout down that has come with a turn. A disk that fails is logged; the run goes on."""
+        """Record a rollout with a new turn. A disk failure is logged, and the run continues."""
         if self._records.writes and group.purpose != "eval":
-            # extras have a length of their own: such a rollout is written as a whole each time
+            # extras do not grow with the tokens, so a rollout with extras is written whole each time
             await asyncio.to_thread(self._records.append, group, (sample.index,), sample, grows=not sample.extras)
 
     async def restore(self, group: PromptGroup, sample: Sample) -> Sample:
-        """The rollout with the turns that earlier lives have left of it, or as it is."""
+        """The rollout with the turns that earlier lives recorded, or unchanged."""
         if len(self._records.lives) < 2 or group.purpose == "eval":
             return sample
-        found = await asyncio.to_thread(self._found, group, sample.index)
-        if found is None:
+        recorded = await asyncio.to_thread(self._read, group, sample.index)
+        if recorded is None:
             return sample
         self.restored += 1
         log.info(
-            "group %s: rollout %d goes on from turn %d, which an earlier life left",
+            "group %s: rollout %d continues from turn %d of an earlier life",
             group.key,
             sample.index,
-            found.turns,
+            recorded.turns,
         )
-        return found
+        return recorded
 
-    def _found(self, group: PromptGroup, index: int) -> Sample | None:
+    def _read(self, group: PromptGroup, index: int) -> Sample | None:
         newest: Sample | None = None
         for bound, (rollout,), sample in self._records.read(group, this_life=False):
             fits = rollout == index and max(sample.model_versions, default=0) <= bound

@@ -1,11 +1,10 @@
 """`judge`: a frozen language model reads prompt, response and reference, and writes `Score: X`.
 
 Invariants:
-- only what the judge itself wrote is read for a score, after its thoughts (`</think>`) if it had any; what the response
-  says about its own score is text like any other;
+- a score is read only from the judge's own text, after its thoughts (`</think>`) if it had any; a score that the
+  response gives itself is text like any other;
 - texts are put into the template in one pass, so a response that contains `{label}` stays as it is;
-- what looks like a special token of a chat format (`<|im_end|>`, `[/INST]`, ...) is taken apart, so that a response
-  cannot end its turn;
+- special tokens of chat formats (`<|im_end|>`, `[/INST]`, ...) are taken apart, so that a response cannot end its turn;
 - the first try is greedy, later ones draw with seeds of their own: a judge that wrote no score may do better then.
 """
 
@@ -73,7 +72,7 @@ def fill(template: str, prompt: str, response: str, label: str | None) -> str:
 
 
 def _harmless(text: str) -> str:
-    return _SPECIAL.sub(lambda found: found[0] + " ", clean(text[-_CONTEXT_CHARS:]))
+    return _SPECIAL.sub(lambda matched: matched[0] + " ", clean(text[-_CONTEXT_CHARS:]))
 
 
 def parse_score(text: str, *, cut: bool = False) -> float | None:
@@ -89,9 +88,8 @@ def parse_score(text: str, *, cut: bool = False) -> float | None:
     if cut and lines and not text.endswith(("\n", "\r")):
         lines.pop()
     for line in reversed(lines):
-        found = _SCORE_LINE.match(line)
-        if found is not None:
-            return _value(found["rest"])
+        if (matched := _SCORE_LINE.match(line)) is not None:
+            return _value(matched["rest"])
     return None
 
 
@@ -123,7 +121,7 @@ class Judge:
             if isinstance(answer.error, (EngineUnreachable, EngineTimeout)):
                 reason, timed_out = str(answer.error), isinstance(answer.error, EngineTimeout)
                 continue
-            if answer.error is not None:  # a refusal or a broken protocol: the same again next time
+            if answer.error is not None:  # a refusal or a broken protocol: another try ends the same way
                 return failed(f"judge {name!r}: {answer.error}")
             if (score := parse_score(answer.text, cut=answer.finish == "length")) is not None:
                 return Grade(score)

@@ -35,7 +35,7 @@ class Observed:
         """By name, for `Activity.extra`. Counts add up over replicas; shares and latencies are this replica's."""
         self._reported = time.monotonic()
         ordered = sorted(self._latencies)
-        found = {
+        figures = {
             "graded": float(self.graded),
             "grade_timeouts": float(self.timeouts),
             "grade_errors": float(self.errors),
@@ -44,9 +44,9 @@ class Observed:
             "error_frac": self.errors / self.graded if self.graded else 0.0,
         }
         if ordered:
-            found["latency_ms/p50"] = percentile(ordered, 0.50)
-            found["latency_ms/p99"] = percentile(ordered, 0.99)
-        return found
+            figures["latency_ms/p50"] = percentile(ordered, 0.50)
+            figures["latency_ms/p99"] = percentile(ordered, 0.99)
+        return figures
 
 
 def percentile(ordered: list[float], share: float) -> float:

@@ -1,4 +1,4 @@
-"""Graders that the stage calls itself, without a grader process: `remote` and `judge`."""
+"""The graders that run in the reward stage, without a grader process: `remote` and `judge`."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Outside:
         """The grade of one response by the grader that the request names."""
         base, argument = outside(request.grader) or ("", None)
         if base == "remote":
-            return await self._ask_remote(request, prompt, sample_id, argument)
+            return await self._grade_remote(request, prompt, sample_id, argument)
         name = argument or self._config.judge_engine or (self._names[0] if len(self._names) == 1 else "")
         if self._judge is None or not name:
             return failed(
@@ -57,7 +57,7 @@ class Outside:
             )
         return await self._judge.grade(name, prompt, request.response, request.label, request.seed)
 
-    async def _ask_remote(self, request: GradeRequest, prompt: str, sample_id: str, url: str | None) -> Grade:
+    async def _grade_remote(self, request: GradeRequest, prompt: str, sample_id: str, url: str | None) -> Grade:
         from stages.reward.remote import Question, RemoteReward
 
         if self._remote is None:

@@ -7,8 +7,8 @@ Invariants:
 - at most `--rm-concurrency` requests are open at one time; a request that waits to be tried again holds no place;
 - every try of one question carries the same `Idempotency-Key`, made of the sample and the question, so that a
   server may answer a repeated question from memory, and never one sample's question with another's answer;
-- what cannot get better (a refusal, a score that is no finite number) fails at once; what may (5xx, a lost connection,
-  a timeout, an answer that is no JSON) is tried again `--rm-retries` times, with pauses of min(2^k, 30) s + U(0, 1) s;
+- permanent faults (a refusal, a score that is no finite number) fail at once; transient faults (5xx, a lost connection,
+  a timeout, an answer that is no JSON) are retried `--rm-retries` times, with pauses of min(2^k, 30) s + U(0, 1) s;
 - 429 with Retry-After is obeyed without using up tries, at most `MAX_WAITS` times and for `MAX_WAIT_S` each.
 """
 
@@ -105,22 +105,22 @@ class RemoteReward:
             self._session = None
 
     async def grade(self, question: Question) -> Grade:
-        """Try until there is a grade or no hope. Waits for a place, for the answer, and between tries."""
+        """Try until there is a grade or a permanent fault. Waits for a place, for the answer, and between tries."""
         url = question.url or self.reward.rm_url
         if not url:
             return failed("rm_type 'remote' has no address; set --rm-url")
         key, used, waited, attempt = question.key(), 0, 0, 0
         while True:
             async with self._places:
-                found = await self._try(url, question.body(attempt), key)
+                outcome = await self._try(url, question.body(attempt), key)
             attempt += 1
-            if isinstance(found, Grade):
-                return found
-            free = found.free and waited < MAX_WAITS
-            if not found.again or (used >= self.reward.rm_retries and not free):
+            if isinstance(outcome, Grade):
+                return outcome
+            free = outcome.free and waited < MAX_WAITS
+            if not outcome.again or (used >= self.reward.rm_retries and not free):
                 tries = "" if attempt == 1 else f", in {attempt} tries"
-                return failed(f"{url}: {found.reason}{tries}", "timeout" if found.timeout else "error")
-            await self._sleep(self._pause(used, found, free))
+                return failed(f"{url}: {outcome.reason}{tries}", "timeout" if outcome.timeout else "error")
+            await self._sleep(self._pause(used, outcome, free))
             used, waited = (used, waited + 1) if free else (used + 1, waited)
 
     def _pause(self, used: int, fault: _Fault, free: bool) -> float:
@@ -182,8 +182,8 @@ def _answer(data: bytes | None, reward_key: str | None) -> Grade | _Fault:
         return _fault_of(value, "the answer") if score is None else Grade(score)
     key = "score" if reward_key is None else reward_key
     if key not in value:
-        found = ", ".join(map(str, list(value)[:20])) or "none"
-        return _Fault(f"the answer has no {key!r} (--reward-key); its keys: {found}", again=False)
+        keys = ", ".join(map(str, list(value)[:20])) or "none"
+        return _Fault(f"the answer has no {key!r} (--reward-key); its keys: {keys}", again=False)
     score = _number(value[key])
     if score is None:
         return _fault_of(value[key], f"{key!r} of the answer")
@@ -201,9 +201,9 @@ def _answer(data: bytes | None, reward_key: str | None) -> Grade | _Fault:
     )
 
 
-def _fault_of(value: object, what: str) -> _Fault:
+def _fault_of(value: object, name: str) -> _Fault:
     shown = json.dumps(value)[:80]
-    return _Fault(f"{what} is {shown}; a score must be one finite number", again=False)
+    return _Fault(f"{name} is {shown}; a score must be one finite number", again=False)
 
 
 def _number(value: object) -> float | None:
@@ -223,7 +223,7 @@ def _part(value: object) -> float | None:
 
 
 def retry_after(value: str | None) -> float | None:
-    """Seconds that a Retry-After header (a number, or an HTTP date) asks to wait; None if there is none."""
+    """Seconds to wait by a Retry-After header (a number, or an HTTP date); None without the header."""
     if value is None:
         return None
     if value.strip().isdecimal():

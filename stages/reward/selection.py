@@ -20,7 +20,7 @@ from stages.graders.grade import UnknownGraderError
 
 _NAME = re.compile(r"[A-Za-z_][\w.-]*")
 _FORM = "write name=GRADER@WEIGHT, for example acc=math@0.8"
-SINGLE: Final = "reward"  # what the only component is called where --reward-component is not used
+SINGLE: Final = "reward"  # name of the only component without --reward-component
 _MATH: Final = ("math", "boxed_math")
 _OF_DEADLINE = 0.8
 
@@ -39,15 +39,15 @@ def parse_components(texts: Sequence[str]) -> tuple[Component, ...]:
 
     Raises UnknownGraderError with the value that cannot be used.
     """
-    found: dict[str, Component] = {}
+    components: dict[str, Component] = {}
     for text in texts:
         name, separator, rest = text.partition("=")
-        grader, at, number = rest.rpartition("@")
-        if not separator or not at or not grader:
+        grader, sign, number = rest.rpartition("@")
+        if not separator or not sign or not grader:
             raise UnknownGraderError(f"--reward-component is {text!r}, but has no grader and weight; {_FORM}")
         if not _NAME.fullmatch(name):
             raise UnknownGraderError(f"--reward-component is {text!r}, but {name!r} is no name of a metric; {_FORM}")
-        if name in found:
+        if name in components:
             raise UnknownGraderError(f"--reward-component names {name!r} twice; give each component its own name")
         try:
             weight = float(number)
@@ -55,12 +55,12 @@ def parse_components(texts: Sequence[str]) -> tuple[Component, ...]:
             weight = math.nan
         if not math.isfinite(weight):
             raise UnknownGraderError(f"--reward-component is {text!r}, but {number!r} is no finite weight; {_FORM}")
-        found[name] = Component(name, grader, weight)
-    return tuple(found.values())
+        components[name] = Component(name, grader, weight)
+    return tuple(components.values())
 
 
 class Row(Struct, frozen=True):
-    """What a row's metadata says about its grader."""
+    """The grader that a row's metadata names."""
 
     rm_type: str | None = None
     custom_rm_path: str | None = None
@@ -97,8 +97,8 @@ class Selection:
         return row.custom_rm_path or self.reward.custom_rm_path or row.rm_type or self.reward.rm_type
 
     def _full(self, grader: str) -> str:
-        """The name with what other flags say about it: the dialect of `math`, and the time of `code`, which must end
-        before the grader process that waits for it is killed."""
+        """The name with its argument from other flags: the dialect of `math`, and the time of `code`, which ends before
+        the deadline of the grader process."""
         if grader in _MATH:
             return f"{grader}:{self.reward.math_equivalence}"
         return f"{grader}:{_OF_DEADLINE * self.reward.reward_deadline_s:g}" if grader == "code" else grader

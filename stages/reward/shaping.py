@@ -59,7 +59,7 @@ def shaped(sample: Sample, overlong: Overlong, length: int, *, mask_truncated: b
 def combined(components: Sequence[Component], grades: Sequence[Grade]) -> Grade:
     """The weighted sum of the components' scores, of which there is one grade for each.
 
-    `is_correct` and `extracted` are those of the first component that says whether the response is right.
+    `is_correct` and `extracted` come from the first component that reports `is_correct`.
     """
     score, parts = 0.0, {}
     correct: bool | None = None
@@ -85,8 +85,8 @@ def picked(grade: Grade, key: str | None, grader: str) -> Grade:
     if key is None or key == "score" or grade.error is not None:
         return grade
     if key not in grade.parts:
-        found = ", ".join(["score", *grade.parts])
-        return failed(f"--reward-key is {key!r}, but {grader} returned only: {found}; set it to one of these")
+        keys = ", ".join(["score", *grade.parts])
+        return failed(f"--reward-key is {key!r}, but {grader} returned only: {keys}; set it to one of these")
     score = grade.parts[key]
     parts = {"score": grade.score, **grade.parts}
     return Grade(score, grade.is_correct, parts, grade.extracted, status=grade.status)

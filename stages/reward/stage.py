@@ -1,4 +1,4 @@
-"""From rollouts to graded rollouts: which grader, which process, and what its answer makes of a sample.
+"""From rollouts to graded rollouts: which grader, which process, and the reward of each sample.
 
 Used by the reward stage for each slice, and by the group stage for whole groups under `--group-rm`.
 
@@ -8,7 +8,7 @@ Invariants:
   environment gave it) keeps it;
 - the same sample with the same response is graded once per process, however often it is delivered, unless its grader
   draws at random;
-- a group grader sees all of its group at once or nothing of it;
+- a group grader sees its whole group at once, or nothing;
 - evaluation rollouts are graded alike but never shaped, so that their scores stay comparable.
 """
 
@@ -40,11 +40,11 @@ from stages.rollouts import MEMBER_STATUSES, rollouts, trainable_tokens
 log = logging.getLogger("sluice.grading")
 
 CACHED_GRADES = 8192
-_DRAWN = ("random", "sleep", "crash")  # graders that draw, or that are there to take time
+_DRAWN = ("random", "sleep", "crash")  # graders that draw at random, or only take time
 
 
 @dataclass(frozen=True)
-class Ask:
+class GradeTask:
     """One grader and one response."""
 
     request: GradeRequest
@@ -60,10 +60,10 @@ def gradable(sample: Sample) -> bool:
 
 
 def is_whole(slice_: RolloutSlice) -> bool:
-    """Whether all rollouts of the group are here, with all sequences of each."""
-    here = Counter(sample.index for sample in slice_.samples)
+    """Whether the slice has all rollouts of its group, with all sequences of each."""
+    present = Counter(sample.index for sample in slice_.samples)
     wanted = {sample.index: sample.sequences for sample in slice_.samples}
-    return len(here) >= slice_.group.n_samples and all(here[index] >= wanted[index] for index in here)
+    return len(present) >= slice_.group.n_samples and all(present[index] >= wanted[index] for index in present)
 
 
 class Grading:
@@ -104,8 +104,8 @@ class Grading:
             return await self._grade_group(slice_, row) if is_whole(slice_) else slice_
         members = [sample for sample in slice_.samples if gradable(sample)]
         components = self._selection.graders(row)
-        asks = [self._ask(slice_.group, sample, part) for sample in members for part in components]
-        answers = iter(await self._answers(asks))
+        tasks = [self._task(slice_.group, sample, part) for sample in members for part in components]
+        answers = iter(await self._run(tasks))
         grades: dict[tuple[int, int], Grade] = {}
         for sample in members:
             grades[sample.index, sample.sequence] = self._merged(components, [next(answers) for _ in components])
@@ -116,7 +116,7 @@ class Grading:
             return picked(answers[0], self.reward.reward_key, components[0].grader)
         return combined(components, answers)
 
-    def _ask(self, group: PromptGroup, sample: Sample, part: Component) -> Ask:
+    def _task(self, group: PromptGroup, sample: Sample, part: Component) -> GradeTask:
         request = GradeRequest(
             grader=part.grader,
             response=_read_by(part.grader, sample),
@@ -131,40 +131,36 @@ class Grading:
         if _worth_keeping(part.grader):
             digest = hashlib.blake2b(request.response.encode("utf-8", "replace"), digest_size=16).digest()
             key = (group.dataset, group.pinned_version, group.group_id, sample.index, part.grader, digest)
-        return Ask(request, group.prompt, f"{group.key}/{sample.index}", key)
+        return GradeTask(request, group.prompt, f"{group.key}/{sample.index}", key)
 
-    async def _answers(self, asks: Sequence[Ask]) -> list[Grade]:
-        """A grade for each, in order: from the cache, the pool, or outside of the stage, all at the same time."""
-        found: list[Grade | None] = [self._cache.get(ask.cache_key) for ask in asks]
-        self.observed.cached += sum(grade is not None for grade in found)
-        open_ = [position for position, grade in enumerate(found) if grade is None]
-        within = [position for position in open_ if outside(asks[position].request.grader) is None]
-        without = [position for position in open_ if outside(asks[position].request.grader) is not None]
+    async def _run(self, tasks: Sequence[GradeTask]) -> list[Grade]:
+        """A grade for each task, in order: from the cache, the pool, a reward model or a judge, all concurrently."""
+        grades: list[Grade | None] = [self._cache.get(task.cache_key) for task in tasks]
+        self.observed.cached += sum(grade is not None for grade in grades)
+        missing = [position for position, grade in enumerate(grades) if grade is None]
+        pooled = [position for position in missing if outside(tasks[position].request.grader) is None]
 
-        async def ask_pool() -> None:
+        def record(position: int, grade: Grade, began: float) -> None:
+            self.observed.add(grade, time.perf_counter() - began)
+            self._cache.put(tasks[position].cache_key, grade)
+            grades[position] = grade
+
+        async def grade_in_pool() -> None:
             began = time.perf_counter()
-            grades = await self._pool.grade_many([asks[position].request for position in within])
-            seconds = time.perf_counter() - began
-            for position, grade in zip(within, grades, strict=True):
-                found[position] = self._noted(asks[position], grade, seconds)
+            results = await self._pool.grade_many([tasks[position].request for position in pooled])
+            for position, grade in zip(pooled, results, strict=True):
+                record(position, grade, began)
 
-        async def ask_outside(position: int) -> None:
-            began = time.perf_counter()
-            ask = asks[position]
-            grade = await self._outside.grade(ask.request, ask.prompt, ask.sample_id)
-            found[position] = self._noted(ask, grade, time.perf_counter() - began)
+        async def grade_outside(position: int) -> None:
+            began, task = time.perf_counter(), tasks[position]
+            record(position, await self._outside.grade(task.request, task.prompt, task.sample_id), began)
 
         with pool_error_alone():
-            async with asyncio.TaskGroup() as tasks:
-                for position in without:
-                    tasks.create_task(ask_outside(position))
-                await ask_pool()
-        return [grade if grade is not None else failed("the grader gave no grade") for grade in found]
-
-    def _noted(self, ask: Ask, grade: Grade, seconds: float) -> Grade:
-        self.observed.add(grade, seconds)
-        self._cache.put(ask.cache_key, grade)
-        return grade
+            async with asyncio.TaskGroup() as running:
+                for position in set(missing).difference(pooled):
+                    running.create_task(grade_outside(position))
+                await grade_in_pool()
+        return [grade if grade is not None else failed("the grader gave no grade") for grade in grades]
 
     async def _grade_group(self, slice_: RolloutSlice, row: Row) -> RolloutSlice:
         members = [sample for sample in slice_.samples if gradable(sample)]
@@ -194,7 +190,7 @@ class Grading:
         return self._settled(slice_, grades, name)
 
     def _settled(self, slice_: RolloutSlice, grades: dict[tuple[int, int], Grade], grader: str) -> RolloutSlice:
-        """The slice with what the grades say, shaped."""
+        """The slice with the rewards of its grades, shaped."""
         training = slice_.group.purpose == "train"
         whole = [parts for parts in rollouts(slice_.samples) if all(part.status in MEMBER_STATUSES for part in parts)]
         lengths = {parts[0].index: trainable_tokens(parts) for parts in whole}
@@ -225,9 +221,9 @@ class Grading:
 
 
 def _read_by(grader: str, sample: Sample) -> str:
-    """What a grader reads: the text behind the last result of a tool.
+    """The text that a grader reads: the response after the last result of a tool.
 
-    The user's functions, graders outside of the stage and `format` read the whole response.
+    Custom graders, `remote`, `judge` and `format` read the whole response.
     """
     everything = is_import_path(grader) or outside(grader) is not None or grader.partition(":")[0] == "format"
     return sample.response if everything else sample.response[sample.answer_start :]
@@ -237,8 +233,8 @@ def _worth_keeping(grader: str) -> bool:
     """Whether a grade is worth a place in the cache: it costs something, and the grader does not draw it."""
     if outside(grader) is not None or is_import_path(grader):
         return True
-    found = listed_grader(grader)
-    return found is not None and not found.in_stage and grader.partition(":")[0] not in _DRAWN
+    listed = listed_grader(grader)
+    return listed is not None and not listed.in_stage and grader.partition(":")[0] not in _DRAWN
 
 
 def _with_members(metadata: str, slice_: RolloutSlice) -> str:

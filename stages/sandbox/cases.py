@@ -3,8 +3,8 @@
     python -P -s -S -c "...; from stages.sandbox.cases import main; main(PARENT)" < job.json > results.json
 
 A job is `{program, cases, directory, case_s, total_s, memory_bytes, output_bytes}`; a case is `{"stdin": text}`,
-`{"call": name, "arguments": [...]}` or `{"check": code, "token": text}`. What a case should give is not known in here,
-so that a program cannot look it up; only a check carries its own expectations.
+`{"call": name, "arguments": [...]}` or `{"check": code, "token": text}`. Expected results are not known here, so that a
+program cannot look them up; only a check carries its own expectations.
 
 Invariants: this process runs none of the program; it dies with its parent and its forks with it; a fork that is not
 locked down runs nothing (`confine`).
@@ -30,7 +30,7 @@ _RESULT_FD = 3
 
 
 class Job(TypedDict):
-    """What is to be run, and for how long (seconds)."""
+    """A program, its cases, and their limits (seconds, bytes)."""
 
     program: str
     cases: list[dict[str, Any]]
@@ -62,7 +62,7 @@ def main(parent: int) -> None:
     job: Job = json.load(sys.stdin.buffer)
     deadline = time.monotonic() + job["total_s"]
     results: list[Result] = []
-    left = 8 * job["output_bytes"]  # of all cases together
+    output_left = 8 * job["output_bytes"]  # of all cases together
     full = False
     for case in job["cases"]:
         allowed_s = min(job["case_s"], deadline - time.monotonic())
@@ -70,9 +70,9 @@ def main(parent: int) -> None:
             results.append(Result(how="killed" if full else "timeout", stdout="", value=""))
             continue
         result = _run(job, case, allowed_s)
-        left -= len(result["stdout"]) + len(result["value"])
-        full = is_full(job["directory"])  # it may have been too quick to be looked at
-        if full or left < 0:
+        output_left -= len(result["stdout"]) + len(result["value"])
+        full = is_full(job["directory"])  # a quick program may have ended between two looks
+        if full or output_left < 0:
             result = Result(how="killed" if full else "output", stdout="", value="")
         results.append(result)
     sys.stdout.write(json.dumps(results))
@@ -82,16 +82,16 @@ def main(parent: int) -> None:
 def _run(job: Job, case: dict[str, Any], allowed_s: float) -> Result:
     """One case, in a fork with files in memory for its input and output."""
     files = source, output, value = [os.memfd_create(name) for name in ("input", "output", "value")]
-    ours, theirs = os.pipe()
+    report, ready = os.pipe()
     try:
         os.write(source, str(case.get("stdin", "")).encode("utf-8", "replace"))
         os.lseek(source, 0, os.SEEK_SET)
         me = os.getpid()
         child = os.fork()
         if child == 0:
-            _become(job, case, me, (*files, theirs), allowed_s)
-        os.close(theirs)
-        refusal = preparation(ours)
+            _become(job, case, me, (*files, ready), allowed_s)
+        os.close(ready)
+        refusal = preparation(report)
         if refusal:
             os.waitpid(child, 0)
             return Result(how="isolation", stdout="", value=refusal)
@@ -106,7 +106,7 @@ def _run(job: Job, case: dict[str, Any], allowed_s: float) -> Result:
 
 
 def _wait(child: int, allowed_s: float, directory: str) -> str:
-    """Waits for the end of the fork; unblocked by it, by the time and by what it must not have, and then kills it."""
+    """Waits for the end of the fork. Kills the fork at its time limit, or if it exceeds its threads or files."""
     end = time.monotonic() + allowed_s
     poll = select.poll()
     with open(os.pidfd_open(child), "rb", buffering=0) as handle:

@@ -3,8 +3,8 @@
 None of it needs privileges, a namespace or a container, and the process cannot undo any of it. `confine` does all of it
 in a fork.
 
-Root becomes `nobody`. Where `nobody` cannot read Python's own files (an installation below /root), root's identity is
-kept for opening files only: files are then limited by Landlock alone. Root without the right to change users (a
+Root becomes `nobody`. If `nobody` cannot read Python's own files (an installation below /root), root's identity is kept
+for opening files only: Landlock alone then limits access to files. Root without the right to change users (a
 container with its capabilities dropped) stays root by number, without any capability.
 
 Invariants:
@@ -14,8 +14,8 @@ Invariants:
 - Landlock (Linux 5.13) leaves the file system readable below `read` only, and writable below `write` only; a kernel
   without Landlock leaves files readable as they are for the user, and nothing can be written or removed;
 - no capability is left, and a process that can leave root does;
-- a fork that is not locked down runs nothing, and says why on a descriptor that is closed before the program begins, so
-  that no end of a program can look like a machine that cannot isolate it.
+- a fork that is not locked down runs nothing, and writes the reason to a descriptor that is closed before the program
+  begins, so that no end of a program can look like a machine that cannot isolate it.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ def capabilities(library: ctypes.CDLL) -> int:
     """The capabilities that this process may use, or pass on to a program, as bits."""
     sets = ctypes.create_string_buffer(24)
     if library.capget(struct.pack("=Ii", _CAPABILITY_VERSION, 0), sets) != 0:
-        raise IsolationError(f"capabilities cannot be asked for ({os.strerror(ctypes.get_errno())})")
+        raise IsolationError(f"capabilities cannot be read ({os.strerror(ctypes.get_errno())})")
     return int.from_bytes(sets.raw, "little")
 
 
@@ -229,12 +229,12 @@ def _keep_capabilities(library: ctypes.CDLL, bits: int) -> None:
 
 
 def landlock_version(library: ctypes.CDLL) -> int:
-    """Of this kernel; 0 if it has no Landlock, or has it switched off."""
+    """The Landlock version of this kernel; 0 if Landlock is missing or switched off."""
     return max(0, int(library.syscall(_CREATE, None, ctypes.c_size_t(0), 1)))
 
 
 def restrict_files(library: ctypes.CDLL, version: int, read: Iterable[str], write: Iterable[str]) -> None:
-    """Nothing but reading below `read`, and reading, writing, making and removing below `write`."""
+    """Allow only reading below `read`, and reading, writing, making and removing below `write`."""
     handled = (1 << _ACCESS_BITS.get(version, 16)) - 1
     fields = [handled, *([3] if version >= 4 else []), *([3] if version >= 6 else [])]  # no TCP; no signals outwards
     attributes = struct.pack(f"={len(fields)}Q", *fields)

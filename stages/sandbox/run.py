@@ -1,7 +1,7 @@
 """Runs untrusted Python programs in the jail, from a grader process.
 
-Invariants: the jail's environment is empty but for what makes Python repeatable, it inherits no descriptor, and its
-files are below a directory of its own that is removed afterwards; it is gone before `run_cases` returns.
+Invariants: the jail's environment holds only variables that make Python repeatable; it inherits no descriptor; its
+files are in a new directory that is removed afterwards; its process has ended before `run_cases` returns.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import msgspec
 from msgspec import Struct
 
 MEMORY_BYTES: Final = 1 << 30
-OUTPUT_BYTES: Final = 1 << 20  # that one case may print
+OUTPUT_BYTES: Final = 1 << 20  # limit of the prints of one case
 _GRACE_S = 5.0  # for the jail itself, beyond the time of its cases
 _PREFIX = "sluice-jail"
 _ROOT = Path(__file__).resolve().parents[2]
@@ -35,7 +35,7 @@ _PROGRAM = (
 
 
 class SandboxError(Exception):
-    """The jail could not do its work, for no fault of the program."""
+    """The jail failed, and the program is not the cause."""
 
 
 class StdinCase(Struct, frozen=True):
@@ -84,12 +84,12 @@ class CaseResult(Struct, frozen=True):
 def run_cases(program: str, cases: Sequence[Case], limits: Limits) -> list[CaseResult]:
     """How the program did in each case. Waits for the jail, at most its time and some grace.
 
-    Raises SandboxError if the jail cannot be set up here, or died of something else than the program.
+    Raises SandboxError if the jail cannot be set up here, or died of another cause than the program.
     """
     directory = make_directory()
     try:
         job = {"program": program, "cases": cases, "directory": directory, **msgspec.structs.asdict(limits)}
-        results = _ask(msgspec.json.encode(job), limits.total_s + _GRACE_S)
+        results = _run_jail(msgspec.json.encode(job), limits.total_s + _GRACE_S)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
     broken = next((result for result in results if result.how == "isolation"), None)
@@ -98,7 +98,7 @@ def run_cases(program: str, cases: Sequence[Case], limits: Limits) -> list[CaseR
     return results
 
 
-def _ask(job: bytes, timeout_s: float) -> list[CaseResult]:
+def _run_jail(job: bytes, timeout_s: float) -> list[CaseResult]:
     command = _PROGRAM.format(root=str(_ROOT), parent=os.getpid())
     with subprocess.Popen(
         [*PYTHON, command],
@@ -130,16 +130,16 @@ def make_directory() -> str:
 
 
 def _namespace() -> int:
-    """Names the processes among which a process number means something: containers may share a temporary directory."""
+    """The namespace of process numbers: containers may share a temporary directory."""
     return os.stat("/proc/self/ns/pid").st_ino
 
 
 @lru_cache(maxsize=1)
 def _sweep() -> None:
-    """Remove, once, what killed grader processes left behind: they could not do it themselves."""
-    ours = f"{_PREFIX}-{_namespace()}-"
-    for entry in Path(tempfile.gettempdir()).glob(f"{ours}*"):
-        owner = entry.name.removeprefix(ours).partition("-")[0]
+    """Remove, once, the directories of killed grader processes, which could not do it themselves."""
+    prefix = f"{_PREFIX}-{_namespace()}-"
+    for entry in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+        owner = entry.name.removeprefix(prefix).partition("-")[0]
         if owner.isdecimal() and not Path(f"/proc/{owner}").exists():
             with contextlib.suppress(OSError):  # another process sweeps as well, or it is another user's
                 shutil.rmtree(entry)

@@ -5,11 +5,11 @@
 The first line on the control socket is a `Setup`; each descriptor that comes in after it is the socket of one session.
 A session is two forks: a keeper, which this module's `_keep` is, and a program below it that is locked down
 (`confine`). A line to the keeper is `{"code", "seconds"}`; a line back is a `Ran`. Variables live as long as the
-program: what is killed begins anew with the next code.
+program: after a kill, the next code starts a new program.
 
-Invariants: neither this process nor a keeper runs any of the code; a keeper believes nothing that its program says
-but for one byte, that the code has ended; the program stands still between two pieces of code; it dies with its keeper,
-which ends when the socket closes, and that with this process.
+Invariants: neither this process nor a keeper runs any of the code; a keeper trusts nothing from its program but one
+byte, which means that the code has ended; the program is stopped between two pieces of code; it dies with its keeper,
+which ends when its socket closes or this process ends.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _HANGUP: Final = select.POLLHUP | select.POLLRDHUP | select.POLLERR
 class Setup(TypedDict):
     """What all sessions of one process have in common."""
 
-    directory: str  # below which each has one of its own
+    directory: str  # each session makes its directory below this one
     imports: list[str]
     paths: list[str]  # where they are found, and what programs may read besides the standard library
     memory_bytes: int
@@ -57,8 +57,8 @@ class Ran(TypedDict):
     """How a piece of code went.
 
     `how`: ok, failed (it raised), exit (its process ended), killed (more threads or files than it may have, or a
-    signal), timeout, output (too much of it), isolation (nothing was run: `output` says why). `lost`: its variables are
-    gone. `size`: bytes printed, of which `output` has the first and the last.
+    signal), timeout, output (too much of it), isolation (nothing was run, for the reason in `output`). `lost`: its
+    variables are gone. `size`: bytes printed, of which `output` has the first and the last.
     """
 
     how: str
@@ -154,14 +154,14 @@ class _Program:
         return Ran(how=how, output=self._printed(size), size=size, lost=lost)
 
     def _start(self) -> str:
-        ours, theirs = socket.socketpair()
+        keeper_end, program_end = socket.socketpair()
         report, ready = os.pipe()
         os.ftruncate(self._output, 0)
         me = os.getpid()
         self._pid = os.fork()
         if self._pid == 0:
             nothing = os.open(os.devnull, os.O_RDONLY)
-            files = (nothing, self._output, self._output, theirs.fileno(), self._source)
+            files = (nothing, self._output, self._output, program_end.fileno(), self._source)
             bounds = self._setup
             confine(
                 me,
@@ -173,10 +173,10 @@ class _Program:
                 read=bounds["paths"],
             )
             interpret(3, 4)
-        theirs.close()
+        program_end.close()
         os.close(ready)
         refusal = preparation(report)
-        self._channel = ours.detach()
+        self._channel = keeper_end.detach()
         os.set_blocking(self._channel, False)
         if refusal:
             self.end()

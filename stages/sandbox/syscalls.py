@@ -1,12 +1,12 @@
 """The system calls that a jailed program may make, and the seccomp filter that refuses all others.
 
 Invariants:
-- what is not in the list fails with EPERM, and what is newer than the list with ENOSYS, as on an older kernel: a call
-  that a later kernel brings is refused before anybody here has heard of it;
+- a call that is not in the list fails with EPERM; a call newer than the list fails with ENOSYS, as on an older kernel,
+  so calls that later kernels bring are refused too;
 - no call in the list reaches another process: none sends a signal or makes one be sent (kill and its like; fcntl
   F_SETOWN, F_SETSIG and O_ASYNC; ioctl FIOASYNC), none names a process to change, none connects or passes descriptors;
 - no call in the list makes memory that neither the address space nor a descriptor's file size limits (memfd_create,
-  shmget, mq_open; descriptors in flight over a socket; a descriptor table of its own for a thread).
+  shmget, mq_open; descriptors in flight over a socket; a separate descriptor table for a thread).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Sequence
 _ALLOW, _ERRNO, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
 _LOAD, _EQUAL, _ABOVE, _ANY_BIT, _RETURN = 0x20, 0x15, 0x25, 0x45, 0x06
 _NR, _ARCH, _ARGUMENTS = 0, 4, 16  # offsets in the kernel's seccomp_data, little-endian
-_NEWEST = 462  # number of the newest call that was looked at (mseal, Linux 6.10); alike on all architectures
+_NEWEST = 462  # number of the newest call that was reviewed (mseal, Linux 6.10); the same on all architectures
 _X32 = 0x3FFFFFFF  # numbers above are of x86-64's second numbering, which would get around the list
 
 ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}  # audit number, column below
@@ -51,7 +51,7 @@ ALLOWED = {
     "alarm": (37, -1), "getitimer": (36, 102), "setitimer": (38, 103), "nanosleep": (35, 101),
     "clock_nanosleep": (230, 115), "clock_gettime": (228, 113), "clock_getres": (229, 114),
     "gettimeofday": (96, 169), "time": (201, -1), "times": (100, 153),
-    # what it is and where it runs
+    # identity and resource use
     "getrusage": (98, 165), "sysinfo": (99, 179), "uname": (63, 160), "getrandom": (318, 278),
     "getrlimit": (97, 163), "setrlimit": (160, 164), "getpid": (39, 172), "getppid": (110, 173),
     "gettid": (186, 178), "getuid": (102, 174), "geteuid": (107, 175), "getgid": (104, 176), "getegid": (108, 177),
@@ -62,7 +62,7 @@ ALLOWED = {
     "waitid": (247, 95), "exit": (60, 93), "exit_group": (231, 94),
 }  # fmt: skip
 
-# Allowed as well where Landlock says on which files; without it, files are opened for reading only.
+# Allowed only with Landlock, which limits them to some files; without it, files are opened for reading only.
 WITH_LANDLOCK = {
     "creat": (85, -1), "mkdir": (83, -1), "mkdirat": (258, 34),
     "rmdir": (84, -1), "unlink": (87, -1), "unlinkat": (263, 35), "rename": (82, -1), "renameat": (264, 38),
@@ -81,7 +81,7 @@ _STATUS_FLAGS = 0o20000 | os.O_DIRECT
 
 # Calls of which only some arguments are allowed: the argument's position and the values of its low half.
 OF_VALUES = {
-    # exactly the flags of a thread in glibc and in musl: one with descriptors of its own would have more of them
+    # exactly the flags of a thread in glibc and in musl: a thread with a separate descriptor table could have more
     "clone": ((56, 220), 0, (0x3D0F00, 0x7D0F00)),
     "close_range": ((436, 436), 2, (0, 4)),  # likewise: not CLOSE_RANGE_UNSHARE
     "prlimit64": ((302, 261), 0, (0,)),  # of this process
@@ -129,12 +129,12 @@ def filter_program(machine: str, *, without_landlock: bool = False) -> list[byte
 
 
 def _when(number: int, body: Sequence[bytes]) -> list[bytes]:
-    """Instructions for one value of what is loaded; every path of `body` returns."""
+    """Instructions for one value of the accumulator; every path of `body` returns."""
     return [] if number < 0 else [_instruction(_EQUAL, number, 0, len(body)), *body]
 
 
 def _load(argument: int) -> bytes:
-    """The low half of an argument: all that the kernel looks at in those that are tested here."""
+    """Load the low half of an argument: the kernel ignores the high half of the arguments tested here."""
     return _instruction(_LOAD, _ARGUMENTS + 8 * argument)
 
 

@@ -1,4 +1,4 @@
-"""User code that was written for slime: what it imports, what it is given, and what becomes of what it returns."""
+"""The names that user code written for slime imports."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What user code written for slime imports beside `Sample`: `post`, `run` and `GenerateState`, and their event loop.
+"""Imports of user code written for slime besides `Sample`: `post`, `run` and `GenerateState`, and their event loop.
 
-Invariants: nothing of a run is in here: all of this works with any server that speaks SGLang's HTTP. All calls of one
-process run in one loop, because clients and locks that user code keeps belong to the loop that made them.
+Invariants: nothing here depends on a run, so it works with any server that speaks SGLang's HTTP. All calls of a process
+run in one loop, because clients and locks of user code belong to the loop that created them.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ _END_S: Final = 5.0
 
 
 class UserLoop:
-    """Started at the first call; `close` cancels what still runs."""
+    """An event loop in a thread, started by the first call. `close` cancels all tasks."""
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
 
     def submit(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
-        """Begin the coroutine. To be asked by one thread at a time."""
+        """Schedule the coroutine. Not thread-safe: one caller at a time."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             self._thread = threading.Thread(target=self._loop.run_forever, name="user-functions", daemon=True)
@@ -31,11 +31,11 @@ class UserLoop:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     async def call(self, work: Coroutine[Any, Any, Any]) -> Any:
-        """What the coroutine returns or raises. Cancelled, it cancels it, and does not wait until that has worked."""
+        """Await the coroutine. Cancellation cancels it without waiting for its end."""
         return await asyncio.wrap_future(self.submit(work))
 
     def close(self) -> None:
-        """Blocking for a few seconds at the most: a thread that does not come back ends with the process."""
+        """Blocks for a few seconds at most; a thread that hangs ends with the process."""
         if self._loop is None or self._thread is None:
             return
         asyncio.run_coroutine_threadsafe(_cancel_all(), self._loop)
@@ -43,7 +43,7 @@ class UserLoop:
 
 
 async def _cancel_all() -> None:
-    """Cancel what runs in this loop, wait for it, and stop the loop."""
+    """Cancel all tasks of this loop, wait for them, and stop the loop."""
     mine = asyncio.current_task()
     tasks = [task for task in asyncio.all_tasks() if task is not mine]
     for task in tasks:
@@ -59,7 +59,7 @@ _LOOP: Final = UserLoop()
 
 
 class PostFailed(Exception):
-    """A server refused a request; the text has its status and what it said."""
+    """A server refused a request; the text has status and body."""
 
 
 async def post(
@@ -67,10 +67,9 @@ async def post(
 ) -> Any:
     """POST JSON and give the JSON of the answer. Raises PostFailed, or what the last attempt to connect raised.
 
-    Waits a second and tries again where a server cannot be reached or is busy. A refusal is not tried again: the same
-    request would be refused again.
+    Retries after a second if the server is unreachable or busy. A refusal is not retried: it would be refused again.
     """
-    import aiohttp  # a third of a second in processes that load this package and never call
+    import aiohttp  # imported late: it takes 0.3 s, and many processes never call this
 
     for attempt in range(max_retries + 1):
         try:
@@ -90,14 +89,14 @@ async def post(
 
 
 def run(work: Coroutine[Any, Any, Any]) -> Any:
-    """What a coroutine returns or raises, for a rollout function that is plain. Blocking; all run in one loop."""
+    """Run a coroutine from a synchronous rollout function. Blocks; all coroutines share one loop."""
     return _LOOP.submit(work).result()
 
 
 class GenerateState:
-    """What calls of a function share: the tokenizer of transformers, sampling parameters, a limit of calls.
+    """Shared state of a function's calls: the tokenizer of transformers, sampling parameters, a limit of calls.
 
-    There is one for each model, made at the first call.
+    One object for each model, created by the first call.
     """
 
     _known: ClassVar[dict[str, GenerateState]] = {}

@@ -1,11 +1,11 @@
-"""Between the run's samples and those of user code written for slime. No I/O, no clock.
+"""Converts between the run's samples and those of user code written for slime. No I/O, no clock.
 
-What a function returns is a claim; what the engines were sent and answered is recorded. Ids come from the function,
-log-probs and versions from the record, and only where both agree from the first token on.
+The function's result is a claim; the engines' requests and answers are recorded. Ids come from the function, log-probs
+and versions from the record, as far as both agree from the first token on.
 
-Invariants: no token is trained that no weights of the run made, or that followed other tokens than it stands behind;
-tokens of the prompt and of observations have loss mask 0, log-prob 0.0 and version -1; a token that several of the
-returned sequences share and train is declared shared, so that it is trained once.
+Invariants: a token is trained only if weights of this run generated it after exactly the tokens before it; prompt and
+observation tokens have loss mask 0, log-prob 0.0 and version -1; a token that several returned sequences share and
+train is declared shared, so it is trained once.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from stages.slime import types as slime
 
 
 class ReturnedError(ValueError):
-    """What a user's function returned is no rollout; one sentence with the rule and the cure."""
+    """A user's function returned something that is no rollout. The text has the rule and the cure."""
 
 
 def given_sample(config: Config, group: PromptGroup, sample: Sample) -> slime.Sample:
-    """What a function is given of a rollout that has not begun. It tokenises the prompt itself, as slime has it."""
+    """The sample of a new rollout for a function, which tokenises the prompt itself, as in slime."""
     metadata = group.row_metadata
     return slime.Sample(
         group_index=group.group_id,
@@ -48,29 +48,29 @@ def given_sample(config: Config, group: PromptGroup, sample: Sample) -> slime.Sa
 def returned_rollout(
     returned: object, recorded: Sequence[Sample], first: Sample, *, reward_key: str | None = None
 ) -> tuple[Sample, ...]:
-    """The sequences of a rollout from what a function returned for it.
+    """The sequences of a rollout, from the function's result.
 
     Args:
-        recorded: sequences that engines made for it, see stages/gateway/sessions.py.
-        first: the rollout as it was given out.
+        recorded: sequences with the engines' tokens, see stages/gateway/sessions.py.
+        first: the rollout as the function got it.
 
     Raises ReturnedError.
     """
     given: list[Any] = returned if isinstance(returned, list) else [returned]
-    if not given or not all(_like_a_sample(one) for one in given):
-        names = ", ".join(sorted({type(one).__name__ for one in given})) or "an empty list"
+    if not given or not all(_like_a_sample(sample) for sample in given):
+        names = ", ".join(sorted({type(sample).__name__ for sample in given})) or "an empty list"
         raise ReturnedError(f"it returned {names}; return the sample, or a list of samples")
     known = PrefixTree()
     for number, one in enumerate(recorded):
         known.add(one.token_ids, number)
-    parts = [_sequence(one, recorded, known, first) for one in given]
-    reward, reward_parts = _reward([one.reward for one in given], reward_key)
+    parts = [_sequence(sample, recorded, known, first) for sample in given]
+    reward, reward_parts = _reward([sample.reward for sample in given], reward_key)
     parts[-1] = msgspec.structs.replace(parts[-1], reward=reward, reward_parts=reward_parts)
     return _with_prefixes(as_rollout(*parts))
 
 
 def _like_a_sample(one: Any) -> bool:
-    """A `Sample` of ours, or of a package that the user's code brings with it."""
+    """Whether it has the fields of a `Sample`; the class may come from another package."""
     return all(hasattr(one, name) for name in ("tokens", "response_length", "status", "loss_mask", "reward"))
 
 
@@ -83,7 +83,7 @@ def _sequence(given: Any, recorded: Sequence[Sample], known: PrefixTree, first: 
         )
     if status in ("aborted", "failed"):
         reason = (given.metadata or {}).get("error") if isinstance(given.metadata, Mapping) else None
-        return msgspec.structs.replace(first, status=status, error=str(reason or f"the function says: {status}"))
+        return msgspec.structs.replace(first, status=status, error=str(reason or f"the function's status is {status}"))
     ids, prompt_length = _ids(given)
     made, versions, log_probs, trained = _made(ids, recorded, known)
     versions[:prompt_length], log_probs[:prompt_length] = -1, 0.0
@@ -126,20 +126,22 @@ def _ids(given: Any) -> tuple[npt.NDArray[np.int64], int]:
 def _made(
     ids: npt.NDArray[np.int64], recorded: Sequence[Sample], known: PrefixTree
 ) -> tuple[int, npt.NDArray[np.int32], npt.NDArray[np.float32], npt.NDArray[np.uint8]]:
-    """(tokens from the first on that the record has, [T] version, log-prob of each, and whether it may be trained:
-    what was drawn in another way than the policy is trained for may not)."""
+    """(length of the longest recorded prefix, [T] versions, [T] log-probs, [T] whether the token may be trained).
+
+    Tokens sampled with other parameters than in training may not be trained.
+    """
     number, same = known.longest(ids)
     versions, log_probs = np.full(len(ids), -1, np.int32), np.zeros(len(ids), np.float32)
     trained = np.zeros(len(ids), np.uint8)
     if same:
-        found = recorded[number]
-        versions[:same], log_probs[:same] = found.versions[:same], found.log_probs[:same]
-        trained[:same] = found.loss_mask[:same]
+        source = recorded[number]
+        versions[:same], log_probs[:same] = source.versions[:same], source.log_probs[:same]
+        trained[:same] = source.loss_mask[:same]
     return same, versions, log_probs, trained
 
 
 def _mask(given: Any, prompt_length: int, versions: npt.NDArray[np.int32], made: int) -> npt.NDArray[np.uint8]:
-    """[T] the function's loss mask, or what the model made."""
+    """[T] the function's loss mask; by default 1 for generated tokens."""
     mask = np.zeros(len(versions), np.uint8)
     response = len(versions) - prompt_length
     if given.loss_mask is None:
@@ -190,8 +192,8 @@ def _teacher(given: Any, prompt_length: int, length: int) -> Float32Array:
 
 
 def _reward(rewards: Sequence[Any], key: str | None) -> tuple[float | None, dict[str, float]]:
-    """(the rollout's reward: the last that is set, its parts). None: a grader decides."""
-    reward = next((one for one in reversed(rewards) if one is not None), None)
+    """(reward of the rollout: the last that is set; its parts). None: a grader scores it."""
+    reward = next((reward for reward in reversed(rewards) if reward is not None), None)
     parts: dict[str, float] = {}
     if isinstance(reward, Mapping):
         if key is None or key not in reward:
@@ -213,7 +215,7 @@ def _reward(rewards: Sequence[Any], key: str | None) -> tuple[float | None, dict
 
 
 def _with_prefixes(parts: Sequence[Sample]) -> tuple[Sample, ...]:
-    """The sequences, each with what it has in common with an earlier one, if some of that is trained."""
+    """The sequences, with shared prefixes declared if they contain trained tokens."""
     tree, parts_with = PrefixTree(), list[Sample]()
     for place, part in enumerate(parts):
         shown = np.stack([part.token_ids, part.loss_mask, part.versions], axis=1)

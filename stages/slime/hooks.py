@@ -1,7 +1,7 @@
-"""Functions with slime's signatures: whether slime's calls fit them, and what they are shown of finished rollouts.
+"""Functions with slime's signatures: checks of their signature, and the samples that they get of finished rollouts.
 
-Filters, post-processing of rewards, logs and graders see rollouts as slime's samples, one for each sequence. Invariant:
-what a function does to these changes only what it is for: `remove_sample`, or what it returns.
+Filters, post-processing of rewards, logs and graders get rollouts as slime's samples, one for each sequence. Invariant:
+changes that a function makes to these samples are ignored, except `remove_sample` in filters.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from stages.slime.types import SlimeArguments, slime_arguments
 
 
 def generate_function(path: str) -> Callable[..., Any]:
-    """The function at an import path, if it can be called as slime calls it. Raises ImportPathError."""
+    """The generate function at an import path, with a checked signature. Raises ImportPathError."""
     function = import_function(path, "args", "sample", "sampling_params", optional=("evaluation",))
     if not inspect.iscoroutinefunction(inspect.unwrap(function)):
         raise ImportPathError(
@@ -32,12 +32,12 @@ def generate_function(path: str) -> Callable[..., Any]:
 
 
 def rollout_function(path: str) -> Callable[..., Any]:
-    """The function at an import path, which makes whole batches. Raises ImportPathError."""
+    """The rollout function at an import path, with a checked signature. Raises ImportPathError."""
     return import_function(path, "args", "rollout_id", "data_source", optional=("evaluation",))
 
 
 def data_source(path: str) -> type[Any]:
-    """The class at an import path, if it has what slime asks of a data source. Raises ImportPathError."""
+    """The data source class at an import path, with checked methods. Raises ImportPathError."""
     source = import_path(path)
     if not isinstance(source, type):
         raise ImportPathError(f"import path {path!r} is no class; name the class of a data source")
@@ -73,7 +73,7 @@ def has_args(function: object) -> bool:
 
 
 def shown(slice_: RolloutSlice) -> list[slime.Sample]:
-    """The sequences of a group, in their order."""
+    """The sequences of a group as slime's samples, in order."""
     group, samples = slice_.group, []
     metadata = group.row_metadata
     for sample in slice_.samples:
@@ -118,18 +118,18 @@ def sample_filter(path: str) -> Callable[..., Any]:
 
 
 def removed(function: Callable[..., Any], args: object, slice_: RolloutSlice) -> RolloutSlice:
-    """The group with the rollouts marked that the function takes out of the loss."""
+    """The group, with `remove_sample` as the function set it."""
     samples = shown(slice_)
     function(args, [samples])
     marked = (
-        msgspec.structs.replace(ours, remove_sample=bool(theirs.remove_sample))
-        for ours, theirs in zip(slice_.samples, samples, strict=True)
+        msgspec.structs.replace(sample, remove_sample=bool(filtered.remove_sample))
+        for sample, filtered in zip(slice_.samples, samples, strict=True)
     )
     return msgspec.structs.replace(slice_, samples=tuple(marked))
 
 
 def post_process(path: str) -> Callable[..., Any]:
-    """slime's `(args, samples)`, or ours, `(rewards, samples)`. Raises ImportPathError."""
+    """`(args, samples)` as in slime, or `(rewards, samples)`. Raises ImportPathError."""
     return import_function(path, "rewards", "samples")
 
 
@@ -144,7 +144,7 @@ def eval_log(path: str) -> Callable[..., Any]:
 
 
 async def logged(path: str, function: Callable[..., Any], rollout_id: int, config: Config, *given: object) -> None:
-    """Call a function that logs, in a thread. What it raises is a warning: a log must not end a run."""
+    """Call a log function in a thread. Its exceptions are logged as warnings, because a log must not end a run."""
     try:
         await asyncio.to_thread(function, rollout_id, slime_arguments(config), *given)
     except Exception as error:
@@ -152,7 +152,7 @@ async def logged(path: str, function: Callable[..., Any], rollout_id: int, confi
 
 
 def eval_data(given: Mapping[str, Sequence[RolloutSlice]]) -> dict[str, dict[str, list[Any]]]:
-    """What an evaluation's log is told, by data set."""
+    """The data for an evaluation's log function, by data set."""
     data: dict[str, dict[str, list[Any]]] = {}
     for name, slices in given.items():
         samples = [sample for slice_ in slices for sample in shown(slice_)]
@@ -167,7 +167,7 @@ def eval_data(given: Mapping[str, Sequence[RolloutSlice]]) -> dict[str, dict[str
 def graded_samples(
     prompt: str, responses: Sequence[str], label: str | None, metadata: Mapping[str, object], lengths: Sequence[int]
 ) -> list[slime.Sample]:
-    """What a grader process knows of responses, as samples; their tokens are not among it."""
+    """Responses in a grader process as samples, without tokens."""
     return [
         slime.Sample(prompt=prompt, response=response, response_length=n, label=label, metadata=dict(metadata))
         for response, n in zip(responses, lengths, strict=True)

@@ -1,8 +1,8 @@
-"""What user code written for slime is given: `Sample`, the parts of a data source, and `args`.
+"""Arguments of user code written for slime: `Sample`, the parts of a data source, and `args`.
 
-`Sample` has the fields of slime's public documentation, as far as such code uses them; a run's own `Sample` is that of
-stages/messages.py. `args` has every setting by the name of its flag, with underscores. Most flags have slime's names.
-The rest is filled in here: where the model is served, and settings that no run of this project has.
+`Sample` has the fields of slime's public documentation, as far as user code uses them; the run's own `Sample` is in
+stages/messages.py. `args` has every setting under the name of its flag, with underscores. Most flags have slime's
+names. This module adds the address of the model, and constants for slime's settings that do not exist here.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Status(Enum):
 
 @dataclass
 class Sample:
-    """One sequence. `tokens` is the prompt and the response, `response_length` counts those behind the prompt."""
+    """One sequence. `tokens`: prompt and response; `response_length`: tokens after the prompt."""
 
     group_index: int | None = None
     index: int | None = None
@@ -43,9 +43,9 @@ class Sample:
     response_length: int = 0
     label: str | None = None
     reward: float | dict[str, Any] | None = None
-    loss_mask: list[int] | None = None  # of the response; None: what the model made is trained
+    loss_mask: list[int] | None = None  # of the response; None: generated tokens are trained
     weight_versions: list[str] = field(default_factory=list)
-    rollout_log_probs: list[float] | None = None  # of the response; what the engine said is taken instead
+    rollout_log_probs: list[float] | None = None  # of the response; ignored, the engine's record counts
     rollout_top_p_token_ids: list[int] | None = None
     rollout_top_p_token_offsets: list[int] | None = None
     rollout_routed_experts: Any = None
@@ -59,20 +59,20 @@ class Sample:
     session_id: str | None = None
     non_generation_time: float = 0.0
 
-    # As slime's: `Sample.Status.COMPLETED`. An annotation would make it a field.
+    # For `Sample.Status.COMPLETED`, as in slime. An annotation would make it a field.
     Status = Status
 
     def get_reward_value(self, args: Any) -> Any:
-        """The reward, or that part of it which `args.reward_key` names."""
+        """The reward, or its part `args.reward_key`."""
         return self.reward[args.reward_key] if isinstance(self.reward, dict) and args.reward_key else self.reward
 
     @property
     def effective_response_length(self) -> int:
-        """Tokens of the response that are trained."""
+        """Trained tokens of the response."""
         return self.response_length if self.loss_mask is None else sum(self.loss_mask)
 
     def update_from_meta_info(self, args: Any, meta_info: dict[str, Any]) -> None:
-        """Status and weights version from what an engine says of its answer."""
+        """Set status and weight version from an engine's answer."""
         if meta_info.get("weight_version") is not None:
             self.weight_versions.append(str(meta_info["weight_version"]))
         reason = meta_info.get("finish_reason") or {}
@@ -85,19 +85,19 @@ class Sample:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Sample:
-        """What `to_dict` gave; unknown keys are passed over."""
-        known = {one.name for one in fields(cls)}
+        """The inverse of `to_dict`; unknown keys are ignored."""
+        known = {item.name for item in fields(cls)}
         values = {name: value for name, value in data.items() if name in known}
         return cls(**{**values, "status": Status(values.get("status", "pending"))})
 
 
 class DataSource:
-    """What data sources of slime's users are derived from; the run asks the class itself for its methods."""
+    """Base class for data sources of slime's users. The run checks the methods of the derived class."""
 
 
 @dataclass
 class RolloutFnTrainOutput:
-    """What a rollout function returns: groups of samples, and numbers that are reported with them."""
+    """Result of a rollout function: groups of samples, and metrics to report."""
 
     samples: list[list[Sample]]
     metrics: dict[str, Any] | None = None
@@ -105,13 +105,13 @@ class RolloutFnTrainOutput:
 
 @dataclass
 class RolloutFnEvalOutput:
-    """What a rollout function returns of an evaluation; no run of ours asks for one."""
+    """Result of a rollout function for an evaluation; exists for imports, never requested."""
 
     data: dict[str, dict[str, Any]]
     metrics: dict[str, Any] | None = None
 
 
-# Settings of slime that are always so here.
+# Settings of slime with a constant value here.
 _FIXED: Mapping[str, object] = {
     "debug_train_only": False,
     "mask_offpolicy_in_partial_rollout": False,
@@ -127,7 +127,7 @@ _FIXED: Mapping[str, object] = {
 
 
 class SlimeArguments(SimpleNamespace):
-    """Settings by name. What is not there says so with the place to look."""
+    """Settings by name. The error for an unknown name points to the documentation."""
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
@@ -135,8 +135,8 @@ class SlimeArguments(SimpleNamespace):
             f"python launch.py --help for all settings"
         )
 
-    def asking(self, url: str, key: str = "") -> SlimeArguments:
-        """A copy whose router is this address. The key goes into the host's part of an address made of it."""
+    def with_router(self, url: str, key: str = "") -> SlimeArguments:
+        """A copy with this address as the router. `key` becomes the user of the host: `KEY@HOST`."""
         host, _, port = url.removeprefix("http://").rstrip("/").rpartition(":")
         named = f"{key}@{host}" if key else host
         return SlimeArguments(**{**vars(self), "sglang_router_ip": named, "sglang_router_port": int(port)})
@@ -148,7 +148,7 @@ def slime_arguments(config: Config, **more: object) -> SlimeArguments:
     for section in msgspec.structs.fields(Config):
         value = getattr(config, section.name)
         if isinstance(value, msgspec.Struct):
-            values |= {one.name: getattr(value, one.name) for one in msgspec.structs.fields(type(value))}
+            values |= {item.name: getattr(value, item.name) for item in msgspec.structs.fields(type(value))}
     files = config.data.prompt_data
     values |= {
         "sglang_server_concurrency": config.rollout.server_concurrency,
@@ -164,7 +164,7 @@ def slime_arguments(config: Config, **more: object) -> SlimeArguments:
 
 
 def sampling_parameters(config: Config, group: PromptGroup) -> dict[str, Any]:
-    """Of one request, in SGLang's words."""
+    """Sampling parameters of a request, with SGLang's names."""
     rollout, evaluated, evaluation = config.rollout, config.eval, group.purpose == "eval"
     drawn = sampling(group, rollout)
     longest = evaluated.eval_max_response_len if evaluation else rollout.rollout_max_response_len

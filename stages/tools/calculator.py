@@ -1,9 +1,9 @@
-"""The tool `calculator`: exact arithmetic on expressions that a model wrote: + - * / // % ** and parentheses.
+"""The tool `calculator`: exact arithmetic on expressions of the model: + - * / // % ** and parentheses.
 
-The text is parsed to a syntax tree, whose nodes are checked against a list and computed here; nothing is ever evaluated
-by the interpreter. Numbers are rational, so that 0.1 + 0.2 is 0.3 and 1 / 3 * 3 is 1; only a power with a fractional
-exponent is a float. Every operation is refused before it would make a number of more than 4096 bits, so the time is
-bounded by the length of the text.
+The text is parsed to a syntax tree. Each node is checked against a list of allowed nodes and computed here, so the
+interpreter never evaluates the text. Numbers are rational: 0.1 + 0.2 is 0.3 and 1 / 3 * 3 is 1. Only powers with a
+fractional exponent are floats. Operations whose result would exceed 4096 bits are refused beforehand, so the length of
+the text bounds the time.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from stages.tools.tool import Arguments, Schema, ToolCallError, function_schema
 MAX_CHARS = 1000
 MAX_DEPTH = 64
 MAX_BITS = 4096
-_DIGITS = 15  # significant ones of a number that has no finite decimal form
-_DECIMALS = 30  # longest finite decimal fraction that is written out
+_DIGITS = 15  # significant digits of a number without a finite decimal form
+_DECIMALS = 30  # longest decimal fraction that is written in full
 
 Number = Fraction | float
 _REPLACED = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-", "–": "-", "\u00a0": " "})
 
 
 def evaluate(expression: str) -> str:
-    """The value of an arithmetic expression as text. Raises ToolCallError with words for the model."""
+    """The value of an arithmetic expression as text. Raises ToolCallError with a text for the model."""
     text = expression.translate(_REPLACED).strip()
     if not text:
         raise ToolCallError("the expression is empty")
     if len(text) > MAX_CHARS:
         raise ToolCallError(f"the expression is longer than {MAX_CHARS} characters")
     try:
-        # Line breaks inside of parentheses are harmless, those outside would end the expression.
+        # The parentheses allow line breaks, which would end the expression otherwise.
         tree = ast.parse(" ".join(text.split()), mode="eval")
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise ToolCallError("the expression is not valid arithmetic") from None
@@ -59,7 +59,7 @@ def format_number(value: Number) -> str:
 
 
 def _finite_decimals(denominator: int) -> int | None:
-    """Number of decimals of a fraction with this denominator, None if it is not finite or too long to be of use."""
+    """Number of decimals of a fraction with this denominator; None if it is infinite or too long."""
     twos = (denominator & -denominator).bit_length() - 1
     rest, fives = denominator >> twos, 0
     while rest % 5 == 0 and fives <= _DECIMALS:
@@ -73,7 +73,7 @@ def _rounded(value: Fraction) -> str:
     try:
         number = value.numerator / value.denominator
     except OverflowError:
-        return str(round(value))  # beyond a float's range, where the fraction does not matter
+        return str(round(value))  # beyond a float's range, where the fraction is irrelevant
     if number == 0.0:
         raise ToolCallError("the result is too close to zero")
     return f"{number:.{_DIGITS}g}"
@@ -107,7 +107,7 @@ def _literal(number: int | float) -> Fraction:
     if isinstance(number, float):
         if not math.isfinite(number):
             raise ToolCallError("a number in the expression is too large")
-        return _bounded(Fraction(repr(number)))  # the decimal that was written, not its binary neighbour
+        return _bounded(Fraction(repr(number)))  # the decimal as written, not the nearest float
     return _bounded(Fraction(number))
 
 
@@ -192,7 +192,7 @@ class Calculator:
     )
 
     async def call(self, arguments: Arguments) -> str:
-        """The value as text. Raises ToolCallError with words for the model."""
+        """The value as text. Raises ToolCallError with a text for the model."""
         if isinstance(arguments, str):
             return evaluate(arguments)
         expression = arguments.get(_PARAMETER)

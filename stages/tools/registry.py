@@ -1,9 +1,9 @@
-"""From the names in `--tools` to tools: built-in tools by name, a user's tools by import path.
+"""Tools by name: built-in tools by their names in `--tools`, a user's tools by import path.
 
-An import path `package.module:name` names an async function, an object with `name`, `schema` and `call`, or a class of
-such objects that needs no arguments. Built-in tools are bounded in what they do and answer at once, in this process. A
-user's tool is imported here for its schema only: its calls run in a process of its own, which starts at the first call
-and again after it was lost.
+An import path `package.module:name` names an async function, an object with `name`, `schema` and `call`, or a class
+whose instances have them and need no arguments. Built-in tools are bounded and answer at once, in this process. A
+user's tool is imported here only for its schema: its calls run in a separate process, which the first call starts and
+which is restarted after a loss.
 """
 
 from __future__ import annotations
@@ -29,51 +29,51 @@ def import_tool(path: str) -> Tool:
         raise UnknownToolError(f"tools: {error}") from error
 
 
-def _as_tool(found: object, path: str) -> Tool:
-    if inspect.iscoroutinefunction(found):
-        return FunctionTool(found, path)
-    if inspect.isfunction(found):
+def _as_tool(candidate: object, path: str) -> Tool:
+    if inspect.iscoroutinefunction(candidate):
+        return FunctionTool(candidate, path)
+    if inspect.isfunction(candidate):
         raise UnknownToolError(
             f"tools: {path!r} is a plain function, which would block its other calls; make it 'async def'"
         )
-    if isinstance(found, type):
+    if isinstance(candidate, type):
         try:
-            found = found()
+            candidate = candidate()
         except TypeError as error:
             raise UnknownToolError(
                 f"tools: {path!r} cannot be made without arguments ({error}); name an instance"
             ) from error
-    if not isinstance(found, Tool) or not inspect.iscoroutinefunction(found.call):
+    if not isinstance(candidate, Tool) or not inspect.iscoroutinefunction(candidate.call):
         raise UnknownToolError(
             f"tools: {path!r} is no tool; it must be an async function, or have 'name', 'schema' and an async 'call'"
         )
-    return found
+    return candidate
 
 
 class ToolProcess:
-    """A tool by its import path. Use `ready` before `call`, and `close` at the end."""
+    """A tool by its import path, in its own process. Call `ready` before `call`, and `close` at the end."""
 
     def __init__(self, path: str, name: str, schema: Schema, memory_bytes: int = 0) -> None:
-        """0 bytes: as many as there are."""
+        """`memory_bytes`: 0 = no limit."""
         self.name, self.schema = name, schema
         self._worker = WorkerProcess("stages.tools.worker", (path, memory_bytes))
 
     async def ready(self) -> None:
-        """Waits until the process serves, and starts it where there is none. Raises ToolCallError."""
+        """Start the process if needed, and wait until it serves. Raises ToolCallError."""
         try:
             await self._worker.ready()
         except WorkerLost as error:
             raise ToolCallError(str(error)) from None
 
     async def call(self, arguments: Arguments) -> str:
-        """The answer to a call. Raises ToolCallError. Cancelled, it cancels the call in the tool's process."""
+        """The answer to a call. Cancellation also cancels the call in the process. Raises ToolCallError."""
         try:
             return msgspec.msgpack.decode(await self._worker.call(arguments), type=str)
         except (CallFailed, WorkerLost) as error:
             raise ToolCallError(str(error)) from None
 
     async def close(self) -> None:
-        """End the process and what the tool started."""
+        """End the process and its descendants."""
         await self._worker.close()
 
 
@@ -81,9 +81,9 @@ BUILT_IN: dict[str, Callable[[], Tool]] = {"calculator": Calculator}
 
 
 def resolve_tools(names: Sequence[str], memory_gb: float = 0.0) -> dict[str, Tool]:
-    """Tools by the name under which the model calls them, in the order given. Raises UnknownToolError.
+    """Tools by the model's name for them, in the given order. Raises UnknownToolError.
 
-    Close those that were called with `close_tools`. `memory_gb`: of the process of each of the user's; 0 = no limit.
+    Close them with `close_tools`. `memory_gb`: memory limit of each user tool's process; 0 = no limit.
     """
     tools: dict[str, Tool] = {}
     for name in names:
@@ -102,7 +102,7 @@ async def close_tools(tools: Mapping[str, Tool]) -> None:
 
 
 class Bounded:
-    """A tool each of whose calls ends in time, whatever the tool does."""
+    """A tool with a deadline for each call."""
 
     def __init__(self, tool: Tool, deadline_s: float) -> None:
         self.name, self.schema = tool.name, tool.schema
@@ -112,7 +112,7 @@ class Bounded:
         """The answer of the tool. Raises ToolCallError."""
         try:
             if isinstance(self._tool, ToolProcess):
-                await self._tool.ready()  # importing a tool is not counted
+                await self._tool.ready()  # the deadline excludes the import of the tool
             async with asyncio.timeout(self._deadline_s):
                 return await self._tool.call(arguments)
         except TimeoutError:

@@ -1,12 +1,12 @@
-"""What a tool is, tools made of plain async functions, and what can be wrong with tools.
+"""Tools: their interface, tools from plain async functions, and errors.
 
 ToolError
 ├── UnknownToolError   no tool has this name, or it cannot be imported or offered
 └── ToolCallError      a call cannot be carried out; its text becomes the tool's answer
-    └── NoAnswer       there was no answer in time, so that the effect of the call is not known
+    └── NoAnswer       no answer in time, so it is unknown whether the call took effect
 
-Invariants: a tool has a JSON schema, which chat templates show to the model; `call` answers with text, or raises, and
-then the caller makes the exception's text the answer; an answer is cut at RESULT_CHARS.
+Invariants: a tool has a JSON schema, which chat templates show to the model; `call` returns text, or raises
+ToolCallError, whose text the caller uses as the answer; an answer has at most RESULT_CHARS characters.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class ToolCallError(ToolError):
 
 
 class NoAnswer(ToolCallError):
-    """There was no answer in time, so that it is not known whether the call was carried out."""
+    """No answer came in time, so it is unknown whether the call took effect."""
 
 
 Arguments = Mapping[str, object] | str
@@ -46,17 +46,17 @@ RESULT_CHARS: Final = 65_536  # some 16,000 tokens, and a tenth of a second of t
 
 @runtime_checkable
 class Tool(Protocol):
-    """Something that a model may call by name."""
+    """A function that a model may call by name."""
 
     name: str
     schema: Schema  # {"type": "function", "function": {"name", "description", "parameters"}}
 
     async def call(self, arguments: Arguments) -> str:
-        """The answer to a call. Text as arguments is what the model wrote instead of JSON."""
+        """The answer to a call. `arguments` is text if the model wrote no JSON."""
 
 
 def function_schema(name: str, description: str, properties: Mapping[str, object], required: list[str]) -> Schema:
-    """The schema of a function in the form that chat templates and chat APIs share."""
+    """The schema of a function, in the common form of chat templates and chat APIs."""
     parameters = {"type": "object", "properties": dict(properties), "required": required}
     return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
 
@@ -65,7 +65,7 @@ class FunctionTool:
     """An async function as a tool: its parameters become the schema, its docstring the description."""
 
     def __init__(self, function: Callable[..., Awaitable[object]], path: str, version: str | None = None) -> None:
-        """`version` says that the function is deterministic: see stages/agents/tool_episode.py."""
+        """`version` declares the function deterministic: see stages/agents/tool_episode.py."""
         self.name = function.__name__
         if version is not None:
             self.version = version
@@ -77,7 +77,7 @@ class FunctionTool:
         self._parameters = list(properties)
 
     async def call(self, arguments: Arguments) -> str:
-        """Call the function; text that is not JSON is taken as its only parameter. Raises ToolCallError."""
+        """Call the function. Text that is not JSON becomes its only parameter. Raises ToolCallError."""
         if isinstance(arguments, str):
             if len(self._parameters) != 1:
                 raise ToolCallError(f"{self.name} takes a JSON object with {', '.join(self._parameters) or 'nothing'}")
@@ -91,14 +91,14 @@ class FunctionTool:
 
 
 def bounded(text: str) -> str:
-    """The beginning of a text that is too long for an answer, and how long it was."""
+    """The text; if it is too long for an answer, its beginning and its length."""
     if len(text) <= RESULT_CHARS:
         return text
     return f"{text[:RESULT_CHARS]}\n[cut: the first {RESULT_CHARS} of {len(text)} characters]"
 
 
 def result_text(value: object) -> str:
-    """Text as it is, anything else as JSON."""
+    """Text unchanged, other values as JSON."""
     if isinstance(value, str):
         return value
     try:
@@ -113,7 +113,7 @@ def _parameters(
     """(JSON schema by parameter, names without a default)."""
     try:
         hints = typing.get_type_hints(function)
-    except Exception as error:  # annotations are the user's expressions: evaluating them may raise anything
+    except Exception as error:  # evaluating a user's annotations may raise anything
         raise UnknownToolError(
             f"tool {path!r}: its annotations cannot be read ({error}); use importable types"
         ) from error
@@ -131,7 +131,7 @@ def _parameters(
 
 
 def _json_type(hint: object) -> dict[str, object]:
-    """The schema of an annotation; {} (anything) for what has no plain JSON type."""
+    """The schema of an annotation; {} (any value) without a plain JSON type."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         kinds = [arm for arm in typing.get_args(hint) if arm is not type(None)]
         return _json_type(kinds[0]) if len(kinds) == 1 else {}

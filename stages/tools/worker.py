@@ -1,6 +1,6 @@
 """The process of one tool: `python -m stages.tools.worker SOCKET_FD PARENT_PID IMPORT_PATH MEMORY_BYTES`.
 
-A call is the arguments, its value the tool's answer as text, bounded; see stages/workers/serve.py.
+A call carries the arguments; the reply is the tool's answer as text, bounded. See stages/workers/serve.py.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def main(arguments: list[str]) -> None:
             except ToolCallError as error:
                 raise Refusal("error", bounded(str(error))) from None
             except MemoryError:
-                raise  # the end of this process
-            except Exception as error:  # the model sees what the tool raised, the run goes on
+                raise  # ends this process
+            except Exception as error:  # user code may raise anything; the model reads the error
                 raise Refusal("error", bounded(f"{type(error).__name__}: {error}")) from None
 
         return answer, None

@@ -170,7 +170,7 @@ class Batch:
 
     @property
     def pass_rates(self) -> dict[int, float]:
-        """Share of correct rollouts of each group whose grader says which they are."""
+        """Share of correct rollouts of each group with verdicts."""
         rates = {lease.message.group.group_id: pass_rate(lease.message.samples) for lease in self.leases}
         return {group_id: rate for group_id, rate in rates.items() if rate is not None}
 

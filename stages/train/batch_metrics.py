@@ -57,12 +57,12 @@ def _reward_metrics(members: Sequence[Rollout]) -> dict[str, float]:
         "train/reward_std": float(rewards.std()),
         "rollout/raw_reward": float(raw.mean()),
     }
-    said: dict[str, list[float]] = {}
+    values_of: dict[str, list[float]] = {}
     for parts in members:
         named = {f"reward/{name}": value for name, value in parts[-1].reward_parts.items()}
         for name, value in (*named.items(), *parts[-1].metrics.items()):
-            said.setdefault(name, []).append(value)
-    return metrics | {name: float(np.mean(values)) for name, values in said.items()}
+            values_of.setdefault(name, []).append(value)
+    return metrics | {name: float(np.mean(values)) for name, values in values_of.items()}
 
 
 def _length_metrics(members: Sequence[Rollout]) -> dict[str, float]:

@@ -1,8 +1,11 @@
-"""Complete groups that wait for the trainer, and which of them is trained next.
+"""Complete groups that wait for the trainer, and the choice of the next one.
 
-Invariants: a group that came in goes out once, to the batch or to its end; whatever the order, the train stage asks the
-gate before it trains a group, so an order decides what is learnt first, never what is allowed; a spare group
-(`nonzero_std_fallback`: rewards all equal) leaves only if nothing better waits and the spares fill the batch.
+Invariants:
+- a group leaves once, to the batch or to be settled;
+- the train stage checks the gate before it trains a group, so the order decides which group is first, never which is
+  allowed;
+- a spare group (`nonzero_std_fallback`: rewards all equal) leaves only if no other group waits and the spares fill the
+  batch.
 """
 
 from __future__ import annotations
@@ -37,10 +40,10 @@ class Waiting:
     group_id: int
     oldest: int | None  # version among its trainable tokens
     signal: float  # standard deviation of its rewards
-    spare: str | None  # why it is worth little, if it is
+    spare: str | None  # the reason why it is a spare, if it is
 
 
-_Place = tuple[int, int, Waiting]  # by what it is ordered, arrival, which no two share
+_Place = tuple[int, int, Waiting]  # sort key, arrival (unique), group
 
 
 class GroupBuffer:
@@ -104,7 +107,7 @@ class GroupBuffer:
         return [w.lease for w in sorted(old, key=lambda w: w.group_id)]
 
     def take_spares(self) -> list[tuple[Lease[RolloutSlice], str]]:
-        """Remove the spare groups, each with what is wrong with it: the batch that they waited for is full."""
+        """Remove the spare groups, each with its reason: the batch that they waited for is full."""
         spares, self._spares = self._spares, []
         return [(w.lease, w.spare or "") for w in sorted(spares, key=lambda w: w.group_id)]
 
@@ -115,9 +118,9 @@ class GroupBuffer:
         return [w.lease for w in rest]
 
     def _choose(self, step: int, missing: int) -> int:
-        """Index of the next group, where that depends on the batch."""
+        """Index of the next group, for orders that depend on the batch."""
         if self._custom is not None:
-            return self._ask(self._custom, step)
+            return self._call_order(self._custom, step)
         last = self._deadline(step, missing)
         waiting = [w for *_, w in self._groups]
         return _first(waiting, lambda w: (float(self._slack(w, step) > last), *self._priority(w, step)))
@@ -127,10 +130,10 @@ class GroupBuffer:
         return self.gate.batches_left(step=step, oldest_version=waiting.oldest)
 
     def _deadline(self, step: int, missing: int) -> float:
-        """Only groups with this slack or less may be taken now, or some would become too old for want of a place.
+        """Only groups with this slack or less may be taken now, or some would become too old for lack of a place.
 
         The batches up to k from now have `missing` + k * B places; if as many groups have a slack of k or less, none of
-        these places is free for another (earliest deadline first, applied only where it binds).
+        these places is free for further groups (earliest deadline first, applied only where it binds).
         """
         slacks = Counter(max(self._slack(waiting, step), 0) for *_, waiting in self._groups)
         pressed = 0
@@ -141,12 +144,12 @@ class GroupBuffer:
         return math.inf
 
     def _priority(self, waiting: Waiting, step: int) -> tuple[float, ...]:
-        """Those that the next batch could no longer take come first, oldest first; then the strongest signal."""
+        """First the groups that the next batch could not take, oldest first; then the strongest signal."""
         if self._slack(waiting, step) <= 0:
             return (0.0, float(waiting.group_id))
         return (1.0, -waiting.signal, float(waiting.group_id))
 
-    def _ask(self, function: OrderFunction, step: int) -> int:
+    def _call_order(self, function: OrderFunction, step: int) -> int:
         self._groups.sort()
         slices = [w.lease.message for *_, w in self._groups]
         rule = f"it must return the index of one of the {len(slices)} waiting groups"

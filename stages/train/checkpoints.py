@@ -81,14 +81,14 @@ class Checkpoints:
             await self.finish()
 
     async def finish(self) -> None:
-        """Complete what was begun, and report it. Call it before the report of the next step."""
+        """Complete a save in progress and report it. Call it before the report of the next step."""
         ready, self._begun = self._begun, None
         if ready is None:
             return
         with self._timed("finish_save", f"step {ready.step}"):
             if self._background:
                 await self._in_torch(self._backend.finish_save)
-            groups = self._groups.groups  # none ends meanwhile: whoever settles them is waiting here
+            groups = self._groups.groups  # none is settled meanwhile: the task that settles them is waiting here
             await asyncio.to_thread(write_groups, Path(ready.path), groups)
         self._kept = frozenset(slice_.group.group_id for slice_ in groups)
         self._reported = Path(ready.path)

@@ -1,11 +1,11 @@
-"""Complete groups in the trainer's care: from their arrival, or their return from a checkpoint, to their reported end.
+"""Complete groups held by the trainer: from their arrival, or their return from a checkpoint, until they are settled.
 
 Invariants:
-- I2: nothing leaves for batch t that the gate does not let in (`refused`); it becomes stale, or is discarded where
-  it is what over-sampling left of a synchronous batch.
+- I2: no group enters batch t unless the gate admits it (`refused`). A refused group is settled as stale, or as
+  discarded if over-sampling left it over from a synchronous batch.
 - A group id is held once, however often it is delivered.
 - A group is held until the message that settles it (its own, or the report of its step) is in the ledger's stream. So
-  `groups` is what a checkpoint must keep: complete, and open in the ledger that is committed with it.
+  `groups` is exactly what a checkpoint must keep: complete, and open in the ledger committed with it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Record = Callable[[RolloutSlice, Outcome, str], Awaitable[None]]
 
 
 class HeldGroups:
-    """What arrived, what waits, and how it ends if it is not trained. `record` is told of each such end."""
+    """Complete groups, and their settlement if they are not trained. `record` is called for each such group."""
 
     def __init__(self, config: Config, ports: Ports, activity: Activity, record: Record) -> None:
         self.gate = StalenessGate.of(config)
@@ -40,7 +40,7 @@ class HeldGroups:
         self._inlet_ended = False
 
     def bound(self, max_staleness: int) -> None:
-        """From the next batch on no older token is trained."""
+        """Set the staleness bound, from the next batch on."""
         self.gate = self._buffer.gate = dataclasses.replace(self.gate, max_staleness=max_staleness)
 
     def restore_ledger(self, admitted: int, still_open: frozenset[int]) -> None:
@@ -50,15 +50,15 @@ class HeldGroups:
 
     @property
     def groups(self) -> tuple[RolloutSlice, ...]:
-        """All that are held, those of the batch that is being collected or trained included."""
+        """All held groups, including those of the batch in progress."""
         return tuple(lease.message for lease in self._held.values())
 
     def ready(self, missing: int) -> bool:
-        """Whether a batch that lacks so many groups can take one now."""
+        """Whether a batch that lacks `missing` groups can take one now."""
         return self._buffer.ready(missing)
 
     def add(self, lease: Lease[RolloutSlice]) -> None:
-        """Take a group into care; one that was here before is released at once."""
+        """Hold a group; a repeated delivery is released at once."""
         group_id = lease.message.group.group_id
         ended = group_id < self._admitted and group_id not in self._open
         if ended or group_id in self._seen:
@@ -84,7 +84,7 @@ class HeldGroups:
         self._arrived.set()
 
     async def watch_drain(self, topic: Topic) -> None:
-        """Waits for the topic `drain`; wakes whoever waits for a group. Ends then."""
+        """Waits for the topic `drain`, then wakes `next` and ends."""
         revision = 0
         while self.drained is None:
             revision = await topic.wait(revision, "drain")
@@ -93,10 +93,10 @@ class HeldGroups:
         self._arrived.set()
 
     async def next(self, step: int, missing: int) -> Lease[RolloutSlice] | None:
-        """The next group for batch `step`, which lacks so many. It may be too old: ask `refused`.
+        """The next group for batch `step`, which lacks `missing`. It may be too old: check with `refused`.
 
-        Waits for an arrival. None once the inlet has ended and nothing is ready, or the run drains: what waits is kept
-        in the checkpoint then, and who stops a run need not wait until all of it is trained.
+        Waits for an arrival. None once the inlet has ended and nothing is ready, or when the run drains: the checkpoint
+        keeps the waiting groups, so that stopping a run does not wait until all of them are trained.
         """
         while self.drained is None:
             lease = self._buffer.pop(step, missing)
@@ -106,18 +106,16 @@ class HeldGroups:
         return None
 
     async def refused(self, lease: Lease[RolloutSlice], step: int) -> bool:
-        """Whether batch `step` may not train the group; it is settled then."""
+        """Whether batch `step` must not train the group; if so, settle it."""
         newest = max((run.version for s in lease.message.samples for run in s.version_runs), default=-1)
         if newest > step and self.gate.ages:
-            detail = (
-                f"a token is of version {newest}, and the newest weights are of version {step}: no engine can have them"
-            )
+            detail = f"a token has version {newest}, but the newest weights are version {step}; no engine can have it"
             await self.settle(lease, "failed", detail)
             return True
         oldest = oldest_version(lease.message.samples)
         if self.gate.fresh(step=step, oldest_version=oldest):
             return False
-        detail = f"oldest token is of version {oldest}, batch {step}, bound {self.gate.max_staleness}"
+        detail = f"oldest token has version {oldest}, batch {step}, bound {self.gate.max_staleness}"
         if self.gate.max_staleness == 0 and self.gate.extra > 0:
             await self.settle(lease, "discarded", f"over-sampled: {detail}")
         else:
@@ -125,32 +123,32 @@ class HeldGroups:
         return True
 
     async def clear(self, step: int) -> None:
-        """Before batch `step`: what it could not take ends now, so that new prompts take its place."""
+        """Before batch `step`: settle groups that it could not take, so that new prompts replace them."""
         for lease, reason in self._buffer.take_spares():
             await self.settle(lease, "filtered", reason)
         for lease in self._buffer.take_old(step):
             await self.refused(lease, step)
 
     async def settle(self, lease: Lease[RolloutSlice], outcome: Outcome, detail: str) -> None:
-        """End a group that is not trained."""
+        """Settle a group that is not trained."""
         slice_ = lease.message
         await self._ports.outlets["settle"].send(settlement(slice_, outcome, detail), slice_.group.key)
         await self._record(slice_, outcome, detail)
         self.release([lease])
 
     def release(self, leases: Sequence[Lease[RolloutSlice]]) -> None:
-        """Let go of groups whose end is in the ledger's stream."""
+        """Release groups whose settlement is in the ledger's stream."""
         self.ended(leases)
         for lease in leases:
             lease.done()
 
     def ended(self, leases: Sequence[Lease[RolloutSlice]]) -> None:
-        """No checkpoint is to keep these groups: their end is in the ledger's stream."""
+        """These groups need no checkpoint any more: their settlement is in the ledger's stream."""
         for lease in leases:
             del self._held[lease.message.group.group_id]
 
     async def settle_rest(self) -> None:
-        """After the last batch: everything that is here or still comes is discarded. Ends with the inlet."""
+        """After the last batch: discard all held and all arriving groups. Ends with the inlet."""
         while True:
             rest = self._buffer.take_all()
             for lease in rest:

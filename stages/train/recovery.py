@@ -1,15 +1,18 @@
-"""What lets a restarted trainer reach the step that the ledger counts: recovery points, and the batches after them.
+"""Files from which a restarted trainer reaches the step of the ledger: recovery points, and the batches after them.
 
     RUN/trainer/batch-00000012.msgpack   groups of step 12, in the order in which they were trained
     RUN/trainer/state-00000010/          a recovery point: the state of the backend after step 10
 
-A step is reported only after its batch is here. So a restarted trainer loads the newest state, checkpoint or recovery
-point, and trains the batches after it again: same groups, same versions, the same weights up to rounding. The ledger,
-the engines and the groups that wait are not concerned.
+A step is reported only after its batch is written here. A restarted trainer loads the newest state, checkpoint or
+recovery point, and trains the batches after it again: same groups, same versions, the same weights up to rounding. The
+ledger, the engines and the waiting groups are not involved.
 
-Invariants: a committed checkpoint makes all that lies at or before its step superfluous, and it is removed then; a
-recovery point is there whole or not at all; recovery points take at most `SHARE` of the time, and none is made where
-the disk has no room for it; nothing here outlives the start of the run that made it.
+Invariants:
+- a committed checkpoint removes all files at or before its step;
+- a recovery point is complete or absent; recovery points take at most `SHARE` of the time;
+- these files never end a run: where the disk has no room they are given up, and a lost trainer then ends the run with
+  the command to resume it;
+- no file here outlives the start of the run that wrote it.
 """
 
 from __future__ import annotations
@@ -32,14 +35,14 @@ log = logging.getLogger("sluice.train")
 
 FOLDER: Final = "trainer"
 SHARE: Final = 0.02  # of the time, for recovery points
-SHORTEST_S: Final = 60.0  # between two of them
+SHORTEST_S: Final = 60.0  # between two recovery points
 STATE_FACTOR: Final = 8  # bytes of a saved state by bytes of the model: weights, fp32 master, two moments
 DISK_BYTES_PER_S: Final = 1e9  # guess for the first save
 ROOM_FACTOR: Final = 3  # free bytes by bytes of a state, so that checkpoints and other files have room beside it
 
 
 def remove_superseded(run_dir: Path, step: int) -> None:
-    """Remove what the checkpoint of `step`, which is committed, makes superfluous."""
+    """Remove the files that the committed checkpoint of `step` replaces."""
     home = run_dir / FOLDER
     for kind in ("batch", "state"):
         for number, path in _entries(home, kind):
@@ -57,15 +60,27 @@ class Recovery:
         self._clock, self._since = clock, clock()
         self._state_bytes = STATE_FACTOR * sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))
         self._cost_s = self._state_bytes / DISK_BYTES_PER_S  # of the newest save
-        self._impossible = False
+        self._impossible = False  # no further recovery points
+        self._given_up = False  # no batches either
 
     def clear(self) -> None:
         """Forget an earlier start of the run."""
         shutil.rmtree(self.home, ignore_errors=True)
 
     def keep(self, step: int, groups: Sequence[RolloutSlice]) -> None:
-        """Keep the batch of a step, before the step is reported. Raises CheckpointError where there is no room."""
-        write_batch(self.home / f"batch-{step:08d}.msgpack", groups)
+        """Write the batch of a step, before the step is reported. Without room, give all recovery files up."""
+        if self._given_up:
+            return
+        try:
+            write_batch(self.home / f"batch-{step:08d}.msgpack", groups)
+        except (CheckpointError, OSError) as error:
+            log.warning(
+                "the batch of step %d could not be kept (%s); from now on a lost trainer ends the run, which then "
+                "resumes from its last checkpoint",
+                step, error,
+            )  # fmt: skip
+            self._given_up = self._impossible = True
+            self.clear()
 
     def batch(self, step: int) -> list[RolloutSlice]:
         """The groups of a step. Raises SavedBatchError."""
@@ -79,15 +94,15 @@ class Recovery:
             ) from error
 
     def newest_state(self, at_most: int) -> tuple[int, Path] | None:
-        """Step and directory of the newest recovery point that is not behind step `at_most`."""
+        """Step and directory of the newest recovery point at or before step `at_most`."""
         return max(((step, path) for step, path in _entries(self.home, "state") if step <= at_most), default=None)
 
     def saved(self, took_s: float) -> None:
-        """A checkpoint was saved: the next recovery point counts its time from here."""
+        """A checkpoint was saved: the interval to the next recovery point begins here."""
         self._since, self._cost_s = self._clock(), took_s
 
     def due(self) -> bool:
-        """Whether a recovery point is worth its time now, and has room."""
+        """Whether a recovery point is worth its time now, and fits on the disk."""
         if self._impossible or self._clock() - self._since < max(SHORTEST_S, self._cost_s / SHARE):
             return False
         free = shutil.disk_usage(self.home).free
@@ -95,14 +110,14 @@ class Recovery:
             return True
         self._impossible = True
         log.warning(
-            "no recovery points: %s has %d bytes free, and one may take %d; a trainer that is lost repeats all steps "
-            "since the last checkpoint",
+            "no recovery points: %s has %d bytes free, and one may take %d; a lost trainer repeats all steps since "
+            "the last checkpoint",
             self.home, free, self._state_bytes,
         )  # fmt: skip
         return False
 
     def save(self, step: int, write: Callable[[Path], None]) -> None:
-        """Make a recovery point; `write` saves the state of the backend. A failure is logged: the run needs none."""
+        """Write a recovery point; `write` saves the state of the backend. A failure is logged and ends no run."""
         begun, draft = self._clock(), self.home / f".state-{step:08d}.draft"
         _remove(draft)
         try:

@@ -115,7 +115,7 @@ def write_file(path: Path, groups: Iterable[RolloutSlice]) -> None:
 
 
 def restorable(checkpoint: Path, n_samples: int) -> frozenset[int]:
-    """Ids of the groups that can go on where they were; none in a checkpoint of a program that did not keep them."""
+    """Ids of the groups that can continue where they were; none in a checkpoint without them."""
     path = checkpoint / BUFFER_FILE
     if not path.exists():
         return frozenset()
@@ -191,7 +191,7 @@ def load_batch(template: str, rollout_id: int) -> list[RolloutSlice]:
 
 
 class SavedBatches:
-    """Groups of saved batches by the id that this run gives them. May be asked by several threads."""
+    """Groups of saved batches by the id that this run gives them. Safe to use from several threads."""
 
     def __init__(self, config: Config) -> None:
         self._template = config.debug.load_debug_rollout_data or ""

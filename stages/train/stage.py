@@ -9,8 +9,8 @@ Invariants:
 - Torch runs in one worker thread, so that the event loop keeps renewing leases during a step.
 - A restarted trainer (`TrainOptions.incarnation`) reaches the step that the ledger counts by training the batches since
   the newest saved state again (stages/train/recovery.py). It reports none of them, announces the version of that step
-  again, and takes no group that has ended.
-- A checkpoint holds the complete groups that wait here; a resumed run begins with them, and asks the gate again.
+  again, and takes no settled group.
+- A checkpoint holds the complete groups that wait here; a resumed run begins with them and checks the gate again.
 """
 
 from __future__ import annotations
@@ -142,17 +142,17 @@ class TrainStage(Stage):
         await self.log.samples.ended(self.steps, slice_, outcome, detail)
 
     async def _restore(self) -> None:
-        """Take back the groups that the checkpoint kept, as far as the controller left them to this stage."""
+        """Take back the groups in the checkpoint that the controller left to this stage."""
         directory, restored = self.options.resume_from, self.options.restored
         if directory is not None and restored:
             for lease in await asyncio.to_thread(read_groups, Path(directory), restored):
                 self.groups.add(lease)
 
     async def _save_interrupted(self) -> None:
-        """A run that is stopped before its end goes on from its last step, and with the groups that it had by then.
+        """Save a run that stops before its end, so that it resumes from its last step with its complete groups.
 
-        Before they are settled: the checkpoint's ledger has them open, and a resume undoes the settlements of a drain.
-        Demonstrations cost nothing to make again.
+        Runs before the groups are settled: the checkpoint's ledger has them open, and a resume undoes the settlements
+        of a drain. Demonstrations of supervised training cost nothing to make again.
         """
         early = not self.ended and self.generates
         if self.groups.drained is not None and self.checkpoints.lacks(self.steps, groups=early):
@@ -171,13 +171,13 @@ class TrainStage(Stage):
             clock, missing = time.perf_counter(), self.batch_groups - len(batch.leases)
             waits = not self.groups.ready(missing) and not self._waits_for_all
             if waits and batch.pending >= max(1, self.batch_groups // 4):
-                await self._compute(batch, self.backend.flush)  # nothing to do but wait: use the time
+                await self._compute(batch, self.backend.flush)  # compute while the next group is on its way
                 continue
             lease = await self.groups.next(self.steps, missing)
             waited_s += time.perf_counter() - clock
             if lease is None:
                 await self._in_torch(self.backend.discard)
-                self.groups.put_back(batch.leases)  # settled after the checkpoint, which keeps them
+                self.groups.put_back(batch.leases)  # the checkpoint keeps them; they are settled after it
                 return False
             await self._enter(batch, lease)
         await self.turn.acquire()
@@ -208,8 +208,10 @@ class TrainStage(Stage):
         return metrics
 
     async def _repeat(self, ports: Ports) -> None:
-        """Train the batches again that the lost trainer had reported and that the loaded state has not. They have ended
-        in the ledger, and their versions may be with the engines: nothing of this is reported."""
+        """Train again the batches that the lost trainer had reported and that the loaded state lacks.
+
+        Their groups are settled in the ledger, and engines may have their versions, so nothing here is reported.
+        """
         loaded = self.steps
         while self.steps < self.options.trained:
             batch = await self._begun(ports)
@@ -217,7 +219,9 @@ class TrainStage(Stage):
                 await self._add(batch, RestoredLease(slice_), slice_sequences(self.config, slice_))
             await self._stepped(batch)
             self.steps += 1
-        if self.steps > loaded and self.schedule.due(self.steps).save:  # it was lost before, or while, it saved
+        if (
+            self.steps > loaded and self.schedule.due(self.steps).save
+        ):  # the trainer was lost before or during the save of this step
             await self._save()
 
     async def _save(self) -> None:
@@ -244,8 +248,8 @@ class TrainStage(Stage):
 
     @property
     def _waits_for_all(self) -> bool:
-        """Whether nothing is computed before the batch is complete: the order counts, or the device is the engines'."""
-        debug = self.config.debug  # saved and trained again, a batch must give the same to the bit
+        """Whether computing must wait for the complete batch: the order counts, or the engines hold the device."""
+        debug = self.config.debug  # a saved and replayed batch must give the same result to the bit
         replayed = debug.save_debug_rollout_data is not None or debug.load_debug_rollout_data is not None
         return self.config.run.deterministic or self.turn.on or replayed
 
@@ -258,7 +262,7 @@ class TrainStage(Stage):
         return result
 
     async def _enter(self, batch: Batch, lease: Lease[RolloutSlice]) -> None:
-        """Take a group into the batch, or settle it: too old, or without advantages."""
+        """Add a group to the batch, or settle it if it is too old or has no advantages."""
         if await self.groups.refused(lease, self.steps):
             return
         try:
@@ -276,7 +280,7 @@ class TrainStage(Stage):
             await self._compute(batch, self.backend.accumulate, sequences)
 
     async def _finish(self, ports: Ports, batch: Batch, metrics: dict[str, float], started_s: float) -> None:
-        """Report a trained batch, then do what is due after it."""
+        """Report a trained batch, then publish and save what is due."""
         await self.checkpoints.finish()
         self.steps += 1
         due = self.schedule.due(
@@ -318,7 +322,9 @@ class TrainStage(Stage):
         )
 
     async def _report(self, ports: Ports, report: StepDone | CheckpointReady) -> None:
-        self._reports += 1  # a step may be reported twice: at the start of a run, and when a drain saves it again
+        self._reports += (
+            1  # unique: a step may be reported twice, at the start of a run and when a drain saves it again
+        )
         with self.activity.working(), self.activity.sending():
             number = f"{self.run_generation}.{self.options.incarnation}/{self._reports}"
             await ports.outlets["settle"].send(report, f"{type(report).__name__}/{number}")

@@ -21,7 +21,7 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _SIGNALS: Final = {signal.SIGCHLD, signal.SIGTERM}
 _AGAIN_S = 0.05
 _HIGHEST_FD = 4096
-_END_S: Final = 20.0  # for a guard to kill what is below it
+_END_S: Final = 20.0  # for a guard to kill all processes below it
 
 
 def libc() -> ctypes.CDLL:
@@ -74,7 +74,7 @@ def end_guarded(process: subprocess.Popen[bytes]) -> None:
     process.terminate()
     try:
         process.wait(_END_S)
-    except subprocess.TimeoutExpired:  # a guard that cannot do its work goes with its group
+    except subprocess.TimeoutExpired:  # the guard itself hangs: kill its process group
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -124,8 +124,8 @@ def _keep(guarded: int) -> NoReturn:
 def _reaped() -> Iterator[tuple[int, int]]:
     """Children that have ended, and their exit codes."""
     with suppress(ChildProcessError):
-        while (found := os.waitpid(-1, os.WNOHANG))[0]:
-            yield found[0], os.waitstatus_to_exitcode(found[1])
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            yield ended[0], os.waitstatus_to_exitcode(ended[1])
 
 
 def _has_children() -> bool:

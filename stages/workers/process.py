@@ -2,9 +2,9 @@
 
 `stages/workers/serve.py` describes the protocol and answers the calls.
 
-Invariants: a cancelled call (a deadline, or the end of the stage) waits for nothing; code that ignores its
-cancellation, or blocks its process, loses the process with all calls in it; the next `ready` starts a new process.
-Prints of a worker are passed on, up to PRINTED_BYTES for each process.
+Invariants: a cancelled call (a deadline, or the end of the stage) returns at once; if its code ignores the cancellation
+or blocks the process, the process is killed with all calls in it; the next `ready` starts a new process. Prints of a
+worker are passed on, up to PRINTED_BYTES for each process.
 """
 
 from __future__ import annotations
@@ -90,14 +90,14 @@ class _Printed(asyncio.Protocol):
     """Passes the prints of a worker on to this process's error output, up to a limit."""
 
     def __init__(self) -> None:
-        self.left = PRINTED_BYTES
+        self.remaining = PRINTED_BYTES
 
     def data_received(self, data: bytes) -> None:
-        if self.left > 0:
-            os.write(2, data[: self.left])
-            if len(data) >= self.left:
+        if self.remaining > 0:
+            os.write(2, data[: self.remaining])
+            if len(data) >= self.remaining:
                 os.write(2, b"\n[what this worker process prints from here on is dropped]\n")
-        self.left -= len(data)
+        self.remaining -= len(data)
 
 
 class WorkerProcess:
@@ -144,17 +144,17 @@ class WorkerProcess:
         if link is None or not link.open:
             raise await self._loss()
         self._send(number, call)
-        answer = link.expect(number)
+        future = link.expect(number)
         try:
-            found = await answer
+            answer = await future
         except asyncio.CancelledError:
             if link.open:
                 self._send(number, None)
-                asyncio.get_running_loop().call_later(_CANCEL_S, self._look, link, number)
+                asyncio.get_running_loop().call_later(_CANCEL_S, self._kill_if_running, link, number)
             raise
-        if found is None:
+        if answer is None:
             raise await self._loss()
-        _, kind, value = found
+        _, kind, value = answer
         if kind != "ok":
             raise CallFailed(kind, msgspec.msgpack.decode(value, type=str))
         return value
@@ -174,13 +174,13 @@ class WorkerProcess:
             raise WorkerLost("its worker process has ended")
         self._transport.write(len(body).to_bytes(4, "little") + body)
 
-    def _look(self, link: _Link, number: int) -> None:
-        """Kill the process of a call that has not stopped by now: it never will. `ready` starts a new process."""
+    def _kill_if_running(self, link: _Link, number: int) -> None:
+        """Kill the process of a cancelled call that has not stopped by now. `ready` starts a new process."""
         if number in link.waiting and link is self._link and self._process is not None:
             self._process.terminate()
 
     async def _loss(self) -> WorkerLost:
-        """How the process ended, as far as it is known soon."""
+        """The error of a lost process. Waits a short time for its exit status."""
         process = self._process
         if process is None:
             return WorkerLost("its worker process has ended")
@@ -198,29 +198,29 @@ class WorkerProcess:
 
     async def _start(self) -> None:
         loop, link = asyncio.get_running_loop(), _Link()
-        ours, theirs = socket.socketpair()
-        with theirs:
-            descriptor = theirs.fileno()
+        owner_end, worker_end = socket.socketpair()
+        with worker_end:
+            descriptor = worker_end.fileno()
             arguments = (descriptor, os.getpid(), *self._arguments)
             self._process = start_guarded(self._module, arguments, descriptor, python=self._python)
         ready = link.expect(READY)
         try:
-            self._transport, _ = await loop.create_connection(lambda: link, sock=ours)
+            self._transport, _ = await loop.create_connection(lambda: link, sock=owner_end)
             self._printed, _ = await loop.connect_read_pipe(_Printed, self._process.stderr)
             async with asyncio.timeout(LOAD_LIMIT_S):
-                found = await ready
+                answer = await ready
         except TimeoutError:
             await self.close()
             raise WorkerLost(f"its worker process does not serve within {LOAD_LIMIT_S:g} s") from None
         except BaseException:
             await self.close()
             raise
-        if found is None or found[1] != "ok":
+        if answer is None or answer[1] != "ok":
             ending = (await self._loss()).ending
-            reason = "the error output says why" if found is None else msgspec.msgpack.decode(found[2], type=str)
+            reason = "the error output says why" if answer is None else msgspec.msgpack.decode(answer[2], type=str)
             await self.close()
             raise WorkerLost(f"its worker process does not start: {reason}", ending)
-        # The new number comes with the open link: an owner of something in the lost process must not take this process
-        # for the lost one while it starts.
-        self._serving, self.greeting = msgspec.msgpack.decode(found[2], type=tuple[int, msgspec.Raw])
+        # The incarnation changes together with the link: an owner of state in the lost process must not mistake this
+        # process for the lost one while it starts.
+        self._serving, self.greeting = msgspec.msgpack.decode(answer[2], type=tuple[int, msgspec.Raw])
         self.incarnation, self._link = self.incarnation + 1, link

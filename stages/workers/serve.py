@@ -4,8 +4,8 @@ A frame is its length (4 bytes, little-endian) and msgpack. In: [number, call] b
 Out: [-1, "ok", [pid, value]] when the worker serves, or [-1, "failed", reason] if it cannot; then [number, kind, value]
 at the end of each call. Kinds: "ok", "failed", and the kind of a `Refusal` that a handler raises.
 
-`serve` runs calls side by side on an event loop of its own. `serve_in_turn` runs them one after another without a
-loop, so a handler may start a loop. Code that blocks its process delays only its own callers, who end the process.
+`serve` runs calls concurrently on an event loop. `serve_in_turn` runs them one after another without a loop, so a
+handler may start a loop. Code that blocks its process delays only its own callers, who end the process.
 
 Invariants: each call has one answer, whatever its code does (CancelledError and SystemExit are answers too); an answer
 is bounded; the process dies with its parent, and everything it started dies with it; prints go to the error output.
@@ -33,14 +33,14 @@ READY: Final = -1
 ANSWER_BYTES: Final = 16 << 20
 NIL: Final = b"\xc0"
 OUT_OF_MEMORY: Final = 86  # exit status of a worker whose code wants more memory than it may have
-_AGAIN_S = 0.05  # libraries catch what they should not: the exception is raised again until it gets through
+_AGAIN_S = 0.05  # some libraries catch every exception: it is raised again until one gets through
 
 Handler = Callable[[msgspec.Raw], Awaitable[Any]]
 _Prepare = Callable[[], tuple[Callable[[msgspec.Raw], Any], object]]
 
 
 class Refusal(Exception):
-    """Raised by a handler to end its call with a kind of its own."""
+    """Raised by a handler to end its call with this kind."""
 
     def __init__(self, kind: str, reason: str) -> None:
         super().__init__(reason)
@@ -76,7 +76,7 @@ def serve_in_turn(
                 continue
             try:
                 frame = _frame(number, "ok", handler(call))
-            except BaseException as error:  # the code is the user's: the caller learns what it raised
+            except BaseException as error:  # the code is the user's: its exception is the answer
                 frame = _failure(number, error)
             link.sendall(frame)
     os._exit(0)
@@ -112,7 +112,7 @@ def _prepared(link: socket.socket, prepare: _Prepare) -> Callable[[msgspec.Raw],
     """The handler, once the parent knows that this process serves; ends the process if it cannot."""
     try:
         handler, value = prepare()
-    except BaseException as error:  # an import runs the user's code: whatever it raises is the reason
+    except BaseException as error:  # an import runs the user's code: its exception is the reason
         link.sendall(_frame(READY, "failed", f"{type(error).__name__}: {error}"))
         os._exit(1)
     link.sendall(_frame(READY, "ok", (os.getpid(), value)))
@@ -141,7 +141,7 @@ async def _serve(link: socket.socket, handler: Handler) -> None:
 async def _answer(writer: asyncio.StreamWriter, handler: Handler, number: int, call: msgspec.Raw) -> None:
     try:
         frame = _frame(number, "ok", await handler(call))
-    except BaseException as error:  # the code is the user's: the caller learns what it raised
+    except BaseException as error:  # the code is the user's: its exception is the answer
         frame = _failure(number, error)
     writer.write(frame)
 

@@ -80,7 +80,7 @@ def test_a_missing_batch_is_named_with_the_length_that_works(tmp_path: Path) -> 
 
 def test_a_function_that_makes_whole_rollouts_excludes_loops() -> None:
     config = a_config(rollout={"custom_generate_function_path": "x:y"}, tools={"tools": ["calculator"]})
-    assert any("the stage agents would never be asked" in fault for fault in tool_faults(config))
+    assert any("the stage agents would never be reached" in fault for fault in tool_faults(config))
     assert not list(tool_faults(a_config(rollout={"custom_generate_function_path": "x:y"})))
     batches = {"rollout_function_path": "x:y"}
     (fault,) = tool_faults(a_config(rollout=batches, run={"scale": {"generate": 2}}))

@@ -9,8 +9,7 @@ import pytest
 from configs.schema.debug import read_fault
 from models.fault_injection import FaultPlan, InjectedError, injected
 from pipeline.hosts.worker import FaultyInlet
-from tests.stages.lease_rig import Held
-from tests.stages.stage_rig import make_sample, make_slice
+from tests.stages.stage_rig import Held, make_sample, make_slice
 
 
 class Fixed:

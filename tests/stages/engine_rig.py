@@ -62,11 +62,7 @@ class Weights:
     """The trainer's side: slots, and announcements on the topic."""
 
     def __init__(
-        self,
-        rig: Rig,
-        directory: Path,
-        source: Path,
-        tensors: Callable[[int], Mapping[str, torch.Tensor]] = values,
+        self, rig: Rig, directory: Path, source: Path, tensors: Callable[[int], Mapping[str, torch.Tensor]] = values
     ) -> None:
         self.rig, self.tensors = rig, tensors
         self.slots = SlotWriter(directory, source)
@@ -116,6 +112,14 @@ class Exchange:
     def params(self) -> SamplingParams:
         assert isinstance(self.request.sampling_params, SamplingParams)
         return self.request.sampling_params
+
+
+Log = list[Exchange]
+ONCE: dict[str, Any] = {  # a loop stage that wants each rollout once
+    "inlets": {"return": ("generate.return", RolloutSlice)},
+    "outlets": {"loop.once": ("once", RolloutSlice)},
+    "loops": ("once=tests.stages.custom_parts:Once",),
+}
 
 
 def record_exchanges(monkeypatch: pytest.MonkeyPatch) -> list[Exchange]:
@@ -341,6 +345,14 @@ async def generating(
         await stack.enter_async_context(running(owner, Ports("engines-0", {}, {}, topic)))
         for stage, port in zip(stages, ports, strict=True):
             world.tasks.append(await stack.enter_async_context(running(stage, port)))
+        yield world
+
+
+@asynccontextmanager
+async def started(tmp_path: Path, **options: Any) -> AsyncIterator[World]:
+    """`generating`, with version 0 at every engine."""
+    async with generating(tmp_path, **options) as world:
+        await world.ready()
         yield world
 
 

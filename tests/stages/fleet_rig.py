@@ -145,7 +145,7 @@ def hold_updates(
 
 
 @asynccontextmanager
-async def fleet(
+async def open_fleet(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     *,
@@ -164,10 +164,10 @@ async def fleet(
         weights = Weights(rig, tmp_path / "slots", source or checkpoint(tmp_path / "source"))
         stack.callback(weights.slots.close)
         async with asyncio.TaskGroup() as tasks:
-            one = Fleet(rig, msgspec.structs.replace(config, update=update), weights, stack, tasks, tmp_path / "bare")
-            await one.start_stage()
-            yield one
-            await one.lose_stage()
+            fleet = Fleet(rig, msgspec.structs.replace(config, update=update), weights, stack, tasks, tmp_path / "bare")
+            await fleet.start_stage()
+            yield fleet
+            await fleet.lose_stage()
 
 
 class TensorPublisher(WeightPublisher):

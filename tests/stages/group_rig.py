@@ -45,7 +45,7 @@ async def join(rig: Rig, replica: str = "group-0") -> Any:
 
 
 @asynccontextmanager
-async def desk(config: Config | None = None, *, sockets: bool = False) -> AsyncIterator[Desk]:
+async def open_desk(config: Config | None = None, *, sockets: bool = False) -> AsyncIterator[Desk]:
     async with open_rig(sockets=sockets) as rig:
         ports = await join(rig)
         stage = GroupStage(make_context(config))

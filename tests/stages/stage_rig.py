@@ -8,8 +8,8 @@ without a clock or a thread.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -226,6 +226,19 @@ async def open_rig(*, sockets: bool = False) -> AsyncIterator[Rig]:
         yield Rig(node, await node.topic_server(prefix + TOPIC), prefix)
 
 
+@contextmanager
+def time_limit() -> Iterator[None]:
+    """Turn a hang of a test into a failure. For fixtures: the limit of `open_rig` ends the task of the fixture only."""
+
+    def cancel_all() -> None:
+        for task in asyncio.all_tasks():
+            task.cancel()
+
+    handle = asyncio.get_running_loop().call_later(LIMIT_S, cancel_all)
+    yield
+    handle.cancel()
+
+
 @asynccontextmanager
 async def running(stage: Stage, ports: Ports, *, set_up: bool = True) -> AsyncIterator[asyncio.Task[None]]:
     """The stage at work. At the end of the block it is cancelled, as a killed replica is, unless it has ended."""
@@ -267,3 +280,19 @@ async def until(condition: Callable[[], bool]) -> None:
     """Look until a condition holds; the rig's limit ends the wait."""
     while not condition():  # noqa: ASYNC110 - looks from outside
         await asyncio.sleep(0.002)
+
+
+@dataclass
+class Held:
+    """A lease that belongs to no hub."""
+
+    message: RolloutSlice
+    key: str = ""
+    attempt: int = 1
+    ends: list[str] = field(default_factory=list)
+
+    def done(self) -> None:
+        self.ends.append("done")
+
+    def poison(self, reason: str) -> None:
+        self.ends.append("poison")

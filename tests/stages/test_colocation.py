@@ -28,7 +28,7 @@ from stages.engines.colocation import (
 from stages.ports import read_value
 from stages.topic_values import EngineAddress
 from tests.stages.engine_rig import SLOW_MS, core_of, freeze, generating, simulated, token_versions
-from tests.stages.fleet_rig import Fleet, Update, before_updates, fleet
+from tests.stages.fleet_rig import Fleet, Update, before_updates
 from tests.stages.stage_rig import TOPIC, Rig, idle, make_config, make_group, until
 
 COLOCATED = make_config(asynchrony={"colocate": True, "max_staleness": 0})
@@ -70,6 +70,15 @@ async def handed_over(one: Fleet, turn: TrainerTurn, version: int) -> None:
         await one.landed(version, engine=index)
 
 
+@pytest.fixture
+async def turn(fleet: Fleet) -> TrainerTurn:
+    """The turns of a trainer; it is the engine's turn, and the engine serves version 0."""
+    await fleet.engine(0)
+    turn = await trainer(fleet.rig)
+    await handed_over(fleet, turn, 0)
+    return turn
+
+
 @contextmanager
 def control_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, str]]]:
     """(engine, call) in the order in which they were made."""
@@ -88,57 +97,53 @@ def control_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, s
 
 
 async def test_engines_give_their_memory_back_for_the_trainers_turn_and_take_it_with_new_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with fleet(tmp_path, monkeypatch) as one:
-        for index in range(2):
-            await one.engine(index)
-        backend = Backend(seen=lambda: [away(server) == GONE for server in one.servers])
-        turn = await trainer(one.rig, backend=backend)
-        await handed_over(one, turn, 0)
-        with control_calls(monkeypatch) as calls:
-            await turn.acquire()
-            assert [away(server) for server in one.servers] == [GONE, GONE]
-            assert not any(one.served(index) for index in range(2)), "nothing is sent there"
-            one.weights.publish(1)
-            await idle()
-            assert one.labels() == ["0.0", "0.0"], "announced, but it is not their turn"
-            await turn.release()
-            for index in range(2):
-                await one.landed(1, engine=index)
-        assert one.labels() == ["0.1", "0.1"]
-        assert backend.calls == ["offload", "onload [True, True]", "offload"]
-        for server in one.servers:
-            assert away(server) == set()
-            assert not core_of(server).paused
-            assert [call for url, call in calls if url == server.url] == [
-                "pause_generation abort",
-                "release_memory_occupation kv_cache+weights",
-                "resume_memory_occupation weights",
-                "update_weights_from_disk ",
-                "resume_memory_occupation kv_cache",
-                "continue_generation ",
-            ]
-        for version in (2, 3):
-            await turn.acquire()
-            await handed_over(one, turn, version)
-        assert one.labels() == ["0.3", "0.3"]
-        assert [core_of(server).totals().memory_releases for server in one.servers] == [3, 3]
-        assert [one.failures(index) for index in range(2)] == [0, 0]
-
-
-async def test_without_the_flag_nothing_is_asked_and_nothing_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with fleet(tmp_path, monkeypatch) as one:
-        await one.engine(0)
-        backend = Backend()
-        turn = await trainer(one.rig, Config(), backend)
-        await handed_over(one, turn, 0)
+    await fleet.engine(0)
+    await fleet.engine(1)
+    backend = Backend(seen=lambda: [away(server) == GONE for server in fleet.servers])
+    turn = await trainer(fleet.rig, backend=backend)
+    await handed_over(fleet, turn, 0)
+    with control_calls(monkeypatch) as calls:
         await turn.acquire()
-        assert backend.calls == []
-        assert one.rig.topic.get("device") is None
-        assert (away(one.servers[0]), one.served()) == (set(), True)
+        assert [away(server) for server in fleet.servers] == [GONE, GONE]
+        assert not any(fleet.served(index) for index in range(2)), "nothing is sent there"
+        fleet.weights.publish(1)
+        await idle()
+        assert fleet.labels() == ["0.0", "0.0"], "announced, but it is not their turn"
+        await turn.release()
+        for index in range(2):
+            await fleet.landed(1, engine=index)
+    assert fleet.labels() == ["0.1", "0.1"]
+    assert backend.calls == ["offload", "onload [True, True]", "offload"]
+    for server in fleet.servers:
+        assert away(server) == set()
+        assert not core_of(server).paused
+        assert [call for url, call in calls if url == server.url] == [
+            "pause_generation abort",
+            "release_memory_occupation kv_cache+weights",
+            "resume_memory_occupation weights",
+            "update_weights_from_disk ",
+            "resume_memory_occupation kv_cache",
+            "continue_generation ",
+        ]
+    for version in (2, 3):
+        await turn.acquire()
+        await handed_over(fleet, turn, version)
+    assert fleet.labels() == ["0.3", "0.3"]
+    assert [core_of(server).totals().memory_releases for server in fleet.servers] == [3, 3]
+    assert [fleet.failures(index) for index in range(2)] == [0, 0]
+
+
+async def test_without_the_flag_nothing_is_asked_and_nothing_told(fleet: Fleet) -> None:
+    await fleet.engine(0)
+    backend = Backend()
+    turn = await trainer(fleet.rig, Config(), backend)
+    await handed_over(fleet, turn, 0)
+    await turn.acquire()
+    assert backend.calls == []
+    assert fleet.rig.topic.get("device") is None
+    assert (away(fleet.servers[0]), fleet.served()) == (set(), True)
 
 
 def test_which_runs_take_turns() -> None:
@@ -149,193 +154,169 @@ def test_which_runs_take_turns() -> None:
     assert not colocated(make_config(asynchrony={"colocate": True}, sglang=external))
 
 
-async def test_a_trainer_without_the_hooks_takes_turns_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with fleet(tmp_path, monkeypatch) as one:
-        await one.engine(0)
-        turn = await trainer(one.rig, backend=object())
-        await handed_over(one, turn, 0)
-        await turn.acquire()
-        assert away(one.servers[0]) == GONE
+async def test_a_trainer_without_the_hooks_takes_turns_too(fleet: Fleet) -> None:
+    await fleet.engine(0)
+    turn = await trainer(fleet.rig, backend=object())
+    await handed_over(fleet, turn, 0)
+    await turn.acquire()
+    assert away(fleet.servers[0]) == GONE
 
 
-async def test_an_evaluation_keeps_its_engines_until_it_is_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with fleet(tmp_path, monkeypatch) as one, asyncio.TaskGroup() as tasks:
-        await one.engine(0)
-        turn = await trainer(one.rig)
-        one.weights.publish(0, pinned=True)
+async def test_an_evaluation_keeps_its_engines_until_it_is_over(fleet: Fleet) -> None:
+    async with asyncio.TaskGroup() as tasks:
+        await fleet.engine(0)
+        turn = await trainer(fleet.rig)
+        fleet.weights.publish(0, pinned=True)
         await turn.release()
-        await one.landed(0)
+        await fleet.landed(0)
         acquiring = tasks.create_task(turn.acquire())
         await idle()
         assert not acquiring.done()
-        assert one.served(), "the evaluation goes on"
-        one.rig.topic.publish("eval/released", b"0")
+        assert fleet.served(), "the evaluation goes on"
+        fleet.rig.topic.publish("eval/released", b"0")
         await acquiring
-        assert away(one.servers[0]) == GONE
+        assert away(fleet.servers[0]) == GONE
 
 
 async def test_an_engine_that_is_lost_is_not_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("stages.engines.colocation.PATIENCE_S", -1.0)
-    async with fleet(tmp_path, monkeypatch) as one, asyncio.TaskGroup() as tasks:
+    async with asyncio.TaskGroup() as tasks:
         for index in range(2):
-            await one.engine(index)
-        turn = await trainer(one.rig)
-        await handed_over(one, turn, 0)
-        await one.servers[1].__aexit__(None, None, None)
+            await fleet.engine(index)
+        turn = await trainer(fleet.rig)
+        await handed_over(fleet, turn, 0)
+        await fleet.servers[1].__aexit__(None, None, None)
         acquiring = tasks.create_task(turn.acquire())
-        await until(lambda: away(one.servers[0]) == GONE)
+        await until(lambda: away(fleet.servers[0]) == GONE)
         await until(lambda: any("for the memory of engine-1" in record.message for record in caplog.records))
         assert not acquiring.done()
-        one.rig.lose_engine(1)
+        fleet.rig.lose_engine(1)
         await acquiring
 
 
-async def test_frozen_engines_keep_their_memory_and_are_not_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with fleet(tmp_path, monkeypatch) as one:
-        server = await one.engine(0)
-        judge = await one.stack.enter_async_context(
-            EngineServer(simulated(), str(one.bare), max_context_len=None, seed=9)
-        )
-        address = EngineAddress("frozen-judge", judge.url, 0, "judge")
-        one.rig.topic.publish("engine/frozen-judge", msgspec.msgpack.encode(address))
-        turn = await trainer(one.rig)
-        await handed_over(one, turn, 0)
-        await turn.acquire()
-        assert (away(server), away(judge)) == (GONE, set())
+async def test_frozen_engines_keep_their_memory_and_are_not_waited_for(fleet: Fleet) -> None:
+    server = await fleet.engine(0)
+    judge = await fleet.stack.enter_async_context(
+        EngineServer(simulated(), str(fleet.bare), max_context_len=None, seed=9)
+    )
+    address = EngineAddress("frozen-judge", judge.url, 0, "judge")
+    fleet.rig.topic.publish("engine/frozen-judge", msgspec.msgpack.encode(address))
+    turn = await trainer(fleet.rig)
+    await handed_over(fleet, turn, 0)
+    await turn.acquire()
+    assert (away(server), away(judge)) == (GONE, set())
 
 
 async def test_an_engine_that_comes_up_in_the_trainers_turn_gives_its_memory_back_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fleet: Fleet, turn: TrainerTurn
 ) -> None:
-    async with fleet(tmp_path, monkeypatch) as one:
-        await one.engine(0)
-        turn = await trainer(one.rig)
-        await handed_over(one, turn, 0)
-        await turn.acquire()
-        again = await one.engine(0, incarnation=1)
-        await until(lambda: away(again) == GONE)
-        assert core_of(again).label == "default", "it never had weights of this run"
-        one.weights.publish(1)
-        await turn.release()
-        await until(lambda: core_of(again).label == "0.1")
-        await one.landed(1)
-        assert away(again) == set()
+    await turn.acquire()
+    again = await fleet.engine(0, incarnation=1)
+    await until(lambda: away(again) == GONE)
+    assert core_of(again).label == "default", "it never had weights of this run"
+    fleet.weights.publish(1)
+    await turn.release()
+    await until(lambda: core_of(again).label == "0.1")
+    await fleet.landed(1)
+    assert away(again) == set()
 
 
 async def test_what_was_given_back_in_an_earlier_turn_does_not_count(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fleet: Fleet, turn: TrainerTurn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An engine that never took the memory again is reported for each turn, and asked only once."""
-    async with fleet(tmp_path, monkeypatch) as one:
-        await one.engine(0)
-        turn = await trainer(one.rig)
-        await handed_over(one, turn, 0)
-        await turn.acquire()
-        first = read_value(turn.topic, "device/engine-0", EngineMemory)
-        assert first is not None
-        assert first.empty(0, turn._turn)
-        assert not first.empty(0, turn._turn + 2)
-        assert not first.empty(1, turn._turn)
-        refusing = True
-        original = EngineClient.call
+    await turn.acquire()
+    first = read_value(turn.topic, "device/engine-0", EngineMemory)
+    assert first is not None
+    assert first.empty(0, turn._turn)
+    assert not first.empty(0, turn._turn + 2)
+    assert not first.empty(1, turn._turn)
+    refusing = True
+    original = EngineClient.call
 
-        async def call(client: EngineClient, method: str, path: str, *args: Any, **options: Any) -> bytes:
-            if refusing and "resume_memory" in path:
-                raise EngineRefused(client.base_url, 400, "no memory just now")
-            return await original(client, method, path, *args, **options)
+    async def call(client: EngineClient, method: str, path: str, *args: Any, **options: Any) -> bytes:
+        if refusing and "resume_memory" in path:
+            raise EngineRefused(client.base_url, 400, "no memory just now")
+        return await original(client, method, path, *args, **options)
 
-        monkeypatch.setattr(EngineClient, "call", call)
-        one.weights.publish(1)
-        await turn.release()
-        await until(lambda: one.failures() > 0)
-        await turn.acquire()
-        assert core_of(one.servers[0]).totals().memory_releases == 1
-        refusing = False
-        await handed_over(one, turn, 2)
-        assert one.labels() == ["0.2"]
+    monkeypatch.setattr(EngineClient, "call", call)
+    fleet.weights.publish(1)
+    await turn.release()
+    await until(lambda: fleet.failures() > 0)
+    await turn.acquire()
+    assert core_of(fleet.servers[0]).totals().memory_releases == 1
+    refusing = False
+    await handed_over(fleet, turn, 2)
+    assert fleet.labels() == ["0.2"]
 
 
 async def test_memory_is_taken_once_however_often_the_update_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fleet: Fleet, turn: TrainerTurn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with fleet(tmp_path, monkeypatch) as one:
-        await one.engine(0)
-        turn = await trainer(one.rig)
-        await handed_over(one, turn, 0)
-        await turn.acquire()
-        tries = []
+    await turn.acquire()
+    tries = []
 
-        async def refuse(update: Update) -> None:
-            tries.append(set(away(one.servers[0])))
-            if len(tries) < 3:
-                raise EngineRefused(update.url, 400, "not now")
+    async def refuse(update: Update) -> None:
+        tries.append(set(away(fleet.servers[0])))
+        if len(tries) < 3:
+            raise EngineRefused(update.url, 400, "not now")
 
-        before_updates(monkeypatch, refuse)
-        with control_calls(monkeypatch) as calls:
-            await handed_over(one, turn, 1)
-        assert tries == [{"kv_cache"}] * 3, "the cache's memory comes last: loading may need room"
-        assert [call for _, call in calls if "memory" in call or "continue" in call] == [
-            "resume_memory_occupation weights",
-            "resume_memory_occupation kv_cache",
-            "continue_generation ",
-        ]
+    before_updates(monkeypatch, refuse)
+    with control_calls(monkeypatch) as calls:
+        await handed_over(fleet, turn, 1)
+    assert tries == [{"kv_cache"}] * 3, "the cache's memory comes last: loading may need room"
+    assert [call for _, call in calls if "memory" in call or "continue" in call] == [
+        "resume_memory_occupation weights",
+        "resume_memory_occupation kv_cache",
+        "continue_generation ",
+    ]
 
 
-async def test_giving_back_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with fleet(tmp_path, monkeypatch) as one:
-        server = await one.engine(0)
-        turn = await trainer(one.rig)
-        await handed_over(one, turn, 0)
-        original, tries = EngineClient.pause, []
+async def test_giving_back_is_tried_again(fleet: Fleet, turn: TrainerTurn, monkeypatch: pytest.MonkeyPatch) -> None:
+    [server] = fleet.servers
+    original, tries = EngineClient.pause, []
 
-        async def pause(client: EngineClient, mode: Any) -> None:
-            tries.append(mode)
-            if len(tries) < 3:
-                raise EngineRefused(client.base_url, 400, "not now")
-            await original(client, mode)
+    async def pause(client: EngineClient, mode: Any) -> None:
+        tries.append(mode)
+        if len(tries) < 3:
+            raise EngineRefused(client.base_url, 400, "not now")
+        await original(client, mode)
 
-        monkeypatch.setattr(EngineClient, "pause", pause)
-        await turn.acquire()
-        assert tries == ["abort"] * 3
-        assert (away(server), one.failures()) == (GONE, 2)
+    monkeypatch.setattr(EngineClient, "pause", pause)
+    await turn.acquire()
+    assert tries == ["abort"] * 3
+    assert (away(server), fleet.failures()) == (GONE, 2)
 
 
-async def test_a_keeper_that_takes_over_knows_what_is_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with fleet(tmp_path, monkeypatch) as one:
-        server = await one.engine(0)
-        turn = await trainer(one.rig)
-        await handed_over(one, turn, 0)
-        await turn.acquire()
-        topic = await one.rig.node.topic(TOPIC, replica="successor")
-        keeper = MemoryKeeper("engine-0")
-        keeper.attach(topic, 0)
-        assert set(keeper.away) == GONE
-        assert not keeper.due(topic)
-        keeper.attach(topic, 1)
-        assert keeper.away == (), "a new incarnation holds all of its memory"
-        assert keeper.due(topic)
-        assert core_of(server).totals().memory_releases == 1
-        report = read_value(topic, "device/engine-0", EngineMemory)
-        assert report is not None
-        assert report.empty(0, turn._turn)
-        assert not msgspec.structs.replace(report, away=("weights",)).empty(0, turn._turn)
+async def test_a_keeper_that_takes_over_knows_what_is_away(fleet: Fleet, turn: TrainerTurn) -> None:
+    [server] = fleet.servers
+    await turn.acquire()
+    topic = await fleet.rig.node.topic(TOPIC, replica="successor")
+    keeper = MemoryKeeper("engine-0")
+    keeper.attach(topic, 0)
+    assert set(keeper.away) == GONE
+    assert not keeper.due(topic)
+    keeper.attach(topic, 1)
+    assert keeper.away == (), "a new incarnation holds all of its memory"
+    assert keeper.due(topic)
+    assert core_of(server).totals().memory_releases == 1
+    report = read_value(topic, "device/engine-0", EngineMemory)
+    assert report is not None
+    assert report.empty(0, turn._turn)
+    assert not msgspec.structs.replace(report, away=("weights",)).empty(0, turn._turn)
 
 
 async def test_the_stage_waits_until_nothing_runs_and_gives_nothing_back_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("stages.engines.colocation.IDLE_LIMIT_S", 0.0)
     monkeypatch.setattr("stages.engines.colocation.IDLE_POLL_S", 0.0)
-    async with fleet(tmp_path, monkeypatch) as one, asyncio.TaskGroup() as tasks:
-        server = await one.engine(0)
-        turn = await trainer(one.rig)
-        await handed_over(one, turn, 0)
+    async with asyncio.TaskGroup() as tasks:
+        server = await fleet.engine(0)
+        turn = await trainer(fleet.rig)
+        await handed_over(fleet, turn, 0)
         running = 1
         original = EngineClient.call
 
@@ -349,7 +330,7 @@ async def test_the_stage_waits_until_nothing_runs_and_gives_nothing_back_before(
 
         monkeypatch.setattr(EngineClient, "call", call)
         acquiring = tasks.create_task(turn.acquire())
-        await until(lambda: one.failures() > 1)
+        await until(lambda: fleet.failures() > 1)
         assert (away(server), acquiring.done()) == (set(), False)
         running = 0
         await acquiring
@@ -358,35 +339,29 @@ async def test_the_stage_waits_until_nothing_runs_and_gives_nothing_back_before(
 
 
 async def test_a_stage_that_is_started_anew_in_the_trainers_turn_goes_on_with_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fleet: Fleet, turn: TrainerTurn
 ) -> None:
-    async with fleet(tmp_path, monkeypatch) as one:
-        server = await one.engine(0)
-        turn = await trainer(one.rig)
-        await handed_over(one, turn, 0)
-        await turn.acquire()
-        await one.lose_stage()
-        await one.start_stage()
-        await idle()
-        assert (away(server), one.served()) == (GONE, False)
-        assert core_of(server).totals().memory_releases == 1, "it knows what is away, and asks for nothing twice"
-        await handed_over(one, turn, 1)
-        assert (away(server), core_of(server).paused, one.labels()) == (set(), False, ["0.1"])
+    [server] = fleet.servers
+    await turn.acquire()
+    await fleet.lose_stage()
+    await fleet.start_stage()
+    await idle()
+    assert (away(server), fleet.served()) == (GONE, False)
+    assert core_of(server).totals().memory_releases == 1, "it knows what is away, and asks for nothing twice"
+    await handed_over(fleet, turn, 1)
+    assert (away(server), core_of(server).paused, fleet.labels()) == (set(), False, ["0.1"])
 
 
-async def test_a_trainer_that_was_lost_in_its_turn_is_taken_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with fleet(tmp_path, monkeypatch) as one:
-        await one.engine(0)
-        first = await trainer(one.rig)
-        await handed_over(one, first, 0)
-        await first.acquire()
-        second = await trainer(one.rig)
-        await handed_over(one, second, 1)
-        assert holder(second.topic).owner == "engine"
-        assert holder(second.topic).turn > first._turn
-        assert one.labels() == ["0.1"]
+async def test_a_trainer_that_was_lost_in_its_turn_is_taken_over(fleet: Fleet) -> None:
+    await fleet.engine(0)
+    first = await trainer(fleet.rig)
+    await handed_over(fleet, first, 0)
+    await first.acquire()
+    second = await trainer(fleet.rig)
+    await handed_over(fleet, second, 1)
+    assert holder(second.topic).owner == "engine"
+    assert holder(second.topic).turn > first._turn
+    assert fleet.labels() == ["0.1"]
 
 
 async def test_a_rollout_that_the_turn_cuts_goes_on_from_its_tokens(tmp_path: Path) -> None:

@@ -1,224 +1,212 @@
-"""Following the weights: what an engine serves, in which order engines are updated, and what is never served."""
+"""Engines that follow the weights: updates, their order, leaving engines, and entries of the engine directory."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from models.engines.client import EngineClient, WeightsUpdated
 from models.engines.errors import EngineRefused
+from models.engines.noise import sample_seed
 from models.engines.protocol import PauseMode
-from tests.stages.engine_rig import core_of
-from tests.stages.fleet_rig import Update, before_updates, fleet, hold_updates
-from tests.stages.stage_rig import idle, until
+from stages.topic_values import LEAVE, EngineAddress, EngineEntry, addresses, carrying, entries
+from tests.stages.engine_rig import (
+    FAST_MS,
+    SLOW_MS,
+    core_of,
+    freeze,
+    generating,
+    record_exchanges,
+    sent_to,
+    simulated,
+    written,
+)
+from tests.stages.fleet_rig import Fleet, Update, before_updates, hold_updates, open_fleet
+from tests.stages.stage_rig import idle, make_group, response_ids, until
 
 
-async def test_an_engine_is_served_after_its_first_update_and_its_entry_tells_of_each(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with fleet(tmp_path, monkeypatch) as one:
-        await one.engine(0)
-        await idle()
-        assert not one.served()
-        for version in range(4):
-            one.weights.publish(version)
-            await one.landed(version)
-            assert one.labels() == [f"0.{version}"]
-            assert one.served()
-            assert not core_of(one.servers[0]).paused
-            report = one.entry()
-            assert (report.engine, report.run_generation, report.version, report.fetching) == (
-                "engine-0",
-                0,
-                version,
-                -1,
-            )
-        assert one.control().updates == 4
+async def test_an_engine_is_served_after_its_first_update_and_its_entry_tells_of_each(fleet: Fleet) -> None:
+    await fleet.engine(0)
+    await idle()
+    assert not fleet.served()
+    for version in range(4):
+        fleet.weights.publish(version)
+        await fleet.landed(version)
+        assert fleet.labels() == [f"0.{version}"]
+        assert fleet.served()
+        assert not core_of(fleet.servers[0]).paused
+        report = fleet.entry()
+        assert (report.engine, report.run_generation, report.version, report.fetching) == (
+            "engine-0",
+            0,
+            version,
+            -1,
+        )
+    assert fleet.control().updates == 4
 
 
-async def test_only_the_newest_of_several_announcements_is_applied(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with fleet(tmp_path, monkeypatch) as one:
-        one.weights.publish(0)
-        one.weights.publish(1)
-        await one.engine(0)
-        await one.landed(1)
-        assert one.control().updates == 1
+async def test_only_the_newest_of_several_announcements_is_applied(fleet: Fleet) -> None:
+    fleet.weights.publish(0)
+    fleet.weights.publish(1)
+    await fleet.engine(0)
+    await fleet.landed(1)
+    assert fleet.control().updates == 1
 
 
-async def test_an_older_announcement_is_not_applied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with fleet(tmp_path, monkeypatch) as one:
-        await one.engine(0)
-        old = one.weights.publish(0)
-        await one.landed(0)
-        one.weights.publish(1)
-        await one.landed(1)
-        one.weights.announce(old)
-        await idle()
-        assert one.labels() == ["0.1"]
-        assert (one.entry().version, one.entry().fetching) == (1, -1)
+async def test_an_older_announcement_is_not_applied(fleet: Fleet) -> None:
+    await fleet.engine(0)
+    old = fleet.weights.publish(0)
+    await fleet.landed(0)
+    fleet.weights.publish(1)
+    await fleet.landed(1)
+    fleet.weights.announce(old)
+    await idle()
+    assert fleet.labels() == ["0.1"]
+    assert (fleet.entry().version, fleet.entry().fetching) == (1, -1)
 
 
 @pytest.mark.parametrize("release", ["eval/released", "drain"])
-async def test_a_pinned_version_is_held_until_it_is_released(
-    release: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with fleet(tmp_path, monkeypatch) as one:
-        await one.engine(0)
-        one.weights.publish(1, pinned=True)
-        await one.landed(1)
-        one.weights.publish(2)
-        one.rig.topic.publish("eval/released", b"0")
-        await idle()
-        assert one.labels() == ["0.1"]
-        assert (one.entry().version, one.entry().fetching) == (1, -1), "not even the slot is read"
-        one.rig.topic.publish(release, b"1")
-        await one.landed(2)
-        assert one.labels() == ["0.2"]
+async def test_a_pinned_version_is_held_until_it_is_released(fleet: Fleet, release: str) -> None:
+    await fleet.engine(0)
+    fleet.weights.publish(1, pinned=True)
+    await fleet.landed(1)
+    fleet.weights.publish(2)
+    fleet.rig.topic.publish("eval/released", b"0")
+    await idle()
+    assert fleet.labels() == ["0.1"]
+    assert (fleet.entry().version, fleet.entry().fetching) == (1, -1), "not even the slot is read"
+    fleet.rig.topic.publish(release, b"1")
+    await fleet.landed(2)
+    assert fleet.labels() == ["0.2"]
 
 
-async def test_updates_roll_over_the_engines_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with fleet(tmp_path, monkeypatch) as one:
-        await one.serving(2)
-        loading, go, _ = hold_updates(monkeypatch, one.servers[0].url)
-        paused: list[str] = []
-        original_pause = EngineClient.pause
+async def test_updates_roll_over_the_engines_in_order(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    await fleet.serving(2)
+    loading, go, _ = hold_updates(monkeypatch, fleet.servers[0].url)
+    paused: list[str] = []
+    original_pause = EngineClient.pause
 
-        async def pause(client: EngineClient, mode: PauseMode) -> None:
-            paused.append(client.base_url)
-            await original_pause(client, mode)
+    async def pause(client: EngineClient, mode: PauseMode) -> None:
+        paused.append(client.base_url)
+        await original_pause(client, mode)
 
-        monkeypatch.setattr(EngineClient, "pause", pause)
-        one.weights.publish(1)
-        await loading.wait()
-        await idle()
-        assert paused == [one.servers[0].url], "engine-1 goes on while engine-0 stands still"
-        assert one.entry(0).fetching == 1
-        assert one.entry(1).fetching == -1
-        go.set()
-        await one.landed(1, engine=1)
-        assert one.entry(0).version == 1
-        assert paused == [server.url for server in one.servers]
+    monkeypatch.setattr(EngineClient, "pause", pause)
+    fleet.weights.publish(1)
+    await loading.wait()
+    await idle()
+    assert paused == [fleet.servers[0].url], "engine-1 goes on while engine-0 stands still"
+    assert fleet.entry(0).fetching == 1
+    assert fleet.entry(1).fetching == -1
+    go.set()
+    await fleet.landed(1, engine=1)
+    assert fleet.entry(0).version == 1
+    assert paused == [server.url for server in fleet.servers]
 
 
-async def test_who_waited_for_its_turn_takes_what_is_newest_then(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_who_waited_for_its_turn_takes_what_is_newest_then(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     """The slot of the version for which it waited is the next that the trainer writes into."""
-    async with fleet(tmp_path, monkeypatch) as one:
-        await one.serving(2)
-        loading, go, asked = hold_updates(monkeypatch, one.servers[0].url)
-        one.weights.publish(1)
-        await loading.wait()
-        one.weights.publish(2)
-        await idle()
-        go.set()
-        await one.landed(2)
-        await one.landed(2, engine=1)
-        loaded = [[update.label for update in asked if update.url == server.url] for server in one.servers]
-        assert loaded == [["0.1", "0.2"], ["0.2"]]
+    await fleet.serving(2)
+    loading, go, asked = hold_updates(monkeypatch, fleet.servers[0].url)
+    fleet.weights.publish(1)
+    await loading.wait()
+    fleet.weights.publish(2)
+    await idle()
+    go.set()
+    await fleet.landed(2)
+    await fleet.landed(2, engine=1)
+    loaded = [[update.label for update in asked if update.url == server.url] for server in fleet.servers]
+    assert loaded == [["0.1", "0.2"], ["0.2"]]
 
 
-async def test_an_engine_does_not_wait_for_one_that_died(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with fleet(tmp_path, monkeypatch) as one:
-        await one.serving(2)
-        await one.servers[0].__aexit__(None, None, None)
-        one.rig.lose_engine(0)
-        one.weights.publish(1)
-        await one.landed(1, engine=1)
+async def test_an_engine_does_not_wait_for_one_that_died(fleet: Fleet) -> None:
+    await fleet.serving(2)
+    await fleet.servers[0].__aexit__(None, None, None)
+    fleet.rig.lose_engine(0)
+    fleet.weights.publish(1)
+    await fleet.landed(1, engine=1)
 
 
 @pytest.mark.parametrize("when", ["before", "during"])
-async def test_a_torn_slot_is_never_served(when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with fleet(tmp_path, monkeypatch) as one:
-        [server] = await one.serving()
+async def test_a_torn_slot_is_never_served(fleet: Fleet, when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    [server] = await fleet.serving()
 
-        async def tear(update: Update) -> None:
-            if when == "during" and update.label == "0.1":
-                one.weights.write(2)
-                one.weights.write(3)  # into the slot of version 1
+    async def tear(update: Update) -> None:
+        if when == "during" and update.label == "0.1":
+            fleet.weights.write(2)
+            fleet.weights.write(3)  # into the slot of version 1
 
-        loads = before_updates(monkeypatch, tear)
-        first = one.weights.write(1)
-        if when == "before":
-            one.weights.write(2)
-            one.weights.write(3)
-        one.weights.announce(first)
-        await until(lambda: one.failures() > 0)
-        assert one.served() == (when == "before")
-        if when == "during":
-            assert core_of(server).paused, "the torn weights are loaded, so nothing may run"
-        else:
-            assert loads == [], "not even loaded: the engine goes on with the weights it has"
-            assert not core_of(server).paused
-        assert one.entry().version == 0
-        one.weights.publish(4)
-        await one.landed(4)
-        assert one.served()
+    loads = before_updates(monkeypatch, tear)
+    first = fleet.weights.write(1)
+    if when == "before":
+        fleet.weights.write(2)
+        fleet.weights.write(3)
+    fleet.weights.announce(first)
+    await until(lambda: fleet.failures() > 0)
+    assert fleet.served() == (when == "before")
+    if when == "during":
+        assert core_of(server).paused, "the torn weights are loaded, so nothing may run"
+    else:
+        assert loads == [], "not even loaded: the engine goes on with the weights it has"
         assert not core_of(server).paused
-        assert one.labels() == ["0.4"]
+    assert fleet.entry().version == 0
+    fleet.weights.publish(4)
+    await fleet.landed(4)
+    assert fleet.served()
+    assert not core_of(server).paused
+    assert fleet.labels() == ["0.4"]
 
 
-async def test_bytes_that_are_not_the_announced_ones_are_never_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with fleet(tmp_path, monkeypatch) as one:
-        await one.serving()
-        announcement = one.weights.write(1)
-        weights = Path(announcement.path) / "model.safetensors"
-        with weights.open("r+b") as file:
-            file.seek(-1, 2)
-            file.write(b"\x55")
-        one.weights.announce(announcement)
-        await until(lambda: one.failures() > 0)
-        assert one.labels() == ["0.0"]
-        one.weights.publish(2)
-        await one.landed(2)
+async def test_bytes_that_are_not_the_announced_ones_are_never_loaded(fleet: Fleet) -> None:
+    await fleet.serving()
+    announcement = fleet.weights.write(1)
+    weights = Path(announcement.path) / "model.safetensors"
+    with weights.open("r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"\x55")
+    fleet.weights.announce(announcement)
+    await until(lambda: fleet.failures() > 0)
+    assert fleet.labels() == ["0.0"]
+    fleet.weights.publish(2)
+    await fleet.landed(2)
 
 
-async def test_an_update_that_the_engine_refuses_is_tried_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with fleet(tmp_path, monkeypatch) as one:
-        await one.engine(0)
+async def test_an_update_that_the_engine_refuses_is_tried_again(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    await fleet.engine(0)
 
-        async def refuse(update: Update) -> None:
-            if len(tries) < 3:
-                raise EngineRefused(update.url, 400, "no memory just now")
+    async def refuse(update: Update) -> None:
+        if len(tries) < 3:
+            raise EngineRefused(update.url, 400, "no memory just now")
 
-        tries = before_updates(monkeypatch, refuse)
-        one.weights.publish(0)
-        await one.landed(0)
-        assert [update.label for update in tries] == ["0.0"] * 3
-        assert one.served()
+    tries = before_updates(monkeypatch, refuse)
+    fleet.weights.publish(0)
+    await fleet.landed(0)
+    assert [update.label for update in tries] == ["0.0"] * 3
+    assert fleet.served()
 
 
 async def test_an_engine_that_names_other_weights_than_it_was_given_is_not_ready(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with fleet(tmp_path, monkeypatch) as one:
-        server = await one.engine(0)
-        original = EngineClient.update_weights_from_disk
-        lie = True
+    server = await fleet.engine(0)
+    original = EngineClient.update_weights_from_disk
+    lie = True
 
-        async def update(
-            client: EngineClient, path: str, label: str | None, flush_cache: bool = True
-        ) -> WeightsUpdated:
-            done = await original(client, path, label, flush_cache)
-            if lie:
-                await core_of(server).relabel("another")
-            return done
+    async def update(client: EngineClient, path: str, label: str | None, flush_cache: bool = True) -> WeightsUpdated:
+        done = await original(client, path, label, flush_cache)
+        if lie:
+            await core_of(server).relabel("another")
+        return done
 
-        monkeypatch.setattr(EngineClient, "update_weights_from_disk", update)
-        one.weights.publish(0)
-        await until(lambda: core_of(server).label == "another")
-        await idle()
-        assert not one.served()
-        assert one.entry().version == -1
-        lie = False
-        await one.landed(0)
+    monkeypatch.setattr(EngineClient, "update_weights_from_disk", update)
+    fleet.weights.publish(0)
+    await until(lambda: core_of(server).label == "another")
+    await idle()
+    assert not fleet.served()
+    assert fleet.entry().version == -1
+    lie = False
+    await fleet.landed(0)
 
 
 @pytest.mark.parametrize(("mode", "flush"), [("in_place", False), ("retract", True), ("abort", True)])
@@ -237,35 +225,126 @@ async def test_the_configured_mode_is_what_the_engine_is_asked_for(
 
     before_updates(monkeypatch, update)
     monkeypatch.setattr(EngineClient, "pause", pause)
-    async with fleet(tmp_path, monkeypatch, mode=mode) as one:
+    async with open_fleet(tmp_path, monkeypatch, mode=mode) as one:
         await one.serving()
     assert asked == [mode, flush]
 
 
-async def test_a_new_address_takes_the_place_of_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with fleet(tmp_path, monkeypatch) as one:
-        await one.serving()
-        again = await one.engine(0, incarnation=1)
-        await until(lambda: core_of(again).label == "0.0")
-        await one.landed(0)
-        assert (one.entry().incarnation, one.entry().url) == (1, again.url)
-        client = one.control().client
-        assert client is not None
-        assert client.base_url == again.url
+async def test_a_new_address_takes_the_place_of_the_old_one(fleet: Fleet) -> None:
+    await fleet.serving()
+    again = await fleet.engine(0, incarnation=1)
+    await until(lambda: core_of(again).label == "0.0")
+    await fleet.landed(0)
+    assert (fleet.entry().incarnation, fleet.entry().url) == (1, again.url)
+    client = fleet.control().client
+    assert client is not None
+    assert client.base_url == again.url
 
 
 async def test_a_stall_is_accounted_for_while_the_engine_stands_still(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await fleet.serving()
+    seen: list[str] = []
+
+    async def look(_: Update) -> None:
+        seen.append(fleet.stage.activity._state())
+
+    before_updates(monkeypatch, look)
+    fleet.weights.publish(1)
+    await fleet.landed(1)
+    assert seen == ["stalled"]
+    assert fleet.stage.activity._state() == "starved"
+
+
+class Values:
+    """A topic that is read."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+
+    def items(self, prefix: str) -> dict[str, bytes]:
+        return {key: value for key, value in self.values.items() if key.startswith(prefix)}
+
+    def up(self, name: str, incarnation: int = 0, policy: str = "policy") -> None:
+        address = EngineAddress(name, f"http://{name}", incarnation, policy)
+        self.values[f"engine/{name}"] = msgspec.msgpack.encode(address)
+
+    def says(self, name: str, version: int, incarnation: int = 0, policy: str = "policy") -> None:
+        entry = EngineEntry(
+            name, f"http://{name}", incarnation, policy, state="serving", run_generation=0, version=version
+        )
+        self.values[f"directory/{name}"] = msgspec.msgpack.encode(entry)
+
+
+def test_an_entry_counts_only_for_the_incarnation_that_has_the_address() -> None:
+    topic = Values()
+    topic.says("engine-0", 3)
+    assert entries(topic) == {}, "its engine is lost: what arrives late is of a process that has died"
+    topic.up("engine-0", incarnation=1)
+    assert entries(topic) == {}, "a new process listens there, and carries nothing of that"
+    assert addresses(topic)["engine-0"].incarnation == 1
+    topic.says("engine-0", 4, incarnation=1)
+    assert entries(topic)["engine-0"].label == "0.4"
+    topic.up("engine-0", incarnation=2)
+    assert carrying(topic) == {}
+
+
+def test_entries_are_told_apart_by_policy_and_those_without_weights_of_the_run_hold_nobody_up() -> None:
+    topic = Values()
+    for name, policy, version in (("engine-1", "policy", 2), ("engine-0", "policy", -1), ("frozen-j", "j", -1)):
+        topic.up(name, policy=policy)
+        topic.says(name, version, policy=policy)
+    assert list(entries(topic)) == ["engine-0", "engine-1", "frozen-j"]
+    assert list(entries(topic, "policy")) == ["engine-0", "engine-1"]
+    assert list(entries(topic, "j")) == ["frozen-j"]
+    assert list(addresses(topic, "j")) == ["frozen-j"]
+    assert list(carrying(topic)) == ["engine-1"]
+    assert entries(topic)["frozen-j"].label is None
+
+
+PROMPT = [1, 2, 3]
+
+
+async def test_partial_output_goes_on_elsewhere_and_nothing_new_comes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with fleet(tmp_path, monkeypatch) as one:
-        await one.serving()
-        seen: list[str] = []
+    log = record_exchanges(monkeypatch)
+    async with generating(tmp_path, engines=2, engine=simulated(SLOW_MS)) as world:
+        await world.ready()
+        core_of(world.engines[1]).schedule.config = simulated(FAST_MS).simulated
+        await world.ask(make_group(0, 2, prompt=PROMPT))
+        await freeze(world.engines[0], tokens=6)
+        world.rig.topic.publish(f"{LEAVE}engine-0", b"")
+        samples = await world.whole(2)
+        await world.rig.topic_until(lambda: (entry := world.rig.entry()) is not None and entry.state == "left")
+        assert sorted(carrying(world.rig.topic)) == ["engine-1"], "nobody waits for weights to land in it"
+        assert core_of(world.engines[0]).schedule.running == 0
+        await until(lambda: world.serving() == ["engine-1"])
+        for group in range(1, 5):
+            await world.ask(make_group(group, 1, prompt=PROMPT))
+            await world.whole(1)
+        world.weights.publish(1)
+        await world.weights.landed(1, engine=1)
+    [first] = sent_to(log, world.engines[0])
+    rest = list(sent_to(log, world.engines[1]))
+    for sample in samples:
+        kept = first.outputs[sample.index].output_ids
+        assert len(kept) >= 3
+        [second] = [e for e in rest if e.request.prompts[0] == [*PROMPT, *kept]]
+        assert second.params.sampling_seed == sample_seed(first.params.sampling_seed or 0, sample.index)
+        assert response_ids(sample) == written([first, second], [sample.index, 0], sample)
+        assert sample.status == "completed"
 
-        async def look(_: Update) -> None:
-            seen.append(one.stage.activity._state())
 
-        before_updates(monkeypatch, look)
-        one.weights.publish(1)
-        await one.landed(1)
-        assert seen == ["stalled"]
-        assert one.stage.activity._state() == "starved"
+async def test_an_engine_that_leaves_takes_no_weights_that_are_published_meanwhile(tmp_path: Path) -> None:
+    async with generating(tmp_path, engines=2) as world:
+        await world.ready()
+        world.rig.topic.publish(f"{LEAVE}engine-1", b"")
+        world.weights.publish(1)
+        await world.weights.landed(1)
+        await world.rig.topic_until(lambda: (entry := world.rig.entry(1)) is not None and entry.state == "left")
+        assert core_of(world.engines[1]).label in ("0.0", "0.1"), "in whichever order it heard of the two"
+        world.weights.publish(2)
+        await world.weights.landed(2)
+        assert core_of(world.engines[1]).label != "0.2"

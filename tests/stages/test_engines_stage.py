@@ -1,25 +1,35 @@
-"""The single owner of the engines: what outlives it, what it says of lost engines, and when it calls for help."""
+"""The engines stage: what survives its loss, lost engines, complaints, and fetchers on other nodes."""
 
 from __future__ import annotations
 
+import asyncio
+import shutil
 import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+from configs.schema.engine import UpdateConfig
 from models.engines.client import EngineClient
 from models.engines.errors import EngineRefused
 from models.engines.protocol import Load
+from models.errors import TornWeights
 from models.weights.shared_memory_reader import SlotManifest, SlotReader
 from stages.base import Activity
 from stages.engines.load_watch import LoadWatch
-from stages.engines.stage import END
+from stages.engines.stage import END, FetcherStage
+from stages.messages import WeightsAnnouncement
+from stages.ports import Ports, SameHost
 from stages.topic_values import Complaint, EngineAddress, carrying
+from tests.models.weights.made_up import checkpoint, values
 from tests.stages.engine_rig import carried, core_of
-from tests.stages.fleet_rig import Fleet, Update, before_updates, fleet, hold_updates
-from tests.stages.stage_rig import idle, until
+from tests.stages.fleet_rig import Fleet, TensorPublisher, Update, before_updates, hold_updates, open_fleet
+from tests.stages.stage_rig import idle, make_config, make_context, until
 
 
 def count_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -54,7 +64,7 @@ def complaint(one: Fleet, engine: int = 0) -> Complaint | None:
 
 
 async def test_nothing_is_said_of_an_engine_that_died_while_its_slot_was_verified(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its supervisor drops what was known of it; the failed update must not bring that back."""
     go, reading = threading.Event(), threading.Event()
@@ -65,99 +75,95 @@ async def test_nothing_is_said_of_an_engine_that_died_while_its_slot_was_verifie
         go.wait()
         original(self, claim)
 
-    async with fleet(tmp_path, monkeypatch) as one:
-        await one.serving(2)
-        monkeypatch.setattr(SlotReader, "__init__", read)
-        one.weights.publish(1)
-        await until(reading.is_set)
-        assert one.entry(0).fetching == 1
-        await one.servers[0].__aexit__(None, None, None)
-        one.rig.lose_engine(0)
-        await idle()
-        go.set()
-        await one.landed(1, engine=1)
-        await until(lambda: one.failures(0) > 0)
-        await idle()
-        assert one.rig.topic.get("directory/engine-0") is None
-        assert list(carrying(one.rig.topic)) == ["engine-1"], "the gate counts the engines that are there"
-        again = await one.engine(0, incarnation=1)
-        await one.landed(1)
-        assert (core_of(again).label, one.entry(0).incarnation) == ("0.1", 1)
+    await fleet.serving(2)
+    monkeypatch.setattr(SlotReader, "__init__", read)
+    fleet.weights.publish(1)
+    await until(reading.is_set)
+    assert fleet.entry(0).fetching == 1
+    await fleet.servers[0].__aexit__(None, None, None)
+    fleet.rig.lose_engine(0)
+    await idle()
+    go.set()
+    await fleet.landed(1, engine=1)
+    await until(lambda: fleet.failures(0) > 0)
+    await idle()
+    assert fleet.rig.topic.get("directory/engine-0") is None
+    assert list(carrying(fleet.rig.topic)) == ["engine-1"], "the gate counts the engines that are there"
+    again = await fleet.engine(0, incarnation=1)
+    await fleet.landed(1)
+    assert (core_of(again).label, fleet.entry(0).incarnation) == ("0.1", 1)
 
 
 async def test_a_stage_that_is_started_anew_leaves_an_engine_alone_that_serves_what_it_should(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with fleet(tmp_path, monkeypatch) as one:
-        await one.serving()
-        await one.lose_stage()
-        assert one.served(), "clients go on while nobody owns the engine"
-        calls = count_calls(monkeypatch)
-        await one.start_stage()
-        await until(lambda: bool(one.stage.engines) and one.control().current is not None)
-        await idle()
-        assert set(calls) == {"/model_info", "/ready"}, "asked, not touched"
-        assert (one.entry().version, one.entry().state) == (0, "serving")
-        one.weights.publish(1)
-        await one.landed(1)
-        assert one.labels() == ["0.1"]
+    await fleet.serving()
+    await fleet.lose_stage()
+    assert fleet.served(), "clients go on while nobody owns the engine"
+    calls = count_calls(monkeypatch)
+    await fleet.start_stage()
+    await until(lambda: bool(fleet.stage.engines) and fleet.control().current is not None)
+    await idle()
+    assert set(calls) == {"/model_info", "/ready"}, "asked, not touched"
+    assert (fleet.entry().version, fleet.entry().state) == (0, "serving")
+    fleet.weights.publish(1)
+    await fleet.landed(1)
+    assert fleet.labels() == ["0.1"]
 
 
 @pytest.mark.parametrize("left", ["updating", "paused", "mislabelled", "loading", "by an earlier start of the run"])
 async def test_an_engine_that_was_left_in_doubt_is_brought_up_in_full_and_resumed(
-    left: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fleet: Fleet, left: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with fleet(tmp_path, monkeypatch) as one:
-        server = await one.engine(0)
-        announcement = one.weights.publish(0)
-        await one.landed(0)
-        await one.lose_stage()
-        if left == "paused":
-            await core_of(server).pause("in_place")
-        elif left == "mislabelled":
-            await core_of(server).relabel("0.7")
-        elif left == "by an earlier start of the run":  # it names the very version that comes, and nobody knows it
-            one.rig.topic.drop("directory/engine-0")
-            address = EngineAddress("engine-0", server.url, 0, taken_over=True)
-            one.rig.topic.publish("engine/engine-0", msgspec.msgpack.encode(address))
-            one.weights.announce(msgspec.structs.replace(announcement, transport="tensor"))
-            await core_of(server).pause("abort")
-        else:
-            state = {"updating": {"state": "updating", "fetching": 1}, "loading": {"state": "loading"}}[left]
-            entry = msgspec.structs.replace(one.entry(), **state)
-            one.rig.topic.publish("directory/engine-0", msgspec.msgpack.encode(entry))
+    server = await fleet.engine(0)
+    announcement = fleet.weights.publish(0)
+    await fleet.landed(0)
+    await fleet.lose_stage()
+    if left == "paused":
+        await core_of(server).pause("in_place")
+    elif left == "mislabelled":
+        await core_of(server).relabel("0.7")
+    elif left == "by an earlier start of the run":  # it names the very version that comes, and nobody knows it
+        fleet.rig.topic.drop("directory/engine-0")
+        address = EngineAddress("engine-0", server.url, 0, taken_over=True)
+        fleet.rig.topic.publish("engine/engine-0", msgspec.msgpack.encode(address))
+        fleet.weights.announce(msgspec.structs.replace(announcement, transport="tensor"))
+        await core_of(server).pause("abort")
+    else:
+        state = {"updating": {"state": "updating", "fetching": 1}, "loading": {"state": "loading"}}[left]
+        entry = msgspec.structs.replace(fleet.entry(), **state)
+        fleet.rig.topic.publish("directory/engine-0", msgspec.msgpack.encode(entry))
 
-        async def look(_: Update) -> None:
-            assert not one.served(), "nothing is sent to it before it is certain again"
+    async def look(_: Update) -> None:
+        assert not fleet.served(), "nothing is sent to it before it is certain again"
 
-        loads = before_updates(monkeypatch, look)
-        await one.start_stage()
-        await until(lambda: bool(one.stage.engines) and one.control().updates > 0)
-        await one.landed(0)
-        assert [update.label for update in loads] == ["0.0"]
-        assert (one.labels(), core_of(server).paused, one.entry().fetching) == (["0.0"], False, -1)
+    loads = before_updates(monkeypatch, look)
+    await fleet.start_stage()
+    await until(lambda: bool(fleet.stage.engines) and fleet.control().updates > 0)
+    await fleet.landed(0)
+    assert [update.label for update in loads] == ["0.0"]
+    assert (fleet.labels(), core_of(server).paused, fleet.entry().fetching) == (["0.0"], False, -1)
 
 
-async def test_a_pin_outlives_the_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with fleet(tmp_path, monkeypatch) as one:
-        await one.engine(0)
-        pinned = one.weights.publish(1, pinned=True)
-        one.rig.topic.publish("weights/pinned/1", msgspec.msgpack.encode(pinned))
-        await one.landed(1)
-        await one.lose_stage()
-        one.weights.publish(2)
-        await one.start_stage()
-        await until(lambda: bool(one.stage.engines) and one.control().current is not None)
-        await idle()
-        assert one.labels() == ["0.1"]
-        one.rig.topic.publish("eval/released", b"1")
-        await one.landed(2)
+async def test_a_pin_outlives_the_stage(fleet: Fleet) -> None:
+    await fleet.engine(0)
+    pinned = fleet.weights.publish(1, pinned=True)
+    fleet.rig.topic.publish("weights/pinned/1", msgspec.msgpack.encode(pinned))
+    await fleet.landed(1)
+    await fleet.lose_stage()
+    fleet.weights.publish(2)
+    await fleet.start_stage()
+    await until(lambda: bool(fleet.stage.engines) and fleet.control().current is not None)
+    await idle()
+    assert fleet.labels() == ["0.1"]
+    fleet.rig.topic.publish("eval/released", b"1")
+    await fleet.landed(2)
 
 
 async def test_an_engine_that_takes_no_weights_goes_to_its_supervisor_and_the_others_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with fleet(tmp_path, monkeypatch, max_failures=3) as one:
+    async with open_fleet(tmp_path, monkeypatch, max_failures=3) as one:
         await one.serving(2)
         tries = refuse_updates(monkeypatch, one.servers[0].url)
         monkeypatch.setattr("stages.engines.weight_transfer.TURN_TIMEOUT_S", 0.0)
@@ -180,51 +186,46 @@ async def test_an_engine_that_takes_no_weights_goes_to_its_supervisor_and_the_ot
         assert core_of(again).label == "0.2"
 
 
-async def test_a_retry_does_not_wait_for_an_engine_that_is_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with fleet(tmp_path, monkeypatch) as one:
-        await one.engine(0)
-        refuse_updates(monkeypatch, one.servers[0].url)
-        monkeypatch.setattr("stages.engines.engine_control.RETRY_S", 1e6)
-        one.weights.publish(0)
-        await until(lambda: one.failures() == 1)
-        one.rig.lose_engine(0)
-        await one.engine(0, incarnation=1)
-        await one.landed(0)
+async def test_a_retry_does_not_wait_for_an_engine_that_is_lost(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    await fleet.engine(0)
+    refuse_updates(monkeypatch, fleet.servers[0].url)
+    monkeypatch.setattr("stages.engines.engine_control.RETRY_S", 1e6)
+    fleet.weights.publish(0)
+    await until(lambda: fleet.failures() == 1)
+    fleet.rig.lose_engine(0)
+    await fleet.engine(0, incarnation=1)
+    await fleet.landed(0)
 
 
 async def test_frozen_engines_are_in_the_directory_and_get_no_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with fleet(tmp_path, monkeypatch) as one:
-        server = await one.engine(0)
-        judge = EngineAddress("frozen-judge", server.url, 0, "judge")
-        one.rig.topic.publish("engine/frozen-judge", msgspec.msgpack.encode(judge))
-        one.rig.topic.drop("engine/engine-0")
-        await one.rig.topic_until(lambda: one.rig.topic.get("directory/frozen-judge") is not None)
-        calls = count_calls(monkeypatch)
-        one.weights.publish(0)
-        await idle()
-        entry = one.stage.engines["frozen-judge"].entry
-        assert (entry.policy, entry.state, entry.version, entry.label) == ("judge", "serving", -1, None)
-        assert entry.limit == one.config.rollout.server_concurrency
-        assert (calls, core_of(server).label) == ([], "default")
-        assert carrying(one.rig.topic) == {}
+    server = await fleet.engine(0)
+    judge = EngineAddress("frozen-judge", server.url, 0, "judge")
+    fleet.rig.topic.publish("engine/frozen-judge", msgspec.msgpack.encode(judge))
+    fleet.rig.topic.drop("engine/engine-0")
+    await fleet.rig.topic_until(lambda: fleet.rig.topic.get("directory/frozen-judge") is not None)
+    calls = count_calls(monkeypatch)
+    fleet.weights.publish(0)
+    await idle()
+    entry = fleet.stage.engines["frozen-judge"].entry
+    assert (entry.policy, entry.state, entry.version, entry.label) == ("judge", "serving", -1, None)
+    assert entry.limit == fleet.config.rollout.server_concurrency
+    assert (calls, core_of(server).label) == ([], "default")
+    assert carrying(fleet.rig.topic) == {}
 
 
 async def test_at_a_drain_all_engines_give_back_what_they_run_and_the_stage_ends_when_it_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with fleet(tmp_path, monkeypatch) as one:
-        await one.serving(2)
-        calls = count_calls(monkeypatch)
-        one.rig.topic.publish("drain", b"the run is complete")
-        await until(lambda: len(calls) == 2)
-        await idle()
-        assert (calls, one.running.done()) == (["/abort_request"] * 2, False)
-        one.rig.topic.publish(END, b"")
-        await one.running
+    await fleet.serving(2)
+    calls = count_calls(monkeypatch)
+    fleet.rig.topic.publish("drain", b"the run is complete")
+    await until(lambda: len(calls) == 2)
+    await idle()
+    assert (calls, fleet.running.done()) == (["/abort_request"] * 2, False)
+    fleet.rig.topic.publish(END, b"")
+    await fleet.running
 
 
 class Loaded:
@@ -239,47 +240,221 @@ class Loaded:
 
 
 async def test_a_limit_that_follows_the_load_travels_in_the_entry(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded = Loaded(monkeypatch)
-    async with fleet(tmp_path, monkeypatch) as one:
-        await one.serving()
-        topic = await one.rig.node.topic(one.rig.topic.address, replica="watch")
-        watch = LoadWatch(one.config, one.stage.engines, activity := Activity())
-        most = one.config.rollout.server_concurrency
-        assert one.entry().limit == most
-        loaded.load = Load(token_usage=0.99, num_running_reqs=80, num_waiting_reqs=20, busy_s=3.0)
-        await watch.look(topic)
-        assert one.entry().limit == 75, "three quarters of what is in flight"
-        assert (activity.extra["engine_busy_s"], activity.extra["in_flight_limit"]) == (3.0, 75.0)
-        assert activity.extra["limit_cuts"] == 1.0
-        loaded.load = Load(token_usage=0.85, num_running_reqs=60)
-        one.rig.topic.publish("retracted/generate-0", b"2")
-        await idle()
-        await watch.look(topic)
-        assert one.entry().limit == 45, "its clients were told of retractions"
-        loaded.load = Load(token_usage=0.85, num_running_reqs=40)
-        await watch.look(topic)
-        assert one.entry().limit == 45, "each counts once"
-        loaded.load = Load(token_usage=0.1)
-        await watch.look(topic)
-        assert one.entry().limit == 45 + most // 32
-        assert one.entry().version == carried(one.rig) == 0
+    await fleet.serving()
+    topic = await fleet.rig.node.topic(fleet.rig.topic.address, replica="watch")
+    watch = LoadWatch(fleet.config, fleet.stage.engines, activity := Activity())
+    most = fleet.config.rollout.server_concurrency
+    assert fleet.entry().limit == most
+    loaded.load = Load(token_usage=0.99, num_running_reqs=80, num_waiting_reqs=20, busy_s=3.0)
+    await watch.look(topic)
+    assert fleet.entry().limit == 75, "three quarters of what is in flight"
+    assert (activity.extra["engine_busy_s"], activity.extra["in_flight_limit"]) == (3.0, 75.0)
+    assert activity.extra["limit_cuts"] == 1.0
+    loaded.load = Load(token_usage=0.85, num_running_reqs=60)
+    fleet.rig.topic.publish("retracted/generate-0", b"2")
+    await idle()
+    await watch.look(topic)
+    assert fleet.entry().limit == 45, "its clients were told of retractions"
+    loaded.load = Load(token_usage=0.85, num_running_reqs=40)
+    await watch.look(topic)
+    assert fleet.entry().limit == 45, "each counts once"
+    loaded.load = Load(token_usage=0.1)
+    await watch.look(topic)
+    assert fleet.entry().limit == 45 + most // 32
+    assert fleet.entry().version == carried(fleet.rig) == 0
 
 
-async def test_an_engine_that_is_being_updated_is_not_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_engine_that_is_being_updated_is_not_judged(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = Loaded(monkeypatch)
-    async with fleet(tmp_path, monkeypatch) as one:
-        await one.serving()
-        loading, go, _ = hold_updates(monkeypatch)
-        one.weights.publish(1)
-        await loading.wait()
-        loaded.load = Load(token_usage=0.99, num_running_reqs=100)
-        topic = await one.rig.node.topic(one.rig.topic.address, replica="watch")
-        watch = LoadWatch(one.config, one.stage.engines, Activity())
-        await watch.look(topic)
-        assert one.entry().limit == one.config.rollout.server_concurrency
-        go.set()
+    await fleet.serving()
+    loading, go, _ = hold_updates(monkeypatch)
+    fleet.weights.publish(1)
+    await loading.wait()
+    loaded.load = Load(token_usage=0.99, num_running_reqs=100)
+    topic = await fleet.rig.node.topic(fleet.rig.topic.address, replica="watch")
+    watch = LoadWatch(fleet.config, fleet.stage.engines, Activity())
+    await watch.look(topic)
+    assert fleet.entry().limit == fleet.config.rollout.server_concurrency
+    go.set()
+    await fleet.landed(1)
+    await watch.look(topic)
+    assert fleet.entry().limit == 75
+
+
+class Elsewhere(SameHost):
+    """A node that sees nothing of the trainer's: what it is to load is copied there. `broken`: why that fails."""
+
+    def __init__(self, home: Path) -> None:
+        self.home, self.fetched, self.broken = home, Counter[str](), ""
+
+    async def local(self, announcement: WeightsAnnouncement) -> WeightsAnnouncement:
+        if self.broken:
+            raise TornWeights(self.broken)
+        copy = self.home / announcement.label
+        if not copy.exists():
+            self.fetched[announcement.label] += 1
+            shutil.copytree(announcement.path, copy)
+        return msgspec.structs.replace(announcement, path=str(copy))
+
+
+class Node:
+    """A node other than the engines stage's, with its fetcher."""
+
+    def __init__(self, one: Fleet, name: str, home: Path) -> None:
+        self.one, self.name, self.weights = one, name, Elsewhere(home)
+        self.lives = 0
+
+    async def start(self) -> None:
+        topic = await self.one.rig.node.topic(self.one.rig.topic.address, replica=f"{self.name}{self.lives}")
+        self.lives += 1
+        self.stage = FetcherStage(make_context(self.one.config, self.weights.home.parent, replica=self.name))
+        self.running = asyncio.ensure_future(self.stage.run(Ports(self.name, {}, {}, topic, self.weights)))
+
+    async def lose(self) -> None:
+        self.running.cancel()
+        await asyncio.wait((self.running,))
+        await self.stage.close()
+
+
+async def node(one: Fleet, name: str, tmp_path: Path) -> Node:
+    found = Node(one, name, tmp_path / f"node-of-{name}")
+    one.stack.push_async_callback(found.lose)
+    await found.start()
+    return found
+
+
+@contextmanager
+def loads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Update]]:
+    with monkeypatch.context() as patch:
+        yield before_updates(patch)
+
+
+async def test_each_node_fetches_a_version_once_and_its_engines_load_it_from_there(
+    fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = [await node(fleet, f"fetcher-{i}", tmp_path) for i in range(2)]
+    for index, fetcher in enumerate(["", "fetcher-0", "fetcher-1", "fetcher-1"]):
+        await fleet.engine(index, fetcher=fetcher)
+    for version in range(3):
+        with loads(monkeypatch) as loaded:
+            slot = fleet.weights.publish(version)
+            for index in range(4):
+                await fleet.landed(version, engine=index)
+        homes = [str(there.weights.home / slot.label) for there in nodes]
+        assert sorted(load.path for load in loaded) == sorted([slot.path, homes[0], homes[1], homes[1]])
+    assert fleet.labels() == ["0.2"] * 4
+    wanted = {"0.0": 1, "0.1": 1, "0.2": 1}
+    assert [dict(there.weights.fetched) for there in nodes] == [wanted, wanted]
+    assert [fleet.failures(index) for index in range(4)] == [0] * 4
+
+
+async def test_a_fetcher_that_is_killed_finds_its_order_again(
+    fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed once the engine stands still: what takes its place puts the weights in, and the engine goes on."""
+    there = await node(fleet, "fetcher-0", tmp_path)
+    server = await fleet.engine(0, fetcher="fetcher-0")
+    fleet.weights.publish(0)
+    await fleet.landed(0)
+    asked, hold, _ = hold_updates(monkeypatch)
+    fleet.weights.publish(1)
+    await asked.wait()
+    assert core_of(server).paused
+    await there.lose()
+    hold.set()
+    await idle()
+    assert core_of(server).paused, "nothing goes on before it is certain what it carries"
+    await there.start()
+    await fleet.landed(1)
+    assert (core_of(server).label, core_of(server).paused, fleet.failures()) == ("0.1", False, 0)
+
+
+async def test_what_a_lost_engines_stage_had_ordered_is_taken_back(fleet: Fleet, tmp_path: Path) -> None:
+    there = await node(fleet, "fetcher-0", tmp_path)
+    server = await fleet.engine(0, fetcher="fetcher-0")
+    fleet.weights.publish(0)
+    await fleet.landed(0)
+    there.weights.broken = "not yet"
+    fleet.weights.publish(1)
+    await until(lambda: fleet.failures() > 0)
+    await fleet.lose_stage()
+    there.weights.broken = ""
+    await fleet.start_stage()
+    await fleet.landed(1)
+    await idle()
+    assert fleet.rig.topic.get("order/fetcher-0/engine-0") == b""
+    assert (core_of(server).label, core_of(server).paused) == ("0.1", False)
+
+
+async def test_an_engine_that_its_fetcher_cannot_serve_goes_to_its_supervisor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with open_fleet(tmp_path, monkeypatch, max_failures=3) as one:
+        there = await node(one, "fetcher-0", tmp_path)
+        for index, fetcher in enumerate(["fetcher-0", ""]):
+            await one.engine(index, fetcher=fetcher)
+        one.weights.publish(0)
+        for index in range(2):
+            await one.landed(0, engine=index)
+        monkeypatch.setattr("stages.engines.weight_transfer.TURN_TIMEOUT_S", 0.0)
+        there.weights.broken = "version 1 could not be fetched"
+        with loads(monkeypatch) as loaded:
+            slot = one.weights.publish(1)
+            await one.landed(1, engine=1)
+            await until(lambda: one.rig.topic.get("complaint/engine-0") is not None)
+        assert [load.path for load in loaded] == [slot.path], "only the other engine"
+        told = msgspec.msgpack.decode(one.rig.topic.get("complaint/engine-0") or b"", type=Complaint)
+        assert told.reason.endswith("the update to version 1 failed: fetcher-0: version 1 could not be fetched")
+        assert (one.labels(), one.entry().state) == (["0.0", "0.1"], "away")
+        there.weights.broken = ""
+        one.rig.lose_engine(0)
+        again = await one.engine(0, incarnation=1, fetcher="fetcher-0")
         await one.landed(1)
-        await watch.look(topic)
-        assert one.entry().limit == 75
+        assert core_of(again).label == "0.1"
+
+
+async def test_an_engine_that_is_lost_on_the_way_keeps_nobody_waiting(fleet: Fleet, tmp_path: Path) -> None:
+    """Its whole node is gone, so that no answer will ever come; it comes back on another fleet."""
+    gone = await node(fleet, "fetcher-0", tmp_path)
+    await fleet.engine(0, fetcher="fetcher-0")
+    await fleet.engine(1)
+    fleet.weights.publish(0)
+    for index in range(2):
+        await fleet.landed(0, engine=index)
+    await gone.lose()
+    fleet.weights.publish(1)
+    await until(lambda: fleet.entry(0).fetching == 1)
+    fleet.rig.lose_engine(0)
+    await fleet.landed(1, engine=1)
+    await node(fleet, "fetcher-1", tmp_path)
+    again = await fleet.engine(0, incarnation=1, fetcher="fetcher-1")
+    await fleet.landed(1)
+    assert core_of(again).label == "0.1"
+
+
+async def test_differences_are_put_together_on_each_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make_config(update={"update_weight_transport": "delta"})
+    update = msgspec.convert({"update_weight_transport": "delta"}, UpdateConfig)
+    source = checkpoint(tmp_path / "source")
+    async with open_fleet(tmp_path, monkeypatch, update=update, source=source) as one:
+        nodes = [await node(one, f"fetcher-{i}", tmp_path) for i in range(2)]
+        for index in range(2):
+            await one.engine(index, fetcher=f"fetcher-{index}")
+        publisher = TensorPublisher(config, tmp_path / "published", source, tmp_path / "run")
+        one.stack.callback(publisher.close)
+        topic = await one.rig.node.topic("topic", replica="trainer")
+        for version in range(4):
+            with loads(monkeypatch) as loaded:
+                announcement = publisher.write_tensors(version, values(version))
+                await publisher.announce(topic, SameHost(), announcement)
+                for index in range(2):
+                    await one.landed(version, engine=index)
+            paths = {load.path for load in loaded}
+            assert len(paths) == 2, "each node has a copy of its own"
+            assert announcement.path not in paths
+            assert all(Path(path).parent.name.startswith("sluice-mirror-") for path in paths), paths
+        assert [one.failures(index) for index in range(2)] == [0, 0]
+        assert nodes

@@ -1,8 +1,9 @@
-"""The evaluate stage: one result and one release for every pinned version, whatever happens to its answers."""
+"""The evaluate stage: one result and one release for every pinned version; pass@k and best@k by golden numbers."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -10,9 +11,11 @@ from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from stages.data.prompt_set import PreparedPrompt
-from stages.evaluate import EVAL_BASE, EvaluateStage, dataset_name
+from stages.evaluate import EVAL_BASE, EvaluateStage, best_at_k, dataset_name, estimates, pass_at_k, powers_of_two
 from stages.messages import EvalDone, Int32Array, PromptGroup, RolloutSlice, Sample, WeightsAnnouncement, wire
 from stages.ports import Ports
 from tests.stages.slime import user_code
@@ -27,6 +30,7 @@ from tests.stages.stage_rig import (
     open_rig,
     running,
     take,
+    time_limit,
     until,
 )
 from transport.ports.stream import Inlet, Outlet
@@ -98,7 +102,7 @@ def _held_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @asynccontextmanager
-async def desk(**evaluation: object) -> AsyncIterator[Desk]:
+async def open_desk(**evaluation: object) -> AsyncIterator[Desk]:
     async with open_rig() as rig:
         ports = await join(rig)
         stage = make_stage(**evaluation)
@@ -111,6 +115,13 @@ async def desk(**evaluation: object) -> AsyncIterator[Desk]:
                 await rig.outlet("evaluate"),
                 await rig.inlet("settle"),
             )
+
+
+@pytest.fixture
+async def desk() -> AsyncIterator[Desk]:
+    with time_limit():
+        async with open_desk() as opened:
+            yield opened
 
 
 @pytest.mark.parametrize(
@@ -126,7 +137,7 @@ def test_data_sets_are_named(entry: str, name: str, path: str) -> None:
 
 
 async def test_a_pinned_version_is_asked_when_every_engine_has_it_and_scored_once() -> None:
-    async with desk(n_samples_per_eval_prompt=2) as one:
+    async with open_desk(n_samples_per_eval_prompt=2) as one:
         pin(one.rig, 3)
         one.rig.applied(3)
         one.rig.applied(2, engine=1)
@@ -155,7 +166,7 @@ async def test_a_pinned_version_is_asked_when_every_engine_has_it_and_scored_onc
 
 
 async def test_every_data_set_has_its_own_score() -> None:
-    async with desk(eval_prompt_data=("one=a.jsonl", "two=b.jsonl")) as one:
+    async with open_desk(eval_prompt_data=("one=a.jsonl", "two=b.jsonl")) as one:
         pin(one.rig, 0)
         one.rig.applied(0)
         for group in await one.prompts(6):
@@ -164,65 +175,61 @@ async def test_every_data_set_has_its_own_score() -> None:
         assert (done.metrics["eval/one"], done.metrics["eval/two"], done.complete) == (1.0, 0.25, True)
 
 
-async def test_seeds_are_the_same_at_every_version() -> None:
-    async with desk() as one:
-        seeds = []
-        for version in (0, 1):
-            pin(one.rig, version)
-            one.rig.applied(version)
-            groups = await one.prompts(3)
-            seeds.append([group.seed for group in groups])
-            await one.answer_all(groups, version)
-            assert (await one.result()).version == version
-        assert seeds[0] == seeds[1]
+async def test_seeds_are_the_same_at_every_version(desk: Desk) -> None:
+    seeds = []
+    for version in (0, 1):
+        pin(desk.rig, version)
+        desk.rig.applied(version)
+        groups = await desk.prompts(3)
+        seeds.append([group.seed for group in groups])
+        await desk.answer_all(groups, version)
+        assert (await desk.result()).version == version
+    assert seeds[0] == seeds[1]
 
 
-async def test_an_answer_of_mixed_versions_does_not_count() -> None:
-    async with desk() as one:
-        pin(one.rig, 2)
-        one.rig.applied(2)
-        first, *rest = await one.prompts(3)
-        await one.answer(first, make_sample(0, runs=[(2, 2), (3, 2)], reward=1.0))
-        await one.answer_all(rest, 2, reward=0.0)
-        done = await one.result()
-        assert (done.complete, done.detail) == (False, "some answers are missing or of another version")
-        assert done.metrics["eval/held"] == 0.0
-        assert done.metrics["eval/held-mixed_versions"] == 1.0
-        await one.released(b"2")
+async def test_an_answer_of_mixed_versions_does_not_count(desk: Desk) -> None:
+    pin(desk.rig, 2)
+    desk.rig.applied(2)
+    first, *rest = await desk.prompts(3)
+    await desk.answer(first, make_sample(0, runs=[(2, 2), (3, 2)], reward=1.0))
+    await desk.answer_all(rest, 2, reward=0.0)
+    done = await desk.result()
+    assert (done.complete, done.detail) == (False, "some answers are missing or of another version")
+    assert done.metrics["eval/held"] == 0.0
+    assert done.metrics["eval/held-mixed_versions"] == 1.0
+    await desk.released(b"2")
 
 
-async def test_a_failed_answer_counts_as_wrong() -> None:
-    async with desk() as one:
-        pin(one.rig, 0)
-        one.rig.applied(0)
-        first, *rest = await one.prompts(3)
-        await one.answer(first, make_sample(0, status="failed", error="grader: x"))
-        await one.answer_all(rest, 0)
-        done = await one.result()
-        assert done.metrics["eval/held"] == pytest.approx(2 / 3)
-        assert done.metrics["eval/held-failed_ratio"] == pytest.approx(1 / 3)
+async def test_a_failed_answer_counts_as_wrong(desk: Desk) -> None:
+    pin(desk.rig, 0)
+    desk.rig.applied(0)
+    first, *rest = await desk.prompts(3)
+    await desk.answer(first, make_sample(0, status="failed", error="grader: x"))
+    await desk.answer_all(rest, 0)
+    done = await desk.result()
+    assert done.metrics["eval/held"] == pytest.approx(2 / 3)
+    assert done.metrics["eval/held-failed_ratio"] == pytest.approx(1 / 3)
 
 
-async def test_answers_of_another_version_or_data_set_are_ignored_and_duplicates_count_once() -> None:
-    async with desk() as one:
-        pin(one.rig, 1)
-        one.rig.applied(1)
-        groups = await one.prompts(3)
-        strange = [
-            msgspec.structs.replace(groups[0], pinned_version=0),
-            msgspec.structs.replace(groups[0], dataset="other"),
-        ]
-        for group in strange:
-            await one.answer(group, make_sample(0, version=1, reward=9.0))
-        await one.answer(groups[0], make_sample(0, version=1, reward=1.0))
-        await one.answer(groups[0], make_sample(0, version=1, reward=9.0, turns=2))
-        await one.answer_all(groups[1:], 1)
-        assert (await one.result()).metrics["eval/held"] == 1.0
-        await one.rig.hubs["evaluate"].wait_empty()
+async def test_answers_of_another_version_or_data_set_are_ignored_and_duplicates_count_once(desk: Desk) -> None:
+    pin(desk.rig, 1)
+    desk.rig.applied(1)
+    groups = await desk.prompts(3)
+    strange = [
+        msgspec.structs.replace(groups[0], pinned_version=0),
+        msgspec.structs.replace(groups[0], dataset="other"),
+    ]
+    for group in strange:
+        await desk.answer(group, make_sample(0, version=1, reward=9.0))
+    await desk.answer(groups[0], make_sample(0, version=1, reward=1.0))
+    await desk.answer(groups[0], make_sample(0, version=1, reward=9.0, turns=2))
+    await desk.answer_all(groups[1:], 1)
+    assert (await desk.result()).metrics["eval/held"] == 1.0
+    await desk.rig.hubs["evaluate"].wait_empty()
 
 
 async def test_the_deadline_gives_up_and_releases() -> None:
-    async with desk(eval_deadline_s=0.05) as one:
+    async with open_desk(eval_deadline_s=0.05) as one:
         pin(one.rig, 0)
         one.rig.applied(0)
         done = await one.result()
@@ -234,108 +241,101 @@ async def test_the_deadline_gives_up_and_releases() -> None:
         assert (await one.result()).version == 1
 
 
-async def test_a_drain_ends_an_evaluation_and_releases() -> None:
-    async with desk() as one:
-        pin(one.rig, 0)
-        one.rig.applied(0)
-        groups = await one.prompts(3)
-        await one.answer_all(groups[:1], 0)
-        one.rig.topic.publish("drain", b"interrupted")
-        done = await one.result()
-        assert (done.version, done.complete, done.detail) == (0, False, "drained")
-        await one.released(b"0")
+async def test_a_drain_ends_an_evaluation_and_releases(desk: Desk) -> None:
+    pin(desk.rig, 0)
+    desk.rig.applied(0)
+    groups = await desk.prompts(3)
+    await desk.answer_all(groups[:1], 0)
+    desk.rig.topic.publish("drain", b"interrupted")
+    done = await desk.result()
+    assert (done.version, done.complete, done.detail) == (0, False, "drained")
+    await desk.released(b"0")
 
 
-async def test_a_pin_that_no_engine_will_apply_ends_with_the_drain() -> None:
-    async with desk() as one:
-        pin(one.rig, 4)
-        one.rig.applied(3)
+async def test_a_pin_that_no_engine_will_apply_ends_with_the_drain(desk: Desk) -> None:
+    pin(desk.rig, 4)
+    desk.rig.applied(3)
+    await idle()
+    desk.rig.topic.publish("drain", b"interrupted")
+    done = await desk.result()
+    assert (done.version, done.complete) == (4, False)
+    await desk.released(b"4")
+
+
+async def test_a_restarted_stage_does_not_repeat_what_is_released(rig: Rig) -> None:
+    rig.topic.publish("eval/released", b"2")
+    pin(rig, 2)
+    rig.applied(2)
+    async with running(make_stage(), await join(rig)):
         await idle()
-        one.rig.topic.publish("drain", b"interrupted")
-        done = await one.result()
-        assert (done.version, done.complete) == (4, False)
-        await one.released(b"4")
+        assert rig.hubs["generate.eval"].stats().accepted == 0
 
 
-async def test_a_restarted_stage_does_not_repeat_what_is_released() -> None:
-    async with open_rig() as rig:
-        rig.topic.publish("eval/released", b"2")
-        pin(rig, 2)
-        rig.applied(2)
-        async with running(make_stage(), await join(rig)):
-            await idle()
-            assert rig.hubs["generate.eval"].stats().accepted == 0
+async def test_the_stage_ends_with_its_inlet(desk: Desk) -> None:
+    desk.rig.hubs["evaluate"].finish()
+    await desk.task
 
 
-async def test_the_stage_ends_with_its_inlet() -> None:
-    async with desk() as one:
-        one.rig.hubs["evaluate"].finish()
-        await one.task
+async def test_the_result_is_in_custody_before_the_version_is_released(rig: Rig) -> None:
+    ports = await join(rig)
+    accepted: list[int] = []
 
+    class Watching:
+        async def publish(self, key: str, value: bytes) -> None:
+            if key == "eval/released":
+                accepted.append(rig.hubs["settle"].stats().accepted)
+            await ports.topic.publish(key, value)
 
-async def test_the_result_is_in_custody_before_the_version_is_released() -> None:
-    async with open_rig() as rig:
-        ports = await join(rig)
-        accepted: list[int] = []
+        def __getattr__(self, name: str) -> Any:
+            return getattr(ports.topic, name)
 
-        class Watching:
-            async def publish(self, key: str, value: bytes) -> None:
-                if key == "eval/released":
-                    accepted.append(rig.hubs["settle"].stats().accepted)
-                await ports.topic.publish(key, value)
-
-            def __getattr__(self, name: str) -> Any:
-                return getattr(ports.topic, name)
-
-        watched: Any = Watching()
-        async with running(make_stage(), Ports(ports.replica, ports.inlets, ports.outlets, watched)):
-            pin(rig, 0)
-            rig.topic.publish("drain", b"interrupted")
-            await take(await rig.inlet("settle"))
-            await rig.topic_until(lambda: rig.topic.get("eval/released") == b"0")
-        assert accepted == [1]
-
-
-async def test_a_restarted_stage_first_evaluates_the_version_that_engines_hold() -> None:
-    async with open_rig() as rig:
+    watched: Any = Watching()
+    async with running(make_stage(), Ports(ports.replica, ports.inlets, ports.outlets, watched)):
         pin(rig, 0)
-        rig.applied(0)
-        pin(rig, 1)  # the trainer may: version 0 has landed
-        ports = await join(rig)
-        async with running(make_stage(), ports):
-            await idle()
-            assert rig.hubs["generate.eval"].stats().accepted == 3
+        rig.topic.publish("drain", b"interrupted")
+        await take(await rig.inlet("settle"))
+        await rig.topic_until(lambda: rig.topic.get("eval/released") == b"0")
+    assert accepted == [1]
 
 
-async def test_a_stage_that_is_killed_in_an_evaluation_finishes_it_after_its_restart() -> None:
-    async with open_rig() as rig:
-        ports = await join(rig)
-        pin(rig, 0)
-        rig.applied(0)
-        asked, answers, reports = (
-            await rig.inlet("generate.eval"),
-            await rig.outlet("evaluate"),
-            await rig.inlet("settle"),
-        )
-        stage = make_stage()
-        async with running(stage, ports) as task:
-            one = Desk(rig, stage, task, asked, answers, reports)
-            groups = await one.prompts(3)
-            await one.answer_all(groups[:2], 0)
-            await idle()
-        rig.hubs["evaluate"].peer_lost("evaluate-0")
-        again = make_stage()
-        async with running(again, await join(rig, "evaluate-1")) as task:
-            two = Desk(rig, again, task, asked, answers, reports)
-            await until(lambda: len(again._answers.get(0, ())) == 2)  # redelivered
-            await two.answer_all(groups[2:], 0)
-            await idle()
-            assert rig.hubs["settle"].stats().accepted == 1
-            assert (await two.result()).complete
+async def test_a_restarted_stage_first_evaluates_the_version_that_engines_hold(rig: Rig) -> None:
+    pin(rig, 0)
+    rig.applied(0)
+    pin(rig, 1)  # the trainer may: version 0 has landed
+    ports = await join(rig)
+    async with running(make_stage(), ports):
+        await idle()
+        assert rig.hubs["generate.eval"].stats().accepted == 3
+
+
+async def test_a_stage_that_is_killed_in_an_evaluation_finishes_it_after_its_restart(rig: Rig) -> None:
+    ports = await join(rig)
+    pin(rig, 0)
+    rig.applied(0)
+    asked, answers, reports = (
+        await rig.inlet("generate.eval"),
+        await rig.outlet("evaluate"),
+        await rig.inlet("settle"),
+    )
+    stage = make_stage()
+    async with running(stage, ports) as task:
+        one = Desk(rig, stage, task, asked, answers, reports)
+        groups = await one.prompts(3)
+        await one.answer_all(groups[:2], 0)
+        await idle()
+    rig.hubs["evaluate"].peer_lost("evaluate-0")
+    again = make_stage()
+    async with running(again, await join(rig, "evaluate-1")) as task:
+        two = Desk(rig, again, task, asked, answers, reports)
+        await until(lambda: len(again._answers.get(0, ())) == 2)  # redelivered
+        await two.answer_all(groups[2:], 0)
+        await idle()
+        assert rig.hubs["settle"].stats().accepted == 1
+        assert (await two.result()).complete
 
 
 async def test_pass_at_k_comes_from_the_verdicts_and_a_failed_answer_is_wrong() -> None:
-    async with desk(n_samples_per_eval_prompt=4) as one:
+    async with open_desk(n_samples_per_eval_prompt=4) as one:
         pin(one.rig, 3)
         one.rig.applied(3)
         solved = {0: (True, False, False, False), 1: (True, True, True, True), 2: (False, False, False, None)}
@@ -354,39 +354,109 @@ async def test_pass_at_k_comes_from_the_verdicts_and_a_failed_answer_is_wrong() 
         assert metrics["eval/held-mean@4"] == pytest.approx(1.25 / 3)
 
 
-async def test_of_an_answer_with_several_sequences_the_last_one_counts() -> None:
-    async with desk() as one:
-        pin(one.rig, 3)
-        one.rig.applied(3)
-        for group in await one.prompts(3):
-            first = make_sample(0, version=3, sequence=0, sequences=2)
-            await one.answer(group, first, make_sample(0, version=3, reward=0.5, sequence=1, sequences=2))
-        done = await one.result()
-        assert done.complete
-        assert done.metrics["eval/held"] == 0.5
-        assert done.metrics["eval/held-best@1"] == 0.5
+async def test_of_an_answer_with_several_sequences_the_last_one_counts(desk: Desk) -> None:
+    pin(desk.rig, 3)
+    desk.rig.applied(3)
+    for group in await desk.prompts(3):
+        first = make_sample(0, version=3, sequence=0, sequences=2)
+        await desk.answer(group, first, make_sample(0, version=3, reward=0.5, sequence=1, sequences=2))
+    done = await desk.result()
+    assert done.complete
+    assert done.metrics["eval/held"] == 0.5
+    assert done.metrics["eval/held-best@1"] == 0.5
 
 
-async def test_every_sequence_of_an_answer_is_of_the_version() -> None:
+async def test_every_sequence_of_an_answer_is_of_the_version(desk: Desk) -> None:
     """A sub-agent that other weights made spoils its answer; what no weights made is of no version."""
-    async with desk() as one:
-        pin(one.rig, 3)
-        one.rig.applied(3)
-        for number, group in enumerate(await one.prompts(3)):
-            first = make_sample(0, runs=[(2 if number == 0 else 3, 2), (-1, 2)], mask=[1, 1, 0, 0], sequences=2)
-            await one.answer(group, first, make_sample(0, version=3, reward=0.5, sequence=1, sequences=2))
-        done = await one.result()
-        assert not done.complete
-        assert done.metrics["eval/held-mixed_versions"] == 1.0
+    pin(desk.rig, 3)
+    desk.rig.applied(3)
+    for number, group in enumerate(await desk.prompts(3)):
+        first = make_sample(0, runs=[(2 if number == 0 else 3, 2), (-1, 2)], mask=[1, 1, 0, 0], sequences=2)
+        await desk.answer(group, first, make_sample(0, version=3, reward=0.5, sequence=1, sequences=2))
+    done = await desk.result()
+    assert not done.complete
+    assert done.metrics["eval/held-mixed_versions"] == 1.0
 
 
 async def test_a_function_that_logs_is_told_of_each_data_set() -> None:
     user_code.STARTED.clear()
     log = "tests.stages.slime.user_code:log_evaluation"
-    async with desk(n_samples_per_eval_prompt=1, observe={"custom_eval_rollout_log_function_path": log}) as one:
+    async with open_desk(n_samples_per_eval_prompt=1, observe={"custom_eval_rollout_log_function_path": log}) as one:
         pin(one.rig, 2)
         one.rig.applied(2)
         for number, group in enumerate(await one.prompts(3)):
             await one.answer(group, make_sample(0, version=2, reward=float(number)))
         assert (await one.result()).metrics["eval/held"] == 1.0
     assert user_code.STARTED == [(2, [0.0, 1.0, 2.0], ["q0", "q1", "q2"], ["a0", "a1", "a2"], 1.0)]
+
+
+@pytest.mark.parametrize(
+    ("n", "correct", "k", "value"),
+    [(4, 1, 1, 0.25), (4, 1, 2, 0.5), (8, 2, 4, 0.785714), (8, 0, 8, 0.0), (8, 1, 8, 1.0), (1, 1, 1, 1.0)],
+)
+def test_pass_at_k_golden(n: int, correct: int, k: int, value: float) -> None:
+    assert pass_at_k(n, correct, k) == pytest.approx(value, abs=1e-6)
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=7), st.data())
+def test_pass_at_k_is_the_share_of_draws_with_a_hit(correct: list[bool], data: st.DataObject) -> None:
+    k = data.draw(st.integers(1, len(correct)))
+    draws = list(itertools.combinations(correct, k))
+    assert pass_at_k(len(correct), sum(correct), k) == pytest.approx(sum(map(any, draws)) / len(draws))
+
+
+@given(st.lists(st.floats(-10, 10), min_size=1, max_size=7), st.data())
+def test_best_at_k_is_the_mean_of_the_maxima_of_all_draws(rewards: list[float], data: st.DataObject) -> None:
+    k = data.draw(st.integers(1, len(rewards)))
+    draws = list(itertools.combinations(rewards, k))
+    assert best_at_k(rewards, k) == pytest.approx(sum(map(max, draws)) / len(draws), abs=1e-9)
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=16))
+def test_best_at_k_of_verdicts_is_pass_at_k(correct: list[bool]) -> None:
+    for k in powers_of_two(len(correct)):
+        rewards = [float(c) for c in correct]
+        assert best_at_k(rewards, k) == pytest.approx(pass_at_k(len(correct), sum(correct), k))
+
+
+@pytest.mark.parametrize(("n", "k"), [(2, 3), (2, 0), (0, 1)])
+def test_more_draws_than_rollouts_are_refused(n: int, k: int) -> None:
+    with pytest.raises(ValueError, match=f"k is {k}, but only 1 to {n}"):
+        pass_at_k(n, 0, k)
+
+
+def test_powers_of_two() -> None:
+    assert [powers_of_two(n) for n in (0, 1, 2, 3, 8, 9)] == [[], [1], [1, 2], [1, 2], [1, 2, 4, 8], [1, 2, 4, 8]]
+
+
+def test_estimates_use_the_real_size_of_each_group() -> None:
+    """A group that lost two of its four rollouts gives no pass@4, and its own n to the others."""
+    whole = [make_sample(i, reward=0.0, is_correct=i == 0) for i in range(4)]
+    rest = [make_sample(i, reward=0.0, is_correct=i == 0) for i in range(2)]
+    found = estimates([whole, rest])
+    assert found == pytest.approx(
+        {"pass@1": (0.25 + 0.5) / 2, "pass@2": (0.5 + 1.0) / 2, "pass@4": 1.0, "mean@4": 0.375}
+    )
+
+
+def test_verdicts_win_over_rewards_and_their_scale() -> None:
+    """Rewards of -1 and 1 are no probabilities; the verdict is."""
+    group = [make_sample(0, reward=-1.0, is_correct=True), make_sample(1, reward=1.0, is_correct=False)]
+    assert estimates([group]) == {"pass@1": 0.5, "pass@2": 1.0, "mean@2": 0.5}
+
+
+def test_rewards_without_verdicts_give_best_at_k() -> None:
+    group = [make_sample(i, reward=r) for i, r in enumerate([0.2, 0.8, 0.5, 0.1])]
+    found = estimates([group])
+    assert found == pytest.approx({"best@1": 0.4, "best@2": 3.6 / 6, "best@4": 0.8, "mean@4": 0.4})
+
+
+def test_sequences_of_a_rollout_are_one_draw() -> None:
+    group = [make_sample(0, is_correct=True, reward=1.0, sequence=k, sequences=3) for k in range(3)]
+    group.append(make_sample(1, is_correct=False, reward=0.0))
+    assert estimates([group]) == {"pass@1": 0.5, "pass@2": 1.0, "mean@2": 0.5}
+
+
+def test_nothing_gives_nothing() -> None:
+    assert estimates([]) == {}
+    assert estimates([[]]) == {}

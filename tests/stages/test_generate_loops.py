@@ -1,8 +1,7 @@
-"""The generate stage between its loops and its faults: samples that come back, answers that are no answers."""
+"""The generate stage with loop stages and deadlines: returned samples, broken answers, late samples."""
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -16,27 +15,12 @@ from models.engines.protocol import GenerateOutput, GenerateRequest
 from stages.messages import Float32Array, Int32Array, RolloutSlice, UInt8Array, VersionRun, wire
 from stages.rollouts import append_untrained
 from tests.stages.custom_parts import Failing
-from tests.stages.engine_rig import LENGTH, World, core_of, generating, record_exchanges, simulated, written
+from tests.stages.engine_rig import LENGTH, ONCE, Log, World, core_of, generating, simulated, started, written
 from tests.stages.stage_rig import make_context, make_group, make_sample, numbers, response_ids, running, take, until
 
-BACK = {"return": ("generate.return", RolloutSlice)}
-ONCE: dict[str, Any] = {
-    "inlets": BACK,
-    "outlets": {"loop.once": ("once", RolloutSlice)},
-    "loops": ("once=tests.stages.custom_parts:Once",),
-}
 
-
-async def test_samples_that_a_loop_stage_wants_leave_alone_and_come_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    log = record_exchanges(monkeypatch)
-    async with generating(
-        tmp_path,
-        rollout={"max_turns": 2},
-        **ONCE,
-    ) as world:
-        await world.ready()
+async def test_samples_that_a_loop_stage_wants_leave_alone_and_come_back(tmp_path: Path, log: Log) -> None:
+    async with started(tmp_path, rollout={"max_turns": 2}, **ONCE) as world:
         await world.ask(make_group(0, 3))
         wanted = await world.rig.inlet("once")
         back = await world.rig.outlet("generate.return")
@@ -56,36 +40,25 @@ async def test_samples_that_a_loop_stage_wants_leave_alone_and_come_back(
 
 
 async def test_max_turns_ends_the_loop(tmp_path: Path) -> None:
-    async with generating(
-        tmp_path,
-        rollout={"max_turns": 1},
-        **ONCE,
-    ) as world:
-        await world.ready()
+    async with started(tmp_path, rollout={"max_turns": 1}, **ONCE) as world:
         await world.ask(make_group(0, 3))
         assert len((await world.answer()).samples) == 3
         assert world.rig.hubs["once"].stats().accepted == 0
 
 
-async def test_a_sample_that_failed_in_its_loop_stays_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    log = record_exchanges(monkeypatch)
-    async with generating(tmp_path, rollout={"max_turns": 3}, **ONCE) as world:
-        await world.ready()
+async def test_a_sample_that_failed_in_its_loop_stays_failed(tmp_path: Path, log: Log) -> None:
+    async with started(tmp_path, rollout={"max_turns": 3}, **ONCE) as world:
         ports = await world.rig.ports({"in": "once"}, {"out": "generate.return"}, replica="once-0")
         async with running(Failing(make_context()), ports):
             await world.ask(make_group(0, 2))
             for _ in range(2):
                 (sample,) = (await world.answer()).samples
-                assert (sample.status, sample.error) == (
-                    "failed",
-                    "Failing: ConnectionError: the environment is gone",
-                )
+                assert (sample.status, sample.error) == ("failed", "Failing: ConnectionError: the environment is gone")
     assert len(log) == 1, "no engine is asked to continue it"
 
 
 async def test_tokens_of_a_tool_count_towards_the_longest_response(tmp_path: Path) -> None:
-    async with generating(tmp_path, rollout={"max_turns": 3, "rollout_max_response_len": 64}, **ONCE) as world:
-        await world.ready()
+    async with started(tmp_path, rollout={"max_turns": 3, "rollout_max_response_len": 64}, **ONCE) as world:
         await world.ask(make_group(0, 1))
         single = await take(await world.rig.inlet("once"))
         long = append_untrained(single.samples[0], [7] * 100, "a long result")
@@ -99,12 +72,8 @@ async def test_tokens_of_a_tool_count_towards_the_longest_response(tmp_path: Pat
         assert world.stage.activity.tokens == single.samples[0].response_length, "what was cut is not taken back"
 
 
-async def test_continued_samples_of_a_group_never_share_their_noise(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    log = record_exchanges(monkeypatch)
-    async with generating(tmp_path, rollout={"max_turns": 3}, **ONCE) as world:
-        await world.ready()
+async def test_continued_samples_of_a_group_never_share_their_noise(tmp_path: Path, log: Log) -> None:
+    async with started(tmp_path, rollout={"max_turns": 3}, **ONCE) as world:
         members = (make_sample(0, n=20), make_sample(1, n=10))  # 1 * 20 == 2 * 10
         back = await world.rig.outlet("generate.return")
         for member in members:
@@ -168,8 +137,7 @@ async def broken_then_well(world: World) -> list[str]:
 
 async def test_a_continued_sample_keeps_what_it_had(tmp_path: Path) -> None:
     """Mask, log-probs and versions of the turns before stay; only what the engine adds is trained."""
-    async with generating(tmp_path, rollout={"max_turns": 3}, **ONCE) as world:
-        await world.ready()
+    async with started(tmp_path, rollout={"max_turns": 3}, **ONCE) as world:
         before = msgspec.structs.replace(
             make_sample(1, runs=[(0, 2), (-1, 2)], turns=1, response="ab", cached_tokens=3),
             token_ids=wire([8, 9, 10, 1, 2, 3, 4], Int32Array),
@@ -189,8 +157,7 @@ async def test_a_continued_sample_keeps_what_it_had(tmp_path: Path) -> None:
 
 async def test_the_feedback_edge_flows_while_prompts_fill_the_window(tmp_path: Path) -> None:
     """Prompts that wait for the engine take no place from samples that come back."""
-    async with generating(tmp_path, engine=simulated(), window_items=2, rollout={"max_turns": 3}, **ONCE) as world:
-        await world.ready()
+    async with started(tmp_path, engine=simulated(), window_items=2, rollout={"max_turns": 3}, **ONCE) as world:
         core = core_of(world.engines[0])
         await core.pause("in_place")
         for group_id in range(4):
@@ -205,14 +172,107 @@ async def test_the_feedback_edge_flows_while_prompts_fill_the_window(tmp_path: P
         assert {(await take(wanted)).group.group_id for _ in range(4)} == {0, 1, 2, 3}
 
 
-async def test_a_cancelled_stage_leaves_no_request_behind(tmp_path: Path) -> None:
-    async with generating(tmp_path) as world:
-        await world.ready()
-        core = core_of(world.engines[0])
-        await core.pause("in_place")
+STEP_MS = 20.0  # a response of this many steps never ends by itself
+ENDLESS = simulated(STEP_MS, length=1_000_000)
+LONG: dict[str, Any] = {"rollout_max_response_len": 100_000}
+
+
+def end_from_now_on(world: World) -> None:
+    """What is asked from now on has the usual length and is made fast; what runs is as long as it was."""
+    for server in world.engines:
+        core_of(server).schedule._writer._config = simulated().simulated
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("n", [1, 3])
+async def test_a_late_rollout_is_kept_as_truncated(n: int, streamed: bool, tmp_path: Path, log: Log) -> None:
+    deadline = {**LONG, "sample_deadline_secs": 0.3}
+    async with started(tmp_path, engine=ENDLESS, streamed=streamed, rollout=deadline) as world:
+        await world.ask(make_group(0, n))
+        samples = (await world.answer()).samples
+        await until(lambda: core_of(world.engines[0]).schedule.running == 0)
+        assert world.extra("deadline_truncated") == n
+        assert world.extra("reused_tokens") == 0, "nobody was lost"
+    assert len(log) == 1, "nothing is asked again"
+    for sample in samples:
+        assert (sample.status, sample.turns, sample.replaced, sample.reused_tokens) == ("truncated", 1, 0, 0)
+        assert 0 < sample.response_length < 100_000
+        assert response_ids(sample) == written(log, [sample.index], sample)
+        assert sample.fault() is None
+
+
+async def test_a_hung_engine_cannot_keep_a_late_rollout(
+    tmp_path: Path, log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stages.sampling.attempt.STOP_GRACE_S", 0.05)
+    deadline = {**LONG, "sample_deadline_secs": 0.3}
+    async with started(tmp_path, engine=ENDLESS, streamed=True, proxied=True, rollout=deadline) as world:
+        await world.ask(make_group(0, 1))
+        await until(lambda: bool(log) and log[0].partial is not None and log[0].partial.tokens > 0)
+        world.proxies[0].stall()
+        (sample,) = (await world.answer()).samples
+    assert (sample.status, len(log)) == ("truncated", 1)
+    assert response_ids(sample) == log[0].outputs[0].output_ids != []
+
+
+async def test_the_clock_of_a_rollout_counts_all_its_turns(tmp_path: Path, log: Log) -> None:
+    async with started(tmp_path, rollout={"sample_deadline_secs": 10.0, "max_turns": 3}, **ONCE) as world:
+        late = RolloutSlice(make_group(0, 2), (make_sample(1, generate_s=10.5, status="completed"),))
+        await (await world.rig.outlet("generate.return")).send(late, late.key)
+        (sample,) = (await world.answer()).samples
+    assert (sample.status, sample.response_length, sample.turns) == ("truncated", 4, 2)
+    assert log == []
+
+
+async def test_unfinished_members_are_begun_anew_with_a_fresh_seed(tmp_path: Path, log: Log) -> None:
+    async with started(tmp_path, engine=ENDLESS, rollout={**LONG, "group_deadline_secs": 2.0}) as world:
         await world.ask(make_group(0, 3))
-        await until(lambda: core.schedule.waiting == 3)
-        assert world.task is not None
-        world.task.cancel()
-        await asyncio.wait([world.task])
-        await until(lambda: core.schedule.waiting == 0)
+        await until(lambda: core_of(world.engines[0]).schedule.running == 3)
+        end_from_now_on(world)
+        samples = (await world.answer()).samples
+        assert world.extra("deadline_replaced") == 3
+        assert world.extra("deadline_tokens_dropped") > 0
+    first, *rest = log
+    assert [e.request.prompts[0] for e in rest] == [[1, 2, 3]] * 3
+    assert len({e.params.sampling_seed for e in log}) == 4, "each begins with a seed that nobody had"
+    assert first.params.n == 3
+    for sample in samples:
+        [second] = [e for e in rest if e.outputs[0].output_ids == response_ids(sample)]
+        assert response_ids(sample) == written([second], [0], sample)
+        assert (sample.status, sample.replaced, sample.response_length) == ("completed", 1, LENGTH)
+
+
+async def test_members_that_are_in_time_stay_and_the_rest_has_one_second_try(tmp_path: Path, log: Log) -> None:
+    uneven = msgspec.structs.replace(simulated(STEP_MS).simulated, length_mean=1000.0, length_sigma=3.0)
+    engine = msgspec.structs.replace(ENDLESS, simulated=msgspec.structs.replace(uneven, length_cap=1_000_000))
+    async with started(tmp_path, engine=engine, rollout={**LONG, "group_deadline_secs": 0.6}) as world:
+        await world.ask(make_group(0, 8))
+        await until(lambda: core_of(world.engines[0]).schedule.running > 0)
+        core_of(world.engines[0]).schedule._writer._config = ENDLESS.simulated
+        samples = await world.whole(8)
+        late = int(world.extra("deadline_replaced"))
+        assert world.extra("deadline_truncated") == late
+    assert 0 < late < 8
+    assert len(log) == 1 + late, "a second deadline ends it"
+    assert (
+        sorted((s.status, s.replaced) for s in samples) == [("completed", 0)] * (8 - late) + [("truncated", 1)] * late
+    )
+    for sample in (s for s in samples if s.replaced == 0):
+        assert response_ids(sample) == log[0].outputs[sample.index].output_ids
+
+
+@pytest.mark.parametrize("case", ["evaluation", "second turn"])
+async def test_what_is_never_begun_anew(case: str, tmp_path: Path, log: Log) -> None:
+    """An evaluation must not favour short answers; what a tool did must not be done twice."""
+    deadlines = {**LONG, "group_deadline_secs": 0.3, "sample_deadline_secs": 1.0, "max_turns": 2}
+    async with started(tmp_path, engine=ENDLESS, rollout=deadlines, **ONCE) as world:
+        if case == "evaluation":
+            await world.ask(make_group(0, 1, purpose="eval", pinned_version=0))
+            (sample,) = (await take(await world.rig.inlet("once"))).samples
+        else:
+            single = RolloutSlice(make_group(0, 2), (make_sample(1),))
+            await (await world.rig.outlet("generate.return")).send(single, single.key)
+            (sample,) = (await world.answer()).samples
+        assert world.extra("deadline_replaced") == 0
+    assert (sample.status, sample.replaced, len(log)) == ("truncated", 0, 1)
+    assert sample.generate_s >= (1.0 if case == "evaluation" else 0.3)

@@ -21,13 +21,13 @@ from tests.stages.engine_rig import (
     LENGTH,
     SLOW_MS,
     Exchange,
+    Log,
     World,
     core_of,
     freeze,
-    generating,
-    record_exchanges,
     sent_to,
     simulated,
+    started,
     written,
 )
 from tests.stages.stage_rig import idle, make_group, response_ids, until
@@ -36,7 +36,7 @@ PROMPT = [1, 2, 3]
 SLOW: dict[str, Any] = {"streamed": True, "proxied": True, "engine": simulated(SLOW_MS)}
 
 
-async def in_mid_generation(world: World, log: list[Exchange], n: int, *, engine: int = 0) -> Exchange:
+async def in_mid_generation(world: World, log: Log, n: int, *, engine: int = 0) -> Exchange:
     """A request for `n` samples whose engine stands still, after all that it made has arrived. Others are fast."""
     for index, server in enumerate(world.engines):
         if index != engine:
@@ -63,12 +63,8 @@ def check_continued(sample: Sample, first: Exchange, rest: list[Exchange]) -> No
 
 
 @pytest.mark.parametrize("fault", ["killed", "hung", "error in the stream"])
-async def test_a_lost_engines_partial_output_is_continued_by_another(
-    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    log = record_exchanges(monkeypatch)
-    async with generating(tmp_path, engines=2, **SLOW) as world:
-        await world.ready()
+async def test_a_lost_engines_partial_output_is_continued_by_another(fault: str, tmp_path: Path, log: Log) -> None:
+    async with started(tmp_path, engines=2, **SLOW) as world:
         first = await in_mid_generation(world, log, 3)
         if fault == "killed":
             world.proxies[0].kill()
@@ -92,12 +88,10 @@ async def test_a_lost_engines_partial_output_is_continued_by_another(
     assert len({len(e.request.rid or "") for e in log}) == 1, "so that none is the beginning of another"
 
 
-async def test_members_that_had_finished_are_kept_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    log = record_exchanges(monkeypatch)
+async def test_members_that_had_finished_are_kept_whole(tmp_path: Path, log: Log) -> None:
     uneven = msgspec.structs.replace(simulated(SLOW_MS).simulated, length_sigma=1.0)
     engine = msgspec.structs.replace(simulated(SLOW_MS), simulated=uneven)
-    async with generating(tmp_path, engines=2, streamed=True, proxied=True, engine=engine) as world:
-        await world.ready()
+    async with started(tmp_path, engines=2, streamed=True, proxied=True, engine=engine) as world:
         core = core_of(world.engines[0])
         await world.ask(make_group(0, 6, prompt=PROMPT))
         await until(lambda: core.schedule.running == 6)
@@ -129,12 +123,8 @@ def finished(output: GenerateOutput | None) -> bool:
     return output is not None and output.meta_info.finish_reason is not None
 
 
-async def test_without_partial_rollout_a_lost_turn_starts_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    log = record_exchanges(monkeypatch)
-    async with generating(tmp_path, engines=2, rollout={"partial_rollout": False}, **SLOW) as world:
-        await world.ready()
+async def test_without_partial_rollout_a_lost_turn_starts_again(tmp_path: Path, log: Log) -> None:
+    async with started(tmp_path, engines=2, rollout={"partial_rollout": False}, **SLOW) as world:
         await in_mid_generation(world, log, 2)
         world.proxies[0].kill()
         samples = await world.whole(2)
@@ -146,12 +136,8 @@ async def test_without_partial_rollout_a_lost_turn_starts_again(
         assert response_ids(sample) == written([log[1]], [sample.index], sample)
 
 
-async def test_what_is_not_streamed_is_lost_and_asked_again_together(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    log = record_exchanges(monkeypatch)
-    async with generating(tmp_path, engines=2, health={"stream_interval": 0}, **SLOW) as world:
-        await world.ready()
+async def test_what_is_not_streamed_is_lost_and_asked_again_together(tmp_path: Path, log: Log) -> None:
+    async with started(tmp_path, engines=2, health={"stream_interval": 0}, **SLOW) as world:
         core_of(world.engines[1]).schedule.config = simulated(FAST_MS).simulated
         await world.ask(make_group(0, 3))
         await freeze(world.engines[0], tokens=9)
@@ -162,12 +148,8 @@ async def test_what_is_not_streamed_is_lost_and_asked_again_together(
     assert [(s.status, s.response_length, s.reused_tokens) for s in samples] == [("completed", LENGTH, 0)] * 3
 
 
-async def test_an_engine_that_is_lost_twice_in_one_response_leaves_three_pieces(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    log = record_exchanges(monkeypatch)
-    async with generating(tmp_path, **SLOW) as world:
-        await world.ready()
+async def test_an_engine_that_is_lost_twice_in_one_response_leaves_three_pieces(tmp_path: Path, log: Log) -> None:
+    async with started(tmp_path, **SLOW) as world:
         core = core_of(world.engines[0])
         await in_mid_generation(world, log, 1)
         core.schedule.config = simulated(SLOW_MS).simulated
@@ -192,12 +174,10 @@ async def test_an_engine_that_is_lost_twice_in_one_response_leaves_three_pieces(
 
 
 async def test_retries_of_a_turn_are_bounded_and_the_sample_fails_in_words(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("stages.sampling.partial_rollouts.FIRST_PAUSE_S", 0.0)
-    log = record_exchanges(monkeypatch)
-    async with generating(tmp_path, rollout={"max_retries": 2}, **SLOW) as world:
-        await world.ready()
+    async with started(tmp_path, rollout={"max_retries": 2}, **SLOW) as world:
         world.proxies[0].answer_generate_with(503)
         await world.ask(make_group(0, 2))
         samples = (await world.answer()).samples
@@ -208,10 +188,8 @@ async def test_retries_of_a_turn_are_bounded_and_the_sample_fails_in_words(
         assert "answered 503: out of order" in (sample.error or "")
 
 
-async def test_a_token_that_would_end_a_server_is_never_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    log = record_exchanges(monkeypatch)
-    async with generating(tmp_path, options={"vocab_size": 300}, **SLOW) as world:
-        await world.ready()
+async def test_a_token_that_would_end_a_server_is_never_sent(tmp_path: Path, log: Log) -> None:
+    async with started(tmp_path, options={"vocab_size": 300}, **SLOW) as world:
         core = core_of(world.engines[0])
         await world.ask(make_group(0, 2, prompt=[1, 300]))
         samples = (await world.answer()).samples
@@ -221,10 +199,8 @@ async def test_a_token_that_would_end_a_server_is_never_sent(tmp_path: Path, mon
         assert "input_ids contains 300, outside the vocabulary of 300 tokens" in (sample.error or "")
 
 
-async def test_a_refusal_is_not_sent_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    log = record_exchanges(monkeypatch)
-    async with generating(tmp_path, **SLOW) as world:
-        await world.ready()
+async def test_a_refusal_is_not_sent_again(tmp_path: Path, log: Log) -> None:
+    async with started(tmp_path, **SLOW) as world:
         await world.ask(make_group(0, 2, prompt=[1, VOCABULARY_END]))
         samples = (await world.answer()).samples
     assert len(log) == 1
@@ -234,12 +210,8 @@ async def test_a_refusal_is_not_sent_again(tmp_path: Path, monkeypatch: pytest.M
 VOCABULARY_END = 1 << 20
 
 
-async def test_a_lost_request_waits_for_the_engine_to_come_back_and_wastes_no_retry(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    log = record_exchanges(monkeypatch)
-    async with generating(tmp_path, rollout={"max_retries": 1}, **SLOW) as world:
-        await world.ready()
+async def test_a_lost_request_waits_for_the_engine_to_come_back_and_wastes_no_retry(tmp_path: Path, log: Log) -> None:
+    async with started(tmp_path, rollout={"max_retries": 1}, **SLOW) as world:
         first = await in_mid_generation(world, log, 2)
         world.proxies[0].kill()  # nobody has noticed yet: its link is ready still
         await until(lambda: world.extra("engine_retries") == 1)
@@ -254,22 +226,18 @@ async def test_a_lost_request_waits_for_the_engine_to_come_back_and_wastes_no_re
         check_continued(sample, first, log[1:])
 
 
-async def test_a_replica_that_is_started_anew_repeats_no_request_id(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_replica_that_is_started_anew_repeats_no_request_id(tmp_path: Path, log: Log) -> None:
     """SGLang aborts the id of a stream again after its end, and would so end a request that has the id next."""
-    log = record_exchanges(monkeypatch)
     for life in range(2):
         (tmp_path / str(life)).mkdir()
-        async with generating(tmp_path / str(life), streamed=True) as world:
-            await world.ready()
+        async with started(tmp_path / str(life), streamed=True) as world:
             await world.ask(make_group(0, 1))
             await world.answer()
     assert len({e.request.rid for e in log}) == 2
 
 
 async def test_many_lost_requests_look_at_an_engines_health_together(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks: list[str] = []
     original = EngineClient.health
@@ -279,9 +247,7 @@ async def test_many_lost_requests_look_at_an_engines_health_together(
         return await original(client)
 
     monkeypatch.setattr(EngineClient, "health", health)
-    log = record_exchanges(monkeypatch)
-    async with generating(tmp_path, engines=2, **SLOW) as world:
-        await world.ready()
+    async with started(tmp_path, engines=2, **SLOW) as world:
         for group_id in range(10):
             await world.ask(make_group(group_id, 4))
         await until(lambda: len(log) == 10)
@@ -291,18 +257,14 @@ async def test_many_lost_requests_look_at_an_engines_health_together(
     assert len(looks) <= 12, "of 20 requests that were lost"
 
 
-async def test_a_request_that_takes_too_long_goes_on_from_what_it_has(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_request_that_takes_too_long_goes_on_from_what_it_has(tmp_path: Path, log: Log) -> None:
     """And does so more often than --max-retries allows, for each time it has got on."""
-    log = record_exchanges(monkeypatch)
-    async with generating(
+    async with started(
         tmp_path,
         streamed=True,
         engine=simulated(25.0, length=1000),
         rollout={"request_timeout_secs": 0.4, "max_retries": 1, "rollout_max_response_len": LENGTH},
     ) as world:
-        await world.ready()
         await world.ask(make_group(0, 1))
         (sample,) = (await world.answer()).samples
     assert len(log) >= 3, "40 tokens of 25 ms do not fit into two times 400 ms"
@@ -312,14 +274,10 @@ async def test_a_request_that_takes_too_long_goes_on_from_what_it_has(
     assert sample.reused_tokens == LENGTH - len(log[-1].outputs[0].output_ids)
 
 
-async def test_an_answer_at_a_crawl_ends_by_the_bound_and_its_engine_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    log = record_exchanges(monkeypatch)
+async def test_an_answer_at_a_crawl_ends_by_the_bound_and_its_engine_is_named(tmp_path: Path, log: Log) -> None:
     bounds = {"request_timeout_secs": 0.4, "max_retries": 1, "min_tokens_per_sec": 1000.0}
     crawling = simulated(100.0, length=1000)
-    async with generating(tmp_path, streamed=True, engine=crawling, rollout={**bounds}) as world:
-        await world.ready()
+    async with started(tmp_path, streamed=True, engine=crawling, rollout={**bounds}) as world:
         await world.ask(make_group(0, 1))
         (sample,) = (await world.answer()).samples
         await until(lambda: read_value(world.rig.topic, f"{SLOW_KEY}engine-0", Complaint) is not None)
@@ -331,12 +289,8 @@ async def test_an_answer_at_a_crawl_ends_by_the_bound_and_its_engine_is_named(
     assert slow.reason.endswith("new tokens came of a request in --request-timeout-secs 0.4")
 
 
-async def test_an_update_before_the_loss_leaves_both_versions_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    log = record_exchanges(monkeypatch)
-    async with generating(tmp_path, engines=2, **SLOW) as world:
-        await world.ready()
+async def test_an_update_before_the_loss_leaves_both_versions_named(tmp_path: Path, log: Log) -> None:
+    async with started(tmp_path, engines=2, **SLOW) as world:
         first = await in_mid_generation(world, log, 1)
         core = core_of(world.engines[0])
         core.schedule.config = simulated(SLOW_MS).simulated

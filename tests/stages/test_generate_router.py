@@ -17,10 +17,10 @@ from tests.stages.engine_rig import (
     LENGTH,
     SLOW_MS,
     Exchange,
+    Log,
     core_of,
     freeze,
     generating,
-    record_exchanges,
     simulated,
     written,
 )
@@ -35,10 +35,7 @@ def router_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield url
 
 
-async def test_rollouts_through_the_router_are_the_engines_own(
-    router_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    log = record_exchanges(monkeypatch)
+async def test_rollouts_through_the_router_are_the_engines_own(router_url: str, tmp_path: Path, log: Log) -> None:
     async with generating(tmp_path, engines=2, router={"router": "sglang"}) as world:
         world.router_at(router_url)
         await world.ready()
@@ -59,9 +56,8 @@ async def test_rollouts_through_the_router_are_the_engines_own(
 
 
 async def test_an_engine_that_dies_behind_the_router_is_replaced_and_its_part_is_kept(
-    router_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    router_url: str, tmp_path: Path, log: Log
 ) -> None:
-    log = record_exchanges(monkeypatch)
     async with generating(
         tmp_path, streamed=True, proxied=True, engine=simulated(SLOW_MS), router={"router": "sglang"}
     ) as world:
@@ -94,10 +90,7 @@ async def _listed(router: RouterClient, url: str) -> None:
         await asyncio.sleep(0.05)
 
 
-async def test_an_update_rolls_over_engines_behind_the_router(
-    router_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    log = record_exchanges(monkeypatch)
+async def test_an_update_rolls_over_engines_behind_the_router(router_url: str, tmp_path: Path, log: Log) -> None:
     async with generating(
         tmp_path, engines=2, streamed=True, engine=simulated(SLOW_MS), router={"router": "sglang"}, pause_mode="abort"
     ) as world:
@@ -125,7 +118,7 @@ def prompt_of(slice_: RolloutSlice) -> list[int]:
     return numbers(first.token_ids[: first.prompt_length])
 
 
-def requests_of(log: list[Exchange], slice_: RolloutSlice, sample: Sample) -> list[Exchange]:
+def requests_of(log: Log, slice_: RolloutSlice, sample: Sample) -> Log:
     """The requests that made a sample: the joint one, then each that goes on where the last one ended."""
     chain: list[Exchange] = []
     tokens = prompt_of(slice_)

@@ -1,6 +1,8 @@
 """The generate stage on a real SGLang server: what is saved of a broken stream, and what a deadline leaves, is exact.
 
 Two engines of the run are one server behind two proxies, so that one can be lost while the other goes on.
+
+Token identity on a real SGLang server: conversations over an update and the loss of the connection to an engine.
 """
 
 from __future__ import annotations
@@ -14,15 +16,18 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import torch
 
 from models.engines.client import EngineClient
 from models.engines.protocol import SamplingParams
 from stages.messages import Sample
 from stages.sampling.requests import SampleRequest, SampleResult
 from stages.sampling.rollout_requests import Requests
+from tests.identity import check_identity, check_once, of_exchanges
 from tests.models.engines.forward_reference import by_one
 from tests.sglang_server import ON_SGLANG, RealServer
-from tests.stages.engine_rig import Exchange, World, generating, record_exchanges, tensors_of
+from tests.stages.agents.test_token_identity import ask, talking
+from tests.stages.engine_rig import Exchange, Log, World, generating, tensors_of
 from tests.stages.faults import FaultProxy
 from tests.stages.stage_rig import make_group, response_ids, until
 
@@ -76,7 +81,7 @@ def check_exact(sample: Sample, server: RealServer) -> None:
     assert np.abs(sample.log_probs[sample.prompt_length :] - expected).max() < TOLERANCE
 
 
-async def running(log: list[Exchange], tokens: int) -> Exchange:
+async def running(log: Log, tokens: int) -> Exchange:
     """The first request, once so many tokens have arrived."""
     await until(lambda: bool(log) and log[0].partial is not None and log[0].partial.tokens >= tokens)
     return log[0]
@@ -84,9 +89,8 @@ async def running(log: list[Exchange], tokens: int) -> Exchange:
 
 @pytest.mark.parametrize("fault", ["hung", "killed"])
 async def test_a_lost_server_leaves_its_partial_output(
-    fault: str, sglang: RealServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fault: str, sglang: RealServer, tmp_path: Path, log: Log
 ) -> None:
-    log = record_exchanges(monkeypatch)
     async with on_sglang(tmp_path, sglang) as world:
         await world.ask(make_group(0, 3, prompt=PROMPT))
         first = await running(log, 60)
@@ -109,9 +113,8 @@ async def test_a_lost_server_leaves_its_partial_output(
 
 
 async def test_tokens_are_told_as_they_come_and_outlive_their_server(
-    sglang: RealServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sglang: RealServer, tmp_path: Path, log: Log
 ) -> None:
-    log = record_exchanges(monkeypatch)
     told: list[int] = []
     result: SampleResult | None = None
     params = SamplingParams(max_new_tokens=LONG, ignore_eos=True, stream_interval=4)
@@ -133,11 +136,8 @@ async def test_tokens_are_told_as_they_come_and_outlive_their_server(
 
 
 @pytest.mark.parametrize("n", [1, 3])
-async def test_a_deadline_leaves_what_there_is(
-    n: int, sglang: RealServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_deadline_leaves_what_there_is(n: int, sglang: RealServer, tmp_path: Path, log: Log) -> None:
     """One request is ended by its id; of several samples, whose ids SGLang makes itself, the stream is closed."""
-    log = record_exchanges(monkeypatch)
     async with on_sglang(tmp_path, sglang, sample_deadline_secs=0.5, rollout_max_response_len=MOST) as world:
         await world.ask(make_group(0, n, prompt=PROMPT))
         samples = await world.whole(n)
@@ -150,3 +150,56 @@ async def test_a_deadline_leaves_what_there_is(
         assert sample.response_length < MOST, "no response of this length is made in that time"
         if sample.response_length:
             check_exact(sample, sglang)
+
+
+MEMBERS = 6
+
+
+def in_stream(exchange: Exchange) -> bool:
+    """Whether a part of its answer has come, and the rest has not."""
+    partial = exchange.partial
+    return partial is not None and partial.tokens > 0 and not (exchange.outputs or exchange.error or partial.complete)
+
+
+@pytest.mark.full
+async def test_turns_an_update_and_a_lost_engine(tmp_path: Path, sglang: RealServer, log: Log) -> None:
+    torch.set_num_threads(1)
+    async with EngineClient(sglang.url) as client:
+        await sglang.fresh(client)
+    async with talking(
+        tmp_path,
+        [sglang.model, sglang.other],
+        engines=2,
+        start=0,
+        streamed=True,
+        pause_mode="retract",
+        rollout={"rollout_max_response_len": 600, "rollout_stop_token_ids": tuple(range(3, 256, 11))},
+        max_context=1000,
+    ) as (world, _):
+        for index in range(2):  # one server behind two proxies; one after the other, for two updates at once end it
+            world.proxies.append(await world.stack.enter_async_context(FaultProxy(sglang.url)))
+            world.rig.engine_at(world.proxies[-1].url, engine=index)
+            await world.weights.landed(0, engine=index)
+
+        def arrived() -> int:
+            return sum(exchange.partial.tokens for exchange in log if exchange.partial is not None)
+
+        await ask(world, 1, MEMBERS, [["1+1"], [""], [], ["2", "3-1"], ["4"]] * 4)
+        await until(lambda: arrived() > 150)
+        world.weights.publish(1)
+        for index in range(2):
+            await world.weights.landed(1, engine=index)
+        now = arrived()
+        await until(lambda: arrived() > now + 50 and any(in_stream(exchange) for exchange in log))
+        lost = [proxy.url for proxy in world.proxies].index(next(filter(in_stream, log)).url)
+        world.proxies[lost].kill()
+        world.lose(lost)
+        samples: list[Sample] = []
+        while len(samples) < MEMBERS:
+            samples += (await world.answer()).samples
+    made, published = of_exchanges(log), {0: sglang.model, 1: sglang.other}
+    looks = [check_identity((sample,), made, published) for sample in samples]
+    check_once([answer for look in looks for answer in look.answers], made)
+    assert {version for sample in samples for version in sample.model_versions} == {0, 1}
+    assert sum(sample.reused_tokens for sample in samples) > 0, "what the lost engine had sent was continued"
+    assert max(sample.turns for sample in samples) > 3

@@ -20,12 +20,12 @@ from tests.stages.engine_rig import (
     LENGTH,
     SLOW_MS,
     VOCABULARY,
+    Log,
     core_of,
     freeze,
     generating,
-    record_exchanges,
-    sent_to,
     simulated,
+    started,
     token_versions,
     written,
 )
@@ -33,12 +33,8 @@ from tests.stages.stage_rig import idle, make_group, numbers, response_ids, unti
 from transport import StreamSpec
 
 
-async def test_a_group_is_one_request_and_its_samples_are_the_engines(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    log = record_exchanges(monkeypatch)
-    async with generating(tmp_path, rollout={"rollout_temperature": 0.7, "rollout_top_p": 0.9}) as world:
-        await world.ready()
+async def test_a_group_is_one_request_and_its_samples_are_the_engines(tmp_path: Path, log: Log) -> None:
+    async with started(tmp_path, rollout={"rollout_temperature": 0.7, "rollout_top_p": 0.9}) as world:
         await world.ask(make_group(3, 4, prompt=[5, 6, 7]))
         slice_ = await world.answer()
         await world.rig.hubs["generate"].wait_empty()
@@ -59,19 +55,16 @@ async def test_a_group_is_one_request_and_its_samples_are_the_engines(
     assert len({tuple(response_ids(s)) for s in slice_.samples}) == 4, "each sample has its own noise"
 
 
-async def test_a_group_is_drawn_as_it_was_admitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_group_is_drawn_as_it_was_admitted(tmp_path: Path, log: Log) -> None:
     """Whatever the configuration of this replica says, which may be older or newer."""
-    log = record_exchanges(monkeypatch)
-    async with generating(tmp_path, rollout={"rollout_temperature": 0.7}, eval={"eval_temperature": 0.2}) as world:
-        await world.ready()
+    async with started(tmp_path, rollout={"rollout_temperature": 0.7}, eval={"eval_temperature": 0.2}) as world:
         for group in (make_group(0, temperature=0.4, top_p=0.8), make_group(1, purpose="eval", pinned_version=0)):
             await world.ask(group)
             await world.answer()
-    assert [(one.params.temperature, one.params.top_p) for one in log] == [(0.4, 0.8), (0.2, 1.0)]
+    assert [(exchange.params.temperature, exchange.params.top_p) for exchange in log] == [(0.4, 0.8), (0.2, 1.0)]
 
 
-async def test_nothing_is_asked_before_weights_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    log = record_exchanges(monkeypatch)
+async def test_nothing_is_asked_before_weights_are_named(tmp_path: Path, log: Log) -> None:
     async with generating(tmp_path) as world:
         await world.ask(make_group(0))
         await idle()
@@ -82,11 +75,9 @@ async def test_nothing_is_asked_before_weights_are_named(tmp_path: Path, monkeyp
 
 @pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
 async def test_an_update_during_generation_loses_no_token_and_names_each_ones_version(
-    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mode: str, tmp_path: Path, log: Log
 ) -> None:
-    log = record_exchanges(monkeypatch)
-    async with generating(tmp_path, engine=simulated(SLOW_MS), pause_mode=mode) as world:
-        await world.ready()
+    async with started(tmp_path, engine=simulated(SLOW_MS), pause_mode=mode) as world:
         await world.ask(make_group(0, 3, prompt=[9, 8]))
         await freeze(world.engines[0], tokens=9)
         made = core_of(world.engines[0]).totals().generated_tokens // 3
@@ -111,12 +102,8 @@ async def test_an_update_during_generation_loses_no_token_and_names_each_ones_ve
             assert response_ids(sample) == written([first], [sample.index], sample)
 
 
-async def test_a_response_that_is_aborted_twice_is_joined_from_three_pieces(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    log = record_exchanges(monkeypatch)
-    async with generating(tmp_path, engine=simulated(SLOW_MS), pause_mode="abort") as world:
-        await world.ready()
+async def test_a_response_that_is_aborted_twice_is_joined_from_three_pieces(tmp_path: Path, log: Log) -> None:
+    async with started(tmp_path, engine=simulated(SLOW_MS), pause_mode="abort") as world:
         await world.ask(make_group(0, 1))
         core = core_of(world.engines[0])
         await freeze(world.engines[0], tokens=3)
@@ -131,14 +118,10 @@ async def test_a_response_that_is_aborted_twice_is_joined_from_three_pieces(
     assert response_ids(sample) == written(log, [0, 0, 0], sample)
 
 
-async def test_without_partial_rollout_an_aborted_response_starts_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    log = record_exchanges(monkeypatch)
-    async with generating(
+async def test_without_partial_rollout_an_aborted_response_starts_again(tmp_path: Path, log: Log) -> None:
+    async with started(
         tmp_path, engine=simulated(SLOW_MS), pause_mode="abort", rollout={"partial_rollout": False}
     ) as world:
-        await world.ready()
         await world.ask(make_group(0, 2))
         await freeze(world.engines[0], tokens=6)
         world.weights.publish(1)
@@ -149,10 +132,8 @@ async def test_without_partial_rollout_an_aborted_response_starts_again(
     assert len(log) == 3
 
 
-async def test_groups_go_to_the_least_loaded_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    log = record_exchanges(monkeypatch)
-    async with generating(tmp_path, engines=2) as world:
-        await world.ready()
+async def test_groups_go_to_the_least_loaded_engine(tmp_path: Path, log: Log) -> None:
+    async with started(tmp_path, engines=2) as world:
         for server in world.engines:
             await core_of(server).pause("in_place")
         for group_id in range(6):
@@ -164,43 +145,15 @@ async def test_groups_go_to_the_least_loaded_engine(tmp_path: Path, monkeypatch:
         assert sorted([(await world.answer()).group.group_id for _ in range(6)]) == list(range(6))
 
 
-async def test_what_a_dead_engine_was_asked_is_finished_by_another(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    log = record_exchanges(monkeypatch)
-    async with generating(tmp_path, engines=2, engine=simulated(SLOW_MS)) as world:
-        await world.ready()
-        doomed, other = world.engines
-        core_of(other).schedule.config = simulated().simulated
-        await world.ask(make_group(0, 3))
-        await freeze(doomed, tokens=9)
-        await doomed.__aexit__(None, None, None)
-        world.lose(0)
-        samples = await world.whole(3)
-        await world.rig.hubs["generate"].wait_empty()
-    first = log[0]
-    assert first.url == doomed.url
-    assert [s.index for s in samples] == [0, 1, 2]
-    for sample in samples:
-        kept = first.outputs[sample.index].output_ids
-        [rest] = [e for e in sent_to(log, other) if e.request.prompts[0] == [1, 2, 3, *kept]]
-        assert len(kept) >= 3
-        assert sample.status == "completed"
-        assert sample.version_runs[1:] == (VersionRun(0, sample.response_length),)
-        assert response_ids(sample) == written([first, rest], [sample.index, 0], sample)
-
-
 async def test_a_lost_connection_is_tried_elsewhere(tmp_path: Path) -> None:
-    async with generating(tmp_path, engines=2, rollout={"max_retries": 1}) as world:
-        await world.ready()
+    async with started(tmp_path, engines=2, rollout={"max_retries": 1}) as world:
         await world.engines[0].__aexit__(None, None, None)  # and nobody has noticed yet
         await world.ask(make_group(0, 2))
         assert [s.status for s in await world.whole(2)] == ["completed", "completed"]
 
 
 async def test_without_any_engine_the_samples_fail_in_words_and_the_stage_goes_on(tmp_path: Path) -> None:
-    async with generating(tmp_path, rollout={"max_retries": 0}) as world:
-        await world.ready()
+    async with started(tmp_path, rollout={"max_retries": 0}) as world:
         await world.engines[0].__aexit__(None, None, None)
         await world.ask(make_group(0, 2))
         failed = (await world.answer()).samples
@@ -215,8 +168,7 @@ async def test_without_any_engine_the_samples_fail_in_words_and_the_stage_goes_o
 
 
 async def test_an_engine_that_comes_back_gets_the_newest_weights_before_it_serves(tmp_path: Path) -> None:
-    async with generating(tmp_path) as world:
-        await world.ready()
+    async with started(tmp_path) as world:
         world.weights.publish(1)
         await world.weights.landed(1)
         await world.engines[0].__aexit__(None, None, None)
@@ -231,8 +183,7 @@ async def test_an_engine_that_comes_back_gets_the_newest_weights_before_it_serve
 
 
 async def test_weights_that_this_run_did_not_publish_fail_the_sample_in_words(tmp_path: Path) -> None:
-    async with generating(tmp_path) as world:
-        await world.ready()
+    async with started(tmp_path) as world:
         await core_of(world.engines[0]).relabel("foreign")
         await world.ask(make_group(0, 2))
         failed = (await world.answer()).samples
@@ -264,16 +215,14 @@ def test_only_labels_of_this_form_are_versions(label: str) -> None:
     ],
 )
 async def test_budgets_cut_responses(
-    group: PromptGroup, options: dict[str, int], tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    group: PromptGroup, options: dict[str, int], tokens: int, tmp_path: Path, log: Log
 ) -> None:
-    log = record_exchanges(monkeypatch)
-    async with generating(
+    async with started(
         tmp_path,
         options=options,
         rollout={"rollout_max_response_len": 16},
         eval={"eval_max_response_len": 6, "eval_temperature": 0.0},
     ) as world:
-        await world.ready()
         await world.ask(group)
         samples = (await world.answer()).samples
     assert [(s.status, s.response_length, s.fault()) for s in samples] == [("truncated", tokens, None)] * 2
@@ -282,12 +231,8 @@ async def test_budgets_cut_responses(
         assert log[0].params.temperature == (0.0 if group.purpose == "eval" else 1.0)
 
 
-async def test_a_drain_has_the_engines_give_back_what_they_hold(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    log = record_exchanges(monkeypatch)
-    async with generating(tmp_path, engine=simulated(SLOW_MS)) as world:
-        await world.ready()
+async def test_a_drain_has_the_engines_give_back_what_they_hold(tmp_path: Path, log: Log) -> None:
+    async with started(tmp_path, engine=simulated(SLOW_MS)) as world:
         await world.ask(make_group(0, 2))
         await freeze(world.engines[0], tokens=6)
         world.rig.topic.publish("drain", b"interrupted")
@@ -312,10 +257,8 @@ async def test_a_drain_before_any_engine_is_up_ends_the_wait(tmp_path: Path) -> 
         await world.task
 
 
-async def test_nothing_new_is_generated_in_a_drain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    log = record_exchanges(monkeypatch)
-    async with generating(tmp_path, engine=simulated(SLOW_MS), window_items=1) as world:
-        await world.ready()
+async def test_nothing_new_is_generated_in_a_drain(tmp_path: Path, log: Log) -> None:
+    async with started(tmp_path, engine=simulated(SLOW_MS), window_items=1) as world:
         await world.ask(make_group(0, 2))
         await world.ask(make_group(1, 2))  # waits in the hub
         await freeze(world.engines[0], tokens=6)
@@ -327,8 +270,7 @@ async def test_nothing_new_is_generated_in_a_drain(tmp_path: Path, monkeypatch: 
 
 
 async def test_a_stage_that_is_killed_gives_its_prompts_back_and_aborts_its_requests(tmp_path: Path) -> None:
-    async with generating(tmp_path, engine=simulated(SLOW_MS)) as world:
-        await world.ready()
+    async with started(tmp_path, engine=simulated(SLOW_MS)) as world:
         await world.ask(make_group(0, 2))
         core = core_of(world.engines[0])
         await until(lambda: core.schedule.running == 2)
@@ -386,8 +328,7 @@ async def test_what_is_above_the_limit_of_a_message_fails_in_words_and_the_repli
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tests.stages.stage_rig.StreamSpec", functools.partial(StreamSpec, max_message_bytes=2_000))
-    async with generating(tmp_path) as world:
-        await world.ready()
+    async with started(tmp_path) as world:
         await world.ask(make_group(0, 8))
         large = await world.whole(8)
         await world.ask(make_group(1, 1))

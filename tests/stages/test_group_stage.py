@@ -1,4 +1,4 @@
-"""The group stage on real streams: assembly, filtering, and what happens to leases when things go wrong."""
+"""The group stage on real streams: assembly, filtering, leases after faults, and several replicas on a keyed stream."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from models.import_path import ImportPathError
 from stages.group.filters import FilterDecision, resolve_filter
 from stages.group.stage import GroupStage
 from stages.messages import Extra, RolloutSlice, Sample, Settled, VersionRun
-from tests.stages.group_rig import desk, failed, join, settled
+from tests.stages.group_rig import Desk, failed, join, open_desk, settled
 from tests.stages.stage_rig import (
+    Rig,
     idle,
     make_config,
     make_context,
     make_sample,
     make_slice,
-    open_rig,
     running,
     take,
     take_all,
@@ -43,7 +43,7 @@ async def test_a_group_is_put_together_from_slices_in_any_order(seed: int, socke
         for piece in (members[: cut[0]], members[cut[0] : cut[1]], members[cut[1] :]):
             parts.append(make_slice(group_id, *piece, n_samples=6))
     rng.shuffle(parts)
-    async with desk(sockets=sockets) as one:
+    async with open_desk(sockets=sockets) as one:
         await one.send(*parts)
         found = [await take(one.out) for _ in range(2)]
         assert {slice_.group.group_id for slice_ in found} == {0, 1}
@@ -54,100 +54,91 @@ async def test_a_group_is_put_together_from_slices_in_any_order(seed: int, socke
         assert one.rig.hubs["group"].stats().settled == 6
 
 
-async def test_groups_that_have_left_are_remembered_up_to_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_groups_that_have_left_are_remembered_up_to_a_number(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     """The newest, whose duplicates may still come; else a long run would fill the memory."""
     monkeypatch.setattr("stages.group.stage.REMEMBERED_GROUPS", 2)
-    async with desk() as one:
-        for group_id in range(3):
-            await one.send(make_slice(group_id, make_sample(0, reward=1.0), n_samples=1))
-            await take(one.out)
-        assert list(one.stage._finished) == ["1", "2"]
+    for group_id in range(3):
+        await desk.send(make_slice(group_id, make_sample(0, reward=1.0), n_samples=1))
+        await take(desk.out)
+    assert list(desk.stage._finished) == ["1", "2"]
 
 
-async def test_leases_are_released_only_after_the_group_has_left() -> None:
-    async with desk() as one:
-        await one.send(make_slice(0, make_sample(0, reward=1.0), n_samples=2))
-        await idle()
-        assert one.rig.hubs["group"].stats().leased == 1
-        await one.send(make_slice(0, make_sample(1, reward=0.0), n_samples=2))
-        await take(one.out)
-        await one.rig.hubs["group"].wait_empty()
-        assert one.rig.hubs["group"].stats().settled == 2
+async def test_leases_are_released_only_after_the_group_has_left(desk: Desk) -> None:
+    await desk.send(make_slice(0, make_sample(0, reward=1.0), n_samples=2))
+    await idle()
+    assert desk.rig.hubs["group"].stats().leased == 1
+    await desk.send(make_slice(0, make_sample(1, reward=0.0), n_samples=2))
+    await take(desk.out)
+    await desk.rig.hubs["group"].wait_empty()
+    assert desk.rig.hubs["group"].stats().settled == 2
 
 
-async def test_extras_of_the_members_pass_through_the_join() -> None:
+async def test_extras_of_the_members_pass_through_the_join(desk: Desk) -> None:
     image = np.arange(12, dtype="<u2").reshape(3, 4).view(Extra)
-    async with desk() as one:
-        await one.send(make_slice(0, make_sample(0, reward=1.0, extras={"image": image}), n_samples=2))
-        await one.send(make_slice(0, make_sample(1, reward=0.0), n_samples=2))
-        whole = await take(one.out)
-        assert [list(sample.extras) for sample in whole.samples] == [["image"], []]
-        got = whole.samples[0].extras["image"]
-        assert (type(got), got.dtype, got.tolist()) == (Extra, image.dtype, image.tolist())
+    await desk.send(make_slice(0, make_sample(0, reward=1.0, extras={"image": image}), n_samples=2))
+    await desk.send(make_slice(0, make_sample(1, reward=0.0), n_samples=2))
+    whole = await take(desk.out)
+    assert [list(sample.extras) for sample in whole.samples] == [["image"], []]
+    got = whole.samples[0].extras["image"]
+    assert (type(got), got.dtype, got.tolist()) == (Extra, image.dtype, image.tolist())
 
 
-async def test_what_a_killed_replica_held_is_put_together_by_the_next() -> None:
-    async with open_rig() as rig:
-        ports = await join(rig, "group-0")
-        feed, out = await rig.outlet("group"), await rig.inlet("train")
-        async with running(GroupStage(make_context()), ports):
-            await feed.send(make_slice(0, make_sample(0, reward=1.0), n_samples=3), "a")
-            await feed.send(make_slice(0, make_sample(2, reward=0.0), n_samples=3), "b")
-            await idle()
-            assert rig.hubs["group"].stats().leased == 2
-        assert rig.hubs["group"].stats().settled == 0
-        rig.hubs["group"].peer_lost("group-0")
-        async with running(GroupStage(make_context()), await join(rig, "group-1")):
-            await feed.send(make_slice(0, make_sample(1, reward=1.0), n_samples=3), "c")
-            whole = await take(out)
-            assert [sample.index for sample in whole.samples] == [0, 1, 2]
-            await rig.hubs["group"].wait_empty()
+async def test_what_a_killed_replica_held_is_put_together_by_the_next(rig: Rig) -> None:
+    ports = await join(rig, "group-0")
+    feed, out = await rig.outlet("group"), await rig.inlet("train")
+    async with running(GroupStage(make_context()), ports):
+        await feed.send(make_slice(0, make_sample(0, reward=1.0), n_samples=3), "a")
+        await feed.send(make_slice(0, make_sample(2, reward=0.0), n_samples=3), "b")
+        await idle()
+        assert rig.hubs["group"].stats().leased == 2
+    assert rig.hubs["group"].stats().settled == 0
+    rig.hubs["group"].peer_lost("group-0")
+    async with running(GroupStage(make_context()), await join(rig, "group-1")):
+        await feed.send(make_slice(0, make_sample(1, reward=1.0), n_samples=3), "c")
+        whole = await take(out)
+        assert [sample.index for sample in whole.samples] == [0, 1, 2]
+        await rig.hubs["group"].wait_empty()
 
 
-async def test_the_first_rollout_of_an_index_wins() -> None:
-    async with desk() as one:
-        await one.send(
-            make_slice(0, make_sample(0, reward=1.0, response="first"), n_samples=2),
-            make_slice(0, make_sample(0, reward=5.0, response="second"), n_samples=2),
-            make_slice(0, make_sample(1, reward=0.0), n_samples=2),
-        )
-        whole = await take(one.out)
-        assert [(s.index, s.response) for s in whole.samples] == [(0, "first"), (1, "7")]
-        await one.rig.hubs["group"].wait_empty()
+async def test_the_first_rollout_of_an_index_wins(desk: Desk) -> None:
+    await desk.send(
+        make_slice(0, make_sample(0, reward=1.0, response="first"), n_samples=2),
+        make_slice(0, make_sample(0, reward=5.0, response="second"), n_samples=2),
+        make_slice(0, make_sample(1, reward=0.0), n_samples=2),
+    )
+    whole = await take(desk.out)
+    assert [(s.index, s.response) for s in whole.samples] == [(0, "first"), (1, "7")]
+    await desk.rig.hubs["group"].wait_empty()
 
 
-async def test_a_duplicate_that_comes_after_the_group_left_is_released_and_dropped() -> None:
-    async with desk() as one:
-        await one.send(make_slice(0))
-        await take(one.out)
-        await one.send(make_slice(0), make_slice(0, make_sample(1), n_samples=2))
-        await one.rig.hubs["group"].wait_empty()
-        await one.end()
-        one.rig.hubs["train"].finish()
-        assert await take_all(one.out) == []
-        assert one.rig.hubs["settle"].stats().accepted == 0
+async def test_a_duplicate_that_comes_after_the_group_left_is_released_and_dropped(desk: Desk) -> None:
+    await desk.send(make_slice(0))
+    await take(desk.out)
+    await desk.send(make_slice(0), make_slice(0, make_sample(1), n_samples=2))
+    await desk.rig.hubs["group"].wait_empty()
+    await desk.end()
+    desk.rig.hubs["train"].finish()
+    assert await take_all(desk.out) == []
+    assert desk.rig.hubs["settle"].stats().accepted == 0
 
 
-async def test_failed_members_are_left_out_while_enough_remain() -> None:
-    async with desk() as one:
-        await one.send(make_slice(0, make_sample(0, reward=1.0), failed(1), make_sample(2, reward=0.0)))
-        assert [sample.index for sample in (await take(one.out)).samples] == [0, 2]
+async def test_failed_members_are_left_out_while_enough_remain(desk: Desk) -> None:
+    await desk.send(make_slice(0, make_sample(0, reward=1.0), failed(1), make_sample(2, reward=0.0)))
+    assert [sample.index for sample in (await take(desk.out)).samples] == [0, 2]
 
 
-async def test_too_few_members_fail_the_group_with_their_errors() -> None:
-    async with desk() as one:
-        await one.send(make_slice(3, make_sample(0, reward=1.0), failed(1), make_sample(2, status="aborted")))
-        report = await settled(one)
-        assert (report.group_id, report.outcome) == (3, "failed")
-        assert report.detail == "insufficient_members: 1 of 3; ValueError: boom; aborted"
-        assert report.tokens == 4 + 2 + 4
-        await one.rig.hubs["group"].wait_empty()
+async def test_too_few_members_fail_the_group_with_their_errors(desk: Desk) -> None:
+    await desk.send(make_slice(3, make_sample(0, reward=1.0), failed(1), make_sample(2, status="aborted")))
+    report = await settled(desk)
+    assert (report.group_id, report.outcome) == (3, "failed")
+    assert report.detail == "insufficient_members: 1 of 3; ValueError: boom; aborted"
+    assert report.tokens == 4 + 2 + 4
+    await desk.rig.hubs["group"].wait_empty()
 
 
-async def test_a_single_rollout_is_a_group_of_its_own() -> None:
-    async with desk() as one:
-        await one.send(make_slice(0, make_sample(0, reward=1.0)))
-        assert len((await take(one.out)).samples) == 1
+async def test_a_single_rollout_is_a_group_of_its_own(desk: Desk) -> None:
+    await desk.send(make_slice(0, make_sample(0, reward=1.0)))
+    assert len((await take(desk.out)).samples) == 1
 
 
 @pytest.mark.parametrize(
@@ -172,11 +163,10 @@ async def test_a_single_rollout_is_a_group_of_its_own() -> None:
         ),
     ],
 )
-async def test_an_inconsistent_sample_fails_its_group(sample: Sample, words: str) -> None:
-    async with desk() as one:
-        await one.send(make_slice(0, make_sample(0), sample))
-        report = await settled(one)
-        assert (report.outcome, report.detail) == ("failed", words)
+async def test_an_inconsistent_sample_fails_its_group(desk: Desk, sample: Sample, words: str) -> None:
+    await desk.send(make_slice(0, make_sample(0), sample))
+    report = await settled(desk)
+    assert (report.outcome, report.detail) == ("failed", words)
 
 
 @pytest.mark.parametrize(
@@ -203,7 +193,7 @@ async def test_an_inconsistent_sample_fails_its_group(sample: Sample, words: str
 async def test_the_first_filter_that_rejects_names_the_reason(
     filters: dict[str, object], group: tuple[float, float], outcome: str, detail: str
 ) -> None:
-    async with desk(make_config(filter=filters)) as one:
+    async with open_desk(make_config(filter=filters)) as one:
         await one.send(make_slice(0, *(make_sample(i, n=9, reward=r) for i, r in enumerate(group))))
         report = await settled(one)
         assert (report.outcome, report.detail) == (outcome, detail)
@@ -215,7 +205,7 @@ async def test_filters_let_good_groups_pass_and_judge_only_members_that_count() 
     config = make_config(
         filter={"dynamic_sampling_filter": ("nonzero_std",), "dynamic_sampling_filter_path": f"{PARTS}:short_only"}
     )
-    async with desk(config) as one:
+    async with open_desk(config) as one:
         await one.send(
             make_slice(0, make_sample(0, reward=1.0), make_sample(1, reward=0.0)),
             make_slice(1, make_sample(0, reward=1.0), make_sample(1, reward=1.0), failed(2)),
@@ -231,7 +221,7 @@ def test_a_filter_that_cannot_be_imported_is_refused_in_words() -> None:
 
 
 async def test_evaluation_rollouts_pass_as_they_are() -> None:
-    async with desk(make_config(filter={"dynamic_sampling_filter": ("nonzero_std",)})) as one:
+    async with open_desk(make_config(filter={"dynamic_sampling_filter": ("nonzero_std",)})) as one:
         evaluated = await one.rig.inlet("evaluate")
         part = make_slice(0, failed(0), n_samples=4, purpose="eval", dataset="held", pinned_version=3)
         await one.send(part)
@@ -240,63 +230,131 @@ async def test_evaluation_rollouts_pass_as_they_are() -> None:
         assert one.rig.hubs["settle"].stats().accepted == 0
 
 
-async def test_a_drain_settles_what_is_incomplete_and_what_still_comes() -> None:
-    async with desk() as one:
-        await one.send(make_slice(0, make_sample(0, reward=1.0), n_samples=2), make_slice(1))
-        assert (await take(one.out)).group.group_id == 1
-        one.rig.topic.publish("drain", b"interrupted")
-        first = await settled(one)
-        assert (first.group_id, first.outcome, first.detail, first.tokens) == (0, "discarded", "interrupted", 4)
-        await one.send(make_slice(0, make_sample(1, reward=1.0), n_samples=2), make_slice(2))
-        assert (await settled(one)).group_id == 2
-        await one.rig.hubs["group"].wait_empty()
-        await one.end()
+async def test_a_drain_settles_what_is_incomplete_and_what_still_comes(desk: Desk) -> None:
+    await desk.send(make_slice(0, make_sample(0, reward=1.0), n_samples=2), make_slice(1))
+    assert (await take(desk.out)).group.group_id == 1
+    desk.rig.topic.publish("drain", b"interrupted")
+    first = await settled(desk)
+    assert (first.group_id, first.outcome, first.detail, first.tokens) == (0, "discarded", "interrupted", 4)
+    await desk.send(make_slice(0, make_sample(1, reward=1.0), n_samples=2), make_slice(2))
+    assert (await settled(desk)).group_id == 2
+    await desk.rig.hubs["group"].wait_empty()
+    await desk.end()
 
 
-async def test_a_group_that_is_being_judged_when_the_drain_comes_is_settled_once() -> None:
-    async with desk() as one:
-        judging, verdict = asyncio.Event(), asyncio.Event()
+async def test_a_group_that_is_being_judged_when_the_drain_comes_is_settled_once(desk: Desk) -> None:
+    judging, verdict = asyncio.Event(), asyncio.Event()
 
-        async def slow(slice_: RolloutSlice) -> FilterDecision:
-            judging.set()
-            await verdict.wait()
-            return FilterDecision(True)
+    async def slow(slice_: RolloutSlice) -> FilterDecision:
+        judging.set()
+        await verdict.wait()
+        return FilterDecision(True)
 
-        one.stage._filters = [slow]
-        await one.send(make_slice(0))
-        await judging.wait()
-        one.rig.topic.publish("drain", b"interrupted")
+    desk.stage._filters = [slow]
+    await desk.send(make_slice(0))
+    await judging.wait()
+    desk.rig.topic.publish("drain", b"interrupted")
+    await idle()
+    verdict.set()
+    await desk.end()
+    left = desk.rig.hubs["train"].stats().accepted + desk.rig.hubs["settle"].stats().accepted
+    assert left == 1
+    assert desk.rig.hubs["group"].stats().settled == 1
+
+
+async def test_a_part_that_comes_while_its_group_is_discarded_does_no_harm(desk: Desk) -> None:
+    sending, accepted = asyncio.Event(), asyncio.Event()
+    settle = desk.rig.hubs["settle"]
+    original = desk.stage._discard
+
+    async def slow(open_: Any, outlet: Any) -> None:
+        class Slow:
+            async def send(self, message: Settled, key: str) -> None:
+                sending.set()
+                await accepted.wait()
+                await outlet.send(message, key)
+
+        await original(open_, Slow())
+
+    desk.stage._discard = slow  # type: ignore[method-assign, assignment]
+    await desk.send(make_slice(0, make_sample(0, reward=1.0), n_samples=3))
+    await idle()
+    desk.rig.topic.publish("drain", b"interrupted")
+    await sending.wait()
+    await desk.send(make_slice(0, make_sample(1, reward=1.0), n_samples=3))
+    await idle()
+    accepted.set()
+    await desk.end()
+    assert settle.stats().accepted == 1
+    assert desk.rig.hubs["group"].stats().settled == 2
+
+
+GROUPS, MEMBERS = 40, 4
+
+
+def single_members(seed: int) -> list[RolloutSlice]:
+    """Every rollout of every group in a slice of its own, in any order."""
+    parts = [
+        make_slice(group, make_sample(member, reward=float(member)), n_samples=MEMBERS)
+        for group in range(GROUPS)
+        for member in range(MEMBERS)
+    ]
+    random.Random(seed).shuffle(parts)
+    return parts
+
+
+async def keyed_rig(rig: Rig) -> None:
+    await rig.stream("group", RolloutSlice, routing="keyed")
+
+
+async def whole_groups(rig: Rig) -> list[int]:
+    inlet = await rig.inlet("train")
+    found = [await take(inlet) for _ in range(GROUPS)]
+    assert all([sample.index for sample in one.samples] == list(range(MEMBERS)) for one in found)
+    return [one.group.group_id for one in found]
+
+
+async def test_each_group_is_put_together_in_one_of_two_replicas(rig: Rig) -> None:
+    await keyed_rig(rig)
+    ports = [await join(rig, f"group-{i}") for i in range(2)]
+    stages = [GroupStage(make_context(replica=f"group-{i}")) for i in range(2)]
+    async with running(stages[0], ports[0]), running(stages[1], ports[1]):
+        feed = await rig.outlet("group")
+        for part in single_members(0):
+            await feed.send(part, part.key)
+        assert sorted(await whole_groups(rig)) == list(range(GROUPS))
+        assert all(stage.activity.items_out > 0 for stage in stages), "both had a share"
         await idle()
-        verdict.set()
-        await one.end()
-        left = one.rig.hubs["train"].stats().accepted + one.rig.hubs["settle"].stats().accepted
-        assert left == 1
-        assert one.rig.hubs["group"].stats().settled == 1
+        assert rig.hubs["group"].stats().settled == GROUPS * MEMBERS
 
 
-async def test_a_part_that_comes_while_its_group_is_discarded_does_no_harm() -> None:
-    async with desk() as one:
-        sending, accepted = asyncio.Event(), asyncio.Event()
-        settle = one.rig.hubs["settle"]
-        original = one.stage._discard
-
-        async def slow(open_: Any, outlet: Any) -> None:
-            class Slow:
-                async def send(self, message: Settled, key: str) -> None:
-                    sending.set()
-                    await accepted.wait()
-                    await outlet.send(message, key)
-
-            await original(open_, Slow())
-
-        one.stage._discard = slow  # type: ignore[method-assign, assignment]
-        await one.send(make_slice(0, make_sample(0, reward=1.0), n_samples=3))
+async def test_what_a_retired_replica_holds_is_put_together_by_the_others(rig: Rig) -> None:
+    await keyed_rig(rig)
+    feed = await rig.outlet("group")
+    parts = single_members(1)
+    ports = [await join(rig, f"group-{i}") for i in range(2)]
+    async with (
+        running(GroupStage(make_context()), ports[0]),
+        running(GroupStage(make_context()), ports[1]) as going,
+    ):
+        for part in parts[:80]:
+            await feed.send(part, part.key)
         await idle()
-        one.rig.topic.publish("drain", b"interrupted")
-        await sending.wait()
-        await one.send(make_slice(0, make_sample(1, reward=1.0), n_samples=3))
-        await idle()
-        accepted.set()
-        await one.end()
-        assert settle.stats().accepted == 1
-        assert one.rig.hubs["group"].stats().settled == 2
+        await retire(ports[1].inlets["in"], going)
+        for part in parts[80:120]:
+            await feed.send(part, part.key)
+        late = await join(rig, "group-2")
+        async with running(GroupStage(make_context()), late):
+            for part in parts[120:]:
+                await feed.send(part, part.key)
+            assert sorted(await whole_groups(rig)) == list(range(GROUPS))
+            await idle()
+            assert rig.hubs["group"].stats().settled == GROUPS * MEMBERS
+            assert rig.hubs["train"].stats().duplicates == 0
+
+
+async def retire(inlet: Any, task: Any) -> None:
+    """As the replica does that is told to: it takes nothing more, its stage ends, its ports are closed."""
+    await inlet.drain()
+    await task
+    await inlet.close()

@@ -1,15 +1,111 @@
-"""Which prompts the prompt stage asks, and how many: the curriculum, over-sampling, and what becomes of leftovers."""
+"""Which prompts are sampled, and how many: curriculum, over-sampling, and settings that change during a run."""
 
 from __future__ import annotations
 
+import threading
+from pathlib import Path
+
 import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from configs.schema import Config, DataConfig, FilterConfig
 from stages.errors import NoVerdicts
 from stages.messages import CheckpointReady, EvalDone, Settled, StepDone
+from stages.prompts.ledger import Ledger, LedgerSnapshot
+from stages.prompts.prompt_order import PassRateCurriculum, PromptOrder
 from stages.staleness_gate import StalenessGate
+from stages.topic_values import MOST_KEPT, SETTINGS, Settings, newest_settings, settings_at, write_settings
+from tests.stages.group_rig import open_desk
 from tests.stages.prompt_rig import PromptDesk, Rows, balanced, prompting, step_done
-from tests.stages.stage_rig import idle, make_config, take
+from tests.stages.stage_rig import Rig, idle, make_config, make_sample, make_slice, take, until
+from tests.stages.train_rig import training
+
+
+def curriculum(
+    n: int = 10, *, keep: float = 0.25, seed: int = 1, rates: dict[int, float] | None = None, shuffle: bool = True
+) -> PassRateCurriculum:
+    data = DataConfig(
+        curriculum="pass_rate", curriculum_keep=keep, rollout_seed=seed, curriculum_low=0.2, curriculum_high=0.8
+    )
+    return PassRateCurriculum(data, PromptOrder(n, seed, shuffle), rates)
+
+
+def test_switched_off_it_visits_every_position() -> None:
+    off = PassRateCurriculum(DataConfig(), PromptOrder(4, 1, shuffle=True))
+    off.observe(0, 0.0)
+    assert [off.next_position(i) for i in range(9)] == list(range(9))
+    assert off.rates == {}
+
+
+@pytest.mark.parametrize("rate", [0.2, 0.5, 0.8])
+def test_prompts_within_the_bounds_and_unknown_ones_are_always_asked(rate: float) -> None:
+    one = curriculum(rates={0: rate}, keep=0.01)
+    assert not any(one.skips(position) for position in range(500))
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.19, 0.81, 1.0])
+def test_prompts_outside_are_asked_with_the_given_probability(rate: float) -> None:
+    one = curriculum(n=1, rates={0: rate}, keep=0.25)
+    asked = sum(not one.skips(position) for position in range(4000))
+    assert 0.22 < asked / 4000 < 0.28
+
+
+def test_pass_rates_are_averaged_with_more_weight_on_the_newest() -> None:
+    one = curriculum()
+    one.observe(3, 1.0)
+    assert one.rates[3] == 1.0, "the first one is taken as it is"
+    one.observe(3, 0.0)
+    one.observe(3, None)
+    assert one.rates[3] == 0.5
+    one.observe(3, 0.0)
+    assert one.rates[3] == 0.25
+
+
+@given(st.integers(0, 2**40), st.floats(0.01, 1), st.dictionaries(st.integers(0, 9), st.floats(0, 1)))
+@settings(max_examples=50)
+def test_draws_repeat_after_a_resume_and_a_search_ends(seed: int, keep: float, rates: dict[int, float]) -> None:
+    first, again = curriculum(seed=seed, keep=keep, rates=rates), curriculum(seed=seed, keep=keep, rates=rates)
+    cursor = 0
+    for _ in range(30):
+        position = first.next_position(cursor)
+        assert position == again.next_position(cursor)
+        assert cursor <= position <= cursor + 10, "at most one epoch is passed over in a row"
+        if position < cursor + 10:
+            assert not first.skips(position)
+        assert all(first.skips(p) for p in range(cursor, position))
+        cursor = position + 1
+
+
+def test_no_prompt_starves() -> None:
+    """All prompts are too easy: each is still asked, now and then."""
+    one = curriculum(n=20, keep=0.1, rates=dict.fromkeys(range(20), 1.0))
+    order = PromptOrder(20, 1, shuffle=True)
+    asked, cursor = set(), 0
+    for _ in range(200):
+        cursor = one.next_position(cursor)
+        asked.add(order.index(cursor)[1])
+        cursor += 1
+    assert asked == set(range(20))
+
+
+def test_the_ledger_counts_what_is_passed_over_and_a_snapshot_keeps_it() -> None:
+    ledger = Ledger()
+    for position in (0, 3, 4, 1):  # 1 is asked once more
+        ledger.admit(position=position)
+    assert (ledger.cursor, ledger.skipped) == (5, 2)
+    kept = msgspec.structs.replace(ledger.snapshot(), pass_rates={7: 0.5})
+    read = msgspec.json.decode(msgspec.json.encode(kept), type=LedgerSnapshot)
+    assert read.pass_rates == {7: 0.5}
+    assert Ledger(read).skipped == 2
+
+
+def test_a_snapshot_of_an_earlier_run_has_no_pass_rates() -> None:
+    old = b'{"next_group": 1, "cursor": 1, "counts": {}, "open": []}'
+    read = msgspec.json.decode(old, type=LedgerSnapshot)
+    assert (read.pass_rates, read.skipped) == ({}, 0)
+
 
 CURRICULUM = make_config(
     data={"curriculum": "pass_rate", "curriculum_keep": 0.01, "rollout_seed": 3, "rollout_shuffle": False}
@@ -65,7 +161,7 @@ async def test_a_curriculum_without_verdicts_is_told_at_the_first_batch() -> Non
     with pytest.raises(ExceptionGroup) as caught:
         await blind()
     assert caught.group_contains(
-        NoVerdicts, match="--curriculum pass_rate needs a grader .* nothing in batch 1 says so"
+        NoVerdicts, match="--curriculum pass_rate needs a grader .* no response of batch 1 has a verdict"
     )
 
 
@@ -104,3 +200,85 @@ async def test_leftovers_of_the_last_batch_do_not_cut_off_its_evaluation() -> No
         assert one.rig.topic.get("drain") == b"all rollout batches are trained"
         await one.report(Settled(1, "discarded", "all rollout batches are trained"))
         assert one.stage.completed.is_set()
+
+
+def change(from_step: int, *, bound: int = 1, lr_scale: float = 1.0, filters: tuple[str, ...] = ()) -> Settings:
+    return Settings(from_step, bound, lr_scale, filters)
+
+
+async def test_for_a_batch_the_newest_change_counts_whose_step_has_come(rig: Rig) -> None:
+    assert settings_at(rig.topic, 100) is None
+    history = tuple(change(step, bound=step) for step in range(1, 3 * MOST_KEPT))
+    rig.topic.publish(SETTINGS, write_settings((*history, change(60, bound=7))))
+    assert settings_at(rig.topic, 40) == change(40, bound=40)
+    assert settings_at(rig.topic, 59) == history[-1]
+    assert settings_at(rig.topic, 60) == newest_settings(rig.topic) == change(60, bound=7)
+
+
+async def test_the_trainer_takes_a_change_with_the_batch_that_it_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Batch 3 (the weights are of version 2) takes a token of version 0 by the bound 2, and would not by 1."""
+    scales: list[float] = []
+    begin_batch = "tests.stages.train_rig.Recorder.begin_batch"
+
+    def begin(backend: object, *, rollouts: int, steps: int, version: int = 0, lr_scale: float = 1.0) -> None:
+        assert begun.wait(30)
+        scales.append(lr_scale)
+
+    begun = threading.Event()
+    monkeypatch.setattr(begin_batch, begin)
+    async with training(tmp_path, monkeypatch, batch=1, total=4, eta=1) as one:
+        await one.rig.topic.wait(0, "weights")
+        changes = (change(3, bound=2, lr_scale=0.5), change(4, bound=2))
+        one.rig.topic.publish(SETTINGS, write_settings(changes))
+        await one.rig.topic_until(lambda: settings_at(one.rig.topic, 4) is not None)
+        begun.set()
+        await one.send(*(make_slice(i, make_sample(0, reward=1.0), make_sample(1, reward=0.0)) for i in range(5)))
+        assert [(await one.report(StepDone)).groups for _ in range(3)] == [(0,), (1,), (2,)]
+        assert (await one.report(Settled)).outcome == "stale", "for batch 4 it would be three versions old"
+        await until(lambda: scales == [1.0, 1.0, 0.5, 1.0])
+
+
+async def test_admission_follows_the_bound_when_its_batch_has_come() -> None:
+    async with prompting(batch=2, eta=0) as one:
+        await one.land(0)
+        assert await one.admitted() == [0, 1]
+        one.stage.bound(2, 3)
+        assert await one.admitted() == []
+        await one.report(step_done(0), step_done(1, 0, 1))
+        await one.land(1)
+        assert await one.admitted() == [2, 3], "batch 2 is the last one under the old bound"
+        await one.report(step_done(2, 2, 3))
+        assert await one.admitted() == [4, 5, 6, 7], "version 1, two ahead and its own"
+        one.stage.bound(0, 3)
+        await one.land(2)
+        assert await one.admitted() == [], "what is out is more than the lower bound would admit"
+
+
+async def test_a_paused_stage_admits_nothing_and_settles_what_is_out() -> None:
+    async with prompting(batch=2, eta=0) as one:
+        await one.land(0)
+        assert await one.admitted() == [0, 1]
+        one.stage.pause(True)
+        await one.report(Settled(0, "filtered", "", tokens=1))
+        assert await one.admitted() == []
+        assert one.stage.ledger.open == 1
+        one.stage.pause(False)
+        assert await one.admitted() == [2]
+        one.stage.pause(True)
+        one.stage.drain("enough")
+        await one.report(Settled(1, "discarded"), Settled(2, "discarded"), step_done(0))
+        await until(one.stage.completed.is_set)
+
+
+async def test_groups_meet_the_thresholds_that_were_changed_last() -> None:
+    config = Config(filter=FilterConfig(dynamic_sampling_filter=("reward:0.0_0.4",)))
+    async with open_desk(config) as one:
+        slices = [make_slice(i, make_sample(0, reward=0.6), make_sample(1, reward=0.4)) for i in range(2)]
+        await one.send(slices[0])
+        assert (await take(one.settled)).detail == "reward_high"
+        one.rig.topic.publish(SETTINGS, write_settings((change(9, filters=("reward:0.0_0.5",)),)))
+        await until(lambda: one.stage._names == ("reward:0.0_0.5",))
+        await one.send(slices[1])
+        assert (await take(one.out)).group.group_id == 1

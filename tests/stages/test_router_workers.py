@@ -21,7 +21,7 @@ from stages.engines.router_workers import STRANGE_LOOKS, UNDER_WAY_S, RouterWork
 from stages.ports import Topic
 from stages.topic_values import EngineAddress, EngineEntry, RouterAddress, RouterState
 from tests.stages.faults import FakeRouter
-from tests.stages.stage_rig import Rig, idle, open_rig, until
+from tests.stages.stage_rig import Rig, idle, open_rig, time_limit, until
 
 OWN, OTHER = "http://127.0.0.1:1", "http://127.0.0.1:2"
 
@@ -79,168 +79,144 @@ async def posted(*, kind: str = "sglang") -> AsyncIterator[Post]:
             await post.members._api.close()
 
 
-async def test_an_engine_is_added_once_it_carries_weights() -> None:
-    async with posted() as post:
-        post.route()
-        post.attach(ready=False)
-        await post.look()
-        assert (post.router.posts, post.up) == ([], False)
-        post.attach()
-        await post.look()
-        assert post.router.posts == [OWN]
-        await post.look()
-        assert post.up
-        assert post.members.activity.extra["router_workers"] == 1
-        for _ in range(3):
-            await post.look()
-        assert post.router.posts == [OWN]
+@pytest.fixture
+async def post() -> AsyncIterator[Post]:
+    """The router is on the topic, no engine is."""
+    with time_limit():
+        async with posted() as post:
+            post.route()
+            yield post
 
 
-async def test_the_router_is_given_the_token_of_each_engine() -> None:
-    async with posted() as post:
-        post.route()
-        post.rig.engine_at(OWN, token=Token("of-this-engine"))
-        post.rig.applied(0)
-        await post.looks()
-        assert post.router.roles[OWN]["api_key"] == "of-this-engine"
+async def test_an_engine_is_added_once_it_carries_weights(post: Post) -> None:
+    post.attach(ready=False)
+    await post.look()
+    assert (post.router.posts, post.up) == ([], False)
+    post.attach()
+    await post.look()
+    assert post.router.posts == [OWN]
+    await post.look()
+    assert post.up
+    assert post.members.activity.extra["router_workers"] == 1
+    await post.looks(3)
+    assert post.router.posts == [OWN]
+
+
+async def test_the_router_is_given_the_token_of_each_engine(post: Post) -> None:
+    post.rig.engine_at(OWN, token=Token("of-this-engine"))
+    post.rig.applied(0)
+    await post.looks()
+    assert post.router.roles[OWN]["api_key"] == "of-this-engine"
 
 
 async def test_an_addition_under_way_is_not_asked_again_until_it_takes_too_long(
-    monkeypatch: pytest.MonkeyPatch,
+    post: Post, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 100.0
     monkeypatch.setattr("stages.engines.router_workers.time.monotonic", lambda: now)
-    async with posted() as post:
-        post.route()
-        post.attach()
-        post.router.adds = False
-        for _ in range(4):
-            await post.look()
-        assert post.router.posts == [OWN]
-        now += UNDER_WAY_S + 1.0
-        await post.look()
-        assert post.router.posts == [OWN, OWN]
+    post.attach()
+    post.router.adds = False
+    await post.looks(4)
+    assert post.router.posts == [OWN]
+    now += UNDER_WAY_S + 1.0
+    await post.look()
+    assert post.router.posts == [OWN, OWN]
 
 
-async def test_a_worker_that_the_router_has_not_forgotten_is_added_at_a_later_look() -> None:
-    async with posted() as post:
-        post.route()
-        post.attach()
-        post.router.conflict.add(OWN)
-        await post.look()
-        post.router.conflict.clear()
-        await post.look()
-        assert post.router.workers == {OWN: True}
+async def test_a_worker_that_the_router_has_not_forgotten_is_added_at_a_later_look(post: Post) -> None:
+    post.attach()
+    post.router.conflict.add(OWN)
+    await post.look()
+    post.router.conflict.clear()
+    await post.look()
+    assert post.router.workers == {OWN: True}
 
 
-async def test_an_engine_whose_weights_may_not_be_served_is_taken_out_and_comes_back() -> None:
-    async with posted() as post:
-        post.route()
-        post.attach()
-        for _ in range(2):
-            await post.look()
-        post.may_not_be_served()
-        await post.look()
-        assert post.router.workers == {}
-        await post.look()
-        assert not post.up
-        post.attach()
-        for _ in range(2):
-            await post.look()
-        assert post.up
-        assert post.router.deletes == [OWN]
+async def test_an_engine_whose_weights_may_not_be_served_is_taken_out_and_comes_back(post: Post) -> None:
+    post.attach()
+    await post.looks()
+    post.may_not_be_served()
+    await post.look()
+    assert post.router.workers == {}
+    await post.look()
+    assert not post.up
+    post.attach()
+    await post.looks()
+    assert post.up
+    assert post.router.deletes == [OWN]
 
 
-async def test_a_worker_that_lingers_is_removed_once_and_added_after_it_has_gone() -> None:
-    async with posted() as post:
-        post.route()
-        post.attach()
-        for _ in range(2):
-            await post.look()
-        post.router.lingering.add(OWN)
-        post.may_not_be_served()
-        for _ in range(3):
-            await post.look()
-        assert post.router.deletes == [OWN]
-        post.attach()
-        await post.look()
-        assert (post.router.posts, post.up) == ([OWN], False), "it is listed still, and gets nothing"
-        post.router.workers.clear()
-        for _ in range(2):
-            await post.look()
-        assert (post.router.posts, post.up) == ([OWN, OWN], True)
+async def test_a_worker_that_lingers_is_removed_once_and_added_after_it_has_gone(post: Post) -> None:
+    post.attach()
+    await post.looks()
+    post.router.lingering.add(OWN)
+    post.may_not_be_served()
+    await post.looks(3)
+    assert post.router.deletes == [OWN]
+    post.attach()
+    await post.look()
+    assert (post.router.posts, post.up) == ([OWN], False), "it is listed still, and gets nothing"
+    post.router.workers.clear()
+    await post.looks()
+    assert (post.router.posts, post.up) == ([OWN, OWN], True)
 
 
-async def test_a_lost_engine_is_taken_out_at_once() -> None:
+async def test_a_lost_engine_is_taken_out_at_once(post: Post) -> None:
     """Its owner knows the address that it gave the router, also when no key of the topic does."""
-    async with posted() as post:
-        post.route()
-        post.attach()
-        for _ in range(2):
-            await post.look()
-        post.rig.lose_engine(0)
-        await post.look()
-        assert post.router.deletes == [OWN]
-        post.attach("http://127.0.0.1:3")
-        for _ in range(2):
-            await post.look()
-        assert post.router.workers == {"http://127.0.0.1:3": True}
+    post.attach()
+    await post.looks()
+    post.rig.lose_engine(0)
+    await post.look()
+    assert post.router.deletes == [OWN]
+    post.attach("http://127.0.0.1:3")
+    await post.looks()
+    assert post.router.workers == {"http://127.0.0.1:3": True}
 
 
-async def test_an_engines_stage_that_was_started_anew_changes_nothing_at_the_router() -> None:
-    async with posted() as post:
-        post.route()
-        post.attach()
-        post.engine(1, OTHER)
-        await post.looks(3)
-        before = list(post.router.posts)
-        again = RouterWorkers(Activity())
-        for _ in range(STRANGE_LOOKS + 2):
-            await again.look(post.topic)
-            assert post.up, "also for its clients it is what it was"
-        assert post.router.workers == {OWN: True, OTHER: True}
-        assert (post.router.posts, post.router.deletes) == (before, [])
-        assert again._api is not None
-        await again._api.close()
+async def test_an_engines_stage_that_was_started_anew_changes_nothing_at_the_router(post: Post) -> None:
+    post.attach()
+    post.engine(1, OTHER)
+    await post.looks(3)
+    before = list(post.router.posts)
+    again = RouterWorkers(Activity())
+    for _ in range(STRANGE_LOOKS + 2):
+        await again.look(post.topic)
+        assert post.up, "also for its clients it is what it was"
+    assert post.router.workers == {OWN: True, OTHER: True}
+    assert (post.router.posts, post.router.deletes) == (before, [])
+    assert again._api is not None
+    await again._api.close()
 
 
-async def test_frozen_engines_are_none_of_the_routers() -> None:
-    async with posted() as post:
-        post.route()
-        value = msgspec.msgpack.encode(EngineAddress("frozen-judge", OTHER, 0, "judge"))
-        post.rig.topic.publish("engine/frozen-judge", value)
-        entry = EngineEntry("frozen-judge", OTHER, 0, "judge", state="serving", version=0)
-        post.rig.topic.publish("directory/frozen-judge", msgspec.msgpack.encode(entry))
+async def test_frozen_engines_are_none_of_the_routers(post: Post) -> None:
+    value = msgspec.msgpack.encode(EngineAddress("frozen-judge", OTHER, 0, "judge"))
+    post.rig.topic.publish("engine/frozen-judge", value)
+    entry = EngineEntry("frozen-judge", OTHER, 0, "judge", state="serving", version=0)
+    post.rig.topic.publish("directory/frozen-judge", msgspec.msgpack.encode(entry))
+    post.attach()
+    await post.looks()
+    assert post.router.workers == {OWN: True}
+
+
+async def test_a_worker_that_nobody_knows_is_removed_after_a_second_look(post: Post) -> None:
+    post.attach()
+    post.router.workers["http://stranger:80"] = True
+    await post.look()
+    assert post.router.deletes == [], "its key may be on the way"
+    await post.look()
+    assert post.router.deletes == ["http://stranger:80"]
+
+
+async def test_strangers_do_not_make_the_router_count_as_up(post: Post) -> None:
+    post.router.workers["http://stranger:80"] = True
+    await post.look()
+    assert not post.up
+
+
+async def test_a_new_router_gets_everything_again(post: Post) -> None:
+    async with FakeRouter() as again:
         post.attach()
         await post.looks()
-        assert post.router.workers == {OWN: True}
-
-
-async def test_a_worker_that_nobody_knows_is_removed_after_a_second_look() -> None:
-    async with posted() as post:
-        post.route()
-        post.attach()
-        post.router.workers["http://stranger:80"] = True
-        await post.look()
-        assert post.router.deletes == [], "its key may be on the way"
-        await post.look()
-        assert post.router.deletes == ["http://stranger:80"]
-
-
-async def test_strangers_do_not_make_the_router_count_as_up() -> None:
-    async with posted() as post:
-        post.route()
-        post.router.workers["http://stranger:80"] = True
-        await post.look()
-        assert not post.up
-
-
-async def test_a_new_router_gets_everything_again() -> None:
-    async with posted() as post, FakeRouter() as again:
-        post.route()
-        post.attach()
-        for _ in range(2):
-            await post.look()
         post.route(1, again.url)
         await post.look()
         assert not post.up
@@ -254,7 +230,7 @@ async def test_a_new_router_gets_everything_again() -> None:
 
 
 async def test_a_broken_router_is_told_once_and_looked_at_again(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    post: Post, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("stages.engines.router_workers.LOOK_INTERVAL_S", 0.005)
     monkeypatch.setattr("stages.engines.router_workers.LONGEST_PAUSE_S", 0.01)
@@ -267,8 +243,7 @@ async def test_a_broken_router_is_told_once_and_looked_at_again(
         return await original(client)
 
     monkeypatch.setattr(RouterClient, "workers", workers)
-    async with posted() as post, asyncio.TaskGroup() as tasks:
-        post.route()
+    async with asyncio.TaskGroup() as tasks:
         post.attach()
         post.router.broken = True
         running = tasks.create_task(post.members.run(post.topic))
@@ -280,55 +255,47 @@ async def test_a_broken_router_is_told_once_and_looked_at_again(
         running.cancel()
 
 
-async def test_errors_of_a_look_are_the_callers() -> None:
-    async with posted() as post:
-        post.route()
-        post.router.broken = True
-        with pytest.raises(EngineUnreachable, match="answered 500"):
-            await post.look()
+async def test_errors_of_a_look_are_the_callers(post: Post) -> None:
+    post.router.broken = True
+    with pytest.raises(EngineUnreachable, match="answered 500"):
+        await post.look()
 
 
 PREFILL = {"worker_type": "prefill", "bootstrap_port": 8998}
 DECODE = {"worker_type": "decode"}
 
 
-async def test_a_worker_that_was_taken_out_comes_back_in_its_role() -> None:
-    async with posted() as post:
-        post.route()
-        post.router.workers |= {OWN: True, OTHER: True}
-        post.router.roles |= {OWN: PREFILL, OTHER: DECODE}
-        post.attach(ready=False)
-        post.engine(1, OTHER)
-        await post.looks()
-        assert post.router.workers == {OTHER: True}, "its weights are nobody's yet"
-        post.attach()
-        await post.looks()
-        assert post.router.roles[OWN] == PREFILL
-        assert post.router.workers == {OWN: True, OTHER: True}
+async def test_a_worker_that_was_taken_out_comes_back_in_its_role(post: Post) -> None:
+    post.router.workers |= {OWN: True, OTHER: True}
+    post.router.roles |= {OWN: PREFILL, OTHER: DECODE}
+    post.attach(ready=False)
+    post.engine(1, OTHER)
+    await post.looks()
+    assert post.router.workers == {OTHER: True}, "its weights are nobody's yet"
+    post.attach()
+    await post.looks()
+    assert post.router.roles[OWN] == PREFILL
+    assert post.router.workers == {OWN: True, OTHER: True}
 
 
-async def test_a_router_whose_prefill_and_decode_are_apart_is_up_with_both_only() -> None:
-    async with posted() as post:
-        post.route()
-        post.router.workers |= {OWN: True, OTHER: True}
-        post.router.roles |= {OWN: PREFILL, OTHER: DECODE}
-        post.attach()
-        post.engine(1, OTHER)
-        await post.looks()
-        assert (post.up, post.split) == (True, True)
-        post.router.workers[OTHER] = False
-        await post.looks()
-        assert (post.up, post.split) == (False, True), "half of the pair serves nothing"
+async def test_a_router_whose_prefill_and_decode_are_apart_is_up_with_both_only(post: Post) -> None:
+    post.router.workers |= {OWN: True, OTHER: True}
+    post.router.roles |= {OWN: PREFILL, OTHER: DECODE}
+    post.attach()
+    post.engine(1, OTHER)
+    await post.looks()
+    assert (post.up, post.split) == (True, True)
+    post.router.workers[OTHER] = False
+    await post.looks()
+    assert (post.up, post.split) == (False, True), "half of the pair serves nothing"
 
 
-async def test_strangers_with_a_role_are_left_alone() -> None:
-    async with posted() as post:
-        post.route()
-        post.attach()
-        post.router.workers |= {"http://p:1": True, "http://d:1": True, "http://stranger:1": True}
-        post.router.roles |= {"http://p:1": PREFILL, "http://d:1": DECODE}
-        await post.looks(STRANGE_LOOKS + 1)
-        assert post.router.deletes == ["http://stranger:1"]
+async def test_strangers_with_a_role_are_left_alone(post: Post) -> None:
+    post.attach()
+    post.router.workers |= {"http://p:1": True, "http://d:1": True, "http://stranger:1": True}
+    post.router.roles |= {"http://p:1": PREFILL, "http://d:1": DECODE}
+    await post.looks(STRANGE_LOOKS + 1)
+    assert post.router.deletes == ["http://stranger:1"]
 
 
 @pytest.mark.parametrize(
@@ -340,13 +307,14 @@ async def test_strangers_with_a_role_are_left_alone() -> None:
         ({}, Role()),
     ],
 )
-async def test_an_engine_that_no_router_has_listed_says_its_role(info: dict[str, object], role: Role) -> None:
+async def test_an_engine_that_no_router_has_listed_says_its_role(
+    post: Post, info: dict[str, object], role: Role
+) -> None:
     """Its owner took over after the worker was taken out."""
     app = web.Application()
     app.router.add_get("/server_info", lambda request: web.json_response(info))
-    async with posted() as post, TestServer(app) as engine:
+    async with TestServer(app) as engine:
         url = str(engine.make_url("")).rstrip("/")
-        post.route()
         post.attach(url)
         await post.looks()
         assert msgspec.convert(post.router.roles[url], Role) == role

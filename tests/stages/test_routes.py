@@ -24,16 +24,7 @@ from stages.sampling.engine_directory import EngineDirectory
 from stages.sampling.rollout_requests import Requests
 from stages.sampling.routes import RouteRequest, Routes
 from stages.topic_values import RouterState
-from tests.stages.engine_rig import (
-    FAST_MS,
-    SLOW_MS,
-    World,
-    core_of,
-    freeze,
-    generating,
-    record_exchanges,
-    simulated,
-)
+from tests.stages.engine_rig import FAST_MS, ONCE, SLOW_MS, Log, World, core_of, freeze, generating, simulated, started
 from tests.stages.faults import FakeRouter
 from tests.stages.stage_rig import (
     idle,
@@ -46,14 +37,7 @@ from tests.stages.stage_rig import (
     until,
 )
 
-POLICIES: tuple[Policy, ...] = (
-    "least_loaded",
-    "round_robin",
-    "random",
-    "power_of_two",
-    "session",
-    "cache_aware",
-)
+POLICIES: tuple[Policy, ...] = ("least_loaded", "round_robin", "random", "power_of_two", "session", "cache_aware")
 LOADS = st.dictionaries(st.sampled_from([f"engine-{i}" for i in range(8)]), st.integers(0, 50), min_size=1)
 
 
@@ -131,20 +115,12 @@ def test_round_robin_takes_turns_and_replicas_begin_at_different_engines() -> No
 
 @pytest.mark.parametrize(("policy", "urls"), [("session", 1), ("round_robin", 2), ("cache_aware", 2)])
 async def test_the_configured_policy_chooses_among_the_engines(
-    policy: str, urls: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    policy: str, urls: int, tmp_path: Path, log: Log
 ) -> None:
     """Six groups with one key after another: a session's come back to the engine that had them."""
-    log = record_exchanges(monkeypatch)
-    async with generating(
-        tmp_path,
-        engines=2,
-        router={"router": "none", "router_policy": policy},
-        rollout={"max_turns": 2},
-        inlets={"return": ("generate.return", RolloutSlice)},
-        outlets={"loop.once": ("once", RolloutSlice)},
-        loops=("once=tests.stages.custom_parts:Once",),
+    async with started(
+        tmp_path, engines=2, router={"router": "none", "router_policy": policy}, rollout={"max_turns": 2}, **ONCE
     ) as world:
-        await world.ready()
         back = await world.rig.outlet("generate.return")
         for index in range(6):
             single = RolloutSlice(make_group(7, 6), (make_sample(index, prompt=[index]),))
@@ -153,12 +129,8 @@ async def test_the_configured_policy_chooses_among_the_engines(
     assert len({exchange.url for exchange in log}) == urls
 
 
-async def test_an_engine_gets_no_more_samples_than_it_has_slots(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    log = record_exchanges(monkeypatch)
-    async with generating(tmp_path, engines=2, rollout={"server_concurrency": 4}) as world:
-        await world.ready()
+async def test_an_engine_gets_no_more_samples_than_it_has_slots(tmp_path: Path, log: Log) -> None:
+    async with started(tmp_path, engines=2, rollout={"server_concurrency": 4}) as world:
         for server in world.engines:
             await core_of(server).pause("in_place")
         for group_id in range(5):
@@ -184,10 +156,9 @@ def slots_of(world: World, name: str = "engine-0") -> Slots:
 async def test_a_full_cache_lowers_the_slots(tmp_path: Path) -> None:
     config = simulated(SLOW_MS)
     tight = msgspec.structs.replace(config, simulated=msgspec.structs.replace(config.simulated, kv_tokens=340))
-    async with generating(
+    async with started(
         tmp_path, engine=tight, rollout={"server_concurrency": 32, "rollout_max_response_len": 100}
     ) as world:
-        await world.ready()
         await world.ask(make_group(0, 16, prompt=range(16)))
         watch, topic = world.owner.watch, world.owner_topic
         core = core_of(world.engines[0])
@@ -207,8 +178,7 @@ async def test_retractions_that_answers_tell_of_reach_the_owner_of_the_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("stages.sampling.attempt.REPORT_INTERVAL_S", 0.01)
-    async with generating(tmp_path, engine=simulated(SLOW_MS), pause_mode="retract") as world:
-        await world.ready()
+    async with started(tmp_path, engine=simulated(SLOW_MS), pause_mode="retract") as world:
         await world.ask(make_group(0, 3))
         await freeze(world.engines[0], tokens=6)
         world.weights.publish(1)
@@ -220,18 +190,15 @@ async def test_retractions_that_answers_tell_of_reach_the_owner_of_the_limit(
 
 
 async def test_a_clients_slots_are_its_share_and_follow_the_number_of_replicas(tmp_path: Path) -> None:
-    async with generating(tmp_path, engines=2, replicas=3, rollout={"server_concurrency": 32}) as world:
-        await world.ready()
+    async with started(tmp_path, engines=2, replicas=3, rollout={"server_concurrency": 32}) as world:
         assert [slots_of(world, name).limit for name in world.serving()] == [11, 11], "a third, rounded up"
         world.rig.topic.publish("scale/generate", b"4")
         await until(lambda: slots_of(world).limit == 8)
 
 
-async def test_replicas_do_not_all_begin_at_the_same_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_replicas_do_not_all_begin_at_the_same_engine(tmp_path: Path, log: Log) -> None:
     """None knows of the others' requests, so that the first of each would meet at the first engine by name."""
-    log = record_exchanges(monkeypatch)
-    async with generating(tmp_path, engines=3, replicas=3, window_items=1) as world:
-        await world.ready()
+    async with started(tmp_path, engines=3, replicas=3, window_items=1) as world:
         for server in world.engines:
             await core_of(server).pause("in_place")
         for group_id in range(3):
@@ -242,23 +209,17 @@ async def test_replicas_do_not_all_begin_at_the_same_engine(tmp_path: Path, monk
             await core_of(server).resume()
 
 
-async def test_all_turns_of_a_session_meet_at_one_engine_whichever_replica_has_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_all_turns_of_a_session_meet_at_one_engine_whichever_replica_has_them(tmp_path: Path, log: Log) -> None:
     """And at another one when that is away."""
-    log = record_exchanges(monkeypatch)
-    async with generating(
+    async with started(
         tmp_path,
         engines=4,
         replicas=3,
         window_items=1,
         router={"router": "none", "router_policy": "session"},
         rollout={"max_turns": 2},
-        inlets={"return": ("generate.return", RolloutSlice)},
-        outlets={"loop.once": ("once", RolloutSlice)},
-        loops=("once=tests.stages.custom_parts:Once",),
+        **ONCE,
     ) as world:
-        await world.ready()
         back = await world.rig.outlet("generate.return")
 
         async def engines_of(group_id: int) -> set[str]:
@@ -287,42 +248,6 @@ async def test_all_turns_of_a_session_meet_at_one_engine_whichever_replica_has_t
         assert other != home
 
 
-async def test_a_session_goes_on_elsewhere_with_its_partial_output(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    log = record_exchanges(monkeypatch)
-    async with generating(
-        tmp_path,
-        engines=3,
-        replicas=3,
-        streamed=True,
-        proxied=True,
-        engine=simulated(SLOW_MS),
-        router={"router": "none", "router_policy": "session"},
-    ) as world:
-        await world.ready()
-        await world.ask(make_group(0, 2))
-        await until(lambda: len(log) == 1)
-        [home] = [i for i, proxy in enumerate(world.proxies) if proxy.url == log[0].url]
-        for index, server in enumerate(world.engines):
-            if index != home:
-                core_of(server).schedule.config = simulated(FAST_MS).simulated
-        await freeze(world.engines[home], tokens=6)
-        partial = log[0].partial
-        assert partial is not None
-        await until(lambda: partial.tokens == core_of(world.engines[home]).totals().generated_tokens)
-        world.proxies[home].kill()
-        world.lose(home)
-        slice_ = await world.answer()
-    first, *rest = log
-    assert len({exchange.url for exchange in rest}) == 1, "the next engine in the session's own order"
-    for sample in slice_.samples:
-        kept = first.outputs[sample.index].output_ids
-        assert (sample.status, sample.reused_tokens) == ("completed", len(kept))
-        assert response_ids(sample)[: len(kept)] == kept
-        assert kept
-
-
 async def test_a_replica_comes_and_goes_and_no_engine_is_touched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -335,8 +260,7 @@ async def test_a_replica_comes_and_goes_and_no_engine_is_touched(
         calls.append(path)
         return original(client, method, path, *args)
 
-    async with generating(tmp_path, engines=2, replicas=2, window_items=1) as world:
-        await world.ready()
+    async with started(tmp_path, engines=2, replicas=2, window_items=1) as world:
         monkeypatch.setattr(HttpClient, "_answer", answer)
         world.tasks[1].cancel()
         await asyncio.wait([world.tasks[1]])
@@ -372,9 +296,8 @@ def engine_urls(world: World) -> set[str]:
 
 
 async def test_requests_go_through_the_router_and_share_a_prefix_while_all_engines_agree(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, log: Log
 ) -> None:
-    log = record_exchanges(monkeypatch)
     async with routed(tmp_path) as (world, router):
         for group_id in range(4):
             await world.ask(make_group(group_id, 2))
@@ -386,10 +309,7 @@ async def test_requests_go_through_the_router_and_share_a_prefix_while_all_engin
         assert [s.status for slice_ in slices for s in slice_.samples] == ["completed"] * 8
 
 
-async def test_nothing_is_sent_before_the_router_has_an_engine_with_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    log = record_exchanges(monkeypatch)
+async def test_nothing_is_sent_before_the_router_has_an_engine_with_weights(tmp_path: Path, log: Log) -> None:
     async with FakeRouter() as router, generating(tmp_path, engines=1, router={"router": "sglang"}) as world:
         await world.ask(make_group(0))
         await world.ready()
@@ -405,10 +325,7 @@ async def test_nothing_is_sent_before_the_router_has_an_engine_with_weights(
 
 
 @pytest.mark.parametrize("difference", ["versions", "fetching"])
-async def test_no_prefix_is_shared_while_the_engines_differ(
-    difference: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    log = record_exchanges(monkeypatch)
+async def test_no_prefix_is_shared_while_the_engines_differ(difference: str, tmp_path: Path, log: Log) -> None:
     async with routed(tmp_path) as (world, _):
         entry = world.rig.entry(1)
         assert entry is not None
@@ -434,7 +351,7 @@ async def test_a_session_names_its_group_to_the_router(tmp_path: Path) -> None:
 
 
 async def test_a_field_that_the_router_loses_makes_a_request_go_directly(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     original = Requests.params
 
@@ -442,7 +359,6 @@ async def test_a_field_that_the_router_loses_makes_a_request_go_directly(
         return msgspec.structs.replace(original(self, *args), spaces_between_special_tokens=False)
 
     monkeypatch.setattr(Requests, "params", params)
-    log = record_exchanges(monkeypatch)
     async with routed(tmp_path) as (world, router):
         for group_id in range(4):
             await world.ask(make_group(group_id, 2))
@@ -451,10 +367,7 @@ async def test_a_field_that_the_router_loses_makes_a_request_go_directly(
         assert Counter(exchange.url for exchange in log) == dict.fromkeys(engine_urls(world), 2), "round robin here too"
 
 
-async def test_a_worker_that_dies_behind_the_router_leaves_its_part_to_another(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    log = record_exchanges(monkeypatch)
+async def test_a_worker_that_dies_behind_the_router_leaves_its_part_to_another(tmp_path: Path, log: Log) -> None:
     async with routed(tmp_path, streamed=True, proxied=True, engine=simulated(SLOW_MS)) as (world, router):
         core_of(world.engines[1]).schedule.config = simulated(FAST_MS).simulated
         router.workers = dict.fromkeys([world.proxies[0].url], True) | dict.fromkeys([world.proxies[1].url], True)
@@ -475,8 +388,7 @@ async def test_a_worker_that_dies_behind_the_router_leaves_its_part_to_another(
         assert kept
 
 
-async def test_the_routers_death_only_delays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    log = record_exchanges(monkeypatch)
+async def test_the_routers_death_only_delays(tmp_path: Path, log: Log) -> None:
     async with routed(tmp_path, rollout={"max_retries": 1}) as (world, router):
         router.broken = True
         await until(lambda: not world.stage.sampler.routes.ready())

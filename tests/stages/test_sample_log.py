@@ -22,7 +22,7 @@ from tokenizers.pre_tokenizers import Split
 from stages.chat.tokenizer import Tokenizer, load_tokenizer
 from stages.messages import Int32Array, RolloutSlice, TurnReward, wire
 from stages.sample_log import SAMPLES_FILE, SampleLog, drop_after, mask_runs
-from tests.stages.group_rig import desk
+from tests.stages.group_rig import open_desk
 from tests.stages.stage_rig import make_config, make_group, make_sample, make_slice
 
 
@@ -155,7 +155,7 @@ async def test_the_group_stage_writes_what_it_filters(tmp_path: Path, monkeypatc
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run").mkdir()
     config = make_config(filter={"dynamic_sampling_filter": ("nonzero_std",)})
-    async with desk(config) as at:
+    async with open_desk(config) as at:
         await at.send(make_slice(3, make_sample(0, reward=1.0), make_sample(1, reward=1.0)))
         await at.end()
     assert [(row["group"], row["outcome"]) for row in rows(tmp_path / "run")] == [(3, "filtered")] * 2

@@ -15,8 +15,6 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from engine_rig import simulated
-from stage_rig import Rig, make_config, make_context, make_group, make_sample, open_rig, running, take
 
 from configs.schema.engine import EngineConfig
 from models.engines.client import EngineClient
@@ -27,6 +25,18 @@ from models.tiny import make_tiny_checkpoint
 from stages.messages import Int32Array, RolloutSlice, Sample, wire
 from stages.teacher import TeacherStage
 from stages.topic_values import EngineAddress, EngineEntry
+from tests.stages.engine_rig import simulated
+from tests.stages.stage_rig import (
+    Rig,
+    make_config,
+    make_context,
+    make_group,
+    make_sample,
+    open_rig,
+    running,
+    take,
+    time_limit,
+)
 from transport.ports.stream import Inlet, Outlet
 
 VOCABULARY = 256
@@ -98,6 +108,14 @@ async def teaching(
             yield world
 
 
+@pytest.fixture
+async def world(policy: Path, tmp_path: Path) -> AsyncIterator[World]:
+    """The stage with the one teacher `teacher`, whose engine is not up yet."""
+    with time_limit():
+        async with teaching(policy, tmp_path) as world:
+            yield world
+
+
 def rollouts(*samples: Sample, metadata: dict[str, Any] | None = None, **group: Any) -> RolloutSlice:
     made = make_group(next(GROUPS), len(samples), metadata=json.dumps(metadata or {}), **group)
     return RolloutSlice(made, samples)
@@ -109,43 +127,38 @@ def by_simulation(sample: Sample, model: Path) -> list[float]:
     return [0.0] * prompt + (values * (sample.loss_mask[prompt:] != 0)).tolist()
 
 
-async def test_every_response_token_has_its_log_prob(policy: Path, tmp_path: Path) -> None:
-    async with teaching(policy, tmp_path) as world:
-        await world.serve("teacher", policy)
-        asked = rollouts(make_sample(0, n=5), make_sample(1, n=1, status="truncated"), make_sample(2, n=9))
-        for before, after in zip(asked.samples, await world.scored(asked), strict=True):
-            assert after.teacher_log_probs.dtype == np.float32
-            assert after.teacher_log_probs.tolist() == pytest.approx(by_simulation(before, policy), abs=1e-6)
-            assert after.log_probs.tolist() == before.log_probs.tolist()
-            assert (after.status, after.error) == (before.status, None)
+async def test_every_response_token_has_its_log_prob(world: World, policy: Path) -> None:
+    await world.serve("teacher", policy)
+    asked = rollouts(make_sample(0, n=5), make_sample(1, n=1, status="truncated"), make_sample(2, n=9))
+    for before, after in zip(asked.samples, await world.scored(asked), strict=True):
+        assert after.teacher_log_probs.dtype == np.float32
+        assert after.teacher_log_probs.tolist() == pytest.approx(by_simulation(before, policy), abs=1e-6)
+        assert after.log_probs.tolist() == before.log_probs.tolist()
+        assert (after.status, after.error) == (before.status, None)
 
 
 @pytest.mark.parametrize("mask", [[0, 1, 1, 0, 0, 1, 0], [1, 0, 0, 0, 0, 0, 1], [0, 0, 0, 1, 0, 0, 0]])
 async def test_tokens_that_are_not_trained_have_zero(
-    policy: Path, tmp_path: Path, mask: list[int], monkeypatch: pytest.MonkeyPatch
+    world: World, policy: Path, mask: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent = recorded(monkeypatch)
-    async with teaching(policy, tmp_path) as world:
-        await world.serve("teacher", policy)
-        asked = rollouts(make_sample(0, n=7, mask=mask))
-        [after] = await world.scored(asked)
-        assert after.teacher_log_probs.tolist() == pytest.approx(by_simulation(asked.samples[0], policy), abs=1e-6)
-        assert (after.teacher_log_probs == 0.0).tolist() == [True] * 3 + [entry == 0 for entry in mask]
+    await world.serve("teacher", policy)
+    asked = rollouts(make_sample(0, n=7, mask=mask))
+    [after] = await world.scored(asked)
+    assert after.teacher_log_probs.tolist() == pytest.approx(by_simulation(asked.samples[0], policy), abs=1e-6)
+    assert (after.teacher_log_probs == 0.0).tolist() == [True] * 3 + [entry == 0 for entry in mask]
     [request] = sent
     last = max(index for index, entry in enumerate(mask) if entry)
     assert len(request.prompts[0]) == 3 + last + 1, "what follows the last trained token is not read"
     assert request.logprob_start_len == 3 + mask.index(1) - 1
 
 
-async def test_a_sample_without_trained_tokens_asks_nobody(
-    policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_sample_without_trained_tokens_asks_nobody(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     sent = recorded(monkeypatch)
-    async with teaching(policy, tmp_path) as world:  # no engine is up
-        masked, empty = make_sample(0, n=3, mask=[0, 0, 0]), make_sample(1, n=0)
-        after = await world.scored(rollouts(masked, empty))
-        assert [sample.teacher_log_probs.tolist() for sample in after] == [[0.0] * 6, [0.0] * 3]
-        assert [sample.status for sample in after] == ["completed", "completed"]
+    masked, empty = make_sample(0, n=3, mask=[0, 0, 0]), make_sample(1, n=0)
+    after = await world.scored(rollouts(masked, empty))
+    assert [sample.teacher_log_probs.tolist() for sample in after] == [[0.0] * 6, [0.0] * 3]
+    assert [sample.status for sample in after] == ["completed", "completed"]
     assert sent == []
 
 
@@ -161,17 +174,14 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[GenerateRequest]:
     return sent
 
 
-async def test_evaluations_and_what_failed_before_pass_unread(
-    policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_evaluations_and_what_failed_before_pass_unread(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     sent = recorded(monkeypatch)
-    async with teaching(policy, tmp_path) as world:
-        held_out = rollouts(make_sample(0), purpose="eval")
-        [passed] = await world.scored(held_out)
-        assert (passed.status, len(passed.teacher_log_probs)) == ("completed", 0)
-        ended = rollouts(make_sample(0, status="failed", error="grader x: died"), make_sample(1, status="aborted"))
-        after = await world.scored(ended)
-        assert [(sample.status, sample.error) for sample in after] == [("failed", "grader x: died"), ("aborted", None)]
+    held_out = rollouts(make_sample(0), purpose="eval")
+    [passed] = await world.scored(held_out)
+    assert (passed.status, len(passed.teacher_log_probs)) == ("completed", 0)
+    ended = rollouts(make_sample(0, status="failed", error="grader x: died"), make_sample(1, status="aborted"))
+    after = await world.scored(ended)
+    assert [(sample.status, sample.error) for sample in after] == [("failed", "grader x: died"), ("aborted", None)]
     assert sent == []
 
 
@@ -215,64 +225,60 @@ async def test_an_unknown_teacher_fails_the_sample_and_names_the_known_ones(poli
         assert fine.status == "completed"
 
 
-async def test_a_refused_sample_fails_alone_and_at_once(policy: Path, tmp_path: Path) -> None:
-    async with teaching(policy, tmp_path) as world:
-        await world.serve("teacher", policy)  # has positions for 1024 tokens
-        asked = rollouts(make_sample(0, n=4), sample_of([1] * 1100), sample_of([9, 5000, 9], index=2))
-        after = await world.scored(asked)
-        assert [sample.status for sample in after] == ["completed", "failed", "failed"]
-        assert "teacher teacher: EngineRefused" in str(after[1].error)
-        assert "longer than the model's context length" in str(after[1].error)
-        assert "5000, outside the vocabulary of 264 tokens" in str(after[2].error)
-        assert world.stage.sampler.retries == 0
+async def test_a_refused_sample_fails_alone_and_at_once(world: World, policy: Path) -> None:
+    await world.serve("teacher", policy)  # has positions for 1024 tokens
+    asked = rollouts(make_sample(0, n=4), sample_of([1] * 1100), sample_of([9, 5000, 9], index=2))
+    after = await world.scored(asked)
+    assert [sample.status for sample in after] == ["completed", "failed", "failed"]
+    assert "teacher teacher: EngineRefused" in str(after[1].error)
+    assert "longer than the model's context length" in str(after[1].error)
+    assert "5000, outside the vocabulary of 264 tokens" in str(after[2].error)
+    assert world.stage.sampler.retries == 0
 
 
 def sample_of(ids: list[int], index: int = 1) -> Sample:
     return msgspec.structs.replace(make_sample(index, n=len(ids)), token_ids=wire([1, 2, 3, *ids], Int32Array))
 
 
-async def test_work_waits_for_a_teacher_that_is_not_up(policy: Path, tmp_path: Path) -> None:
-    async with teaching(policy, tmp_path) as world:
-        asked = rollouts(make_sample(0, n=4))
-        await world.send(asked)
-        await world.rig.topic_until(lambda: True)
-        await world.serve("teacher", policy)
-        [after] = (await take(world.out)).samples
-        assert after.teacher_log_probs.tolist() == pytest.approx(by_simulation(asked.samples[0], policy), abs=1e-6)
+async def test_work_waits_for_a_teacher_that_is_not_up(world: World, policy: Path) -> None:
+    asked = rollouts(make_sample(0, n=4))
+    await world.send(asked)
+    await world.rig.topic_until(lambda: True)
+    await world.serve("teacher", policy)
+    [after] = (await take(world.out)).samples
+    assert after.teacher_log_probs.tolist() == pytest.approx(by_simulation(asked.samples[0], policy), abs=1e-6)
 
 
-async def test_a_lost_teacher_costs_time_not_samples(policy: Path, tmp_path: Path) -> None:
+async def test_a_lost_teacher_costs_time_not_samples(world: World, policy: Path) -> None:
     """The first server takes the request and never answers; its successor does."""
-    async with teaching(policy, tmp_path) as world:
-        first = await world.serve("teacher", policy)
-        assert first.core is not None
-        await first.core.pause("in_place")
-        asked = rollouts(make_sample(0, n=4), make_sample(1, n=4))
-        await world.send(asked)
-        while first.core.load().num_waiting_reqs < 2:  # noqa: ASYNC110 - looks from outside
-            await asyncio.sleep(0.002)
-        world.rig.topic.drop("engine/teacher")
-        await world.serve("teacher", policy, incarnation=1)
-        after = (await take(world.out)).samples
-        for sample, before in zip(after, asked.samples, strict=True):
-            assert sample.teacher_log_probs.tolist() == pytest.approx(by_simulation(before, policy), abs=1e-6)
-        assert world.stage.sampler.retries >= 2
+    first = await world.serve("teacher", policy)
+    assert first.core is not None
+    await first.core.pause("in_place")
+    asked = rollouts(make_sample(0, n=4), make_sample(1, n=4))
+    await world.send(asked)
+    while first.core.load().num_waiting_reqs < 2:  # noqa: ASYNC110 - looks from outside
+        await asyncio.sleep(0.002)
+    world.rig.topic.drop("engine/teacher")
+    await world.serve("teacher", policy, incarnation=1)
+    after = (await take(world.out)).samples
+    for sample, before in zip(after, asked.samples, strict=True):
+        assert sample.teacher_log_probs.tolist() == pytest.approx(by_simulation(before, policy), abs=1e-6)
+    assert world.stage.sampler.retries >= 2
 
 
-async def test_a_teacher_at_an_address_may_come_late(policy: Path, tmp_path: Path) -> None:
+async def test_a_teacher_at_an_address_may_come_late(world: World, policy: Path) -> None:
     """An engine that somebody else runs keeps its address through an outage: the stage goes on asking."""
-    async with teaching(policy, tmp_path) as world:
-        server = await world.serve("teacher", policy)
-        port = int(server.url.rpartition(":")[2])
-        await server.__aexit__(None, None, None)
-        asked = rollouts(make_sample(0, n=4))
-        await world.send(asked)
-        while not world.stage.sampler.retries:  # noqa: ASYNC110 - looks from outside
-            await asyncio.sleep(0.002)
-        late = EngineServer(simulated(), str(policy), max_context_len=None, seed=0, port=port)
-        await world.stack.enter_async_context(late)
-        [after] = (await take(world.out)).samples
-        assert after.status == "completed"
+    server = await world.serve("teacher", policy)
+    port = int(server.url.rpartition(":")[2])
+    await server.__aexit__(None, None, None)
+    asked = rollouts(make_sample(0, n=4))
+    await world.send(asked)
+    while not world.stage.sampler.retries:  # noqa: ASYNC110 - looks from outside
+        await asyncio.sleep(0.002)
+    late = EngineServer(simulated(), str(policy), max_context_len=None, seed=0, port=port)
+    await world.stack.enter_async_context(late)
+    [after] = (await take(world.out)).samples
+    assert after.status == "completed"
 
 
 async def test_a_teacher_that_never_comes_fails_the_sample_at_its_deadline(policy: Path, tmp_path: Path) -> None:
@@ -295,12 +301,11 @@ async def test_a_teacher_that_hangs_fails_the_sample_at_its_deadline(policy: Pat
         assert "EngineTimeout" in str(after.error)
 
 
-async def test_a_draining_run_does_not_wait_for_a_lost_teacher(policy: Path, tmp_path: Path) -> None:
-    async with teaching(policy, tmp_path) as world:
-        await world.send(rollouts(make_sample(0)))
-        world.rig.topic.publish("drain", b"the user")
-        [after] = (await take(world.out)).samples
-        assert "the run is stopping" in str(after.error)
+async def test_a_draining_run_does_not_wait_for_a_lost_teacher(world: World) -> None:
+    await world.send(rollouts(make_sample(0)))
+    world.rig.topic.publish("drain", b"the user")
+    [after] = (await take(world.out)).samples
+    assert "the run is stopping" in str(after.error)
 
 
 def embedded() -> EngineConfig:

@@ -21,7 +21,7 @@ from stages.rollouts import append_untrained, join_runs, new_sample
 from stages.sampling.requests import SampleResult
 from stages.sampling.rollout_requests import append_result
 from stages.tools.tool import UnknownToolError
-from tests.stages.engine_rig import generating, record_exchanges, tensors_of
+from tests.stages.engine_rig import Log, generating, tensors_of
 from tests.stages.stage_rig import (
     make_config,
     make_context,
@@ -218,11 +218,8 @@ EMBEDDED = EngineConfig(engine="embedded", engine_slots=32, engine_device="cpu",
 CLOSE = "e"  # a random model says it often enough
 
 
-async def test_trained_ids_are_the_engines_own_over_several_turns(
-    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_trained_ids_are_the_engines_own_over_several_turns(tiny: Path, tmp_path: Path, log: Log) -> None:
     """Random bytes are mostly no valid UTF-8, so text would not tokenise back to what was sampled."""
-    log = record_exchanges(monkeypatch)
     sections: dict[str, Any] = {
         "tools": {
             "tools": ("calculator",),

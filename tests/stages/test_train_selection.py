@@ -58,7 +58,7 @@ async def test_no_order_trains_what_is_too_old(tmp_path: Path, monkeypatch: pyte
         await one.send(group(0, version=2), group(1, version=3))
         await one.arrived(2)
         one.backend.begin.set()
-        assert (await one.report(Settled)).detail == "oldest token is of version 2, batch 4, bound 1"
+        assert (await one.report(Settled)).detail == "oldest token has version 2, batch 4, bound 1"
         assert (await one.report(StepDone)).groups == (1,)
 
 
@@ -72,7 +72,7 @@ async def test_what_over_sampling_leaves_of_a_synchronous_batch_is_discarded(
         assert (await one.report(StepDone)).groups == (0, 1)
         left = await one.report(Settled)
         assert (left.group_id, left.outcome) == (2, "discarded")
-        assert left.detail == "over-sampled: oldest token is of version 0, batch 1, bound 0"
+        assert left.detail == "over-sampled: oldest token has version 0, batch 1, bound 0"
         await one.send(group(3), group(4, version=1), group(5, version=1))
         late = await one.report(Settled)
         assert (late.group_id, late.outcome) == (3, "discarded"), "it was still in flight when the batch was full"

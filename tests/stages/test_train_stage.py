@@ -43,7 +43,7 @@ async def test_a_group_is_refused_exactly_beyond_the_bound(tmp_path: Path, monke
         for group_id in (0, 1, 2):
             stale = await one.report(Settled)
             assert (stale.group_id, stale.outcome) == (group_id, "stale")
-            assert stale.detail == "oldest token is of version 2, batch 5, bound 2"
+            assert stale.detail == "oldest token has version 2, batch 5, bound 2"
             assert stale.tokens == 8
         done = await one.report(StepDone)
         assert (done.step, done.groups) == (6, (3, 4))
@@ -58,7 +58,7 @@ async def test_a_group_that_waited_too_long_becomes_stale_here(tmp_path: Path, m
         await one.arrived(2)
         one.backend.begin.set()
         assert (await one.report(StepDone)).groups == (0,)
-        assert (await one.report(Settled)).detail == "oldest token is of version 0, batch 1, bound 0"
+        assert (await one.report(Settled)).detail == "oldest token has version 0, batch 1, bound 0"
 
 
 async def test_a_group_is_trained_once_however_often_it_is_delivered(

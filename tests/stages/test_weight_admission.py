@@ -23,8 +23,8 @@ from stages.ports import SameHost
 from stages.train.weights import await_landing
 from tests.models.weights.made_up import checkpoint, values
 from tests.stages.engine_rig import core_of
-from tests.stages.fleet_rig import Fleet, TensorPublisher, before_updates, fleet
-from tests.stages.stage_rig import idle, make_config, open_rig, until
+from tests.stages.fleet_rig import Fleet, TensorPublisher, before_updates, open_fleet
+from tests.stages.stage_rig import Rig, idle, make_config, until
 
 
 @asynccontextmanager
@@ -33,7 +33,7 @@ async def following(
 ) -> AsyncIterator[tuple[Fleet, TensorPublisher]]:
     """Simulated engines, and a publisher of the route delta."""
     settings = {"update_weight_transport": "delta", **update}
-    async with fleet(tmp_path, monkeypatch, update=msgspec.convert(settings, UpdateConfig)) as one:
+    async with open_fleet(tmp_path, monkeypatch, update=msgspec.convert(settings, UpdateConfig)) as one:
         publisher = TensorPublisher(
             make_config(update=settings), tmp_path / "published", tmp_path / "source", tmp_path / "run"
         )
@@ -54,7 +54,7 @@ async def test_differences_reach_an_embedded_engine(tmp_path: Path, monkeypatch:
     source = make_tiny_checkpoint(tmp_path / "model", hidden_size=32, num_layers=1, intermediate_size=64)
     config = make_config(update={"update_weight_transport": "delta"})
     loads = before_updates(monkeypatch)
-    async with fleet(tmp_path, monkeypatch, source=source) as one:
+    async with open_fleet(tmp_path, monkeypatch, source=source) as one:
         server = EngineServer(EngineConfig(engine_device="cpu"), str(source), max_context_len=64, seed=0)
         await one.stack.enter_async_context(server)
         one.rig.engine_at(server.url)
@@ -189,7 +189,7 @@ async def test_weights_that_came_without_a_flush_count(
         return WeightsUpdated("Weights were updated, but ...", cache_flushed=flushed)
 
     monkeypatch.setattr(EngineClient, "update_weights_from_disk", update)
-    async with fleet(tmp_path, monkeypatch, mode="retract") as one:
+    async with open_fleet(tmp_path, monkeypatch, mode="retract") as one:
         await one.serving()
         assert one.labels() == ["0.0"]
         assert one.failures() == 0
@@ -225,7 +225,7 @@ async def test_at_most_so_many_engines_stand_still(
         still.discard(client.base_url)
         await original_resume(client)
 
-    async with fleet(tmp_path, monkeypatch, update=UpdateConfig(update_weight_rolling=rolling)) as one:
+    async with open_fleet(tmp_path, monkeypatch, update=UpdateConfig(update_weight_rolling=rolling)) as one:
         await one.serving(4)
         monkeypatch.setattr(EngineClient, "pause", pause)
         monkeypatch.setattr(EngineClient, "resume", resume)
@@ -238,7 +238,7 @@ async def test_at_most_so_many_engines_stand_still(
 
 @pytest.mark.parametrize("route", ["tensor", "distributed"])
 async def test_bytes_that_are_not_the_announced_ones_are_never_sent(
-    route: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fleet: Fleet, route: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[str] = []
     original = EngineClient.call
@@ -247,61 +247,55 @@ async def test_bytes_that_are_not_the_announced_ones_are_never_sent(
         calls.append(path)
         return await original(client, method, path, payload, timeout_s)
 
-    async with fleet(tmp_path, monkeypatch) as one:
-        await one.serving()
-        announcement = one.weights.write(1)
-        with (Path(announcement.path) / "model.safetensors").open("r+b") as file:
-            file.seek(-1, 2)
-            file.write(b"\x55")
-        monkeypatch.setattr(EngineClient, "call", call)
-        one.weights.announce(msgspec.structs.replace(announcement, transport=route))
-        await until(lambda: one.failures() > 0)
-        assert set(calls) <= {"/server_info"}
-        assert one.served()
-        assert one.labels() == ["0.0"]
+    await fleet.serving()
+    announcement = fleet.weights.write(1)
+    with (Path(announcement.path) / "model.safetensors").open("r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"\x55")
+    monkeypatch.setattr(EngineClient, "call", call)
+    fleet.weights.announce(msgspec.structs.replace(announcement, transport=route))
+    await until(lambda: fleet.failures() > 0)
+    assert set(calls) <= {"/server_info"}
+    assert fleet.served()
+    assert fleet.labels() == ["0.0"]
 
 
 @pytest.mark.parametrize("route", ["tensor", "distributed"])
-async def test_an_engine_without_the_route_says_so(route: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_engine_without_the_route_says_so(fleet: Fleet, route: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines of our own take no tensors. The configuration check refuses such a run; here an engine was addressed."""
     monkeypatch.setattr("stages.engines.weight_routes.GROUP_TIMEOUT_S", 0.2)
-    async with fleet(tmp_path, monkeypatch) as one:
-        [server] = await one.serving()
-        one.weights.announce(msgspec.structs.replace(one.weights.write(1), transport=route))
-        await until(lambda: one.failures() > 0)
-        assert core_of(server).label == "0.0"
-        assert core_of(server).paused == (route == "tensor"), "a group is made before the engine stands still"
-        one.weights.publish(2)
-        await one.landed(2)
-        assert not core_of(server).paused
+    [server] = await fleet.serving()
+    fleet.weights.announce(msgspec.structs.replace(fleet.weights.write(1), transport=route))
+    await until(lambda: fleet.failures() > 0)
+    assert core_of(server).label == "0.0"
+    assert core_of(server).paused == (route == "tensor"), "a group is made before the engine stands still"
+    fleet.weights.publish(2)
+    await fleet.landed(2)
+    assert not core_of(server).paused
 
 
-async def test_a_route_that_an_engine_does_not_serve_changes_nothing_but_is_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with fleet(tmp_path, monkeypatch) as one:
-        await one.serving()
-        announcement = msgspec.structs.replace(one.weights.write(1), transport="carrier pigeon")
-        one.weights.announce(announcement)
-        await until(lambda: one.failures() > 0)
-        assert one.served()
-        assert one.labels() == ["0.0"]
+async def test_a_route_that_an_engine_does_not_serve_changes_nothing_but_is_reported(fleet: Fleet) -> None:
+    await fleet.serving()
+    announcement = msgspec.structs.replace(fleet.weights.write(1), transport="carrier pigeon")
+    fleet.weights.announce(announcement)
+    await until(lambda: fleet.failures() > 0)
+    assert fleet.served()
+    assert fleet.labels() == ["0.0"]
 
 
-async def test_landing_waits_for_readers_of_the_slot_that_goes_not_of_the_other() -> None:
-    async with open_rig() as rig:
-        topic = await rig.node.topic("topic", replica="trainer")
-        rig.applied(0, fetching=4)
-        await idle()
-        # versions 0, 4, 8: the slot of 4 stays, the slot of 0 is overwritten by 8
-        await await_landing(topic, version=8, newest=4, pinned=-1, given_up=lambda: False)
-        rig.applied(0, fetching=0)
-        await idle()
-        waiting = asyncio.ensure_future(await_landing(topic, version=8, newest=4, pinned=-1, given_up=lambda: False))
-        await idle()
-        assert not waiting.done()
-        rig.applied(4)
-        await waiting
+async def test_landing_waits_for_readers_of_the_slot_that_goes_not_of_the_other(rig: Rig) -> None:
+    topic = await rig.node.topic("topic", replica="trainer")
+    rig.applied(0, fetching=4)
+    await idle()
+    # versions 0, 4, 8: the slot of 4 stays, the slot of 0 is overwritten by 8
+    await await_landing(topic, version=8, newest=4, pinned=-1, given_up=lambda: False)
+    rig.applied(0, fetching=0)
+    await idle()
+    waiting = asyncio.ensure_future(await_landing(topic, version=8, newest=4, pinned=-1, given_up=lambda: False))
+    await idle()
+    assert not waiting.done()
+    rig.applied(4)
+    await waiting
 
 
 def test_a_source_without_weights_is_refused(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from stages.engines.weight_routes import DiskRoute, TensorRoute, WeightRoute
 from stages.messages import WeightsAnnouncement
 from stages.ports import Ports
 from tests.sglang_server import ON_SGLANG, RealServer
-from tests.stages.fleet_rig import Fleet, TensorPublisher, fleet
+from tests.stages.fleet_rig import Fleet, TensorPublisher, open_fleet
 from tests.stages.stage_rig import make_config, make_context, running, until
 
 pytestmark = ON_SGLANG
@@ -45,7 +45,7 @@ async def served(
     async with EngineClient(server.url) as client:
         await server.fresh(client)
         config = msgspec.convert(settings, UpdateConfig)
-        async with fleet(tmp_path, monkeypatch, source=server.model, update=config) as one:
+        async with open_fleet(tmp_path, monkeypatch, source=server.model, update=config) as one:
             publisher = TensorPublisher(
                 make_config(update=settings), tmp_path / "published", server.model, tmp_path / "run"
             )

@@ -240,7 +240,7 @@ class RayLauncher:
             return {"label_selector": {NODE_ID: await self._plan(name, self.placements.groups[placement.group])}}
         if again:
             node = self._room(name, placement)
-            if node is None or node in self._silent:  # that one is tried all the same: it may have been the process
+            if node is None or node in self._silent:  # try a silent node anyway: maybe only the process died
                 self._wait(name, placement)
             return None if node is None else {"label_selector": {NODE_ID: node}}
         alone, found = PlacementGroup(name, role, placement.needs, 1, "PACK", placement.near), self._nodes()

@@ -1,15 +1,15 @@
-"""An unmodified command-line program as an agent: it is started for each task, and finds the policy by its environment.
+"""Pack: an unmodified command-line program as an agent, started for each task.
 
     [[environment]]
     name = "command"
     path = "stages.agents.packs.command:Command"
     options = { argv = ["my-agent", "--model", "{model}", "-p", "{prompt}"] }
 
-The variables of the OpenAI and Anthropic clients (OPENAI_BASE_URL, ANTHROPIC_API_KEY, ...) name the gateway. What the
-program asks is recorded there; it is graded by the text of its last turn.
+The variables of the OpenAI and Anthropic clients (OPENAI_BASE_URL, ANTHROPIC_API_KEY, ...) name the gateway, which
+records the program's requests. A rollout is graded by the text of its last turn.
 
-Invariants: the program sees a home and a working directory that are new and empty, and of this process's environment
-only what is listed here; when the episode ends, for whatever reason, it is killed with all that it started.
+Invariants: the program gets a new, empty home and working directory; it inherits only the listed variables of this
+process; when the episode ends, for any reason, the program and all its descendants are killed.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from stages.agents.environment import Endpoint, Outcome, Task, text_of
 
 _INHERITED: Final = ("PATH", "LANG", "LC_ALL", "TZ", "SSL_CERT_FILE")
 _OUTPUT_BYTES: Final = 1 << 20
-_TAIL: Final = 2000  # characters of its output that are shown of a program that failed
-_END_S: Final = 25.0  # for everything below the guard to end
+_TAIL: Final = 2000  # characters of output in the error of a failed program
+_END_S: Final = 25.0  # for all processes below the guard to end
 
 
 class Command:
@@ -48,8 +48,8 @@ class Command:
         Args:
             argv: the program and its arguments.
             env: further variables of its environment.
-            files: contents by path in its home, for programs that want a configuration file.
-            deadline_s: seconds after which it is killed; the episode is then graded as it is.
+            files: contents by path in its home, such as configuration files.
+            deadline_s: seconds after which it is killed; the recorded turns are then graded.
             check: whether an exit status other than 0 fails the rollout.
         """
         if not argv:
@@ -106,7 +106,7 @@ class Command:
 
 
 def variables(endpoint: Endpoint) -> dict[str, str]:
-    """How clients of both dialects find the endpoint."""
+    """Environment variables with which clients of both dialects find the endpoint."""
     return {
         "OPENAI_BASE_URL": f"{endpoint.base_url}/v1",
         "OPENAI_API_BASE": f"{endpoint.base_url}/v1",
@@ -125,17 +125,17 @@ def _names(endpoint: Endpoint) -> dict[str, str]:
 
 
 def filled(template: str, names: Mapping[str, str]) -> str:
-    """The text with {name} replaced, in one pass; other braces stay, for configuration files are full of them."""
-    found, rest = "", template
+    """The text with each {name} replaced, in one pass. Other braces stay, as configuration files need them."""
+    result, rest = "", template
     while rest:
         name = next((name for name in names if rest.startswith("{" + name + "}")), None)
-        found += rest[0] if name is None else names[name]
+        result += rest[0] if name is None else names[name]
         rest = rest[1:] if name is None else rest[len(name) + 2 :]
-    return found
+    return result
 
 
 async def _tail(stream: asyncio.StreamReader) -> bytes:
-    """The last of what the program writes, until it closes its output."""
+    """The end of the program's output, read until it is closed."""
     kept = b""
     while chunk := await stream.read(65536):
         kept = (kept + chunk)[-_OUTPUT_BYTES:]
@@ -143,7 +143,7 @@ async def _tail(stream: asyncio.StreamReader) -> bytes:
 
 
 async def _ended(process: asyncio.subprocess.Process) -> None:
-    """Have the guard kill everything below it, also where the program ended and left something behind."""
+    """Have the guard kill all processes below it, also those that survived the program."""
     with suppress(ProcessLookupError):
         process.terminate()
     try:

@@ -4,10 +4,10 @@
     name = "functions"
     options = { tools = ["calculator", "my_project.tools:search"] }
 
-The model calls them in its own chat format until it answers without a call; a grader says what the answer is worth.
-`--tools` offers the same tools in plain text. A function runs in a process of its own, one for each worker process.
+The model calls them in its chat format until it answers without a call; a grader scores the answer. `--tools` offers
+the same tools in plain text. Each worker process runs each function in a separate process.
 
-Invariant: no call takes longer than `deadline_s`, whatever the tool does; importing it does not count.
+Invariant: no call takes longer than `deadline_s`, whatever the tool does; the time of its import does not count.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from stages.tools.tool import RESULT_CHARS, Tool
 
 
 class Functions(ToolEpisode):
-    """`memory_gb`: most memory of the process of a function; 0 = no limit of its own."""
+    """`memory_gb`: memory limit of a function's process; 0 = no limit."""
 
     def __init__(
         self,
@@ -43,5 +43,5 @@ class Functions(ToolEpisode):
 
 @lru_cache
 def _of_process(names: tuple[str, ...], memory_gb: float) -> tuple[Tool, ...]:
-    """Tools for all episodes of this process: their own processes end with it. Raises UnknownToolError."""
+    """Tools for all episodes of this process. Their processes end with it. Raises UnknownToolError."""
     return tuple(resolve_tools(names, memory_gb).values())

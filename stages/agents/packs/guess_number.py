@@ -1,6 +1,6 @@
-"""Guess a whole number: after each guess the model is told whether the number is higher or lower.
+"""Pack: guess a whole number; after each guess the model reads whether the number is higher or lower.
 
-The reward is 1 for the number, less with each guess that it took, 0 if it was not found.
+The reward is 1 for a right first guess, `guess_cost` less for each further guess, and 0 if the number was not guessed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _NUMBER = re.compile(r"-?\d+")
 
 
 class GuessNumber:
-    """One game. Texts are options, so that a model with a small vocabulary can be shown its own."""
+    """One game. The texts are options, for models with a small vocabulary."""
 
     def __init__(
         self,
@@ -35,15 +35,15 @@ class GuessNumber:
 
     @classmethod
     def tasks(cls, split: Literal["train", "heldout"], seed: int, **options: Any) -> Iterator[Mapping[str, Any]]:
-        """Games by their seed; those of the two splits differ, though their numbers may be the same."""
+        """Games by their seed. The splits share no seed, though games may have the same number."""
         first = 1_000_000 * seed + (500_000 if split == "heldout" else 0)
         game = cls(**options)
         for offset in range(500_000):
             yield {"seed": first + offset, **game.demonstration(first + offset)}
 
     def demonstration(self, seed: int) -> dict[str, Any]:
-        """A game as it may go, for a supervised warm start: random guesses that heed what was said, one end-of-sequence
-        token (a line break) behind each. `tool_spans`: the characters that this environment wrote."""
+        """An example game for a supervised warm start: random guesses that respect the earlier answers, each followed
+        by an end-of-sequence token (a line break). `tool_spans`: the characters that this environment wrote."""
         self._choose(seed)
         low, high = self.lowest, self.highest
         draw, text, spans = random.Random(seed + 1), "", []
@@ -76,7 +76,7 @@ class GuessNumber:
         return Step((Message("user", self.higher if guess < self.number else self.lower),))
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to release."""
 
     def _choose(self, seed: int) -> None:
         self.number = random.Random(seed).randint(self.lowest, self.highest)

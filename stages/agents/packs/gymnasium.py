@@ -4,10 +4,10 @@
     name = "gymnasium"
     options = { game = "FrozenLake-v1", settings = { is_slippery = false }, actions = ["left", "down", "right", "up"] }
 
-The model reads what the environment draws (its render mode `ansi`, where it has one) or its observation, and answers
-with an action: a name of `actions`, or a number. The reward is the sum over all steps, at the end.
+The model reads the environment's drawing (render mode `ansi`, if available) or its observation. It answers with an
+action: a name of `actions`, or a number. The reward at the end is the sum over all steps.
 
-Invariant: an answer that names no action costs a turn, and nothing else.
+Invariant: an answer without an action costs a turn, and nothing else.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from stages.agents.tool_episode import shortened
 from stages.chat.messages import Message
 
 _COLOURS: Final = re.compile(r"\x1b\[[0-9;]*m")
-_MARKED: Final = re.compile(r"\x1b\[[0-9;]*m(\w)\x1b\[0m")  # how toy_text shows where the player stands
+_MARKED: Final = re.compile(r"\x1b\[[0-9;]*m(\w)\x1b\[0m")  # the player's position in toy_text
 _READ_CHARS: Final = 2000  # of the end of an answer
 
 
@@ -42,7 +42,7 @@ class Gymnasium(Seeded):
     ) -> None:
         if importlib.util.find_spec("gymnasium") is None:
             raise ValueError("the pack gymnasium needs its package: pip install gymnasium")
-        self._game, self._made_with, self._actions = game, dict(settings or {}), [name.lower() for name in actions]
+        self._game, self._settings, self._actions = game, dict(settings or {}), [name.lower() for name in actions]
         self._instructions, self._max_turns, self._result_chars = instructions, max_turns, result_chars
         self._return = 0.0
 
@@ -53,9 +53,11 @@ class Gymnasium(Seeded):
         with self._random.drawn_from():
             modes = gymnasium.spec(self._game)
             drawn = {"render_mode": "ansi"} if "ansi" in _render_modes(modes) else {}
-            self._world = gymnasium.make(self._game, **{**drawn, **self._made_with})
+            self._world = gymnasium.make(self._game, **{**drawn, **self._settings})
             if not isinstance(self._world.action_space, gymnasium.spaces.Discrete):
-                raise ValueError(f"{self._game} has actions {self._world.action_space}; only discrete ones can be said")
+                raise ValueError(
+                    f"{self._game} has actions {self._world.action_space}; only discrete actions can be written as text"
+                )
             observation, _ = self._world.reset(seed=seed)
             self._first, self._count = int(self._world.action_space.start), int(self._world.action_space.n)
             sight = self._sight(observation)
@@ -80,7 +82,7 @@ class Gymnasium(Seeded):
             self._world.close()
 
     def _action(self, text: str) -> int | None:
-        """The last action that the last line names."""
+        """The last action in the last line."""
         lines = text[-_READ_CHARS:].strip().lower().splitlines()
         for word in reversed(re.findall(r"\w+", lines[-1]) if lines else []):
             if word in self._actions:
@@ -96,7 +98,7 @@ class Gymnasium(Seeded):
 
 
 def _render_modes(spec: Any) -> Sequence[str]:
-    """The render modes of the class behind a spec, without making one."""
+    """The render modes of a spec's class, without an instance."""
     from gymnasium.envs.registration import load_env_creator
 
     creator = load_env_creator(spec.entry_point) if isinstance(spec.entry_point, str) else spec.entry_point

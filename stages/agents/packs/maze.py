@@ -1,15 +1,15 @@
-"""Pack: a maze in text. The model walks by saying n, e, s or w, and sees after each turn where it is.
+"""Pack: a maze in text. The model moves with n, e, s or w, and reads its position after each turn.
 
     [[environment]]
     name = "maze"
     options = { size = 4, view = "near" }
 
-Mazes are made from a number, the same for all rollouts of a group: every place can be reached in one way, unless `open`
-takes more walls away. Two views: `map` draws all of it, `near` says how far the end is and which ways are open,
-`end e2 s1: n s` for two steps east and one south, with openings to the north and the south.
+A number determines the maze, the same for all rollouts of a group. Every cell can be reached in exactly one way, unless
+`open` removes more walls. Two views: `map` draws the maze; `near` gives the distance to the end and the open
+directions, as `end e2 s1: n s`: two steps east and one south, open to the north and the south.
 
-Invariants: the shortest way is known; an episode ends at the end of the maze, with reward 1, or with reward 0 after
-`max_moves` moves, counting those into walls and turns without any.
+Invariants: the shortest way is known; an episode ends with reward 1 at the end of the maze, or with reward 0 after
+`max_moves` moves. Moves into walls and turns without a move count.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ Cell = tuple[int, int]  # row, column
 STEPS: Final[Mapping[str, Cell]] = {"n": (-1, 0), "e": (0, 1), "s": (1, 0), "w": (0, -1)}
 _WORD: Final = re.compile(r"\b(north|east|south|west|[nesw])\b", re.IGNORECASE)
 _RUN: Final = re.compile(r"[nesw]+", re.IGNORECASE)
-_HELDOUT: Final = 1 << 40  # numbers of mazes from here on are never trained
-_MOST_CHARS: Final = 2000  # of a turn that are read: its end
+_HELDOUT: Final = 1 << 40  # mazes with these numbers and above are held out
+_MOST_CHARS: Final = 2000  # read from the end of a turn
 INSTRUCTIONS: Final = {
     "map": "Find the way from A to the end B of a maze. # is a wall. Write your moves in the last line: n, e, s or w.",
     "near": "Find the way to the end of a maze. You are told how far it is, as in 'e2 s1' for two steps east and one "
@@ -39,7 +39,7 @@ INSTRUCTIONS: Final = {
 
 
 class Grid:
-    """A maze of size x size cells from the upper left corner to the lower right one."""
+    """A maze of size x size cells, from the upper left corner to the lower right corner."""
 
     def __init__(self, size: int, number: int, open_share: float = 0.0) -> None:
         chosen = random.Random(f"maze {size} {number} {open_share}")
@@ -68,7 +68,7 @@ class Grid:
         return "".join(way for way in STEPS if way in self._ways[cell])
 
     def after(self, cell: Cell, way: str) -> Cell:
-        """Where a move leads; the same cell if there is a wall."""
+        """The cell after a move; the same cell if a wall is in the way."""
         return self._beyond(cell, way) if way in self._ways[cell] else cell
 
     def shortest(self, start: Cell = (0, 0)) -> str:
@@ -89,7 +89,7 @@ class Grid:
         return moves
 
     def draw(self, at: Cell) -> str:
-        """All of it: 2 * size + 1 lines."""
+        """The whole maze in 2 * size + 1 lines."""
         rows = [["#"] * (2 * self.size + 1) for _ in range(2 * self.size + 1)]
         for (row, column), ways in self._ways.items():
             rows[2 * row + 1][2 * column + 1] = (
@@ -101,7 +101,7 @@ class Grid:
         return "\n".join(map("".join, rows))
 
     def near(self, at: Cell) -> str:
-        """How far the end is, and which ways are open."""
+        """The distance to the end, and the open directions."""
         down, right = self.goal[0] - at[0], self.goal[1] - at[1]
         return f"end e{right} s{down}: {' '.join(self.ways(at))}"
 
@@ -120,7 +120,7 @@ def _opposite(way: str) -> str:
 
 
 def moves_of(text: str) -> str:
-    """The moves in the last line that is not empty: words or single letters, or a run of letters such as `eess`."""
+    """The moves in the last non-empty line: words, single letters, or a run of letters such as `eess`."""
     lines = text[-_MOST_CHARS:].strip().splitlines()
     if not lines:
         return ""
@@ -131,7 +131,7 @@ def moves_of(text: str) -> str:
 
 
 class Maze:
-    """One maze, of metadata's `maze` or of the task's seed. `instructions` of None are those of the view."""
+    """One maze: the metadata's `maze`, else by the task's seed. `instructions=None`: those of the view."""
 
     def __init__(
         self,
@@ -152,15 +152,16 @@ class Maze:
 
     @classmethod
     def tasks(cls, split: Literal["train", "heldout"], seed: int, **options: Any) -> Iterator[Mapping[str, Any]]:
-        """Numbers of mazes; the two splits share none. Without instructions, for a model that is shown what to do, each
-        has a walk for a supervised warm start."""
+        """Numbers of mazes; the splits share none. Without instructions, each task has an example walk for a supervised
+        warm start."""
         maze = cls(**options)
         for number in count(_HELDOUT if split == "heldout" else seed * 1_000_003):
             yield {"maze": number} if maze._instructions else {"maze": number, **maze.demonstration(number)}
 
     def demonstration(self, number: int) -> dict[str, Any]:
-        """A walk to the end, or of as many moves as there are: at random through what is open, back only out of a dead
-        end, one end-of-sequence token (a line break) behind each move. `tool_spans`: what this environment wrote."""
+        """An example walk, to the end or to the limit of moves: random open directions, back only out of dead ends, an
+        end-of-sequence token (a line break) after each move. `tool_spans`: the characters that this environment
+        wrote."""
         grid, draw = Grid(self._size, number, self._open), random.Random(f"walk {number}")
         at, back, text, spans = (0, 0), "", "", []
         for left in reversed(range(self._most)):
@@ -190,7 +191,7 @@ class Maze:
             self._moves += 1
             beyond = self._grid.after(self._at, way)
             if beyond == self._at:
-                break  # what was planned behind a wall means something else
+                break  # moves planned beyond a wall are void
             self._at = beyond
         solved = self._at == self._grid.goal
         if solved or self._moves >= self._most or turn.truncated or turn.last:

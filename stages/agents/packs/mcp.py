@@ -5,15 +5,15 @@
     path = "stages.agents.packs.mcp:Mcp"
     options = { command = ["python", "my_server.py"] }      # or url = "http://127.0.0.1:8000/mcp"
 
-The model calls the server's tools until it answers without a call; a grader says what the answer is worth. A server
-that is started here speaks on its standard output, so it must print nothing else there. Each episode has a connection
-of its own, and with `command` a server of its own; `shared = true` gives all episodes of a process one of both.
+The model calls the server's tools until it answers without a call; a grader scores the answer. A server started by
+`command` speaks on its standard output, so it must print nothing else there. Each episode has its own connection, and
+with `command` its own server; with `shared = true` all episodes of a process share them.
 
-The library's sessions must end in the task that began them, and many tasks call an environment. So each session is one
-task, on the event loop of one thread, which waits until the session is to end.
+The library requires that a session ends in the task that began it, but many tasks call an environment. So one thread
+has an event loop with one task for each session, which lives as long as the session.
 
-Invariants: what a tool reports as an error is an observation; a server that does not start, does not list its tools, or
-is gone, is an InfrastructureError.
+Invariants: an error that a tool reports is an observation; a server that does not start, does not list its tools or is
+lost is an InfrastructureError.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from stages.agents.tool_episode import ToolEpisode
 from stages.tools.tool import Arguments, NoAnswer, Schema, Tool, ToolCallError, function_schema
 
 _CLOSE_S: Final = 10.0  # for a server to end
-_CLOSED: Final = -32000  # the library's code for a connection that is gone
+_CLOSED: Final = -32000  # the library's code for a lost connection
 
 
 class Target(Struct, frozen=True):
-    """A server: the command that starts it, or where it is."""
+    """A server: the command that starts it, or its URL."""
 
     command: tuple[str, ...] = ()
     environment: tuple[tuple[str, str], ...] = ()
@@ -49,7 +49,7 @@ class Target(Struct, frozen=True):
 
 
 class McpSession:
-    """One session, begun at once."""
+    """One session, which begins at construction."""
 
     def __init__(self, target: Target) -> None:
         self._target = target
@@ -81,18 +81,18 @@ class McpSession:
         except TimeoutError:
             raise NoAnswer(f"no answer within {deadline_s:g} s") from None
         except Exception as error:
-            code = getattr(error, "code", None)  # of an error that the server answered with
+            code = getattr(error, "code", None)  # of the server's error
             if code is None or code == _CLOSED or self.ended:
                 raise InfrastructureError(f"the MCP server {self._target.name} is gone ({error!r})") from error
             raise ToolCallError(str(getattr(error, "message", error))) from error
 
     async def close(self) -> None:
-        """End the session, and the server that was started for it."""
+        """End the session and its server."""
         _loop().call_soon_threadsafe(self._closing.set)
         await asyncio.wait({asyncio.wrap_future(self._held)}, timeout=_CLOSE_S)
 
     async def _hold(self) -> None:
-        """Begins the session, waits until it is to end, and ends it. On the thread."""
+        """The session's task on the thread: begin, wait for the end, close."""
         import mcp
 
         try:
@@ -144,9 +144,9 @@ _shared: dict[Target, McpSession] = {}  # of this process
 
 
 class Mcp(ToolEpisode):
-    """Options besides those of every tool pack: `command` with `environment`, or `url`; `tools` are those offered (all,
-    if none is named), `effects` those that change the world (their calls are made once); `deadline_s` of a call,
-    `start_s` until the server answers; `shared`."""
+    """Options besides those of every tool pack: `command` with `environment`, or `url`; `tools`: the offered tools
+    (default: all); `effects`: the tools with side effects, whose calls are made once; `deadline_s` of a call; `start_s`
+    until the server answers; `shared`."""
 
     def __init__(
         self,
@@ -181,10 +181,12 @@ class Mcp(ToolEpisode):
                 _shared[self._target] = session
         self._session = session
         listed = await session.opened(self._start_s)
-        there = [tool.name for tool in listed]
+        listed_names = [tool.name for tool in listed]
         for option, names in (("tools", self._offered), ("effects", self._effects)):
-            if missing := [name for name in names if name not in there]:
-                raise ValueError(f"{option} has {missing[0]!r}, which the server has not; it has: {', '.join(there)}")
+            if missing := [name for name in names if name not in listed_names]:
+                raise ValueError(
+                    f"{option} has {missing[0]!r}, which the server has not; it has: {', '.join(listed_names)}"
+                )
         return [
             _McpTool(session, tool, self._deadline_s, effects=tool.name in self._effects)
             for tool in listed
@@ -197,7 +199,7 @@ class Mcp(ToolEpisode):
 
 
 class _McpTool:
-    """A tool of the server as one of ours."""
+    """A tool of the server, as a `Tool`."""
 
     def __init__(self, session: McpSession, listed: Any, deadline_s: float, *, effects: bool) -> None:
         self.name, self.effects = str(listed.name), effects
@@ -208,7 +210,7 @@ class _McpTool:
         self._session, self._deadline_s = session, deadline_s
 
     async def call(self, arguments: Arguments) -> str:
-        """The texts of the result. Raises ToolCallError with the server's words, and InfrastructureError."""
+        """The texts of the result. Raises ToolCallError with the server's text, and InfrastructureError."""
         if isinstance(arguments, str):
             if self._only is None:
                 raise ToolCallError(f"{self.name} takes a JSON object of arguments")

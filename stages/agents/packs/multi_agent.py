@@ -1,16 +1,16 @@
-"""Pack: a solver and a verifier, two roles of one policy, which are both trained.
+"""Pack: a solver and a verifier, two roles of one policy, both trained.
 
     [[environment]]
     name = "multi_agent"
     options = { grader = "gsm8k_flex", rounds = 2 }
 
-The solver answers the row's question; then the model is asked, as the verifier, whether the answer is right. After a
-"no" the solver tries again, up to `rounds` answers. Both roles are turns of one conversation: a verifier sees what was
-said before it.
+The solver answers the row's question; then the model, as the verifier, judges whether the answer is right. After a "no"
+the solver tries again, up to `rounds` answers. Both roles are turns of one conversation: the verifier sees all earlier
+turns.
 
-What is right is known from the row's label, by a grader of this project. Each verdict is worth `verdict_share` if it
-was true; the last answer is worth 1 if it is right. So an answer that is wrong on purpose, to be judged easily, never
-pays: `verdict_share * rounds` must be below 1.
+A built-in grader decides by the row's label whether an answer is right. Each true verdict earns `verdict_share`; a
+right last answer earns 1. `verdict_share * rounds` must be below 1, so a wrong answer on purpose, to be judged easily,
+never pays.
 """
 
 from __future__ import annotations
@@ -26,13 +26,12 @@ from stages.chat.messages import Message
 from stages.graders.grade import GradeRequest
 from stages.graders.registry import grade_request, listed_grader
 
-_HELDOUT = 10  # one in so many sums is never trained
+_HELDOUT = 10  # one in so many sums is held out
 
 
 class MultiAgent:
-    """Texts are options, so that a model with a small vocabulary can be shown its own: `ask` before the verdict,
-    `again` before another answer, `right` and `wrong` as verdicts (the last one in the verifier's turn counts). `below`
-    is for `tasks`."""
+    """The texts are options, for models with a small vocabulary: `ask` before the verdict, `again` before another
+    answer, `right` and `wrong` as verdicts (the last verdict in the verifier's turn counts). `below` is for `tasks`."""
 
     def __init__(
         self,
@@ -49,10 +48,10 @@ class MultiAgent:
     ) -> None:
         entry = listed_grader(grader)
         if entry is None or not entry.in_stage:
-            raise ValueError(f"grader is {grader!r}, but must be a built-in one that needs no process of its own")
+            raise ValueError(f"grader is {grader!r}, but must be a built-in grader without a worker process")
         if rounds < 1 or not 0 <= verdict_share * rounds < 1:
             raise ValueError(
-                f"rounds is {rounds} and verdict_share {verdict_share}; there must be a round at least, and the "
+                f"rounds is {rounds} and verdict_share {verdict_share}; at least one round is needed, and the "
                 "verdicts of all rounds must be worth less than 1, which is what a right answer is worth"
             )
         self._grader, self._rounds, self._share = grader, rounds, verdict_share
@@ -72,8 +71,11 @@ class MultiAgent:
         right: str = "+",
         wrong: str = "-",
     ) -> Iterator[Mapping[str, Any]]:
-        """Sums of two numbers below `below`, with demonstrations of one round for a model without a chat template: half
-        of the answers are wrong, and those are not learnt, but that they are is. The splits share no sum."""
+        """Sums of two numbers below `below`, with demonstrations of one round for a model without a chat template.
+
+        Half of the demonstrated answers are wrong; those answers are not trained, but their verdicts are. The splits
+        share no sum.
+        """
         pairs = list(range(below * below))
         random.Random("held out").shuffle(pairs)
         heldout = max(1, len(pairs) // _HELDOUT)
@@ -91,7 +93,7 @@ class MultiAgent:
 
     async def reset(self, task: Task) -> Start:
         if task.label is None:
-            raise ValueError("the row has no label, so nobody can say who is right; set --label-key")
+            raise ValueError("the row has no label, which decides who is right; set --label-key")
         self._label, self._metadata = task.label, json.dumps(dict(task.metadata), default=str)
         system = (Message("system", self._instructions),) if self._instructions else ()
         return Start((*system, *task.messages))
@@ -116,15 +118,15 @@ class MultiAgent:
     def _judged(self, turn: Turn) -> Step:
         """The verifier's turn."""
         verdicts = [found.lower() for found in self._verdict.findall(turn.message.content)]
-        said = verdicts[-1] == self._right.lower() if verdicts else None
-        worth = self._share if said == self._correct else 0.0
-        self._true_verdicts += said == self._correct
-        if said is False and self._answers < self._rounds and not (turn.truncated or turn.last):
+        verdict = verdicts[-1] == self._right.lower() if verdicts else None
+        worth = self._share if verdict == self._correct else 0.0
+        self._true_verdicts += verdict == self._correct
+        if verdict is False and self._answers < self._rounds and not (turn.truncated or turn.last):
             return Step((Message("user", self._again),), reward=worth)
         return self._ended(worth)
 
     def _ended(self, worth: float = 0.0) -> Step:
-        """`worth` is that of the last verdict; those before it were given with their turns."""
+        """`worth`: reward of the last verdict; earlier verdicts were rewarded with their turns."""
         metrics = {
             "correct": float(self._correct),
             "answers": float(self._answers),
@@ -134,5 +136,5 @@ class MultiAgent:
 
 
 def _word(text: str) -> str:
-    """A pattern for a text that is no part of a longer word."""
+    """A pattern that matches a text as a whole word."""
     return rf"(?<!\w){re.escape(text)}(?!\w)"

@@ -1,12 +1,12 @@
-"""Agents of the OpenAI Agents SDK, unmodified: their handoffs, tools and guardrails stay as they are.
+"""Pack: unmodified agents of the OpenAI Agents SDK, with their handoffs, tools and guardrails.
 
     [[environment]]
     name = "openai_agents"
     python = ".venv-agents/bin/python"
     options = { agent = "my_project.support:triage" }
 
-Needs `pip install openai-agents`, here or in an environment of its own, which `make agents-env` makes. Whatever
-model an agent names, the policy answers. Rollouts are graded by the text of their last turn.
+Needs `pip install openai-agents`, here or in a separate environment (`make agents-env`). The policy answers for every
+model that an agent names. Rollouts are graded by the text of their last turn.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class OpenaiAgents:
     def __init__(self, agent: str = "", api: Literal["chat", "responses"] = "chat", max_turns: int = 10) -> None:
         """
         Args:
-            agent: import path of an `agents.Agent`; without one, the row's messages go to the policy as they are.
-            api: which of the two interfaces the agent's models use.
-            max_turns: of one run; what needs more is graded as it is then.
+            agent: import path of an `agents.Agent`; without it, the row's messages go to the policy unchanged.
+            api: `chat` or `responses`, the interface of the agent's models.
+            max_turns: limit of one run; a longer run is graded as it is then.
         """
         if api not in _MODELS:
             raise ValueError(f"api is {api!r}, but must be chat or responses")

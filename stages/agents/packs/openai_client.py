@@ -1,10 +1,10 @@
-"""Conversations through the plain `openai` client, as a program of yours would hold them.
+"""Pack: conversations through the plain `openai` client, an example of an agent.
 
     [[environment]]
     name = "openai_client"
 
-Needs `pip install openai`. The policy answers each user message of a row in turn, so that a row with several of them is
-a conversation of several turns. Rollouts are graded by the text of their last turn.
+Needs `pip install openai`. The policy answers each user message of a row in turn, so a row with several user messages
+is a conversation of several turns. Rollouts are graded by the text of their last turn.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from stages.agents.environment import Endpoint, Outcome, Task
 
 
 class OpenaiClient:
-    """One conversation. `api` is the one of the two that is used."""
+    """One conversation. `api`: `chat` or `responses`."""
 
     def __init__(self, api: Literal["chat", "responses"] = "chat", timeout_s: float = 600.0) -> None:
-        """`timeout_s`: the longest wait for one answer."""
+        """`timeout_s`: limit of the wait for an answer."""
         if api not in ("chat", "responses"):
             raise ValueError(f"api is {api!r}, but must be chat or responses")
         self._api, self._timeout_s = api, timeout_s

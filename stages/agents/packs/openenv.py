@@ -5,11 +5,11 @@
     python = "openenv-venv/bin/python"      # an interpreter with openenv and msgspec
     options = { url = "http://127.0.0.1:8000", action = "message", observation = "echoed_message" }
 
-The model's turn becomes the field `action` of an action, or is the action itself, as a JSON object, where `action` is
-"". What it reads is the field `observation`, or the whole observation as JSON.
+The model's turn becomes the field `action` of an action; if `action` is "", the turn is the whole action as a JSON
+object. The model reads the field `observation`, or the whole observation as JSON.
 
-Invariants: an action that the server does not take, or raises at, is an observation; a server that cannot be reached,
-has no room or ends a session is an InfrastructureError.
+Invariants: a refused or failed action is an observation; a server that is unreachable, full or ends a session is an
+InfrastructureError.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any, Final
 from stages.agents.environment import InfrastructureError, Start, Step, Task, Turn
 from stages.chat.messages import Message
 
-try:  # while the worker starts, for it may take many seconds
+try:  # imported while the worker starts: it may take many seconds
     from openenv.core import GenericEnvClient
 except ImportError:
     GenericEnvClient = None
@@ -31,9 +31,9 @@ _REFUSED: Final = re.compile(r"Server error: (.*) \(code: \S*(VALIDATION_ERROR|E
 
 
 class Openenv:
-    """`url` of the server; `action`, `observation`: see above; `reset` is handed to it at the start of an episode, with
-    the task's seed and what a row has as `metadata.reset`; `system` goes before the first observation; `deadline_s` is
-    for one answer."""
+    """`url` of the server; `action`, `observation`: see above; `reset`: sent at the start of an episode, with the
+    task's seed and the row's `metadata.reset`; `system` stands before the first observation; `deadline_s` of an
+    answer."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Openenv:
         try:
             await self._client.connect()
             first = await self._client.reset(**{"seed": task.seed & 0x7FFFFFFF, **chosen})
-        except Exception as error:  # what its libraries raise: refusals, closed sockets, time-outs
+        except Exception as error:  # its libraries raise many kinds: refusals, closed sockets, time-outs
             raise InfrastructureError(f"the OpenEnv server at {self._url} begins no episode: {error}") from None
         system = (Message("system", self._system),) if self._system else ()
         shown = (Message("user", self._shown(first.observation)),)
@@ -89,7 +89,7 @@ class Openenv:
             await self._client.close()
 
     def _chosen(self, turn: Turn) -> dict[str, Any]:
-        """The action of a turn. Raises ValueError with words for the model."""
+        """The action of a turn. Raises ValueError with a text for the model."""
         text = turn.message.content.strip()
         if self._action:
             return {self._action: text}

@@ -5,11 +5,11 @@
     path = "stages.agents.packs.python_tool:PythonTool"
     options = { deadline_s = 5.0, imports = ["numpy"] }
 
-The model calls `python` with code; variables live until the end of the episode. Interpreters wait warm in the jail of
-`stages.sandbox`, below bubblewrap if installed; `docs/packs.md` says what this protects against.
+The model calls `python` with code; variables live until the end of the episode. Warm interpreters wait in the jail of
+`stages.sandbox`, below bubblewrap if installed; `docs/packs.md` lists what this protects against.
 
-Invariants: an interpreter serves one episode only; what code does is an answer (`Ran`), never an exception; a machine
-that cannot isolate code runs none (InfrastructureError). Everything ends with this process, however it ends.
+Invariants: an interpreter serves one episode only; failing code gives an answer (`Ran`), never an exception; a machine
+that cannot isolate code runs no code (InfrastructureError). All interpreters end with this process, however it ends.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ _NEEDED = ("__init__.py", "workers/__init__.py", "workers/guard.py", "sandbox") 
 _PROGRAM = (
     "import sys; sys.path.append({root!r}); from stages.sandbox.session import main; sys.path.pop(); main({control})"
 )
-_START_S: Final = 120.0  # to start Python and to import what is wanted
-_GRACE_S: Final = 30.0  # for the jail itself, beyond the time of the code
+_START_S: Final = 120.0  # to start Python and import `imports`
+_GRACE_S: Final = 30.0  # overhead of the jail, beyond the time of the code
 _LINE_BYTES: Final = 8 << 20
 
 
 class Ran(Struct, frozen=True):
-    """How a piece of code went: see `stages.sandbox.session`."""
+    """The result of a piece of code: see `stages.sandbox.session`."""
 
     how: Literal["ok", "failed", "exit", "killed", "timeout", "output", "isolation"]
     output: str
@@ -58,12 +58,13 @@ class Ran(Struct, frozen=True):
 class Interpreter:
     """The interpreter of one episode."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, made_by: Interpreters) -> None:
-        self._reader, self._writer, self._made_by = reader, writer, made_by
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, source: Interpreters) -> None:
+        self._reader, self._writer, self._source = reader, writer, source
 
     async def run(self, code: str, seconds: float) -> Ran:
-        """Waits for a free processor and for the code. Raises InfrastructureError. Cancelled, it ends the code."""
-        async with self._made_by.slots:
+        """Run code. Waits for a free processor and for the code; cancellation ends the code. Raises
+        InfrastructureError."""
+        async with self._source.slots:
             try:
                 self._writer.write(json.dumps({"code": code, "seconds": seconds}).encode() + b"\n")
                 async with asyncio.timeout(seconds + _GRACE_S):
@@ -71,7 +72,7 @@ class Interpreter:
                 ran = msgspec.json.decode(line, type=Ran)
             except (TimeoutError, OSError, ValueError) as error:
                 self._writer.close()
-                raise InfrastructureError(f"the jail of an interpreter is gone ({error!r})") from error
+                raise InfrastructureError(f"the jail of an interpreter is lost ({error!r})") from error
             except asyncio.CancelledError:
                 self._writer.close()
                 raise
@@ -80,16 +81,16 @@ class Interpreter:
         return ran
 
     async def close(self) -> None:
-        """End the interpreter, also in the middle of a piece of code."""
+        """End the interpreter, even while it runs code."""
         self._writer.close()
         with suppress(OSError):
             await self._writer.wait_closed()
 
 
 class Interpreters:
-    """Where interpreters of one kind come from: a process that has imported `imports`, started when it is needed.
+    """A source of interpreters: a process that has imported `imports`, started on demand.
 
-    `memory_bytes` and `cpu_s` (of processor time) are those of one interpreter.
+    `memory_bytes` and `cpu_s` (processor time) are the limits of one interpreter.
     """
 
     def __init__(
@@ -103,7 +104,7 @@ class Interpreters:
         if sandbox == "bubblewrap" and shutil.which("bwrap") is None:
             raise ValueError("sandbox is 'bubblewrap', but no bwrap is installed; install it, or set sandbox = 'jail'")
         self._imports, self._memory_bytes, self._cpu_s = tuple(imports), memory_bytes, cpu_s
-        self.sandbox = sandbox  # "auto" becomes what it is at the start
+        self.sandbox = sandbox  # "auto" is resolved at the start
         self._starting, self._asking = asyncio.Lock(), asyncio.Lock()
         self.slots = asyncio.Semaphore(max(1, len(os.sched_getaffinity(0))))
         self._process: subprocess.Popen[bytes] | None = None
@@ -111,22 +112,22 @@ class Interpreters:
         self._directory = ""
 
     async def open(self) -> Interpreter:
-        """A new one, some milliseconds after the first. Raises InfrastructureError."""
+        """A new interpreter; after the first, in some milliseconds. Raises InfrastructureError."""
         async with self._starting:
             if self._process is None or self._process.poll() is not None:
                 await self._start()
-        ours, theirs = socket.socketpair()
+        parent_end, child_end = socket.socketpair()
         try:
-            with theirs:
-                await self._hand_over(theirs)
-            reader, writer = await asyncio.open_connection(sock=ours, limit=_LINE_BYTES)
+            with child_end:
+                await self._hand_over(child_end)
+            reader, writer = await asyncio.open_connection(sock=parent_end, limit=_LINE_BYTES)
         except OSError as error:
-            ours.close()
-            raise InfrastructureError(f"the process that makes interpreters is gone ({error})") from error
+            parent_end.close()
+            raise InfrastructureError(f"the process that makes interpreters is lost ({error})") from error
         return Interpreter(reader, writer, self)
 
     async def _hand_over(self, session: socket.socket) -> None:
-        """Waits while more sessions are asked for than the process has come to. Raises OSError, if it never does."""
+        """Send a socket to the process. Waits while its queue is full; raises OSError if it stays full."""
         async with self._asking, asyncio.timeout(_START_S):
             while self._control is not None:
                 try:
@@ -156,20 +157,20 @@ class Interpreters:
                 self.sandbox = "bubblewrap" if sandbox == "bubblewrap" else "jail"
                 return
         self.close()
-        raise InfrastructureError("the process that makes interpreters does not start; its error output says why")
+        raise InfrastructureError("the process that makes interpreters does not start; see its error output")
 
     async def _started(self, *, below_bubblewrap: bool) -> bool:
         self._directory = make_directory()
-        os.chmod(self._directory, 0o711)  # interpreters are another user's, and must get to their own below it
+        os.chmod(self._directory, 0o711)  # interpreters run as another user and must reach their directory below it
         paths = [path for path in sys.path if path.endswith("-packages")] if self._imports else []
-        ours, theirs = socket.socketpair()
-        with theirs:
-            control = theirs.fileno()
+        parent_end, child_end = socket.socketpair()
+        with child_end:
+            control = child_end.fileno()
             command = [*PYTHON, _PROGRAM.format(root=str(_ROOT), control=control)]
             if below_bubblewrap:
                 command = [*_bubblewrap(self._directory, paths), *command]
             self._process = _spawn(command, control)
-        self._control = ours
+        self._control = parent_end
         setup = {
             "directory": self._directory,
             "imports": self._imports,
@@ -177,18 +178,18 @@ class Interpreters:
             "memory_bytes": self._memory_bytes,
             "cpu_s": self._cpu_s,
         }
-        ours.sendall(json.dumps(setup).encode() + b"\n")
-        ours.setblocking(False)
+        parent_end.sendall(json.dumps(setup).encode() + b"\n")
+        parent_end.setblocking(False)
         try:
             async with asyncio.timeout(_START_S):
-                ready = await asyncio.get_running_loop().sock_recv(ours, 16)
+                ready = await asyncio.get_running_loop().sock_recv(parent_end, 16)
         except (TimeoutError, OSError):
             return False
         return bool(ready)
 
 
 async def _writable(link: socket.socket) -> None:
-    """Waits until the socket takes more, or its other end is gone."""
+    """Waits until the socket accepts more, or its peer is gone."""
     loop, ready = asyncio.get_running_loop(), asyncio.Event()
     loop.add_writer(link, ready.set)
     try:
@@ -209,7 +210,7 @@ def _spawn(command: Sequence[str], control: int) -> subprocess.Popen[bytes]:
 
 
 def _bubblewrap(directory: str, paths: Sequence[str]) -> list[str]:
-    """No network, no other processes; of the files: Python, the jail's source, `paths`, and `directory` to write."""
+    """No network, no other processes; readable: Python, the jail's source and `paths`; writable: `directory`."""
     command = [shutil.which("bwrap") or "bwrap", "--unshare-all", "--unshare-user", "--uid", "65534", "--gid", "65534"]
     command += ["--ro-bind", "/usr", "/usr", "--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp"]
     for path in ("/lib", "/lib64", "/bin"):
@@ -232,12 +233,12 @@ _ENDS: Final = {
     "killed": "the code had more memory, threads or files than it may",
     "output": "the code printed too much",
 }
-_warm: dict[tuple[object, ...], Interpreters] = {}  # of this process, for all of its episodes
+_warm: dict[tuple[object, ...], Interpreters] = {}  # of this process, for all its episodes
 
 
 class PythonTool(ToolEpisode):
-    """Options besides those of every tool pack: `deadline_s` of one call, `imports` (packages of this environment that
-    are loaded beforehand), `memory_mb`, `cpu_s` of an episode in all, `sandbox` ("auto", "bubblewrap" or "jail")."""
+    """Options besides those of every tool pack: `deadline_s` of a call, `imports` (packages to load beforehand),
+    `memory_mb`, `cpu_s` of the whole episode, `sandbox` ("auto", "bubblewrap" or "jail")."""
 
     def __init__(
         self,
@@ -275,10 +276,10 @@ class _Python:
 
     def __init__(self, interpreters: Interpreters, deadline_s: float) -> None:
         self._interpreters, self._deadline_s = interpreters, deadline_s
-        self._interpreter: Interpreter | None = None  # from the first call on: episodes that wait have no process
+        self._interpreter: Interpreter | None = None  # made by the first call: waiting episodes have no process
 
     async def call(self, arguments: Arguments) -> str:
-        """What the code printed. Raises ToolCallError with words for the model."""
+        """The output of the code. Raises ToolCallError with a text for the model."""
         code = text_argument(arguments, _CODE, self.name)
         if self._interpreter is None:
             self._interpreter = await self._interpreters.open()
@@ -295,6 +296,6 @@ class _Python:
 def _words(ran: Ran, deadline_s: float) -> str:
     if ran.how == "failed":
         return ran.output.strip()
-    what = _ENDS.get(ran.how, f"no end within {deadline_s:g} s of time, or of processor time in all")
+    reason = _ENDS.get(ran.how, f"no end within {deadline_s:g} s of time, or of processor time in all")
     printed = f"\n{ran.output.strip()}" if ran.output.strip() else ""
-    return f"{what}; {_GONE}{printed}"
+    return f"{reason}; {_GONE}{printed}"

@@ -1,13 +1,13 @@
-"""Pack: tasks of reasoning-gym (Apache-2.0, the package `reasoning-gym`): one question, one answer, its own score.
+"""Pack: tasks of reasoning-gym (Apache-2.0, the package `reasoning-gym`): one question, one answer, the task's score.
 
     [[environment]]
     name = "reasoning_gym"
     options = { datasets = ["chain_sum", "leg_counting"] }
 
-`datasets` may also be a table that gives each its settings: `{ chain_sum = { max_digits = 2 } }`.
+`datasets` may also be a table of settings by dataset: `{ chain_sum = { max_digits = 2 } }`.
 
-Invariants: a score is a number in [0, 1], whatever a scorer does: one that raises, or computes for longer than
-SCORE_S, gives 0; the same number is the same task on every machine that has the same version of the package.
+Invariants: a score is a number in [0, 1]; a scorer that raises, or computes for longer than SCORE_S, gives 0; the same
+number is the same task on every machine with the same version of the package.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from stages.agents.environment import Start, Step, Task, Turn
 from stages.chat.messages import Message
 from stages.workers.serve import CpuLimitError, cpu_limit
 
-SCORE_S: Final = 2.0  # processor time of a scorer
+SCORE_S: Final = 2.0  # processor time limit of a scorer
 ANSWER_CHARS: Final = 20_000
 INSTRUCTIONS: Final = "Write your answer between <answer> and </answer>."
-_HELDOUT: Final = 1 << 29  # numbers of tasks from here on are never trained
+_HELDOUT: Final = 1 << 29  # tasks with these numbers and above are held out
 _ANSWER: Final = re.compile(r"<answer>(.*?)(?:</answer>|\Z)", re.DOTALL)
 
 Datasets = Sequence[str] | Mapping[str, Mapping[str, Any]]
 
 
 class ReasoningGym:
-    """One task: metadata's `dataset` and `number`, else by the task's seed. `partial` keeps scores between 0 and 1.
+    """One task: the metadata's `dataset` and `number`, else by the task's seed. `partial` keeps scores between 0 and 1.
 
-    `prompt` is shown instead of the question, with fields of the task's metadata in it: "{expression} =".
+    `prompt` replaces the question, and may contain fields of the task's metadata: "{expression} =".
     """
 
     def __init__(
@@ -54,13 +54,13 @@ class ReasoningGym:
     def tasks(
         cls, split: Literal["train", "heldout"], seed: int, datasets: Datasets = ("chain_sum",), prompt: str = ""
     ) -> Iterator[Mapping[str, Any]]:
-        """Each dataset in turn, without end, with the right answers; the splits share no number."""
+        """Tasks of each dataset in turn, endless, with the right answers; the splits share no number."""
         settings = _settings(datasets)
         names = list(settings)
         first = _HELDOUT if split == "heldout" else seed * 100_003 % (_HELDOUT >> 1)
         for number in count(first):
             name = names[number % len(names)]
-            _, entry = _made(name, number, settings[name])
+            _, entry = _create(name, number, settings[name])
             yield {
                 "dataset": name,
                 "number": number,
@@ -74,7 +74,7 @@ class ReasoningGym:
         name = str(task.metadata.get("dataset", names[number % len(names)]))
         if name not in self._settings:
             raise ValueError(f"metadata.dataset is {name!r}{did_you_mean(name, self._settings)}")
-        self._dataset, self._entry = _made(name, number, self._settings[name])
+        self._dataset, self._entry = _create(name, number, self._settings[name])
         self._name = name
         system = (Message("system", self._instructions),) if self._instructions else ()
         return Start((*system, Message("user", _question(self._entry, self._prompt))))
@@ -89,8 +89,8 @@ class ReasoningGym:
         """Nothing to end."""
 
 
-def _made(name: str, number: int, settings: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """A dataset of one task, for some make all of theirs at once; and the task."""
+def _create(name: str, number: int, settings: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The task, and a dataset of this task alone: some datasets make all their tasks at once."""
     import reasoning_gym
 
     dataset = reasoning_gym.create_dataset(name, seed=number, size=1, **settings)
@@ -102,7 +102,7 @@ def _question(entry: Mapping[str, Any], prompt: str) -> str:
 
 
 def answer_of(text: str) -> str:
-    """What stands in the last <answer>, else all of the text."""
+    """The text in the last <answer>, else the whole text."""
     text = text[-ANSWER_CHARS:]
     answers = _ANSWER.findall(text)
     return (answers[-1] if answers else text).strip()
@@ -113,7 +113,7 @@ def scored(dataset: Any, entry: Mapping[str, Any], answer: str) -> float:
     try:
         with cpu_limit(SCORE_S):
             score = float(dataset.score_answer(answer, entry))
-    except (Exception, CpuLimitError):  # several scorers raise at what they cannot read: such an answer is wrong
+    except (Exception, CpuLimitError):  # several scorers raise for unreadable answers, which are wrong
         return 0.0
     return min(1.0, max(0.0, score)) if math.isfinite(score) else 0.0
 
@@ -129,7 +129,7 @@ def _settings(datasets: Datasets) -> dict[str, Mapping[str, Any]]:
     }
     for name in named:
         if name not in DATASETS:
-            raise ValueError(f"datasets has {name!r}, which reasoning-gym has not{did_you_mean(name, DATASETS)}")
+            raise ValueError(f"datasets has {name!r}, which is not in reasoning-gym{did_you_mean(name, DATASETS)}")
     if not named:
         raise ValueError("datasets is empty; name at least one of reasoning-gym's")
     return named

@@ -1,18 +1,18 @@
-"""Pack: questions that are answered by looking things up, as in Search-R1 (arXiv 2503.09516).
+"""Pack: questions that need a search engine, as in Search-R1 (arXiv 2503.09516).
 
     [[environment]]
     name = "search"
     options = { corpus = "wiki.jsonl", topk = 3 }
 
-The model calls `search` with a query and reads what is found. Documents come from one of three places:
+The model calls `search` with a query and reads the results. Documents come from one of three sources:
 
-- `corpus`, a JSONL file, in an index in memory (BM25, by the library bm25s);
-- the built-in corpus `towns`: how many towers, trees or carts there are in towns that do not exist. Nothing of it can
-  be known without a search. The tiny model of sums knows its few characters, and learns to search on a CPU;
-- `url`, a server of the form that Search-R1 has: POST of `{"queries": [...], "topk": n, "return_scores": true}` gives
+- `corpus`, a JSONL file, indexed in memory (BM25, by the library bm25s);
+- the built-in corpus `towns`: the numbers of towers, trees or carts in invented towns, which cannot be known without a
+  search. The tiny model of sums knows its few characters, and learns to search on a CPU;
+- `url`, a server with Search-R1's interface: POST of `{"queries": [...], "topk": n, "return_scores": true}` gives
   `{"result": [[{"document": {"contents": ...}, "score": ...}, ...]]}`.
 
-Invariant: a world that is out of order is an InfrastructureError; a query that finds nothing is no error.
+Invariant: a failed server is an InfrastructureError; a query without results is not an error.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _FIRST: Final = ("an", "ca", "co", "da", "do", "na", "no", "ra", "ro", "sa", "so
 _SECOND: Final = ("cada", "dera", "nda", "ndo", "ne", "rano", "re", "ston", "tone", "tu", "wen", "te")
 _THIRD: Final = ("", "n", "r", "s", "st")
 TOWNS: Final = 400
-_HELDOUT: Final = 5  # every fifth town is asked for in the held-out tasks only
+_HELDOUT: Final = 5  # questions about every fifth town are held out
 
 Fact = tuple[str, str, int]  # town, thing, how many
 
@@ -52,21 +52,21 @@ def town_names() -> tuple[str, ...]:
 
 
 def town_facts() -> list[Fact]:
-    """Every fact of the corpus, one document each."""
+    """Every fact of the corpus; each is one document."""
     chosen = random.Random("facts")
     return [(town, thing, chosen.randint(2, 99)) for town in town_names() for thing in THINGS]
 
 
 def town_questions(split: str, seed: int) -> Iterator[Fact]:
-    """Facts to ask for, without end; held-out ones are of towns that training never asks for."""
+    """Questions, endless. The held-out questions are about towns that training never mentions."""
     heldout = {town for at, town in enumerate(town_names()) if at % _HELDOUT == 0}
-    asked = [fact for fact in town_facts() if (fact[0] in heldout) == (split == "heldout")]
+    facts = [fact for fact in town_facts() if (fact[0] in heldout) == (split == "heldout")]
     chosen = random.Random(f"questions {split} {seed}")
     while True:
-        yield chosen.choice(asked)
+        yield chosen.choice(facts)
 
 
-QUERY_CHARS = 1000  # of a query that are looked for
+QUERY_CHARS = 1000  # of a query that are searched
 ANSWER_BYTES = 8 << 20
 
 
@@ -119,7 +119,7 @@ class Index:
 
 @lru_cache(maxsize=4)
 def _load(corpus: str) -> tuple[Any, list[str]]:
-    """The index of a corpus, once for each process, and its documents."""
+    """The index of a corpus and its documents, cached in this process."""
     import bm25s
 
     if corpus == "towns":
@@ -141,7 +141,7 @@ class Server:
         self._url, self._timeout_s = url, timeout_s
 
     async def find(self, query: str, topk: int) -> Sequence[str]:
-        """What the server finds."""
+        """The server's results."""
         order = {"queries": [query[:QUERY_CHARS]], "topk": topk, "return_scores": True}
         try:
             timeout = aiohttp.ClientTimeout(total=self._timeout_s)
@@ -161,13 +161,13 @@ class Server:
         try:
             (found,) = _decoded(data)
         except ValueError as error:
-            words = f"the answer of the retrieval server {self._url} is not of the form of Search-R1's ({error})"
+            words = f"the answer of the retrieval server {self._url} is not in Search-R1's form ({error})"
             raise InfrastructureError(words) from error
         return found[:topk]
 
 
 def _decoded(data: bytes) -> list[list[str]]:
-    """Texts of each query. With scores, a document stands in an object of its own. Raises ValueError."""
+    """Texts by query. In answers with scores, an object wraps each document. Raises ValueError."""
     answer = msgspec.json.decode(data, type=dict[str, list[list[dict[str, Any]]]])
     entries = answer.get("result")
     if entries is None:
@@ -181,8 +181,8 @@ _QUERY = "query"
 
 
 class Search(ToolEpisode):
-    """Options besides those of every tool pack: `corpus` or `url` (with `timeout_s`), `topk` documents for a query, of
-    which each has at most `document_chars`."""
+    """Options besides those of every tool pack: `corpus` or `url` (with `timeout_s`); `topk` documents for a query,
+    each of at most `document_chars` characters."""
 
     def __init__(
         self,
@@ -236,11 +236,11 @@ class _Search:
         self._retriever, self._topk, self._document_chars = retriever, topk, document_chars
 
     async def call(self, arguments: Arguments) -> str:
-        """The documents, numbered where more than one is asked for. Raises ToolCallError."""
+        """The documents, numbered if `topk` is above 1. Raises ToolCallError."""
         query = text_argument(arguments, _QUERY, self.name)
-        found = [shortened(text, self._document_chars) for text in await self._retriever.find(query, self._topk)]
-        if not found:
+        documents = [shortened(text, self._document_chars) for text in await self._retriever.find(query, self._topk)]
+        if not documents:
             return "nothing was found\n"
         if self._topk == 1:
-            return f"{found[0]}\n"
-        return "".join(f"{number}. {text}\n" for number, text in enumerate(found, 1))
+            return f"{documents[0]}\n"
+        return "".join(f"{number}. {text}\n" for number, text in enumerate(documents, 1))

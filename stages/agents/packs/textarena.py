@@ -4,11 +4,11 @@
     name = "textarena"
     options = { game = "GuessTheNumber-v0" }
 
-What the game says goes to the model as it is, and what the model says to the game. The reward is the game's own, at the
-end. Games that need data of NLTK, or a later Python, raise in `reset`, with the game's own words.
+The model reads the game's texts unchanged, and the game the model's. The reward at the end is the game's. Games that
+need data of NLTK or a later Python raise their own error in `reset`.
 
-Invariant: an episode draws its random numbers from its own state: the same seed is the same game, whatever is played
-beside it in the process.
+Invariant: each episode has its own random state: the same seed is the same game, whatever other games the process
+plays.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Textarena(Seeded):
     ) -> None:
         if importlib.util.find_spec("textarena") is None:
             raise ValueError("the pack textarena needs its package: pip install textarena")
-        self._game, self._made_with = game, dict(settings or {})
+        self._game, self._settings = game, dict(settings or {})
         self._max_turns, self._result_chars = max_turns, result_chars
         self._seen = 0  # characters of the observation that the model has read
 
@@ -47,7 +47,7 @@ class Textarena(Seeded):
 
         seed = self.begin(task)
         with self._random.drawn_from():
-            self._world = textarena.make(self._game, **self._made_with)
+            self._world = textarena.make(self._game, **self._settings)
             self._world.reset(num_players=1, seed=seed)
         return Start((Message("user", self._observed()),))
 
@@ -62,10 +62,10 @@ class Textarena(Seeded):
         return Step(reward=reward, done=True, metrics={"finished": float(done), "invalid": float(invalid)})
 
     async def close(self) -> None:
-        """Nothing to end."""
+        """Nothing to release."""
 
     def _observed(self) -> str:
-        """What is new: games show their whole history each time, and the model has read it."""
+        """The new part of the observation: games show their whole history each time."""
         _, text = self._world.get_observation()
         new = text[self._seen :] if isinstance(text, str) else str(text)
         self._seen = len(text) if isinstance(text, str) else 0

@@ -1,15 +1,15 @@
-"""Pack: an environment of the package `verifiers` (0.4), which plays its own harness and scores its own tasks.
+"""Pack: an environment of the package `verifiers` (0.4), with its harness and its scores.
 
     [[environment]]
     name = "verifiers"
     python = "verifiers-venv/bin/python"      # an interpreter with verifiers and msgspec
     options = { env = { taskset = { id = "gsm8k-v1" }, agent = { harness = { id = "null" } } } }
 
-`env` is verifiers' own block of settings. Its harness asks the policy through the gateway; the reward is the mean of
-those of its traces.
+`env` is verifiers' block of settings. Its harness sends requests to the policy through the gateway; the reward is the
+mean over its traces.
 
-Invariants: each episode has an environment, an interception server and a client of its own; what verifiers reports as
-a failure of its sandboxes or servers is an InfrastructureError, everything else fails the rollout with its words.
+Invariants: each episode has its own environment, interception server and client; a failure of verifiers' sandboxes or
+servers is an InfrastructureError, every other error fails the rollout with its text.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import msgspec
 
 from stages.agents.environment import Endpoint, InfrastructureError, Outcome, Task
 
-try:  # while the worker starts, for it may take many seconds
+try:  # imported while the worker starts: it may take many seconds
     from verifiers.v1.clients import EvalClientConfig, ModelContext
     from verifiers.v1.utils.loaders import load_environment, load_taskset, resolve_env_config
 except ImportError:
@@ -35,14 +35,14 @@ _INFRASTRUCTURE: Final = ("SandboxError", "TunnelError", "InterceptionError")
 
 
 class _Tasks:
-    """Of a taskset, read as far as they were asked for."""
+    """The tasks of a taskset, read on demand."""
 
     def __init__(self, env: bytes) -> None:
         self._rest = iter(load_taskset(resolve_env_config(_local(msgspec.json.decode(env))).taskset))
         self._read: list[Any] = []
 
     def __getitem__(self, index: int) -> Any:
-        """Raises IndexError behind the last one."""
+        """Raises IndexError after the last task."""
         for task in self._rest if index >= len(self._read) else ():
             self._read.append(task)
             if len(self._read) > index:
@@ -51,8 +51,8 @@ class _Tasks:
 
 
 class Verifiers:
-    """`env`: see above; programs run beside the worker (runtime `subprocess`) unless it says otherwise. A task whose
-    number is a multiple of `heldout` is for evaluations."""
+    """`env`: see above; programs run beside the worker (runtime `subprocess`) by default. Tasks whose number is a
+    multiple of `heldout` are for evaluations."""
 
     def __init__(self, env: Mapping[str, Any], heldout: int = 10) -> None:
         if load_environment is None:
@@ -107,6 +107,6 @@ def _tasks(env: bytes) -> _Tasks:
 
 
 def _local(env: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings with programs beside the worker."""
+    """The settings, with the runtime `subprocess` as the default."""
     agent = {"runtime": {"type": "subprocess"}, **env.get("agent", {})}
     return {**env, "agent": agent} if "id" not in env else dict(env)

@@ -67,8 +67,7 @@ def equal_values(given: str, wanted: str) -> bool:
     letters = {name for text in (given, wanted) for name in _letters(text)}
     if len(letters) > _MAX_LETTERS:
         raise NotArithmetic(f"{len(letters)} different letters")
-    one, other = (_expression(text) for text in (given, wanted))
-    difference = one - other  # of quotients by zero it has no value, and is not 0
+    difference = _expression(given) - _expression(wanted)  # of quotients by zero it has no value, and is not 0
     if difference.is_number and (difference.is_Rational or difference.is_Float):
         return bool(difference == 0)
     return bool(sympy.simplify(difference) == 0)
@@ -166,8 +165,8 @@ def compat_equal(answer: str, label: str) -> bool:
 
 def same_text(answer: str, label: str) -> bool:
     """Equal in the form of the MATH data set, after unwrapping \\text{}; units only at the end."""
-    one, other = (math_style(untexted(text), strict_units=True) for text in (answer, label))
-    return one == other
+    given, wanted = (math_style(untexted(text), strict_units=True) for text in (answer, label))
+    return given == wanted
 
 
 def same_value(answer: str, label: str) -> bool:

@@ -1,7 +1,6 @@
 """Whether two answers mean the same: structure by structure, then value by value.
 
-Three outcomes: yes, no, and None where this reading knows neither (what it does not understand is for another judge).
-What decides, and why:
+Three outcomes: yes, no, and None for unknown, so that another method decides. The rules:
 - words are equal as words: letters in another order are another word, though a parser takes them for a product;
 - a command that is not known (\\phantom, \\not, ...) makes a text that is equal to the same text only;
 - an equation is its sides: names may be left out, and all that stands for a value must be the label's value, so that
@@ -36,7 +35,7 @@ _CLOCK = re.compile(r"\d{1,2}:\d{2}(?::\d{2})?", re.ASCII)
 _RATIO = re.compile(r"\d+(?:\.\d+)?(?::\d+(?:\.\d+)?)+", re.ASCII)
 _UNTEXT = re.compile(r"\\(?:text|mathrm)\{([^{}]*)\}")
 _WORD = re.compile(r"[^\W\d_](?:[^\W\d_]|[\s'.,!-])*[^\W\d_.!]?[.!]?")
-_PRODUCT = re.compile(r"[a-dkmnp-z]{2}")  # two letters of those that name quantities
+_PRODUCT = re.compile(r"[a-dkmnp-z]{2}")  # two letters that may both name quantities
 _LETTERS = rf"\\(?:{'|'.join(name for name in sorted(GREEK) if name != 'pi')})(?![A-Za-z])"
 _SIMPLE_NAME = re.compile(
     rf"(?:m?\s*\\(?:angle|triangle|overline|vec)\s*)?\{{?\|?\(?(?:[A-Za-z]|[A-Z]{{2,4}}|{_LETTERS}|\\text\{{[^{{}}]*\}})"
@@ -89,9 +88,9 @@ def _same(given: Node, wanted: Node) -> _Answer:
         return _same_parts(given, wanted)
     if isinstance(given, Leaf) and isinstance(wanted, Leaf):
         return _same_leaves(given, wanted)
-    several, one = (given, wanted) if isinstance(given, Parts) else (wanted, given)
-    if isinstance(several, Parts) and several.kind in (LIST, SET) and len(several.parts) == 1:
-        return _same(several.parts[0], one)
+    parts, single = (given, wanted) if isinstance(given, Parts) else (wanted, given)
+    if isinstance(parts, Parts) and parts.kind in (LIST, SET) and len(parts.parts) == 1:
+        return _same(parts.parts[0], single)
     return False
 
 
@@ -131,11 +130,11 @@ def _same_unordered(given: Parts, wanted: Parts) -> _Answer:
 
 
 def _distinct(parts: Parts) -> list[Node]:
-    found: list[Node] = []
+    distinct: list[Node] = []
     for part in parts.parts:
-        if not any(_same(part, other) for other in found):
-            found.append(part)
-    return found
+        if not any(_same(part, known) for known in distinct):
+            distinct.append(part)
+    return distinct
 
 
 def _same_chains(given: Node, wanted: Node) -> _Answer:
@@ -162,7 +161,7 @@ def _chain_is(chain: Chain, other: Node, is_name: Callable[[str, bool], bool]) -
 
 
 def _names_something(text: str, first: bool) -> bool:
-    """Whether a side names what is asked for, as A and pi r^2 in A = pi r^2 = 25 pi, or m + n: letters, no numbers.
+    """Whether a side names the quantity of the question, as A and pi r^2 in A = pi r^2 = 25 pi, or m + n: letters only.
 
     The first side has no powers either: x^2 + y^2 = 25 is an equation, and not a way to write 25.
     """
@@ -173,7 +172,7 @@ def _names_something(text: str, first: bool) -> bool:
 
 
 def _as_interval(chain: Chain) -> Parts | None:
-    """`a < x <= b`, `x > a` as the interval of x. None for what is no such range."""
+    """`a < x <= b`, `x > a` as the interval of x; None for other relations."""
     sides, texts, relations = _oriented(chain)
     if not set(relations) <= {"<", "<="}:
         return None

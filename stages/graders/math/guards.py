@@ -53,7 +53,7 @@ _DELIMITERS = frozenset(("|", "\\|", "\\vert", "\\rvert", "\\Vert", "\\rVert", "
 
 
 class _Refused(Exception):
-    """The text could cost too much; the message says why."""
+    """The text could cost too much; the message is the reason."""
 
 
 class _Bound(Struct):

@@ -26,7 +26,6 @@ import logging
 import re
 from collections.abc import Callable
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -36,9 +35,6 @@ from stages.graders.math.compat import compat_equal
 from stages.graders.math.equality import same_answer, same_spelling
 from stages.graders.math.guards import MAX_PARSED_DEPTH, nesting, refusal_of
 from stages.workers.serve import CpuLimitError, cpu_limit
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 _LIBRARY_LOGGER = "math_verify"
 DIALECTS = ("compat", "verify", "either")
@@ -64,7 +60,7 @@ def prepare_symbolic() -> None:
 
 
 def verify_equal(answer: str, label: str) -> bool:
-    """Whether math-verify calls the answer equal to the label."""
+    """Whether math-verify judges the answer equal to the label."""
     return _compare()(answer, label)
 
 
@@ -111,7 +107,7 @@ def math_grader(argument: str | None) -> Grader:
 
 
 def symbolic(run: Callable[[GradeRequest], Grade]) -> Grader:
-    """A grader that may ask sympy: in a process of its own, where an answer that takes too long is wrong."""
+    """A grader that may call sympy. It runs in a grader process, where an answer that takes too long is wrong."""
     return Grader(run, needs_label=True, in_stage=False, wrong=0.0, prepare=prepare)
 
 
@@ -147,8 +143,8 @@ def _compat_equal(answer: str, label: str) -> bool | None:
 def _either_equal(answer: str, label: str) -> bool | None:
     if _refused(answer, label, evaluates=False):
         return None
-    found = same_answer(answer, label)
-    return found if found is not None or _refused(answer, label) else _library_equal(answer, label)
+    same = same_answer(answer, label)
+    return same if same is not None or _refused(answer, label) else _library_equal(answer, label)
 
 
 def _verify_equal(answer: str, label: str) -> bool | None:
@@ -182,10 +178,10 @@ def _grade(request: GradeRequest, equal: Equal, *, fbox: bool) -> Grade:
     prepare()
     try:
         with cpu_limit(SYMBOLIC_S):
-            found = equal(given, label)
+            same = equal(given, label)
     except CpuLimitError:
         return msgspec.structs.replace(verdict(False, answer), status="timeout")
-    return verdict(same_spelling(given, label) if found is None else found, answer, refused=found is None)
+    return verdict(same_spelling(given, label) if same is None else same, answer, refused=same is None)
 
 
 def _content(answer: Answer, *, fbox: bool = True) -> str | None:

@@ -87,7 +87,7 @@ def canonical(text: str, *, commas_group: bool = True) -> str:
 
 
 def _word(found: re.Match[str]) -> str:
-    """A word stays one; a letter, a number or a function in upright type is what it would be without."""
+    """A word stays a word; a letter, a number or a function in upright type loses that type."""
     inside = found[1]
     follows = found.string[: found.start()].rstrip()[-1:]
     unit = (follows.isdigit() or follows in ("}", ")")) and inside.strip() not in ("i", "e")

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _DIGITS = 40
 _TOLERANCE = 1e-30  # relative
-_NOTHING = 1e-60  # absolute: what is left of a zero that was evaluated with many digits
+_NOTHING = 1e-60  # absolute: the rounding error of a zero that was evaluated with many digits
 _POINTS = 4
 _MAX_SYMBOLS = 16
 _NAME = re.compile(r"[A-Za-z]+")
@@ -75,7 +75,7 @@ def value_of(text: str) -> sympy.Expr | None:
     try:
         expression = _library()(text)
         return _closed(expression, 0) if isinstance(expression, sympy.Expr) else None
-    except Exception:  # the parser raises bare Exception, and sympy any kind, for what is no formula
+    except Exception:  # the parser raises bare Exception, and sympy any kind, for a text that is no formula
         return None
 
 
@@ -112,21 +112,21 @@ def _evaluated(one: sympy.Expr, other: sympy.Expr) -> list[tuple[Any, Any]]:
         return []
     pairs = []
     for point in range(_POINTS if names else 1):
-        at = {name: _coordinate(str(name), point) for name in names}
-        values = [_number(expression, at) for expression in (one, other)]
+        position = {name: _coordinate(str(name), point) for name in names}
+        values = [_number(expression, position) for expression in (one, other)]
         if None not in values:
             pairs.append((values[0], values[1]))
     real = [pair for pair in pairs if all(value.imag == 0 for value in pair)]
     return real if len(real) >= 2 else pairs
 
 
-def _number(expression: sympy.Expr, at: dict[Any, sympy.Rational]) -> Any:
+def _number(expression: sympy.Expr, position: dict[Any, sympy.Rational]) -> Any:
     import mpmath
 
-    found = expression.evalf(_DIGITS, subs=at) if at else expression.evalf(_DIGITS)
-    if not found.is_number or found.has(*_undefined()):
+    value = expression.evalf(_DIGITS, subs=position) if position else expression.evalf(_DIGITS)
+    if not value.is_number or value.has(*_undefined()):
         return None
-    real, imaginary = found.as_real_imag()
+    real, imaginary = value.as_real_imag()
     if not (real.is_Float or real.is_Rational) or not (imaginary.is_Float or imaginary.is_Rational):
         return None
     with mpmath.workdps(_DIGITS):

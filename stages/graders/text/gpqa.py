@@ -45,7 +45,7 @@ class Question(Struct, frozen=True):
 
 
 def read_question(request: GradeRequest) -> Question | str:
-    """The question of a request, or what is wrong with its data."""
+    """The question of a request, or the fault of its data."""
     try:
         metadata = msgspec.json.decode(request.metadata, type=_Metadata)
     except (msgspec.DecodeError, UnicodeEncodeError) as error:

@@ -1,9 +1,9 @@
-"""`ifeval` and `ifbench`: does the response follow the row's instructions, as code can tell?
+"""`ifeval` and `ifbench`: does the response follow those instructions of the row that code can check?
 
 The metadata holds `instruction_id_list` (names as in the data set, such as `punctuation:no_comma`; the part behind the
 colon is enough) and `kwargs`, a list as long with an object of arguments for each, where nulls mean nothing. The score
-is 1 if all hold for the response as it is (strict), and the part `followed` is the share of those that do. An empty
-response follows none. Text before the last `</think>` does not count.
+is 1 if all hold for the unchanged response (strict); the part `followed` is the share of instructions that hold. No
+instruction holds for an empty response. Text before the last `</think>` does not count.
 
 `ifeval` has the rules of IFEval (arXiv 2311.07911) in ifeval_rules.py. `ifbench` has the 58 instructions of IFBench
 (arXiv 2507.02833), by the checkers that were published with it, which the package if-verifiable carries. That package
@@ -45,7 +45,7 @@ def grade_ifeval(request: GradeRequest) -> Grade:
 
 
 def judge_instructions(response: str, instructions: Sequence[Arguments], follows: Rule) -> Grade:
-    """1 if all of them hold for what stands behind the reasoning; the part `followed` is the share that does.
+    """1 if all instructions hold for the text after the reasoning; the part `followed` is the share that holds.
 
     The rules run on an empty response too, so that an error in the data shows, but it follows none. Raises RuleError.
     """
@@ -55,7 +55,7 @@ def judge_instructions(response: str, instructions: Sequence[Arguments], follows
 
 
 def read_instructions(metadata: str, grader: str, names: Iterable[str]) -> list[Arguments]:
-    """The instructions of a row, of those that a grader knows by name. Raises RuleError."""
+    """The instructions of a row; `names` are those that the grader knows. Raises RuleError."""
     try:
         row = msgspec.json.decode(metadata, type=_Metadata)
     except (msgspec.DecodeError, UnicodeEncodeError) as error:

@@ -2,9 +2,9 @@
 
 Each rule takes the response and its arguments from the row (`Arguments`), and returns yes or no, as the definitions
 that were published with the paper do, oddities included: keywords are counted as parts of words too, paragraphs are
-what stands between `***`, a title may hold any character. Two places differ: sentences are counted by the rules below
-instead of a trained model, and the language of fewer than 20 letters cannot be told and counts as the right one, as the
-published rule has it for texts without any. Time is linear in the text, but for its language.
+separated by `***`, a title may hold any character. Two places differ: sentences are counted by the rules below instead
+of a trained model, and a text of fewer than 20 letters counts as in the right language, as the published rule does for
+texts without letters. Time is linear in the text, but for its language.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ _FEWEST_LETTERS = 20
 
 
 def _sentences(response: str) -> int:
-    """How many sentences: ends of sentences behind no abbreviation, and what is left without an end."""
+    """How many sentences: sentence ends that follow no abbreviation, and the rest of the text if it has no end."""
     count = begin = 0
     for found in _SENTENCE_END.finditer(response):
         before = response[max(begin, found.start() - 16) : found.start()].split()
@@ -88,14 +88,14 @@ def _sentences(response: str) -> int:
 
 
 def _between(response: str, opening: str, closing: str) -> list[str]:
-    """What stands between two marks, on one line and as short as it can be."""
-    found = []
+    """The shortest texts between two marks on one line."""
+    texts = []
     for line in response.split("\n"):
         position = 0
         while (start := line.find(opening, position)) >= 0 and (end := line.find(closing, start + 1)) >= 0:
-            found.append(line[start + 1 : end])
+            texts.append(line[start + 1 : end])
             position = end + 1
-    return found
+    return texts
 
 
 def _divided(response: str, divider: str) -> list[str] | None:
@@ -188,8 +188,8 @@ def _postscript(response: str, arguments: Arguments) -> bool:
 
 def _number_bullets(response: str, arguments: Arguments) -> bool:
     lines = [line.lstrip() for line in response.split("\n")]
-    found = sum(line.startswith("-") or (line.startswith("*") and line[1:2] not in ("*", "")) for line in lines)
-    return found == arguments.count("num_bullets")
+    bullets = sum(line.startswith("-") or (line.startswith("*") and line[1:2] not in ("*", "")) for line in lines)
+    return bullets == arguments.count("num_bullets")
 
 
 def _constrained(response: str, arguments: Arguments) -> bool:
@@ -205,8 +205,8 @@ def _highlights(response: str, arguments: Arguments) -> bool:
 
 def _sections(response: str, arguments: Arguments) -> bool:
     splitter = re.escape(arguments.text("section_spliter").strip())  # the data's own spelling of the key
-    found = sum(1 for _ in re.finditer(rf"{splitter}\s?\d+", response))
-    return found >= arguments.count("num_sections")
+    sections = sum(1 for _ in re.finditer(rf"{splitter}\s?\d+", response))
+    return sections >= arguments.count("num_sections")
 
 
 def _json(response: str, arguments: Arguments) -> bool:
@@ -248,8 +248,8 @@ def _quotation(response: str, arguments: Arguments) -> bool:
 
 
 def _capital_words(response: str, arguments: Arguments) -> bool:
-    found = sum(word[0].isupper() for word in _TOKEN.finditer(response))
-    return arguments.compare(found, "capital_frequency", "capital_relation")
+    capitals = sum(word[0].isupper() for word in _TOKEN.finditer(response))
+    return arguments.compare(capitals, "capital_frequency", "capital_relation")
 
 
 RULES: dict[str, Rule] = {

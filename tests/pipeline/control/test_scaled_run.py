@@ -25,7 +25,7 @@ from tests.chaos.oracle import Expected, judge
 pytestmark = pytest.mark.slow
 
 # What the simulated engine writes behind a partial output is another text than it would have written in one piece; so
-# here an aborted response is begun anew. tests/stages/test_leaving_engine.py has one that goes on elsewhere.
+# here an aborted response is begun anew. tests/stages/test_engine_control.py has one that goes on elsewhere.
 SYNC = [
     *SMALL, *made_model(), *SIMULATED, "--mode", "sync", "--deterministic",
     "--rollout-max-response-len", "48", "engine.simulated.length_mean=30", "--simulated-step-s", "0.01",

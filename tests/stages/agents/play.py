@@ -1,8 +1,8 @@
-"""Agents stages at work, and a hand in the place of the engines: what a model would write is put in by the test."""
+"""Agents stages at work without engines, and episodes by hand: the test writes the model's turns."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,10 @@ import msgspec
 import numpy as np
 
 from configs.schema import Config, EnvironmentConfig
+from stages.agents.environment import Environment, Start, Step, Task, Turn
 from stages.agents.stage import AgentsStage
 from stages.base import GenerateOptions
+from stages.chat.messages import Message, ToolCall
 from stages.chat.tokenizer import Tokenizer, load_tokenizer
 from stages.messages import RolloutSlice, Sample, VersionRun, joined, without_prompt
 from stages.rollouts import join_runs, new_sample
@@ -103,3 +105,34 @@ async def playing(
             stages.append(stage)
             outlets.append(await rig.outlet(inlet))
         yield Play(rig, tokenizer, stages, outlets, await rig.inlet("generate.return"))
+
+
+class Episode:
+    """One episode of an environment, and its turns so far."""
+
+    def __init__(self, environment: Environment) -> None:
+        self.environment = environment
+        self.turns = 0
+
+    @staticmethod
+    def task(question: str = "", *, seed: int = 0, metadata: Mapping[str, object] | None = None) -> Task:
+        messages = (Message("user", question),) if question else ()
+        return Task(messages, metadata=metadata or {}, seed=seed)
+
+    async def start(self, question: str = "", *, seed: int = 0, metadata: Mapping[str, object] | None = None) -> Start:
+        return await self.environment.reset(self.task(question, seed=seed, metadata=metadata))
+
+    async def say(self, text: str, *calls: ToolCall, malformed: str = "", truncated: bool = False) -> Step:
+        message = Message("assistant", text, tool_calls=calls)
+        turn = Turn(self.turns, message, text, truncated, malformed)
+        self.turns += 1
+        return await self.environment.step(turn)
+
+    async def call(self, name: str, arguments: Mapping[str, object] | str) -> str:
+        """The observation of one call."""
+        step = await self.say("", ToolCall(name, arguments, id=f"call-{self.turns}"))
+        assert not step.done
+        (message,) = step.messages
+        assert message.role == "tool"
+        assert message.tool_call_id == f"call-{self.turns - 1}"
+        return message.content

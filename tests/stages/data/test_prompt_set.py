@@ -1,18 +1,24 @@
-"""Prompt sets: what is kept, skipped and reported, and what a prompt looks like."""
+"""Prompts: which rows become prompts, what a prompt looks like, and in which order prompts come."""
 
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from configs.schema.data import DataConfig
+from models.engines.noise import mix64
 from stages.data.prompt_set import PromptSet
+from stages.data.rows import BadValue, RowKeys, label_text, parse_row
 from stages.errors import DataError, EmptyDataError, RowError
+from stages.prompts.prompt_order import PromptOrder
 
 
 def byte_ids(text: str) -> list[int]:
@@ -222,3 +228,171 @@ def test_fingerprint_tells_data_apart(tmp_path: Path) -> None:
     assert fingerprint([{**GOOD[0], "label": 9}, *GOOD[1:]]) != same
     assert fingerprint(GOOD[1:]) != same
     assert fingerprint(GOOD[::-1]) != same
+
+
+sizes = st.integers(1, 200)
+seeds = st.integers(-(2**70), 2**70)
+
+
+@given(n=sizes, seed=seeds, epoch=st.integers(0, 5), shuffle=st.booleans())
+def test_each_epoch_is_a_permutation(n: int, seed: int, epoch: int, shuffle: bool) -> None:
+    order = PromptOrder(n, seed, shuffle)
+    seen = [order.index(epoch * n + offset) for offset in range(n)]
+    assert {found for found, _ in seen} == {epoch}
+    assert sorted(index for _, index in seen) == list(range(n))
+
+
+@given(n=sizes, seed=seeds, picks=st.randoms(use_true_random=False))
+def test_access_pattern_does_not_matter(n: int, seed: int, picks: random.Random) -> None:
+    positions = list(range(3 * n))
+    forward = [PromptOrder(n, seed, True).index(position) for position in positions]
+    shuffled = list(positions)
+    picks.shuffle(shuffled)
+    again = PromptOrder(n, seed, True)
+    by_position = {position: again.index(position) for position in shuffled}
+    assert [by_position[position] for position in positions] == forward
+
+
+def test_unshuffled_order_is_the_file_order() -> None:
+    order = PromptOrder(3, 0, False)
+    assert [order.index(position) for position in range(5)] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)]
+
+
+def test_epochs_and_seeds_differ() -> None:
+    def epoch(seed: int, number: int) -> list[int]:
+        order = PromptOrder(100, seed, True)
+        return [order.index(number * 100 + offset)[1] for offset in range(100)]
+
+    assert len({tuple(epoch(seed, number)) for seed in range(10) for number in range(10)}) == 100
+
+
+def test_order_is_fixed_for_good() -> None:
+    """A resumed run must meet the same order under any library version."""
+    order = PromptOrder(10, 42, True)
+    assert [order.index(position)[1] for position in range(20)] == GOLDEN
+    assert mix64(0) == 0xE220A8397B1DCDAF  # first output of SplitMix64 seeded with 0
+
+
+GOLDEN = [4, 3, 5, 8, 0, 9, 7, 6, 1, 2, 8, 7, 1, 9, 0, 3, 4, 6, 5, 2]
+
+
+def test_positions_are_spread_evenly() -> None:
+    """Over many seeds each prompt comes first about equally often."""
+    firsts = [PromptOrder(5, seed, True).index(0)[1] for seed in range(5000)]
+    counts = [firsts.count(index) for index in range(5)]
+    assert all(850 < count < 1150 for count in counts)  # mean 1000, standard deviation 28
+
+
+@pytest.mark.parametrize("n", [0, -1])
+def test_no_prompts_no_order(n: int) -> None:
+    with pytest.raises(ValueError, match="at least one prompt"):
+        PromptOrder(n, 0, True)
+
+
+def test_negative_position_is_refused() -> None:
+    with pytest.raises(ValueError, match="counts from 0, got -1"):
+        PromptOrder(3, 0, True).index(-1)
+
+
+KEYS = RowKeys("input", "label", "metadata", "tools")
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**80), 2**80) | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=10,
+)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("42", "42"),
+        (" 42 ", " 42 "),
+        (42, "42"),
+        (2.5, "2.5"),
+        (3.0, "3.0"),
+        (True, "true"),
+        (None, None),
+        (10**30, str(10**30)),
+        (["a", 1], '["a",1]'),
+        ({"x": None}, '{"x":null}'),
+    ],
+)
+def test_labels_become_text(value: object, text: str | None) -> None:
+    assert label_text(value) == text
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_label_that_is_no_number(value: float) -> None:
+    with pytest.raises(BadValue, match="not a number that can be compared"):
+        label_text(value)
+
+
+def test_a_full_row() -> None:
+    row = parse_row(
+        {
+            "input": [{"role": "user", "content": "hi"}],
+            "label": 4,
+            "metadata": {"rm_type": "gsm8k", "n": 1},
+            "tools": [{"type": "function"}],
+        },
+        KEYS,
+    )
+    assert row.prompt == [{"role": "user", "content": "hi"}]
+    assert (row.label, row.rm_type) == ("4", "gsm8k")
+    assert json.loads(row.metadata) == {"rm_type": "gsm8k", "n": 1}
+    assert json.loads(row.tools) == [{"type": "function"}]
+
+
+def test_json_text_is_accepted_for_metadata_and_tools() -> None:
+    row = parse_row({"input": "p", "metadata": '{"a": 1}', "tools": '[{"name": "f"}]'}, KEYS)
+    assert (json.loads(row.metadata), json.loads(row.tools)) == ({"a": 1}, [{"name": "f"}])
+
+
+def test_optional_fields_have_defaults() -> None:
+    row = parse_row({"input": "p", "metadata": None, "tools": None}, KEYS)
+    assert (row.prompt, row.label, row.metadata, row.tools) == ("p", None, "{}", "[]")
+
+
+@pytest.mark.parametrize(
+    ("row", "kind", "words"),
+    [
+        ([], "wrong type", "the row is a list, not an object"),
+        (None, "wrong type", "the row is null"),
+        ({}, "missing key", "no key 'input' .* keys here: none"),
+        ({"inputs": "p", "x": 1}, "missing key", "keys here: inputs, x; did you mean 'inputs'"),
+        ({"input": None}, "missing key", "no key 'input' \\(or it is null\\)"),
+        ({"input": 3}, "wrong type", "is a number; it must be text or a list"),
+        ({"input": " \n"}, "empty prompt", "is empty"),
+        ({"input": []}, "empty prompt", "empty list of messages"),
+        ({"input": ["hi"]}, "wrong type", "message 0 of the prompt 'input' is text"),
+        ({"input": [{"content": "x"}]}, "wrong type", "has no text 'role'"),
+        ({"input": [{"role": "user"}]}, "wrong type", "neither 'content' nor 'tool_calls'"),
+        ({"input": [{"role": "user", "content": 3}]}, "wrong type", "has a number as 'content'"),
+        ({"input": "p", "metadata": [1]}, "wrong type", "metadata 'metadata' is a list"),
+        ({"input": "p", "metadata": "{"}, "wrong type", "text that is not JSON"),
+        ({"input": "p", "metadata": {"rm_type": 3}}, "wrong type", "rm_type is a number"),
+        ({"input": "p", "tools": {}}, "wrong type", "must be a list of tool schemas"),
+        ({"input": "p", "tools": ["calculator"]}, "wrong type", "tool 0 of 'tools' is text"),
+    ],
+)
+def test_what_is_said_of_a_bad_row(row: object, kind: str, words: str) -> None:
+    with pytest.raises(BadValue, match=words) as caught:
+        parse_row(row, KEYS)
+    assert caught.value.kind == kind
+
+
+def test_missing_key_of_a_table_lists_all_its_columns() -> None:
+    with pytest.raises(BadValue, match="keys here: question, answer; did you mean 'question'"):
+        parse_row({"answer": "4"}, RowKeys("questions", "answer", "m", "t"), ("question", "answer"))
+
+
+@given(row=json_values | st.fixed_dictionaries({"input": json_values, "label": json_values, "metadata": json_values}))
+def test_any_row_is_a_prompt_or_a_reason(row: object) -> None:
+    try:
+        parsed = parse_row(row, KEYS)
+    except BadValue:
+        return  # the only error that may come out
+    assert parsed.prompt
+    assert isinstance(json.loads(parsed.metadata), dict)
+    assert isinstance(json.loads(parsed.tools), list)

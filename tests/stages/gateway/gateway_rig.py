@@ -1,13 +1,13 @@
-"""The gateway before real engine servers, reached by real sampling; only what the policy writes is laid down.
+"""The gateway with simulated engines whose texts the test gives, and a chat format in tokens of the tiny checkpoints.
 
-The engine is the simulated one with a writer whose texts a test gives; log-probs tell which token of which answer they
-are of. Everything is in one process and one event loop.
+The log-prob of a token tells its position. Everything runs in one process and one event loop.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Callable, Mapping
+import re
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,16 +21,65 @@ from models.engines.protocol import FinishReason
 from models.engines.simulated.writer import Writer
 from models.tiny import build_tokenizer
 from stages.agents.environment import Endpoint
-from stages.chat.messages import ChatFormat
+from stages.chat.messages import ChatFormat, Message, Reply, ToolCall, ToolSchema
 from stages.gateway.answers import Answers, OpenSession
 from stages.gateway.server import DEFAULT_LIMITS, Gateway, Limits
 from stages.gateway.sessions import Session
 from stages.messages import Sample
 from stages.rollouts import new_sample, rollout_fault
 from stages.sampling.rollout_requests import Requests
-from tests.stages.engine_rig import World, core_of, generating, simulated
-from tests.stages.gateway.toy_chat import END, VOCABULARY, ToyChat
+from tests.stages.engine_rig import World, core_of, simulated, started
 from tests.stages.stage_rig import make_group
+
+BEGIN, END, VOCABULARY = 257, 258, 264
+_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+_THOUGHT = re.compile(r"\A<think>(.*?)</think>", re.DOTALL)
+
+
+class ToyChat:
+    """As the checkpoints' chat template has it; `<think>` and `<tool_call>` mark thoughts and calls."""
+
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = (END,)
+
+    def __init__(self) -> None:
+        self.tokenised: list[Message] = []  # all that was ever made tokens of
+
+    def start(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> list[int]:
+        offered = [BEGIN, *b"tools\n", *json.dumps(list(tools)).encode(), END] if tools else []
+        return [*offered, *self._written(messages)]
+
+    def append(self, ids: Sequence[int], messages: Sequence[Message], tools: Sequence[ToolSchema]) -> list[int]:
+        return [*([] if ids[-1] == END else [END]), *self._written(messages)]
+
+    def reply(self, ids: Sequence[int], tools: Sequence[ToolSchema]) -> Reply:
+        text = bytes(i for i in ids if i < 256).decode(errors="replace")
+        thought = _THOUGHT.match(text)
+        text = text[thought.end() :] if thought else text
+        calls = []
+        for found in _CALL.findall(text):
+            try:
+                call = json.loads(found)
+                calls.append(ToolCall(call["name"], call["arguments"]))
+            except (ValueError, KeyError, TypeError):
+                return Reply(Message("assistant", text), "the call is not valid JSON")
+        content = _CALL.sub("", text) if calls else text
+        return Reply(Message("assistant", content, thought[1] if thought else "", tuple(calls)))
+
+    def _written(self, messages: Sequence[Message]) -> list[int]:
+        self.tokenised += messages
+        ids: list[int] = []
+        for message in messages:
+            ids += [BEGIN, *message.role.encode(), *b"\n", *written_message(message).encode(), END]
+        return [*ids, BEGIN, *b"assistant\n"]
+
+
+def written_message(message: Message) -> str:
+    """A message as the model would write it."""
+    thought = f"<think>{message.reasoning_content}</think>" if message.reasoning_content else ""
+    calls = [json.dumps({"name": call.name, "arguments": call.arguments}) for call in message.tool_calls]
+    return thought + message.content + "".join(f"<tool_call>{call}</tool_call>" for call in calls)
+
 
 Script = Callable[[str], str]
 
@@ -132,8 +181,7 @@ async def scripted(
     engine = simulated(step_ms)
     engine = msgspec.structs.replace(engine, simulated=msgspec.structs.replace(engine.simulated, vocab_size=VOCABULARY))
     rollout = {"rollout_max_response_len": 2048, "max_turns": 1000, **sections.pop("rollout", {})}
-    async with generating(tmp_path, engine=engine, rollout=rollout, **sections) as world:
-        await world.ready()
+    async with started(tmp_path, engine=engine, rollout=rollout, **sections) as world:
         writer = ScriptedWriter(script)
         core_of(world.engines[0]).schedule._writer = writer
         yield world, writer
@@ -168,9 +216,7 @@ async def opened(
             **(answers or {}),
         )
         place = OpenSession(
-            make_group(0, 4, **(group or {})),
-            new_sample((1,), 2),
-            Session(chat, 2, ignore_reasoning=ignore_reasoning),
+            make_group(0, 4, **(group or {})), new_sample((1,), 2), Session(chat, 2, ignore_reasoning=ignore_reasoning)
         )
         async with Gateway(answering, limits=limits) as gateway:
             with gateway.session(place) as key:

@@ -1,8 +1,10 @@
-"""Agents in the agents stage: from the prompt, through their own requests, to a rollout with a reward."""
+"""Agents from the prompt to a reward: in the agents stage, and as command-line programs."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -11,15 +13,89 @@ from typing import Any
 import msgspec
 import pytest
 
+from stages.agents.environment import Task
+from stages.agents.packs.command import Command, filled
 from stages.agents.stage import AgentsStage
 from stages.base import GenerateOptions
+from stages.chat.messages import Message
 from stages.messages import RolloutSlice, Sample
 from stages.rollouts import rollout_fault, trained_masks
 from tests.agent_clients import interpreter
 from tests.stages.engine_rig import World
-from tests.stages.gateway.gateway_rig import ScriptedWriter, scripted
-from tests.stages.gateway.toy_chat import VOCABULARY
+from tests.stages.gateway.gateway_rig import VOCABULARY, ScriptedWriter, opened, scripted
 from tests.stages.stage_rig import make_context, make_group, running, until
+
+TASK = Task(messages=(Message("system", "s"), Message("user", "2 + {model}?")))
+ASKS = """
+import json, os, sys, urllib.request
+body = {"model": os.environ["OPENAI_MODEL"], "messages": [{"role": "user", "content": sys.argv[1]}]}
+request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", json.dumps(body).encode(),
+    {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"})
+print(json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"])
+"""
+LOOKS = f"""
+import os, sys
+assert os.getcwd() == os.environ["HOME"] + "/work" and os.listdir() == [], os.getcwd()
+assert open(os.environ["HOME"] + "/.agent/config").read() == "policy {{x}}"
+assert "SECRET" not in os.environ and os.environ["EXTRA"] == "policy", dict(os.environ)
+{ASKS}
+"""
+LEAVES = """
+import os, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+open(sys.argv[1], "w").write(str(child.pid))
+if sys.argv[2] == "stay":
+    time.sleep(600)
+"""
+
+
+async def test_a_program_asks_the_policy_and_sees_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET", "1")
+    async with opened(tmp_path, lambda prompt: "four") as rig:
+        command = Command(
+            [sys.executable, "-c", LOOKS, "{prompt}"], env={"EXTRA": "{model}"}, files={".agent/config": "{model} {x}"}
+        )
+        outcome = await command.run(TASK, rig.endpoint)
+        assert (outcome.reward, outcome.metrics["status"], outcome.metrics["late"]) == (None, 0.0, 0.0)
+        [sample] = rig.samples()
+        assert sample.response == "four"
+        assert b"2 + {model}?" in bytes(i for i in sample.token_ids.tolist() if i < 256), "a prompt is no template"
+
+
+@pytest.mark.parametrize("how", ["leave", "stay"])
+async def test_what_a_program_started_ends_with_its_episode(how: str, tmp_path: Path) -> None:
+    async with opened(tmp_path, lambda prompt: "four") as rig:
+        told = tmp_path / "pid"
+        command = Command([sys.executable, "-c", LEAVES, str(told), how])
+        if how == "leave":  # its child has inherited its output, and must not hold us up
+            await command.run(TASK, rig.endpoint)
+        else:
+            async with asyncio.TaskGroup() as tasks:
+                episode = tasks.create_task(command.run(TASK, rig.endpoint))
+                await until(lambda: told.exists() and bool(told.read_text()))
+                episode.cancel()
+        pid = int(told.read_text())
+        await until(lambda: not os.path.exists(f"/proc/{pid}"))
+
+
+async def test_a_program_that_takes_too_long_is_ended_and_graded_as_it_is(tmp_path: Path) -> None:
+    async with opened(tmp_path, lambda prompt: "four") as rig:
+        outcome = await Command(["sleep", "600"], deadline_s=0.1).run(TASK, rig.endpoint)
+        assert (outcome.reward, outcome.metrics["late"]) == (None, 1.0)
+
+
+async def test_a_program_that_fails_says_why(tmp_path: Path) -> None:
+    async with opened(tmp_path, lambda prompt: "four") as rig:
+        with pytest.raises(RuntimeError, match="status 3; its last output: no luck"):
+            await Command([sys.executable, "-c", "print('no luck'); exit(3)"]).run(TASK, rig.endpoint)
+        with pytest.raises(RuntimeError, match="no-such-program: No such file or directory; is it installed"):
+            await Command(["no-such-program"]).run(TASK, rig.endpoint)
+        await Command([sys.executable, "-c", "exit(3)"], check=False).run(TASK, rig.endpoint)
+
+
+def test_templates_are_filled_in_one_pass() -> None:
+    assert filled("{a}{b} {c} {{a}}", {"a": "{b}", "b": "2"}) == "{b}2 {c} {{b}}"
+
 
 PLAIN = "tests.stages.gateway.plain_agents"
 

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.stages.gateway.gateway_rig import Rig, log_prob, opened
-from tests.stages.gateway.toy_chat import BEGIN, END
+from tests.stages.gateway.gateway_rig import BEGIN, END, Rig, log_prob, opened
 
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}

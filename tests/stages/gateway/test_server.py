@@ -20,8 +20,7 @@ from stages.rollouts import new_sample
 from stages.sampling.requests import SampleRequest, SampleResult
 from stages.sampling.sampler import Sampler
 from tests.stages.engine_rig import core_of
-from tests.stages.gateway.gateway_rig import Rig, opened
-from tests.stages.gateway.toy_chat import ToyChat
+from tests.stages.gateway.gateway_rig import Rig, ToyChat, opened
 from tests.stages.stage_rig import make_group, until
 
 QUESTION: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}
@@ -74,7 +73,7 @@ WRONG: list[tuple[str, Any, str]] = [
     (CHAT, {"messages": [{"role": "king", "content": "a"}]}, "role 'king'"),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "'image_url' is not supported"),
     (CHAT, {"messages": [{"role": "assistant", "content": "a"}]}, "last message is the assistant's"),
-    (CHAT, {**QUESTION, "max_tokens": 0}, "ask for at least 1"),
+    (CHAT, {**QUESTION, "max_tokens": 0}, "must be at least 1"),
     (ANTHROPIC, {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "'image' is not supported"),
     (ANTHROPIC, {"max_tokens": 5}, "missing required field `messages`"),
     (RESPONSES, {"input": "a", "previous_response_id": "resp_1"}, "previous_response_id is not supported"),

@@ -15,7 +15,7 @@ from stages.gateway.sessions import Conversation, Session, Turn
 from stages.messages import Sample, VersionRun
 from stages.rollouts import rollout_fault, trained_masks
 from stages.sampling.requests import SampleResult
-from tests.stages.gateway.toy_chat import BEGIN, END, ToyChat
+from tests.stages.gateway.gateway_rig import BEGIN, END, ToyChat
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {}}}
 USER, SYSTEM = Message("user", "one"), Message("system", "be brief")

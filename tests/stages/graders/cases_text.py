@@ -292,16 +292,3 @@ IFEVAL: list[tuple[str, dict[str, Any], str, int, str]] = [
 ]
 
 # (response, label, strict, flexible, why)
-GOLDEN_GSM8K: list[tuple[str, str, int, int, str]] = [
-    ("so it is #### 72", "72", 1, 1, "the plain case"),
-    ("#### 1,000", "1000", 1, 1, "a thousands comma"),
-    ("#### $18", "18", 1, 1, "a dollar sign"),
-    ("The answer is 72.", "72", 0, 1, "no mark"),
-    ("72 apples, 3 left", "3", 0, 1, "the last number"),
-    ("#### 72.0", "72", 1, 1, "compared as decimals"),
-    ("####72", "72", 1, 1, "no space behind the mark"),
-    ("#### 7 then #### 8", "8", 1, 1, "the last mark"),
-    ("#### 1e3", "1000", 0, 0, "no exponents"),
-    ("5 x 3 = 15", "ans #### 15", 0, 1, "the label is marked"),
-    ("#### 72" + " " * 300, "72", 0, 0, "beyond the last 300 characters"),
-]

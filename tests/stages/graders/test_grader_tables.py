@@ -1,9 +1,18 @@
-"""The tables of cases, grader by grader; each row says in words what it shows."""
+"""The tables of cases, grader by grader, each row with its reason; the worked lines of docs/rewards.md; `ifbench`."""
 
 from __future__ import annotations
 
+import asyncio
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
 import pytest
 
+from stages.graders.grade import Grade, GradeRequest, UnknownGraderError
+from stages.graders.registry import GRADERS, grade_request
+from stages.graders.text.ifeval import _checkers, prepare_ifbench
 from tests.stages.graders import cases_math, cases_text
 from tests.stages.graders.grading_rig import grade
 
@@ -180,13 +189,6 @@ def test_ifeval_names_what_is_wrong_with_the_row(metadata: dict[str, object], wo
         assert words in (found.error or "")
 
 
-@pytest.mark.parametrize("row", cases_text.GOLDEN_GSM8K)
-def test_gsm8k(row: tuple[str, str, int, int, str]) -> None:
-    response, label, strict, flexible, why = row
-    assert grade("gsm8k", response, label).score == strict, why
-    assert grade("gsm8k_flex", response, label).score == flexible, why
-
-
 def test_there_are_enough_cases_and_each_has_a_reason() -> None:
     tables = [
         value for module in (cases_math, cases_text) for value in vars(module).values() if isinstance(value, list)
@@ -194,3 +196,98 @@ def test_there_are_enough_cases_and_each_has_a_reason() -> None:
     rows = [row for table in tables for row in table if isinstance(row, tuple)]
     assert len(rows) > 250
     assert [row for row in rows if not isinstance(row[-1], str) or len(row[-1]) < 6] == []
+
+
+PAGE = (Path(__file__).resolve().parents[3] / "docs" / "rewards.md").read_text()
+SECTION = PAGE.partition("### One worked line each\n")[2].partition("\n## ")[0]
+LINES = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in SECTION.splitlines() if line[:3] == "| `"]
+
+
+def plain(cell: str) -> str:
+    return cell.strip("`") if cell.startswith("`") else cell
+
+
+@pytest.mark.parametrize(("name", "response", "given", "score"), LINES)
+def test_worked_lines(name: str, response: str, given: str, score: str) -> None:
+    reference = plain(given)
+    tokens = re.fullmatch(r"(\d+) tokens", response)
+    request = GradeRequest(
+        plain(name),
+        plain(response),
+        None if reference.startswith('{"') else reference,
+        reference if reference.startswith('{"') else "{}",
+        n_tokens=int(tokens[1]) if tokens else 0,
+    )
+    found = grade_request(request)
+    assert found.error is None
+    assert found.score == pytest.approx(float(score.strip(" |")))
+
+
+def test_the_examples_run() -> None:
+    scope: dict[str, Any] = {}
+    for block in re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL):
+        exec(block, scope)
+    assert asyncio.run(scope["fresh"]("7", "7", {}, "3 + 4 = ")) == 1.0
+    assert scope["score"](" 7", "7", {}) == {"score": 1.0, "is_correct": True, "digits": 1}
+    assert scope["rank"](["long one", "x", "xy"], None, {}) == [1.0, 0.0, 0.5]
+
+
+def test_every_grader_of_the_table_is_documented() -> None:
+    overview = PAGE.partition("### One worked line each")[0]
+    missing = [name for name in GRADERS if not re.search(rf"`{name}[`:]", overview)]
+    assert not missing
+
+
+def test_every_grader_that_judges_text_has_a_worked_line() -> None:
+    shown = {plain(line[0]).partition(":")[0] for line in LINES}
+    elsewhere = {"auto", "boxed", "remote", "judge", "random", "constant", "sleep", "crash"}
+    assert set(GRADERS) - shown - elsewhere == set()
+
+
+# (instruction, arguments, response, holds); of rules that need no data of NLTK
+CASES: list[tuple[str, dict[str, Any], str, int]] = [
+    ("format:no_whitespace", {}, "abc", 1),
+    ("format:no_whitespace", {}, "a b", 0),
+    ("no_whitespace", {"N": None}, "<think>a b</think>c", 1),
+    ("count:word_count_range", {"min_words": 2, "max_words": 3}, "one two", 1),
+    ("count:word_count_range", {"min_words": 2, "max_words": 3}, "one", 0),
+    ("count:numbers", {"N": 2}, "1 and 2", 1),
+    ("count:numbers", {"N": 2}, "1", 0),
+    ("format:parentheses", {}, "(((((a)))))", 1),
+    ("format:parentheses", {}, "(a)", 0),
+    ("words:palindrome", {}, "level", 0),
+    ("format:newline", {}, "a\nb\nc", 1),
+    ("format:newline", {}, "a b", 0),
+    ("custom:reverse_newline", {}, "", 0),
+]
+
+
+def row(instruction: str, arguments: dict[str, Any]) -> dict[str, object]:
+    return {"instruction_id_list": [instruction], "kwargs": [arguments]}
+
+
+@pytest.mark.slow
+def test_rows_reach_the_published_checkers() -> None:
+    """One test: importing them takes seconds."""
+    for instruction, arguments, response, holds in CASES:
+        found = grade("ifbench", response, None, row(instruction, arguments))
+        assert found == Grade(float(holds), holds == 1, {"followed": float(holds)}), (instruction, response)
+    both: dict[str, object] = {"instruction_id_list": ["no_whitespace", "count:numbers"], "kwargs": [{}, {"N": 2}]}
+    assert grade("ifbench", "a1", None, both).parts == {"followed": 0.5}
+    for metadata, words in (
+        (row("count:numbers", {}), "count:numbers needs N in its kwargs"),
+        (row("count:numbrs", {}), "ifbench has no instruction 'count:numbrs'; did you mean 'count:numbers'"),
+        ({}, "ifbench needs 'instruction_id_list'"),
+    ):
+        assert words in (grade("ifbench", "a", None, metadata).error or "")
+    assert len(_checkers()) == 58
+
+
+def test_the_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for cached in (_checkers, prepare_ifbench):
+        cached.cache_clear()
+    for module in ("if_verifiable", "if_verifiable.ifbench.instructions_registry"):
+        monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(UnknownGraderError, match=r"needs the package if-verifiable .*install it with pip"):
+        prepare_ifbench()
+    assert "needs the package if-verifiable" in (grade("ifbench", "a", None, row("no_whitespace", {})).error or "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 
 import msgspec
 import pytest
@@ -13,13 +14,14 @@ from hypothesis import strategies as st
 from stages.graders.grade import Grade, GradeRequest, UnknownGraderError
 from stages.graders.math.answer import find_answer, plain_form
 from stages.graders.math.guards import MAX_DEPTH, refusal_of
-from stages.graders.registry import GRADERS, find_grader
+from stages.graders.registry import GRADERS, find_grader, grade_request
 from tests.stages.graders.grading_rig import CountingPool, grade
 
 ARGUMENTS = {"length": "length:10", "constant": "constant:0", "sleep": "sleep:0", "crash": "crash:0"}
 GIVEN = {"format": ("format:.*a.*",)}
 NEIGHBOUR = GradeRequest("exact", "5", "5")
-DEADLINE_S = 10.0  # far above what any of them needs, and below what anything quadratic does
+DEADLINE_S = 10.0  # far above the time of any grader, and below the time of anything quadratic
+IN_STAGE_S = 2.0  # of processor time, likewise
 
 METADATA = json.dumps(
     {
@@ -116,6 +118,13 @@ WHOLE = {
     "letters and points": "a." * 150_000,
     "articles": "a the " * 100_000,
     # A run of one sign and then something else: what patterns that try every start twice are slow on.
+    "a large exponent": "#### 1e999999999",
+    "a surrogate in a number": "#### \ud8005",
+    "marks without spaces": "####" * 50_000 + "1",
+    "a number as long as the tail": "0" * 299 + "5",
+    "points and digits": "1." * 150,
+    "digits behind a mark": "#### " + "1" * 300_000,
+    "alternating signs": "$-" * 100_000,
     **{f"a run of {sign!r}": sign * 200_000 + "x" for sign in ".!?*_#$-,;:'`~<>[]{}()|^/&%@ \n"},
 }
 
@@ -169,6 +178,19 @@ def check(request: GradeRequest, found: Grade) -> None:
     msgspec.json.encode(found)
     if request == NEIGHBOUR:
         assert (found.score, found.error) == (1.0, None), about
+
+
+@pytest.mark.parametrize("name", [name for name in names() if find_grader(name).in_stage])
+def test_graders_that_run_in_the_stage_are_quick(name: str) -> None:
+    """They have neither a deadline nor a process: a response that is slow to grade would stop the whole stage."""
+    many = json.dumps(["a b", "the a", "5"] * 300)
+    for response in (*map(wrapped, CONTENTS.values()), *WHOLE.values()):
+        response = response[:200_000]
+        for label in ("5", many, response[:5_000]):
+            began = time.process_time()
+            found = grade_request(GradeRequest(name, response, label, METADATA, 3, 7))
+            assert time.process_time() - began < IN_STAGE_S, (name, response[:60], label[:60])
+            check(GradeRequest(name, response), found)
 
 
 @pytest.mark.slow

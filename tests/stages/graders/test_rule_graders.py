@@ -1,4 +1,4 @@
-"""Rule graders: golden tables, hostile input, names and arguments."""
+"""Rule graders: golden tables, names and arguments."""
 
 from __future__ import annotations
 
@@ -82,38 +82,13 @@ def test_gsm8k_refuses_a_label_without_a_number(label: str) -> None:
     assert "holds no number; gsm8k needs '#### number'" in (found.error or "")
 
 
-BOXED = [
-    (r"\boxed{42}", "42", 1),
+BOXED = [  # more rows are in cases_math.py: `boxed` is `math_strict`
     (r"\boxed{ 42 }", " 42", 1),
-    (r"\boxed{0.75}", r"\frac{3}{4}", 0),
-    (r"\boxed{\frac{6}{8}}", r"\frac{3}{4}", 0),
-    (r"\boxed{\dfrac{1}{2}}", r"\frac12", 0),
-    (r"\boxed{1,234}", "1234", 0),
-    (r"\boxed{3.0}", "3", 0),
-    (r"\boxed{x=7}", "7", 0),
-    (r"\boxed{[1,3]}", "(1,3)", 0),
-    (r"\boxed{3,1}", "1,3", 0),
-    (r"\boxed{\{1,2\}}", r"\{2,1\}", 0),
     (r"\boxed{\{1,2\}}", r"\{1,2\}", 1),
-    (r"\boxed{50\%}", "50", 0),
-    (r"\boxed{1} or \boxed{2}", "2", 1),
     (r"\boxed{1} or \boxed{2}", "1", 0),
-    ("The answer is 42.", "42", 0),
-    (r"\boxed{42", "42", 0),
-    (r"\boxed{1} and then \boxed{42", "1", 0),
-    (r"\boxed{}", "42", 0),
-    (r"\fbox{5}", "5", 1),
-    (r"\boxed{0.3333}", r"\frac{1}{3}", 0),
-    ("\\boxed{\uff15}", "5", 0),
-    ("\\boxed{\u22123}", "-3", 0),
-    (r"\boxed{\text{Yes}}", "yes", 0),
     (r"\boxed 7$ done", "7", 1),
     (r"\boxed {8}", "8", 1),
-    (r"\boxedfoo{9}", "9", 0),
-    (r"\boxed{a\}b}", r"a\}b", 1),
     (r"\boxed{42}", r"\boxed{42}", 1),
-    (r"\boxed{10^{10^{10}}}", r"10^{10^{10}}", 1),
-    (r"\boxed{nan}", "nan", 1),
     ("\\boxed", "42", 0),
 ]
 
@@ -208,7 +183,7 @@ def test_sleep_scores_like_random_and_says_how_long() -> None:
 def test_crash_outside_of_a_worker_is_an_error() -> None:
     found = grade("crash", "x", None)
     assert found.status == "error"
-    assert "kills worker processes only" in (found.error or "")
+    assert "kills grader processes only" in (found.error or "")
     assert grade("crash:0", "x", None).error is None
 
 
@@ -255,48 +230,6 @@ def test_no_label_is_a_data_error_and_never_correct(name: str, label: str | None
     found = grade(name, "", label)
     assert (found.score, found.is_correct, found.status) == (0.0, None, "error")
     assert "has no label" in (found.error or "")
-
-
-HOSTILE = [
-    "",
-    " \n\t ",
-    "9^{9^{9^9}}",
-    "\\boxed{" * 5000,
-    "(" * 100_000,
-    "{" * 100_000 + "}" * 100_000,
-    "\\boxed{" + "{" * 2000 + "}" * 2000 + "}",
-    "a" * 300_000,
-    "1" * 300_000,
-    "1," * 100_000,
-    "-" * 100_000,
-    "$-" * 100_000,
-    "#### " * 50_000,
-    "####" * 50_000 + "1",
-    "Answer: 5\n" * 10_000,
-    "\\" * 100_001,
-    "\\boxed " + " " * 100_000,
-    "1e999999999",
-    "#### 1e999999999",
-    "nan",
-    "inf",
-    "__import__('os').system('true')",
-    "((((a+)+)+)+" * 1000,
-    "\x00\ud800\u202e🙂e\u0301" * 100,
-    "#### \ud8005",
-    "0" * 299 + "5",
-    "." * 300,
-    "1." * 150,
-]
-
-
-@pytest.mark.parametrize("name", TEXT_GRADERS)
-def test_hostile_responses_have_a_defined_score(name: str) -> None:
-    for hostile in HOSTILE:
-        for label in ("5", "#### 5", hostile):
-            found = grade(name, hostile, label)
-            assert found.score in (0.0, 1.0)
-            assert len(found.extracted or "") <= 1024
-            msgspec.msgpack.encode(found)  # fails on lone surrogates
 
 
 @pytest.mark.parametrize("name", TEXT_GRADERS)

@@ -15,7 +15,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from episodes import Episode
 
 from stages.agents.environment import Environment, InfrastructureError, Step
 from stages.agents.packs import python_tool
@@ -23,6 +22,7 @@ from stages.agents.packs.python_tool import Interpreters, PythonTool
 from stages.chat.messages import ToolCall
 from stages.graders.grade import GradeRequest
 from stages.graders.math.final_line import grade_gsm8k_flex
+from tests.stages.agents.play import Episode
 
 ROOT = Path(__file__).resolve().parents[3]
 TIMELESS = 60.0  # a deadline that a loaded machine does not meet either

@@ -6,7 +6,7 @@ import asyncio
 import json
 import math
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
@@ -21,10 +21,9 @@ from configs.schema.reward import RewardConfig
 from stages.graders.grade import Grade
 from stages.reward import remote as remote_module
 from stages.reward.remote import MAX_ANSWER_BYTES, MAX_WAIT_S, MAX_WAITS, Question, RemoteReward, retry_after
-from tests.served_app import served_app
+from tests.stages.reward.answer_server import Answer, AnswerServer, answering
 
 ASKED = Question("3/1", "What is 1+1?", "2", "2", '{"level": 5}')
-Answer = web.Response | Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def says(body: object, status: int = 200, **headers: str) -> web.Response:
@@ -32,35 +31,10 @@ def says(body: object, status: int = 200, **headers: str) -> web.Response:
     return web.Response(text=text, status=status, headers=headers)
 
 
-class Server:
-    """Answers in the given order, the last one for ever; keeps what it was asked."""
-
-    def __init__(self, answers: Sequence[Answer]) -> None:
-        self.answers = list(answers)
-        self.bodies: list[Any] = []
-        self.keys: list[str] = []
-        self.open = self.most_open = 0
-
-    async def handle(self, request: web.Request) -> web.StreamResponse:
-        self.open += 1
-        self.most_open = max(self.most_open, self.open)
-        try:
-            self.bodies.append(await request.json())
-            self.keys.append(request.headers["Idempotency-Key"])
-            answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
-            if isinstance(answer, web.Response):
-                return web.Response(body=answer.body, status=answer.status, headers=answer.headers)
-            return await answer(request)
-        finally:
-            self.open -= 1
-
-
 @asynccontextmanager
-async def serving(*answers: Answer, **options: Any) -> AsyncIterator[tuple[RemoteReward, Server, list[float]]]:
+async def serving(*answers: Answer, **options: Any) -> AsyncIterator[tuple[RemoteReward, AnswerServer, list[float]]]:
     """A client, its server and the pauses that the client made."""
-    server, pauses = Server(answers), []
-    application = web.Application(client_max_size=1 << 30)
-    application.router.add_post("/rm", server.handle)
+    pauses: list[float] = []
 
     async def sleep(seconds: float) -> None:
         pauses.append(seconds)
@@ -68,7 +42,7 @@ async def serving(*answers: Answer, **options: Any) -> AsyncIterator[tuple[Remot
 
     settings: dict[str, Any] = {"rm_concurrency": 4, "rm_timeout_s": 20.0, "rm_retries": 3, **options}
     key = settings.pop("reward_key", None)
-    async with served_app(application, shutdown_timeout=0.1) as url:
+    async with answering("/rm", *answers) as (url, server):
         reward = RewardConfig(rm_url=f"{url}/rm", **settings)
         client = RemoteReward(reward, key, sleep=sleep, jitter=lambda: 0.5)
         try:

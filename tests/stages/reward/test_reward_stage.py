@@ -13,7 +13,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from aiohttp import web
 
 from stages.base import Activity
 from stages.graders.grade import UnknownGraderError
@@ -22,7 +21,7 @@ from stages.messages import RolloutSlice
 from stages.reward.observed import GradeCache, Observed, percentile
 from stages.reward.stage import Grading, RewardStage, is_whole
 from stages.topic_values import EngineAddress, EngineEntry
-from tests.served_app import served_app
+from tests.stages.reward.answer_server import answering
 from tests.stages.stage_rig import make_config, make_context, make_sample, make_slice, open_rig, running, take
 
 GRADE = "tests.stages.custom_parts:grade"
@@ -384,31 +383,16 @@ def test_when_a_group_is_whole() -> None:
     assert is_whole(make_slice(0, first, second, two, n_samples=2))
 
 
-@asynccontextmanager
-async def answering(path: str, answer: Any) -> AsyncIterator[tuple[str, list[Any]]]:
-    """A server that says the same to every question, and what it was asked."""
-    asked: list[Any] = []
-
-    async def handle(request: web.Request) -> web.Response:
-        asked.append(await request.json())
-        return web.json_response(answer)
-
-    application = web.Application()
-    application.router.add_post(path, handle)
-    async with served_app(application, shutdown_timeout=0.1) as url:
-        yield url, asked
-
-
 async def test_a_reward_model_is_asked_by_the_stage_without_a_process() -> None:
-    async with answering("/rm", {"score": 0.5, "helpful": 3}) as (url, asked):
+    async with answering("/rm", {"score": 0.5, "helpful": 3}) as (url, server):
         async with grading(rm_type="remote", rm_url=url + "/rm") as (stage, send):
             found = (await send(said(4, "a", "b", label="7", metadata='{"level":2}')))[4].samples
             assert [s.reward for s in found] == [0.5, 0.5]
             assert found[0].reward_parts == {"helpful": 3.0}
             assert not stage._grading._pool._idle
-        assert sorted(question["sample_id"] for question in asked) == ["4/0", "4/1"]
-        assert asked[0]["prompt"] == "?"
-        assert asked[0]["metadata"] == {"level": 2}
+        assert sorted(question["sample_id"] for question in server.bodies) == ["4/0", "4/1"]
+        assert server.bodies[0]["prompt"] == "?"
+        assert server.bodies[0]["metadata"] == {"level": 2}
 
 
 async def test_components_may_be_asked_at_several_places() -> None:
@@ -431,7 +415,7 @@ async def test_grader_processes_that_cannot_start_are_said_in_words(monkeypatch:
 
 async def test_a_judge_is_found_through_the_topic() -> None:
     answer = {"text": "fine\nScore: 0.25", "meta_info": {"id": "1", "finish_reason": {"type": "stop"}}}
-    async with answering("/generate", answer) as (url, asked):
+    async with answering("/generate", answer) as (url, server):
         topic = {
             "engine/strict": msgspec.msgpack.encode(EngineAddress("strict", url, 0, "strict")),
             "directory/strict": msgspec.msgpack.encode(EngineEntry("strict", url, 0, "strict", state="serving")),
@@ -440,7 +424,7 @@ async def test_a_judge_is_found_through_the_topic() -> None:
         async with grading(sections, topic, rm_type="judge", judge_engine="strict") as (_, send):
             (sample,) = (await send(said(0, "Score: 1")))[0].samples
             assert sample.reward == 0.25
-        assert "Score: 1" in asked[0]["text"]
+        assert "Score: 1" in server.bodies[0]["text"]
 
 
 async def test_graders_outside_without_an_address_fail_in_words() -> None:

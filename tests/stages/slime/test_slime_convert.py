@@ -137,7 +137,7 @@ def test_arguments_have_the_names_of_the_flags() -> None:
     assert getattr(args, "no_such", "default") == "default"
     with pytest.raises(AttributeError, match=r"args has no 'no_such'.*custom_generate\.md"):
         _ = args.no_such
-    one = args.asking("http://127.0.0.1:4000", "key")
+    one = args.with_router("http://127.0.0.1:4000", "key")
     assert f"http://{one.sglang_router_ip}:{one.sglang_router_port}/generate" == "http://key@127.0.0.1:4000/generate"
     assert args.sglang_router_ip is None, "every call has an address of its own"
 

@@ -1,4 +1,4 @@
-"""Rollouts of several sequences and episodes that end: from loop stages through grading and grouping to the trainer."""
+"""Rollouts of several sequences, from the loop stages to the trainer, and the common prefixes of their sequences."""
 
 from __future__ import annotations
 
@@ -10,12 +10,16 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+import stages.prefix_tree
 from configs.schema import EngineConfig
 from models.tiny import make_tiny_checkpoint
 from stages.group.stage import GroupStage
 from stages.messages import Int32Array as Ids
 from stages.messages import Prefix, RolloutSlice, Sample, Settled, TurnReward, wire
+from stages.prefix_tree import PrefixTree
 from stages.reward.stage import RewardStage
 from stages.rollouts import (
     append_untrained,
@@ -31,6 +35,7 @@ from stages.train.batch import Batch, slice_sequences
 from tests.models.train.small_trainer import make_backend, train_step
 from tests.stages.custom_parts import SHARED, Agents, Game
 from tests.stages.engine_rig import LENGTH, generating, record_exchanges, tensors_of
+from tests.stages.group_rig import Desk, settled
 from tests.stages.stage_rig import (
     REPORT,
     make_config,
@@ -264,15 +269,12 @@ async def test_a_rollout_that_contradicts_itself_fails_its_group(changes: dict[s
     assert rollout_fault(branched()[1:]) == "it has sequences [1] of 2; each must be there once"
 
 
-async def test_the_group_stage_says_why(tmp_path: Path) -> None:
-    from tests.stages.test_group_stage import desk, settled
-
-    async with desk() as one:
-        await one.send(make_slice(0, *branched(prefix=Prefix(0, 6)), make_sample(1, reward=0.0), n_samples=2))
-        report = await settled(one)
-        assert isinstance(report, Settled)
-        assert report.outcome == "failed"
-        assert report.detail == "sample 0: the first 6 tokens of sequence 1 are not those of sequence 0, its prefix"
+async def test_the_group_stage_says_why(desk: Desk) -> None:
+    await desk.send(make_slice(0, *branched(prefix=Prefix(0, 6)), make_sample(1, reward=0.0), n_samples=2))
+    report = await settled(desk)
+    assert isinstance(report, Settled)
+    assert report.outcome == "failed"
+    assert report.detail == "sample 0: the first 6 tokens of sequence 1 are not those of sequence 0, its prefix"
 
 
 def test_equal_batches_have_equal_hashes_and_a_prefix_counts() -> None:
@@ -298,3 +300,49 @@ def test_what_is_cut_keeps_its_prompt(length: int, left: list[int]) -> None:
     assert sample.length == sum(left)
     assert sample.fault() is None
     assert branch(whole, length).prefix == Prefix(0, sample.length)
+
+
+SEQUENCES = st.lists(st.lists(st.integers(0, 2), max_size=8), max_size=12)
+
+
+def common(one: list[int], other: list[int]) -> int:
+    return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+@given(SEQUENCES, st.lists(st.integers(0, 2), max_size=10), st.booleans())
+def test_the_longest_common_beginning_and_of_several_the_first(
+    known: list[list[int]], asked: list[int], columns: bool
+) -> None:
+    def array(ids: list[int]) -> np.ndarray:
+        return np.array([(i % 2, i // 2) for i in ids]).reshape(-1, 2) if columns else np.array(ids, np.int32)
+
+    tree = PrefixTree()
+    for number, ids in enumerate(known):
+        tree.add(array(ids), number)
+    lengths = [common(ids, asked) for ids in known]
+    best = max(lengths, default=0)
+    assert tree.longest(array(asked)) == ((lengths.index(best), best) if best else (-1, 0))
+
+
+@pytest.mark.parametrize("part", ["one grows", "all branch off"])
+def test_each_token_is_compared_twice_at_the_most(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """200 turns, as a function returns them that gives out one sample for each."""
+    turns, tokens = 200, 10
+    whole = np.arange(turns * tokens)
+    rows = [whole[: (n + 1) * tokens].copy() for n in range(turns)]
+    if part == "all branch off":
+        for n, row in enumerate(rows):
+            row[-1] = -1 - n
+    compared, alike = [0], stages.prefix_tree._alike
+
+    def counted(first: np.ndarray, second: np.ndarray) -> int:
+        compared[0] += min(len(first), len(second))
+        return alike(first, second)
+
+    monkeypatch.setattr(stages.prefix_tree, "_alike", counted)
+    tree = PrefixTree()
+    for number, row in enumerate(rows):
+        tree.longest(row)
+        tree.add(row, number)
+    looks = 2  # to look for it, and to add it
+    assert compared[0] <= looks * 2 * sum(map(len, rows))

@@ -1,19 +1,66 @@
-"""Samples in flight: the controller is bounded and recovers, slots keep their order and are never over-granted."""
+"""The load of engines: their idle share, and the slots for samples in flight."""
 
 from __future__ import annotations
 
 import asyncio
 
 import msgspec
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from models.engines.protocol import Load
-from stages.engines.load_watch import CALM_USAGE, CUT, HIGH_USAGE, STEPS, Limit, Reading
+from stages.engines.load_watch import CALM_USAGE, CUT, HIGH_USAGE, STEPS, IdleMeter, Limit, Reading
 from stages.messages import PromptGroup
 from stages.sampling.engine_choice import FIRST_COME, Slots
 from stages.sampling.rollout_requests import Requests
 from tests.stages.stage_rig import idle, make_config, make_group, make_sample
+
+
+def test_an_engine_that_counts_its_seconds_is_believed() -> None:
+    meter = IdleMeter(looks=3)
+    assert meter.observe_idle(10.0, 1.0, 5) is None
+    assert meter.observe_idle(12.0, 2.5, 0) == pytest.approx(0.25)
+    assert meter.observe_idle(14.0, 2.5, 9) == pytest.approx(0.625)
+    assert meter.observe_idle(16.0, 2.5, 9) == pytest.approx(1.0), "the first look is forgotten"
+
+
+def test_of_one_that_does_not_each_look_counts_for_the_time_before_it() -> None:
+    meter = IdleMeter()
+    assert [meter.observe_idle(t, 0.0, n) for t, n in ((0.0, 3), (2.0, 1), (4.0, 0), (8.0, 0))] == [
+        None,
+        0.0,
+        pytest.approx(0.5),
+        pytest.approx(0.75),
+    ]
+
+
+def test_what_was_sampled_before_the_first_second_counted_does_not_mix_with_the_account() -> None:
+    meter = IdleMeter()
+    meter.observe_idle(0.0, 0.0, 0)
+    meter.observe_idle(2.0, 0.0, 1)
+    assert meter.observe_idle(4.0, 0.5, 1) is None
+    assert meter.observe_idle(6.0, 1.5, 1) == pytest.approx(0.5)
+
+
+def test_an_engine_that_was_started_anew_begins_anew() -> None:
+    meter = IdleMeter()
+    meter.observe_idle(0.0, 100.0, 1)
+    meter.observe_idle(2.0, 102.0, 1)
+    assert meter.observe_idle(4.0, 1.0, 1) is None
+    assert meter.observe_idle(6.0, 3.0, 1) == 0.0
+    meter.forget()
+    assert meter.observe_idle(8.0, 3.0, 1) is None
+
+
+@given(st.lists(st.tuples(st.floats(0.0, 10.0), st.floats(0.0, 20.0), st.integers(0, 3)), max_size=30))
+def test_a_share_is_a_share(looks: list[tuple[float, float, int]]) -> None:
+    meter, now = IdleMeter(), 0.0
+    for step, busy, running in looks:
+        now += step
+        share = meter.observe_idle(now, busy, running)
+        assert share is None or 0.0 <= share <= 1.0
+
 
 READINGS = st.builds(
     Reading,

@@ -1,4 +1,4 @@
-"""Responses on the disk: what another process goes on from is a beginning of what was made, by weights that count."""
+"""Records of partial responses: what is restored, by itself and by a resumed generate stage."""
 
 from __future__ import annotations
 
@@ -9,19 +9,34 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from models.engines.noise import sample_seed
 from pipeline.record.episodes import forget_responses
 from stages.messages import PromptGroup, Sample, VersionRun
-from stages.records.once import groups_in
+from stages.records.once import EPISODES_DIR, groups_in
 from stages.records.responses import ResponseJournal
 from stages.rollouts import join_runs, new_sample
 from stages.sampling.requests import Finish, SampleResult
-from tests.stages.stage_rig import make_config, make_group
+from tests.stages.engine_rig import (
+    LENGTH,
+    SLOW_MS,
+    Exchange,
+    Log,
+    core_of,
+    freeze,
+    generating,
+    record_exchanges,
+    simulated,
+    started,
+    token_versions,
+)
+from tests.stages.stage_rig import make_config, make_group, response_ids, until
 
 GROUP = make_group(0, 4)
 TURN = new_sample([1, 2, 3], 0)
@@ -123,14 +138,6 @@ async def test_another_turn_is_not_restored(turn: Sample, tmp_path: Path) -> Non
     assert await restored(tmp_path, 0, 0) is not None
 
 
-async def test_another_prompt_seed_or_setting_is_not_restored(tmp_path: Path) -> None:
-    await write(journal(tmp_path, 0), response(*[0] * 5))
-    assert await restored(tmp_path, 0, 0, group=replace(GROUP, seed=1)) is None
-    assert await restored(tmp_path, 0, 0, group=replace(GROUP, prompt="!")) is None
-    assert await restored(tmp_path, 0, 0, rollout={"rollout_max_response_len": 99}) is None
-    assert await restored(tmp_path, 0, 0, rollout={"num_rollout": 99}) is not None
-
-
 async def test_short_failed_and_evaluated_responses_are_not_written(tmp_path: Path) -> None:
     written = journal(tmp_path, 0)
     await write(written, response(0, 0, 0), replace(response(*[0] * 5), finish="failed", error=ValueError()))
@@ -171,7 +178,7 @@ async def test_a_damaged_or_cut_file_counts_up_to_there_and_is_told(
             caplog.clear()
             found = await restored(tmp_path, 0, 0)
             assert found in allowed[:-1], place
-            assert "is passed over" in caplog.text or len(damaged) in (0, *_ends(whole)), place
+            assert "cannot be read" in caplog.text or len(damaged) in (0, *_ends(whole)), place
 
 
 def _ends(whole: bytes) -> Iterator[int]:
@@ -199,7 +206,7 @@ async def test_a_full_disk_is_told_once_and_what_is_written_later_counts(
     await write(written, states[0])
     with caplog.at_level(logging.WARNING), full(pieces(tmp_path)):
         await write(written, *states[1:3])
-    assert caplog.text.count("responses are not written down") == 1
+    assert caplog.text.count("responses are not recorded") == 1
     assert await restored(tmp_path, 0, 0) == kept(states[0])
     await write(written, states[3])
     assert await restored(tmp_path, 0, 0) == kept(states[3])
@@ -212,3 +219,107 @@ async def test_responses_go_when_their_group_ends(tmp_path: Path) -> None:
     (groups_in(tmp_path)["0"] / "turns-0-a.log").touch()
     forget_responses(tmp_path, [0])
     assert [path.name for path in groups_in(tmp_path)["0"].iterdir()] == ["turns-0-a.log"]
+
+
+STAGE_GROUP = make_group(0, 3)
+STREAM_EVERY = 8
+ROLLOUT = {"rollout_max_response_len": LENGTH}
+KEEPS: dict[str, Any] = {
+    "checkpoint": {"save_interval": 1, "response_journal_tokens": STREAM_EVERY},
+    "rollout": ROLLOUT,
+}
+
+
+def resumed(home: Path, life: int = 1) -> Path:
+    """The directory of the next start of the run, with what is left of the rollouts."""
+    after = home / f"life-{life}"
+    after.mkdir()
+    before = home if life == 1 else home / f"life-{life - 1}"
+    (before / EPISODES_DIR).rename(after / EPISODES_DIR)
+    return after
+
+
+async def begun(tmp_path: Path, log: Log, *, streamed: bool) -> Exchange:
+    """All members have more than one record; the stage is gone."""
+    (tmp_path / EPISODES_DIR).mkdir()
+    lives = {"options": {"lives": (0,)}}
+    async with started(tmp_path, engine=simulated(2 * SLOW_MS), streamed=streamed, **lives, **KEEPS) as world:
+        await world.ask(STAGE_GROUP)
+        await until(lambda: log and log[0].partial is not None and log[0].partial.tokens >= 3 * (2 * STREAM_EVERY + 1))
+        await freeze(world.engines[0], tokens=3)
+        await world.stage.journal.flush()
+        core = core_of(world.engines[0])
+        first = log[0]
+        assert core.schedule.running
+        for task in world.tasks:
+            task.cancel()
+        await until(lambda: first.error is not None)
+    return first
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["every so many tokens", "sglang"])
+async def test_a_resumed_run_asks_for_the_rest(streamed: bool, tmp_path: Path, log: Log) -> None:
+    first = await begun(tmp_path, log, streamed=streamed)
+    assert first.params.stream_interval == (None if streamed else STREAM_EVERY)
+    log.clear()
+    lives = {"options": {"lives": (0, 0)}}
+    async with started(resumed(tmp_path), streamed=streamed, **lives, **KEEPS) as world:
+        await world.ask(STAGE_GROUP)
+        samples = await world.whole(3)
+        assert world.stage.journal.restored_tokens == sum(sample.reused_tokens for sample in samples)
+        await world.stage.journal.flush()
+        log.clear()
+    assert len(groups_in(tmp_path / "life-1" / EPISODES_DIR)) == 1
+    for sample in samples:
+        kept = first.outputs[sample.index].output_ids[: sample.reused_tokens]
+        assert len(kept) >= 2 * STREAM_EVERY
+        assert response_ids(sample)[: len(kept)] == kept
+        assert (len(response_ids(sample)), sample.resumed, sample.status) == (LENGTH, 1, "truncated")
+        assert token_versions(sample) == [0] * LENGTH
+        assert sample.fault() is None
+    async with started(resumed(tmp_path, 2), streamed=streamed, options={"lives": (0, 0, 0)}, **KEEPS) as world:
+        await world.ask(STAGE_GROUP)
+        again = await world.whole(3)
+    assert [response_ids(sample) for sample in again] == [response_ids(sample) for sample in samples]
+    assert log == [], "they had ended, and no engine was asked"
+
+
+async def test_each_goes_on_with_its_own_seed_and_budget(tmp_path: Path, log: Log) -> None:
+    first = await begun(tmp_path, log, streamed=False)
+    log.clear()
+    async with started(resumed(tmp_path), options={"lives": (0, 0)}, **KEEPS) as world:
+        await world.ask(STAGE_GROUP)
+        samples = await world.whole(3)
+    for sample in samples:
+        prompt = [1, 2, 3, *response_ids(sample)[: sample.reused_tokens]]
+        [asked] = [exchange for exchange in log if exchange.request.prompts[0] == prompt]
+        assert asked.params.sampling_seed == sample_seed(first.params.sampling_seed or 0, sample.index)
+        assert asked.params.max_new_tokens == LENGTH - sample.reused_tokens
+
+
+@pytest.mark.parametrize(
+    ("version", "bound", "reused"),
+    [(2, 2, True), (3, 2, False), (1, 0, False)],
+    ids=["fresh enough", "too old", "synchronous"],
+)
+async def test_what_is_too_old_to_be_trained_is_made_anew(
+    version: int, bound: int, reused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await begun(tmp_path, record_exchanges(monkeypatch), streamed=False)
+    asynchrony = {"max_staleness": bound}
+    async with generating(resumed(tmp_path), options={"lives": (0, version)}, asynchrony=asynchrony, **KEEPS) as world:
+        world.weights.publish(version)
+        await world.weights.landed(version)
+        await until(lambda: world.stage.sampler.directory.published == version)
+        await world.ask(STAGE_GROUP)
+        samples = await world.whole(3)
+    assert [sample.reused_tokens > 0 for sample in samples] == [reused] * 3
+    assert {min(token_versions(sample)) for sample in samples} == {0 if reused else version}
+
+
+async def test_without_partial_rollouts_a_response_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    await begun(tmp_path, record_exchanges(monkeypatch), streamed=False)
+    never = {**KEEPS, "rollout": {**ROLLOUT, "partial_rollout": False}}
+    async with started(resumed(tmp_path), options={"lives": (0, 0)}, **never) as world:
+        await world.ask(replace(STAGE_GROUP, seed=STAGE_GROUP.seed))
+        assert {sample.reused_tokens for sample in await world.whole(3)} == {0}

@@ -1,0 +1,43 @@
+"""Set-up that many tests of the stages share: streams, an engines stage, a group stage."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from tests.stages.engine_rig import Log, record_exchanges
+from tests.stages.fleet_rig import Fleet, open_fleet
+from tests.stages.group_rig import Desk, open_desk
+from tests.stages.stage_rig import Rig, open_rig, time_limit
+
+
+@pytest.fixture
+async def rig() -> AsyncIterator[Rig]:
+    """Streams on a network in memory, and a topic."""
+    with time_limit():
+        async with open_rig() as opened:
+            yield opened
+
+
+@pytest.fixture
+async def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Fleet]:
+    """An engines stage that follows a topic, without engines yet. Tests with other settings use `open_fleet`."""
+    with time_limit():
+        async with open_fleet(tmp_path, monkeypatch) as opened:
+            yield opened
+
+
+@pytest.fixture
+async def desk() -> AsyncIterator[Desk]:
+    """A group stage with the default configuration. Tests with another use `open_desk`."""
+    with time_limit():
+        async with open_desk() as opened:
+            yield opened
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> Log:
+    """All generate requests of the test."""
+    return record_exchanges(monkeypatch)

@@ -1,0 +1,286 @@
+"""The packs with tools: functions, servers of the Model Context Protocol, and search."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from itertools import islice
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+
+from models.tiny import ARITHMETIC_CHARACTERS, make_tiny_checkpoint
+from stages.agents.environment import InfrastructureError
+from stages.agents.packs.functions import Functions
+from stages.agents.packs.mcp import Mcp
+from stages.agents.packs.search import Search, town_facts, town_names, town_questions
+from stages.tools.tool import UnknownToolError
+from tests.served_app import served_app
+from tests.stages.agents.play import Episode, playing, world
+
+TOOLS = "tests.stages.toolkit.sample_tools"
+
+
+async def test_functions_answer_in_a_conversation_until_there_is_no_call(tmp_path: Path) -> None:
+    tiny = make_tiny_checkpoint(tmp_path / "tiny", hidden_size=32, num_layers=1)
+    tools = ["calculator", f"{TOOLS}:echo", f"{TOOLS}:hang"]
+    table = world("stages.agents.packs.functions:Functions", options={"tools": tools, "deadline_s": 1.0})
+    async with playing(tiny, table) as play:
+        slice_ = await play.begin()
+        for name, argument, result in (
+            ("calculator", '"expression": "6*7"', "42"),
+            ("echo", '"text": "hi"', "hi"),
+            ("hang", '"text": "hi"', "error: no answer within 1 s"),
+        ):
+            slice_ = await play.turn(
+                slice_, f'<tool_call>{{"name": "{name}", "arguments": {{{argument}}}}}</tool_call>'
+            )
+            (sample,) = slice_.samples
+            assert sample.response.endswith(f"</tool_call>tool\n{result}assistant\n")
+        (sample,) = (await play.turn(slice_, "It is 42.")).samples
+        assert (sample.done, sample.response) == (True, "It is 42.")
+        assert (sample.metrics["env/world/tool_calls"], sample.metrics["env/world/tool_errors"]) == (3.0, 1.0)
+
+
+def test_what_is_no_tool_is_refused_before_an_episode() -> None:
+    with pytest.raises(UnknownToolError, match="did you mean 'calculator'"):
+        Functions(["calculatr"])
+
+
+pytest.importorskip("mcp", reason="mcp is not installed: pip install 'mcp>=2'")
+
+
+SERVER = str(Path(__file__).parent / "mcp_server.py")
+COMMAND = [sys.executable, SERVER]
+
+
+@asynccontextmanager
+async def episode(**options: object) -> AsyncIterator[Episode]:
+    environment = Mcp(**({"command": COMMAND} | options))  # type: ignore[arg-type]
+    played = Episode(environment)
+    try:
+        yield played
+    finally:
+        await environment.close()
+
+
+@pytest.mark.slow
+async def test_an_episode_with_a_server_of_its_own() -> None:
+    async with episode(tools=["add", "fail", "say"]) as played, episode() as other:
+        start = await played.start("Add things up.")
+        assert [tool["function"]["name"] for tool in start.tools] == ["add", "fail", "say"]  # type: ignore[index]
+        function = start.tools[0]["function"]
+        assert function["description"] == "Add to the sum, and answer with it."  # type: ignore[index]
+        assert function["parameters"]["properties"]["number"]["type"] == "integer"  # type: ignore[index]
+        await other.start("Something else.")
+        assert await played.call("add", {"number": 5}) == "5"
+        assert await played.call("add", {"number": 6}) == "11"
+        assert await other.call("add", {"number": 1}) == "1"
+        assert (await played.call("fail", {"why": "it does not work"})).startswith("error: ")
+        assert (await played.call("add", {"number": "many"})).startswith("error: ")
+        assert (await played.call("add", {})).startswith("error: ")
+        assert await played.call("say", "long") == "error: say takes a JSON object of arguments"
+        assert "characters left out" in await played.call("say", {"length": 1_000_000})
+        assert (await played.call("sleep", {"seconds": 0})).startswith("error: there is no tool 'sleep'")
+        end = await played.say("It is 11.")
+        assert (end.done, end.reward) == (True, None)
+
+
+@pytest.mark.slow
+async def test_a_server_that_is_slow_or_gone() -> None:
+    async with episode(deadline_s=0.5) as played:
+        await played.start("?")
+        assert await played.call("sleep", {"seconds": 30}) == "error: no answer within 0.5 s"
+    async with episode() as played:
+        await played.start("?")
+        with pytest.raises(InfrastructureError, match="is gone"):
+            await played.call("die", {})
+
+
+@pytest.mark.slow
+async def test_a_server_that_does_not_start_is_no_fault_of_the_model() -> None:
+    for command in (["/nonexistent"], [sys.executable, "-c", "print('hello')"]):
+        async with episode(command=command) as played:
+            with pytest.raises(InfrastructureError, match="begins no session"):
+                await played.start("?")
+    async with episode(command=[sys.executable, "-c", "import time; time.sleep(60)"], start_s=0.5) as played:
+        with pytest.raises(InfrastructureError, match="does not answer within"):
+            await played.start("?")
+    with pytest.raises(ValueError, match="tools has 'subtract'"):
+        async with episode(tools=["subtract"]) as played:
+            await played.start("?")
+
+
+@pytest.mark.slow
+async def test_a_shared_server_over_http() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with subprocess.Popen([sys.executable, SERVER, str(port)], stderr=subprocess.DEVNULL) as server:  # noqa: ASYNC220
+        try:
+            end = time.monotonic() + 60
+            while time.monotonic() < end:
+                with socket.socket() as trying:
+                    if trying.connect_ex(("127.0.0.1", port)) == 0:
+                        break
+                await asyncio.sleep(0.05)
+            options = {"command": (), "url": f"http://127.0.0.1:{port}/mcp", "shared": True}
+            async with episode(**options) as first, episode(**options) as second:
+                await first.start("?")
+                await second.start("?")
+                assert await first.call("add", {"number": 5}) == "5"
+                assert await second.call("add", {"number": 6}) == "11"
+        finally:
+            server.kill()
+
+
+def test_options_that_name_no_server_are_refused() -> None:
+    for options in ({}, {"command": ["x"], "url": "http://x"}):
+        with pytest.raises(ValueError, match="either a command or a url"):
+            Mcp(**options)  # type: ignore[arg-type]
+
+
+def need_bm25s() -> None:
+    pytest.importorskip("bm25s", reason="bm25s is not installed: pip install bm25s")
+
+
+CORPUS = [
+    {"id": "0", "contents": '"Alpha"\nThe first letter of the Greek alphabet.'},
+    {"title": "Beta", "text": "The second letter, behind alpha."},
+    {"text": "A river. " + "It is long. " * 400},
+]
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> str:
+    path = tmp_path / "corpus.jsonl"
+    path.write_text("\n".join(map(json.dumps, CORPUS)) + "\n\n")
+    return str(path)
+
+
+async def test_an_episode_over_a_file(corpus: str) -> None:
+    need_bm25s()
+    played = Episode(Search(corpus=corpus, topk=2, document_chars=60))
+    start = await played.start("Which letter comes after alpha?")
+    assert [tool["function"]["name"] for tool in start.tools] == ["search"]  # type: ignore[index]
+    assert await played.call("search", {"query": "Alpha alphabet"}) == (
+        "1. Alpha: The first letter of the Greek alphabet.\n2. Beta: The second letter, behind alpha.\n"
+    )
+    cut = await played.call("search", "river")
+    assert cut.startswith("1. A river. It is long.")
+    assert "characters left out" in cut
+    assert len(cut) < 120
+    assert await played.call("search", {"query": "zzz"}) == "nothing was found\n"
+    assert await played.call("search", {"q": "alpha"}) == "error: search needs the text argument 'query'"
+    refused = await played.call("search", "alpha")
+    assert refused == "error: all 4 calls are used up; give the answer"
+    end = await played.say("Beta")
+    assert (end.done, end.reward, end.metrics) == (
+        True,
+        None,
+        {"tool_calls": 5.0, "tool_errors": 2.0, "cached_calls": 0.0},
+    )
+
+
+@pytest.mark.parametrize(
+    "query", ["\ud800", "?!", "a " * 1_000_000, "\x00", "x" * 1_000_000, "AND OR NOT (*"], ids=range(6)
+)
+async def test_hostile_queries_find_something_or_nothing(query: str) -> None:
+    need_bm25s()
+    played = Episode(Search())
+    await played.start("?")
+    assert "error" not in await played.call("search", {"query": query})
+
+
+async def test_every_fact_of_the_towns_is_found_by_its_words() -> None:
+    need_bm25s()
+    played = Episode(Search(topk=1, max_calls=100))
+    await played.start("?")
+    for split in ("train", "heldout"):
+        for task in islice(Search.tasks(split, 3), 40):
+            (start, end), text = task["tool_spans"][0], task["demonstration"]
+            assert await played.call("search", task["input"].rstrip("=")) == text[start:end]
+            assert text.endswith(f"\n{task['label']}\n")
+
+
+def test_the_towns_are_of_the_tiny_models_characters_and_the_splits_share_none() -> None:
+    facts = town_facts()
+    assert len({fact[:2] for fact in facts}) == len(facts) == 3200
+    assert {c for town, what, number in facts for c in f"{town} {what} {number}"} <= set(ARITHMETIC_CHARACTERS)
+    asked = [{fact[0] for fact in islice(town_questions(split, 0), 5000)} for split in ("train", "heldout")]
+    assert not asked[0] & asked[1]
+    assert (len(asked[0]), len(asked[1])) == (320, 80)
+    assert town_names()[:3] == ("roten", "sotonest", "doranon")  # the same on every machine
+
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@asynccontextmanager
+async def serving(handler: Handler) -> AsyncIterator[str]:
+    app = web.Application()
+    app.router.add_post("/retrieve", handler)
+    async with served_app(app) as url:
+        yield f"{url}/retrieve"
+
+
+async def test_a_server_of_search_r1s_form_is_asked() -> None:
+    asked = []
+
+    async def retrieve(request: web.Request) -> web.StreamResponse:
+        asked.append(await request.json())
+        found = [{"document": entry, "score": 1.5} for entry in CORPUS[:2]]
+        return web.json_response({"result": [[*found, CORPUS[2]]]})
+
+    async with serving(retrieve) as url:
+        played = Episode(Search(url=url, topk=2))
+        await played.start("?")
+        answer = await played.call("search", {"query": "letters"})
+    assert asked == [{"queries": ["letters"], "topk": 2, "return_scores": True}]
+    assert answer == "1. Alpha: The first letter of the Greek alphabet.\n2. Beta: The second letter, behind alpha.\n"
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b"no", 200),
+        (b"{}", 200),
+        (b'{"result": 3}', 200),
+        (b'{"result": []}', 200),
+        (b'{"result": [[{"document": {"contents": 3}}]]}', 200),
+        (b"[" * 100_000, 200),
+        (b"x" * (9 << 20), 200),
+        (b"{}", 500),
+        (b"{}", 404),
+        (b"{}", 302),
+    ],
+    ids=["text", "empty", "number", "none", "type", "nested", "huge", "500", "404", "302"],
+)
+async def test_a_server_that_is_out_of_order_is_not_the_models_fault(body: bytes, status: int) -> None:
+    async def broken(request: web.Request) -> web.StreamResponse:
+        return web.Response(body=body, status=status, headers={"Location": "/elsewhere"} if status == 302 else None)
+
+    async with serving(broken) as url:
+        played = Episode(Search(url=url))
+        await played.start("?")
+        with pytest.raises(InfrastructureError, match="retrieval server"):
+            await played.call("search", "x")
+    with pytest.raises(InfrastructureError, match="does not answer"):  # and now it is gone
+        await played.call("search", "x")
+
+
+def test_options_that_make_no_search_are_refused(tmp_path: Path) -> None:
+    need_bm25s()
+    with pytest.raises(ValueError, match="there is no such file"):
+        Search(corpus=str(tmp_path / "none.jsonl"))
+    with pytest.raises(ValueError, match="url is 'localhost:80'"):
+        Search(url="localhost:80")
+    with pytest.raises(ValueError, match="topk is 0"):
+        Search(topk=0)

@@ -1,0 +1,371 @@
+"""The sampler: results of the members of a request as each ends, chunks of tokens, and continued partial responses."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from configs.schema.engine import EngineConfig
+from models.engines.errors import EngineUnreachable
+from models.engines.protocol import SamplingParams
+from models.engines.text import ends_within_stop, find_stop
+from models.tiny import make_tiny_checkpoint
+from stages.sampling.attempt import Attempt
+from stages.sampling.partial_rollouts import Call, Emit, PartialRollouts, RetryState, UnknownPolicy
+from stages.sampling.requests import SHORT_RESPONSE, Chunk, SampleRequest, SampleResult
+from tests.stages.engine_rig import (
+    FAST_MS,
+    LENGTH,
+    SLOW_MS,
+    Log,
+    World,
+    core_of,
+    freeze,
+    generating,
+    simulated,
+    started,
+    tensors_of,
+    token_versions,
+)
+from tests.stages.stage_rig import idle, make_group, response_ids, until
+
+
+def uneven() -> EngineConfig:
+    """Responses of very different lengths."""
+    slow = simulated(SLOW_MS)
+    return msgspec.structs.replace(slow, simulated=msgspec.structs.replace(slow.simulated, length_sigma=1.0))
+
+
+async def stop_while(world: World, some: Callable[[int], bool]) -> int:
+    """Pause the engine when so many of its responses run; it is fast from then on."""
+    core = core_of(world.engines[0])
+
+    def running() -> int:
+        core.load()  # brings the schedule up to now
+        return core.schedule.running
+
+    await until(lambda: some(running()))
+    await core.pause("in_place")
+    core.schedule.config = msgspec.structs.replace(core.schedule.config, a_ms=FAST_MS)
+    assert core.schedule.running > 0
+    return core.schedule.running
+
+
+async def test_a_slow_member_keeps_its_own_slot_only(tmp_path: Path, log: Log) -> None:
+    async with started(tmp_path, engine=uneven(), rollout={"server_concurrency": 4}) as world:
+        core = core_of(world.engines[0])
+        await world.ask(make_group(0, 6))
+        await until(lambda: core.schedule.running == 6)
+        await world.ask(make_group(1, 6))
+        await idle()
+        assert len(log) == 1, "all slots are taken"
+        slow = await stop_while(world, lambda running: 0 < running <= 2)
+        await until(lambda: len(log) == 2)
+        here: list[int] = []
+        while len(here) < 6 - slow:
+            slice_ = await world.answer()
+            assert slice_.group.group_id == 0
+            here += [sample.index for sample in slice_.samples]
+        assert world.rig.hubs["generate"].stats().settled == 0, "the slow ones still lease their group"
+        await core.resume()
+        late = [await world.answer()]
+        while sum(len(slice_.samples) for slice_ in late) < slow + 6:
+            late.append(await world.answer())
+        here += [sample.index for slice_ in late if slice_.group.group_id == 0 for sample in slice_.samples]
+        assert sorted(here) == list(range(6)), "each member once"
+        await world.rig.hubs["generate"].wait_empty()
+
+
+async def test_members_that_end_together_are_one_message_and_one_event_each(tmp_path: Path, log: Log) -> None:
+    async with started(tmp_path) as world:
+        for group_id in range(4):
+            await world.ask(make_group(group_id, 8))
+        slices = [await world.answer() for _ in range(4)]
+        await world.rig.hubs["generate"].wait_empty()
+        assert world.rig.hubs["reward"].stats().accepted == 4
+    assert [[sample.index for sample in slice_.samples] for slice_ in slices] == [list(range(8))] * 4
+    assert len(log) == 4, "one request for each group"
+    assert [exchange.partial.chunks for exchange in log if exchange.partial is not None] == [8] * 4
+
+
+async def test_a_real_engine_tells_of_each_member_when_it_has_ended(tmp_path: Path, log: Log) -> None:
+    model = make_tiny_checkpoint(tmp_path / "model", tokenizer="arithmetic", seed=0)
+    config = EngineConfig(engine="embedded", engine_slots=16, engine_device="cpu")
+    async with started(
+        tmp_path, engine=config, model=model, tensors=tensors_of([model]), rollout={"rollout_max_response_len": 40}
+    ) as world:
+        await world.ask(make_group(0, 8))
+        samples = await world.whole(8)
+    [exchange] = log
+    assert exchange.partial is not None
+    assert exchange.partial.chunks == 8
+    for sample, output in zip(samples, exchange.outputs, strict=True):
+        assert response_ids(sample) == output.output_ids
+        assert token_versions(sample) == [0] * len(output.output_ids)
+        assert sample.fault() is None
+
+
+@pytest.mark.parametrize(("budget", "streamed"), [(SHORT_RESPONSE, False), (SHORT_RESPONSE + 1, True)])
+async def test_short_answers_are_not_worth_a_stream(budget: int, streamed: bool, tmp_path: Path, log: Log) -> None:
+    async with started(tmp_path, rollout={"rollout_max_response_len": budget}) as world:
+        await world.ask(make_group(0, 3))
+        await world.whole(3)
+    assert [exchange.partial is not None for exchange in log] == [streamed]
+
+
+async def test_a_member_that_an_update_aborts_goes_on_while_others_have_left(tmp_path: Path, log: Log) -> None:
+    async with started(tmp_path, engine=uneven(), pause_mode="abort") as world:
+        await world.ask(make_group(0, 6))
+        slow = await stop_while(world, lambda running: 0 < running < 6)
+        world.weights.publish(1)
+        samples = await world.whole(6)
+    assert len(log) == 1 + slow
+    assert [sample.index for sample in samples] == list(range(6))
+    assert sorted(sample.resumed for sample in samples) == [0] * (6 - slow) + [1] * slow
+    assert {version for s in samples if not s.resumed for version in s.model_versions} == {0}
+
+
+# The sampler by itself
+
+
+async def test_members_come_in_the_order_in_which_they_end_and_are_sorted_in_the_whole(tmp_path: Path) -> None:
+    async with started(tmp_path, engine=uneven()) as world:
+        sampler = world.stage.sampler
+        async with sampler.stream(asked(6)) as members:
+            ended = [(index, len(result.token_ids)) async for index, result in members]
+        whole = await sampler.sample(asked(6))
+    assert [n for _, n in ended] == sorted(n for _, n in ended)
+    assert sorted(index for index, _ in ended) == list(range(6))
+    assert [len(result.token_ids) for result in whole] == [n for _, n in sorted(ended)]
+    assert {result.finish for result in whole} <= {"stop", "length"}
+
+
+async def test_who_leaves_a_stream_ends_its_request(tmp_path: Path) -> None:
+    async with started(tmp_path, engine=uneven()) as world:
+        core = core_of(world.engines[0])
+        async with world.stage.sampler.stream(asked(6)) as members:
+            await anext(members)
+            assert core.schedule.running > 0
+        await until(lambda: core.schedule.running == 0)
+        [target] = world.stage.sampler.directory.serving()
+        assert (target.in_flight, target.slots.taken) == (0, 0)
+
+
+async def test_a_policy_that_nobody_has_fails_every_member_in_words(tmp_path: Path) -> None:
+    async with generating(tmp_path) as world:
+        results = await world.stage.sampler.sample(asked(2, policy="judge"))
+        assert [result.finish for result in results] == ["failed", "failed"]
+        assert isinstance(results[0].error, UnknownPolicy)
+        assert str(results[0].error) == "no engine is called 'judge' here; the known names are policy"
+
+
+async def test_a_deadline_of_the_whole_call_counts_waiting(tmp_path: Path) -> None:
+    async with generating(tmp_path, start=0) as world:
+        (result,) = await world.stage.sampler.sample(asked(1, deadline_s=0.05))
+        assert result.finish == "failed"
+        assert "it was not up within 0.05 s; see logs/engine-*.log" in str(result.error)
+
+
+async def test_a_pinned_request_prefers_engines_with_its_version(tmp_path: Path, log: Log) -> None:
+    async with started(tmp_path, engines=2) as world:
+        entry = world.rig.entry(0)
+        assert entry is not None
+        value = msgspec.msgpack.encode(msgspec.structs.replace(entry, version=1))
+        world.rig.topic.publish("directory/engine-0", value)
+        sampler = world.stage.sampler
+        await until(lambda: [t.entry.version for t in sampler.directory.serving() if t.entry] == [1, 0])
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(4):
+                tasks.create_task(sampler.sample(asked(1, pinned_version=0)))
+    assert {exchange.url for exchange in log} == {world.engines[1].url}
+
+
+SLOW: dict[str, Any] = {"proxied": True, "engine": simulated(SLOW_MS)}
+
+
+class Heard:
+    """What came of each member: the tokens of its chunks, and its result."""
+
+    def __init__(self, n: int) -> None:
+        self.tokens: list[list[int]] = [[] for _ in range(n)]
+        self.log_probs: list[list[float]] = [[] for _ in range(n)]
+        self.results: list[SampleResult | None] = [None] * n
+        self.chunks = 0
+
+    async def listen(self, world: World, request: SampleRequest) -> None:
+        async with world.stage.sampler.chunks(request) as members:
+            async for index, item in members:
+                assert self.results[index] is None, "the result comes last"
+                if isinstance(item, Chunk):
+                    self.chunks += 1
+                    self.tokens[index] += item.token_ids
+                    self.log_probs[index] += item.log_probs
+                else:
+                    self.results[index] = item
+
+    def check(self) -> None:
+        for tokens, log_probs, result in zip(self.tokens, self.log_probs, self.results, strict=True):
+            assert result is not None
+            assert result.finish in ("stop", "length")
+            assert tokens == list(result.token_ids[: len(tokens)])
+            assert log_probs == list(result.log_probs[: len(tokens)])
+
+
+def asked(n: int, **fields: Any) -> SampleRequest:
+    params = SamplingParams(n=n, max_new_tokens=LENGTH, sampling_seed=5, stream_interval=fields.pop("interval", None))
+    return SampleRequest(params, **{"token_ids": [1, 2, 3], **fields})
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["cumulative", "sglang"])
+@pytest.mark.parametrize(("n", "interval"), [(1, None), (3, 4)])
+async def test_tokens_come_before_the_result(n: int, interval: int | None, streamed: bool, tmp_path: Path) -> None:
+    heard = Heard(n)
+    async with (
+        started(tmp_path, streamed=streamed, engine=simulated(SLOW_MS)) as world,
+        asyncio.TaskGroup() as tasks,
+    ):
+        tasks.create_task(heard.listen(world, asked(n, interval=interval)))
+        await until(lambda: all(heard.tokens))
+        assert not any(heard.results)
+        core_of(world.engines[0]).schedule.config = simulated(FAST_MS).simulated
+    heard.check()
+    assert [len(tokens) for tokens in heard.tokens] == [len(result.token_ids) for result in heard.results if result]
+    assert heard.chunks >= 2 * n, "the first token at once, and the others behind it"
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["cumulative", "sglang"])
+@pytest.mark.parametrize("n", [1, 3])
+async def test_what_was_told_survives_its_engine_although_partial_rollout_is_off(
+    n: int, streamed: bool, tmp_path: Path, log: Log
+) -> None:
+    heard = Heard(n)
+    async with (
+        started(tmp_path, engines=2, streamed=streamed, rollout={"partial_rollout": False}, **SLOW) as world,
+        asyncio.TaskGroup() as tasks,
+    ):
+        tasks.create_task(heard.listen(world, asked(n)))
+        await until(lambda: min(len(tokens) for tokens in heard.tokens) >= 2)
+        lost = next(i for i, engine in enumerate(world.engines) if log[0].url == world.proxies[i].url)
+        core_of(world.engines[1 - lost]).schedule.config = simulated(FAST_MS).simulated
+        told = [list(tokens) for tokens in heard.tokens]
+        world.proxies[lost].kill()
+    heard.check()
+    assert len(log) == 1 + n, "each member goes on alone"
+    for index, result in enumerate(heard.results):
+        assert result is not None
+        assert heard.tokens[index][: len(told[index])] == told[index]
+        assert result.reused_tokens >= len(told[index]) >= 2
+
+
+async def test_what_was_told_survives_an_update_that_aborts(tmp_path: Path) -> None:
+
+    heard = Heard(2)
+    async with (
+        started(
+            tmp_path, engine=simulated(5 * SLOW_MS), pause_mode="abort", rollout={"partial_rollout": False}
+        ) as world,
+        asyncio.TaskGroup() as tasks,
+    ):
+        tasks.create_task(heard.listen(world, asked(2)))
+        await until(lambda: min(len(tokens) for tokens in heard.tokens) >= 2)
+        await freeze(world.engines[0], tokens=4)
+        world.weights.publish(1)
+    heard.check()
+    assert [result.resumed for result in heard.results if result] == [1, 1]
+    assert [[run.version for run in result.runs] for result in heard.results if result] == [[0, 1]] * 2
+
+
+async def test_chunks_of_a_text_are_refused(tmp_path: Path) -> None:
+    async with generating(tmp_path) as world:
+        with pytest.raises(ValueError, match="cannot be continued at another engine; give its token ids"):
+            await Heard(1).listen(world, asked(1, text="hello", token_ids=[]))
+
+
+class AbortsOnce:
+    """Gives the member back once as it is then, and whole the second time; `asked` has what it was to go on from."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.asked: list[SampleResult] = []
+
+    async def ask(self, call: Call, index: int, results: Sequence[SampleResult], ended: Emit) -> Attempt:
+        self.asked += results
+        finish: Any = "aborted" if len(self.asked) == 1 else "stop"
+        ended(0, SampleResult(finish, token_ids=(1, 2), log_probs=(-1.0, -2.0), text=self.text, spent_s=1.0))
+        return Attempt(call.request, [], ended, True)
+
+    async def wait_to_retry(self, *_: object, progress: bool) -> bool:
+        raise AssertionError("nothing fails")
+
+    def drains(self, request: SampleRequest) -> bool:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("text", "kept"), [("ab", True), ("ab</to", False), ("ab<", False), ("<ab", True), ("</tool_call", False)]
+)
+@pytest.mark.parametrize("told", [False, True])
+async def test_what_ends_within_a_stop_string_begins_again(text: str, kept: bool, told: bool) -> None:
+    sender, emitted = AbortsOnce(text), []
+
+    def tell(index: int, chunk: Chunk) -> None:
+        raise AssertionError("no chunk comes")
+
+    request = SampleRequest(SamplingParams(stop=["</tool_call>", "\n\n"]), token_ids=[3])
+    call = Call(request, RetryState.until(None), lambda _, result: emitted.append(result), tell if told else None)
+    await PartialRollouts(sender, keeps_partial=True).answer(call)
+    assert [result.finish for result in emitted] == ["stop"]
+    first, second = sender.asked
+    assert first == SampleResult()
+    assert (second.resumed, second.spent_s, second.finish) == (1, 1.0, "aborted")
+    kept = kept or told  # of chunks none is taken back
+    assert (second.token_ids, second.text) == (((1, 2), text) if kept else ((), ""))
+
+
+class LosesTwoOfThree:
+    """Ends the second member, and then the engine is lost before anything of the others has come."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, int]] = []  # index of the first member, and how many
+
+    async def ask(self, call: Call, index: int, results: Sequence[SampleResult], ended: Emit) -> Attempt:
+        self.asked.append((index, len(results)))
+        attempt = Attempt(call.request, list(results), ended, True)
+        if len(self.asked) == 1:
+            attempt.left.pop(1)
+            ended(1, SampleResult("stop", token_ids=(7,)))
+            attempt.error = EngineUnreachable("http://engine", "it was lost")
+        else:
+            attempt.end_all("stop")
+        return attempt
+
+    async def wait_to_retry(self, *_: object, progress: bool) -> bool:
+        return True
+
+    def drains(self, request: SampleRequest) -> bool:
+        return False
+
+
+async def test_those_that_are_left_go_on_under_their_own_numbers() -> None:
+    sender, emitted = LosesTwoOfThree(), dict[int, SampleResult]()
+    request = SampleRequest(SamplingParams(n=3), token_ids=[3])
+    call = Call(request, RetryState.until(None), lambda index, result: emitted.update({index: result}))
+    await PartialRollouts(sender, keeps_partial=True).answer(call)
+    assert sender.asked[0] == (0, 3)
+    assert sorted(sender.asked[1:]) == [(0, 1), (2, 1)]
+    assert {index: result.token_ids for index, result in emitted.items()} == {0: (), 1: (7,), 2: ()}
+
+
+@given(st.text("ab"), st.text("ab", min_size=1, max_size=5), st.text("ab", min_size=1))
+def test_a_stop_can_only_be_completed_where_it_has_begun(text: str, stop: str, more: str) -> None:
+    if find_stop(text, [stop]) is None and find_stop(more, [stop]) is None and find_stop(text + more, [stop]):
+        assert ends_within_stop(text, [stop])
+    if ends_within_stop(text, [stop]):
+        assert any(text.endswith(stop[:n]) and 0 < n < len(stop) for n in range(len(stop)))
