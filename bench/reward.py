@@ -22,7 +22,7 @@ from pathlib import Path
 from bench.report import Series, arguments, finish, machine, print_table
 from configs.schema import Config, ObserveConfig
 from configs.schema.data import RewardConfig
-from pipeline.hosts.replica import PortSpec, ReplicaSpec, run_replica
+from pipeline.hosts.worker import PortSpec, ReplicaSpec, run_replica
 from stages.messages import Float32Array, Int32Array, PromptGroup, RolloutSlice, Sample, UInt8Array, VersionRun, wire
 from transport import DeadLetter, Node, StreamSpec
 

@@ -36,11 +36,20 @@ from pipeline.control.run_control import RunControl
 from pipeline.errors import DrainTimeout, Stalled
 from pipeline.facts.stats import STATS_PREFIX
 from pipeline.graph import stream_spec
-from pipeline.hosts.faulty_inlet import FaultyInlet
 from pipeline.hosts.launcher import Launcher
-from pipeline.hosts.other_host import FILES, HOST, publish_files
-from pipeline.hosts.rendezvous import ADMITTED, CONFIG, Keys, make_keys, retire_key, spec_key
+from pipeline.hosts.rendezvous import (
+    ADMITTED,
+    CONFIG,
+    FILES_PREFIX,
+    HOST_KEY,
+    Keys,
+    make_keys,
+    publish_files,
+    retire_key,
+    spec_key,
+)
 from pipeline.hosts.weights_source import SOURCE
+from pipeline.hosts.worker import FaultyInlet
 from pipeline.observe.prometheus import endpoint
 from pipeline.record.recorder import Recorder
 from pipeline.replica_specs import Placement
@@ -76,7 +85,9 @@ TOPIC_WRITERS: Final[Mapping[str, frozenset[str]]] = {
     DEVICE: _TRAIN,
     "eval/": frozenset({"evaluate"}),
     "drain": frozenset({"prompts"}),
-    **dict.fromkeys((ADMITTED, CONFIG, spec_key(""), retire_key(""), HOST, FILES, SETTINGS, SAVE), _CONTROLLER),
+    **dict.fromkeys(
+        (ADMITTED, CONFIG, spec_key(""), retire_key(""), HOST_KEY, FILES_PREFIX, SETTINGS, SAVE), _CONTROLLER
+    ),
     **dict.fromkeys((ADDRESS, LEAVE, "router", "scale/", "dead", "end"), _CONTROLLER),
 }
 

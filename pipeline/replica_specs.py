@@ -24,8 +24,8 @@ from models.train.trainer_group.rank_spec import needs_trainer_group, processes_
 from pipeline.errors import UsageError
 from pipeline.facts.run_directory import EngineSpec, RunDir
 from pipeline.graph import UNBOUNDED_BYTES, Graph, Node
-from pipeline.hosts.gpu_placement import check_trainer_group, engines_gpus, gpus_to_divide
-from pipeline.hosts.replica import PortSpec, ReplicaSpec
+from pipeline.hosts.machine import check_trainer_group, engines_gpus, gpus_to_divide
+from pipeline.hosts.worker import PortSpec, ReplicaSpec
 from stages.base import GenerateOptions, StageOptions, TrainOptions
 from stages.staleness_gate import StalenessGate
 

@@ -30,10 +30,9 @@ from pipeline.controller import Controller
 from pipeline.errors import Interrupted, RunError, UsageError, leaf, user_error
 from pipeline.facts.run_directory import RunDir, disk_error
 from pipeline.graph import build
-from pipeline.hosts.kept_processes import KeptProcesses
 from pipeline.hosts.launcher import Launcher
-from pipeline.hosts.local_launcher import LocalLauncher
-from pipeline.hosts.processes import interruptible, raise_file_limit
+from pipeline.hosts.local_launcher import KeptProcesses, LocalLauncher
+from pipeline.hosts.machine import interruptible, raise_file_limit
 from pipeline.observe.summary import write_summary
 from pipeline.preflight.data import check_frozen, prepare, training_prompts, with_data
 from pipeline.preflight.refusals import refuse
@@ -103,10 +102,11 @@ def _connected(config: Config, launchers: Launchers | None, resumed: Resumed | N
         kept = KeptProcesses(resumed.connection, resumed.directory) if resumed is not None and keeps else None
         yield launchers or partial(LocalLauncher, kept=kept)
         return
-    from pipeline.hosts.ray.cluster import connected
+    from pipeline.hosts.ray.cluster import connected, nodes
+    from pipeline.hosts.ray.launcher import RayLauncher
 
-    with connected(config) as found:
-        yield found
+    with connected(config) as placements:
+        yield partial(RayLauncher, placements, nodes)
 
 
 def _run(config: Config, rundir: RunDir, launchers: Launchers, resumed: int) -> int:

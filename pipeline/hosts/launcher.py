@@ -1,27 +1,86 @@
-"""How processes are started and ended, wherever they run: the seam between supervision and hosts.
+"""The interface between supervision and hosts: how processes are started and ended, wherever they run.
 
-`LocalLauncher` starts them on this machine. Another launcher may place them on other hosts; nothing outside this folder
+`LocalLauncher` starts them on this machine, `RayLauncher` on the nodes of a Ray cluster. Nothing outside this folder
 sees a process number, a process group or /proc.
 
 Invariants, for every launcher:
-- a process ends with whoever started it, together with all that it started itself; one with a note may outlive the
-  controller, if there is a next start of the run for it, and ends with the last;
-- a name has one process at a time; what it printed can be read here, after its end too;
+- a process ends with its starter, together with all that it started itself; a process with a note may outlive the
+  controller, if there is a next start of the run for it, and ends with the last start;
+- a name has one process at a time; its output can be read here, after its end too;
 - after `stop_all` nothing runs.
+
+`SharedFiles`: what a process that trains must find on its node as it is on the controller's. A path that exists proves
+nothing: another machine may have a directory of that name. So the run directory holds a file with an unguessable name,
+made anew at each start of the run. Of a model, sizes and blocks of its files are compared, at unguessable offsets. A
+copy of the model is accepted, since it is only read.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
+import random
 import signal
 from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar
 
+import xxhash
 from msgspec import Struct
 
-from pipeline.hosts.shared_files import SharedFiles
+from configs.schema import Config
+from pipeline.facts.run_directory import RunDir
+from stages.chat.tokenizer import CHECKPOINT_FILES
+
+WEIGHT_FILES: Final = "*.safetensors*"
+BLOCKS: Final = 16  # of each file
+BLOCK_BYTES: Final = 4096
+
+
+class SharedFiles(Struct, frozen=True):
+    """`seal`: name of the file that nobody can guess; `models`: a digest of each by its path."""
+
+    run_dir: str
+    seal: str
+    models: dict[str, str]
+
+    def lacking(self) -> str | None:
+        """What is not seen here, in words; None if all is. Reads a few blocks of each file."""
+        if not Path(self.run_dir, self.seal).exists():
+            return f"does not see the controller's run directory {self.run_dir}"
+        if not os.access(self.run_dir, os.W_OK):
+            return f"may not write in the run directory {self.run_dir}"
+        for model, digest in self.models.items():
+            if not Path(model).is_dir():
+                return f"does not see the controller's model {model}"
+            if sampled(Path(model), self.seal) != digest:
+                return f"has another model than the controller's at {model}, or not all of its files"
+        return None
+
+
+def shared_files(rundir: RunDir, config: Config) -> SharedFiles:
+    """What the trainer of this run reads and writes, as it is here. A name on the hub each node finds by itself."""
+    train, critic = config.train, config.critic
+    named = filter(None, (train.hf_checkpoint, train.ref_load, critic.critic_load))
+    models = {name: sampled(Path(name), rundir.seal.name) for name in named if Path(name).is_dir()}
+    return SharedFiles(str(rundir.path), rundir.seal.name, models)
+
+
+def sampled(model: Path, seed: str) -> str:
+    """A digest of names, sizes and some blocks of a model's files; `seed` says which blocks."""
+    digest = xxhash.xxh3_128()
+    files = {file for pattern in (*CHECKPOINT_FILES, WEIGHT_FILES) for file in model.glob(pattern) if file.is_file()}
+    for file in sorted(files):
+        size = file.stat().st_size
+        digest.update(f"{file.name}\0{size}\0".encode())
+        places = random.Random(f"{seed}/{file.name}")
+        with file.open("rb") as opened:
+            for start in (places.randrange(size) for _ in range(BLOCKS if size else 0)):
+                opened.seek(start)
+                digest.update(opened.read(BLOCK_BYTES))
+    return digest.hexdigest()
+
 
 T = TypeVar("T")
 STOP_GRACE_S: Final = 5.0
@@ -165,10 +224,10 @@ def quiet(line: str) -> None:
     """Nobody is told."""
 
 
-async def unless(work: Coroutine[Any, Any, T], over: Coroutine[Any, Any, object]) -> T | None:
-    """The result of the work; None if `over` was first, which ends the work. Errors of both propagate."""
+async def run_until(work: Coroutine[Any, Any, T], stop: Coroutine[Any, Any, object]) -> T | None:
+    """The result of the work; None if `stop` ended first, which cancels the work. Errors of both propagate."""
     async with asyncio.TaskGroup() as tasks:
-        done, ended = tasks.create_task(work), tasks.create_task(over)
+        done, ended = tasks.create_task(work), tasks.create_task(stop)
         await asyncio.wait((done, ended), return_when=asyncio.FIRST_COMPLETED)
         done.cancel()
         ended.cancel()
@@ -183,6 +242,6 @@ async def stop_together(handles: Iterable[Handle]) -> None:
                 tasks.create_task(handle.stop())
 
 
-def ending(code: int) -> str:
+def describe_exit(code: int) -> str:
     """What an exit status means, in words."""
     return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

@@ -1,28 +1,34 @@
 """Processes of a run on this machine: spawned, named, logged, ended with everything that they started.
 
-Invariants: each process leads a process group of its own, so that what it starts can be ended with it; its output goes
-to `logs/<name>.log`, its number to `replicas/<name>.pid`; the kernel ends it with this process, however this ends, or
-with the parent of `--auto-resume`, if that keeps it; after `stop_all` none is alive but what is left to a next start.
+Invariants:
+- each process leads a process group of its own, so that its children can be ended with it; its output goes to
+  `logs/<name>.log`, its number to `replicas/<name>.pid`;
+- the kernel ends it with this process, or with the parent of `--auto-resume` if that started it (kept_servers.py);
+- after `stop_all` none is alive but those left to a next start;
+- a server that an earlier start left is listed under its name until it is taken over or ended. Its process number is
+  still valid then, since the parent has not waited for it. Nothing here waits for a server.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
-import re
+import resource
 import signal
+import socket
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-import pipeline
+import msgspec
+
 from models.weights.slots_directory import list_left_behind
 from pipeline.facts.run_directory import RunDir
-from pipeline.facts.stats import visible
 from pipeline.hosts import die_with_parent as die_with_parent
-from pipeline.hosts.kept_processes import KeptProcess, KeptProcesses
+from pipeline.hosts.kept_servers import READ_BYTES
 from pipeline.hosts.launcher import (
     ANYTHING,
     SOCKETS,
@@ -30,36 +36,144 @@ from pipeline.hosts.launcher import (
     ProcessSpec,
     ProcessState,
     Resources,
+    SharedFiles,
     quiet,
     stop_together,
 )
-from pipeline.hosts.processes import HOST, group_state, held_port, kill_group, living, remove, shared_files
-from pipeline.hosts.shared_files import SharedFiles
+from pipeline.hosts.machine import (
+    HOST,
+    child_environment,
+    group_state,
+    held_port,
+    kill_group,
+    last_error,
+    last_line,
+    living,
+    remove,
+    shared_memory_files,
+)
 
 GROUP_GONE_S = 5.0
-_TAIL_BYTES = 64 << 10
-# "torch.OutOfMemoryError: CUDA out of memory" with or without a time before it, and what SGLang prints of a lost child.
-_ERROR = re.compile(r"^(?:\[[^\]]*\]\s*)?(?:(?:\w+\.)*\w*(?:Error|Exception): \S|.*\bcrashed with exit code\b).*")
+Line = tuple[str, str, int, str]  # kind, name, number of the process, text
 
 
-def child_environment(threads: int) -> dict[str, str]:
-    """Environment of worker processes: our modules come first, few threads each."""
-    root = str(Path(pipeline.__file__).parent.parent)
-    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {
-        "OMP_NUM_THREADS": str(threads),
-        **PASSIVE,
-        "TOKENIZERS_PARALLELISM": "false",
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(paths),
-    }
+class KeptProcess:
+    """A server that the parent of `--auto-resume` started, used as one that this process started."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._ended = asyncio.Event()
+
+    async def wait(self) -> int:
+        await self._ended.wait()
+        assert self.returncode is not None
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """Raises ProcessLookupError if it has ended."""
+        if self.returncode is not None:
+            raise ProcessLookupError(self.pid)
+        os.kill(self.pid, number)
+
+    def end(self, code: int) -> None:
+        """It has ended."""
+        self.returncode = code
+        self._ended.set()
 
 
-# Threads that wait spin for some microseconds, then sleep. Spinning for milliseconds, as is the default of both
-# libraries, they take the processor from those that they wait for as soon as anything else runs on the machine: a
-# training step then took 15 times as long. Sleeping at once costs a wake-up at each operation of a small model: a step
-# of two threads then takes longer than of one (0.080 s against 0.076 s, and 0.056 s with this count).
-PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000", "KMP_BLOCKTIME": "0"}
+class KeptProcesses:
+    """All of one controller.
+
+    Args:
+        connection: of the sockets' pair; what an earlier start left is read from it now.
+        directory: what servers have in common lies there.
+    """
+
+    def __init__(self, connection: int, directory: str) -> None:
+        self.directory = Path(directory)
+        self._socket = socket.socket(fileno=connection)
+        self._socket.set_inheritable(False)
+        self._rest = b""
+        self._left: dict[str, tuple[KeptProcess, str]] = {}  # by an earlier start: by name, with their notes
+        self._running: dict[int, KeptProcess] = {}
+        self._starting: dict[str, asyncio.Future[KeptProcess]] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._sending = asyncio.Lock()
+        self._ready = False
+        while not self._ready:  # it was sent before this process was started
+            self._read()
+        self._socket.setblocking(False)
+
+    def note(self, name: str) -> str:
+        """The note of a server that an earlier start left under this name; empty if there is none."""
+        return self._left[name][1] if name in self._left else ""
+
+    def take(self, name: str) -> KeptProcess:
+        """The server of that name, which is the caller's from now on."""
+        self._attach()
+        return self._left.pop(name)[0]
+
+    async def start(self, name: str, argv: Sequence[str], env: Mapping[str, str], log: Path, note: str) -> KeptProcess:
+        """Have a server started. Waits for the parent, a moment. Raises OSError."""
+        self._attach()
+        started: asyncio.Future[KeptProcess] = asyncio.get_running_loop().create_future()
+        self._starting[name] = started
+        files = resource.getrlimit(resource.RLIMIT_NOFILE)
+        asked = {"name": name, "argv": [*argv], "env": {**env}, "log": str(log), "note": note, "files": files}
+        async with self._sending:
+            await asyncio.get_running_loop().sock_sendall(self._socket, json.dumps(asked).encode() + b"\n")
+        return await started
+
+    async def end_others(self, names: Collection[str]) -> list[str]:
+        """End the servers that an earlier start left under other names, since nobody will ask for them; those."""
+        others = [name for name in self._left if name not in names]
+        for name in others:
+            process = self.take(name)
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended
+                os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
+        return others
+
+    def _attach(self) -> None:
+        """Hear of ends in the event loop that runs."""
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:
+            self._loop = loop
+            loop.add_reader(self._socket.fileno(), self._read)
+
+    def _read(self) -> None:
+        try:
+            data = self._socket.recv(READ_BYTES)
+        except BlockingIOError:
+            return
+        except ConnectionError:
+            data = b""
+        if not data:  # the parent has ended, and the kernel ends this process
+            self._ready = True
+            if self._loop is not None:
+                self._loop.remove_reader(self._socket.fileno())
+            return
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            self._take_in(*msgspec.json.decode(line, type=Line))
+
+    def _take_in(self, kind: str, name: str, pid: int, text: str) -> None:
+        match kind:
+            case "kept":
+                self._running[pid] = KeptProcess(pid)
+                self._left[name] = self._running[pid], text
+            case "ready":
+                self._ready = True
+            case "started":
+                self._running[pid] = KeptProcess(pid)
+                if not (started := self._starting.pop(name)).cancelled():
+                    started.set_result(self._running[pid])
+            case "failed":
+                if not (started := self._starting.pop(name)).cancelled():
+                    started.set_exception(OSError(text))
+            case "ended":
+                self._running.pop(pid).end(int(text))
 
 
 class LocalHandle:
@@ -91,7 +205,7 @@ class LocalHandle:
         return await self._process.wait()
 
     def remember_shared(self) -> None:
-        new = shared_files(self.pid) - self._shared
+        new = shared_memory_files(self.pid) - self._shared
         if new:
             self._shared |= new
             with contextlib.suppress(OSError):  # the list is for those who come after a kill
@@ -218,29 +332,3 @@ class LocalLauncher:
 
 def _log(rundir: RunDir, name: str) -> Path:
     return rundir.logs / f"{name}.log"
-
-
-def last_line(log: Path, start: int = 0) -> str:
-    return _last_of(_lines(log, start))
-
-
-def last_error(log: Path, start: int = 0) -> str:
-    """The last line of a log that names an exception; without one the last line.
-
-    Servers of several processes say at the very end only that a child has failed.
-    """
-    lines = _lines(log, start)
-    return next((line[:500] for line in reversed(lines) if _ERROR.match(line)), _last_of(lines))
-
-
-def _last_of(lines: Sequence[str]) -> str:
-    return lines[-1].split(": ", 1)[-1][:500] if lines else "no output"
-
-
-def _lines(log: Path, start: int) -> list[str]:
-    with contextlib.suppress(OSError), log.open("rb") as file:  # no log, no lines
-        end = file.seek(0, os.SEEK_END)
-        file.seek(max(start, end - _TAIL_BYTES))
-        text = file.read().decode(errors="replace")
-        return [visible(line.strip()) for line in text.splitlines() if line.strip()]
-    return []

@@ -1,15 +1,21 @@
-"""How a started process finds its work: it is given the run, the address of the topic and its own name, no more.
+"""What a started process finds on the topic. Its command line holds the run, the address of the topic and its own name.
 
-On the topic: `config` (the resolved configuration), `spec/<name>` (what this process is to be), and, while a replica is
-to end before its streams do, `retire/<name>`.
+On the topic: `config` (the resolved configuration), `spec/<name>` (what this process is to be), `retire/<name>` (while
+a replica is to end before its streams do), and, where processes may be on other hosts, `host` (the controller's) and
+`files/<name>` (configuration and tokenizer of the checkpoint).
 
-Invariant: a specification is on the topic before its process starts, and until it has ended for good.
+Invariants: a specification is on the topic before its process starts, and until it has ended for good; a process
+behaves the same on any host. On another host than the controller's, its run directory is a private one that ends with
+the process. The train stage has the run's own directory everywhere.
 """
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -17,7 +23,10 @@ import msgspec
 from msgspec import Struct
 
 from configs.schema import Config
+from models.weights.slots_directory import PREFIX, slots_directory
 from pipeline.hosts.launcher import ProcessSpec
+from stages.base import TrainOptions
+from stages.chat.tokenizer import CHECKPOINT_FILES
 from transport import Node, TopicClient, TopicServer
 from transport.security import SERVER, add_client, create_keys, load_security, with_serving_key
 
@@ -121,3 +130,67 @@ async def read(topic: TopicClient, name: str, kind: type[T]) -> tuple[T, Config]
     """What a process of that name is to be, and the configuration."""
     spec = msgspec.msgpack.decode(await awaited(topic, spec_key(name)), type=kind)
     return spec, msgspec.msgpack.decode(await awaited(topic, CONFIG), type=Config)
+
+
+HOST_KEY: Final = "host"
+FILES_PREFIX: Final = "files/"
+_BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
+_MOUNTS: Final = Path("/proc/self/ns/mnt")
+
+
+def host_id() -> str:
+    """The same for processes that see the same files: of one machine, and of one container on it."""
+    if not _MOUNTS.exists():
+        return socket.gethostname()
+    return f"{_BOOT_ID.read_text().strip()}.{_MOUNTS.stat().st_ino}"
+
+
+def publish_files(topic: TopicServer, checkpoint: str) -> None:
+    """Tell other hosts whose files they do not see, and give them the small ones of the checkpoint."""
+    topic.publish(HOST_KEY, host_id().encode())
+    for pattern in CHECKPOINT_FILES:
+        for path in Path(checkpoint).glob(pattern):
+            if path.is_file():
+                topic.publish(FILES_PREFIX + path.name, path.read_bytes())
+
+
+def plain_name(name: str) -> str:
+    """A file's name that came over the wire. Raises ValueError where it would lead out of its directory."""
+    if not name or name in (".", "..") or "/" in name or "\0" in name:
+        raise ValueError(f"{name!r} on the topic is no name of a file; is something else writing to this run's topic?")
+    return name
+
+
+@contextlib.contextmanager
+def settled(topic: TopicClient, run_dir: str, config: Config) -> Iterator[tuple[str, Config]]:
+    """Run directory and configuration with places that exist on this host, for the time of the block."""
+    if not elsewhere(topic):
+        yield run_dir, config
+        return
+    with tempfile.TemporaryDirectory(prefix="sluice-host-", ignore_cleanup_errors=True) as home:
+        files = topic.items(FILES_PREFIX)  # none of a checkpoint that every host finds by its name on the hub
+        if files and not Path(config.train.hf_checkpoint).is_dir():
+            checkpoint = Path(home, "checkpoint")
+            checkpoint.mkdir()
+            for key, value in files.items():
+                (checkpoint / plain_name(key.removeprefix(FILES_PREFIX))).write_bytes(value)
+            config = msgspec.structs.replace(
+                config, train=msgspec.structs.replace(config.train, hf_checkpoint=str(checkpoint))
+            )
+        yield home, config
+
+
+def elsewhere(topic: TopicClient) -> bool:
+    """Whether this process sees other files than the controller."""
+    controllers = topic.get(HOST_KEY)
+    return controllers is not None and controllers.decode() != host_id()
+
+
+def trainers_place(topic: TopicClient, options: TrainOptions, run_dir: str, config: Config) -> TrainOptions:
+    """With slots for the weights where this host has the room for them. Run directory and model are shared with the
+    controller: the process would not be here otherwise."""
+    if not elsewhere(topic):
+        return options
+    name = Path(options.slots).name.removeprefix(PREFIX)
+    here = slots_directory(name, Path(run_dir), config.train.hf_checkpoint)
+    return msgspec.structs.replace(options, slots=str(here))

@@ -24,8 +24,8 @@ from models.weights.layout import WEIGHTS_FILE
 from models.weights.shared_memory_reader import STATE_FILE, LocalCopies, SlotManifest
 from models.weights.slots_directory import choose_directory
 from pipeline.errors import leaf
-from pipeline.hosts.launcher import unless
-from pipeline.hosts.other_host import host_id
+from pipeline.hosts.launcher import run_until
+from pipeline.hosts.rendezvous import host_id
 from stages.messages import WeightsAnnouncement
 from stages.ports import read_value
 from transport import ByteClient, ByteServer, Node, TopicClient, Transfer, TransportError
@@ -99,7 +99,7 @@ class FetchedWeights:
                 await self._leave()
                 raise
             except TransportError as error:
-                await self._leave()  # who was refused, or asked a trainer that is gone, is refused for ever
+                await self._leave()  # a refused client, or one whose trainer is gone, never recovers: open a new one
                 raise TornWeights(
                     f"version {announcement.version} could not be fetched from {server.address}: {error}"
                 ) from error
@@ -123,7 +123,7 @@ class FetchedWeights:
         """Gives up as soon as another trainer offers weights: one that was lost in mid-fetch is silent for long. Raises
         TornWeights then."""
         try:
-            done = await unless(work, self._moved(server))
+            done = await run_until(work, self._moved(server))
         except ExceptionGroup as errors:
             raise leaf(errors) from errors
         if done is None:

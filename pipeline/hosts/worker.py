@@ -1,32 +1,216 @@
-"""A worker process: one stage replica. Started as `python -m pipeline.hosts.worker RUN_ID TOPIC NAME [KEYS]`, never by
-fork; it finds everything else on the topic.
+"""What a started process of the run does: a stage replica or a rank of the trainer group.
 
-It ends with 0 (done, or nothing is left to do), 1 (failed: may be restarted), 2 (the user's mistake, e.g. an import
-path: not restarted), 3 (of a train stage: rank 0 is gone) or 28 (no space left). The last line of its log says why.
+Started as `python -m pipeline.hosts.worker RUN_ID TOPIC NAME [KEYS]`, never by fork. It finds everything else on the
+topic. `train-rank-N` names a rank; rank 0 also announces there that the group is up. Every other name is a stage
+replica: it connects the ports, sets the stage up, runs it and publishes its figures. Tasks of the controller call
+`run_replica` too.
+
+Exit codes: 0 (done, or nothing is left to do), 1 (failed: may be restarted), 2 (the user's mistake, such as an import
+path: not restarted), 3 (the peer in the trainer group is gone) and 28 (no space left). The last line of the log gives
+the reason.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import fcntl
 import logging
+import os
+import secrets
 import sys
+import time
+from collections.abc import AsyncIterator, Collection
 from pathlib import Path
+from typing import Any, Final, Generic, TypeVar
 
 import msgspec
+from msgspec import Struct
 
-from models.import_path import add_working_directory
+from configs.schema import Config
+from models.fault_injection import FaultPlan, fault_plan
+from models.import_path import add_working_directory, import_path
+from models.train.trainer_group.rank_spec import MEETING, RankSpec, Rendezvous
 from pipeline.errors import exit_code, leaf, user_error
-from pipeline.hosts.other_host import settled, trainers_place
-from pipeline.hosts.rendezvous import Entry, from_command, read
-from pipeline.hosts.replica import ReplicaSpec, run_replica
-from pipeline.hosts.shared_files import only_trainer
-from stages.base import TrainOptions
-from transport import StreamFinished
+from pipeline.facts.stats import CPU, STATS_PREFIX, StageStats
+from pipeline.facts.trace import TraceWriter
+from pipeline.hosts.launcher import SOCKETS
+from pipeline.hosts.machine import cpu_seconds
+from pipeline.hosts.rendezvous import Entry, awaited, from_command, read, retire_key, settled, trainers_place
+from pipeline.hosts.weights_source import FetchedWeights, OfferedWeights
+from stages.base import Stage, StageContext, StageOptions, TrainOptions, beside
+from stages.ports import Inlet as StageInlet
+from stages.ports import Lease, Ports
+from transport import Inlet, Node, StreamFinished, TopicClient
+
+T_co = TypeVar("T_co", covariant=True)
+
+
+class FaultyInlet(Generic[T_co]):
+    """An inlet some of whose messages meet a fault when the stage takes them."""
+
+    def __init__(self, inlet: StageInlet[T_co], plan: FaultPlan) -> None:
+        self._inlet, self._plan = inlet, plan
+
+    async def receive(self) -> Lease[T_co] | None:
+        """As the inlet. Raises InjectedError, which ends the replica: it is not about the one message."""
+        lease = await self._inlet.receive()
+        if lease is not None:
+            await self._plan.meet(lease.key, lease.attempt)
+        return lease
+
+
+STATS_INTERVAL_S = 0.5
 
 log = logging.getLogger("sluice.worker")
 
 
-async def work(entry: Entry, name: str) -> None:
+class PortSpec(Struct, frozen=True):
+    """Where a port connects and what it carries."""
+
+    stream: str
+    address: str
+    schema: str  # import path of the message type
+    window_items: int = 16
+    window_bytes: int = 8 << 20
+
+
+class ReplicaSpec(Struct, frozen=True):
+    stage: str
+    replica: str
+    path: str  # import path of the stage class
+    index: int
+    replicas: int
+    concurrency: int
+    run_dir: str
+    inlets: dict[str, PortSpec]
+    outlets: dict[str, PortSpec]
+    loops: tuple[str, ...] = ()
+    options: dict[str, Any] = {}  # of a custom stage, as the user wrote them
+    built_in: StageOptions | None = None
+    run_generation: int = 0
+    host: str = ""  # of a train stage: under which other hosts reach what it binds; empty: there are none
+
+
+async def run_replica(spec: ReplicaSpec, node: Node, topic: TopicClient, config: Config) -> None:
+    """Run one replica until its inlets end, or it is retired. Errors of the stage propagate."""
+    trace, enabled = Path(spec.run_dir, "trace"), config.observe.trace
+    with TraceWriter(trace, spec.replica, stage=spec.stage, enabled=enabled) as spans:
+        context = StageContext(
+            config=config,
+            run_dir=Path(spec.run_dir),
+            replica=spec.replica,
+            spans=spans,
+            index=spec.index,
+            replicas=spec.replicas,
+            concurrency=spec.concurrency,
+            options=spec.options,
+            built_in=spec.built_in,
+            loops=spec.loops,
+        )
+        stage: Stage = import_path(spec.path)(context)
+        try:
+            await stage.setup()
+            await _serve(stage, spec, node, topic)
+        except BaseException:
+            # What went wrong decides whether the replica starts again: an error of the clean-up must not replace it.
+            try:
+                await stage.close()
+            except Exception as error:
+                log.warning("%s: closing after an error failed as well: %r", spec.replica, error)
+            raise
+        await stage.close()
+
+
+async def _serve(stage: Stage, spec: ReplicaSpec, node: Node, topic: TopicClient) -> None:
+    name = spec.replica
+    outlets = {
+        key: await node.outlet(port.address, port.stream, import_path(port.schema), replica=name)
+        for key, port in spec.outlets.items()
+    }
+    inlets: dict[str, Inlet[Any]] = {
+        key: await node.inlet(
+            port.address, port.stream, import_path(port.schema), window_items=port.window_items,
+            window_bytes=port.window_bytes, replica=name,
+        )
+        for key, port in spec.inlets.items()
+    }  # fmt: skip
+    fetched = FetchedWeights(node, topic, f"{spec.replica}-{secrets.token_hex(4)}", Path(spec.run_dir))
+    weights = OfferedWeights(node, topic, spec.host) if spec.host else fetched
+    taken: dict[str, StageInlet[Any]] = dict(inlets)
+    faults = fault_plan(
+        stage.config, spec.stage, spec.replica, run_generation=spec.run_generation, run_dir=Path(spec.run_dir)
+    )
+    if faults is not None:
+        taken = {name: FaultyInlet(inlet, faults) for name, inlet in inlets.items()}
+    ports = Ports(spec.replica, taken, outlets, topic, weights)
+    async with beside(_publish_stats(stage, spec, ports), _retire(spec, topic, inlets.values())):
+        try:
+            await stage.run(ports)
+        finally:
+            fetched.close()
+        for inlet in inlets.values():  # what a retired replica still holds, parts of groups, goes to another one
+            await inlet.close()
+    await ports.topic.publish(STATS_PREFIX + spec.replica, _stats(stage, spec))
+
+
+def _stats(stage: Stage, spec: ReplicaSpec) -> bytes:
+    activity = stage.activity
+    seconds = activity.settle()
+    own = {} if stage.config.run.runner == "inprocess" else {CPU: cpu_seconds(os.getpid())}
+    return StageStats(
+        stage=spec.stage,
+        replica=spec.replica,
+        unix_s=time.time(),
+        busy_s=seconds["busy"],
+        starved_s=seconds["starved"],
+        blocked_s=seconds["blocked"],
+        stalled_s=seconds["stalled"],
+        items_in=activity.items_in,
+        items_out=activity.items_out,
+        failures=activity.failures,
+        tokens=activity.tokens,
+        in_flight=activity.in_flight,
+        extra={**activity.extra, **own},
+    ).encode()
+
+
+async def _retire(spec: ReplicaSpec, topic: TopicClient, inlets: Collection[Inlet[Any]]) -> None:
+    """Waits for the topic `retire/<replica>`. The inlets end then: what was not begun goes back to their hubs."""
+    await awaited(topic, retire_key(spec.replica))
+    for inlet in inlets:
+        await inlet.drain()
+
+
+async def _publish_stats(stage: Stage, spec: ReplicaSpec, ports: Ports) -> None:
+    """Waits for the clock; runs until cancelled."""
+    while True:
+        await ports.topic.publish(STATS_PREFIX + spec.replica, _stats(stage, spec))
+        await asyncio.sleep(STATS_INTERVAL_S)
+
+
+TRAINER_LOCK: Final = ".trainer"
+LOCK_POLL_S: Final = 0.5
+
+
+@contextlib.asynccontextmanager
+async def only_trainer(run_dir: Path) -> AsyncIterator[None]:
+    """Holds the place of the run's train stage. Waits for the end of one before, which writes there too: cut off from
+    the run, on a node of which nothing is heard, it may live on for a while."""
+    with (run_dir / TRAINER_LOCK).open("w") as lock:
+        waits = False
+        while True:
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            if not waits:
+                log.warning("another train stage still writes in %s; this one begins when it has ended", run_dir)
+            waits = True
+            await asyncio.sleep(LOCK_POLL_S)
+        yield
+
+
+async def _run_replica_process(entry: Entry, name: str) -> None:
     trains = name.startswith("train-")  # and offers its weights
     async with entry.serving_node(name, lambda: topic) if trains else entry.node(name) as node:
         topic = await node.topic(entry.topic)
@@ -40,21 +224,48 @@ async def work(entry: Entry, name: str) -> None:
             await run_replica(msgspec.structs.replace(spec, run_dir=run_dir), node, topic, config_here)
 
 
+async def find_rank_spec(entry: Entry, name: str) -> tuple[RankSpec, Config]:
+    """The specification of this rank. Its connection ends here: a rank that computes answers nothing for minutes."""
+    async with entry.node(name) as node:
+        return await read(await node.topic(entry.topic), name, RankSpec)
+
+
+async def announce_meeting(entry: Entry, name: str, rendezvous: Rendezvous) -> None:
+    async with entry.node(name) as node:
+        await (await node.topic(entry.topic)).publish(MEETING, msgspec.msgpack.encode(rendezvous))
+
+
+def _run_rank_process(entry: Entry, name: str) -> None:
+    """A rank of the trainer group."""
+    spec, config = asyncio.run(find_rank_spec(entry, name))
+    spec = msgspec.structs.replace(spec, address=str(Path(os.environ[SOCKETS], spec.address)))
+    from models.train.trainer_group.rank import run_rank  # imports torch
+
+    run_rank(spec, config, lambda rendezvous: asyncio.run(announce_meeting(entry, name, rendezvous)))
+
+
 def main(argv: list[str]) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     add_working_directory()
     entry, name = from_command(argv)
+    is_rank = name.startswith("train-rank-")
     try:
-        import uvloop
+        if is_rank:
+            _run_rank_process(entry, name)
+        else:
+            import uvloop
 
-        uvloop.run(work(entry, name))
+            uvloop.run(_run_replica_process(entry, name))
     except BaseException as error:
         cause = leaf(error)
-        if isinstance(cause, StreamFinished):  # it stood still, others took its work, and the run is complete
+        if isinstance(cause, StreamFinished):  # other replicas took the work of this one, and the run is complete
             logging.info("%s ends: %s", name, cause)
             return 0
         logging.exception("%s failed", name)
         logging.error("%s: %s", type(cause).__name__, user_error(cause) or cause)
+        if is_rank:
+            logging.shutdown()
+            os._exit(exit_code(cause))  # at once: threads of a broken process group may wait for ever
         return exit_code(cause)
     return 0
 

@@ -26,7 +26,7 @@ from configs.sources import parse_source, source_fault
 from models.disk import write_whole
 from models.train.megatron.options import option_faults
 from pipeline.errors import Refused, UsageError, user_error
-from pipeline.hosts.local_launcher import child_environment
+from pipeline.hosts.machine import child_environment
 from pipeline.preflight.sglang import NoSglang, prepare_sglang
 from stages.agents.calls import Hosted
 from stages.data.prompt_set import PromptSet

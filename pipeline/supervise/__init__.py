@@ -1,7 +1,7 @@
-"""Who restarts what.
+"""Which component restarts which processes.
 
 - A stage replica, an engine, the router, a weight fetcher: alone, with backoff, within `--max-restarts` an hour
-  (runner.py, restart_server.py, weight_fetchers.py). Hubs and ledger give its work to others.
+  (runner.py, restarts.py, servers.py). Hubs and ledger give its work to others.
 - The trainer (trainer_unit.py): the train stage and its ranks are one unit. If any of them dies or hangs, here or with
   its node, all are ended and started anew, while engines, prompts and finished groups stay. The new unit loads the
   newest state, a checkpoint or a recovery point of stages/train/recovery.py, or the initial weights. The ledger is not

@@ -1,12 +1,12 @@
-"""`--auto-resume N`: a small parent that starts the run, and starts it again from its checkpoint when it dies.
+"""`--auto-resume N`: a small parent that starts the run, and restarts it from its checkpoint when it dies.
 
 The run is a child process, the same program as without the flag; the parent holds no model and no state of it. Engine
 servers are children of the parent too, which one start of the run leaves to the next (pipeline/hosts/kept_servers.py).
 
-Invariants: only what another start can mend is started again, within a budget; what the user asks for (Ctrl-C, SIGTERM,
-SIGHUP) goes to the child and is no reason for another start; the child and all servers end with the parent, however
-this ends; no server is left to two starts in a row between which nothing was saved, since it may be why they end.
-Imports nothing but the standard library and what needs no more than that.
+Invariants: only what another start can mend is restarted, within a budget; the user's signals (Ctrl-C, SIGTERM,
+SIGHUP) go to the child and are no reason for another start; the child and all servers end with the parent, however
+it ends; servers are not kept over two starts in a row between which nothing was saved, since they may be the cause.
+Imports nothing but the standard library and modules that need no more than that.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Final, NamedTuple
@@ -26,7 +27,32 @@ from typing import Final, NamedTuple
 from models.errors import SlotDirectoryError
 from pipeline.hosts.die_with_parent import die_with
 from pipeline.hosts.kept_servers import KeptServers
-from pipeline.supervise.restart_budget import WINDOW_S, RestartBudget, backoff_s
+
+# Time in which something may be started again so many times: what is lost now and then in weeks goes on; what dies as
+# soon as it has loaded (minutes, for a large model) ends the run.
+WINDOW_S: Final = 3600.0
+
+
+def backoff_s(restarts: int) -> float:
+    """0.2, 0.4, 0.8 ... at most 10 seconds."""
+    return float(min(0.2 * 2 ** max(restarts - 1, 0), 10.0))
+
+
+class RestartBudget:
+    """Of one process. `limit`: restarts within `WINDOW_S`."""
+
+    def __init__(self, limit: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.limit, self._clock = limit, clock
+        self._recent: deque[float] = deque()
+
+    def lost(self) -> int:
+        """Count a loss; how many there were within the window. More than `limit` are too many."""
+        now = self._clock()
+        self._recent.append(now)
+        while self._recent[0] <= now - WINDOW_S:
+            self._recent.popleft()
+        return len(self._recent)
+
 
 CHILD: Final = "SLUICE_AUTO_RESUMED"  # the parent's process number, then the fields of `Resumed`, as JSON
 ERROR: Final = 1  # exit code of a run that ended with an error that is not the user's

@@ -18,7 +18,7 @@ import hashlib
 import itertools
 import sys
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -36,11 +36,9 @@ from models.fault_injection import FaultPlan
 from pipeline.errors import ReplicaFailed, UsageError
 from pipeline.facts.run_directory import EngineSpec
 from pipeline.hosts.launcher import Handle, Launcher, ProcessSpec, Resources
-from pipeline.hosts.processes import PortInUse
+from pipeline.hosts.machine import PortInUse
 from pipeline.supervise.health_probe import HealthProbe, HttpProbe, SchedulerProbe
-from pipeline.supervise.restart_server import StartCommand, SupervisedServer
-from pipeline.supervise.restarts import Lifecycle
-from pipeline.supervise.weight_fetchers import WeightFetchers
+from pipeline.supervise.restarts import Lifecycle, StartCommand, SupervisedServer
 
 LIMIT_S: Final = 10.0  # for a server to answer; it is busy with nothing
 
@@ -100,13 +98,16 @@ GPU_GRACE_S: Final = 20.0
 COMPLAINT_POLL_S: Final = 0.5  # between two looks for a complaint
 
 
+FetcherOf = Callable[[str, str], str]  # name of an engine and its host -> the fetcher of its weights, "" for none
+
+
 class EngineProcess(SupervisedServer):
     """What our servers and SGLang's have in common. `program`: what is started, as far as no command line tells it."""
 
     program = ""
 
-    def __init__(self, spec: EngineSpec, lifecycle: Lifecycle, fetchers: WeightFetchers) -> None:
-        self.spec, self.lifecycle, self._fetchers = spec, lifecycle, fetchers
+    def __init__(self, spec: EngineSpec, lifecycle: Lifecycle, fetcher: FetcherOf) -> None:
+        self.spec, self.lifecycle, self._fetcher = spec, lifecycle, fetcher
         self.name, self.kind = spec.name, spec.kind
         self._incarnation = 0
 
@@ -122,7 +123,7 @@ class EngineProcess(SupervisedServer):
         host, self._incarnation = launcher.address(self.name), incarnation
         self.spec = msgspec.structs.replace(self.spec, taken_over=False)
         if not self.spec.frozen:
-            self.spec = msgspec.structs.replace(self.spec, fetcher=self._fetchers.beside(self.name, host))
+            self.spec = msgspec.structs.replace(self.spec, fetcher=self._fetcher(self.name, host))
         try:
             with launcher.held_port(self.name, self.spec.port) as port:
                 process, url = self._process(self.spec, incarnation, host, port)
@@ -199,9 +200,9 @@ class SglangServer(EngineProcess):
     slow_start = True
 
     def __init__(
-        self, spec: EngineSpec, config: Config, installed: Installed, lifecycle: Lifecycle, fetchers: WeightFetchers
+        self, spec: EngineSpec, config: Config, installed: Installed, lifecycle: Lifecycle, fetcher: FetcherOf
     ) -> None:
-        super().__init__(spec, lifecycle, fetchers)
+        super().__init__(spec, lifecycle, fetcher)
         self.config, self.installed = config, installed
         self.program = f"SGLang {installed.sglang}"
 

@@ -25,8 +25,7 @@ from models.engines.token import Token
 from pipeline.errors import UsageError
 from pipeline.facts.run_directory import EngineSpec
 from pipeline.supervise.health_probe import HealthProbe, HealthTracker, HttpProbe, SchedulerProbe, until
-from pipeline.supervise.restart_server import Waiting
-from pipeline.supervise.restarts import Lifecycle
+from pipeline.supervise.restarts import Lifecycle, Waiting
 from stages.topic_values import RouterAddress
 
 POLL_S: Final = 0.5

@@ -20,9 +20,9 @@ import msgspec
 
 from configs.graph import SINGLE
 from pipeline.errors import UsageError, check_repeatable
-from pipeline.hosts.launcher import Launcher, ending, unless
+from pipeline.hosts.launcher import Launcher, describe_exit, run_until
 from pipeline.hosts.rendezvous import Entry, Keys, admit, retire_key, spec_key
-from pipeline.hosts.replica import ReplicaSpec, run_replica
+from pipeline.hosts.worker import ReplicaSpec, run_replica
 from pipeline.replica_specs import Placement
 from pipeline.supervise.restarts import Lifecycle, Restarts
 from pipeline.supervise.servers import Servers
@@ -161,14 +161,14 @@ class ProcessRunner(Runner):
         process, name = self.entry.process("pipeline.hosts.worker", spec.replica), spec.replica
         self.topic.publish(spec_key(name), msgspec.msgpack.encode(spec))
         while True:
-            handle = await unless(self.launcher.spawn(process), self._until_unwanted(name))
+            handle = await run_until(self.launcher.spawn(process), self._until_unwanted(name))
             if handle is None:  # no host had room for it
                 break
             code = await handle.wait()
             if code == 0 or name in self._retiring:
                 break
             check_repeatable(name, code, handle.last_line(), self.rundir.path)
-            await self._restarts.again(spec.stage, name, ending(code), handle.last_line(), handle.log)
+            await self._restarts.again(spec.stage, name, describe_exit(code), handle.last_line(), handle.log)
         self.topic.drop(spec_key(name))
 
     async def _until_unwanted(self, replica: str) -> None:

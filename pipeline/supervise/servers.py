@@ -1,20 +1,25 @@
-"""All servers of a run: its engines, those of frozen models, the router; one supervisor each, or a watcher for one that
-runs already. Engines that are ours to start come and go while the run goes on.
+"""All servers of a run: its engines, frozen engines and the router, each with a supervisor, or a watcher for one that
+runs already; and the fetchers, processes that bring weights to the engines' nodes other than the controller's.
 
-Invariants: they start side by side and are waited for in parallel; the environment of SGLang is asked what it holds
-only if one of them is part of it; an engine that goes has given back what it held, or has had the time for it; the
-number of an engine is used once, so that what is said of one is never taken for another.
-
-The router is started without workers. Each engine is named to it by the replica that owns the engine, once that carries
-published weights; all are named again to a router of a new incarnation, which knows none.
+Invariants:
+- servers start in parallel; SGLang's environment is inspected only if a server runs in it;
+- an engine that leaves has given back its requests, or has had the time for it; the number of an engine is used once,
+  so that a report about one is never taken for another;
+- the router is started without workers. The replica that owns an engine registers it once it carries published
+  weights; all are registered again with a router of a new incarnation, which knows none;
+- a node has at most one fetcher. It starts with the node's first engine, restarts when lost, and ends with the last
+  engine; an engine is announced with the name of its node's fetcher.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Final, Literal
+
+import msgspec
 
 from configs.schema import Config, router_kind
 from models.engines.client import EngineClient
@@ -22,18 +27,94 @@ from models.engines.launch.command import RUNNER, with_token
 from models.engines.launch.environment import Installed
 from models.engines.launch.router_command import router_launch
 from models.engines.token import TokenFile
+from pipeline.errors import check_repeatable
 from pipeline.facts.run_directory import EngineSpec, Kind
-from pipeline.hosts.launcher import Launcher, ProcessSpec
-from pipeline.hosts.rendezvous import Entry
+from pipeline.facts.stats import STATS_PREFIX
+from pipeline.graph import STAGES, Node
+from pipeline.hosts.launcher import HostGone, Launcher, ProcessSpec, describe_exit
+from pipeline.hosts.machine import HOST
+from pipeline.hosts.rendezvous import Entry, retire_key, spec_key
 from pipeline.preflight.sglang import prepare_sglang
 from pipeline.replica_specs import Placement
 from pipeline.supervise.engine_servers import EmbeddedOrSimulatedServer, InProcessEngine, SglangServer
 from pipeline.supervise.external_servers import ExternalEngine, ExternalRouter
-from pipeline.supervise.restart_server import ServerSupervisor, StartCommand, SupervisedServer
-from pipeline.supervise.restarts import Lifecycle, Restarts
-from pipeline.supervise.weight_fetchers import WeightFetchers
+from pipeline.supervise.restarts import (
+    Lifecycle,
+    Restarts,
+    ServerSupervisor,
+    StartCommand,
+    SupervisedServer,
+    end_if_silent,
+)
+from stages.base import beside
+from stages.engines.stage import END
 from stages.topic_values import ADDRESS, DIRECTORY, LEAVE, RouterAddress, entries
 from transport import TopicServer
+
+STAGE: Final = "fetcher"
+
+
+class WeightFetchers:
+    """Of one run. `tasks`: where they are looked after, while the servers run."""
+
+    tasks: asyncio.TaskGroup
+
+    def __init__(
+        self, placement: Placement, topic: TopicServer, launcher: Launcher, restarts: Restarts, entry: Entry
+    ) -> None:
+        self._placement, self._topic, self._launcher = placement, topic, launcher
+        self._restarts, self._entry = restarts, entry
+        self._engines: dict[str, str] = {}  # engine -> its host
+        self._there: dict[str, str] = {}  # host -> its fetcher
+        self._numbers = itertools.count()
+
+    def beside(self, engine: str, host: str) -> str:
+        """What brings weights to an engine that was placed on a host; empty if they need not be brought."""
+        here = self._launcher.controller
+        if here is None or host in (here, HOST):
+            self.left(engine)
+            return ""
+        if self._engines.get(engine) != host:
+            self.left(engine)
+        self._engines[engine] = host
+        if host not in self._there:
+            number = next(self._numbers)
+            self._there[host] = f"{STAGE}-{number}"
+            self.tasks.create_task(self._keep(number, host))
+        return self._there[host]
+
+    def left(self, engine: str) -> None:
+        """An engine is not where it was."""
+        host = self._engines.pop(engine, None)
+        if host is not None and host not in self._engines.values() and (name := self._there.pop(host, None)):
+            self._topic.publish(retire_key(name), b"")
+
+    async def _keep(self, number: int, host: str) -> None:
+        """Waits for the end of a fetcher; starts it again unless it ended well, or its host is gone."""
+        spec = self._placement.replica(Node(STAGE, STAGES[STAGE]), number, 1)
+        name, process = spec.replica, self._entry.process("pipeline.hosts.worker", spec.replica)
+        self._topic.publish(spec_key(name), msgspec.msgpack.encode(spec))
+        while engine := next((engine for engine, its in self._engines.items() if its == host), None):
+            try:
+                await self._launcher.place(name, beside=engine)
+            except HostGone:
+                break
+            handle = await self._launcher.spawn(process)
+            # The engines stage waits for what it has ordered: a fetcher that hangs would hold the engines of its node.
+            async with beside(end_if_silent(self._topic, STATS_PREFIX + name, name, handle)):
+                code = await handle.wait()
+            if code == 0:
+                break
+            check_repeatable(name, code, handle.last_line(), self._placement.rundir.path)
+            await self._restarts.again(STAGE, name, describe_exit(code), handle.last_line(), handle.log)
+        if self._there.get(host) == name:
+            del self._there[host]
+        if self._topic.get(END) is None:
+            self._restarts.lifecycle.retired(STAGE, name)
+        for key in (spec_key(name), retire_key(name)):
+            self._topic.drop(key)
+        await self._launcher.release(name)
+
 
 RouterKind = Literal["sglang", "smg"]
 
@@ -222,7 +303,9 @@ def server_of(
     if spec.ours and in_process:
         return InProcessEngine(spec, lifecycle)
     if spec.ours:
-        return ServerSupervisor(EmbeddedOrSimulatedServer(spec, lifecycle, fetchers), launcher, restarts, config.health)
+        return ServerSupervisor(
+            EmbeddedOrSimulatedServer(spec, lifecycle, fetchers.beside), launcher, restarts, config.health
+        )
     assert installed is not None
-    server = SglangServer(spec, config, installed, lifecycle, fetchers)
+    server = SglangServer(spec, config, installed, lifecycle, fetchers.beside)
     return ServerSupervisor(server, launcher, restarts, config.health)

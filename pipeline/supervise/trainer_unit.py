@@ -32,14 +32,12 @@ from models.train.trainer_group.rank_spec import (
 )
 from pipeline.errors import EXIT_DISK_FULL, EXIT_USER_ERROR, ReplicaFailed, UsageError, check_repeatable
 from pipeline.facts.stats import STATS_PREFIX
-from pipeline.hosts.gpu_placement import gpus_to_divide, trainer_group_gpus
-from pipeline.hosts.launcher import Handle, Launcher, Resources, ending
+from pipeline.hosts.launcher import Handle, Launcher, Resources, SharedFiles, describe_exit, shared_files
+from pipeline.hosts.machine import gpus_to_divide, trainer_group_gpus
 from pipeline.hosts.rendezvous import Entry, spec_key
-from pipeline.hosts.replica import ReplicaSpec
-from pipeline.hosts.shared_files import SharedFiles, shared_files
+from pipeline.hosts.worker import ReplicaSpec
 from pipeline.replica_specs import Placement
-from pipeline.supervise.restart_server import POLL_S, STARTS_WITHOUT_SERVING, Waiting
-from pipeline.supervise.restarts import HANG_S, Restarts, end_if_silent
+from pipeline.supervise.restarts import HANG_S, POLL_S, STARTS_WITHOUT_SERVING, Restarts, Waiting, end_if_silent
 from stages.base import TrainOptions, beside
 from transport import TopicServer
 
@@ -127,8 +125,8 @@ class Ranks:
         codes = await exit_codes(processes, lambda codes: any(codes.values()) or len(codes) == len(processes))
         if (loss := first_lost(codes)) is not None:
             raise ReplicaFailed(
-                f"{loss.name} ended with {ending(loss.code)}: {processes[loss.name].last_error()}; with --runner "
-                "inprocess the trainer is not started again: continue with --resume "
+                f"{loss.name} ended with {describe_exit(loss.code)}: {processes[loss.name].last_error()}; with "
+                "--runner inprocess the trainer is not started again: continue with --resume "
                 f"{self._placement.rundir.path}, or use --runner local"
             )
 
@@ -157,7 +155,7 @@ class Ranks:
             ),
         )
         self._topic.publish(spec_key(name), msgspec.msgpack.encode(spec))
-        process = self._entry.process("pipeline.hosts.trainer_rank", name, env=self._environment(rank), sweep=True)
+        process = self._entry.process("pipeline.hosts.worker", name, env=self._environment(rank), sweep=True)
         return await self._launcher.spawn(process, Resources(self._gpus))
 
     def _environment(self, rank: int) -> dict[str, str]:
@@ -262,7 +260,7 @@ class TrainerUnit:
         stage, process = spec.replica, processes[loss.name]
         words = process.last_line() if loss.name == stage else process.last_error()
         check_repeatable(loss.name, loss.code, words, self._rundir.path)
-        why = ending(loss.code) + ("" if loss.name == stage else f" of {loss.name}")
+        why = describe_exit(loss.code) + ("" if loss.name == stage else f" of {loss.name}")
         failed = loss.code > 0 and loss.code != EXIT_PEER_GONE
         if failed and loss.name != stage and not self._came_up and incarnation + 1 >= STARTS_WITHOUT_SERVING:
             raise ReplicaFailed(

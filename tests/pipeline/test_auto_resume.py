@@ -39,7 +39,7 @@ async def serve(name, log="log"):
     # A server, taken over or new, is a line of `servers`: which start, its process, its note.
     global kept
     if kept is None:
-        from pipeline.hosts.kept_processes import KeptProcesses
+        from pipeline.hosts.local_launcher import KeptProcesses
         kept = KeptProcesses(told.connection, told.directory)
     note = kept.note(name)
     try:

@@ -19,7 +19,7 @@ from launching import ROOT, SIMULATED, SMALL, alive, environment, finish, made_m
 from test_kill import kill, steps_done, wait_for_steps, wait_until
 
 from pipeline.facts.run_directory import ServerInfo
-from pipeline.hosts.processes import living
+from pipeline.hosts.machine import living
 from tests.sglang_server import needs_sglang
 
 pytestmark = pytest.mark.slow

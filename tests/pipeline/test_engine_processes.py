@@ -19,10 +19,9 @@ from pipeline.errors import ReplicaFailed, leaf
 from pipeline.facts.run_directory import EngineSpec, Kind, RunDir
 from pipeline.hosts.launcher import Handle, Launcher, ProcessSpec
 from pipeline.hosts.local_launcher import LocalLauncher
-from pipeline.hosts.processes import held_port
+from pipeline.hosts.machine import held_port
 from pipeline.supervise.health_probe import HealthProbe, HttpProbe, SchedulerProbe
-from pipeline.supervise.restart_server import ServerSupervisor, StartCommand, SupervisedServer
-from pipeline.supervise.restarts import Restarts
+from pipeline.supervise.restarts import Restarts, ServerSupervisor, StartCommand, SupervisedServer
 
 pytestmark = pytest.mark.slow
 

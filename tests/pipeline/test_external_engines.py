@@ -23,7 +23,7 @@ from pipeline.errors import UsageError
 from pipeline.facts.run_directory import EngineSpec, RunDir, read_fleet
 from pipeline.facts.stats import outage_text
 from pipeline.hosts.local_launcher import LocalLauncher
-from pipeline.hosts.processes import held_port
+from pipeline.hosts.machine import held_port
 from pipeline.record.recorder import Recorder
 from pipeline.supervise.announce import Announcer
 from pipeline.supervise.external_servers import ExternalEngine, ExternalRouter, PolicyConfig, differs

@@ -8,7 +8,7 @@ import pytest
 
 from configs.schema.run import read_fault
 from models.fault_injection import FaultPlan, InjectedError, injected
-from pipeline.hosts.faulty_inlet import FaultyInlet
+from pipeline.hosts.worker import FaultyInlet
 from tests.stages.stage_rig import Held, make_sample, make_slice
 
 

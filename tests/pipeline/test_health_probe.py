@@ -20,7 +20,7 @@ def test_an_engine_is_lost_after_n_faults_in_a_row_and_recovers_with_one_good_lo
     account = HealthTracker(n)
     for i, good in enumerate(looks):
         before = account.up
-        change = account.observe_idle(None if good else f"fault {i}")
+        change = account.saw(None if good else f"fault {i}")
         newest = looks[: i + 1][-n:]
         assert (change == "lost") == (before and len(newest) == n and not any(newest))
         assert (change == "recovered") == (good and not before)
@@ -32,11 +32,11 @@ def test_an_engine_is_lost_after_n_faults_in_a_row_and_recovers_with_one_good_lo
 
 def test_the_reason_counts_its_looks() -> None:
     account = HealthTracker(2)
-    assert account.observe_idle("no answer") is None
-    assert account.observe_idle("no answer") == "lost"
+    assert account.saw("no answer") is None
+    assert account.saw("no answer") == "lost"
     assert account.why == "2 failed health checks in a row (no answer)"
     account.mark_down()
-    assert account.observe_idle(None) == "recovered"
+    assert account.saw(None) == "recovered"
 
 
 class Busy:

@@ -93,7 +93,7 @@ def test_engines_outlive_their_stage(tmp_path: Path) -> None:
     done = finish(process, run_dir).check()
     assert (done.summary["groups"]["trained"], done.summary["groups"]["failed"]) == (120, 0)
     assert done.summary["restarts"] == {"engines-0": kills}
-    assert "goes on with weights 0." in (run_dir / "logs" / "engines-0.log").read_text()
+    assert "keeps its weights 0." in (run_dir / "logs" / "engines-0.log").read_text()
 
 
 def test_a_replica_that_never_comes_up_ends_the_run_with_its_reason(tmp_path: Path) -> None:

@@ -29,17 +29,16 @@ from pipeline.errors import ReplicaFailed, UsageError
 from pipeline.facts.run_directory import RunDir
 from pipeline.graph import build
 from pipeline.hosts import die_with_parent as die_with_parent
-from pipeline.hosts.gpu_placement import slices, visible_gpus
 from pipeline.hosts.launcher import ProcessSpec, Resources
 from pipeline.hosts.local_launcher import LocalLauncher, last_error
-from pipeline.hosts.processes import PortInUse, held_port, interruptible, shared_files
+from pipeline.hosts.machine import PortInUse, held_port, interruptible, shared_memory_files, slices, visible_gpus
 from pipeline.hosts.rendezvous import Entry
-from pipeline.hosts.replica import ReplicaSpec
+from pipeline.hosts.worker import ReplicaSpec
 from pipeline.replica_specs import threads
 from pipeline.supervise import restarts
-from pipeline.supervise.restart_budget import WINDOW_S
+from pipeline.supervise.auto_resume import WINDOW_S
 from pipeline.supervise.restarts import Restarts
-from pipeline.supervise.weight_fetchers import WeightFetchers
+from pipeline.supervise.servers import WeightFetchers
 from stages.engines.stage import END
 from transport import Node
 
@@ -93,7 +92,7 @@ async def test_a_killed_server_leaves_nothing_in_shared_memory(rundir: RunDir) -
     try:
         process = await launcher.spawn(ProcessSpec("one", (sys.executable, "-c", textwrap.dedent(script)), sweep=True))
         await eventually(lambda: [("x",)] if "mapped" in process.log.read_text() else [])
-        assert shared_files(process.pid) == {names[0]}
+        assert shared_memory_files(process.pid) == {names[0]}
         for _ in range(2):
             process.remember_shared()
         assert (rundir.sockets / LEFT_BEHIND_FILE).read_text() == f"{names[0]}\n", "for whoever starts after a kill"
@@ -277,7 +276,7 @@ def test_what_ends_a_program_interrupts_the_controller_unless_it_is_ignored() ->
 
 
 def test_a_run_may_open_as_many_files_as_its_user() -> None:
-    script = "import resource; from pipeline.hosts.processes import raise_file_limit; "
+    script = "import resource; from pipeline.hosts.machine import raise_file_limit; "
     script += "resource.setrlimit(resource.RLIMIT_NOFILE, (100, 500)); raise_file_limit(9); "
     script += "print(resource.getrlimit(resource.RLIMIT_NOFILE))"
     said = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 
-from pipeline.hosts.processes import IdleCores, cpu_seconds
+from pipeline.hosts.machine import IdleCores, cpu_seconds
 
 SPINS = (
     "import time\nend = time.process_time() + 0.2\nwhile time.process_time() < end: pass\nprint(flush=True)\ninput()"

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from pipeline.hosts.launcher import ProcessSpec
-from pipeline.hosts.processes import living
+from pipeline.hosts.machine import living
 from pipeline.hosts.ray.actor import ProcessActor
 
 SLEEPS = ProcessSpec("one-0", (sys.executable, "-c", "import time; time.sleep(600)"))

@@ -13,11 +13,18 @@ import launch as program
 from configs.load import load
 from configs.schema import Config
 from pipeline.errors import UsageError
-from pipeline.hosts.ray.actor import interface_of
-from pipeline.hosts.ray.handle import PlacedActor
+from pipeline.hosts.ray.actor import PlacedActor, interface_of
 from pipeline.hosts.ray.launcher import RayLauncher
-from pipeline.hosts.ray.nodes import Node, PlacementGroup, ResourceNeeds, Strategy, choose, divide, seat_with_room
-from pipeline.hosts.ray.placement import RayPlacement
+from pipeline.hosts.ray.placement import (
+    Node,
+    PlacementGroup,
+    RayPlacement,
+    ResourceNeeds,
+    Strategy,
+    choose,
+    divide,
+    seat_with_room,
+)
 
 
 def config(*flags: str) -> Config:

@@ -13,7 +13,8 @@ from launching import SMALL
 from configs.load import load
 from configs.schema import Config
 from pipeline.facts.run_directory import RunDir
-from pipeline.hosts.shared_files import TRAINER_LOCK, only_trainer, shared_files
+from pipeline.hosts.launcher import shared_files
+from pipeline.hosts.worker import TRAINER_LOCK, only_trainer
 
 
 def model(place: Path, weights: bytes) -> Path:

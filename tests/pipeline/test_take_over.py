@@ -29,24 +29,12 @@ from pipeline.hosts.launcher import ProcessSpec
 from pipeline.hosts.local_launcher import LocalHandle, LocalLauncher
 from pipeline.supervise import engine_servers
 from pipeline.supervise.engine_servers import EmbeddedOrSimulatedServer
-from pipeline.supervise.restart_server import ServerSupervisor
-from pipeline.supervise.restarts import Restarts
-from pipeline.supervise.weight_fetchers import WeightFetchers
+from pipeline.supervise.restarts import Restarts, ServerSupervisor
 
 pytestmark = pytest.mark.slow
 
 NAME = "engine-0"
 SLOW = SimulatedEngineConfig(a_ms=50.0, length_mean=10_000.0, length_sigma=0.0, vocab_size=32)
-
-
-class NoFetchers(WeightFetchers):
-    """There is one node."""
-
-    def __init__(self) -> None:
-        pass
-
-    def beside(self, engine: str, host: str) -> str:
-        return ""
 
 
 class Next(LocalLauncher):
@@ -73,7 +61,7 @@ class Start:
     def __init__(self, rundir: RunDir, spec: EngineSpec, before: LocalHandle | None = None) -> None:
         self.told, self.launcher, self.config = Told(), Next(rundir, before), configured()
         self.specs: list[EngineSpec] = []
-        server = EmbeddedOrSimulatedServer(spec, self.told, NoFetchers())  # type: ignore[arg-type]
+        server = EmbeddedOrSimulatedServer(spec, self.told, lambda engine, host: "")  # type: ignore[arg-type]
         self.server = server
         self._keeper = ServerSupervisor(server, self.launcher, Restarts(self.told, 5), self.config.health)  # type: ignore[arg-type]
 

@@ -16,11 +16,11 @@ from configs.schema import Config
 from models.train.trainer_group.rank_spec import PeerGone, RanksDisagree
 from pipeline.errors import ReplicaFailed, UsageError, exit_code
 from pipeline.facts.run_directory import RunDir
-from pipeline.hosts.gpu_placement import check_trainer_group, engines_gpus, trainer_group_gpus
 from pipeline.hosts.launcher import ANYTHING, ProcessSpec, Resources
 from pipeline.hosts.local_launcher import LocalHandle, LocalLauncher
+from pipeline.hosts.machine import check_trainer_group, engines_gpus, trainer_group_gpus
 from pipeline.hosts.rendezvous import CONFIG, Entry
-from pipeline.hosts.replica import ReplicaSpec
+from pipeline.hosts.worker import ReplicaSpec
 from pipeline.supervise import trainer_unit as trainer_unit
 from pipeline.supervise.restarts import Restarts
 from pipeline.supervise.trainer_unit import Loss, Ranks, TrainerUnit, first_lost
@@ -119,18 +119,18 @@ PROCESS = """
 import asyncio, os, pathlib, signal, sys, time
 from models.train.trainer_group.rank_spec import Rendezvous
 from pipeline.hosts.rendezvous import from_command, read
-from pipeline.hosts.replica import ReplicaSpec
-from pipeline.hosts.trainer_rank import announce, find
+from pipeline.hosts.worker import ReplicaSpec
+from pipeline.hosts.worker import announce_meeting, find_rank_spec
 entry, name = from_command(sys.argv[2:])
 home = pathlib.Path(sys.argv[1])
 async def spec_of():
     async with entry.node(name) as node:
         return (await read(await node.topic(entry.topic), name, ReplicaSpec))[0]
 stage = name == "train-0"
-life = asyncio.run(spec_of()).built_in.incarnation if stage else asyncio.run(find(entry, name))[0].incarnation
+life = asyncio.run(spec_of()).built_in.incarnation if stage else asyncio.run(find_rank_spec(entry, name))[0].incarnation
 (home / f"{life} {name}").touch()
 def others():
-    if name == "train-rank-0": asyncio.run(announce(entry, name, Rendezvous(life, "x")))
+    if name == "train-rank-0": asyncio.run(announce_meeting(entry, name, Rendezvous(life, "x")))
     while len(list(home.glob(f"{life} *"))) < 3: time.sleep(0.01)
 def die(): os.kill(os.getpid(), signal.SIGKILL)
 """

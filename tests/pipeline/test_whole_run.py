@@ -22,7 +22,7 @@ from configs.schema import Config
 from models.import_path import import_path
 from models.tiny import make_tiny_checkpoint
 from pipeline.graph import STAGES
-from pipeline.hosts.replica import ReplicaSpec, run_replica
+from pipeline.hosts.worker import ReplicaSpec, run_replica
 from pipeline.supervise.announce import DeadLetters
 from stages.base import MapStage
 from stages.group.stage import GroupStage

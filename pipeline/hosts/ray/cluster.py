@@ -1,26 +1,30 @@
-"""The connection to a Ray cluster for the time of a run: attach or start, what its nodes have, leave.
+"""A Ray cluster for the time of a run: attach or start, list the nodes, start actors, leave.
 
-Invariant: a cluster that a run started ends with it, however the run ends; one that was there before stays, without any
-actor of the run.
+Invariant: a cluster that a run started ends with it, however the run ends; a cluster that was there before stays,
+without any actor of the run.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
 
+import msgspec
+
+import pipeline
 from configs.schema import Config
 from pipeline.errors import UsageError
-from pipeline.hosts.ray.launcher import RayLauncher
-from pipeline.hosts.ray.nodes import Node
-from pipeline.hosts.ray.placement import RayPlacement
+from pipeline.hosts.launcher import SharedFiles
+from pipeline.hosts.ray.actor import ANSWER_TIMEOUT_S, PlacedActor, ProcessActor, gone
+from pipeline.hosts.ray.placement import NODE_ID, Node, RayPlacement, ResourceNeeds
 
 STORE_BYTES: Final = 100 << 20  # of a cluster of our own: only logs and small files go through it
 REACH_S: Final = 5.0
@@ -40,9 +44,9 @@ def imported() -> ModuleType:
 
 
 @contextlib.contextmanager
-def connected(config: Config) -> Iterator[partial[RayLauncher]]:
-    """What makes the launchers of a run, for the time of the block. Raises UsageError for a cluster that is not there,
-    or that cannot hold the run."""
+def connected(config: Config) -> Iterator[RayPlacement]:
+    """Connects to the cluster for the time of the block. Raises UsageError for a cluster that is not there, or that
+    cannot hold the run."""
     ray = imported()
     before = signal.getsignal(signal.SIGTERM)
     try:
@@ -52,7 +56,7 @@ def connected(config: Config) -> Iterator[partial[RayLauncher]]:
         sys.stderr.write(f"ray: {'; '.join(node.words() for node in found)}\n")
         for note in placements.check(found):
             sys.stderr.write(f"warning: {note}\n")
-        yield partial(RayLauncher, placements, nodes)
+        yield placements
     finally:
         ray.shutdown()
         signal.signal(signal.SIGTERM, before)
@@ -120,3 +124,62 @@ def _reach(address: str) -> None:
             f"--ray-address {address}: nobody answers there ({error.strerror or error}); give the address that `ray "
             "start --head` printed, or leave it out for a cluster of this machine alone"
         ) from error
+
+
+POLL_S: Final = 2.0  # between two looks at the cluster
+ROOT: Final = str(Path(pipeline.__file__).parent.parent)
+
+
+class NotStarted(Exception):
+    """Ray has not started an actor."""
+
+
+async def start_actor(
+    name: str, needs: ResourceNeeds, options: dict[str, Any], limit_s: float, threads: str,
+    nodes: Callable[[], list[Node]],
+) -> PlacedActor:  # fmt: skip
+    """Waits for Ray; raises NotStarted after the limit, or when the node is gone. `options`: where it is to be."""
+    import ray
+
+    options |= {"num_cpus": needs.cpus, "num_gpus": needs.gpus, "max_restarts": 0}
+    if ray.get_runtime_context().runtime_env.get("working_dir"):  # instead of where this program lies
+        path = os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")]))
+        options["runtime_env"] = {"env_vars": {"PYTHONPATH": path}}
+    actor = ray.remote(ProcessActor).options(**options).remote(os.getcwd(), threads)
+    node_id = options.get("label_selector", {}).get(NODE_ID)
+    deadline = asyncio.get_running_loop().time() + limit_s
+    ready, answer = actor.ready.remote(), None
+    try:
+        while answer is None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(POLL_S):
+                    answer = await ready
+            away = node_id is not None and node_id not in {node.id for node in nodes()}
+            if answer is None and (away or asyncio.get_running_loop().time() > deadline):
+                raise NotStarted
+    except gone() as error:
+        raise NotStarted from error
+    except RuntimeError as error:  # how Ray says that an import failed there
+        raise UsageError(
+            f"--runner ray: the actor of {name} could not be started ({_last(error)}); each node needs this "
+            f"project at {ROOT}, and the Python that it is installed for"
+        ) from error
+    except BaseException:
+        ray.kill(actor)
+        raise
+    return PlacedActor(actor, *answer)
+
+
+async def lacking(placed: PlacedActor, sees: SharedFiles) -> str | None:
+    """What an actor's node has not of the controller's files, in words. Raises NotStarted where it is gone."""
+    try:
+        async with asyncio.timeout(ANSWER_TIMEOUT_S):
+            found: str | None = await placed.actor.lacking.remote(msgspec.msgpack.encode(sees))
+            return found
+    except gone() as error:
+        raise NotStarted from error
+
+
+def _last(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__

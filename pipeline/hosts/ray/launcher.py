@@ -18,13 +18,22 @@ import msgspec
 
 from pipeline.errors import UsageError
 from pipeline.facts.run_directory import RunDir
-from pipeline.hosts.launcher import ANYTHING, HostGone, ProcessSpec, Resources, quiet, stop_together
-from pipeline.hosts.processes import PortInUse
-from pipeline.hosts.ray.handle import ANSWER_TIMEOUT_S, PlacedActor, RayHandle, gone
-from pipeline.hosts.ray.nodes import Node, PlacementGroup, choose, divide, matches, seat_with_room, wanted_labels
-from pipeline.hosts.ray.placement import NODE_ID, ActorPlacement, RayPlacement
-from pipeline.hosts.ray.start import NotStarted, lacking, start_actor
-from pipeline.hosts.shared_files import SharedFiles
+from pipeline.hosts.launcher import ANYTHING, HostGone, ProcessSpec, Resources, SharedFiles, quiet, stop_together
+from pipeline.hosts.machine import PortInUse
+from pipeline.hosts.ray.actor import ANSWER_TIMEOUT_S, PlacedActor, RayHandle, gone
+from pipeline.hosts.ray.cluster import NotStarted, lacking, start_actor
+from pipeline.hosts.ray.placement import (
+    NODE_ID,
+    ActorPlacement,
+    Node,
+    PlacementGroup,
+    RayPlacement,
+    choose,
+    divide,
+    matches,
+    seat_with_room,
+    wanted_labels,
+)
 
 PLACEMENT_TIMEOUT_S: Final = 120.0  # time in which Ray starts an actor; longer waits are for what others hold
 AGAIN_TIMEOUT_S: Final = 30.0  # the same where a node seemed to have room: it may be gone, or taken
@@ -231,7 +240,7 @@ class RayLauncher:
             return {"label_selector": {NODE_ID: await self._plan(name, self.placements.groups[placement.group])}}
         if again:
             node = self._room(name, placement)
-            if node is None or node in self._silent:  # that one is tried all the same: it may have been the process
+            if node is None or node in self._silent:  # try a silent node anyway: maybe only the process died
                 self._wait(name, placement)
             return None if node is None else {"label_selector": {NODE_ID: node}}
         alone, found = PlacementGroup(name, role, placement.needs, 1, "PACK", placement.near), self._nodes()
