@@ -257,7 +257,7 @@ async def test_what_is_away_leaves_the_topic_and_the_words_say_what_follows(tmp_
         "router: http://r:2 is lost after a failed health check (refused); new requests wait for it, those it had go "
         "on at the engines directly",
         "engine-0: http://e:3 is lost after a failed health check (refused); its work waits until it is back",
-        "router ended with exit code 1; restarting it, new requests wait for it, those it had go on at the engines "
+        "router ended with exit code 1; restarting it, new requests wait for it, its pending requests continue at the engines "
         "directly",
     ]
 
