@@ -151,7 +151,7 @@ class TrainStage(Stage):
     async def _save_interrupted(self) -> None:
         """Save a run that stops before its end, so that it resumes from its last step with its complete groups.
 
-        Runs before the groups are settled: the checkpoint's ledger has them open. Demonstrations cost nothing to repeat.
+        Runs before groups are settled: the checkpoint's ledger has them open. Demonstrations cost nothing to repeat.
         """
         early = not self.ended and self.generates
         if self.groups.drained is not None and self.checkpoints.lacks(self.steps, groups=early):
