@@ -42,6 +42,7 @@ THIRD_PARTY: Final = (
     "zmq.asyncio",
 )
 TEST_LIMIT_S: Final = 40  # three times what the slowest test takes on a busy machine
+IMPORT_LIMIT_S: Final = 200
 CPU_LIMIT_S: Final = 10  # of a mutant, for survivors take most of the time
 Ask = dict[str, Any]
 
@@ -175,7 +176,7 @@ def run_child(act: Callable[[Ask], None], chosen: Chosen, ask: Ask, parent: sock
 def listen(child: socket.socket) -> tuple[bytes, bool]:
     """What the child says until it ends; False if a test took too long."""
     heard = b""
-    while select.select([child], [], [], TEST_LIMIT_S)[0]:
+    while select.select([child], [], [], TEST_LIMIT_S if heard else IMPORT_LIMIT_S)[0]:
         part = child.recv(1 << 16)
         heard += part
         if not part or part.endswith(b"\0"):
