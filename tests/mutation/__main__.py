@@ -96,7 +96,9 @@ class Run:
         self.lock = threading.Lock()
         self.jobs: queue.PriorityQueue[tuple[bool, str, Site, list[str], Result]] = queue.PriorityQueue()
 
-    def prepare(self) -> None:
+    def prepare(self, before: dict[str, Result]) -> None:
+        """Find the mutants and their tests; those that killed a mutant before come first, wherever they are now."""
+        moved = {test.partition("::")[2]: test for test in self.covered.size}
         mutants = {f"m{at:03}": Mutant(**fields) for at, fields in enumerate(json.loads(STORE.read_text()))}
         paths = [*product_files(self.root), *self.root.glob("tests/**/*.py")]
         texts = {path.relative_to(self.root).as_posix(): path.read_text() for path in paths}
@@ -113,7 +115,9 @@ class Run:
             old, about["where"] = texts[site.mutant.file], f"{site.mutant.file}:{site.lines[0]}"
             codes = (compile(text, "", "exec") for text in (old, site.apply(old.encode())))
             cold = "" in self.covered.covering(site.mutant.file, site.lines) or runner.swaps(*codes) is None
-            if tests := self.covered.choose(site, texts):
+            killers = (test.partition("::")[2] for test in before.get(name, {}).get("failed", ()))
+            first = [moved[test] for test in killers if test in moved]
+            if tests := list(dict.fromkeys([*first, *self.covered.choose(site, texts)])):
                 self.jobs.put((cold, name, site, tests, about))
             else:
                 self.note(about | {"status": "uncovered"})
@@ -217,7 +221,7 @@ def main() -> None:
         cover(flags.coverage.absolute(), flags.workers)
     elif flags.command.startswith("run"):
         run = Run(Covered(flags.coverage), Path(flags.files[0]), flags.command == "run-all")
-        run.prepare()
+        run.prepare(results[1] if len(results) > 1 else {})
         threads = [threading.Thread(target=run.work) for _ in range(flags.workers)]
         for thread in threads:
             thread.start()
