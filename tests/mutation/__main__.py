@@ -227,7 +227,7 @@ def main() -> None:
             thread.start()
         for thread in threads:
             thread.join()
-        text = table(read(run.out))
+        text = f"{table(read(run.out))}\n\nTests that failed on the unchanged code: {sorted(run.unsound)}"
     elif flags.command == "redundant":
         text = "\n".join(redundant(Covered(flags.coverage), results[0] if results else {}))
     else:

@@ -142,6 +142,7 @@ def serve(act: Callable[[Ask], None], chosen: Chosen) -> None:
     CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: what a test leaves behind is ended here
     gc.freeze()
     parent = socket.socket(fileno=int(os.environ["MUTATION_FD"]))
+    parent.sendall(b"ready\n")
     for line in parent.makefile("r"):
         home = tempfile.mkdtemp(prefix="mu", dir="/tmp")
         ours, theirs = socket.socketpair()
@@ -235,6 +236,7 @@ class Worker:
             )
         theirs.close()
         self.kind, self.answers = kind, self.socket.makefile("r")
+        self.answers.readline()  # the product is imported as it is, before a file is changed
 
     def stop(self) -> None:
         if self.process is not None:
