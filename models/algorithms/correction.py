@@ -26,7 +26,7 @@ from torch import Tensor
 
 from configs.schema.algorithm import CorrectionConfig
 from configs.schema.rejection import RejectionRule, parse_rules
-from models.algorithms.kl import KL_ESTIMATORS
+from models.algorithms.losses import KL_ESTIMATORS
 from models.algorithms.tokens import (
     PolicyTokens,
     bounded_exp,

@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pipeline
-from models.weights.slots_directory import list_left_behind
+from models.weights.layout import list_left_behind
 from pipeline.facts.run_directory import RunDir
 from pipeline.facts.text import visible
 from pipeline.hosts import die_with_parent as die_with_parent

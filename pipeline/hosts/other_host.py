@@ -19,7 +19,7 @@ from typing import Final
 import msgspec
 
 from configs.schema import Config
-from models.weights.slots_directory import PREFIX, slots_directory
+from models.weights.layout import PREFIX, slots_directory
 from stages.base import TrainOptions
 from stages.chat.tokenizer import CHECKPOINT_FILES
 from transport import TopicClient, TopicServer

@@ -15,8 +15,8 @@ from typing import Final
 from configs.graph import frozen_engines, is_address
 from configs.schema import Config
 from models.engines.client import EngineClient
-from models.engines.errors import EngineError, EngineRefused, EngineUnauthorized
 from models.engines.token import Token, read_token
+from models.errors import EngineError, EngineRefused, EngineUnauthorized
 from pipeline.errors import UsageError
 from stages.chat.tokenizer import Tokenizer, load_tokenizer
 

@@ -20,8 +20,7 @@ from typing import Final
 import msgspec
 
 from configs.schema import Config, generates
-from models.checkpoint import Manifest
-from models.disk import write_whole
+from models.disk import Manifest, write_whole
 from stages.prompts.ledger import LedgerSnapshot
 from stages.records.growing_records import RESPONSES
 from stages.records.once import ENDED_FILE, Ended, forget, groups_in, home_of, uncertain_calls

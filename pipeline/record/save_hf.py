@@ -10,7 +10,7 @@ import shutil
 from pathlib import Path
 from typing import Final
 
-from models.checkpoint import CheckpointError, explain_disk_errors
+from models.disk import CheckpointError, explain_disk_errors
 
 MODEL_DIR: Final = "hf"
 

@@ -20,8 +20,8 @@ from msgspec import Struct
 
 from configs.schema.engine import HealthConfig
 from models.engines.client import EngineClient
-from models.engines.errors import EngineError
 from models.engines.token import Token
+from models.errors import EngineError
 from pipeline.errors import EXIT_USER_ERROR, ReplicaFailed, UsageError
 from pipeline.facts.servers import Kind
 from pipeline.hosts.launcher import ANYTHING, Handle, Launcher, ProcessSpec, Resources, ending, unless

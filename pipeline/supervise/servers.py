@@ -18,9 +18,8 @@ from typing import Final, Literal
 
 from configs.schema import Config, router_kind
 from models.engines.client import EngineClient
-from models.engines.launch.command import RUNNER, with_token
+from models.engines.launch.command import RUNNER, router_launch, with_token
 from models.engines.launch.environment import Installed
-from models.engines.launch.router_command import router_launch
 from models.engines.token import TokenFile
 from pipeline.facts.servers import EngineSpec, Kind
 from pipeline.hosts.launcher import Launcher, ProcessSpec

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from launching import SMALL, Finished, made_model, succeed_here
 
-from models.checkpoint import latest_checkpoint
+from models.disk import latest_checkpoint
 from stages.train.saved_groups import load_batch
 
 pytestmark = pytest.mark.slow

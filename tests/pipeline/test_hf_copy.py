@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from launching import SMALL, here, made_model
 
-from models.checkpoint import CheckpointError
+from models.disk import CheckpointError
 from pipeline.record.save_hf import save_hf
 
 

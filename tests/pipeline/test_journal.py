@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from configs.schema import Config
-from models.checkpoint import draft_path, final_path
+from models.disk import draft_path, final_path
 from pipeline.facts.run_directory import RunDir
 from pipeline.record.journal import (
     Admitted,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from launching import NO_DATA, SIMULATED, SMALL, here, made_model, succeed, succeed_here
 
-from models.checkpoint import latest_checkpoint
+from models.disk import latest_checkpoint
 from pipeline.observe.metrics import read_metrics
 
 pytestmark = pytest.mark.slow

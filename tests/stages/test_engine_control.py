@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from models.engines.client import EngineClient, WeightsUpdated
-from models.engines.errors import EngineRefused
 from models.engines.protocol import PauseMode
+from models.errors import EngineRefused
 from tests.stages.engine_rig import core_of
 from tests.stages.fleet_rig import Update, before_updates, fleet, hold_updates
 from tests.stages.stage_rig import idle, until

@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from models.engines.client import EngineClient
-from models.engines.errors import EngineRefused
 from models.engines.protocol import Load
+from models.errors import EngineRefused
 from models.weights.shared_memory_reader import SlotManifest, SlotReader
 from stages.base import Activity
 from stages.engines.load_watch import LoadWatch

@@ -8,8 +8,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from models.engines.errors import EngineProtocolError
 from models.engines.protocol import FinishReason, GenerateOutput, MetaInfo, SamplingParams, VersionSpan
+from models.errors import EngineProtocolError
 from stages.messages import VersionRun
 from stages.rollouts import new_sample
 from stages.sampling.requests import SampleRequest, SampleResult, extended, with_saved

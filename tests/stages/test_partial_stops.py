@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models.engines.errors import EngineUnreachable
 from models.engines.protocol import SamplingParams
 from models.engines.text import ends_within_stop, find_stop
+from models.errors import EngineUnreachable
 from stages.sampling.attempt import Attempt
 from stages.sampling.partial_rollouts import Call, Emit, PartialRollouts, RetryState
 from stages.sampling.requests import Chunk, SampleRequest, SampleResult

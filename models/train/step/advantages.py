@@ -12,8 +12,8 @@ import numpy as np
 
 from configs.schema.algorithm import AlgorithmConfig
 from models.algorithms.advantages import Episode, TokenAdvantages, batch_advantages, estimated
+from models.algorithms.aggregation import averaged
 from models.algorithms.returns import FloatArray, moments
-from models.algorithms.shared_tokens import averaged
 from models.train.dp_group import Float32Array
 from models.train.spec import BatchNeeds
 from models.train.step.examples import Example, Rollout

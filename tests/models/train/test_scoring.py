@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from configs.schema.train import TrainConfig
-from models.algorithms.token_log_probs import token_log_probs
+from models.algorithms.tokens import token_log_probs
 from models.tiny import make_tiny_checkpoint
 from models.train.huggingface.loading import load_model
 from models.train.huggingface.scoring import Passes, Scorer, output_layer

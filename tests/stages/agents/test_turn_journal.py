@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from models.checkpoint import Manifest
+from models.disk import Manifest
 from models.tiny import make_tiny_checkpoint
 from pipeline.record.episodes import forget_ended, read_lives, uncertain_in, write_lives
 from stages.agents.episodes import Episode
