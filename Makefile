@@ -41,7 +41,7 @@ $(SGLANG_VENV)/.installed-cpu: $(LAUNCH)/requirements-cpu.txt $(wildcard $(LAUNC
 	@echo '*' >$(SGLANG_VENV)/.gitignore
 	@echo "installing SGLang for the CPU into $(SGLANG_VENV): 2.3 GB, one to four minutes"
 	@grep -v '^#' $< | sort -r | xargs -P 3 -n 34 $(SGLANG_PIP) --no-deps
-	@$(SGLANG_PYTHON) -m models.engines.launch.install_shims $(SGLANG_PYTHON)
+	@$(SGLANG_PYTHON) $(LAUNCH)/inside.py install-shim $(SGLANG_PYTHON)
 	@$(SGLANG_PYTHON) -m models.engines.launch.environment $(SGLANG_PYTHON)
 	@rm -f $(SGLANG_VENV)/.installed-* && touch $@
 
@@ -50,7 +50,7 @@ $(SGLANG_VENV)/.installed-gpu: $(LAUNCH)/requirements-gpu.txt
 	@echo '*' >$(SGLANG_VENV)/.gitignore
 	@echo "installing SGLang for the GPU into $(SGLANG_VENV): 10 GB, some minutes"
 	@$(SGLANG_PIP) -r $<
-	@$(SGLANG_PYTHON) -m models.engines.launch.install_shims $(SGLANG_PYTHON)
+	@$(SGLANG_PYTHON) $(LAUNCH)/inside.py install-shim $(SGLANG_PYTHON)
 	@$(SGLANG_PYTHON) -m models.engines.launch.environment $(SGLANG_PYTHON)
 	@rm -f $(SGLANG_VENV)/.installed-* && touch $@
 

@@ -39,7 +39,7 @@ from bench.plan_world import (
 from configs.schema import Config
 from configs.schema.rollout import SimulatedEngineConfig
 from models.engines.core import Completion
-from models.engines.launch.router_command import policy_of
+from models.engines.launch.command import policy_of
 from stages.base import StageContext
 from stages.group.stage import GroupStage
 from stages.messages import NO_IDS, PromptGroup, RolloutSlice, StepDone

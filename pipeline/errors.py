@@ -8,11 +8,11 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from models.checkpoint import CheckpointError
-from models.engines.errors import EngineStartError
+from models.disk import CheckpointError
 from models.errors import (
     AlgorithmError,
     CheckpointUnavailable,
+    EngineStartError,
     SlotDirectoryError,
     SourceError,
     TrainConfigInvalid,

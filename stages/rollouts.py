@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from models.algorithms.shared_tokens import owned, prefix_fault
+from models.algorithms.aggregation import owned, prefix_fault
 from stages.messages import (
     Float32Array,
     Int32Array,

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from models.engines.errors import EngineError
+from models.errors import EngineError
 from stages.base import MapStage, StageContext, beside
 from stages.chat.tokenizer import load_tokenizer
 from stages.messages import Float32Array, PromptGroup, RolloutSlice, Sample, wire

@@ -171,7 +171,7 @@ def _logits(config: Config, shape: ModelShape, vocabulary: int, *, half: bool) -
 
 def log_prob_pass(tokens: int, chunk: int, vocabulary: int, hidden: int, width: int) -> int:
     """Bytes that the pass from hidden states to log-probs and back holds beside both, as
-    models.algorithms.token_log_probs computes it.
+    models.algorithms.tokens computes it.
 
     One block of logits and of probabilities in fp32, with a mask; gradients of hidden states and of a block of the
     output layer in fp32, and of the whole layer before it is added. `vocabulary`: ids of this process; `width`: bytes

@@ -1,10 +1,10 @@
-"""How token losses become one number: numerators of parts of a step, one denominator of the whole step.
+"""How token losses become one number, and which sequence trains a token that several sequences show. No torch.
 
     mode          loss of the step
     rollout_mean  1/G  sum over rollouts [ sum of m L over the rollout's sequences / max(sum of m over them, 1) ]
     token_mean    sum of m L / max(sum of m, 1)
     seq_mean      mean over sequences of (sum of m L / max(sum of m, 1))
-    constant      sum of m L / (G C), C = longest response possible (arXiv:2503.20783)
+    constant      sum of m L / (G C), C = longest possible response (arXiv:2503.20783)
 
 G = rollouts of the step, fully masked ones included.
 
@@ -12,13 +12,14 @@ Every mode is  sum of c(token) m L / D  with a coefficient c known from the toke
 when the step is complete. Hence gradients of the numerators may be summed over micro-batches in any split, and be
 divided by D at the end. All terms of the loss and all metrics use the same c and D.
 
-Invariant: no torch here; D is a fact of the step, never of a micro-batch.
+Invariant: D is a fact of the step, never of a micro-batch.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -79,3 +80,74 @@ def _unknown(mode: str) -> AlgorithmError:
     return AlgorithmError(
         f"loss_aggregation={mode!r} is unknown: choose rollout_mean, token_mean, seq_mean or constant"
     )
+
+
+# --------------------------------------------------------------------------------------------------
+# Shared tokens: a sequence may begin with the first tokens of an earlier sequence of its rollout, its prefix (place of
+# the earlier sequence, tokens). Several sequences then show one token; it belongs to the first that trains it.
+#
+# Invariants: a shared token has the same position in all sequences that show it; every token that some sequence trains
+# belongs to exactly one sequence.
+
+
+Prefix = tuple[int, int]
+IntArray = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
+
+
+def token_numbers(lengths: Sequence[int], prefixes: Sequence[Prefix | None]) -> list[IntArray]:
+    """[T] for each sequence: numbers of the rollout's tokens from 0 on, the same one wherever a token is shown."""
+    numbers: list[IntArray] = []
+    count = 0
+    for length, prefix in zip(lengths, prefixes, strict=True):
+        shared = np.zeros(0, np.int64) if prefix is None else numbers[prefix[0]][: prefix[1]]
+        end = count + length - len(shared)
+        numbers.append(np.concatenate([shared, np.arange(count, end)]))
+        count = end
+    return numbers
+
+
+def owned(masks: Sequence[Mask], prefixes: Sequence[Prefix | None]) -> list[Mask]:
+    """[T] for each sequence: the tokens that it trains itself, of those that its mask [T] lets it train."""
+    if not any(prefixes):
+        return list(masks)
+    numbers = token_numbers([len(mask) for mask in masks], prefixes)
+    owner = np.full(1 + max((int(n[-1]) for n in numbers if len(n)), default=0), -1)
+    for place in reversed(range(len(masks))):  # the first one writes last
+        owner[numbers[place][masks[place]]] = place
+    return [mask & (owner[n] == place) for place, (mask, n) in enumerate(zip(masks, numbers, strict=True))]
+
+
+def averaged(
+    columns: Sequence[IntArray], values: Sequence[npt.NDArray[np.floating[Any]] | None], counts: Sequence[int]
+) -> list[npt.NDArray[np.float64]] | None:
+    """The means of what several branches say of the same tokens, in parts of these counts; None if one says nothing.
+
+    `values[i]` [K] are of the tokens `columns[i]` [K]; every token is in one of them at least.
+    """
+    ends = np.cumsum(counts)
+    sums, shown = np.zeros(ends[-1]), np.zeros(ends[-1])
+    for at, said in zip(columns, values, strict=True):
+        if said is None:
+            return None
+        sums[at] += said
+        shown[at] += 1
+    return np.split(sums / shown, ends[:-1])
+
+
+def prefix_fault(tokens: Sequence[npt.NDArray[np.int32]], prefixes: Sequence[Prefix | None]) -> str | None:
+    """What is wrong with the prefixes of a rollout's sequences, in one sentence, or None."""
+    for place, prefix in enumerate(prefixes):
+        if prefix is None:
+            continue
+        other, length = prefix
+        if not 0 <= other < place:
+            return f"the prefix of sequence {place} names sequence {other}; it must name an earlier one of its rollout"
+        if not 0 <= length <= min(len(tokens[place]), len(tokens[other])):
+            return (
+                f"the prefix of sequence {place} has {length} tokens, but the sequences have {len(tokens[place])} and "
+                f"{len(tokens[other])}; it cannot be longer than either"
+            )
+        if not np.array_equal(tokens[place][:length], tokens[other][:length]):
+            return f"the first {length} tokens of sequence {place} are not those of sequence {other}, its prefix"
+    return None

@@ -25,7 +25,7 @@ from msgspec.structs import asdict
 from torch import Tensor
 
 from configs.schema.algorithm import CorrectionConfig, RejectionRule, parse_rules
-from models.algorithms.kl import KL_ESTIMATORS
+from models.algorithms.losses import KL_ESTIMATORS
 from models.algorithms.tokens import (
     PolicyTokens,
     bounded_exp,

@@ -30,8 +30,7 @@ from models.algorithms.correction import (
     with_old_log_probs,
     without_drifted,
 )
-from models.algorithms.kl import kl_to_reference
-from models.algorithms.losses import PolicyLossFunction, sft
+from models.algorithms.losses import PolicyLossFunction, kl_to_reference, sft
 from models.algorithms.metrics import (
     TokenMetrics,
     advantage_sums,

@@ -1,10 +1,10 @@
-"""HTTP client of one engine (SGLang, embedded or simulated; a router's address serves for `generate`).
+"""HTTP client of one engine (SGLang, embedded or simulated): generation, control, weight updates.
 
 Invariants:
-- no call is ever repeated in here: a repeated rollout would be sampled twice. Whoever owns the lease decides;
-- a cancelled `generate` closes its connection, and the server then aborts the request;
-- what would end a real SGLang server (see `RequestLimits`) is refused here, before it is sent;
-- control calls (pause, update, abort) must go to the worker itself: routers do not pass them on;
+- the client never repeats a call: a repeated rollout would be sampled twice. The owner of the lease decides;
+- the client refuses what would end a real SGLang server (see `RequestLimits`) before it sends it;
+- control calls (pause, update, abort) must go to the engine itself: routers do not forward them;
+- `UpdateClient` never calls `/update_weight_version`, which aborts every request;
 - no torch, and nothing of the servers, is imported.
 """
 
@@ -16,16 +16,11 @@ from typing import Final
 import msgspec
 import numpy as np
 import numpy.typing as npt
+import xxhash
 from msgspec import Struct
 
 from models.engines.answers import AnswerLimits, RequestLimits, check_log_probs, with_spans
-from models.engines.errors import (
-    EngineAborted,
-    EngineProtocolError,
-    EngineRefused,
-    EngineUnreachable,
-    RequestNotSent,
-)
+from models.engines.core import ALL_TAGS, MemoryRequest, MemoryTag
 from models.engines.http_client import HttpClient, T
 from models.engines.protocol import (
     AbortRequest,
@@ -46,6 +41,7 @@ from models.engines.protocol import (
 )
 from models.engines.streamed import PartialOutputs, StreamBroken
 from models.engines.token import Token
+from models.errors import EngineAborted, EngineProtocolError, EngineRefused, EngineUnreachable, RequestNotSent
 
 # SGLang's words for "the weights did change, the cache was not emptied", sent with status 400.
 _UPDATED_BUT_NOT_FLUSHED: Final = "Weights were updated"
@@ -82,8 +78,7 @@ class EngineClient(HttpClient):
         super().__init__(base_url, connect_timeout_s=connect_timeout_s, token=token)
         self.limits = RequestLimits(vocab_size, context_length)
         self.early_boundary = early_boundary
-        self._timeout_s = timeout_s
-        self._control_timeout_s = control_timeout_s
+        self._timeout_s, self._control_timeout_s = timeout_s, control_timeout_s
 
     async def generate(
         self,
@@ -115,11 +110,7 @@ class EngineClient(HttpClient):
         return [with_spans(output, output.version_spans, self.early_boundary) for output in outputs]
 
     async def _streamed(
-        self,
-        request: GenerateRequest,
-        partial: PartialOutputs,
-        headers: Mapping[str, str] | None,
-        limits: AnswerLimits,
+        self, request: GenerateRequest, partial: PartialOutputs, headers: Mapping[str, str] | None, limits: AnswerLimits
     ) -> list[GenerateOutput]:
         partial.begin(request.samples, self.early_boundary, limits)
         streamed = msgspec.structs.replace(request, stream=True)
@@ -147,9 +138,9 @@ class EngineClient(HttpClient):
     ) -> npt.NDArray[np.float32]:
         """[n - start] log-probs of `token_ids[start:]`, each given all tokens before it; nothing is generated.
 
-        `start` is at least 1, for nothing comes before the first token. They are of log_softmax(logits / temperature);
-        SGLang scores at temperature 1 whatever is asked, the embedded engine as asked. Raises `EngineAborted` if
-        somebody ended the request, and the other errors of `generate`.
+        `start` is at least 1, because the first token has no context. Scores are of log_softmax(logits / temperature);
+        SGLang always scores at temperature 1, the embedded engine at the given one. Raises `EngineAborted` if another
+        client ended the request, and the errors of `generate`.
         """
         ids: list[int] = np.asarray(token_ids, dtype=np.int64).tolist()
         if not 1 <= start <= len(ids):
@@ -171,15 +162,15 @@ class EngineClient(HttpClient):
             reason = output.meta_info.finish_reason
             raise EngineAborted(self.base_url, (reason and reason.message) or "no reason was given")
         try:
-            told = [entry for entry in output.meta_info.input_token_logprobs or () if entry[0] is not None]
-            check_log_probs(f"response {output.meta_info.id[:80]!r}", told)
+            scored = [entry for entry in output.meta_info.input_token_logprobs or () if entry[0] is not None]
+            check_log_probs(f"response {output.meta_info.id[:80]!r}", scored)
             return np.asarray(output.input_log_probs(len(ids) - start), dtype=np.float32)
         except ValueError as error:
             raise EngineProtocolError(self.base_url, str(error)) from error
 
     async def tokenize(self, text: str) -> list[int]:
-        """Token ids of a text as the server sees it; a beginning-of-text token may come first. As /generate tells
-        them, for not every server has a route of its own for it."""
+        """Token ids of a text as the server sees it; a beginning-of-text token may come first. /generate reports them,
+        because not every server has a route for tokenizing."""
         request = GenerateRequest(
             text=text, sampling_params=SamplingParams(max_new_tokens=0), return_logprob=True, logprob_start_len=0
         )
@@ -187,32 +178,30 @@ class EngineClient(HttpClient):
         return [token for _, token, _ in output.meta_info.input_token_logprobs or ()]
 
     async def pause(self, mode: PauseMode) -> None:
-        """Stop generating. abort ends all requests (200, partial output), retract drops their KV cache, in_place keeps
-        it. New requests wait. With SGLang, abort takes about a second."""
+        """Stop generating. abort ends all requests (200, partial output; about a second with SGLang), retract drops
+        their KV cache, in_place keeps it. New requests wait."""
         await self.call("POST", "/pause_generation", PauseRequest(mode), self._control_timeout_s)
 
     async def resume(self) -> None:
-        """Go on after `pause`."""
+        """Continue after `pause`."""
         await self.call("POST", "/continue_generation", {}, self._control_timeout_s)
 
     async def abort(self, rid: str | None = None) -> None:
         """End the requests whose id begins with `rid`, or all. They answer with what they have."""
-        await self.call(
-            "POST", "/abort_request", AbortRequest(rid or "", abort_all=rid is None), self._control_timeout_s
-        )
+        request = AbortRequest(rid or "", abort_all=rid is None)
+        await self.call("POST", "/abort_request", request, self._control_timeout_s)
 
     async def update_weights_from_disk(
         self, path: str, version_label: str | None, flush_cache: bool = True
     ) -> WeightsUpdated:
         """Load the Hugging Face checkpoint at `path` and call it `version_label` from the next token on.
 
-        Raises `EngineRefused` if it does not fit; the old weights then stay. An engine that updated the weights but
-        kept its cache says so with status 400: that is a success here, with `cache_flushed=False`.
+        Raises `EngineRefused` if it does not fit; the old weights then stay. Returns as `update` does.
         """
         request = UpdateWeightsRequest(model_path=path, weight_version=version_label, flush_cache=flush_cache)
         updated = await self.update("/update_weights_from_disk", request, self._control_timeout_s, flush_cache)
         if flush_cache and not updated.cache_flushed and version_label is not None:
-            # The server's own note of the label was left out with the 200.
+            # With status 400 the server did not record the label.
             rename = UpdateVersionRequest(new_version=version_label, abort_all_requests=False)
             await self.call("POST", "/update_weight_version", rename, self._control_timeout_s)
         return updated
@@ -220,8 +209,8 @@ class EngineClient(HttpClient):
     async def update(
         self, path: str, payload: Struct | Mapping[str, object], timeout_s: float, flush_cache: bool = False
     ) -> WeightsUpdated:
-        """One call of a weight update. That the weights changed and the cache was kept is a success here, although it
-        comes with status 400. Raises `EngineRefused`."""
+        """One call of a weight update. An engine that updated the weights but kept its cache answers 400: that is a
+        success here, with `cache_flushed=False`. Raises `EngineRefused`."""
         try:
             body = await self.call("POST", path, payload, timeout_s)
         except EngineRefused as error:
@@ -240,8 +229,8 @@ class EngineClient(HttpClient):
         return await self._get("/server_info", ServerInfo)
 
     async def has_early_boundaries(self, mode: PauseMode) -> bool:
-        """True if this engine reports a version's boundary one token early after a pause in `mode`: what
-        `early_boundary` of the clients of this engine, or of its router, is to be set to."""
+        """Whether this engine reports a version's boundary one token early after a pause in `mode`: the value of
+        `early_boundary` for the clients of this engine, or of its router."""
         return mode == "in_place" and (await self.server_info()).disable_overlap_schedule is False
 
     async def loads(self) -> list[Load]:
@@ -262,3 +251,100 @@ class EngineClient(HttpClient):
 
     async def _get(self, path: str, kind: type[T]) -> T:
         return self.decode(path, await self.call("GET", path, None, self._control_timeout_s), kind)
+
+
+# --------------------------------------------------------------------------------------------------
+# Weight updates beyond the disk route: the bracket, process groups, tensors, checksums, memory.
+
+
+_ALREADY_OPEN: Final = "already"  # both SGLang and our engines use the word
+
+
+class UpdateClient:
+    """Weight-update calls over an engine's client. `timeout_s` bounds each call."""
+
+    def __init__(self, client: EngineClient, *, timeout_s: float = 600.0) -> None:
+        self.client, self.timeout_s = client, timeout_s
+
+    async def begin(self) -> None:
+        """Open the bracket that tensor and group updates must be in. One that a broken update left open is closed."""
+        try:
+            await self._update("/begin_weight_update", {})
+        except EngineRefused as error:
+            if _ALREADY_OPEN not in error.reason:
+                raise
+            await self.end()
+            await self._update("/begin_weight_update", {})
+
+    async def end(self) -> None:
+        """Close the bracket. Raises EngineRefused if none is open."""
+        await self._update("/end_weight_update", {})
+
+    async def init_group(self, name: str, address: str, port: int, world_size: int, backend: str) -> None:
+        """Have all ranks of the engine join a group as ranks 1 .. world_size - 1. Waits until they have met rank 0."""
+        request = {
+            "master_address": address,
+            "master_port": port,
+            "rank_offset": 1,
+            "world_size": world_size,
+            "group_name": name,
+            "backend": backend,
+        }
+        await self._update("/init_weights_update_group", request)
+
+    async def destroy_group(self, name: str) -> None:
+        """Have the engine leave a group. Raises EngineRefused if it is in none of that name."""
+        await self._update("/destroy_weights_update_group", {"group_name": name})
+
+    async def update_from_distributed(
+        self,
+        group: str,
+        names: list[str],
+        dtypes: list[str],
+        shapes: list[list[int]],
+        *,
+        label: str | None,
+        flush_cache: bool,
+    ) -> WeightsUpdated:
+        """Receive one broadcast: the tensors' bytes end to end. Waits for it; unblocked by its end or its failure."""
+        request = {
+            "names": names,
+            "dtypes": dtypes,
+            "shapes": shapes,
+            "group_name": group,
+            "weight_version": label,
+            "flush_cache": flush_cache,
+            "load_format": "flattened_bucket",
+            "abort_all_requests": False,
+        }
+        return await self._update("/update_weights_from_distributed", request, flush_cache)
+
+    async def update_from_tensor(self, payloads: list[str], *, label: str | None, flush_cache: bool) -> WeightsUpdated:
+        """Load tensors from shared memory; one payload for each tensor-parallel rank."""
+        request = {
+            "serialized_named_tensors": payloads,
+            "weight_version": label,
+            "flush_cache": flush_cache,
+            "abort_all_requests": False,
+        }
+        return await self._update("/update_weights_from_tensor", request, flush_cache)
+
+    async def checksum(self) -> str:
+        """One digest (xxh3, hexadecimal) over the checksums of all tensors on all ranks, as the engine serves them.
+
+        Engines agree only if they are of one kind and split alike: SGLang fuses and splits tensors.
+        """
+        text = msgspec.json.encode([dict(rank) for rank in await self.client.weights_checker()], order="sorted")
+        return xxhash.xxh3_128_hexdigest(text)
+
+    async def release_memory(self, tags: Sequence[MemoryTag] = ALL_TAGS) -> None:
+        """Give device memory back. The engine must be paused and idle: SGLang's scheduler (0.5.23) ends itself
+        otherwise, ours refuse. Without --enable-memory-saver SGLang does nothing."""
+        await self.client.call("POST", "/release_memory_occupation", MemoryRequest([*tags]), self.timeout_s)
+
+    async def resume_memory(self, tags: Sequence[MemoryTag] = ALL_TAGS) -> None:
+        """Take the memory again. What was in it is undefined: update the weights before anything is generated."""
+        await self.client.call("POST", "/resume_memory_occupation", MemoryRequest([*tags]), self.timeout_s)
+
+    async def _update(self, path: str, payload: Mapping[str, object], flush_cache: bool = False) -> WeightsUpdated:
+        return await self.client.update(path, payload, self.timeout_s, flush_cache)

@@ -15,7 +15,6 @@ from aiohttp import web
 from msgspec import Struct
 
 from models.engines.core import Completion, EngineCore, MemoryRequest
-from models.engines.errors import RequestRefused, WeightsRefused
 from models.engines.protocol import (
     AbortRequest,
     CheckerAnswer,
@@ -28,6 +27,7 @@ from models.engines.protocol import (
     UpdateVersionRequest,
     UpdateWeightsRequest,
 )
+from models.errors import RequestRefused, WeightsRefused
 
 T = TypeVar("T")
 _TENSOR_ROUTES: Final = ("update_weights_from_tensor", "update_weights_from_distributed", "update_weights_from_ipc")

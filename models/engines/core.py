@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
-from models.engines.errors import RequestRefused, WeightsRefused
 from models.engines.protocol import FinishReason, Load, PauseMode, VersionSpan
+from models.errors import RequestRefused, WeightsRefused
 
 # --------------------------------------------------------------------------------------------------
 # Device memory that an engine gives back while somebody else has the device. Pure: nothing is allocated here.

@@ -1,13 +1,13 @@
-"""HTTP exchanges with one server (an engine, a router), whole or streamed, with its failures as `EngineError`.
+"""HTTP exchanges with one server, whole or streamed; and the worker API of a router in front of the engines.
 
-Invariants: nothing is sent twice; whoever is cancelled in an exchange closes its connection, by which the server learns
-of it; every failure of the transport has one of the types of `models.engines.errors`.
+Invariants: nothing is sent twice; a cancelled exchange closes its connection, and so the server notices; every failure
+of the transport has one of the types of `models.errors`.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from types import TracebackType
 from typing import Final, Self, TypeVar
@@ -17,7 +17,10 @@ import msgspec
 from msgspec import Struct
 
 from models.engines.answers import UNDECODABLE
-from models.engines.errors import (
+from models.engines.protocol import ErrorBody, ErrorDetail, GenerateRequest, SamplingParams, error_words
+from models.engines.streamed import DONE, EventLines, PartialOutputs, StreamBroken
+from models.engines.token import Token
+from models.errors import (
     EngineError,
     EngineProtocolError,
     EngineRefused,
@@ -25,9 +28,6 @@ from models.engines.errors import (
     EngineUnauthorized,
     EngineUnreachable,
 )
-from models.engines.protocol import ErrorBody, ErrorDetail, error_words
-from models.engines.streamed import DONE, EventLines, PartialOutputs, StreamBroken
-from models.engines.token import Token
 
 T = TypeVar("T")
 MOST_BYTES: Final = 64 << 20  # of an answer that follows from no request for tokens
@@ -222,3 +222,129 @@ def _words(body: bytes) -> str:
         return msgspec.json.decode(body, type=ErrorBody).words or body[:500].decode(errors="replace")
     except UNDECODABLE:
         return body[:500].decode(errors="replace")
+
+
+# --------------------------------------------------------------------------------------------------
+# Routers: their worker API, and the fields of a request that they lose.
+#
+# Two kinds of one code line: `sglang` (sglang-router 0.3.2) and `smg` (1.13.0). Both forward /generate only; control
+# calls go to the engines themselves. Both parse a request's body and write it again, so they lose fields that they do
+# not know or know wrongly. The tables below were measured with every field set, and a test pins them.
+#
+# Adding a worker is asynchronous (1-3 s until the router lists it), and a removed worker may stay listed for a second:
+# the owner of the list reads it again.
+
+
+ROUTING_KEY_HEADER: Final = "X-SMG-Routing-Key"  # requests of one key go to one engine, with the right policy
+REGULAR: Final = "regular"  # worker type of an engine that does everything
+CONFLICT: Final = 409  # smg's answer to a worker that it has, or has not forgotten yet
+NOT_FOUND: Final = 404
+
+
+class RouterTraits(Struct, frozen=True):
+    """Fields of a request's body that one kind of router does not pass on."""
+
+    dropped: frozenset[str]  # at the top
+    dropped_sampling: frozenset[str]
+
+
+TRAITS: Final = {
+    "sglang": RouterTraits(
+        dropped=frozenset(
+            {"routing_key", "return_routed_experts", "routed_experts_start_len", "input_logprob_temperature"}
+        ),
+        dropped_sampling=frozenset(
+            {"stop_regex", "spaces_between_special_tokens", "stream_interval", "logit_bias", "custom_params"}
+        ),
+    ),
+    "smg": RouterTraits(
+        dropped=frozenset(),
+        dropped_sampling=frozenset({"stop_regex", "spaces_between_special_tokens", "stream_interval", "logit_bias"}),
+    ),
+}
+
+
+def lost_fields(kind: str, request: GenerateRequest) -> tuple[str, ...]:
+    """Names of the fields that are set in the request and that a router of this kind would not pass on."""
+    traits = TRAITS[kind]
+    lost = [name for name in _set_fields(request) if name in traits.dropped]
+    params = request.sampling_params
+    for one in params if isinstance(params, list) else [params]:
+        lost += [f"sampling_params.{name}" for name in _set_fields(one) if name in traits.dropped_sampling]
+    return tuple(dict.fromkeys(lost))
+
+
+def _set_fields(struct: GenerateRequest | SamplingParams) -> list[str]:
+    """Fields with another value than their default."""
+    plain = type(struct)()
+    return [name for name in struct.__struct_fields__ if getattr(struct, name) != getattr(plain, name)]
+
+
+class RouterWorker(Struct, frozen=True):
+    """An engine as the router lists it. `worker_type`: regular, or prefill and decode where these are apart."""
+
+    id: str
+    url: str
+    is_healthy: bool = True
+    worker_type: str = REGULAR
+    bootstrap_port: int | None = None  # of a prefill worker: where decode workers fetch the KV cache
+
+    @property
+    def role(self) -> Role:
+        return Role(self.worker_type, self.bootstrap_port)
+
+
+class Role(Struct, frozen=True, omit_defaults=True):
+    """What an engine does for the router; these fields are part of the body that adds it."""
+
+    worker_type: str = REGULAR
+    bootstrap_port: int | None = None
+
+
+class _Workers(Struct, frozen=True):
+    workers: list[RouterWorker] = []
+
+
+class _NewWorker(Role, frozen=True, omit_defaults=True, kw_only=True):
+    url: str
+    api_key: str | None = None
+
+
+class RouterClient(HttpClient):
+    """Worker API of the router at `base_url`. Raises the errors of `EngineClient`. A router that is well may have no
+    worker."""
+
+    def __init__(self, base_url: str, *, timeout_s: float = 10.0, token: Token | None = None) -> None:
+        super().__init__(base_url, connect_timeout_s=timeout_s, token=token)
+        self._timeout_s = timeout_s
+
+    async def workers(self) -> list[RouterWorker]:
+        """All workers, also those that are being removed (not healthy then)."""
+        body = await self.call("GET", "/workers", None, self._timeout_s)
+        return list(self.decode("/workers", body or b"{}", _Workers).workers)
+
+    async def add(self, url: str, role: Role | None = None, token: Token | None = None) -> bool:
+        """Ask for a worker; it is listed seconds later. False if the router still has one at this address. `token`:
+        what the router sends it, before what it was sent itself."""
+        role, key = role or Role(), token.text if token is not None else None
+        new = _NewWorker(url=url, worker_type=role.worker_type, bootstrap_port=role.bootstrap_port, api_key=key)
+        try:
+            await self.call("POST", "/workers", new, self._timeout_s)
+        except EngineRefused as error:
+            if error.status == CONFLICT:
+                return False
+            raise
+        return True
+
+    async def remove(self, worker: RouterWorker) -> None:
+        """Have a worker taken out; new requests go elsewhere at once. No error if it has gone."""
+        try:
+            await self.call("DELETE", f"/workers/{worker.id}", None, self._timeout_s)
+        except EngineRefused as error:
+            if error.status != NOT_FOUND:
+                raise
+
+
+def urls(workers: Sequence[RouterWorker], *, healthy: bool = False) -> frozenset[str]:
+    """Addresses of the workers, or of those that the router sends requests to."""
+    return frozenset(w.url.rstrip("/") for w in workers if w.is_healthy or not healthy)

@@ -15,10 +15,10 @@ import msgspec
 import numpy as np
 
 from models.engines.core import Completion, EngineFacts, SamplingRule
-from models.engines.errors import RequestRefused
 from models.engines.noise import sample_seed
 from models.engines.protocol import GenerateRequest, SamplingParams
 from models.engines.text import TextCodec
+from models.errors import RequestRefused
 
 _NOT_SERVED: Final = (
     "frequency_penalty",

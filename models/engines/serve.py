@@ -33,11 +33,11 @@ from aiohttp import web
 from configs.schema.rollout import EngineConfig
 from models.disk import write_whole
 from models.engines.core import Completion, EngineCore
-from models.engines.errors import EngineError, EngineStartError
 from models.engines.protocol import DEFAULT_LABEL
 from models.engines.server import EngineApp
 from models.engines.text import TextCodec
 from models.engines.token import Token, read_token
+from models.errors import EngineError, EngineStartError
 from models.fault_injection import FaultPlan
 
 logger = logging.getLogger(__name__)
@@ -158,7 +158,7 @@ def build_core(
     """The engine that the configuration names; torch is imported only for the embedded one."""
     codec = TextCodec.load(Path(model_path))
     if config.engine == "simulated":
-        from models.engines.simulated.engine import SimulatedEngine
+        from models.engines.simulated_engine import SimulatedEngine
 
         return SimulatedEngine(config, model_path, max_context_len=max_context_len, label=label), codec
     from models.engines.embedded.engine import EmbeddedEngine

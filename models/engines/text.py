@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from models.engines.errors import EngineStartError
+from models.errors import EngineStartError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

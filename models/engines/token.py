@@ -19,7 +19,7 @@ from typing import Final
 
 from msgspec import Struct
 
-from models.engines.errors import EngineStartError
+from models.errors import EngineStartError
 
 OPEN_ROUTES: Final = ("/health", "/ready", "/metrics")  # and what begins with one of them
 _LONGEST: Final = 4096

@@ -13,9 +13,8 @@ from typing import Any
 
 from configs.schema.model_shapes import ModelShape
 from models.errors import UnsupportedModel
+from models.families.config_json import Rope, need, read_rope, shape_of
 from models.families.hugging_face_names import Gated, Layers, Piece, QueryGroups, Rule, Weight, expand, whole
-from models.families.reading import need, shape_of
-from models.families.rope import Rope, read_rope
 
 # --------------------------------------------------------------------------------------------------
 # What is known of a model once its `config.json` is read: enough to build it and to name its weights.

@@ -11,8 +11,8 @@ from configs.schema.train import FsdpConfig, LoraConfig, MegatronConfig, Paralle
 from models.algorithms.advantages import TOKEN_ESTIMATORS
 from models.algorithms.aggregation import Aggregation
 from models.algorithms.correction import Correction, correction_of
+from models.algorithms.metrics import Need, needs
 from models.algorithms.objective import GroupLossFunction, group_loss_of
-from models.algorithms.step_statistics import Need, needs
 from models.errors import TrainConfigInvalid
 
 # --------------------------------------------------------------------------------------------------

@@ -25,9 +25,8 @@ import numpy as np
 
 from models.errors import CheckpointUnavailable, DeltaError, DigestMismatch, SourceError
 from models.weights.delta import Bytes, Label, apply_delta, differences, full_versions, read_header, text_of
-from models.weights.layout import TORCH_NAMES, WEIGHTS_FILE, TensorSpec, read_layout
+from models.weights.layout import TORCH_NAMES, WEIGHTS_FILE, TensorSpec, choose_directory, read_layout
 from models.weights.shared_memory_reader import SlotManifest, SlotReader
-from models.weights.slots_directory import choose_directory
 
 if TYPE_CHECKING:
     import torch
@@ -179,7 +178,7 @@ def _tensors_of(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _as_torch(tensors: Iterator[tuple[TensorSpec, Bytes]]) -> Iterator[tuple[str, torch.Tensor]]:
-    from models.weights.tensors import tensor_view  # torch
+    from models.weights.transfer import tensor_view  # torch
 
     for spec, data in tensors:
         own = data if data.flags.writeable else data.copy()  # torch warns of memory that it must not write

@@ -26,8 +26,7 @@ import xxhash
 from msgspec import Struct
 
 from models.errors import DigestMismatch, TornWeights
-from models.weights.layout import WEIGHTS_FILE, TensorSpec, read_layout
-from models.weights.slots_directory import DirectoryLease
+from models.weights.layout import WEIGHTS_FILE, DirectoryLease, TensorSpec, read_layout
 
 STATE_FILE: Final = "slot.state"  # the generation, one uint64
 

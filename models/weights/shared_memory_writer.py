@@ -30,6 +30,7 @@ from models.families.source import copy_all_but_weights, files_by_name
 from models.weights.layout import (
     TORCH_NAMES,
     WEIGHTS_FILE,
+    DirectoryLease,
     Layout,
     StoredTensor,
     TensorRange,
@@ -38,7 +39,6 @@ from models.weights.layout import (
     read_layout,
 )
 from models.weights.shared_memory_reader import STATE_FILE, SlotManifest, digest_of
-from models.weights.slots_directory import DirectoryLease
 
 if TYPE_CHECKING:
     import torch
@@ -76,7 +76,7 @@ class _Slot:
         if isinstance(tensor, StoredTensor):
             self._map[place.start : place.end] = tensor.data
             return
-        from models.weights.tensors import tensor_view  # torch, which whoever made the tensor has loaded
+        from models.weights.transfer import tensor_view  # torch, which whoever made the tensor has loaded
 
         view = tensor_view(self._map, TORCH_NAMES[place.spec.dtype], place.spec.shape, place.start)
         view.copy_(tensor)

@@ -37,7 +37,7 @@ from configs.schema import EngineConfig
 from models.disk import write_whole
 from models.engines.token import TokenFile
 from models.fault_injection import FaultPlan
-from models.weights.slots_directory import PREFIX, DirectoryLease, remove_stale
+from models.weights.layout import PREFIX, DirectoryLease, remove_stale
 from pipeline.errors import UsageError, too_many_files, user_error
 from stages.records.once import EPISODES_DIR
 from transport.security import IPC_PATH_LIMIT

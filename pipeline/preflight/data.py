@@ -23,8 +23,8 @@ from configs.resolve import num_rollout_for
 from configs.schema import Config
 from models.arithmetic import ArithmeticFiles, write_arithmetic
 from models.engines.client import EngineClient
-from models.engines.errors import EngineError, EngineRefused, EngineUnauthorized
 from models.engines.token import Token, read_token
+from models.errors import EngineError, EngineRefused, EngineUnauthorized
 from models.families.source import context_limit
 from pipeline.errors import UsageError
 from pipeline.facts.run_directory import RunDir

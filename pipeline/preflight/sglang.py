@@ -13,11 +13,10 @@ from pathlib import Path
 import pipeline
 from configs.graph import engine_count, frozen_engines, is_address
 from configs.schema import Config, generates, router_kind
-from models.engines.errors import LaunchError
-from models.engines.launch.command import tensor_parallel
+from models.engines.launch.command import require_router, tensor_parallel
 from models.engines.launch.environment import Installed, Part, find_python, probe
 from models.engines.launch.options import dashed, router_faults, server_faults
-from models.engines.launch.router_command import require_router
+from models.errors import LaunchError
 from pipeline.errors import Refused, UsageError
 
 

@@ -27,11 +27,11 @@ from msgspec import Struct
 
 from configs.schema import Config
 from models.engines.client import EngineClient
-from models.engines.errors import EngineError
 from models.engines.launch.command import RUNNER, server_launch, with_token
 from models.engines.launch.environment import Installed
 from models.engines.serve import EngineServer
 from models.engines.token import Token, TokenFile
+from models.errors import EngineError
 from models.fault_injection import FaultPlan
 from pipeline.errors import ReplicaFailed, UsageError
 from pipeline.facts.run_directory import EngineSpec

@@ -19,9 +19,9 @@ from msgspec import Struct
 
 from configs.schema.rollout import HealthConfig
 from models.engines.client import EngineClient
-from models.engines.errors import EngineError
 from models.engines.protocol import ModelInfo
 from models.engines.token import Token
+from models.errors import EngineError
 from pipeline.errors import UsageError
 from pipeline.facts.run_directory import EngineSpec
 from pipeline.supervise.health_probe import HealthProbe, HealthTracker, HttpProbe, SchedulerProbe, until

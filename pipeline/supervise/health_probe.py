@@ -24,7 +24,7 @@ from collections.abc import Awaitable, Callable
 from typing import Literal
 
 from models.engines.client import EngineClient
-from models.engines.errors import EngineError, EngineTimeout, EngineUnauthorized, EngineUnreachable
+from models.errors import EngineError, EngineTimeout, EngineUnauthorized, EngineUnreachable
 from pipeline.hosts.launcher import Handle
 
 Change = Literal["lost", "recovered"]

@@ -26,8 +26,8 @@ from msgspec import Struct
 
 from configs.schema.rollout import HealthConfig
 from models.engines.client import EngineClient
-from models.engines.errors import EngineError
 from models.engines.token import Token
+from models.errors import EngineError
 from pipeline.errors import EXIT_USER_ERROR, ReplicaFailed, UsageError
 from pipeline.facts.run_directory import EngineSpec, Kind
 from pipeline.hosts.launcher import ANYTHING, Handle, Launcher, ProcessSpec, Resources, describe_exit, run_until

@@ -23,9 +23,8 @@ import msgspec
 
 from configs.schema import Config, router_kind
 from models.engines.client import EngineClient
-from models.engines.launch.command import RUNNER, with_token
+from models.engines.launch.command import RUNNER, router_launch, with_token
 from models.engines.launch.environment import Installed
-from models.engines.launch.router_command import router_launch
 from models.engines.token import TokenFile
 from pipeline.errors import check_repeatable
 from pipeline.facts.run_directory import EngineSpec, Kind

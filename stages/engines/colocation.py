@@ -32,10 +32,9 @@ import msgspec
 from msgspec import Struct
 
 from configs.schema import Config, generates
-from models.engines.client import EngineClient
+from models.engines.client import EngineClient, UpdateClient
 from models.engines.core import MemoryTag
-from models.engines.errors import EngineUnreachable
-from models.engines.update_client import UpdateClient
+from models.errors import EngineUnreachable
 from stages.ports import Topic, read_value
 from stages.topic_values import ADDRESS, POLICY, addresses
 

@@ -27,10 +27,8 @@ import time
 
 import msgspec
 
-from models.engines.client import EngineClient
-from models.engines.errors import EngineError
-from models.engines.update_client import UpdateClient
-from models.errors import WeightsError
+from models.engines.client import EngineClient, UpdateClient
+from models.errors import EngineError, WeightsError
 from models.weights.delta_mirror import DeltaMirror
 from stages.base import Stage
 from stages.engines.colocation import MemoryKeeper, trainers_turn

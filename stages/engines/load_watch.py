@@ -25,8 +25,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from configs.schema import Config
-from models.engines.errors import EngineError
 from models.engines.protocol import Load
+from models.errors import EngineError
 from stages.base import Activity
 from stages.engines.engine_control import EngineControl
 from stages.ports import Topic

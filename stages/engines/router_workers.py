@@ -28,9 +28,9 @@ from typing import Final
 import msgspec
 
 from models.engines.client import EngineClient
-from models.engines.errors import EngineError
-from models.engines.router_api import REGULAR, Role, RouterClient, RouterWorker, urls
+from models.engines.http_client import REGULAR, Role, RouterClient, RouterWorker, urls
 from models.engines.token import Token
+from models.errors import EngineError
 from stages.base import Activity
 from stages.ports import Topic, read_value
 from stages.topic_values import POLICY, RouterAddress, RouterState, addresses, carrying

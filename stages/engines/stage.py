@@ -32,8 +32,7 @@ import msgspec
 
 from configs.schema import router_kind
 from models.engines.client import EngineClient
-from models.engines.errors import EngineError
-from models.errors import WeightsError
+from models.errors import EngineError, WeightsError
 from models.weights.delta_mirror import DeltaMirror
 from stages.base import Stage, StageContext
 from stages.engines.engine_control import EngineControl

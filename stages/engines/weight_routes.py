@@ -30,11 +30,9 @@ import msgspec
 from msgspec import Struct
 
 from configs.schema.rollout import UpdateConfig
-from models.engines.client import EngineClient, WeightsUpdated
-from models.engines.errors import EngineError, EngineUnreachable
+from models.engines.client import EngineClient, UpdateClient, WeightsUpdated
 from models.engines.protocol import ServerInfo
-from models.engines.update_client import UpdateClient
-from models.errors import DeltaError, DigestMismatch, NotBrought, RouteUnfit
+from models.errors import DeltaError, DigestMismatch, EngineError, EngineUnreachable, NotBrought, RouteUnfit
 from models.weights.delta_mirror import DeltaMirror
 from models.weights.shared_memory_reader import SlotReader
 from stages.engines.weight_transfer import DiskTransfer, GroupTransfer, TensorTransfer, Transfer, together
@@ -43,7 +41,7 @@ from stages.ports import Topic, read_value
 from stages.topic_values import ADDRESS, BROUGHT, ORDER, EngineAddress
 
 if TYPE_CHECKING:
-    from models.weights.broadcast_group import WeightGroup
+    from models.weights.transfer import WeightGroup
 
 
 log = logging.getLogger("sluice.weight_routes")
@@ -118,7 +116,7 @@ class DistributedRoute(WeightRoute):
         ranks = await client.server_info()
         _check_ranks("distributed", client, ranks)
         self._device = _device(ranks)
-        from models.weights.broadcast_group import WeightGroup, address_towards  # torch
+        from models.weights.transfer import WeightGroup, address_towards  # torch
 
         name = f"sluice-{self.engine}-{uuid.uuid4().hex[:8]}"
         backend = "nccl" if self._device == "cuda" else "gloo"

@@ -23,10 +23,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 
-from models.engines.client import EngineClient, WeightsUpdated
-from models.engines.errors import EngineError
-from models.engines.update_client import UpdateClient
-from models.errors import NotVerified
+from models.engines.client import EngineClient, UpdateClient, WeightsUpdated
+from models.errors import EngineError, NotVerified
 from models.weights.layout import Bucket, plan_buckets
 from models.weights.shared_memory_reader import SlotReader
 from stages.messages import WeightsAnnouncement
@@ -36,7 +34,7 @@ from stages.topic_values import KEYS, EngineEntry, carrying
 if TYPE_CHECKING:
     import torch
 
-    from models.weights.broadcast_group import WeightGroup
+    from models.weights.transfer import WeightGroup
 
 
 log = logging.getLogger("sluice.engines")
@@ -133,7 +131,7 @@ class TensorTransfer(BucketTransfer):
         self, update: UpdateClient, label: str, slot: SlotReader, bucket_bytes: int, ranks: int, device: str
     ) -> None:
         super().__init__(update, label, slot, bucket_bytes)
-        from models.weights.tensors import SharedBuffer  # torch
+        from models.weights.transfer import SharedBuffer  # torch
 
         self.ranks, self.device = ranks, device
         self.buffer = SharedBuffer(self.largest)

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
-from models.algorithms.shared_tokens import IntArray, token_numbers
+from models.algorithms.aggregation import IntArray, token_numbers
 from stages.chat.errors import ChatFormatError
 from stages.chat.messages import ChatFormat, Message, ToolCall, ToolSchema
 from stages.messages import Int32Array, Prefix, Sample, UInt8Array, joined, wire

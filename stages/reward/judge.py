@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Final
 
 from configs.schema.data import RewardConfig
-from models.engines.errors import EngineTimeout, EngineUnreachable
 from models.engines.protocol import SamplingParams
+from models.errors import EngineTimeout, EngineUnreachable
 from stages.graders.grade import Grade, UnknownGraderError, clean, failed
 from stages.sampling.requests import SampleRequest
 from stages.sampling.sampler import Sampler

@@ -22,9 +22,9 @@ from msgspec.structs import replace
 
 from models.engines.answers import AnswerLimits
 from models.engines.client import EngineClient
-from models.engines.errors import EngineError, EngineProtocolError, EngineTimeout, EngineUnreachable
 from models.engines.protocol import GenerateOutput, GenerateRequest, LogprobEntry
 from models.engines.streamed import PartialOutputs
+from models.errors import EngineError, EngineProtocolError, EngineTimeout, EngineUnreachable
 from stages.ports import Topic
 from stages.sampling.engine_directory import EngineDirectory
 from stages.sampling.requests import (

@@ -24,7 +24,7 @@ from typing import Final
 
 import xxhash
 
-from models.engines.launch.router_command import Policy
+from models.engines.launch.command import Policy
 
 FIRST_COME = (0, 0)  # order of callers without a preference
 

@@ -22,7 +22,8 @@ from typing import Final, Protocol
 
 import msgspec
 
-from models.engines.errors import (
+from models.engines.text import ends_within_stop
+from models.errors import (
     EngineAborted,
     EngineError,
     EngineProtocolError,
@@ -30,7 +31,6 @@ from models.engines.errors import (
     EngineTimeout,
     EngineUnreachable,
 )
-from models.engines.text import ends_within_stop
 from stages.sampling.attempt import Attempt, Progress
 from stages.sampling.requests import Chunk, SampleRequest, SampleResult, failed
 

@@ -22,9 +22,9 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from models.engines.answers import AnswerLimits
-from models.engines.errors import EngineProtocolError
 from models.engines.noise import sample_seed
 from models.engines.protocol import GenerateOutput, GenerateRequest, SamplingParams
+from models.errors import EngineProtocolError
 from stages.messages import VersionRun
 from stages.rollouts import join_runs
 from stages.sampling.engine_choice import FIRST_COME

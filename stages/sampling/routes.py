@@ -25,10 +25,10 @@ from msgspec import Struct
 
 from configs.schema import Config, router_kind
 from models.engines.client import EngineClient
-from models.engines.errors import EngineError, EngineTimeout, EngineUnreachable, RequestNotSent
-from models.engines.launch.router_command import policy_of
+from models.engines.http_client import ROUTING_KEY_HEADER, lost_fields
+from models.engines.launch.command import policy_of
 from models.engines.protocol import GenerateRequest
-from models.engines.router_api import ROUTING_KEY_HEADER, lost_fields
+from models.errors import EngineError, EngineTimeout, EngineUnreachable, RequestNotSent
 from stages.sampling.engine_choice import FIRST_COME, Choice, Ranking
 from stages.sampling.engine_directory import LOOK_S, ROUTER, EngineDirectory, InFlightRequest, Target
 from stages.topic_values import POLICY, Complaint

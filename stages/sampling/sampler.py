@@ -23,8 +23,8 @@ import numpy as np
 import numpy.typing as npt
 
 from configs.schema import Config
-from models.engines.errors import EngineError, EngineTimeout, EngineUnreachable
 from models.engines.protocol import GenerateRequest
+from models.errors import EngineError, EngineTimeout, EngineUnreachable
 from stages.ports import Topic
 from stages.sampling.attempt import Attempt, Progress, Reports
 from stages.sampling.engine_directory import EngineDirectory

@@ -21,7 +21,7 @@ import pytest
 import zmq
 
 from configs.schema import Config
-from models.checkpoint import draft_path, remove_leftovers, resumable_checkpoint
+from models.disk import draft_path, remove_leftovers, resumable_checkpoint
 from pipeline.facts.run_directory import RunDir
 from pipeline.record import journal as journal_module
 from pipeline.record.journal import Journal, RolledBack
@@ -362,7 +362,7 @@ SEEN_BY_A_TEST: dict[str, tuple[Patch, str, dict[str, Any]]] = {
         "test_a_slice_above_the_limit_goes_on_failed_with_the_reason_and_the_replica_lives", {},
     ),
     "rename without fsync": (
-        lambda patch: patch.setattr("models.checkpoint.sync_tree", lambda path: None),
+        lambda patch: patch.setattr("models.disk.sync_tree", lambda path: None),
         "tests.models.test_checkpoint:test_files_then_directory_then_rename_then_parent", {},
     ),
     "journal not synced before the checkpoint": (

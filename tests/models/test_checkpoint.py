@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from models.checkpoint import (
+from models.disk import (
     MANIFEST_FILE,
     CheckpointError,
     Manifest,

@@ -14,8 +14,8 @@ import pytest
 from configs.schema import Config
 from configs.schema.run import FaultSpec, read_fault
 from models.engines.client import EngineClient
-from models.engines.errors import EngineError, EngineUnreachable
 from models.engines.serve import EngineServer
+from models.errors import EngineError, EngineUnreachable
 from models.fault_injection import FAULTS_FILE, FaultPlan, InjectedError, InjectedFault, fault_plan, injected
 from models.train.dp_group import DpGroup
 from models.train.trainer_group.calls import Done, End, Flush

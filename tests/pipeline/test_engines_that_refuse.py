@@ -8,7 +8,7 @@ import pytest
 from launching import SIMULATED, SMALL, here, made_model
 
 from models.engines.client import EngineClient, WeightsUpdated
-from models.engines.errors import EngineRefused
+from models.errors import EngineRefused
 
 
 def test_an_engine_that_refuses_the_second_version_ends_the_run(

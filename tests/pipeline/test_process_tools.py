@@ -24,7 +24,7 @@ from configs.resolve import resolve
 from configs.schema import Config, router_kind
 from models.engines.launch.command import Launch, with_token
 from models.engines.token import read_token
-from models.weights.slots_directory import LEFT_BEHIND_FILE
+from models.weights.layout import LEFT_BEHIND_FILE
 from pipeline.errors import ReplicaFailed, UsageError
 from pipeline.facts.run_directory import RunDir
 from pipeline.graph import build

@@ -19,10 +19,10 @@ from test_kill import steps_done, wait_for_steps
 from token_checks import check_token, files_with
 
 from models.engines.client import EngineClient
-from models.engines.errors import EngineError
 from models.engines.launch.command import RUNNER
 from models.engines.protocol import EXPECTED_SGLANG, GenerateRequest, SamplingParams
 from models.engines.token import read_token
+from models.errors import EngineError
 from pipeline.supervise.engine_servers import refusal
 from tests.models.engines.forward_reference import by_one, by_pieces
 from tests.sglang_server import ON_SGLANG, RealServer, needs_sglang
@@ -114,7 +114,7 @@ def client_of(run_dir: Path, name: str) -> EngineClient:
     pid = (run_dir / "replicas" / f"{name}.pid").read_text()
     words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
     url = f"http://127.0.0.1:{words[words.index('--port') + 1]}"
-    token = read_token(Path(words[words.index(RUNNER) + 1])).token
+    token = read_token(Path(words[words.index(RUNNER) + 2])).token
     return EngineClient(url, connect_timeout_s=2.0, control_timeout_s=5.0, token=token)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from models.engines.router_api import TRAITS
+from models.engines.http_client import TRAITS
 from tests.served_app import served_app
 
 

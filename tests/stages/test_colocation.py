@@ -16,8 +16,8 @@ import pytest
 from configs.schema import Config
 from models.engines.client import EngineClient
 from models.engines.core import MemoryTag
-from models.engines.errors import EngineRefused
 from models.engines.serve import EngineServer
+from models.errors import EngineRefused
 from stages.engines.colocation import (
     EngineMemory,
     MemoryKeeper,

@@ -11,8 +11,8 @@ import pytest
 
 from models.engines.answers import AnswerLimits
 from models.engines.client import EngineClient
-from models.engines.errors import EngineProtocolError
 from models.engines.protocol import FinishReason, GenerateOutput, GenerateRequest, MetaInfo, SamplingParams, VersionSpan
+from models.errors import EngineProtocolError
 from stages.messages import Settled, VersionRun
 from stages.ports import read_value
 from stages.rollouts import new_sample

@@ -8,9 +8,9 @@ import msgspec
 import pytest
 
 from models.engines.client import EngineClient, WeightsUpdated
-from models.engines.errors import EngineRefused
 from models.engines.noise import sample_seed
 from models.engines.protocol import PauseMode
+from models.errors import EngineRefused
 from stages.topic_values import LEAVE, EngineAddress, EngineEntry, addresses, carrying, entries
 from tests.stages.engine_rig import (
     FAST_MS,

@@ -16,9 +16,8 @@ import pytest
 
 from configs.schema.rollout import UpdateConfig
 from models.engines.client import EngineClient
-from models.engines.errors import EngineRefused
 from models.engines.protocol import Load
-from models.errors import TornWeights
+from models.errors import EngineRefused, TornWeights
 from models.weights.shared_memory_reader import SlotManifest, SlotReader
 from stages.base import Activity
 from stages.engines.load_watch import LoadWatch

@@ -9,9 +9,9 @@ import msgspec
 import pytest
 
 from models.engines.client import EngineClient
-from models.engines.errors import EngineTimeout
 from models.engines.noise import sample_seed
 from models.engines.protocol import GenerateOutput
+from models.errors import EngineTimeout
 from stages.messages import Sample, VersionRun
 from stages.ports import read_value
 from stages.topic_values import SLOW as SLOW_KEY

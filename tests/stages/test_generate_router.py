@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from models.engines.http_client import RouterClient, urls
 from models.engines.noise import sample_seed
-from models.engines.router_api import RouterClient, urls
 from stages.messages import RolloutSlice, Sample
 from tests.models.engines.real_router import router_process
 from tests.stages.engine_rig import (

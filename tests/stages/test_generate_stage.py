@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from models.engines.protocol import FinishReason, GenerateOutput, MetaInfo, SamplingParams, VersionSpan
-from models.engines.simulated.writer import simulated_log_prob
+from models.engines.simulated_responses import simulated_log_prob
 from stages.messages import PromptGroup, VersionRun
 from stages.rollouts import new_sample
 from stages.sampling.requests import SampleRequest, SampleResult, VersionLabelError, extended, label_version

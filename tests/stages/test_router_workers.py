@@ -13,9 +13,9 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from models.engines.errors import EngineUnreachable
-from models.engines.router_api import Role, RouterClient
+from models.engines.http_client import Role, RouterClient
 from models.engines.token import Token
+from models.errors import EngineUnreachable
 from stages.base import Activity
 from stages.engines.router_workers import STRANGE_LOOKS, UNDER_WAY_S, RouterWorkers
 from stages.ports import Topic

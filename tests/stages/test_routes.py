@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models.engines.errors import RequestNotSent
 from models.engines.http_client import HttpClient
-from models.engines.launch.router_command import Policy
+from models.engines.launch.command import Policy
+from models.errors import RequestNotSent
 from stages.generate.stage import GenerateStage
 from stages.messages import RolloutSlice
 from stages.sampling.engine_choice import CROWDED, Choice, Ranking, Slots

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from configs.schema.rollout import EngineConfig
-from models.engines.errors import EngineUnreachable
 from models.engines.protocol import SamplingParams
 from models.engines.text import ends_within_stop, find_stop
+from models.errors import EngineUnreachable
 from models.tiny import make_tiny_checkpoint
 from stages.sampling.attempt import Attempt
 from stages.sampling.partial_rollouts import Call, Emit, PartialRollouts, RetryState, UnknownPolicy

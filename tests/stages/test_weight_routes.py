@@ -15,12 +15,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from configs.schema.rollout import UpdateConfig
-from models.engines.client import EngineClient, WeightsUpdated
-from models.engines.errors import EngineRefused
+from models.engines.client import EngineClient, UpdateClient, WeightsUpdated
 from models.engines.protocol import GenerateRequest, SamplingParams
-from models.engines.update_client import UpdateClient
-from models.errors import GroupError
-from models.weights.broadcast_group import WeightGroup
+from models.errors import EngineRefused, GroupError
+from models.weights.transfer import WeightGroup
 from stages.engines.stage import FetcherStage
 from stages.engines.weight_routes import DiskRoute, TensorRoute, WeightRoute
 from stages.messages import WeightsAnnouncement

@@ -1,5 +1,5 @@
-"""A small inference engine on torch modules' weights: continuous batching over a static KV cache, in place weight swap.
+"""A small inference engine on torch: continuous batching over a static KV cache, weights swapped in place.
 
-`spec` and `weights` read Hugging Face checkpoints, `transformer` is the functional forward, `kv_cache` and `slots` hold
-what runs, `sampling` draws tokens, `stepper` is one step of continuous batching (no thread), `engine` the thread.
+`transformer` reads checkpoints and is the functional forward, `kv_cache` holds what runs, `batch` prefills and draws
+tokens, `stepper` is one step of continuous batching (no thread), `engine` the thread.
 """

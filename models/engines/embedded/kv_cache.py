@@ -21,8 +21,7 @@ import torch
 import torch.nn.functional as F
 
 from models.engines.core import Completion
-from models.engines.embedded.spec import ModelSpec
-from models.engines.embedded.transformer import Attend
+from models.engines.embedded.transformer import Attend, ModelSpec
 
 KEY_BLOCK = 32  # key lengths are rounded up to this, so that few shapes occur
 

@@ -19,9 +19,8 @@ import numpy.typing as npt
 import torch
 
 from models.engines.core import ABORTED, Completion, Totals
+from models.engines.embedded.batch import Admission, Prefill, SamplingBatch, draw, forbid, plan
 from models.engines.embedded.kv_cache import KVCache, SlotTable
-from models.engines.embedded.prefill import Admission, Prefill, plan
-from models.engines.embedded.sampling import SamplingBatch, draw, forbid
 from models.engines.embedded.transformer import Transformer
 from models.engines.protocol import FinishReason, PauseMode
 from models.engines.text import TextCodec, find_stop, tail_tokens

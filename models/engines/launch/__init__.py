@@ -1,5 +1,5 @@
 """How real SGLang servers and their router are started: their environment, their options, their command lines.
 
-Neither is imported here or anywhere else in this project. Both live in an environment of their own, which is asked once
-what it holds (`environment`), so that an option that it does not know is refused before anything starts (`options`).
+This project never imports either. Both live in an environment of their own. `environment` asks it once for its
+contents, so that `options` refuses an unknown option before anything starts.
 """

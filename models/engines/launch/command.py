@@ -1,30 +1,28 @@
-"""Command lines of SGLang's servers: which arguments, from which options, in which environment."""
+"""Command lines of SGLang's servers and of the router in front of them, with the environment of each process.
+
+Invariants: no I/O; an option is passed only if the installed version has it; of two values of one option the later
+value counts; nothing of this project is on the import path of the started process.
+"""
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import msgspec
 from msgspec import Struct
 
-from configs.schema import Config
-from models.engines.errors import LaunchRefused
+from configs.schema import Config, router_kind
 from models.engines.launch.environment import SHIMS, Installed, Part
 from models.engines.launch.options import dashed, rendered
-
-# --------------------------------------------------------------------------------------------------
-# An argument list in the making, and the environment variables that every process of SGLang's environment gets.
-#
-# Invariants: an option is offered only if the installed version has it; of two givings of one option the later one
-# stands alone; nothing of this project is on the import path of the started process.
-
+from models.errors import EnvironmentMissing, LaunchRefused
 
 LOOPBACK: Final = "127.0.0.1"
-RUNNER: Final = str(Path(__file__).with_name("with_token.py"))
+RUNNER: Final = str(Path(__file__).with_name("inside.py"))
 
 
 class Launch(Struct, frozen=True):
@@ -40,7 +38,7 @@ def with_token(launch: Launch, token_file: str, *, hidden: str = "-") -> Launch:
     module that it may not import."""
     python, flag, module, *rest = launch.argv
     assert flag == "-m"
-    return msgspec.structs.replace(launch, argv=(python, RUNNER, token_file, module, hidden, *rest))
+    return msgspec.structs.replace(launch, argv=(python, RUNNER, "run", token_file, module, hidden, *rest))
 
 
 class Arguments:
@@ -102,11 +100,10 @@ def _no_proxy() -> dict[str, str]:
 
 
 # --------------------------------------------------------------------------------------------------
-# The command line and the environment of one SGLang server, from the configuration and what is installed.
+# The command line of one SGLang server.
 #
-# Invariants: pure; an option is given only if the installed version has it; the user's own options come last and win; a
-# server answers on the loopback address unless a caller names another one, and its /health answers without generating,
-# for a paused engine must not look dead.
+# Invariants: the user's own options come last and win; a server answers on the loopback address unless a caller names
+# another address; /health answers without generating, so that a paused engine does not look dead.
 
 
 # On a CPU the KV cache is touched page by page, so that these bounds cost memory only where they are used.
@@ -205,3 +202,118 @@ def _on_cpu(given: Arguments, config: Config, max_context: int | None) -> None:
     given.offer("sleep-on-idle")  # else the scheduler takes most of a core while it waits
     if config.engine.pause_generation_mode == "in_place":
         given.offer("disable-overlap-schedule")  # else the first token after an update is still of the old weights
+
+
+# --------------------------------------------------------------------------------------------------
+# The command line of the router: sglang-router, or its successor smg.
+#
+# Invariants: the router repeats nothing (the generate stage does, from partial output) and ends no request before the
+# generate stage would. It starts without workers: the owner of an engine adds it once it has the published weights.
+
+
+Policy = Literal["round_robin", "random", "power_of_two", "cache_aware", "session", "least_loaded"]
+
+# Beyond the generate stage's own deadline of a request, so that it is always the generate stage that ends one.
+TIMEOUT_MARGIN_S: Final = 60
+BREAKER_FAILURES: Final = 3
+BREAKER_OPEN_S: Final = 5
+
+_MODULE: Final = {"router": "sglang_router.launch_router", "smg": "smg.launch_router"}
+_NAMES: Final = {"session": "manual"}  # ours -> theirs, where they differ
+
+
+def policy_of(config: Config) -> Policy:
+    """How an engine is chosen, with `auto` decided: the turns of a rollout stay together where there are turns."""
+    policy = config.router.router_policy
+    if policy != "auto":
+        return policy
+    if config.tools.tools or any(stage.loop is not None for stage in config.stage):
+        return "session"
+    return "least_loaded" if router_kind(config) == "none" else "round_robin"
+
+
+def router_part(config: Config) -> Part | None:
+    """Which argument list the router's options are checked against; None if this run starts no router."""
+    kind = router_kind(config)
+    if kind == "none" or config.router.router_address is not None:
+        return None
+    return "smg" if kind == "smg" else "router"
+
+
+def router_launch(
+    config: Config, installed: Installed, *, port: int, metrics_port: int, host: str = LOOPBACK
+) -> Launch:
+    """The router process, on two free ports.
+
+    Raises EnvironmentMissing if the router is not installed, LaunchRefused for a policy that no router has.
+    """
+    part = router_part(config)
+    if part is None:
+        raise LaunchRefused("--router is none, or --router-address names one that runs already: there is none to start")
+    require_router(part, installed)
+    policy = policy_of(config)
+    if policy == "least_loaded":
+        raise LaunchRefused(
+            "--router-policy least_loaded is the generate stage's own; choose another one, or add --router none"
+        )
+    given = Arguments(installed, part)
+    given.give("host", host)
+    given.give("port", port)
+    given.give("prometheus-host", host)
+    given.give("prometheus-port", metrics_port)
+    given.give("policy", _NAMES.get(policy, policy))
+    if policy == "session":
+        given.offer("assignment-mode", "min_load")  # a new rollout goes where fewest are
+    given.give("disable-retries")
+    given.give("request-timeout-secs", math.ceil(config.rollout.request_timeout_secs) + TIMEOUT_MARGIN_S)
+    given.offer("worker-startup-check-interval", 1)
+    given.offer("log-level", "warn")
+    _health(given, config)
+    _successor(given, config)
+    given.pass_on(config.router.router_args)
+    return Launch(
+        (installed.python, "-m", _MODULE[part], *given.argv), base_environment(installed), f"http://{host}:{port}"
+    )
+
+
+def _health(given: Arguments, config: Config) -> None:
+    """A lost engine is passed over at once by the breaker; /health is looked at only where it never generates.
+
+    The servers that Sluice starts answer /health also while they are paused. Those of others may not, and would be
+    evicted in a long pause; the owner of an engine takes out what is lost in either case.
+    """
+    given.offer("cb-failure-threshold", BREAKER_FAILURES)
+    given.offer("cb-success-threshold", 1)
+    given.offer("cb-timeout-duration-secs", BREAKER_OPEN_S)
+    if config.sglang.rollout_external_engine_addrs:
+        given.offer("disable-health-check")
+        return
+    health = config.health
+    given.offer("health-check-interval-secs", max(1, math.ceil(health.rollout_health_check_interval)))
+    given.offer("health-check-timeout-secs", max(1, math.ceil(health.rollout_health_check_timeout)))
+    given.offer("health-failure-threshold", health.rollout_health_check_failures)
+    given.offer("health-success-threshold", 1)
+
+
+def _successor(given: Arguments, config: Config) -> None:
+    """What smg has beyond sglang-router, and would do to a paused engine: take its silence for a stall."""
+    given.offer("disable-load-monitoring")
+    given.offer("disable-worker-overload-protection")
+    given.offer("disable-tokenizer-autoload")  # requests come as token ids
+    stall_s = math.ceil(config.rollout.request_timeout_secs) + TIMEOUT_MARGIN_S
+    given.offer("stream-body-stall-timeout-secs", stall_s)
+
+
+def require_router(part: Part, installed: Installed) -> None:
+    """Raise EnvironmentMissing, with the cure, if that router is not in the environment."""
+    if installed.options(part):
+        return
+    if part == "smg":
+        raise EnvironmentMissing(
+            f"smg is not installed in the environment of {installed.python}; install smg==1.13.0 there with pip, or "
+            "choose --router sglang"
+        )
+    raise EnvironmentMissing(
+        f"sglang-router is not installed in the environment of {installed.python}; run `make sglang-env`, or add "
+        "--router none, where the generate stage chooses the engine"
+    )

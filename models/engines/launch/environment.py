@@ -22,7 +22,7 @@ import msgspec
 from msgspec import Struct
 
 from configs.schema import SglangConfig
-from models.engines.errors import EnvironmentBroken, EnvironmentMissing, LaunchError
+from models.errors import EnvironmentBroken, EnvironmentMissing, LaunchError
 
 Part = Literal["server", "router", "smg"]
 
@@ -31,7 +31,7 @@ SHIMS: Final = Path(__file__).resolve().parent / "shims"
 CURE: Final = "run `make sglang-env`, or name another environment with --sglang-python"
 
 _BYTECODE: Final = {"PYTHONDONTWRITEBYTECODE": ""}  # written once, read at every start
-_DESCRIBE: Final = Path(__file__).resolve().parent / "describe.py"
+_INSIDE: Final = Path(__file__).resolve().parent / "inside.py"
 _PACKAGE: Final[Mapping[Part, str]] = {"server": "sglang", "router": "sglang-router", "smg": "smg"}
 _VERSIONS_TIMEOUT_S: Final = 60.0
 _OPTIONS_TIMEOUT_S: Final = 300.0  # the first import after an installation compiles thousands of files
@@ -71,14 +71,14 @@ class Installed(Struct, frozen=True, kw_only=True):
 
 
 class _Versions(Struct):
-    """First answer of describe.py."""
+    """First answer of inside.py."""
 
     packages: dict[str, tuple[str, int]]
     python: str
 
 
 class _Options(Struct):
-    """Second answer of describe.py."""
+    """Second answer of inside.py."""
 
     cuda: bool
     options: dict[Part, tuple[Option, ...]]
@@ -148,10 +148,10 @@ def _ask(python: Path, wanted: Sequence[Part], places: Mapping[Part, Path]) -> d
 
 
 def _run(python: Path, arguments: Sequence[str], timeout_s: float) -> bytes:
-    """Run describe.py under that interpreter; return what it printed."""
+    """Run inside.py under that interpreter; return what it printed."""
     try:
         done = subprocess.run(
-            [python, _DESCRIBE, *arguments], capture_output=True, timeout=timeout_s, env=_environment(), check=False
+            [python, _INSIDE, *arguments], capture_output=True, timeout=timeout_s, env=_environment(), check=False
         )
     except OSError as error:
         raise EnvironmentMissing(f"{python} cannot be run ({error.strerror}); {CURE}") from error
@@ -183,7 +183,7 @@ def _place(cache: Path | None, python: Path, found: _Versions, part: Part) -> Pa
     gpus = sorted([*glob.glob("/dev/nvidia[0-9]*"), *glob.glob("/dev/dxg")])
     packages = [found.packages.get(name) for name in dict.fromkeys((_PACKAGE[part], "torch"))]
     seen = (str(python), found.python, packages, part, gpus, os.environ.get("CUDA_VISIBLE_DEVICES"))
-    digest = hashlib.sha256(msgspec.json.encode(seen) + _DESCRIBE.read_bytes()).hexdigest()
+    digest = hashlib.sha256(msgspec.json.encode(seen) + _INSIDE.read_bytes()).hexdigest()
     return (cache or _cache_directory()) / f"{part}-{digest[:24]}.json"
 
 

@@ -4,7 +4,7 @@ Backbones and scorers are modules, so that one forward pass covers decoder, head
 sharded parameters hook into the forward pass of the outermost module.
 
 Invariants:
-- logits exist only for chosen tokens, a block at a time (`models.algorithms.token_log_probs`), in both passes;
+- logits exist only for chosen tokens, a block at a time (`models.algorithms.tokens`), in both passes;
 - logits are divided by the temperature in fp32, whatever the precision of the model.
 """
 
@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from models.algorithms.token_log_probs import OutputLayer, token_log_probs
+from models.algorithms.tokens import OutputLayer, token_log_probs
 from models.errors import UnsupportedModel
 from models.train.step.micro_batches import Float32Array, Int64Array, PackedRows, attention_allowed
 from models.train.step.packing import Packing

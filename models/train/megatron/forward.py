@@ -1,7 +1,7 @@
 """Forward pass of one chunk of a GPT, down to what is wanted of its chosen tokens.
 
 Invariants:
-- logits exist only for chosen tokens, a block at a time (`models.algorithms.token_log_probs`), in both passes, and only
+- logits exist only for chosen tokens, a block at a time (`models.algorithms.tokens`), in both passes, and only
   of the ids of this tensor-parallel process;
 - each token has the position of its own sequence, wherever it stands in a row;
 - all tensor- and context-parallel processes find the same numbers, and get the gradients of their own part.
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from models.algorithms.token_log_probs import OutputLayer, Vocabulary, token_log_probs
+from models.algorithms.tokens import OutputLayer, Vocabulary, token_log_probs
 from models.train.dp_group import Float32Array
 from models.train.huggingface.scoring import spread
 from models.train.megatron.inputs import ModelInputs, RowForm, model_inputs

@@ -41,8 +41,8 @@ from megatron.core.transformer.transformer_layer import (
 )
 from torch import Tensor
 
+from models.families.config_json import Rope
 from models.families.decoder import Architecture
-from models.families.rope import Rope
 from models.train.megatron.inputs import LATENT_EPS, LatentRmsNorm, RmsNorm, SdpaCoreAttention
 
 # --------------------------------------------------------------------------------------------------

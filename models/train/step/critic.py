@@ -25,8 +25,8 @@ from torch import Tensor
 from configs.schema.algorithm import AlgorithmConfig, CriticConfig
 from configs.schema.train import TrainConfig
 from models.algorithms.advantages import Episode, TokenAdvantages, batch_advantages, estimated
+from models.algorithms.aggregation import averaged
 from models.algorithms.returns import FloatArray, moments
-from models.algorithms.shared_tokens import averaged
 from models.train.dp_group import DpGroup, Float32Array
 from models.train.model_set import UpdateResult
 from models.train.spec import BatchNeeds

@@ -19,9 +19,17 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from models.algorithms.aggregation import Aggregation, StepSize, coefficients
+from models.algorithms.aggregation import (
+    Aggregation,
+    IntArray,
+    StepSize,
+    averaged,
+    coefficients,
+    owned,
+    prefix_fault,
+    token_numbers,
+)
 from models.algorithms.returns import token_rewards
-from models.algorithms.shared_tokens import IntArray, averaged, owned, prefix_fault, token_numbers
 from models.errors import InvalidSequence
 from models.train.dp_group import Float32Array
 from models.train.interface import TrainSequence

@@ -19,7 +19,7 @@ from configs.schema.algorithm import LOSS_OF_ESTIMATOR, AlgorithmConfig
 from models.algorithms.aggregation import Aggregation
 from models.algorithms.correction import Correction
 from models.algorithms.losses import policy_loss_of
-from models.algorithms.metrics import MetricTotals
+from models.algorithms.metrics import MetricTotals, kept_scale, rejected_rollouts, step_statistics
 from models.algorithms.objective import (
     GroupColumns,
     GroupLossFunction,
@@ -28,7 +28,6 @@ from models.algorithms.objective import (
     policy_objective,
     sft_objective,
 )
-from models.algorithms.step_statistics import kept_scale, rejected_rollouts, step_statistics
 from models.algorithms.tokens import PolicyTokens, StepStatistics
 from models.errors import BackendMisuse
 from models.train.dp_group import DpGroup, Float32Array

@@ -20,8 +20,8 @@ from models.algorithms.correction import (
     without_drifted,
 )
 from models.algorithms.losses import policy_loss_of, ppo_clip
+from models.algorithms.metrics import step_statistics
 from models.algorithms.objective import policy_objective
-from models.algorithms.step_statistics import step_statistics
 from models.algorithms.tokens import PolicyTokens
 from models.errors import AlgorithmError, UnknownAlgorithm
 

@@ -24,10 +24,9 @@ from models.algorithms.correction import (
     statistic,
     with_old_log_probs,
 )
-from models.algorithms.kl import kl_to_reference
-from models.algorithms.losses import policy_loss_of
+from models.algorithms.losses import kl_to_reference, policy_loss_of
+from models.algorithms.metrics import kept_scale, needs, step_statistics
 from models.algorithms.objective import policy_objective, sampling_ratio
-from models.algorithms.step_statistics import kept_scale, needs, step_statistics
 from models.algorithms.tokens import PolicyTokens
 from tests.models.corrections import corrected
 

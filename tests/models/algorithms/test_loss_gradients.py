@@ -15,8 +15,8 @@ from torch import Tensor
 from configs.schema.algorithm import AlgorithmConfig
 from models.algorithms.correction import Correction
 from models.algorithms.losses import policy_loss_of
+from models.algorithms.metrics import step_statistics
 from models.algorithms.objective import policy_objective
-from models.algorithms.step_statistics import step_statistics
 
 STEP = 1e-6
 ON_POLICY = Correction("onpolicy", False)

@@ -14,9 +14,8 @@ from torch import Tensor
 from configs.schema.algorithm import POLICY_LOSSES, SAMPLER_LOSSES, AlgorithmConfig
 from models.algorithms.correction import Correction, importance_weights, log_weight_of
 from models.algorithms.losses import clip_bounds, policy_loss_of, ppo_clip
-from models.algorithms.metrics import MetricTotals
+from models.algorithms.metrics import MetricTotals, kept_scale, rejected_rollouts, step_statistics
 from models.algorithms.objective import Objective, policy_objective
-from models.algorithms.step_statistics import kept_scale, rejected_rollouts, step_statistics
 from models.algorithms.tokens import PolicyTokens
 
 CLIPPED = AlgorithmConfig(

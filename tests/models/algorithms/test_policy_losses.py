@@ -8,8 +8,16 @@ import torch
 from configs.schema import algorithm as schema
 from configs.schema.algorithm import SAMPLER_LOSSES, AlgorithmConfig
 from models.algorithms.correction import Correction, ImportanceWeights, importance_weights, log_weight_of
-from models.algorithms.kl import k3, kl_to_reference, kl_values, low_var_kl
-from models.algorithms.losses import POLICY_LOSSES, policy_loss_of, ppo_clip, sft
+from models.algorithms.losses import (
+    POLICY_LOSSES,
+    k3,
+    kl_to_reference,
+    kl_values,
+    low_var_kl,
+    policy_loss_of,
+    ppo_clip,
+    sft,
+)
 from models.algorithms.objective import policy_objective, sft_objective
 from models.algorithms.tokens import PolicyTokens, StepStatistics
 from models.errors import AlgorithmError, UnknownAlgorithm

@@ -10,9 +10,8 @@ import torch
 from configs.schema.algorithm import AlgorithmConfig, InvalidRule, RejectionRule, parse_rule
 from models.algorithms.correction import Correction, rejection_of
 from models.algorithms.losses import policy_loss_of, ppo_clip
-from models.algorithms.metrics import MetricTotals
+from models.algorithms.metrics import MetricTotals, kept_scale, rejected_rollouts
 from models.algorithms.objective import policy_objective
-from models.algorithms.step_statistics import kept_scale, rejected_rollouts
 
 
 def rejecting(*rules: str, **values: object) -> Correction:

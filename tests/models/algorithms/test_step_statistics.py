@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from configs.schema.algorithm import AlgorithmConfig
 from models.algorithms.correction import Correction
-from models.algorithms.step_statistics import m2po_bound, needs, step_statistics
+from models.algorithms.metrics import m2po_bound, needs, step_statistics
 from models.algorithms.tokens import StepStatistics
 
 PPO = AlgorithmConfig(policy_loss="ppo")

@@ -14,8 +14,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from configs.plan.memory import log_prob_pass
-from models.algorithms import token_log_probs as module
-from models.algorithms.token_log_probs import OutputLayer, Vocabulary, token_log_probs
+from models.algorithms import tokens as module
+from models.algorithms.tokens import OutputLayer, Vocabulary, token_log_probs
 
 
 def entropies(logits: Tensor, temperature: float = 1.0) -> Tensor:

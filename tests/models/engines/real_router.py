@@ -23,7 +23,7 @@ from tests.served_app import served_app
 from tests.sglang_server import needs_sglang
 
 READY_S = 120.0
-# As a run starts it (models/engines/launch/with_token.py), but without a token.
+# As a run starts it (models/engines/launch/inside.py), but without a token.
 MODULE = "sglang_router.launch_router"
 RUN = f"import runpy, sys; sys.modules['sglang'] = None; runpy.run_module({MODULE!r}, run_name='__main__')"
 ROUTER_VERSION = "0.3.2"

@@ -13,9 +13,9 @@ from aiohttp import web
 
 from models.engines.answers import SLACK_BYTES, AnswerLimits
 from models.engines.client import EngineClient
-from models.engines.errors import EngineProtocolError, EngineRefused, EngineUnreachable
 from models.engines.protocol import GenerateOutput, GenerateRequest, MetaInfo, SamplingParams, VersionSpan
 from models.engines.streamed import PartialOutputs
+from models.errors import EngineProtocolError, EngineRefused, EngineUnreachable
 from tests.served_app import served_app
 
 REQUEST = GenerateRequest(

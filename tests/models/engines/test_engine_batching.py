@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from models.engines.core import Completion
-from models.engines.embedded import prefill
+from models.engines.embedded import batch as prefill
 from tests.models.engines.harness import Bench
 
 Checkpoints = Callable[..., Path]

@@ -15,7 +15,9 @@ import pytest
 from aiohttp import web
 
 from models.engines.client import EngineClient
-from models.engines.errors import (
+from models.engines.protocol import GenerateOutput, GenerateRequest, SamplingParams, VersionSpan
+from models.engines.streamed import PartialOutputs
+from models.errors import (
     EngineAborted,
     EngineProtocolError,
     EngineRefused,
@@ -23,8 +25,6 @@ from models.engines.errors import (
     EngineUnreachable,
     RequestNotSent,
 )
-from models.engines.protocol import GenerateOutput, GenerateRequest, SamplingParams, VersionSpan
-from models.engines.streamed import PartialOutputs
 from tests.served_app import served_app
 
 # As a real server sends it, with keys that nobody here knows.
@@ -273,12 +273,12 @@ def test_errors_survive_pickling(error: Exception) -> None:
 
 def test_client_side_imports_nothing_heavy() -> None:
     code = (
-        "import sys, models.engines.client, models.engines.protocol, models.engines.errors, models.engines.noise;"
+        "import sys, models.engines.client, models.engines.protocol, models.errors, models.engines.noise;"
         "print([m for m in ('torch', 'transformers', 'safetensors', 'tokenizers', 'zmq') if m in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
 def test_the_simulated_engine_needs_no_torch() -> None:
-    code = "import sys, models.engines.serve, models.engines.simulated.engine; print('torch' in sys.modules)"
+    code = "import sys, models.engines.serve, models.engines.simulated_engine; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

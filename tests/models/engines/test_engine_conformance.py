@@ -10,8 +10,8 @@ import aiohttp
 import msgspec
 import pytest
 
-from models.engines.errors import EngineRefused, RequestNotSent
 from models.engines.protocol import EXPECTED_SGLANG, GenerateRequest, SamplingParams, VersionSpan
+from models.errors import EngineRefused, RequestNotSent
 from tests.models.engines.harness import Target, ask, post
 from tests.sglang_server import CONTEXT
 

@@ -7,8 +7,8 @@ import json
 
 import pytest
 
-from models.engines.errors import EngineRefused, EngineTimeout
 from models.engines.protocol import VersionSpan
+from models.errors import EngineRefused, EngineTimeout
 from tests.models.engines.harness import Target, ask, generating, idle, post, until
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from models.engines.client import EngineClient
-from models.engines.errors import EngineAborted, EngineRefused
 from models.engines.protocol import GenerateRequest
+from models.errors import EngineAborted, EngineRefused
 from tests.models.engines.harness import Target, ask, generating, until
 
 IDS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from models.engines.client import UpdateClient
 from models.engines.core import ALL_TAGS, MemoryAccount, MemoryRequest
 from models.engines.embedded.engine import EmbeddedEngine
-from models.engines.errors import EngineRefused, RequestRefused, WeightsRefused
 from models.engines.protocol import VersionSpan
-from models.engines.update_client import UpdateClient
+from models.errors import EngineRefused, RequestRefused, WeightsRefused
 from tests.models.engines.harness import EMBEDDED, Target, ask, generating
 
 Checkpoints = Callable[..., Path]

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from models.engines.core import Completion, SamplingRule
-from models.engines.embedded.sampling import SamplingBatch, draw, forbid, signed
-from models.engines.embedded.sampling import uniform as torch_uniform
+from models.engines.embedded.batch import SamplingBatch, draw, forbid, signed
+from models.engines.embedded.batch import uniform as torch_uniform
 from models.engines.noise import mix, sample_seed, uniform, uniforms
 from tests.models.engines.harness import Bench
 

@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM
 
 from configs.schema.rollout import SimulatedEngineConfig
 from models.engines.core import Completion, SamplingRule
-from models.engines.embedded import prefill
+from models.engines.embedded import batch as prefill
 from models.engines.protocol import PauseMode
-from models.engines.simulated.schedule import Schedule
-from models.engines.simulated.writer import simulated_scores
+from models.engines.simulated_responses import simulated_scores
+from models.engines.simulated_schedule import Schedule
 from tests.models.engines.harness import Bench
 
 Checkpoints = Callable[..., Path]

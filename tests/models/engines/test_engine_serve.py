@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from models.engines.client import EngineClient
-from models.engines.errors import EngineError, EngineStartError, EngineUnreachable
 from models.engines.protocol import VersionSpan
 from models.engines.serve import EngineServer
 from models.engines.streamed import PartialOutputs
+from models.errors import EngineError, EngineStartError, EngineUnreachable
 from tests.models.engines.harness import EMBEDDED, SIMULATED, ask, until
 
 ARGUMENTS = ["-m", "models.engines.serve", "--engine", "simulated", "--model-path", "none"]

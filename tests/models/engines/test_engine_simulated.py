@@ -21,8 +21,8 @@ from models.engines.intake import Intake
 from models.engines.noise import sample_seed
 from models.engines.protocol import GenerateRequest, SamplingParams
 from models.engines.serve import EngineServer
-from models.engines.simulated.schedule import Schedule
-from models.engines.simulated.writer import simulated_length, simulated_log_prob, simulated_token
+from models.engines.simulated_responses import simulated_length, simulated_log_prob, simulated_token
+from models.engines.simulated_schedule import Schedule
 from models.engines.text import TextCodec
 from tests.models.engines.harness import SIMULATED, ask, generating
 

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from models.engines.client import EngineClient
-from models.engines.errors import EngineProtocolError, EngineRefused, EngineTimeout, EngineUnreachable
 from models.engines.protocol import GenerateOutput, GenerateRequest, SamplingParams, VersionSpan
 from models.engines.streamed import EventLines, PartialOutputs, StreamBroken
+from models.errors import EngineProtocolError, EngineRefused, EngineTimeout, EngineUnreachable
 
 FINISH = {"type": "length", "length": 0}
 ABORT = {"type": "abort", "message": "Abort in waiting queue"}

@@ -11,10 +11,10 @@ import msgspec
 import pytest
 
 from models.engines.client import EngineClient
-from models.engines.errors import EngineRefused
 from models.engines.protocol import EXPECTED_SGLANG, GenerateOutput, VersionSpan
 from models.engines.serve import EngineServer
 from models.engines.streamed import PartialOutputs
+from models.errors import EngineRefused
 from tests.models.engines.conftest import REAL
 from tests.models.engines.harness import EMBEDDED, SIMULATED, Capabilities, Target, ask, idle, post, until
 from tests.sglang_server import CONTEXT, ON_SGLANG, RealServer

@@ -11,10 +11,10 @@ import aiohttp
 import pytest
 
 from models.engines.client import EngineClient
-from models.engines.errors import EngineStartError, EngineUnauthorized
 from models.engines.protocol import GenerateRequest, SamplingParams
 from models.engines.serve import EngineServer
 from models.engines.token import Token, read_token, run_token
+from models.errors import EngineStartError, EngineUnauthorized
 from tests.models.engines.harness import SIMULATED
 
 TOKEN = Token("a-token-of-this-run")

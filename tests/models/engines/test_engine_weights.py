@@ -12,9 +12,8 @@ import torch
 import xxhash
 from safetensors.torch import load_file, save_file
 
-from models.engines.embedded.spec import ModelSpec
-from models.engines.embedded.transformer import LiveWeights
-from models.engines.errors import EngineStartError, WeightsRefused
+from models.engines.embedded.transformer import LiveWeights, ModelSpec
+from models.errors import EngineStartError, WeightsRefused
 from tests.models.engines.harness import Bench
 
 Checkpoints = Callable[..., Path]

@@ -12,10 +12,10 @@ import msgspec
 import pytest
 
 from models.engines.client import EngineClient
-from models.engines.errors import EngineProtocolError, EngineRefused, EngineUnauthorized, EngineUnreachable
+from models.engines.http_client import ROUTING_KEY_HEADER, TRAITS, Role, RouterClient, RouterWorker, lost_fields, urls
 from models.engines.protocol import GenerateRequest, SamplingParams
-from models.engines.router_api import ROUTING_KEY_HEADER, TRAITS, Role, RouterClient, RouterWorker, lost_fields, urls
 from models.engines.token import Token, run_token
+from models.errors import EngineProtocolError, EngineRefused, EngineUnauthorized, EngineUnreachable
 from tests.models.engines.real_router import Recorder, router_process
 from tests.stages.faults import FakeRouter
 
@@ -129,7 +129,7 @@ def test_every_field_of_a_request_is_judged() -> None:
 
 @pytest.mark.slow
 async def test_fields_that_the_router_drops(router_url: str) -> None:
-    """sglang-router 0.3.2. A change here changes `models/engines/router_api.py`, and what must be sent directly."""
+    """sglang-router 0.3.2. A change here changes `models/engines/http_client.py`, and what must be sent directly."""
     request = msgspec.convert({**TOP, "sampling_params": SAMPLING}, GenerateRequest)
     sent = msgspec.to_builtins(request)
     assert set(sent) == {*TOP, "sampling_params"}

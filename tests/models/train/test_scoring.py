@@ -15,8 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from configs.schema.algorithm import AlgorithmConfig, CorrectionConfig, DistillConfig
 from configs.schema.train import TrainConfig
-from models.algorithms.token_log_probs import token_log_probs
-from models.algorithms.tokens import StepStatistics
+from models.algorithms.tokens import StepStatistics, token_log_probs
 from models.tiny import make_tiny_checkpoint
 from models.train.dp_group import DpGroup, Float32Array
 from models.train.huggingface.loading import load_model

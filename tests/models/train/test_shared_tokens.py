@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from test_critic import values_of
 
 from configs.schema.algorithm import AlgorithmConfig
+from models.algorithms.aggregation import prefix_fault
 from models.algorithms.returns import gae
-from models.algorithms.shared_tokens import prefix_fault
 from models.errors import InvalidSequence
 from models.train.interface import TrainSequence
 from models.train.spec import BatchNeeds

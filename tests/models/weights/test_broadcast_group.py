@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 
 from models.errors import GroupError
-from models.weights.broadcast_group import WeightGroup, address_towards
-from models.weights.tensors import SharedBuffer
+from models.weights.transfer import SharedBuffer, WeightGroup, address_towards
 
 pytestmark = pytest.mark.slow
 

@@ -17,10 +17,8 @@ import torch
 from made_up import ROOT, checkpoint, publish
 
 from models.errors import SlotDirectoryError, SlotSpaceError, TornWeights
-from models.weights import slots_directory as slot_directory
-from models.weights.shared_memory_reader import SlotManifest, SlotReader
-from models.weights.shared_memory_writer import SlotWriter
-from models.weights.slots_directory import (
+from models.weights import layout as slot_directory
+from models.weights.layout import (
     SHARED_MEMORY,
     DirectoryLease,
     choose_directory,
@@ -28,6 +26,8 @@ from models.weights.slots_directory import (
     remove_if_stale,
     remove_stale,
 )
+from models.weights.shared_memory_reader import SlotManifest, SlotReader
+from models.weights.shared_memory_writer import SlotWriter
 
 pytestmark = pytest.mark.slow
 
@@ -169,7 +169,7 @@ def test_no_room_is_an_error_before_the_first_write(tmp_path: Path, monkeypatch)
 
 
 def test_the_reader_needs_no_torch() -> None:
-    modules = "models.weights.shared_memory_reader, models.weights.slots_directory"
+    modules = "models.weights.shared_memory_reader, models.weights.layout"
     program = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0
 

@@ -12,7 +12,7 @@ import torch
 import torch.multiprocessing
 
 from models.weights.layout import TensorSpec, lay_out, plan_buckets
-from models.weights.tensors import SharedBuffer
+from models.weights.transfer import SharedBuffer
 
 # A receiver that knows nothing of this project. It may unpickle: what it is given was written by this very test.
 RECEIVER = """

@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 
 from models.engines.client import EngineClient
-from models.engines.errors import EngineUnreachable
+from models.errors import EngineUnreachable
 from stages.gateway import server
 from stages.gateway.answers import OpenSession
 from stages.gateway.server import Limits

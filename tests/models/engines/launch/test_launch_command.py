@@ -20,10 +20,9 @@ from configs.schema import (
     router_kind,
 )
 from configs.schema.rollout import AsyncConfig, RolloutConfig
-from models.engines.errors import EnvironmentMissing, LaunchRefused
-from models.engines.launch.command import Launch, server_launch
+from models.engines.launch.command import Launch, policy_of, router_launch, server_launch
 from models.engines.launch.environment import SHIMS, Installed, probe
-from models.engines.launch.router_command import policy_of, router_launch
+from models.errors import EnvironmentMissing, LaunchRefused
 from tests.models.engines.launch.fake_environment import FakeEnvironment
 
 SGLANG = Config(engine=EngineConfig(engine="sglang"))

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from configs.schema import SglangConfig
-from models.engines.errors import EnvironmentBroken, EnvironmentMissing
 from models.engines.launch.environment import PYTHON_VARIABLE, Installed, find_python, probe
 from models.engines.launch.environment import main as remember
-from models.engines.launch.install_shims import install, main
+from models.engines.launch.inside import install_shim, main
+from models.errors import EnvironmentBroken, EnvironmentMissing
 from tests.models.engines.launch.fake_environment import FakeEnvironment
 
 
@@ -167,7 +167,7 @@ def run(environment: FakeEnvironment, code: str) -> str:
 
 
 def test_the_torchvision_shim_declares_before_the_import(environment: FakeEnvironment) -> None:
-    assert install(environment.python)
+    assert install_shim(environment.python)
     (environment.site / "torchvision.py").write_text(
         "import torch\nassert len(torch.Library.kept) == 3, torch.Library.kept\nprint(torch.Library.kept)"
     )
@@ -179,13 +179,13 @@ def test_the_torchvision_shim_declares_before_the_import(environment: FakeEnviro
 def test_the_torchvision_shim_leaves_with_cuda(
     environment: FakeEnvironment, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([str(environment.python)]) == 0
+    assert main("install-shim", [str(environment.python)]) == 0
     assert list(environment.site.glob("sluice_*"))
     environment.install_torch(cuda="13.0")
-    assert not install(environment.python)
+    assert not install_shim(environment.python)
     assert not list(environment.site.glob("sluice_*"))
     (environment.site / "torch.py").write_text("raise ImportError('libcudart.so.13 is missing')")
-    assert main([str(environment.python)]) == 1
+    assert main("install-shim", [str(environment.python)]) == 1
     assert (
         "libcudart.so.13 is missing; on a machine without a GPU pip must find the CPU build" in capsys.readouterr().err
     )

@@ -15,10 +15,9 @@ import pytest
 from msgspec.structs import replace
 
 from configs.schema import Config, EngineConfig, RouterConfig, SglangConfig
-from models.engines.launch.command import Launch, server_launch
+from models.engines.launch.command import Launch, router_launch, server_launch
 from models.engines.launch.environment import Installed, probe
 from models.engines.launch.options import ROUTER_RESERVED, SERVER_RESERVED, router_faults, server_faults
-from models.engines.launch.router_command import router_launch
 from models.engines.protocol import EXPECTED_SGLANG
 from tests.sglang_server import needs_sglang
 

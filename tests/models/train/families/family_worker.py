@@ -155,7 +155,7 @@ def forward_step(rows: Any, model: Any) -> Any:
     """One row through one chunk."""
     from megatron.core import parallel_state as ps
 
-    from models.algorithms.token_log_probs import OutputLayer, Vocabulary, token_log_probs
+    from models.algorithms.tokens import OutputLayer, Vocabulary, token_log_probs
 
     row = next(rows)
 

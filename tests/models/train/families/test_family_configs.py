@@ -13,8 +13,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from configs.schema.algorithm import AlgorithmConfig
 from configs.schema.train import MegatronConfig, TrainConfig
 from models.errors import CheckpointUnavailable, TrainConfigInvalid, UnsupportedModel
+from models.families.config_json import read_rope
 from models.families.registry import FAMILIES, architecture_of, read_hf_config
-from models.families.rope import read_rope
 from models.train.megatron.build import check_layout, model_dtype
 from models.train.spec import TrainSpec
 

@@ -1,1 +1,0 @@
-"""The simulated engine: a real server with a latency model in place of a model, for benchmarks and faults."""
