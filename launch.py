@@ -18,7 +18,7 @@ from configs.load import load_arguments, with_work
 from configs.schema import Config
 from models.import_path import add_working_directory
 
-CONTROL: Final = ("status", "scale", "set", "pause", "resume", "drain", "save")  # commands to a run that goes on
+CONTROL: Final = ("status", "scale", "set", "pause", "resume", "drain", "save")  # commands to a running run
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -115,7 +115,7 @@ def _settle(arguments: Arguments, *, notify: bool) -> Config:
         try:
             faults += arguments.judged(refusals(config))
         except Exception:
-            if not faults:  # what is known to be wrong may trouble these checks in any way
+            if not faults:  # these checks expect a valid configuration
                 raise
     if faults:
         raise ConfigError(faults)

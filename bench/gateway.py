@@ -1,4 +1,4 @@
-"""Requests per second through the gateway, beside the same requests sent to the engine itself.
+"""Requests per second through the gateway, beside the same requests to the engine itself.
 
     python -m bench.gateway [--quick] [--rounds N] [--output FILE]
 
@@ -52,7 +52,7 @@ CONTENDERS = ("direct", "gateway, token ids", "gateway, chat")
 
 
 class KnownEngine:
-    """A topic that says where one engine is, and nothing else, ever."""
+    """A topic with one entry that never changes: the address of one engine."""
 
     def __init__(self, url: str) -> None:
         entry = EngineEntry("engine-0", url, 0, state="serving", run_generation=0, version=0, limit=SLOTS)
@@ -76,7 +76,7 @@ class KnownEngine:
         return 1
 
 
-# The gateway's process: it opens as many sessions as it is asked for, forgets those of the time before, and says how
+# The gateway's process: it opens the requested number of sessions, forgets the previous sessions, and reports how
 # much processor time it has taken so far.
 
 
@@ -127,12 +127,12 @@ async def converse(http: aiohttp.ClientSession, contender: str, url: str, key: s
             path = "/generate"
         async with http.post(url + path, json=body, headers=headers) as answer:
             answer.raise_for_status()
-            said = await answer.json()
+            reply = await answer.json()
         more = rng.integers(97, 123, SEEN).tolist()
         if contender == "gateway, chat":
-            messages = [*messages, said["choices"][0]["message"], {"role": "user", "content": bytes(more).decode()}]
+            messages = [*messages, reply["choices"][0]["message"], {"role": "user", "content": bytes(more).decode()}]
         else:
-            ids = [*ids, *said["output_ids"], *more]
+            ids = [*ids, *reply["output_ids"], *more]
 
 
 async def measure(contender: str, url: str, keys: list[str]) -> float:
@@ -157,7 +157,7 @@ def engine(checkpoint: Path, home: Path, a_ms: float, c_ms: float) -> Iterator[s
     ready = home / "ready.json"
     ready.unlink(missing_ok=True)
     timing = {"a_ms": a_ms, "c_ms": c_ms, "prefill_ms_per_token": 0.0, "vocab_size": 256}
-    lengths = {"length_mean": 1e6, "length_cap": 1 << 20}  # requests end where they are told to
+    lengths = {"length_mean": 1e6, "length_cap": 1 << 20}  # requests end at their own limits
     config = {"engine": "simulated", "engine_slots": SLOTS, "simulated": {**timing, **lengths}}
     arguments = ["--model-path", str(checkpoint), "--ready-file", str(ready), "--weight-version", "0.0"]
     process = subprocess.Popen(
@@ -177,12 +177,12 @@ def engine(checkpoint: Path, home: Path, a_ms: float, c_ms: float) -> Iterator[s
 
 @contextlib.asynccontextmanager
 async def gateway(checkpoint: Path, engine_url: str) -> AsyncIterator[tuple[str, Connection]]:
-    ours, theirs = SPAWN.Pipe()
-    process = SPAWN.Process(target=serve_gateway, args=(str(checkpoint), engine_url, theirs), daemon=True)
+    parent, child = SPAWN.Pipe()
+    process = SPAWN.Process(target=serve_gateway, args=(str(checkpoint), engine_url, child), daemon=True)
     process.start()
     try:
-        yield await asyncio.to_thread(ours.recv), ours
-        ours.send(0)
+        yield await asyncio.to_thread(parent.recv), parent
+        parent.send(0)
         await asyncio.to_thread(process.join, 10)
     finally:
         process.kill()
@@ -213,8 +213,8 @@ async def run(home: Path, rounds: int, conversations: int) -> list[Series]:
                             if name in spent:
                                 spent[name].append(1000 * (after - before) / (len(keys) * TURNS))
         for name in CONTENDERS:
-            said = f"{statistics.median(spent[name]):.2f} ms of the gateway's processor" if name in spent else ""
-            series.append(Series(setting, name, "requests/s", values[name], said))
+            note = f"{statistics.median(spent[name]):.2f} ms of the gateway's processor" if name in spent else ""
+            series.append(Series(setting, name, "requests/s", values[name], note))
     return series
 
 

@@ -85,11 +85,11 @@ def completed(name: str, flags: list[str], run_dir: Path) -> list[dict[str, floa
     """The rows of all batches of a run in this process. Its output is shown if it fails, which ends the benchmark."""
     loaded = load(flags)
     config, _ = checked(loaded.config, loaded.given)
-    said = StringIO()
-    with redirect_stdout(said), redirect_stderr(said):
+    output = StringIO()
+    with redirect_stdout(output), redirect_stderr(output):
         code = run(config)
     if code != 0:
-        sys.exit(f"{name}: exit code {code}\n{said.getvalue()}")
+        sys.exit(f"{name}: exit code {code}\n{output.getvalue()}")
     return [row for row in read_metrics(run_dir / "metrics.jsonl") if "perf/step_time" in row]
 
 
@@ -113,8 +113,8 @@ def measure(mode: str, ratio: float, steps: int, seed: int) -> Outcome:
 
 def report(results: dict[tuple[float, str], list[Outcome]]) -> list[Series]:
     """Print the table; return what the JSON file holds."""
-    left = f"{'W_t / W_g':>9} {'mode':>9} {'s/batch':>17} {'of bound':>9}"
-    print(f"\n{left} {'staleness':>10} {'Little':>7} {'max':>4} {'wasted':>7} {'speed-up':>9}")
+    heading = f"{'W_t / W_g':>9} {'mode':>9} {'s/batch':>17} {'of bound':>9}"
+    print(f"\n{heading} {'staleness':>10} {'Little':>7} {'max':>4} {'wasted':>7} {'speed-up':>9}")
     series: list[Series] = []
     for (ratio, mode), outcomes in results.items():
         times = [o.step_s for o in outcomes]

@@ -42,16 +42,16 @@ LAST = 20  # batches whose mean reward is a run's result
 
 def one_seed(seed: int, batches: int, staleness: int, names: Sequence[str]) -> dict[str, Curves]:
     """All contenders from the warm start of one seed, one after the other, on one core."""
-    found = {}
+    curves = {}
     with tempfile.TemporaryDirectory(prefix="sluice-off-policy-") as home:
         task = Task(Path(home), seed)
         for name in names:
             age = 0 if name == NO_STALENESS else staleness
             flags = (*COMMON, *CONTENDERS.get(name, CONTENDERS["TIS"]))
-            found[name] = measure(task, flags, batches=batches, staleness=age, seed=seed)
-            last = statistics.mean(found[name].reward[-LAST:])
+            curves[name] = measure(task, flags, batches=batches, staleness=age, seed=seed)
+            last = statistics.mean(curves[name].reward[-LAST:])
             print(f"seed {seed}: {name}: reward of the last {LAST} batches {last:.3f}", flush=True)
-    return found
+    return curves
 
 
 def series_of(results: dict[str, list[Curves]], staleness: int) -> list[Series]:

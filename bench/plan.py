@@ -9,7 +9,7 @@ asynchrony, and the effect of each single change. All figures are simulated; no 
 Seconds follow from the model and the GPUs:
 
     decode step of b rollouts   a + c b      a = weights read / bandwidth + overhead
-                                             c = KV cache read / bandwidth + operations that do not hide behind that
+                                             c = KV cache read / bandwidth + operations that this read does not hide
     trainer, per token          passes * forward operations / (GPUs * peak * utilisation)
 
 Peaks and bandwidths are those of the data sheets, dense bfloat16. `Efficiency` holds the shares of them that are
@@ -30,12 +30,11 @@ from msgspec.structs import replace
 from bench.plan_cluster import simulate
 from bench.plan_world import Cluster, Result
 from bench.report import Series, arguments, finish, machine
+from configs.help import preset_config
 from configs.plan.gpus import NODE_GPUS
-from configs.plan.model_table import preset_config
-from configs.plan.parameters import forward_flops, matrices, total_parameters
 from configs.plan.run_estimate import STATIC_FRACTION
 from configs.plan.staleness import capped_lognormal_mean
-from configs.schema.model_shapes import ModelShape, known_shape
+from configs.schema.model_shapes import ModelShape, forward_flops, known_shape, matrices, total_parameters
 
 
 class Gpu(msgspec.Struct, frozen=True):
@@ -56,7 +55,7 @@ GPUS: Final = {  # the makers' data sheets, SXM where there are several
 
 
 class Efficiency(msgspec.Struct, frozen=True, kw_only=True):
-    """Shares of the data sheet that are reached, and times that no sheet tells. Defaults: calibrated on H100."""
+    """Reached shares of the data sheet's figures, and times that no data sheet has. Defaults: calibrated on H100."""
 
     train: float = 0.31  # of the peak, training a dense model
     train_experts: float = 0.061  # the same where layers have experts
@@ -102,7 +101,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
 @cache
 def shape_of(model: str) -> ModelShape:
-    """Of a preset of `--model`. Raises ConfigError, which names those that there are."""
+    """The shape of a preset of `--model`. Raises ConfigError, which names the presets."""
     shape = known_shape(preset_config(model).model.architecture)
     if shape is None:
         raise ValueError(f"the preset {model} has an architecture that is not known; correct its file")
@@ -110,7 +109,8 @@ def shape_of(model: str) -> ModelShape:
 
 
 def weight_bytes(shape: ModelShape, running: float) -> float:
-    """Bytes of weights that a decode step of so many rollouts reads: of experts, those that any of its tokens wants."""
+    """Bytes of weights that a decode step of so many rollouts reads: of experts, those that its tokens are routed
+    to."""
     routed = sum(m.parameters for i in range(shape.layers) for m in matrices(shape, i) if m.split == "expert")
     touched = 1 - (1 - shape.active_experts / shape.experts) ** running if shape.experts else 1.0
     return 2.0 * (total_parameters(shape) - routed * (1 - touched))
@@ -229,7 +229,7 @@ def search(job: Job, *, most: int, batches: int) -> list[Plan]:
 
 
 def changes(job: Job, best: Plan) -> Iterator[tuple[str, Job, int, int]]:
-    """(what is changed, the job, engines, GPUs of the trainer): one thing each."""
+    """(the change, the job, engines, GPUs of the trainer), with a single change each."""
     engines, trainer = best.engines, best.trainer_gpus
     yield f"one engine more (+{job.engine_gpus} GPU)", job, engines + 1, trainer
     yield f"a larger trainer (+{job.trainer_unit} GPU)", job, engines, trainer + job.trainer_unit
@@ -269,17 +269,17 @@ def report(job: Job, *, most: int, batches: int) -> list[Series]:
     print(f"\n{HEAD}")
     series: list[Series] = []
 
-    def tell(setting: str, name: str, plan: Plan, base: Plan | None = None) -> None:
+    def add(setting: str, name: str, plan: Plan, base: Plan | None = None) -> None:
         print(line(name, plan, base))
         series.append(Series(setting, name, "s/step", [plan.result.step_s]))
         series.append(Series(setting, name, "staleness", [plan.result.staleness_mean]))
 
     for plan in plans:
-        tell("split", f"{plan.engines} x {job.engine_gpus} engines, {plan.trainer_gpus} trainer", plan)
+        add("split", f"{plan.engines} x {job.engine_gpus} engines, {plan.trainer_gpus} trainer", plan)
     turns = replace(job, staleness=0, interval=1)
     engines, trainer = job.gpus // job.engine_gpus, job.gpus // job.trainer_unit * job.trainer_unit
     sync = simulate(cluster_of(turns, engines, trainer, colocated=True, batches=batches))
-    tell(
+    add(
         "split",
         f"all {job.gpus} in turns, synchronous",
         Plan(engines, trainer, sum(bounds(turns, engines, trainer)), sync),
@@ -290,7 +290,7 @@ def report(job: Job, *, most: int, batches: int) -> list[Series]:
         f"trained tokens by staleness: {shares} (bound {job.staleness})\n\nand with one change:"
     )
     for name, changed, engines, trainer in changes(job, best):
-        tell("sensitivity", name, measure(changed, engines, trainer, batches), best)
+        add("sensitivity", name, measure(changed, engines, trainer, batches), best)
     return series
 
 

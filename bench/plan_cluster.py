@@ -1,11 +1,11 @@
-"""A cluster in virtual time: the production stages decide, nothing is computed and nobody sleeps.
+"""A cluster in virtual time: the production stages decide, nothing is computed and no task sleeps.
 
-What runs is what a run has: `PromptStage` (gate, ledger, requeueing), `Ranking` and `Slots` (which engine, and when),
+Production code: `PromptStage` (gate, ledger, requeueing), `Ranking` and `Slots` (which engine, and when),
 `GroupStage` (joins and filters), `HeldGroups` (order, refusals, batches), and the simulated engine's `Schedule` with
-its continuous batching. Restated here, for in production they are made of HTTP, tensors and files: the client that
-sends a turn, the trainer's seconds, and the turns in which engines take weights.
+its continuous batching. Modelled here, because production uses HTTP, tensors and files for them: the
+client that sends a turn, the trainer's seconds, and the order in which engines take weights.
 
-Invariants: the clock moves only when nobody can go on, and then to the next event; every admitted group is trained,
+Invariants: the clock moves only when every task waits, and then to the next event; every admitted group is trained,
 filtered, stale, discarded or open at the end; the same cluster and seed give the same run.
 """
 
@@ -37,7 +37,7 @@ from bench.plan_world import (
     unrecorded,
 )
 from configs.schema import Config
-from configs.schema.engine import SimulatedEngineConfig
+from configs.schema.rollout import SimulatedEngineConfig
 from models.engines.core import Completion
 from models.engines.launch.router_command import policy_of
 from stages.base import StageContext
@@ -67,7 +67,7 @@ class Simulation:
         }  # fmt: skip
         self.config = msgspec.convert(sections, Config)
         self.random, self.ranking = Random(cluster.seed), Ranking(policy_of(self.config), seed=0)
-        self.board, self.told = Board(), NoRecord(cluster.batches)
+        self.board, self.record = Board(), NoRecord(cluster.batches)
         self.engines: dict[str, Engine] = {}
         self.tokens: dict[int, list[tuple[int, int]]] = {}  # group -> (version, tokens) of its rollouts
         self.trained: Counter[int] = Counter()
@@ -84,7 +84,8 @@ class Simulation:
         c, board = self.cluster, self.board
         prompts, joined, settle = Pipe(), Pipe(), Pipe()
         groups = Pipe()
-        self.stage = PromptStage(self.context("prompts"), OnePrompt(c.prompt), StalenessGate.of(self.config), self.told)  # type: ignore[arg-type]
+        gate, source = StalenessGate.of(self.config), OnePrompt(c.prompt)
+        self.stage = PromptStage(self.context("prompts"), source, gate, self.record)  # type: ignore[arg-type]
         group = GroupStage(self.context("group"))
         await group.setup()
         model = SimulatedEngineConfig(
@@ -123,7 +124,7 @@ class Simulation:
                 lease.done()
 
     async def _group(self, group: PromptGroup, out: Pipe) -> None:
-        """One group as the generate stage asks for it: one request, whose members give their slots back as they end."""
+        """One group as the generate stage requests it: one request, whose members give their slots back as they end."""
         lengths = [self._length() for _ in range(group.n_samples)]
         equal = self.random.random() < self.cluster.filtered
         order = (0, group.group_id)
@@ -201,7 +202,7 @@ class Simulation:
             if publishes:
                 await asyncio.gather(*landing)  # one publication after the other, as the weights' slots are
                 landing = [tasks.create_task(self._land(step + 1))]
-        await self.told.whole.wait()
+        await self.record.whole.wait()
         return landing
 
     async def _collect(self, step: int) -> None:

@@ -164,7 +164,7 @@ class _Clock(selectors.SelectSelector):
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         ready = super().select(0)
         if not ready and timeout is None:
-            raise RuntimeError("everybody in the simulation waits for somebody else: no event is left")
+            raise RuntimeError("every task of the simulation waits, and no event is left")
         self.now += 0.0 if ready else timeout or 0.0
         return ready
 
@@ -181,7 +181,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 class _Silent(Writer):
-    """Completions are as long as they ask to be, and nobody reads their tokens."""
+    """Completions have the requested length; their tokens are not read."""
 
     def extend(self, completion: Completion, count: int) -> None:
         pass
@@ -228,7 +228,7 @@ class Engine(Schedule):
         self._since = now
 
     def look(self) -> None:
-        """Let happen what is due, and plan the next look."""
+        """Run the due events, and plan the next call."""
         self.count()
         self.advance(self._loop.time())
         for completion in self.take_finished():
@@ -239,7 +239,7 @@ class Engine(Schedule):
         self._timer = None if event is None else self._loop.call_at(event, self.look)
 
     def stand(self, paused: bool) -> None:
-        """Stop decoding, the cache kept; or go on."""
+        """Stop decoding and keep the cache, or continue."""
         self.look()
         if paused:
             self.pause(self._loop.time(), "in_place")
@@ -248,7 +248,7 @@ class Engine(Schedule):
         self.look()
 
     async def update(self, version: int, seconds: float) -> None:
-        """Take new weights: running completions go on with them."""
+        """Take new weights: running completions continue with them."""
         held = self.paused  # by the trainer, whose turn it is
         self.stand(True)
         await asyncio.sleep(seconds)
@@ -283,7 +283,7 @@ class Item:
 
 
 class Pipe:
-    """Both ends of a stream: what is sent is received once, in the order in which it was sent."""
+    """Both ends of a stream: each message is received once, in the order of sending."""
 
     def __init__(self) -> None:
         self._items: deque[Item] = deque()

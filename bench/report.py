@@ -1,6 +1,6 @@
 """What every benchmark writes: the machine, all values of all rounds, a table with median and range.
 
-A figure without its baseline of the same run and without its range is not printed.
+No figure is printed without its range and a baseline of the same run.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     python -m bench.reward [--quick] [--rounds N] [--workers 1 2] [--replicas 1 2] [--output FILE]
 
 Real replicas in processes of their own, real grader processes, the streams of a run (ipc): groups are sent into one
-stream without end and taken graded out of the next, and what comes in a stretch of time is counted. All contenders of a
+stream without end and received graded from the next; those of a fixed time are counted. All contenders of a
 grader run in the same round; the baseline is one replica with one grader process.
 """
 
@@ -21,18 +21,9 @@ from pathlib import Path
 
 from bench.report import Series, arguments, finish, machine, print_table
 from configs.schema import Config, ObserveConfig
-from configs.schema.reward import RewardConfig
+from configs.schema.data import RewardConfig
 from pipeline.hosts.worker import PortSpec, ReplicaSpec, run_replica
-from stages.messages import (
-    Float32Array,
-    Int32Array,
-    PromptGroup,
-    RolloutSlice,
-    Sample,
-    UInt8Array,
-    VersionRun,
-    wire,
-)
+from stages.messages import Float32Array, Int32Array, PromptGroup, RolloutSlice, Sample, UInt8Array, VersionRun, wire
 from transport import DeadLetter, Node, StreamSpec
 
 SPAWN = multiprocessing.get_context("spawn")

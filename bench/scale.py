@@ -7,9 +7,9 @@ and which compute nothing. Over the batches behind the warm-up it counts, in all
 seconds, wake-ups (voluntary context switches of all threads) and rollouts that ended. Each is given per rollout, and as
 a ratio to the smallest run of its series. `--in-flight 100000` and `--replicas 64` want minutes and GB of memory.
 
-CPU seconds hold the simulated engine and the bookkeeping of tokens too, which one rollout costs however many there are.
-A replica also costs CPU while it waits (figures twice a second, beats): more of that is in the figures the longer a run
-takes for its rollouts.
+CPU seconds include the simulated engine and the bookkeeping of tokens, a fixed cost of each rollout.
+A replica also costs CPU while it waits (figures twice a second, beats), so a run that takes longer for its
+rollouts costs more of it.
 
 CPU seconds and wake-ups of a process and all its descendants come from `/proc`.
 """
@@ -154,8 +154,8 @@ def flags(point: Point, run_dir: Path) -> list[str]:
 def measure(point: Point) -> Cost:
     """One run, watched from outside. Raises RuntimeError with the end of its output if it fails."""
     with tempfile.TemporaryDirectory(prefix="sluice-bench-") as home:
-        run_dir, said = Path(home) / "run", Path(home) / "said"
-        with said.open("wb") as output:
+        run_dir, log = Path(home) / "run", Path(home) / "log"
+        with log.open("wb") as output:
             child = subprocess.Popen(
                 [sys.executable, "launch.py", *flags(point, run_dir)], cwd=ROOT, stdout=output, stderr=output
             )
@@ -172,7 +172,7 @@ def measure(point: Point) -> Cost:
                 child.terminate()
             child.wait()
         if child.returncode != 0 or first is None or last is None:
-            raise RuntimeError(f"{point}: exit code {child.returncode}\n{said.read_text()[-4000:]}")
+            raise RuntimeError(f"{point}: exit code {child.returncode}\n{log.read_text()[-4000:]}")
     return _cost(first, last)
 
 

@@ -50,21 +50,21 @@ async def in_an_episode(interpreters: Interpreters) -> str:
 
 async def per_second(seconds: float, execute: Sequence[Execution]) -> float:
     """Executions per second of so many loops side by side. Raises RuntimeError at a wrong output."""
-    for one in execute:  # what is made once is not counted
-        await one()
+    for execution in execute:  # set-up is not counted
+        await execution()
     began, count = time.perf_counter(), 0
 
-    async def loop(one: Execution) -> None:
+    async def loop(execution: Execution) -> None:
         """Executes until the time is over; waits for one execution after the other."""
         nonlocal count
         while time.perf_counter() - began < seconds:
-            if await one() != PRINTED:
+            if await execution() != PRINTED:
                 raise RuntimeError("an execution printed something else")
             count += 1
 
     async with asyncio.TaskGroup() as tasks:
-        for one in execute:
-            tasks.create_task(loop(one))
+        for execution in execute:
+            tasks.create_task(loop(execution))
     return count / (time.perf_counter() - began)
 
 

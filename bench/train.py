@@ -1,7 +1,7 @@
 """Training: speed and weight export of every backend: `python -m bench.train [--quick] [--size 0.6B]`.
 
 One recorded batch of rollouts, trained again and again by each backend. `share of peak` is the FLOPs that the
-mathematics asks for (bench.train_work says which), by time, by the speed of matrix products of the same dtype in the
+mathematics needs (see bench.train_work), by time, by the speed of matrix products of the same dtype in the
 same processes; on a GPU also by the maker's figure (MFU).
 
 Without a GPU, small models; with one, --size takes the shapes of Qwen3 in bfloat16, with random weights. A backend that
@@ -58,7 +58,7 @@ class Measured:
 
 
 def measure(setting: Setting, contenders: list[Contender], root: Path, deadline_s: float) -> dict[str, Measured | str]:
-    """Contenders of equally many processes; a string says why one could not be measured."""
+    """Contenders of equally many processes; a string is the reason why a contender could not be measured."""
     world = contenders[0].processes
     context = multiprocessing.get_context("spawn")
     out = root / f"world-{world}"
@@ -106,7 +106,7 @@ def _work(setting: Setting, names: list[str], out: str, rank: int, world: int) -
         contender = next(one for one in CONTENDERS if one.name == name)
         try:
             found = _measure(setting, contender)
-        except Exception as error:  # told to the parent, which prints it
+        except Exception as error:  # sent to the parent, which prints it
             reason = next(iter(str(error).splitlines()), "")
             Path(out, f"{name}.failed").write_text(f"{type(error).__name__}: {reason}")
             if world > 1:
@@ -167,7 +167,7 @@ def _trainer(setting: Setting, contender: Contender) -> Trainer:
     )
     models: Any = TorchModels
     if contender.backend == "fsdp":
-        from models.train.fsdp.models import FsdpModels
+        from models.train.huggingface.sharded_models import FsdpModels
 
         models = FsdpModels
     if contender.backend == "megatron":
@@ -319,7 +319,7 @@ def main() -> None:
     parser.add_argument("--recompute", action="store_true", help="recompute activations; always for 4B")
     options = parser.parse_args()
     options.size = options.size or ("0.6B" if options.device == "cuda" else "quick" if options.quick else "cpu")
-    os.environ["PYTHONWARNINGS"] = "ignore"  # of Megatron-core about what is not installed, in its processes
+    os.environ["PYTHONWARNINGS"] = "ignore"  # of Megatron-core about missing packages, in its processes
     warnings.simplefilter("ignore")
     logging.getLogger().setLevel(logging.ERROR)
     torch.set_num_threads(1)

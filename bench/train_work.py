@@ -1,6 +1,6 @@
 """The work of one training step: models, a batch with the spread of lengths that rollouts have, and its FLOPs.
 
-FLOPs of a step are those that the mathematics asks for, forward and backward:
+FLOPs of a step are those that the mathematics needs, forward and backward:
 
     6 * (weights of all matrices of the layers) * (tokens)                         a prompt common to several
     + 12 * layers * heads * head_dim * (pairs of tokens that see each other)       responses is counted once
@@ -60,7 +60,7 @@ def recorded_batch(
 
 @dataclass(frozen=True)
 class Work:
-    """What a batch asks for, whatever the model."""
+    """The tokens of a batch, whatever the model."""
 
     tokens: int  # model inputs, prompts once for each group
     pairs: int  # of tokens that see each other
@@ -180,9 +180,9 @@ class Contender:
 
 CONTENDERS: Final = (
     Contender("torch", "torch", 1),
-    Contender("fsdp", "fsdp", 1, module="models.train.fsdp.models"),
+    Contender("fsdp", "fsdp", 1, module="models.train.huggingface.sharded_models"),
     Contender("megatron", "megatron", 1, module="megatron.core"),
-    Contender("fsdp, 2 processes", "fsdp", 2, module="models.train.fsdp.models"),
+    Contender("fsdp, 2 processes", "fsdp", 2, module="models.train.huggingface.sharded_models"),
     Contender("megatron, TP 2", "megatron", 2, {"tensor_model_parallel_size": 2}, "megatron.core"),
 )
 

@@ -1,8 +1,8 @@
 """Messages per second through a stream, next to bare queues: `python -m bench.transport [--quick]`.
 
 All contenders run together, interleaved round by round, so that a change of the machine's load hits all of them.
-They do not offer the same: only the stream acknowledges, redelivers, bounds bytes and survives a killed consumer. The
-baselines say what that costs. Every contender moves the same bytes from a producer process to this process.
+Their guarantees differ: only the stream acknowledges, redelivers, bounds bytes and survives a killed consumer. The
+baselines show the cost of that. Every contender moves the same bytes from a producer process to this process.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ BASELINE = "PUSH/PULL"
 SIZES = {"1 KB": 1 << 10, "64 KB": 64 << 10, "1 MB": 1 << 20}
 COUNTS = {"1 KB": (20_000, 6_000), "64 KB": (6_000, 1_500), "1 MB": (600, 150)}  # full, quick
 DEPTHS = {1 << 10: 256, 64 << 10: 256, 1 << 20: 32}  # messages that may wait, the same for all contenders
-WARM_UP = 600  # messages before the clock starts: more than can wait, so what is timed was sent meanwhile
+WARM_UP = 600  # messages before the clock starts: more than can wait, so every timed message was sent within the time
 
 
 def rate(count: int, start: float) -> float:
@@ -249,7 +249,7 @@ def main() -> None:
     remarks = [
         f"{rounds} interleaved rounds; ratios below 1.5x are noise on a machine that is not idle",
         f"{about.load}; producer and consumer share them",
-        "ipc on one machine: nothing here says anything about a network",
+        "ipc on one machine: this is no measurement of a network",
     ]
     print_table(series, BASELINE)
     finish(options.output, about, remarks, series)

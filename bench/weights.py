@@ -34,8 +34,7 @@ from aiohttp import web
 from bench.report import Machine, Series, arguments, finish, machine, print_table
 from bench.weights_rig import LIMIT_S, Fleet, Kind, NoSpans, Recorder, Versions, make_model
 from configs.schema import Config
-from configs.schema.engine import EngineConfig, UpdateConfig
-from configs.schema.rollout import RolloutConfig
+from configs.schema.rollout import EngineConfig, RolloutConfig, UpdateConfig
 from models.engines.client import EngineClient
 from models.engines.launch.command import server_launch
 from models.engines.launch.environment import probe
@@ -105,7 +104,7 @@ def remarks(rounds: int, about: Machine, engines: int) -> list[str]:
         f"{about.load_1min:.1f} at the start",
         f"{engines} engines update one after the other (--update-weight-rolling 1); landed includes the trainer's "
         "write into the slot and its digest, for delta also the compression",
-        "gloo over loopback on a CPU: nothing here says anything about NCCL, CUDA IPC or a network",
+        "gloo over loopback on a CPU: this is no measurement of NCCL, CUDA IPC or a network",
     ]
 
 
@@ -113,7 +112,7 @@ def main() -> None:
     parser = arguments(__doc__, "weights", "10 and 100 MB only, 3 rounds instead of 5")
     parser.add_argument("--engines", type=int, default=2, help="recording engines; one real server is used")
     parser.add_argument("--sizes", type=int, nargs="+", help="megabytes of the model")
-    parser.add_argument("--receivers", nargs="+", choices=["recorder", "sglang"], help="default: what is there")
+    parser.add_argument("--receivers", nargs="+", choices=["recorder", "sglang"], help="default: the installed ones")
     options = parser.parse_args()
     rounds = options.rounds or (3 if options.quick else 5)
     sizes = options.sizes or (QUICK_MB if options.quick else SIZES_MB)
@@ -177,7 +176,7 @@ async def fleet(kind: Kind, versions: Versions, engines: int, bucket_bytes: int,
 
 @asynccontextmanager
 async def _recording(one: Fleet) -> AsyncIterator[str]:
-    """A recording engine, in an event loop and a thread of its own as in a process of its own."""
+    """A recording engine with an event loop and a thread of its own, in place of a process."""
     recorder = Recorder(one.slots.layout.data_bytes)
     one.recorders.append(recorder)
     loop = asyncio.new_event_loop()
@@ -210,7 +209,7 @@ def sglang_python() -> Path | None:
 async def _serving(versions: Versions, root: Path) -> AsyncIterator[str]:
     """A real SGLang server, started as a run starts it: without a GPU it needs the shims of `server_launch`."""
     python = sglang_python()
-    assert python is not None, "asked for only where there is one"
+    assert python is not None, "called only where SGLang is installed"
     with socket.socket() as probe_socket:
         probe_socket.bind(("127.0.0.1", 0))
         port = probe_socket.getsockname()[1]
@@ -229,7 +228,7 @@ async def _serving(versions: Versions, root: Path) -> AsyncIterator[str]:
                 await asyncio.sleep(0.5)
         yield launch.url
     finally:
-        with suppress(ProcessLookupError):  # it may have ended by itself, and then that is what is told
+        with suppress(ProcessLookupError):  # it may have ended by itself, and then its own error is reported
             os.killpg(process.pid, 15)
         await asyncio.to_thread(process.wait)
 

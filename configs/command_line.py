@@ -20,11 +20,11 @@ from msgspec import Struct
 from configs.flags import SECTIONS, TABLES, Flag, RefusedValue, flags, flags_by_key, suggestion
 from configs.layers import ConfigError, Layer, TableEdit, refusal
 from configs.passthrough import ALIASES, option_of, option_value, retired
-from configs.schema.did_you_mean import closest_by_words
+from configs.schema.notation import closest_by_words
 
 # Flags of the command itself; the schema may not use these names.
 RESERVED: Final = {
-    "config": "recipes: TOML files, or names of built-in ones; what a later one says outranks the earlier ones",
+    "config": "recipes: TOML files, or names of built-in ones; a later recipe outranks the earlier ones",
     "dry-run": "print the plan (stages, placement, batch arithmetic, staleness, memory) and stop",
     "help": "print this text",
     "version": "print the version",
@@ -41,10 +41,10 @@ class Arguments(Struct, frozen=True, kw_only=True):
     help: bool = False
     version: bool = False
     faults: tuple[str, ...] = ()
-    unread: frozenset[str] = frozenset()  # flags that were written, or probably meant, in a way that cannot be read
+    unread: frozenset[str] = frozenset()  # flags whose value cannot be read
 
     def judged(self, faults: Iterable[str]) -> tuple[str, ...]:
-        """Those of other checks that do not rest on a flag whose value is not known."""
+        """The faults of later checks that do not depend on a flag whose value could not be read."""
         unread = [re.compile(rf"--{re.escape(name)}(?![\w-])") for name in self.unread]
         return tuple(fault for fault in faults if not any(name.search(fault) for name in unread))
 
@@ -167,7 +167,7 @@ class _Reader:
         else:
             self.faults.append(f"{key} is no key of the configuration; {suggestion(key, flags_by_key())}")
         if inline is None:
-            self._values(several=True)  # they would only make more noise
+            self._values(several=True)  # each value would add a fault of its own
 
     def _flag(self, flag: Flag, label: str, inline: str | None, *, dotted: bool = False) -> None:
         if flag.kind == "bool" and inline is None:

@@ -16,8 +16,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from configs.schema import Config, EnvironmentConfig, StageConfig
-from configs.schema.did_you_mean import closest_by_words
-from configs.schema.notation import ReadBy, Section
+from configs.schema.notation import ReadBy, Section, closest_by_words
 
 Kind = Literal["bool", "scalar", "list", "map", "json", "tables"]
 

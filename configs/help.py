@@ -1,7 +1,7 @@
-"""What a user reads about the flags: `--help`, and the tables of docs/configuration.md.
+"""Text made from the flags and the presets: `--help`, and the generated tables of the documentation.
 
-Invariant: both are made from the flag table, so neither can name a flag that does not exist. `python -m
-configs.help` writes the tables into the page again.
+Invariant: all of it is made from the flag table, the presets and the estimates, so it cannot name a flag that does not
+exist. `python -m configs.help` writes the tables of docs/configuration.md and docs/models.md again.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import ast
 import os
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -18,11 +18,15 @@ from typing import Final
 
 from configs.command_line import RESERVED
 from configs.flags import SECTIONS, TABLES, Flag, flags, show
-from configs.load import recipe_names
-from configs.presets import preset_names
+from configs.load import load, preset_names, recipe_names
+from configs.plan.gpus import gpus_of, layout_of
+from configs.plan.run_estimate import RunEstimate, estimate_run
+from configs.resolve import resolve
 from configs.schema import Config
+from configs.schema.model_shapes import ModelShape, known_shape
 
-PAGE: Final = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
+DOCS: Final = Path(__file__).resolve().parent.parent / "docs"
+BEGIN: Final = "<!-- begin of the generated tables: python -m configs.help -->"
 END: Final = "<!-- end of the generated tables -->"
 USAGE: Final = "usage: python launch.py [--config RECIPE ...] [--flag value ...] [section.key=value ...]"
 OTHER: Final = (
@@ -64,19 +68,13 @@ def render_tables() -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def render_page(page: str) -> str:
-    """The page with its tables made anew. Raises ValueError if it lacks the two marks."""
-    return with_tables(page, "configs.help", render_tables())
-
-
-def with_tables(page: str, module: str, tables: str) -> str:
-    """A page of the documentation with the tables that a module makes. Raises ValueError if it lacks the two marks."""
-    mark = f"<!-- begin of the generated tables: python -m {module} -->"
-    head, begin, rest = page.partition(mark)
+def render_page(page: str, tables: str) -> str:
+    """A page of the documentation with these tables. Raises ValueError if it lacks the two marks."""
+    head, begin, rest = page.partition(BEGIN)
     _, end, tail = rest.partition(END)
     if not (begin and end):
-        raise ValueError(f"the page lacks the marks {mark!r} and {END!r}, between which the tables stand; add them")
-    return f"{head}{mark}\n\n{tables}\n{END}{tail}"
+        raise ValueError(f"the page lacks the marks {BEGIN!r} and {END!r}, between which the tables stand; add them")
+    return f"{head}{BEGIN}\n\n{tables}\n{END}{tail}"
 
 
 def section_title(section: str) -> str:
@@ -135,17 +133,13 @@ def _values(flag: Flag) -> str:
         return "NAME=N ..." if flag.kind == "map" else "A [B ...]"
     if flag.kind == "json":
         return "JSON"
-    return {"whole": "N", "a": "X"}.get(flag.rule.removeprefix("must be a ").split()[0], _scalar(flag))
+    return "N" if "a whole number" in flag.rule else "X" if "a number" in flag.rule else "TEXT"
 
 
 def _many(flag: Flag) -> str:
     """Choices that are too long to stand beside the flag."""
     text = ", ".join(flag.choices or ())
     return f"; one of {text}" if len(text) > 80 else ""
-
-
-def _scalar(flag: Flag) -> str:
-    return "X" if "a number" in flag.rule else "TEXT"
 
 
 def _default(flag: Flag) -> str:
@@ -171,5 +165,80 @@ def _terminal_width() -> int:
         return 110
 
 
+# The run that the tables are about.
+TABLE_RUN: Final = ("--prompt-data", "arithmetic", "--num-rollout", "1", "--rollout-max-response-len", "8192")
+
+
+@cache
+def preset_config(name: str) -> Config:
+    """The configuration of a run with a preset and nothing else of its own."""
+    loaded = load([*TABLE_RUN, "--model", name])
+    return resolve(loaded.config, loaded.given)
+
+
+def render_model_tables() -> str:
+    """Two Markdown tables: the models, and their layouts."""
+    models = ["| preset | checkpoint | parameters | active per token | layers | KV cache, bytes per token |"]
+    models.append("|---|---|---|---|---|---|")
+    layouts = [
+        "| preset | nodes of 8 | trainer: GPUs | layout | memory of a GPU, GiB | on the host, GiB | engine: GPUs "
+        "| KV tokens |"
+    ]
+    layouts.append("|---|---|---|---|---|---|---|---|")
+    for name in sorted(preset_names(), key=lambda name: (_preset_estimate(preset_config(name))[1].parameters, name)):
+        config = preset_config(name)
+        shape, found = _preset_estimate(config)
+        models.append(_model_row(_model_cells(name, config, shape, found)))
+        layouts.append(_model_row(_layout_cells(name, config, found)))
+    return "\n".join(models) + "\n\n" + "\n".join(layouts) + "\n"
+
+
+def _preset_estimate(config: Config) -> tuple[ModelShape, RunEstimate]:
+    shape = known_shape(config.model.architecture)
+    found = estimate_run(config, config.model.architecture)
+    if shape is None or found is None:
+        raise ValueError(f"the preset {config.model.model} has an architecture that is not known; correct its file")
+    return shape, found
+
+
+def _model_cells(name: str, config: Config, shape: ModelShape, found: RunEstimate) -> Sequence[str]:
+    layers = f"{shape.layers}, {sum(shape.sparse)} with {shape.experts} experts" if any(shape.sparse) else shape.layers
+    return (
+        f"`{name}`",
+        f"[{config.train.hf_checkpoint}](https://huggingface.co/{config.train.hf_checkpoint})",
+        f"{found.parameters:,}",
+        f"{found.active:,}" if found.active != found.parameters else "all",
+        str(layers),
+        f"{shape.key_values * shape.layers * 2:,}",
+    )
+
+
+def _layout_cells(name: str, config: Config, found: RunEstimate) -> Sequence[str]:
+    layout, trainer, engine = layout_of(config), found.trainer, found.engine
+    nodes, each = config.parallel.actor_num_nodes, config.parallel.actor_num_gpus_per_node
+    if trainer is None or engine is None:
+        raise ValueError(f"the preset {name} has a layout that its layers do not divide into; correct its file")
+    count = config.sglang.rollout_num_gpus or engine.gpus
+    return (
+        f"`{name}`",
+        str(gpus_of(config).nodes),
+        f"{nodes} x {each}" if nodes > 1 else str(each),
+        str(layout),
+        f"{trainer.total / 2**30:.0f}",
+        f"{trainer.host / 2**30:.0f} per GPU" if trainer.host else "-",
+        f"{count} ({engine.gpus} each)",
+        f"{engine.kv_tokens // 1000:,}k",
+    )
+
+
+def _model_row(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+# The pages with generated tables.
+PAGES: Final = {"configuration.md": render_tables, "models.md": render_model_tables}
+
 if __name__ == "__main__":
-    PAGE.write_text(render_page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    for name, render in PAGES.items():
+        path = DOCS / name
+        path.write_text(render_page(path.read_text(encoding="utf-8"), render()), encoding="utf-8")

@@ -6,7 +6,7 @@ passed on (`ALIASES`), others say what a model is, which here its checkpoint say
 
 Invariants: a flag of the schema always wins; a name that is nearly one of them is a slip, not an option; whether the
 installed program knows an option and takes its value is checked with that program (`pipeline.preflight.sglang`,
-`models.train.megatron.settings.options`), not here.
+`models.train.megatron.options`), not here.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
-from configs.schema.did_you_mean import nearest
+from configs.schema.notation import nearest
 
 # Fields of Megatron-core's dataclasses whose flag in Megatron-LM has no prefix; here they are passed on.
 _MEGATRON_OPTIONS: Final = tuple(

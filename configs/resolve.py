@@ -18,8 +18,7 @@ from typing import Any, Final
 
 from msgspec import Struct
 
-from configs.layers import ConfigError, build, given_by_difference, value_at
-from configs.modes import preset_values
+from configs.layers import ConfigError, build, given_by_difference, preset_values, value_at
 from configs.schema import Config
 from configs.schema.algorithm import LOSS_OF_ESTIMATOR, SAMPLER_LOSSES, WHITENED
 from configs.sources import BUILT_IN_LABEL, IMPORT_PATHS, parse_source
@@ -37,7 +36,7 @@ class Batch(Struct, frozen=True):
 
 
 def resolve(config: Config, given: Mapping[str, str] | None = None) -> Config:
-    """A new configuration with everything derived. Raises `ConfigError` on a contradiction.
+    """A new configuration with all open values derived. Raises `ConfigError` on a contradiction.
 
     `given`: dotted key -> how the user wrote it; without it, whatever differs from its default counts as written.
     """
@@ -63,7 +62,7 @@ def derive(config: Config, given: Mapping[str, str] | None = None) -> tuple[Conf
 
 
 def _import_paths(config: Config) -> dict[str, Any]:
-    """`package.module.name`, as slime has it, in the form in which all that reads them has them."""
+    """`package.module.name`, as slime writes import paths, as `package.module:name`, which all readers expect."""
     found = {}
     for key in IMPORT_PATHS:
         text = value_at(config, key)

@@ -1,7 +1,7 @@
 """What the configuration refers to outside itself: files, checkpoints, import paths.
 
-Invariants: only looks, never loads or imports; a name of the Hugging Face hub is taken on trust, for asking the hub
-would need the network.
+Invariants: nothing is loaded or imported; a name of the Hugging Face hub is not checked, since that would need the
+network.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Any, Final
 import msgspec
 from msgspec import Struct
 
-from configs.presets import MODELS
+from configs.load import MODELS
 from configs.schema import Config
-from configs.schema.did_you_mean import closest
+from configs.schema.notation import closest
 
 BUILT_IN_DATA: Final = (
     "arithmetic",

@@ -191,7 +191,7 @@ def _build(source: Path, sizes: dict[str, int] | None, checksums: dict[str, str]
 
 def _sharded(loaded: Loaded) -> dict[str, Any]:
     """The chunk's tensors with their places in the whole, as a training state has them."""
-    from models.train.megatron.checkpoint.tensors import POLICY, model_weights
+    from models.train.megatron.checkpoint import POLICY, model_weights
 
     return {"weights": {POLICY: model_weights([loaded.chunk], POLICY)}}
 
@@ -201,8 +201,8 @@ def _write_megatron(loaded: Loaded, out: Path) -> None:
     import megatron.core
     import torch
 
-    from models.train.megatron.checkpoint.files import STATE_DIR, MegatronState, Plan
-    from models.train.megatron.checkpoint.state import parallel_layout
+    from models.train.megatron.checkpoint import parallel_layout
+    from models.train.megatron.checkpoint_files import STATE_DIR, MegatronState, Plan
 
     files = out / STATE_DIR
     if loaded.rank == 0:
@@ -216,9 +216,8 @@ def _write_megatron(loaded: Loaded, out: Path) -> None:
 
 def _read_megatron(loaded: Loaded, directory: Path) -> None:
     """Fill the chunk; collective. Raises `TrainStateUnreadable`."""
-    from models.train.megatron.checkpoint.files import read_state
-    from models.train.megatron.checkpoint.state import read_tensors
-    from models.train.megatron.checkpoint.tensors import empty_weights, put_weights
+    from models.train.megatron.checkpoint import empty_weights, put_weights, read_tensors
+    from models.train.megatron.checkpoint_files import read_state
 
     _state, index = read_state(directory)
     weights = _sharded(loaded)["weights"]

@@ -22,7 +22,7 @@ import xxhash
 from msgspec import Struct
 
 from configs.schema import Config
-from configs.schema.debug import FaultKind, FaultSpec, read_fault
+from configs.schema.run import FaultKind, FaultSpec, read_fault
 
 FAULTS_FILE: Final = "faults.jsonl"
 log = logging.getLogger("sluice.faults")

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from configs.schema.did_you_mean import did_you_mean
+from configs.schema.notation import did_you_mean
 from models.errors import UnknownAlgorithm
 
 

@@ -1,15 +1,15 @@
 """The controller of a run: hubs, topic, prompt stage, runner, and the order of their ends.
 
-The main loop of Sluice in three hops: `launch.py` -> `pipeline.run.run` -> `Controller.run`; what circulates is told in
-stages/prompts/stage.py (admission and settlement), stages/generate/stage.py and stages/train/stage.py.
-What the user asks of a run that goes on comes in through pipeline/control.
+The main loop of Sluice in three hops: `launch.py` -> `pipeline.run.run` -> `Controller.run`; what circulates is
+described in stages/prompts/stage.py (admission and settlement), stages/generate/stage.py and stages/train/stage.py.
+Commands of the user to a running run come in through pipeline/control.
 
 Life and death
 1. Hubs and topic listen before any replica starts; the prompt stage admits once engines carry published weights.
 2. The ledger decides the end: all batches trained, or a drain (Ctrl-C, deadline); then nothing is open.
 3. Streams end in order (feedback first, the settle stream last), replicas end with their inlets, the engines stage
-  when it is told; then engines are stopped.
-4. A drain has a deadline; when it passes, the error says what was left and where.
+  at the key `end`; then engines are stopped.
+4. A drain has a deadline; when it passes, the error lists the remaining work by stream.
 
 Invariant: nothing is left running when `run` returns, but servers that the parent of `--auto-resume` ends or hands on.
 """
@@ -21,38 +21,76 @@ import contextlib
 import errno
 import logging
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
 
 from configs.graph import Stream, autoscale_limits
 from models.fault_injection import fault_plan
-from pipeline.control.autoscale import Adviser
+from models.train.trainer_group.rank_spec import MEETING
+from pipeline.control.autoscale import Adviser, Meter
 from pipeline.control.endpoint import endpoint as control_endpoint
-from pipeline.control.meter import Meter
-from pipeline.control.monitor import Monitor
+from pipeline.control.monitor import Monitor, RunParts
 from pipeline.control.run_control import RunControl
-from pipeline.control.run_parts import RunParts
 from pipeline.errors import DrainTimeout, Stalled
 from pipeline.facts.stats import STATS_PREFIX
+from pipeline.graph import stream_spec
 from pipeline.hosts.launcher import Launcher
-from pipeline.hosts.rendezvous import CONFIG, Keys, make_keys, publish_files
+from pipeline.hosts.rendezvous import (
+    ADMITTED,
+    CONFIG,
+    FILES_PREFIX,
+    HOST_KEY,
+    Keys,
+    make_keys,
+    publish_files,
+    retire_key,
+    spec_key,
+)
+from pipeline.hosts.weights_source import SOURCE
 from pipeline.hosts.worker import FaultyInlet
 from pipeline.observe.prometheus import endpoint
 from pipeline.record.recorder import Recorder
 from pipeline.replica_specs import Placement
-from pipeline.stream_limits import stream_spec
 from pipeline.supervise.announce import Announcer, DeadLetters
 from pipeline.supervise.restarts import Lifecycle
 from pipeline.supervise.runner import ProcessRunner, Runner, TaskRunner
-from pipeline.topic_writers import TOPIC_WRITERS
 from stages.base import beside
+from stages.engines.colocation import KEY as DEVICE
 from stages.engines.stage import END
 from stages.ports import Inlet, Ports
 from stages.prompts.stage import PromptStage
+from stages.topic_values import ADDRESS, BROUGHT, DIRECTORY, LEAVE, ORDER, SETTINGS
+from stages.train.checkpoints import SAVE
 from transport import Hub, Node, StreamSpec, TopicServer
-from transport.links.security import load_security
+from transport.security import load_security
+
+_CONTROLLER: Final = frozenset[str]()
+_ENGINES, _TRAIN = frozenset({"engines"}), frozenset({"train"})
+
+# Who may write which keys of the topic: a reward worker publishes no weights. The controller's process may write all.
+# Keys that are not listed (figures, notices, values of custom stages) may be written by any replica. Where processes
+# are on several hosts, the name of a replica is that of its key. On one machine it is what the process says: all
+# processes belong to one user there, and the table keeps mistakes out.
+TOPIC_WRITERS: Final[Mapping[str, frozenset[str]]] = {
+    SOURCE: _TRAIN,
+    "weights": _TRAIN,
+    MEETING: frozenset({"train-rank"}),
+    DIRECTORY: _ENGINES,
+    ORDER: _ENGINES,
+    BROUGHT: frozenset({"fetcher"}),
+    "router_state": _ENGINES,
+    f"{DEVICE}/": _ENGINES,
+    DEVICE: _TRAIN,
+    "eval/": frozenset({"evaluate"}),
+    "drain": frozenset({"prompts"}),
+    **dict.fromkeys(
+        (ADMITTED, CONFIG, spec_key(""), retire_key(""), HOST_KEY, FILES_PREFIX, SETTINGS, SAVE), _CONTROLLER
+    ),
+    **dict.fromkeys((ADDRESS, LEAVE, "router", "scale/", "dead", "end"), _CONTROLLER),
+}
+
 
 log = logging.getLogger("sluice.controller")
 EMPTY_POLL_S: Final = 0.02
@@ -87,10 +125,10 @@ class Controller:
             observe = self.config.observe
             served = endpoint(observe.prometheus_host, observe.prometheus_port, monitor.facts)
             control = RunControl(parts, monitor, adviser, self._interrupt)
-            asked = control_endpoint(self.rundir.path, self.rundir.sockets, control.answer)
+            commands = control_endpoint(self.rundir.path, self.rundir.sockets, control.answer)
             with self._signals(), monitor:
                 watch = beside(monitor.run(), control.autoscale(), self._deadline())
-                async with served, asked, watch, asyncio.TaskGroup() as tasks:
+                async with served, commands, watch, asyncio.TaskGroup() as tasks:
                     replicas = tasks.create_task(runner.run())
                     stage = tasks.create_task(self.stage.run(await self._ports(node, topic)))
                     try:
@@ -101,7 +139,7 @@ class Controller:
         if self._stall is not None:
             raise self._stalled()
 
-    _stall: str | None = None  # what waits for what, once that has ended the run
+    _stall: str | None = None  # what waits for what, once a stall has ended the run
 
     def _stalled(self, more: str = "") -> Stalled:
         return Stalled(f"{self._stall}{more}; continue with --resume {self.rundir.path}")
@@ -135,11 +173,11 @@ class Controller:
     async def _until_completed(self, replicas: asyncio.Task[None]) -> None:
         """Waits for the ledger to be closed.
 
-        Unblocked by it, by a drain that takes too long, by the loss of the run directory, or by the runner's failure.
+        Ends with it, with a drain that takes too long, a lost run directory, or a failure of the runner.
         """
         completed = self.stage.completed
         while not completed.is_set():
-            with contextlib.suppress(TimeoutError):  # a look at the drain's clock
+            with contextlib.suppress(TimeoutError):  # to check the drain's clock
                 async with asyncio.timeout(0.5):
                     await completed.wait()
                     return
@@ -147,10 +185,10 @@ class Controller:
                 self._stall = stall
                 self.stage.drain("nothing moved any more")
             self._check_drain()
-            if self.rundir.gone:  # a write may make its directory anew, so that nothing fails and nothing is kept
+            if self.rundir.gone:  # a write may recreate its directory: no error, and nothing kept
                 raise FileNotFoundError(errno.ENOENT, "the run directory is gone", str(self.rundir.path))
             if replicas.done():  # every replica ended although the ledger is open
-                raise DrainTimeout(f"all replicas ended with {self._left()}")
+                raise DrainTimeout(f"all replicas ended with {self._remaining()}")
 
     _drain_since: float | None = None
 
@@ -161,9 +199,9 @@ class Controller:
         self._drain_since = self._drain_since if self._drain_since is not None else now
         if now - self._drain_since > self.config.run.drain_s:
             limit = f"--drain-s {self.config.run.drain_s:g}"
-            raise DrainTimeout(f"in-flight work was not finished within {limit}: {self._left()}")
+            raise DrainTimeout(f"in-flight work was not finished within {limit}: {self._remaining()}")
 
-    def _left(self) -> str:
+    def _remaining(self) -> str:
         queues = ", ".join(
             f"{name}: {stats.queued} queued, {stats.leased} leased"
             for name, hub in self.hubs.items()
@@ -176,7 +214,7 @@ class Controller:
     ) -> None:
         """END in the order of the graph; each stream is empty before the next one ends. Bounded by `drain_s`.
 
-        What goes round between generate and its loops may be of groups that have ended: it still has to come to rest.
+        Messages between generate and its loops may belong to groups that have ended: they still have to come to rest.
         """
         topic.publish("drain", (self.stage.draining or "the run is complete").encode())
         limit_s = self.config.run.drain_s
@@ -188,11 +226,13 @@ class Controller:
                         self.hubs[stream.name].finish()
                         await self.hubs[stream.name].wait_empty()
         except TimeoutError:
-            raise DrainTimeout(f"the streams did not empty within --drain-s {limit_s:g}; {self._left()}") from None
-        topic.publish(END, b"")  # of the engines stage, which has no stream: nobody asks an engine any more
+            raise DrainTimeout(f"the streams did not empty within --drain-s {limit_s:g}; {self._remaining()}") from None
+        topic.publish(END, b"")  # for the engines stage, which has no stream: no requests follow
         await asyncio.wait({replicas}, timeout=limit_s)  # unlike a timeout, this leaves the runner alone
         if not replicas.done():
-            raise DrainTimeout(f"{', '.join(runner.alive())} did not end within --drain-s {limit_s:g}; {self._left()}")
+            raise DrainTimeout(
+                f"{', '.join(runner.alive())} did not end within --drain-s {limit_s:g}; {self._remaining()}"
+            )
         self.hubs["settle"].finish()
         await stage
 

@@ -1,4 +1,4 @@
-"""What can end a run, as an exception tree. `str(error)` is the one sentence that the user sees."""
+"""The errors that end a run. `str(error)` is the one sentence that the user sees."""
 
 from __future__ import annotations
 
@@ -26,14 +26,13 @@ from stages.chat.errors import ChatError
 from stages.errors import DataError, StageError
 from stages.graders.grade import GradingError
 from stages.tools.tool import ToolError
-from transport.errors import AddressError, SecurityError
 
-EXIT_USER_ERROR = 2  # of a started process whose user made a mistake
-EXIT_DISK_FULL = 28  # of one whose log may have no room for the reason
+EXIT_USER_ERROR = 2  # of a started process, for a mistake of the user
+EXIT_DISK_FULL = 28  # of a started process whose log may have no room for the reason
 
 
 class ObserveError(RuntimeError):
-    """Base of all errors of this package."""
+    """Base of the errors of pipeline.observe."""
 
 
 class MetricsError(ObserveError):
@@ -60,7 +59,6 @@ class SamplesError(ObserveError):
 
 # Errors whose sentence is written for the user: they name the value, the rule and the cure.
 USER_ERRORS: tuple[type[BaseException], ...] = (
-    AddressError,
     AlgorithmError,
     ChatError,
     CheckpointError,
@@ -88,7 +86,7 @@ class RunError(Exception):
 
 
 class UsageError(RunError):
-    """The run cannot start, or cannot go on, for a reason that the user can mend. Exit code 2."""
+    """The run cannot start or continue, for a reason that the user can mend. Exit code 2."""
 
     exit_code = 2
 
@@ -102,7 +100,7 @@ class Refused(UsageError):
 
 
 class Interrupted(RunError):
-    """The user or a deadline ended the run before there was anything to sum up. Exit code 130."""
+    """The user or a deadline ended the run before it had a summary. Exit code 130."""
 
     exit_code = 130
 
@@ -112,11 +110,11 @@ class ReplicaFailed(RunError):
 
 
 class Stalled(RunError):
-    """Nothing moved any more; the message says what waited for what."""
+    """Nothing moved any more; the message names what waited for what."""
 
 
 class DrainTimeout(RunError):
-    """The drain took longer than its deadline; the message says what was left."""
+    """The drain took longer than its deadline; the message lists the remaining work."""
 
 
 def leaf(error: BaseException) -> BaseException:
@@ -127,7 +125,7 @@ def leaf(error: BaseException) -> BaseException:
 
 
 def disk_full(error: BaseException) -> bool:
-    """Whether there was no room to write. The last two forms are how safetensors and shutil.copytree say it."""
+    """Whether there was no room to write. The last two forms are those of safetensors and shutil.copytree."""
     full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
     return full or "os error 28" in str(error) or (isinstance(error, shutil.Error) and "[Errno 28]" in str(error))
 
@@ -153,13 +151,13 @@ def user_error(error: BaseException) -> str | None:
         return f"there is no space left on the disk ({error}); free some, or choose another --run-dir"
     if too_many_files(error):
         return file_limit()
-    from transport.errors import AddressError  # loads zmq, which reading a run's files does without
+    from transport.errors import AddressError, SecurityError  # loads zmq, which readers of a run's files do without
 
     return str(error) if isinstance(error, (*USER_ERRORS, AddressError, SecurityError)) else None
 
 
 def exit_code(error: BaseException) -> int:
-    """How a started process ends with an error: what its supervisor learns of it."""
+    """Exit code of a started process that ends with an error, for its supervisor."""
     if disk_full(error):
         return EXIT_DISK_FULL
     if isinstance(error, PeerGone):
@@ -168,7 +166,7 @@ def exit_code(error: BaseException) -> int:
 
 
 def check_repeatable(name: str, code: int, words: str, run_dir: Path) -> None:
-    """Raise UsageError for an end that another start would only repeat."""
+    """Raise UsageError for an error that another start would repeat."""
     if code == EXIT_DISK_FULL:
         raise UsageError(f"there is no space left for {run_dir}; free some, or choose another --run-dir")
     if code == EXIT_USER_ERROR:

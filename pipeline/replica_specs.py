@@ -1,7 +1,7 @@
-"""Where everything is: addresses of the streams, specifications of the replicas, windows of their ports.
+"""Addresses of the streams, specifications of the replicas and engines, windows of the ports.
 
 Invariant: a stage that joins (group, train) has a window as large as everything that can be out, in items and in bytes;
-otherwise the parts it waits for could be held back by the parts it holds.
+otherwise the parts that it holds could block the parts that it waits for.
 """
 
 from __future__ import annotations
@@ -22,19 +22,17 @@ from models.fault_injection import fault_plan
 from models.import_path import import_path
 from models.train.trainer_group.rank_spec import needs_trainer_group, processes_of
 from pipeline.errors import UsageError
-from pipeline.facts.run_directory import RunDir
-from pipeline.facts.servers import EngineSpec
-from pipeline.graph import Graph, Node
+from pipeline.facts.run_directory import EngineSpec, RunDir
+from pipeline.graph import UNBOUNDED_BYTES, Graph, Node
 from pipeline.hosts.machine import check_trainer_group, engines_gpus, gpus_to_divide
 from pipeline.hosts.worker import PortSpec, ReplicaSpec
-from pipeline.stream_limits import UNBOUNDED_BYTES
 from stages.base import GenerateOptions, StageOptions, TrainOptions
 from stages.staleness_gate import StalenessGate
 
 _BYTES_A_THREAD = 4 << 20  # a million parameters
 _MANY = 1 << 10
 JOINERS = ("group", "train", "evaluate")
-HOLDERS = (*JOINERS, "agents")  # of what waits, all that the gate lets out: for other parts, for worlds that answer
+HOLDERS = (*JOINERS, "agents")  # hold all groups that the gate admits, while they wait for parts, or for environments
 
 
 class Placement:
@@ -53,7 +51,8 @@ class Placement:
         lives: tuple[int, ...] = (),
         host: str | None = None,
     ) -> None:
-        """`host`: of the controller, for processes on others. Raises UsageError for what does not fit on one."""
+        """`host`: of the controller, for processes on other hosts. Raises UsageError for what does not fit on one
+        host."""
         check_trainer_group(config)
         self.config, self.rundir, self.graph, self.run_id, self.host = config, rundir, graph, run_id, host or ""
         in_process, remote = config.run.runner == "inprocess", f"tcp://{host}:0"
@@ -78,8 +77,8 @@ class Placement:
         self.engines, self.frozen = _engines(config, count, model_path, max_context, places)
         self.engines, self.frozen = self._guarded(self.engines), self._guarded(self.frozen)
         self.engines = [self._disturbed(spec) for spec in self.engines]
-        asks = GenerateOptions(context_limit(config) or 1 << 30, vocab_size, lives)
-        self.built_in: dict[str, StageOptions] = {"train": train, "generate": asks, "agents": asks}
+        generation = GenerateOptions(context_limit(config) or 1 << 30, vocab_size, lives)
+        self.built_in: dict[str, StageOptions] = {"train": train, "generate": generation, "agents": generation}
 
     def replicas(self) -> list[ReplicaSpec]:
         """One specification per replica, in the order in which they are started: the slow ones first."""
@@ -111,19 +110,19 @@ class Placement:
 
     @property
     def room(self) -> int:
-        """Messages that a stage which joins may hold."""
+        """The number of messages that a stage which joins may hold."""
         most = StalenessGate.of(self.config).most_open * self.config.rollout.n_samples_per_prompt
         return max(4096, most * 4)
 
     def lacks_gpus(self, engines: int) -> str | None:
-        """Why there can be no so many engines more, None if there can."""
+        """Why the GPUs do not suffice for `engines` more engines, None if they do."""
         if not (held := self._held_gpus()):
             return None
         free = [gpu for gpu in gpus_to_divide(self.config) if gpu not in held]
         if len(free) >= engines * self.config.sglang.rollout_num_gpus_per_engine:
             return None
         return (
-            f"there is no GPU for another engine: {len(held)} of those that are visible have one; end one first, or "
+            f"there is no GPU for another engine: {len(held)} of the visible GPUs have one; end one first, or "
             "resume the run with more in CUDA_VISIBLE_DEVICES"
         )
 
@@ -131,7 +130,7 @@ class Placement:
         return {gpu for spec in (*self.engines, *self.frozen) for gpu in spec.gpus}
 
     def engine(self, number: int) -> EngineSpec:
-        """One engine more, while the run goes on. Raises UsageError where there is no GPU for it."""
+        """An engine that is added to a running run. Raises UsageError where no GPU is free for it."""
         if (why := self.lacks_gpus(1)) is not None:
             raise UsageError(why)
         gpus: tuple[str, ...] = ()
@@ -148,14 +147,14 @@ class Placement:
         return run_token(self.rundir.servers / "engine-token")
 
     def _guarded(self, specs: list[EngineSpec]) -> list[EngineSpec]:
-        """With what requests to them must bring: the run's own token, or that of those that run already."""
+        """With the token that requests must carry: the run's token, or that of external engines."""
         return [
             msgspec.structs.replace(spec, token=self.external_token if spec.external else self.run_token())
             for spec in specs
         ]
 
     def _disturbed(self, spec: EngineSpec) -> EngineSpec:
-        """With the faults that the user asked for."""
+        """With the faults of `--fault-inject`."""
         plan = fault_plan(
             self.config, "engine", spec.name, run_generation=self.run_generation, run_dir=self.rundir.path
         )
@@ -169,14 +168,14 @@ class Placement:
         if node.name == "generate":
             slots = math.ceil(max(1, len(self.engines)) * rollout.server_concurrency / node.replicas)
             members = rollout.n_samples_per_prompt
-            # A group is leased until its slowest member has ended, and by then most of its slots are others': twice as
-            # many groups as there are slots for keep them all in use.
+            # A group is leased until its slowest member has ended; other groups use its free slots by then. Twice as
+            # many groups as fit into the slots keep all slots in use.
             items = 1 + (slots if stream.name == "generate.return" else max(1, 2 * slots // members))
         return msgspec.structs.replace(port, window_items=items)
 
 
 def computing(config: Config, graph: Graph) -> int:
-    """Processes that compute most of the time, and so share the processors."""
+    """The number of processes that compute most of the time, and share the processors."""
     ranks = processes_of(config.parallel) if needs_trainer_group(config) else 1
     if not any(node.name == "generate" for node in graph.nodes):
         return ranks

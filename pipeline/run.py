@@ -1,8 +1,8 @@
 """From configuration to exit code: prepare the run directory, warm start, train, sum up.
 
 A run has one or two phases, each a graph of its own under one `Controller`: the supervised warm start (prompts ->
-train) if `warm_start_steps` asks for it, then the reinforcement learning. A resumed run goes on in the phase that it
-was in.
+train) if `warm_start_steps` asks for it, then the reinforcement learning. A resumed run continues in the phase in
+which it stopped.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from pathlib import Path
 import msgspec
 
 from configs.graph import replicas
+from configs.layers import supervised, untrained, with_model
 from configs.load import config_hash, dump_toml
-from configs.modes import supervised, untrained, with_model
 from configs.schema import Config, generates
 from models.checkpoint import Manifest, latest_checkpoint, remove_leftovers, resumable_checkpoint
 from models.import_path import add_working_directory
@@ -34,11 +34,10 @@ from pipeline.hosts.launcher import Launcher
 from pipeline.hosts.local_launcher import KeptProcesses, LocalLauncher
 from pipeline.hosts.machine import interruptible, raise_file_limit
 from pipeline.observe.summary import write_summary
-from pipeline.preflight.data import prepare, training_prompts, with_data
-from pipeline.preflight.frozen_engines import check_frozen
+from pipeline.preflight.data import check_frozen, prepare, training_prompts, with_data
 from pipeline.preflight.refusals import refuse
-from pipeline.record.episodes import keeps_rollouts, read_lives, write_lives
 from pipeline.record.journal import RolledBack, last_run_generation
+from pipeline.record.kept_files import keeps_rollouts, read_lives, write_lives
 from pipeline.record.recorder import Recorder
 from pipeline.record.report import conclude, summarise
 from pipeline.replica_specs import Placement, threads
@@ -59,19 +58,20 @@ Launchers = Callable[[RunDir, int], Launcher]  # where processes run, with so ma
 def run(config: Config, launchers: Launchers | None = None, *, resumed: Resumed | None = None) -> int:
     """Run to the end; return the exit code: 0 done, 130 interrupted. Raises RunError with one sentence for the user.
 
-    `launchers`: instead of those that `--runner` names. `resumed`: by the parent of `--auto-resume`, if there is one.
+    `launchers`: instead of the launcher that `--runner` names. `resumed`: by the parent of `--auto-resume`, if there is
+    one.
     """
-    add_working_directory()  # graders, filters, tools and stages of the user's own, as in the workers
+    add_working_directory()  # for graders, filters, tools and stages of the user, as in the workers
     raise_file_limit(sum(replicas(config).values()))
     directory = Path(config.run.resume or config.run.run_dir or time.strftime("runs/%Y%m%d-%H%M%S"))
     try:
         with interruptible(), RunDir(directory).open(resume=config.run.resume is not None) as rundir:
             try:
                 refuse(config)  # now, not after a warm start
-                with _connected(config, launchers, resumed) as found:
-                    return _run(config, rundir, found, resumed.times if resumed else 0)
+                with _connected(config, launchers, resumed) as connected_launchers:
+                    return _run(config, rundir, connected_launchers, resumed.times if resumed else 0)
             except Exception as error:
-                if rundir.gone:  # whatever failed by that
+                if rundir.gone:  # the cause of any other error
                     raise UsageError(
                         f"the run directory {rundir.path} was removed or replaced while the run used it, so nothing of "
                         "it can be resumed; start a new run, and leave its directory alone until it has ended"
@@ -96,7 +96,7 @@ def run(config: Config, launchers: Launchers | None = None, *, resumed: Resumed 
 
 @contextlib.contextmanager
 def _connected(config: Config, launchers: Launchers | None, resumed: Resumed | None) -> Iterator[Launchers]:
-    """What the runner needs, for the time of the block."""
+    """The launchers of the run, for the time of the block."""
     if launchers is not None or config.run.runner != "ray":
         keeps = resumed is not None and resumed.connection >= 0
         kept = KeptProcesses(resumed.connection, resumed.directory) if resumed is not None and keeps else None
@@ -117,8 +117,8 @@ def _run(config: Config, rundir: RunDir, launchers: Launchers, resumed: int) -> 
     config = prepare(config, rundir.path / "assets")
     if config.engine.frozen_engine and generates(config):
         asyncio.run(check_frozen(config, load_tokenizer(config.train.hf_checkpoint)))
-    found = resumable_checkpoint(rundir.checkpoints, _tell)
-    if config.warm_start.warm_start_steps and found is None:
+    checkpoint = resumable_checkpoint(rundir.checkpoints, _print)
+    if config.warm_start.warm_start_steps and checkpoint is None:
         if config.run.resume is None:
             rundir.write_config(resolved)
         config = _warm_start(config, rundir, launchers)
@@ -126,7 +126,7 @@ def _run(config: Config, rundir: RunDir, launchers: Launchers, resumed: int) -> 
         config = with_model(config, rundir.path / "warm_start" / "model")
     if config.debug.debug_rollout_only:
         config = untrained(config)
-    with Phase(config, rundir, launchers, found, experiment, resolved) as phase:
+    with Phase(config, rundir, launchers, checkpoint, experiment, resolved) as phase:
         if resumed:
             phase.recorder.restarts["controller"] = resumed
         try:
@@ -134,14 +134,14 @@ def _run(config: Config, rundir: RunDir, launchers: Launchers, resumed: int) -> 
         except BaseException as error:
             if phase.refused or rundir.gone:
                 raise
-            with contextlib.suppress(OSError):  # the disk may be what failed; the first error is the one to tell
+            with contextlib.suppress(OSError):  # the disk may have failed; the first error is reported
                 write_summary(rundir.summary, summarise(phase.recorder, phase.config, f"failed: {leaf(error)}"))
             raise
         conclude(phase.recorder, phase.config, reason)
     return 130 if reason == "interrupted" else 0
 
 
-def _tell(line: str) -> None:
+def _print(line: str) -> None:
     sys.stderr.write(f"{line}\n")
 
 
@@ -175,14 +175,14 @@ class Phase:
         experiment: str = "",
         resolved: str = "",
     ) -> None:
-        """`resolved`: the configuration as the run directory is to keep it; a phase within a run keeps none."""
+        """`resolved`: the configuration for the run directory; a phase inside a run keeps none."""
         self.rundir, self.resolved = rundir, resolved
         checkpoint, manifest = resumed if resumed is not None else (None, None)
         self.checkpoint, self.manifest = checkpoint, manifest
         tokenizer = self.tokenizer = load_tokenizer(config.train.hf_checkpoint, config.data.chat_template_path)
         self.prompts = training_prompts(config, tokenizer, rundir)
         self.eos_id = tokenizer.eos_ids[0] if tokenizer.eos_ids else None
-        self.config = with_stops(with_data(config, self.prompts, _tell))
+        self.config = with_stops(with_data(config, self.prompts, _print))
         known = max(manifest.run_generation if manifest else 0, last_run_generation(rundir.ledger))
         self.run_generation = known + 1 if config.run.resume else 0
         self.snapshot = msgspec.json.decode(manifest.ledger, type=LedgerSnapshot) if manifest else None
@@ -233,12 +233,12 @@ class Phase:
 
         warming = self.config.train.loss_type == "sft_loss" and self.config.warm_start.warm_start_steps
         what = f"warm start of {self.config.rollout.num_rollout} supervised steps at the most" if warming else "run"
-        _tell(f"{what} in {self.rundir.path}: starting its processes, which log to {self.rundir.logs}")
+        _print(f"{what} in {self.rundir.path}: starting its processes, which log to {self.rundir.logs}")
         try:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 return runner.run(self._main())
         finally:
-            remove_if_stale(self.slots)  # a trainer that was killed could not
+            remove_if_stale(self.slots)  # a killed trainer could not
 
     def _place(self) -> Placement:
         """Raises UsageError for what does not fit on the machine."""
@@ -250,7 +250,7 @@ class Phase:
             self.rundir,
             self.graph,
             self.run_id,
-            # Not the checkpoint that the run goes on from: it is pruned in time, and a later restart reads this again.
+            # Not the checkpoint of the resume: it is pruned in time, and a later restart reads this path again.
             # The weights are brought to an engine before its first prompt in any case.
             model_path=self.config.train.hf_checkpoint,
             train=TrainOptions(start, self.run_generation, resume_from, frozenset(self.restored), str(self.slots)),
@@ -261,7 +261,7 @@ class Phase:
 
     @property
     def refused(self) -> bool:
-        """Whether a resume has not come as far as to change anything."""
+        """Whether a resume ended before it changed anything."""
         return self.config.run.resume is not None and self.recorder.training_started is None
 
     def _keep_config(self) -> None:
@@ -272,7 +272,7 @@ class Phase:
         (self.rundir.path / "config.json").write_bytes(msgspec.json.encode(self.config))  # for people
 
     def _begun(self) -> None:
-        """A resumed run has its weights. Their labels must not be used again, however soon it is killed."""
+        """A resumed run has its weights. Their version numbers must not be used again, however soon it is killed."""
         self._keep_config()
         self.recorder.journal.write()
         self.recorder.journal.sync()
@@ -285,13 +285,12 @@ class Phase:
             self._keep_config()
             self.recorder.journal.begin_with(self.recorder.began)
         else:
-            self.recorder.begun = self._begun  # the trainer may refuse: what was refused changes nothing
+            self.recorder.begun = self._begun  # the trainer may refuse, and a refused resume changes nothing
             remove_leftovers(self.rundir.checkpoints)
             step = self.manifest.step if self.manifest else 0
             next_group = self.snapshot.next_group if self.snapshot else 0
             self.recorder.journal.begin_with(
-                RolledBack(step, self.run_generation, next_group, self.reopened, self.restored),
-                self.recorder.began,
+                RolledBack(step, self.run_generation, next_group, self.reopened, self.restored), self.recorder.began
             )
         loads = self.config.debug.load_debug_rollout_data is not None
         gate = StalenessGate.of(self.config)

@@ -20,7 +20,7 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
-from configs.schema.engine import EngineConfig
+from configs.schema.rollout import EngineConfig
 from models.engines.protocol import GenerateRequest
 from models.engines.serve import EngineServer
 from tests.served_app import served_app

@@ -126,7 +126,7 @@ SEAMS = {
         "stages/(?!engines/)",
     ),
     "processes are numbers inside pipeline/hosts alone": (r"os\.kill|killpg|getpgid|/proc/", "pipeline/(?!hosts/)"),
-    "who may be meant is guessed in one place": (r"difflib", r"(?!configs/schema/did_you_mean\.py)"),
+    "the nearest known name is found in one place": (r"difflib", r"(?!configs/schema/notation\.py)"),
     "no import path is taken apart but in one place": (r"importlib\.import_module", "pipeline/|transport/"),
     "what goes between stages has types": (
         r"dict\[str, (Any|object)\]",

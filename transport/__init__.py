@@ -16,6 +16,7 @@ Glossary
     topic        newest value of each key, shared by all processes of a run
 """
 
+from transport.byte_transfer import ByteClient, ByteServer
 from transport.core.byte_transfer import Blob, Transfer
 from transport.errors import (
     AddressError,
@@ -35,13 +36,11 @@ from transport.errors import (
     TransportError,
     UsageError,
 )
-from transport.links.security import Security
 from transport.node import Node
-from transport.ports.byte_transfer import ByteClient, ByteServer
-from transport.ports.hub import Hub
-from transport.ports.stream import Inlet, Outlet
-from transport.ports.topic import TopicClient, TopicServer
+from transport.security import Security
 from transport.spec import DeadLetter, Held, HubStats, StreamSpec
+from transport.stream import Hub, Inlet, Outlet
+from transport.topic import TopicClient, TopicServer
 
 __all__ = [
     "AddressError",

@@ -23,6 +23,7 @@ Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Name = Annotated[str, Meta(max_length=KEY_LIMIT)]
 Reason = Annotated[str, Meta(max_length=REASON_LIMIT)]
 Role = Literal["producer", "consumer"]
+Body = object  # opaque to the protocol: bytes in the tests, a zmq frame or a tuple of frames in the ports
 
 
 class Refusal(Struct, frozen=True, array_like=True, gc=False):
@@ -217,7 +218,7 @@ class ByteRequest(Struct, frozen=True, array_like=True, tag=64, gc=False):
 
 
 class ByteChunk(Struct, frozen=True, array_like=True, tag=65, gc=False):
-    """The bytes asked for, in the next frame; fewer where the blob ends."""
+    """The requested bytes, in the next frame; fewer where the blob ends."""
 
     number: Count
     generation: Name

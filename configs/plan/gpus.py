@@ -1,4 +1,4 @@
-"""How the processes of a run are laid out: the parallel layout of the trainer, and which GPUs each part takes."""
+"""How the processes of a run are laid out: the parallel layout of the trainer, and GPUs of each part. No I/O."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from configs.graph import replicas
 from configs.schema import Config
 
 # --------------------------------------------------------------------------------------------------
-# How the processes of the trainer divide a model and a batch. Pure.
+# How the processes of the trainer divide a model and a batch.
 #
 #     world = nodes * processes per node
 #     megatron   data = world / (TP * PP * CP), experts' data = world / (expert TP * EP * PP)
 #     fsdp       data = world / CP, and a model is spread over `shard` of the world's processes
 #     torch      data = world, every process holds the whole model
 #
-# Invariants: only sizes; whether they divide is told by `configs.rules.parallel`, and here they are rounded down.
+# Sizes are rounded down here; `configs.rules.parallel` refuses sizes that do not divide.
 
 
 # Options of Megatron-core that divide layers by rules of their own.
@@ -121,7 +121,7 @@ def stage_layers(config: Config, layers: int) -> tuple[int, ...] | None:
 
 
 # --------------------------------------------------------------------------------------------------
-# How many GPUs a run needs, and on how many nodes. Pure; whether this machine has them is seen at the start.
+# How many GPUs a run needs, and on how many nodes. The start of the run checks whether this machine has them.
 
 
 NODE_GPUS: Final = 8  # of the nodes that layouts are written for

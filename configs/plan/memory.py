@@ -1,11 +1,11 @@
-"""Memory of one process of the trainer: weights, gradients, optimizer, activations, logits. Pure arithmetic, in bytes.
+"""Memory of one process of the trainer: weights, gradients, optimizer, activations, logits. No I/O; all sizes in bytes.
 
 State per parameter. torch and fsdp: fp32 weights 4, gradients 4, Adam's moments 8; fsdp divides them over the processes
 of a shard. Megatron in bfloat16: weights 2, gradients 4, and 12 of the optimizer (fp32 weights and moments), which the
 distributed optimizer divides over the data-parallel processes; in fp32: 4, 4 and 8.
 
 Activations per token and layer, h = hidden, n = norms, f = feed-forward, q and k = all query and all key heads, with
-memory-efficient attention (no matrix of scores). Modules of transformers: what autograd was seen to keep (CPU, 5.23),
+memory-efficient attention (no matrix of scores). Modules of transformers: what autograd keeps, measured (CPU, 5.23),
     fp32        (8 + 8n) h + 16 f + 8 (q + k), 16 (q + k) with q/k norms
     bfloat16    (4 + 6n) h + 8 f + 4 (q + k), 10 (q + k)
     autocast    (8 + 9n) h + 8 f + 4 (q + k), 10 (q + k)
@@ -23,9 +23,8 @@ from typing import Final, Literal
 from msgspec import Struct
 
 from configs.plan.gpus import Layout, layout_of, stage_layers
-from configs.plan.parameters import Share, adapter_parameters, layer_share, total_parameters
 from configs.schema import Config
-from configs.schema.model_shapes import ModelShape
+from configs.schema.model_shapes import ModelShape, Share, adapter_parameters, layer_share, total_parameters
 from configs.schema.train import LOGPROB_CHUNK_IDS
 
 GPU_BYTES: Final = 80 * 10**9
@@ -159,8 +158,8 @@ def _trained_models(config: Config) -> int:
 
 
 def _has_reference(config: Config) -> bool:
-    asked = config.algorithm.use_kl_loss or config.algorithm.kl_coef > 0
-    return asked and config.train.loss_type != "sft_loss"
+    kl = config.algorithm.use_kl_loss or config.algorithm.kl_coef > 0
+    return kl and config.train.loss_type != "sft_loss"
 
 
 def _logits(config: Config, shape: ModelShape, vocabulary: int, *, half: bool) -> int:

@@ -1,4 +1,4 @@
-"""The plan that `--dry-run` prints: graph, placement, batch arithmetic, staleness, bounds, memory. Pure arithmetic.
+"""The plan that `--dry-run` prints: graph, placement, batch arithmetic, staleness, bounds, memory. No I/O.
 
 Invariant: the plan is made from the resolved configuration and the model's config.json or preset alone; nothing is
 loaded or started.
@@ -14,7 +14,7 @@ from configs.plan.gpus import gpus_of, layout_of, trainer_processes
 from configs.plan.run_estimate import RunEstimate, estimate_run, model_lines, size_text
 from configs.plan.staleness import predicted_staleness, simulated_times, staleness_line
 from configs.schema import Config, router_kind
-from configs.schema.debug import read_fault
+from configs.schema.run import read_fault
 from configs.sources import described_model, known_model
 
 
@@ -120,16 +120,10 @@ def _processes(config: Config, stages: tuple[StagePlan, ...]) -> int:
     router = 1 if router_kind(config) != "none" and config.router.router_address is None else 0
     trainer_group = trainer_processes(config) if "train" in path(config) else 0
     elsewhere = {"prompts"} | ({"engine"} if config.sglang.rollout_external_engine_addrs else set())
-    if config.run.runner != "inprocess":
-        return (
-            1
-            + graders
-            + router
-            + trainer_group
-            + sum(stage.replicas for stage in stages if stage.name not in elsewhere)
-        )
-    servers = replicas(config).get("engine", 0) if config.engine.engine == "sglang" and "engine" not in elsewhere else 0
-    return 1 + graders + router + trainer_group + servers
+    if config.run.runner == "inprocess":  # all but SGLang's servers
+        elsewhere |= {stage.name for stage in stages if stage.name != "engine" or config.engine.engine != "sglang"}
+    own = sum(stage.replicas for stage in stages if stage.name not in elsewhere)
+    return 1 + graders + router + trainer_group + own
 
 
 def render(plan: Plan) -> str:
@@ -183,10 +177,10 @@ def _placement(plan: Plan) -> list[str]:
         where = f"{server} with an HTTP server, weights of" if engine.started else "not started here, asked at"
         lines.append(f"  frozen-{engine.name:<5} x1   {where} {engine.place}")
     if faults := plan.config.debug.fault_inject:
-        told = "; ".join(str(read_fault(text)) for text in faults)
+        text = "; ".join(str(read_fault(text)) for text in faults)
         if plan.config.engine.engine == "sglang":
-            told = told.replace("of requests", "of health checks")
-        lines.append(f"  faults on purpose: {told}")
+            text = text.replace("of requests", "of health checks")
+        lines.append(f"  faults on purpose: {text}")
     return lines
 
 

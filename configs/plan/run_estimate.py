@@ -1,4 +1,4 @@
-"""Memory and work of a whole run: the trainer's processes, one engine, the weight store, operations of a batch. Pure.
+"""Memory and work of a whole run: the trainer's processes, one engine, the weight store, operations of a batch. No I/O.
 
 A rollout batch costs, for each token: forward (1) and backward (2) passes, one more forward pass where activations are
 recomputed, one for the old log-probs and one for the reference, where there are any.
@@ -14,13 +14,14 @@ from msgspec import Struct
 from configs.graph import evaluates, path
 from configs.plan.gpus import Gpus, Layout
 from configs.plan.memory import GPU_BYTES, RUNTIME_BYTES, TrainerMemory, trainer_memory
-from configs.plan.parameters import active_parameters, forward_flops, total_parameters
 from configs.schema import Config
-from configs.schema.model_shapes import ModelShape, known_shape
+from configs.schema.model_shapes import ModelShape, active_parameters, forward_flops, known_shape, total_parameters
 
 PEAK_FLOPS: Final = 989e12  # per second, H100 SXM, dense bfloat16 (its data sheet)
 UTILISATION: Final = 0.4  # share of it that is assumed, not measured
-STATIC_FRACTION: Final = 0.88  # of a GPU that SGLang takes for weights and KV cache, if nothing else is asked
+STATIC_FRACTION: Final = (
+    0.88  # of a GPU that SGLang takes for weights and KV cache, unless `mem_fraction_static` is given
+)
 
 
 class EngineMemory(Struct, frozen=True, kw_only=True):
@@ -100,8 +101,8 @@ def _engine(config: Config, shape: ModelShape, count: int) -> EngineMemory:
     per_token = shape.key_values if shape.latent else -(-shape.key_values // min(gpus, shape.kv_heads))
     per_token *= layers * width
     weights = -(-count * width // gpus)
-    asked = config.sglang.sglang_args.get("mem_fraction_static")
-    room = int(GPU_BYTES * (_number(asked) or STATIC_FRACTION)) - weights
+    fraction = _number(config.sglang.sglang_args.get("mem_fraction_static")) or STATIC_FRACTION
+    room = int(GPU_BYTES * fraction) - weights
     return EngineMemory(
         gpus=gpus, weights=weights, kv_bytes_per_token=per_token, kv_tokens=max(0, room) // max(1, per_token)
     )

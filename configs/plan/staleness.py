@@ -1,4 +1,4 @@
-"""Arithmetic of what a run may be expected to do: staleness and step time. Pure.
+"""Expected staleness and step time of a run, by arithmetic. No I/O, no clock.
 
 Notation: B groups per rollout batch, n rollouts per group, N batches ahead, K batches between publications of weights,
 C groups in flight, Q groups finished and not yet trained.

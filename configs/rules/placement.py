@@ -23,7 +23,7 @@ from configs.graph import (
     stage_names,
 )
 from configs.schema import Config, StageConfig
-from configs.schema.did_you_mean import cure
+from configs.schema.notation import cure
 
 _STAGE_NAME = re.compile(r"[a-z][a-z0-9_-]*", re.ASCII)
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?", re.ASCII)

@@ -12,7 +12,7 @@ from typing import Final
 
 from configs.graph import loops, replicas
 from configs.schema import Config, EnvironmentConfig
-from configs.schema.did_you_mean import cure
+from configs.schema.notation import cure
 from configs.sources import BUILT_IN_DATA, import_path_fault
 
 _NAME: Final = re.compile(r"[A-Za-z][\w-]*", re.ASCII)

@@ -9,7 +9,7 @@ from configs.graph import replicas
 from configs.load import CONFIG_FILE
 from configs.plan.gpus import trainer_processes
 from configs.schema import Config, generates
-from configs.schema.debug import RANK, FaultKind, batch_file, read_fault
+from configs.schema.run import RANK, FaultKind, batch_file, read_fault
 
 
 def length_faults(config: Config) -> Iterator[str]:

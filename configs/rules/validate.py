@@ -1,27 +1,173 @@
-"""All that is wrong with a resolved configuration, at once; and what is only doubtful, as warnings.
+"""All faults of a resolved configuration at once, and its warnings; among the faults, options that nothing reads.
 
-Invariants: each fault is one sentence with key, value, rule and cure; a rule is checked here and nowhere else; checks
-read the resolved values, so it does not matter where a value came from.
+Invariants: each fault is one sentence with key, value, rule and cure; a rule is checked in one place; checks read the
+resolved values, so it does not matter where a value came from.
+
+What makes an option be read stands at its field, as `ReadBy("condition")`, or as `READ_BY` of its section. A condition
+is a list of alternatives, joined by commas and `or`:
+
+    --use-tis, --lora-rank above 0    the flag is on, not empty, not 0
+    --no-use-dynamic-batch-size       the flag is off
+    --train-backend fsdp or megatron  the flag has one of these values
+    a judge                           a fact of `_FACTS`
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import Final
+from functools import cache
+from typing import Any, Final
 
 from msgspec import Struct
 
-from configs.layers import ConfigError, given_by_difference
+from configs.flags import flags_by_key, show
+from configs.graph import autoscale_limits, engine_count, loops
+from configs.layers import ConfigError, build, given_by_difference, value_at
+from configs.load import CONFIG_FILE
+from configs.plan.gpus import trainer_processes
 from configs.resolve import derive
-from configs.rules import algorithm, correction, engine, files, parallel, placement, reward, run, unread
+from configs.rules import algorithm, engine, files, parallel, placement, reward, run
 from configs.schema import Config
+
+# The first must not be above the second.
+_PAIRS: Final = (
+    ("train.min_lr", "train.lr"),
+    ("correction.tis_clip_low", "correction.tis_clip"),
+    ("correction.tis_seq_low", "correction.tis_seq_high"),
+    ("data.curriculum_low", "data.curriculum_high"),
+)
+_OF_POLICY_LOSS: Final = ("algorithm.", "correction.", "critic.")  # supervised training does not judge by these
+_WORK: Final = ("train.loss_type", "debug.load_debug_rollout_data")  # which may need no engine
+
+
+def _generates_by_function(config: Config) -> bool:
+    """The samples of a data source may name a function each."""
+    rollout = config.rollout
+    functions = (rollout.custom_generate_function_path, rollout.rollout_function_path, config.data.data_source_path)
+    return any(function is not None for function in functions)
+
+
+def _graders(config: Config) -> set[str]:
+    """Names of the graders, without `boxed_` in front and arguments behind."""
+    components = (text.partition("=")[2].rpartition("@")[0] for text in config.reward.reward_component)
+    return {name.partition(":")[0].removeprefix("boxed_") for name in (config.reward.rm_type, *components)}
+
+
+def _judges(config: Config) -> bool:
+    """A row may name any frozen engine as its judge."""
+    return bool(config.reward.judge_engine or config.engine.frozen_engine) or "judge" in _graders(config)
+
+
+def _engines(config: Config) -> int:
+    """The most engines that the run may have."""
+    return max(engine_count(config), autoscale_limits(config).get("engine", (0, 0))[1])
+
+
+_GRADER: Final = ("reward.rm_", "reward.reward_component")
+# What a condition may name beside flags: whether the run has it, and the settings that decide it.
+_FACTS: Final[Mapping[str, tuple[Callable[[Config], bool], tuple[str, ...]]]] = {
+    "a run without --data-source-path": (lambda c: c.data.data_source_path is None, ("data.data_source_path",)),
+    "an [[environment]]": (lambda c: bool(c.environment), ("environment",)),
+    "a loop stage": (lambda c: bool(loops(c)), ("environment", "stage", "tools.", *_WORK)),
+    "a function of yours that generates": (
+        _generates_by_function,
+        ("rollout.custom_", "rollout.rollout_function_path"),
+    ),
+    "a judge": (_judges, (*_GRADER, "reward.judge_engine", "engine.frozen_engine")),
+    "a remote grader": (lambda c: c.reward.rm_url is not None or "remote" in _graders(c), _GRADER),
+    "the grader math": (
+        lambda c: not {"auto", "math"}.isdisjoint(_graders(c)),
+        _GRADER,
+    ),  # with `auto` rows may name it
+    "several engines": (lambda c: _engines(c) > 1, ("run.scale", "run.autoscale", "sglang.", *_WORK)),
+    "a trainer in processes of its own": (lambda c: trainer_processes(c) > 0, ("train.train_backend", "parallel.")),
+}
+
+
+def unread_faults(config: Config, given: Mapping[str, str] | None = None) -> Iterator[str]:
+    """One sentence for each option that was written, differs from its default, and is not read.
+
+    `given`: dotted key -> how the user wrote it; without it, whatever differs from its default counts as written.
+    """
+    written = given_by_difference(config) if given is None else given
+    for key, wrote in written.items():
+        flag, value = flags_by_key()[key], value_at(config, key)
+        condition = next((text for text in flag.read_by if not _holds(config, text)), None)
+        if condition is None or value == flag.default or _may_stay(wrote, condition, written):
+            continue
+        if config.train.loss_type == "sft_loss" and key.startswith(_OF_POLICY_LOSS):
+            continue
+        if value != _derived(config, key, written):
+            yield f"{flag.label} is {show(value)}, but only {condition} reads it; choose that, or leave it out"
+
+
+def bound_faults(config: Config) -> Iterator[str]:
+    for low, high in _PAIRS:
+        least, most = value_at(config, low), value_at(config, high)
+        if least > most:
+            label, bound = flags_by_key()[low].label, flags_by_key()[high].label
+            yield f"{label} is {show(least)}, but must not be above {bound} {show(most)}; lower it"
+
+
+def _derived(config: Config, key: str, written: Mapping[str, str]) -> Any:
+    """The value that the option has if it is left out."""
+    left = {other: label for other, label in written.items() if other != key}
+    return value_at(derive(build({key: flags_by_key()[key].default}, config), left)[0], key)
+
+
+def _may_stay(wrote: str, condition: str, written: Mapping[str, str]) -> bool:
+    """Whether the option comes from a recipe, and another layer changed the setting that makes it be read.
+
+    A run's own config.toml is the dump of all its layers, and so holds such options as well.
+    """
+    place = wrote.partition(" in ")[2]
+    if place == CONFIG_FILE:
+        return True
+    switches = tuple(
+        start for key, text, _ in _alternatives(condition) for start in ([key] if key else _FACTS[text][1])
+    )
+    changed = (label.partition(" in ")[2] for key, label in written.items() if key.startswith(switches))
+    return bool(place) and any(layer != place for layer in changed)
+
+
+def _holds(config: Config, condition: str) -> bool:
+    return any(
+        _has(config, key, text, wanted=wanted) if key else _FACTS[text][0](config)
+        for key, text, wanted in _alternatives(condition)
+    )
+
+
+def _has(config: Config, key: str, text: str, *, wanted: bool) -> bool:
+    value = value_at(config, key)
+    if not text:
+        return bool(value) is wanted
+    return str(value) == text or (key == "algorithm.policy_loss" and ":" in str(value))  # a custom loss may read all
+
+
+@cache
+def _alternatives(condition: str) -> tuple[tuple[str, str, bool], ...]:
+    """(Key, value, on or off) of each alternative; of a fact ("", its words, True)."""
+    found: list[tuple[str, str, bool]] = []
+    names = {flag.name: key for key, flag in flags_by_key().items()}
+    for text in re.split(r", | or ", condition):
+        name, _, value = text.removeprefix("--").partition(" ")
+        if text in _FACTS:
+            found.append(("", text, True))
+        elif text.startswith("--"):
+            off = name not in names
+            found.append((names[name.removeprefix("no-") if off else name], value.removeprefix("above 0"), not off))
+        else:
+            found.append((found[-1][0], text, True))
+    return tuple(found)
+
 
 Check = Callable[[Config], Iterator[str]]
 
 _FAULTS: Final[tuple[Check, ...]] = (
     run.length_faults, run.staleness_faults, run.resume_faults,
     algorithm.name_faults, algorithm.estimator_faults, algorithm.loss_faults, algorithm.kl_faults,
-    correction.correction_faults, correction.weight_faults, correction.rejection_faults, correction.sampling_faults,
+    algorithm.correction_faults, algorithm.weight_faults, algorithm.rejection_faults, algorithm.sampling_faults,
     reward.engine_faults, reward.reward_faults, reward.filter_faults,
     files.data_faults, files.checkpoint_faults, files.import_path_faults,
     placement.scale_faults, placement.autoscale_faults, placement.stage_faults,
@@ -30,10 +176,11 @@ _FAULTS: Final[tuple[Check, ...]] = (
     files.preset_faults, files.save_faults, placement.ray_faults,
     parallel.layout_faults, parallel.pipeline_faults, parallel.expert_faults, parallel.model_faults,
     parallel.recompute_faults, parallel.lora_faults,
-    run.debug_faults, unread.bound_faults,
+    run.debug_faults, bound_faults,
 )  # fmt: skip
 _WARNINGS: Final[tuple[Check, ...]] = (
-    run.run_warnings, algorithm.warnings, correction.warnings, placement.scale_warnings, reward.environment_warnings,
+    run.run_warnings, algorithm.algorithm_warnings, algorithm.correction_warnings,
+    placement.scale_warnings, reward.environment_warnings,
     engine.warnings, files.model_warnings, files.save_warnings, parallel.warnings,
 )  # fmt: skip
 
@@ -52,7 +199,7 @@ class Findings(Struct, frozen=True):
 def findings(config: Config, given: Mapping[str, str] | None = None) -> Findings:
     """Check a resolved configuration. `given`: dotted key -> how the user wrote it."""
     return Findings(
-        (*(fault for check in _FAULTS for fault in check(config)), *unread.unread_faults(config, given)),
+        (*(fault for check in _FAULTS for fault in check(config)), *unread_faults(config, given)),
         tuple(warning for check in _WARNINGS for warning in check(config)),
     )
 

@@ -9,20 +9,35 @@ from __future__ import annotations
 from typing import Literal
 
 from configs.schema.algorithm import AlgorithmConfig, CorrectionConfig, CriticConfig, DistillConfig
-from configs.schema.data import DataConfig, EvalConfig, WarmStartConfig
-from configs.schema.debug import DebugConfig
-from configs.schema.engine import (
+from configs.schema.data import (
+    DataConfig,
+    EnvironmentConfig,
+    EvalConfig,
+    FilterConfig,
+    RewardConfig,
+    ToolsConfig,
+    WarmStartConfig,
+)
+from configs.schema.notation import Section
+from configs.schema.rollout import (
+    AsyncConfig,
     EngineConfig,
     HealthConfig,
+    RolloutConfig,
     RouterConfig,
     SglangConfig,
     SimulatedEngineConfig,
     UpdateConfig,
 )
-from configs.schema.notation import Section
-from configs.schema.reward import EnvironmentConfig, FilterConfig, RewardConfig, ToolsConfig
-from configs.schema.rollout import AsyncConfig, RolloutConfig
-from configs.schema.run import CheckpointConfig, ModelConfig, ObserveConfig, RayConfig, RunConfig, StageConfig
+from configs.schema.run import (
+    CheckpointConfig,
+    DebugConfig,
+    ModelConfig,
+    ObserveConfig,
+    RayConfig,
+    RunConfig,
+    StageConfig,
+)
 from configs.schema.train import FsdpConfig, LoraConfig, MegatronConfig, ParallelConfig, TrainConfig
 
 __all__ = [

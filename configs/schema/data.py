@@ -1,6 +1,6 @@
-"""Where prompts come from, held-out evaluation, and the supervised warm start.
+"""The task: where prompts come from, evaluation and warm start, rewards, tools and environments.
 
-Owners: `stages/prompts`, `stages/evaluate`.
+Owners: `stages/prompts`, `stages/evaluate`, `stages/reward`, `stages/group`, `stages/tools`, `stages/agents`.
 """
 
 from __future__ import annotations
@@ -91,3 +91,139 @@ class WarmStartConfig(Section, frozen=True, kw_only=True):
     """examples of the warm start; default: --prompt-data"""
     warm_start_label_key: Annotated[str | None, ReadBy("--warm-start-steps above 0")] = None
     """row field with the text to learn; default: --label-key"""
+
+
+PACKS = "stages.agents.packs"
+ToolCallParser = Literal[
+    "hermes", "qwen", "qwen25", "qwen3_coder", "glm", "glm45", "glm47", "deepseekv3", "deepseekv31",
+    "kimi_k2", "mistral", "gpt-oss", "llama3", "pythonic",
+]  # fmt: skip
+
+
+class RewardConfig(Section, frozen=True, kw_only=True):
+    """Reward."""
+
+    rm_type: str = "auto"
+    """grader where a row's metadata has no rm_type: auto, exact, exact_match, contains, gsm8k, gsm8k_flex,
+    math[:DIALECT], math_strict, math_hendrycks, math_verify, deepscaler, dapo, f1, gpqa, ifeval, ifbench, code,
+    remote[:URL], judge[:NAME], length:N, format:REGEX, random:P, constant:X, package.module:function; boxed_ before it:
+    last box"""
+    custom_rm_path: str | None = None
+    """import path of a grader, package.module:function"""
+    reward_component: tuple[str, ...] = ()
+    """instead of one grader, several with weights: name=GRADER@WEIGHT; repeatable"""
+    reward_key: str | None = None
+    """which number of a grader's dict is trained on; default: its 'score'"""
+    group_rm: bool = False
+    """--custom-rm-path takes the responses of a whole group and returns a grade for each"""
+    custom_reward_post_process_path: str | None = None
+    """import path of a function that turns a group's rewards into its advantages"""
+    math_equivalence: Annotated[Literal["either", "compat", "verify"], ReadBy("the grader math")] = "either"
+    """how the grader math compares: string rules (compat), math-verify (verify), or its own reading, then
+    math-verify (either)"""
+    overlong_buffer_len: NonNegative = 0.0
+    """overlong shaping: number of tokens before the limit that are penalised, or below 1 their share of the limit;
+    0 = off"""
+    overlong_penalty_factor: Annotated[NonNegative, ReadBy("--overlong-buffer-len above 0")] = 1.0
+    """overlong shaping: penalty at the limit, linear from 0 at the start of the buffer"""
+    mask_truncated: bool = False
+    """truncated responses count in their group but are not trained"""
+    rm_url: str | None = None
+    """address of the reward model of rm_type 'remote'"""
+    rm_concurrency: Annotated[Count, ReadBy("a remote grader or a judge")] = 64
+    """concurrent requests to the reward model or the judge"""
+    rm_timeout_s: Annotated[Positive, ReadBy("a remote grader or a judge")] = 120.0
+    """deadline of one request to the reward model or judge"""
+    rm_retries: Annotated[Natural, ReadBy("a remote grader or a judge")] = 10
+    """retries of such a request after a transient fault"""
+    judge_engine: str | None = None
+    """frozen engine that judges with rm_type 'judge', by its name in --frozen-engine"""
+    judge_prompt_path: Annotated[str | None, ReadBy("a judge")] = None
+    """file with the judge's prompt; {prompt}, {response} and {label} are replaced"""
+    judge_max_tokens: Annotated[Count, ReadBy("a judge")] = 512
+    """most tokens of the judge's answer"""
+    reward_workers: Natural = 1
+    """grader processes per reward replica; 0 = in the stage"""
+    reward_deadline_s: Positive = 10.0
+    """seconds after which a grader is killed"""
+    reward_retries: Natural = 1
+    """retries after a grader crashed or hung"""
+    reward_on_error: Literal["fail_sample", "zero"] = "fail_sample"
+    """what a failed grading (after its retries) does: fail the sample, or reward 0"""
+
+
+class FilterConfig(Section, frozen=True, kw_only=True):
+    """Filter of groups."""
+
+    dynamic_sampling_filter: tuple[str, ...] = ()
+    """group filters, applied in order: nonzero_std, nonzero_std_fallback, pass_rate:LOW_HIGH, reward:LOW_HIGH,
+    length:MIN_MAX, staleness:N, max_failed:SHARE, duplicate_prompt; the dropped are refilled"""
+    dynamic_sampling_filter_path: str | None = None
+    """import path of one more group filter, package.module:function"""
+    rollout_sample_filter_path: str | None = None
+    """function that removes rollouts from the loss, with slime's interface: (args, groups), sets remove_sample"""
+    over_sampling_batch_size: Annotated[
+        Count | None, ReadBy("--dynamic-sampling-filter or --dynamic-sampling-filter-path")
+    ] = None
+    """groups in flight towards one rollout batch while filters are on; default: --rollout-batch-size"""
+    max_filter_rounds: Count = 50
+    """give up when this many batches were filtered without one being trained"""
+
+
+class ToolsConfig(Section, frozen=True, kw_only=True):
+    """Tools."""
+
+    tools: tuple[str, ...] = ()
+    """tools offered: calculator, or package.module:function"""
+    tool_call_open: Annotated[str, ReadBy("--tools or an [[environment]]")] = "<tool_call>"
+    """text that opens a tool call"""
+    tool_call_close: Annotated[str, ReadBy("--tools or an [[environment]]")] = "</tool_call>"
+    """text that closes a tool call; generation stops there"""
+    tool_result_template: Annotated[str, ReadBy("--tools")] = "<tool_response>{result}</tool_response>"
+    """text put after a tool call; {result} is replaced"""
+    tool_deadline_s: Annotated[Positive, ReadBy("--tools")] = 10.0
+    """seconds after which a tool call is abandoned"""
+    tool_memory_gb: Annotated[NonNegative, ReadBy("--tools")] = 4.0
+    """most memory of the process of a custom tool, GiB; 0 = no limit"""
+    tool_call_parser: Annotated[ToolCallParser | None, ReadBy("an [[environment]]")] = None
+    """how environments read the model's tool calls; default: as its chat template writes them"""
+
+
+class EnvironmentConfig(Section, frozen=True, kw_only=True):
+    """Environments.
+
+    One environment. A row of the data chooses one by its metadata's `environment`; else it gets the first.
+    """
+
+    name: str
+    path: str = ""
+    """import path of the class; default: the built-in pack of this name"""
+    options: dict[str, Any] = {}
+    """keyword arguments of the class"""
+    workers: Count = 1
+    """worker processes per replica of the agents stage"""
+    python: str | None = None
+    """Python interpreter of the workers, for packages of their own; default: the run's"""
+    step_deadline_s: Positive = 60.0
+    """seconds for one reset or step"""
+    concurrency: Natural = 0
+    """resets, steps and agents at a time per replica of the agents stage; 0 = no limit"""
+    tool_concurrency: dict[str, Count] = {}
+    """turns at a time that call the tool of this name, per replica of the agents stage"""
+    episode_deadline_s: Positive = 1800.0
+    """seconds that an episode may spend in its environment, from its start; then its rollout fails. For an agent
+    they bound the whole run, which is then graded as it is"""
+    ignore_reasoning: bool = False
+    """continue an agent's conversation although its client leaves reasoning out of earlier turns"""
+    memory_gb: NonNegative = 4.0
+    """most memory of one worker process, GiB; 0 = no limit"""
+    retries: Natural = 3
+    """fresh starts of an episode after infrastructure failed"""
+    outage_s: NonNegative = 1800.0
+    """seconds of an outage after which rollouts fail instead of waiting"""
+
+    @property
+    def class_path(self) -> str:
+        """Import path of the class. A pack's class is its module's name in capitals: guess_number, GuessNumber."""
+        pack = "".join(word.capitalize() for word in self.name.split("_"))
+        return self.path or f"{PACKS}.{self.name}:{pack}"

@@ -1,12 +1,16 @@
-"""How the fields of the schema are written: aliases for bounds, and the setting that makes a field be read.
+"""How the fields of the schema are written, and which known name an unknown name probably meant.
 
 A field is `name: Type = default`. The string below it is its description in `--help` and docs/configuration.md.
 `Annotated[Positive, ReadBy("--use-tis")]`: nothing reads the field unless the run has that setting. An option that
-nothing reads is refused; the grammar of conditions is in `configs.rules.unread`.
+nothing reads is refused; the grammar of conditions is in `configs.rules.validate`.
+
+Errors of all packages take the nearest known name from here, so that all guess alike. difflib is imported at the first
+mistake only: `launch.py --help` must answer at once.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, ClassVar
 
 from msgspec import Meta, Struct
@@ -31,3 +35,56 @@ class Section(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Base of all sections and tables. The first line of a docstring is the title in `--help`."""
 
     READ_BY: ClassVar[str] = ""  # as `ReadBy`, for all fields of the section
+
+
+def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """The known name that resembles the word most, or None if none does. `cutoff`: 1 = equal, 0 = anything."""
+    import difflib
+
+    found = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
+    return found[0] if found else None
+
+
+def closest(word: str, known: Iterable[str]) -> str | None:
+    """As `nearest`, but a name that begins with the word counts as near."""
+    names = list(known)
+    longer = [name for name in names if len(word) > 2 and name.startswith(word)]
+    return nearest(word, names) or min(longer, key=len, default=None)
+
+
+def closest_by_words(word: str, known: Iterable[str]) -> str | None:
+    """As `closest`, for names of several words: those that only share words such as use, custom or path are not near.
+
+    Each word of the given name must resemble one of the other's, unless the two differ in little but their separators.
+    """
+    import difflib
+
+    def alike(one: str, other: str, least: float) -> bool:
+        return difflib.SequenceMatcher(None, one, other).ratio() >= least
+
+    given = _words(word)
+    for name in difflib.get_close_matches(word, names := list(known), n=10):
+        theirs = _words(name)
+        if all(any(alike(one, other, 0.6) for other in theirs) for one in given):
+            return name
+        if alike("".join(given), "".join(theirs), 0.85):
+            return name
+    return min((name for name in names if len(word) > 2 and name.startswith(word)), key=len, default=None)
+
+
+def _words(name: str) -> list[str]:
+    return name.replace("_", "-").replace(".", "-").split("-")
+
+
+def cure(word: str, known: Iterable[str], otherwise: str = "", *, form: str = "{}") -> str:
+    """The end of a sentence: "did you mean x?", else `otherwise`, by default "choose one of x, y, z". `form`: how a
+    name is written."""
+    names = list(known)
+    best = closest(word, names)
+    return f"did you mean {form.format(best)}?" if best else otherwise or f"choose one of {', '.join(names)}"
+
+
+def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6, otherwise: str = "") -> str:
+    """The end of a sentence: "; did you mean 'x'?", or `otherwise`."""
+    near = nearest(word, known, cutoff)
+    return otherwise if near is None else f"; did you mean {near!r}?"

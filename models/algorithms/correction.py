@@ -24,8 +24,7 @@ import torch
 from msgspec.structs import asdict
 from torch import Tensor
 
-from configs.schema.algorithm import CorrectionConfig
-from configs.schema.rejection import RejectionRule, parse_rules
+from configs.schema.algorithm import CorrectionConfig, RejectionRule, parse_rules
 from models.algorithms.kl import KL_ESTIMATORS
 from models.algorithms.tokens import (
     PolicyTokens,

@@ -30,7 +30,7 @@ from typing import Final
 import msgspec
 from aiohttp import web
 
-from configs.schema.engine import EngineConfig
+from configs.schema.rollout import EngineConfig
 from models.disk import write_whole
 from models.engines.core import Completion, EngineCore
 from models.engines.errors import EngineError, EngineStartError

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from configs.schema.did_you_mean import did_you_mean
+from configs.schema.notation import did_you_mean
 from models.errors import CheckpointUnavailable, UnsupportedModel
 from models.families import decoder
 from models.families.decoder import Architecture, prediction_layers, sigmoid_routing

@@ -120,7 +120,7 @@ def build_member(config: Config, total_batches: int, dp_group: DpGroup) -> Train
     spec, async_save = train_spec(config, total_batches), config.checkpoint.async_save
     match config.train.train_backend:
         case "fsdp":
-            from models.train.fsdp.models import FsdpModels
+            from models.train.huggingface.sharded_models import FsdpModels
 
             return Trainer(spec, partial(FsdpModels, async_save=async_save))
         case "megatron":

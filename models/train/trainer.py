@@ -30,8 +30,7 @@ from models.train.interface import TrainSequence, WeightExporter
 from models.train.model_set import Counters, ModelSet, Movable, UpdateResult
 from models.train.spec import TrainSpec, batch_needs, critic_only
 from models.train.step.examples import Intake, check_sequence, example_of, rollouts_of
-from models.train.step.old_log_probs import OldLogProbPass
-from models.train.step.running_batch import RunningBatch
+from models.train.step.running_batch import OldLogProbPass, RunningBatch
 
 
 class Trainer(WeightExporter):

@@ -1,13 +1,13 @@
-"""Which stage a run should scale, from what was measured of it over a window. Pure.
+"""Which stage a run should scale, from the figures of a window. No I/O, no clock.
 
-The rollouts of a run go round in a closed loop: the gate keeps about as many of them in flight as it lets in. So, by
-Little's law, a round takes `open / rate` seconds, and a stage's part of it is what it holds by the rate. A stage that
-always has work waiting is the bottleneck, and so many replicas more do so much more, until what waits is gone or the
-trainer is busy all the time. A stage that holds much without anything waiting for it may do a message no sooner with
-more replicas: its share of the round is what they could save at most, and only a trial can tell.
+The rollouts of a run circulate in a closed loop: the staleness gate keeps about as many in flight as it admits. So, by
+Little's law, a round takes `open / rate` seconds, and a stage's part of the round is the rollouts it holds, divided by
+the rate. A stage that always has work waiting is the bottleneck: its rate grows with its replicas, until no work waits
+or the trainer is always busy. A stage that holds many rollouts without a queue may not finish a message sooner with
+more replicas: its part of the round is the most that they could save, and only a trial shows the gain.
 
-Invariants: no advice leaves the limits; none adds to a stage that mostly waits for work, to one that cannot be scaled,
-or replicas that compute where no core is free, or engines where no GPU is.
+Invariants: no advice leaves the limits; none adds replicas to a stage that mostly waits for work or cannot be scaled,
+replicas that compute where no core is free, or engines where no GPU is free.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from typing import Final, Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
-LEAST_GAIN: Final = 0.05  # what is less is within the noise of a window
+LEAST_GAIN: Final = 0.05  # a smaller gain is within the noise of a window
 FULL: Final = 0.85  # share of the time from which a stage counts as always at work, or as always having a queue
 STARVED: Final = 0.5
-# A replica that uses less of a core waits for something else. Not more than that: on a saturated machine one that
-# computes gets little of a core as well.
+# A replica that uses less of a core waits for something else. The bound is low, because on a saturated machine a
+# replica that computes gets little of a core as well.
 WAITS_CORES: Final = 0.1
-RELAXED: Final = 0.7  # share of the time that replicas may be at work after one of them has gone
+RELAXED: Final = 0.7  # share of the time that replicas may be at work after one of them was removed
 
 Limits = Mapping[str, tuple[int, int]]
 
 
 class StageLoad(Struct, frozen=True, kw_only=True):
-    """One stage that replicas do, or the engines, over a window. Shares of the replicas' time, means, rollouts."""
+    """One stage, or the engines, over a window. Shares of the replicas' time, means, rollouts."""
 
     name: str
     replicas: int
     busy: float
     starved: float
-    here: float = 0.0  # rollouts that wait for it or that it has in work
-    waiting: float = 0.0  # of them, those that no replica has begun
+    here: float = 0.0  # rollouts that wait for the stage or are in work there
+    waiting: float = 0.0  # rollouts of `here` that no replica has begun
     queued: float = 0.0  # share of the window in which something waited
-    cores: float = 0.0  # that one replica uses
-    fixed: str = ""  # why there can be no more of it, empty if there can
+    cores: float = 0.0  # used by one replica
+    fixed: str = ""  # why it cannot be scaled up, empty if it can
 
 
 class Window(Struct, frozen=True, kw_only=True):
@@ -66,12 +66,12 @@ class Advice(Struct, frozen=True, kw_only=True):
     now: int = 0
     to: int = 0
     gain: float | None = None
-    next: str = ""  # what is the bottleneck then
-    tried: bool = False  # whether only a trial can tell the gain
+    next: str = ""  # the bottleneck after the change
+    tried: bool = False  # whether only a trial shows the gain
 
 
 def advise(window: Window, limits: Limits | None = None) -> Advice | None:
-    """What to scale. `limits`: of the stages that may be scaled, None for any. None if nothing was trained."""
+    """The advice, None if nothing was trained. `limits`: of the stages that may be scaled, None for all stages."""
     if window.rate <= 0 or window.open <= 0:
         return None
     held: Advice | None = None
@@ -82,7 +82,7 @@ def advise(window: Window, limits: Limits | None = None) -> Advice | None:
         if found.kind == "up":
             return found
         held = held or found
-        if _saturated(stage):  # all others wait for it, so that more of them bring nothing
+        if _saturated(stage):  # all other stages wait for it, so scaling them brings nothing
             return held
     if window.train >= 1 / (1 + 2 * LEAST_GAIN):
         held = _trains(window)
@@ -93,7 +93,7 @@ def advise(window: Window, limits: Limits | None = None) -> Advice | None:
 
 
 def _candidates(window: Window) -> Iterator[tuple[StageLoad, int]]:
-    """Stages that more replicas may make faster, with the number up to which it is looked at: twice as many."""
+    """Stages that more replicas may make faster, with the largest number to consider: twice as many."""
     for stage in window.stages:
         if stage.starved < STARVED and stage.busy >= FULL and stage.here > 0:
             yield stage, 2 * stage.replicas
@@ -104,7 +104,7 @@ def _saturated(stage: StageLoad) -> bool:
 
 
 def _gain(window: Window, stage: StageLoad, to: int) -> float:
-    """What `to` replicas would add to the rate, as a share of it: at most what the trainer has time for."""
+    """The gain of the rate with `to` replicas, as a share, at most what the trainer has time for."""
     here, waiting = min(stage.here, window.open), min(stage.waiting, window.open)
     if _saturated(stage):
         faster = min(to / stage.replicas, window.open / max(window.open - waiting, 1e-9))
@@ -114,7 +114,7 @@ def _gain(window: Window, stage: StageLoad, to: int) -> float:
 
 
 def _more(window: Window, stage: StageLoad, most: int, limits: Limits | None) -> Advice:
-    """More replicas of a stage, or why not: the fewest that bring nearly all that the most would."""
+    """More replicas of a stage, or why not: the smallest number with nearly the gain of the largest."""
     limit = most if limits is None else limits.get(stage.name, (1, stage.replicas))[1]
     room = _room(window, stage)
     allowed = min(most, limit, stage.replicas + room)

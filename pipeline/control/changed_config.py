@@ -1,6 +1,6 @@
 """A change of a running run as a change of its configuration: what a resume with the same flags would have.
 
-So a change is read, resolved and checked by what reads command lines, and refused in the same words.
+So a change is read, resolved and checked as a command line is, and refused with the same errors.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from configs.layers import ConfigError, value_at
 from configs.load import dump_toml, load
 from configs.rules.validate import examined
 from configs.schema import Config
-from configs.schema.did_you_mean import cure
+from configs.schema.notation import cure
 from pipeline.errors import UsageError
 from pipeline.facts.run_directory import RunDir
 from stages.errors import FilterNameError
@@ -25,7 +25,7 @@ from stages.group.filters import parse_filters
 STALENESS: Final = "asynchrony.max_staleness"
 LEARNING_RATE: Final = "train.lr"
 FILTER: Final = "filter.dynamic_sampling_filter"
-FOLLOWS: Final = frozenset({"asynchrony.async_buffer_size"})  # from others that may be set
+FOLLOWS: Final = frozenset({"asynchrony.async_buffer_size"})  # derived from settable keys
 SAMPLED: Final = ("rollout.rollout_temperature", "rollout.rollout_top_p")
 SETTABLE: Final = {
     "max_staleness": STALENESS,
@@ -40,15 +40,15 @@ def with_flags(rundir: RunDir, given: Sequence[str]) -> Config:
     if not rundir.config.exists():
         raise UsageError("a warm start has no settings of its own; try again when it is over")
     loaded = load(["--resume", str(rundir.path), *given])
-    config, found = examined(loaded.config, loaded.given)
-    if found.faults:
-        raise ConfigError(found.faults)
+    config, findings = examined(loaded.config, loaded.given)
+    if findings.faults:
+        raise ConfigError(findings.faults)
     return config
 
 
-def keep(rundir: RunDir, config: Config, here: Config) -> None:
-    """Have a resume read it before its own flags. `here`: the configuration of the run that goes on."""
-    run = msgspec.structs.replace(config.run, run_dir=here.run.run_dir, resume=here.run.resume)
+def keep(rundir: RunDir, config: Config, running: Config) -> None:
+    """Write the configuration that a resume reads before its own flags. `running`: that of the running run."""
+    run = msgspec.structs.replace(config.run, run_dir=running.run.run_dir, resume=running.run.resume)
     rundir.write_config(dump_toml(msgspec.structs.replace(config, run=run)))
 
 
@@ -86,9 +86,7 @@ def _name(given: str) -> str:
         return f"rollout_{short}"
     names = [name.removeprefix("rollout_") for name in SETTABLE]
     hint = cure(short, names, f"what can be set is {', '.join(names)}")
-    raise UsageError(
-        f"{given} cannot be set while the run goes on; {hint}, or drain the run and resume it with the flag"
-    )
+    raise UsageError(f"{given} cannot be set in a running run; {hint}, or drain the run and resume it with the flag")
 
 
 def _check_filters(before: Config, after: Config) -> None:
@@ -105,7 +103,7 @@ def _check_filters(before: Config, after: Config) -> None:
 
 
 def _check_sampling(config: Config, changed: AbstractSet[str]) -> None:
-    """A group is drawn and trained as it was admitted, unless somebody else has the settings of the start."""
+    """A group is sampled and trained with the settings of its admission, unless user code keeps those of the start."""
     others = {
         "--custom-generate-function-path": config.rollout.custom_generate_function_path,
         "--rollout-function-path": config.rollout.rollout_function_path,

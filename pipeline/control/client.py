@@ -1,6 +1,6 @@
-"""`python launch.py status|scale|set|pause|resume|save|drain RUN`: ask a running run, and show what it says.
+"""`python launch.py status|scale|set|pause|resume|save|drain RUN`: send a command to a running run, show its reply.
 
-Exit codes: 0 done; 2 the run does not run, or refuses.
+`status` is plain text of at most 80 columns. Exit codes: 0 done; 2 the run is not running, or refuses.
 """
 
 from __future__ import annotations
@@ -8,27 +8,107 @@ from __future__ import annotations
 import argparse
 import socket
 import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
-from pipeline.control.messages import (
+from pipeline.control.endpoint import (
     CONTROL_FILE,
     Command,
     ControlAddress,
     Drain,
+    EngineStatus,
     Pause,
+    QueueStatus,
     Reply,
     Request,
     Resume,
+    RunStatus,
     Save,
     Scale,
     Set,
     Status,
 )
-from pipeline.control.table import table
+from pipeline.facts.stats import LedgerCounts, StageRow
+from pipeline.observe.table import duration, number, quantity
+
+COLUMNS: Final = 80
+
+
+def table(status: RunStatus) -> str:
+    """The status of a run for people."""
+    run = status.snapshot
+    total = f"/{run.total_steps}" if run.total_steps else ""
+    eta = "" if run.eta_s is None else f", ETA {duration(run.eta_s)}"
+    bound = "" if run.staleness_bound is None else f", bound {run.staleness_bound}"
+    more = "" if run.may_enter is None else f", {run.may_enter} more may enter"
+    stale = "-" if run.staleness_mean is None else f"mean {run.staleness_mean:.2f}, max {run.staleness_max}{bound}"
+    rows = [
+        ("run", status.run),
+        ("state", f"{status.state}, {run.mode}, {duration(run.elapsed_s)}{eta}"),
+        ("step", f"{run.step}{total}, reward {number(run.reward_mean)}, engines carry version {run.version}"),
+        ("in flight", f"{run.in_flight} groups{more}"),
+        ("staleness", stale),
+        ("groups", _groups(run.ledger)),
+    ]
+    lines = [_cut(f"{name:<10} {value}") for name, value in rows]
+    if run.advice:
+        lines += textwrap.wrap(run.advice, COLUMNS, initial_indent=f"{'advice':<11}", subsequent_indent=" " * 11)
+    lines += ["", *_columns(_STAGES, [_stage(row, status.replicas.get(row.stage)) for row in run.stages])]
+    if status.engines:
+        lines += ["", *_columns(_ENGINES, [_engine(engine) for engine in status.engines])]
+    lines += ["", *_columns(_QUEUES, [_queue(queue) for queue in status.queues])]
+    if status.changes:
+        lines.append("")
+        lines += [_cut(f"step {change.step}: {change.what} {change.value}".rstrip()) for change in status.changes[-5:]]
+    return "\n".join(lines)
+
+
+_STAGES: Final = ("stage", "repl.", "busy", "starved", "blocked", "stalled", "queue", "work", "items/s", "failed")
+_ENGINES: Final = ("engine", "state", "version", "running", "waiting", "limit", "idle")
+_QUEUES: Final = ("stream", "queued", "in work", "consumers")
+
+
+def _groups(counts: LedgerCounts) -> str:
+    ends = ("trained", "filtered", "stale", "failed", "discarded")
+    return f"{counts.admitted} admitted: {', '.join(f'{getattr(counts, name)} {name}' for name in ends)}"
+
+
+def _stage(row: StageRow, wanted: int | None) -> tuple[str, ...]:
+    """`wanted`: number of replicas after scaling; the rest finish their messages."""
+    replicas = str(row.replicas) if wanted in (None, row.replicas) else f"{row.replicas}>{wanted}"
+    shares = tuple(f"{share:.0%}" for share in (row.busy, row.starved, row.blocked, row.stalled))
+    counts = (str(row.queue_depth), str(row.in_flight), quantity(row.items_per_s), str(row.failures))
+    return (row.stage, replicas, *shares, *counts)
+
+
+def _engine(engine: EngineStatus) -> tuple[str, ...]:
+    version = "-" if engine.version is None else str(engine.version)
+    idle = "-" if engine.idle is None else f"{engine.idle:.0%}"
+    load = (str(engine.running), str(engine.waiting), str(engine.limit or "-"))
+    return (engine.name, engine.state, version, *load, idle)
+
+
+def _queue(queue: QueueStatus) -> tuple[str, ...]:
+    return (queue.stream, str(queue.queued), str(queue.leased), str(queue.consumers))
+
+
+def _columns(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Aligned; numbers to the right of their column, names to the left."""
+    widths = [max(len(cell) for cell in column) for column in zip(heads, *rows, strict=True)]
+    return [
+        _cut("  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))]))
+        for row in (heads, *rows)
+    ]
+
+
+def _cut(line: str) -> str:
+    line = line.rstrip()
+    return line if len(line) <= COLUMNS else f"{line[: COLUMNS - 3]}..."
+
 
 TIMEOUT_S: Final = 30.0
 PHASES: Final = ("", "warm_start")  # directories in which a run in one of its phases has its endpoint
@@ -36,26 +116,26 @@ WHAT: Final = {
     "status": "what the run does: step, ledger, stages, engines, queues",
     "scale": "bring stages, or the engines, to so many replicas: scale RUN reward=4 engine=2",
     "set": "change a setting: set RUN max_staleness=3 lr=5e-6 temperature=0.8",
-    "pause": "admit no new group; what is under way goes on",
+    "pause": "admit no new group; groups in flight are finished",
     "resume": "admit new groups again",
     "save": "write a checkpoint after the step in training",
-    "drain": "finish what is under way and end, as Ctrl-C does",
+    "drain": "finish the groups in flight and end, as Ctrl-C does",
 }
 
 
 class NotRunning(Exception):
-    """Nobody answers for the run directory."""
+    """No run answers for the run directory."""
 
 
 class Refused(Exception):
-    """The arguments say nothing that a run could be asked."""
+    """The arguments make no command."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Ask; returns the exit code."""
-    asked = _parser().parse_args(argv)
+    """Send a command and show the reply; returns the exit code."""
+    arguments = _parser().parse_args(argv)
     try:
-        reply = ask(Path(asked.run), _command(asked))
+        reply = ask(Path(arguments.run), _command(arguments))
     except (NotRunning, Refused) as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
@@ -63,7 +143,7 @@ def main(argv: Sequence[str]) -> int:
         for line in reply.lines:
             sys.stderr.write(f"error: {line}\n")
         return 2
-    if reply.status is not None and asked.json:
+    if reply.status is not None and arguments.json:
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(reply.status), indent=2).decode() + "\n")
     elif reply.status is not None:
         sys.stdout.write(table(reply.status) + "\n")
@@ -73,7 +153,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def ask(run: Path, command: Command) -> Reply:
-    """One question to the run of a run directory. Waits for its answer. Raises NotRunning."""
+    """Send a command to the run of a run directory. Waits for the reply. Raises NotRunning."""
     for phase in PHASES:
         address = _address(run / phase)
         if address is not None and (reply := _exchange(address, command)) is not None:
@@ -82,7 +162,7 @@ def ask(run: Path, command: Command) -> Reply:
 
 
 def _exchange(address: ControlAddress, command: Command) -> Reply | None:
-    """None if nobody listens."""
+    """The reply, None if no process listens."""
     request = msgspec.json.encode(Request(address.token, command)) + b"\n"
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as link:
         link.settimeout(TIMEOUT_S)
@@ -119,12 +199,12 @@ def _why(run: Path) -> str:
     return f"{run} is not running; continue it with python launch.py --resume {run}"
 
 
-def _command(asked: argparse.Namespace) -> Command:
-    match asked.command:
+def _command(arguments: argparse.Namespace) -> Command:
+    match arguments.command:
         case "scale":
-            return Scale(dict(_count(text) for text in asked.changes))
+            return Scale(dict(_count(text) for text in arguments.changes))
         case "set":
-            return Set(dict(_setting(text) for text in asked.changes))
+            return Set(dict(_setting(text) for text in arguments.changes))
         case "pause":
             return Pause()
         case "resume":
@@ -152,17 +232,17 @@ def _setting(text: str) -> tuple[str, str]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="launch.py", description="Ask a running run, or change it while it goes on.")
+    parser = argparse.ArgumentParser(prog="launch.py", description="Ask a running run for its status, or change it.")
     commands = parser.add_subparsers(dest="command", required=True)
     for name, text in WHAT.items():
-        one = commands.add_parser(name, description=text, help=text)
-        one.add_argument("run", metavar="RUN", help="run directory")
+        command = commands.add_parser(name, description=text, help=text)
+        command.add_argument("run", metavar="RUN", help="run directory")
         if name == "scale":
-            one.add_argument("changes", metavar="STAGE=COUNT", nargs="+")
+            command.add_argument("changes", metavar="STAGE=COUNT", nargs="+")
         if name == "set":
-            one.add_argument("changes", metavar="KEY=VALUE", nargs="+")
+            command.add_argument("changes", metavar="KEY=VALUE", nargs="+")
         if name == "status":
-            one.add_argument("--json", action="store_true", help="as JSON")
+            command.add_argument("--json", action="store_true", help="as JSON")
         else:
-            one.set_defaults(json=False)
+            command.set_defaults(json=False)
     return parser

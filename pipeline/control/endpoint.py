@@ -1,12 +1,13 @@
-"""The control endpoint of a run: a unix socket in its private directory, one request and one reply a connection.
+"""The control endpoint of a run: a unix socket in its private directory, one request and one reply per connection.
 
-`control.json` in the run directory names the socket and holds a token made for this run; both are for the owner alone
-(mode 0600, the socket's directory 0700). Another process of the same user that does not know the run directory cannot
-guess the token.
+Request and reply are one line of JSON each. A request names one command and carries the token of the run. A reply says
+`ok`, or why nothing was done. `control.json` in the run directory names the socket and holds a token made for this run.
+Both are for the owner alone (mode 0600, the socket's directory 0700). Another process of the same user that does not
+know the run directory cannot guess the token.
 
-Invariants: a request is bounded in size and time, and so are the connections at a time, so that nobody holds up the
-controller's loop; a request without the token is refused before it is looked at; an error in a command is its answer
-and never the run's end; the file is gone when the run has ended.
+Invariants: a request is bounded in size and time, and so are the connections at a time, so that no peer holds up the
+controller's loop; the token is checked before the command is decoded; an error in a command is its reply and never ends
+the run; the file is removed when the run has ended.
 """
 
 from __future__ import annotations
@@ -22,8 +23,99 @@ from pathlib import Path
 from typing import Final
 
 import msgspec
+from msgspec import Struct
 
-from pipeline.control.messages import CONTROL_FILE, MOST_BYTES, Command, ControlAddress, Reply, Request
+from pipeline.control.advice import Advice
+from pipeline.facts.stats import Changed, RunSnapshot
+
+CONTROL_FILE: Final = "control.json"  # in the run directory, for its owner alone: a `ControlAddress`
+MOST_BYTES: Final = 64 << 10  # of a request
+
+
+class ControlAddress(Struct, frozen=True):
+    """The socket of a run, and its token."""
+
+    socket: str
+    token: str
+
+
+class Status(Struct, frozen=True, tag="status"):
+    pass
+
+
+class Scale(Struct, frozen=True, tag="scale"):
+    counts: dict[str, int]
+
+
+class Pause(Struct, frozen=True, tag="pause"):
+    pass
+
+
+class Resume(Struct, frozen=True, tag="resume"):
+    pass
+
+
+class Drain(Struct, frozen=True, tag="drain"):
+    pass
+
+
+class Save(Struct, frozen=True, tag="save"):
+    pass
+
+
+class Set(Struct, frozen=True, tag="set"):
+    changes: dict[str, str]
+
+
+Command = Status | Scale | Pause | Resume | Drain | Save | Set
+
+
+class Request(Struct, frozen=True):
+    token: str
+    command: Command
+
+
+class EngineStatus(Struct, frozen=True):
+    """One engine that generates."""
+
+    name: str
+    state: str  # starting, loading, serving, updating, away, leaving, left
+    version: int | None  # of its weights
+    running: int  # requests, as it last reported
+    waiting: int
+    limit: int  # samples that may be in flight there
+    idle: float | None  # share of the last seconds
+
+
+class QueueStatus(Struct, frozen=True):
+    """One stream: waiting messages, and messages that replicas hold."""
+
+    stream: str
+    queued: int
+    leased: int
+    consumers: int
+
+
+class RunStatus(Struct, frozen=True):
+    """Everything that `status` shows."""
+
+    run: str  # directory
+    state: str  # starting, running, paused, stopping
+    snapshot: RunSnapshot
+    engines: tuple[EngineStatus, ...] = ()
+    queues: tuple[QueueStatus, ...] = ()
+    replicas: dict[str, int] = {}  # by stage, as scaled; more may still be ending
+    changes: tuple[Changed, ...] = ()
+    advice: Advice | None = None  # None until enough was measured
+
+
+class Reply(Struct, frozen=True):
+    """`lines`: what was done, or why nothing was done, for people."""
+
+    ok: bool
+    lines: tuple[str, ...] = ()
+    status: RunStatus | None = None
+
 
 log = logging.getLogger("sluice.control")
 
@@ -37,7 +129,7 @@ Answer = Callable[[Command], Awaitable[Reply]]
 
 
 class UnverifiedRequest(msgspec.Struct, frozen=True):
-    """A request of which only the token is looked at."""
+    """A request whose command is not decoded yet."""
 
     token: str
     command: msgspec.Raw
@@ -63,7 +155,7 @@ async def endpoint(run_dir: Path, sockets: Path, answer: Answer) -> AsyncIterato
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """A file for its owner alone, from the moment that it is there."""
+    """Write a file for its owner alone, from its first moment."""
     draft = path.with_name(f".{path.name}.draft")
     draft.unlink(missing_ok=True)
     with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
@@ -81,7 +173,7 @@ class ControlServer:
         self._connections += 1
         try:
             reply = await self._reply(reader)
-            with contextlib.suppress(OSError, TimeoutError):  # who asked has gone
+            with contextlib.suppress(OSError, TimeoutError):  # the client has gone
                 async with asyncio.timeout(READ_S):
                     writer.write(msgspec.json.encode(reply) + b"\n")
                     await writer.drain()
@@ -121,7 +213,7 @@ class ControlServer:
             async with asyncio.timeout(ANSWER_S):
                 return await self._answer(command)
         except TimeoutError:
-            return Reply(False, (f"the command took longer than {ANSWER_S:g} s; status says whether it was done",))
+            return Reply(False, (f"the command took longer than {ANSWER_S:g} s; status shows whether it was done",))
         except Exception as error:  # of the command, which must not end the run
             log.exception("the command %s failed", type(command).__name__.lower())
             return Reply(False, (f"{type(error).__name__}: {error}",))

@@ -1,19 +1,184 @@
-"""What is seen of a run while it goes on: the live table or plain lines, and the facts behind /metrics."""
+"""What the user sees of a running run: the live table or plain lines, the facts behind /metrics, and what a run
+that stands still waits for.
+
+`Waits` reads what is known anyway: hubs know which replica has held which message since when, the directory knows what
+each engine carries, replicas report how busy they are. So its sentence holds for each stage, stages of the user and
+stages that hang included; no replica has to answer.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Final
 
+from configs.graph import loops
+from configs.schema import Config
 from pipeline.control.advice import Advice
-from pipeline.control.run_parts import RunParts
-from pipeline.control.waits import Waits
-from pipeline.facts.servers import read_fleet
+from pipeline.facts.run_directory import read_fleet
+from pipeline.graph import Graph
+from pipeline.hosts.launcher import Launcher
 from pipeline.observe.prometheus import Facts
 from pipeline.observe.table import open_display
+from pipeline.record.recorder import Recorder
+from pipeline.replica_specs import JOINERS, Placement
+from pipeline.supervise.runner import Runner
+from stages.messages import WeightsAnnouncement, group_of
 from stages.ports import read_value
-from stages.topic_values import SLOW, Complaint, addresses
+from stages.prompts.stage import PromptStage
+from stages.topic_values import SLOW, Complaint, EngineEntry, addresses, entries
+from transport import Held, Hub, TopicServer
+
+
+@dataclass(frozen=True)
+class RunParts:
+    """The parts of one phase of a run, made by the controller: the view and the commands of the user work on them."""
+
+    placement: Placement
+    stage: PromptStage
+    recorder: Recorder
+    hubs: Mapping[str, Hub]  # by stream
+    topic: TopicServer
+    launcher: Launcher
+    runner: Runner
+
+    @property
+    def config(self) -> Config:
+        return self.placement.config
+
+    @property
+    def graph(self) -> Graph:
+        return self.placement.graph
+
+
+MOST_HOLDERS: Final = 3
+
+
+class Waits:
+    """Answers for one run."""
+
+    def __init__(self, parts: RunParts) -> None:
+        self.config, self.graph, self.placement = parts.config, parts.graph, parts.placement
+        self.stage, self.view, self.hubs, self.topic = parts.stage, parts.recorder.view, parts.hubs, parts.topic
+        self.lacking = parts.launcher.waiting  # processes for which no host has room, and what they need
+
+    def sentence(self, now_s: float, quiet_s: float) -> str:
+        """The sentence for a stall of `quiet_s` seconds. A message that was held for less than half of it is left
+        out."""
+        held = {name: hub.held() for name, hub in self.hubs.items() if name != "settle"}
+        places = self._places(held)
+        parts = [self._trainer(places, now_s), self._groups(places), *self._holders(held, quiet_s / 2)]
+        return "; ".join([*parts, *self._unattended(), *self._engines(quiet_s / 2)])
+
+    def _places(self, held: Mapping[str, list[Held]]) -> dict[str, str]:
+        """Group -> the earliest stage with a part of it, because the whole group waits there."""
+        order = {node.name: place for place, node in enumerate(self.graph.nodes)}
+        order |= {name: order["generate"] for name in loops(self.config)}  # a loop sends a rollout back to generate
+        consumer = {stream.name: stream.consumer[0] for stream in self.graph.streams}
+        places: dict[str, str] = {}
+        for name, items in held.items():
+            stage = consumer[name]
+            for item in items:
+                group, _ = group_of(item.key)
+                if group not in places or order[stage] < order[places[group]]:
+                    places[group] = stage
+        return places
+
+    def _trainer(self, places: Mapping[str, str], now_s: float) -> str:
+        if not self.stage.trainer_up:
+            return "train is starting, or loads its model"
+        rows = {row.stage: row for row in self.view.snapshot(now_s).stages}
+        if "train" in rows and rows["train"].busy > 0.5:
+            return f"train computes batch {self.stage.steps + 1}"
+        here, batch = sum(stage == "train" for stage in places.values()), self.stage.gate.batch
+        if here >= batch:
+            return f"train has {here} groups and stands still"
+        return f"train waits for groups, it has {here} of {batch}"
+
+    def _groups(self, places: Mapping[str, str]) -> str:
+        counts = Counter(place for group, place in places.items() if group_of(group)[1] is not None)
+        others = len(places) - counts.total()
+        parts = [f"{count} in {place}" for place, count in counts.items() if place != "train"]
+        open_ = self.stage.ledger.open
+        text = f"{open_ or 'no'} groups are under way" + (f" ({', '.join(parts)})" if parts else "")
+        if not open_ and not self.stage.capacity and self.stage.trainer_up:
+            carry = f"carry version {self.stage.version}" if self.stage.version >= 0 else "have no weights yet"
+            text += f", for no prompt may enter: the engines {carry}, train has done {self.stage.steps} batches"
+        if others:
+            text += f"; {others} prompts of an evaluation are under way"
+        elif self.stage.evals_pending:
+            text += "; an evaluation is not over"
+        return text
+
+    def _holders(self, held: Mapping[str, list[Held]], least_s: float) -> Iterator[str]:
+        """The replicas that have held a message longest. Stages that join are left out: they hold messages by their
+        nature."""
+        longest: dict[str, tuple[float, str, str]] = {}
+        consumer = {stream.name: stream.consumer[0] for stream in self.graph.streams}
+        for name, items in held.items():
+            if consumer[name] not in JOINERS:
+                for item in items:
+                    if item.holder and item.seconds > max(least_s, longest.get(item.holder, (0.0,))[0]):
+                        longest[item.holder] = (item.seconds, group_of(item.key)[0], consumer[name])
+        for holder, (seconds, group, stage) in sorted(longest.items(), key=lambda entry: -entry[1][0])[:MOST_HOLDERS]:
+            bound = bound_of(self.config, stage)
+            yield f"{holder} has had group {group} for {seconds:.0f} s" + (f" ({bound})" if bound else "")
+
+    def _unattended(self) -> Iterator[str]:
+        for stream in self.graph.streams:
+            stats = self.hubs[stream.name].stats()
+            if stats.queued and not stats.consumers:
+                yield f"{stats.queued} messages wait for {stream.consumer[0]}, of which no replica answers"
+
+    def _engines(self, least_s: float) -> Iterator[str]:
+        """Engines that are not ready for the newest published weights, or do not answer."""
+        found, known = addresses(self.topic), entries(self.topic)
+        newest = read_value(self.topic, "weights", WeightsAnnouncement)
+        pending_s = self.view.asked_s()
+        for name in (spec.name for spec in self.placement.engines):
+            if name not in found:
+                yield f"{name} is not up" + (f": {why}" if (why := self.lacking.get(name)) else "")
+            elif (trouble := _trouble(known.get(name), newest)) is not None:
+                yield f"{name} {trouble}"
+            elif pending_s.get(name, 0.0) > least_s:
+                yield f"{name} has not answered a request for {pending_s[name]:.0f} s"
+
+
+def _trouble(entry: EngineEntry | None, newest: WeightsAnnouncement | None) -> str | None:
+    """The fault of an engine that has an address, None if there is none."""
+    detail = f": {entry.detail}" if entry is not None and entry.detail else ""
+    if entry is not None and entry.state in ("leaving", "left"):
+        return "is leaving"
+    if entry is None or (entry.version < 0 and newest is None):
+        return f"has no weights yet{detail}"
+    if entry.state == "away":
+        return f"is left out{detail}"
+    if newest is None or (entry.run_generation, entry.version) >= (newest.run_generation, newest.version):
+        return None
+    has = f"has version {entry.version}" if entry.version >= 0 else "has no weights yet"
+    return f"{has} and {'takes' if entry.fetching >= 0 else 'lacks'} version {newest.version}{detail}"
+
+
+def bound_of(config: Config, stage: str) -> str:
+    """The settings that end a wait in a stage; empty for a custom stage, where --stall-limit-s ends it."""
+    reward = config.reward
+    match stage:
+        case "generate":
+            rollout = config.rollout
+            return f"--request-timeout-secs {rollout.request_timeout_secs:g}, --max-retries {rollout.max_retries}"
+        case "reward":
+            outside = f", outside --rm-timeout-s {reward.rm_timeout_s:g}, --rm-retries {reward.rm_retries}"
+            asks = reward.rm_url or reward.judge_engine
+            return f"--reward-deadline-s {reward.reward_deadline_s:g}{outside if asks else ''}"
+        case "agents" if config.tools.tools:
+            return f"--tool-deadline-s {config.tools.tool_deadline_s:g}"
+        case "agents":
+            return "step_deadline_s and retries of its environment"
+    return ""
+
 
 REFRESH_S = 0.5
 
@@ -61,7 +226,7 @@ class Monitor:
             self.recorder.say(line)
 
     def facts(self) -> Facts:
-        """What /metrics tells of the run."""
+        """What /metrics reports of the run."""
         self._watch_engines()
         return Facts(
             run=self.recorder.view.snapshot(time.monotonic()),
@@ -73,18 +238,18 @@ class Monitor:
         )
 
     def _watch_progress(self) -> None:
-        """Say what waits for what, where nothing was trained for long."""
+        """Report what waits for what, where nothing was trained for long."""
         now, ledger = time.monotonic(), self.stage.ledger
-        paused_s = now if self.stage.paused else 0.0  # the run stands still since the user wants it to
+        paused_s = now if self.stage.paused else 0.0  # the user paused the run
         ended = ledger.admitted - ledger.open
         done = (ended, self.stage.steps, self.stage.trainer_up, len(self.recorder.evals), paused_s)
         moved = sum(hub.stats().accepted for hub in self.hubs.values())
-        said = self.recorder.stalls.look(now, done, moved, lambda quiet_s: self.waits.sentence(now, quiet_s))
-        if said is not None:
-            self.recorder.say(said)
+        line = self.recorder.stalls.look(now, done, moved, lambda quiet_s: self.waits.sentence(now, quiet_s))
+        if line is not None:
+            self.recorder.say(line)
 
     def _name_slow_engines(self) -> None:
-        """Say once of each incarnation of an engine that an answer of it came at a crawl, or not at all."""
+        """Report once per incarnation of an engine that its answer came very slowly, or not at all."""
         for key in self.topic.items(SLOW):
             slow = read_value(self.topic, key, Complaint)
             if slow is not None and (about := (slow.engine, slow.incarnation)) not in self._slow:
@@ -92,12 +257,12 @@ class Monitor:
                 self.recorder.say(f"{slow.engine}: {slow.reason}; the request is sent again, to another engine if any")
 
     def _watch_engines(self) -> None:
-        """An engine keeps its place when its address goes: it is lost, not gone, unless it was scaled away."""
+        """An engine without an address keeps its place: it is lost, unless it was scaled away."""
         left = self.recorder.view.engines_left
         self._engines = {name: None for name in self._engines if name not in left}
         self._engines |= {name: address.url for name, address in addresses(self.topic).items()}
 
     def _router_metrics(self) -> str | None:
-        """Where the router last was; one that the user started himself has its metrics where only he knows."""
+        """The metrics address of the run's router; that of a router started by the user is unknown."""
         router = read_fleet(self.recorder.rundir).get("router")
         return (router.metrics or None) if router is not None else None

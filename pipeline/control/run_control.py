@@ -1,10 +1,10 @@
-"""What the commands do to a running run.
+"""The commands of the user on a running run.
 
-A change is checked by the rules of the configuration, as if the run were resumed with it as a flag; then it is made,
-journalled, and written into `config.toml` of the run directory. So a resumed run begins with what was changed last, and
-a flag of the resume outranks it.
+A change is checked by the rules of the configuration, as if the run were resumed with a flag for it. Then it is made,
+journalled, and written into `config.toml` of the run directory. So a resumed run begins with the newest changes, and a
+flag of the resume outranks them.
 
-Invariants: of several changes in one command either all are made or none; what is refused changes nothing.
+Invariants: of several changes in one command either all are made or none; a refused command changes nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Final
 from configs.layers import ConfigError
 from pipeline.control.autoscale import Adviser
 from pipeline.control.changed_config import FILTER, SAMPLED, STALENESS, keep, with_flags, with_settings
-from pipeline.control.messages import (
+from pipeline.control.endpoint import (
     Command,
     Drain,
     EngineStatus,
@@ -32,8 +32,7 @@ from pipeline.control.messages import (
     Set,
     Status,
 )
-from pipeline.control.monitor import Monitor
-from pipeline.control.run_parts import RunParts
+from pipeline.control.monitor import Monitor, RunParts
 from pipeline.errors import UsageError
 from stages.topic_values import (
     POLICY,
@@ -53,7 +52,7 @@ AUTOSCALE_LOOK_S: Final = 1.0
 
 
 class RunControl:
-    """Answers for one run. `drain` is what Ctrl-C does."""
+    """Executes commands on one run. `drain`: the callback of Ctrl-C."""
 
     def __init__(self, parts: RunParts, monitor: Monitor, adviser: Adviser, drain: Callable[[], None]) -> None:
         self.stage, self.recorder, self.runner = parts.stage, parts.recorder, parts.runner
@@ -64,7 +63,7 @@ class RunControl:
         self._one_at_a_time = asyncio.Lock()
 
     async def answer(self, command: Command) -> Reply:
-        """Do it. What is wrong with it is its answer."""
+        """Execute a command. The reply has its error, if any."""
         if isinstance(command, Status):
             return Reply(True, status=self.status())
         async with self._one_at_a_time:
@@ -72,7 +71,7 @@ class RunControl:
                 return Reply(False, (f"the run is ending: {self.stage.draining}",))
             try:
                 done = await self._do(command)
-                self._told(command)
+                self._tell_autoscale(command)
                 return Reply(True, done)
             except ConfigError as error:
                 return Reply(False, tuple(error.faults))
@@ -80,9 +79,9 @@ class RunControl:
                 return Reply(False, (str(error),))
 
     async def autoscale(self) -> None:
-        """Make what `--autoscale` wants. Waits for the clock and for a command under way; runs until cancelled."""
-        own = self.adviser.autoscale
-        while own is not None:
+        """Make the changes of `--autoscale`. Waits for the clock and for a running command; runs until cancelled."""
+        autoscale = self.adviser.autoscale
+        while autoscale is not None:
             await asyncio.sleep(AUTOSCALE_LOOK_S)
             async with self._one_at_a_time:
                 if self.stage.draining is not None:
@@ -94,16 +93,16 @@ class RunControl:
                     await self._scale(counts, "autoscale")
                     self.recorder.say(f"autoscale: {why}")
                 except (ConfigError, UsageError) as error:
-                    own.refused(counts)
+                    autoscale.refused(counts)
                     self.recorder.say(f"autoscale: {why}; but {error}")
 
-    def _told(self, command: Command) -> None:
-        """What the user changes is not judged by `--autoscale`, and what he scales he keeps."""
-        own = self.adviser.autoscale
-        if own is not None and isinstance(command, Scale):
-            own.users(command.counts)
-        elif own is not None and not isinstance(command, Save):
-            own.forget()
+    def _tell_autoscale(self, command: Command) -> None:
+        """`--autoscale` does not judge changes of the user, and leaves stages alone that the user scales."""
+        autoscale = self.adviser.autoscale
+        if autoscale is not None and isinstance(command, Scale):
+            autoscale.users(command.counts)
+        elif autoscale is not None and not isinstance(command, Save):
+            autoscale.forget()
 
     async def _do(self, command: Command) -> tuple[str, ...]:
         match command:
@@ -126,21 +125,23 @@ class RunControl:
     # ------------------------------------------------------------------ changes
 
     async def _scale(self, counts: Mapping[str, int], by: str = "scale") -> tuple[str, ...]:
-        self._begun()
+        self._check_started()
         wanted = [f"{stage}={count}" for stage, count in counts.items()]
         config = await asyncio.to_thread(with_flags, self.rundir, ["--scale", *wanted])
         refused = [why for stage, n in counts.items() if (why := self.runner.refusal(stage, n)) is not None]
         if refused:
             raise ConfigError(refused)
-        said = []
-        for stage, count in sorted(counts.items(), key=lambda item: item[0] != "engine"):  # which may lack a GPU
+        lines = []
+        for stage, count in sorted(
+            counts.items(), key=lambda item: item[0] != "engine"
+        ):  # a GPU may be missing for engines
             before = len(self.runner.replicas(stage))
             self.runner.scale(stage, count)
             if count != before:
                 self.recorder.changed(f"{by} {stage}", str(count))
-            said.append(f"{stage}: {before} -> {count}")
+            lines.append(f"{stage}: {before} -> {count}")
         keep(self.rundir, config, self.runner.config)
-        return tuple(said)
+        return tuple(lines)
 
     def _pause(self, paused: bool) -> tuple[str, ...]:
         if self.stage.paused == paused:
@@ -149,31 +150,31 @@ class RunControl:
         self.recorder.changed("pause" if paused else "resume", "")
         if not paused:
             return ("new groups are admitted again",)
-        return (f"no new group is admitted; {self.stage.ledger.open} are under way and go on",)
+        return (f"no new group is admitted; {self.stage.ledger.open} are in flight and will be finished",)
 
     def _save(self) -> tuple[str, ...]:
-        self._begun()
+        self._check_started()
         self._saves += 1
         self.topic.publish(SAVE, str(self._saves).encode())
         self.recorder.changed("save", "")
-        later = "; the run is paused, so that step may not end before it goes on" if self.stage.paused else ""
+        later = "; the run is paused, so that step may not end before it is resumed" if self.stage.paused else ""
         return (f"a checkpoint follows step {self.stage.steps + 1}{later}",)
 
-    def _begun(self) -> None:
+    def _check_started(self) -> None:
         if self.recorder.training_started is None:
             raise UsageError("the run is still starting; try again when its trainer has its weights")
 
     # ------------------------------------------------------------------ settings
 
     async def _set(self, changes: Mapping[str, str]) -> tuple[str, ...]:
-        self._begun()
+        self._check_started()
         config, changed = await asyncio.to_thread(with_settings, self.rundir, changes)
         if not changed:
             return ("nothing differs from what is set",)
         bound = config.asynchrony.max_staleness or 0
         self._check_room(bound)
-        # The trainer collects the batch after the last one of which was heard, or, if its report is on its way, the one
-        # after that. The next one is the first of which it certainly hears in time.
+        # The trainer collects the batch after the last reported batch, or, if a report is on its way, the batch after
+        # that. The following batch is the first that certainly gets the change in time.
         step = self.stage.steps + 3
         started = self.runner.config
         scale = config.train.lr / started.train.lr if config.train.lr != started.train.lr else 1.0
@@ -185,16 +186,16 @@ class RunControl:
         self.stage.sampling = Sampling(config.rollout.rollout_temperature, config.rollout.rollout_top_p)
         keep(self.rundir, config, started)
         groups = {FILTER: "that are judged", **dict.fromkeys(SAMPLED, "that are admitted")}
-        said = []
+        lines = []
         for key, value in changed.items():
             shown = " ".join(value) if isinstance(value, tuple) else f"{value:g}"
             when = f"for groups {groups[key]} from now on" if key in groups else f"from step {step} on"
             self.recorder.changed(f"set {key.rpartition('.')[2]}", f"{shown} {when}")
-            said.append(f"{key.rpartition('.')[2]}: {shown}, {when}")
-        return tuple(said)
+            lines.append(f"{key.rpartition('.')[2]}: {shown}, {when}")
+        return tuple(lines)
 
     def _check_room(self, bound: int) -> None:
-        """The stages that join hold all that is out, and were given room for it at the start. Raises UsageError."""
+        """Raises UsageError if groups in flight would exceed the room that the stages which join got at the start."""
         gate = dataclasses.replace(self.stage.gate, max_staleness=bound)
         members = self.runner.config.rollout.n_samples_per_prompt
         room = self.runner.placement.room // (2 * members)
@@ -207,7 +208,7 @@ class RunControl:
     # ------------------------------------------------------------------ status
 
     def status(self) -> RunStatus:
-        """All that is known of the run now."""
+        """The present state of the run."""
         self.monitor.refresh()
         snapshot = self.recorder.view.snapshot(time.monotonic())
         state = "running" if self.stage.trainer_up else "starting"

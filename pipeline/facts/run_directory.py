@@ -4,17 +4,17 @@
     metrics.jsonl        one line per rollout batch and per evaluation
     samples.jsonl        a few rollouts of every so many batches, as text
     ledger.jsonl         admissions, settlements, commits, with a checksum each
+    replicas/fleet.json  the servers of the run: `EngineSpec` before an engine starts, `ServerInfo` once it is up
     logs/<replica>.log   what each process printed
     trace/, trace.json   spans of each stage, merged for Perfetto
     tensorboard/         events
-    episodes/            responses, turns and calls of rollouts that have not ended; see pipeline/record/episodes.py
+    episodes/            responses, turns and calls of rollouts that have not ended; see pipeline/record/kept_files.py
     checkpoints/         step-NNNNNN, committed atomically; hf/ inside is a Hugging Face model
     summary.json, learning_curve.png
-    bias.json            lengths and pass rates by how groups ended: what filters and staleness select
+    bias.json            lengths and pass rates of groups by outcome: what filters and staleness select
 
-Invariants: a new directory is for its owner alone; it belongs to one live run (it is locked), and a finished run is
-never written over; the directory of its sockets is locked as well, so that the next run can tell and remove what a
-killed one left.
+Invariants: a new directory is for its owner alone; it is locked and belongs to one live run; a finished run is never
+overwritten; the directory of its sockets is locked as well, so that the next run can remove what a killed run left.
 """
 
 from __future__ import annotations
@@ -28,13 +28,19 @@ import stat
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Literal
 
+import msgspec
+from msgspec import Struct
+
+from configs.schema import EngineConfig
 from models.disk import write_whole
+from models.engines.token import TokenFile
+from models.fault_injection import FaultPlan
 from models.weights.slots_directory import PREFIX, DirectoryLease, remove_stale
 from pipeline.errors import UsageError, too_many_files, user_error
 from stages.records.once import EPISODES_DIR
-from transport.links.address import IPC_PATH_LIMIT
+from transport.security import IPC_PATH_LIMIT
 
 MIN_FREE_BYTES = 64 << 20
 LOCK_FILE = ".lock"
@@ -79,8 +85,10 @@ class RunDir:
         self.episodes = self.path / EPISODES_DIR
         self.summary = self.path / "summary.json"
         self.tensorboard = self.path / "tensorboard"
-        self.sockets = self.servers = Path()  # `servers`: what servers have in common; it lives as long as they
-        self.seal = self.path / f"{SEAL_PREFIX}{secrets.token_hex(16)}"  # who sees it, sees this directory
+        self.sockets = self.servers = Path()  # `servers`: shared files of the servers, with their lifetime
+        self.seal = (
+            self.path / f"{SEAL_PREFIX}{secrets.token_hex(16)}"
+        )  # a process that sees the file sees this directory
         self._sockets: DirectoryLease | None = None
         self._lock: IO[str] | None = None
 
@@ -108,7 +116,7 @@ class RunDir:
             runtime = os.environ.get("XDG_RUNTIME_DIR")
             homes = [Path(home) for home in (runtime, tempfile.gettempdir()) if home and Path(home).is_dir()]
             for home in homes:
-                remove_stale(home)  # what killed runs left; a live one holds the lock of its own
+                remove_stale(home)  # of killed runs; a live run holds the lock of its directory
             self._sockets = DirectoryLease(_home_of_sockets(homes) / f"{PREFIX}{secrets.token_hex(4)}")
             self.sockets = self.servers = self._sockets.directory
         except BlockingIOError:
@@ -118,25 +126,25 @@ class RunDir:
         return self
 
     def _make_private(self) -> None:
-        """Make the directory for its owner alone: it holds prompts, what tools answered, and the settings. One that is
-        there keeps its mode; who else may write in it could put links in the way of what is written."""
+        """Make the directory for its owner alone: it holds prompts, results of tools, and the settings. An existing
+        directory keeps its mode; other users who may write there could put links in place of files."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.mkdir(mode=0o700, exist_ok=True)
-        found = self.path.stat()
-        if found.st_mode & stat.S_IWOTH:
+        status = self.path.stat()
+        if status.st_mode & stat.S_IWOTH:
             raise UsageError(
                 f"--run-dir {self.path} can be written by every user of this machine (mode "
-                f"{stat.S_IMODE(found.st_mode):04o}); chmod o-w it, or choose a new directory"
+                f"{stat.S_IMODE(status.st_mode):04o}); chmod o-w it, or choose a new directory"
             )
-        if found.st_uid != os.geteuid() and os.geteuid() != 0:
+        if status.st_uid != os.geteuid() and os.geteuid() != 0:
             raise UsageError(
-                f"--run-dir {self.path} is owned by another user ({found.st_uid}), who could replace what is written "
+                f"--run-dir {self.path} is owned by another user ({status.st_uid}), who could replace what is written "
                 "there; choose a directory of your own"
             )
 
     @property
     def gone(self) -> bool:
-        """Whether somebody removed or replaced the directory since it was opened."""
+        """Whether the directory was removed or replaced since it was opened."""
         if self._lock is None:
             return False
         try:
@@ -145,11 +153,11 @@ class RunDir:
             return True
 
     def write_config(self, text: str) -> None:
-        """Keep the resolved configuration. Only once nothing can refuse it: a resume reads it before its own flags."""
+        """Keep the resolved configuration. Called after all checks: a resume reads it before its own flags."""
         write_whole(self.config, text.encode())
 
     def write_pid(self, name: str, pid: int) -> None:
-        """Keep the number of a process, on its own host, for those who look for it: `replicas/<name>.pid`."""
+        """Write the process id, on its own host, into `replicas/<name>.pid`."""
         write_whole(self.specs / f"{name}.pid", str(pid).encode())
 
     def _check_space(self) -> None:
@@ -162,7 +170,7 @@ class RunDir:
 
     def close(self) -> None:
         if self._lock is not None:
-            with contextlib.suppress(OSError):  # the directory may be gone, or another
+            with contextlib.suppress(OSError):  # the directory may be removed or replaced
                 self.seal.unlink(missing_ok=True)
         if self._sockets is not None:
             self._sockets.release()
@@ -175,3 +183,57 @@ class RunDir:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+Kind = Literal["engine", "frozen", "router"]
+
+
+class EngineSpec(Struct, frozen=True):
+    """One engine. `frozen`: the name of its policy, for an engine that gets no new weights.
+
+    `external`: the address of a running engine, which is watched and never started or ended. `gpus`: the GPUs that it
+    may see, as CUDA_VISIBLE_DEVICES names them; empty = as in the environment. `faults`: of `--fault-inject`. `token`:
+    requests must carry it. `fetcher`: brings weights to the engine's node. `taken_over`: an earlier start of the run
+    left the engine, with its weights.
+    """
+
+    name: str
+    config: EngineConfig
+    model_path: str
+    max_context: int | None
+    port: int
+    seed: int
+    frozen: str = ""
+    external: str = ""
+    gpus: tuple[str, ...] = ()
+    faults: FaultPlan | None = None
+    token: TokenFile | None = None
+    fetcher: str = ""
+    taken_over: bool = False
+
+    @property
+    def kind(self) -> Kind:
+        return "frozen" if self.frozen else "engine"
+
+    @property
+    def ours(self) -> bool:
+        """Whether a server of this project serves it."""
+        return not self.external and self.config.engine != "sglang"
+
+
+class ServerInfo(Struct, frozen=True):
+    """One server of the run as it last came up."""
+
+    kind: str  # embedded, simulated, sglang, smg
+    url: str
+    incarnation: int
+    version: str
+    role: str  # engine, frozen, router
+    metrics: str = ""  # address of its /metrics, if not under `url`
+    token_file: str = ""  # of its token, while it runs; the run's router has the same token
+
+
+def read_fleet(rundir: RunDir) -> dict[str, ServerInfo]:
+    """The servers of a run by name; empty if none came up."""
+    path = rundir.fleet
+    return msgspec.json.decode(path.read_bytes(), type=dict[str, ServerInfo]) if path.exists() else {}

@@ -1,11 +1,13 @@
-"""What replicas report about themselves, and the form in which the run is shown.
+"""What replicas report about themselves, and the form in which the run is shown. No I/O, no clock.
 
 A replica publishes cumulative `StageStats` as a topic value; `pipeline.observe.view` turns successive reports, ledger
-counts and training steps into a `RunSnapshot`. The displays draw snapshots and know nothing else.
+counts and training steps into a `RunSnapshot`, over windows that a `Ring` keeps. Displays draw snapshots and know
+nothing else. Text of models, programs and peers goes through `visible` before a terminal shows it.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -13,13 +15,16 @@ from typing import Final
 import msgspec
 from msgspec import Struct
 
+from configs.graph import engine_count, replicas
+from configs.schema import Config
+
 STATS_PREFIX: Final = "stats/"  # of their keys; only the controller reads them, so they stay with the topic's server
 CPU: Final = "cpu_s"  # figure of a replica that is a process: its CPU time, with that of its children
 COUNTERS: Final = ("busy_s", "starved_s", "blocked_s", "stalled_s", "items_in", "items_out", "failures", "tokens")
 
 
 class StageStats(Struct, frozen=True):
-    """One replica's account of itself since it started. Times in seconds; published as topic value."""
+    """One replica's counters since its start. Times in seconds; published as topic value."""
 
     stage: str
     replica: str
@@ -46,7 +51,7 @@ class StageStats(Struct, frozen=True):
 
 
 class Changed(Struct, frozen=True, tag="change"):
-    """The user, or `--autoscale`, changed something while the run went on: after `step` batches `what` became `value`.
+    """The user, or `--autoscale`, changed the running run: after `step` batches `what` became `value`.
     Also a line of the journal."""
 
     step: int
@@ -125,3 +130,79 @@ class RunSnapshot:
     advice: str = ""  # which stage to scale; empty until enough was measured
     supervised: bool = False  # labels are learnt: there is a loss, and neither reward nor staleness
     loss: float | None = None
+
+
+class Ring:
+    """Marks of growing counters, oldest first. The change over a window is the newest mark less the oldest.
+
+    A mark is dropped once the next mark covers the window as well, so the ring spans a little more than the window.
+
+    Args:
+        window_s: seconds that a window has at least.
+        least: counter -> how much it grows at least within a window.
+    """
+
+    def __init__(self, window_s: float, **least: float) -> None:
+        self._window_s, self._least = window_s, least
+        self._marks: deque[tuple[float, Mapping[str, float]]] = deque()
+
+    def add(self, at_s: float, counters: Mapping[str, float]) -> None:
+        """Keep the counters as they are at `at_s`; times do not fall."""
+        self._marks.append((at_s, counters))
+        while len(self._marks) > 2 and self._covers(1):
+            self._marks.popleft()
+
+    def clear(self) -> None:
+        self._marks.clear()
+
+    @property
+    def newest(self) -> tuple[float, Mapping[str, float]] | None:
+        return self._marks[-1] if self._marks else None
+
+    @property
+    def full(self) -> bool:
+        """Whether the marks cover a whole window."""
+        return len(self._marks) > 1 and self._covers(0)
+
+    def change(self) -> tuple[float, dict[str, float]]:
+        """(seconds, growth of each counter) from the oldest mark to the newest; seconds are 0 with less than two."""
+        if len(self._marks) < 2:
+            return 0.0, {}
+        (start_s, first), (end_s, last) = self._marks[0], self._marks[-1]
+        return end_s - start_s, {name: last[name] - first[name] for name in last}
+
+    def _covers(self, oldest: int) -> bool:
+        (start_s, first), (end_s, last) = self._marks[oldest], self._marks[-1]
+        grown = all(last[name] - first[name] >= least for name, least in self._least.items())
+        return end_s - start_s >= self._window_s and grown
+
+
+# Control characters as their Unicode pictures; characters without a picture as the replacement character.
+_PICTURES: Final = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {
+    code: 0xFFFD for code in range(127, 160)
+}
+
+
+def visible(text: str) -> str:
+    """The text with visible control characters, so that a terminal does not obey them; line breaks and tabs stay.
+
+    For text that models, programs and peers write.
+    """
+    return text.translate(_PICTURES)
+
+
+def outage_text(config: Config, kind: str) -> str:
+    """What happens to the work of a process while it is down. `kind`: engine, frozen, router, or the name of a
+    stage."""
+    if kind == "router":
+        return "new requests wait for it, its requests continue at the engines directly"
+    if kind == "engines":
+        return "the engines keep their weights until it is back"
+    if kind == "hub":
+        return "its streams wait until it is back, and their senders keep what is in them"
+    if kind == "fetcher":
+        return "the engines of its node keep their weights until it is back"
+    if kind == "frozen":
+        return "its requests wait until it is back"
+    count = engine_count(config) if kind == "engine" else replicas(config).get(kind, 1)
+    return "its work goes to others" if count > 1 else "its work waits until it is back"

@@ -31,7 +31,7 @@ import pipeline
 from configs.schema import Config
 from models.train.trainer_group.rank_spec import needs_trainer_group
 from pipeline.errors import UsageError, file_limit
-from pipeline.facts.text import visible
+from pipeline.facts.stats import visible
 from pipeline.hosts.launcher import ProcessState
 
 SHARED: Final = Path("/dev/shm")

@@ -28,7 +28,7 @@ from pipeline.hosts.launcher import ProcessSpec
 from stages.base import TrainOptions
 from stages.chat.tokenizer import CHECKPOINT_FILES
 from transport import Node, TopicClient, TopicServer
-from transport.links.security import SERVER, add_client, create_keys, load_security, with_serving_key
+from transport.security import SERVER, add_client, create_keys, load_security, with_serving_key
 
 T = TypeVar("T")
 Topic = TopicClient | TopicServer

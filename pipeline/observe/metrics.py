@@ -1,9 +1,9 @@
 """Metrics by step: a JSONL file that survives a crash, and TensorBoard events, behind one interface. No torch.
 
 Invariants:
-- one row is one line of strict JSON, handed to the kernel by a single write: a killed run loses no row that was
-  written, and at most its last line is torn (it is cut off when the file is opened again);
-- a value that is not finite becomes null, and the row says under `nonfinite` what it was: nothing is dropped silently;
+- one row is one line of strict JSON, handed to the kernel by a single write: a killed run loses no written row, and
+  at most its last line is torn (it is cut off when the file is opened again);
+- a value that is not finite becomes null, and the row names the value under `nonfinite`: nothing is dropped silently;
 - a resumed run drops the rows of steps after the one it resumed from: they never happened.
 """
 

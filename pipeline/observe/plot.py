@@ -58,7 +58,8 @@ def curve_from_rows(
 
 
 def _is_score(name: str, row: Mapping[str, float]) -> bool:
-    """`eval/<set>` is a score; `eval/<set>/...` and `eval/<set>-...` are its details, others tell of the evaluation."""
+    """`eval/<set>` is a score; `eval/<set>/...` and `eval/<set>-...` are its details, the rest describes the
+    evaluation."""
     dataset = name.removeprefix("eval/")
     if dataset == name or "/" in dataset or dataset in _EVAL_DETAILS:
         return False

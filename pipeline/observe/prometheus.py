@@ -1,12 +1,12 @@
 """The run's `/metrics` for Prometheus (format 0.0.4): its own figures, joined with those of engines and router.
 
-Everything is read at the moment of the request; nothing is kept, so nothing is old. All engines are asked at once,
-within a short limit. An engine that does not answer leaves its part out and sets `sluice_engine_up` to 0; the run's own
+Everything is read at the moment of the request, so nothing is out of date. All engines are queried at once, within a
+short limit. The part of an engine that does not answer is missing, and its `sluice_engine_up` is 0; the run's own
 figures are always there. Names are stable; units are in the names. docs/observability.md lists them.
 
-Invariants: each family is written once, its samples together, however many sources it came from; a source's label with
-a name of ours becomes `exported_<name>`, as Prometheus does it; a line that is no sample is left out, so that one odd
-source cannot make the whole text unreadable.
+Invariants: each family is written once, its samples together, however many sources it has; a label of a source with
+the name of a label of the run becomes `exported_<name>`, as in Prometheus; a line that is no sample is dropped, so that
+a faulty source cannot make the whole text unreadable.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _PARTS = ("_bucket", "_sum", "_count")  # of a histogram or a summary
 
 @dataclass
 class Family:
-    """Samples of one name: `name{labels} value` each, with the kind and the help of the first who told them."""
+    """Samples of one name: `name{labels} value` each, with the kind and the help of their first source."""
 
     name: str
     kind: Kind = "untyped"
@@ -48,7 +48,7 @@ class Family:
     samples: list[str] = field(default_factory=list)
 
     def add(self, value: float | None, **labels: str) -> Family:
-        """One more sample; None is no sample."""
+        """Add a sample; None adds none."""
         if value is not None:
             self.samples.append(sample(self.name, labels, value))
         return self
@@ -90,16 +90,16 @@ def read(text: str, labels: Mapping[str, str]) -> list[Family]:
 
 
 def _describe(families: dict[str, Family], line: str) -> None:
-    """Take a HELP or TYPE line; other comments say nothing."""
+    """Take a HELP or TYPE line; other comments are ignored."""
     words = line.split(None, 3)
     if len(words) < 3 or words[1] not in ("HELP", "TYPE") or not re.fullmatch(_NAME, words[2]):
         return
     family = families.setdefault(words[2], Family(words[2]))
-    said = words[3] if len(words) > 3 else ""
+    text = words[3] if len(words) > 3 else ""
     if words[1] == "HELP":
-        family.help = said
-    elif said in KINDS:
-        family.kind = said  # type: ignore[assignment]  # one of the words of Kind
+        family.help = text
+    elif text in KINDS:
+        family.kind = text  # type: ignore[assignment]  # one of the words of Kind
 
 
 def _of(families: dict[str, Family], name: str) -> Family:
@@ -142,13 +142,13 @@ STATES: Final = ("busy", "starved", "blocked", "stalled")
 
 @dataclass(frozen=True)
 class Facts:
-    """What the endpoint tells of the run."""
+    """What the endpoint reports of the run."""
 
     run: RunSnapshot
     staleness: Mapping[int, int]  # trained tokens by staleness in versions
     restarts: Mapping[str, int]  # of each replica and engine
-    dead_letters: int  # messages that nobody could process
-    engines: Mapping[str, str | None]  # address by name; None for one that was there and is lost
+    dead_letters: int  # messages that no replica could process
+    engines: Mapping[str, str | None]  # address by name; None for a lost engine
     router: str | None  # where the router answers /metrics
 
 
@@ -237,7 +237,7 @@ def stages(run: RunSnapshot) -> list[Family]:
 
 
 def engines(run: RunSnapshot) -> list[Family]:
-    """What is known of the engines that generate beside their own metrics."""
+    """Figures of the engines that generate, beside their own metrics."""
     counted = {
         "version": Family("sluice_engine_weight_version", "gauge", "Weights that the engine carries."),
         "idle": Family("sluice_engine_idle_ratio", "gauge", "Share of the last seconds in which nothing ran."),
@@ -251,16 +251,16 @@ def engines(run: RunSnapshot) -> list[Family]:
 
 
 async def scrape(session: aiohttp.ClientSession, url: str, labels: Mapping[str, str]) -> list[Family] | None:
-    """Families of one source; None if it is not there or says that it is broken. Waits for it, at most SCRAPE_S.
+    """Families of a source; None if it does not answer or reports an error. Waits for it, at most SCRAPE_S.
 
-    A source without metrics (SGLang without --enable-metrics: 404) is there and has none.
+    A source without metrics (SGLang without --enable-metrics: 404) is up and has no families.
     """
     try:
-        async with session.get(f"{url}/metrics") as answer:
-            if answer.status >= 500:
+        async with session.get(f"{url}/metrics") as response:
+            if response.status >= 500:
                 return None
-            return read(await answer.text(errors="replace"), labels) if answer.status == 200 else []
-    except (aiohttp.ClientError, TimeoutError, OSError):  # gone, hung, or not speaking HTTP: its `up` says so
+            return read(await response.text(errors="replace"), labels) if response.status == 200 else []
+    except (aiohttp.ClientError, TimeoutError, OSError):  # gone, hung, or without HTTP: its `up` is 0
         return None
 
 
@@ -268,19 +268,19 @@ async def joined(facts: Facts, session: aiohttp.ClientSession) -> str:
     """The whole text. Waits for the slowest source, at most SCRAPE_S."""
     places = {name: url for name, url in facts.engines.items() if url is not None}
     async with asyncio.TaskGroup() as tasks:
-        asked = {n: tasks.create_task(scrape(session, url, {"engine": n})) for n, url in places.items()}
-        behind = facts.router and tasks.create_task(scrape(session, facts.router, {"router": "router"}))
+        requests = {n: tasks.create_task(scrape(session, url, {"engine": n})) for n, url in places.items()}
+        router = facts.router and tasks.create_task(scrape(session, facts.router, {"router": "router"}))
     up = Family("sluice_engine_up", "gauge", "1 if the engine answered this request, else 0.")
     router_up = Family("sluice_router_up", "gauge", "1 if the router answered this request, else 0.")
-    found: list[Family] = []
+    scraped: list[Family] = []
     for name in facts.engines:
-        answer = asked[name].result() if name in asked else None
+        answer = requests[name].result() if name in requests else None
         up.add(float(answer is not None), engine=name)
-        found += answer or []
-    if behind:
-        router_up.add(float(behind.result() is not None))
-        found += behind.result() or []
-    return write([*families(facts), up, router_up, *found])
+        scraped += answer or []
+    if router:
+        router_up.add(float(router.result() is not None))
+        scraped += router.result() or []
+    return write([*families(facts), up, router_up, *scraped])
 
 
 @contextlib.asynccontextmanager
@@ -314,8 +314,8 @@ async def endpoint(host: str, port: int, facts: Callable[[], Facts]) -> AsyncIte
 
 
 def by_address(host: str) -> bool:
-    """Whether a `Host` (`name`, `name:port`, `[::1]:port`) is an address or `localhost`. What a web page asks through a
-    name of its own that leads to this machine has that name there, and is not answered on the loopback address."""
+    """Whether a `Host` (`name`, `name:port`, `[::1]:port`) is an address or `localhost`. A web page may request
+    through a name of its own that leads to this machine; on the loopback address that name is refused."""
     name = host[1 : host.index("]")] if host.startswith("[") and "]" in host else host.rpartition(":")[0] or host
     if name == "localhost":
         return True

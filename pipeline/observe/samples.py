@@ -1,7 +1,7 @@
 """`python launch.py samples RUN`: samples of a run in the terminal, tokens coloured by loss mask and weights version.
 
-Invariants: what is drawn is a pure function of the rows and the width; off a terminal it is plain text that says the
-same in words; a line that cannot be read is passed over and counted, for the run may be writing it.
+Invariants: the picture is a function of the rows and the width alone; without a terminal it is plain text with the
+same information in words; an unreadable line is skipped and counted, because the run may be writing it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rich.text import Text
 
 from configs.load import read_recipe
 from pipeline.errors import SamplesError
-from pipeline.facts.text import visible
+from pipeline.facts.stats import visible
 from stages.chat.errors import TokenizerError
 from stages.chat.tokenizer import Tokenizer, load_tokenizer
 from stages.sample_log import SAMPLES_FILE, Run, SampleRow
@@ -37,21 +37,21 @@ Decode = Callable[[Sequence[int]], str]
 
 def main(argv: Sequence[str], console: Console | None = None) -> int:
     """Show samples; returns the exit code. Raises SamplesError for a directory without any."""
-    asked = _parser().parse_args(argv)
-    wanted = _filter(asked)
-    found: deque[SampleRow] = deque(maxlen=asked.n)
-    read = passed = 0
-    for row in read_samples(Path(asked.run)):
+    arguments = _parser().parse_args(argv)
+    wanted = _filter(arguments)
+    selected: deque[SampleRow] = deque(maxlen=arguments.n)
+    read = unreadable = 0
+    for row in read_samples(Path(arguments.run)):
         read += 1
         if row is None:
-            passed += 1
+            unreadable += 1
         elif wanted(row):
-            found.append(row)
+            selected.append(row)
     console = console or Console(highlight=False, soft_wrap=not sys.stdout.isatty())
-    decode = _decoder(Path(asked.run))
-    for row in found:
+    decode = _decoder(Path(arguments.run))
+    for row in selected:
         console.print(render(row, decode))
-    console.print(_count(len(found), read, passed), style="bold")
+    console.print(_count(len(selected), read, unreadable), style="bold")
     return 0
 
 
@@ -61,8 +61,8 @@ def _parser() -> argparse.ArgumentParser:
         description="Show samples of a run: prompt, turns, rewards, tokens coloured by loss mask and weights version.",
     )
     parser.add_argument("run", metavar="RUN", help="directory of a run, or a samples.jsonl")
-    parser.add_argument("--step", type=int, help="only those of this step")
-    parser.add_argument("--group", type=int, help="only those of this group")
+    parser.add_argument("--step", type=int, help="only samples of this step")
+    parser.add_argument("--group", type=int, help="only samples of this group")
     parser.add_argument("--reward", type=_bound, metavar="BOUND", help="only with this reward: 1, '>0.5', '<=0'")
     parser.add_argument("--failed", action="store_true", help="only failed rollouts, and groups that ended as failed")
     parser.add_argument("--untrained", action="store_true", help="only groups that were not trained")
@@ -85,14 +85,14 @@ def _bound(text: str) -> Callable[[float], bool]:
     return tests[sign]
 
 
-def _filter(asked: argparse.Namespace) -> Callable[[SampleRow], bool]:
+def _filter(arguments: argparse.Namespace) -> Callable[[SampleRow], bool]:
     def wanted(row: SampleRow) -> bool:
         return (
-            (asked.step is None or row.step == asked.step)
-            and (asked.group is None or row.group == asked.group)
-            and (asked.reward is None or (row.reward is not None and asked.reward(row.reward)))
-            and (not asked.failed or row.outcome == "failed" or row.status in ("failed", "aborted"))
-            and (not asked.untrained or row.outcome != "trained")
+            (arguments.step is None or row.step == arguments.step)
+            and (arguments.group is None or row.group == arguments.group)
+            and (arguments.reward is None or (row.reward is not None and arguments.reward(row.reward)))
+            and (not arguments.failed or row.outcome == "failed" or row.status in ("failed", "aborted"))
+            and (not arguments.untrained or row.outcome != "trained")
         )
 
     return wanted
@@ -144,9 +144,9 @@ def _decoder(run: Path) -> Decode | None:
 def render(row: SampleRow, decode: Decode | None) -> Text:
     """One sample: a heading, the prompt, the turns."""
     text = _head(row)
-    for what, said in (("error", row.error), ("why", row.detail)):
-        if said:
-            text.append(f"{what}: {visible(said)}\n", "red")
+    for title, message in (("error", row.error), ("why", row.detail)):
+        if message:
+            text.append(f"{title}: {visible(message)}\n", "red")
     text.append("prompt: ", "bold").append(f"{visible(row.prompt)}\n", UNTRAINED)
     start = row.prompt_tokens
     for turn in row.turns:
@@ -182,25 +182,25 @@ def _heading(role: str, tokens: int, pieces: Sequence[tuple[int, int, int, int]]
     versions: dict[int, int] = {}
     for begin, end, version, _ in pieces:
         versions[version] = versions.get(version, 0) + end - begin
-    made = [f"v{version}" + (f":{n}" if len(versions) > 1 else "") for version, n in versions.items() if version >= 0]
+    counts = [f"v{version}" + (f":{n}" if len(versions) > 1 else "") for version, n in versions.items() if version >= 0]
     masked = sum(end - begin for begin, end, _, mask in pieces if not mask)
-    parts = [f"{role} {tokens} tokens", " ".join(made)]
+    parts = [f"{role} {tokens} tokens", " ".join(counts)]
     if role == "model" and masked:
         parts.append(f"{masked} masked")
     return ", ".join(part for part in parts if part)
 
 
 def _pieces(row: SampleRow, start: int, end: int) -> list[tuple[int, int, int, int]]:
-    """(begin, end, version, mask) of the tokens of a turn, cut where one of the two changes."""
+    """(begin, end, version, mask) of the tokens of a turn, cut where version or mask changes."""
     versions, masks = _per_token(row.versions), _per_token(row.loss_mask)
-    found: list[tuple[int, int, int, int]] = []
+    pieces: list[tuple[int, int, int, int]] = []
     for place in range(start, min(end, len(versions), len(masks))):
         version, mask = versions[place], masks[place]
-        if found and found[-1][2:] == (version, mask):
-            found[-1] = (found[-1][0], place + 1, version, mask)
+        if pieces and pieces[-1][2:] == (version, mask):
+            pieces[-1] = (pieces[-1][0], place + 1, version, mask)
         else:
-            found.append((place, place + 1, version, mask))
-    return found
+            pieces.append((place, place + 1, version, mask))
+    return pieces
 
 
 def _per_token(runs: Sequence[Run]) -> list[int]:
@@ -216,7 +216,7 @@ def _coloured(row: SampleRow, whole: str, pieces: Sequence[tuple[int, int, int, 
         return text.append(visible(whole), max(set(styles), key=styles.count) if styles else None)
     shown = 0
     for (_, end, _, _), style in zip(pieces, styles, strict=True):
-        before = decode(row.ids[pieces[0][0] : end])  # from the turn's beginning: a character may lie across
+        before = decode(row.ids[pieces[0][0] : end])  # from the start of the turn: a character may span two pieces
         text.append(visible(before[shown:]), style)
         shown = len(before)
     return text
@@ -226,8 +226,8 @@ def _number(value: float | None) -> str:
     return "none" if value is None else f"{value:g}"
 
 
-def _count(shown: int, read: int, passed: int) -> str:
-    hidden = f"; {passed} lines could not be read" if passed else ""
+def _count(shown: int, read: int, unreadable: int) -> str:
+    hidden = f"; {unreadable} lines could not be read" if unreadable else ""
     if not shown:
-        return f"none of {read} samples is what was asked for{hidden}"
+        return f"none of {read} samples matches the filters{hidden}"
     return f"{shown} of {read} samples{hidden}"

@@ -1,8 +1,8 @@
 """Lines for the user about a run that stands still, and about environments that are down. No I/O, no clock.
 
 A run stands still while no group ends and no batch is trained. That may be right (a batch takes long on slow hardware),
-so it is reported each minute and kept for the summary. `limit_s` is another clock: it runs while nothing moves between
-the stages either, and ends the run.
+so it is reported each minute and kept for the summary. `limit_s` is another clock: it runs while no message moves
+between the stages either, and ends the run.
 
 Outages of environments come from the agents stage over the topic; they are reported, and summed up at the end.
 """
@@ -27,15 +27,15 @@ class Stall(Struct, frozen=True):
 
     began_s: float  # after the start of the reinforcement learning
     seconds: float
-    waits: str  # what waited for what, when it was told last
+    waits: str  # what waited for what, by the newest report
 
 
 class StallWatch:
     """Fed with looks at the run, a few per second.
 
     Args:
-        notice_s: after how long a stall is told, and how long until it is told again.
-        limit_s: after how long without any movement `over` is set.
+        notice_s: after how long a stall is reported, and the interval of further reports.
+        limit_s: after how long without any message between stages `over` is set.
         started_s: when the run began, by the clock of the looks.
     """
 
@@ -45,44 +45,44 @@ class StallWatch:
         self._started_s = self._since_s = self._moved_s = started_s
         self._done: Hashable = None
         self._moved: Hashable = None
-        self._told = 0  # how often, of this stall
+        self._reports = 0  # of this stall
         self._waits = ""
         self._past: list[Stall] = []
 
     def look(self, now_s: float, done: Hashable, moved: Hashable, waits: Callable[[float], str]) -> str | None:
-        """What the user is to be told now, if anything.
+        """The line for the user now, if any.
 
-        `done`: changes with each end of a group and each batch. `moved`: with each message between stages. `waits`: is
-        asked for the sentence, given the seconds since the last progress.
+        `done`: changes with each end of a group and each batch. `moved`: with each message between stages. `waits`:
+        makes the sentence from the seconds since the last progress.
         """
         if done != self._done:
-            said = f"it goes on, after {now_s - self._since_s:.0f} s" if self._told else None
+            line = f"there is progress again, after {now_s - self._since_s:.0f} s" if self._reports else None
             self._close(now_s)
             self._done, self._moved = done, moved
             self._since_s = self._moved_s = now_s
-            return said
+            return line
         if moved != self._moved:
             self._moved, self._moved_s = moved, now_s
         quiet_s = now_s - self._since_s
         if self.over is None and now_s - self._moved_s > self.limit_s:
             self.over = f"nothing has moved for --stall-limit-s {self.limit_s:g}: {waits(quiet_s)}"
-        if quiet_s < (self._told + 1) * self.notice_s:
+        if quiet_s < (self._reports + 1) * self.notice_s:
             return None
-        self._told = int(quiet_s // self.notice_s)
+        self._reports = int(quiet_s // self.notice_s)
         self._waits = waits(quiet_s)
         return f"nothing was trained for {quiet_s:.0f} s: {self._waits}"
 
     def stalls(self, now_s: float) -> tuple[Stall, ...]:
-        """All that were told, in their order; one that lasts until now is among them."""
+        """All reported stalls in their order, the present stall included."""
         self._close(now_s)
         return tuple(self._past)
 
     def _close(self, now_s: float) -> None:
-        if not self._told:
+        if not self._reports:
             return
         seconds = round(now_s - self._since_s, 1)
         self._past.append(Stall(round(self._since_s - self._started_s, 1), seconds, self._waits))
-        self._told = 0
+        self._reports = 0
         if len(self._past) > MOST_KEPT:
             self._past.remove(min(self._past, key=lambda stall: stall.seconds))
 
@@ -94,7 +94,7 @@ class OutageSummary(Struct, frozen=True):
     """Of one environment in all replicas. Part of `summary.json`."""
 
     outages: int
-    seconds: float  # of the replica that had to wait longest
+    seconds: float  # of the replica that waited longest
     reason: str  # of the newest
 
 
@@ -107,7 +107,7 @@ class OutageWatch:
         self._seconds: dict[str, float] = {}
 
     def look(self, topic: Readable) -> Iterator[str]:
-        """What the user is to be told now."""
+        """The lines for the user now."""
         for key, value in topic.items(PREFIX).items():
             notice = msgspec.msgpack.decode(value, type=OutageNotice)
             if notice == self._newest.get(key):
@@ -123,14 +123,14 @@ class OutageWatch:
             else:
                 self._since.pop(key, None)
                 self._seconds[key] = self._seconds.get(key, 0.0) + notice.lasted_s
-                yield f"environment {name} works again, after {notice.lasted_s:.0f} s; {replica} goes on"
+                yield f"environment {name} works again, after {notice.lasted_s:.0f} s; {replica} continues"
 
     def summary(self) -> dict[str, OutageSummary]:
-        """By environment, what there was until now."""
-        now, found = time.monotonic(), dict[str, OutageSummary]()
+        """The outages until now, by environment."""
+        now, summaries = time.monotonic(), dict[str, OutageSummary]()
         for key, notice in self._newest.items():
             seconds = self._seconds.get(key, 0.0) + (now - self._since[key] if key in self._since else 0.0)
-            before = found.get(notice.environment, OutageSummary(0, 0.0, ""))
+            before = summaries.get(notice.environment, OutageSummary(0, 0.0, ""))
             count = before.outages + notice.count
-            found[notice.environment] = OutageSummary(count, round(max(before.seconds, seconds), 1), notice.reason)
-        return found
+            summaries[notice.environment] = OutageSummary(count, round(max(before.seconds, seconds), 1), notice.reason)
+        return summaries

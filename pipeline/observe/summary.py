@@ -1,6 +1,6 @@
 """`summary.json`: what a run did, in numbers; and the text at its end: where everything is and what to do next.
 
-Invariants: every number is computed from what was counted in the run, by the small functions here; the file appears
+Invariants: every number is computed from counts of the run, by the small functions here; the file appears
 whole or not at all, and decodes into the same struct again.
 """
 
@@ -83,7 +83,7 @@ class WeightVersions(Struct, frozen=True):
 
 
 class EngineSummary(Struct, frozen=True):
-    """The engines that generated. `version`: as the servers told it; several if they differ."""
+    """The engines that generated. `version`: as the servers reported it; several if they differ."""
 
     kind: str = ""  # embedded, simulated, sglang
     version: str = ""
@@ -122,7 +122,7 @@ class RunSummary(Struct, frozen=True, kw_only=True):
     router: RouterSummary = RouterSummary()
     restarts: dict[str, int] = {}  # by replica
     faults_injected: dict[str, int] = {}  # on purpose, by stage and kind, in all starts of the run
-    uncertain_calls: int = 0  # that change the world, and of which nobody knows whether they took effect
+    uncertain_calls: int = 0  # calls that change the world, with an unknown result
     environment_outages: dict[str, OutageSummary] = {}  # by environment
     changes: tuple[Changed, ...] = ()  # by the user, or by --autoscale, while the run went on
     advice: str = ""  # which stage to scale, as measured last
@@ -156,16 +156,16 @@ def summarise_evals(evals: Iterable[tuple[str, int, float]]) -> EvalSummary:
     by_set: dict[str, list[tuple[int, float]]] = {}
     for dataset, version, score in evals:
         by_set.setdefault(dataset, []).append((version, score))
-    found: dict[str, SetSummary] = {}
+    sets: dict[str, SetSummary] = {}
     for dataset, points in by_set.items():
         best_version, best = max(points, key=lambda point: point[1])
-        found[dataset] = SetSummary(
+        sets[dataset] = SetSummary(
             first=points[0][1], last=points[-1][1], best=best, best_version=best_version, evaluations=len(points)
         )
-    if not found:
+    if not sets:
         return EvalSummary()
-    main = next(iter(found.values()))
-    return EvalSummary(first=main.first, last=main.last, best=main.best, sets=found)
+    main = next(iter(sets.values()))
+    return EvalSummary(first=main.first, last=main.last, best=main.best, sets=sets)
 
 
 def efficiency_vs_bound(shares: Mapping[str, float]) -> float | None:
@@ -180,11 +180,11 @@ def efficiency_vs_bound(shares: Mapping[str, float]) -> float | None:
 
 def package_versions() -> dict[str, str]:
     """Versions of Python and of the installed packages that decide what a run computes."""
-    found = {"python": platform.python_version()}
+    versions = {"python": platform.python_version()}
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
+            versions[name] = importlib.metadata.version(name)
+    return versions
 
 
 def write_summary(path: Path, summary: RunSummary) -> None:
@@ -211,7 +211,7 @@ def closing_text(
 ) -> str:
     """What is shown when a run has ended: its results in a few lines, then where everything is and what to do next.
 
-    `places`: the run's directory first, then what was made in it; `checkpoint` is a Hugging Face directory.
+    `places`: the run's directory first, then the files made in it; `checkpoint` is a Hugging Face directory.
     """
     lines = [f"{summary.exit_reason}: {summary.steps} steps in {duration(summary.wall_s)} ({summary.mode})", ""]
     lines += _aligned(_results(summary))
@@ -238,7 +238,9 @@ def _results(summary: RunSummary) -> list[tuple[str, str]]:
         rows.append(("staleness", f"mean {staleness.mean:.2f}, p99 {staleness.p99}, max {staleness.max}{bound}"))
     engine = summary.engine
     if engine.count:
-        version = "" if "+" in engine.version else f" {engine.version}"  # ours name the protocol's
+        version = (
+            "" if "+" in engine.version else f" {engine.version}"
+        )  # a server of the project names the protocol's version
         behind = (
             f" behind router {summary.router.kind} {summary.router.version}" if summary.router.kind != "none" else ""
         )
@@ -269,14 +271,14 @@ def _results(summary: RunSummary) -> list[tuple[str, str]]:
     if summary.faults_injected:
         rows.append(("faults on purpose", ", ".join(f"{name} {n}" for name, n in summary.faults_injected.items())))
     if summary.uncertain_calls:
-        rows.append(("uncertain", f"{summary.uncertain_calls} calls of which nobody knows whether they took effect"))
+        rows.append(("uncertain", f"{summary.uncertain_calls} calls that may or may not have taken effect"))
     for name, outage in summary.environment_outages.items():
         rows.append(("outages", f"{name} {outage.outages}, {duration(outage.seconds)} in all: {outage.reason}"))
     if summary.changes:
-        said = ", ".join(
+        changes = ", ".join(
             f"{change.what} {change.value}".rstrip() + f" (step {change.step})" for change in summary.changes[-5:]
         )
-        rows.append(("changed", said))
+        rows.append(("changed", changes))
     if any(summary.restarts.values()):
         rows.append(("restarts", ", ".join(f"{stage} {n}" for stage, n in summary.restarts.items() if n)))
     return rows

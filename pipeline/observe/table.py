@@ -85,7 +85,7 @@ class PlainLog:
 
 
 def open_display(live: bool | None, *, log_interval: int, console: Console | None = None) -> LiveTable | PlainLog:
-    """The live table if asked for, or if nothing was asked and the output is a terminal; else plain lines."""
+    """The live table if `live` is true, or if it is None and the output is a terminal; else plain lines."""
     console = console or Console()
     if live if live is not None else console.is_terminal:
         return LiveTable(console)

@@ -1,9 +1,9 @@
-"""The run as the controller sees it: reports, ledger counts and steps in, snapshots with rates out.
+"""The run as the controller sees it: takes reports, ledger counts and steps, gives snapshots with rates.
 
 Invariants:
 - reports are cumulative, so a lost or repeated one changes no total; a report older than the newest is ignored;
 - a counter that falls means that the replica was restarted: its earlier work stays in the totals;
-- nothing here reads a clock: times come with the calls, so a snapshot is a function of what was fed in.
+- nothing here reads a clock: times come with the calls, so a snapshot is a function of its inputs.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from pipeline.facts.ring import Ring
-from pipeline.facts.stats import COUNTERS, EngineRow, LedgerCounts, RunSnapshot, StageRow, StageStats
+from pipeline.facts.stats import COUNTERS, EngineRow, LedgerCounts, Ring, RunSnapshot, StageRow, StageStats
 from stages.topic_values import ASKED, IDLE
 
-ENGINE_BUSY = "engine_busy_s"  # busy seconds of all engines, as the engines stage tells them
+ENGINE_BUSY = "engine_busy_s"  # busy seconds of all engines, as the engines stage reports them
 
 
 @dataclass
@@ -25,7 +24,9 @@ class _Replica:
     """One replica's counters, monotone across restarts."""
 
     newest: StageStats
-    first_s: float  # unix time from which its training phase counts, and what it and its engines had done until then
+    first_s: (
+        float  # unix time at which its training phase began, with the busy seconds of replica and engines until then
+    )
     ring: Ring
     first_busy_s: float = 0.0
     first_engine_s: float = 0.0
@@ -52,18 +53,18 @@ class _Replica:
 
 
 def _watched_s(stats: StageStats) -> float:
-    """Since the replica's start: its four accounts add up to that."""
+    """Seconds since the replica's start: the sum of its four accounts."""
     return stats.busy_s + stats.starved_s + stats.blocked_s + stats.stalled_s
 
 
 class RunView:
-    """Collects what the controller learns and answers with snapshots.
+    """Collects what the controller learns and makes snapshots.
 
     Args:
         stages: the stages in the order of the table; others are appended as they report.
         total_steps: rollout batches to train, None if open-ended.
         staleness_bound: in versions, None if there is none.
-        supervised: whether labels are learnt: there is a loss, and neither reward nor staleness.
+        supervised: whether labels are learnt: the run has a loss, and neither reward nor staleness.
         started_s: when the training phase began, unix time.
         first_step: steps done before, in a resumed run.
         window_s: length of the window of rates, seconds.
@@ -121,13 +122,13 @@ class RunView:
         replica.feed(stats)
 
     def begin(self) -> None:
-        """The trainer has its weights: what was done before is no work of the training phase."""
+        """The trainer has its weights: earlier work does not count for the training phase."""
         for replica in self._replicas.values():
             replica.first_s, replica.first_busy_s = replica.newest.unix_s, replica.total()["busy_s"]
             replica.first_engine_s = replica.newest.extra.get(ENGINE_BUSY, 0.0)
 
     def retire(self, stage: str, replica: str) -> None:
-        """A replica was scaled away: its work counts, its rates and its place in the table do not."""
+        """A replica was scaled away: its work still counts; its rates and its row do not."""
         self._retired.add((stage, replica))
 
     def restarted(self, stage: str) -> None:
@@ -137,7 +138,7 @@ class RunView:
     def engines(self, reports: Mapping[str, tuple[int, float] | None]) -> None:
         """The engines that have an address: (version, seconds of the newest update), None before the first.
 
-        One that was there before and is not named is lost, unless it was scaled away (`engines_left`).
+        An engine of an earlier report that is missing here is lost, unless it was scaled away (`engines_left`).
         """
         known = {**dict.fromkeys(self._engines), **reports}
         self._engines = {name: report for name, report in known.items() if name not in self.engines_left}
@@ -163,9 +164,9 @@ class RunView:
         self._evals[dataset] = (version, value)
 
     def busy_shares(self, engines: int) -> dict[str, float]:
-        """Busy share of each stage since `begin`, by the clock of its own reports, so that none is above 1.
+        """Busy share of each stage since `begin`, by the clock of its own reports, so no share is above 1.
 
-        A generate replica only waits: the account of its `engines` takes its place where there is one.
+        A generate replica only waits: the account of its `engines` replaces its own where they report.
         """
         busy: dict[str, float] = {}
         seconds: dict[str, float] = {}
@@ -180,22 +181,22 @@ class RunView:
         return {stage: busy[stage] / seconds[stage] for stage in busy if seconds[stage] > 0}
 
     def asked_s(self) -> dict[str, float]:
-        """Engine -> seconds that the oldest request under way at it has taken so far."""
-        found: dict[str, float] = {}
+        """Engine -> seconds since the start of its oldest pending request."""
+        oldest: dict[str, float] = {}
         for key, replica in self._replicas.items():
             for name, seconds in replica.newest.extra.items():
                 if name.endswith(ASKED) and key not in self._retired:
                     engine = name.removesuffix(ASKED)
-                    found[engine] = max(seconds, found.get(engine, 0.0))
-        return found
+                    oldest[engine] = max(seconds, oldest.get(engine, 0.0))
+        return oldest
 
     def extra(self, stage: str, name: str) -> float:
-        """Sum over the stage's replicas of the newest value of one of their own figures; 0 if none reports it."""
+        """Sum of the newest value of a figure over the stage's replicas; 0 if none reports it."""
         replicas = [replica for key, replica in self._replicas.items() if key[0] == stage]
         return sum(replica.newest.extra.get(name, 0.0) for replica in replicas)
 
     def total(self, stage: str, name: str) -> float:
-        """One of the counters, summed over all replicas that the stage has had."""
+        """A counter, summed over all past and present replicas of the stage."""
         return sum(replica.total()[name] for key, replica in self._replicas.items() if key[0] == stage)
 
     def in_flight(self, stage: str) -> int:
@@ -203,7 +204,7 @@ class RunView:
         return sum(r.newest.in_flight for key, r in self._replicas.items() if key[0] == stage and self._lives(key))
 
     def alive(self) -> frozenset[tuple[str, str]]:
-        """(stage, replica) of those that report and were not scaled away."""
+        """(stage, replica) of the replicas that report and were not scaled away."""
         return frozenset(filter(self._lives, self._replicas))
 
     def _lives(self, key: tuple[str, str]) -> bool:

@@ -1,29 +1,36 @@
-"""What a run needs before it starts: its prompts, and built-in models and data where the user named them.
+"""What a run needs before it starts: its prompts, built-in models and data, and engines with the policy's tokenizer.
 
 Built-in names (nothing is downloaded): checkpoints `tiny` (byte-level tokenizer) and `tiny-arithmetic` (characters);
 data `arithmetic` (two-digit sums) and `arithmetic-tools` (products with a calculator), and the name of an environment
 that makes tasks of its own.
+
+Frozen engines: a teacher scores the policy's token ids as they are, so each id of the policy must mean the same to it;
+a teacher may know more. Checkpoints are compared by the vocabularies in their files, running engines by having them
+tokenize a text. A fault is one UsageError that names the engine, before any process is started.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
 import msgspec
 
-from configs.graph import is_address
+from configs.graph import frozen_engines, is_address
 from configs.resolve import num_rollout_for
 from configs.schema import Config
 from models.arithmetic import ArithmeticFiles, write_arithmetic
+from models.engines.client import EngineClient
+from models.engines.errors import EngineError, EngineRefused, EngineUnauthorized
+from models.engines.token import Token, read_token
 from models.families.source import context_limit
 from pipeline.errors import UsageError
 from pipeline.facts.run_directory import RunDir
-from pipeline.preflight.environments import write_tasks
-from pipeline.preflight.refusals import check_graders
+from pipeline.preflight.refusals import check_graders, write_tasks
 from stages.chat.errors import TokenizerError
-from stages.chat.tokenizer import Tokenizer, locate
+from stages.chat.tokenizer import Tokenizer, load_tokenizer, locate
 from stages.data.prompt_set import PromptSet, load_train_prompts, row_preparer
 from stages.graders.registry import choose_auto
 from stages.prompts.prompt_sources import DrawnPrompts
@@ -37,7 +44,7 @@ _SPREAD = {"bytes": 0.02, "arithmetic": 0.06}
 
 
 def prepare(config: Config, directory: Path) -> Config:
-    """Make what is built in, under `directory`, and return the configuration with paths in the place of names."""
+    """Make built-in models and data under `directory`, and return the configuration with paths in place of names."""
     replace = msgspec.structs.replace
     train, data, evaluation, warm = config.train, config.data, config.eval, config.warm_start
     train = replace(train, hf_checkpoint=_model(train.hf_checkpoint, directory, config.run.seed))
@@ -134,15 +141,15 @@ def training_prompts(config: Config, tokenizer: Tokenizer, rundir: RunDir) -> Pr
     )
 
 
-def with_data(config: Config, prompts: PromptSet | DrawnPrompts, tell: Callable[[str], None]) -> Config:
-    """Fill in what only the data knows: the number of rollouts of an epoch, the grader. `tell`: of rows, and why that
-    grader."""
+def with_data(config: Config, prompts: PromptSet | DrawnPrompts, report: Callable[[str], None]) -> Config:
+    """Fill in what only the data knows: the number of rollouts of an epoch, the grader. `report`: takes lines about
+    rows and the choice of the grader."""
     replace = msgspec.structs.replace
     for line in prompts.report.lines():
-        tell(line)
+        report(line)
     config = replace(config, rollout=replace(config.rollout, num_rollout=num_rollout_for(config, len(prompts))))
     supervised = config.train.loss_type == "sft_loss"
-    if not supervised or config.warm_start.warm_start_steps:  # a warm start is not spent on data that fails after it
+    if not supervised or config.warm_start.warm_start_steps:  # before a warm start is spent on data that fails later
         check_graders(config, prompts.report.rm_types)
     if supervised:
         return config
@@ -150,6 +157,86 @@ def with_data(config: Config, prompts: PromptSet | DrawnPrompts, tell: Callable[
     chosen = reward.custom_rm_path is not None or reward.reward_component or prompts.report.rm_types
     if reward.rm_type == "auto" and not chosen and (prompts.report.labels or not config.environment):
         grader, why = choose_auto(prompts.report.labels)
-        tell(f"grader {grader}: {why}")
+        report(f"grader {grader}: {why}")
         reward = replace(reward, rm_type=grader)
     return replace(config, reward=reward)
+
+
+log = logging.getLogger("sluice.frozen")
+
+HEALTH_S = 10.0
+# Digits, words, code, other scripts: tokenizers that treat all of it alike are taken for equal.
+PROBE: Final = "12 + 345 = 357\nwords and Words, don't\tdef f(x): return x**2  # Größe, 語, \U0001f642"
+
+
+async def check_frozen(config: Config, tokenizer: Tokenizer) -> None:
+    """Check what can be checked before the start. Raises `UsageError`."""
+    distill = config.distill
+    places = frozen_engines(config)
+    teachers = (distill.opd_teacher or tuple(places)) if distill.use_opd else ()
+    file = config.sglang.rollout_external_engine_token_file
+    token = read_token(Path(file).expanduser()).token if file is not None else None
+    for name, place in places.items():
+        if is_address(place):
+            await _check_running(name, place, tokenizer if name in teachers else None, token)
+        elif name in teachers:
+            _check_checkpoint(name, Path(place), Path(config.train.hf_checkpoint), tokenizer)
+
+
+async def _check_running(name: str, url: str, tokenizer: Tokenizer | None, token: Token | None) -> None:
+    """Is it well, and (with a tokenizer) does it split text as the policy does."""
+    async with EngineClient(
+        url, timeout_s=HEALTH_S, control_timeout_s=HEALTH_S, connect_timeout_s=HEALTH_S, token=token
+    ) as client:
+        if not await client.health():
+            raise UsageError(
+                f"--frozen-engine {name}={url}: no healthy engine answers there; start it first, or give a checkpoint, "
+                "which starts with the run"
+            )
+        if tokenizer is None:
+            return
+        try:
+            theirs = await client.tokenize(PROBE)
+        except EngineUnauthorized as error:
+            raise UsageError(f"--frozen-engine {name}={url}: {error}") from error
+        except EngineRefused as error:
+            log.warning("the tokenizer of the frozen engine %s cannot be compared with the policy's: %s", name, error)
+            return
+        except EngineError as error:
+            raise UsageError(f"--frozen-engine {name}={url}: it is healthy but does not score: {error}") from error
+    ours = tokenizer.encode(PROBE)
+    if ours != theirs[-len(ours) :] or len(theirs) - len(ours) > 1:  # a beginning-of-text token may come first
+        raise _differs(f"{name}={url}", f"it splits a text into {theirs[:8]}..., the policy into {ours[:8]}...")
+
+
+def _check_checkpoint(name: str, teacher: Path, policy: Path, tokenizer: Tokenizer) -> None:
+    theirs, ours = vocabulary(teacher), vocabulary(policy)
+    if ours is None or theirs is None:  # no tokenizer.json: transformers reads the other files
+        loaded = load_tokenizer(str(teacher))
+        if loaded.vocab_size < tokenizer.vocab_size or loaded.encode(PROBE) != tokenizer.encode(PROBE):
+            raise _differs(f"{name}={teacher}", f"{loaded.vocab_size} tokens, the policy has {tokenizer.vocab_size}")
+        return
+    wrong = sorted(token for token, text in ours.items() if theirs.get(token) != text)
+    if wrong:
+        token = wrong[0]
+        text = repr(theirs[token]) if token in theirs else "nothing"
+        how = f"{len(wrong)} of {len(ours)} tokens differ, token {token} is {ours[token]!r} to the policy, there {text}"
+        raise _differs(f"{name}={teacher}", how)
+
+
+def _differs(entry: str, how: str) -> UsageError:
+    return UsageError(
+        f"--frozen-engine {entry}: its tokenizer is not the policy's ({how}), but a teacher scores the policy's token "
+        "ids; choose a teacher with the same tokenizer"
+    )
+
+
+def vocabulary(directory: Path) -> dict[int, str] | None:
+    """Token id -> text as `tokenizer.json` has it, added tokens included; None without that file or of another form."""
+    import tokenizers
+
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+    except Exception:  # the binding raises bare Exception
+        return None  # the loader of the policy's tokenizer reported it, or the teacher's engine will
+    return {token: text for text, token in backend.get_vocab().items()}

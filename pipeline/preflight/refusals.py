@@ -1,36 +1,118 @@
-"""All that a run refuses before it starts anything, reported together: by the run, by `--dry-run`, beside the faults of
+"""What a run refuses before it starts anything, reported together: by the run, by `--dry-run`, beside the faults of
 the configuration.
 
-Names of graders and filters are looked up where they are implemented, options of Megatron-core in its source. A user's
-functions are imported, and asked for their signature, in a process of their own; this one imports neither their modules
-nor a framework.
+Names of graders and filters are looked up where they are implemented, options of Megatron-core in its source. Functions
+and environments of the user are imported in a process of their own, which checks signatures, and writes the tasks of an
+environment with the interpreter of its workers; this process imports neither their modules nor a framework.
 
-Invariant: nothing is written and no engine is asked. What only the network can answer (a checkpoint of the hub, engines
-that run already) is left to the run.
+Invariant: nothing is written, except tasks that a run asks for, and no engine is asked. What only the network can
+answer (a checkpoint of the hub, running engines) is left to the run.
 """
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Final
+from pathlib import Path
+from typing import Final, Literal
 
 import msgspec
 
-from configs.schema import Config
-from configs.schema.rejection import parse_rules
+from configs.schema import Config, EnvironmentConfig
+from configs.schema.algorithm import parse_rules
 from configs.sources import parse_source, source_fault
-from models.train.megatron.settings.options import option_faults
+from models.disk import write_whole
+from models.train.megatron.options import option_faults
 from pipeline.errors import Refused, UsageError, user_error
 from pipeline.hosts.machine import child_environment
-from pipeline.preflight.environments import check_environments
 from pipeline.preflight.sglang import NoSglang, prepare_sglang
+from stages.agents.calls import Hosted
 from stages.data.prompt_set import PromptSet
 from stages.errors import FilterNameError
 from stages.graders.registry import is_import_path, listed_grader, outside, refusal
 from stages.group.filters import parse_filters
 from stages.reward.selection import Row, Selection
+
+LIMIT_S = 120.0
+
+
+def check_environments(config: Config) -> None:
+    """All environments can be imported and made with their options. Raises Refused."""
+    if config.train.loss_type == "sft_loss":
+        return
+    faults = []
+    requested = {entry.split("=", 1)[-1].split("@[", 1)[0] for entry in _entries(config)}
+    for table in config.environment:
+        options = msgspec.json.encode(table.options).decode()
+        try:
+            (line,) = _ask(table, "check", table.class_path, options) or (
+                msgspec.Raw(b'"its process printed nothing"'),
+            )
+            hosted = msgspec.json.decode(line, type=Hosted)
+        except msgspec.ValidationError:
+            faults.append(f"environment.{table.name}: {msgspec.json.decode(line)}")
+            continue
+        except UsageError as error:
+            faults.append(str(error))
+            continue
+        if table.name in requested and not hosted.tasks:
+            faults.append(
+                f"--prompt-data {table.name}: the environment's class {table.class_path} makes no tasks; give it a "
+                "class method tasks(split, seed), or give a file of rows"
+            )
+    if faults:
+        raise Refused(faults)
+
+
+def write_tasks(
+    config: Config, table: EnvironmentConfig, split: Literal["train", "heldout"], count: int, path: Path
+) -> Path:
+    """Rows of an environment's own tasks. Each is the row's metadata, and its keys are the row's as well, so that
+    `label_key`, `input_key` and `warm_start_label_key` may name them. Raises UsageError."""
+    options = msgspec.json.encode(table.options).decode()
+    lines = _ask(table, "tasks", table.class_path, options, split, str(config.run.seed), str(count))
+    rows = []
+    for line in lines:
+        try:
+            task = msgspec.json.decode(line, type=dict[str, object])
+        except msgspec.ValidationError:
+            raise UsageError(f"environment.{table.name}: tasks({split!r}): {msgspec.json.decode(line)}") from None
+        metadata = {**task, "environment": table.name}
+        rows.append(
+            msgspec.json.encode({config.data.input_key: table.name, **task, config.data.metadata_key: metadata})
+        )
+    if not rows:
+        raise UsageError(f"environment.{table.name}: tasks({split!r}) gives none; yield at least one, or give a file")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, b"".join(row + b"\n" for row in rows))
+    return path
+
+
+def _entries(config: Config) -> tuple[str, ...]:
+    return (*config.data.prompt_data, *config.eval.eval_prompt_data, *config.warm_start.warm_start_data)
+
+
+def _ask(table: EnvironmentConfig, *arguments: str) -> list[bytes]:
+    """The lines that the environment's process prints. Raises UsageError."""
+    environment = child_environment(1)  # another interpreter gets the project and the user's modules only
+    environment["PYTHONPATH"] = os.pathsep.join([environment["PYTHONPATH"], os.getcwd()])
+    command = [table.python or sys.executable, "-P", "-m", "stages.agents.describe", *arguments]
+    try:
+        done = subprocess.run(command, stdout=subprocess.PIPE, env=environment, timeout=LIMIT_S, check=False)
+    except subprocess.TimeoutExpired:
+        raise UsageError(
+            f"environment.{table.name}: importing {table.class_path} takes longer than {LIMIT_S:g} s; let the module "
+            "define things only, and load what is large in reset"
+        ) from None
+    if done.returncode:
+        raise UsageError(
+            f"environment.{table.name}: importing {table.class_path} ended its process (exit status "
+            f"{done.returncode}); its error output stands above"
+        )
+    return done.stdout.splitlines()
+
 
 AUTO = "auto"  # decided when the labels are known
 
@@ -42,7 +124,7 @@ def check_trainer(config: Config) -> None:
 
 
 def check_names(config: Config) -> None:
-    """Filters, components and graders of the flags. Raises UsageError that tells every fault."""
+    """Filters, components and graders of the flags. Raises UsageError with every fault."""
     if config.train.loss_type == "sft_loss":
         return
     faults = []
@@ -68,7 +150,7 @@ def check_graders(config: Config, names: Iterable[str]) -> None:
     named = tuple(names)
     if faults := [*_name_faults(config, named)]:
         raise Refused(faults)
-    known = functions_of(config)  # those of the flags were looked at before the data
+    known = functions_of(config)  # functions of the flags were checked before the data
     check_functions(tuple(function for function in graders_of(named) if function not in known))
 
 
@@ -87,15 +169,15 @@ def _name_faults(config: Config, names: Iterable[str]) -> Iterator[str]:
 
 
 def _needs_process(name: str) -> bool:
-    found = listed_grader(name)
-    return outside(name) is None and (found is None or not found.in_stage)
+    grader = listed_grader(name)
+    return outside(name) is None and (grader is None or not grader.in_stage)
 
 
 IMPORT_LIMIT_S = 120.0  # as a grader process has
 
 
 def functions_of(config: Config) -> tuple[str, ...]:
-    """What the flags name, as `kind=package.module:function`."""
+    """Functions of the flags, as `kind=package.module:function`."""
     selection = Selection(config.reward)
     names = [*selection.configured(), *([selection.group_grader(Row())] if config.reward.group_rm else [])]
     paths = {
@@ -112,12 +194,12 @@ def functions_of(config: Config) -> tuple[str, ...]:
 
 
 def graders_of(names: Iterable[str]) -> tuple[str, ...]:
-    """The user's own among graders of these names."""
+    """Graders of the user among these names."""
     return tuple(dict.fromkeys(f"grader={name}" for name in names if is_import_path(name)))
 
 
 def check_functions(functions: tuple[str, ...]) -> None:
-    """Raises UsageError with all that is wrong. Imports in another process, with the environment of the stages."""
+    """Raises UsageError with all faults. Imports in another process, with the environment of the stages."""
     if not functions:
         return
     command = [sys.executable, "-P", "-m", "stages.user_functions", *functions]
@@ -157,21 +239,21 @@ def check_rows(config: Config) -> None:
         if files:
             rows = msgspec.structs.replace(keys, rollout_max_prompt_len=None)
             labels = supervised and not named
-            found = PromptSet(files, rows, lambda _: (0,), lambda *_: "a chat", tokenize_labels=labels)
-            check_graders(config, found.report.rm_types)
+            prompts = PromptSet(files, rows, lambda _: (0,), lambda *_: "a chat", tokenize_labels=labels)
+            check_graders(config, prompts.report.rm_types)
 
 
 _ALWAYS: Final[Sequence[Callable[[Config], object]]] = (check_names, check_trainer, check_environments, prepare_sglang)
 
 
 def refuse(config: Config) -> None:
-    """What stands before a run. Raises Refused; where something is wrong, the data is looked at as well."""
+    """The checks before a run. Raises Refused; after a first fault, the data is checked as well."""
     if faults := _faults(config, _ALWAYS):
         raise Refused([*faults, *_faults(config, (check_rows,))])
 
 
 def refusals(config: Config) -> list[str]:
-    """For a plan, or beside other faults: one sentence each. An environment of SGLang may be missing then."""
+    """The faults of a plan, one sentence each. An environment of SGLang may be missing for a plan."""
 
     def sglang(config: Config) -> None:
         try:

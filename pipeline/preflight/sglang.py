@@ -1,7 +1,7 @@
-"""The environment of SGLang and its router, looked at before anything starts.
+"""Checks of the Python environment of SGLang and its router, before anything starts.
 
-Invariants: it is asked only if a server or router of this run lives in it; all faults of the options that are passed on
-are told together, in one sentence each, before the first process starts.
+Invariants: the environment is probed only if a server or router of this run uses it; all faults of options for SGLang
+are reported together, in one sentence each, before the first process starts.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ from pipeline.errors import Refused, UsageError
 
 
 class NoSglang(UsageError):
-    """The environment of SGLang is not there, or does not answer."""
+    """The environment of SGLang is missing, or does not answer."""
 
 
 ROOT = Path(pipeline.__file__).parent.parent
 
 
 def parts(config: Config) -> tuple[Part, ...]:
-    """What this run starts out of that environment."""
+    """The programs that this run starts from that environment."""
     if not generates(config):
         return ()
     own = engine_count(config) > 0 and not config.sglang.rollout_external_engine_addrs
     frozen = any(not is_address(place) for place in frozen_engines(config).values())
     server = config.engine.engine == "sglang" and (own or frozen)
     kind = router_kind(config) if config.router.router_address is None else "none"
-    found: list[Part] = ["server"] if server else []
+    programs: list[Part] = ["server"] if server else []
     if kind != "none":
-        found.append("smg" if kind == "smg" else "router")
-    return tuple(found)
+        programs.append("smg" if kind == "smg" else "router")
+    return tuple(programs)
 
 
 def prepare_sglang(config: Config, *, warn: bool = True) -> Installed:
-    """Find the environment, ask what it holds, check the options that are passed on; with `warn` tell what is unwise.
+    """Find the environment, list its versions, check the options for SGLang; with `warn`, print unwise settings.
 
-    A run that starts nothing of SGLang asks nothing, and gets an account without versions. Blocks for 0.1 s, or for the
-    5 to 15 s of SGLang's imports after an installation. Raises UsageError that tells every fault, or what is missing.
+    A run that starts no program of SGLang probes nothing, and gets an account without versions. Blocks for 0.1 s, or
+    for the 5 to 15 s of SGLang's imports after an installation. Raises UsageError with every fault, or what is missing.
     """
     wanted = parts(config)
     if not wanted:
@@ -67,7 +67,7 @@ def prepare_sglang(config: Config, *, warn: bool = True) -> Installed:
 
 
 def warnings(config: Config, installed: Installed) -> Iterator[str]:
-    """What the servers of this run would do that the user may not want."""
+    """Settings whose effect on this run's servers the user may not want."""
     off = any(dashed(key) == "disable-overlap-schedule" and value for key, value in config.sglang.sglang_args.items())
     generates = not config.sglang.rollout_external_engine_addrs
     if installed.cuda and generates and config.engine.pause_generation_mode == "in_place" and not off:
@@ -79,7 +79,7 @@ def warnings(config: Config, installed: Installed) -> Iterator[str]:
 
 
 def _faults(config: Config, installed: Installed, wanted: Sequence[Part]) -> Iterator[str]:
-    """Everything that is wrong with what this run asks of the environment. Raises LaunchError."""
+    """All faults of this run's options for the environment. Raises LaunchError."""
     if "server" in wanted:
         faults = server_faults(config.sglang.sglang_args, installed)
         yield from faults

@@ -1,7 +1,7 @@
-"""What became of the groups: filter metrics of each step, and over the run how the trained groups differ from the rest.
+"""Outcomes of groups: filter metrics of each step, and over the run how the trained groups differ from the rest.
 
-A filter, an age limit or an over-sampled batch chooses what is learnt. `BiasReport` shows what that choice favours: the
-lengths and pass rates of the groups that were trained beside those of the groups that were not (`bias.json`).
+A filter, an age limit or an over-sampled batch selects what is learnt. `bias.json` shows what the selection favours:
+lengths and pass rates of the trained groups beside those of all other groups.
 
 Invariants: a group enters by its settlement, once; lengths and pass rates are compared over graded groups only, because
 an interrupted group has neither.
@@ -24,7 +24,7 @@ RATE_BUCKETS = 10
 
 
 class OutcomeFigures(Struct):
-    """Groups with one end. Histograms count groups: by mean response length (upper bound, tokens), by pass rate."""
+    """Groups with one outcome. Histograms count groups: by mean response length (upper bound, tokens), by pass rate."""
 
     groups: int = 0
     graded: int = 0

@@ -1,11 +1,16 @@
 """The ledger's journal: what was admitted and how each group ended, one checksummed JSON line per event.
 
-It is the evidence: an oracle can recompute the ledger from it, across restarts, and compare it with what the run says.
+It is the evidence: an oracle can recompute the ledger from it, across restarts, and compare it with the run's summary.
 The last key of a line, `crc`, is the CRC-32 in hexadecimal of the line as it would be without that key.
 
-Invariants: lines are only appended; a line whose checksum is wrong ends the reading (a torn tail after a crash), and is
+Invariants: lines are only appended; reading ends at a line with a wrong checksum (a torn tail after a crash), which is
 cut off before the next line is written; a `rollback` line says that steps after its own never happened; what happened
-before a checkpoint is on disk before the checkpoint is (`sync`), so that no audit finds more trained than admitted.
+before a checkpoint is on disk before the checkpoint is (`sync`), so no audit finds more trained than admitted.
+
+`EffectiveTime` is the share of a run's wall clock that was spent on steps that count, from the journal alone. A start
+of a run lasts from its first to its last line in the journal or its summary; the time between two starts does not
+count. A step takes the time since the step before it, or since the trainer's first weights were out. The rest is lost:
+starting, steps that a rollback undoes, a batch without an end, the way to the end.
 """
 
 from __future__ import annotations
@@ -13,7 +18,8 @@ from __future__ import annotations
 import os
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -65,7 +71,7 @@ class Committed(Struct, frozen=True, tag="commit"):
 
 
 class RolledBack(Struct, frozen=True, tag="rollback"):
-    """The run was resumed from the checkpoint of `step`: what it holds as open is open again, however it ended."""
+    """The run was resumed from the checkpoint of `step`: its open groups are open again, whatever their outcome was."""
 
     step: int
     run_generation: int
@@ -91,7 +97,7 @@ class Journal:
         self._first: tuple[Event, ...] = ()
 
     def begin_with(self, *events: Event) -> None:
-        """Write these events in front of the next one: what is refused before anything happens leaves no line."""
+        """Write these events before the next event: a start that is refused first leaves no line."""
         self._first = events
 
     def write(self, *events: Event) -> None:
@@ -129,13 +135,13 @@ def _refuse_other_format(path: Path, first: bytes) -> None:
     if _OTHER_FORMAT.match(first):
         raise JournalDamaged(
             f"{path} was written by an earlier version of Sluice, with the checksum in front of each line; resume the "
-            "run with that version, or move the file away: the run then goes on with a journal that begins at its last "
+            "run with that version, or move the file away: the run then continues with a journal from its last "
             "checkpoint"
         )
 
 
 def _cut_torn_tail(path: Path) -> None:
-    """Remove what a crash left of the last lines: what is appended behind it would never be read."""
+    """Remove the torn last lines of a crash: lines behind them would never be read."""
     kept, torn = 0, False
     with path.open("r+b") as file:
         _refuse_other_format(path, file.readline())
@@ -144,7 +150,7 @@ def _cut_torn_tail(path: Path) -> None:
             if torn and _whole(line):
                 raise JournalDamaged(
                     f"{path} is damaged before line {number}, which is whole, so no crash did it; restore the file, or "
-                    "move it away: the run then goes on with a journal that begins at its last checkpoint"
+                    "move it away: the run then continues with a journal that begins at its last checkpoint"
                 )
             torn = torn or not _whole(line)
             kept += 0 if torn else len(line)
@@ -173,7 +179,7 @@ def last_run_generation(path: Path) -> int:
 
 
 class Audit(Struct):
-    """What the journal says of a run, roll-backs applied."""
+    """A run as its journal records it, rollbacks applied."""
 
     admitted: int
     outcomes: dict[str, int]
@@ -230,3 +236,41 @@ def audit(path: Path) -> Audit:
         batches={step: e.token_hash for step, e in sorted(batches.items())},
         staleness_max=max((e.oldest for e in batches.values()), default=0),
     )
+
+
+@dataclass
+class EffectiveTime:
+    """`former_s`: the wall clock of former starts. `steps`: seconds of each step that counts, over all starts."""
+
+    began_s: float  # unix time of this start
+    former_s: float = 0.0
+    steps: dict[int, float] = field(default_factory=dict)
+
+    def share(self, now_s: float) -> float:
+        """Of the wall clock up to a unix time; 0 before there is any."""
+        wall = self.former_s + max(0.0, now_s - self.began_s)
+        return min(1.0, sum(self.steps.values()) / wall) if wall > 0 else 0.0
+
+
+def resumed_time(events: Iterable[Event], now: Began, step: int) -> EffectiveTime:
+    """The effective time of former starts of a run that is resumed from `step`. Each start recorded the last sign of
+    the start before it; `now` is the start that begins."""
+    former_s, begun = 0.0, 0.0
+    steps: dict[int, float] = {}
+    for event in (*events, now):
+        match event:
+            case Began():
+                former_s += max(0.0, event.before_s - begun) if begun else 0.0
+                begun = event.unix_s
+            case Stepped():
+                steps[event.step] = event.took_s
+            case RolledBack():
+                steps = {number: took_s for number, took_s in steps.items() if number <= event.step}
+            case _:
+                pass
+    return EffectiveTime(now.unix_s, former_s, {number: took_s for number, took_s in steps.items() if number <= step})
+
+
+def last_sign_s(*files: Path) -> float:
+    """Unix time at which one of these files was written last, 0 if there is none."""
+    return max((file.stat().st_mtime for file in files if file.exists()), default=0.0)

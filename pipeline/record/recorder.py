@@ -19,17 +19,25 @@ from configs.graph import loops, path
 from configs.schema import Config
 from models.checkpoint import Manifest, commit_directory, final_path, manifests, prune, write_manifest
 from pipeline.facts.run_directory import RunDir
-from pipeline.facts.stats import STATS_PREFIX, Changed, LedgerCounts, StageStats
-from pipeline.facts.text import outage_text, visible
+from pipeline.facts.stats import STATS_PREFIX, Changed, LedgerCounts, StageStats, outage_text, visible
 from pipeline.facts.trace import TraceWriter
 from pipeline.observe.metrics import Metrics
 from pipeline.observe.stalls import OutageWatch, StallWatch
 from pipeline.observe.view import RunView
-from pipeline.record.effective_time import EffectiveTime, last_sign_s, resumed_time
-from pipeline.record.episodes import forget_ended, forget_responses, keeps_responses, keeps_rollouts
 from pipeline.record.group_outcomes import GroupOutcomes
-from pipeline.record.journal import Admitted, Began, Committed, Ended, Journal, Stepped, read_journal
-from pipeline.record.save_hf import save_hf
+from pipeline.record.journal import (
+    Admitted,
+    Began,
+    Committed,
+    EffectiveTime,
+    Ended,
+    Journal,
+    Stepped,
+    last_sign_s,
+    read_journal,
+    resumed_time,
+)
+from pipeline.record.kept_files import forget_ended, forget_responses, keeps_responses, keeps_rollouts, save_hf
 from stages.messages import CheckpointReady, EvalDone, Settled, StepDone
 from stages.prompts.ledger import Ledger, LedgerSnapshot, OpenGroup
 from stages.topic_values import POLICY, addresses, carrying
@@ -47,7 +55,7 @@ def scores(report: EvalDone) -> list[tuple[str, int, float]]:
 
 
 def _phase(config: Config) -> str:
-    """What the display calls this phase."""
+    """The name of this phase in the display."""
     if config.train.loss_type != "sft_loss":
         return config.run.mode
     return "warm start" if config.warm_start.warm_start_steps else "supervised"
@@ -63,7 +71,7 @@ def _engines(topic: TopicServer) -> dict[str, tuple[int, float] | None]:
 
 
 class Recorder:
-    """Everything that is written down of one phase of a run. A context manager."""
+    """Writes the records of one phase of a run. A context manager."""
 
     def __init__(
         self,
@@ -97,7 +105,7 @@ class Recorder:
         )
         self.rewards: list[float] = []  # per step, over all groups graded for it, trained or not
         self.group_outcomes = GroupOutcomes(config.rollout.n_samples_per_prompt)
-        self._ess_told: int | None = None  # step of the newest warning
+        self._ess_warned_step: int | None = None
         self.evals: list[EvalDone] = []
         self.versions: list[int] = []
         self.restarts: dict[str, int] = {}
@@ -105,16 +113,16 @@ class Recorder:
         self.staleness_bound = config.asynchrony.max_staleness  # the largest that applied
         self.changes: list[Changed] = []  # by the user, also before a resume
         self.delta_ratios: list[float] = []  # per step, where weights travel as differences
-        self.lines: Callable[[str], None] = lambda line: None  # where a message to the user goes
-        self.begun: Callable[[], None] = lambda: None  # called once the trainer has its weights: nothing is refused now
+        self.lines: Callable[[str], None] = lambda line: None  # takes a message for the user
+        self.begun: Callable[[], None] = lambda: None  # called once the trainer has its weights, after all refusals
         self._resume_step = resume_step
-        self.committed = resume_step or 0  # step of the newest checkpoint, or with which this start began
+        self.committed = resume_step or 0  # step of the newest checkpoint, or of the start
         self._responses = keeps_responses(config)
         self._ended: list[tuple[int, int]] = []  # (batches trained, group) since the newest checkpoint
         self._metrics: Metrics | None = None
 
     def _open_metrics(self) -> Metrics:
-        """When the trainer has its weights, and not before: a resume that is refused drops no row."""
+        """Called once the trainer has its weights: a refused resume drops no row."""
         if self._metrics is None:
             tensorboard = self.config.observe.use_tensorboard
             self._metrics = Metrics(self.rundir.path, tensorboard=tensorboard, resume_step=self._resume_step)
@@ -136,7 +144,7 @@ class Recorder:
             self._metrics.close()
         self.spans.close()
         if self.rewards:
-            with contextlib.suppress(OSError):  # a full disk has been told by then, and this file is a by-product
+            with contextlib.suppress(OSError):  # a full disk was reported before, and this file is a by-product
                 self.group_outcomes.write(self.rundir.path / BIAS_FILE)
 
     @property
@@ -172,31 +180,28 @@ class Recorder:
                 self.begun()
                 self.training_started = self.last_step_s = now
                 self.view.begin()
-            elif self._without_trainer_s is not None:  # the time without a trainer is no step's
+            elif self._without_trainer_s is not None:  # no step includes the time without a trainer
                 self.last_step_s += now - self._without_trainer_s
             self._without_trainer_s = None
             return
         took_s, self.last_step_s = now - self.last_step_s, now
         self.effective.steps[report.step] = took_s
-        tallied = {} if self.config.train.loss_type == "sft_loss" else self.group_outcomes.step(report)
-        metrics = {**report.metrics, **tallied, **self._ledger_metrics(), **self._weights_metrics()}
+        outcomes = {} if self.config.train.loss_type == "sft_loss" else self.group_outcomes.step(report)
+        metrics = {**report.metrics, **outcomes, **self._ledger_metrics(), **self._weights_metrics()}
         metrics["perf/effective_training_time"] = self.effective.share(time.time())
         if "reward/mean" in metrics:
             self.rewards.append(metrics["reward/mean"])
         self.journal.write(Stepped(report.step, report.token_hash, max(report.staleness, default=0), round(took_s, 3)))
         self.view.step(report.step, at_s=now, metrics=metrics, tokens=report.tokens, staleness=report.staleness)
         self._open_metrics().write(
-            report.step,
-            metrics,
-            wall_s=self.wall_s,
-            trained_tokens=self.view.snapshot(now).trained_tokens,
+            report.step, metrics, wall_s=self.wall_s, trained_tokens=self.view.snapshot(now).trained_tokens
         )
         self._watch_ess(report)
         await self._forget_responses()
 
     async def _forget_responses(self) -> None:
-        """Of the groups that ended so long after the newest checkpoint that only newer weights can have made them: a
-        resume from it could use none of their tokens."""
+        """Remove responses of groups that ended so long after the newest checkpoint that only newer weights can have
+        made them: a resume from the checkpoint could use none of their tokens."""
         last = self.committed + (self.staleness_bound or 0) + 1
         ended = [group for step, group in self._ended if step > last]
         if ended:
@@ -204,13 +209,13 @@ class Recorder:
             await asyncio.to_thread(forget_responses, self.rundir.episodes, ended)
 
     def _watch_ess(self, report: StepDone) -> None:
-        """Say it, now and then, when few of the trained tokens carry nearly all of the weight."""
+        """Warn, at intervals, when few of the trained tokens carry nearly all of the weight."""
         bound, ess = self.config.correction.ess_warn, report.metrics.get("train/ess")
         if ess is None or not ess < bound:
             return
-        if self._ess_told is not None and report.step - self._ess_told < ESS_PAUSE_STEPS:
+        if self._ess_warned_step is not None and report.step - self._ess_warned_step < ESS_PAUSE_STEPS:
             return
-        self._ess_told = report.step
+        self._ess_warned_step = report.step
         self.say(
             f"step {report.step}: train/ess is {ess:.2f}, below --ess-warn {bound:g}: the policy is far from the one "
             "that sampled; lower --async-buffer-size or --lr, or bound the weights more tightly with --tis-clip"
@@ -248,10 +253,10 @@ class Recorder:
             if keeps_rollouts(self.config):
                 forget_ended(self.rundir.episodes, manifests(self.rundir.checkpoints))
 
-        await asyncio.to_thread(self.journal.sync)  # killed after the rename, the run is resumed from this checkpoint
+        await asyncio.to_thread(self.journal.sync)  # after a kill behind the rename, a resume takes this checkpoint
         await asyncio.to_thread(seal)
         self.journal.write(Committed(report.step))
-        self.committed, self._ended = report.step, []  # of what ended before, checkpoints decide
+        self.committed, self._ended = report.step, []  # checkpoints decide on groups that ended before
         await asyncio.to_thread(self.journal.sync)
 
     # ------------------------------------------------------------------ from the controller
@@ -264,7 +269,7 @@ class Recorder:
         self.say(f"{replica} ended with {why}; restarting it, {outage_text(self.config, stage)}")
 
     def changed(self, what: str, value: str) -> None:
-        """The user changed something while the run goes on. Journalled before he is told that it is so."""
+        """The user changed the running run. Journalled before the reply to the user."""
         change = Changed(self.view.snapshot(time.monotonic()).step, what, value)
         self.changes.append(change)
         self.journal.write(change)
@@ -301,12 +306,12 @@ class Recorder:
         ratio = self.view.extra("train", "delta_ratio")
         if ratio > 0:
             self.delta_ratios.append(ratio)
-        found = {
+        values = {
             "perf/delta_ratio": ratio,
             "perf/publish_weights_time": self.view.extra("train", "publish_s"),
             "perf/update_weights_time": max((row.update_s or 0.0 for row in self.view.engine_rows()), default=0.0),
         }
-        return {name: value for name, value in found.items() if value > 0}
+        return {name: value for name, value in values.items() if value > 0}
 
     def _ledger_metrics(self) -> dict[str, float]:
         counts = {f"ledger/{name}": float(n) for name, n in self.ledger.counts.items()}

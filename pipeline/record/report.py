@@ -10,9 +10,9 @@ from configs.graph import engine_count
 from configs.schema import Config, router_kind
 from models.checkpoint import latest_checkpoint
 from models.fault_injection import injected
-from pipeline.facts.servers import read_fleet
-from pipeline.facts.text import visible
-from pipeline.observe.perfetto import merge
+from pipeline.facts.run_directory import read_fleet
+from pipeline.facts.stats import visible
+from pipeline.facts.trace import merge
 from pipeline.observe.plot import plot_metrics_file
 from pipeline.observe.summary import (
     EngineSummary,
@@ -27,7 +27,7 @@ from pipeline.observe.summary import (
     summarise_staleness,
     write_summary,
 )
-from pipeline.record.episodes import uncertain_in
+from pipeline.record.kept_files import uncertain_in
 from pipeline.record.recorder import Recorder
 from stages.sample_log import SAMPLES_FILE
 

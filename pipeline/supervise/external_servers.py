@@ -17,13 +17,13 @@ from typing import Final
 import msgspec
 from msgspec import Struct
 
-from configs.schema.engine import HealthConfig
+from configs.schema.rollout import HealthConfig
 from models.engines.client import EngineClient
 from models.engines.errors import EngineError
 from models.engines.protocol import ModelInfo
 from models.engines.token import Token
 from pipeline.errors import UsageError
-from pipeline.facts.servers import EngineSpec
+from pipeline.facts.run_directory import EngineSpec
 from pipeline.supervise.health_probe import HealthProbe, HealthTracker, HttpProbe, SchedulerProbe, until
 from pipeline.supervise.restarts import Lifecycle, Waiting
 from stages.topic_values import RouterAddress

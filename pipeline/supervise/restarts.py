@@ -24,12 +24,12 @@ from typing import ClassVar, Final, Protocol
 
 from msgspec import Struct
 
-from configs.schema.engine import HealthConfig
+from configs.schema.rollout import HealthConfig
 from models.engines.client import EngineClient
 from models.engines.errors import EngineError
 from models.engines.token import Token
 from pipeline.errors import EXIT_USER_ERROR, ReplicaFailed, UsageError
-from pipeline.facts.servers import EngineSpec, Kind
+from pipeline.facts.run_directory import EngineSpec, Kind
 from pipeline.hosts.launcher import ANYTHING, Handle, Launcher, ProcessSpec, Resources, describe_exit, run_until
 from pipeline.supervise.auto_resume import WINDOW_S, RestartBudget, backoff_s
 from pipeline.supervise.health_probe import HealthProbe, HealthTracker, HttpProbe, until

@@ -28,7 +28,7 @@ from models.engines.launch.environment import Installed
 from models.engines.launch.router_command import router_launch
 from models.engines.token import TokenFile
 from pipeline.errors import check_repeatable
-from pipeline.facts.servers import EngineSpec, Kind
+from pipeline.facts.run_directory import EngineSpec, Kind
 from pipeline.facts.stats import STATS_PREFIX
 from pipeline.graph import STAGES, Node
 from pipeline.hosts.launcher import HostGone, Launcher, ProcessSpec, describe_exit

@@ -21,7 +21,7 @@ import msgspec
 from msgspec import Struct
 
 from configs.schema import Config
-from configs.schema.debug import RANK
+from configs.schema.run import RANK
 from models.fault_injection import fault_plan
 from models.train.trainer_group.rank_spec import (
     EXIT_PEER_GONE,

@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 
 from configs.schema import Config, EnvironmentConfig
-from configs.schema.did_you_mean import cure
+from configs.schema.notation import cure
 from stages.agents.agent_episodes import AgentEpisodes, GatewayDoor
 from stages.agents.calls import EnvironmentFailed
 from stages.agents.episodes import Episodes

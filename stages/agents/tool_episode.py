@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from typing import Final, Protocol, runtime_checkable
 from weakref import WeakValueDictionary
 
-from configs.schema.did_you_mean import nearest
+from configs.schema.notation import nearest
 from stages.agents.environment import InfrastructureError, Start, Step, Task, Turn
 from stages.chat.messages import Message, ToolCall
 from stages.records.once import NoEffect, Once, Uncertain

@@ -13,7 +13,7 @@ from typing import Final
 import msgspec
 
 from configs.schema import Config
-from configs.schema.did_you_mean import cure
+from configs.schema.notation import cure
 from stages.chat.bridge import QUESTION, Bridge, Template, check_bridge
 from stages.chat.errors import ChatFormatError
 from stages.chat.formats import PlainFormat, TemplateFormat, TurnEnd, TurnReader, reasoning_tags, special_pieces

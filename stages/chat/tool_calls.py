@@ -13,7 +13,7 @@ from typing import Final, Protocol
 import msgspec
 from msgspec import Struct
 
-from configs.schema.did_you_mean import did_you_mean
+from configs.schema.notation import did_you_mean
 from stages.chat.messages import ToolCall, ToolSchema
 
 CALL_CHARS: Final = 32_768

@@ -14,7 +14,7 @@ from typing import Literal
 import msgspec
 from msgspec import Struct, field
 
-from configs.schema.did_you_mean import did_you_mean
+from configs.schema.notation import did_you_mean
 
 LISTED = 20
 

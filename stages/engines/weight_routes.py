@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from msgspec import Struct
 
-from configs.schema.engine import UpdateConfig
+from configs.schema.rollout import UpdateConfig
 from models.engines.client import EngineClient, WeightsUpdated
 from models.engines.errors import EngineError, EngineUnreachable
 from models.engines.protocol import ServerInfo

@@ -15,7 +15,7 @@ from functools import lru_cache, partial
 
 import msgspec
 
-from configs.schema.did_you_mean import nearest
+from configs.schema.notation import nearest
 from stages.graders import synthetic
 from stages.graders.code import code_grader
 from stages.graders.custom import IMPORT_PATH, custom_grader

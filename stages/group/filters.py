@@ -22,7 +22,7 @@ import numpy as np
 from msgspec import Struct
 
 from configs.schema import Config, FilterConfig
-from configs.schema.did_you_mean import nearest
+from configs.schema.notation import nearest
 from models.import_path import import_function
 from stages.errors import FilterError, FilterNameError
 from stages.messages import PromptGroup, RolloutSlice

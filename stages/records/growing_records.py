@@ -2,7 +2,7 @@
 
 Files are below the run directory: `episodes/<group>/<kind>-<life>-<process>.log`. A life of the run is one start of it.
 Two kinds use this: partial responses (stages/records/responses.py) and turns of episodes (stages/records/turns.py).
-pipeline/record/episodes.py removes the files of a group when nothing can need them any more.
+pipeline/record/kept_files.py removes the files of a group when nothing can need them any more.
 
 Invariants:
 - One process writes a file. A record has only the change since the previous record of the same key, so a file grows

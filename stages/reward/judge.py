@@ -15,7 +15,7 @@ import re
 from pathlib import Path
 from typing import Final
 
-from configs.schema.reward import RewardConfig
+from configs.schema.data import RewardConfig
 from models.engines.errors import EngineTimeout, EngineUnreachable
 from models.engines.protocol import SamplingParams
 from stages.graders.grade import Grade, UnknownGraderError, clean, failed

@@ -28,7 +28,7 @@ import aiohttp
 import msgspec
 from msgspec import Struct
 
-from configs.schema.reward import RewardConfig
+from configs.schema.data import RewardConfig
 from stages.graders.grade import EXTRACTED_CHARS, Grade, clean, failed
 
 MAX_ANSWER_BYTES = 1 << 20

@@ -15,7 +15,7 @@ from typing import Final
 
 from msgspec import Struct
 
-from configs.schema.reward import RewardConfig
+from configs.schema.data import RewardConfig
 from stages.graders.grade import UnknownGraderError
 
 _NAME = re.compile(r"[A-Za-z_][\w.-]*")

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from configs.schema.did_you_mean import nearest
+from configs.schema.notation import nearest
 from models.import_path import ImportPathError, import_path
 from stages.tools.calculator import Calculator
 from stages.tools.tool import Arguments, FunctionTool, Schema, Tool, ToolCallError, UnknownToolError

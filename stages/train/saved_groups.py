@@ -29,7 +29,7 @@ import numpy as np
 import xxhash
 
 from configs.schema import Config
-from configs.schema.debug import batch_file
+from configs.schema.run import batch_file
 from models.checkpoint import CheckpointError, explain_disk_errors
 from stages.errors import SavedBatchError
 from stages.messages import Extra, RolloutSlice, WireArray

@@ -1,13 +1,42 @@
-"""The short form of every benchmark runs to its end and writes what it measured; no figure is judged here."""
+"""Benchmarks: the short form of each runs to its end; figures of the planner and of the scaling runs.
+
+The planner's simulation: cases by hand, conservation, the bound, and figures that must not get worse with more GPUs.
+"""
 
 from __future__ import annotations
 
 import json
+import math
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from bench.plan import (
+    QUICK,
+    Efficiency,
+    Job,
+    Plan,
+    bounds,
+    changes,
+    cluster_of,
+    kv_tokens,
+    search,
+    shape_of,
+    splits,
+    weight_bytes,
+)
+from bench.plan_cluster import simulate
+from bench.plan_world import Cluster, Result
+from bench.scale import MEMBERS, Cost, Point, flags, points, report, usage
+from configs.load import load
+from configs.schema.model_shapes import total_parameters
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARED = "arguments(__doc__, "  # the options that every benchmark has
@@ -30,3 +59,244 @@ def test_the_short_form_runs(name: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     document = json.loads(output.read_text())
     assert document["series"], "a benchmark has measured something"
+
+
+# One engine of two slots, one group of two rollouts of 100 tokens in 10 ms each, 0.5 s of training.
+TRIVIAL = Cluster(
+    engines=1, slots=2, a_s=0.01, c_s=0.0, token_s=0.0025, groups=1, members=2, mean=100.0, sigma=0.0, cap=100,
+    staleness=0, streams=False, batches=6, warm_up=2,
+)  # fmt: skip
+BUSY = Cluster(
+    engines=2, slots=16, a_s=0.01, c_s=0.0002, token_s=4e-5, groups=4, members=4, prompt=20, mean=200.0, sigma=0.9,
+    cap=1500, staleness=2, update_s=0.3, batches=12, warm_up=4,
+)  # fmt: skip
+IN_TURNS = Cluster(
+    engines=32, slots=32, a_s=0.01, c_s=0.0, token_s=0.01 / 32 / 32, groups=1024, members=1, mean=4096.0, sigma=0.5,
+    cap=32768, staleness=0, colocated=True, rolling=64, batches=4, warm_up=1,
+)  # fmt: skip
+
+
+def conserved(result: Result) -> bool:
+    """I1: every group has one end, or is open."""
+    return result.admitted == sum(result.outcomes.values()) + result.open
+
+
+def test_one_batch_after_the_other_takes_generation_and_training() -> None:
+    result = simulate(TRIVIAL)
+    assert result.step_s == pytest.approx(1.0 + 0.5)
+    assert result.staleness == {0: 4 * 200}
+    assert result.engine_busy == pytest.approx(1.0 / 1.5)
+    assert result.trainer_busy == pytest.approx(0.5 / 1.5)
+    assert result.outcomes["trained"] == 6
+    assert result.wasted == 0.0
+
+
+def test_one_step_ahead_takes_the_longer_of_both() -> None:
+    result = simulate(replace(TRIVIAL, staleness=1))
+    assert result.step_s == pytest.approx(1.0)
+    assert result.engine_busy == pytest.approx(1.0)
+    assert result.staleness == {0: 400, 1: 400}, "weights arrive when half of a batch is generated"
+
+
+def test_in_turns_on_the_same_gpus_nothing_overlaps() -> None:
+    assert simulate(replace(TRIVIAL, staleness=1, colocated=True)).step_s == pytest.approx(1.5)
+
+
+def test_a_grader_takes_one_rollout_at_a_time() -> None:
+    graded = replace(TRIVIAL, graders=1, reward_s=0.2)
+    assert simulate(graded).step_s == pytest.approx(1.0 + 2 * 0.2 + 0.5)
+    assert simulate(replace(graded, graders=2)).step_s == pytest.approx(1.0 + 0.2 + 0.5)
+
+
+def test_engines_stand_still_for_new_weights() -> None:
+    result = simulate(replace(TRIVIAL, update_s=0.25))
+    assert result.step_s == pytest.approx(1.75)
+    assert result.stalled == pytest.approx(0.25 / 1.75)
+
+
+def test_a_waiting_tool_holds_no_slot() -> None:
+    """Rollouts of two turns, whose tools take as long as a turn: of twice as many, half decodes and half waits."""
+    alone = simulate(replace(TRIVIAL, turns=2, tool_s=1.0, batches=40, warm_up=4, token_s=0.0))
+    assert alone.step_s > 1.5, "the slower of two tools is waited for"
+    shared = simulate(replace(TRIVIAL, turns=2, tool_s=1.0, batches=80, warm_up=8, token_s=0.0, staleness=7))
+    assert shared.step_s < 0.7 * alone.step_s, "other groups decode meanwhile"
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    st.integers(1, 3), st.integers(1, 24), st.integers(0, 3), st.integers(1, 2), st.sampled_from((0.0, 0.3)),
+    st.booleans(), st.integers(1, 2), st.integers(0, 99),
+)  # fmt: skip
+def test_every_group_has_one_end_and_no_token_is_older_than_the_bound(
+    engines: int, slots: int, ahead: int, interval: int, filtered: float, streams: bool, turns: int, seed: int
+) -> None:
+    bound = ahead + interval - 1
+    cluster = replace(
+        BUSY, engines=engines, slots=slots, staleness=bound, interval=interval, filtered=filtered, streams=streams,
+        turns=turns, tool_s=0.5, seed=seed, batches=5, warm_up=2,
+    )  # fmt: skip
+    result = simulate(cluster)
+    assert conserved(result)
+    assert result.outcomes["trained"] == 5 * cluster.groups
+    assert (result.outcomes["filtered"] > 0) <= (filtered > 0)
+    assert max(result.staleness) <= bound
+    assert min(result.staleness) >= 0
+    assert result.open <= (bound + 1) * cluster.groups
+    for share in (result.engine_busy, result.slots_busy, result.trainer_busy, result.stalled, result.wasted):
+        assert -1e-9 <= share <= 1 + 1e-9
+
+
+def test_filtered_groups_are_replaced() -> None:
+    result = simulate(replace(BUSY, filtered=0.4))
+    share = result.outcomes["filtered"] / (result.outcomes["filtered"] + result.outcomes["trained"])
+    assert conserved(result)
+    assert 0.2 < share < 0.6
+
+
+def test_a_simulation_can_be_repeated() -> None:
+    assert simulate(BUSY) == simulate(BUSY)
+    assert simulate(BUSY) != simulate(replace(BUSY, seed=2))
+
+
+def test_a_higher_bound_is_no_slower_and_older() -> None:
+    found = [simulate(replace(BUSY, staleness=bound, batches=24)) for bound in (0, 1, 3)]
+    assert found[0].step_s > 1.2 * found[1].step_s >= 1.1 * found[2].step_s
+    assert found[0].staleness_mean == 0.0 < found[1].staleness_mean < found[2].staleness_mean
+
+
+def test_more_engines_a_faster_trainer_and_shorter_answers_are_faster() -> None:
+    one = replace(BUSY, engines=1, slots=4, sigma=0.2)
+    base = simulate(one).step_s
+    assert simulate(replace(one, engines=3)).step_s < 0.7 * base
+    assert simulate(replace(one, mean=100.0)).step_s < 0.7 * base
+    slow = replace(BUSY, engines=8, token_s=2e-3)
+    assert simulate(replace(slow, token_s=1e-3)).step_s < 0.7 * simulate(slow).step_s
+
+
+def test_a_longer_tail_is_slower_where_a_batch_waits_for_its_last() -> None:
+    even = replace(BUSY, staleness=0, sigma=0.2, cap=6000)
+    assert simulate(replace(even, sigma=1.2)).step_s > 1.5 * simulate(even).step_s
+
+
+def test_the_trainer_alone_bounds_a_run_with_engines_to_spare() -> None:
+    cluster = replace(BUSY, engines=16, token_s=2e-3, sigma=0.0, streams=True)
+    result = simulate(cluster)
+    assert result.step_s == pytest.approx(16 * (200 + 20) * 2e-3, rel=0.01)
+    assert result.trainer_busy > 0.99
+
+
+def test_staleness_at_a_share() -> None:
+    result = replace(simulate(TRIVIAL), staleness={0: 90, 1: 9, 2: 1})
+    assert [result.staleness_at(share) for share in (0.5, 0.95, 0.99, 1.0)] == [0, 1, 1, 2]
+    assert result.staleness_mean == pytest.approx(0.11)
+
+
+def test_a_dense_model_reads_all_its_weights_and_experts_are_read_as_they_are_wanted() -> None:
+    dense, sparse = shape_of("qwen3-32b"), shape_of("qwen3-30b-a3b")
+    assert weight_bytes(dense, 1) == weight_bytes(dense, 100) == 2 * total_parameters(dense)
+    few, many = weight_bytes(sparse, 1), weight_bytes(sparse, 10_000)
+    assert few < many / 5
+    assert many == pytest.approx(2 * total_parameters(sparse))
+
+
+def test_a_decode_step_by_hand() -> None:
+    """8B in bfloat16 from 80 % of 3.35 TB/s, and 7 ms beside it."""
+    job = Job(model="llama3.1-8b", gpus=2, groups=1, members=1, prompt=1, mean=10.0, sigma=0.0, cap=10)
+    cluster = cluster_of(job, 1, 1)
+    assert cluster.a_s == pytest.approx(2 * 8.03e9 / (3.35e12 * 0.8) + Efficiency().overhead_s, rel=0.01)
+    assert math.isclose(cluster_of(job, 1, 2).token_s, cluster.token_s / 2)
+
+
+def test_an_engine_that_is_too_small_is_refused_with_the_cure() -> None:
+    job = Job(model="llama3.1-70b", gpus=16, engine_gpus=1)
+    assert kv_tokens(job) == 0
+    with pytest.raises(ValueError, match="raise --engine-gpus"):
+        cluster_of(job, 1, 8)
+    with pytest.raises(ValueError, match="raise --gpus or choose a smaller --model"):
+        search(job, most=1, batches=4)
+
+
+def test_splits_use_the_gpus_and_leave_the_trainer_its_memory() -> None:
+    job = Job(gpus=8, engine_gpus=1)
+    found = dict(splits(job))
+    assert found
+    assert all(engines + trainer == 8 for engines, trainer in found.items())
+    assert all(trainer * 64e9 >= 18 * 7.6e9 for trainer in found.values())
+    assert dict(splits(replace(job, trainer_unit=4))) == {1: 4, 2: 4, 3: 4, 4: 4}
+
+
+def test_the_best_split_is_the_fastest_of_those_simulated_and_none_beats_the_bound_of_full_slots() -> None:
+    job = replace(QUICK, mean=300.0, cap=1500, groups=6, members=4)
+    plans = search(job, most=3, batches=6)
+    assert [plan.result.step_s for plan in plans] == sorted(plan.result.step_s for plan in plans)
+    for plan in plans:
+        assert plan.bound_s == pytest.approx(max(bounds(job, plan.engines, plan.trainer_gpus)))
+        assert max(plan.result.staleness) <= job.staleness
+    names = [name for name, *_ in changes(job, Plan(2, 4, 1.0, plans[0].result))]
+    assert len(names) == len(set(names)) >= 7
+
+
+def test_in_turns_with_equal_lengths_all_slots_work() -> None:
+    cluster = replace(IN_TURNS, groups=64, engines=2, sigma=0.0)
+    result = simulate(cluster)
+    assert result.slots_busy / (1 - result.trainer_busy) == pytest.approx(1.0, rel=1e-3)
+
+
+END = "print('done', flush=True)\ninput()"
+SPINS = f"import time\nend = time.process_time() + 0.35\nwhile time.process_time() < end: pass\n{END}"
+SLEEPS = f"import time\nfor _ in range(400): time.sleep(0.0001)\n{END}"
+
+
+def counted(program: str) -> tuple[float, int]:
+    """CPU seconds and wake-ups of a program that is a child of a child."""
+    outer = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {program!r}])"
+    child = subprocess.Popen([sys.executable, "-c", outer], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert child.stdout is not None
+    child.stdout.readline()
+    found = usage(child.pid)
+    child.communicate(b"\n")
+    assert len(found.by_process) == 2
+    return found.cpu_s, found.wakeups
+
+
+def test_grandchildren_are_counted_with_their_time_and_their_waits() -> None:
+    spun, slept = counted(SPINS), counted(SLEEPS)
+    assert spun[0] >= 0.3
+    assert slept[1] >= spun[1] + 190  # of 400 sleeps: a start has some waits of its own, more on a busy machine
+
+
+def test_usage_of_this_process_only_grows() -> None:
+    before = usage(os.getpid())
+    time.sleep(0.001)
+    after = usage(os.getpid())
+    assert after.wakeups > before.wakeups
+    assert after.cpu_s >= before.cpu_s
+    assert after.at_s > before.at_s
+
+
+def test_one_thing_changes_between_the_runs_of_a_series() -> None:
+    found = points([1000, 100], [4, 1], wide=1000)
+    assert found == [
+        Point(in_flight=100, replicas=1), Point(in_flight=1000, replicas=1), Point(in_flight=1000, replicas=4),
+    ]  # fmt: skip
+
+
+def test_one_number_of_replicas_adds_no_run() -> None:
+    assert points([100, 100_000], [1], wide=1000) == [Point(in_flight=n, replicas=1) for n in (100, 100_000)]
+
+
+def test_the_gate_of_the_run_lets_as_many_rollouts_out(tmp_path: Path) -> None:
+    for number in (128, 1000, 100_000):
+        point = Point(in_flight=number, replicas=2)
+        config = load(flags(point, tmp_path)).config
+        assert config.rollout.rollout_batch_size * (1 + config.asynchrony.async_buffer_size) * MEMBERS <= number
+        assert config.rollout.rollout_batch_size * (1 + config.asynchrony.async_buffer_size) * MEMBERS > 0.8 * number
+        assert config.run.scale == {"engine": 1, "generate": 2, "reward": 2, "group": 2}
+
+
+def test_ratios_are_to_the_smallest_run() -> None:
+    cost = Cost(cpu_ms=2.0, wakeups=5.0, seconds=1.0, rollouts=100, processes=8, by_process={"generate": 1.0})
+    small, large = Point(in_flight=100, replicas=1), Point(in_flight=1000, replicas=1)
+    series = report({small: cost, large: cost})
+    assert {one.setting for one in series} == {"rollouts in flight"}, "one number of replicas is no series"
+    assert [one.values for one in series if one.unit == "cpu_ms"] == [[2.0], [2.0]]

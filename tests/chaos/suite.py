@@ -24,19 +24,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tests.chaos import calls
-from tests.chaos.kills import (
-    EVERYTHING,
-    FATAL,
-    MAY_END,
-    MOMENTS,
-    PRUNE,
-    RUNNING,
-    SAVE,
-    Kill,
-    Seen,
-    draw,
-    draw_fatal,
-)
+from tests.chaos.kills import EVERYTHING, FATAL, MAY_END, MOMENTS, PRUNE, RUNNING, SAVE, Kill, Seen, draw, draw_fatal
 from tests.chaos.leftovers import MARK, Watch, command, marked
 from tests.chaos.oracle import KINDS, Expected, Fault, judge
 from tests.chaos.trained import Trained, judge_same, trained_by

@@ -1,4 +1,7 @@
-"""Six kills of `make chaos`, of those after which something was once wrong or most is in flight."""
+"""Killed runs: six kills of `make chaos`, and a run with `--auto-resume` that is killed as a whole again and again.
+
+Where the controller alone is killed, its engines continue.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.kills import CONTROLLER, END, PRUNE, RESUME, RUNNING, SAVE, TRAIN, Kill
-from tests.chaos.suite import Case, Running, flags
+from tests.chaos.kills import CONTROLLER, END, EVERYTHING, PRUNE, RESUME, RUNNING, SAVE, TRAIN, Kill
+from tests.chaos.suite import AUTO, Case, Running, flags, sync_flags
+from tests.chaos.trained import trained_by
 
 pytestmark = pytest.mark.slow
 
@@ -26,3 +30,30 @@ def test_six_kills_lose_nothing(tmp_path: Path) -> None:
     assert verdict.faults == []
     assert len(verdict.done) >= len(KILLS) - 1, verdict.missed  # the end may come before its kill
     assert verdict.resumes == 2  # of the controller: with a checkpoint after each step a killed trainer goes on
+
+
+RESUMED_KILLS = (Kill(CONTROLLER, SAVE, 3, 0.002), Kill(EVERYTHING, RUNNING, 12, 0.05))
+
+
+def test_a_run_that_is_killed_as_a_whole_comes_back_by_itself(tmp_path: Path) -> None:
+    verdict = Running(Case("auto", (*flags(seed=2), *AUTO), RESUMED_KILLS, auto=True), tmp_path).run()
+    assert verdict.faults == []
+    assert verdict.missed == []
+    assert verdict.resumes == len(RESUMED_KILLS)
+    said = (tmp_path / "terminal.log").read_text()
+    assert said.count("auto-resume: the run ended with signal SIGKILL; resuming") == len(RESUMED_KILLS)
+    assert [said.count(f"{engine}: taken over from the start before") for engine in ("engine-0", "engine-1")] == [1, 1]
+
+
+@pytest.mark.full
+def test_a_sync_run_on_engines_that_it_took_over_trains_what_an_undisturbed_one_does(tmp_path: Path) -> None:
+    given = tuple(sync_flags(seed=3))
+    alone = Case("undisturbed", given, (), bound=0)
+    assert Running(alone, tmp_path / "alone").run().faults == []
+    undisturbed = trained_by(tmp_path / "alone" / "run", alone.expected)
+    kills = (Kill(CONTROLLER, RUNNING, 4, 0.1), Kill(CONTROLLER, SAVE, 9, 0.002), Kill(CONTROLLER, RUNNING, 14, 0.0))
+    case = Case("auto", (*given, *AUTO), kills, bound=0, undisturbed=undisturbed, auto=True)
+    verdict = Running(case, tmp_path / "killed").run()
+    assert (verdict.faults, verdict.resumes) == ([], len(kills))
+    said = (tmp_path / "killed" / "terminal.log").read_text()
+    assert said.count("engine-0: taken over from the start before") == len(kills)

@@ -1,18 +1,22 @@
-"""The oracle judges every run that is killed, so it must see each fault; what it says of a run without one is nothing.
+"""What judges a killed run sees each fault and reports nothing for a run without one; and the plan of kills.
 
-The runs here are written by hand, in the formats and with nothing of the program.
+The runs here are written by hand, in the formats of the program but without its code: ledgers, batches and weights of
+two runs, calls that change the world.
 """
 
 from __future__ import annotations
 
 import ast
+import itertools
 import json
 import os
+import random
 import struct
 import subprocess
 import sys
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +24,12 @@ import pytest
 import xxhash
 
 from tests.chaos import leftovers, oracle
+from tests.chaos.calls import UNSURE, judge_calls
+from tests.chaos.kills import CONTROLLER, FATAL, MOMENTS, RESUME, RUNNING, WARM, Kill, Seen, draw
 from tests.chaos.leftovers import MARK, SHARED, Watch
 from tests.chaos.oracle import DISAGREE, LOST, STALE, TWICE, Expected, judge
+from tests.chaos.suite import Case, Running, calls_flags, cases
+from tests.chaos.trained import OTHERWISE, Trained, judge_same, trained_by
 
 EXPECTED = Expected(steps=3, groups_per_step=2, bound=2)
 Event = dict[str, Any]
@@ -113,7 +121,7 @@ def drop(event: Event) -> Change:
     return lambda run: run.journal.remove(event)
 
 
-def replace(old: Event, *new: Event) -> Change:
+def replaced(old: Event, *new: Event) -> Change:
     def change(run: Run) -> None:
         place = len(run.journal) - 1 - run.journal[::-1].index(old)
         run.journal[place : place + 1] = new
@@ -138,27 +146,27 @@ ROLLBACK = next(event for event in Run().journal if event["type"] == "rollback")
 MUTANTS: dict[str, tuple[Change, str, str]] = {
     "a group without an end": (drop(settle(5, "discarded", 3)), LOST, "group 5 has no end"),
     "a group that was never admitted": (drop(admit(6)), DISAGREE, "group 6 ends as trained and was never admitted"),
-    "a group id left out": (replace(admit(5), admit(6)), LOST, "group 6 is admitted where group 5 was next"),
-    "a prompt left out": (replace(admit(6), admit(6) | {"position": 7}), LOST, "group 6 asks position 7 where 6"),
+    "a group id left out": (replaced(admit(5), admit(6)), LOST, "group 6 is admitted where group 5 was next"),
+    "a prompt left out": (replaced(admit(6), admit(6) | {"position": 7}), LOST, "group 6 asks position 7 where 6"),
     "a batch that is not whole": (drop(settle(6, "trained", 3)), LOST, "step 3 trained 1 groups of 2"),
-    "a step left out": (replace(step(3, 1), step(4, 1)), LOST, "step 4 follows step 2"),
+    "a step left out": (replaced(step(3, 1), step(4, 1)), LOST, "step 4 follows step 2"),
     "a run that stopped early": (lambda run: run.journal.__delitem__(slice(-6, None)), LOST, "last step .* is 2 of 3"),
-    "a group trained in two steps": (replace(settle(6, "trained", 3), settle(3, "trained", 3)), TWICE,
+    "a group trained in two steps": (replaced(settle(6, "trained", 3), settle(3, "trained", 3)), TWICE,
                                      "group 3 is trained in step 3 and was trained before"),
-    "a group trained though it failed": (replace(admit(5), admit(5), settle(4, "failed", 2)), TWICE,
+    "a group trained though it failed": (replaced(admit(5), admit(5), settle(4, "failed", 2)), TWICE,
                                          "group 4 is trained in step 3 and was failed before"),
-    "a step trained twice": (replace(commit(3), *batch(3, 5, 5)), TWICE, "step 3 is there again after step 3"),
-    "a batch trained twice": (replace(step(3, 1), step(3, 1, "tokens 2")), TWICE, "steps 2 and 3 trained the same tok"),
+    "a step trained twice": (replaced(commit(3), *batch(3, 5, 5)), TWICE, "step 3 is there again after step 3"),
+    "a batch trained twice": (replaced(step(3, 1), step(3, 1, "tokens 2")), TWICE, "steps 2 and 3 trained the same"),
     "a step that was rolled back and counts": (
-        replace(ROLLBACK, ROLLBACK | {"step": 2, "reopened": [1], "next_group": 5}),
+        replaced(ROLLBACK, ROLLBACK | {"step": 2, "reopened": [1], "next_group": 5}),
         DISAGREE, "a run went on from step 2 with other groups in flight than there were"),
-    "an over-stale step": (replace(step(3, 1), step(3, 3)), STALE, "step 3 trained tokens 3 versions old, over 2"),
+    "an over-stale step": (replaced(step(3, 1), step(3, 3)), STALE, "step 3 trained tokens 3 versions old, over 2"),
     "an over-stale row": (edit(2, staleness_max=3.0), STALE, "row of step 3: 3 versions, over 2"),
-    "a resume that passed over a checkpoint": (replace(step(2, 1), step(2, 1), commit(2)), LOST,
+    "a resume that passed over a checkpoint": (replaced(step(2, 1), step(2, 1), commit(2)), LOST,
                                                "went on from step 1 although step 2 was in a checkpoint"),
-    "a run generation that repeats": (replace(ROLLBACK, ROLLBACK | {"run_generation": 0}), DISAGREE,
+    "a run generation that repeats": (replaced(ROLLBACK, ROLLBACK | {"run_generation": 0}), DISAGREE,
                                       "run generation 0 follow"),
-    "a commit of another step": (replace(commit(3), commit(2)), DISAGREE, "of step 2 is written down in step 3"),
+    "a commit of another step": (replaced(commit(3), commit(2)), DISAGREE, "of step 2 is written down in step 3"),
     "a row left out": (lambda run: run.rows.pop(1), LOST, "0 rows of step 2"),
     "a row written twice": (lambda run: run.rows.append(run.rows[2]), TWICE, "2 rows of step 3"),
     "a row with other books": (edit(1, ledger_trained=6.0), DISAGREE, "row of step 2 has .*'trained': 6.0.* the jour"),
@@ -192,7 +200,7 @@ def test_a_group_that_is_told_of_twice_is_no_fault(tmp_path: Path) -> None:
     """A replica that was killed after its report tells it again: the first end counts, and the ledger counts both."""
 
     def again(run: Run) -> None:
-        replace(settle(5, "discarded", 3), settle(5, "discarded", 3), settle(5, "failed", 3))(run)
+        replaced(settle(5, "discarded", 3), settle(5, "discarded", 3), settle(5, "failed", 3))(run)
 
     assert found(tmp_path, again) == []
 
@@ -244,3 +252,109 @@ def test_the_oracle_shares_no_code_with_the_run(module: Any) -> None:
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
         assert {name.split(".")[0] for name in names} <= allowed
+
+
+ALONE = Trained(("a", "b", "c"), (("hf/model.safetensors", "1"), ("trainer/optimizer.safetensors", "2")))
+
+
+def test_a_run_that_trained_the_same_has_no_fault() -> None:
+    assert judge_same(replace(ALONE), ALONE) == []
+
+
+@pytest.mark.parametrize(
+    ("batches", "step"), [(("a", "x", "c"), 2), (("b", "a", "c"), 1), (("a", "b"), 3), (("a", "b", "c", "d"), 4)]
+)
+def test_the_first_other_batch_is_named(batches: tuple[str, ...], step: int) -> None:
+    (fault,) = judge_same(replace(ALONE, batches=batches), ALONE)
+    assert fault.kind == OTHERWISE
+    assert f"step {step} " in fault.text
+
+
+def test_other_weights_are_a_fault_though_the_batches_are_the_same() -> None:
+    (fault,) = judge_same(replace(ALONE, weights=(ALONE.weights[0], ("trainer/optimizer.safetensors", "3"))), ALONE)
+    assert (fault.kind, "weights" in fault.text) == (OTHERWISE, True)
+
+
+def test_a_run_without_a_step_is_nothing_to_compare_with(tmp_path: Path) -> None:
+    (tmp_path / "ledger.jsonl").write_bytes(b"")
+    directory = tmp_path / "checkpoints" / "step-00000001"
+    directory.mkdir(parents=True)
+    (directory / "manifest.json").write_text('{"manifest":{"files":{}}}')
+    with pytest.raises(ValueError, match="0 steps and 0 files"):
+        trained_by(tmp_path, Expected(1, 4, 0))
+
+
+KILLS = (
+    Kill("environment", RUNNING, 1, 0.1),
+    Kill("agents-0", RUNNING, 2, 0.05),
+    Kill("engine-0", RUNNING, 3, 0.05),
+    Kill(CONTROLLER, RUNNING, 4, 0.1),
+    Kill("environment", RUNNING, 5, 0.05),
+)
+
+
+@pytest.mark.slow
+def test_killed_runs_make_each_call_once_or_say_that_nobody_knows(tmp_path: Path) -> None:
+    flags = calls_flags(seed=3, steps=7)
+    verdict = Running(Case("calls", tuple(flags), KILLS, calls=True, steps=7), tmp_path).run()
+    assert verdict.faults == [], verdict.figures
+    assert len(verdict.done) >= len(KILLS) - 1, verdict.missed
+    assert verdict.resumes == 1
+
+
+def test_the_oracle_finds_what_is_wrong(tmp_path: Path) -> None:
+    calls = [[f"{group}/0", group, 0, "1"] for group in range(5)]
+    run, files = tmp_path / "run", tmp_path / "run" / "episodes" / "0"
+    files.mkdir(parents=True)
+
+    def write(name: str, *lines: object) -> None:
+        (tmp_path / name).write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+
+    def told(count: int) -> None:
+        (run / "summary.json").write_text(json.dumps({"uncertain_calls": count}))
+
+    (files / "0a").write_text(json.dumps({"key": {"arguments": [calls[0]]}}))
+    (files / "0b").write_text("00000000 {}")
+    write("counter", [calls[0], 1], [calls[1], 2], [calls[2], 3])
+    write("answered", [calls[0], UNSURE], [calls[1], 2], [calls[1], 2])
+    told(1)
+    assert judge_calls(run, tmp_path) == []
+    write("counter", [calls[1], 2], [calls[2], 3], [calls[2], 4])
+    write("answered", [calls[1], 5], [calls[3], 6], [calls[4], UNSURE])
+    told(2)
+    assert [fault.kind for fault in judge_calls(run, tmp_path)] == ["twice", "lost", "lost", "unreported", "unreported"]
+
+
+def test_the_same_seed_draws_the_same_plan() -> None:
+    def plans(seed: int) -> list[object]:
+        return list(zip(range(20), cases(seed, 100), strict=False))
+
+    assert plans(7) == plans(7)
+    assert plans(7) != plans(8)
+
+
+def test_all_moments_come_and_a_resume_follows_what_ended_the_run() -> None:
+    seen: set[str] = set()
+    for seed in range(60):
+        plan = draw(random.Random(seed), steps=20, warm_steps=4, kills=6)
+        assert len(plan) == 6
+        seen |= {kill.moment for kill in plan}
+        for before, kill in itertools.pairwise(plan):
+            if kill.moment == RESUME:
+                assert before.victim in FATAL
+    assert seen == set(MOMENTS)
+
+
+def test_a_moment_is_recognised_by_the_files_of_the_run(tmp_path: Path) -> None:
+    seen = Seen(tmp_path, keep_last_n=1)
+    running, warm = (seen.reached(Kill("train-0", moment, 2, 0.0)) for moment in (RUNNING, WARM))
+    pruned, saved = (seen.reached(Kill("train-0", moment, 2, 0.0)) for moment in ("prune", "save"))
+    (tmp_path / "checkpoints/.step-00000002.draft").mkdir(parents=True)
+    (tmp_path / "warm_start/logs").mkdir(parents=True)
+    assert not any(reached() for reached in (running, warm, pruned, saved))
+    for name in ("ledger.jsonl", "warm_start/ledger.jsonl"):
+        (tmp_path / name).write_text('{"type":"step","step":1,"crc":"00000000"}\n' * 2)
+    assert [reached() for reached in (running, warm, saved, pruned)] == [True, True, True, False]
+    for step in (1, 2):
+        (tmp_path / f"checkpoints/step-0000000{step}").mkdir()
+    assert pruned()

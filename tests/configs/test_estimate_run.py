@@ -1,4 +1,4 @@
-"""Memory and work of a run, recomputed by hand, and in the plan's text."""
+"""Memory and work of a run: recomputed by hand, against what autograd keeps, and in the plan's text."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ import pytest
 
 from configs.load import load, read_preset
 from configs.plan.gpus import layout_of, stage_layers
-from configs.plan.memory import TrainerMemory, layer_activations, trainer_memory
-from configs.plan.parameters import layer_share, total_parameters
+from configs.plan.memory import Form, TrainerMemory, layer_activations, trainer_memory
 from configs.plan.plan import make_plan, render
 from configs.plan.run_estimate import RunEstimate, estimate_run
 from configs.resolve import resolve
 from configs.schema import Config
-from configs.schema.model_shapes import known_shape
+from configs.schema.model_shapes import known_shape, layer_share, total_parameters
 
 TINY = {"model_type": "qwen3", "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
 TINY |= {"num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 96, "vocab_size": 256}
@@ -284,3 +283,57 @@ def test_a_local_checkpoint_outranks_the_preset_in_the_estimate(tmp_path: Path) 
     assert plan.estimate is not None
     assert plan.estimate.engine is not None
     assert plan.estimate.engine.kv_tokens == 256 * 1024
+
+
+TOKENS = 128
+SHAPE = {"hidden_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64}
+SHAPE |= {"intermediate_size": 320}
+LATENT = {"num_key_value_heads": 4, "kv_lora_rank": 48, "q_lora_rank": 64, "qk_nope_head_dim": 32}
+# Heads of one width: for two, CPU attention falls back to a kernel that keeps the scores.
+LATENT |= {"qk_rope_head_dim": 16, "v_head_dim": 48, "first_k_dense_replace": 9}
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("Qwen3", {"head_dim": 32}),
+    ("Llama", {"head_dim": 64}),
+    ("Glm4", {"head_dim": 32, "pad_token_id": 0, "eos_token_id": 1}),
+    ("Qwen3Moe", {"head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96}),
+    ("DeepseekV3", LATENT),
+]
+
+
+def kept(config: Any, form: Form) -> float:
+    """Bytes per token that a forward pass keeps, without weights."""
+    import torch
+
+    torch.manual_seed(0)
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").train()
+    if form == "bfloat16":
+        model = model.to(torch.bfloat16)
+    weights = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
+    alive: dict[int, tuple[int, Any]] = {}
+
+    def keep(tensor: Any) -> Any:
+        storage = tensor.untyped_storage()
+        alive.setdefault(storage.data_ptr(), (storage.nbytes(), tensor))  # held, so that no address is used again
+        return tensor
+
+    ids = torch.randint(0, 64, (1, TOKENS))
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model.model(input_ids=ids)
+    own = {pointer: size for pointer, (size, _) in alive.items() if pointer not in weights}
+    return sum(own.values()) / TOKENS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "shape"), CASES, ids=[kind for kind, _ in CASES])
+def test_a_layer_keeps_what_is_estimated(kind: str, shape: dict[str, Any]) -> None:
+    transformers = pytest.importorskip("transformers")
+    make = getattr(transformers, f"{kind}Config")
+    forms: tuple[Form, ...] = ("float32", "bfloat16")
+    for form in forms:
+        one, three = (make(**{**SHAPE, **shape}, num_hidden_layers=layers, attention_dropout=0.0) for layers in (1, 3))
+        known = known_shape(three.to_dict())
+        assert known is not None
+        measured = (kept(three, form) - kept(one, form)) / 2
+        assert layer_activations(known, 2, form) == pytest.approx(measured, rel=0.06), form

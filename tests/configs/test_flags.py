@@ -9,7 +9,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from config_values import NAMED, NESTED, values
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,16 +16,11 @@ from configs.command_line import RESERVED, parse
 from configs.flags import SECTIONS, TABLES, Flag, flags, flags_by_key
 from configs.graph import autoscale_limits
 from configs.help import description, section_title
-from configs.layers import ConfigError, merge, value_at
+from configs.layers import merge, value_at
 from configs.load import load
 from configs.passthrough import RETIRED, SLIME
 from configs.schema import Config, StageConfig
-
-
-def faults_of(*argv: str) -> tuple[str, ...]:
-    with pytest.raises(ConfigError) as caught:
-        load(argv)
-    return caught.value.faults
+from tests.configs.config_rig import NAMED, NESTED, faults_of, values
 
 
 def arrived(flag: Flag, *argv: str) -> Any:

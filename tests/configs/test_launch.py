@@ -13,7 +13,7 @@ import configs.help as manual
 import launch
 from configs.command_line import parse
 from configs.flags import SECTIONS, flags
-from configs.load import load, load_arguments, recipe_names, with_work
+from configs.load import load, load_arguments, preset_names, recipe_names, with_work
 from configs.rules.validate import checked
 
 ROOT = Path(launch.__file__).resolve().parent
@@ -242,12 +242,18 @@ def test_the_quickstart_runs_in_every_mode(mode: str) -> None:
     assert config.asynchrony.max_staleness == {"sync": 0, "one_step": 1, "async": 1}[mode]
 
 
-def test_the_documentation_is_up_to_date() -> None:
-    page = manual.PAGE.read_text(encoding="utf-8")
-    assert manual.render_page(page) == page, "run: python -m configs.help"
+@pytest.mark.parametrize("name", manual.PAGES)
+def test_the_documentation_is_up_to_date(name: str) -> None:
+    page = (manual.DOCS / name).read_text(encoding="utf-8")
+    assert manual.render_page(page, manual.PAGES[name]()) == page, "run: python -m configs.help"
+    with pytest.raises(ValueError, match="lacks the marks"):
+        manual.render_page("no marks", "")
 
 
-def test_the_documentation_names_every_recipe_and_mode() -> None:
-    page = manual.PAGE.read_text(encoding="utf-8")
+def test_the_documentation_names_every_recipe_preset_and_mode() -> None:
+    page = (manual.DOCS / "configuration.md").read_text(encoding="utf-8")
     for name in (*recipe_names(), "async", "one_step", "sync"):
         assert f"`{name}`" in page
+    models = (manual.DOCS / "models.md").read_text(encoding="utf-8")
+    for name in preset_names():
+        assert f"| `{name}` |" in models

@@ -1,32 +1,44 @@
-"""Layers and their precedence; recipes; the way to TOML and JSON and back."""
+"""Layers and their precedence: recipes, stacked recipes, presets of models; the way to TOML and JSON and back."""
 
 from __future__ import annotations
 
+import json
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
-from config_values import NAMED, NESTED, values
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from configs.layers import ConfigError, build
-from configs.load import config_hash, dump_toml, load
+import launch
+from configs.command_line import parse
+from configs.layers import ConfigError, build, value_at
+from configs.load import (
+    config_hash,
+    dump_toml,
+    load,
+    load_arguments,
+    preset_names,
+    preset_path,
+    read_preset,
+    read_recipe,
+    recipe_names,
+    with_work,
+)
+from configs.plan.gpus import gpus_of
+from configs.plan.run_estimate import estimate_run
 from configs.resolve import resolve
+from configs.rules.validate import checked
 from configs.schema import Config, StageConfig
+from tests.configs.config_rig import NAMED, NESTED, faults_of, values
 
 
 def recipe(tmp_path: Path, text: str, name: str = "mine.toml") -> str:
     path = tmp_path / name
     path.write_text(text, encoding="utf-8")
     return str(path)
-
-
-def faults_of(*argv: str) -> tuple[str, ...]:
-    with pytest.raises(ConfigError) as caught:
-        load(argv)
-    return caught.value.faults
 
 
 def test_precedence_command_line_recipe_preset_default(tmp_path: Path) -> None:
@@ -167,3 +179,281 @@ def test_a_finished_run_is_a_recipe_for_another_place(tmp_path: Path) -> None:
     assert again.run.run_dir is None
     moved = resolve(load(["--resume", str(tmp_path)]).config)  # the directory has another name by now
     assert moved.run.run_dir == str(tmp_path)
+
+
+FIT_ONE_NODE = 33_000_000_000  # parameters
+RUN = ("--prompt-data", "arithmetic", "--num-rollout", "3")
+
+
+def with_preset(*argv: str) -> tuple[Config, tuple[str, ...]]:
+    loaded = load([*RUN, *argv])
+    return checked(loaded.config, loaded.given)
+
+
+def preset_faults(*argv: str) -> tuple[str, ...]:
+    with pytest.raises(ConfigError) as caught:
+        with_preset(*argv)
+    return caught.value.faults
+
+
+def checkpoint(folder: Path, name: str, **changes: Any) -> str:
+    """A directory with the config.json of a preset, changed."""
+    model = {**read_preset(name).values["model.architecture"], **changes}
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(
+        json.dumps({key: value for key, value in model.items() if value != "absent"}), encoding="utf-8"
+    )
+    return str(folder)
+
+
+def test_precedence(tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.toml"
+    recipe.write_text('[model]\nmodel = "qwen3-8b"\n[megatron]\ntensor_model_parallel_size = 2\n', encoding="utf-8")
+    loaded = load([*RUN, "--config", str(recipe), "--actor-num-gpus-per-node", "8"])
+    config = loaded.config
+    assert config.parallel.actor_num_gpus_per_node == 8  # command line
+    assert config.megatron.tensor_model_parallel_size == 2  # recipe
+    assert config.train.hf_checkpoint == "Qwen/Qwen3-8B"  # preset
+    assert config.train.lr == 1e-6  # default
+    assert config.model.architecture["hidden_size"] == 4096
+    assert loaded.given["train.hf_checkpoint"] == "train.hf_checkpoint in --model qwen3-8b"
+    assert loaded.given["megatron.tensor_model_parallel_size"] == "megatron.tensor_model_parallel_size in mine.toml"
+    above = load([*RUN, "--config", str(recipe), "--model", "qwen3-0.6b"]).config
+    assert above.model.architecture["hidden_size"] == 1024
+    none = load([*RUN, "--config", str(recipe), "--model", "none"]).config
+    assert none.model.architecture == {}
+    assert none.train.hf_checkpoint == "tiny"
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("qwen3-8B", "did you mean --model qwen3-8b?"),
+        ("GLM4-9B", "did you mean --model glm4-9b?"),
+        ("moonlight", "did you mean --model moonlight-16b-a3b?"),
+        ("xyz", "choose one of deepseek-r1, deepseek-v3"),
+    ],
+)
+def test_a_wrong_name(name: str, words: str) -> None:
+    (fault,) = preset_faults("--model", name)
+    assert fault.startswith(f"--model is {name!r}, but there is no such preset")
+    assert words in fault
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_each_preset_is_right_and_fits(name: str) -> None:
+    config, warnings = with_preset("--model", name)
+    several = config.parallel.actor_num_nodes > 1
+    assert [warning for warning in warnings if "--actor-num-nodes" not in warning] == []
+    assert bool(warnings) is several, "no runner starts processes on several machines yet"
+    found = estimate_run(config, config.model.architecture)
+    assert found is not None
+    assert found.trainer is not None
+    assert found.trainer.fits
+    assert found.engine is not None
+    assert found.engine.kv_tokens > 200_000
+    # One node's host holds what its eight processes offload.
+    assert found.trainer.host * 8 < 1000 * 2**30
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_each_preset_that_fits_starts_on_one_node_of_eight(name: str) -> None:
+    config, _ = with_preset("--model", name)
+    found, gpus = estimate_run(config, config.model.architecture), gpus_of(config)
+    assert found is not None
+    assert (gpus.nodes == 1) is (found.parameters < FIT_ONE_NODE)
+    assert gpus.nodes > 1 or gpus.total == 8
+    text = preset_path(name).read_text(encoding="utf-8")
+    assert (f"Layout: {gpus.nodes} nodes of 8 GPUs" if gpus.nodes > 1 else "Layout: one node of 8 GPUs") in text
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_each_preset_trains_with_fsdp_too(name: str) -> None:
+    config, _ = with_preset("--model", name, "--train-backend", "fsdp")
+    assert config.megatron == Config().megatron
+    assert config.parallel.actor_num_gpus_per_node > 1
+    assert config.train.gradient_checkpointing
+
+
+def test_what_falls_away() -> None:
+    config, _ = with_preset("--model", "qwen3-8b", "--train-backend", "torch")
+    assert config.parallel == Config().parallel
+    assert config.megatron == Config().megatron
+    config, _ = with_preset("--model", "qwen3-8b", "--engine", "embedded")
+    assert config.sglang == Config().sglang
+    config, _ = with_preset("--model", "qwen3-8b", "--tensor-model-parallel-size", "1")
+    assert not config.megatron.sequence_parallel
+    config, _ = with_preset("--model", "deepseek-v3", "--pipeline-model-parallel-size", "1")
+    assert config.megatron.decoder_last_pipeline_num_layers is None
+    config, _ = with_preset("--model", "qwen3-8b", "--recompute-activations")
+    assert config.megatron.recompute_granularity == "selective"
+    assert config.megatron.recompute_method is None
+    config, _ = with_preset("--model", "qwen3-8b", "--scale", "engine=3")
+    assert config.sglang.rollout_num_gpus is None
+    config, _ = with_preset("--model", "qwen3-8b", "--rollout-external-engine-addrs", "http://127.0.0.1:30000")
+    assert config.sglang.rollout_num_gpus is None
+
+
+def test_options_of_the_engine_merge_with_the_preset() -> None:
+    config, _ = with_preset("--model", "qwen3-8b", "--sglang-mem-fraction-static", "0.7")
+    assert config.sglang.sglang_args == {"mem_fraction_static": "0.7"}
+    assert config.sglang.rollout_num_gpus == 4
+
+
+def test_a_runs_own_configuration_is_read_back_as_it_was(tmp_path: Path) -> None:
+    """Also where the command line took something away that the preset says."""
+    config, _ = with_preset("--model", "qwen3-30b-a3b", "--rollout-num-gpus", "none", "--scale", "engine=1")
+    file = tmp_path / "saved.toml"
+    file.write_text(dump_toml(config), encoding="utf-8")
+    assert load(["--config", str(file)]).config == config
+
+
+def test_a_checkpoint_that_is_another_model_is_refused(tmp_path: Path) -> None:
+    directory = checkpoint(tmp_path, "qwen3-8b", hidden_size=2560, intermediate_size=9728)
+    (fault,) = preset_faults("--model", "qwen3-8b", "--hf-checkpoint", directory)
+    assert "whose config.json differs from --model qwen3-8b in" in fault
+    assert "hidden_size (2560, not 4096), intermediate_size (9728, not 12288)" in fault
+    assert "correct the directory, or leave --model qwen3-8b out" in fault
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        ("qwen3-8b", {"max_position_embeddings": 262144, "rope_theta": 5e6}, None),
+        ("qwen3-8b", {"head_dim": "absent"}, None),  # 4096 / 32 is 128 anyway
+        ("qwen3-4b", {"head_dim": "absent"}, "head (80, not 128)"),
+        ("qwen3-30b-a3b", {"num_experts": "absent", "num_local_experts": 128}, None),
+        ("qwen3-30b-a3b", {"num_experts": "absent", "num_local_experts": 64}, "num_experts (64, not 128)"),
+        ("moonlight-16b-a3b", {"q_lora_rank": None, "head_dim": 64}, None),
+        ("moonlight-16b-a3b", {"q_lora_rank": 1536}, "latent"),
+        ("kimi-k2", {"model_type": "deepseek_v3"}, None),
+        ("glm4-9b", {"model_type": "glm"}, "model_type (glm, not glm4)"),
+    ],
+)
+def test_which_keys_may_differ(tmp_path: Path, name: str, changes: dict[str, Any], words: str | None) -> None:
+    argv = ("--model", name, "--hf-checkpoint", checkpoint(tmp_path, name, **changes))
+    if words is None:
+        with_preset(*argv)
+    else:
+        assert any(words in fault for fault in preset_faults(*argv))
+
+
+def test_a_small_built_in_model_is_no_published_one() -> None:
+    (fault,) = preset_faults("--model", "qwen3-0.6b", "--hf-checkpoint", "tiny")
+    assert "--hf-checkpoint is 'tiny', a small built-in one; leave one of them out" in fault
+
+
+def test_an_architecture_without_a_preset() -> None:
+    config, _ = with_preset("--model", "qwen3-0.6b", "--architecture", '{"num_hidden_layers": 4}')
+    assert config.model.architecture["num_hidden_layers"] == 4
+    assert config.model.architecture["hidden_size"] == 1024
+
+
+ENVIRONMENTS = ("guess_number", "maze", "multi_agent", "python_tool", "reasoning_gym", "search")
+PROBLEMS = ("agent_openai", "gsm8k", "quickstart", "tools", "toy", *ENVIRONMENTS)
+ALGORITHMS = tuple(name for name in recipe_names() if name not in PROBLEMS)
+# What a recipe of an algorithm never says: it belongs to a model, its data, or the length of a run.
+FOREIGN = ("data.", "warm_start.", "eval.", "checkpoint.", "observe.", "model.", "parallel.", "train.hf_checkpoint",
+           "train.lr", "train.min_lr", "critic.critic_lr", "reward.rm_type", "rollout.num_rollout", "rollout.num_epoch",
+           "rollout.rollout_batch_size", "rollout.n_samples_per_prompt", "rollout.rollout_max_response_len",
+           "rollout.rollout_max_context_len", "run.run_dir")  # fmt: skip
+OWN = {"critic.critic_lr_warmup_iters"}
+REAL = ("--hf-checkpoint", "Qwen/Qwen3-0.6B", "--prompt-data", "train.jsonl", "--label-key", "answer",
+        "--num-rollout", "9")  # fmt: skip
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with the files that are named."""
+    (tmp_path / "data" / "gsm8k").mkdir(parents=True)
+    for file in ("data/gsm8k/train.jsonl", "data/gsm8k/test.jsonl"):
+        (tmp_path / file).write_text('{"question": "1+1?", "answer": "#### 2"}\n', encoding="utf-8")
+    (tmp_path / "train.jsonl").write_text('{"input": "1+1?", "answer": "2"}\n', encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def stacked(*argv: str) -> tuple[Config, tuple[str, ...]]:
+    loaded = load_arguments(with_work(parse(argv))[0])
+    return checked(loaded.config, loaded.given)
+
+
+def teacher(name: str) -> tuple[str, ...]:
+    return ("--frozen-engine", "teacher=tiny-arithmetic") if name == "opd" else ()
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_a_recipe_of_an_algorithm_holds_the_algorithm_only(name: str) -> None:
+    keys = set(read_recipe(name).values) - OWN
+    assert not [key for key in keys if key.startswith(FOREIGN)]
+
+
+@pytest.mark.usefixtures("place")
+@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("order", [1, -1], ids=["over", "under"])
+def test_an_algorithm_on_a_real_model(name: str, order: int) -> None:
+    """Over and under a recipe of a model, and beside flags: sane values, no fault, no warning."""
+    config, warnings = stacked("--config", *("gsm8k", name)[::order], *teacher(name))
+    assert warnings == ()
+    assert (config.train.lr, config.train.lr_warmup_iters) == (1e-6, 0)
+    assert config.warm_start.warm_start_steps == 0
+    assert config.reward.rm_type == "gsm8k_flex"
+    assert config.train.hf_checkpoint == "Qwen/Qwen3-0.6B"
+    assert (config.rollout.rollout_max_response_len, config.rollout.rollout_max_context_len) == (1024, 2048)
+    assert config.eval.eval_prompt_data == ("gsm8k=data/gsm8k/test.jsonl@[0:256]",)
+    assert config.critic.critic_lr == (pytest.approx(1e-5) if name == "ppo" else None)
+    assert config.reward.overlong_buffer_len == (205 if name == "dapo" else 0)
+    alone = read_recipe(name).values
+    for key, value in alone.items():
+        if key != "reward.overlong_buffer_len":
+            assert value_at(config, key) == value, key
+
+
+@pytest.mark.usefixtures("place")
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_an_algorithm_beside_flags(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert launch.main(["--config", name, *REAL, *teacher(name), "--dry-run"]) == 0
+    said = capsys.readouterr()
+    assert said.err == ""
+    lines = said.out.splitlines()
+    critic = " critic 1e-05;" if name == "ppo" else ""
+    assert any(line.startswith(f"  lr 1e-06, constant;{critic} ") for line in lines)
+    for line in ("  no warm start", "  grader: chosen by the first labels"):
+        assert line in lines
+    assert "  context: what the model has positions for, responses up to 512 tokens" in lines
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_alone_it_runs_on_the_toy_problem(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert launch.main(["--config", name, *teacher(name), "--dry-run"]) == 0
+    said = capsys.readouterr()
+    assert f"no --prompt-data, --model or --hf-checkpoint: {name} on the toy problem" in said.err
+    assert "  warm start: 700 supervised steps at lr 0.0005" in said.out
+    assert "  grader: exact" in said.out
+    assert "  context: what the model has positions for, responses up to 8 tokens" in said.out
+
+
+def test_what_needs_more_says_what() -> None:
+    with pytest.raises(ConfigError, match=r"--use-opd has no teacher; add --frozen-engine teacher=PATH"):
+        stacked("--config", "opd")
+    with pytest.raises(ConfigError, match=r"no file or directory 'data/gsm8k/train.jsonl'; correct the path"):
+        stacked("--config", "gsm8k")
+
+
+def test_later_recipes_and_flags_outrank_earlier_ones(tmp_path: Path) -> None:
+    for name, rate in (("a", "1e-3"), ("b", "2e-3")):
+        (tmp_path / f"{name}.toml").write_text(f"[train]\nlr = {rate}\nmin_lr = {rate}\n", encoding="utf-8")
+    a, b = str(tmp_path / "a.toml"), str(tmp_path / "b.toml")
+    assert load(["--config", a, b]).config.train.lr == 2e-3
+    assert load(["--config", b, "--config", a]).config.train.lr == 1e-3
+    stacked = load(["--config", a, b, "--lr", "5e-3"])
+    assert (stacked.config.train.lr, stacked.config.train.min_lr) == (5e-3, 2e-3)
+    assert stacked.given["train.min_lr"] == "train.min_lr in b.toml"
+
+
+@pytest.mark.usefixtures("place")
+def test_the_model_of_the_command_line_outranks_the_checkpoint_of_a_recipe() -> None:
+    config, _ = stacked("--config", "gsm8k", "dapo", "--model", "qwen3-4b")
+    assert config.train.hf_checkpoint == config.train.ref_load == "Qwen/Qwen3-4B"
+    own, _ = stacked("--config", "gsm8k", "--model", "qwen3-4b", "--hf-checkpoint", "me/my-qwen3-4b")
+    assert own.train.hf_checkpoint == "me/my-qwen3-4b", "beside --model it says where that model lies"

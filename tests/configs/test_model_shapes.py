@@ -6,18 +6,17 @@ from typing import Any
 
 import pytest
 
-from configs.load import read_preset
-from configs.plan.parameters import (
+from configs.load import preset_names, read_preset
+from configs.schema.model_shapes import (
     active_parameters,
     adapter_parameters,
     forward_flops,
+    known_shape,
     layer_share,
     matrices,
     parameters,
     total_parameters,
 )
-from configs.presets import preset_names
-from configs.schema.model_shapes import known_shape
 
 # Trainable parameters of the published checkpoints, embeddings included, without the routers' biases and without layers
 # for multi-token prediction. The second figure is the published one per token, in billions.

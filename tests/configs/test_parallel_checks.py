@@ -8,27 +8,14 @@ from typing import Any
 
 import pytest
 
-from configs.layers import ConfigError
-from configs.load import load
-from configs.rules.validate import checked
 from configs.schema import Config
+from tests.configs.config_rig import faults_of, settled
 
 BASE = ("--prompt-data", "arithmetic", "--num-rollout", "3", "--hf-checkpoint")
 MODEL: dict[str, Any] = {"model_type": "qwen3", "hidden_size": 64, "num_hidden_layers": 6, "num_attention_heads": 8}
 MODEL |= {"num_key_value_heads": 4, "head_dim": 8, "intermediate_size": 96, "vocab_size": 256}
 EXPERTS = MODEL | {"model_type": "qwen3_moe", "num_experts": 12, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
 MEGATRON = ("--train-backend", "megatron", "--actor-num-gpus-per-node")
-
-
-def settled(*argv: str) -> tuple[Config, tuple[str, ...]]:
-    loaded = load(argv)
-    return checked(loaded.config, loaded.given)
-
-
-def faults_of(*argv: str) -> tuple[str, ...]:
-    with pytest.raises(ConfigError) as caught:
-        settled(*argv)
-    return caught.value.faults
 
 
 @pytest.fixture

@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from configs.layers import ConfigError
+from configs.layers import PRESETS, ConfigError
 from configs.load import load
-from configs.modes import PRESETS
 from configs.resolve import Batch, batch_arithmetic, num_rollout_for, resolve
 from configs.schema import AsyncConfig, Config, RunConfig
 
@@ -67,10 +66,7 @@ def test_batch_arithmetic(
         ((3, 4, None, 4), "--global-batch-size is 3, but must be a multiple of n_samples_per_prompt 4"),
         ((4, 8, 4, None), "a step trains whole groups; set --global-batch-size 8"),
         ((None, 8, 9, 3), "global_batch_size x num_steps_per_rollout = 27 rollouts, which --n-samples-per-prompt 8"),
-        (
-            (5, None, 9, 3),
-            "--n-samples-per-prompt cannot be derived; set --global-batch-size to a multiple of 5",
-        ),
+        ((5, None, 9, 3), "--n-samples-per-prompt cannot be derived; set --global-batch-size to a multiple of 5"),
     ],
 )
 def test_impossible_batches(numbers: tuple[int | None, int | None, int | None, int | None], words: str) -> None:

@@ -1,4 +1,4 @@
-"""Each refusal in its words, each warning, and that all come at once."""
+"""Each refusal in its words, each warning, options that nothing reads, and that all come at once."""
 
 from __future__ import annotations
 
@@ -7,25 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from configs.flags import flags
 from configs.layers import ConfigError
-from configs.load import load
+from configs.load import dump_toml, load, recipe_names
 from configs.resolve import resolve
-from configs.rules.validate import checked, validate
+from configs.rules.validate import checked, unread_faults, validate
+from tests.configs.config_rig import faults_of, warnings_of
 
 BASE = ("--prompt-data", "arithmetic", "--num-rollout", "3", "--hf-checkpoint", "tiny-arithmetic")
 JUDGE = '"path": "json:JSONDecoder"'
-
-
-def check(*argv: str) -> tuple[str, ...]:
-    """The warnings."""
-    loaded = load(argv)
-    return checked(loaded.config, loaded.given)[1]
-
-
-def faults_of(*argv: str) -> tuple[str, ...]:
-    with pytest.raises(ConfigError) as caught:
-        check(*argv)
-    return caught.value.faults
 
 
 def stage(*tables: str) -> str:
@@ -33,19 +23,18 @@ def stage(*tables: str) -> str:
 
 
 def test_the_base_is_right() -> None:
-    assert check(*BASE) == ()
-    assert check(*BASE, "--mode", "sync") == ()
-    assert check(*BASE, "--tools", "calculator", "--scale", "agents=2", "reward=3", "engine=2", "generate=2") == ()
+    assert warnings_of(*BASE) == ()
+    assert warnings_of(*BASE, "--mode", "sync") == ()
+    assert (
+        warnings_of(*BASE, "--tools", "calculator", "--scale", "agents=2", "reward=3", "engine=2", "generate=2") == ()
+    )
 
 
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
         (["--no-use-tis"], "so that stale tokens are trained, but no correction is on"),
-        (
-            ["--no-use-tis", "--policy-mode", "decoupled"],
-            "leave --no-use-tis and --policy-mode onpolicy out",
-        ),
+        (["--no-use-tis", "--policy-mode", "decoupled"], "leave --no-use-tis and --policy-mode onpolicy out"),
         (["--policy-mode", "onpolicy"], "--use-rollout-logprobs (bypass), choose --mode sync, or accept"),
         (["--update-weights-interval", "4", "--async-buffer-size", "0", "--no-use-tis"], "update_weights_interval 4"),
         (["--colocate"], "--colocate with max_staleness 2: engine and trainer take turns"),
@@ -69,10 +58,7 @@ def test_the_base_is_right() -> None:
         ),
         (["--n-samples-per-prompt", "1"], "--n-samples-per-prompt is 1, but grpo compares the rollouts of a group"),
         (["--n-samples-per-prompt", "1", "--advantage-estimator", "rloo"], "but rloo compares"),
-        (
-            ["--rollout-top-p", "0.9"],
-            "--rollout-top-p is 0.9 with TIS or bypass, but must be 1: the engine",
-        ),
+        (["--rollout-top-p", "0.9"], "--rollout-top-p is 0.9 with TIS or bypass, but must be 1: the engine"),
         (["--rollout-top-k", "20"], "--rollout-top-k is 20 with TIS or bypass, but must be -1"),
         (["--rollout-top-k", "20", "--policy-mode", "bypass"], "their ratio is no importance weight"),
         (["--rollout-top-k", "0"], "--rollout-top-k is 0, but would keep no token"),
@@ -84,20 +70,11 @@ def test_the_base_is_right() -> None:
         (["--policy-mode", "decoupled", "--use-rollout-logprobs"], "--policy-mode is decoupled, but"),
         (["--policy-mode", "bypass", "--no-use-rollout-logprobs"], "--no-use-rollout-logprobs forbids it"),
         (["--policy-mode", "bypass", "--use-tis", "--no-use-rollout-logprobs"], "forbids it"),
-        (
-            ["--policy-mode", "onpolicy", "--use-tis", "--mode", "sync"],
-            "is onpolicy, but --use-tis needs decoupled",
-        ),
+        (["--policy-mode", "onpolicy", "--use-tis", "--mode", "sync"], "is onpolicy, but --use-tis needs decoupled"),
         (["--policy-mode", "onpolicy", "--use-rollout-logprobs", "--mode", "sync"], "means bypass"),
-        (
-            ["--eval-interval", "5"],
-            "--eval-interval is 5, but there is nothing to evaluate on",
-        ),
+        (["--eval-interval", "5"], "--eval-interval is 5, but there is nothing to evaluate on"),
         (["--num-rollout", "0"], "--num-rollout is 0 (evaluate only), but there is nothing to evaluate on"),
-        (
-            ["--num-rollout", "none"],
-            "but a run needs a length; set --num-rollout or --num-epoch",
-        ),
+        (["--num-rollout", "none"], "but a run needs a length; set --num-rollout or --num-epoch"),
         (["--num-epoch", "2"], "--num-epoch is 2 and --num-rollout is 3, but only one may set the length"),
         (["data.prompt_data=[]"], "--prompt-data is empty, but a run needs prompts"),
         (["--rollout-max-context-len", "512"], "--rollout-max-response-len is 512, but prompt and response share"),
@@ -151,10 +128,7 @@ def test_the_base_is_right() -> None:
         ),
         (["--scale", "evaluate=2"], "there can be only one: it joins the answers of one version"),
         (["--scale", "tools=2"], "--scale tools=2 names no stage: tools are called in the stage agents; set agents=2"),
-        (
-            ["--scale", "agents=2"],
-            "--scale agents=2 scales a stage that this run does not have; add an",
-        ),
+        (["--scale", "agents=2"], "--scale agents=2 scales a stage that this run does not have; add an"),
         (["--engine-port", "65535", "--scale", "engine=2"], "the last engine would need 65536"),
         (["--engine-device", "gpu"], "--engine-device is 'gpu', but must be auto, cpu, cuda or cuda:N"),
         (["--train-device", "cuda:x"], "--train-device is 'cuda:x'"),
@@ -189,7 +163,7 @@ def test_a_package_of_the_user_with_a_name_of_ours_is_named(tmp_path: Path, monk
     ):
         (fault,) = faults_of(*BASE, flag, path)
         assert f"your own {tmp_path / own} does not replace; rename yours" in fault
-    assert check(*BASE, "--tools", "stages.tools.calculator:calculate") == (), "one of ours may be named"
+    assert warnings_of(*BASE, "--tools", "stages.tools.calculator:calculate") == (), "one of ours may be named"
 
 
 def test_a_run_needs_prompts() -> None:
@@ -202,7 +176,7 @@ def test_a_run_needs_a_model_that_the_user_names() -> None:
     argv = ("--prompt-data", "arithmetic", "--num-rollout", "3")
     (fault,) = faults_of(*argv)
     assert fault.startswith("--hf-checkpoint is not set, but a run trains a model; give")
-    assert check(*argv, "--hf-checkpoint", "tiny") == ()
+    assert warnings_of(*argv, "--hf-checkpoint", "tiny") == ()
     assert len(faults_of(*argv, "--scale", "train=2")) == 2, "together with all else"
 
 
@@ -240,7 +214,7 @@ def test_a_run_needs_a_model_that_the_user_names() -> None:
     ],
 )
 def test_warnings(argv: list[str], words: str) -> None:
-    warnings = check(*BASE, *argv)
+    warnings = warnings_of(*BASE, *argv)
     assert any(words in warning for warning in warnings), warnings
 
 
@@ -257,23 +231,23 @@ def test_every_sentence_is_one_line_and_has_a_cure() -> None:
 
 
 def test_supervised_training_needs_no_correction_but_answers(tmp_path: Path) -> None:
-    assert check(*BASE, "--loss-type", "sft_loss", "--n-samples-per-prompt", "1") == ()
+    assert warnings_of(*BASE, "--loss-type", "sft_loss", "--n-samples-per-prompt", "1") == ()
     data = tmp_path / "a.jsonl"
     data.write_text("{}", encoding="utf-8")
     argv = ["--prompt-data", str(data), "--num-rollout", "3", "--hf-checkpoint", "tiny"]
     assert "--label-key is not set" in faults_of(*argv, "--loss-type", "sft_loss")[0]
     assert "--label-key is not set" in faults_of(*argv, "--warm-start-steps", "5")[0]
     assert "--rm-type is exact, but" in faults_of(*argv, "--rm-type", "exact")[0]
-    assert check(*argv, "--rm-type", "exact", "--label-key", "answer") == ()
-    assert check(*argv, "--warm-start-steps", "5", "--warm-start-label-key", "demonstration") == ()
+    assert warnings_of(*argv, "--rm-type", "exact", "--label-key", "answer") == ()
+    assert warnings_of(*argv, "--warm-start-steps", "5", "--warm-start-label-key", "demonstration") == ()
 
 
 def test_files_and_slices(tmp_path: Path) -> None:
     data = tmp_path / "rows=1.jsonl"
     data.write_text("{}", encoding="utf-8")
     for suffix in ("", "@[0:5]", "@[-3:]", "@[:10]", "@[ 1 : 2 ]"):
-        check("--prompt-data", f"{data}{suffix}", "--num-rollout", "3", "--hf-checkpoint", "tiny")
-        check(*BASE, "--eval-interval", "1", "--eval-prompt-data", f"held-out={data}{suffix}")
+        warnings_of("--prompt-data", f"{data}{suffix}", "--num-rollout", "3", "--hf-checkpoint", "tiny")
+        warnings_of(*BASE, "--eval-interval", "1", "--eval-prompt-data", f"held-out={data}{suffix}")
 
 
 def test_a_local_checkpoint(tmp_path: Path) -> None:
@@ -283,7 +257,7 @@ def test_a_local_checkpoint(tmp_path: Path) -> None:
     assert faults_of(*argv) == (
         "--rollout-max-response-len is 512, but the model has positions for 256 tokens, prompt included; lower it",
     )
-    assert check(*argv, "--rollout-max-response-len", "255") == ()
+    assert warnings_of(*argv, "--rollout-max-response-len", "255") == ()
     assert (
         "--rollout-max-context-len is 300"
         in faults_of(*argv, "--rollout-max-response-len", "64", "--rollout-max-context-len", "300")[0]
@@ -293,7 +267,7 @@ def test_a_local_checkpoint(tmp_path: Path) -> None:
 def test_hub_ids_pass_and_local_looking_paths_do_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     base = ["--prompt-data", "arithmetic", "--num-rollout", "3", "--hf-checkpoint"]
-    assert check(*base, "Qwen/Qwen3-0.6B") == ()
+    assert warnings_of(*base, "Qwen/Qwen3-0.6B") == ()
     (tmp_path / "Qwen").mkdir()  # now the first part is a directory here, so a path is meant
     assert "there is no such directory" in faults_of(*base, "Qwen/Qwen3-0.6B")[0]
     assert "there is no such directory" in faults_of(*base, "a/b/c")[0]
@@ -304,16 +278,16 @@ def test_resume_and_run_dir(tmp_path: Path) -> None:
     run.mkdir()
     (run / "config.toml").write_text("", encoding="utf-8")
     assert "a run is already there; continue it with --resume" in faults_of(*BASE, "--run-dir", str(run))[0]
-    warnings = check(*BASE, "--resume", str(run))
+    warnings = warnings_of(*BASE, "--resume", str(run))
     assert any("the resumed run saves when it ends or is stopped" in warning for warning in warnings)
-    assert check(*BASE, "--resume", str(run), "--save-interval", "5") == ()
+    assert warnings_of(*BASE, "--resume", str(run), "--save-interval", "5") == ()
     faults = faults_of(*BASE, "--resume", str(run), "--run-dir", str(tmp_path))
     assert "a resumed run continues in its own directory; leave --run-dir out" in faults[0]
 
 
 def test_custom_stages_in_their_places() -> None:
     tables = (f'"name": "judge", {JUDGE}, "after": "reward"', f'"name": "agent", {JUDGE}, "loop": "generate"')
-    assert check(*BASE, stage(*tables), "--scale", "judge=2", "agent=3") == ()
+    assert warnings_of(*BASE, stage(*tables), "--scale", "judge=2", "agent=3") == ()
 
 
 def test_validate_takes_a_resolved_configuration() -> None:
@@ -327,3 +301,129 @@ def test_the_error_travels_between_processes() -> None:
     assert cls(*arguments).faults == error.faults == ("a; b", "c; d")
     assert str(error) == "a; b\nc; d"
     assert ConfigError("one; two").faults == ("one; two",)
+
+
+EVALUATION = ("--eval-prompt-data", "arithmetic", "--eval-interval", "1")
+REMOTE = ("--rm-type", "remote", "--rm-url", "http://localhost:8000/score")
+BY_JUDGE = ("--rm-type", "judge", "--judge-engine", "judge", "--frozen-engine", "judge=tiny")
+TEACHER = ("--use-opd", "--frozen-engine", "teacher=tiny")
+FSDP = ("--train-backend", "fsdp")
+OWN_EQUIVALENCE = ("--rm-type", "boxed_math")
+
+
+def unread(*argv: str) -> tuple[str, ...]:
+    loaded = load([*BASE, *argv])
+    return tuple(unread_faults(resolve(loaded.config, loaded.given), loaded.given))
+
+
+@pytest.mark.parametrize(
+    ("option", "without", "reader", "with_it"),
+    [
+        (("--n-samples-per-eval-prompt", "2"), (), "--eval-prompt-data", EVALUATION),
+        (("--eval-temperature", "1"), (), "--eval-prompt-data", EVALUATION),
+        (("--eval-max-response-len", "9"), (), "--eval-prompt-data", EVALUATION),
+        (("--eval-input-key", "question"), (), "--eval-prompt-data", EVALUATION),
+        (("--eval-label-key", "answer"), (), "--eval-prompt-data", EVALUATION),
+        (("--eval-deadline-s", "9"), (), "--eval-prompt-data", EVALUATION),
+        (("--skip-eval-before-train",), (), "--eval-prompt-data", EVALUATION),
+        (("--warm-start-batch-size", "9"), (), "--warm-start-steps above 0", ("--warm-start-steps", "1")),
+        (("--warm-start-target-loss", "9"), (), "--warm-start-steps above 0", ("--warm-start-steps", "1")),
+        (("--warm-start-lr", "9"), (), "--warm-start-steps above 0", ("--warm-start-steps", "1")),
+        (("--warm-start-data", "arithmetic-tools"), (), "--warm-start-steps above 0", ("--warm-start-steps", "1")),
+        (("--warm-start-label-key", "answer"), (), "--warm-start-steps above 0", ("--warm-start-steps", "1")),
+        (("--tool-deadline-s", "9"), (), "--tools", ("--tools", "calculator")),
+        (("--tool-memory-gb", "9"), (), "--tools", ("--tools", "calculator")),
+        (("--tool-result-template", "{result}!"), (), "--tools", ("--tools", "calculator")),
+        (("--tool-call-open", "["), (), "--tools or an [[environment]]", ('environment=[{"name": "maze"}]',)),
+        (("--max-turns", "9"), (), "a loop stage or a function of yours that generates", ("--tools", "calculator")),
+        (
+            ("--custom-generate-deadline-secs", "9"),
+            (),
+            "a function of yours that generates",
+            ("--custom-generate-function-path", "json:loads"),
+        ),
+        (("--rm-concurrency", "9"), (), "a remote grader or a judge", REMOTE),
+        (("--rm-timeout-s", "9"), (), "a remote grader or a judge", BY_JUDGE),
+        (("--rm-retries", "9"), (), "a remote grader or a judge", REMOTE),
+        (("--judge-max-tokens", "9"), REMOTE, "a judge", BY_JUDGE),
+        (("--judge-prompt-path", "x"), REMOTE, "a judge", BY_JUDGE),
+        (("--math-equivalence", "verify"), ("--rm-type", "exact"), "the grader math", OWN_EQUIVALENCE),
+        (("--overlong-penalty-factor", "9"), (), "--overlong-buffer-len above 0", ("--overlong-buffer-len", "1")),
+        (("--opd-kl-coef", "9"), (), "--use-opd", TEACHER),
+        (("--opd-teacher-key", "math"), (), "--use-opd", TEACHER),
+        (("--kl-loss-type", "k3"), (), "--use-kl-loss", ("--use-kl-loss", "--kl-loss-coef", "0.1")),
+        (
+            ("--update-weight-buffer-size", "9"),
+            (),
+            "--update-weight-transport distributed or tensor",
+            ("--update-weight-transport", "tensor", "--engine", "sglang"),
+        ),
+        (("--check-weight-update-equal",), (), "several engines", ("--scale", "engine=2")),
+        (("--check-weight-update-equal",), (), "several engines", ("--autoscale", "engine=1..2")),
+        (("--simulated-step-s", "9"), (), "--train-backend simulated", ("--train-backend", "simulated")),
+        (("engine.simulated.a_ms=9",), (), "--engine simulated", ("--engine", "simulated")),
+        (("--distributed-timeout-minutes", "9"), (), "a trainer in processes of its own", FSDP),
+        (("--prometheus-host", "::"), (), "--prometheus-port above 0", ("--prometheus-port", "9")),
+        (("--samples-groups", "9"), ("--samples-interval", "0"), "--samples-interval above 0", ()),
+        (("--critic-load", "tiny"), (), "--advantage-estimator ppo", ("--advantage-estimator", "ppo")),
+        (("--dppo-kl-coef", "9"), (), "--policy-loss dppo", ("--policy-loss", "dppo")),
+        (("--dppo-kl-coef", "9"), (), "--policy-loss dppo", ("--policy-loss", "json:loads")),
+    ],
+)
+def test_an_option_that_nothing_reads_is_refused(
+    option: tuple[str, ...], without: tuple[str, ...], reader: str, with_it: tuple[str, ...]
+) -> None:
+    (fault,) = unread(*option, *without)
+    name = option[0].partition("=")[0]
+    assert fault.startswith(f"{name} is ")
+    assert fault.endswith(f", but only {reader} reads it; choose that, or leave it out")
+    assert unread(*option, *with_it) == ()
+
+
+def test_a_default_and_what_is_derived_are_no_options() -> None:
+    assert (
+        unread("--prometheus-host", "127.0.0.1", "--eval-label-key", "label", "--critic-load", "tiny-arithmetic") == ()
+    )
+
+
+def test_each_fault_stands_among_the_others() -> None:
+    loaded = load([*BASE, "--gamma", "0.9", "--scale", "train=2"])
+    with pytest.raises(ConfigError) as caught:
+        checked(loaded.config, loaded.given)
+    assert len(caught.value.faults) == 2
+    with pytest.raises(ConfigError, match="--gamma is"):
+        validate(load([*BASE, "--gamma", "0.9"]).config)
+
+
+def test_a_recipe_may_keep_what_a_flag_above_it_switches_off(tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.toml"
+    recipe.write_text("[warm_start]\nwarm_start_steps = 5\nwarm_start_lr = 0.5\n", encoding="utf-8")
+    assert unread("--config", str(recipe)) == ()
+    assert unread("--config", str(recipe), "--warm-start-steps", "0") == ()
+    assert len(unread("--config", str(recipe), "--warm-start-steps", "0", "--warm-start-lr", "0.4")) == 1
+    loaded = load([*BASE, "--config", str(recipe), "--warm-start-steps", "0"])
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.toml").write_text(dump_toml(resolve(loaded.config, loaded.given)), encoding="utf-8")
+    assert unread("--resume", str(run)) == (), "a run that was started can go on"
+    recipe.write_text("[warm_start]\nwarm_start_lr = 0.5\n", encoding="utf-8")
+    assert len(unread("--config", str(recipe))) == 1, "nothing ever reads it"
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_recipes_hold_nothing_unread(name: str, tmp_path: Path) -> None:
+    """Nor does a recipe that spells out all derived values."""
+    loaded = load(["--config", "toy", name])
+    config = resolve(loaded.config, loaded.given)
+    assert tuple(unread_faults(config, loaded.given)) == ()
+    (tmp_path / "whole.toml").write_text(dump_toml(config), encoding="utf-8")
+    again = load(["--config", str(tmp_path / "whole.toml")])
+    assert tuple(unread_faults(resolve(again.config, again.given), again.given)) == ()
+
+
+def test_every_condition_names_what_there_is() -> None:
+    """A condition is read when it is judged: each field away from its default asks for its own."""
+    conditional = [flag for flag in flags() if flag.read_by]
+    assert len(conditional) > 100
+    given = {flag.key: flag.key for flag in conditional}
+    assert tuple(unread_faults(resolve(load([*BASE]).config), given)) == ()

@@ -12,14 +12,14 @@ import msgspec
 import pytest
 
 from configs.schema import Config
-from configs.schema.debug import FaultSpec, read_fault
+from configs.schema.run import FaultSpec, read_fault
 from models.engines.client import EngineClient
 from models.engines.errors import EngineError, EngineUnreachable
 from models.engines.serve import EngineServer
 from models.fault_injection import FAULTS_FILE, FaultPlan, InjectedError, InjectedFault, fault_plan, injected
 from models.train.dp_group import DpGroup
 from models.train.trainer_group.calls import Done, End, Flush
-from models.train.trainer_group.member import Member
+from models.train.trainer_group.rank import Member
 from pipeline.hosts.launcher import Handle
 from pipeline.supervise.engine_servers import KillingProbe
 from tests.models.engines.harness import SIMULATED, ask

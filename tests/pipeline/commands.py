@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pipeline.control.client import NotRunning, ask
-from pipeline.control.messages import Command, Reply, RunStatus, Status
+from pipeline.control.endpoint import Command, Reply, RunStatus, Status
 
 PATIENCE_S = 180.0
 

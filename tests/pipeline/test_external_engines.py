@@ -20,9 +20,8 @@ from configs.schema import Config
 from models.engines.protocol import ModelInfo
 from models.engines.token import Token, TokenFile
 from pipeline.errors import UsageError
-from pipeline.facts.run_directory import RunDir
-from pipeline.facts.servers import EngineSpec, read_fleet
-from pipeline.facts.text import outage_text
+from pipeline.facts.run_directory import EngineSpec, RunDir, read_fleet
+from pipeline.facts.stats import outage_text
 from pipeline.hosts.local_launcher import LocalLauncher
 from pipeline.hosts.machine import held_port
 from pipeline.record.recorder import Recorder
@@ -270,8 +269,8 @@ async def test_what_is_away_leaves_the_topic_and_the_words_say_what_follows(tmp_
         ({"engine": 2}, "engine", "its work goes to others"),
         ({"generate": 2}, "generate", "its work goes to others"),
         ({"generate": 1}, "generate", "its work waits until it is back"),
-        ({"engine": 2}, "frozen", "what is asked of it waits until it is back"),
-        ({"engine": 2}, "engines", "the engines go on with the weights that they have until it is back"),
+        ({"engine": 2}, "frozen", "its requests wait until it is back"),
+        ({"engine": 2}, "engines", "the engines keep their weights until it is back"),
     ],
 )
 def test_work_goes_to_others_only_where_there_are_others(scale: dict[str, int], kind: str, words: str) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from configs.schema.debug import read_fault
+from configs.schema.run import read_fault
 from models.fault_injection import FaultPlan, InjectedError, injected
 from pipeline.hosts.worker import FaultyInlet
 from tests.stages.stage_rig import Held, make_sample, make_slice

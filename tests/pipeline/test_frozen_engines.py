@@ -11,14 +11,13 @@ import msgspec
 import pytest
 
 from configs.schema import Config
-from configs.schema.engine import EngineConfig
+from configs.schema.rollout import EngineConfig
 from models.engines.serve import EngineServer
 from models.tiny import make_tiny_checkpoint
 from pipeline.errors import UsageError
 from pipeline.facts.run_directory import RunDir
 from pipeline.graph import build
-from pipeline.preflight.data import prepare
-from pipeline.preflight.frozen_engines import check_frozen, vocabulary
+from pipeline.preflight.data import check_frozen, prepare, vocabulary
 from pipeline.replica_specs import Placement
 from stages.base import GenerateOptions, TrainOptions
 from stages.chat.tokenizer import load_tokenizer
@@ -137,7 +136,7 @@ def test_engines_are_added_as_far_as_there_are_gpus(
     assert placement.lacks_gpus(-1) is None, "fewer engines"
     why = placement.lacks_gpus(3)
     assert why is not None
-    assert "there is no GPU for another engine: 1 of those that are visible have one" in why
+    assert "there is no GPU for another engine: 1 of the visible GPUs have one" in why
 
 
 def test_frozen_engines_are_placed_beside_those_that_generate(policy: Path, tmp_path: Path) -> None:

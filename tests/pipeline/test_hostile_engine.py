@@ -18,7 +18,7 @@ import pytest
 from launching import SIMULATED, SMALL, Finished, here, made_model
 
 import launch as program
-from configs.schema.engine import EngineConfig, SimulatedEngineConfig
+from configs.schema.rollout import EngineConfig, SimulatedEngineConfig
 from pipeline.record.journal import Ended, audit, read_journal
 from stages.sampling import routes
 from stages.train.saved_groups import read_file

@@ -1,21 +1,35 @@
-"""The journal's audit is the oracle of every fault test, so it has tests of its own: it must see what went wrong."""
+"""Records of a run: the journal with its audit, effective training time, the run directory, copies of `--save-hf`.
+
+The journal's audit is the oracle of every fault test, so it has tests of its own.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
+from launching import SMALL, here, made_model
 
 from configs.schema import Config
-from models.checkpoint import draft_path, final_path
+from models.checkpoint import CheckpointError, draft_path, final_path
+from pipeline.errors import UsageError
 from pipeline.facts.run_directory import RunDir
 from pipeline.record.journal import (
     Admitted,
     Audit,
+    Began,
     Committed,
+    EffectiveTime,
     Ended,
     Event,
     Journal,
@@ -23,8 +37,11 @@ from pipeline.record.journal import (
     RolledBack,
     Stepped,
     audit,
+    last_sign_s,
     read_journal,
+    resumed_time,
 )
+from pipeline.record.kept_files import save_hf
 from pipeline.record.recorder import Recorder
 from stages.messages import CheckpointReady, Settled, StepDone
 from stages.prompts.ledger import Ledger
@@ -170,3 +187,177 @@ async def test_what_came_before_a_checkpoint_is_in_the_journal_when_the_checkpoi
     open_ = tuple(group.group_id for group in ledger.open_groups())
     books = audited(tmp_path, RolledBack(1, 1, ledger.next_group, reopened=open_))
     assert (books.admitted, books.open, books.trained, books.batches) == (4, 3, {0: 1}, {1: "h"})
+
+
+def step(number: int, took_s: float) -> Event:
+    return Stepped(number, f"hash {number}", 0, took_s)
+
+
+def test_one_start_loses_its_beginning_and_its_end() -> None:
+    time = EffectiveTime(began_s=1000.0, steps={1: 10.0, 2: 20.0})
+    assert time.share(1040.0) == 0.75
+    assert EffectiveTime(began_s=1000.0).share(1000.0) == 0.0
+
+
+def test_what_a_roll_back_undoes_is_lost_and_what_lies_between_two_starts_is_nobodys_time() -> None:
+    first = [Began(1000.0), Admitted(0, 0), step(1, 10.0), Committed(1), step(2, 10.0)]
+    second = [RolledBack(1, 1, 4), Began(5000.0, before_s=1030.0), step(2, 8.0), step(3, 8.0), Committed(3)]
+    once = resumed_time(first, Began(5000.0, before_s=1030.0), step=1)
+    assert (once.former_s, once.steps) == (30.0, {1: 10.0})
+    assert once.share(5010.0) == 10.0 / 40.0
+    again = resumed_time([*first, *second], Began(9000.0, before_s=5020.0), step=3)
+    assert (again.former_s, again.steps) == (50.0, {1: 10.0, 2: 8.0, 3: 8.0})
+    back = resumed_time([*first, *second], Began(9000.0, before_s=5020.0), step=0)
+    assert back.steps == {}
+
+
+def test_a_journal_without_such_lines_and_a_clock_that_jumps_give_no_nonsense() -> None:
+    old = resumed_time([Stepped(1, "hash", 0)], Began(50.0, before_s=40.0), step=1)
+    assert (old.former_s, old.share(60.0)) == (0.0, 0.0)
+    backwards = resumed_time([Began(1000.0), step(1, 10.0)], Began(50.0, before_s=40.0), step=1)
+    assert backwards.former_s == 0.0
+    assert backwards.share(51.0) == 1.0
+
+
+def test_the_last_sign_of_a_start_is_its_newest_file(tmp_path: Path) -> None:
+    for name, at in (("a", 100), ("b", 300)):
+        (tmp_path / name).touch()
+        os.utime(tmp_path / name, (at, at))
+    assert last_sign_s(tmp_path / "a", tmp_path / "b", tmp_path / "none") == 300.0
+    assert last_sign_s(tmp_path / "none") == 0.0
+
+
+async def test_the_recorder_writes_it_down_and_a_resume_goes_on_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [100.0]
+    monkeypatch.setattr("pipeline.record.recorder.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("pipeline.record.recorder.time.time", lambda: 1000.0 + clock[0])
+    with RunDir(tmp_path / "run").open(resume=False) as rundir:
+        with Recorder(Config(), rundir) as recorder:
+            recorder.journal.begin_with(recorder.began)
+            clock[0] += 5.0  # the processes start
+            await recorder.step(StepDone(0, 0, (), {}, 0))
+            for number in (1, 2):
+                clock[0] += 10.0
+                await recorder.step(StepDone(number, number, (number,), {}, 10))
+            assert recorder.effective.share(1000.0 + clock[0]) == 20.0 / 25.0
+        for file in (rundir.ledger, rundir.metrics):
+            os.utime(file, (1127.0, 1127.0))  # it was killed two seconds later
+        assert [e.took_s for e in read_journal(rundir.ledger) if isinstance(e, Stepped)] == [10.0, 10.0]
+        assert '"perf/effective_training_time":0.8' in rundir.metrics.read_text()
+        clock[0] = 900.0
+        with Recorder(Config(), rundir, resume_step=1) as resumed:
+            assert resumed.began == Began(1900.0, 1127.0)
+            assert (resumed.effective.former_s, resumed.effective.steps) == (27.0, {1: 10.0})
+
+
+HOLD = "import sys; from pathlib import Path; from pipeline.facts.run_directory import RunDir; "
+HOLD += "rundir = RunDir(Path(sys.argv[1])).open(resume=False); print(rundir.sockets, flush=True); sys.stdin.read()"
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="home-") as home:  # its path is short, whatever tmp_path is
+        monkeypatch.setenv("XDG_RUNTIME_DIR", home)
+        yield Path(home)
+
+
+def test_what_a_killed_run_left_of_its_sockets_goes_with_the_next_start(tmp_path: Path, runtime: Path) -> None:
+    command = [sys.executable, "-c", HOLD, str(tmp_path / "killed")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        left = Path(process.stdout.readline().strip())
+        with RunDir(tmp_path / "meanwhile").open(resume=False):
+            assert left in runtime.iterdir(), "its run is alive"
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert list(runtime.iterdir()) == [left]
+    with RunDir(tmp_path / "next").open(resume=False) as rundir:
+        assert list(runtime.iterdir()) == [rundir.sockets]
+        assert rundir.sockets.stat().st_mode & 0o777 == 0o700
+    assert list(runtime.iterdir()) == []
+
+
+def test_a_new_directory_is_for_its_owner_alone(tmp_path: Path, runtime: Path) -> None:
+    with RunDir(tmp_path / "new" / "run").open(resume=False) as rundir:
+        assert rundir.path.stat().st_mode & 0o777 == 0o700
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared").chmod(0o750)
+    with RunDir(tmp_path / "shared").open(resume=False) as rundir:
+        assert rundir.path.stat().st_mode & 0o777 == 0o750, "whom its owner lets in is the owner's affair"
+
+
+def test_a_directory_in_which_anybody_can_put_links_is_refused(tmp_path: Path, runtime: Path) -> None:
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    (tmp_path / "open" / "logs").symlink_to(tmp_path)
+    with pytest.raises(UsageError, match=r"can be written by every user of this machine \(mode 0777\); chmod o-w it"):
+        RunDir(tmp_path / "open").open(resume=False)
+    assert not (tmp_path / "engine-0.log").exists()
+    assert [path.name for path in (tmp_path / "open").iterdir()] == ["logs"], "nothing was written there"
+
+
+def test_the_configuration_is_replaced_whole(tmp_path: Path, runtime: Path) -> None:
+    with RunDir(tmp_path / "run").open(resume=False) as rundir:
+        rundir.write_config("[run]\n")
+        kept = rundir.config.open()
+        rundir.write_config("[train]\n")
+        assert (kept.read(), rundir.config.read_text()) == ("[run]\n", "[train]\n")
+        kept.close()
+
+
+def test_sockets_go_where_their_paths_are_short_enough(
+    tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deep, short = tmp_path / ("d" * 60) / ("e" * 40), runtime
+    deep.mkdir(parents=True)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(deep))
+    monkeypatch.setattr(tempfile, "tempdir", str(short))
+    with RunDir(tmp_path / "run").open(resume=False) as rundir:
+        assert rundir.sockets.parent == short
+        for name in ("ask.sock", "trainer-group-123456.sock"):
+            with socket.socket(socket.AF_UNIX) as listening:
+                listening.bind(str(rundir.sockets / name))
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    with pytest.raises(UsageError, match="107 bytes that the kernel takes; set TMPDIR to a directory whose path has"):
+        RunDir(tmp_path / "other").open(resume=False)
+
+
+def checkpoint(path: Path, text: str) -> Path:
+    (path / "hf").mkdir(parents=True)
+    (path / "hf" / "config.json").write_text("{}")
+    (path / "hf" / "model.safetensors").write_text(text)
+    return path
+
+
+def test_each_step_has_its_place_or_replaces_the_one_before(tmp_path: Path) -> None:
+    first, second = checkpoint(tmp_path / "a", "one"), checkpoint(tmp_path / "b", "two")
+    assert save_hf(first, str(tmp_path / "out" / "step-{step}"), 7) == tmp_path / "out" / "step-7"
+    for made in (first, second):
+        save_hf(made, str(tmp_path / "newest"), 8)
+    assert (tmp_path / "newest" / "model.safetensors").read_text() == "two"
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["a", "b", "newest", "out"]  # no drafts are left
+    assert (tmp_path / "out" / "step-7" / "model.safetensors").read_text() == "one"
+
+
+def test_what_is_no_model_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "thesis.tex").write_text("years")
+    with pytest.raises(CheckpointError, match=r"--save-hf .*work exists and is no model .*choose another place"):
+        save_hf(checkpoint(tmp_path / "a", "one"), str(tmp_path / "work"), 1)
+    assert (tmp_path / "work" / "thesis.tex").read_text() == "years"
+
+
+@pytest.mark.slow
+def test_a_run_leaves_the_weights_of_its_checkpoints_there(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    flags = ["--save-interval", "2", "--save-hf", str(tmp_path / "out" / "{step}")]
+    done = here(tmp_path / "run", *SMALL, *made_model(), *flags)
+    assert done.code == 0, done.err
+    assert sorted(one.name for one in (tmp_path / "out").iterdir()) == ["2", "4"]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "4")
+    assert model.num_parameters() > 1000
+    kept = (tmp_path / "run" / "checkpoints" / "step-00000004" / "hf" / "model.safetensors").read_bytes()
+    assert (tmp_path / "out" / "4" / "model.safetensors").read_bytes() == kept

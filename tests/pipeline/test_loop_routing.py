@@ -12,8 +12,7 @@ import msgspec
 import pytest
 
 from configs.schema import Config, StageConfig
-from pipeline.graph import build
-from pipeline.stream_limits import stream_spec
+from pipeline.graph import build, stream_spec
 from stages.messages import RolloutSlice
 from stages.staleness_gate import StalenessGate
 from tests.stages.stage_rig import make_group, make_sample

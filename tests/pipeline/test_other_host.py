@@ -24,7 +24,7 @@ from pipeline.hosts.weights_source import SOURCE, WeightsServer
 from pipeline.record.journal import Audit, audit
 from stages.messages import RolloutSlice
 from transport import AddressRefused, LinkError, LinkRefused, Node
-from transport.links.security import create_keys, load_security
+from transport.security import create_keys, load_security
 
 pytestmark = pytest.mark.slow
 

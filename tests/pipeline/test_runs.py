@@ -1,16 +1,21 @@
-"""Whole runs as a user starts them: what they print, what they leave behind, what must hold in it."""
+"""Whole runs as a user starts them: output, files, saved batches, scaling, and no process that can unpickle."""
 
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import NO_DATA, SIMULATED, SMALL, here, made_model, succeed, succeed_here
+from launching import NO_DATA, SIMULATED, SMALL, Finished, finish, here, made_model, start, succeed, succeed_here
+from scripted_run import Scripted, scripted
 
+import launch as program
 from models.checkpoint import latest_checkpoint
+from pipeline.errors import UsageError
 from pipeline.observe.metrics import read_metrics
+from stages.train.saved_groups import load_batch
 
 pytestmark = pytest.mark.slow
 
@@ -190,3 +195,119 @@ def test_weights_swapped_in_mid_generation_leave_both_versions_in_a_sample(tap: 
         versions = [version for version, _ in row["runs"]]
         assert versions == sorted(set(versions))
         assert sum(n for _, n in row["runs"]) == len(row["ids"])
+
+
+def weights(done: Finished) -> bytes:
+    checkpoint = latest_checkpoint(done.run_dir / "checkpoints")
+    assert checkpoint is not None
+    return b"".join(file.read_bytes() for file in sorted((checkpoint / "hf").glob("*.safetensors")))
+
+
+@pytest.mark.parametrize("mode", [("sync",), ("async", "--dynamic-sampling-filter", "nonzero_std")])
+def test_saved_batches_train_the_same_model_to_the_bit(tmp_path: Path, mode: tuple[str, ...]) -> None:
+    flags = [*SMALL, *made_model(), "--lr", "1e-3", "--mode", *mode]
+    template = str(tmp_path / "batches" / "{rollout_id}.msgpack")
+    saved = succeed_here(tmp_path / "saves", *flags, "--save-debug-rollout-data", template)
+    loads = ["--load-debug-rollout-data", template, "--debug-train-only"]
+    loaded = succeed_here(tmp_path / "loads", *flags, *loads)
+    assert weights(saved) == weights(loaded)
+    assert loaded.summary["engine"]["count"] == 0
+    if mode == ("sync",):
+        assert saved.audit.batches == loaded.audit.batches, "the ids, too, are the same where no group was dropped"
+    other = succeed_here(tmp_path / "other", *flags, *loads, "--lr", "2e-3")
+    assert weights(other) != weights(saved)
+
+
+def test_rollouts_alone_leave_the_weights_as_they_are(tmp_path: Path) -> None:
+    flags = [*SMALL, *made_model(), "--mode", "sync", "--debug-rollout-only"]
+    template = str(tmp_path / "{rollout_id}.msgpack")
+    done = succeed_here(tmp_path / "run", *flags, "--save-debug-rollout-data", template)
+    start = b"".join(file.read_bytes() for file in sorted(Path(made_model()[1]).glob("*.safetensors")))
+    assert weights(done) == start
+    assert done.summary["groups"]["trained"] == 16
+    assert len(load_batch(template, 3)) == 4
+
+
+FLAGS = [*SMALL, *made_model(), *SIMULATED, "--scale", "engine=2", "--num-rollout", "4000"]  # the script ends it
+
+
+async def one_three_one(run: Scripted) -> None:
+    await run.until(lambda: run.generating() == ["generate-0"] and (run.run_dir / "ledger.jsonl").exists())
+    await run.steps(2)
+    run.runner.scale("generate", 3)
+    assert run.generating() == ["generate-0", "generate-1", "generate-2"]
+    assert run.runner.topic.get("scale/generate") == b"3"
+    await run.until(lambda: run.answered("generate-1") > 0 and run.answered("generate-2") > 0)
+    run.runner.scale("generate", 1)
+    await run.until(lambda: run.generating() == ["generate-0"])
+    assert run.runner.topic.get("scale/generate") == b"1"
+    assert not [key for key in run.runner.topic.items("") if key.endswith(("generate-1", "generate-2"))]
+    await run.steps(2)
+    for stage, count in (("generate", 0), ("train", 2), ("nothing", 1)):
+        with pytest.raises(UsageError, match=f"{stage} cannot be scaled"):
+            run.runner.scale(stage, count)
+
+
+def test_tasks_come_and_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = scripted(monkeypatch, tmp_path / "run", one_three_one, lambda run_dir: here(run_dir, *FLAGS).code)
+    assert done.controller.recorder.restarts == {}
+
+
+@pytest.mark.full
+def test_processes_come_and_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = scripted(monkeypatch, tmp_path / "run", one_three_one, as_processes)
+    assert done.controller.recorder.restarts == {}, "a replica that is retired ends with 0, and is not started again"
+
+
+def test_a_retiring_replica_that_dies_is_not_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def script(run: Scripted) -> None:
+        await run.until((run.run_dir / "ledger.jsonl").exists)
+        await run.steps(1)
+        run.runner.scale("generate", 2)
+        await run.until(lambda: run.answered("generate-1") > 0)
+        run.kill("generate-1", signal.SIGSTOP)  # with work in its care
+        run.runner.scale("generate", 1)
+        run.kill("generate-1", signal.SIGKILL)
+        await run.until(lambda: run.generating() == ["generate-0"])
+
+    done = scripted(monkeypatch, tmp_path / "run", script, as_processes)
+    assert done.controller.recorder.restarts == {}
+
+
+def as_processes(run_dir: Path) -> int:
+    return program.main(["--run-dir", str(run_dir), *FLAGS])
+
+
+# Python runs it at its start, before any module has taken hold of what is replaced here.
+POISON = """
+import os, pickle, sys, traceback
+
+def note(kind):
+    with open(os.environ["POISON_NOTES"], "a") as notes:
+        notes.write(f"{kind} {' '.join(sys.orig_argv[1:])}\\n")
+
+def refuse(*args, **kwargs):
+    traceback.print_stack()
+    note("refused")
+    raise RuntimeError("something was unpickled")
+
+class Unpickler(pickle.Unpickler):
+    load = refuse
+
+pickle.load = pickle.loads = pickle._load = pickle._loads = refuse
+pickle.Unpickler = pickle._Unpickler = Unpickler
+note("poisoned")
+"""
+
+
+def test_nothing_is_unpickled_in_any_process_of_a_run(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(POISON)
+    notes = tmp_path / "notes"
+    env = {"PYTHONPATH": str(tmp_path), "POISON_NOTES": str(notes)}
+    succeed(tmp_path / "run", *SMALL, *made_model(), "--num-rollout", "2", "--save-interval", "2", **env)
+    resume = ["--resume", str(tmp_path / "run"), "--runner", "local", "--num-rollout", "6"]
+    done = finish(start(None, *resume, **env), tmp_path / "run")
+    assert done.code == 0, done.err[-2000:]
+    said = notes.read_text()
+    assert all(name in said for name in ("launch.py", "models.engines.serve", "train-0", "generate-0", "reward-0"))
+    assert [line for line in said.splitlines() if line.startswith("refused")] == []

@@ -1,7 +1,7 @@
-"""What hangs is told while it hangs: on the terminal, in summary.json, and with an end.
+"""Stalls are reported while they last, on the terminal and in summary.json, and end the run; no stream causes one.
 
-The hanging things are real: a stage, a tool and a reward service that give no answer, engines that take no weights or
-answer no request.
+The parts that hang are real: a stage, a tool and a reward service that give no answer, engines that take no weights or
+answer no request. Streams hold everything that the gate admits, in messages and in bytes.
 """
 
 from __future__ import annotations
@@ -13,14 +13,25 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 from aiohttp import web
-from launching import SIMULATED, SMALL, Finished, here, made_model, succeed_here
+from hypothesis import given
+from hypothesis import strategies as st
+from launching import SIMULATED, SIMULATED_TRAINER, SMALL, Finished, here, made_model, succeed_here
 
-from configs.schema.engine import EngineConfig, SimulatedEngineConfig
+from configs.schema import Config
+from configs.schema.rollout import EngineConfig, SimulatedEngineConfig
+from pipeline.graph import message_bytes, stream_spec
 from pipeline.observe.stalls import MOST_KEPT, Stall, StallWatch
+from stages.messages import NO_IDS, Extra, PromptGroup, RolloutSlice
+from stages.rollouts import new_sample
+from stages.staleness_gate import StalenessGate
 from tests.hostile_engine import SpoiltEngine, never, serving
 from tests.served_app import served_app
+from transport import Node, StreamSpec
+from transport.codec import Codec, total
 
 QUICK = ["--stall-notice-s", "0.4"]
 
@@ -50,7 +61,7 @@ def test_a_stall_is_told_again_and_again_and_kept_with_what_was_said_last() -> N
     assert look(221, 0) == "nothing was trained for 121 s: b waits for a (121)"
     assert look(400, 0) == "nothing was trained for 300 s: b waits for a (300)", "once, however late"
     assert look(401, 0) is None
-    assert look(410, 1) == "it goes on, after 310 s"
+    assert look(410, 1) == "there is progress again, after 310 s"
     assert look(460, 2) is None, "a wait that was not told has no end to tell"
     assert look(521, 2) == "nothing was trained for 61 s: b waits for a (61)"
     assert watch.stalls(530) == (Stall(0.0, 310.0, "b waits for a (300)"), Stall(360.0, 70.0, "b waits for a (61)"))
@@ -157,7 +168,7 @@ def test_a_reward_service_that_hangs_is_told_with_the_settings_that_end_it(
     lines = [line for line in told(done) if "reward-0 has had group" in line]
     assert "(--reward-deadline-s 10, outside --rm-timeout-s 120, --rm-retries 10)" in lines[0]
     assert "in reward)" in lines[0]
-    assert any(line.startswith("it goes on, after ") for line in done.out.splitlines())
+    assert any(line.startswith("there is progress again, after ") for line in done.out.splitlines())
     assert any("reward-0 has had group" in stall["waits"] for stall in stalls(done))
     assert "stalls" in done.out.split("completed: ")[1]
 
@@ -180,7 +191,7 @@ def external(*engines: SpoiltEngine) -> list[str]:
 def test_an_engine_that_answers_no_request_is_named(tmp_path: Path) -> None:
     with serving(engine(generate=never)) as deaf:
         flags = [*QUICK, "--stall-limit-s", "3", "--drain-s", "0.3", *external(deaf)]
-        done = here(tmp_path / "run", *SMALL, *made_model(), *SIMULATED, *flags)
+        done = here(tmp_path / "run", *SMALL, *made_model(), *SIMULATED_TRAINER, *flags)
     assert done.code == 1
     assert "generate-0 has had group " in done.err
     assert "(--request-timeout-secs 600, --max-retries 3)" in done.err
@@ -201,7 +212,7 @@ def test_weights_that_an_engine_does_not_take_are_told_while_it_is_tried(tmp_pat
 
     with serving(engine(update_weights_from_disk=update)) as stubborn:
         flags = [*QUICK, "--stall-limit-s", "4", "--drain-s", "0.3", "--update-weight-max-failures", "100"]
-        done = here(tmp_path / "run", *SMALL, *made_model(), *SIMULATED, *flags, *external(stubborn))
+        done = here(tmp_path / "run", *SMALL, *made_model(), *SIMULATED_TRAINER, *flags, *external(stubborn))
     assert done.code == 1
     assert "for no prompt may enter: the engines carry version 0" in done.err
     assert f"engine-0 has version 0 and {'lacks' if refuses else 'takes'} version " in done.err
@@ -228,3 +239,87 @@ def test_a_tool_that_blocks_is_told_and_ends_by_its_deadline(tmp_path: Path) -> 
     lines = [line for line in told(done) if "agents-0 has had group" in line]
     assert lines
     assert "(--tool-deadline-s 2)" in lines[0]
+
+
+class Part(msgspec.Struct, frozen=True, array_like=True):
+    body: bytes
+
+
+def config_of(batch: int, members: int, context: int | None) -> Config:
+    replace, config = msgspec.structs.replace, Config()
+    rollout = replace(
+        config.rollout,
+        rollout_batch_size=batch,
+        n_samples_per_prompt=members,
+        rollout_max_context_len=context,
+        num_rollout=10,
+    )
+    return replace(config, rollout=rollout)
+
+
+@given(
+    batch=st.integers(1, 4096), members=st.integers(1, 64), staleness=st.integers(0, 8), context=st.integers(1, 1 << 20)
+)
+def test_a_hub_holds_all_that_the_gate_lets_out(batch: int, members: int, staleness: int, context: int) -> None:
+    config = config_of(batch, members, context)
+    gate = StalenessGate(batch, staleness)
+    spec = stream_spec(config, gate, "group", "inproc://x")
+    rollouts = gate.most_open * members
+    assert spec.capacity_items >= 2 * rollouts
+    assert spec.capacity_bytes >= rollouts * context * 13, "ids, mask, log-probs and a teacher's of every token"
+    assert spec.max_message_bytes >= members * context * 13, "a group may travel whole"
+
+
+def test_a_group_with_images_and_choices_of_experts_fits_into_a_message() -> None:
+    """Extras count for the limit of a message (tests/transport/conformance_departures.py)."""
+    context, group = 4096, PromptGroup(0, 0, 0, "?", NO_IDS, None, n_samples=16, seed=0)
+    sample = new_sample(range(context), 0)
+    extras = {
+        "routed_experts": np.zeros((context, 48, 8), dtype="<i4").view(Extra),
+        "image": np.zeros((1024, 1024, 3), dtype="u1").view(Extra),
+    }
+    samples = tuple(msgspec.structs.replace(sample, index=index, extras=extras) for index in range(group.n_samples))
+    frames = Codec(RolloutSlice).encode(RolloutSlice(group, samples))
+    assert 64 << 20 < total(frames) < message_bytes(group.n_samples, context)
+
+
+def test_without_a_context_a_message_has_the_usual_limit() -> None:
+    assert message_bytes(8, None) == 64 << 20
+
+
+async def held_until_all_came(spec: StreamSpec, parts: int, size: int) -> int:
+    """A stage that joins: it keeps what it has until the last part is there. Returns how many parts came."""
+    async with Node("limits", "controller") as node:
+        hub = await node.hub(spec, lambda letter: None)
+        outlet = await node.outlet(hub.address, spec.name, Part, replica="sender")
+        inlet = await node.inlet(
+            hub.address, spec.name, Part, window_items=10 * parts, window_bytes=1 << 40, replica="joiner"
+        )
+        leases = []
+
+        async def send() -> None:
+            for part in range(parts):
+                await outlet.send(Part(bytes(size)), f"{part}")
+
+        async with asyncio.TaskGroup() as tasks:
+            sender = tasks.create_task(send())
+            try:
+                async with asyncio.timeout(3.0):
+                    while len(leases) < parts:
+                        lease = await inlet.receive()
+                        assert lease is not None
+                        leases.append(lease)
+            except TimeoutError:
+                sender.cancel()
+        for lease in leases:
+            lease.done()
+        return len(leases)
+
+
+async def test_a_batch_above_a_bound_in_bytes_does_not_stall() -> None:
+    """A bound below a batch stops the run for good; the streams of a run have none."""
+    parts, size = 40, 1000
+    bounded = StreamSpec("group", "inproc://bounded", capacity_bytes=parts * size // 2)
+    assert await held_until_all_came(bounded, parts, size) < parts, "what the bound would do"
+    spec = stream_spec(config_of(4, 10, 64), StalenessGate(4, 0), "group", "inproc://whole")
+    assert await held_until_all_came(spec, parts, size) == parts

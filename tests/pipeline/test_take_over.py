@@ -19,13 +19,12 @@ from fake_servers import PATIENCE_S, Told, configured, gone
 from launching import made_model
 
 from configs.schema import Config
-from configs.schema.engine import EngineConfig, SimulatedEngineConfig
+from configs.schema.rollout import EngineConfig, SimulatedEngineConfig
 from models.engines.client import EngineClient
 from models.engines.protocol import GenerateRequest, SamplingParams
 from models.engines.token import TokenFile, run_token
 from models.fault_injection import FaultPlan
-from pipeline.facts.run_directory import RunDir
-from pipeline.facts.servers import EngineSpec
+from pipeline.facts.run_directory import EngineSpec, RunDir
 from pipeline.hosts.launcher import ProcessSpec
 from pipeline.hosts.local_launcher import LocalHandle, LocalLauncher
 from pipeline.supervise import engine_servers

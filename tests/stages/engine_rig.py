@@ -17,7 +17,7 @@ import msgspec
 import pytest
 import torch
 
-from configs.schema.engine import EngineConfig, SimulatedEngineConfig
+from configs.schema.rollout import EngineConfig, SimulatedEngineConfig
 from models.engines.client import EngineClient
 from models.engines.noise import sample_seed
 from models.engines.protocol import GenerateOutput, GenerateRequest, MetaInfo, SamplingParams
@@ -35,7 +35,7 @@ from stages.topic_values import RouterAddress
 from tests.models.weights.made_up import checkpoint, values
 from tests.stages.faults import FaultProxy
 from tests.stages.stage_rig import Rig, make_config, make_context, open_rig, running, take, until
-from transport.ports.stream import Inlet, Outlet
+from transport.stream import Inlet, Outlet
 
 VOCABULARY = 256
 LENGTH = 40  # tokens of every response of the simulated engine

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from configs.schema import Config
-from configs.schema.engine import UpdateConfig
+from configs.schema.rollout import UpdateConfig
 from models.engines.client import EngineClient, WeightsUpdated
 from models.engines.protocol import PauseMode
 from models.engines.serve import EngineServer

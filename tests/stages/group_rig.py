@@ -12,7 +12,7 @@ from configs.schema import Config
 from stages.group.stage import GroupStage
 from stages.messages import RolloutSlice, Sample, Settled
 from tests.stages.stage_rig import REPORT, Rig, make_context, make_sample, open_rig, running, take
-from transport.ports.stream import Inlet, Outlet
+from transport.stream import Inlet, Outlet
 
 
 @dataclass

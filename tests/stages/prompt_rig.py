@@ -14,7 +14,7 @@ from stages.prompts.ledger import Ledger, LedgerSnapshot, OpenGroup
 from stages.prompts.stage import PromptStage
 from stages.staleness_gate import StalenessGate
 from tests.stages.stage_rig import REPORT, Rig, idle, make_context, open_rig, running, take
-from transport.ports.stream import Inlet, Outlet
+from transport.stream import Inlet, Outlet
 
 
 class Rows:

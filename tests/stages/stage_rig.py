@@ -37,10 +37,9 @@ from stages.ports import Ports
 from stages.topic_values import EngineAddress, EngineEntry, addresses, entries
 from tests.transport.memory_link import MemoryNetwork, MemoryNode
 from transport.node import Node
-from transport.ports.hub import Hub
-from transport.ports.stream import Inlet, Outlet
-from transport.ports.topic import TopicServer
 from transport.spec import DeadLetter, StreamSpec
+from transport.stream import Hub, Inlet, Outlet
+from transport.topic import TopicServer
 
 T = TypeVar("T")
 LIMIT_S = 30.0  # turns a hang into a failure

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from configs.schema.engine import UpdateConfig
+from configs.schema.rollout import UpdateConfig
 from models.engines.client import EngineClient
 from models.engines.errors import EngineRefused
 from models.engines.protocol import Load

@@ -33,7 +33,7 @@ from tests.stages.stage_rig import (
     time_limit,
     until,
 )
-from transport.ports.stream import Inlet, Outlet
+from transport.stream import Inlet, Outlet
 
 
 class Held:

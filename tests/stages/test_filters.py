@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from configs.schema.reward import FilterConfig
+from configs.schema.data import FilterConfig
 from stages.errors import FilterError, FilterNameError
 from stages.group.filters import FilterDecision, FilterState, filters_on, parse_filters, resolve_filter, zero_std
 from stages.messages import Float32Array, RolloutSlice, Sample, WeightsAnnouncement, wire

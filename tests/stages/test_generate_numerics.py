@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from configs.schema.engine import EngineConfig
+from configs.schema.rollout import EngineConfig
 from models.engines.embedded.engine import EmbeddedEngine
 from models.engines.serve import EngineServer
 from models.tiny import make_tiny_checkpoint

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from models.engines.noise import sample_seed
-from pipeline.record.episodes import forget_responses
+from pipeline.record.kept_files import forget_responses
 from stages.messages import PromptGroup, Sample, VersionRun
 from stages.records.once import EPISODES_DIR, groups_in
 from stages.records.responses import ResponseJournal

@@ -32,7 +32,7 @@ from stages.rollouts import (
     trained_masks,
 )
 from stages.train.batch import Batch, slice_sequences
-from tests.models.train.small_trainer import make_backend, train_step
+from tests.models.train.rig import make_backend, train_step
 from tests.stages.custom_parts import SHARED, Agents, Game
 from tests.stages.engine_rig import LENGTH, generating, record_exchanges, tensors_of
 from tests.stages.group_rig import Desk, settled

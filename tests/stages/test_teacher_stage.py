@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from configs.schema.engine import EngineConfig
+from configs.schema.rollout import EngineConfig
 from models.engines.client import EngineClient
 from models.engines.protocol import GenerateRequest, SamplingParams
 from models.engines.serve import EngineServer
@@ -37,7 +37,7 @@ from tests.stages.stage_rig import (
     take,
     time_limit,
 )
-from transport.ports.stream import Inlet, Outlet
+from transport.stream import Inlet, Outlet
 
 VOCABULARY = 256
 GROUPS = itertools.count()  # a stream takes each key once

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from configs.schema import Config
-from configs.schema.engine import EngineConfig
+from configs.schema.rollout import EngineConfig
 from models.tiny import make_tiny_checkpoint
 from stages.agents.stage import AgentsStage
 from stages.chat.tokenizer import load_tokenizer

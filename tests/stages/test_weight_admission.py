@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from safetensors.torch import load_file
 
-from configs.schema.engine import EngineConfig, UpdateConfig
+from configs.schema.rollout import EngineConfig, UpdateConfig
 from models.engines.client import EngineClient, WeightsUpdated
 from models.engines.protocol import ModelInfo, PauseMode
 from models.engines.serve import EngineServer

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from configs.schema.engine import UpdateConfig
+from configs.schema.rollout import UpdateConfig
 from models.engines.client import EngineClient, WeightsUpdated
 from models.engines.errors import EngineRefused
 from models.engines.protocol import GenerateRequest, SamplingParams

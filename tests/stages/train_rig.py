@@ -24,7 +24,7 @@ from stages.train.stage import TrainStage
 from tests.models.weights.made_up import checkpoint, values
 from tests.stages import stage_rig
 from tests.stages.stage_rig import REPORT, Rig, make_config, make_context, open_rig, running, take, until
-from transport.ports.stream import Inlet, Outlet
+from transport.stream import Inlet, Outlet
 
 
 @dataclass

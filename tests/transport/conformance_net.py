@@ -12,9 +12,8 @@ import msgspec
 import numpy as np
 
 from transport.node import Node
-from transport.ports.hub import Hub
-from transport.ports.stream import Inlet, LeaseHandle
 from transport.spec import DeadLetter, Routing, StreamSpec
+from transport.stream import Hub, Inlet, LeaseHandle
 
 LIMIT_S = 20.0
 T = TypeVar("T")

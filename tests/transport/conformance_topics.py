@@ -11,12 +11,11 @@ from pathlib import Path
 import pytest
 
 from tests.transport.conformance_net import Net, until
+from transport.byte_transfer import ByteClient, ByteServer
 from transport.core.byte_transfer import CHUNKS_IN_FLIGHT, Blob, Transfer
-from transport.core.custody import Body
 from transport.errors import BlobGone, DecodeError, LinkLost, UsageError
 from transport.node import Node
-from transport.ports.byte_transfer import ByteClient, ByteServer
-from transport.wire import AnyMessage
+from transport.wire import AnyMessage, Body
 
 
 class TopicConformance:

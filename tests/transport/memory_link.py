@@ -11,11 +11,10 @@ from itertools import count
 
 import msgspec
 
-from transport.core.custody import Body
 from transport.errors import AddressInUse
-from transport.links.link import Decode, Endpoint, Fabric, Link
 from transport.node import Node
-from transport.wire import AnyMessage, encode
+from transport.port import Decode, Endpoint, Fabric, Link
+from transport.wire import AnyMessage, Body, encode
 
 Letter = tuple[bytes, bytes, Body]  # route, header, body
 
@@ -171,13 +170,7 @@ class MemoryNode(Node):
     """A node on a MemoryNetwork; any text is an address."""
 
     def __init__(
-        self,
-        run_id: str,
-        replica: str,
-        network: MemoryNetwork,
-        *,
-        give_up_s: float | None = None,
-        close_s: float = 1.5,
+        self, run_id: str, replica: str, network: MemoryNetwork, *, give_up_s: float | None = None, close_s: float = 1.5
     ) -> None:
         super().__init__(run_id, replica, give_up_s=give_up_s, close_s=close_s)
         self._network = network

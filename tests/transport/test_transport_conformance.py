@@ -1,24 +1,26 @@
-"""The conformance suite on every kind of link: a new kind of link is trusted when it passes, and not before.
-
-Each test uses only what `Node` promises. Nothing measures time: the limits only turn a hang into a failure.
-"""
+"""Links: the conformance suite on every kind, cut connections, idle steps, and keys of processes that bind."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import itertools
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import zmq
 
-from tests.transport.conformance_departures import DepartureConformance, ExtrasConformance
-from tests.transport.conformance_net import Net
-from tests.transport.conformance_streams import StreamConformance
+from tests.transport.conformance_net import Net, take_one, until
+from tests.transport.conformance_streams import DepartureConformance, ExtrasConformance, StreamConformance
 from tests.transport.conformance_topics import ByteConformance, TopicConformance
 from tests.transport.memory_link import MemoryNetwork, MemoryNode
-from transport import Node
-from transport.links.security import create_keys, load_security
+from transport import AddressInvalid, DeadLetter, LinkLost, LinkRefused, Node, Security, StreamSpec, zmq_link
+from transport.security import KEY_MARK, SERVER, add_client, create_keys, load_security, parse_address, with_serving_key
+from transport.zmq_link import ZmqLink
 
 
 class PortConformance(StreamConformance, DepartureConformance, ExtrasConformance, TopicConformance, ByteConformance):
@@ -64,3 +66,286 @@ class TestCurve(PortConformance):
         create_keys(short_dir / "keys", [])
         security = load_security(short_dir / "keys")
         return Net(lambda: Node("run", "node", security), lambda name: "tcp://127.0.0.1:0")
+
+
+class Proxy:
+    """Forwards tcp connections to one port, and can cut them all or hold everything back."""
+
+    def __init__(self, port: int) -> None:
+        self._target = port
+        self._writers: list[asyncio.StreamWriter] = []
+        self._flowing = asyncio.Event()
+        self._flowing.set()
+        self.cuts = 0
+
+    async def start(self) -> str:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        return f"tcp://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+
+    def cut(self) -> None:
+        """Reset every connection: what the proxy holds is lost."""
+        for writer in self._writers:
+            writer.transport.abort()
+        self.cuts += len(self._writers)
+        self._writers.clear()
+
+    def hold(self) -> None:
+        self._flowing.clear()
+
+    def release(self) -> None:
+        self._flowing.set()
+
+    async def stop(self) -> None:
+        self.release()
+        self.cut()
+        self._server.close()
+        await self._server.wait_closed()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):  # either side may go at any time
+            hub_reader, hub_writer = await asyncio.open_connection("127.0.0.1", self._target)
+            self._writers += [writer, hub_writer]
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._pump(reader, hub_writer))
+                group.create_task(self._pump(hub_reader, writer))
+
+    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Copy one direction. Unblocked by data and by the end of the connection."""
+        with contextlib.suppress(OSError):
+            while data := await reader.read(65536):
+                await self._flowing.wait()
+                writer.write(data)
+                await writer.drain()
+            writer.close()
+
+
+async def test_cut_connections_lose_and_repeat_nothing() -> None:
+    letters: list[DeadLetter] = []
+    async with asyncio.timeout(60), Node("run", "main") as node:
+        hub = await node.hub(StreamSpec("s", "tcp://127.0.0.1:0", lease_s=30.0), letters.append)
+        proxy = Proxy(int(hub.address.rpartition(":")[2]))
+        address = await proxy.start()
+        outlet = await node.outlet(address, "s", bytes)
+        inlet = await node.inlet(address, "s", bytes)
+        got: Counter[str] = Counter()
+
+        async def produce() -> None:
+            for number in range(300):
+                await outlet.send(b"x" * 5000, str(number))
+
+        async def consume() -> None:
+            """Take and finish. Unblocked by END."""
+            while (lease := await inlet.receive()) is not None:
+                await asyncio.sleep(0.001)
+                got[lease.key] += 1
+                lease.done()
+
+        async def vandal() -> None:
+            for _ in range(5):
+                await asyncio.sleep(0.1)
+                proxy.cut()
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(consume())
+            group.create_task(vandal())
+            await group.create_task(produce())
+            hub.finish()
+        stats = hub.stats()
+        await proxy.stop()
+    assert set(got) == {str(number) for number in range(300)}
+    assert (stats.accepted, stats.settled) == (300, 300)
+    assert proxy.cuts >= 4
+    assert letters == []
+
+
+async def test_a_topic_survives_a_cut() -> None:
+    async with asyncio.timeout(30), Node("run", "main") as node:
+        server = await node.topic_server("tcp://127.0.0.1:0")
+        proxy = Proxy(int(server.address.rpartition(":")[2]))
+        client = await node.topic(await proxy.start())
+        await client.publish("a", b"1")
+        proxy.hold()
+        server.publish("b", b"2")
+        server.drop("a")
+        async with asyncio.TaskGroup() as group:
+            publishing = group.create_task(client.publish("c", b"3"))
+            await asyncio.sleep(0.05)
+            assert not publishing.done()
+            proxy.cut()
+            proxy.release()
+            while client.items("") != {"b": b"2", "c": b"3"}:
+                await client.wait(client.revision)
+        assert server.items("") == {"b": b"2", "c": b"3"}
+        await proxy.stop()
+
+
+STEPS = 200
+
+
+class Counted:
+    """A socket, and how often it was asked whether it has something, or read in vain."""
+
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        self.socket, self.asked, self.in_vain = socket, 0, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.socket, name)
+
+    def get(self, option: int) -> Any:
+        self.asked += option == zmq.EVENTS
+        return self.socket.get(option)
+
+    def recv(self, *args: Any, **options: Any) -> Any:
+        try:
+            return self.socket.recv(*args, **options)
+        except zmq.Again:
+            self.in_vain += 1
+            raise
+
+
+async def test_a_step_without_news_asks_the_socket_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stage wakes its links for its own sake, as with each message that it finishes. Beats are a question each."""
+    links: list[ZmqLink] = []
+    original = ZmqLink.__init__
+
+    def made(link: ZmqLink, endpoint: Any, socket: Any, *rest: Any) -> None:
+        original(link, endpoint, Counted(socket), *rest)  # type: ignore[arg-type]
+        links.append(link)
+
+    monkeypatch.setattr(ZmqLink, "__init__", made)
+    with tempfile.TemporaryDirectory(prefix="t") as directory:
+        async with asyncio.timeout(60), Node("run", "node") as node:
+            hub = await node.hub(StreamSpec("s", f"ipc://{directory}/s"), lambda letter: None)
+            outlet = await node.outlet(hub.address, "s", bytes, replica="sender")
+            inlet = await node.inlet(hub.address, "s", bytes, replica="taker")
+            for number in range(20):
+                await outlet.send(b"x", str(number))
+                lease = await take_one(inlet)
+                lease.done()
+            await until(lambda: hub.stats().settled == 20)
+            sockets = [link._socket for link in links]
+            before = [socket.asked for socket in sockets]  # type: ignore[attr-defined]
+            for _ in range(STEPS):
+                for link in links:
+                    link.wake()
+                await asyncio.sleep(0)
+                await asyncio.sleep(0)
+            asked = [socket.asked - n for socket, n in zip(sockets, before, strict=True)]  # type: ignore[attr-defined]
+            assert len(links) == 3
+            assert max(asked) < STEPS // 4, "only what it sent or was told of"
+            assert [socket.in_vain for socket in sockets] == [0, 0, 0]  # type: ignore[attr-defined]
+            assert [link.late_wakeups for link in links] == [0, 0, 0]
+
+
+def ignore(letter: DeadLetter) -> None:
+    """Dead letters are not what is tested."""
+
+
+class Keys:
+    """Of a run: the server key, and client keys by name; the hub admits some of them."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+        create_keys(place / "server", [])
+        self.server = load_security(place / "server")
+        self.admitted = {self.server.server_public: SERVER}
+
+    def client(self, name: str, *, admitted: bool = True) -> Security:
+        public = add_client(self.place / "server", name, self.place / name)
+        if admitted:
+            self.admitted[public] = name
+        return load_security(self.place / name, name)
+
+    def hub(self, name: str) -> Security:
+        return with_serving_key(self.client(name), lambda: self.admitted)
+
+
+@pytest.fixture
+def keys() -> Iterator[Keys]:
+    with tempfile.TemporaryDirectory(prefix="k") as directory:
+        yield Keys(Path(directory))
+
+
+def spec(port: int = 0) -> StreamSpec:
+    stages = {"producers": frozenset({"generate", "prompts"}), "consumers": frozenset({"reward"})}
+    return StreamSpec("s", f"tcp://127.0.0.1:{port}", **stages)
+
+
+async def test_its_own_key_is_in_its_address_and_in_no_file(keys: Keys) -> None:
+    async with Node("run", "hub-0", keys.hub("hub-0")) as node:
+        first, second = [(await node.hub(spec(), ignore)).address for _ in range(2)]
+        key = parse_address(first).key
+        assert key == parse_address(second).key
+        known = {load_security(keys.place / "hub-0", "hub-0").own.public, keys.server.server_public}
+        assert key not in known
+        assert not any(key in path.read_text() for path in keys.place.rglob("*.*"))
+
+
+async def test_who_is_told_may_connect_in_its_role_and_nobody_else(keys: Keys) -> None:
+    async with asyncio.timeout(20), Node("run", "hub-0", keys.hub("hub-0")) as node:
+        hub = await node.hub(spec(), ignore)
+        async with Node("run", "generate-0", keys.client("generate-0")) as sender:
+            await (await sender.outlet(hub.address, "s", bytes)).send(b"x", "1")
+        async with Node("run", "controller", keys.server) as controller:
+            await (await controller.outlet(hub.address, "s", bytes, replica="prompts-0")).send(b"x", "2")
+        async with Node("run", "reward-0", keys.client("reward-0")) as taker:
+            assert await (await taker.inlet(hub.address, "s", bytes)).receive() is not None
+            with pytest.raises(LinkRefused, match="'reward-0' is no producer of stream 's'"):
+                await taker.outlet(hub.address, "s", bytes)
+        group = keys.client("group-0")
+        async with Node("run", "group-0", group) as other:
+            with pytest.raises(LinkRefused, match="'group-0' is no consumer of stream 's'"):
+                await other.inlet(hub.address, "s", bytes)
+        async with Node("run", "reward-1", group, give_up_s=0.3) as liar:
+            with pytest.raises(LinkLost, match=r"heard nothing for give_up_s=0\.3"):
+                await liar.inlet(hub.address, "s", bytes)
+        create_keys(keys.place / "made", ["reward-0"])  # a stranger's own
+        made = load_security(keys.place / "made", "reward-0")
+        for stranger in (Security(made.own, keys.server.server_public), None):
+            async with Node("run", "reward-0", stranger, give_up_s=0.3) as intruder:
+                with pytest.raises(LinkLost, match=r"heard nothing for give_up_s=0\.3"):
+                    await intruder.inlet(hub.address, "s", bytes)
+        assert hub.stats().accepted == 2
+
+
+async def test_a_process_that_is_told_of_late_is_not_refused(keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zmq_link, "HANDSHAKE_MS", 200)  # after which it tries again
+    async with asyncio.timeout(20), Node("run", "hub-0", keys.hub("hub-0")) as node, asyncio.TaskGroup() as tasks:
+        asked = asyncio.Event()
+        admitted = keys.admitted
+
+        class Admitted(dict[str, str]):
+            def get(self, key: str, default: str = "") -> str:  # type: ignore[override]
+                asked.set()
+                return admitted.get(key, default)
+
+        keys.admitted = Admitted()
+        hub = await node.hub(spec(), ignore)
+        late = keys.client("generate-1", admitted=False)
+        async with Node("run", "generate-1", late) as sender:
+            opening = tasks.create_task(sender.outlet(hub.address, "s", bytes))
+            await asked.wait()
+            admitted[late.own.public] = "generate-1"
+            await (await opening).send(b"x", "1")
+        assert hub.stats().accepted == 1
+
+
+async def test_peers_connect_to_no_impostor(keys: Keys) -> None:
+    own = keys.client("generate-0")
+    async with asyncio.timeout(20):
+        async with Node("run", "hub-0", keys.hub("hub-0")) as node:
+            address = (await node.hub(spec(), ignore)).address
+        async with Node("run", "hub-1", keys.hub("hub-1")) as node:
+            hub = await node.hub(spec(), ignore)
+            impostor = hub.address.partition(KEY_MARK)[0]  # it cannot prove that it owns the key that is asked for
+            for key in (f"{KEY_MARK}{parse_address(address).key}", ""):
+                async with Node("run", "generate-0", own, give_up_s=0.3) as deceived:
+                    with pytest.raises(LinkLost, match="heard nothing"):
+                        await deceived.outlet(impostor + key, "s", bytes)
+
+
+def test_a_key_of_an_address_is_whole() -> None:
+    with pytest.raises(AddressInvalid, match="names a key of 3 characters, a Z85 key has 40"):
+        parse_address("tcp://10.0.0.1:5000|abc")
+    address = parse_address(f"tcp://[::1]:5000|{'a' * 40}")
+    assert (str(address), address.key) == ("tcp://[::1]:5000", "a" * 40)

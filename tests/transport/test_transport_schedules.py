@@ -11,11 +11,10 @@ from transport_simulation import simulate
 from transport_world import Rules, Scenario, Violation
 
 from transport.core import custody as custody_module
-from transport.core.consumer import ConsumerCore
-from transport.core.credit import Capacity, KeyMemory, SendCredit, SeqWindow
 from transport.core.custody import Custody, Item
 from transport.core.hub import HubCore
-from transport.core.producer import ProducerCore
+from transport.core.peers import ConsumerCore, ProducerCore
+from transport.core.session import Capacity, KeyMemory, SendCredit, SeqWindow
 from transport.wire import Report
 
 SCENARIOS = {

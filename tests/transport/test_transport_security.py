@@ -35,12 +35,11 @@ from transport import (
     Transfer,
     UsageError,
     wire,
+    zmq_link,
 )
+from transport import stream as stream_port
 from transport.codec import Codec
-from transport.links import zmq_link
-from transport.links.address import parse
-from transport.links.security import add_client, create_keys, load_security, zap_reply
-from transport.ports import stream as stream_port
+from transport.security import add_client, create_keys, load_security, parse_address, zap_reply
 from transport.wire import Hello, Put, Report
 
 PACKAGE = Path(transport.__file__).parent
@@ -106,7 +105,7 @@ async def test_connecting_beyond_loopback_needs_keys() -> None:
 )
 def test_bad_addresses_are_named(text: str, words: str) -> None:
     with pytest.raises(AddressInvalid, match=words):
-        parse(text)
+        parse_address(text)
 
 
 async def test_a_taken_port_is_named() -> None:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from transport_world import Host, Rules, Scenario, Violation, World
 
-from transport.core.consumer import ConsumerCore
 from transport.core.custody import SUSPECT_LOSSES, ConsumerPeer, Item
+from transport.core.peers import ConsumerCore
 
 
 class Simulation(World):

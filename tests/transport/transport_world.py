@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from transport import wire
-from transport.core.consumer import ConsumerCore, Delivery
 from transport.core.hub import HubCore
-from transport.core.producer import Parcel, ProducerCore
+from transport.core.peers import ConsumerCore, Delivery, Parcel, ProducerCore
 from transport.spec import StreamSpec
 from transport.wire import PROTOCOL, Hello, ToHub, Welcome
 

@@ -14,15 +14,13 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import Literal
 
-from transport.core.credit import Capacity, KeyMemory, SendCredit, SeqWindow
+from transport.core.session import Capacity, KeyMemory, SendCredit, SeqWindow
 from transport.spec import DeadLetter, Held, HubStats, StreamSpec
-from transport.wire import PROTOCOL, Hello, Work, encode
+from transport.wire import PROTOCOL, Body, Hello, Work, encode
 
 SUSPECT_DEATHS = 2
 SUSPECT_LOSSES = 3
 KEYS_REMEMBERED = 1 << 17
-
-Body = object  # opaque here: bytes in the tests, a zmq frame or a tuple of frames in the shell
 
 
 @dataclass(slots=True, eq=False)

@@ -7,7 +7,7 @@ Invariants:
 - A broken link is no death: the consumer may come back within `grace_s` and keep what it holds. The supervisor's
   `peer_lost`, a lease that runs out, and a grace that runs out are deaths, and blame what was started there.
 - END is sent only after `finish()`, with nothing in custody.
-- Peers are known by incarnation; a route is only where to answer. Nothing is kept for a peer that never said hello.
+- Peers are known by incarnation; a route is only where to answer. A peer without a hello leaves no state.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import NamedTuple
 
-from transport.core.credit import Capacity, SeqWindow
-from transport.core.custody import Body, ConsumerPeer, Custody, ProducerPeer, mismatch
+from transport.core.custody import ConsumerPeer, Custody, ProducerPeer, mismatch
 from transport.core.dispatch import Dispatch
+from transport.core.session import Capacity, SeqWindow
 from transport.spec import HubStats, StreamSpec
 from transport.wire import (
     Accepted,
+    Body,
     Drain,
     End,
     Fin,

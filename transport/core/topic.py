@@ -14,10 +14,11 @@ from types import MappingProxyType
 
 import msgspec
 
-from transport.core.custody import Body, stage_of
+from transport.core.custody import stage_of
 from transport.core.session import PeerCore
 from transport.wire import (
     PROTOCOL,
+    Body,
     Fin,
     FinAck,
     FromTopic,

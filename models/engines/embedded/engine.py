@@ -21,7 +21,7 @@ from typing import Final, TypeVar
 
 import torch
 
-from configs.schema.engine import EngineConfig
+from configs.schema.rollout import EngineConfig
 from models.engines.core import Completion, Deliver, EngineFacts, MemoryAccount, MemoryTag, Totals, load_of, nowhere
 from models.engines.embedded.kv_cache import KVCache, SlotTable
 from models.engines.embedded.spec import ModelSpec

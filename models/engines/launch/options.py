@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from configs.schema.did_you_mean import cure, nearest
+from configs.schema.notation import cure, nearest
 from models.engines.launch.environment import Installed, Option, Part
 
 # --------------------------------------------------------------------------------------------------

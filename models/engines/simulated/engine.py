@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from configs.schema.engine import EngineConfig
+from configs.schema.rollout import EngineConfig
 from models.engines.core import Completion, Deliver, EngineFacts, MemoryAccount, MemoryTag, Totals, load_of, nowhere
 from models.engines.errors import EngineServerError
 from models.engines.protocol import DEFAULT_LABEL, Load, PauseMode

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from configs.schema.engine import SimulatedEngineConfig
+from configs.schema.rollout import SimulatedEngineConfig
 from models.engines.core import ABORTED, Completion, Totals
 from models.engines.protocol import FinishReason, PauseMode
 from models.engines.simulated.prefixes import PrefixIndex

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from configs.schema.engine import SimulatedEngineConfig
+from configs.schema.rollout import SimulatedEngineConfig
 from models.engines.core import Completion
 from models.engines.noise import mix, uniform, uniforms
 from models.engines.protocol import FinishReason

@@ -19,7 +19,7 @@ from configs.schema.train import TrainConfig
 from models.errors import CheckpointUnavailable, TrainConfigInvalid, UnsupportedModel, first_line
 from models.families.source import local_directory, not_fetched
 from models.train.dp_group import DpGroup, Float32Array
-from models.train.huggingface.hf_weights import converts
+from models.train.huggingface.hf_files import converts
 from models.train.huggingface.scoring import Backbone, Passes, Scorer, output_layer
 from models.train.spec import TrainSpec
 from models.train.step.micro_batches import MicroBatch, PackedRows, pack_rows
@@ -186,7 +186,7 @@ def _agrees(backbone: Backbone, layout: Layout, tokens: list[npt.NDArray[np.int3
 
 
 # --------------------------------------------------------------------------------------------------
-# Where the tensors of a run's models lie: whole in every process, here, or in shards (`models.train.fsdp`).
+# Where the tensors of a run's models lie: whole in every process, here, or in shards (`sharded_loading.py`).
 #
 # What differs between the two is here and nowhere else: how a model is loaded, which micro-batches a process runs, how
 # gradients become sums over all processes, and what has to be given back after a pass.

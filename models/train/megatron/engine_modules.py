@@ -8,7 +8,7 @@ from megatron.core.extensions.transformer_engine import TEDotProductAttention, T
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
-from models.train.megatron.attention import LATENT_EPS
+from models.train.megatron.inputs import LATENT_EPS
 
 
 class MaskedEngineAttention(TEDotProductAttention):  # type: ignore[misc]

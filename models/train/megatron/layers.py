@@ -43,7 +43,7 @@ from torch import Tensor
 
 from models.families.decoder import Architecture
 from models.families.rope import Rope
-from models.train.megatron.attention import LATENT_EPS, LatentRmsNorm, RmsNorm, SdpaCoreAttention
+from models.train.megatron.inputs import LATENT_EPS, LatentRmsNorm, RmsNorm, SdpaCoreAttention
 
 # --------------------------------------------------------------------------------------------------
 # Rotary embeddings at given positions, for rows that hold several sequences.

@@ -20,15 +20,19 @@ from models.algorithms.tokens import StepStatistics
 from models.errors import BackendMisuse, TrainConfigInvalid
 from models.train.dp_group import Float32Array
 from models.train.huggingface.loading import pick_device
-from models.train.megatron.checkpoint.state import finish as finish_state
-from models.train.megatron.checkpoint.state import load as load_state
-from models.train.megatron.checkpoint.state import save as save_state
-from models.train.megatron.critic import MegatronCritic, into_critic
+from models.train.megatron.checkpoint import finish as finish_state
+from models.train.megatron.checkpoint import load as load_state
+from models.train.megatron.checkpoint import save as save_state
 from models.train.megatron.forward import Pipeline, TokenScorer
 from models.train.megatron.inputs import ModelInputs
-from models.train.megatron.optimizer import TrainedChunks, check_optimizer
 from models.train.megatron.processes import build_dp_group, build_layout
-from models.train.megatron.reference import SwappedReference
+from models.train.megatron.trained_models import (
+    MegatronCritic,
+    SwappedReference,
+    TrainedChunks,
+    check_optimizer,
+    into_critic,
+)
 from models.train.megatron.weights import LoadedChunks, Source, export_hf, load_chunks, load_hf, read_source
 from models.train.model_set import Counters, Scored, UpdateResult
 from models.train.spec import TrainSpec

@@ -1,10 +1,11 @@
-"""A rank: find the others, receive each call, make it, agree on how it ended; rank 0 also talks to the stage.
+"""A rank: find the others, receive each call, make it on its own trainer, agree on how it ended. Rank 0 also talks to
+the stage.
 
 Invariants:
-- all ranks make the same calls in the same order; rank 0 hands a call on before it makes it, and replies only after all
-  have made it;
-- a drawn error that all ranks raise alike is a reply, and the trainer group lives; any other error ends the process,
-  and with it the trainer group;
+- all ranks make the same calls in the same order, but for calls that are not collective (files and weights of plain
+  copies), which rank 0 makes alone; rank 0 passes a call on before it makes it, and replies after all have made it;
+- an expected error that all ranks raise alike is a reply, and the trainer group lives; any other error ends the
+  process, and with it the trainer group;
 - every exchange between ranks is collective, in a gloo group of its own: a rank that is dead or hangs shows in the
   others as an error within the group's timeout, also while nothing is trained, for rank 0 sends heartbeats;
 - when the stage is gone, all ranks end as after `End`, and rank 0 raises PeerGone.
@@ -12,34 +13,130 @@ Invariants:
 
 from __future__ import annotations
 
+import itertools
 import logging
 import socket
 from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Final
 
+import msgspec
 import torch
 import xxhash
 from torch import distributed
 
 from configs.schema import Config
-from models.train.dp_group import DistributedDpGroup
+from models.errors import WeightsError
+from models.fault_injection import FaultPlan
+from models.train.build import build_member
+from models.train.dp_group import DistributedDpGroup, DpGroup
+from models.train.trainer import Trainer
 from models.train.trainer_group.calls import (
     DRAWN,
+    Accumulate,
+    Arrays,
+    BeginBatch,
     Call,
+    Discard,
     Done,
     End,
+    FinishSave,
+    Flush,
     Link,
     LinkLost,
+    Load,
+    LogProbs,
+    Metrics,
     Raised,
     Reply,
+    Save,
+    Setup,
+    Step,
+    WriteSlot,
+    Written,
     decode_call,
     encode,
     raised,
 )
-from models.train.trainer_group.member import Member
 from models.train.trainer_group.rank_spec import PeerGone, RanksDisagree, RankSpec, Rendezvous
+
+
+class Member:
+    """The trainer of one rank. `dp_group`: of plain copies; sharded frameworks make their own. `faults`: of
+    `--fault-inject`."""
+
+    def __init__(self, config: Config, dp_group: DpGroup, *, leads: bool, faults: FaultPlan | None = None) -> None:
+        self._faults, self._calls = faults, itertools.count(1)
+        self._config = _for_this_rank(config)
+        self._dp_group, self._leads = dp_group, leads
+        self._copies = config.train.train_backend == "torch"
+        self._trainer: Trainer | None = None
+
+    def takes_part(self, call: Call) -> bool:
+        """Whether this rank makes the call."""
+        return self._leads or not (self._copies and isinstance(call, Save | WriteSlot))
+
+    def make(self, call: Call) -> Reply:
+        """Make the call. What the trainer raises propagates, and so does InjectedError, which ends the rank."""
+        if self._faults is not None and not isinstance(call, End):
+            self._faults.meet_blocking(f"{self._faults.replica}/{next(self._calls)} {type(call).__name__}")
+        if isinstance(call, Setup):
+            total = self._config.rollout.num_rollout or 0
+            made = build_member(self._config, total, self._dp_group)
+            made.setup()
+            self._trainer = made
+            return Done()
+        trainer = self._trainer
+        if trainer is None:
+            if isinstance(call, End):
+                return Done()
+            raise RuntimeError(f"{type(call).__name__} before Setup")
+        match call:
+            case BeginBatch(rollouts, steps, version, lr_scale):
+                trainer.begin_batch(rollouts=rollouts, steps=steps, version=version, lr_scale=lr_scale)
+            case Accumulate(sequences):
+                trainer.accumulate(sequences)
+            case Flush():
+                trainer.flush()
+            case Step():
+                return Metrics(trainer.step())
+            case Discard():
+                trainer.discard()
+            case LogProbs(sequences):
+                return Arrays(trainer.logprobs(sequences))
+            case WriteSlot():
+                return self._write_slot(trainer, call)
+            case Save(directory):
+                trainer.save(Path(directory))
+            case FinishSave() | End():
+                trainer.finish_save()
+            case Load(directory):
+                trainer.load(Path(directory))
+        return Done()
+
+    def _write_slot(self, trainer: Trainer, call: WriteSlot) -> Reply:
+        """Rank 0 writes; the remaining ranks take part in the collectives of the export. What is wrong with the slot is
+        a reply: it is rank 0's alone, and no trainer has changed."""
+        if not self._leads:
+            for _ in trainer.export_weights():
+                pass
+            return Done()
+        try:
+            return Written(
+                trainer.write_slot(Path(call.directory), Path(call.source), call.version, call.run_generation)
+            )
+        except WeightsError as error:
+            return raised(error)
+
+
+def _for_this_rank(config: Config) -> Config:
+    """`--train-device cuda:2` names the first GPU of the trainer group; a rank has one, which is its current device."""
+    if not config.train.train_device.startswith("cuda"):
+        return config
+    return msgspec.structs.replace(config, train=msgspec.structs.replace(config.train, train_device="cuda"))
+
 
 log = logging.getLogger("sluice.train")
 
@@ -142,8 +239,8 @@ def _find_others(spec: RankSpec, config: Config, timeout_s: float) -> ControlGro
 
 
 def _store(spec: RankSpec, timeout_s: float) -> distributed.TCPStore:
-    """Where the ranks tell each other their addresses. Rank 0 listens, at that host alone: a store left to itself
-    would listen to all networks."""
+    """Where the ranks exchange their addresses. Rank 0 listens on its host's address only: by default a store
+    listens on all networks."""
     host, port = spec.store
     listener = socket.create_server((host, port)).detach() if spec.rank == 0 else None  # the store owns it from now on
     return distributed.TCPStore(
@@ -158,7 +255,7 @@ def _store(spec: RankSpec, timeout_s: float) -> distributed.TCPStore:
 
 
 def _make(control_group: ControlGroup, member: Member, call: Call) -> Reply:
-    """Make a call with all others; what rank 0 replies. Raises RanksDisagree, and what is no drawn error."""
+    """Make a call together with all ranks; the reply of rank 0. Raises RanksDisagree and every unexpected error."""
     reply: Reply = Done()
     own = NOT_CALLED
     if member.takes_part(call):

@@ -22,7 +22,7 @@ EXIT_PEER_GONE: Final = 3  # of a process that ended because the stage, or rank 
 
 
 class TrainerGroupError(RuntimeError):
-    """Base of what is wrong with the trainer group itself, beside what its trainers raise."""
+    """Base of errors of the trainer group itself; errors of its trainers are apart."""
 
 
 class TrainerGroupClosed(TrainerGroupError):

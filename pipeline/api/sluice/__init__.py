@@ -74,7 +74,8 @@ def load_config(*flags: str) -> Config:
 def run(config: Config) -> Path:
     """Run to the end in a process of its own, with its output printed here; return the run directory.
 
-    An interrupt (Ctrl-C, a notebook's stop) lets the run finish what is in flight; a second one ends it at once.
+    An interrupt (Ctrl-C, a notebook's stop) lets the run finish its groups in flight; a second
+    interrupt ends it at once.
     Raises RuntimeError if the run fails.
     """
     from configs.load import dump_toml
@@ -98,7 +99,9 @@ def run(config: Config) -> Path:
                     with contextlib.suppress(ProcessLookupError):
                         process.send_signal(signal.SIGINT)
     if process.returncode:
-        raise RuntimeError(f"the run in {directory} ended with exit code {process.returncode}; its output says why")
+        raise RuntimeError(
+            f"the run in {directory} ended with exit code {process.returncode}; its output has the reason"
+        )
     return directory
 
 

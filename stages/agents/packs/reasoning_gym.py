@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any, Final, Literal
 
-from configs.schema.did_you_mean import did_you_mean
+from configs.schema.notation import did_you_mean
 from stages.agents.environment import Start, Step, Task, Turn
 from stages.chat.messages import Message
 from stages.workers.serve import CpuLimitError, cpu_limit

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from configs.schema.did_you_mean import did_you_mean
+from configs.schema.notation import did_you_mean
 from stages.graders.grade import Grade, GradeRequest, UnknownGraderError, failed
 from stages.graders.math.answer import after_thought
 from stages.graders.text.ifeval_rules import RULES, Arguments, Rule, RuleError

@@ -14,8 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from configs.schema.algorithm import AlgorithmConfig, CorrectionConfig
-from configs.schema.rejection import RejectionRule
+from configs.schema.algorithm import AlgorithmConfig, CorrectionConfig, RejectionRule
 from models.algorithms.correction import (
     Correction,
     alpha,

@@ -5,8 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from configs.schema.algorithm import CorrectionConfig
-from configs.schema.rejection import InvalidRule
+from configs.schema.algorithm import CorrectionConfig, InvalidRule
 from models.algorithms.correction import correction_of
 from models.errors import AlgorithmError
 from tests.models.corrections import corrected

@@ -7,8 +7,7 @@ import math
 import pytest
 import torch
 
-from configs.schema.algorithm import AlgorithmConfig
-from configs.schema.rejection import InvalidRule, RejectionRule, parse_rule
+from configs.schema.algorithm import AlgorithmConfig, InvalidRule, RejectionRule, parse_rule
 from models.algorithms.correction import Correction, rejection_of
 from models.algorithms.losses import policy_loss_of, ppo_clip
 from models.algorithms.metrics import MetricTotals

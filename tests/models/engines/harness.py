@@ -11,7 +11,7 @@ from pathlib import Path
 import aiohttp
 import msgspec
 
-from configs.schema.engine import EngineConfig, SimulatedEngineConfig
+from configs.schema.rollout import EngineConfig, SimulatedEngineConfig
 from models.engines.client import EngineClient
 from models.engines.core import Completion
 from models.engines.embedded.engine import EmbeddedEngine

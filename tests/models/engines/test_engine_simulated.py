@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from configs.schema.engine import SimulatedEngineConfig
+from configs.schema.rollout import SimulatedEngineConfig
 from models.engines.client import EngineClient
 from models.engines.core import Completion, EngineFacts
 from models.engines.intake import Intake

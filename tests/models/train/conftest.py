@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from small_trainer import Trained, make_backend, make_sequences, sequence, train_step, weights_of
 
 from models.tiny import make_tiny_checkpoint
 from models.train.interface import TrainSequence
 from models.train.trainer import Trainer
+from tests.models.train.rig import Trained, make_backend, make_sequences, sequence, train_step, weights_of
 
 
 @pytest.fixture(autouse=True)

@@ -18,8 +18,6 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from sequences import behind
-from small_trainer import make_sequences
 
 from configs.layers import build
 from configs.resolve import derive
@@ -31,6 +29,7 @@ from models.train.build import build_backend
 from models.train.huggingface import loading
 from models.train.interface import TrainSequence
 from models.train.trainer import Trainer
+from tests.models.train.rig import behind, make_sequences
 
 Options = dict[str, Any]
 RULES = {"k1": "0.5_2", "k2": "0.5", "k3": "0.5"}
@@ -126,10 +125,11 @@ ON_ONE_WORKER = [
 def quick_loading(monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkpoint is read from disk once; every model is a copy of its own."""
     loaded: dict[str, Any] = {}
+    from_disk = loading.load_model
 
     def load(source: str, key: str, train: Any, device: torch.device, *, seed: int) -> Any:
         if source not in loaded:
-            loaded[source] = loading.load_model(source, key, train, device, seed=seed)
+            loaded[source] = from_disk(source, key, train, device, seed=seed)
         return copy.deepcopy(loaded[source])
 
     monkeypatch.setattr(loading, "load_model", load)

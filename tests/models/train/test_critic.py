@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from small_trainer import state_of, with_rewards
 
 from models.algorithms.returns import gae, whiten
 from models.errors import TrainStateUnreadable
 from models.train.step.critic import value_loss
+from tests.models.train.rig import state_of, with_rewards
 
 PPO = {"advantage_estimator": "ppo", "critic_lr": 3e-3, "gamma": 0.9, "lambd": 0.8}
 

@@ -1,30 +1,120 @@
-"""Several processes with a share of the micro-batches each make the update of one process alone."""
+"""Neither the number of processes nor the order of arrival, micro-batches, packing or padding reach the update."""
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import json
 import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file
-from sharded_trainer import CASES, run, train
 
 from models.train import dp_group
 from models.train.dp_group import DistributedDpGroup, DpGroup
-from tests.models.train.rank_processes import run_ranks
+from models.train.interface import TrainSequence
+from models.train.trainer import Trainer
+from tests.models.train.rig import (
+    PACKING,
+    Trained,
+    joined,
+    make_backend,
+    make_sequences,
+    run_ranks,
+    state_of,
+    train_step,
+    write,
+)
 
-# What depends on how the shares were packed; and a threshold at 0 of a margin that is 0 but for rounding.
-LAYOUT = {"train/micro_batches", "train/padding_frac", "train/shared_prompt_frac", "custom/accuracy"}
 DEADLINE_S = 150
+# What depends on how micro-batches were formed; and a threshold at 0 of a margin that is 0 but for rounding.
+LAYOUT = PACKING | {"custom/accuracy"}
+# name -> (number of optimizer steps, how many sequences, options)
+CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "rollout_mean": (1, "all", {}),
+    "token_mean": (2, "all", {"loss_aggregation": "token_mean", "entropy_coef": 0.01}),
+    "seq_mean": (1, "all", {"loss_aggregation": "seq_mean", "staleness_lr_decay": 0.5}),
+    "constant": (1, "few", {"loss_aggregation": "constant", "use_kl_loss": True, "kl_loss_coef": 0.1}),
+    "whitening": (
+        2,
+        "all",
+        {"advantage_estimator": "reinforce_plus_plus", "normalize_advantages": True, "kl_coef": 0.1},
+    ),
+    "critic": (
+        2,
+        "all",
+        {
+            "advantage_estimator": "ppo",
+            "normalize_advantages": True,
+            "bootstrap_truncated": True,
+            "critic_lr": 1e-3,
+            "gamma": 0.97,
+            "lambd": 0.9,
+        },
+    ),
+    "distillation": (1, "all", {"use_opd": True, "opd_kl_coef": 0.3, "normalize_advantages": True}),
+    "m2po": (2, "all", {"policy_loss": "m2po", "m2po_threshold": 0.1}),
+    "normalised_weights": (1, "all", {"tis_batch_normalize": True, "tis_level": "sequence"}),
+    "rejected_rollouts": (
+        1,
+        "all",
+        {"rollout_rs": ("seq_mean_k2=0.09",), "rs_unit": "rollout", "renormalize_after_rejection": True},
+    ),
+    "all_rejected": (1, "all", {"rollout_rs": ("token_k2=1e-12",)}),
+    "nothing_here": (1, "one", {}),
+    "preferences": (
+        2,
+        "all",
+        {
+            "loss_type": "custom_loss",
+            "custom_loss_function_path": "models.algorithms.dpo:dpo",
+            "use_kl_loss": True,
+            "kl_loss_coef": 0.5,
+        },
+    ),
+}
+
+
+def sequences_of(how: str) -> list[TrainSequence]:
+    """`few`: fewer than there are processes; then some of them have nothing to do."""
+    sequences = make_sequences(3, rewards=True)
+    return sequences[: {"few": 3, "one": 1, "all": len(sequences)}[how]]
+
+
+def train(checkpoint: Path, out: Path, rank: int, dp_group: DpGroup | None) -> None:
+    """Train every case, and write what came of it."""
+    for name, (steps, how, fields) in CASES.items():
+        backend = make_backend(checkpoint, dp_group=dp_group, max_tokens_per_gpu=48, **fields)
+        metrics, tensors = [], {}
+        backend.begin_batch(rollouts=12, steps=steps, version=2)
+        calls: list[list[TrainSequence]] = [sequences_of(how)]
+        for step in range(steps):
+            found, gradient, weights = train_step(backend, calls if step == 0 else [])
+            metrics.append(found)
+            tensors |= {f"gradient/{step}/{key}": value for key, value in gradient.items()}
+        tensors |= {f"weights/{key}": value for key, value in weights.items()}
+        if backend._models.critic is not None:
+            tensors |= state_of(backend, "critic")
+        write(out, f"{name}-{rank}", metrics, tensors)
+
+
+def run(checkpoint: str, out: str, rank: int, world: int, rendezvous: str) -> None:
+    """Entry point of a spawned process."""
+    np.random.seed(rank)  # processes must agree without a common random stream
+    with joined(rank, world, rendezvous, 60):
+        train(Path(checkpoint), Path(out), rank, DistributedDpGroup(dp_rank=rank, dp_size=world, is_mp_src_rank=True))
 
 
 def start(checkpoint: Path, out: Path, world: int) -> None:
-    imports = ["sharded_trainer", "transformers.models.qwen3.modeling_qwen3"]
+    imports = ["test_data_parallel", "transformers.models.qwen3.modeling_qwen3"]
     run_ranks(run, (checkpoint, out), world, out / "rendezvous", imports=imports, deadline_s=DEADLINE_S)
 
 
@@ -103,3 +193,87 @@ def test_what_a_process_does_not_speak_for_is_left_out(trio: Trio) -> None:
     one, two = np.array([1.5], dtype=np.float32), np.array([2.5, 3.5], dtype=np.float32)
     found = trio(one.tobytes(), two.tobytes()).gather_by_dp_rank(np.array([9.0], dtype=np.float32))
     assert [part.tolist() for part in found] == [[1.5], [2.5, 3.5]]
+
+
+# ---------------------------------------------------------------------- how a batch is computed
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "small": {"max_tokens": 32},
+    "unpacked": {"pack": False},
+    "unshared": {"share_prompts": False, "max_tokens": 64},
+    "one row": {"share_prompts": False, "single_row": True, "max_tokens": 40},
+}
+
+
+def calls_of(sequences: list[TrainSequence], *, backwards: bool) -> list[list[TrainSequence]]:
+    """One call with all sequences, or one for each rollout from the last to the first."""
+    if not backwards:
+        return [sequences]
+    key = lambda sequence: sequence.rollout_id  # noqa: E731
+    rollouts = itertools.groupby(sorted(sequences, key=key, reverse=True), key=key)
+    return [list(members)[::-1] for _, members in rollouts]
+
+
+def update(backend: Trainer, sequences: list[TrainSequence], steps: int, *, backwards: bool) -> list[Trained]:
+    backend.begin_batch(rollouts=12, steps=steps, version=2)
+    calls = calls_of(sequences, backwards=backwards)
+    return [train_step(backend, calls if step == 0 else [], flush=backwards) for step in range(steps)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_how_a_batch_is_computed_changes_nothing(tiny, name: str) -> None:  # type: ignore[no-untyped-def]
+    steps, how, fields = CASES[name]
+    sequences = sequences_of(how)
+    expected = update(make_backend(tiny, **fields), sequences, steps, backwards=False)
+    for variant, changes in VARIANTS.items():
+        made = make_backend(tiny, **fields)
+        models = made._models
+        models.packing = dataclasses.replace(models.packing, **changes)
+        found = update(made, sequences, steps, backwards=True)
+        for step, (have, want) in enumerate(zip(found, expected, strict=True)):
+            assert have[0].keys() == want[0].keys(), variant
+            for key in want[0].keys() - LAYOUT:
+                assert have[0][key] == pytest.approx(want[0][key], rel=1e-4, abs=2e-6), (variant, step, key)
+            for left, right in zip(have[1:], want[1:], strict=True):  # gradient, weights
+                assert left.keys() == right.keys()
+                for key, value in right.items():
+                    torch.testing.assert_close(left[key], value, atol=3e-6, rtol=1e-4)
+
+
+@pytest.mark.slow
+@settings(max_examples=25)
+@given(
+    seed=st.integers(0, 10_000),
+    case=st.sampled_from(sorted(CASES)),
+    wild=st.booleans(),
+    steps=st.integers(1, 3),
+)
+def test_whatever_comes_the_weights_stay_finite(tiny, seed: int, case: str, wild: bool, steps: int) -> None:  # type: ignore[no-untyped-def]
+    """Lengths from 0, masked sequences, NaN behind the mask, samplers that were sure of what the policy rules out."""
+    rng = np.random.default_rng(seed)
+    sequences = []
+    for one in make_sequences(seed % 50, groups=int(rng.integers(0, 4)), per_group=2, rewards=True):
+        keep = one.prompt_length + int(rng.integers(0, one.response_length + 1))
+        mask = (one.loss_mask[:keep] * (rng.random() < 0.8)).astype(np.uint8)
+        sampler = one.rollout_log_probs[:keep] + (rng.choice([-1000.0, 0.0, 1000.0]) if wild else 0.0)
+        sequences.append(
+            dataclasses.replace(
+                one,
+                tokens=one.tokens[:keep],
+                loss_mask=mask,
+                rollout_log_probs=np.where(mask, sampler, np.nan).astype(np.float32),
+                advantages=np.where(mask, one.advantages[:keep], np.nan).astype(np.float32),
+                teacher_log_probs=np.where(mask, one.teacher_log_probs[:keep], np.nan).astype(np.float32),
+                versions=one.versions[:keep],
+            )
+        )
+    _, _, fields = CASES[case]
+    made = make_backend(tiny, **fields)
+    made.begin_batch(rollouts=len(sequences), steps=steps, version=3)
+    made.accumulate(sequences)
+    for _ in range(steps):
+        metrics = made.step()
+        assert metrics["train/skipped_steps"] == 0.0
+        assert np.isfinite([metrics["train/grad_norm"], metrics["train/lr"]]).all()
+    assert all(torch.isfinite(parameter).all() for parameter in made._models.model.parameters())

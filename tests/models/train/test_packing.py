@@ -1,15 +1,30 @@
-"""Packing plans and arrays: every token exactly once, the budget kept, work saved where it can be."""
+"""From sequences to micro-batches: examples, shares of data-parallel ranks, rows, and the queue in front of them."""
 
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
-from hypothesis import given
+import pytest
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-from models.train.step.micro_batches import attention_allowed, pack_rows
+from models.algorithms.aggregation import StepSize
+from models.train.huggingface.updates import gradient_scale
+from models.train.step.examples import Example, Intake, Rollout, partition, rollouts_of
+from models.train.step.micro_batch_loss import StepTotals
+from models.train.step.micro_batches import (
+    Assigned,
+    Pending,
+    assign,
+    assign_layouts,
+    attention_allowed,
+    balance,
+    micro_batches,
+    pack_rows,
+)
 from models.train.step.packing import Layout, Packing, Unit, plan, units_of
 
 packings = st.builds(
@@ -156,3 +171,174 @@ def test_a_reference_can_only_forbid() -> None:
     assert free.both(bound) == Packing(max_tokens=9, quadratic_tokens=7, share_prompts=False)
     assert free.both(Packing(max_tokens=1, pack=False)).pack is False
     assert free.both(free) == free
+
+
+APART = Packing(max_tokens=64, share_prompts=False, quadratic_tokens=8)
+lengths = st.lists(st.integers(2, 40), min_size=1, max_size=25)
+
+
+def ids_of(sizes: list[int]) -> list[np.ndarray]:
+    return [np.full(size, at % 90, dtype=np.int32) for at, size in enumerate(sizes)]
+
+
+@given(lengths, st.integers(2, 5))
+def test_shares_differ_by_no_more_than_the_costliest_sequence(sizes: list[int], shares: int) -> None:
+    assigned = balance(ids_of(sizes), [1] * len(sizes), APART, shares)
+    assert sorted(item for share in assigned for item in share) == list(range(len(sizes)))
+    loads = [sum(APART.cost(sizes[item] - 1) for item in share) for share in assigned]
+    assert max(loads) - min(loads) <= max(APART.cost(size - 1) for size in sizes) + 1e-9
+
+
+def test_one_long_sequence_weighs_as_much_as_many_short_ones() -> None:
+    """By number, the long one would get as many beside it as the other rank has; it is assigned first."""
+    sizes = [9] * 8 + [33]
+    long, short = sorted(balance(ids_of(sizes), [1] * 9, APART, 2), key=lambda items: 8 not in items)
+    assert (long, len(short)) == ([8], 8)
+    by_number = balance(ids_of(sizes), [1] * 9, Packing(64, share_prompts=False, balance=False), 2)
+    assert sorted(map(len, by_number)) == [4, 5]
+
+
+@given(lengths, st.integers(2, 5))
+@example([2, 3, 4, 5, 40], 2)  # from the cheapest on, one rank would get all of the costly ones
+def test_micro_batches_that_are_there_are_assigned_equally(sizes: list[int], shares: int) -> None:
+    layouts = [layout for ids in ids_of(sizes) for layout in plan([ids], [1], APART)]
+    assigned = assign_layouts(layouts, APART, shares)
+    assert sorted(map(id, layouts)) == sorted(id(layout) for share in assigned for layout in share)
+    assert max(map(len, assigned)) - min(map(len, assigned)) <= 1
+    loads = [sum(APART.cost(layout.row_length) for layout in share) for share in assigned]
+    assert max(loads) - min(loads) <= max(APART.cost(size - 1) for size in sizes) + 1e-9
+
+
+@given(lengths, st.integers(1, 5))
+def test_all_shares_run_equally_often_and_blank_ones_count_for_nothing(sizes: list[int], shares: int) -> None:
+    examples = [
+        Example(ids, 1, np.array([len(ids) - 1]), np.zeros(1, np.float32), np.zeros(1, np.float32), 1.0, (0, at))
+        for at, ids in enumerate(ids_of(sizes))
+    ]
+    assigned = assign([example.tokens for example in examples], [1] * len(examples), APART, shares)
+    made = [micro_batches(assigned, examples, share) for share in range(shares)]
+    assert len({len(batches) for batches in made}) == 1
+    members = [example.key for batches in made for batch in batches for example in batch.members]
+    assert sorted(members) == [example.key for example in examples]
+    assert all(batch.rows.input_ids.size == 1 for batches in made for batch in batches if batch.blank)
+    totals = StepTotals()
+    for batches in made:
+        totals.count(batches)
+    assert totals.costs["micro_batches"] == sum(not batch.blank for batches in made for batch in batches)
+    assert totals.costs["used_tokens"] == totals.costs["sequence_tokens"] == sum(size - 1 for size in sizes)
+
+
+@pytest.mark.parametrize(
+    ("norm", "denominator", "clip", "scale"), [(2.0, 4.0, 1.0, 0.125), (0.5, 4.0, 1.0, 0.25), (9.0, 2.0, 0.0, 0.5)]
+)
+def test_gradients_are_divided_and_clipped(norm: float, denominator: float, clip: float, scale: float) -> None:
+    """By hand: a norm of 2 is halved to 1 beside the division; a bound of 0 is none."""
+    assert gradient_scale(norm, denominator, clip) == scale
+
+
+@given(lengths, st.integers(2, 8))
+def test_rows_are_as_long_as_a_multiple_and_lose_nothing(sizes: list[int], multiple: int) -> None:
+    """For what divides each row over processes."""
+    layouts = plan(ids_of(sizes), [1] * len(sizes), replace(APART, row_multiple=multiple))
+    assert all(layout.row_length % multiple == 0 for layout in layouts)
+    assert sorted(item for layout in layouts for item in layout.items) == list(range(len(sizes)))
+
+
+def padded_example(index: int, length: int, prompt: int = 1) -> Example:
+    tokens = np.full(length + 1, index, dtype=np.int32)
+    values = np.zeros(1, dtype=np.float32)
+    return Example(tokens, prompt, np.array([length]), values, values, coefficient=1.0)
+
+
+def test_examples_hold_the_trainable_tokens_only(one) -> None:  # type: ignore[no-untyped-def]
+    sequence = one(tokens=[9, 8, 1, 2, 3], mask=[1, 0, 1], rollout_log_probs=[-1, -2, -3], advantage=0.5)
+    dark = one(tokens=[9, 8, 1], mask=[0])
+    other = one(rollout=1, tokens=[9, 4, 5, 6, 7], mask=[1, 1, 1, 1])
+    first, second = rollouts_of([sequence, other, dark], Intake("rollout_mean", 32))
+    assert first.key == (0, 0)
+    assert first.size == StepSize(rollouts=1, sequences=2, tokens=2)
+    (only,) = first.examples
+    assert only.chosen.tolist() == [2, 4]
+    assert only.rollout_log_probs.tolist() == [-1, -3]
+    assert only.prompt == 2
+    assert only.coefficient == 0.5  # over the rollout, its masked sequence included
+    assert second.examples[0].coefficient == 0.25
+    assert first.size + second.size == StepSize(rollouts=2, sequences=3, tokens=6)
+
+
+@given(st.integers(0, 20), st.integers(1, 6), st.randoms())
+def test_partition_is_even_complete_and_blind_to_order(count: int, parts: int, random: object) -> None:
+    rollouts = [Rollout(key=(i // 3, i), size=StepSize(1, 1, 1), examples=()) for i in range(count)]
+    shuffled = list(rollouts)
+    random.shuffle(shuffled)  # type: ignore[attr-defined]
+    cut = partition(shuffled, parts)
+    assert len(cut) == parts
+    assert [rollout for part in cut for rollout in part] == rollouts
+    sizes = [len(part) for part in cut]
+    assert max(sizes) - min(sizes) <= 1
+
+
+def numbers(assigned: Assigned) -> list[int]:
+    """The first ids of all sequences."""
+    items = [item for layouts in assigned.by_dp_rank for layout in layouts for item in layout.items]
+    return [int(assigned.examples[item].tokens[0]) for item in items]
+
+
+@given(
+    st.lists(st.lists(st.integers(1, 30), max_size=4), max_size=15),
+    st.integers(1, 80),
+    st.booleans(),
+    st.integers(1, 3),
+)
+def test_what_goes_in_comes_out_once_and_early_ones_are_full(
+    calls: list[list[int]], budget: int, share: bool, shares: int
+) -> None:
+    packing = Packing(max_tokens=budget, share_prompts=share)
+    pending, out, number = Pending(), [], 0
+    for call in calls:
+        pending.extend(padded_example(number + offset, length) for offset, length in enumerate(call))
+        number += len(call)
+        assigned = pending.take(packing, shares, everything=False)
+        assert len({len(layouts) for layouts in assigned.by_dp_rank}) == 1
+        assert all(
+            one.padded_tokens <= budget or len(one.items) == 1 for layouts in assigned.by_dp_rank for one in layouts
+        )
+        out += numbers(assigned)
+    out += numbers(pending.take(packing, shares, everything=True))
+    assert sorted(out) == list(range(number))
+    assert not pending.take(packing, shares, everything=True)
+
+
+def test_nothing_comes_out_before_the_budget_is_full() -> None:
+    pending, packing = Pending(), Packing(max_tokens=20)
+    pending.extend([padded_example(0, 9), padded_example(1, 9)])
+    assert not pending.take(packing, 1, everything=False)
+    pending.extend([padded_example(2, 9)])
+    assert len(numbers(pending.take(packing, 1, everything=False))) == 2
+    assert numbers(pending.take(packing, 1, everything=True)) == [2]
+
+
+def test_two_shares_get_equally_many_full_micro_batches_or_none() -> None:
+    pending, packing = Pending(), Packing(max_tokens=20)
+    pending.extend([padded_example(0, 9), padded_example(1, 9), padded_example(2, 9)])
+    assert not pending.take(packing, 2, everything=False)
+    pending.extend([padded_example(3, 9), padded_example(4, 9)])
+    assigned = pending.take(packing, 2, everything=False)
+    assert [len(layouts) for layouts in assigned.by_dp_rank] == [1, 1]
+    assert sorted(numbers(assigned)) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("mode", ["token_mean", "constant"])
+def test_plain_sums_weigh_every_token_alike(one, mode: str) -> None:  # type: ignore[no-untyped-def]
+    batch = [one(rollout=i, tokens=range(1, 4 + i), mask=[1] * (i + 1)) for i in range(3)]
+    assert {e.coefficient for r in rollouts_of(batch, Intake(mode, 32)) for e in r.examples} == {1.0}  # type: ignore[arg-type]
+
+
+@given(st.lists(st.integers(1, 4), max_size=6), st.integers(1, 4))
+def test_whole_groups_stay_in_one_step(sizes: list[int], parts: int) -> None:
+    rollouts = [Rollout((g, r), StepSize(1, 1, 1), ()) for g, size in enumerate(sizes) for r in range(size)]
+    cut = partition(rollouts, parts, whole_groups=True)
+    assert [rollout.key for part in cut for rollout in part] == [rollout.key for rollout in rollouts]
+    homes = [{rollout.key[0] for rollout in part} for part in cut]
+    assert sum(map(len, homes)) == len(sizes)
+    assert max(map(len, homes)) - min(map(len, homes)) <= 1

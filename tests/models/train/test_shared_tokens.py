@@ -12,7 +12,6 @@ import torch
 from branches import Writer, branched_batch, flat, written
 from hypothesis import given
 from hypothesis import strategies as st
-from sequences import scored
 from test_critic import values_of
 
 from configs.schema.algorithm import AlgorithmConfig
@@ -21,8 +20,9 @@ from models.algorithms.shared_tokens import prefix_fault
 from models.errors import InvalidSequence
 from models.train.interface import TrainSequence
 from models.train.spec import BatchNeeds
-from models.train.step.advantages import decide_advantages
+from models.train.step.critic import decide_advantages
 from models.train.step.examples import Example, Intake, Rollout, rollouts_of
+from tests.models.train.rig import scored
 
 VOCABULARY = 32
 

@@ -1,4 +1,4 @@
-"""Saving, resuming and exporting: exact, in Hugging Face's format, without pickle."""
+"""The learning rate, and what a trainer saves, resumes, exports and moves: exact, in Hugging Face's format."""
 
 from __future__ import annotations
 
@@ -12,10 +12,93 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from models.errors import BackendMisuse, TrainStateUnreadable
+from configs.schema.train import TrainConfig
+from models.errors import BackendMisuse, TrainConfigInvalid, TrainStateUnreadable
 from models.tiny import make_tiny_checkpoint
-from models.train.huggingface.hf_weights import converts, hf_tensors
+from models.train.huggingface.hf_files import converts, hf_tensors
+from models.train.huggingface.updates import Updater, move
+from models.train.spec import check_schedule, learning_rate
 from tests.models.test_checkpoint import check_every_flip_is_noticed
+from tests.models.train.rig import make_backend, make_sequences, train_step, weights_of
+
+
+def rates(total: int | None, steps: int, **fields: object) -> list[float]:
+    train = TrainConfig(lr=1.0, **fields)  # type: ignore[arg-type]
+    return [learning_rate(step, train, total) for step in range(steps)]
+
+
+def test_warm_up_then_constant() -> None:
+    assert rates(None, 6, lr_warmup_iters=4) == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0, 1.0])
+
+
+def test_linear_decay() -> None:
+    assert rates(6, 8, lr_decay_style="linear", lr_warmup_iters=2, min_lr=0.2) == pytest.approx(
+        [0.5, 1.0, 1.0, 0.8, 0.6, 0.4, 0.2, 0.2]
+    )
+
+
+def test_cosine_decay() -> None:
+    found = rates(4, 6, lr_decay_style="cosine", min_lr=0.1)
+    assert found == pytest.approx([1.0, 0.1 + 0.9 * 0.853553, 0.55, 0.1 + 0.9 * 0.146447, 0.1, 0.1], abs=1e-5)
+
+
+def test_a_decay_needs_an_end() -> None:
+    with pytest.raises(TrainConfigInvalid, match=r"lr_decay_style=linear needs the number .*--num-rollout"):
+        check_schedule(TrainConfig(lr_decay_style="linear"), None)
+    with pytest.raises(TrainConfigInvalid, match="a decay cannot rise"):
+        check_schedule(TrainConfig(lr_decay_style="cosine", lr=1e-6, min_lr=1e-5), 10)
+    check_schedule(TrainConfig(), None)
+
+
+def model_with_gradients(scale: float) -> torch.nn.Module:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter) * scale
+    return model
+
+
+def test_gradients_are_divided_then_clipped() -> None:
+    """Ten times the numerator over ten times the denominator is the same update; the norm is that of the quotient."""
+    results = []
+    for factor in (1.0, 10.0):
+        model = model_with_gradients(factor)
+        updater = Updater(model, TrainConfig(lr=0.1, clip_grad=0.5, adam_eps=1.0), None)
+        result = updater.apply(factor)
+        assert result.applied
+        assert result.grad_norm == pytest.approx(8**0.5, rel=1e-5)
+        assert all(parameter.grad is None for parameter in model.parameters())
+        results.append(model.weight.detach().clone())
+    torch.testing.assert_close(*results)
+    # First AdamW step: lr * g / (|g| + eps) with g the clipped gradient.
+    clipped = 0.5 / 8**0.5
+    before = model_with_gradients(1.0).weight
+    torch.testing.assert_close(results[0], before - 0.1 * clipped / (clipped + 1.0))
+
+
+def test_weight_decay_spares_vectors() -> None:
+    model = model_with_gradients(0.0)
+    bias, weight = model.bias.detach().clone(), model.weight.detach().clone()
+    Updater(model, TrainConfig(lr=0.1, weight_decay=0.5), None).apply(1.0)
+    torch.testing.assert_close(model.bias, bias)
+    torch.testing.assert_close(model.weight, weight * 0.95)
+
+
+def test_no_gradient_at_all_is_no_update() -> None:
+    updater = Updater(torch.nn.Linear(2, 2), TrainConfig(), None)
+    assert not updater.apply(1.0).applied
+    assert updater.updates == 0
+
+
+def test_updates_use_the_rate_of_the_schedule() -> None:
+    """AdamW's first update moves each weight by the learning rate: lr * g / |g|."""
+    for warm_up in (1, 4):
+        model = model_with_gradients(1.0)
+        before = model.weight.detach().clone()
+        result = Updater(model, TrainConfig(lr=0.1, lr_warmup_iters=warm_up), None).apply(1.0)
+        assert result.lr == pytest.approx(0.1 / warm_up)
+        torch.testing.assert_close(model.weight.detach(), before - 0.1 / warm_up)
+
 
 SCHEDULE = {"lr_decay_style": "cosine", "lr_warmup_iters": 2, "min_lr": 1e-5, "lr": 1e-2, "weight_decay": 0.1}
 
@@ -201,3 +284,43 @@ def test_saving_again_replaces_the_state(backend, sequences, tmp_path: Path) -> 
     fresh = backend()
     fresh.load(tmp_path / "state")
     assert fresh._models.updater.updates == 2
+
+
+PPO = {"advantage_estimator": "ppo", "kl_coef": 0.1, "critic_lr": 1e-3}
+
+
+def test_training_goes_on_as_if_nothing_had_moved(tiny: Path, tmp_path: Path) -> None:
+    """Also with a reference and a critic; saved and exported from the host."""
+    stayed, moved = make_backend(tiny, **PPO), make_backend(tiny, **PPO)
+    batch = make_sequences(4, rewards=True)
+    for backend in (stayed, moved):
+        backend.begin_batch(rollouts=12, steps=1, version=2)
+        train_step(backend, [batch])
+    held = list(moved._models.model.parameters())
+    moved.offload()
+    moved.save(tmp_path / "state")
+    for name, tensor in weights_of(moved).items():
+        assert torch.equal(tensor, weights_of(stayed)[name])
+    moved.onload()
+    assert all(one is other for one, other in zip(held, moved._models.model.parameters(), strict=True))
+    results = []
+    for backend in (stayed, moved):
+        backend.begin_batch(rollouts=12, steps=1, version=2)
+        results.append(train_step(backend, [batch]))
+    assert results[0][0] == pytest.approx(results[1][0])
+    for name, tensor in results[0][2].items():
+        assert torch.equal(tensor, results[1][2][name])
+
+
+def test_everything_that_takes_memory_moves() -> None:
+    """To a device without memory: whatever stayed would show."""
+    layer = torch.nn.Linear(3, 2)
+    layer.register_buffer("scale", torch.ones(2))
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-3)
+    layer(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    move([layer], [optimizer], torch.device("meta"))
+    held = [*layer.parameters(), *layer.buffers(), *(v for s in optimizer.state.values() for v in s.values())]
+    assert {tensor.device.type for tensor in held} == {"meta"}
+    assert len(held) == 2 + 1 + 2 * 3

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small_trainer import make_sequences, state_of, with_rewards
 
 from configs.schema.algorithm import AlgorithmConfig
 from models.algorithms.advantages import Episode, batch_advantages
@@ -17,7 +16,7 @@ from models.errors import InvalidSequence, TrainConfigInvalid, TrainStateUnreada
 from models.train import spec as needs_module
 from models.train.spec import BatchNeeds
 from models.train.step import running_batch
-from tests.models.train.sequences import scored
+from tests.models.train.rig import make_sequences, scored, state_of, with_rewards
 
 GROUPS_SEEN: list[list[tuple[int, int]]] = []
 

@@ -18,11 +18,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from launching import SMALL, made_model
-from test_view_table import T0, made_up_run
+from test_displays import T0, made_up_run
 
 import launch
 from configs.schema import Config
-from configs.schema.engine import EngineConfig
+from configs.schema.rollout import EngineConfig
 from models.engines.serve import EngineServer
 from pipeline.control.monitor import Monitor
 from pipeline.errors import EndpointError

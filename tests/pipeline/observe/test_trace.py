@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.errors import TraceError
-from pipeline.facts.trace import Dropped, Span, TraceWriter, read_records
-from pipeline.observe.perfetto import merge
+from pipeline.facts.trace import Dropped, Span, TraceWriter, merge, read_records
 from stages.evaluate import EVAL_BASE
 
 T0 = 1_700_000_000.0

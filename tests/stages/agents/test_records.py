@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from models.checkpoint import Manifest
 from models.tiny import make_tiny_checkpoint
-from pipeline.record.episodes import forget_ended, read_lives, uncertain_in, write_lives
+from pipeline.record.kept_files import forget_ended, read_lives, uncertain_in, write_lives
 from stages.agents.environment import InfrastructureError, Task, Turn
 from stages.agents.episodes import Episode
 from stages.agents.tool_episode import ToolEpisode

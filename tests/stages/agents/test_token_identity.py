@@ -18,7 +18,7 @@ import msgspec
 import pytest
 import torch
 
-from configs.schema.engine import EngineConfig
+from configs.schema.rollout import EngineConfig
 from models.tiny import make_tiny_checkpoint
 from stages.agents.stage import AgentsStage
 from stages.base import GenerateOptions

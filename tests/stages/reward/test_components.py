@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from configs.schema.reward import RewardConfig
+from configs.schema.data import RewardConfig
 from stages.graders.grade import Grade, UnknownGraderError, as_grade, failed
 from stages.graders.registry import outside
 from stages.reward.selection import Component, Row, Selection, parse_components

@@ -15,8 +15,8 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
-from configs.schema.engine import EngineConfig
-from configs.schema.reward import RewardConfig
+from configs.schema.data import RewardConfig
+from configs.schema.rollout import EngineConfig
 from models.engines.serve import EngineServer
 from models.tiny import make_tiny_checkpoint
 from stages.graders.grade import Grade, UnknownGraderError

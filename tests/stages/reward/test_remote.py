@@ -17,7 +17,7 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
-from configs.schema.reward import RewardConfig
+from configs.schema.data import RewardConfig
 from stages.graders.grade import Grade
 from stages.reward import remote as remote_module
 from stages.reward.remote import MAX_ANSWER_BYTES, MAX_WAIT_S, MAX_WAITS, Question, RemoteReward, retry_after

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from configs.schema.reward import ToolsConfig
+from configs.schema.data import ToolsConfig
 from stages.agents.environment import Task, Turn
 from stages.agents.plain_tools import PlainTools
 from stages.agents.tool_episode import AnswerCache, ToolEpisode

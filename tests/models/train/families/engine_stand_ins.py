@@ -17,7 +17,7 @@ from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
 
 from models.train.megatron import build
-from models.train.megatron.attention import RmsNorm, SdpaCoreAttention
+from models.train.megatron.inputs import RmsNorm, SdpaCoreAttention
 
 
 class Norm:

@@ -39,12 +39,12 @@ def make_spec(train_dtype: str = "float32", **megatron: Any) -> TrainSpec:
 def run_worlds(worlds: dict[int, list[Case]], root: str, out: str) -> None:
     """Entry point of a spawned process: all cases of each number of processes, which share what it has imported."""
     torch.set_num_threads(1)
-    from models.train.megatron import shim
+    from models.train.megatron.processes import install_shim, install_shim_after_import
 
-    shim.install()
+    install_shim()
     from models.train.megatron import build, parameters, weights  # noqa: F401 - before the processes part
 
-    shim.install_after_import()
+    install_shim_after_import()
     context = multiprocessing.get_context("fork")
     for world, cases in worlds.items():
         processes = [

@@ -15,7 +15,7 @@ from configs.schema.train import MegatronConfig, TrainConfig
 from models.errors import CheckpointUnavailable, TrainConfigInvalid, UnsupportedModel
 from models.families.registry import FAMILIES, architecture_of, read_hf_config
 from models.families.rope import read_rope
-from models.train.megatron.settings.config import check_layout, model_dtype
+from models.train.megatron.build import check_layout, model_dtype
 from models.train.spec import TrainSpec
 
 QWEN3: dict[str, Any] = {

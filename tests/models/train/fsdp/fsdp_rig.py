@@ -5,29 +5,25 @@ Results are written as JSON and safetensors, since nothing here is pickled.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from datetime import timedelta
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 
-from configs.schema.algorithm import AlgorithmConfig, CorrectionConfig, CriticConfig
-from configs.schema.train import FsdpConfig, LoraConfig, TrainConfig
-from models.train.fsdp.models import FsdpModels
-from models.train.huggingface.hf_weights import whole
+from configs.schema.train import FsdpConfig
+from models.train.huggingface.hf_files import whole
 from models.train.huggingface.models import TorchModels
+from models.train.huggingface.sharded_models import FsdpModels
 from models.train.interface import TrainSequence
 from models.train.model_set import ModelSet
 from models.train.spec import TrainSpec
 from models.train.trainer import Trainer
-from tests.models.corrections import corrected
-from tests.models.train.sequences import sequence
+from tests.models.train import rig
+from tests.models.train.rig import VOCABULARY, joined, make_spec
 
-VOCABULARY = 32
 STEPS = 5
 Fields = dict[str, Any]
 
@@ -116,60 +112,16 @@ def make_architecture(name: str, directory: Path) -> Path:
 
 
 def make_sequences(seed: int, count: int | None = None) -> list[TrainSequence]:
-    """Uneven lengths, common prompts, masked tokens, rewards, truncated ends, two temperatures."""
-    rng = np.random.default_rng(seed)
-    out = []
-    for group in range(4):
-        prompt = rng.integers(1, VOCABULARY, int(rng.integers(2, 9)))
-        for index in range(3):
-            response = int(rng.integers(1, 14))
-            mask = (rng.random(response) > 0.25).astype(np.uint8)
-            mask[-1] = 1
-            out.append(
-                sequence(
-                    group=group,
-                    rollout=group * 10 + index,
-                    tokens=np.concatenate([prompt, rng.integers(1, VOCABULARY, response)]),
-                    mask=mask,
-                    rollout_log_probs=np.where(mask, rng.normal(-3.4, 0.4, response), 0.0),
-                    advantage=rng.normal(),
-                    version=index % 2,
-                    reward=float(rng.integers(0, 4)),
-                    truncated=bool(index % 2),
-                    temperature=1.4 if group % 2 else None,
-                )
-            )
-    return out[:count]
+    """Common prompts, masked tokens, rewards, truncated ends, two temperatures."""
+    return rig.make_sequences(seed, prompt_lengths=(2, 9), fan_out=False, dark=False, ends=True)[:count]
 
 
 def make_trainer(
     checkpoint: Path, models: Callable[[TrainSpec], ModelSet] = FsdpModels, *, sharded: bool = True, **fields: Any
 ) -> Trainer:
     """A trainer that is set up; `fields` may be of any configuration. `sharded`: whether those of shards count."""
-
-    def take(kind: Any) -> Fields:
-        return {name: fields.pop(name) for name in list(fields) if name in kind.__struct_fields__}
-
-    defaults: Fields = {"hf_checkpoint": str(checkpoint), "lr": 1e-3, "adam_eps": 1e-4, "max_tokens_per_gpu": 48}
-    defaults |= {"train_device": "cpu", "weight_decay": 0.1}
-    train = TrainConfig(**{**defaults, **take(TrainConfig)})
-    off_policy, critic = CorrectionConfig(**take(CorrectionConfig)), CriticConfig(**take(CriticConfig))
-    fsdp, lora = FsdpConfig(**take(FsdpConfig)), LoraConfig(**take(LoraConfig))
-    algorithm = AlgorithmConfig(**fields)
-    made = Trainer(
-        TrainSpec(
-            train,
-            algorithm,
-            temperature=0.9,
-            max_response_len=16,
-            seed=0,
-            correction=corrected(off_policy, policy_loss=algorithm.policy_loss),
-            critic=critic,
-            fsdp=fsdp if sharded else FsdpConfig(),
-            lora=lora,
-        ),
-        models,
-    )
+    spec = make_spec(checkpoint, **{"max_tokens_per_gpu": 48, "weight_decay": 0.1, **fields})
+    made = Trainer(spec if sharded else replace(spec, fsdp=FsdpConfig()), models)
     made.setup()
     return made
 
@@ -215,8 +167,7 @@ def run_case(checkpoint: Path, trainer: Trainer, count: int | None, out: Path, n
 
 def write(out: Path, name: str, found: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-    save_file({key: value.contiguous() for key, value in tensors.items()}, out / f"{name}-{rank}.safetensors")
-    (out / f"{name}-{rank}.json").write_text(json.dumps(found))
+    rig.write(out, f"{name}-{rank}", found, tensors)
 
 
 # ---------------------------------------------------------------------- checkpoints
@@ -261,13 +212,9 @@ def expected_of(checkpoints: Path, out: Path, world: int) -> None:
 
 def run(checkpoints: str, out: str, states: str, rank: int, world: int, rendezvous: str) -> None:
     """Entry point of a spawned process."""
-    torch.set_num_threads(1)
     np.random.seed(rank)  # processes must agree without a common random stream
     torch.manual_seed(rank)
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world, timeout=timedelta(seconds=120)
-    )
-    try:
+    with joined(rank, world, rendezvous, 120):
         for name, (checkpoint, count, fields) in CASES[world].items():
             path = Path(checkpoints) / checkpoint
             run_case(path, make_trainer(path, **fields), count, Path(out), name)
@@ -275,5 +222,3 @@ def run(checkpoints: str, out: str, states: str, rank: int, world: int, rendezvo
             save_and_go_on(Path(checkpoints), Path(out), Path(states))
         else:
             resume(Path(checkpoints), Path(out), Path(states), Path(states) / "of_four", fsdp_shard_size=2)
-    finally:
-        torch.distributed.destroy_process_group()

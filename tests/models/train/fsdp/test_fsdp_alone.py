@@ -1,43 +1,63 @@
-"""Shards in one process: what is refused, what a reference is, what LoRA exports."""
+"""Shards in one process: what is refused, what a reference is, what LoRA exports, what a state holds."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
-from fsdp_rig import (
-    ARCHITECTURES,
-    GRPO,
-    LORA,
-    PPO,
-    make_architecture,
-    make_sequences,
-    make_trainer,
-    state_of,
-    train,
-)
+from fsdp_rig import ARCHITECTURES, GRPO, LORA, PPO, make_architecture, make_sequences, make_trainer, state_of, train
 from safetensors.torch import load_file
 from torch.nn import Linear, Sequential
 
 from configs.schema.train import FsdpConfig
-from models.errors import CheckpointUnavailable, TrainConfigInvalid, UnsupportedModel
-from models.train.fsdp.loading import _compare
-from models.train.fsdp.mesh import sizes_of
-from models.train.fsdp.models import FsdpModels
-from models.train.huggingface.hf_weights import buckets
+from models.errors import CheckpointUnavailable, TrainConfigInvalid, TrainStateUnreadable, UnsupportedModel
+from models.tiny import make_tiny_checkpoint
+from models.train.huggingface.hf_files import buckets
 from models.train.huggingface.models import TorchModels
 from models.train.huggingface.scoring import ContextParallel
+from models.train.huggingface.sharded_loading import _compare, sizes_of
+from models.train.huggingface.sharded_models import SHARDS, STATE, FsdpModels
 from models.train.step.micro_batches import attention_allowed, pack_rows
 from models.train.step.packing import Layout, Packing, Unit
 from models.train.trainer import Trainer
-
-pytestmark = pytest.mark.slow
+from tests.models.test_checkpoint import check_every_flip_is_noticed
 
 Make = Callable[..., Trainer]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _group_of_one() -> Iterator[None]:
+    torch.set_num_threads(1)
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_checkpoint(
+        tmp_path_factory.mktemp("alone") / "tied",
+        tokenizer="arithmetic",
+        hidden_size=32,
+        num_layers=2,
+        intermediate_size=64,
+        max_position_embeddings=128,
+    )
+
+
+@pytest.fixture(scope="module")
+def make(small: Path) -> Make:
+    return lambda *models, **fields: make_trainer(small, *models, **fields)
+
+
+pytestmark = pytest.mark.slow
 
 
 # ---------------------------------------------------------------------- sizes
@@ -278,3 +298,93 @@ def test_lora_refuses_what_it_cannot_do(make: Make, fields: dict[str, Any], word
         make(**LORA | fields)
     with pytest.raises(UnsupportedModel, match=r"embed_tokens of Qwen3ForCausalLM is no linear layer"):
         make(**LORA | {"lora_target_modules": ("embed_tokens",)})
+
+
+def shorten(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-4])
+
+
+def damage(path: Path) -> None:
+    """As long as before, but no safetensors file."""
+    path.write_bytes(b"\xff" * path.stat().st_size)
+
+
+def edit(path: Path, **fields: Any) -> None:
+    path.write_bytes(msgspec.json.encode(json.loads(path.read_text()) | fields))
+
+
+WAYS: dict[str, tuple[Callable[[Path], None], dict[str, Any], str]] = {
+    "no_state_file": (lambda d: (d / STATE).unlink(), {}, "holds no complete state of sharded training"),
+    "another_format": (lambda d: edit(d / STATE, format_version=9), {}, "format version 9, this program reads 1"),
+    "no_shards": (lambda d: next((d / SHARDS).iterdir()).unlink(), {}, "lacks .*safetensors as it was written"),
+    "cut_short": (lambda d: shorten(next((d / SHARDS).iterdir())), {}, "lacks .*safetensors as it was written"),
+    "damaged": (lambda d: damage(next((d / SHARDS).iterdir())), {}, "holds no complete state of sharded training"),
+    "no_critic": (lambda d: None, PPO, "holds no critic, which this run needs"),
+    "other_parts": (lambda d: None, LORA, "the policy in .* has other names or shapes"),
+}
+
+
+@pytest.fixture(scope="module")
+def saved(make: Make, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("saved") / "state"
+    trainer = make(**GRPO)
+    train(trainer, range(1))
+    trainer.save(directory)
+    return directory
+
+
+@pytest.mark.parametrize("way", list(WAYS))
+def test_an_unreadable_state_changes_nothing(make: Make, saved: Path, tmp_path: Path, way: str) -> None:
+    spoil, fields, words = WAYS[way]
+    directory = tmp_path / "state"
+    shutil.copytree(saved, directory)
+    spoil(directory)
+    trainer = make(**GRPO | fields)
+    train(trainer, range(1))
+    before = state_of(trainer)
+    with pytest.raises(TrainStateUnreadable, match=words):
+        trainer.load(directory)
+    after = state_of(trainer)
+    assert all(after[key].equal(one) for key, one in before.items())
+    assert trainer._counters.steps == 1
+
+
+def test_a_flipped_byte_in_any_file_is_noticed(saved: Path, tmp_path: Path) -> None:
+    files = check_every_flip_is_noticed(saved, tmp_path / "checkpoints")
+    assert str(STATE) in files
+    assert any(name.startswith(str(SHARDS)) for name in files)
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_save_that_fails_says_so_and_leaves_no_state(make: Make, tmp_path: Path, in_background: bool) -> None:
+    trainer = make(lambda spec: FsdpModels(spec, async_save=in_background))
+    (tmp_path / "hf").write_text("in the way")
+
+    def save() -> None:
+        trainer.save(tmp_path)
+        trainer._models.finish_save()  # type: ignore[attr-defined]
+
+    with pytest.raises(OSError, match="hf"):
+        save()
+    assert not (tmp_path / STATE).exists()
+    (tmp_path / "hf").unlink()
+    save()
+    trainer.load(tmp_path)
+
+
+def test_a_state_is_replaced_whole(make: Make, tmp_path: Path) -> None:
+    """Also by a writer that goes on training; no file of the state before is left."""
+    trainer = make(lambda spec: FsdpModels(spec, async_save=True), **GRPO)
+    trainer.save(tmp_path)
+    (tmp_path / SHARDS / "stale.safetensors").write_bytes(b"")
+    trainer.save(tmp_path)  # waits for the one before
+    weights = state_of(trainer)
+    train(trainer, range(1))
+    trainer._models.finish_save()  # type: ignore[attr-defined]
+    state = json.loads((tmp_path / STATE).read_text())
+    assert set(state["files"]) == {file.name for file in (tmp_path / SHARDS).iterdir()}
+    assert "stale.safetensors" not in state["files"]
+    trainer.load(tmp_path)
+    assert trainer._counters.steps == 0
+    found = state_of(trainer)
+    assert all(found[key].equal(one) for key, one in weights.items())

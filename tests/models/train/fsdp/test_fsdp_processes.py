@@ -17,10 +17,8 @@ from fsdp_rig import CASES, EXPERTS, RESUMED, STEPS, TIED, UNTIED, expected_of, 
 from safetensors.torch import load_file
 
 from models.tiny import make_tiny_checkpoint
-from tests.models.train.rank_processes import run_ranks
+from tests.models.train.rig import PACKING, run_ranks
 
-# What depends on how the shares were packed.
-LAYOUT = {"train/micro_batches", "train/padding_frac", "train/shared_prompt_frac"}
 DEADLINE_S = 200
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("fsdp")]
 
@@ -72,7 +70,7 @@ def same_metrics(found: list[dict[str, float]], wanted: list[dict[str, float]], 
     assert len(found) == len(wanted)
     for step, (have, want) in enumerate(zip(found, wanted, strict=True)):
         assert have.keys() == want.keys(), step
-        for key in want.keys() - LAYOUT:
+        for key in want.keys() - PACKING:
             assert have[key] == pytest.approx(want[key], rel=tolerance, abs=tolerance), (step, key)
 
 

@@ -12,7 +12,6 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -71,30 +70,23 @@ SELECTIONS = {
 
 def run(rank: int, world: int, cases: Sequence[Case], models: Path, out: Path) -> None:
     """One process of a trainer group: all cases of its size."""
-    import torch
     from gathered_attention import GatheredAttention
     from megatron_rig import run_case
 
     from models.train.megatron import layers, processes
+    from tests.models.train.rig import joined
 
-    torch.distributed.init_process_group(
-        "gloo",
-        init_method=f"file://{out}/rendezvous{world}",
-        rank=rank,
-        world_size=world,
-        timeout=timedelta(seconds=DEADLINE_S),
-    )
-    core_attention, engine_installed = getattr(layers, _ATTENTION), processes.engine_installed
-    for case in cases:
-        if case.world != world:
-            continue
-        if "context_parallel_size" in case.layout:
-            setattr(layers, _ATTENTION, GatheredAttention)
-            processes.engine_installed = lambda: True
-        run_case(models, out, case.name, case.layout, case.recipes)
-        setattr(layers, _ATTENTION, core_attention)
-        processes.engine_installed = engine_installed
-    torch.distributed.destroy_process_group()
+    with joined(rank, world, out / f"rendezvous{world}", DEADLINE_S):
+        core_attention, engine_installed = getattr(layers, _ATTENTION), processes.engine_installed
+        for case in cases:
+            if case.world != world:
+                continue
+            if "context_parallel_size" in case.layout:
+                setattr(layers, _ATTENTION, GatheredAttention)
+                processes.engine_installed = lambda: True
+            run_case(models, out, case.name, case.layout, case.recipes)
+            setattr(layers, _ATTENTION, core_attention)
+            processes.engine_installed = engine_installed
 
 
 def main(models: Path, out: Path, cases: Sequence[Case]) -> int:
@@ -102,9 +94,9 @@ def main(models: Path, out: Path, cases: Sequence[Case]) -> int:
     import torch
 
     torch.set_num_threads(1)
-    from models.train.megatron import shim
+    from models.train.megatron.processes import install_shim
 
-    shim.install()
+    install_shim()
     for name in ("build", "models", "weights"):
         importlib.import_module(f"models.train.megatron.{name}")
     fork = multiprocessing.get_context("fork")

@@ -5,7 +5,6 @@ Its parent may import this: Megatron itself is imported only where a case runs.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,16 +12,12 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 
-from configs.schema.algorithm import AlgorithmConfig, CorrectionConfig, CriticConfig
-from configs.schema.train import MegatronConfig, ParallelConfig, TrainConfig
 from models.train.interface import TrainSequence
 from models.train.spec import TrainSpec
 from models.train.trainer import Trainer
-from tests.models.corrections import corrected
+from tests.models.train import rig
 from tests.models.train.branches import branched_batch
-from tests.models.train.sequences import sequence
 
 VOCABULARY = 33  # odd: matrices are padded wherever they are split
 
@@ -135,62 +130,18 @@ def make_models(directory: Path) -> None:
 
 
 def make_sequences(seed: int, *, broken: bool = False) -> list[TrainSequence]:
-    """Groups with common prompts, uneven responses, masked tokens; rewards, truncated ends, two temperatures."""
-    rng = np.random.default_rng(seed)
-    out = []
-    for group in range(4):
-        prompt = rng.integers(1, VOCABULARY, int(rng.integers(2, 9)))
-        for index in range(3):
-            response = int(rng.integers(1, 14))
-            mask = (rng.random(response) > 0.25).astype(np.uint8)
-            out.append(
-                sequence(
-                    group=seed * 100 + group,
-                    rollout=seed * 1000 + group * 10 + index,
-                    tokens=np.concatenate([prompt, rng.integers(1, VOCABULARY, response)]),
-                    mask=mask,
-                    rollout_log_probs=np.where(mask, rng.normal(-3.4, 0.4, response), 0.0),
-                    advantage=np.inf if broken else rng.normal(),
-                    reward=float(rng.integers(0, 4)),
-                    truncated=bool(index % 2),
-                    temperature=1.4 if group % 2 else None,
-                )
-            )
-    return out
+    """Groups with common prompts, masked tokens; rewards, truncated ends, two temperatures."""
+    return rig.make_sequences(
+        seed, vocabulary=VOCABULARY, prompt_lengths=(2, 9), fan_out=False, dark=False, ends=True, broken=broken
+    )
 
 
 def make_spec(recipe: Recipe, models: Path, layout: dict[str, Any] | None = None) -> TrainSpec:
     """Of a recipe, in a parallel layout."""
-    fields = dict(recipe.fields)
+    fields = {"max_tokens_per_gpu": 48, **recipe.fields, **(layout or {})}
     if "ref_load" in fields:
         fields["ref_load"] = str(models / fields["ref_load"])
-
-    def take(kind: Any) -> dict[str, Any]:
-        return {name: fields.pop(name) for name in list(fields) if name in kind.__struct_fields__}
-
-    defaults = {
-        "hf_checkpoint": str(models / recipe.model),
-        "lr": 1e-3,
-        "adam_eps": 1e-4,
-        "train_device": "cpu",
-        "max_tokens_per_gpu": 48,
-    }
-    extra = dict(layout or {})
-    run = {name: extra.pop(name) for name in list(extra) if name in TrainConfig.__struct_fields__}
-    options = TrainConfig(**{**defaults, **take(TrainConfig), **run})
-    off_policy, critic = CorrectionConfig(**take(CorrectionConfig)), CriticConfig(**take(CriticConfig))
-    algorithm = AlgorithmConfig(**fields)
-    return TrainSpec(
-        options,
-        algorithm,
-        correction=corrected(off_policy, policy_loss=algorithm.policy_loss),
-        critic=critic,
-        parallel=ParallelConfig(),
-        megatron=MegatronConfig(**extra),
-        temperature=0.9,
-        max_response_len=16,
-        seed=0,
-    )
+    return rig.make_spec(models / recipe.model, **fields)
 
 
 def train(trainer: Trainer, recipe: Recipe) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
@@ -242,7 +193,7 @@ class Counts:
         from megatron.core.pipeline_parallel import p2p_communication
 
         from models.train.megatron.forward import Pipeline
-        from models.train.megatron.reference import SwappedReference
+        from models.train.megatron.trained_models import SwappedReference
 
         self.begin()
         p2p_ops = p2p_communication._p2p_ops
@@ -271,12 +222,6 @@ class Counts:
         self.schedules = self.exchanges = self.sends = 0
 
 
-def write(out: Path, name: str, found: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-    """What a process found, where its parent reads it; nothing here is pickled."""
-    save_file({key: value.contiguous() for key, value in tensors.items()}, out / f"{name}.safetensors")
-    (out / f"{name}.json").write_text(json.dumps(found))
-
-
 def run_case(models: Path, out: Path, name: str, layout: dict[str, Any], recipes: Sequence[str]) -> None:
     """Train recipes in one layout, in this process of the trainer group."""
     from models.train.megatron.models import MegatronModels
@@ -288,4 +233,4 @@ def run_case(models: Path, out: Path, name: str, layout: dict[str, Any], recipes
         counts.begin()
         found, tensors = train(trainer, RECIPES[recipe])
         found |= {name: getattr(counts, name) for name in ("schedules", "exchanges", "sends")}
-        write(out, f"{name}-{recipe}-{rank}", found, tensors)
+        rig.write(out, f"{name}-{recipe}-{rank}", found, tensors)

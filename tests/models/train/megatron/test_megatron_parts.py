@@ -1,14 +1,239 @@
-"""The reference that takes the policy's place, and the head of the critic; no Megatron needed."""
+"""Parts of the Megatron backend in one process: layouts and options, the shim, inputs, and modules."""
 
 from __future__ import annotations
 
+import importlib.metadata
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
+from megatron_rig import Recipe, make_spec
 
-from models.errors import TrainStateUnreadable
-from models.train.megatron.critic import ValueHead
-from models.train.megatron.reference import SwappedReference
+from models.errors import BackendMisuse, CheckpointUnavailable, TrainConfigInvalid, TrainStateUnreadable
+from models.train.megatron import processes
+from models.train.megatron.inputs import RowForm, context_columns, hidden_mask, lengthened, model_inputs
+from models.train.megatron.processes import (
+    SHIM_VERSION,
+    ParallelSizes,
+    build_layout,
+    install_shim,
+    install_shim_after_import,
+    parallel_sizes,
+    shim_installed,
+)
+from models.train.megatron.trained_models import SwappedReference, ValueHead, check_optimizer
+from models.train.megatron.weights import read_source
+from models.train.spec import TrainSpec
 from models.train.step.critic import ValueModel
+from models.train.step.micro_batches import PackedRows, attention_allowed, pack_rows
+from models.train.step.packing import Layout, Unit
+
+
+def spec(**layout: Any) -> TrainSpec:
+    return make_spec(Recipe("untied"), Path("models"), layout)
+
+
+def test_what_is_left_is_data_parallel() -> None:
+    layout = spec(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, expert_tensor_parallel_size=1)
+    assert parallel_sizes(layout, 8) == ParallelSizes(2, 2, None, 1, 1, 1, data=2)
+    assert parallel_sizes(spec(virtual_pipeline_model_parallel_size=1), 3).virtual_pipeline is None
+
+
+@pytest.mark.parametrize(
+    ("world", "layout", "words"),
+    [
+        (3, {"tensor_model_parallel_size": 2}, "3 processes do not divide.*--actor-num-gpus-per-node"),
+        (4, {"expert_model_parallel_size": 3}, "sets of experts of 3.*--expert-model-parallel-size"),
+        (2, {"context_parallel_size": 2}, "Transformer Engine.*--context-parallel-size 1"),
+    ],
+)
+def test_impossible_layouts_name_the_cure(
+    world: int, layout: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "engine_installed", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(TrainConfigInvalid, match=words):
+        parallel_sizes(spec(**layout), world)
+
+
+def test_an_optimizer_on_the_host_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(TrainConfigInvalid, match="sees no GPU"):
+        check_optimizer(spec(optimizer_cpu_offload=True))
+
+
+def test_without_a_trainer_group_there_is_no_layout() -> None:
+    with pytest.raises(BackendMisuse, match="no default group"):
+        build_layout(spec())
+
+
+def test_missing_checkpoints_are_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointUnavailable, match="hf_checkpoint='/no/such/place' does not exist"):
+        read_source("/no/such/place", "hf_checkpoint")
+    with pytest.raises(CheckpointUnavailable, match=r"without config\.json"):
+        read_source(str(tmp_path), "ref_load")
+    with pytest.raises(CheckpointUnavailable, match="has to be made first"):
+        read_source("tiny", "hf_checkpoint")
+
+
+def test_the_shim_leaves_a_machine_with_a_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    before = (torch.zeros, torch.Tensor.type, torch.cuda.current_device)
+    install_shim()
+    install_shim_after_import()
+    assert before == (torch.zeros, torch.Tensor.type, torch.cuda.current_device)
+    assert not shim_installed()
+
+
+@pytest.mark.full
+def test_experts_are_routed_without_transformer_engine_on_a_gpu_too() -> None:
+    """In a process that takes its machine for one with a GPU: no shim, and the router on tensors of the CPU."""
+    program = """
+import torch
+torch.cuda.is_available = lambda: True
+from types import SimpleNamespace
+from models.train.megatron.processes import install_shim, install_shim_after_import, shim_installed
+from models.train.megatron import layers
+install_shim()
+install_shim_after_import()
+assert not shim_installed()
+config = SimpleNamespace(num_moe_experts=4, qk_layernorm=False)
+layers._local_layer(SimpleNamespace(latent_attention=False, sandwich_norms=False), config, moe=True)
+from megatron.core.transformer.moe.moe_utils import router_gating_linear
+print(router_gating_linear(torch.eye(2), torch.tensor([[1.0, 2.0], [3.0, 4.0]]), None, torch.float32).tolist())
+"""
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.splitlines()[-1] == "[[1.0, 3.0], [2.0, 4.0]]"
+
+
+def test_the_shim_is_for_one_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.17.0")
+    with pytest.raises(TrainConfigInvalid, match=r"0\.17\.0.*megatron-core==0\.16\.1"):
+        install_shim()
+    assert not shim_installed()
+
+
+def test_the_shim_comes_before_megatron(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: SHIM_VERSION)
+    monkeypatch.setitem(sys.modules, "megatron.core", ModuleType("megatron.core"))
+    with pytest.raises(BackendMisuse, match="first in the process"):
+        install_shim()
+    assert not shim_installed()
+
+
+CPU = torch.device("cpu")
+
+
+def rows_of(*units: Unit, length: int, tokens: list[list[int]], first: int) -> PackedRows:
+    """One row."""
+    ids = [np.array(one, dtype=np.int32) for one in tokens]
+    chosen = [np.arange(first, len(one), dtype=np.int64) for one in ids]
+    return pack_rows(Layout((tuple(units),), length), ids, chosen)
+
+
+def shared() -> PackedRows:
+    """Two responses after a common prompt of 2, and padding."""
+    return rows_of(Unit((0, 1), 2, 5), length=7, tokens=[[5, 6, 7, 8], [5, 6, 9, 10, 11]], first=2)
+
+
+def apart() -> PackedRows:
+    """Two sequences in one row."""
+    return rows_of(Unit((0,), 0, 3), Unit((1,), 0, 4), length=7, tokens=[[1, 2, 3, 4], [5, 6, 7, 8, 9]], first=1)
+
+
+def single() -> PackedRows:
+    return rows_of(Unit((0,), 0, 7), length=7, tokens=[[1, 2, 3, 4, 5, 6, 7, 8]], first=1)
+
+
+def test_responses_after_a_common_prompt_do_not_see_each_other() -> None:
+    rows = shared()
+    assert rows.unit is not None
+    assert rows.branch is not None
+    mask = hidden_mask(rows, CPU)
+    assert mask is not None
+    assert torch.equal(~mask, torch.from_numpy(attention_allowed(rows.unit, rows.branch)))
+
+
+def test_sequences_of_one_row_do_not_see_each_other() -> None:
+    mask = hidden_mask(apart(), CPU)
+    assert mask is not None
+    expected = torch.zeros(7, 7, dtype=torch.bool)
+    expected[:3, :3] = torch.ones(3, 3).tril().bool()
+    expected[3:, 3:] = torch.ones(4, 4).tril().bool()
+    assert torch.equal(~mask[0, 0], expected)
+
+
+def test_one_sequence_in_a_row_needs_no_mask() -> None:
+    inputs = model_inputs(single(), RowForm(CPU))
+    assert inputs.mask is None
+    assert inputs.position_ids is None
+    assert inputs.kept is None
+
+
+@pytest.mark.parametrize("rows", [shared(), apart(), single()])
+def test_longer_rows_predict_the_same_tokens(rows: PackedRows) -> None:
+    longer = lengthened(rows, 4)
+    assert longer.input_ids.shape == (1, 8)
+    assert longer.input_ids.reshape(-1)[longer.source].tolist() == rows.input_ids.reshape(-1)[rows.source].tolist()
+    mask, before = hidden_mask(longer, CPU), hidden_mask(rows, CPU)
+    if before is not None:
+        assert mask is not None
+        assert torch.equal(mask[:, :, :7, :7], before)
+        assert bool(mask[0, 0, :7, 7].all())  # nothing looks at what was added
+        assert not bool(mask[0, 0].all(dim=1).any())  # and no row of the mask is empty
+    assert lengthened(rows, 7) is rows
+
+
+def test_longer_rows_of_several_keep_their_places() -> None:
+    rows = pack_rows(
+        Layout(((Unit((0,), 0, 3),), (Unit((1,), 0, 3),)), 3),
+        [np.array([1, 2, 3, 4], dtype=np.int32), np.array([5, 6, 7, 8], dtype=np.int32)],
+        [np.array([2]), np.array([3])],
+    )
+    inputs = model_inputs(rows, RowForm(CPU, multiple=4))
+    by_position = inputs.input_ids.t().reshape(-1)  # as hidden states lie: position first
+    assert by_position[inputs.places].tolist() == [2, 7]
+    assert inputs.targets.tolist() == [3, 8]
+
+
+def test_a_flat_row_says_where_its_sequences_end() -> None:
+    inputs = model_inputs(apart(), RowForm(CPU, multiple=4, flat=True))
+    assert inputs.ends is not None
+    assert inputs.ends.tolist() == [0, 3, 7, 8]  # the last is padding
+    assert inputs.longest == 4
+    assert inputs.mask is None
+    assert inputs.position_ids is None
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_each_context_process_computes_a_head_and_a_tail(size: int) -> None:
+    parts = [context_columns(16, rank, size) for rank in range(size)]
+    assert sorted(np.concatenate(parts).tolist()) == list(range(16))
+    sums = [int(part.sum()) for part in parts]  # of what is seen: balanced
+    assert len(set(sums)) == 1
+
+
+def test_context_processes_share_the_chosen_tokens() -> None:
+    rows = rows_of(Unit((0,), 0, 6), length=6, tokens=[[1, 2, 3, 4, 5, 6, 7]], first=3)
+    seen: list[int] = []
+    for rank in range(2):
+        inputs = model_inputs(rows, RowForm(CPU, multiple=4, context_rank=rank, context_size=2))
+        assert inputs.input_ids.shape == (1, 4)
+        assert inputs.kept is not None
+        assert inputs.position_ids is not None
+        at = inputs.input_ids.t().reshape(-1)[inputs.places]
+        assert (at + 1).tolist() == inputs.own_targets.tolist()  # each id is followed by the next
+        assert (inputs.input_ids[0, inputs.places] - 1).tolist() == inputs.position_ids[0, inputs.places].tolist()
+        seen += inputs.kept.tolist()
+    assert sorted(seen) == list(range(4))
 
 
 def chunk(seed: int) -> torch.nn.Module:

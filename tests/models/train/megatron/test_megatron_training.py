@@ -19,8 +19,8 @@ from safetensors.torch import load_file
 
 from models.train.huggingface.models import TorchModels
 from models.train.trainer import Trainer
+from tests.models.train.rig import PACKING
 
-LAYOUT = {"train/micro_batches", "train/padding_frac", "train/shared_prompt_frac"}  # depends on how shares were packed
 SHARED = ("branches", "branches_flat")
 Expected = dict[str, tuple[dict[str, Any], dict[str, torch.Tensor]]]
 
@@ -60,7 +60,7 @@ def differences(case: Case, recipe: str, out: Path, expected: Expected) -> list[
                 wrong.append(f"{where}, step {step}: metrics {sorted(have.keys() ^ want.keys())}")
             wrong += [
                 f"{where}, step {step}: {key} is {have[key]}, not {want[key]}"
-                for key in have.keys() & want.keys() - LAYOUT
+                for key in have.keys() & want.keys() - PACKING
                 if not same_number(have[key], want[key], loose=loose)
             ]
     return wrong

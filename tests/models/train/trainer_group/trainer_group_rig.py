@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -28,7 +29,7 @@ from models.train.trainer_group.backend import TrainerGroupBackend
 from models.train.trainer_group.rank_spec import RankSpec, Rendezvous
 from models.weights.layout import WEIGHTS_FILE
 from models.weights.slots_directory import DirectoryLease
-from tests.models.train.sequences import sequence
+from tests.models.train.rig import make_sequences
 
 RANKS = 2
 Tensors = dict[str, torch.Tensor]
@@ -36,38 +37,23 @@ Tensors = dict[str, torch.Tensor]
 
 def small_config(checkpoint: Path, *, timeout_s: float = 60.0, **train: Any) -> Config:
     """Two ranks on a tiny model, with a correction and several micro-batches."""
-    replace, config = msgspec.structs.replace, Config()
+    changed, config = msgspec.structs.replace, Config()
     fields = {"hf_checkpoint": str(checkpoint), "train_device": "cpu", "lr": 1e-2, "max_tokens_per_gpu": 48, **train}
-    return replace(
+    return changed(
         config,
-        train=replace(config.train, **fields),
-        correction=replace(config.correction, policy_mode="decoupled", use_tis=True),
-        rollout=replace(config.rollout, num_rollout=4, rollout_max_response_len=16),
-        parallel=replace(config.parallel, actor_num_gpus_per_node=RANKS, distributed_timeout_minutes=timeout_s / 60),
+        train=changed(config.train, **fields),
+        correction=changed(config.correction, policy_mode="decoupled", use_tis=True),
+        rollout=changed(config.rollout, num_rollout=4, rollout_max_response_len=16),
+        parallel=changed(config.parallel, actor_num_gpus_per_node=RANKS, distributed_timeout_minutes=timeout_s / 60),
     )
 
 
-def small_sequences(seed: int, *, groups: int = 3, per_group: int = 3, vocabulary: int = 32) -> list[TrainSequence]:
+def small_sequences(seed: int, *, groups: int = 3) -> list[TrainSequence]:
     """Uneven lengths, some tokens masked, one version behind."""
-    rng = np.random.default_rng(seed)
-    out = []
-    for group in range(groups):
-        prompt = rng.integers(1, vocabulary, int(rng.integers(2, 8)))
-        for member in range(per_group):
-            response = int(rng.integers(2, 14))
-            mask = (rng.random(response) > 0.2).astype(np.uint8)
-            out.append(
-                sequence(
-                    group=seed * 100 + group,
-                    rollout=(seed * 100 + group) * 10 + member,
-                    tokens=np.concatenate([prompt, rng.integers(1, vocabulary, response)]),
-                    mask=mask,
-                    rollout_log_probs=np.where(mask, rng.normal(-3.4, 0.4, response), 0.0),
-                    advantage=rng.normal(),
-                    version=max(seed - 1, 0),
-                )
-            )
-    return out
+    made = make_sequences(
+        seed, groups=groups, prompt_lengths=(2, 8), response_lengths=(2, 14), masked=0.2, fan_out=False, dark=False
+    )
+    return [replace(one, versions=np.where(one.versions < 0, -1, max(seed - 1, 0)).astype(np.int32)) for one in made]
 
 
 def by_group(sequences: Sequence[TrainSequence]) -> list[list[TrainSequence]]:

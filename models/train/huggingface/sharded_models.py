@@ -1,0 +1,288 @@
+"""Models in shards over the processes of torch.distributed's default group: FSDP2, HSDP, DDP; on GPUs and CPUs.
+
+Invariants:
+- a forward or backward pass gathers parameters and adds gradients over all processes, so that all run every
+  micro-batch;
+- loading checks everything that it can before it changes anything.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from msgspec import Struct
+from torch import Tensor
+
+from models.disk import sync, sync_tree
+from models.errors import TrainStateUnreadable
+from models.train.dp_group import raise_together
+from models.train.huggingface.checkpoint import (
+    MODEL_DIR,
+    STEP,
+    StateParts,
+    check_format,
+    random_state,
+    restore_random_state,
+)
+from models.train.huggingface.hf_files import write_hf
+from models.train.huggingface.loading import pick_device
+from models.train.huggingface.models import HfModels
+from models.train.huggingface.sharded_loading import Mesh, Shards, ensure_group, own_device
+from models.train.huggingface.updates import Adapters
+from models.train.model_set import Counters
+from models.train.spec import TrainSpec
+
+# --------------------------------------------------------------------------------------------------
+# Checkpoints of sharded models: torch's distributed checkpoint (DCP) in safetensors files, without pickle.
+#
+#     directory/hf/                    the policy in Hugging Face format, merged with adapters, in the forward precision
+#     directory/adapter/               LoRA: adapters in peft's format
+#     directory/fsdp/shards/*.safetensors  masters, moments and random states, each process's own
+#     directory/fsdp/state.json        counters, and the size of every file of shards
+#
+# Invariants:
+# - `state.json` is written last, after all else is on disk: a directory without it is incomplete;
+# - a state may be loaded by another number of processes, in other shards; optimizer steps and moments are exact;
+# - loading reads names, shapes and sizes, and then all contents, before it changes anything.
+
+
+FORMAT_VERSION: Final = 1
+STATE: Final = Path("fsdp/state.json")
+SHARDS: Final = Path("fsdp/shards")
+
+_ELSEWHERE: Final = "another process could not write its part of the checkpoint; its message says why"
+
+
+class FsdpState(Struct, frozen=True, kw_only=True):
+    """What is no tensor."""
+
+    counters: dict[str, int]
+    updates: dict[str, int]  # by part that is trained
+    parts: tuple[str, ...]
+    world: int  # processes that wrote it
+    files: dict[str, int]  # bytes
+    format_version: int = FORMAT_VERSION
+
+
+class Checkpoints:
+    """Writes and reads the state of one set of models."""
+
+    def __init__(self, mesh: Mesh, *, asynchronous: bool) -> None:
+        """Collective. `asynchronous`: files are written by a thread, over process groups of its own."""
+        self._mesh = mesh
+        self._thread = ThreadPoolExecutor(1, "save") if asynchronous else None
+        self._group = dist.new_group(backend="gloo") if asynchronous else mesh.gloo
+        self._pending: Future[None] | None = None
+
+    # ------------------------------------------------------------------ saving
+
+    def save(
+        self,
+        directory: Path,
+        parts: StateParts,
+        counters: Counters,
+        *,
+        weights: Iterator[tuple[str, Tensor]],
+        source: str,
+        finish: Callable[[], None],
+    ) -> None:
+        """Collective. `weights`: of the policy, for `hf`; `source`: whose configuration and tokenizer go beside them;
+        `finish`: writes what else belongs to the directory, in the first process.
+        """
+        self.finish()
+        if self._mesh.first:
+            (directory / STATE).unlink(missing_ok=True)
+            shutil.rmtree(directory / SHARDS, ignore_errors=True)
+            (directory / SHARDS).mkdir(parents=True)
+        dist.barrier(group=self._mesh.gloo)
+        tensors = {name: _of_shards(name, tensor) for name, tensor in parts.tensors().items()}
+        tensors |= {f"rng/{self._mesh.rank}/{kind}": one for kind, one in random_state(self._mesh.device).items()}
+        state = FsdpState(
+            counters=asdict(counters),
+            updates=parts.updates,
+            parts=tuple(parts),
+            world=self._mesh.sizes.world,
+            files={},
+        )
+        writer = dcp.HuggingFaceStorageWriter(str(directory / SHARDS), save_distributed=True)
+        if self._thread is not None:
+            # What the thread writes later is copied now: the next step changes the shards.
+            weights = iter([(name, tensor.to("cpu", copy=True)) for name, tensor in weights])
+            write_shards = dcp.async_save(tensors, storage_writer=writer, process_group=self._group).result
+        else:
+            write_shards = partial(dcp.save, tensors, storage_writer=writer, process_group=self._group)
+
+        def complete() -> None:
+            failure = _failure_of(lambda: write_hf(directory / MODEL_DIR, weights, source, writes=self._mesh.first))
+            for _ in weights:  # the others gather to the end, whatever became of the first
+                pass
+            write_shards()  # returns when all processes have written
+            if failure is not None:
+                raise failure
+            if self._mesh.first:
+                finish()
+                _complete(directory, state)
+
+        if self._thread is not None:
+            self._pending = self._thread.submit(complete)
+        else:
+            raise_together(_failure_of(complete), OSError(_ELSEWHERE), self._mesh.gloo)
+
+    def finish(self) -> None:
+        """Wait until the last save is on disk, in all processes. Raises what went wrong in any of them."""
+        if self._pending is None:
+            return
+        pending, self._pending = self._pending, None
+        raise_together(_failure_of(pending.result), OSError(_ELSEWHERE), self._mesh.gloo)
+
+    # ------------------------------------------------------------------ loading
+
+    def load(self, directory: Path, parts: StateParts) -> Counters:
+        """Collective. Raises `TrainStateUnreadable` in all processes, then nothing is changed."""
+        self.finish()
+        with self._together(directory):
+            state = _read_state(directory)
+            reader = dcp.HuggingFaceStorageReader(str(directory / SHARDS))
+            saved = reader.read_metadata().state_dict_metadata
+            parts.check(directory, state.parts, {name: entry.size for name, entry in saved.items()})
+        # The random state of this process, or, where there are more processes than before, of one of those.
+        rng = f"rng/{self._mesh.rank % state.world}/"
+        random = {
+            name: torch.empty(entry.size, dtype=entry.properties.dtype)
+            for name, entry in saved.items()
+            if name.startswith(rng)
+        }
+        tensors = _destinations(saved, parts) | random
+        with self._together(directory):
+            dcp.load(tensors, storage_reader=reader, process_group=self._group)
+        parts.restore(tensors, state.updates)
+        restore_random_state({name.removeprefix(rng): tensors[name] for name in random}, self._mesh.device)
+        return Counters(**state.counters)
+
+    @contextmanager
+    def _together(self, directory: Path) -> Iterator[None]:
+        """A block that ends in all processes as `TrainStateUnreadable` if it fails in one of them."""
+        failure: BaseException | None = None
+        try:
+            yield
+        except TrainStateUnreadable as error:
+            failure = error
+        except BaseException as error:  # torch's CheckpointException is no Exception
+            failure = _unreadable(directory, f"{type(error).__name__}: {error}".splitlines()[0])
+            failure.__cause__ = error
+        raise_together(failure, _unreadable(directory, "another process could not read it"), self._mesh.gloo)
+
+
+def _unreadable(directory: Path, cause: str) -> TrainStateUnreadable:
+    return TrainStateUnreadable(
+        f"{directory} holds no complete state of sharded training ({cause}); resume from another checkpoint"
+    )
+
+
+def _failure_of(attempt: Callable[[], object]) -> Exception | None:
+    """What an attempt raised: to be raised after the others were told."""
+    try:
+        attempt()
+    except Exception as error:
+        return error
+    return None
+
+
+def _complete(directory: Path, state: FsdpState) -> None:
+    """Once all else is written: the state file behind it."""
+    files = {file.name: file.stat().st_size for file in sorted((directory / SHARDS).iterdir())}
+    sync_tree(directory)
+    (directory / STATE).write_bytes(msgspec.json.encode(msgspec.structs.replace(state, files=files)))
+    sync(directory / STATE)
+    sync((directory / STATE).parent)
+
+
+def _of_shards(name: str, tensor: Tensor) -> Tensor:
+    """A scalar as one element: a file of shards has no scalars."""
+    return tensor.cpu().reshape(1) if tensor.ndim == 0 and name.endswith(f"/{STEP}") else tensor
+
+
+def _read_state(directory: Path) -> FsdpState:
+    state = msgspec.json.decode((directory / STATE).read_bytes(), type=FsdpState)
+    check_format(directory, state.format_version, FORMAT_VERSION)
+    found = {file.name: file.stat().st_size for file in (directory / SHARDS).iterdir()}
+    wrong = [name for name, size in state.files.items() if found.get(name) != size]
+    if wrong:
+        raise TrainStateUnreadable(
+            f"{directory / SHARDS} lacks {wrong[0]} as it was written ({len(wrong)} of {len(state.files)} files); "
+            "resume from another checkpoint"
+        )
+    return state
+
+
+def _destinations(saved: Iterable[str], parts: StateParts) -> dict[str, Tensor]:
+    """Empty tensors for what is to be read, in the shards of this run."""
+    out: dict[str, Tensor] = {}
+    for name, part in parts.items():
+        out |= {f"{name}/weights/{key}": torch.empty_like(tensor) for key, tensor in part.weights.items()}
+        for parameter, tensor in part.updater.named_parameters if part.updater is not None else ():
+            start = f"{name}/optimizer/{parameter}/"
+            for key in [key for key in saved if key.startswith(start)]:
+                out[key] = torch.empty(1) if key == start + STEP else torch.empty_like(tensor.detach())
+    return out
+
+
+class FsdpModels(HfModels):
+    """`ModelSet` in shards, with LoRA."""
+
+    def __init__(self, spec: TrainSpec, *, async_save: bool = False) -> None:
+        """Without a default group, this process trains alone.
+
+        `async_save`: `save` returns as soon as the state is copied; `finish_save` waits for the disk.
+
+        Raises `CheckpointUnavailable`, `UnsupportedModel` or `TrainConfigInvalid`.
+        """
+        ensure_group()
+        mesh = Mesh(spec.fsdp, spec.parallel, own_device(pick_device(spec.train.train_device)))
+        adapters = Adapters(spec.lora, spec.train.hf_checkpoint) if spec.lora.lora_rank > 0 else None
+        super().__init__(spec, Shards(spec, mesh), adapters)
+        self._checkpoints = Checkpoints(mesh, asynchronous=async_save)
+
+    def save(self, directory: Path, counters: Counters) -> None:
+        """Write the policy to `directory/hf`, adapters to `directory/adapter`, and all shards beside them.
+
+        Synchronised to disk, unless the models were made with `async_save`: then `finish_save` waits for that.
+        """
+        adapters, first = self.adapters, self._placement.first
+        gathered = () if adapters is None else adapters.tensors(self.model, self.device)
+        adapter = {name: tensor for name, tensor in gathered if first}  # the first process writes it
+
+        def write_adapter() -> None:
+            if adapters is not None:
+                adapters.write(directory / "adapter", adapter)
+
+        self._checkpoints.save(
+            directory,
+            self.parts(),
+            counters,
+            weights=self.export(),
+            source=self._spec.train.hf_checkpoint,
+            finish=write_adapter,
+        )
+
+    def finish_save(self) -> None:
+        """Wait until what `save` wrote is on disk in all processes. Raises what went wrong."""
+        self._checkpoints.finish()
+
+    def load(self, directory: Path) -> Counters:
+        """Restore what `save` wrote, by however many processes.
+
+        Raises `TrainStateUnreadable`, then nothing is changed.
+        """
+        return self._checkpoints.load(directory, self.parts())

@@ -1,1 +1,0 @@
-"""Checkpoints of Megatron models, saved from one parallel layout and loaded into any other."""

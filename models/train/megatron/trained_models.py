@@ -1,0 +1,307 @@
+"""The models of a Megatron run: chunks with their optimizer, the critic of PPO, and the reference policy on the host.
+
+Invariants of `TrainedChunks`:
+- gradients arrive as sums of numerators; they are summed over all processes and divided by the step's denominator
+  here, once;
+- a gradient that is not finite changes neither parameters nor optimizer state, in any process;
+- the learning rate depends only on the number of updates made, and on the factor that the caller gives;
+- call `settle` before parameters are read outside a forward pass: with overlap_param_gather they are old until then.
+
+Invariants of `SwappedReference`, whose weights take the place of the policy's while the reference scores (a second
+model would cost as much memory of the accelerator as the first):
+- outside `in_place` the model holds the policy, whatever happened inside; the exchange changes no bit;
+- the reference is never trained; with `ref_update_interval` it is part of the checkpoint, since no other file holds it.
+
+Invariants of `MegatronCritic`, a second GPT in the layout of the policy with a head of one output:
+- the head is fp32 whatever the model's precision, stands on the last stage, and is the same in all tensor ranks;
+- values are not divided by the temperature; the policy and the critic share no parameter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from configs.schema.train import TrainConfig
+from models.errors import TrainConfigInvalid, TrainStateUnreadable
+from models.train.dp_group import DpGroup, Float32Array
+from models.train.huggingface.updates import gradient_scale
+from models.train.megatron.forward import Pipeline, chosen_hidden, of_all_tokens
+from models.train.megatron.inputs import ModelInputs
+from models.train.megatron.options import split_options
+from models.train.model_set import UpdateResult
+from models.train.spec import TrainSpec, learning_rate
+from models.train.step.critic import ValueNumerator
+from models.train.step.micro_batches import MicroBatch
+
+
+class TrainedChunks:
+    """This process's chunks of one model, with their optimizer."""
+
+    def __init__(self, chunks: Sequence[Any], train: TrainConfig, spec: TrainSpec, total_steps: int | None) -> None:
+        """`chunks`: bare, with their weights. `train`: the optimizer's options of this model.
+
+        Raises `TrainConfigInvalid`.
+        """
+        self._train = train
+        self._total_steps = total_steps
+        self.chunks = list(chunks)
+        for chunk in self.chunks:
+            chunk.config.calculate_per_token_loss = True  # gradients are summed over replicas, not averaged
+            chunk.train()
+        self.wrapped = _wrapped(self.chunks, spec)
+        self.optimizer = _optimizer(self.wrapped, train, spec)
+        self._gathers_late = spec.megatron.overlap_param_gather
+        self._stale = False
+        self.updates = 0
+        self.clear()
+
+    def update(self, denominator: float, *, lr_scale: float = 1.0) -> UpdateResult:
+        """Sum the gradients over the processes, divide, clip, update; or refuse. Clears the gradients. Collective."""
+        from megatron.core.distributed import finalize_model_grads
+
+        lr = learning_rate(self.updates, self._train, self._total_steps) * lr_scale
+        # Over data-parallel ranks; norms of queries and keys, and what is cut along the sequence, over tensor ranks
+        # too; a tied embedding over the first and the last stage.
+        finalize_model_grads(self.wrapped)
+        self.optimizer.prepare_grads()
+        norm = float(self.optimizer.get_grad_norm()) / denominator
+        if not math.isfinite(norm):  # the same in all processes: it is summed over them
+            self.clear()
+            return UpdateResult(applied=False, grad_norm=norm, lr=lr)
+        gradients = self._gradients()
+        if gradients:
+            torch._foreach_mul_(gradients, gradient_scale(norm, denominator, self._train.clip_grad))
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+            group["weight_decay"] = self._train.weight_decay * group["wd_mult"]
+        self.optimizer.step_with_ready_grads()
+        self._stale = self._gathers_late
+        self.updates += 1
+        self.clear()
+        return UpdateResult(applied=True, grad_norm=norm, lr=lr)
+
+    def refuse(self) -> UpdateResult:
+        """Make no update: there is nothing to learn from."""
+        self.clear()
+        return UpdateResult(
+            applied=False, grad_norm=0.0, lr=learning_rate(self.updates, self._train, self._total_steps)
+        )
+
+    def clear(self) -> None:
+        """Drop all gradients."""
+        for chunk in self.wrapped:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+    def settle(self) -> None:
+        """Make all parameters those of the last update. Collective."""
+        if self._stale:
+            for chunk in self.wrapped:
+                chunk.start_param_sync(force_sync=True)
+            self._stale = False
+
+    def _gradients(self) -> list[Tensor]:
+        """Of the optimizer's own parameters, which may be shards of the model's."""
+        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        found = [getattr(one, "decoupled_grad", None) if one.grad is None else one.grad for one in parameters]
+        return [gradient for gradient in found if gradient is not None]
+
+
+def check_optimizer(spec: TrainSpec) -> None:
+    """Raise `TrainConfigInvalid` for options of the optimizer that do not fit this machine."""
+    if spec.megatron.optimizer_cpu_offload and not torch.cuda.is_available():
+        raise TrainConfigInvalid(
+            "optimizer_cpu_offload moves the optimizer from a GPU to the host, but this process sees no GPU; leave "
+            "--optimizer-cpu-offload out"
+        )
+
+
+def _wrapped(chunks: Sequence[Any], spec: TrainSpec) -> list[Any]:
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    m = spec.megatron
+    own = {
+        "grad_reduce_in_fp32": True,
+        "use_distributed_optimizer": m.use_distributed_optimizer,
+        "overlap_grad_reduce": m.overlap_grad_reduce,
+        "overlap_param_gather": m.overlap_param_gather,
+        "check_for_nan_in_grad": False,  # refused by `update`, in all processes together
+        "average_in_collective": False,
+    }
+    config = DistributedDataParallelConfig(**{**own, **split_options(m.megatron_args).ddp})
+    return [
+        DistributedDataParallel(chunk.config, config, chunk, disable_bucketing=number > 0)
+        for number, chunk in enumerate(chunks)
+    ]
+
+
+def _optimizer(wrapped: list[Any], train: TrainConfig, spec: TrainSpec) -> Any:
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    m = spec.megatron
+    config = wrapped[0].config
+    own = {
+        "optimizer": "adam",
+        "lr": train.lr,
+        "min_lr": 0.0,
+        "weight_decay": train.weight_decay,
+        "adam_beta1": train.adam_beta1,
+        "adam_beta2": train.adam_beta2,
+        "adam_eps": train.adam_eps,
+        "decoupled_weight_decay": True,
+        "clip_grad": 0.0,  # `update` clips
+        "bf16": config.params_dtype == torch.bfloat16,
+        "params_dtype": config.params_dtype,
+        "use_distributed_optimizer": m.use_distributed_optimizer,
+        "overlap_param_gather": m.overlap_param_gather,
+        "optimizer_cpu_offload": m.optimizer_cpu_offload,
+        "use_precision_aware_optimizer": m.optimizer_cpu_offload,  # its main parameters are on the host as well
+        "optimizer_offload_fraction": m.optimizer_offload_fraction if m.optimizer_cpu_offload else 0.0,
+    }
+    return get_megatron_optimizer(OptimizerConfig(**{**own, **split_options(m.megatron_args).optimizer}), wrapped)
+
+
+class SwappedReference:
+    """Weights of the reference for this process's chunks."""
+
+    def __init__(self, chunks: Sequence[Any], settle: Callable[[], None], *, renewed: bool) -> None:
+        """The reference is what the chunks hold now. `settle`: makes their parameters current.
+
+        `renewed`: whether it becomes the policy from time to time.
+        """
+        self._chunks = list(chunks)
+        self._settle = settle
+        self.renewed = renewed
+        self._host: dict[str, Tensor] = {}
+        for name, tensor in self._live():
+            pinned = tensor.device.type == "cuda"
+            host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned)
+            self._host[name] = host.copy_(tensor)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Within it the chunks are the reference. Collective."""
+        self._settle()
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+
+    def renew(self) -> None:
+        """Become the policy as it is now. Collective."""
+        self._settle()
+        for name, tensor in self._live():
+            self._host[name].copy_(tensor)
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """This process's part of the weights, by chunk and name; live."""
+        return self._host
+
+    def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Restore what `state_tensors` gave in the same layout. Raises `TrainStateUnreadable`, nothing changed."""
+        expected = {name: tuple(tensor.shape) for name, tensor in self._host.items()}
+        if expected != {name: tuple(tensor.shape) for name, tensor in tensors.items()}:
+            raise TrainStateUnreadable(
+                "the saved reference has other names or shapes than this one; resume with the --ref-load and the "
+                "parallel sizes that the run was started with"
+            )
+        for name, host in self._host.items():
+            host.copy_(tensors[name])
+
+    def _exchange(self) -> None:
+        """The copies follow one another on the device's stream; the host waits once, for all of them."""
+        for name, tensor in self._live():
+            host = self._host[name]
+            of_policy = tensor.clone()  # one tensor at a time: the allocator gives its memory to the next
+            tensor.copy_(host, non_blocking=True)
+            host.copy_(of_policy, non_blocking=True)
+        if any(tensor.device.type == "cuda" for _, tensor in self._live()):
+            torch.cuda.synchronize()
+
+    def _live(self) -> Iterator[tuple[str, Tensor]]:
+        """Parameters, and what else of the chunks a checkpoint would hold."""
+        for number, chunk in enumerate(self._chunks):
+            for name, parameter in chunk.named_parameters():
+                yield f"{number}.{name}", parameter.detach()
+            kept = chunk.state_dict()
+            for name, buffer in chunk.named_buffers():
+                if name in kept:
+                    yield f"{number}.{name}", buffer
+
+
+class ValueHead(torch.nn.Module):  # type: ignore[misc]
+    """Values of hidden states, in fp32; in the place of a chunk's output layer."""
+
+    def __init__(self, hidden_size: int, *, seed: int, device: torch.device) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        # Small, so that the first values are near 0 whatever the scale of the hidden states.
+        weight = torch.empty((1, hidden_size), device="cpu").normal_(0.0, 1.0 / (hidden_size + 1), generator=generator)
+        self.weight = torch.nn.Parameter(weight.to(device))
+        self.bias = torch.nn.Parameter(torch.zeros(1, device=device))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Values [N] of hidden states [N, H]."""
+        values: Tensor = torch.nn.functional.linear(hidden.float(), self.weight, self.bias).squeeze(-1)
+        return values
+
+
+def into_critic(chunks: Sequence[Any], *, seed: int, device: torch.device) -> None:
+    """Make the chunks of a language model those of a critic, in place."""
+    for chunk in chunks:
+        chunk.share_embeddings_and_output_weights = False  # the embedding is no output layer any more
+        if chunk.post_process:
+            chunk.output_layer = ValueHead(chunk.config.hidden_size, seed=seed, device=device)
+
+
+class MegatronCritic:
+    """`CriticModel` over the chunks of this process."""
+
+    def __init__(self, trained: TrainedChunks, pipeline: Pipeline, *, value_clip: float, is_mp_src_rank: bool) -> None:
+        self.trained = trained
+        self._pipeline = pipeline
+        self._numerator = ValueNumerator(value_clip)
+        self._unused = ValueNumerator(value_clip)  # sums of a process whose results another one hands in
+        self._is_mp_src_rank = is_mp_src_rank
+
+    def _values(self, hidden: Tensor, inputs: ModelInputs) -> Tensor:
+        """V [N] before each chosen token, on the last stage; differentiable. Collective over its tensor ranks."""
+        model = self._pipeline.last
+        assert model is not None
+        chosen = chosen_hidden(model, hidden, inputs, partial_gradients=False)
+        return of_all_tokens(model.output_layer(chosen), inputs, model.pg_collection.cp)
+
+    def values(self, batches: Sequence[MicroBatch]) -> list[Float32Array]:
+        """V before each chosen token, one array [N] per micro-batch; nothing without `is_mp_src_rank`."""
+        return self._pipeline.score(batches, self._values, keep=self._is_mp_src_rank)
+
+    def backward(self, batches: Sequence[MicroBatch]) -> None:
+        """Add the gradient of the micro-batches' numerators, and their sums."""
+        sums = self._numerator if self._is_mp_src_rank else self._unused
+
+        def numerator(number: int, hidden: Tensor, inputs: ModelInputs) -> Tensor:
+            values = self._values(hidden, inputs)
+            batch = batches[number]
+            return values.sum() * 0.0 if batch.blank else sums(batch.members, values)
+
+        self._pipeline.train(batches, numerator)
+
+    def update(
+        self, loss_denominator: float, mean_denominator: float, dp_group: DpGroup
+    ) -> tuple[UpdateResult, dict[str, float]]:
+        """Make the update, or refuse it, and start the next step; metrics of this one."""
+        return self._numerator.finish_step(
+            self.trained.update, self.trained.refuse, loss_denominator, mean_denominator, dp_group
+        )
+
+    def discard(self) -> None:
+        """Forget the gradients and sums of the running step."""
+        self.trained.clear()
+        self._numerator.begin_step()

@@ -1,0 +1,113 @@
+"""Files that a run keeps beside its checkpoints: what rollouts left, and copies of the weights (`--save-hf`).
+
+    RUN/episodes/lives.json       the step from which each life of the run went on
+                 ended.json       groups that no resume can open again
+                 <group>/         responses, turns and calls of its rollouts: stages/records/growing_records.py,
+                                  stages/records/once.py
+
+Invariants: the files of a group are removed once it has ended in every checkpoint that is there; before that,
+`ended.json` names it, so that none of its calls is made again; a call with an unknown result is never removed.
+Responses are removed as soon as their group has ended, except those that a resume from the newest checkpoint could use.
+
+A copy of the weights is made from a committed checkpoint, so it never holds weights from which no resume continues. It
+appears whole or not at all, and replaces the copy of an earlier checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from configs.schema import Config, generates
+from models.checkpoint import CheckpointError, Manifest, explain_disk_errors
+from models.disk import write_whole
+from stages.prompts.ledger import LedgerSnapshot
+from stages.records.growing_records import RESPONSES
+from stages.records.once import ENDED_FILE, Ended, forget, groups_in, home_of, uncertain_calls
+
+LIVES_FILE: Final = "lives.json"
+
+
+def keeps_rollouts(config: Config) -> bool:
+    """Whether the run may write files of its rollouts."""
+    return bool(config.environment) or keeps_responses(config)
+
+
+def keeps_responses(config: Config) -> bool:
+    """Whether parts of responses are written to disk."""
+    checkpoint = config.checkpoint
+    return checkpoint.save_interval is not None and checkpoint.response_journal_tokens > 0 and generates(config)
+
+
+def read_lives(directory: Path) -> tuple[int, ...]:
+    """Steps from which the run was started until now; none for a new one."""
+    path = directory / LIVES_FILE
+    return msgspec.json.decode(path.read_bytes(), type=tuple[int, ...]) if path.exists() else ()
+
+
+def write_lives(directory: Path, lives: tuple[int, ...]) -> None:
+    """Called once this life has certainly begun, before its first rollout."""
+    directory.mkdir(exist_ok=True)
+    write_whole(directory / LIVES_FILE, msgspec.json.encode(lives), durable=True)
+
+
+def forget_ended(directory: Path, checkpoints: Sequence[Manifest]) -> None:
+    """Remove the files of groups that have ended in all of these checkpoints."""
+    if not directory.is_dir() or not checkpoints:
+        return
+    ledgers = [msgspec.json.decode(manifest.ledger, type=LedgerSnapshot) for manifest in checkpoints]
+    ended = Ended(
+        min(ledger.next_group for ledger in ledgers),
+        tuple(sorted({group.group_id for ledger in ledgers for group in ledger.open})),
+        min(manifest.step for manifest in checkpoints),
+    )
+    write_whole(directory / ENDED_FILE, msgspec.json.encode(ended), durable=True)
+    for group, home in groups_in(directory).items():
+        if ended.has(group):
+            forget(home)
+
+
+def forget_responses(directory: Path, groups: Iterable[int]) -> None:
+    """Remove the responses of groups that have ended."""
+    for group in groups:
+        home = home_of(directory, str(group))
+        for path in home.glob(f"{RESPONSES}-*.log"):
+            path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # missing, or with turns or calls inside
+            home.rmdir()
+
+
+def uncertain_in(directory: Path) -> int:
+    """Calls with an unknown result: they may or may not have taken effect."""
+    return sum(len(uncertain_calls(home)) for home in groups_in(directory).values())
+
+
+MODEL_DIR: Final = "hf"
+
+
+def save_hf(checkpoint: Path, pattern: str, step: int) -> Path:
+    """Copy the policy of a committed checkpoint to `pattern`, with `{step}` replaced; where it is now.
+
+    Raises CheckpointError if the disk fails, or if something that is no such copy is in the way.
+    """
+    target = Path(pattern.replace("{step}", str(step))).expanduser()
+    if target.exists() and not (target / "config.json").is_file():
+        raise CheckpointError(
+            f"--save-hf {target} exists and is no model in Hugging Face format; move it away, or choose another place"
+        )
+    draft, old = target.with_name(f".{target.name}.draft"), target.with_name(f".{target.name}.replaced")
+    with explain_disk_errors(target, remove=draft):
+        shutil.rmtree(draft, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copytree(checkpoint / MODEL_DIR, draft)
+        if target.exists():
+            target.rename(old)
+        draft.rename(target)
+        shutil.rmtree(old, ignore_errors=True)
+    return target

@@ -1,0 +1,66 @@
+"""A command line, settled as `launch.py` does; its faults and warnings; and values for every flag."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from hypothesis import strategies as st
+
+from configs.flags import Flag, flags
+from configs.layers import ConfigError
+from configs.load import load
+from configs.rules.validate import checked
+from configs.schema import Config
+
+
+def settled(*argv: str) -> tuple[Config, tuple[str, ...]]:
+    """The configuration and its warnings. Raises `ConfigError`."""
+    loaded = load(argv)
+    return checked(loaded.config, loaded.given)
+
+
+def faults_of(*argv: str) -> tuple[str, ...]:
+    with pytest.raises(ConfigError) as caught:
+        settled(*argv)
+    return caught.value.faults
+
+
+def warnings_of(*argv: str) -> tuple[str, ...]:
+    return settled(*argv)[1]
+
+
+NAMED = [flag for flag in flags() if flag.name is not None]
+NESTED = [flag for flag in flags() if flag.name is None and flag.kind != "tables"]
+WORDS = st.text(st.characters(codec="utf-8", exclude_characters="\x00"), min_size=1, max_size=12).filter(
+    lambda text: not text.startswith("-") and text not in ("none", "true", "false") and "=" not in text
+)
+
+
+def values(flag: Flag) -> st.SearchStrategy[Any]:
+    """Valid values of a flag, from the bounds in its rule."""
+    if flag.choices:
+        return st.sampled_from(flag.choices)
+    if flag.kind == "bool":
+        return st.booleans()
+    if flag.kind == "map":
+        return st.dictionaries(st.sampled_from(["reward", "generate", "tools"]), st.integers(1, 9), min_size=1)
+    if flag.kind == "json":
+        return st.dictionaries(WORDS, st.one_of(st.booleans(), st.integers(-9, 9), WORDS), max_size=3)
+    if flag.kind == "list":
+        item = st.integers(0, 10**6) if "whole" in flag.rule else WORDS
+        return st.lists(item, min_size=1, max_size=3).map(tuple)
+    low = re.search(r"(>=?) (-?[\d.]+)", flag.rule)
+    high = re.search(r"(<=?) ([\d.]+)", flag.rule)
+    if "whole" in flag.rule:
+        return st.integers(int(low[2]) if low else -(10**6), int(high[2]) if high else 10**6)
+    if "number" in flag.rule:
+        return st.floats(
+            float(low[2]) if low else -1e6,
+            float(high[2]) if high else 1e6,
+            exclude_min=bool(low and low[1] == ">"),
+            exclude_max=bool(high and high[1] == "<"),
+            allow_nan=False,
+        )
+    return WORDS

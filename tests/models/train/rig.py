@@ -1,0 +1,272 @@
+"""What tests of the trainer share: sequences, settings, trainers, one training step, and processes that train together.
+
+Importing it starts nothing and imports neither Megatron nor transformers. Results of processes are written as JSON and
+safetensors, since nothing here is pickled.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import multiprocessing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors.torch import save_file
+
+from configs.schema.algorithm import AlgorithmConfig, CorrectionConfig, CriticConfig, DistillConfig
+from configs.schema.train import FsdpConfig, LoraConfig, MegatronConfig, ParallelConfig, TrainConfig
+from models.algorithms.correction import Correction
+from models.train.dp_group import DpGroup
+from models.train.huggingface.models import TorchModels
+from models.train.interface import TrainBackend, TrainSequence
+from models.train.spec import TrainSpec
+from models.train.trainer import Trainer
+from tests.models.corrections import corrected
+
+VOCABULARY = 32
+Tensors = dict[str, torch.Tensor]
+Trained = tuple[dict[str, float], Tensors, Tensors]
+# Metrics that depend on how micro-batches were packed.
+PACKING = frozenset(("train/micro_batches", "train/padding_frac", "train/shared_prompt_frac"))
+
+# ---------------------------------------------------------------------- sequences
+
+
+def sequence(
+    *,
+    group: int = 0,
+    rollout: int = 0,
+    tokens: Any,
+    mask: Any,
+    rollout_log_probs: Any = None,
+    advantage: float = 1.0,
+    version: int = 0,
+    **fields: Any,
+) -> TrainSequence:
+    """`mask` and `rollout_log_probs` are of the tokens behind the prompt, which is what `tokens` has before them."""
+    prompt, n = len(tokens) - len(mask), len(mask)
+    return TrainSequence(
+        group_id=group,
+        rollout_id=rollout,
+        tokens=np.asarray(tokens, dtype=np.int32),
+        prompt_length=prompt,
+        loss_mask=behind(prompt, mask).astype(np.uint8),
+        rollout_log_probs=behind(prompt, np.zeros(n) if rollout_log_probs is None else rollout_log_probs),
+        advantages=behind(prompt, np.full(n, advantage)),
+        versions=np.repeat([-1, version], [prompt, n]).astype(np.int32),
+        **fields,
+    )
+
+
+def behind(prompt: int, values: Any) -> npt.NDArray[np.float32]:
+    """[prompt + n] float32: the values, and 0 for the prompt before them."""
+    return np.concatenate([np.zeros(prompt), np.asarray(values)]).astype(np.float32)
+
+
+def scored(backend: TrainBackend, sequences: Sequence[TrainSequence]) -> list[npt.NDArray[np.float32]]:
+    """[T] for each sequence: its log-probs under the current weights, and 0 for the prompt."""
+    return [behind(s.prompt_length, found) for s, found in zip(sequences, backend.logprobs(sequences), strict=True)]
+
+
+def make_sequences(
+    seed: int = 0,
+    *,
+    groups: int = 4,
+    per_group: int = 3,
+    vocabulary: int = VOCABULARY,
+    prompt_lengths: tuple[int, int] = (1, 9),
+    response_lengths: tuple[int, int] = (1, 14),
+    masked: float = 0.25,
+    fan_out: bool = True,
+    dark: bool = True,
+    rewards: bool = False,
+    ends: bool = False,
+    broken: bool = False,
+) -> list[TrainSequence]:
+    """Uneven lengths, common prompts, tokens masked at the rate `masked`; upper ends of lengths are exclusive.
+
+    `fan_out`: the first rollout of each group has two sequences. `dark`: one sequence is masked. `rewards`: with
+    rewards, truncated responses and a teacher. `ends`: with rewards, truncated responses and two temperatures.
+    `broken`: advantages are infinite.
+    """
+    rng = np.random.default_rng(seed)
+    out = []
+    for group in range(groups):
+        prompt = rng.integers(1, vocabulary, int(rng.integers(*prompt_lengths)))
+        for index in range(per_group):
+            for part in range(2 if fan_out and index == 0 else 1):
+                response = int(rng.integers(*response_lengths))
+                mask = (rng.random(response) > masked).astype(np.uint8)
+                if dark and index == 1 and group == 0:
+                    mask[:] = 0
+                made = sequence(
+                    group=seed * 1000 + group,
+                    rollout=(seed * 1000 + group) * 10 + index,
+                    tokens=np.concatenate([prompt, rng.integers(1, vocabulary, response)]),
+                    mask=mask,
+                    rollout_log_probs=np.where(mask, rng.normal(-3.4, 0.4, response), 0.0),
+                    advantage=np.inf if broken else rng.normal(),
+                    version=part,
+                )
+                if ends:
+                    temperature, reward = 1.4 if group % 2 else None, float(rng.integers(0, 4))
+                    made = dataclasses.replace(made, reward=reward, truncated=bool(index % 2), temperature=temperature)
+                out.append(made)
+    return with_rewards(out, seed) if rewards else out
+
+
+def with_rewards(sequences: list[TrainSequence], seed: int = 0) -> list[TrainSequence]:
+    """Rewards and ends by rollout, log-probs of a teacher by token."""
+    rng = np.random.default_rng(seed + 1)
+    reward = {s.rollout_id: float(rng.integers(0, 4)) for s in sequences}
+    return [
+        dataclasses.replace(
+            s,
+            reward=reward[s.rollout_id],
+            truncated=bool(s.rollout_id % 2),
+            teacher_log_probs=behind(s.prompt_length, rng.normal(-3.0, 0.5, s.response_length)),
+        )
+        for s in sequences
+    ]
+
+
+# ---------------------------------------------------------------------- trainers
+
+
+def make_spec(
+    checkpoint: Path,
+    *,
+    staleness: int = 1,
+    temperature: float = 0.9,
+    total_steps: int | None = None,
+    correction: Correction | None = None,
+    **fields: Any,
+) -> TrainSpec:
+    """Settings of a trainer on the CPU; `fields` may be of any of the trainer's configurations."""
+
+    def take(kind: Any) -> dict[str, Any]:
+        return {name: fields.pop(name) for name in list(fields) if name in kind.__struct_fields__}
+
+    fields = {"hf_checkpoint": str(checkpoint), "lr": 1e-3, "adam_eps": 1e-4, "train_device": "cpu", **fields}
+    train, off_policy = TrainConfig(**take(TrainConfig)), CorrectionConfig(**take(CorrectionConfig))
+    parts: dict[str, Any] = {
+        "critic": CriticConfig(**{"critic_lr": 1e-5, **take(CriticConfig)}),
+        "distill": DistillConfig(**take(DistillConfig)),
+        "parallel": ParallelConfig(**take(ParallelConfig)),
+        "fsdp": FsdpConfig(**take(FsdpConfig)),
+        "lora": LoraConfig(**take(LoraConfig)),
+        "megatron": MegatronConfig(**take(MegatronConfig)),
+    }
+    algorithm = AlgorithmConfig(**fields)
+    return TrainSpec(
+        train,
+        algorithm,
+        temperature=temperature,
+        max_response_len=16,
+        seed=0,
+        total_steps=total_steps,
+        correction=correction or corrected(off_policy, max_staleness=staleness, policy_loss=algorithm.policy_loss),
+        **parts,
+    )
+
+
+def make_backend(checkpoint: Path, *, dp_group: DpGroup | None = None, **fields: Any) -> Trainer:
+    """A trainer on torch that is set up."""
+    made = Trainer(make_spec(checkpoint, **fields), lambda spec: TorchModels(spec, dp_group))
+    made.setup()
+    return made
+
+
+def train_step(backend: Trainer, calls: Sequence[Sequence[TrainSequence]], *, flush: bool = False) -> Trained:
+    """Train one step: metrics, gradient (divided by the denominator) and the weights afterwards."""
+    gradient: dict[str, torch.Tensor] = {}
+    updater = backend._models.updater
+    apply = updater.apply
+
+    def spy(denominator: float, **factors: float) -> Any:
+        for name, parameter in updater.named_parameters:
+            if parameter.grad is not None:
+                gradient[name] = parameter.grad.clone() / denominator
+        return apply(denominator, **factors)
+
+    updater.apply = spy  # type: ignore[method-assign]
+    for call in calls:
+        backend.accumulate(call)
+        if flush:
+            backend.flush()
+    metrics = backend.step()
+    updater.apply = apply  # type: ignore[method-assign]
+    return metrics, gradient, weights_of(backend)
+
+
+def state_of(backend: Trainer, part: str) -> Tensors:
+    """What a checkpoint would hold of a part; live tensors."""
+    models: Any = backend._models
+    return {name: one for name, one in models.parts().tensors().items() if name.startswith(f"{part}/")}
+
+
+def weights_of(backend: Trainer) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in backend.export_weights()}
+
+
+# ---------------------------------------------------------------------- processes
+
+
+def run_ranks(
+    target: Callable[..., None],
+    arguments: Sequence[Any],
+    world: int,
+    meeting: Path,
+    *,
+    imports: list[str],
+    deadline_s: float,
+) -> None:
+    """Call `target(*arguments, rank, world, meeting)` in so many processes, and check that all of them end well.
+
+    `imports`: what all of them need, imported once, in a process that has trained nothing.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(imports)
+    processes = [
+        context.Process(target=target, args=(*map(str, arguments), rank, world, str(meeting)), daemon=True)
+        for rank in range(world)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(deadline_s)
+    left = [process for process in processes if process.is_alive()]
+    for process in left:
+        process.kill()
+    assert not left, "a process waits for the others: they took different decisions"
+    assert [process.exitcode for process in processes] == [0] * world
+
+
+@contextmanager
+def joined(rank: int, world: int, rendezvous: str | Path, timeout_s: float) -> Iterator[None]:
+    """Within it, this process is one of the default group, with one thread."""
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group(
+        "gloo",
+        init_method=f"file://{rendezvous}",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=timeout_s),
+    )
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def write(out: Path, name: str, found: Any, tensors: Tensors) -> None:
+    """What a process found, where its parent reads it."""
+    save_file({key: value.contiguous() for key, value in tensors.items()}, out / f"{name}.safetensors")
+    (out / f"{name}.json").write_text(json.dumps(found))

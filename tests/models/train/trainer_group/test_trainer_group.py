@@ -1,0 +1,344 @@
+"""A trainer group: calls on the wire, and a stage's backend on ranks that end and start again."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from trainer_group_rig import Ranks, Slots, Tensors, by_group, small_config, small_sequences, train_batch, until
+
+import models.errors as algorithm_errors
+import models.errors as train_errors
+import models.errors as weights_errors
+from configs.schema import Config
+from models.errors import BackendMisuse, CheckpointUnavailable, InvalidSequence, LayoutMismatch, TrainStateUnreadable
+from models.train.build import build_backend
+from models.train.interface import TrainSequence
+from models.train.trainer import Trainer
+from models.train.trainer_group.backend import TrainerGroupBackend
+from models.train.trainer_group.calls import (
+    Accumulate,
+    Arrays,
+    Flush,
+    Link,
+    LinkLost,
+    Metrics,
+    Raised,
+    decode_call,
+    decode_reply,
+    encode,
+    error_of,
+    raised,
+)
+from models.train.trainer_group.rank_spec import PeerGone, Rendezvous, TrainerGroupClosed, needs_trainer_group
+from tests.models.weights.made_up import checkpoint
+
+
+def test_every_field_of_a_sequence_arrives() -> None:
+    rng = np.random.default_rng(0)
+    sent = small_sequences(1)
+    sent[1] = dataclasses.replace(
+        sent[1],
+        reward=2.5,
+        truncated=True,
+        teacher_log_probs=rng.normal(size=len(sent[1].tokens)).astype(np.float32),
+        prefix=(0, 3),
+    )
+    for one, other in zip(arrived(sent), sent, strict=True):
+        for field in dataclasses.fields(TrainSequence):
+            found, wanted = getattr(one, field.name), getattr(other, field.name)
+            if isinstance(wanted, np.ndarray):
+                assert found.dtype == wanted.dtype
+                assert found.tolist() == wanted.tolist()
+                found[:1] = 0  # writable, as it was before
+            else:
+                assert found == wanted, field.name
+                assert type(found) is type(wanted)
+
+
+def arrived(sent: list[TrainSequence]) -> list[TrainSequence]:
+    call = decode_call(encode(Accumulate(sent)))
+    assert isinstance(call, Accumulate)
+    return call.sequences
+
+
+def test_arrays_of_another_type_are_cast_and_numbers_of_numpy_are_numbers() -> None:
+    sequence = small_sequences(1, groups=1)[0]
+    wide = dataclasses.replace(
+        sequence, tokens=sequence.tokens.astype(np.int64), reward=np.float32(0.5), group_id=np.int64(3)
+    )
+    (found,) = arrived([wide])
+    assert found.tokens.dtype == np.int32
+    assert found.tokens.tolist() == sequence.tokens.tolist()
+    assert (found.reward, found.group_id) == (0.5, 3)
+
+
+def test_log_probs_arrive_as_they_were() -> None:
+    sent = [np.array([-0.5, -1.25], dtype=np.float32), np.zeros(0, dtype=np.float32), np.arange(6.0)[::2]]
+    reply = decode_reply(encode(Arrays(sent)))
+    assert isinstance(reply, Arrays)
+    assert [one.tolist() for one in reply.float32] == [one.tolist() for one in sent]
+    assert {one.dtype for one in reply.float32} == {np.dtype(np.float32)}
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        kind
+        for module in (train_errors, algorithm_errors, weights_errors)
+        for kind in vars(module).values()
+        if isinstance(kind, type) and issubclass(kind, Exception)
+    ],
+)
+def test_errors_arrive_as_themselves(kind: type[Exception]) -> None:
+    reply = decode_reply(encode(raised(kind("rollout 7: no such token"))))
+    assert isinstance(reply, Raised)
+    error = error_of(reply)
+    assert type(error) is kind
+    assert str(error) == "rollout 7: no such token"
+
+
+def test_an_error_of_an_unknown_class_keeps_its_name() -> None:
+    assert str(error_of(Raised("Odd", "it broke"))) == "Odd: it broke"
+    assert isinstance(error_of(Raised("Odd", "it broke")), train_errors.TrainError)
+
+
+def test_a_reply_is_not_taken_for_a_call() -> None:
+    assert isinstance(decode_call(encode(Flush())), Flush)
+    with pytest.raises(msgspec.ValidationError):
+        decode_call(encode(Metrics({"train/loss": 1.0})))
+
+
+def test_messages_larger_than_the_socket_holds_arrive_whole() -> None:
+    one, other = (Link(end) for end in socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM))
+    data = np.random.default_rng(0).bytes(5 << 20)
+    sender = threading.Thread(target=lambda: (one.send(data), one.send(b"")))
+    sender.start()
+    assert other.receive() == data
+    assert other.receive() == b""
+    sender.join()
+    assert not other.readable(0.01)
+    one.close()
+    assert other.readable(1.0)
+    with pytest.raises(LinkLost):
+        other.receive()
+    with pytest.raises(LinkLost):
+        other.send(b"x" * (1 << 20))
+
+
+def test_a_connection_broken_off_here_wakes_who_waits_here() -> None:
+    one, other = (Link(end) for end in socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM))
+    threading.Timer(0.05, one.break_off).start()
+    with pytest.raises(LinkLost):
+        one.receive()
+    other.close()
+
+
+@pytest.mark.parametrize(
+    ("backend", "processes", "expected"),
+    [
+        ("torch", 1, False),
+        ("torch", 2, True),
+        ("fsdp", 1, True),
+        ("megatron", 1, True),
+        ("megatron", 4, True),
+        ("simulated", 4, False),
+    ],
+)
+def test_who_needs_a_trainer_group(backend: str, processes: int, expected: bool) -> None:
+    replace, config = msgspec.structs.replace, Config()
+    config = replace(
+        config,
+        train=replace(config.train, train_backend=backend),
+        parallel=replace(config.parallel, actor_num_gpus_per_node=processes),
+    )
+    assert needs_trainer_group(config) is expected
+
+
+pytestmark = pytest.mark.slow
+
+# What depends on how the shares were packed.
+LAYOUT = {"train/micro_batches", "train/padding_frac", "train/shared_prompt_frac"}
+
+
+@pytest.fixture(autouse=True)
+def _paths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the process that forks."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))
+
+
+@pytest.fixture
+def ranks(tiny: Path, tmp_path: Path) -> Iterator[Ranks]:
+    with Ranks(tmp_path, small_config(tiny)) as running:
+        yield running
+
+
+@pytest.fixture
+def slots(tiny: Path, tmp_path: Path) -> Iterator[Slots]:
+    made = Slots(tmp_path / "slots", tiny)
+    yield made
+    made.close()
+
+
+def equal(found: Tensors, expected: Tensors) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+def test_two_ranks_train_as_one_process(ranks: Ranks, slots: Slots, tiny: Path, tmp_path: Path) -> None:
+    alone, trainer_group = build_backend(small_config(tiny), 4), ranks.backend()
+    assert isinstance(alone, Trainer)
+    alone.setup()
+    trainer_group.setup()
+    for number, steps in ((0, 1), (1, 2)):
+        wanted, found = train_batch(alone, number, steps=steps), train_batch(trainer_group, number, steps=steps)
+        for want, have in zip(wanted, found, strict=True):
+            assert have.keys() == want.keys()
+            for key in want.keys() - LAYOUT:
+                assert have[key] == pytest.approx(want[key], rel=1e-5, abs=1e-6), key
+    sequences = small_sequences(5)
+    for one, other in zip(trainer_group.logprobs(sequences), alone.logprobs(sequences), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+
+    with pytest.raises(InvalidSequence, match="999"):
+        trainer_group.accumulate([replace(sequences[0], tokens=np.full_like(sequences[0].tokens, 999))])
+    trainer_group.accumulate(by_group(sequences)[0])
+    with pytest.raises(BackendMisuse, match="save while 3 rollouts are being trained"):
+        trainer_group.save(tmp_path / "refused")
+    trainer_group.discard()
+    with pytest.raises(TrainStateUnreadable, match="nowhere"):
+        trainer_group.load(tmp_path / "nowhere")
+    assert ranks.incarnation == 0, "an error that all ranks raise alike leaves them alive"
+
+    before = slots.weights(trainer_group)
+    trainer_group.save(tmp_path / "saved")
+    train_batch(trainer_group, 2)
+    trainer_group.load(tmp_path / "saved")
+    equal(slots.weights(trainer_group), before)
+    for name, tensor in alone.export_weights():
+        if name in before:  # all but what is tied
+            torch.testing.assert_close(before[name], tensor, atol=1e-5, rtol=1e-4)
+    trainer_group.close()
+    trainer_group.close()
+    until(lambda: ranks.incarnation == 1)  # they ended because they were told to
+    with pytest.raises(TrainerGroupClosed):
+        trainer_group.flush()
+
+
+def test_a_slot_that_does_not_fit_is_an_error_of_the_call_alone(ranks: Ranks, slots: Slots, tmp_path: Path) -> None:
+    """It is rank 0's alone: the other rank has run the same export to its end."""
+    trainer_group = ranks.backend()
+    trainer_group.setup()
+    made_up = checkpoint(tmp_path / "other")
+    with pytest.raises(LayoutMismatch, match="is not in the slot's layout"):
+        trainer_group.write_slot(slots.directory, made_up, 0, 0)
+    train_batch(trainer_group, 0)
+    assert ranks.incarnation == 0
+    trainer_group.close()
+
+
+@pytest.fixture
+def ranks_of(tiny: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    """Ranks of the backend that is the test's parameter."""
+    with Ranks(tmp_path, small_config(tiny, train_backend=request.param)) as running:
+        yield running
+
+
+@pytest.mark.parametrize(
+    ("ranks_of", "rank"),
+    [("torch", 0), pytest.param("torch", 1, marks=pytest.mark.full), ("fsdp", 1)],
+    indirect=["ranks_of"],
+)
+def test_a_lost_rank_ends_the_call_and_the_next_incarnation_trains_the_same(
+    ranks_of: Ranks, slots: Slots, tmp_path: Path, rank: int
+) -> None:
+    ranks, lost = ranks_of, ranks_of.backend()
+    lost.setup()
+    train_batch(lost, 0)
+    lost.save(tmp_path / "saved")
+    train_batch(lost, 1, steps=2)
+    unbroken = slots.weights(lost)
+    with ranks.killed_within(rank), pytest.raises(PeerGone, match="BeginBatch: the trainer group was lost"):
+        train_batch(lost, 2)
+    lost.close()
+    slots.close()
+    again, fresh = ranks.backend(), Slots(slots.directory, slots.source)
+    again.setup()
+    again.load(tmp_path / "saved")
+    train_batch(again, 1, steps=2)
+    equal(fresh.weights(again), unbroken)
+    again.close()
+    fresh.close()
+
+
+def test_a_rank_that_hangs_ends_the_trainer_group_within_the_timeout(tiny: Path, tmp_path: Path) -> None:
+    with Ranks(tmp_path, small_config(tiny, timeout_s=6.0)) as ranks:
+        for rank in (1, 0):
+            trainer_group, incarnation = ranks.backend(), ranks.incarnation
+            trainer_group.setup()
+            ranks.signal(rank, signal.SIGSTOP)
+            if rank == 1:
+                with pytest.raises(PeerGone):
+                    train_batch(trainer_group, 0)
+            until(lambda before=incarnation: ranks.incarnation > before)  # without a call: heartbeats are missed
+            trainer_group.close()
+
+
+def test_a_model_that_cannot_be_loaded_is_the_users_error(tmp_path: Path) -> None:
+    with Ranks(tmp_path, small_config(tmp_path / "no-model")) as ranks:
+        trainer_group = ranks.backend()
+        with pytest.raises(CheckpointUnavailable, match="no-model"):
+            trainer_group.setup()
+        ended = ranks.processes
+        trainer_group.close()
+        until(lambda: all(one.exitcode == 0 for one in ended))
+
+
+def test_closing_wakes_a_caller_that_waits_for_a_trainer_group() -> None:
+    backend, raised = TrainerGroupBackend(lambda: None), list[BaseException]()
+
+    def wait() -> None:
+        try:
+            backend.setup()
+        except TrainerGroupClosed as error:
+            raised.append(error)
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    until(backend._calling.locked)
+    backend.close()
+    waiting.join(10)
+    assert len(raised) == 1
+
+
+def test_closing_breaks_off_a_call_that_lasts(tmp_path: Path) -> None:
+    address, raised = str(tmp_path / "s"), list[BaseException]()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as silent:
+        silent.bind(address)
+        silent.listen(1)
+        backend = TrainerGroupBackend(lambda: Rendezvous(0, address))
+
+        def wait() -> None:
+            try:
+                backend.setup()
+            except TrainerGroupClosed as error:
+                raised.append(error)
+
+        waiting = threading.Thread(target=wait)
+        waiting.start()
+        until(lambda: backend._link is not None)
+        backend.close()
+        waiting.join(10)
+        assert len(raised) == 1

@@ -1,0 +1,298 @@
+"""Whole runs that change while they run: replicas come and go by command and by `--autoscale`, sampling is set.
+
+No group is lost; replicas do not change what a synchronous run trains; each token is trained at its own temperature. A
+run that scales itself comes as far as the planner's split.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from commands import done, until
+from launching import SIMULATED, SMALL, finish, made_model, start, succeed_here
+from launching import here as run_here
+from msgspec.structs import replace
+from scripted_run import Scripted, scripted
+
+from bench.plan_cluster import simulate
+from bench.plan_world import Cluster
+from configs.load import load
+from pipeline.control.client import NotRunning, ask
+from pipeline.control.endpoint import Command, Drain, Pause, Reply, Resume, Save, Scale, Set, Status
+from pipeline.facts.run_directory import read_fleet
+from pipeline.facts.stats import Changed
+from pipeline.facts.trace import Span, read_records
+from pipeline.observe.metrics import read_metrics
+from pipeline.record.journal import Committed, read_journal
+from pipeline.supervise.servers import Servers
+from stages.topic_values import LEAVE, addresses, carrying
+from stages.train.saved_groups import load_batch
+from tests.chaos.oracle import Expected, judge
+
+pytestmark = pytest.mark.slow
+
+# What the simulated engine writes behind a partial output is another text than it would have written in one piece; so
+# here an aborted response is begun anew. tests/stages/test_engine_control.py has one that goes on elsewhere.
+SYNC = [
+    *SMALL, *made_model(), *SIMULATED, "--mode", "sync", "--deterministic",
+    "--rollout-max-response-len", "48", "engine.simulated.length_mean=30", "--simulated-step-s", "0.01",
+    "--no-partial-rollout", "--dynamic-sampling-filter", "length:20_48",
+]  # fmt: skip
+LOADED = [
+    *SYNC,
+    "engine.simulated.a_ms=6",
+    "--num-rollout",
+    "4000",
+]  # a batch takes a quarter of a second, so that all this is under load
+FIRST = {"engine": "2", "reward": "4", "group": "2", "generate": "2"}
+
+
+def passed_on(run_dir: Path) -> set[str]:
+    """Replicas of the group stage that have put a group together."""
+    spans = [
+        record for record in read_records(run_dir / "trace") if isinstance(record, Span) and record.name == "group"
+    ]
+    return {span.replica for span in spans}
+
+
+def committed(run_dir: Path) -> bool:
+    return any(isinstance(event, Committed) for event in read_journal(run_dir / "ledger.jsonl"))
+
+
+def test_scaled_up_and_down_under_load_the_same_is_trained(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    process = start(run_dir, *LOADED)
+    try:
+        until(process, run_dir, lambda status: status.snapshot.step >= 2)
+        done(run_dir, Scale({"reward": 4, "group": 2, "generate": 2, "engine": 2}))
+        wide = until(process, run_dir, lambda s: [e.state for e in s.engines] == ["serving"] * 2)
+        assert all(engine.version is not None for engine in wide.engines)
+        rows = {"reward": 4, "group": 2, "generate": 2}
+        until(process, run_dir, lambda s: all(r.replicas == rows.get(r.stage, 1) for r in s.snapshot.stages))
+        until(process, run_dir, lambda s: s.engines[1].running > 0)
+        until(process, run_dir, lambda _: "group-1" in passed_on(run_dir))
+        done(run_dir, Scale({"engine": 1, "reward": 2, "group": 1, "generate": 1}))
+        until(process, run_dir, lambda s: [engine.name for engine in s.engines] == ["engine-0"])
+        done(run_dir, Save())
+        until(process, run_dir, lambda s: {r.stage: r.replicas for r in s.snapshot.stages}["group"] == 1)
+        done(run_dir, Scale({"engine": 2}))
+        until(process, run_dir, lambda s: [engine.name for engine in s.engines] == ["engine-0", "engine-2"])
+        until(process, run_dir, lambda _: committed(run_dir))  # as was asked: nothing else saves before the end
+        done(run_dir, Drain())  # however quick or slow the machine is, all of this was within the run
+    except BaseException:
+        process.kill()
+        raise
+    ended = finish(process, run_dir)
+    assert ended.code == 130, ended.err
+    ended.check_books()
+    steps = max(ended.audit.batches)
+    assert judge(run_dir, Expected(steps=steps, groups_per_step=4, bound=0)) == []
+    fast = [*SYNC, "engine.simulated.a_ms=0", "--num-rollout", str(steps)]
+    assert ended.audit.batches == succeed_here(tmp_path / "alone", *fast).audit.batches, (
+        "who generates, grades and filters changes nothing of a synchronous run"
+    )
+    assert ended.summary["restarts"] == {}
+    assert ended.summary["groups"]["filtered"] > 0
+    changes = [(change["what"], change["value"]) for change in ended.summary["changes"]]
+    assert changes[:4] == [(f"scale {stage}", n) for stage, n in FIRST.items()]
+    with pytest.raises(NotRunning, match="is not running"):
+        ask(run_dir, Status())
+
+
+def test_a_paused_run_admits_nothing_and_a_resumed_one_begins_with_what_was_changed(tmp_path: Path) -> None:
+    flags = [*SMALL, *made_model(), *SIMULATED, "--num-rollout", "4000"]
+
+    async def first(run: Scripted) -> None:
+        control = await control_of(run)
+        await run.steps(2)
+        assert (await control(Scale({"generate": 2}))).ok
+        assert not (await control(Scale({"train": 2, "generate": 3}))).ok
+        assert len(run.generating()) == 2, "of what is refused nothing is done"
+        assert (await control(Pause())).ok
+        await run.until(lambda: run.controller.stage.ledger.open == 0)
+        admitted = run.controller.stage.ledger.admitted
+        status = (await control(Status())).status
+        assert status is not None
+        assert status.state == "paused"
+        await asyncio.sleep(0.3)
+        assert run.controller.stage.ledger.admitted == admitted
+        assert (await control(Resume())).ok
+        assert not (await control(Set({"max_staleness": "3", "n_samples_per_prompt": "8"}))).ok
+        assert run.controller.stage.gate.max_staleness == 2, "of what is refused nothing is done"
+        reply = await control(Set({"max_staleness": "3", "lr": "5e-5"}))
+        assert reply.ok, reply.lines
+        await run.steps(5)
+        assert run.controller.stage.gate.max_staleness == 3
+
+    async def second(run: Scripted) -> None:
+        await run.until(lambda: len(run.generating()) == 2)
+        assert run.controller.stage.gate.max_staleness == 3
+        assert run.controller.config.train.lr == 5e-5
+        await control_of(run)
+
+    with pytest.MonkeyPatch.context() as patch:
+        scripted(patch, tmp_path / "run", first, lambda run_dir: run_here(run_dir, *flags).code)
+    with pytest.MonkeyPatch.context() as patch:
+        again = scripted(
+            patch, tmp_path / "run", second, lambda run_dir: run_here(run_dir, "--resume", str(run_dir)).code
+        )
+    kept = [(change.what, change.value) for change in again.controller.recorder.changes]
+    assert [what for what, _ in kept] == ["scale generate", "pause", "resume", "set lr", "set max_staleness"]
+    assert kept == [
+        (e.what, e.value) for e in read_journal(tmp_path / "run" / "ledger.jsonl") if isinstance(e, Changed)
+    ]
+
+
+def test_an_engine_ends_when_it_has_given_back_what_it_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+    has_left = Servers._has_left
+
+    def noted(servers: Servers, name: str) -> bool:
+        seen.append(has_left(servers, name))
+        return seen[-1]
+
+    async def script(run: Scripted) -> None:
+        control, topic = await control_of(run), run.runner.topic
+        assert (await control(Scale({"engine": 2}))).ok
+        await run.until(lambda: len(carrying(topic)) == 2)
+        await run.steps(2)
+        assert (await control(Scale({"engine": 1}))).ok
+        await run.until(lambda: list(addresses(topic)) == ["engine-0"])
+        assert seen[-1], "it was not waited for, or not told to leave"
+        await run.until(lambda: not topic.items(LEAVE))
+        await run.steps(2)
+        status = (await control(Status())).status
+        assert status is not None
+        assert [engine.name for engine in status.engines] == ["engine-0"], "it is gone, and not lost"
+        assert read_fleet(run.controller.rundir).keys() == {"engine-0"}
+
+    monkeypatch.setattr(Servers, "_has_left", noted)
+    flags = [*SMALL, *made_model(), *SIMULATED, "--num-rollout", "4000"]
+    ended = scripted(monkeypatch, tmp_path / "run", script, lambda run_dir: run_here(run_dir, *flags).code)
+    assert ended.controller.recorder.restarts == {}
+
+
+async def control_of(run: Scripted) -> Callable[[Command], asyncio.Future[Reply]]:
+    """The run's endpoint, asked through its socket from another thread, once the trainer has its weights."""
+    await run.until(lambda: run.controller.recorder.training_started is not None)
+    loop = asyncio.get_running_loop()
+    return lambda command: loop.run_in_executor(None, ask, run.run_dir, command)
+
+
+FLAGS = [
+    *SMALL, *made_model(), *SIMULATED, "--rm-type", "sleep:0.06", "--num-rollout", "4000", "--autoscale", "reward=1..2",
+    "--autoscale-window-s", "1", "--simulated-step-s", "0.01", "--log-interval", "100",
+]  # fmt: skip
+
+
+def test_the_slow_stage_is_scaled_and_the_user_outranks(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    process = start(run_dir, *FLAGS)
+    try:
+        until(process, run_dir, lambda status: status.replicas.get("reward") == 2)
+        refused = ask(run_dir, Scale({"reward": 3}))
+        assert not refused.ok
+        assert "--autoscale reward=1..2 does not hold the 3 replicas" in refused.lines[0]
+        assert done(run_dir, Scale({"reward": 1})).lines == ("reward: 2 -> 1",)
+        by_hand = until(process, run_dir, lambda _: True).snapshot.step
+        later = until(process, run_dir, lambda s: s.snapshot.step >= by_hand + 8 and s.advice is not None)
+        assert later.replicas["reward"] == 1, "it is the user's own"
+        assert later.advice is not None
+        assert later.advice.kind not in ("up", "down"), "there is nothing left to scale"
+        assert later.snapshot.advice == later.advice.sentence
+        done(run_dir, Drain())
+    except BaseException:
+        process.kill()
+        raise
+    ended = finish(process, run_dir)
+    assert ended.code == 130, ended.err
+    ended.check_books()
+    assert ended.summary["restarts"] == {}
+    assert ended.summary["groups"]["failed"] == 0
+    changes = [(change["what"], change["value"]) for change in ended.summary["changes"]]
+    assert changes == [("autoscale reward", "2"), ("scale reward", "1"), ("drain", "")]
+    said = next(line for line in ended.out.splitlines() if line.startswith("autoscale: "))
+    assert "reward 1 -> 2" in said
+    assert ended.summary["advice"]
+
+
+# Seconds and tokens of a job that is slow with one engine and one grader. An engine has 8 slots, a batch 8 groups of 4.
+STEP_S, BATCHES, COUNTED = 1.2, 57, 12
+JOB = Cluster(
+    engines=1, slots=8, a_s=0.01, c_s=0.00025, prefill_s=0.00001, groups=8, members=4, mean=64.0, sigma=0.5, cap=256,
+    staleness=2, update_s=0.05, graders=1, reward_s=0.1, batches=16, warm_up=4, token_s=STEP_S / (8 * 4 * 64),
+)  # fmt: skip
+
+
+def planned_rate() -> float:
+    """Rollouts per second of the fastest split within the limits of the run, in virtual time."""
+    splits = ((engines, graders) for engines in (1, 2, 4, 6) for graders in (1, 2, 4, 8))
+    steps = (simulate(replace(JOB, engines=engines, graders=graders)).step_s for engines, graders in splits)
+    return JOB.groups * JOB.members / min(steps)
+
+
+@pytest.mark.full
+def test_a_run_that_scales_itself_becomes_as_fast_as_the_planners_split(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    simulated = {
+        "a_ms": 1e3 * JOB.a_s, "c_ms": 1e3 * JOB.c_s, "prefill_ms_per_token": 1e3 * JOB.prefill_s,
+        "length_mean": JOB.mean, "length_sigma": JOB.sigma, "length_cap": JOB.cap, "update_s": JOB.update_s,
+        "vocab_size": 32,
+    }  # fmt: skip
+    flags = [
+        "--mode", "async", "--async-buffer-size", str(JOB.staleness), *made_model(), "--prompt-data", "arithmetic",
+        "--label-key", "label", "--engine", "simulated", "--engine-slots", str(JOB.slots),
+        "--scale", "engine=1", "reward=1", "--autoscale", "engine=1..6", "reward=1..8", "--autoscale-window-s", "5",
+        "--train-backend", "simulated", "--simulated-step-s", str(STEP_S), "--rm-type", f"sleep:{JOB.reward_s}",
+        "--rollout-batch-size", str(JOB.groups), "--n-samples-per-prompt", str(JOB.members),
+        "--num-rollout", str(BATCHES), "--rollout-max-response-len", str(JOB.cap),
+        "--rollout-max-context-len", str(4 * JOB.cap), "--seed", "1", "--rollout-seed", "1", "--samples-interval", "0",
+        "--no-live", "--no-trace", "--no-use-tensorboard", "--no-use-plot", "--log-interval", "100",
+        *(f"engine.simulated.{key}={value:g}" for key, value in simulated.items()),
+    ]  # fmt: skip
+    ended = finish(start(run_dir, *flags), run_dir)
+    assert ended.code == 0, ended.err
+    ended.check_books()
+    rows = [row for row in read_metrics(run_dir / "metrics.jsonl") if "ledger/trained" in row]
+    first, last = rows[-COUNTED - 1], rows[-1]
+    groups = last["ledger/trained"] - first["ledger/trained"]
+    rate = groups * JOB.members / (last["wall_s"] - first["wall_s"])
+    assert ended.summary["changes"], "one of each is too few"
+    assert rate >= 0.8 * planned_rate()
+
+
+def test_batches_of_two_temperatures_are_trained_at_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weights hardly move, so that log-probs of engine and trainer differ only where the temperatures do."""
+    run_dir, batches = tmp_path / "run", f"{tmp_path}/batches/{{rollout_id}}.msgpack"
+    flags = [*SMALL, *made_model(), "--lr", "1e-12", "--num-rollout", "4000", "--save-debug-rollout-data", batches]
+    flags += ["--dynamic-sampling-filter", "nonzero_std"]  # new groups are admitted in the middle of a batch
+    seen: list[set[float | None]] = []
+
+    def look() -> set[float | None]:
+        """Temperatures of the newest batch."""
+        while Path(batches.format(rollout_id=len(seen))).exists():
+            seen.append({slice_.group.temperature for slice_ in load_batch(batches, len(seen))})
+        return seen[-1] if seen else set()
+
+    async def script(run: Scripted) -> None:
+        await run.until(lambda: run.controller.recorder.training_started is not None)
+        await run.until(lambda: look() == {1.0})
+        for value in itertools.cycle(("0.3", "2.5")):
+            reply = await asyncio.to_thread(ask, run_dir, Set({"temperature": value}))
+            assert reply.ok, reply.lines
+            assert reply.lines == (f"rollout_temperature: {value}, for groups that are admitted from now on",)
+            await run.until(lambda value=value: look() == {float(value)})
+            if any(len(one) == 2 for one in seen) and value == "2.5":
+                return
+
+    scripted(monkeypatch, run_dir, script, lambda place: run_here(place, *flags).code)
+    look()
+    rows = list(read_metrics(run_dir / "metrics.jsonl"))
+    gaps = [row[name] for row in rows if (name := "train/train_rollout_logprob_abs_diff_max") in row]
+    assert len(gaps) == len(seen)
+    assert max(gaps) < 1e-4
+    assert load(["--resume", str(run_dir)]).config.rollout.rollout_temperature == 2.5

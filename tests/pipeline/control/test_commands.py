@@ -1,0 +1,281 @@
+"""Commands to a running run: the endpoint and its client, the table of `status`, and settings that `set` may change."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import socket
+import stat
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+
+import launch
+from configs.layers import ConfigError
+from configs.load import dump_toml, load
+from configs.rules.validate import checked
+from configs.schema import Config
+from pipeline.control import endpoint as module
+from pipeline.control.changed_config import keep, with_settings
+from pipeline.control.client import NotRunning, ask, table
+from pipeline.control.endpoint import (
+    CONTROL_FILE,
+    MOST_BYTES,
+    Command,
+    ControlAddress,
+    EngineStatus,
+    Pause,
+    QueueStatus,
+    Reply,
+    Request,
+    RunStatus,
+    Scale,
+    Status,
+    endpoint,
+)
+from pipeline.errors import UsageError
+from pipeline.facts.run_directory import RunDir
+from pipeline.facts.stats import Changed, LedgerCounts, RunSnapshot, StageRow
+
+
+class Run:
+    """What answers, and what it was asked."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        self.asked: list[Command] = []
+
+    async def answer(self, command: Command) -> Reply:
+        self.asked.append(command)
+        if isinstance(command, Pause):
+            raise ValueError("it cannot pause")
+        return Reply(True, ("done",))
+
+    @property
+    def address(self) -> ControlAddress:
+        return msgspec.json.decode((self.run_dir / CONTROL_FILE).read_bytes(), type=ControlAddress)
+
+    async def send(self, data: bytes) -> Reply:
+        """What is answered to these bytes."""
+        reader, writer = await asyncio.open_unix_connection(self.address.socket)
+        writer.write(data)
+        reply = msgspec.json.decode(await reader.readline(), type=Reply)
+        writer.close()
+        return reply
+
+
+@asynccontextmanager
+async def served(tmp_path: Path) -> AsyncIterator[Run]:
+    run = Run(tmp_path)
+    with tempfile.TemporaryDirectory(prefix="sluice-") as sockets:  # tmp_path may be too long for a socket
+        async with endpoint(tmp_path, Path(sockets), run.answer):
+            yield run
+
+
+def line(token: str, command: Command | None = None) -> bytes:
+    return msgspec.json.encode(Request(token, command or Status())) + b"\n"
+
+
+async def test_the_owner_alone_may_ask_and_is_answered(tmp_path: Path) -> None:
+    async with served(tmp_path) as run:
+        for path in (tmp_path / CONTROL_FILE, Path(run.address.socket)):
+            assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        reply = await asyncio.to_thread(ask, tmp_path, Scale({"reward": 4}))
+        assert reply == Reply(True, ("done",))
+        assert run.asked == [Scale({"reward": 4})]
+        first = run.address.token
+    assert not (tmp_path / CONTROL_FILE).exists()
+    with pytest.raises(NotRunning, match="holds no run"):
+        ask(tmp_path, Status())
+    async with served(tmp_path) as run:
+        assert run.address.token != first, "each run has a token of its own"
+
+
+async def test_a_wrong_token_is_refused_whatever_is_asked(tmp_path: Path) -> None:
+    async with served(tmp_path) as run:
+        for token in ("", "x", run.address.token[:-1], run.address.token + "x", "ä"):
+            for command in (line(token), b'{"token":%s,"command":{"type":"nothing"}}\n' % msgspec.json.encode(token)):
+                assert await run.send(command) == module.REFUSED
+        assert run.asked == []
+
+
+async def test_what_is_no_request_is_told_so_and_the_next_one_is_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "READ_S", 0.2)
+    async with served(tmp_path) as run:
+        token = run.address.token.encode()
+        wrong = {
+            b"\xff\n": "one line of JSON with token and command",
+            b'{"token":"' + token + b'","command":{"type":"explode"}}\n': "the command cannot be read",
+            b"x" * (MOST_BYTES + 2): f"at most {MOST_BYTES} bytes",
+            b"half a line": "no request came within 0.2 s",
+            line(run.address.token, Pause()): "ValueError: it cannot pause",
+        }
+        for data, words in wrong.items():
+            reply = await run.send(data)
+            assert not reply.ok
+            assert words in reply.lines[0]
+        assert (await run.send(line(run.address.token))).ok
+
+
+async def test_connections_beyond_the_bound_are_turned_away_and_hold_up_nobody(tmp_path: Path) -> None:
+    async with served(tmp_path) as run:
+        silent = [await asyncio.open_unix_connection(run.address.socket) for _ in range(module.MOST_CONNECTIONS)]
+        reply = await run.send(line(run.address.token))
+        assert "requests are being answered" in reply.lines[0]
+        for _, writer in silent:
+            writer.close()
+        async with asyncio.timeout(30):
+            while not (await run.send(line(run.address.token))).ok:  # noqa: ASYNC110  (a place that is free announces nothing)
+                await asyncio.sleep(0.01)
+
+
+def test_a_run_that_does_not_run_is_told_in_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert launch.main(["status", str(tmp_path / "nowhere")]) == 2
+    assert "is no directory" in capsys.readouterr().err
+    (tmp_path / "config.toml").touch()
+    assert launch.main(["pause", str(tmp_path)]) == 2
+    assert f"{tmp_path} is not running" in capsys.readouterr().err
+    # What a killed run left: a file that names a socket where nobody listens.
+    with tempfile.TemporaryDirectory(prefix="sluice-") as place, socket.socket(socket.AF_UNIX) as bound:
+        bound.bind(f"{place}/ask.sock")
+        (tmp_path / CONTROL_FILE).write_bytes(msgspec.json.encode(ControlAddress(f"{place}/ask.sock", "token")))
+        assert launch.main(["status", str(tmp_path)]) == 2
+    assert f"continue it with python launch.py --resume {tmp_path}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("change", ["reward", "reward=", "=4", "reward=many", "reward=-1"])
+def test_a_count_that_is_none_is_refused(change: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert launch.main(["scale", str(tmp_path), change]) == 2
+    assert f"{change!r} is no STAGE=COUNT; write for example reward=4" in capsys.readouterr().err
+
+
+STAGES = (
+    StageRow("generate", 2, 0.921, 0.05, 0.01, 0.019, 3, 12, 56.84, 900.0, 1490, 0, 0),
+    StageRow("reward", 4, 1.0, 0.0, 0.0, 0.0, 123_456, 1000, 123_456.0, 0.0, 10, 12_345, 0),
+)
+SNAPSHOT = RunSnapshot(
+    mode="async", step=198, total_steps=4000, elapsed_s=17.0, eta_s=228.0, version=197, in_flight=12,
+    may_enter=4, stages=STAGES, ledger=LedgerCounts(admitted=804, trained=792, open=12), reward_mean=0.5,
+    reward_recent=0.5, evals={}, staleness_mean=1.79, staleness_max=2, staleness_bound=2, trained_tokens=1,
+    trained_tokens_per_s=1.0, wasted_tokens=0, wasted_share=0.0, busiest=None,
+)  # fmt: skip
+STATUS = RunStatus(
+    run="/home/somebody/" + "runs/" * 20,
+    state="running",
+    snapshot=SNAPSHOT,
+    engines=(
+        EngineStatus("engine-0", "serving", 197, 21, 3, 512, 0.27),
+        EngineStatus("engine-1", "starting", None, 0, 0, 0, None),
+    ),
+    queues=(QueueStatus("generate", 1, 4, 2),),
+    replicas={"generate": 2, "reward": 2},
+    changes=(Changed(150, "scale reward", "2"),),
+)  # fmt: skip
+
+
+def test_the_table() -> None:
+    lines = table(STATUS).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines[1:6] == [
+        "state      running, async, 0:17, ETA 3:48",
+        "step       198/4000, reward 0.500, engines carry version 197",
+        "in flight  12 groups, 4 more may enter",
+        "staleness  mean 1.79, max 2, bound 2",
+        "groups     804 admitted: 792 trained, 0 filtered, 0 stale, 0 failed, 0 discarded",
+    ]
+    cells = {cells[0]: cells[1:] for line in lines[6:] if (cells := line.split())}
+    assert cells["generate"] == ["1", "4", "2"], "its queue stands below its stage"
+    assert cells["reward"][:6] == ["4>2", "100%", "0%", "0%", "0%", "123456"], "two replicas finish what they hold"
+    assert cells["engine-0"] == ["serving", "197", "21", "3", "512", "27%"]
+    assert cells["engine-1"] == ["starting", "-", "0", "0", "-", "-"]
+    assert lines[-1] == "step 150: scale reward 2"
+
+
+def test_an_advice_is_told_in_full() -> None:
+    advice = "reward is the bottleneck; reward 1 -> 2 would make about 2 rollouts/s of 1 (+100%), then engine is next"
+    advised = msgspec.structs.replace(STATUS, snapshot=dataclasses.replace(SNAPSHOT, advice=advice))
+    lines = table(advised).splitlines()
+    assert lines[6:8] == [
+        "advice     reward is the bottleneck; reward 1 -> 2 would make about 2 rollouts/s",
+        "           of 1 (+100%), then engine is next",
+    ]
+
+
+FLAGS = ["--prompt-data", "arithmetic", "--hf-checkpoint", "tiny-arithmetic", "--label-key", "label", "--lr", "1e-4"]
+
+
+def run_of(tmp_path: Path, *flags: str) -> tuple[RunDir, Config]:
+    rundir = RunDir(tmp_path / "run")
+    loaded = load([*FLAGS, *flags, "--run-dir", str(rundir.path), "--num-rollout", "10"])
+    config, _ = checked(loaded.config, loaded.given)
+    rundir.path.mkdir()
+    rundir.write_config(dump_toml(config))
+    return rundir, config
+
+
+def test_what_is_set_is_what_a_resume_would_have_and_begins_with(tmp_path: Path) -> None:
+    rundir, config = run_of(tmp_path, "--dynamic-sampling-filter", "nonzero_std", "reward:0.1_0.9")
+    changes = {"max_staleness": "4", "train.lr": "5e-6", "dynamic-sampling-filter": "nonzero_std,reward:0.2_0.8"}
+    after, changed = with_settings(rundir, changes)
+    assert changed == {
+        "asynchrony.max_staleness": 4,
+        "train.lr": 5e-6,
+        "filter.dynamic_sampling_filter": ("nonzero_std", "reward:0.2_0.8"),
+    }
+    keep(rundir, after, config)
+    assert with_settings(rundir, changes)[1] == {}, "it is kept"
+    resumed = load(["--resume", str(rundir.path), "--max-staleness", "3"]).config
+    assert (resumed.asynchrony.max_staleness, resumed.train.lr) == (3, 5e-6), "a flag of the resume outranks it"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"max_staleness": "-1"}, "max-staleness"),
+        ({"max_staleness": "many"}, "many"),
+        ({"lr": "-1"}, "--lr"),
+        ({"temperature": "0"}, "rollout-temperature"),
+        ({"top_p": "0.7"}, "--rollout-top-p is 0.7 with TIS or bypass, but must be 1"),
+        ({"rollout_batch_size": "8"}, "cannot be set in a running run"),
+        ({"max_stalenes": "3"}, "max_staleness"),
+        ({"dynamic_sampling_filter": "nonzero_std"}, "the numbers can be changed, not which there are"),
+        ({"dynamic_sampling_filter": "reward:0.9_0.1"}, "the lower bound 0.9 is above the upper bound 0.1"),
+    ],
+)
+def test_what_cannot_be_set_is_refused_with_the_reason(changes: dict[str, str], words: str, tmp_path: Path) -> None:
+    rundir, _ = run_of(tmp_path, "--dynamic-sampling-filter", "reward:0.1_0.9")
+    before = rundir.config.read_bytes()
+    with pytest.raises((ConfigError, UsageError), match=words):
+        with_settings(rundir, changes)
+    assert rundir.config.read_bytes() == before
+
+
+def test_sampling_is_set_by_its_short_or_long_name(tmp_path: Path) -> None:
+    rundir, _ = run_of(tmp_path)
+    for name in ("temperature", "rollout_temperature", "--rollout-temperature", "rollout.rollout_temperature"):
+        assert with_settings(rundir, {name: "0.7"})[1] == {"rollout.rollout_temperature": 0.7}
+
+
+def test_sampling_is_not_set_where_others_go_by_that_of_the_start(tmp_path: Path) -> None:
+    rundir, _ = run_of(tmp_path, "--rollout-function-path", "tests.stages.slime.user_code:whole_batch")
+    with pytest.raises(UsageError, match="--rollout-function-path goes by the temperature and top-p with which"):
+        with_settings(rundir, {"temperature": "0.7"})
+
+
+def test_a_bound_without_a_correction_is_refused(tmp_path: Path) -> None:
+    """I4 holds for a run that goes on as well."""
+    rundir, _ = run_of(tmp_path, "--max-staleness", "0")
+    with pytest.raises((ConfigError, UsageError), match="max_staleness"):
+        with_settings(rundir, {"max_staleness": "2"})
+
+
+def test_a_decay_to_a_least_rate_is_not_scaled(tmp_path: Path) -> None:
+    rundir, _ = run_of(tmp_path, "--lr-decay-style", "linear", "--min-lr", "1e-5")
+    with pytest.raises(UsageError, match="lr decays to --min-lr 1e-05"):
+        with_settings(rundir, {"lr": "2e-4"})
