@@ -195,7 +195,7 @@ def outage_text(config: Config, kind: str) -> str:
     """What happens to the work of a process while it is down. `kind`: engine, frozen, router, or the name of a
     stage."""
     if kind == "router":
-        return "new requests wait for it, its requests continue at the engines directly"
+        return "new requests wait for it, its pending requests continue at the engines directly"
     if kind == "engines":
         return "the engines keep their weights until it is back"
     if kind == "hub":

@@ -151,8 +151,7 @@ class TrainStage(Stage):
     async def _save_interrupted(self) -> None:
         """Save a run that stops before its end, so that it resumes from its last step with its complete groups.
 
-        Runs before the groups are settled: the checkpoint's ledger has them open, and a resume undoes the settlements
-        of a drain. Demonstrations of supervised training cost nothing to make again.
+        Runs before groups are settled: the checkpoint's ledger has them open. Demonstrations cost nothing to repeat.
         """
         early = not self.ended and self.generates
         if self.groups.drained is not None and self.checkpoints.lacks(self.steps, groups=early):
@@ -208,10 +207,8 @@ class TrainStage(Stage):
         return metrics
 
     async def _repeat(self, ports: Ports) -> None:
-        """Train again the batches that the lost trainer had reported and that the loaded state lacks.
-
-        Their groups are settled in the ledger, and engines may have their versions, so nothing here is reported.
-        """
+        """Train again the batches that the lost trainer had reported and that the loaded state lacks. Their groups are
+        settled in the ledger, and engines may have their versions, so nothing here is reported."""
         loaded = self.steps
         while self.steps < self.options.trained:
             batch = await self._begun(ports)

@@ -252,13 +252,13 @@ async def test_what_is_away_leaves_the_topic_and_the_words_say_what_follows(tmp_
             announcer.lost("router", "router", "exit code 1")
             assert sorted(topic.items("")) == [], "it is told of before another one is started"
     assert lines == [
-        "frozen-judge: http://j:1 is lost after 2 failed health checks in a row (refused); what is asked of it waits "
+        "frozen-judge: http://j:1 is lost after 2 failed health checks in a row (refused); its requests wait "
         "until it is back",
-        "router: http://r:2 is lost after a failed health check (refused); new requests wait for it, those it had go "
-        "on at the engines directly",
+        "router: http://r:2 is lost after a failed health check (refused); new requests wait for it, its "
+        "pending requests continue at the engines directly",
         "engine-0: http://e:3 is lost after a failed health check (refused); its work waits until it is back",
-        "router ended with exit code 1; restarting it, new requests wait for it, those it had go on at the engines "
-        "directly",
+        "router ended with exit code 1; restarting it, new requests wait for it, its pending requests continue "
+        "at the engines directly",
     ]
 
 
