@@ -22,7 +22,8 @@ from models.fault_injection import fault_plan
 from models.import_path import import_path
 from models.train.trainer_group.rank_spec import needs_trainer_group, processes_of
 from pipeline.errors import UsageError
-from pipeline.facts.run_directory import EngineSpec, RunDir
+from pipeline.facts.run_directory import RunDir
+from pipeline.facts.servers import EngineSpec
 from pipeline.graph import UNBOUNDED_BYTES, Graph, Node
 from pipeline.hosts.machine import check_trainer_group, engines_gpus, gpus_to_divide
 from pipeline.hosts.worker import PortSpec, ReplicaSpec

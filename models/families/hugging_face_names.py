@@ -6,7 +6,7 @@ Invariants:
 - `Join.split(Join.join(pieces))` returns the pieces, bit by bit;
 - the order of the rules is the order of an export, whatever the parallel layout (but for experts, see `weights`);
 - a name of Megatron is global: layers and experts count over all processes. Names are those of the local layer
-  specification; `weights` translates those of Transformer Engine.
+  specification; `models/train/megatron/parameters.py` translates those of Transformer Engine.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from typing import Final
 from configs.graph import loops
 from configs.schema import Config
 from pipeline.control.advice import Advice
-from pipeline.facts.run_directory import read_fleet
+from pipeline.facts.servers import read_fleet
 from pipeline.graph import Graph
 from pipeline.hosts.launcher import Launcher
 from pipeline.observe.prometheus import Facts

@@ -10,7 +10,7 @@ from configs.graph import engine_count
 from configs.schema import Config, router_kind
 from models.disk import latest_checkpoint
 from models.fault_injection import injected
-from pipeline.facts.run_directory import read_fleet
+from pipeline.facts.servers import read_fleet
 from pipeline.facts.stats import visible
 from pipeline.facts.trace import merge
 from pipeline.observe.plot import plot_metrics_file

@@ -18,8 +18,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Final, NamedTuple
@@ -27,32 +26,7 @@ from typing import Final, NamedTuple
 from models.errors import SlotDirectoryError
 from pipeline.hosts.die_with_parent import die_with
 from pipeline.hosts.kept_servers import KeptServers
-
-# Time in which something may be started again so many times: what is lost now and then in weeks goes on; what dies as
-# soon as it has loaded (minutes, for a large model) ends the run.
-WINDOW_S: Final = 3600.0
-
-
-def backoff_s(restarts: int) -> float:
-    """0.2, 0.4, 0.8 ... at most 10 seconds."""
-    return float(min(0.2 * 2 ** max(restarts - 1, 0), 10.0))
-
-
-class RestartBudget:
-    """Of one process. `limit`: restarts within `WINDOW_S`."""
-
-    def __init__(self, limit: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self.limit, self._clock = limit, clock
-        self._recent: deque[float] = deque()
-
-    def lost(self) -> int:
-        """Count a loss; how many there were within the window. More than `limit` are too many."""
-        now = self._clock()
-        self._recent.append(now)
-        while self._recent[0] <= now - WINDOW_S:
-            self._recent.popleft()
-        return len(self._recent)
-
+from pipeline.supervise.restart_budget import WINDOW_S, RestartBudget, backoff_s
 
 CHILD: Final = "SLUICE_AUTO_RESUMED"  # the parent's process number, then the fields of `Resumed`, as JSON
 ERROR: Final = 1  # exit code of a run that ended with an error that is not the user's

@@ -29,10 +29,10 @@ from models.engines.client import EngineClient
 from models.engines.token import Token
 from models.errors import EngineError
 from pipeline.errors import EXIT_USER_ERROR, ReplicaFailed, UsageError
-from pipeline.facts.run_directory import EngineSpec, Kind
+from pipeline.facts.servers import EngineSpec, Kind
 from pipeline.hosts.launcher import ANYTHING, Handle, Launcher, ProcessSpec, Resources, describe_exit, run_until
-from pipeline.supervise.auto_resume import WINDOW_S, RestartBudget, backoff_s
 from pipeline.supervise.health_probe import HealthProbe, HealthTracker, HttpProbe, until
+from pipeline.supervise.restart_budget import WINDOW_S, RestartBudget, backoff_s
 from stages.base import TrainOptions
 from stages.topic_values import RouterAddress
 from transport import TopicServer

@@ -18,7 +18,7 @@ import pytest
 from launching import ROOT, SIMULATED, SMALL, alive, environment, finish, made_model, start
 from test_kill import kill, steps_done, wait_for_steps, wait_until
 
-from pipeline.facts.run_directory import ServerInfo
+from pipeline.facts.servers import ServerInfo
 from pipeline.hosts.machine import living
 from tests.sglang_server import needs_sglang
 

@@ -16,7 +16,8 @@ from fake_servers import FAKE, PATIENCE_S, Told, configured, gone, outside, sche
 from configs.schema import Config
 from models.engines.client import EngineClient
 from pipeline.errors import ReplicaFailed, leaf
-from pipeline.facts.run_directory import EngineSpec, Kind, RunDir
+from pipeline.facts.run_directory import RunDir
+from pipeline.facts.servers import EngineSpec, Kind
 from pipeline.hosts.launcher import Handle, Launcher, ProcessSpec
 from pipeline.hosts.local_launcher import LocalLauncher
 from pipeline.hosts.machine import held_port

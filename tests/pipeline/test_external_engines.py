@@ -20,7 +20,8 @@ from configs.schema import Config
 from models.engines.protocol import ModelInfo
 from models.engines.token import Token, TokenFile
 from pipeline.errors import UsageError
-from pipeline.facts.run_directory import EngineSpec, RunDir, read_fleet
+from pipeline.facts.run_directory import RunDir
+from pipeline.facts.servers import EngineSpec, read_fleet
 from pipeline.facts.stats import outage_text
 from pipeline.hosts.local_launcher import LocalLauncher
 from pipeline.hosts.machine import held_port

@@ -36,7 +36,7 @@ from pipeline.hosts.rendezvous import Entry
 from pipeline.hosts.worker import ReplicaSpec
 from pipeline.replica_specs import threads
 from pipeline.supervise import restarts
-from pipeline.supervise.auto_resume import WINDOW_S
+from pipeline.supervise.restart_budget import WINDOW_S
 from pipeline.supervise.restarts import Restarts
 from pipeline.supervise.servers import WeightFetchers
 from stages.engines.stage import END

@@ -24,7 +24,8 @@ from models.engines.client import EngineClient
 from models.engines.protocol import GenerateRequest, SamplingParams
 from models.engines.token import TokenFile, run_token
 from models.fault_injection import FaultPlan
-from pipeline.facts.run_directory import EngineSpec, RunDir
+from pipeline.facts.run_directory import RunDir
+from pipeline.facts.servers import EngineSpec
 from pipeline.hosts.launcher import ProcessSpec
 from pipeline.hosts.local_launcher import LocalHandle, LocalLauncher
 from pipeline.supervise import engine_servers
