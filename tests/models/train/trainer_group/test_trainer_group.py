@@ -300,7 +300,8 @@ def test_a_model_that_cannot_be_loaded_is_the_users_error(tmp_path: Path) -> Non
             trainer_group.setup()
         ended = ranks.processes
         trainer_group.close()
-        until(lambda: all(one.exitcode == 0 for one in ended))
+        until(lambda: all(one.exitcode is not None for one in ended))
+        assert [one.exitcode for one in ended] == [0] * len(ended)
 
 
 def test_closing_wakes_a_caller_that_waits_for_a_trainer_group() -> None:
