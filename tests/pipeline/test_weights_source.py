@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, closing
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
 
@@ -43,7 +44,7 @@ async def hosts(
     async with Node("run", "controller") as home, Node("run", "engines-0", give_up_s=1.0) as away:
         topic = await home.topic_server(f"ipc://{tmp_path}/topic")
         offered = OfferedWeights(home, await home.topic(topic.address), "127.0.0.1")
-        fetched = FetchedWeights(away, await away.topic(topic.address), "copies-of-a-test", tmp_path)
+        fetched = FetchedWeights(away, await away.topic(topic.address), f"copies-of-{uuid4().hex}", tmp_path)
         original = offered.offer
 
         async def as_of_its_host(slot: Path) -> None:
