@@ -35,7 +35,7 @@ import uvloop
 from bench.report import Series, arguments, finish, machine, print_table
 from configs.schema import Config
 from models.tiny import make_tiny_checkpoint
-from stages.chat.load import load_chat_format
+from stages.chat.formats import load_chat_format
 from stages.gateway.answers import Answers, OpenSession
 from stages.gateway.server import Gateway
 from stages.gateway.sessions import Session

@@ -44,7 +44,7 @@ from pipeline.replica_specs import Placement, threads
 from pipeline.supervise.auto_resume import Resumed
 from pipeline.supervise.external_servers import read_policy_config
 from stages.base import StageContext, TrainOptions
-from stages.chat.load import with_stops
+from stages.chat.formats import with_stops
 from stages.chat.tokenizer import load_tokenizer
 from stages.prompts.ledger import LedgerSnapshot
 from stages.prompts.prompt_sources import DrawnPrompts

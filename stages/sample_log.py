@@ -31,7 +31,7 @@ import numpy.typing as npt
 from msgspec import Struct
 
 from configs.schema import Config
-from stages.chat.errors import TokenizerError
+from stages.chat.messages import TokenizerError
 from stages.chat.tokenizer import Tokenizer, load_tokenizer
 from stages.messages import Outcome, Prefix, PromptGroup, RolloutSlice, Sample, Status
 from stages.rollouts import rollouts

@@ -13,8 +13,8 @@ import sys
 from collections.abc import Callable, Sequence
 
 from models.import_path import ImportPathError, add_working_directory
-from stages.graders.custom import custom_grader
 from stages.graders.grade import UnknownGraderError
+from stages.graders.registry import custom_grader
 from stages.group.filters import import_filter
 from stages.slime.hooks import (
     data_source,

@@ -23,7 +23,7 @@ from rich.text import Text
 from configs.load import read_recipe
 from pipeline.errors import SamplesError
 from pipeline.facts.stats import visible
-from stages.chat.errors import TokenizerError
+from stages.chat.messages import TokenizerError
 from stages.chat.tokenizer import Tokenizer, load_tokenizer
 from stages.sample_log import SAMPLES_FILE, Run, SampleRow
 

@@ -29,7 +29,7 @@ from models.families.source import context_limit
 from pipeline.errors import UsageError
 from pipeline.facts.run_directory import RunDir
 from pipeline.preflight.refusals import check_graders, write_tasks
-from stages.chat.errors import TokenizerError
+from stages.chat.messages import TokenizerError
 from stages.chat.tokenizer import Tokenizer, load_tokenizer, locate
 from stages.data.prompt_set import PromptSet, load_train_prompts, row_preparer
 from stages.graders.registry import choose_auto

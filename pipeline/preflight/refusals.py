@@ -33,7 +33,7 @@ from stages.data.prompt_set import PromptSet
 from stages.errors import FilterNameError
 from stages.graders.registry import is_import_path, listed_grader, outside, refusal
 from stages.group.filters import parse_filters
-from stages.reward.selection import Row, Selection
+from stages.reward.components import Row, Selection
 
 LIMIT_S = 120.0
 

@@ -5,7 +5,8 @@
 A rollout passes this stage before the model's first turn and after each turn. The metadata key `environment` of a row
 selects the environment; the default is the first table.
 
-With `--tools` in place of an environment, a rollout passes after each tool call: see plain_tools.py.
+With `--tools` in place of an environment (`PlainTools`), a rollout passes only after a call. A call stands between two
+marks in plain text, and a template appends its result, without the markup of a chat format.
 
 A rollout of an agent passes once: the agent sends its requests to the gateway of this replica (stages/gateway), and the
 rollout leaves when the agent has ended.
@@ -17,28 +18,60 @@ reason, and never becomes a reward; the processes of environments end with this 
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Coroutine, Mapping
 from typing import Any
 
 import msgspec
 
-from configs.schema import Config, EnvironmentConfig
+from configs.schema import Config, EnvironmentConfig, ToolsConfig
 from configs.schema.notation import cure
-from stages.agents.agent_episodes import AgentEpisodes, GatewayDoor
 from stages.agents.calls import EnvironmentFailed
-from stages.agents.episodes import Episodes
+from stages.agents.environment import Turn
+from stages.agents.episodes import AgentEpisodes, Episodes, GatewayDoor
 from stages.agents.hosting import Hosting, OutageNotice
-from stages.agents.plain_tools import PlainTools, ends_in_call
+from stages.agents.tool_episode import ToolEpisode
 from stages.base import GenerateOptions, LoopStage, StageContext, beside, failed
-from stages.chat.load import chat_format
+from stages.chat.formats import chat_format
+from stages.chat.marked_calls import Marked
+from stages.chat.messages import Message, ToolCall
 from stages.chat.tokenizer import load_tokenizer
+from stages.chat.tool_calls import Offered
 from stages.messages import PromptGroup, RolloutSlice, Sample
 from stages.ports import Ports, Topic
 from stages.records.once import EPISODES_DIR
-from stages.records.turns import TurnJournal
+from stages.records.unfinished import TurnJournal
 from stages.rollouts import append_untrained
-from stages.tools.registry import close_tools, resolve_tools
-from stages.tools.tool import Tool
+from stages.tools.registry import Bounded, close_tools, resolve_tools
+from stages.tools.tool import RESULT_CHARS, Tool
+
+
+class PlainTools(ToolEpisode):
+    """One object serves all rollouts of a replica, because it has no state. Only `--max-turns` bounds the calls."""
+
+    def __init__(self, tools: Mapping[str, Tool], settings: ToolsConfig) -> None:
+        super().__init__(max_calls=sys.maxsize, result_chars=2 * RESULT_CHARS)
+        self._tools = {name: Bounded(tool, settings.tool_deadline_s) for name, tool in tools.items()}
+        self._marked = Marked(settings.tool_call_open, settings.tool_call_close)
+        self._offered = Offered([tool.schema for tool in tools.values()])
+
+    async def answer(self, response: str) -> str:
+        """The result of the call that ends a response. Errors are results of the form `error: ...`."""
+        call = self._marked.last(response, self._offered)
+        calls, malformed = ((call,), "") if isinstance(call, ToolCall) else ((), call)
+        turn = Turn(0, Message("assistant", response, tool_calls=calls), response, malformed=malformed)
+        [message] = (await self.step(turn)).messages
+        return message.content
+
+
+def ends_in_call(settings: ToolsConfig, sample: Sample) -> bool:
+    """Whether the last turn of a sample ended in a call."""
+    return (
+        bool(settings.tools)
+        and sample.status == "completed"
+        and not sample.done
+        and sample.response.rstrip().endswith(settings.tool_call_close)
+    )
 
 
 class AgentsStage(LoopStage):

@@ -17,8 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import msgspec
 from msgspec import Struct
 
-from stages.chat.errors import ChatFormatError
-from stages.chat.messages import Message, ToolCall, ToolSchema
+from stages.chat.messages import ChatFormatError, Message, ToolCall, ToolSchema
 from stages.chat.tokenizer import Tokenizer
 
 

@@ -1,8 +1,4 @@
-"""Messages of a conversation, and the interface that turns them into tokens.
-
-Tokens of a conversation are only appended to: sampled tokens are never decoded and tokenised again. The environment's
-answer is appended after them, in the markup of the model's chat template.
-"""
+"""Messages of a conversation, the interface that turns them into tokens, and the errors of both."""
 
 from __future__ import annotations
 
@@ -10,6 +6,19 @@ from collections.abc import Mapping, Sequence
 from typing import Literal, Protocol
 
 from msgspec import Struct
+
+
+class ChatError(Exception):
+    """Base of everything that `stages.chat` raises on purpose."""
+
+
+class ChatFormatError(ChatError):
+    """A conversation cannot be written in this format, or the format cannot be used for several turns at all."""
+
+
+class TokenizerError(ChatError):
+    """The checkpoint has no usable tokenizer or chat template."""
+
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 

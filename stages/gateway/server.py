@@ -23,7 +23,7 @@ import msgspec
 from aiohttp import web
 from msgspec import Struct
 
-from stages.chat.errors import ChatFormatError
+from stages.chat.messages import ChatFormatError
 from stages.gateway.answers import STATUS, Answer, Answers, Ask, Dialect, Json, OpenSession, Refused
 from stages.gateway.anthropic_messages import AnthropicMessages
 from stages.gateway.chat_completions import ChatCompletions

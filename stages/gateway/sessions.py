@@ -24,8 +24,7 @@ import numpy.typing as npt
 from msgspec import Struct
 
 from models.algorithms.aggregation import IntArray, token_numbers
-from stages.chat.errors import ChatFormatError
-from stages.chat.messages import ChatFormat, Message, ToolCall, ToolSchema
+from stages.chat.messages import ChatFormat, ChatFormatError, Message, ToolCall, ToolSchema
 from stages.messages import Int32Array, Prefix, Sample, UInt8Array, joined, wire
 from stages.rollouts import append_untrained, as_rollout, branch, new_sample, prefixes
 from stages.sampling.requests import SampleResult

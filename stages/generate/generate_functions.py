@@ -22,8 +22,7 @@ import msgspec
 
 from configs.schema import Config
 from stages.base import Activity
-from stages.chat.errors import ChatFormatError
-from stages.chat.messages import Message, ToolSchema
+from stages.chat.messages import ChatFormatError, Message, ToolSchema
 from stages.chat.tokenizer import Tokenizer, load_tokenizer
 from stages.gateway.answers import Answers, OpenSession
 from stages.gateway.server import Gateway, Limits

@@ -1,7 +1,7 @@
 """The generate stage: lets engines continue rollouts, and passes each rollout on at the end of its turn.
 
 It is an ordinary client of the engines (stages/sampling/sampler.py): a replica owns nothing, and may start, move and
-die at any time. A rollout that a loop stage wants leaves by itself through that loop's edge (stages/generate/loops.py).
+die at any time. A rollout that a loop stage wants leaves by itself through that loop's edge (stages/generate/turns.py).
 It comes back to any replica through the inlet `return`, which prompts cannot fill. All other rollouts leave through
 `out`.
 
@@ -23,13 +23,12 @@ import msgspec
 
 from stages.base import GenerateOptions, Stage, StageContext, beside, send_slice
 from stages.generate.generate_functions import GenerateFunctions, function_of
-from stages.generate.loops import Loops
 from stages.generate.rollout_functions import RolloutFunction
-from stages.generate.turns import Turns
+from stages.generate.turns import Loops, Turns
 from stages.messages import PromptGroup, RolloutSlice, Sample, without_prompt
 from stages.ports import Inlet, Lease, Outlet, Ports
 from stages.records.once import EPISODES_DIR
-from stages.records.responses import ResponseJournal
+from stages.records.unfinished import ResponseJournal
 from stages.rollouts import new_sample, rollouts
 from stages.sampling.rollout_requests import Requests
 from stages.sampling.sampler import Sampler

@@ -5,7 +5,7 @@ last; the first rejection names the reason. A filtered group's place is refilled
 for a whole new wave.
 
 `nonzero_std_fallback` is no link of this chain: such groups pass, and the train stage takes them only where the batch
-would otherwise have to wait for new prompts (stages/train/buffer.py).
+would otherwise have to wait for new prompts (stages/train/held_groups.py).
 
 Invariants: the unit is the rollout, never the sequence; rewards are those of the grader and of the turns, before any
 shaping, because a length penalty gives an all-wrong group a spread that teaches nothing; a rule changes nothing; all

@@ -1,7 +1,7 @@
 """Append-only records of growing rollouts on the disk, from which another replica or a resumed run continues.
 
 Files are below the run directory: `episodes/<group>/<kind>-<life>-<process>.log`. A life of the run is one start of it.
-Two kinds use this: partial responses (stages/records/responses.py) and turns of episodes (stages/records/turns.py).
+Two kinds use this, both in stages/records/unfinished.py: partial responses and turns of episodes.
 pipeline/record/kept_files.py removes the files of a group when nothing can need them any more.
 
 Invariants:

@@ -31,10 +31,9 @@ from stages.graders.pool import GraderPool, pool_error_alone
 from stages.graders.registry import is_import_path, listed_grader, outside
 from stages.messages import PromptGroup, RolloutSlice, Sample
 from stages.ports import Ports, Topic
+from stages.reward.components import SINGLE, Component, Overlong, Row, Selection, combined, picked, shaped
 from stages.reward.observed import CacheKey, GradeCache, Observed
 from stages.reward.outside import Outside
-from stages.reward.selection import SINGLE, Component, Row, Selection
-from stages.reward.shaping import Overlong, combined, picked, shaped
 from stages.rollouts import MEMBER_STATUSES, rollouts, trainable_tokens
 
 log = logging.getLogger("sluice.grading")

@@ -34,8 +34,7 @@ from stages.ports import read_value
 from stages.prompts.ledger import Ledger, LedgerSnapshot
 from stages.prompts.stage import PromptStage
 from stages.staleness_gate import StalenessGate
-from stages.train.buffer import GroupBuffer
-from stages.train.held_groups import HeldGroups
+from stages.train.held_groups import GroupBuffer, HeldGroups
 from stages.train.stage import TrainStage
 from stages.train.weights import WeightPublisher
 from tests.chaos.oracle import DISAGREE, LOST, STALE, TWICE, Expected, judge

@@ -11,7 +11,7 @@ from launching import SIMULATED, SMALL, finish, made_model, start
 from stages.messages import PromptGroup
 from stages.records.growing_records import RESPONSES, GrowingRecords, Key, Piece
 from stages.records.once import EPISODES_DIR, groups_in
-from stages.records.responses import KIND
+from stages.records.unfinished import RESPONSE_KIND
 from stages.sampling.requests import SampleResult
 from stages.train.saved_groups import load_batch
 from tests.chaos.oracle import Expected, judge
@@ -23,7 +23,7 @@ STEPS, GROUPS, BOUND, EVERY = 5, 4, 2, 16
 
 def pieces(run_dir: Path, group: PromptGroup) -> dict[Key, list[Piece[SampleResult]]]:
     """What a first life has left of a group, by response."""
-    records = GrowingRecords(run_dir / EPISODES_DIR, KIND, make_config(), (0, 0))
+    records = GrowingRecords(run_dir / EPISODES_DIR, RESPONSE_KIND, make_config(), (0, 0))
     found: dict[Key, list[Piece[SampleResult]]] = {}
     for _, kept in records.pieces(group, this_life=False):
         for piece in kept:

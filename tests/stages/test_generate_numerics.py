@@ -15,7 +15,7 @@ from configs.schema.rollout import EngineConfig
 from models.engines.embedded.engine import EmbeddedEngine
 from models.engines.serve import EngineServer
 from models.tiny import make_tiny_checkpoint
-from stages.chat.load import load_chat_format
+from stages.chat.formats import load_chat_format
 from stages.gateway.answers import Answers, OpenSession
 from stages.gateway.server import Gateway
 from stages.gateway.sessions import Session

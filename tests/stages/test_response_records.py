@@ -20,7 +20,7 @@ from models.engines.noise import sample_seed
 from pipeline.record.kept_files import forget_responses
 from stages.messages import PromptGroup, Sample, VersionRun
 from stages.records.once import EPISODES_DIR, groups_in
-from stages.records.responses import ResponseJournal
+from stages.records.unfinished import ResponseJournal
 from stages.rollouts import join_runs, new_sample
 from stages.sampling.requests import Finish, SampleResult
 from tests.stages.engine_rig import (

@@ -13,13 +13,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import stages.prefix_tree
+import stages.slime.convert
 from configs.schema import EngineConfig
 from models.tiny import make_tiny_checkpoint
 from stages.group.stage import GroupStage
 from stages.messages import Int32Array as Ids
 from stages.messages import Prefix, RolloutSlice, Sample, Settled, TurnReward, wire
-from stages.prefix_tree import PrefixTree
 from stages.reward.stage import RewardStage
 from stages.rollouts import (
     append_untrained,
@@ -31,6 +30,7 @@ from stages.rollouts import (
     token_rewards,
     trained_masks,
 )
+from stages.slime.convert import PrefixTree
 from stages.train.batch import Batch, slice_sequences
 from tests.models.train.rig import make_backend, train_step
 from tests.stages.custom_parts import SHARED, Agents, Game
@@ -333,13 +333,13 @@ def test_each_token_is_compared_twice_at_the_most(part: str, monkeypatch: pytest
     if part == "all branch off":
         for n, row in enumerate(rows):
             row[-1] = -1 - n
-    compared, alike = [0], stages.prefix_tree._alike
+    compared, alike = [0], stages.slime.convert._alike
 
     def counted(first: np.ndarray, second: np.ndarray) -> int:
         compared[0] += min(len(first), len(second))
         return alike(first, second)
 
-    monkeypatch.setattr(stages.prefix_tree, "_alike", counted)
+    monkeypatch.setattr(stages.slime.convert, "_alike", counted)
     tree = PrefixTree()
     for number, row in enumerate(rows):
         tree.longest(row)

@@ -16,7 +16,7 @@ from stages.errors import BufferOrderError, UntrainableGroup
 from stages.messages import Float32Array, RolloutSlice, Sample, wire
 from stages.train.batch import Batch, slice_sequences
 from stages.train.batch_metrics import length_bucket, quantile
-from stages.train.buffer import GroupBuffer
+from stages.train.held_groups import GroupBuffer
 from tests.stages.stage_rig import Held, make_config, make_sample, make_slice
 
 PARTS = "tests.stages.custom_parts"

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from stages.chat.bridge import as_mapping
-from stages.chat.load import PARSERS, parser_by_name
+from stages.chat.formats import PARSERS, parser_by_name
 from stages.chat.messages import Message, ToolCall, ToolSchema
 from stages.chat.tool_calls import Offered
 from stages.tools.tool import function_schema

@@ -17,9 +17,8 @@ from msgspec import structs
 from configs.schema import Config, DataConfig, EnvironmentConfig, RolloutConfig, ToolsConfig, TrainConfig
 from models.tiny import CHAT_TEMPLATE
 from stages.chat.bridge import as_mapping
-from stages.chat.errors import ChatFormatError
-from stages.chat.load import PARSERS, chat_format, load_chat_format, with_stops
-from stages.chat.messages import ChatFormat, Message, ToolCall, ToolSchema
+from stages.chat.formats import PARSERS, chat_format, load_chat_format, with_stops
+from stages.chat.messages import ChatFormat, ChatFormatError, Message, ToolCall, ToolSchema
 from stages.chat.tokenizer import Tokenizer, load_tokenizer
 from stages.tools.tool import function_schema
 from tests.stages.agents.chat_templates import ALPACA, BROKEN, GLM45, LLAMA3, QWEN3, THINKER, Family, make_checkpoint

@@ -27,7 +27,7 @@ from stages.prompts.ledger import LedgerSnapshot, OpenGroup
 from stages.records import once as module
 from stages.records.growing_records import GrowingRecords
 from stages.records.once import CallRaised, GroupEnded, NoEffect, Once, Uncertain, call_id, groups_in
-from stages.records.turns import KIND, TurnJournal
+from stages.records.unfinished import TURN_KIND, TurnJournal
 from stages.rollouts import join_runs, new_sample
 from stages.tools.tool import Arguments, NoAnswer, ToolCallError, function_schema
 from tests.stages.agents.play import WORLD, fresh, playing, world, write
@@ -333,7 +333,7 @@ async def test_records_hold_what_is_new_and_turns_that_were_made_twice_do_not_mi
     written = journal(tmp_path, 0)
     for sample in (first[0], first[1], second[1], first[2], second[2]):
         await written.keep(GROUP, sample)
-    [(_, records)] = GrowingRecords(tmp_path, KIND, make_config(), (0, 0)).pieces(GROUP, this_life=False)
+    [(_, records)] = GrowingRecords(tmp_path, TURN_KIND, make_config(), (0, 0)).pieces(GROUP, this_life=False)
     assert [kept.tokens for kept in records] == [0, 402, 0, 0, 0], "whole where another turn came between"
     found = await restored(tmp_path, 0, 0)
     assert found is not None

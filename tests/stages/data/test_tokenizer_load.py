@@ -12,7 +12,7 @@ import pytest
 
 from configs.schema import Config
 from configs.schema.data import DataConfig
-from stages.chat.errors import TokenizerError
+from stages.chat.messages import TokenizerError
 from stages.chat.tokenizer import LightTokenizer, TransformersTokenizer, load_tokenizer
 from stages.data.prompt_set import load_train_prompts
 

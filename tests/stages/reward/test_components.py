@@ -9,8 +9,17 @@ from hypothesis import strategies as st
 from configs.schema.data import RewardConfig
 from stages.graders.grade import Grade, UnknownGraderError, as_grade, failed
 from stages.graders.registry import outside
-from stages.reward.selection import Component, Row, Selection, parse_components
-from stages.reward.shaping import PART, Overlong, combined, picked, shaped
+from stages.reward.components import (
+    PART,
+    Component,
+    Overlong,
+    Row,
+    Selection,
+    combined,
+    parse_components,
+    picked,
+    shaped,
+)
 from tests.stages.stage_rig import make_sample
 
 REFERENCE = ("acc=math@0.8", "fmt=format:<a>.*</a>@0.1", "len=length:100@0.1")

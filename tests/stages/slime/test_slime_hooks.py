@@ -16,8 +16,8 @@ from configs.schema import Config, FilterConfig
 from models.import_path import ImportPathError
 from stages.data.prompt_set import Preparer
 from stages.errors import DataSourceError
-from stages.graders.custom import custom_grader
 from stages.graders.grade import GradeRequest, UnknownGraderError
+from stages.graders.registry import custom_grader
 from stages.group.filters import FilterDecision, resolve_filter
 from stages.messages import CheckpointReady, RolloutSlice, Settled
 from stages.prompts.prompt_sources import DrawnPrompts

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from configs.schema.data import ToolsConfig
 from stages.agents.environment import Task, Turn
-from stages.agents.plain_tools import PlainTools
+from stages.agents.stage import PlainTools
 from stages.agents.tool_episode import AnswerCache, ToolEpisode
 from stages.chat.marked_calls import Marked
 from stages.chat.messages import Message, ToolCall

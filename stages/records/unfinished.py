@@ -1,10 +1,17 @@
-"""Records of partial responses on the disk, from which another process continues after a kill.
+"""Records of unfinished rollouts on the disk: finished turns, and partial responses within a turn.
 
-`RUN/episodes/<group>/responses-*.log` (stages/records/growing_records.py) gets a record of a response for every
-`--response-journal-tokens` final tokens, and one at its end. Shorter responses get no record. A turn that starts on
-another replica or after a resume begins with the longest record of it, as after the loss of an engine.
+`RUN/episodes/<group>/turns-*.log` has a record for each message with a new turn of the model, for a resume after the
+controller was killed: all hubs live in its process. In a resumed run, a rollout that an earlier life had started
+continues from its newest recorded turn whose weights are part of the run's history.
 
-Invariants:
+`RUN/episodes/<group>/responses-*.log` gets a record of a response for every `--response-journal-tokens` final tokens,
+and one at its end. Shorter responses get no record. A turn that starts on another replica or after a resume begins with
+the longest record of it, as after the loss of an engine.
+
+Invariants of turns: a record is on the disk before the environment gets its turn; records of the current life are never
+read, so an intended restart is complete; records of another message format, sampling or prompt are not restored.
+
+Invariants of responses:
 - A restored response follows exactly the tokens with which the turn begins, with this group's prompt, seed and
   settings. Its weights are part of the run's history and within the bound of staleness.
 - Nothing waits for a record: if a response grows faster than the disk writes, only its newest state is written.
@@ -25,13 +32,59 @@ from msgspec.structs import replace
 
 from configs.schema import Config
 from stages.messages import PromptGroup, Sample
-from stages.records.growing_records import RESPONSES, GrowingRecords, Key, Kind
+from stages.records.growing_records import RESPONSES, TURNS, GrowingRecords, Key, Kind
 from stages.sampling.requests import SampleResult
 
-log = logging.getLogger("sluice.generate")
+log = logging.getLogger("sluice.agents")
+
+TURN_KIND: Final = Kind(TURNS, Sample, ("token_ids", "loss_mask", "log_probs"), "response", synced=True)
+
+
+class TurnJournal:
+    """The turns of one replica. `lives`: the step from which each life of the run continued; the last is the current
+    life.
+
+    A record is a rollout whose last turn has no answer of the environment yet."""
+
+    def __init__(self, directory: Path, config: Config, lives: Sequence[int]) -> None:
+        self._records = GrowingRecords(directory, TURN_KIND, config, lives)
+        self.restored = 0
+
+    async def keep(self, group: PromptGroup, sample: Sample) -> None:
+        """Record a rollout with a new turn. A disk failure is logged, and the run continues."""
+        if self._records.writes and group.purpose != "eval":
+            # extras do not grow with the tokens, so a rollout with extras is written whole each time
+            await asyncio.to_thread(self._records.append, group, (sample.index,), sample, grows=not sample.extras)
+
+    async def restore(self, group: PromptGroup, sample: Sample) -> Sample:
+        """The rollout with the turns that earlier lives recorded, or unchanged."""
+        if len(self._records.lives) < 2 or group.purpose == "eval":
+            return sample
+        recorded = await asyncio.to_thread(self._read, group, sample.index)
+        if recorded is None:
+            return sample
+        self.restored += 1
+        log.info(
+            "group %s: rollout %d continues from turn %d of an earlier life",
+            group.key,
+            sample.index,
+            recorded.turns,
+        )
+        return recorded
+
+    def _read(self, group: PromptGroup, index: int) -> Sample | None:
+        newest: Sample | None = None
+        for bound, (rollout,), sample in self._records.read(group, this_life=False):
+            fits = rollout == index and max(sample.model_versions, default=0) <= bound
+            if fits and (newest is None or sample.turns > newest.turns):
+                newest = sample
+        return newest
+
+
+response_log = logging.getLogger("sluice.generate")
 
 NOTHING: Final = SampleResult()
-KIND: Final = Kind(RESPONSES, SampleResult, ("token_ids", "log_probs"), "text", synced=False)
+RESPONSE_KIND: Final = Kind(RESPONSES, SampleResult, ("token_ids", "log_probs"), "text", synced=False)
 
 
 class ResponseJournal:
@@ -39,7 +92,7 @@ class ResponseJournal:
 
     def __init__(self, directory: Path, config: Config, lives: Sequence[int]) -> None:
         self._directory = directory
-        self._records = GrowingRecords(directory, KIND, config, lives)
+        self._records = GrowingRecords(directory, RESPONSE_KIND, config, lives)
         self.tokens = config.checkpoint.response_journal_tokens if self._records.writes else 0
         self._reads = bool(lives) and config.checkpoint.response_journal_tokens > 0
         self._due: dict[tuple[str, Key], tuple[PromptGroup, SampleResult]] = {}
@@ -83,7 +136,7 @@ class ResponseJournal:
             return ()
         tokens = sum(len(result.token_ids) for result in records.values())
         self.restored_tokens += tokens
-        log.info("group %s: %d responses continue after %d recorded tokens", group.key, len(records), tokens)
+        response_log.info("group %s: %d responses continue after %d recorded tokens", group.key, len(records), tokens)
         return tuple(records.get(_turn(sample), NOTHING) for sample in samples)
 
     def _read(self, group: PromptGroup, turns: set[Key], oldest: int) -> dict[Key, SampleResult]:
