@@ -9,8 +9,8 @@ gpt-oss    <|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>
            <|constrain|>json<|message|>{...}<|call|>: analysis is reasoning, everything but calls is content
 Llama 3    {"name": ..., "parameters": {...}} and nothing else, several with `;` between them. `<|python_tag|>` may
            stand before the first; then text may stand before that. An object without a name is an answer in JSON.
-Llama 4    [look(place="here", times=2), wait()], parsed to a syntax tree and never evaluated. A list that names no offered
-           tool is content.
+Llama 4    [look(place="here", times=2), wait()], parsed to a syntax tree and never evaluated. A list that names no tool
+           on offer is content.
 """
 
 from __future__ import annotations
