@@ -52,7 +52,7 @@ from models.train.megatron.inputs import LATENT_EPS, LatentRmsNorm, RmsNorm, Sdp
 # row gives the angles of its sequences apart, also where responses continue a common prompt.
 #
 # Invariants: angles are an argument of every layer, so that recomputation of one micro-batch during another's sees its
-# own; the frequencies are those of `families.rope`, in fp32.
+# own; the frequencies are those of `families.config_json`, in fp32.
 
 
 class PositionRotary(torch.nn.Module):  # type: ignore[misc]
