@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from models.disk import CheckpointError
+from models.checkpoint import CheckpointError
 from models.errors import (
     AlgorithmError,
     CheckpointUnavailable,

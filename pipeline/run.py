@@ -23,7 +23,7 @@ from configs.graph import replicas
 from configs.layers import supervised, untrained, with_model
 from configs.load import config_hash, dump_toml
 from configs.schema import Config, generates
-from models.disk import Manifest, latest_checkpoint, remove_leftovers, resumable_checkpoint
+from models.checkpoint import Manifest, latest_checkpoint, remove_leftovers, resumable_checkpoint
 from models.import_path import add_working_directory
 from models.weights.layout import SHARED_MEMORY, remove_if_stale, remove_stale, slots_directory
 from pipeline.controller import Controller

@@ -24,7 +24,8 @@ from typing import Final
 import msgspec
 
 from configs.schema import Config, generates
-from models.disk import CheckpointError, Manifest, explain_disk_errors, write_whole
+from models.checkpoint import CheckpointError, Manifest, explain_disk_errors
+from models.disk import write_whole
 from stages.prompts.ledger import LedgerSnapshot
 from stages.records.growing_records import RESPONSES
 from stages.records.once import ENDED_FILE, Ended, forget, groups_in, home_of, uncertain_calls

@@ -17,7 +17,7 @@ import msgspec
 
 from configs.graph import loops, path
 from configs.schema import Config
-from models.disk import Manifest, commit_directory, final_path, manifests, prune, write_manifest
+from models.checkpoint import Manifest, commit_directory, final_path, manifests, prune, write_manifest
 from pipeline.facts.run_directory import RunDir
 from pipeline.facts.stats import STATS_PREFIX, Changed, LedgerCounts, StageStats, outage_text, visible
 from pipeline.facts.trace import TraceWriter

@@ -8,7 +8,7 @@ from statistics import fmean
 
 from configs.graph import engine_count
 from configs.schema import Config, router_kind
-from models.disk import latest_checkpoint
+from models.checkpoint import latest_checkpoint
 from models.fault_injection import injected
 from pipeline.facts.servers import read_fleet
 from pipeline.facts.stats import visible

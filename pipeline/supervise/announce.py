@@ -20,7 +20,8 @@ from typing import Final
 
 import msgspec
 
-from models.disk import CheckpointError, final_path, read_manifest, remove_leftovers, verify_files, write_json
+from models.checkpoint import CheckpointError, final_path, read_manifest, remove_leftovers, verify_files
+from models.disk import write_json
 from pipeline.facts.servers import EngineSpec, ServerInfo
 from pipeline.facts.stats import STATS_PREFIX, StageStats, outage_text, visible
 from pipeline.record.recorder import Recorder

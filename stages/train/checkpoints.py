@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from models.disk import draft_path
+from models.checkpoint import draft_path
 from stages.engines.colocation import InTorch
 from stages.messages import CheckpointReady
 from stages.ports import Readable

@@ -26,7 +26,7 @@ from typing import Final
 
 import msgspec
 
-from models.disk import CheckpointError
+from models.checkpoint import CheckpointError
 from stages.errors import SavedBatchError
 from stages.messages import RolloutSlice
 from stages.train.saved_groups import read_file, write_batch

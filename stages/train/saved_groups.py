@@ -30,7 +30,7 @@ import xxhash
 
 from configs.schema import Config
 from configs.schema.run import batch_file
-from models.disk import CheckpointError, explain_disk_errors
+from models.checkpoint import CheckpointError, explain_disk_errors
 from stages.errors import SavedBatchError
 from stages.messages import Extra, RolloutSlice, WireArray
 from stages.rollouts import oldest_version

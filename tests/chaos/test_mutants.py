@@ -9,6 +9,7 @@ which is called here under the mutant and must fail.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import inspect
 import math
@@ -21,7 +22,7 @@ import pytest
 import zmq
 
 from configs.schema import Config
-from models.disk import draft_path, remove_leftovers, resumable_checkpoint
+from models.checkpoint import draft_path, remove_leftovers, resumable_checkpoint
 from pipeline.facts.run_directory import RunDir
 from pipeline.record import journal as journal_module
 from pipeline.record.journal import Journal, RolledBack
@@ -38,6 +39,8 @@ from stages.train.held_groups import HeldGroups
 from stages.train.stage import TrainStage
 from stages.train.weights import WeightPublisher
 from tests.chaos.oracle import DISAGREE, LOST, STALE, TWICE, Expected, judge
+from tests.stages.group_rig import open_desk
+from tests.stages.stage_rig import open_rig
 from transport.core.session import Session
 
 EXPECTED = Expected(steps=3, groups_per_step=2, bound=2)
@@ -362,7 +365,7 @@ SEEN_BY_A_TEST: dict[str, tuple[Patch, str, dict[str, Any]]] = {
         "test_a_slice_above_the_limit_goes_on_failed_with_the_reason_and_the_replica_lives", {},
     ),
     "rename without fsync": (
-        lambda patch: patch.setattr("models.disk.sync_tree", lambda path: None),
+        lambda patch: patch.setattr("models.checkpoint.sync_tree", lambda path: None),
         "tests.models.test_checkpoint:test_files_then_directory_then_rename_then_parent", {},
     ),
     "journal not synced before the checkpoint": (
@@ -387,9 +390,13 @@ async def test_a_test_sees_the_mutant(name: str, tmp_path: Path, monkeypatch: py
     monkeypatch.setattr("tests.stages.stage_rig.LIMIT_S", 2.0)  # what hangs under the mutant shall not do so for long
     patch(monkeypatch)
     try:
-        found = test(**wanted, **given)
-        if inspect.isawaitable(found):
-            await found
+        async with contextlib.AsyncExitStack() as stack:
+            for fixture, opened in (("rig", open_rig), ("desk", open_desk)):  # a part that is set up under the mutant
+                if fixture in inspect.signature(test).parameters:
+                    wanted[fixture] = await stack.enter_async_context(opened())
+            found = test(**wanted, **given)
+            if inspect.isawaitable(found):
+                await found
     except Exception as error:
         if not any(isinstance(one, AssertionError | TimeoutError) for one in leaves(error)):
             raise  # it fails by the patch, not by what it says

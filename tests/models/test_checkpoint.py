@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from models.disk import (
+from models.checkpoint import (
     MANIFEST_FILE,
     CheckpointError,
     Manifest,

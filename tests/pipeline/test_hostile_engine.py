@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from launching import SIMULATED, SMALL, Finished, here, made_model
+from launching import SIMULATED_TRAINER, SMALL, Finished, here, made_model
 
 import launch as program
 from configs.schema.rollout import EngineConfig, SimulatedEngineConfig
@@ -85,7 +85,7 @@ def test_nothing_of_a_hostile_engine_is_trained(
     trained, run_dir = tmp_path / "trained", tmp_path / "run"
     with serving(SpoiltEngine(config, model, {})) as good, serving(Liar(config, model, seed=3)) as liar:
         length = ["--num-rollout", str(BATCHES), "--rollout-batch-size", "8"]
-        done = here(run_dir, *SMALL, *made_model(), *SIMULATED, *flags(trained, good, liar), *length)
+        done = here(run_dir, *SMALL, *made_model(), *SIMULATED_TRAINER, *flags(trained, good, liar), *length)
     assert done.code == 0, f"{done.out[-2000:]}\n{done.err[-3000:]}"
     done.check_books()
     check(run_dir, trained)

@@ -16,7 +16,7 @@ import torch
 from launching import finish, start
 from test_kill import kill, wait_for_steps
 
-from models.disk import final_path
+from models.checkpoint import final_path
 from models.tiny import make_tiny_checkpoint
 from stages.messages import Sample
 from stages.rollouts import rollouts

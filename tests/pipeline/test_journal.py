@@ -21,7 +21,7 @@ import pytest
 from launching import SMALL, here, made_model
 
 from configs.schema import Config
-from models.disk import CheckpointError, draft_path, final_path
+from models.checkpoint import CheckpointError, draft_path, final_path
 from pipeline.errors import UsageError
 from pipeline.facts.run_directory import RunDir
 from pipeline.record.journal import (

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from launching import NO_DATA, SIMULATED, SMALL, Finished, finish, launch, made_model, start, succeed_here
 
-from models.disk import latest_checkpoint, read_manifest
+from models.checkpoint import latest_checkpoint, read_manifest
 from pipeline.facts.trace import Span, read_records
 from pipeline.record.journal import Admitted, Ended, RolledBack, Stepped, read_journal
 

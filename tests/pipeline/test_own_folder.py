@@ -25,7 +25,7 @@ def clip(sample, reward):
 """
 ENVIRONMENT = """
 from stages.agents.environment import Start, Step
-from stages.agents.messages import Message
+from stages.chat.messages import Message
 
 class Echo:
     async def reset(self, task):

@@ -15,7 +15,7 @@ from launching import ROOT, SIMULATED, SMALL, environment, finish, made_model, s
 from test_kill import kill, steps_done, wait_for_steps, wait_until
 
 import launch as program
-from models.disk import final_path
+from models.checkpoint import final_path
 from pipeline.record.journal import RolledBack, read_journal
 from tests.models.test_checkpoint import flip
 

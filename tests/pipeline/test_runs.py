@@ -12,7 +12,7 @@ from launching import NO_DATA, SIMULATED, SMALL, Finished, finish, here, made_mo
 from scripted_run import Scripted, scripted
 
 import launch as program
-from models.disk import latest_checkpoint
+from models.checkpoint import latest_checkpoint
 from pipeline.errors import UsageError
 from pipeline.observe.metrics import read_metrics
 from stages.train.saved_groups import load_batch

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from models.disk import CheckpointError
+from models.checkpoint import CheckpointError
 from stages.errors import SavedBatchError
 from stages.train import recovery as recovery_module
 from stages.train.recovery import Recovery, remove_superseded

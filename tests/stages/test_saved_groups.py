@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from models.disk import CheckpointError
+from models.checkpoint import CheckpointError
 from stages.messages import Extra, Float32Array, RolloutSlice, wire
 from stages.train import saved_groups
 from stages.train.saved_groups import BUFFER_FILE, read_groups, restorable, write_groups

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from models.disk import CheckpointError, draft_path
+from models.checkpoint import CheckpointError, draft_path
 from stages.base import TrainOptions
 from stages.messages import CheckpointReady, RolloutSlice, Settled, StepDone
 from stages.prompts.ledger import LedgerSnapshot, OpenGroup

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models.disk import Manifest
+from models.checkpoint import Manifest
 from models.tiny import make_tiny_checkpoint
 from pipeline.record.kept_files import forget_ended, read_lives, uncertain_in, write_lives
 from stages.agents.environment import InfrastructureError, Task, Turn

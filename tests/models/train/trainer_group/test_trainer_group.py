@@ -18,10 +18,8 @@ import pytest
 import torch
 from trainer_group_rig import Ranks, Slots, Tensors, by_group, small_config, small_sequences, train_batch, until
 
-import models.errors as algorithm_errors
-import models.errors as train_errors
-import models.errors as weights_errors
 from configs.schema import Config
+from models import errors
 from models.errors import BackendMisuse, CheckpointUnavailable, InvalidSequence, LayoutMismatch, TrainStateUnreadable
 from models.train.build import build_backend
 from models.train.interface import TrainSequence
@@ -96,9 +94,8 @@ def test_log_probs_arrive_as_they_were() -> None:
     "kind",
     [
         kind
-        for module in (train_errors, algorithm_errors, weights_errors)
-        for kind in vars(module).values()
-        if isinstance(kind, type) and issubclass(kind, Exception)
+        for kind in vars(errors).values()
+        if isinstance(kind, type) and issubclass(kind, errors.TrainError | errors.AlgorithmError | errors.WeightsError)
     ],
 )
 def test_errors_arrive_as_themselves(kind: type[Exception]) -> None:
@@ -111,7 +108,7 @@ def test_errors_arrive_as_themselves(kind: type[Exception]) -> None:
 
 def test_an_error_of_an_unknown_class_keeps_its_name() -> None:
     assert str(error_of(Raised("Odd", "it broke"))) == "Odd: it broke"
-    assert isinstance(error_of(Raised("Odd", "it broke")), train_errors.TrainError)
+    assert isinstance(error_of(Raised("Odd", "it broke")), errors.TrainError)
 
 
 def test_a_reply_is_not_taken_for_a_call() -> None:
@@ -303,7 +300,8 @@ def test_a_model_that_cannot_be_loaded_is_the_users_error(tmp_path: Path) -> Non
             trainer_group.setup()
         ended = ranks.processes
         trainer_group.close()
-        until(lambda: all(one.exitcode == 0 for one in ended))
+        until(lambda: all(one.exitcode is not None for one in ended))
+        assert [one.exitcode for one in ended] == [0] * len(ended)
 
 
 def test_closing_wakes_a_caller_that_waits_for_a_trainer_group() -> None:
