@@ -7,10 +7,10 @@ Format of a row (one JSON object per line):
 - kind "tools", product of two of 0..99: {"input": "37*48=", "label": "1776",
                                           "demonstration": "[37*48]1776=1776\\n", "metadata": {"tool_spans": ...}}
   The model calls the calculator by writing `[expression]`; generation pauses at `]`, the tool's result is inserted
-  right after it, and the model goes on with `=`, the answer and EOS. `demonstration` is the full response of a
+  right after it, and the model continues with `=`, the answer and EOS. `demonstration` is the full response of a
   supervised warm start, tool result and EOS included. `metadata.tool_spans` gives the characters of the
-  demonstration that the environment wrote, as [start, end) pairs: they carry no loss, for the model never has to
-  produce them.
+  demonstration that the environment wrote, as [start, end) pairs: they carry no loss, because the model never
+  produces them.
 
 A recipe for "tools" therefore sets --tool-call-open "[", --tool-call-close "]" and --tool-result-template "{result}",
 and grades the last number behind that result, which the model wrote.
@@ -66,7 +66,7 @@ class ToolRow(Struct, frozen=True):
 def write_arithmetic(directory: Path, *, kind: Kind, train: int, heldout: int, seed: int) -> ArithmeticFiles:
     """Write `<kind>-train.jsonl` and `<kind>-heldout.jsonl` with that many rows; return their paths.
 
-    The operand pairs are a seeded shuffle of all 100 x 100, cut in two. Raises ValueError if more are asked for.
+    The operand pairs are a seeded shuffle of all 100 x 100, cut in two. Raises ValueError for more rows than pairs.
     """
     if train < 0 or heldout < 0 or train + heldout > PAIRS:
         raise ValueError(

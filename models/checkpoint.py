@@ -171,8 +171,8 @@ def manifests(root: Path) -> list[Manifest]:
 def resumable_checkpoint(root: Path, tell: Callable[[str], None]) -> tuple[Path, Manifest] | None:
     """The newest checkpoint whose files are as they were written; None if none was ever completed.
 
-    `tell` hears of each damaged one that is passed over. Raises CheckpointError if all are damaged: to begin anew would
-    prune what can perhaps still be saved.
+    `tell` gets a sentence for each damaged checkpoint that is skipped. Raises CheckpointError if all are damaged: a new
+    start would prune what can perhaps still be saved.
     """
     damaged: list[str] = []
     for path in reversed(_complete(root, damaged)):
@@ -183,7 +183,7 @@ def resumable_checkpoint(root: Path, tell: Callable[[str], None]) -> tuple[Path,
             damaged.append(str(error))
             continue
         for sentence in damaged:
-            tell(f"passed over: {sentence}")
+            tell(f"skipped: {sentence}")
         return path, manifest
     if damaged:
         raise CheckpointError(
@@ -194,14 +194,15 @@ def resumable_checkpoint(root: Path, tell: Callable[[str], None]) -> tuple[Path,
 
 
 def remove_leftovers(root: Path) -> None:
-    """Remove what killed runs left half written or half removed under `root`. Only while nobody writes there."""
+    """Remove half-written and half-removed directories of killed runs under `root`. Only while no process writes
+    there."""
     for path in root.glob(".step-*"):
         if path.is_dir() and not _orphaned(path):
             shutil.rmtree(path, ignore_errors=True)
 
 
 def prune(root: Path, keep: int) -> list[Path]:
-    """Remove all but the newest `keep` complete checkpoints (at least one stays); return what was removed."""
+    """Remove all but the newest `keep` complete checkpoints (at least one stays); return the removed directories."""
     if keep < 1:
         raise ValueError(f"keep={keep}: at least the newest checkpoint must stay; use 1 or more")
     removed = _complete(root)[:-keep]
@@ -216,7 +217,7 @@ def prune(root: Path, keep: int) -> list[Path]:
 def explain_disk_errors(path: Path, *, remove: Path | None = None) -> Iterator[None]:
     """Turn an OSError met while writing a checkpoint into a CheckpointError with path and cure.
 
-    With `remove`, a draft that met a full disk is deleted, so that the run can go on and try again later.
+    With `remove`, a draft that met a full disk is deleted, so that the run can continue and try again later.
     """
     try:
         yield
@@ -246,7 +247,7 @@ def _files(directory: Path) -> list[Path]:
 
 
 def _complete(root: Path, damaged: list[str] | None = None) -> list[Path]:
-    """Complete checkpoints under root, oldest first; what is wrong with the others is added to `damaged`."""
+    """Complete checkpoints under root, oldest first; the faults of the damaged ones are added to `damaged`."""
     found: list[tuple[int, int, Path]] = []
     for path in sorted(root.iterdir()) if root.is_dir() else []:
         if path.is_dir() and (not path.name.startswith(".") or _orphaned(path)):

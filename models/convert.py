@@ -52,7 +52,7 @@ class Loaded:
 
 
 def hf_to_megatron(hf: Path, out: Path, sizes: dict[str, int] | None = None) -> None:
-    """Convert, and write the checksums of what was read. Raises `TrainError`."""
+    """Convert, and write the checksums of the tensors read. Raises `TrainError`."""
     _must_be_new(out)
     with _processes():
         from models.train.huggingface.hf_files import checksums, copy_tokenizer
@@ -82,7 +82,7 @@ def megatron_to_hf(megatron: Path, out: Path, hf: Path | None = None, sizes: dic
 
 
 def verify(megatron: Path, hf: Path | None = None, sizes: dict[str, int] | None = None) -> list[str]:
-    """What differs between a converted directory and a Hugging Face one, by tensor; without `hf`, `checksums.json`.
+    """The differences between a converted directory and a Hugging Face one, by tensor; without `hf`, `checksums.json`.
 
     Empty: all is equal, to the bit. The answer is the first process's. Raises `TrainError`.
     """
@@ -238,7 +238,7 @@ def _settings_of(megatron: Path) -> Path:
 
 
 def _stored_checksums(megatron: Path) -> dict[str, str]:
-    """Of the tensors that a directory was converted from, if it says."""
+    """Checksums of the tensors that a directory was converted from, if recorded."""
     path = megatron / CHECKSUMS
     found: dict[str, str] = json.loads(path.read_text()) if path.is_file() else {}
     return found

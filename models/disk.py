@@ -26,11 +26,11 @@ def sync_tree(directory: Path) -> None:
 
 
 def write_whole(path: Path, content: bytes, *, durable: bool = False) -> None:
-    """Write a file that is there as it was or as it is to be, whenever the process is killed.
+    """Write a file atomically: a killed process leaves the old content or the new content.
 
-    `durable`: also if the machine fails, once this returns.
+    `durable`: after the return, also if the machine fails.
     """
-    draft = path.with_name(f".{path.name}.{os.getpid()}")  # of this process, for another may write the same file
+    draft = path.with_name(f".{path.name}.{os.getpid()}")  # per process: another process may write the same file
     draft.write_bytes(content)
     if durable:
         sync(draft)

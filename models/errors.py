@@ -81,7 +81,7 @@ class TrainConfigInvalid(TrainError):
 
 
 def first_line(error: BaseException) -> str:
-    """Of what an error says: the rest is often advice for another caller."""
+    """The first line of an error's text: later lines are often advice for another caller."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
@@ -114,11 +114,11 @@ class TornWeights(WeightsError):
 
 
 class DigestMismatch(WeightsError):
-    """The bytes are not those that were announced. Keep the old weights and fetch again."""
+    """The bytes differ from the announced ones. Keep the old weights and fetch again."""
 
 
 class LayoutMismatch(WeightsError):
-    """The tensors offered are not those that the slot was laid out for."""
+    """The offered tensors do not match the layout of the slot."""
 
 
 class SourceError(WeightsError):
@@ -146,7 +146,7 @@ class RouteUnfit(WeightsError):
 
 
 class NotVerified(WeightsError):
-    """An engine does not carry what it was given. It gets no request until it does."""
+    """An engine reports another label or checksum than the published one. It gets no request until they agree."""
 
 
 class NotBrought(WeightsError):
@@ -177,7 +177,7 @@ class EngineUnreachable(_AboutEngine):
 
 
 class EngineAborted(_AboutEngine):
-    """A request was ended before its time by somebody else, with nothing of use in its answer."""
+    """A server or another client ended a request early, with nothing of use in its answer."""
 
     words = "aborted the request"
 
@@ -246,11 +246,11 @@ class EngineServerError(EngineError):
 
 
 class EngineStartError(EngineServerError):
-    """The engine cannot serve with what it was given."""
+    """Checkpoint, device or port cannot be used."""
 
 
 class RequestRefused(EngineServerError):
-    """A request that the server answers with `status`. `shaped` tells which of SGLang's two error bodies is used:
+    """A request that the server answers with `status`. `shaped` selects one of SGLang's two error bodies:
     `{"error": {"message": ...}}` (True) or `{"error": ...}` (False, refusals of the body's form)."""
 
     def __init__(self, message: str, status: int = 400, shaped: bool = True) -> None:

@@ -1,8 +1,8 @@
-"""Faults on purpose (`--fault-inject`): which message or request meets one, and what happens then.
+"""Injected faults (`--fault-inject`): which message or request gets a fault, and which.
 
 Invariants: the draw depends on nothing but the seed, the run generation, the place, the key of the message and how
-often it was delivered, so that the same run meets the same faults in whichever replica, and a message that comes
-again, or a resumed run, is drawn anew; a fault is written to `faults.jsonl` before it happens.
+often it was delivered, so that the same run gets the same faults in any replica, and a message that is delivered
+again, or a resumed run, is drawn again; a fault is written to `faults.jsonl` before it happens.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ log = logging.getLogger("sluice.faults")
 
 
 class InjectedError(Exception):
-    """What `error` raises."""
+    """Raised by the fault `error`."""
 
 
 class InjectedFault(Struct, frozen=True):
@@ -44,7 +44,7 @@ class InjectedFault(Struct, frozen=True):
 
 
 class FaultPlan(Struct, frozen=True):
-    """The faults of one place. `file`: where what happened is written down."""
+    """The faults of one place. `file`: the log of faults."""
 
     faults: tuple[FaultSpec, ...]
     seed: int
@@ -53,7 +53,7 @@ class FaultPlan(Struct, frozen=True):
     file: str
 
     def draw(self, key: str, attempt: int) -> FaultSpec | None:
-        """The fault that a message meets at a delivery, the first in the order of the flags."""
+        """The fault of a message at a delivery, the first in the order of the flags."""
         for place, fault in enumerate(self.faults):
             name = f"{self.seed}/{self.run_generation}/{place}/{fault.stage}/{fault.kind}/{key}/{attempt}"
             if xxhash.xxh3_64_intdigest(name.encode()) < fault.probability * 2**64:
@@ -61,7 +61,7 @@ class FaultPlan(Struct, frozen=True):
         return None
 
     async def meet(self, key: str, attempt: int = 1) -> FaultSpec | None:
-        """Draw, and have it happen. `drop` is left to the caller. Raises InjectedError."""
+        """Draw and execute a fault. `drop` is left to the caller. Raises InjectedError."""
         fault = self.drawn(key, attempt)
         if fault is not None and fault.kind == "slow":
             await asyncio.sleep(fault.seconds)
@@ -75,7 +75,7 @@ class FaultPlan(Struct, frozen=True):
             _happen(fault, key, 1)
 
     def drawn(self, key: str, attempt: int = 1) -> FaultSpec | None:
-        """Draw, and write it down: the caller has it happen."""
+        """Draw and log a fault: the caller executes it."""
         fault = self.draw(key, attempt)
         if fault is not None:
             self._note(InjectedFault(fault.stage, fault.kind, self.replica, key, attempt, time.time()))
@@ -83,8 +83,8 @@ class FaultPlan(Struct, frozen=True):
         return fault
 
     def _note(self, fault: InjectedFault) -> None:
-        """One write that appends is whole, whichever process does it. Elsewhere than on the run's host there may be no
-        such directory: the fault happens all the same."""
+        """One write that appends is whole, whichever process does it. On another host than the run's the directory may
+        be missing: the fault happens anyway."""
         with contextlib.suppress(OSError), Path(self.file).open("ab", buffering=0) as file:
             file.write(msgspec.json.encode(fault) + b"\n")
 
@@ -107,7 +107,7 @@ def _happen(fault: FaultSpec, key: str, attempt: int) -> None:
 
 
 def fault_plan(config: Config, stage: str, replica: str, *, run_generation: int, run_dir: Path) -> FaultPlan | None:
-    """What `--fault-inject` says of a stage, or of `engine` or `rank`; None if nothing."""
+    """The faults that `--fault-inject` gives a stage, `engine` or `rank`; None without any."""
     faults = tuple(fault for fault in map(read_fault, config.debug.fault_inject) if fault.stage == stage)
     return FaultPlan(faults, config.run.seed, run_generation, replica, str(run_dir / FAULTS_FILE)) if faults else None
 

@@ -21,21 +21,21 @@ from models.errors import UnknownAlgorithm
 def add_working_directory() -> None:
     """Let modules be imported from the directory where the user started the run, behind all others.
 
-    What this project and its libraries import must never come from there: its processes start with `python -P -m`, for
-    plain `-m` would put that directory first, and a user's `models/` or `queue.py` in our way.
+    Modules of this project and its libraries must never come from there: its processes start with `python -P -m`,
+    because plain `-m` would put that directory first, and a user's `models/` or `queue.py` before ours.
     """
     if (here := os.getcwd()) not in sys.path:
         sys.path.append(here)
 
 
 class ImportPathError(ValueError):
-    """An import path leads nowhere; the message says at which part, and what to do."""
+    """An import path leads nowhere; the message names the wrong part and the cure."""
 
 
 def import_path(path: str) -> Any:
     """The object at `package.module:name` or `package.module.name`. Raises ImportPathError.
 
-    Importing runs a program of the user's, so whatever that raises is reported with its type.
+    Importing runs code of the user, so any exception is reported with its type.
     """
     module_name, _, name = path.partition(":") if ":" in path else path.rpartition(".")
     if not module_name or not name:
@@ -57,7 +57,7 @@ def import_path(path: str) -> Any:
 
 
 def _hidden(module_name: str) -> str | None:
-    """The cure where a module of the user has the name of one that is imported instead; None where it has not."""
+    """The cure if a module of the user has the name of an imported module; None if not."""
     top = module_name.partition(".")[0]
     there = [str(Path.cwd() / name) for name in (top, f"{top}.py") if (Path.cwd() / name).exists()]
     known = getattr(sys.modules.get(top), "__file__", None)
@@ -78,7 +78,7 @@ def import_function(path: str, *parameters: str, optional: tuple[str, ...] = ())
     try:
         signature = inspect.signature(function)
     except ValueError:
-        return function  # a builtin says nothing of its parameters: calling it will tell
+        return function  # a builtin has no signature: a call will show
     try:
         signature.bind(
             *parameters, **dict.fromkeys(set(optional).intersection(list(signature.parameters)[len(parameters) :]))
@@ -92,15 +92,15 @@ def import_function(path: str, *parameters: str, optional: tuple[str, ...] = ())
 
 
 # --------------------------------------------------------------------------------------------------
-# Choosing a pure function by name or by import path: the seam through which algorithms are added.
+# Choosing a function by name or by import path: the seam through which algorithms are added.
 #
 # A name is looked up, in this order:
 # 1. in the caller's table of built-in functions;
 # 2. if it contains a colon, as an import path `package.module:function`;
-# 3. as a file of its own beside this one: `models/algorithms/<name>.py` with a function named after the kind
-#    (`advantages`, `policy_loss`, `kl`). Adding such a file is all that a new algorithm needs.
+# 3. as a file `models/algorithms/<name>.py` with a function named after the kind (`advantages`, `policy_loss`, `kl`).
+#    A new algorithm needs no more than such a file.
 #
-# Invariant: nothing is imported before it is asked for, so that stages can choose an estimator without torch.
+# Invariant: a module is imported at its first use, so that stages can choose an estimator without torch.
 
 
 F = TypeVar("F", bound=Callable[..., object])

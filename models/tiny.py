@@ -6,7 +6,7 @@ Invariants:
 - a directory appears whole (written beside, then renamed) or not at all; one that exists is reused only if it was
   made with the same arguments;
 - the tokenizer and the model agree on the vocabulary: every id that the model can sample decodes;
-- neither torch nor a model class is imported: a run makes its checkpoint before anything else, and somebody waits.
+- neither torch nor a model class is imported: a run makes its checkpoint before anything else, and the user waits.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ CHAT_TEMPLATE: Final = (
 
 
 class TinyCheckpointError(ValueError):
-    """A tiny checkpoint cannot be made as asked."""
+    """A tiny checkpoint cannot be made with these arguments."""
 
 
 class TinyRecipe(Struct, frozen=True, kw_only=True):
@@ -135,7 +135,7 @@ def make_tiny_checkpoint(
         try:
             draft.rename(directory)
         except OSError:
-            # Another process was faster; what counts is that its result is the one asked for.
+            # Another process was faster; its checkpoint must have the same arguments.
             return _reuse(directory, recipe)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
@@ -159,7 +159,7 @@ def _reuse(directory: Path, recipe: TinyRecipe) -> Path:
         ) from error
     if found != recipe:
         different = [
-            f"{name}={getattr(found, name)!r} (asked: {getattr(recipe, name)!r})"
+            f"{name}={getattr(found, name)!r} (wanted: {getattr(recipe, name)!r})"
             for name in TinyRecipe.__struct_fields__
             if getattr(found, name) != getattr(recipe, name)
         ]
@@ -223,7 +223,7 @@ def _weights(recipe: TinyRecipe, vocabulary: int) -> dict[str, NDArray[np.float3
 
 
 def _model_config(recipe: TinyRecipe) -> dict[str, Any]:
-    """`config.json` but for the vocabulary; transformers has the defaults of what is not named."""
+    """`config.json` but for the vocabulary; transformers has defaults for the other keys."""
     names = {"qwen3": "Qwen3", "qwen2": "Qwen2", "llama": "Llama"}
     config: dict[str, Any] = {
         "architectures": [f"{names[recipe.architecture]}ForCausalLM"],

@@ -195,7 +195,7 @@ def batch_advantages(
 ) -> list[TokenAdvantages]:
     """Advantages of all sequences of a rollout batch, in which each token stands in one episode only.
 
-    `found`: what the estimator says of each, where that is no matter of the episode alone. `opd_kl_coef`: weight of the
+    `found`: the estimates of each episode, where they do not depend on the episode alone. `opd_kl_coef`: weight of the
     distillation term, None = off. With `config.normalize_advantages` unset, nothing is whitened. Raises
     `AlgorithmError` if a sequence lacks log-probs or values that the estimator needs.
     """
@@ -251,7 +251,7 @@ def ppo(config: AlgorithmConfig, episode: Episode, kl: FloatArray | None) -> Tok
 
 
 def zeros(config: AlgorithmConfig, episode: Episode, kl: FloatArray | None) -> TokenAdvantages:
-    """0: what the teacher says is all there is."""
+    """0: the teacher's log-probs are the only signal."""
     del config, kl
     return TokenAdvantages(np.zeros(len(episode.mask)))
 

@@ -121,33 +121,36 @@ def owned(masks: Sequence[Mask], prefixes: Sequence[Prefix | None]) -> list[Mask
 def averaged(
     columns: Sequence[IntArray], values: Sequence[npt.NDArray[np.floating[Any]] | None], counts: Sequence[int]
 ) -> list[npt.NDArray[np.float64]] | None:
-    """The means of what several branches say of the same tokens, in parts of these counts; None if one says nothing.
+    """The means over several branches of values of the same tokens, in parts of these counts; None if one has no
+    values.
 
     `values[i]` [K] are of the tokens `columns[i]` [K]; every token is in one of them at least.
     """
     ends = np.cumsum(counts)
     sums, shown = np.zeros(ends[-1]), np.zeros(ends[-1])
-    for at, said in zip(columns, values, strict=True):
-        if said is None:
+    for numbers, given in zip(columns, values, strict=True):
+        if given is None:
             return None
-        sums[at] += said
-        shown[at] += 1
+        sums[numbers] += given
+        shown[numbers] += 1
     return np.split(sums / shown, ends[:-1])
 
 
 def prefix_fault(tokens: Sequence[npt.NDArray[np.int32]], prefixes: Sequence[Prefix | None]) -> str | None:
-    """What is wrong with the prefixes of a rollout's sequences, in one sentence, or None."""
+    """The fault in the prefixes of a rollout's sequences, in one sentence, or None."""
     for place, prefix in enumerate(prefixes):
         if prefix is None:
             continue
-        other, length = prefix
-        if not 0 <= other < place:
-            return f"the prefix of sequence {place} names sequence {other}; it must name an earlier one of its rollout"
-        if not 0 <= length <= min(len(tokens[place]), len(tokens[other])):
+        earlier, length = prefix
+        if not 0 <= earlier < place:
+            return (
+                f"the prefix of sequence {place} names sequence {earlier}; it must name an earlier one of its rollout"
+            )
+        if not 0 <= length <= min(len(tokens[place]), len(tokens[earlier])):
             return (
                 f"the prefix of sequence {place} has {length} tokens, but the sequences have {len(tokens[place])} and "
-                f"{len(tokens[other])}; it cannot be longer than either"
+                f"{len(tokens[earlier])}; it cannot be longer than either"
             )
-        if not np.array_equal(tokens[place][:length], tokens[other][:length]):
-            return f"the first {length} tokens of sequence {place} are not those of sequence {other}, its prefix"
+        if not np.array_equal(tokens[place][:length], tokens[earlier][:length]):
+            return f"the first {length} tokens of sequence {place} are not those of sequence {earlier}, its prefix"
     return None

@@ -1,4 +1,4 @@
-"""Off-policy correction: which old policy the ratio is taken to, and what is done about tokens of another policy.
+"""Off-policy correction: the old policy of the ratio, and the treatment of tokens that another policy sampled.
 
 Three policies: mu sampled the token (the engine's log-probs); old is the centre of the trust region (fixed while a
 rollout batch is trained); theta is being trained.
@@ -69,7 +69,7 @@ class Correction(CorrectionConfig, frozen=True):
     def against_current(self) -> bool:
         """Whether D = log theta - log mu instead of log old - log mu.
 
-        So asked for, or because in bypass mode old is mu itself and log old - log mu is always 0.
+        By the configuration, or because in bypass mode old is mu itself and log old - log mu is always 0.
         """
         return self.correction_ratio == "current" or self.policy_mode == "bypass"
 
@@ -137,7 +137,7 @@ def log_weight_of(tokens: PolicyTokens, correction: Correction) -> Tensor:
 
 
 def mismatch_of(tokens: PolicyTokens, correction: Correction) -> Tensor:
-    """How far the trainer's policy is from the sampler, [N], 0 where masked, no gradient: what is logged.
+    """How far the trainer's policy is from the sampler, [N], 0 where masked, no gradient; for metrics.
 
     D, but of the current policy where the old log-probs are made from the sampler's and would hide that
     kernels differ.
@@ -278,8 +278,8 @@ def rejection_of(tokens: PolicyTokens, correction: Correction, log_weight: Tenso
     Where `rs_unit` is rollout, sequence rules and the veto were applied to the whole step before: `tokens.rejected`.
     """
     if not correction.rejects:
-        nobody = torch.zeros(tokens.n_sequences, dtype=torch.bool, device=tokens.mask.device)
-        return Rejection(kept=tokens.mask, removed={}, removed_sequences={}, failed_sequences=nobody)
+        none = torch.zeros(tokens.n_sequences, dtype=torch.bool, device=tokens.mask.device)
+        return Rejection(kept=tokens.mask, removed={}, removed_sequences={}, failed_sequences=none)
     delta = log_weight_of(tokens, correction) if log_weight is None else log_weight
     live = sequence_sum(tokens.mask.to(delta.dtype), tokens) > 0
     removed: dict[str, Tensor] = {}

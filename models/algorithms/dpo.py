@@ -1,4 +1,4 @@
-"""Direct preference optimisation within groups, as an example of a loss of one's own (arXiv:2305.18290).
+"""Direct preference optimisation within groups, as an example of a custom loss (arXiv:2305.18290).
 
     --loss-type custom_loss --custom-loss-function-path models.algorithms.dpo:dpo --use-kl-loss --kl-loss-coef 0.1
 

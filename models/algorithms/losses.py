@@ -30,7 +30,7 @@ from models.import_path import pick
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """What a policy loss says of each token."""
+    """The policy loss of each token, and which bounds held it back."""
 
     loss: Tensor  # [N]
     clipped_high: Tensor  # [N] bool, held back by the upper bound
@@ -79,7 +79,7 @@ def clipped_surrogate(
 # "clipped high" means held back because theta has moved above mu, "clipped low" because it has moved below.
 #
 # Invariants: bounds and masks are detached; masked tokens are exactly 0; a comparison never hides a value that is not a
-# number (what is tested is "dropped", not "kept").
+# number (the code tests "dropped", not "kept").
 
 
 def dppo(tokens: PolicyTokens, config: AlgorithmConfig) -> PolicyLoss:

@@ -4,10 +4,10 @@
     L = -log theta                                              (sft_loss)
 
 In order: the old log-probs that belong to the mode; the policy loss, clipped; the importance weight w of the sampler;
-off-policy sequence masking; rejection. Losses over whole groups stand below.
+off-policy sequence masking; rejection. Losses over whole groups follow at the end of the file.
 
-Invariants: pure; weights and masks touch the policy term only, and only its numerator; masked tokens are exactly 0 in
-value and gradient; if everything is rejected the policy term is 0 with a graph.
+Invariants: no I/O, no state; weights and masks touch the policy term only, and only its numerator; masked tokens are
+exactly 0 in value and gradient; if everything is rejected the policy term is 0 with a graph.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from models.import_path import pick
 
 @dataclass(frozen=True)
 class Objective:
-    """Loss of each token, with gradient, and what is to be logged of them."""
+    """Loss of each token, with gradient, and its metrics."""
 
     loss: Tensor  # [N]
     metrics: TokenMetrics
@@ -70,13 +70,13 @@ def policy_objective(
     means = {**clip_metrics(policy), **drift_metrics(tokens)}
     pg_loss = policy.loss
     if weights is not None:
-        # A mean of 1 divides nothing: statistics of a step are only there if they were asked for.
+        # A mean of 1 divides nothing: statistics of a step exist only if the loss needs them.
         pg_loss = pg_loss * (weights.weight / tokens.statistics.weight_mean)
     if correction.use_opsm:
         pg_loss, dropped = without_drifted(pg_loss, tokens, correction.opsm_delta)
         means["train/opsm_fraction"] = dropped.to(pg_loss.dtype)
     if not rejection.none:
-        # What is not a number passes no test and fails none: it goes on, for the step to be refused.
+        # NaN passes no test and fails none: it stays in the loss, so that the trainer refuses the step.
         pg_loss = torch.where(delta.isnan(), delta, masked(pg_loss, rejection.kept))
         if correction.renormalize_after_rejection and tokens.kept_scale is not None:
             pg_loss = pg_loss * tokens.kept_scale[tokens.sequence].to(pg_loss.dtype)
@@ -143,7 +143,7 @@ def sft_objective(tokens: PolicyTokens) -> Objective:
 
 
 # --------------------------------------------------------------------------------------------------
-# Losses of one's own over whole groups: the seam behind `--loss-type custom_loss`.
+# Custom losses over whole groups: the seam behind `--loss-type custom_loss`.
 #
 # A group loss sees every sequence of a group at once (the trainer never splits a group over micro-batches), with the
 # group index, the rollout index and the reward of each, and returns the loss of each sequence or of each token.
@@ -151,8 +151,8 @@ def sft_objective(tokens: PolicyTokens) -> Objective:
 # How it becomes one number: the loss of a sequence is the loss of each of its trainable tokens, which the reducer of
 # `--loss-aggregation` then averages as it does any other loss. With rollout_mean that is the mean over rollouts.
 #
-# Invariants: pure; masked tokens are exactly 0 in value and gradient; the policy's mask, weights and KL do not act
-# here. `models/algorithms/dpo.py` is a worked example.
+# Invariants: no I/O, no state; masked tokens are exactly 0 in value and gradient; the policy's mask, weights and KL do
+# not act here. `models/algorithms/dpo.py` is a worked example.
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,7 @@ def group_loss_of(path: str) -> GroupLossFunction:
 def group_objective(
     tokens: PolicyTokens, groups: GroupColumns, config: AlgorithmConfig, function: GroupLossFunction
 ) -> Objective:
-    """Loss [N] and metrics of a loss of one's own. Raises `AlgorithmError` if its shape is neither [S] nor [N]."""
+    """Loss [N] and metrics of a custom loss. Raises `AlgorithmError` if its shape is neither [S] nor [N]."""
     result = function(tokens, groups, config)
     if isinstance(result, Tensor):
         result = GroupLoss(result)

@@ -1,6 +1,6 @@
-"""What a client refuses to take from an engine: an answer that cannot be one to what was asked.
+"""Checks of a client: answers that do not fit their request, and requests that no server should get.
 
-Invariant: of a refused answer nothing is used. Every refusal names the value and the rule, and is a ValueError.
+Invariant: no part of a refused answer is used. Every refusal names the value and the rule, and is a ValueError.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from msgspec import Struct
 
 from models.engines.protocol import GenerateOutput, GenerateRequest, LogprobEntry, SamplingParams, VersionSpan
 
-# What decoding a hostile text raises: bad UTF-8 is a ValueError, deep nesting a RecursionError, a number of a million
+# Errors of decoding a hostile text: bad UTF-8 is a ValueError, deep nesting a RecursionError, a number of a million
 # digits an OverflowError.
 UNDECODABLE: Final = (msgspec.MsgspecError, ValueError, RecursionError, OverflowError, MemoryError)
 INT32: Final = 1 << 31
@@ -28,7 +28,7 @@ _COUNTS: Final = ("cached_tokens", "num_retractions", "spec_num_correct_drafts",
 
 
 class AnswerLimits(Struct, frozen=True):
-    """What the answer to one request may hold. `tokens`: most new ones of a sample, None = no limit was asked for."""
+    """Bounds of the answer to one request. `tokens`: most new tokens of a sample, None = the request has no limit."""
 
     tokens: int | None
     log_probs: bool
@@ -40,8 +40,8 @@ class AnswerLimits(Struct, frozen=True):
     def of(cls, request: GenerateRequest, vocab_size: int | None) -> AnswerLimits:
         """The limits that follow from a request. `vocab_size`: of the served model, None if it is not known."""
         params = request.sampling_params
-        asked = [each.max_new_tokens for each in ([params] if isinstance(params, SamplingParams) else params)]
-        tokens = None if None in asked else max((n for n in asked if n is not None), default=None)
+        wanted = [each.max_new_tokens for each in ([params] if isinstance(params, SamplingParams) else params)]
+        tokens = None if None in wanted else max((n for n in wanted if n is not None), default=None)
         most: int | None = None
         if tokens is not None and request.input_ids is not None:
             context = max(map(len, request.prompts), default=0) + tokens
@@ -51,11 +51,11 @@ class AnswerLimits(Struct, frozen=True):
 
     @property
     def chunks(self) -> float:
-        """Most events of a stream: an engine sends one for each token of each sample at the most."""
+        """Most events of a stream: an engine sends at most one event for each token of each sample."""
         return math.inf if self.tokens is None else SLACK_CHUNKS + 2 * self.samples * self.tokens
 
     def check(self, output: GenerateOutput) -> None:
-        """Raises ValueError for an answer that cannot be true, or is of something else than was asked."""
+        """Raises ValueError for an answer that cannot be true or does not fit the request."""
         meta, ids = output.meta_info, output.output_ids
         count, name = len(ids), f"response {meta.id[:80]!r}"
         if self.tokens is not None and count > self.tokens:
@@ -81,7 +81,7 @@ class AnswerLimits(Struct, frozen=True):
             raise ValueError(f"{name}: the spans of versions end at token {end} of {count}")
 
     def check_entries(self, name: str, entries: Sequence[LogprobEntry]) -> None:
-        """Raises ValueError for a token that there is not, or a log-prob that is none."""
+        """Raises ValueError for an unknown token or an impossible log-prob."""
         self._check_ids(name, [entry[1] for entry in entries])
         check_log_probs(name, entries)
 
@@ -92,14 +92,14 @@ class AnswerLimits(Struct, frozen=True):
 
 
 def check_log_probs(name: str, entries: Sequence[LogprobEntry]) -> None:
-    """Raises ValueError for what is no log-prob."""
+    """Raises ValueError for an impossible log-prob."""
     for value, token, _ in entries:
         if value is None or not -math.inf < value <= ROUNDING:
             raise ValueError(f"{name}: token {token} has the log-prob {value}; it must be finite and at most 0")
 
 
 # --------------------------------------------------------------------------------------------------
-# Which version made which tokens of a response: spans filled in, and boundaries put right.
+# Which version made which tokens of a response: fill in missing spans, correct boundaries.
 #
 # Invariant: spans are half-open, in order, without gaps, and end with the response.
 
@@ -117,8 +117,8 @@ def with_spans(output: GenerateOutput, spans: Sequence[VersionSpan], early_bound
 def later_boundaries(spans: Sequence[VersionSpan]) -> list[VersionSpan]:
     """Spans with every interior boundary one token later.
 
-    With its overlap scheduler on, SGLang 0.5.23 has one step under way when it is paused in_place: the first token
-    after the boundary that it reports was computed by the weights before it (pinned by a contract test).
+    With its overlap scheduler on, SGLang 0.5.23 has one step in flight when it is paused in_place: the earlier weights
+    computed the first token after the reported boundary (pinned by a contract test).
     """
     moved: list[VersionSpan] = []
     for index, span in enumerate(spans):
@@ -130,7 +130,7 @@ def later_boundaries(spans: Sequence[VersionSpan]) -> list[VersionSpan]:
 
 
 # --------------------------------------------------------------------------------------------------
-# What a client refuses to send, because a server would die of it, refuse it only after a queue, or serve nonsense.
+# Requests that a client refuses to send: a server would die, refuse them only after a queue, or serve nonsense.
 #
 # Invariant: every refusal names the field, the value, the rule and the cure, and is a ValueError: sending the same
 # request elsewhere cannot help.
@@ -158,7 +158,7 @@ class RequestLimits(Struct):
     context_length: int | None = None
 
     def check(self, request: GenerateRequest) -> None:
-        """Raises ValueError for what must not be sent."""
+        """Raises ValueError for a request that must not be sent."""
         params = request.sampling_params
         by_prompt = params if isinstance(params, list) else [params] * max(1, len(request.prompts))
         for rule in by_prompt if isinstance(params, list) else by_prompt[:1]:

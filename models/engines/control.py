@@ -1,7 +1,7 @@
 """Control routes of an engine server: pause, abort, flush, weight updates, checksums.
 
-Invariants: weight updates happen one at a time; a refused update leaves weights, label and requests as they were; the
-routes that SGLang has for tensors in a request body are refused in words, for nothing here unpickles what it is sent.
+Invariants: weight updates happen one at a time; a refused update leaves weights, label and requests as they were;
+SGLang's routes for tensors in a request body are refused with a reason, because this server unpickles nothing.
 """
 
 from __future__ import annotations

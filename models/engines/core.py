@@ -1,7 +1,7 @@
-"""What a server asks of an engine, and the record of one response that both sides share.
+"""The seam between a server and its engine: the calls of `EngineCore`, and the record of one response.
 
 Invariants:
-- a `Completion` is written by its engine only; the server reads it after a delivery. `finish` is set last and once;
+- only the engine writes a `Completion`; the server reads it after a delivery. `finish` is set last and once;
 - every token of a completion lies in exactly one entry of `span_starts`, stamped when the token was sampled;
 - `submit` and `cancel` never block and may be called at any time, also while paused;
 - no request is lost: each submitted completion is delivered with `finish` set, whatever happens to the engine.
@@ -22,12 +22,12 @@ from models.engines.protocol import FinishReason, Load, PauseMode, VersionSpan
 from models.errors import RequestRefused, WeightsRefused
 
 # --------------------------------------------------------------------------------------------------
-# Device memory that an engine gives back while somebody else has the device. Pure: nothing is allocated here.
+# Device memory that an engine releases while another process uses the device. Bookkeeping only: nothing is allocated.
 #
 # Invariants:
-# - memory is given back only by an engine that is paused and runs nothing, and an engine that lacks any does not go on;
-# - weights that were given back are undefined until new ones are loaded, also after their memory is there again;
-# - giving back what is away already, and taking what is there, do nothing: a call may be repeated.
+# - an engine releases memory only while it is paused and runs nothing, and does not resume without all of it;
+# - released weights are undefined until new weights are loaded, also after their memory has been restored;
+# - releasing released memory, and restoring present memory, do nothing: a call may be repeated.
 
 
 MemoryTag = Literal["kv_cache", "weights", "cuda_graph"]
@@ -35,7 +35,7 @@ ALL_TAGS: Final[tuple[MemoryTag, ...]] = ("kv_cache", "weights", "cuda_graph")
 
 
 class MemoryRequest(Struct, frozen=True):
-    """Body of both memory calls; without tags it is about everything."""
+    """Body of both memory calls; without tags it means all memory."""
 
     tags: list[MemoryTag] | None = None
 
@@ -45,7 +45,7 @@ class MemoryRequest(Struct, frozen=True):
 
 
 class MemoryAccount:
-    """What of one engine's memory is away."""
+    """Which memory of one engine is released."""
 
     def __init__(self) -> None:
         self.away: set[MemoryTag] = set()
@@ -53,7 +53,7 @@ class MemoryAccount:
         self.releases = 0
 
     def release(self, tags: Iterable[MemoryTag], *, paused: bool, running: int) -> frozenset[MemoryTag]:
-        """Note what is given back; what of it is news. Raises RequestRefused, with nothing noted."""
+        """Record a release; return the newly released tags. Raises RequestRefused, with nothing recorded."""
         if not paused or running:
             state = f"{running} requests are running" if running else "generation is not paused"
             raise RequestRefused(
@@ -66,7 +66,7 @@ class MemoryAccount:
         return news
 
     def resume(self, tags: Iterable[MemoryTag]) -> frozenset[MemoryTag]:
-        """Note what is there again; what of it was away."""
+        """Record a restore; return the tags that were released."""
         news = frozenset(tags) & self.away
         self.away -= news
         return news
@@ -80,23 +80,23 @@ class MemoryAccount:
             )
 
     def loaded(self) -> None:
-        """Weights are there."""
+        """New weights are loaded."""
         self.unloaded = False
 
     def check_weights(self) -> None:
-        """Raise RequestRefused if there are no weights to look at."""
+        """Raise RequestRefused if there are no weights to read."""
         if self.unloaded:
             raise RequestRefused("the memory of the weights was given back; load weights first")
 
     def check_whole(self) -> None:
-        """Raise RequestRefused unless everything is there that generation needs."""
+        """Raise RequestRefused unless generation has all its memory and weights."""
         if self.away:
             names = ", ".join(sorted(self.away))
             raise RequestRefused(
-                f"generation cannot go on without the memory of {names}; call /resume_memory_occupation first"
+                f"generation cannot continue without the memory of {names}; call /resume_memory_occupation first"
             )
         if self.unloaded:
-            raise RequestRefused("generation cannot go on: the weights' memory was given back; load weights first")
+            raise RequestRefused("generation cannot continue: the weights' memory was released; load weights first")
 
 
 ABORTED = FinishReason(type="abort", message="Aborted")
@@ -104,7 +104,7 @@ ABORTED = FinishReason(type="abort", message="Aborted")
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """What does not change while an engine serves. Lengths and counts in tokens."""
+    """Constants of an engine while it serves. Lengths and counts in tokens."""
 
     engine: str
     model_path: str
@@ -139,7 +139,7 @@ class SamplingRule:
 
 @dataclass(slots=True, eq=False)
 class Completion:
-    """One response in the making: sample `sample` of the request `group`."""
+    """One growing response: sample `sample` of the request `group`."""
 
     rid: str
     group: int  # completions of one request share it, and `prompt`
@@ -154,10 +154,10 @@ class Completion:
     stop_strings: tuple[str, ...]
     skip_special: bool
     trim_stop: bool
-    stream: bool  # its progress is wanted, not only its end
+    stream: bool  # the client wants its progress, not only its end
     extra_key: str
     score_from: int  # prompt tokens behind this position are scored, -1 for none
-    stream_interval: int = 1  # new tokens that are worth a chunk; the first token is one at once
+    stream_interval: int = 1  # new tokens per chunk; the first token makes a chunk at once
     score_temperature: float = 1.0  # divides the logits of the scores, and of nothing else
     received_s: float = field(default_factory=time.monotonic)
     output_ids: list[int] = field(default_factory=list)
@@ -177,18 +177,18 @@ class Completion:
 
     @property
     def to_score(self) -> bool:
-        """True while the scores of the prompt are wanted and not there."""
+        """True while the scores of the prompt are wanted and missing."""
         return self.score_from >= 0 and not self.prompt_log_probs
 
     def mark_version(self, label: str, start: int) -> None:
-        """Output tokens from `start` on are made by `label`. A span that would be empty is replaced."""
+        """The weights `label` make the output tokens from `start` on. Replaces a span that would be empty."""
         while self.span_starts and self.span_starts[-1][1] >= start:
             self.span_starts.pop()
         if not self.span_starts or self.span_starts[-1][0] != label:
             self.span_starts.append((label, start))
 
     def refuse(self, why: str) -> None:
-        """End the response that an engine never took, since it has stopped."""
+        """End a response that the engine never took, because it has stopped."""
         self.close(FinishReason(type="abort", message=why, status_code=503))
 
     def close(self, reason: FinishReason) -> None:
@@ -208,7 +208,7 @@ class Completion:
 
 @dataclass
 class Totals:
-    """What an engine counts from its start on. `metrics` gives SGLang's names where there are any."""
+    """Counts of an engine since its start. `metrics` uses SGLang's names where they exist."""
 
     steps: int = 0
     prompt_tokens: int = 0  # of requests that entered, again after each retraction
@@ -247,7 +247,7 @@ def nowhere(completions: Sequence[Completion]) -> None:
 
 
 def load_of(facts: EngineFacts, totals: Totals, *, running: int, waiting: int, used_tokens: int) -> Load:
-    """What an engine says of its load."""
+    """The load that an engine reports."""
     return Load(
         num_running_reqs=running,
         num_waiting_reqs=waiting,
@@ -261,43 +261,43 @@ def load_of(facts: EngineFacts, totals: Totals, *, running: int, waiting: int, u
 
 
 class EngineCore(Protocol):
-    """An engine without its HTTP front. All coroutines wait for the engine to have done what they ask."""
+    """An engine without its HTTP front. Every coroutine waits until the engine has done its work."""
 
     @property
     def facts(self) -> EngineFacts: ...
 
     @property
     def label(self) -> str:
-        """What the current weights are called."""
+        """The label of the current weights."""
 
     @property
     def paused(self) -> bool: ...
 
     def start(self, deliver: Deliver, on_crash: Callable[[BaseException], None]) -> None:
-        """Begin to work. `deliver` gets completions that finished or, if they stream, have enough for a chunk, at most
+        """Start. `deliver` gets completions that finished or, if they stream, have enough for a chunk, at most
         once per step; it may be called from another thread. `on_crash` is called once if the engine dies."""
 
     async def stop(self) -> None:
-        """End the work; all that is open is delivered as aborted."""
+        """Stop; open completions are delivered as aborted."""
 
     def submit(self, completions: Sequence[Completion]) -> None:
         """Take completions of one request. They wait while the engine is paused."""
 
     def cancel(self, completions: Sequence[Completion]) -> None:
-        """End completions with what they have. One that is finished already stays as it is."""
+        """End completions with their output so far. A finished completion does not change."""
 
     async def pause(self, mode: PauseMode) -> None:
         """Generate nothing until `resume`."""
 
     async def resume(self) -> None:
-        """Go on. Raises `RequestRefused` while memory is given back or the weights are undefined."""
+        """Continue. Raises `RequestRefused` while memory is released or the weights are undefined."""
 
     async def flush_cache(self) -> bool:
         """Forget all reusable prefixes. False, and nothing is done, if a request is running."""
 
     async def update_weights(self, path: str, label: str | None, abort_all: bool) -> None:
         """Load new weights and call them `label`. Unpaused, waits until the running requests have finished on the old
-        ones, and holds new requests back meanwhile. Raises `WeightsRefused`, with nothing changed."""
+        weights, and meanwhile holds new requests back. Raises `WeightsRefused`, with nothing changed."""
 
     async def relabel(self, label: str) -> None:
         """Change the label only."""
@@ -306,10 +306,10 @@ class EngineCore(Protocol):
         """Checksum of each tensor by its Hugging Face name."""
 
     async def release_memory(self, tags: Sequence[MemoryTag]) -> None:
-        """Give memory back. Raises `RequestRefused` unless the engine is paused and runs nothing."""
+        """Release memory. Raises `RequestRefused` unless the engine is paused and runs nothing."""
 
     async def resume_memory(self, tags: Sequence[MemoryTag]) -> None:
-        """Take the memory again. What was in it is lost: the weights must be updated before `resume`."""
+        """Restore the memory. Its content is lost: update the weights before `resume`."""
 
     def load(self) -> Load: ...
 

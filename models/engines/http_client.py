@@ -30,8 +30,8 @@ from models.errors import (
 )
 
 T = TypeVar("T")
-MOST_BYTES: Final = 64 << 20  # of an answer that follows from no request for tokens
-MOST_REST: Final = 64 << 10  # behind a stream's last word
+MOST_BYTES: Final = 64 << 20  # of an answer to a request that is not /generate
+MOST_REST: Final = 64 << 10  # after a stream's [DONE]
 UNAUTHORIZED: Final = (401, 403)
 _JSON_HEADERS: Final = {"Content-Type": "application/json"}
 _KEEPALIVE_S: Final = 4.0  # below the 5 s after which SGLang's server closes an idle connection
@@ -41,7 +41,7 @@ class HttpClient:
     """Connections to `base_url` ("http://host:port"). Their number has no bound."""
 
     def __init__(self, base_url: str, *, connect_timeout_s: float, token: Token | None = None) -> None:
-        """`token`: what the server wants to be sent with each request."""
+        """`token`: sent with each request."""
         self.base_url, self._token = base_url.rstrip("/"), token
         self._connect_timeout_s = connect_timeout_s
         self._session: aiohttp.ClientSession | None = None
@@ -75,7 +75,7 @@ class HttpClient:
             return await self._read(path, response, most_bytes or MOST_BYTES)
 
     async def health(self) -> bool:
-        """True if the server answers and says that it is well; False if nothing answers."""
+        """True if the server reports health; False if it is unhealthy or does not answer."""
         return await self.is_ok("/health")
 
     async def is_ok(self, path: str) -> bool:
@@ -98,7 +98,7 @@ class HttpClient:
     async def stream(
         self, path: str, payload: Struct, timeout_s: float, headers: Mapping[str, str] | None, partial: PartialOutputs
     ) -> None:
-        """POST, and feed the events of the answer to `partial` until the stream says that it is done. Waits for the
+        """POST, and feed the events of the answer to `partial` until the stream sends [DONE]. Waits for the
         next piece; unblocked by it, by the timeout or by a lost connection."""
         lines, done, rest = EventLines(), False, 0
         async with self._answer("POST", path, payload, timeout_s, headers) as response:
@@ -107,7 +107,7 @@ class HttpClient:
                 async for data in _pieces(response):
                     rest += len(data) if done else 0
                     if rest > MOST_REST:
-                        break  # it says more after its last word: the connection is not used again
+                        break  # the server sends more after [DONE]: the connection is not used again
                     for event in lines.feed(data):
                         done = done or event == DONE
                         if not done:
@@ -172,7 +172,7 @@ class HttpClient:
 
     @contextmanager
     def _typed(self, path: str, timeout_s: float) -> Iterator[None]:
-        """Turns the transport's exceptions into ours."""
+        """Turns exceptions of the transport into `EngineError`s."""
         try:
             yield
         except aiohttp.ServerTimeoutError as error:
@@ -198,14 +198,14 @@ class HttpClient:
         if self._session is None:
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S)
             self._session = aiohttp.ClientSession(connector=connector, auto_decompress=True)
-        if self._session.closed:  # `close` is at work: the server has been given up
+        if self._session.closed:  # `close` is running: the owner has abandoned the server
             raise aiohttp.ClientConnectionError("the client is being closed")
         return self._session
 
 
 async def _pieces(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-    """The body as it comes. aiohttp has a plain RuntimeError for who reads on while the connection is being closed, as
-    it is by `close` when the server has been given up."""
+    """The body piece by piece. aiohttp raises a plain RuntimeError in a read while `close` closes the connection, as it
+    does for an abandoned server."""
     while True:
         try:
             data = await response.content.readany()
@@ -217,7 +217,7 @@ async def _pieces(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
 
 
 def _words(body: bytes) -> str:
-    """What a refusal says, whichever of the protocol's shapes it has."""
+    """The text of a refusal, in any of the protocol's shapes."""
     try:
         return msgspec.json.decode(body, type=ErrorBody).words or body[:500].decode(errors="replace")
     except UNDECODABLE:
@@ -242,7 +242,7 @@ NOT_FOUND: Final = 404
 
 
 class RouterTraits(Struct, frozen=True):
-    """Fields of a request's body that one kind of router does not pass on."""
+    """Fields of a request's body that one kind of router does not forward."""
 
     dropped: frozenset[str]  # at the top
     dropped_sampling: frozenset[str]
@@ -265,12 +265,12 @@ TRAITS: Final = {
 
 
 def lost_fields(kind: str, request: GenerateRequest) -> tuple[str, ...]:
-    """Names of the fields that are set in the request and that a router of this kind would not pass on."""
+    """Names of the fields that are set in the request and that a router of this kind would not forward."""
     traits = TRAITS[kind]
     lost = [name for name in _set_fields(request) if name in traits.dropped]
     params = request.sampling_params
-    for one in params if isinstance(params, list) else [params]:
-        lost += [f"sampling_params.{name}" for name in _set_fields(one) if name in traits.dropped_sampling]
+    for sample in params if isinstance(params, list) else [params]:
+        lost += [f"sampling_params.{name}" for name in _set_fields(sample) if name in traits.dropped_sampling]
     return tuple(dict.fromkeys(lost))
 
 
@@ -325,7 +325,7 @@ class RouterClient(HttpClient):
 
     async def add(self, url: str, role: Role | None = None, token: Token | None = None) -> bool:
         """Ask for a worker; it is listed seconds later. False if the router still has one at this address. `token`:
-        what the router sends it, before what it was sent itself."""
+        the router sends it to the worker."""
         role, key = role or Role(), token.text if token is not None else None
         new = _NewWorker(url=url, worker_type=role.worker_type, bootstrap_port=role.bootstrap_port, api_key=key)
         try:

@@ -1,6 +1,6 @@
 """From a /generate body to completions: defaults, validation, and refusals in SGLang's words.
 
-Invariants: whatever is accepted can be served (its longest possible context fits a slot); a field that this engine
+Invariants: every accepted request can be served (its longest possible context fits a slot); a field that this engine
 does not serve is refused if it is set, never silently ignored.
 """
 

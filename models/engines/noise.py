@@ -1,10 +1,10 @@
 """Random numbers that are pure functions of (seed, position): counter-based hashing, no generator state.
 
 A sample therefore depends on its own seed only, never on which requests share its batch, and a response that was
-aborted and sent again with the same seed goes on with the noise it would have met: `position` counts from the start of
-the prompt. The mixer is SplitMix64's finaliser (Steele, Lea, Flood 2014), written out here and nowhere else, not taken
-from a library's generator: runs resumed under another numpy version draw the same. The torch version of `uniform` lives
-in `embedded.batch` and gives the same bits.
+aborted and sent again with the same seed continues with the same noise: `position` counts from the start of the prompt.
+The mixer is SplitMix64's finaliser (Steele, Lea, Flood 2014), written out here and nowhere else, not taken from a
+library's generator: runs resumed under another numpy version draw the same. The torch version of `uniform` lives in
+`embedded.batch` and gives the same bits.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from msgspec import Struct, field
 
 PauseMode = Literal["abort", "retract", "in_place"]
 EXPECTED_SGLANG = "0.5.23"  # the release whose behaviour the contract tests pin
-DEFAULT_LABEL = "default"  # of weights that nobody has named
+DEFAULT_LABEL = "default"  # of weights without a given name
 
 # [log-prob or null, token id, text or null]
 LogprobEntry = tuple[float | None, int, str | None]
@@ -62,7 +62,7 @@ class GenerateRequest(Struct, frozen=True, omit_defaults=True, kw_only=True):
     rid: str | list[str] | None = None
     sampling_params: SamplingParams | list[SamplingParams] = SamplingParams()
     return_logprob: bool = False
-    logprob_start_len: int = -1  # prompt tokens behind this one are scored, at temperature 1; -1: none
+    logprob_start_len: int = -1  # prompt tokens after this position are scored, at temperature 1; -1: none
     top_logprobs_num: int = 0
     token_ids_logprob: list[int] | None = None
     stream: bool = False
@@ -87,7 +87,7 @@ class GenerateRequest(Struct, frozen=True, omit_defaults=True, kw_only=True):
 
     @property
     def samples(self) -> int:
-        """How many responses the request asks for."""
+        """Number of responses to this request."""
         if isinstance(self.sampling_params, list):
             return sum(params.n for params in self.sampling_params)
         texts = len(self.text) if isinstance(self.text, list) else 1
@@ -113,14 +113,14 @@ class FinishReason(Struct, frozen=True, omit_defaults=True):
 
 
 class CachedDetails(Struct, frozen=True):
-    """Where cached prompt tokens were found."""
+    """Source of cached prompt tokens."""
 
     device: int = 0
     host: int = 0
 
 
 class MetaInfo(Struct, frozen=True, kw_only=True):
-    """What an engine tells about one response. Times in seconds."""
+    """An engine's report about one response. Times in seconds."""
 
     id: str
     finish_reason: FinishReason | None = None
@@ -153,7 +153,7 @@ class GenerateOutput(Struct, frozen=True, kw_only=True):
 
     @property
     def aborted(self) -> bool:
-        """True if the response is partial because somebody ended it."""
+        """True if the response is partial because a client or the server ended it."""
         reason = self.meta_info.finish_reason
         return reason is not None and reason.type == "abort"
 
@@ -332,10 +332,10 @@ class ErrorBody(Struct, frozen=True, kw_only=True):
 
     @property
     def words(self) -> str:
-        """What the server says is wrong."""
+        """The reason that the server gives."""
         return error_words(self.error) if self.error is not None else self.message
 
 
 def error_words(error: ErrorDetail | str) -> str:
-    """What an `error` says, in either shape."""
+    """The text of an `error`, in either shape."""
     return error.message if isinstance(error, ErrorDetail) else error

@@ -1,11 +1,11 @@
 """Starts an engine server: `EngineServer` inside a process, `python -m models.engines.serve` as a process of its own.
 
-Invariants: the address is loopback unless asked otherwise; the ready file appears whole, and only when requests are
+Invariants: the address is loopback by default; the ready file appears whole, and only when requests are
 served; the process ends with its parent, ignores SIGINT (an interrupt is its supervisor's to handle), and on SIGTERM
 ends cleanly; a crash of the engine ends it with status 1 and the reason on stderr.
 
 The kernel ties "parent" to the thread that started the process (`prctl(2)`, PR_SET_PDEATHSIG): start servers from a
-thread that lives as long as they shall.
+thread that lives as long as the servers.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class EngineServer:
     `seed` gives the noise of requests without a sampling seed. `port` 0 takes any free port, and replaces
     `config.engine_port`, which is the first port of all engines of a run. `stream_interval` is the number of tokens of
     a streamed chunk, unless a request says its own; with 0 each response is one chunk, sent when it has ended. With
-    `incremental_streaming` a chunk holds only what is new. `faults`: what requests meet on purpose. `token`:
-    what requests must bring; only a server on the loopback address may do without. Raises `EngineStartError` on entry.
+    `incremental_streaming` a chunk holds new tokens only. `faults`: injected faults of requests. `token`:
+    required of requests; only a server on the loopback address may do without. Raises `EngineStartError` on entry.
     """
 
     config: EngineConfig
@@ -106,7 +106,7 @@ class EngineServer:
             app.failure = error
             if not ended.done():
                 ended.set_exception(EngineError(f"the engine died: {type(error).__name__}: {error}"))
-                ended.exception()  # read here, so that nobody is told of it twice
+                ended.exception()  # read here, so that asyncio does not report it again
 
         core.start(deliver, crashed)
         self.core = core
@@ -144,7 +144,7 @@ class EngineServer:
             self._ended.set_result(None)
 
     async def _close(self) -> None:
-        """The engine ends first: what is open is answered as aborted before the connections close."""
+        """The engine ends first: it answers open requests as aborted before the connections close."""
         if self.core is not None:
             await self.core.stop()
         if self._runner is not None:

@@ -1,9 +1,9 @@
 """The HTTP front of an engine: SGLang's routes over an `EngineCore`.
 
 Invariants:
-- a client that goes away aborts its requests; an abort answers the request itself with 200 and what there is;
-- a paused engine takes requests and lets them wait, `/health` stays 200 and `/ready` says 503;
-- with a token, nobody without it gets further than the open routes, whatever is asked;
+- a client that disconnects aborts its requests; an aborted request answers 200 with its output so far;
+- a paused engine accepts requests and holds them, `/health` stays 200 and `/ready` answers 503;
+- with a token, a request without it reaches the open routes only;
 - refusals have SGLang's status and shapes (see `errors.RequestRefused`).
 """
 
@@ -38,7 +38,7 @@ ENDS_TOGETHER_S = 0.01  # some steps of a small model: an event costs its client
 
 class EngineApp:
     """Routes of one engine. Lives in one event loop. `stream_interval` and `incremental` say how it streams: tokens of
-    a chunk (0: a response is sent when it has ended), and whether a chunk holds only what is new."""
+    a chunk (0: a response is sent when it has ended), and whether a chunk holds new tokens only."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class EngineApp:
         faults: FaultPlan | None = None,
         token: Token | None = None,
     ) -> None:
-        """`token`: what every request must bring, but for those of the open routes; None: nothing is asked."""
+        """`token`: every request must bring it, except on the open routes; None: no check."""
         self._core, self._codec = core, codec
         self._stream_interval, self._incremental = stream_interval, incremental
         self._faults, self._token = faults, token
@@ -136,8 +136,8 @@ class EngineApp:
         return response
 
     async def _chunks(self, request: GenerateRequest, reply: text.Reply) -> AsyncIterator[list[bytes]]:
-        """Chunks of all completions as they grow, those of one step of the engine together, and of those that are
-        told of when they end, the ones that end together. Waits for news of any; ends when all have finished."""
+        """Chunks of all completions as they grow: together those of one engine step, and those of responses that end
+        together without streaming. Waits for progress of any completion; ends when all have finished."""
         growing = [
             text.Chunks(completion, index, self._codec, log_probs=request.return_logprob, incremental=self._incremental)
             for index, completion in enumerate(reply.completions)
@@ -145,7 +145,7 @@ class EngineApp:
         more = True
         while more:
             more = await reply.progress()
-            if more and not any(chunks.completion.stream for chunks in growing):  # told of as they end
+            if more and not any(chunks.completion.stream for chunks in growing):  # sent at their end
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(ENDS_TOGETHER_S):
                         while more:

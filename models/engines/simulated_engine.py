@@ -42,7 +42,7 @@ class SimulatedEngine:
             model_path=model_path,
             model_type="simulated",
             architecture="Simulated",
-            # A prompt may hold any id of the tokenizer; what is drawn stays below the configured size.
+            # A prompt may hold any id of the tokenizer; sampled ids stay below the configured size.
             vocab_size=max(simulated.vocab_size, int(checkpoint.get("vocab_size", 0))),
             context_length=min(bound, simulated.kv_tokens),
             slots=config.engine_slots,
@@ -137,7 +137,7 @@ class SimulatedEngine:
         return {"label": self.schedule.label}
 
     async def release_memory(self, tags: Sequence[MemoryTag]) -> None:
-        """There is none: what is away is noted, and what then may not be done is refused."""
+        """There is no memory: the release is recorded, and calls that need the memory are refused."""
         self.schedule.advance(self._now)
         if self._memory.release(tags, paused=self.schedule.paused, running=self.schedule.running):
             self.schedule.flush()

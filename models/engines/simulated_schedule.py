@@ -1,6 +1,6 @@
-"""Continuous batching as a latency model, in virtual time: pure, driven by the times it is told.
+"""Continuous batching as a latency model, in virtual time. No I/O, no clock: the caller passes the times.
 
-One step of b running requests takes `a + c b`, plus the prefill of those that enter at its beginning; each running
+One step of b running requests takes `a + c b`, plus the prefill of requests that enter at its beginning; each running
 request gets one token at its end. Requests enter only between steps.
 
 Invariants:
@@ -30,7 +30,7 @@ _EPSILON = 1e-9  # seconds: an event this close has happened
 
 @dataclass(eq=False, slots=True)
 class _Job:
-    """A completion on its way. Its output has `done` tokens at step `since` and `goal` at its end."""
+    """A running completion. Its output has `done` tokens at step `since` and `goal` at its end."""
 
     completion: Completion
     goal: int
@@ -41,7 +41,7 @@ class _Job:
 
     @property
     def scores(self) -> bool:
-        """It asks for no token."""
+        """Whether the request wants scores only, no token."""
         return self.goal == 0
 
 
@@ -55,7 +55,7 @@ class Schedule:
     label: str
     model_path: str = ""
     paused: bool = False
-    holding: bool = False  # admit nothing: an update waits for what is running
+    holding: bool = False  # admit nothing: an update waits for the running requests
     totals: Totals = field(default_factory=Totals)
 
     def __post_init__(self) -> None:
@@ -112,7 +112,7 @@ class Schedule:
         self.cancel(now, [job.completion for job in (*self._running.values(), *self._waiting)])
 
     def pause(self, now: float, mode: PauseMode) -> None:
-        """Stop between steps; the step that is under way begins again at the end of the pause."""
+        """Stop between steps; the current step begins again at the end of the pause."""
         self.advance(now)
         self.paused = True
         if mode == "abort":
@@ -122,7 +122,7 @@ class Schedule:
                 self._retract(job)
 
     def resume(self, now: float) -> None:
-        """Go on. Requests enter at `now`."""
+        """Continue. Requests enter at `now`."""
         self.advance(now)
         self.paused = False
         self._base = max(self._base, now)
@@ -154,13 +154,13 @@ class Schedule:
         return finished
 
     def next_event(self) -> float | None:
-        """When something happens next without anybody's doing; None if never."""
+        """Time of the next event without a call from outside; None if there is none."""
         if self.paused or not self._running:
             return None
         return self._base + self._first + (self._steps_to_event() - 1) * self._step_s
 
     def next_chunk(self) -> float | None:
-        """When the next chunk of a stream is due, if nobody enters or leaves before; None if none streams."""
+        """When the next chunk of a stream is due, if no request enters or leaves before; None if none streams."""
         if self.paused or not self._streaming:
             return None
         steps = max(1, min(_next_shown(job) - self._produced(job) for job in self._streaming.values()))
@@ -174,7 +174,7 @@ class Schedule:
         return [job.completion for job in due]
 
     def advance(self, now: float) -> None:
-        """Let all happen that happens until `now`."""
+        """Process all events until `now`."""
         while True:
             event = self.next_event()
             if event is None or event > now + _EPSILON:
@@ -188,7 +188,7 @@ class Schedule:
         return (self.config.a_ms + self.config.c_ms * len(self._running)) * self._scale
 
     def _steps_to_event(self) -> int:
-        """Steps until the membership changes: somebody ends, enters, or the cache is full."""
+        """Steps until the membership changes: a request ends or enters, or the cache is full."""
         while self._ends and not self._alive(self._ends[0]):
             heapq.heappop(self._ends)
         steps = self._ends[0][0] - self.totals.steps

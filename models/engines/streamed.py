@@ -1,15 +1,15 @@
-"""Streamed responses: what has arrived of each sample, and how much of it is certain if the engine is lost.
+"""Streamed responses: the received part of each sample, and how much of it is certain if the engine is lost.
 
 Invariants:
-- no version is guessed. SGLang names the versions span by span only when a response has finished; until then a chunk
-  carries the label that the server had when it sent it, which may be newer than the tokens but never older. So the
-  certain prefix of a sample is made of the chunks before the first whose label is not the one that the sample began
-  with. Chunks that bring spans (other engines do) are certain whole;
-- chunks are cumulative or, with --incremental-streaming-output, only what is new. Which it is follows from the chunk's
-  own count of tokens, also for the two odd ones of SGLang 0.5.23: a cumulative chunk may hold more tokens than it
-  counts (the surplus is left for the next one), and the last chunk of an incremental response that was aborted while it
-  waited repeats its last token;
-- a chunk is kept as bytes and looked at only so far as its header goes; tokens are decoded once, at the end.
+- no version is guessed. SGLang names the versions span by span only in the last chunk of a response; an earlier chunk
+  has the server's label at the time of sending, which may be newer than the tokens but never older. So the certain
+  prefix of a sample ends before the first chunk whose label differs from the sample's first label. Chunks with spans
+  (from our engines) are certain as a whole;
+- chunks are cumulative or, with --incremental-streaming-output, hold new tokens only. The chunk's own count of tokens
+  decides which, also for two odd chunks of SGLang 0.5.23: a cumulative chunk may hold more tokens than it counts (the
+  surplus counts for the next chunk), and the last chunk of an incremental response that was aborted while it waited
+  repeats its last token;
+- a chunk is kept as bytes, and only its header is decoded on arrival; tokens are decoded once, at the end.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ DONE: Final = b"[DONE]"
 
 
 class EventLines:
-    """Splits a server-sent event stream into the payloads of its `data:` lines. Each byte is looked at once."""
+    """Splits a server-sent event stream into the payloads of its `data:` lines. Each byte is scanned once."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
@@ -50,7 +50,7 @@ class EventLines:
         return len(self._buffer)
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Payloads that `data` completes."""
+        """The payloads completed by `data`."""
         found: list[bytes] = []
         self._buffer += data
         start = 0
@@ -88,29 +88,29 @@ class StreamBroken(Exception):
     """A chunk does not fit those before it. The client turns it into an `EngineProtocolError`."""
 
 
-Part = tuple[bytes, int]  # a chunk, and how many tokens the sample has with it
+Part = tuple[bytes, int]  # a chunk, and the sample's count of tokens up to its end
 
 
 @dataclass(slots=True)
 class _Sample:
-    """What has arrived of one sample. A cumulative chunk takes the place of the parts before it."""
+    """The received part of one sample. A cumulative chunk replaces the parts before it."""
 
     parts: list[Part] = field(default_factory=list)
-    sure: list[Part] = field(default_factory=list)  # the certain ones of them
-    label: str | None = None  # that the sample began with
-    spans: list[VersionSpan] | None = None  # of the certain tokens, if the engine told them
+    sure: list[Part] = field(default_factory=list)  # the certain parts
+    label: str | None = None  # of the sample's first chunk
+    spans: list[VersionSpan] | None = None  # of the certain tokens, if the engine reports spans
     foreign: bool = False  # a chunk had another label
     finish: FinishReason | None = None
     last: bytes = b""
     whole: GenerateOutput | None = None  # the finished response, decoded once
-    told: int = 0  # certain tokens that `news` has given out
+    reported: int = 0  # certain tokens that `news` has returned
 
     @property
     def tokens(self) -> int:
         return self.parts[-1][1] if self.parts else 0
 
     def take(self, raw: bytes, head: _Head, sent_label: str | None) -> None:
-        """Add a chunk. Raises `StreamBroken` if it does not continue what there is."""
+        """Add a chunk. Raises `StreamBroken` if it does not continue the sample."""
         meta, have = head.meta_info, self.tokens
         held = _count(head.output_ids)
         total = held if meta.completion_tokens is None else meta.completion_tokens
@@ -143,20 +143,20 @@ class _Sample:
         return self.spans is None and not self.foreign
 
     def news(self) -> list[LogprobEntry]:
-        """The certain tokens since the last call. Each chunk is decoded once, those before it are not looked at."""
+        """The certain tokens since the last call. Each chunk is decoded once."""
         new: list[Part] = []
         for raw, total in reversed(self.sure):
-            if total <= self.told:
+            if total <= self.reported:
                 break
             new.append((raw, total))
         found: list[LogprobEntry] = []
         for raw, total in reversed(new):
             chunk = _decode_chunk(raw)
             ids = chunk.output_ids
-            start = self.told if len(ids) >= total else 0  # else it holds only what is new
+            start = self.reported if len(ids) >= total else 0  # else the chunk holds new tokens only
             entries = chunk.meta_info.output_token_logprobs or [(None, token, None) for token in ids]
-            found += entries[start : start + total - self.told]
-            self.told = total
+            found += entries[start : start + total - self.reported]
+            self.reported = total
         return found
 
     def certain(self, index: int, early_boundary: bool) -> GenerateOutput | None:
@@ -168,8 +168,8 @@ class _Sample:
         return self._with_spans(_join(self.sure, self.sure[-1][0], index), early_boundary)
 
     def finished(self, index: int, early_boundary: bool) -> GenerateOutput:
-        """The whole response. One whose label changed, by an engine that reports no spans, counts as aborted at the end
-        of what is certain: whoever sent it goes on from there."""
+        """The whole response. If its label changed and the engine reports no spans, it counts as aborted at the end of
+        its certain prefix: the caller continues from there."""
         if self.whole is None:
             self.whole = self._finished(index, early_boundary)
         return self.whole
@@ -191,14 +191,14 @@ class _Sample:
 
 
 class PartialOutputs:
-    """What has arrived of one streamed request, for `EngineClient.generate(request, partial=...)`. Good for one call.
+    """The received part of one streamed request, for `EngineClient.generate(request, partial=...)`. Good for one call.
 
-    `sent_label`: what the weights were called on every engine that the request could go to when it was sent, if that
-    is known. Then only chunks with this label are certain. Without it the label of a sample's first chunk is taken;
-    that is wrong if an update lands within the milliseconds between the first token and the chunk that brings it.
-    `ended` is told of each sample that has finished, at once, while others go on; not of one that the engine rejected,
-    for that is an error of the whole call. `grew` is told of certain tokens (log-prob, id, text) as they come,
-    `counted` of how many of a sample are certain by now.
+    `sent_label`: the label of the weights on every engine that could get the request, at the time of sending, if known.
+    Then only chunks with this label are certain. Without it the label of a sample's first chunk counts; that is wrong
+    if an update lands within the milliseconds between the first token and its chunk.
+    `ended` is called at once for each finished sample, while other samples continue; not for a rejected sample, because
+    a rejection is an error of the whole call. `grew` is called with new certain tokens (log-prob, id, text), `counted`
+    with the number of certain tokens of a sample.
     """
 
     def __init__(
@@ -216,7 +216,7 @@ class PartialOutputs:
 
     @property
     def tokens(self) -> int:
-        """Tokens that have arrived, of all samples, certain or not."""
+        """Received tokens of all samples, certain or not."""
         return sum(sample.tokens for sample in self._samples)
 
     @property
@@ -243,7 +243,7 @@ class PartialOutputs:
         return math.inf if limits is None or limits.answer_bytes is None else limits.answer_bytes
 
     def begin(self, samples: int, early_boundary: bool, limits: AnswerLimits | None = None) -> None:
-        """The request goes out; for the client to call."""
+        """Called by the client before it sends the request."""
         if self._samples:
             raise ValueError("a PartialOutputs holds one request; make a new one for each call")
         self._samples = [_Sample() for _ in range(samples)]
@@ -256,7 +256,7 @@ class PartialOutputs:
         if head.error is not None:
             return head.error
         if not 0 <= head.index < len(self._samples):
-            raise StreamBroken(f"a chunk is of sample {head.index}, and {len(self._samples)} were asked for")
+            raise StreamBroken(f"a chunk is of sample {head.index}, but the request has {len(self._samples)} samples")
         sample, reason = self._samples[head.index], head.meta_info.finish_reason
         sample.take(raw, head, self.sent_label)
         self.chunks += 1
@@ -276,7 +276,7 @@ class PartialOutputs:
         return None
 
     def _check(self, count: int) -> None:
-        """Raises StreamBroken for a response of so many tokens if there cannot be one."""
+        """Raises StreamBroken if no response of this request can have so many tokens."""
         if self._limits is None:
             return
         if self.chunks > self._limits.chunks:
@@ -285,7 +285,7 @@ class PartialOutputs:
             raise StreamBroken(f"a response has {count} new tokens, and {self._limits.tokens} were allowed")
 
     def certain_of(self, index: int) -> GenerateOutput | None:
-        """The same of one sample. Of one whose chunks make no sense nothing is certain."""
+        """As `certain`, for one sample. A sample whose chunks make no sense has no certain tokens."""
         try:
             return self._samples[index].certain(index, self._early_boundary)
         except (StreamBroken, *UNDECODABLE):
@@ -304,7 +304,7 @@ def _count(ids: Raw) -> int:
 
 
 def _join(parts: list[Part], last: bytes, index: int) -> GenerateOutput:
-    """One response out of its parts, with the meta information of its last chunk."""
+    """One response, joined from its parts, with the meta information of its last chunk."""
     ids: list[int] = []
     entries: list[LogprobEntry] = []
     text: list[str] = []

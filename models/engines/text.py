@@ -1,7 +1,7 @@
 """Token ids to text and back, from a checkpoint's `tokenizer.json`. Light: the `tokenizers` library only.
 
-Invariant: a directory without a tokenizer still serves token ids; text is then empty, and whatever needs text (a text
-prompt, a stop string) is refused by the intake.
+Invariant: a directory without a tokenizer still serves token ids; text is then empty, and the intake
+refuses requests that need text (a text prompt, a stop string).
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def tail_tokens(stops: Sequence[str]) -> int:
 # From completions to answers: text, meta information, the JSON of /generate and its stream.
 #
 # Invariants:
-# - a chunk of a stream is cumulative (text, ids and log-probs from 0), as SGLang's default is, or holds what is new; in
+# - a chunk of a stream is cumulative (text, ids and log-probs from 0), the default of SGLang, or holds new tokens; in
 #   both it counts all tokens, and names the versions of all of them: SGLang does that in the last chunk only;
 # - a completion's lists may grow in another thread while a chunk is built, so lengths are read once.
 
@@ -131,7 +131,7 @@ class Reply:
         await self._finished.wait()
 
     async def progress(self) -> bool:
-        """Wait for news of any completion; False once all have finished."""
+        """Wait for progress of any completion; False once all have finished."""
         await self._changed.wait()
         self._changed.clear()
         return bool(self._open)
@@ -151,8 +151,8 @@ def output(completion: Completion, text: str, label: str, log_probs: bool, count
 
 
 class Chunks:
-    """Chunks of one streamed completion, the `index`-th of its request. Text of an incremental stream is what the text
-    so far has beyond the text before."""
+    """Chunks of one streamed completion, the `index`-th of its request. In an incremental stream, the text of a chunk
+    is the difference between the text so far and the text before."""
 
     def __init__(
         self, completion: Completion, index: int, codec: TextCodec, *, log_probs: bool, incremental: bool

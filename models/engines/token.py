@@ -1,10 +1,10 @@
-"""The token of a server: who sends it may use the server, nobody else.
+"""The token of a server: only a client that sends it may use the server.
 
-Each run makes one for the engines and the router that it starts. It lies in a file for its owner alone, whose path is
-on command lines while the token is not; processes of the run have it from the topic. Routes that tell no more than that
-a server lives, and its metrics, are open, as SGLang's are.
+Each run makes a token for the engines and the router that it starts, in a file that only its owner can read. Command
+lines hold the path of the file, never the token; processes of the run get it from the topic. As with SGLang, routes for
+health and metrics are open.
 
-Invariant: a token is shown by no `repr`, so that no log has it by accident, and is compared in constant time.
+Invariant: no `repr` shows a token, so that no log has it by accident; tokens are compared in constant time.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from msgspec import Struct
 
 from models.errors import EngineStartError
 
-OPEN_ROUTES: Final = ("/health", "/ready", "/metrics")  # and what begins with one of them
+OPEN_ROUTES: Final = ("/health", "/ready", "/metrics")  # and routes that begin with one of them
 _LONGEST: Final = 4096
-_WRITTEN: Final = re.compile(rb"[!-~]{8,}")  # what a header can carry, and nobody guesses at once
+_WRITTEN: Final = re.compile(rb"[!-~]{8,}")  # fits into a header, and is not guessed at once
 
 
 class Token(Struct, frozen=True):
-    """What is sent as `Authorization: Bearer TEXT`."""
+    """Sent as `Authorization: Bearer TEXT`."""
 
     text: str
 
@@ -39,7 +39,7 @@ class Token(Struct, frozen=True):
         return f"Bearer {self.text}"
 
     def is_sent_by(self, authorization: str | None) -> bool:
-        """Whether the header of a request has it."""
+        """Whether the header of a request holds this token."""
         kind, _, sent = (authorization or "").partition(" ")
         return kind.lower() == "bearer" and hmac.compare_digest(
             sent.encode(errors="surrogateescape"), self.text.encode()
@@ -47,7 +47,7 @@ class Token(Struct, frozen=True):
 
 
 class TokenFile(Struct, frozen=True):
-    """A token, and where it lies."""
+    """A token and its file."""
 
     path: str
     token: Token

@@ -37,7 +37,7 @@ NEUTRAL = frozenset(
 
 
 def need(config: Mapping[str, Any], key: str) -> Any:
-    """The value of a key that must be there. Raises `UnsupportedModel`."""
+    """The value of a required key. Raises `UnsupportedModel`."""
     if config.get(key) is None:
         raise UnsupportedModel(
             f"config.json of {config.get('model_type')!r} has no {key}, which its architecture needs; "
@@ -66,7 +66,7 @@ def renamed(config: Mapping[str, Any], **names: str) -> dict[str, Any]:
 
 
 def check_keys(config: Mapping[str, Any], known: frozenset[str], **off: tuple[Any, ...]) -> None:
-    """Refuse what changes the logits and cannot be built.
+    """Refuse keys that change the logits and cannot be built.
 
     `known`: keys that the family reads; `off`: keys with the values that it can build. An absent key or null is the
     default of transformers, which is always among them. Raises `UnsupportedModel`.
@@ -137,13 +137,13 @@ class Rope:
 
     @property
     def factor(self) -> float:
-        """Of positions; yarn's may be left out, then it is the ratio of the maximal lengths."""
+        """Factor of positions; without one, yarn takes the ratio of the maximal lengths."""
         factor = self.scaling.get("factor")
         return float(factor) if factor is not None else self.max_length / self._original_length
 
     @property
     def attention_factor(self) -> float:
-        """What cosines and sines are multiplied by."""
+        """The factor of cosines and sines."""
         if self.kind != "yarn":
             return 1.0
         if self.scaling.get("attention_factor") is not None:

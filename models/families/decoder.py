@@ -1,7 +1,7 @@
 """A decoder as its `config.json` describes it: enough to build it and to name its weights.
 
-Here stand what families share: the embedding, norms and head, the rules of attention, MLP and experts, and the common
-fields of a transformer.
+Families share: the embedding, norms and head, the rules of attention, MLP and experts, and the common fields of a
+transformer.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from models.families.config_json import Rope, need, read_rope, shape_of
 from models.families.hugging_face_names import Gated, Layers, Piece, QueryGroups, Rule, Weight, expand, whole
 
 # --------------------------------------------------------------------------------------------------
-# What is known of a model once its `config.json` is read: enough to build it and to name its weights.
+# A model as its `config.json` describes it.
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class Architecture:
     """One model.
 
     `transformer`: fields of Megatron-core's TransformerConfig (MLATransformerConfig if `latent_attention`), by name.
-    `left_out`: regular expressions of names in checkpoints that are not part of the model here, with the reason to warn
-    with ("": none is needed); a name that neither a rule nor one of these knows is refused.
+    `left_out`: regular expressions of names in checkpoints that the model here leaves out, with the reason for a
+    warning ("": no warning); a name that neither a rule nor an expression matches is refused.
     """
 
     model_type: str
@@ -60,7 +60,7 @@ class Architecture:
         return {r".*\.rotary_emb\.inv_freq": ""} | ({r"lm_head\.weight": ""} if self.tied else {})
 
     def names_left_out(self, names: Iterable[str]) -> dict[str, list[str]]:
-        """By reason, those of `names` that checkpoints may have without the model here having them."""
+        """By reason, those of `names` that the model here leaves out."""
         found: dict[str, list[str]] = {}
         for name in sorted(names):
             for pattern, reason in {**self.left_out, **self._derived}.items():
@@ -71,7 +71,7 @@ class Architecture:
 
 
 # --------------------------------------------------------------------------------------------------
-# What families share: a decoder with its embedding, norms and head, the rules of attention, MLP and experts, and the
+# Shared by families: a decoder with its embedding, norms and head, the rules of attention, MLP and experts, and the
 # common fields of a transformer.
 
 
@@ -141,7 +141,7 @@ def decoder(
             Rule(OWN + "pre_mlp_layernorm.weight", whole(LAYER + "post_attention_layernorm.weight")),
             *layer_rules,
             Rule("decoder.final_layernorm.weight", whole("model.norm.weight"), layers="once"),
-            *(() if shape.tied else (head,)),  # a tied output layer has no tensor of its own
+            *(() if shape.tied else (head,)),  # a tied output layer has no own tensor
         ),
         moe_layers=shape.sparse,
         left_out=left_out or {},
@@ -157,52 +157,52 @@ def plain(config: Mapping[str, Any]) -> Architecture:
 def attention(shape: ModelShape) -> tuple[Rule, ...]:
     """Attention with query groups."""
     join = QueryGroups(shape.heads, shape.kv_heads, shape.head)
-    theirs, own = LAYER + "self_attn.", OWN + "self_attention."
+    published, own = LAYER + "self_attn.", OWN + "self_attention."
 
     def qkv(kind: str) -> Rule:
-        names = whole(*(f"{theirs}{one}_proj.{kind}" for one in "qkv"))
+        names = whole(*(f"{published}{part}_proj.{kind}" for part in "qkv"))
         return Rule(f"{own}linear_qkv.{kind}", names, split="rows", join=join)
 
     rules = [qkv("weight")]
     if shape.qkv_bias:
         rules.append(qkv("bias"))
     if shape.qk_norm:
-        rules.append(Rule(own + "q_layernorm.weight", whole(theirs + "q_norm.weight")))
-        rules.append(Rule(own + "k_layernorm.weight", whole(theirs + "k_norm.weight")))
-    rules.append(Rule(own + "linear_proj.weight", whole(theirs + "o_proj.weight"), split="columns"))
+        rules.append(Rule(own + "q_layernorm.weight", whole(published + "q_norm.weight")))
+        rules.append(Rule(own + "k_layernorm.weight", whole(published + "k_norm.weight")))
+    rules.append(Rule(own + "linear_proj.weight", whole(published + "o_proj.weight"), split="columns"))
     return tuple(rules)
 
 
 def mlp(*, fused: bool = False, dense_only: bool = False) -> tuple[Rule, ...]:
     """Gated MLP. `fused`: the checkpoint stores gate and up projection as one tensor."""
-    theirs, own = LAYER + "mlp.", OWN + "mlp."
-    first = tuple(Piece(theirs + "gate_up_proj.weight", part, 2) for part in range(2)) if fused else ()
-    return _gated(own, theirs, "dense" if dense_only else "all", first)
+    published, own = LAYER + "mlp.", OWN + "mlp."
+    first = tuple(Piece(published + "gate_up_proj.weight", part, 2) for part in range(2)) if fused else ()
+    return _gated(own, published, "dense" if dense_only else "all", first)
 
 
-def _gated(own: str, theirs: str, layers: Layers, first: tuple[Piece, ...] = ()) -> tuple[Rule, Rule]:
+def _gated(own: str, published: str, layers: Layers, first: tuple[Piece, ...] = ()) -> tuple[Rule, Rule]:
     """Both matrices of a gated MLP. `first`: pieces of the first one, if they are not two tensors."""
-    pieces = first or whole(theirs + "gate_proj.weight", theirs + "up_proj.weight")
+    pieces = first or whole(published + "gate_proj.weight", published + "up_proj.weight")
     return (
         Rule(own + "linear_fc1.weight", pieces, split="gated_rows", join=Gated(), layers=layers),
-        Rule(own + "linear_fc2.weight", whole(theirs + "down_proj.weight"), split="columns", layers=layers),
+        Rule(own + "linear_fc2.weight", whole(published + "down_proj.weight"), split="columns", layers=layers),
     )
 
 
 def experts(*, router_bias: bool = False, shared: bool = False) -> tuple[Rule, ...]:
     """Router, experts, and the shared expert if there is one."""
-    theirs, own = LAYER + "mlp.", OWN + "mlp."
-    one, mine = theirs + "experts.{expert}.", own + "experts.local_experts.{expert}."
-    rules = [Rule(own + "router.weight", whole(theirs + "gate.weight"), layers="moe")]
+    published, own = LAYER + "mlp.", OWN + "mlp."
+    expert, local = published + "experts.{expert}.", own + "experts.local_experts.{expert}."
+    rules = [Rule(own + "router.weight", whole(published + "gate.weight"), layers="moe")]
     if router_bias:
-        name = whole(theirs + "gate.e_score_correction_bias")
+        name = whole(published + "gate.e_score_correction_bias")
         rules.append(Rule(own + "router.expert_bias", name, layers="moe"))
-    fc1, fc2 = _gated(mine, one, "moe")
-    both = tuple(Piece(theirs + "experts.gate_up_proj", part, 2, stacked=True) for part in range(2))
-    down = (Piece(theirs + "experts.down_proj", stacked=True),)
+    fc1, fc2 = _gated(local, expert, "moe")
+    both = tuple(Piece(published + "experts.gate_up_proj", part, 2, stacked=True) for part in range(2))
+    down = (Piece(published + "experts.down_proj", stacked=True),)
     rules += [replace(fc1, stacked=both), replace(fc2, stacked=down)]
     if shared:
-        rules += _gated(own + "shared_experts.", theirs + "shared_experts.", "moe")
+        rules += _gated(own + "shared_experts.", published + "shared_experts.", "moe")
     return tuple(rules)
 
 
@@ -211,7 +211,7 @@ def experts(*, router_bias: bool = False, shared: bool = False) -> tuple[Rule, .
 
 
 def sigmoid_routing(config: Mapping[str, Any], shape: ModelShape) -> dict[str, Any]:
-    """Fields of TransformerConfig. Raises `UnsupportedModel` for what Megatron-core's router cannot do."""
+    """Fields of TransformerConfig. Raises `UnsupportedModel` if Megatron-core's router cannot compute it."""
     model_type = config.get("model_type")
     need(config, "n_routed_experts")
     top = shape.active_experts

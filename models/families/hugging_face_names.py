@@ -119,8 +119,8 @@ class Rule:
     """One kind of parameter. `{layer}` and `{expert}` in names are numbers.
 
     `pieces`: how published checkpoints store it, and how it is exported. `stacked`: how transformers 5 keeps experts in
-    memory, accepted on loading. `replicated_rows`: with this many rows a process holds all of it, although `split`
-    says otherwise (Transformer Engine keeps MLA's down projections whole, the local layers divide them).
+    memory, accepted on loading. `replicated_rows`: with this many rows a process holds all of it, against `split`
+    (Transformer Engine keeps MLA's down projections whole, the local layers divide them).
     """
 
     megatron: str
@@ -191,7 +191,7 @@ def _weight(rule: Rule, layer: int | None, expert: int | None) -> Weight:
 
 
 # --------------------------------------------------------------------------------------------------
-# Division of one whole parameter among tensor-parallel processes, and its reverse. Pure arithmetic on tensors.
+# Division of one whole parameter among tensor-parallel processes, and its reverse.
 #
 # Invariant: `merge([part(x, split, i, n) for i in range(n)], split)` is x, bit by bit.
 
@@ -202,7 +202,7 @@ def padded_vocab(vocab_size: int, parts: int) -> int:
 
 
 def part(whole: Tensor, split: Split, index: int, parts: int) -> Tensor:
-    """What process `index` of `parts` holds. Vocabulary rows are padded already. A view where possible."""
+    """The part of process `index` of `parts`. Vocabulary rows are padded already. A view where possible."""
     if split == "none" or parts == 1:
         return whole
     if split == "gated_rows":
@@ -213,7 +213,7 @@ def part(whole: Tensor, split: Split, index: int, parts: int) -> Tensor:
 
 
 def merge(held: Sequence[Tensor], split: Split) -> Tensor:
-    """The whole of what the processes hold, in their order."""
+    """The whole parameter from the parts of all processes, in their order."""
     if split == "none" or len(held) == 1:
         return held[0]
     if split == "gated_rows":

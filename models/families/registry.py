@@ -79,31 +79,33 @@ def _transformer(config: Mapping[str, Any], shape: ModelShape, latent: Latent, r
 
 
 def _attention(latent: Latent) -> tuple[Rule, ...]:
-    theirs, own = decoder.LAYER + "self_attn.", decoder.OWN + "self_attention."
+    published, own = decoder.LAYER + "self_attn.", decoder.OWN + "self_attention."
     if latent.query_rank is None:
-        query: tuple[Rule, ...] = (Rule(own + "linear_q_proj.weight", whole(theirs + "q_proj.weight"), split="rows"),)
+        query: tuple[Rule, ...] = (
+            Rule(own + "linear_q_proj.weight", whole(published + "q_proj.weight"), split="rows"),
+        )
     else:
         query = (
             Rule(
                 own + "linear_q_down_proj.weight",
-                whole(theirs + "q_a_proj.weight"),
+                whole(published + "q_a_proj.weight"),
                 split="rows",
                 replicated_rows=latent.query_rank,
             ),
-            Rule(own + "q_layernorm.weight", whole(theirs + "q_a_layernorm.weight")),
-            Rule(own + "linear_q_up_proj.weight", whole(theirs + "q_b_proj.weight"), split="rows"),
+            Rule(own + "q_layernorm.weight", whole(published + "q_a_layernorm.weight")),
+            Rule(own + "linear_q_up_proj.weight", whole(published + "q_b_proj.weight"), split="rows"),
         )
     return (
         *query,
         Rule(
             own + "linear_kv_down_proj.weight",
-            whole(theirs + "kv_a_proj_with_mqa.weight"),
+            whole(published + "kv_a_proj_with_mqa.weight"),
             split="rows",
             replicated_rows=latent.key_rank + latent.rotary,
         ),
-        Rule(own + "kv_layernorm.weight", whole(theirs + "kv_a_layernorm.weight")),
-        Rule(own + "linear_kv_up_proj.weight", whole(theirs + "kv_b_proj.weight"), split="rows"),
-        Rule(own + "linear_proj.weight", whole(theirs + "o_proj.weight"), split="columns"),
+        Rule(own + "kv_layernorm.weight", whole(published + "kv_a_layernorm.weight")),
+        Rule(own + "linear_kv_up_proj.weight", whole(published + "kv_b_proj.weight"), split="rows"),
+        Rule(own + "linear_proj.weight", whole(published + "o_proj.weight"), split="columns"),
     )
 
 

@@ -46,7 +46,7 @@ def local_directory(checkpoint: str, key: str) -> Path | None:
 
 
 def not_fetched(checkpoint: str, key: str, error: Exception) -> CheckpointUnavailable:
-    """What to raise of a hub id that could not be fetched."""
+    """The error for a hub id that could not be fetched."""
     return CheckpointUnavailable(
         f"{key}={checkpoint!r} is no directory here and could not be fetched from the hub ({first_line(error)}); "
         "give an existing directory, or download the model first"
@@ -54,7 +54,7 @@ def not_fetched(checkpoint: str, key: str, error: Exception) -> CheckpointUnavai
 
 
 class CheckpointTensors:
-    """Names and tensors of a directory. Files are mapped into memory, and read as far as asked for.
+    """Names and tensors of a directory. Files are mapped into memory, and only the requested parts are read.
 
     Raises `CheckpointUnavailable`.
     """
@@ -111,7 +111,7 @@ class CheckpointTensors:
         return found
 
     def slice(self, name: str) -> Any:
-        """What safetensors knows of a tensor, of which rows are read when they are asked for."""
+        """The view of a tensor; safetensors reads rows at their first use."""
         return self._file_of(name).get_slice(name)
 
     def _file_of(self, name: str) -> Any:
@@ -145,7 +145,7 @@ def _span(start: int, stop: int, index: int, parts: int, name: str) -> slice:
 
 
 def copy_all_but_weights(source: Path, target: Path) -> None:
-    """Configuration, tokenizer and what else a checkpoint holds; files that are there already are left alone."""
+    """Configuration, tokenizer and other files of a checkpoint; existing files are kept."""
     for file in sorted(source.iterdir()):
         if file.is_file() and not file.name.endswith(_WEIGHT_SUFFIXES) and not (target / file.name).exists():
             shutil.copyfile(file, target / file.name)
@@ -193,7 +193,7 @@ def context_limit(config: Config) -> int | None:
         text = Path(config.train.hf_checkpoint, "config.json").read_bytes()
         found = msgspec.json.decode(text, type=dict[str, Any])
     except (OSError, msgspec.MsgspecError):
-        return None  # of the hub, or what reads it will say what is wrong
+        return None  # a hub id, or its reader reports the fault
     if found.get("rope_scaling") or "factor" in (found.get("rope_parameters") or {}):
         return None
     limit = found.get("max_position_embeddings")

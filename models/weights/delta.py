@@ -1,7 +1,7 @@
 """One version as the difference to another: xor, bytes of equal significance together, zstd. No torch.
 
 A file is: the compressed chunks end to end, their table (msgpack `DeltaHeader`), 8 bytes little-endian length of that
-table, 8 bytes magic: it is written in one go, and a file cut short is told by its end.
+table, 8 bytes magic: it is written in one pass, and its end shows whether the file was cut short.
 
 Weights that hardly move share sign, exponent and leading mantissa bits with the version before, so the xor of their
 upper bytes is mostly zero; set apart from the lower bytes they nearly vanish.
@@ -9,7 +9,7 @@ upper bytes is mostly zero; set apart from the lower bytes they nearly vanish.
 Invariants:
 - base xor difference is exactly the result, for any bytes: nothing is rounded;
 - a tensor that did not change costs no chunk;
-- what is applied is checked against the digest of the whole result before anybody loads it (`delta_mirror`).
+- the digest of the whole result is checked before any engine loads it (`delta_mirror`).
 """
 
 from __future__ import annotations
@@ -117,8 +117,8 @@ def write_delta(
     """Write the difference of two open slots of the same layout; `labels` and `digests` are (base's, new's).
 
     The file appears whole (written beside, then renamed). It is not synced: after a crash of the machine the run begins
-    anew with full weights, and a reader trusts no file without its digest. Raises DeltaError if the tensors are not the
-    same ones.
+    again with full weights, and a reader trusts no file without its digest. Raises DeltaError if the tensors are not
+    the same ones.
     """
 
     def work(pair: tuple[tuple[TensorSpec, Bytes], tuple[TensorSpec, Bytes]]) -> tuple[TensorSpec, list[bytes]]:

@@ -7,7 +7,7 @@ differences after that.
 Invariants:
 - a version is handed out only if the digest of its bytes is the announced one; a difference is applied only to bytes of
   the digest that it names as its base;
-- a slot is not overwritten while somebody loads from it (`lent`).
+- a slot is not overwritten while an engine loads from it (`lent`).
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ class DeltaMirror:
     async def lent(self, claim: SlotManifest, source: Path, *, anew: bool = False) -> AsyncIterator[SlotManifest]:
         """The announced version in a local slot, which stays as it is inside the block.
 
-        `source`: the directory of differences. `anew`: begin with full weights, whatever lies here. Waits for others
-        that load from the slot that is overwritten; unblocked by their end. Raises WeightsError.
+        `source`: the directory of differences. `anew`: begin with full weights, whatever the slots hold. Waits for
+        others that load from the slot that is overwritten; unblocked by their end. Raises WeightsError.
         """
         async with self._moving:
             manifest = await self._reach(claim, source, anew)
@@ -128,7 +128,7 @@ class DeltaMirror:
         return self._held
 
     async def _step(self, work: Callable[[], None]) -> None:
-        """One write, in a thread. Waits until nobody loads from the slot that it takes."""
+        """One write, in a thread. Waits until no engine loads from its slot."""
         slots = self._slots
         if slots is not None:
             async with self._returned:

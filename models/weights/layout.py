@@ -297,7 +297,7 @@ def remove_if_stale(directory: Path) -> bool:
 
 
 def remove_stale(root: Path = SHARED_MEMORY) -> list[Path]:
-    """Remove the slot directories that dead runs left in `root`; return what was removed."""
+    """Remove the slot directories that dead runs left in `root`; return the removed ones."""
     if not root.is_dir():
         return []
     found = sorted([*root.glob(f"{PREFIX}*"), *_abandoned_drafts(root)])
@@ -305,7 +305,7 @@ def remove_stale(root: Path = SHARED_MEMORY) -> list[Path]:
 
 
 def list_left_behind(directory: Path, files: Iterable[Path]) -> None:
-    """Add files of shared memory that are to go with the directory, should its owner be killed."""
+    """Add files of shared memory that are to go with the directory, if its owner is killed."""
     with (directory / LEFT_BEHIND_FILE).open("a") as file:
         file.writelines(f"{path}\n" for path in files)
 

@@ -2,14 +2,14 @@
 
 Invariants:
 - a `SlotReader` exists only if the slot held exactly the announced bytes and was not touched meanwhile;
-- what was copied out of it may be used only after its `check()`: the counter tells whether a writer was there between
-  the verification and the end of the copy.
+- a copy of its tensors may be used only after its `check()`: the counter shows whether a writer was active between the
+  verification and the end of the copy.
 
 Slots are memory that changes later: an engine must copy the tensors out. A loader that maps the file (safetensors on
 a CPU does) and keeps the mapping would see the next version appear inside the current one.
 
 The counter detects (Python has no memory fences), the digest judges. For an engine that loads the directory by itself,
-make a `SlotReader` before it begins, and `check` that when it has finished.
+make a `SlotReader` before the load, and call its `check` after it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ STATE_FILE: Final = "slot.state"  # the generation, one uint64
 
 
 class SlotManifest(Struct, frozen=True):
-    """One published version: where it lies and how to tell that it still lies there."""
+    """One published version: its directory, and the proof that it still holds this version."""
 
     run_generation: int  # of this start of the run: 0, and one more at each resume
     version: int  # rollout batches trained
@@ -42,7 +42,7 @@ class SlotManifest(Struct, frozen=True):
 
     @property
     def label(self) -> str:
-        """What an engine calls these weights; never used twice with other content."""
+        """The label of these weights on engines; never used twice with other content."""
         return f"{self.run_generation}.{self.version}"
 
 
@@ -52,7 +52,7 @@ class SlotReader:
     slot = SlotReader(claim)             # reads all bytes; raises TornWeights or DigestMismatch
     for spec, data in slot.tensors():    # views: copy them
         ...
-    slot.check()                         # raises TornWeights: discard what was copied
+    slot.check()                         # raises TornWeights: discard the copy
     """
 
     def __init__(self, claim: SlotManifest) -> None:
@@ -88,7 +88,7 @@ class SlotReader:
         state = "is being written" if found % 2 else f"holds generation {found}"
         raise TornWeights(
             f"{self._directory}: version {self._claim.version} was published as generation {self._claim.generation}, "
-            f"the slot {state}; discard what was read and fetch the newest announcement"
+            f"the slot {state}; discard the tensors read and fetch the newest announcement"
         )
 
     def _check_digest(self) -> None:
@@ -155,7 +155,7 @@ class LocalCopies:
         return directory
 
     def finish(self, original: SlotManifest) -> SlotManifest:
-        """Declare what was filled last to be a copy of this slot. Reads all bytes. Raises DigestMismatch, TornWeights,
+        """Declare the directory filled last a copy of this slot. Reads all bytes. Raises DigestMismatch, TornWeights,
         and leaves it invalid: the original was overwritten while it was fetched, or the bytes are others."""
         directory = self._lease.directory / f"copy-{self._next}"
         copy = msgspec.structs.replace(original, path=str(directory))

@@ -7,7 +7,7 @@ Invariants:
   write takes the same slot again;
 - the announcement (the returned manifest) exists only after the write has finished.
 
-Whether readers are done with the older slot is the caller's to know: `next_path` is the slot that a write would take.
+The caller must know whether readers have finished with the older slot: `next_path` is the slot of the next write.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class _Slot:
         if isinstance(tensor, StoredTensor):
             self._map[place.start : place.end] = tensor.data
             return
-        from models.weights.transfer import tensor_view  # torch, which whoever made the tensor has loaded
+        from models.weights.transfer import tensor_view  # torch, loaded already by the maker of the tensor
 
         view = tensor_view(self._map, TORCH_NAMES[place.spec.dtype], place.spec.shape, place.start)
         view.copy_(tensor)
@@ -162,7 +162,7 @@ class SlotWriter:
 
 
 def _no_gradients() -> AbstractContextManager[object]:
-    """What an export computes gets no graph. Where torch is not loaded nothing is computed."""
+    """No autograd graph for the tensors of an export. Without torch there is nothing to compute."""
     torch = sys.modules.get("torch")
     return nullcontext() if torch is None else torch.no_grad()
 

@@ -44,7 +44,7 @@ def tensor_view(memory: Any, dtype: str, shape: Sequence[int], start: int = 0) -
 # The payload holds no weights, only the name of the shared memory that they lie in. On a CPU that must be memory with a
 # name ("file_system" in torch's words): with the default, a descriptor, the receiver would ask this process for it over
 # a socket whose key only child processes know, and SGLang's scheduler dies of the refusal. The choice is made for these
-# payloads alone; torch's setting for the process stays what it is.
+# payloads alone; torch's setting for the process does not change.
 #
 # Invariants: one buffer is allocated per update and reused by its buckets, so it may be written again only after the
 # engine answered; each payload is to be read once (reading gives back one reference to the memory).
@@ -166,7 +166,7 @@ class WeightGroup:
     def _listen(self, host: str) -> Any:
         listener = socket.create_server((host, 0), family=_family(host))
         self.port = int(listener.getsockname()[1])
-        # Not waiting for workers: the engine's ranks come only after they are told this port.
+        # Not waiting for workers: the engine's ranks join only once they know this port.
         store = dist.TCPStore(
             host,
             self.port,
@@ -182,7 +182,7 @@ class WeightGroup:
 
     def join(self) -> None:
         """Meet the engine's ranks. Waits for them; unblocked by the last one, or by the time limit: GroupError."""
-        # Twice the name: once by whoever makes the group apart from the default one, once by torch for each group. Then
+        # Twice the name: once by the maker of a group beside the default group, once by torch for each group. Then
         # the first of the devices that the backend serves: torch makes one backend for all of them.
         store = dist.PrefixStore(f"{self.name}/", dist.PrefixStore(self.name, self._store))
         device = dist.Backend.backend_capability[self.backend][0]

@@ -92,7 +92,7 @@ def test_a_complete_directory_is_reused_and_another_one_is_refused(tmp_path: Pat
     assert make_tiny_checkpoint(tmp_path / "m", num_layers=1) == directory
     after = (directory / "model.safetensors").stat()
     assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)
-    with pytest.raises(TinyCheckpointError, match=r"num_layers=1 \(asked: 2\).*choose another path"):
+    with pytest.raises(TinyCheckpointError, match=r"num_layers=1 \(wanted: 2\).*choose another path"):
         make_tiny_checkpoint(tmp_path / "m", num_layers=2)
     (directory / "tiny.json").write_text('{"architecture": "qwen3", "format_version": 1}')
     with pytest.raises(TinyCheckpointError, match=r"another version has made .*missing required field.*choose another"):

@@ -93,7 +93,7 @@ def test_a_killed_trainer_does_not_go_on_from_a_damaged_checkpoint(tmp_path: Pat
     steps = int(newest.name.removeprefix("step-")) + 2
     resumed = finish(start(None, "--resume", str(run_dir), "--num-rollout", str(steps)), run_dir)
     assert resumed.code == 0, resumed.err[-3000:]
-    assert f"passed over: {weights} is damaged" in resumed.err
+    assert f"skipped: {weights} is damaged" in resumed.err
 
 
 @pytest.mark.full

@@ -250,8 +250,8 @@ class Truncation:
         )
 
     def apply(self, probabilities: torch.Tensor) -> None:
-        """Zero what is cut off, in place. A token stays if its rank is below top_k, the mass before it (of the whole
-        distribution) is below top_p, and it has at least min_p times the largest probability."""
+        """Zero the truncated tokens, in place. A token stays if its rank is below top_k, the mass before it (of the
+        whole distribution) is below top_p, and it has at least min_p times the largest probability."""
         part = probabilities[self.rows]
         ordered, order = part.sort(dim=-1, descending=True, stable=True)
         before = ordered.cumsum(dim=-1, dtype=torch.float64) - ordered

@@ -1,10 +1,10 @@
-"""The embedded engine: a stepper in a thread of its own, behind the `EngineCore` protocol.
+"""The embedded engine: a stepper in its own thread, behind the `EngineCore` protocol.
 
 Invariants:
 - only the worker thread touches the stepper; everything else reaches it as a command that runs between two steps;
 - an idle engine sleeps on a condition: no polling;
 - completions are delivered once per step, all together;
-- if the thread dies, every open request is delivered as aborted with the reason, and `on_crash` is told.
+- if the thread dies, every open request is delivered as aborted with the reason, and `on_crash` is called.
 """
 
 from __future__ import annotations
@@ -232,12 +232,12 @@ class EmbeddedEngine:
             self._die("the engine has stopped")
 
     def _next(self) -> bool:
-        """Wait for work and run what was asked; False at the end."""
+        """Wait for work and run the commands; False at the end."""
         with self._wake:
             while not (self._commands or self._stopping or self.stepper.has_work or self._change_is_due):
                 self._wake.wait()
             if self._stopping:
-                return False  # what was asked meanwhile is answered at the end
+                return False  # the end answers commands that arrived meanwhile
             commands, self._commands = self._commands, []
         for command in commands:
             command()
@@ -276,7 +276,7 @@ class EmbeddedEngine:
             commands, self._commands = self._commands, []
         for command in commands:
             command()  # submissions must reach the stepper to be ended; questions are answered as always
-        for change in self._after_drain:  # those that came with the last commands, too
+        for change in self._after_drain:  # those of the last commands, too
             change()
         self.stepper.cancel_all()
         self._hand_out()

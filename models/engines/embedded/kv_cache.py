@@ -1,7 +1,7 @@
 """Static KV cache: one row of positions per slot, allocated once, with the three ways to attend to it.
 
 Invariants:
-- a slot's positions [0, length - 1) hold keys and values of its tokens; what lies behind is garbage that no mask shows;
+- a slot's positions [0, length - 1) hold keys and values of its tokens; later positions are garbage that no mask shows;
 - the last position of every row is scratch: padding and idle rows write there, so they cannot hurt a retained prefix;
 - nothing outside keeps a reference to `k` and `v`, so that `free` gives their memory back;
 - memory starts at zero (a masked NaN would still poison a softmax) and on a CPU is committed only when touched.
@@ -41,7 +41,7 @@ class KVCache:
         self._scale = spec.shape.head**-0.5
 
     def allocate(self) -> None:
-        """Take the memory, all zero."""
+        """Allocate the memory, all zero."""
         spec = self.spec
         shape = (spec.shape.layers, self.slots, spec.shape.kv_heads, self.capacity, spec.shape.head)
         self.k, self.v = _zeros(shape, self.device, self.dtype), _zeros(shape, self.device, self.dtype)
@@ -49,7 +49,7 @@ class KVCache:
         self._v_flat = self.v.view(spec.shape.layers, -1, spec.shape.head)
 
     def free(self) -> None:
-        """Give the memory back until `allocate`. Nothing may be in the cache."""
+        """Release the memory until `allocate`. Nothing may be in the cache."""
         self.k = self.v = self._k_flat = self._v_flat = torch.empty(0, device=self.device, dtype=self.dtype)
 
     def copy_prefix(self, sources: list[int], targets: list[int], length: int) -> None:

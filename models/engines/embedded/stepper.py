@@ -3,7 +3,7 @@
 Invariants:
 - tokens of a step are made by the weights, and stamped with the label, that stand at the step's beginning: nothing
   changes weights inside a step, so a version boundary is exact;
-- a swap starts a new weights generation, and no prefix crosses generations, whatever the caller asks to flush;
+- a swap starts a new weights generation, and no prefix crosses generations, whatever the caller flushes;
 - first in, first out: a retracted request returns to the head of the queue, with its output kept.
 """
 
@@ -28,7 +28,7 @@ from models.engines.text import TextCodec, find_stop, tail_tokens
 
 @dataclass(frozen=True)
 class _Batch:
-    """Device state of a decode batch; valid until its members change. `rows` says where in it active slots stand."""
+    """Device state of a decode batch; valid until its members change. `rows` gives the rows of active slots."""
 
     slots: torch.Tensor | int
     rows: npt.NDArray[np.int64] | None
@@ -50,7 +50,7 @@ class Stepper:
         self._generation = 0
         self.label = label
         self.paused = False
-        self.holding = False  # admit nothing: an update waits for what is running
+        self.holding = False  # admit nothing: an update waits for the running requests
         self.totals = Totals()
 
     @property
@@ -159,7 +159,7 @@ class Stepper:
             self._emit(slots, drawn)
 
     def _end_scorings(self, admissions: Sequence[Admission]) -> list[int]:
-        """Finish the requests that asked for no token; returns the indices of the others."""
+        """Finish the requests that want no token; returns the indices of the remaining ones."""
         others = []
         for index, admission in enumerate(admissions):
             if admission.completion.max_new == 0:
@@ -220,7 +220,7 @@ class Stepper:
         return drawn
 
     def _emit(self, slots: npt.NDArray[np.int64], drawn: npt.NDArray[np.float64]) -> None:
-        """Store a sampled token for each slot and finish what is done."""
+        """Store a sampled token for each slot and finish completed responses."""
         tokens = drawn[0].astype(np.int64)
         stopped, full = self._table.append(slots, tokens, drawn[1])
         self.totals.generated_tokens += len(slots)

@@ -124,7 +124,7 @@ def _eos_ids(config: dict[str, Any], directory: Path) -> frozenset[int]:
 #
 # Invariants:
 # - a swap checks every name, shape and dtype before it writes the first byte: it happens whole or not at all;
-# - what is derived from parameters is derived again by every swap;
+# - every swap computes the derived tensors again;
 # - tensors stay the same objects, so the forward may keep references; between `free` and `allocate` they have no
 #   memory;
 # - projections that are applied together lie in one matrix, and the checkpoint's names are views of its rows;

@@ -26,7 +26,7 @@ RUNNER: Final = str(Path(__file__).with_name("inside.py"))
 
 
 class Launch(Struct, frozen=True):
-    """How to start one process. `env` is laid over the environment of whoever starts it."""
+    """How to start one process. `env` is added to the environment of the caller."""
 
     argv: tuple[str, ...]
     env: dict[str, str]
@@ -81,7 +81,7 @@ def base_environment(installed: Installed) -> dict[str, str]:
     env = {
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
         "PYTHONPATH": "",
-        "PYTHONDONTWRITEBYTECODE": "",  # compiling thousands of modules anew would double the time of each start
+        "PYTHONDONTWRITEBYTECODE": "",  # compiling thousands of modules again would double the time of each start
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
     }
@@ -91,7 +91,7 @@ def base_environment(installed: Installed) -> dict[str, str]:
 
 
 def _no_proxy() -> dict[str, str]:
-    """SGLang asks itself over HTTP while it starts; a proxy of this machine must not get those requests."""
+    """SGLang sends HTTP requests to itself at its start; a proxy of this machine must not get them."""
     if not any(os.environ.get(name) for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY")):
         return {}
     known = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
@@ -280,7 +280,7 @@ def _health(given: Arguments, config: Config) -> None:
     """A lost engine is passed over at once by the breaker; /health is looked at only where it never generates.
 
     The servers that Sluice starts answer /health also while they are paused. Those of others may not, and would be
-    evicted in a long pause; the owner of an engine takes out what is lost in either case.
+    evicted in a long pause; the owner of an engine removes a lost engine in either case.
     """
     given.offer("cb-failure-threshold", BREAKER_FAILURES)
     given.offer("cb-success-threshold", 1)

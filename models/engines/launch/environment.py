@@ -1,8 +1,8 @@
-"""The environment that SGLang and its router live in: which Python it is, and what is installed in it.
+"""The Python environment of SGLang and its router: its interpreter, and which versions and options are installed.
 
-Invariants: nothing of that environment is imported into this process, it is asked in one of its own; an answer is kept
-in the user's cache directory under everything that it depends on (interpreter, versions, change times, visible GPUs),
-so that the seconds of SGLang's imports are paid once per installation and not once per run.
+Invariants: this process imports nothing of the environment, a process of the environment describes it; the answer is
+cached in the user's cache directory under everything that it depends on (interpreter, versions, change times, visible
+GPUs), so that the seconds of SGLang's imports are paid once per installation and not once per run.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _OPTIONS_TIMEOUT_S: Final = 300.0  # the first import after an installation comp
 
 
 class Option(Struct, frozen=True, kw_only=True):
-    """One option of a command line that is not ours. `names[0]` is the one it is written with."""
+    """One option of an SGLang or router command line. `names[0]` is the spelling to use."""
 
     names: tuple[str, ...]  # without dashes in front
     kind: Literal["flag", "switch", "value", "list", "append"]  # switch: has a no- form; append: may be repeated
@@ -49,7 +49,7 @@ class Option(Struct, frozen=True, kw_only=True):
 
 
 class Installed(Struct, frozen=True, kw_only=True):
-    """What one environment holds. Versions are None for what is not installed, options empty for what was not asked."""
+    """Contents of one environment. Versions are None for missing packages, options empty for parts not requested."""
 
     python: str
     python_version: str
@@ -57,7 +57,7 @@ class Installed(Struct, frozen=True, kw_only=True):
     torch: str | None = None
     router: str | None = None  # sglang-router
     smg: str | None = None
-    cuda: bool = False  # whether torch of that environment sees a GPU; False if the server was not asked for
+    cuda: bool = False  # whether torch of that environment sees a GPU; False if the server part was not requested
     server_options: tuple[Option, ...] = ()
     router_options: tuple[Option, ...] = ()
     smg_options: tuple[Option, ...] = ()
@@ -104,15 +104,15 @@ def find_python(config: SglangConfig, project_root: Path) -> Path:
 
 
 def _absolute(python: Path) -> Path:
-    """Not resolved: a virtual environment is known by the path of its link."""
+    """Not resolved: the path of the link identifies a virtual environment."""
     return Path(os.path.abspath(python))
 
 
 def probe(python: Path, parts: Sequence[Part] = ("server", "router"), *, cache: Path | None = None) -> Installed:
     """Ask the environment for its versions and for the options of `parts`; a part that is absent has no options.
 
-    Takes some 0.1 s if the answer is known, else the time of SGLang's imports (5 to 15 s). `cache`: where answers are
-    kept. Raises EnvironmentMissing if SGLang is asked for and not there, EnvironmentBroken if an import fails.
+    Takes some 0.1 s if the answer is cached, else the time of SGLang's imports (5 to 15 s). `cache`: the directory of
+    answers. Raises EnvironmentMissing if SGLang is requested and missing, EnvironmentBroken if an import fails.
     """
     found = msgspec.json.decode(_run(python, ["versions"], _VERSIONS_TIMEOUT_S), type=_Versions)
     if "server" in parts and "sglang" not in found.packages:
@@ -136,19 +136,19 @@ def probe(python: Path, parts: Sequence[Part] = ("server", "router"), *, cache: 
 
 
 def _ask(python: Path, wanted: Sequence[Part], places: Mapping[Part, Path]) -> dict[Part, _Options]:
-    """The answer for each part: those that are kept, and the others from one process of that environment."""
+    """The answer for each part: from the cache, else from one process of that environment."""
     answers = {part: answer for part in wanted if (answer := _kept(places[part])) is not None}
     missing = [part for part in wanted if part not in answers]
     if missing:
-        asked = msgspec.json.decode(_run(python, ["options", *missing], _OPTIONS_TIMEOUT_S), type=_Options)
+        described = msgspec.json.decode(_run(python, ["options", *missing], _OPTIONS_TIMEOUT_S), type=_Options)
         for part in missing:
-            answers[part] = _Options(asked.cuda, {part: asked.options[part]})
+            answers[part] = _Options(described.cuda, {part: described.options[part]})
             _keep(places[part], msgspec.json.encode(answers[part]))
     return answers
 
 
 def _run(python: Path, arguments: Sequence[str], timeout_s: float) -> bytes:
-    """Run inside.py under that interpreter; return what it printed."""
+    """Run inside.py under that interpreter; return its output."""
     try:
         done = subprocess.run(
             [python, _INSIDE, *arguments], capture_output=True, timeout=timeout_s, env=_environment(), check=False
@@ -164,13 +164,13 @@ def _run(python: Path, arguments: Sequence[str], timeout_s: float) -> bytes:
         lines = [line for line in done.stderr.decode(errors="replace").splitlines() if line.strip()]
         why = lines[-1] if lines else f"exit code {done.returncode}"
         raise EnvironmentBroken(
-            f"the environment of {python} does not import: {why}; make it anew with `make sglang-env`"
+            f"the environment of {python} does not import: {why}; make it again with `make sglang-env`"
         )
     return done.stdout
 
 
 def _environment() -> dict[str, str]:
-    """Without the path of this project, whose packages are none of the other environment's business."""
+    """Without the path of this project, whose packages must not mix with the environment's."""
     return {
         **{name: text for name, text in os.environ.items() if name != "PYTHONPATH"},
         "OMP_NUM_THREADS": "1",
@@ -211,7 +211,7 @@ def _keep(place: Path, answer: bytes) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# Asks a new environment once, so that the first run does not have to wait for SGLang's imports.
+# Describes a new environment once, so that the first run does not wait for SGLang's imports.
 #
 #     .venv-sglang/bin/python -m models.engines.launch.environment .venv-sglang/bin/python
 #

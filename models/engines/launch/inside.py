@@ -1,6 +1,6 @@
 """Scripts that other Python environments run by path, with the standard library alone: nothing of this project.
 
-    python inside.py versions                                    names, versions and change times of what is installed
+    python inside.py versions                                    names, versions and change times of installed packages
     python inside.py options WHAT...                             options of `server` (sglang), `router`, `smg`
     python inside.py run TOKEN_FILE MODULE HIDDEN ARGUMENT...    run a module of that environment with a token
     python inside.py install-shim PYTHON                         put the torchvision shim into a CPU environment
@@ -112,14 +112,14 @@ def keep_out_of_logs(token: str) -> None:
     make = logging.getLogRecordFactory()
 
     def record(*args: object, **named: object) -> logging.LogRecord:
-        made = make(*args, **named)
+        log_record = make(*args, **named)
         try:
-            text = made.getMessage()
+            text = log_record.getMessage()
         except Exception:  # the handler reports the fault
-            return made
+            return log_record
         if token in text:
-            made.msg, made.args = text.replace(token, "hidden"), ()
-        return made
+            log_record.msg, log_record.args = text.replace(token, "hidden"), ()
+        return log_record
 
     logging.setLogRecordFactory(record)
 
@@ -147,14 +147,14 @@ def run(token_file: str, module: str, hidden: str, arguments: list[str]) -> None
 def install_shim(python: Path) -> bool:
     """Put the shim into an environment whose torch is a CPU build, and take it out of any other; return whether the
     environment needs it. Raises RuntimeError with the cure if torch does not import."""
-    asked = subprocess.run([python, "-c", ASK], capture_output=True, text=True, timeout=300)
-    if asked.returncode:
-        why = asked.stderr.strip().splitlines()[-1:] or ["no reason given"]
+    probe = subprocess.run([python, "-c", ASK], capture_output=True, text=True, timeout=300)
+    if probe.returncode:
+        why = probe.stderr.strip().splitlines()[-1:] or ["no reason given"]
         raise RuntimeError(
             f"torch does not import in {python}: {why[0]}; on a machine without a GPU pip must find the CPU build of "
             "torch (name its index with PIP_EXTRA_INDEX_URL and install again)"
         )
-    site, cuda = asked.stdout.splitlines()[-2:] if asked.stdout.count("\n") > 1 else (asked.stdout.strip(), "")
+    site, cuda = probe.stdout.splitlines()[-2:] if probe.stdout.count("\n") > 1 else (probe.stdout.strip(), "")
     module, hook = Path(site) / f"{SHIM}.py", Path(site) / f"{SHIM}.pth"
     if cuda:
         hook.unlink(missing_ok=True)

@@ -1,8 +1,8 @@
-"""Are the options that a user passes on to SGLang or its router ones that the installed version takes?
+"""Checks the options that a user passes on to SGLang or its router against the installed version.
 
 Invariants: the answer comes from the installed program's own argument list, not from a table of ours; all faults are
-found at once, and each is one sentence with the option, the value, the rule and the cure; what is accepted here renders
-to an argument list that the program's parser accepts (`rendered`).
+reported at once, each in one sentence with the option, the value, the rule and the cure; accepted options render to an
+argument list that the program's parser accepts (`rendered`).
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from configs.schema.notation import cure, nearest
 from models.engines.launch.environment import Installed, Option, Part
 
 # --------------------------------------------------------------------------------------------------
-# Options of the server and of the router that are not the user's to pass on, each with the reason and the cure.
+# Options of the server and of the router that a user may not pass on, each with the reason and the cure.
 #
-# Invariant: what stands here is either set by Sluice from a flag of its own, or would break what Sluice relies on.
-# Names are those that the option is first written with, in the installed version's own list.
+# Invariant: Sluice sets the option from a flag of its own, or the option would break an assumption of Sluice.
+# A name is the option's first spelling in the installed version's own list.
 
 
 _CHECKPOINT = "Sluice serves the checkpoint that it trains; use --hf-checkpoint"
@@ -99,7 +99,7 @@ _RULES: Final[Mapping[str, str]] = {
 
 
 def server_faults(args: Mapping[str, Any], installed: Installed) -> list[str]:
-    """What is wrong with `sglang.sglang_args`: one sentence per fault."""
+    """The faults of `sglang.sglang_args`, one sentence each."""
     faults = list(_faults(args, installed, "server", "--sglang-", f"SGLang {installed.sglang}", SERVER_RESERVED))
     if not installed.cuda and _given(args, "enable-return-routed-experts"):
         faults.append(
@@ -109,7 +109,7 @@ def server_faults(args: Mapping[str, Any], installed: Installed) -> list[str]:
 
 
 def router_faults(args: Mapping[str, Any], installed: Installed, part: Part = "router") -> list[str]:
-    """What is wrong with `router.router_args`, for sglang-router or (part "smg") its successor."""
+    """The faults of `router.router_args`, for sglang-router or (part "smg") its successor."""
     program = f"smg {installed.smg}" if part == "smg" else f"sglang-router {installed.router}"
     return list(_faults(args, installed, part, "--router-", program, ROUTER_RESERVED))
 
@@ -217,7 +217,7 @@ def _fits(option: Option, value: Any) -> bool:
 
 
 def _reads(reader: Callable[[str], object], text: str) -> bool:
-    """Whether the text is one that the function reads."""
+    """Whether the function can read the text."""
     try:
         reader(text)
     except ValueError:
@@ -238,7 +238,7 @@ def _items(value: Any) -> Sequence[Any]:
 
 
 def _text(value: Any) -> str:
-    """A value as the program's command line wants it."""
+    """A value in the notation of the program's command line."""
     return json.dumps(value) if isinstance(value, dict) else str(value)
 
 

@@ -72,7 +72,7 @@ async def test_what_lacks_memory_does_not_generate_and_loads_nothing(target: Tar
         await client.weights_checker()
     await update.resume_memory()
     await update.resume_memory()
-    with pytest.raises(EngineRefused, match="the weights' memory was given back; load weights first"):
+    with pytest.raises(EngineRefused, match="the weights' memory was released; load weights first"):
         await client.resume()
     await client.update_weights_from_disk(target.other, "w2")
     await client.resume()

@@ -152,7 +152,7 @@ def test_samples_are_told_apart_by_index() -> None:
     ]
     assert partial.certain()[1].index == 1  # type: ignore[union-attr]
     assert (partial.tokens, partial.chunks) == (3, 3)
-    with pytest.raises(StreamBroken, match="of sample 3, and 3 were asked for"):
+    with pytest.raises(StreamBroken, match="of sample 3, but the request has 3 samples"):
         partial.take(chunk([65], index=3))
 
 

@@ -195,7 +195,7 @@ def test_a_copy_taken_while_the_slot_changed_is_refused(writer: SlotWriter) -> N
     copied = [data.copy() for _, data in slot.tensors()]
     slot.check()
     publish(writer, 3)
-    with pytest.raises(TornWeights, match="discard what was read"):
+    with pytest.raises(TornWeights, match="discard the tensors read"):
         slot.check()
     assert copied[0].view(np.float32)[0] == 1.0
 

@@ -155,7 +155,7 @@ def test_a_missing_sglang_names_the_cure(tmp_path: Path, cache: Path) -> None:
 
 def test_an_import_error_is_told_in_its_words(environment: FakeEnvironment, cache: Path) -> None:
     (environment.site / "sglang" / "srt" / "server_args.py").write_text("import libraries_of_another_planet")
-    with pytest.raises(EnvironmentBroken, match="No module named 'libraries_of_another_planet'; make it anew"):
+    with pytest.raises(EnvironmentBroken, match="No module named 'libraries_of_another_planet'; make it again"):
         probe(environment.python, cache=cache)
 
 
