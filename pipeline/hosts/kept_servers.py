@@ -1,5 +1,5 @@
 """Servers that outlive the controller, in the hands of the parent of `--auto-resume`: it starts them for one controller
-after the other, tells each new one which are there, and ends them with the run.
+after the other, reports the live servers to each new one, and ends them with the run.
 
 The parent is their parent process as well. So the kernel ends them with it, a number that it tells is that of a process
 which it has not waited for, hence nobody else's, and it sees their ends whoever uses them. Each controller has one
@@ -42,7 +42,7 @@ class KeptServers:
         home = Path(os.environ.get("XDG_RUNTIME_DIR") or "")
         home = home if home.name and home.is_dir() else Path(tempfile.gettempdir())
         self._lease = DirectoryLease(home / f"{PREFIX}{secrets.token_hex(4)}")
-        self._servers: dict[str, tuple[subprocess.Popen[bytes], str]] = {}  # by name, with what is told of each
+        self._servers: dict[str, tuple[subprocess.Popen[bytes], str]] = {}  # by name, with the note of each
         self._socket: socket.socket | None = None  # to the controller
         # Any signal interrupts a wait for the controller, however short before it came.
         self._wake, write = os.pipe()
@@ -60,13 +60,13 @@ class KeptServers:
         """The end of a new controller, as a file number to be inherited; to be closed here once it is."""
         self.disconnect()
         self._collect()
-        self._socket, theirs = socket.socketpair()
+        self._socket, child_end = socket.socketpair()
         self._socket.setblocking(False)
         for name, (process, note) in self._servers.items():
             self._tell("kept", name, process.pid, note)
         self._tell("ready", "", 0, "")
-        with theirs:
-            yield theirs.fileno()
+        with child_end:
+            yield child_end.fileno()
 
     def disconnect(self) -> None:
         if self._socket is not None:
@@ -74,8 +74,8 @@ class KeptServers:
             self._socket = None
 
     def wait(self, controller: subprocess.Popen[bytes]) -> int:
-        """Do what the controller asks until it ends; its exit status."""
-        asked = b""
+        """Execute the controller's requests until it ends; returns its exit status."""
+        received = b""
         with selectors.DefaultSelector() as selector:
             selector.register(self._wake, selectors.EVENT_READ)
             if self._socket is not None:
@@ -90,7 +90,7 @@ class KeptServers:
                         data = self._received()
                         if not data:  # it ends, or has closed it
                             selector.unregister(self._socket)
-                        *lines, asked = (asked + data).split(b"\n")
+                        *lines, received = (received + data).split(b"\n")
                         for line in lines:
                             self._start(json.loads(line))
         return code
@@ -120,23 +120,23 @@ class KeptServers:
         except OSError:
             return b""
 
-    def _start(self, asked: dict[str, Any]) -> None:
-        name = str(asked["name"])
+    def _start(self, request: dict[str, Any]) -> None:
+        name = str(request["name"])
         try:
             # What it inherits is the controller's limit, not that of the shell.
-            resource.setrlimit(resource.RLIMIT_NOFILE, tuple(asked["files"]))
-            process = _spawn(asked["argv"], asked["env"], asked["log"])
+            resource.setrlimit(resource.RLIMIT_NOFILE, tuple(request["files"]))
+            process = _spawn(request["argv"], request["env"], request["log"])
         except (OSError, ValueError) as error:
             self._tell("failed", name, 0, str(error))
             return
-        self._servers[name] = process, str(asked["note"])
+        self._servers[name] = process, str(request["note"])
         self._tell("started", name, process.pid, "")
 
     def _collect(self) -> None:
         """Wait for servers that have ended."""
         for name, (process, _) in [*self._servers.items()]:
             if (code := process.poll()) is not None:
-                _kill_group(process.pid)  # what it leaves behind
+                _kill_group(process.pid)  # its remaining children
                 del self._servers[name]
                 self._tell("ended", name, process.pid, str(code))
 
@@ -159,5 +159,5 @@ def _spawn(argv: Sequence[str], env: dict[str, str], log: str) -> subprocess.Pop
 
 
 def _kill_group(group: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # nobody is left; macOS says EPERM of zombies
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # no process is left; macOS raises EPERM for zombies
         os.killpg(group, signal.SIGKILL)

@@ -11,7 +11,7 @@ Invariants, for every launcher:
 
 `SharedFiles`: what a process that trains must find on its node as it is on the controller's. A path that exists proves
 nothing: another machine may have a directory of that name. So the run directory holds a file with an unguessable name,
-made anew at each start of the run. Of a model, sizes and blocks of its files are compared, at unguessable offsets. A
+made again at each start of the run. Of a model, sizes and blocks of its files are compared, at unguessable offsets. A
 copy of the model is accepted, since it is only read.
 """
 
@@ -39,7 +39,7 @@ BLOCK_BYTES: Final = 4096
 
 
 class SharedFiles(Struct, frozen=True):
-    """`seal`: name of the file that nobody can guess; `models`: a digest of each by its path."""
+    """`seal`: name of the unguessable file; `models`: a digest of each model by its path."""
 
     run_dir: str
     seal: str
@@ -68,7 +68,7 @@ def shared_files(rundir: RunDir, config: Config) -> SharedFiles:
 
 
 def sampled(model: Path, seed: str) -> str:
-    """A digest of names, sizes and some blocks of a model's files; `seed` says which blocks."""
+    """A digest of names, sizes and some blocks of a model's files; `seed` selects the blocks."""
     digest = xxhash.xxh3_128()
     files = {file for pattern in (*CHECKPOINT_FILES, WEIGHT_FILES) for file in model.glob(pattern) if file.is_file()}
     for file in sorted(files):
@@ -90,7 +90,7 @@ SOCKETS: Final = "SLUICE_SOCKETS"  # in the environment: where processes of one 
 
 
 class Resources(Struct, frozen=True):
-    """What a process needs of its host. `gpus`: as CUDA_VISIBLE_DEVICES names them; empty = as the host says."""
+    """Requirements of a process on its host. `gpus`: as in CUDA_VISIBLE_DEVICES; empty = the host decides."""
 
     gpus: tuple[str, ...] = ()
 
@@ -107,11 +107,11 @@ class ProcessSpec(Struct, frozen=True):
 
     Args:
         env: variables beside those that processes of the run have anyway.
-        ours: whether it is a program of this project; another one gets the environment of the host as it is.
+        ours: whether it is a program of this project; other programs get the unchanged environment of the host.
         grace_s: time that it gets at the end to finish by itself; 0 = it needs none.
-        files: files and directories that it reads: a launcher for other hosts brings those that do not lie at the same
+        files: files and directories that it reads: a launcher for other hosts copies those that do not lie at the same
             path there, and names the place of its copy in `argv` instead.
-        sweep: whether what it leaves behind is ended with it in any case. Else that is left to itself, such as
+        sweep: whether its remaining children are always ended with it. Otherwise they are left alone, such as
             Python's resource tracker, which tidies up after its process.
         note: what the next start of the run needs to know to take it over, where it outlives this one: see
             `Launcher.left`. Empty: it ends with this start.
@@ -146,19 +146,19 @@ class Handle(Protocol):
 
     @property
     def log(self) -> Path:
-        """Where the user finds what it printed."""
+        """Where the user finds its output."""
 
     async def wait(self) -> int:
         """Wait for its end; its exit status, negative for a signal."""
 
     async def kill(self) -> int:
-        """End it and all that it started at once, or what is left of them; its exit status."""
+        """Kill the process and its remaining children; returns its exit status."""
 
     async def stop(self) -> None:
-        """Ask it to end; kill it, and what it left behind, after its grace."""
+        """Signal the process to end; after its grace, kill it and its remaining children."""
 
     def remember_shared(self) -> None:
-        """Told while it comes up: what it holds in shared memory by now is removed for it, should it or the run be
+        """Called during the start: its files in shared memory so far are removed for it, should it or the run be
         killed."""
 
     def state(self) -> ProcessState | None:
@@ -179,16 +179,16 @@ class Launcher(Protocol):
         """The controller's host as processes on other hosts reach it; None: there are none, all meet in a private
         directory of this one."""
 
-    say: Callable[[str], None]  # what tells the user that a process waits for a host; `quiet` at first
+    say: Callable[[str], None]  # reports to the user that a process waits for a host; `quiet` at first
 
     @property
     def waiting(self) -> Mapping[str, str]:
         """Processes for which no host has room now, and what they need. Their `place` waits."""
 
     async def place(self, name: str, beside: str = "", sees: SharedFiles | None = None) -> None:
-        """Choose the host of a process; before its `address` and `held_port` are asked for. `beside`: one whose host it
-        must be; `sees`: what must be there. Raises UsageError if there is none for it, HostGone if that host is not
-        there any more."""
+        """Choose the host of a process; before its `address` and `held_port` are used. `beside`: a process on
+        the same host; `sees`: what must be there. Raises UsageError if no host fits, HostGone if that host is not there
+        any more."""
 
     def expect(self, name: str) -> None:
         """A process more than the run began with is to be placed. Raises UsageError if there is no room for it now."""
@@ -217,11 +217,11 @@ class Launcher(Protocol):
         """A port there for that process, kept from others for the time of the block. Raises PortInUse."""
 
     async def stop_all(self) -> None:
-        """Ask every process to end, wait at most its grace, then kill it and what it left behind."""
+        """Signal every process to end, wait at most its grace, then kill it and its remaining children."""
 
 
 def quiet(line: str) -> None:
-    """Nobody is told."""
+    """Reports nothing."""
 
 
 async def run_until(work: Coroutine[Any, Any, T], stop: Coroutine[Any, Any, object]) -> T | None:
@@ -235,7 +235,7 @@ async def run_until(work: Coroutine[Any, Any, T], stop: Coroutine[Any, Any, obje
 
 
 async def stop_together(handles: Iterable[Handle]) -> None:
-    """Stop those that are alive. Waits for all of them."""
+    """Stop all live processes and wait for them."""
     async with asyncio.TaskGroup() as tasks:
         for handle in handles:
             if handle.alive:

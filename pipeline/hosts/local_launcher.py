@@ -1,7 +1,7 @@
 """Processes of a run on this machine: spawned, named, logged, ended with everything that they started.
 
 Invariants:
-- each process leads a process group of its own, so that its children can be ended with it; its output goes to
+- each process leads its own process group, so that its children can be ended with it; its output goes to
   `logs/<name>.log`, its number to `replicas/<name>.pid`;
 - the kernel ends it with this process, or with the parent of `--auto-resume` if that started it (kept_servers.py);
 - after `stop_all` none is alive but those left to a next start;
@@ -120,13 +120,13 @@ class KeptProcesses:
         started: asyncio.Future[KeptProcess] = asyncio.get_running_loop().create_future()
         self._starting[name] = started
         files = resource.getrlimit(resource.RLIMIT_NOFILE)
-        asked = {"name": name, "argv": [*argv], "env": {**env}, "log": str(log), "note": note, "files": files}
+        request = {"name": name, "argv": [*argv], "env": {**env}, "log": str(log), "note": note, "files": files}
         async with self._sending:
-            await asyncio.get_running_loop().sock_sendall(self._socket, json.dumps(asked).encode() + b"\n")
+            await asyncio.get_running_loop().sock_sendall(self._socket, json.dumps(request).encode() + b"\n")
         return await started
 
     async def end_others(self, names: Collection[str]) -> list[str]:
-        """End the servers that an earlier start left under other names, since nobody will ask for them; those."""
+        """End the servers of an earlier start whose names this start does not use; returns those servers."""
         others = [name for name in self._left if name not in names]
         for name in others:
             process = self.take(name)
@@ -187,11 +187,11 @@ class LocalHandle:
         log_start: int,
         directory: Path,
     ) -> None:
-        """`directory`: it goes with whoever the process ends with."""
+        """`directory`: removed with the process."""
         self.spec, self.log, self._directory = spec, log, directory
         self.pid = process.pid  # also the number of its group
         self._process, self.log_start = process, log_start
-        self._shared: set[Path] = set()  # what it would leave in shared memory
+        self._shared: set[Path] = set()  # files that its end would leave in shared memory
 
     @property
     def alive(self) -> bool:
@@ -251,7 +251,7 @@ class LocalHandle:
 
 
 class LocalLauncher:
-    """Implements `Launcher`. `threads`: how many each process may compute with. `kept`: those that outlive this one."""
+    """Implements `Launcher`. `threads`: for computation, of each process. `kept`: servers that outlive this process."""
 
     controller: str | None = None
 

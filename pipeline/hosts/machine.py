@@ -5,8 +5,8 @@
 - CPU time of a process and its descendants, and how many cores are idle.
 - The controller's own process: interruption, and the limit of open files.
 - Ports for servers that cannot choose their own. A port that is only looked up may be taken meanwhile, so it is
-  bound here, without listening, until the server listens: the kernel gives a bound port to no process that asks for any
-  free port, but a server that asks for its number, with SO_REUSEADDR, gets it.
+  bound here, without listening, until the server listens: the kernel gives a bound port to no process that wants any
+  free port, but a server that binds this number, with SO_REUSEADDR, gets it.
 - The last line, or the last error, of a process's log.
 - Which GPUs the trainer and each engine see. A trainer on a GPU has the GPU that `--train-device` names (by default the
   first); ranks have that GPU and the next ones. Engines get the remaining GPUs in order,
@@ -86,13 +86,13 @@ def remove(files: Iterable[Path]) -> None:
 
 
 def living(group: int) -> bool:
-    """Whether a process of the group still runs; those that only wait to be counted do not."""
+    """Whether a process of the group still runs; zombies do not."""
     return any(fields[0] not in "ZX" for _, _, fields in _members(group))
 
 
 def kill_group(group: int) -> None:
     """SIGKILL to all processes of the group."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # nobody is left; macOS says EPERM of zombies
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # no process is left; macOS raises EPERM for zombies
         os.killpg(group, signal.SIGKILL)
 
 
@@ -132,15 +132,15 @@ _OWN_FILES, _FILES_EACH = 72, 4
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """SIGTERM and a closed terminal are as Ctrl-C, before the controller has its own way too: what is held is given
-    back. Whoever ignores them, such as nohup, goes on to do so."""
-    ours = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]
-    for number in ours:
+    """SIGTERM and a closed terminal act as Ctrl-C, also before the controller installs its handlers: resources are
+    released. Where they are ignored, as under nohup, they stay ignored."""
+    signals = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]
+    for number in signals:
         signal.signal(number, signal.default_int_handler)
     try:
         yield
     finally:
-        for number in ours:
+        for number in signals:
             signal.signal(number, signal.SIG_DFL)
 
 
@@ -163,7 +163,7 @@ HOST = "127.0.0.1"
 
 
 class PortInUse(OSError):
-    """A port that was asked for by number is taken."""
+    """A port requested by number is taken."""
 
 
 @contextlib.contextmanager
@@ -277,7 +277,7 @@ def trainer_group_gpus(config: Config, visible: Sequence[str]) -> tuple[str, ...
 
 
 def engines_gpus(config: Config, visible: Sequence[str], engines: int) -> tuple[tuple[str, ...], ...]:
-    """GPUs of each engine: those that the trainer has not, or all if that leaves too few. Raises UsageError."""
+    """GPUs of each engine: those without a trainer, or all if that leaves too few. Raises UsageError."""
     per_engine = config.sglang.rollout_num_gpus_per_engine
     if config.asynchrony.colocate:
         return slices(visible, engines, per_engine, None)  # the trainer's too: they take turns

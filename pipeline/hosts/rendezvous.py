@@ -75,7 +75,7 @@ class Entry(Struct, frozen=True):
         return Node(self.run_id, name, security, give_up_s=GIVE_UP_S)
 
     def serving_node(self, name: str, topic: Callable[[], TopicClient]) -> Node:
-        """Of a process that binds addresses with a key of its own. `topic`: tells who may connect there."""
+        """For a process that binds addresses with its own key. `topic`: lists the clients that may connect."""
         if not self.keys:
             return self.node(name)
         security = load_security(Path(self.keys), name)
@@ -101,7 +101,7 @@ def make_keys(directory: Path) -> tuple[Path, Path]:
 
 
 def admit(topic: TopicServer, name: str, public: str) -> None:
-    """Tell those that bind addresses with keys of their own that a process of the run has this one."""
+    """Announce this key of a process of the run to all processes that bind addresses with their own keys."""
     topic.publish(ADMITTED + name, public.encode())
 
 

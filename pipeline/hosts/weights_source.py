@@ -2,9 +2,9 @@
 
 On the topic: `weights_source`, which files of slots are served, where, and on which host they lie.
 
-Invariant: what `local` returns lies on this host and is what was announced, to the byte; a version is fetched once for
-all engines of a replica. A slot is written anew while its files stay offered: who fetches meanwhile finds a digest that
-differs, and asks again with the newest announcement.
+Invariant: the result of `local` lies on this host and equals the announced version to the byte; it is fetched once for
+all engines of a replica. A slot is overwritten while its files stay offered: a concurrent fetch finds a digest that
+differs, and repeats with the newest announcement.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ log = logging.getLogger("sluice.worker")
 
 
 class PortSpec(Struct, frozen=True):
-    """Where a port connects and what it carries."""
+    """The address of a port and the type of its messages."""
 
     stream: str
     address: str
@@ -89,7 +89,7 @@ class ReplicaSpec(Struct, frozen=True):
     options: dict[str, Any] = {}  # of a custom stage, as the user wrote them
     built_in: StageOptions | None = None
     run_generation: int = 0
-    host: str = ""  # of a train stage: under which other hosts reach what it binds; empty: there are none
+    host: str = ""  # of a train stage: its address for other hosts; empty: there are none
 
 
 async def run_replica(spec: ReplicaSpec, node: Node, topic: TopicClient, config: Config) -> None:
@@ -176,7 +176,7 @@ def _stats(stage: Stage, spec: ReplicaSpec) -> bytes:
 
 
 async def _retire(spec: ReplicaSpec, topic: TopicClient, inlets: Collection[Inlet[Any]]) -> None:
-    """Waits for the topic `retire/<replica>`. The inlets end then: what was not begun goes back to their hubs."""
+    """Waits for the topic `retire/<replica>`. The inlets end then: messages not yet begun return to their hubs."""
     await awaited(topic, retire_key(spec.replica))
     for inlet in inlets:
         await inlet.drain()

@@ -1,4 +1,4 @@
-"""What is known of engines, router and lost replicas, told to all who ask: the topic, the hubs, the user, a file.
+"""Facts about engines, router and lost replicas, reported to the topic, the hubs, the user and a file.
 
 `replicas/fleet.json` names the servers of the run: address, kind, version, incarnation. The summary reads it, and so
 does a person who wants to ask an engine something.
@@ -163,7 +163,7 @@ def _damage(checkpoint: Path) -> str | None:
 
 
 def _kind(version: str) -> str:
-    """Our servers say which they are behind a plus sign; SGLang says only its number."""
+    """Our servers append their kind after a plus sign; SGLang reports only its version."""
     return version.partition("+")[2] or "sglang"
 
 

@@ -34,7 +34,7 @@ _PASSED_ON: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Resumed(NamedTuple):
-    """What the parent tells its child.
+    """Facts that the parent passes to its child.
 
     Args:
         times: how often it started the run again before.
@@ -48,12 +48,12 @@ class Resumed(NamedTuple):
 
 
 def told_by_parent() -> Resumed | None:
-    """In a child of such a parent, what this tells it; None without one. Asked once, at the start: from then on the
+    """In a child of such a parent, its facts; None without one. Read once, at the start: from then on the
     child ends with its parent."""
-    told = os.environ.pop(CHILD, None)  # a program that the run starts is not such a child
-    if told is None:
+    facts = os.environ.pop(CHILD, None)  # a program that the run starts is not such a child
+    if facts is None:
         return None
-    parent, *rest = json.loads(told)
+    parent, *rest = json.loads(facts)
     die_with(parent)
     resumed = Resumed(*rest)
     if resumed.connection >= 0:
@@ -67,7 +67,7 @@ class AutoResume:
     Args:
         program: launch.py.
         first: the command line with which the run begins, and its directory named in it; `again`: that with which it
-            goes on once the directory holds a run.
+            continues once the directory holds a run.
         limit: starts again, within `WINDOW_S`.
         keeps: whether a start of the run leaves its engine servers to the next one.
     """
@@ -110,11 +110,11 @@ class AutoResume:
                      f"with --resume {self._run_dir}, or raise --auto-resume")  # fmt: skip
                 return _shell_code(code)
             times += 1
-            anew, saved = "", self._saved()
+            note, saved = "", self._saved()
             if self._servers is not None and saved == saved_before and self._servers.end():
-                anew = ", with new engines, since it has saved nothing after its last start"  # one may be why
+                note = ", with new engines, since it has saved nothing after its last start"  # one may be why
             saved_before = saved
-            _say(f"the run ended with {why}; {self._doing()}{anew} (start {lost} of at most {limit} within {window})")
+            _say(f"the run ended with {why}; {self._doing()}{note} (start {lost} of at most {limit} within {window})")
             time.sleep(backoff_s(lost))
             if self._stopping():
                 return _shell_code(-self._asked)
@@ -159,7 +159,7 @@ class AutoResume:
         self._send()
 
     def _send(self) -> None:
-        """A signal that comes while the child is being started, or meanwhile, is sent once all the same."""
+        """A signal that comes while the child is being started, or meanwhile, is still sent once."""
         while self._child is not None and self._unsent:
             self._child.send_signal(self._unsent.pop())
 

@@ -2,7 +2,7 @@
 tests and debugging, our own as a thread of this process.
 
 Invariants: an engine's processes form one group, so that its scheduler and detokenizer end with it; its port is held
-for it where it runs; nothing here asks an engine to generate; one that an earlier start of the run left is announced as
+for it where it runs; nothing here makes an engine generate; one that an earlier start of the run left is announced as
 such, or ended.
 
 Taking over a server that an earlier start of the run left: its note says how it was started; then it is asked to give
@@ -44,7 +44,7 @@ LIMIT_S: Final = 10.0  # for a server to answer; it is busy with nothing
 
 
 class Note(Struct, frozen=True):
-    """What is told of a server from one start of the run to the next. `digest`: of how it was started."""
+    """The note about a server from one start of the run for the next. `digest`: of its command and files."""
 
     url: str
     digest: str
@@ -70,8 +70,8 @@ def digest(process: ProcessSpec, *more: object) -> str:
         for file in sorted(Path(place).iterdir() if Path(place).is_dir() else ())
         if file.exists()
     ]
-    told = (process.argv, dict(process.env), files, more)
-    return hashlib.sha256(msgspec.json.encode(told, order="sorted")).hexdigest()
+    parts = (process.argv, dict(process.env), files, more)
+    return hashlib.sha256(msgspec.json.encode(parts, order="sorted")).hexdigest()
 
 
 async def refusal(url: str, token: Token | None, *, frozen: bool) -> str | None:
@@ -82,7 +82,7 @@ async def refusal(url: str, token: Token | None, *, frozen: bool) -> str | None:
                 await client.server_info()  # SGLang's HTTP process has to ask its scheduler
                 await client.resume()  # what stands still would not end its requests
                 await client.abort()
-                await client.pause("abort")  # those that came meanwhile too
+                await client.pause("abort")  # also requests that arrived meanwhile
                 if frozen:
                     await client.resume()
     except EngineError as error:
@@ -102,7 +102,7 @@ FetcherOf = Callable[[str, str], str]  # name of an engine and its host -> the f
 
 
 class EngineProcess(SupervisedServer):
-    """What our servers and SGLang's have in common. `program`: what is started, as far as no command line tells it."""
+    """Common part of our servers and SGLang's. `program`: facts about it that the command line does not have."""
 
     program = ""
 
@@ -172,7 +172,7 @@ class EngineProcess(SupervisedServer):
 
 
 class EmbeddedOrSimulatedServer(EngineProcess):
-    """Our server, embedded or simulated, as a process of its own."""
+    """Our server, embedded or simulated, as a separate process."""
 
     def _process(self, spec: EngineSpec, incarnation: int, host: str, port: int) -> tuple[ProcessSpec, str]:
         argv = [
@@ -187,7 +187,7 @@ class EmbeddedOrSimulatedServer(EngineProcess):
         ]
         if spec.max_context:
             argv += ["--max-context-len", str(spec.max_context)]
-        if spec.faults is not None:  # requests are counted from one by each incarnation, and draw anew
+        if spec.faults is not None:  # each incarnation counts requests from one, and draws again
             plan = msgspec.structs.replace(spec.faults, replica=f"{self.name}/{incarnation}")
             argv += ["--fault-plan", msgspec.json.encode(plan).decode()]
         files = (spec.model_path, self.token.path)
@@ -233,7 +233,7 @@ class SglangServer(EngineProcess):
 
 
 class KillingProbe:
-    """Looks, some of which kill the server on purpose: what it is asked is not seen here."""
+    """Checks, some of which kill the server on purpose (fault injection)."""
 
     def __init__(self, look: HealthProbe, process: Handle, plan: FaultPlan) -> None:
         self._look, self._process, self._plan = look, process, plan
@@ -258,7 +258,7 @@ class InProcessEngine:
 
     async def run(self) -> None:
         """Waits for its crash, which raises EngineError, for a complaint, or for its retirement; unblocked by
-        cancellation. Raises ReplicaFailed for a complaint, since a thread cannot be ended and started anew."""
+        cancellation. Raises ReplicaFailed for a complaint, since a thread cannot be ended and restarted."""
         spec = self.spec
         server = EngineServer(
             spec.config,
@@ -277,6 +277,6 @@ class InProcessEngine:
                 crash = tasks.create_task(server.wait())
                 while not self._retired:
                     if (why := self.lifecycle.complaint(spec.name, 0)) is not None:
-                        raise ReplicaFailed(f"{spec.name}: {why}; an engine in this process cannot be started anew")
+                        raise ReplicaFailed(f"{spec.name}: {why}; an engine in this process cannot be restarted")
                     await asyncio.sleep(COMPLAINT_POLL_S)
                 crash.cancel()

@@ -2,7 +2,7 @@
 
 Invariants: an engine that serves another model than the policy's is refused before it is announced (a frozen one may
 serve any); who does not answer is taken off the topic, and announced with a new incarnation when it does, since it may
-have been started anew: its owner then brings an engine up to date before it gets requests, and names a router its
+have been restarted: its owner then brings an engine up to date before it gets requests, and names a router its
 engines again.
 """
 
@@ -34,7 +34,7 @@ ROUTER_FLAG: Final = "--router-address"
 
 
 class PolicyConfig(Struct, frozen=True):
-    """What of a checkpoint's config.json tells models apart."""
+    """The part of a checkpoint's config.json that distinguishes models."""
 
     architectures: tuple[str, ...] | None = None
     vocab_size: int | None = None
@@ -50,21 +50,21 @@ def read_policy_config(directory: Path) -> PolicyConfig | None:
         return None
 
 
-def differs(policy: PolicyConfig, info: ModelInfo, theirs: PolicyConfig | None) -> str | None:
+def differs(policy: PolicyConfig, info: ModelInfo, served: PolicyConfig | None) -> str | None:
     """In what the served model is not of the policy's shape, or None.
 
-    `theirs`: the served checkpoint's config.json, where it lies on this machine too. Sizes are compared only then, or
-    where the server names them: SGLang tells the architecture alone.
+    `served`: the served checkpoint's config.json, where it lies on this machine too. Sizes are compared only then, or
+    where the server names them: SGLang reports the architecture alone.
     """
     if policy.architectures and info.architectures and set(policy.architectures).isdisjoint(info.architectures):
         return f"it serves a {info.architectures[0]}, the policy is a {policy.architectures[0]}"
     pairs = [("vocab_size", policy.vocab_size, info.vocab_size)]
-    if theirs is not None:
+    if served is not None:
         names = ("vocab_size", "hidden_size", "num_hidden_layers")
-        pairs += [(name, getattr(policy, name), getattr(theirs, name)) for name in names]
-    for name, ours, other in pairs:
-        if ours is not None and other is not None and ours != other:
-            return f"its {name} is {other}, the policy's is {ours}"
+        pairs += [(name, getattr(policy, name), getattr(served, name)) for name in names]
+    for name, trained, other in pairs:
+        if trained is not None and other is not None and trained != other:
+            return f"its {name} is {other}, the policy's is {trained}"
     return None
 
 
@@ -108,20 +108,20 @@ class ExternalEngine:
                 self.lifecycle.say(f"{self.spec.name}: {self.url} answers again")
 
     def _slow(self) -> bool:
-        """Whether it may load weights now; nobody gives a frozen one any."""
+        """Whether it may load weights now; a frozen engine never gets any."""
         return not self.spec.frozen and self.lifecycle.loading(self.spec.name)
 
     async def _return(self, client: EngineClient, look: HttpProbe, account: HealthTracker) -> str:
-        """Waits until it answers again and serves the right model; returns its version. Says once what is wrong."""
-        told = ""
+        """Waits until it answers again and serves the right model; returns its version. Reports a fault once."""
+        reported = ""
         while True:
             await until("recovered", account, look, self.health.rollout_health_check_interval)
             fault, version = await self._inspect(client)
             if fault is None:
                 return version
-            if fault != told:
+            if fault != reported:
                 self.lifecycle.say(f"{self.spec.name}: {self.url} is back, but {fault}; it is left out")
-                told = fault
+                reported = fault
             account.mark_down()
 
     async def _inspect(self, client: EngineClient) -> tuple[str | None, str]:
@@ -131,7 +131,7 @@ class ExternalEngine:
         try:
             server, model = await client.server_info(), await client.model_info()
         except EngineError as error:
-            return f"it does not say what it serves ({error})", ""
+            return f"it does not report its model ({error})", ""
         policy = read_policy_config(Path(self.spec.model_path))
         if policy is None:
             return None, server.version
@@ -139,7 +139,7 @@ class ExternalEngine:
 
 
 async def _version(client: EngineClient) -> str:
-    """What a server calls itself, "" if it does not say: a frozen engine need not be one of those that we know."""
+    """The name that a server reports, "" if none: a frozen engine may be of an unknown kind."""
     try:
         return (await client.server_info()).version
     except EngineError:

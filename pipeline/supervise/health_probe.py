@@ -6,13 +6,13 @@ recovered. What counts as a fault:
 1. `/health` gives no 200 within the timeout. A paused engine answers 200 (SGLang because it is started with
    SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION=false, without which it would try to generate and fail).
 2. With SGLang, `/health` is the HTTP process's alone. So a process of the engine that is stopped is a fault, and so is
-   a scheduler that leaves `/server_info`, which asks it, without an answer. It may be slow for good reasons: while it
-   loads weights, or compiles a kernel. So that look counts only when the engine carries published weights and loads
+   a scheduler without an answer to `/server_info`, which queries it. It may be slow for good reasons: while it loads
+   weights, or compiles a kernel. So that look counts only when the engine carries published weights and loads
    none, and when its processes do nothing meanwhile. One that computes for ever is left to SGLang's own watchdog,
    which ends the server (`--sglang-watchdog-timeout`).
    A scheduler that died needs no look: the server notices within a second, and ends itself (0.5.23: 5 s later).
-3. A server of somebody else may have been started without that variable. Its `/health` is left alone; `/model_info`
-   says that its HTTP process is there.
+3. An external server may have been started without that variable. Its `/health` is not used; `/model_info`
+   shows that its HTTP process is there.
 
 Invariant: the account sees no clock and no socket; equal looks give equal verdicts.
 """
@@ -75,7 +75,7 @@ async def until(
     interval_s: float,
     complaint: Callable[[], str | None] = lambda: None,
 ) -> str:
-    """Take a look every `interval_s` seconds until the account says `change`; return why.
+    """Check every `interval_s` seconds until the account has a `change`; return the reason.
 
     Waits for the clock and for each look; unblocked by that change, by a complaint of the engines stage about an engine
     that answers and yet takes no weights, or by cancellation.
@@ -118,7 +118,7 @@ class SchedulerProbe:
 
     Args:
         first: the look at the HTTP process.
-        process: the engine's; None for one that is not ours, whose processes are not seen.
+        process: the engine's; None for an external engine, whose processes are not visible.
         loading: whether the engine may be slow to answer now.
     """
 

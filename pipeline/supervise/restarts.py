@@ -43,32 +43,32 @@ HANG_S: Final = 60.0  # longer than a process takes to start on a machine that i
 
 
 class Lifecycle(Protocol):
-    """What the runner tells its controller."""
+    """Reports of the runner to its controller."""
 
     def lost(self, stage: str, name: str, why: str) -> None:
         """A process ended, or was ended since it hung, and is started again: release its leases, count the restart."""
 
     async def trainer_state(self, lost: TrainOptions) -> TrainOptions | None:
-        """Where the next incarnation of a trainer begins that was reported as lost; None if only a resume can go on.
+        """Where the next incarnation of a trainer begins that was reported as lost; None if only a resume can continue.
         Waits until all that the lost trainer had reported is in the ledger."""
 
     def retired(self, stage: str, name: str) -> None:
-        """A replica that was scaled away has ended, well or not: what it still held goes to others."""
+        """A replica that was scaled away has ended, with or without an error: its messages go to others."""
 
     def engine_up(self, spec: EngineSpec, url: str, incarnation: int, version: str) -> None:
         """It serves. `version`: as the server itself names it."""
 
     def engine_left(self, spec: EngineSpec) -> None:
-        """An engine that was scaled away has ended: nobody is to expect it any more."""
+        """An engine that was scaled away has ended: no part of the run waits for it any more."""
 
     def engine_away(self, spec: EngineSpec, why: str) -> None:
-        """An engine that is not ours to restart does not answer: nothing is asked of it until it is up again."""
+        """An external engine does not answer: it gets no requests until it is up again."""
 
     def router_up(self, address: RouterAddress, version: str, metrics: str) -> None:
-        """It takes requests; its engines have to be named to it anew. `metrics`: where it answers /metrics."""
+        """The router takes requests; its engines must be added to it again. `metrics`: the address of its /metrics."""
 
     def router_away(self, url: str, why: str) -> None:
-        """A router that is not ours to restart does not answer: nothing is sent through it until it is up again."""
+        """An external router does not answer: it gets no requests until it is up again."""
 
     def loading(self, name: str) -> bool:
         """Whether an engine has no published weights yet or loads some now, so that it may be slow to answer."""
@@ -117,13 +117,13 @@ class Restarts:
 POLL_S: Final = 0.05
 SLOW_POLL_S: Final = 0.3  # each look leaves a line in the log of a server that loads
 POLL_TIMEOUT_S: Final = 5.0
-FIRST_NOTICE_S: Final = 10.0  # after which the user is told that it still loads; then after twice as long, and so on
+FIRST_NOTICE_S: Final = 10.0  # first notice that it still loads; the next after twice as long, and so on
 END_NOTICE_S: Final = 0.2
 STARTS_WITHOUT_SERVING: Final = 2
 
 
 class StartCommand(Struct, frozen=True):
-    """How to start a server. It serves when `/health` at `url` says 200."""
+    """How to start a server. It serves when `/health` at `url` is 200."""
 
     process: ProcessSpec
     url: str
@@ -153,11 +153,11 @@ class SupervisedServer(ABC):
 
     @abstractmethod
     async def up(self, client: EngineClient, incarnation: int) -> None:
-        """Announce it. Raises UsageError if it is not what was asked for."""
+        """Announce it. Raises UsageError if it is not the requested one."""
 
 
 class ServerSupervisor:
-    """One server. `run` until cancelled; whoever has the launcher stops it then."""
+    """One server. `run` until cancelled; the owner of the launcher stops it then."""
 
     def __init__(self, server: SupervisedServer, launcher: Launcher, restarts: Restarts, health: HealthConfig) -> None:
         self.server, self.launcher, self.restarts, self.health = server, launcher, restarts, health
@@ -276,6 +276,6 @@ class Waiting:
             self._next_s, self._told = self._next_s * 2, True
 
     def over(self, url: str, *, always: bool) -> None:
-        """It came; said if anything was said before, or `always`."""
+        """Report the end of a wait, if a notice came before, or `always`."""
         if self._told or always:
             self.say(f"{self.name}: up after {self.seconds:.0f} s at {url}")

@@ -74,7 +74,7 @@ class Runner(ABC):
                     for spec in self.placement.replicas():
                         self._start(spec)
                 self._replicas = None
-        except Exception:  # neither the end nor the user's word: another start may go on with the servers
+        except Exception:  # neither a normal end nor a stop by the user: the next start may take over the servers
             self.launcher.leave()
             raise
         finally:
@@ -135,7 +135,7 @@ class Runner(ABC):
 
 
 class TaskRunner(Runner):
-    """Replicas are tasks on the controller's own node; engines of ours are threads."""
+    """Replicas are tasks on the controller's own node; embedded and simulated engines are threads."""
 
     in_process = True
 

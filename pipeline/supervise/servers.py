@@ -119,7 +119,7 @@ RouterKind = Literal["sglang", "smg"]
 
 
 class RouterServer(SupervisedServer):
-    """sglang-router or smg. Its `/health` is its own: it says 200 without any worker."""
+    """sglang-router or smg. Its `/health` covers itself only: it is 200 without any worker."""
 
     name = "router"
     kind: Kind = "router"
@@ -150,10 +150,10 @@ class RouterServer(SupervisedServer):
         self.lifecycle.router_up(address, version or "", self._metrics)
 
 
-LEAVE_S: Final = 30.0  # time that an engine gets to give back what it holds
+LEAVE_S: Final = 30.0  # time for an engine to return its requests
 
 
-Own = InProcessEngine | ServerSupervisor  # ends for good when it is told to retire
+Own = InProcessEngine | ServerSupervisor  # ends for good when it is retired
 
 
 class Servers:
@@ -173,7 +173,7 @@ class Servers:
         self.launcher, self.restarts, self.in_process = launcher, restarts, in_process
         self.fetchers = WeightFetchers(placement, topic, launcher, restarts, entry)
         self._tasks: asyncio.TaskGroup | None = None  # while they run
-        self._engines: dict[str, tuple[Own, asyncio.Task[None]]] = {}  # those that may go
+        self._engines: dict[str, tuple[Own, asyncio.Task[None]]] = {}  # engines that may be retired
         self._leaving: set[str] = set()
         self._numbers = len(placement.engines)  # of the next engine
         self._installed: Installed | None = None
@@ -186,7 +186,7 @@ class Servers:
     async def run(self) -> None:
         """Waits for all servers; unblocked by cancellation, or by the first that cannot be started again.
 
-        The processes are stopped by whoever has the launcher.
+        The owner of the launcher stops the processes.
         """
         specs = [*self.placement.engines, *self.placement.frozen]
         found, self._installed = await supervisors(
@@ -210,11 +210,11 @@ class Servers:
         if config.asynchrony.colocate:
             return "they share their devices with the trainer (--colocate)"
         if config.engine.engine == "sglang" and config.sglang.rollout_num_gpus is not None:
-            return "--rollout-num-gpus says how many there are; resume the run with another one"
+            return "--rollout-num-gpus is their number; resume the run with another value"
         return None if self._tasks is not None and self._engines else "they have not been started yet"
 
     def scale(self, count: int) -> None:
-        """Start engines, or have the youngest leave; `scalable` was asked. Raises UsageError without a GPU for one."""
+        """Start engines, or retire the youngest; call `scalable` first. Raises UsageError without a GPU for one."""
         present = self.engines
         assert self._tasks is not None
         for _ in range(count - len(present)):
@@ -232,10 +232,10 @@ class Servers:
             self._tasks.create_task(self._retire(next(s for s in self.placement.engines if s.name == name)))
 
     async def _retire(self, spec: EngineSpec) -> None:
-        """Waits until the engine has given back what it held, `LEAVE_S` at most, then ends it."""
+        """Waits until the engine has returned its requests, `LEAVE_S` at most, then ends it."""
         name = spec.name
         self.topic.publish(LEAVE + name, b"")
-        with contextlib.suppress(TimeoutError):  # it is lost then, and its requests go on elsewhere all the same
+        with contextlib.suppress(TimeoutError):  # it is lost then, and its requests continue elsewhere
             async with asyncio.timeout(LEAVE_S):
                 revision = 0
                 while self.topic.get(ADDRESS + name) is not None and not self._has_left(name):
@@ -297,7 +297,7 @@ def server_of(
     *,
     in_process: bool,
 ) -> Own:
-    """What supervises one engine that is ours to start. `installed`: needed for SGLang's."""
+    """The supervisor of one engine that the run starts. `installed`: needed for SGLang's."""
     lifecycle = restarts.lifecycle
     if spec.ours and in_process:
         return InProcessEngine(spec, lifecycle)

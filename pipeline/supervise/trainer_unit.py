@@ -3,7 +3,7 @@
 Invariants:
 - before an incarnation starts, every process of the previous incarnation has ended: a socket, a file or a GPU has one
   user;
-- a loss is reported with the process that was lost first, not with those that noticed;
+- a loss is reported with the process that was lost first, not with those that detected it;
 - a loss is counted once, for the unit, whichever process it was;
 - what another start would only repeat ends the run: a user's mistake, a full disk, an exception of the train stage, and
   ranks that fail twice before they ever found each other.
@@ -66,8 +66,8 @@ def first_lost(codes: Mapping[str, int]) -> Loss | None:
 
 
 def restartable(config: Config) -> bool:
-    """Whether the trainer may be restarted while the engines go on: not where they share its device, for they know the
-    turn of the lost trainer."""
+    """Whether the trainer may be restarted while the engines continue: not where they share its device, since
+    they wait for the turn of the lost trainer."""
     return not config.asynchrony.colocate
 
 
@@ -145,7 +145,7 @@ class Ranks:
             incarnation=incarnation,
             store=(self._launcher.address(self.names[0]), port),
             address=f"trainer-group-{incarnation}.sock",
-            # Each incarnation counts its calls from 1, and draws anew.
+            # Each incarnation counts its calls from 1, and draws again.
             faults=fault_plan(
                 config,
                 RANK,
@@ -204,22 +204,22 @@ class TrainerUnit:
 
     async def _start(self, spec: ReplicaSpec, incarnation: int) -> dict[str, Handle]:
         """Place and start all processes. Under Ray, a unit that lost its node waits for another node."""
-        stage, sees, told = spec.replica, None, False
+        stage, sees, reported = spec.replica, None, False
         if self._launcher.controller is not None:
             sees = await asyncio.to_thread(shared_files, self._rundir, self._config)
         while True:
             try:
                 await self._launcher.place(stage, sees=sees)
-                if spec.host:  # other processes reach what it binds there
+                if spec.host:  # other processes reach its sockets there
                     spec = msgspec.structs.replace(spec, host=self._launcher.address(stage))
                 ranks = await self._ranks.start(incarnation, sees)
                 break
             except UsageError as error:
                 if incarnation == 0:
                     raise
-                if not told:
+                if not reported:
                     self._restarts.lifecycle.say(f"{stage}: waits for a node ({error})")
-                told = True
+                reported = True
                 await self._release(stage)
                 await asyncio.sleep(ROOM_POLL_S)
         self._topic.publish(spec_key(stage), msgspec.msgpack.encode(spec))

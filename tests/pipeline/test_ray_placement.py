@@ -343,7 +343,7 @@ def test_nobody_at_the_address_is_told_at_once(capsys: pytest.CaptureFixture[str
     pytest.importorskip("ray")
     flags = ["--run-dir", f"{tmp_path}/run", *SMALL, "--runner", "ray", "--ray-address", "127.0.0.1:1"]
     assert program.main(flags) == 2
-    assert "--ray-address 127.0.0.1:1: nobody answers there" in capsys.readouterr().err
+    assert "--ray-address 127.0.0.1:1: no server answers there" in capsys.readouterr().err
 
 
 def test_the_interface_of_an_address() -> None:

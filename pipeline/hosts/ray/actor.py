@@ -54,7 +54,7 @@ class ProcessActor:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of(self.address))
         home = Path(tempfile.gettempdir())
         for place in (home, SHARED_MEMORY):
-            remove_stale(place)  # what was killed here left
+            remove_stale(place)  # files of killed processes
         self._lease = DirectoryLease(home / f"{PREFIX}actor-{token_hex(4)}")
         rundir = RunDir(self._lease.directory)
         rundir.sockets = self._lease.directory
@@ -64,7 +64,7 @@ class ProcessActor:
         self._handle: LocalHandle | None = None
         self._turn = asyncio.Lock()  # a run that ends while a process is being started must find it, and end it
         self._held: dict[int, ExitStack] = {}
-        self._copies: dict[str, str] = {}  # what was brought, by its path on the controller's host
+        self._copies: dict[str, str] = {}  # copied files, by their path on the controller's host
 
     async def ready(self) -> tuple[str, str]:
         """Id and address of the node."""
@@ -85,7 +85,7 @@ class ProcessActor:
             stack.close()
 
     async def lacking(self, encoded: bytes) -> str | None:
-        """What is not here of what those that train share, in words."""
+        """The files that a trainer needs and this node lacks, as a sentence."""
         return await asyncio.to_thread(msgspec.msgpack.decode(encoded, type=SharedFiles).lacking)
 
     async def missing(self, paths: list[str]) -> list[str]:
@@ -125,7 +125,7 @@ class ProcessActor:
                     with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout(POLL_S):
                             await handle.wait()
-        ended = not handle.alive  # before the last look: what it printed is in the log by then
+        ended = not handle.alive  # before the last read: its output is in the log by then
         content = _read(handle.log, offset)
         return content, await handle.wait() if ended and len(content) < CHUNK_BYTES else None
 
@@ -134,7 +134,7 @@ class ProcessActor:
             self._handle.remember_shared()
 
     async def kill(self) -> None:
-        """End the process and all that it started, or what is left of them."""
+        """Kill the process and its remaining children."""
         async with self._turn:
             if self._handle is not None:
                 await self._handle.kill()
@@ -152,10 +152,10 @@ class ProcessActor:
 
 def interface_of(address: str) -> str:
     """The network interface that has an address; the loopback one if none has."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # it has no IPv4 address
-                answer = fcntl.ioctl(asked.fileno(), _GET_ADDRESS, struct.pack("256s", name.encode()[:15]))
+                answer = fcntl.ioctl(probe.fileno(), _GET_ADDRESS, struct.pack("256s", name.encode()[:15]))
                 if socket.inet_ntoa(answer[20:24]) == address:
                     return name
     return "lo"
@@ -186,7 +186,7 @@ class PlacedActor:
         self.actor, self.node, self.address = actor, node, address
         self.lost = False
         self.silent = False  # lost since nothing was heard of it, so that its node may be gone as well
-        self.missed = False  # lost, and its node was asked to take the next one
+        self.missed = False  # lost, and its node was chosen for the next one
 
     def end(self) -> None:
         """At once, together with its process."""
@@ -237,7 +237,7 @@ class RayHandle:
         return self._code
 
     async def _follow(self) -> None:
-        """One answer of the actor: what was printed since, and perhaps the end."""
+        """One answer of the actor: new output, and perhaps the exit status."""
         try:
             async with asyncio.timeout(ANSWER_TIMEOUT_S):
                 content, code = await self._placed.actor.output.remote(self._offset)
@@ -286,7 +286,7 @@ class RayHandle:
             self._placed.actor.remember_shared.remote()
 
     def state(self) -> ProcessState | None:
-        return None  # what it computes is not seen from here
+        return None  # its load is not visible from here
 
     def last_line(self) -> str:
         return last_line(self.log, self._start)
@@ -296,7 +296,7 @@ class RayHandle:
 
 
 async def _copy_files(actor: Any, files: tuple[str, ...]) -> None:
-    """Copy to the actor's node what is not seen there."""
+    """Copy missing files to the actor's node."""
     there = [path for path in files if Path(path).exists()]
     for path in await actor.missing.remote(there) if there else []:
         home = Path(path)

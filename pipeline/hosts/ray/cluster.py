@@ -51,7 +51,7 @@ def connected(config: Config) -> Iterator[RayPlacement]:
     before = signal.getsignal(signal.SIGTERM)
     try:
         _connect(ray, config)
-        signal.signal(signal.SIGTERM, before)  # Ray sets one of its own
+        signal.signal(signal.SIGTERM, before)  # Ray sets its own
         placements = RayPlacement(config, gpus=_gpus(found := nodes()) > 0)
         sys.stderr.write(f"ray: {'; '.join(node.words() for node in found)}\n")
         for note in placements.check(found):
@@ -97,7 +97,7 @@ def _connect(ray: ModuleType, config: Config) -> None:
     quiet = {"logging_level": "warning", "log_to_driver": False}
     if address is None:
         os.environ.setdefault("RAY_worker_niceness", "0")  # else all processes of the run give way to everything
-        # Processes share the processors, as they do without Ray; what it counts must be enough, and for a few more.
+        # Processes share the processors, as without Ray; its count must be enough, with room for a few more.
         cpus = (os.cpu_count() or 1) + int(RayPlacement(config, gpus=True).total.cpus)
         ray.init("local", num_cpus=cpus, include_dashboard=False, object_store_memory=STORE_BYTES, **quiet)
         return
@@ -113,7 +113,7 @@ def _connect(ray: ModuleType, config: Config) -> None:
 
 
 def _reach(address: str) -> None:
-    """Say at once that nobody is there: Ray itself tries for a minute. Raises UsageError."""
+    """Report an unreachable address at once: Ray itself tries for a minute. Raises UsageError."""
     host, colon, port = address.rpartition(":")
     if not (colon and port.isdigit()):
         return
@@ -121,7 +121,7 @@ def _reach(address: str) -> None:
         socket.create_connection((host, int(port)), REACH_S).close()
     except OSError as error:
         raise UsageError(
-            f"--ray-address {address}: nobody answers there ({error.strerror or error}); give the address that `ray "
+            f"--ray-address {address}: no server answers there ({error.strerror or error}); give the address that `ray "
             "start --head` printed, or leave it out for a cluster of this machine alone"
         ) from error
 
@@ -159,7 +159,7 @@ async def start_actor(
                 raise NotStarted
     except gone() as error:
         raise NotStarted from error
-    except RuntimeError as error:  # how Ray says that an import failed there
+    except RuntimeError as error:  # how Ray reports a failed import there
         raise UsageError(
             f"--runner ray: the actor of {name} could not be started ({_last(error)}); each node needs this "
             f"project at {ROOT}, and the Python that it is installed for"

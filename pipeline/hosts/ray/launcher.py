@@ -1,8 +1,8 @@
 """Processes of a run on the nodes of a Ray cluster: each is the child of an actor, which Ray places and ends.
 
-Invariants: an actor is ended before another takes its name; a process that was lost with its node is placed anew by the
-labels of its role as soon as a node has room for it, and says once that it waits; tokens and weights never go through
-Ray.
+Invariants: an actor is ended before another takes its name; a process that was lost with its node is placed again by
+the labels of its role as soon as a node has room for it, and reports once that it waits; tokens and weights never pass
+through Ray.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ ROOM_POLL_S: Final = 2.0  # between two looks for room
 
 
 class RayLauncher:
-    """Implements `Launcher`. `nodes`: asks for those of the cluster; `threads`: how many each process may use."""
+    """Implements `Launcher`. `nodes`: lists those of the cluster; `threads`: how many each process may use."""
 
     def __init__(
         self, placements: RayPlacement, nodes: Callable[[], list[Node]], rundir: RunDir, threads: int = 1
@@ -55,7 +55,7 @@ class RayLauncher:
         self._placed: dict[str, PlacedActor] = {}
         self._groups: dict[str, Any] = {}
         self._planned: dict[str, str] = {}  # process of a group -> the node that it is to begin on
-        self._silent: set[str] = set()  # nodes of which nothing was heard; Ray tells later that they are gone
+        self._silent: set[str] = set()  # nodes without an answer; Ray reports their loss later
         self._sees: dict[str, SharedFiles] = {}  # what must be on a process's node
         self._unfit: set[str] = set()  # nodes that have not what must be there
         self._placing = asyncio.Lock()
@@ -102,7 +102,7 @@ class RayLauncher:
         again = name in self._placed and not self._at_once(placement)
         if sees is not None:
             self._sees[name] = sees
-        # What takes room must see what the one before took; what takes none waits for nobody.
+        # A placement must see the room that the previous one took; one that takes no room does not wait.
         takes = placement.needs.cpus or placement.needs.gpus or placement.group
         turn = self._placing if takes else contextlib.nullcontext()
         while True:
@@ -127,7 +127,7 @@ class RayLauncher:
             self.say(f"{name}: placed on {address}")
 
     async def _started(self, name: str, placement: ActorPlacement, options: dict[str, Any], *, again: bool) -> bool:
-        """Whether there is an actor now, on a node that sees what it must. Raises NotStarted, and UsageError for a node
+        """Whether there is an actor now, on a node that sees its files. Raises NotStarted, and UsageError for a node
         that does not, unless the process was elsewhere before and can wait for another one."""
         limit_s = AGAIN_TIMEOUT_S if again else PLACEMENT_TIMEOUT_S
         placed = await start_actor(name, placement.needs, options, limit_s, self._threads, self._nodes)
@@ -182,7 +182,7 @@ class RayLauncher:
 
     async def release(self, name: str) -> None:
         """See the Protocol. Others may have what the actor held; a group that is placed at once goes with its last
-        process, so that it is placed anew."""
+        process, so that it is placed again."""
         import ray
 
         self.handles.pop(name, None)
@@ -218,7 +218,7 @@ class RayLauncher:
 
     async def _close(self, placed: PlacedActor) -> None:
         if not placed.lost:
-            with contextlib.suppress(*gone()):  # what it keeps is removed by the next one there
+            with contextlib.suppress(*gone()):  # the next launcher there removes its files
                 async with asyncio.timeout(ANSWER_TIMEOUT_S):
                     await placed.actor.close.remote()
         placed.end()
@@ -261,7 +261,7 @@ class RayLauncher:
         lost = self._placed.get(name)
         before = lost.node if lost is not None else ""
         if placement.near and lost and not lost.missed and before in {node.id for node in fit} - self._silent:
-            lost.missed = True  # it waits there for what the lost one held: Ray tells a little later that this is free
+            lost.missed = True  # it waits for the resources of the lost actor: Ray frees them a little later
             return before
         for nodes in ([node for node in fit if node.id not in self._silent], fit):
             seat = seat_with_room(config, role, alone, nodes, "free", self._of_its_kind(name, found), before)

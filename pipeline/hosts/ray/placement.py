@@ -5,7 +5,7 @@ Invariants:
   that has room for them. All that train see the run directory, where checkpoints are written;
 - the evaluate stage, which reads the held-out data, and the engines stage are on the controller's node; engines may be
   on any node, a fetcher brings the weights there;
-- labels are tried in the order in which the user named them, free resources before those that must be given back;
+- labels are tried in the order in which the user named them, free resources before those that must be released;
 - a refused run can never start on these nodes; a run that only has to wait for others is not refused.
 """
 
@@ -34,7 +34,7 @@ CURE: Final = (
 
 
 class Node(Struct, frozen=True):
-    """A node of the cluster that is alive. `free`: what nobody has taken of `total`; `here`: the controller's."""
+    """A node of the cluster that is alive. `free`: the untaken part of `total`; `here`: the controller's."""
 
     id: str
     address: str
@@ -106,7 +106,7 @@ def seat_with_room(
     others: Sequence[Node] = (),
     before: str = "",
 ) -> Seat | None:
-    """By the first alternative of labels that nodes can hold by what is free, or is there in total. `*` stands for one
+    """By the first alternative of labels that nodes can hold, by free or by total resources. `*` stands for one
     value that all nodes of a group have, such as an NVLink domain; `others`: those where parts of it are already. What
     goes near the controller goes to the node `before` where it was before, else to the controller's, else to the one
     with the least room."""
@@ -135,7 +135,7 @@ def wanted_labels(config: Config, role: Role) -> str:
 
 
 def divide(group: PlacementGroup, nodes: Sequence[Node]) -> list[Node] | None:
-    """The node of each bundle, by what is free; None if there is not the room. Packed: all on the one with the least
+    """The node of each bundle, by free resources; None if there is no room. Packed: all on the one with the least
     room that holds them, else on as few as have it; spread: on as many as there are."""
     room = {node.id: min(_times(group.bundle, node.free), group.bundles) for node in nodes}
     if sum(room.values()) < group.bundles:
@@ -174,7 +174,7 @@ def matches(labels: Labels, wanted: Labels) -> bool:
 
 
 def fits(group: PlacementGroup, nodes: Sequence[Node], kind: str) -> bool:
-    """Whether the nodes can hold the group, by what is necessary for it; Ray decides what is sufficient."""
+    """Whether the nodes can hold the group, by necessary conditions; Ray decides on sufficient ones."""
     have = [getattr(node, kind) for node in nodes]
     need, count = group.bundle, group.bundles
     if group.strategy == "STRICT_SPREAD":
@@ -189,7 +189,7 @@ def _times(need: ResourceNeeds, there: Mapping[str, float]) -> int:
 
 
 def _note(config: Config, role: Role, chosen: Labels) -> list[str]:
-    """What to tell of labels that are not those of the first alternative."""
+    """The notice about labels that are not those of the first alternative."""
     wanted = alternatives(config, role)
     first = {key: chosen.get(key, ANY) if value == ANY else value for key, value in wanted[0].items()}
     if chosen == first:
@@ -211,7 +211,7 @@ _DEFAULT_CPUS: Final[Mapping[str, int]] = {"train": 1, "rollout": 1, "cpu": 0}
 
 
 class ActorPlacement(Struct, frozen=True):
-    """Of one process: what it needs, and where. `group`: of which it takes a part of a bundle; empty: of none. `here`:
+    """Needs and place of one process. `group`: the group whose bundle it shares; empty: none. `here`:
     on the controller's node; `near`: there if that has room for it."""
 
     role: Role
@@ -287,7 +287,7 @@ class RayPlacement:
             need = ResourceNeeds(self._engine.cpus, 0.5) if self.shared else self._engine
             if number < self._engines:
                 return ActorPlacement(role, need, "engines", number)
-            return ActorPlacement(role, need)  # one that came later has no bundle of its own
+            return ActorPlacement(role, need)  # a later process has no bundle
         return ActorPlacement(role, self._engine if role == "rollout" else self._cpu)
 
     def names(self) -> list[str]:
@@ -311,7 +311,7 @@ class RayPlacement:
         notes = []
         if self.shared and alternatives(self.config, "rollout") not in (({},), alternatives(self.config, "train")):
             raise UsageError(
-                "--ray-labels asks for other nodes for rollout than for train, but with --colocate the engine has the "
+                "--ray-labels gives other nodes to rollout than to train, but with --colocate the engine has the "
                 "trainer's GPU; leave rollout out"
             )
         for group in self.groups.values():
