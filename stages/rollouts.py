@@ -154,11 +154,7 @@ def _graded_as(part: Sample, last: Sample) -> Sample:
     if part is last:
         return part
     return msgspec.structs.replace(
-        part,
-        reward=last.reward,
-        raw_reward=last.raw_reward,
-        reward_parts=last.reward_parts,
-        is_correct=last.is_correct,
+        part, reward=last.reward, raw_reward=last.raw_reward, reward_parts=last.reward_parts, is_correct=last.is_correct
     )
 
 

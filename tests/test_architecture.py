@@ -104,10 +104,7 @@ def check_words(path: Path, text: str) -> None:
         ),
         ("import transport", ("torch", "stages", "models")),
         ("import pipeline.hosts.worker", ("torch", "transformers")),
-        (
-            "import stages.train.stage, stages.train.weights, models.train.build",
-            ("torch",),
-        ),
+        ("import stages.train.stage, stages.train.weights, models.train.build", ("torch",)),
         ("import stages.group.stage, stages.reward.stage, stages.train.batch", ("aiohttp",)),
         ("import launch, pipeline.supervise.auto_resume", ("torch", "zmq", "ray", "numpy", "asyncio", "pipeline.run")),
     ],

@@ -23,12 +23,7 @@ WHITEN_EPSILON: Final = 1e-8
 
 
 def token_rewards(
-    reward: float,
-    mask: Mask,
-    kl: FloatArray | None = None,
-    *,
-    kl_coef: float = 0.0,
-    turns: FloatArray | None = None,
+    reward: float, mask: Mask, kl: FloatArray | None = None, *, kl_coef: float = 0.0, turns: FloatArray | None = None
 ) -> FloatArray:
     """r_t = -kl_coef kl_t, plus `reward` at the last trainable token; [T], zeros if no token is trainable.
 

@@ -23,14 +23,7 @@ import msgspec
 from msgspec import Raw, Struct
 
 from models.engines.answers import UNDECODABLE, AnswerLimits, with_spans
-from models.engines.protocol import (
-    DEFAULT_LABEL,
-    ErrorDetail,
-    FinishReason,
-    GenerateOutput,
-    LogprobEntry,
-    VersionSpan,
-)
+from models.engines.protocol import DEFAULT_LABEL, ErrorDetail, FinishReason, GenerateOutput, LogprobEntry, VersionSpan
 
 _EMPTY: Final = Raw(b"[]")
 _PREFIX: Final = b"data:"

@@ -173,10 +173,7 @@ def qwen3_moe(config: Mapping[str, Any]) -> Architecture:
 def glm4(config: Mapping[str, Any]) -> Architecture:
     """Of `config.json`, with sandwich norms. Raises `UnsupportedModel`."""
     after = (
-        Rule(
-            decoder.OWN + "post_self_attn_layernorm.weight",
-            whole(decoder.LAYER + "post_self_attn_layernorm.weight"),
-        ),
+        Rule(decoder.OWN + "post_self_attn_layernorm.weight", whole(decoder.LAYER + "post_self_attn_layernorm.weight")),
         Rule(decoder.OWN + "post_mlp_layernorm.weight", whole(decoder.LAYER + "post_mlp_layernorm.weight")),
     )
     return replace(_architecture(config, after), sandwich_norms=True)

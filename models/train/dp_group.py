@@ -56,14 +56,7 @@ class DistributedDpGroup(DpGroup):
     `gloo`: a group of all processes for numbers, on the CPU, whatever the tensors travel by.
     """
 
-    def __init__(
-        self,
-        *,
-        dp_rank: int,
-        dp_size: int,
-        is_mp_src_rank: bool,
-        gloo: Any | None = None,
-    ) -> None:
+    def __init__(self, *, dp_rank: int, dp_size: int, is_mp_src_rank: bool, gloo: Any | None = None) -> None:
         self.dp_rank, self.dp_size, self.is_mp_src_rank = dp_rank, dp_size, is_mp_src_rank
         self._gloo = gloo
         self.processes: int = torch.distributed.get_world_size()

@@ -23,13 +23,7 @@ from msgspec import Struct
 from configs.schema import Config
 from configs.schema.run import RANK
 from models.fault_injection import fault_plan
-from models.train.trainer_group.rank_spec import (
-    EXIT_PEER_GONE,
-    MEETING,
-    RankSpec,
-    needs_trainer_group,
-    processes_of,
-)
+from models.train.trainer_group.rank_spec import EXIT_PEER_GONE, MEETING, RankSpec, needs_trainer_group, processes_of
 from pipeline.errors import EXIT_DISK_FULL, EXIT_USER_ERROR, ReplicaFailed, UsageError, check_repeatable
 from pipeline.facts.stats import STATS_PREFIX
 from pipeline.hosts.launcher import Handle, Launcher, Resources, SharedFiles, describe_exit, shared_files

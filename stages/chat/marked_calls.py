@@ -15,15 +15,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from stages.chat.messages import ToolCall
-from stages.chat.tool_calls import (
-    CALL_CHARS,
-    Found,
-    Offered,
-    blocks,
-    read_json,
-    read_json_at,
-    unknown_tool,
-)
+from stages.chat.tool_calls import CALL_CHARS, Found, Offered, blocks, read_json, read_json_at, unknown_tool
 
 
 class Marked:

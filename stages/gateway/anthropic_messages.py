@@ -94,10 +94,7 @@ class AnthropicMessages:
             if block["type"] == "tool_use":
                 begun, delta = (
                     {**block, "input": {}},
-                    {
-                        "type": "input_json_delta",
-                        "partial_json": msgspec.json.encode(block["input"]).decode(),
-                    },
+                    {"type": "input_json_delta", "partial_json": msgspec.json.encode(block["input"]).decode()},
                 )
             elif block["type"] == "thinking":
                 begun, delta = {**block, "thinking": ""}, {"type": "thinking_delta", "thinking": block["thinking"]}

@@ -17,14 +17,7 @@ from msgspec import Struct
 
 from stages.chat.messages import Message, ToolCall
 from stages.gateway.answers import Answer, Ask, Json, Refused, Sampling, decode, event
-from stages.gateway.chat_completions import (
-    Part,
-    arguments_text,
-    content_text,
-    function_tool,
-    openai_error,
-    role,
-)
+from stages.gateway.chat_completions import Part, arguments_text, content_text, function_tool, openai_error, role
 from stages.gateway.sessions import Conversation
 
 

@@ -28,16 +28,7 @@ from typing import Any, Final
 
 from stages.graders.grade import EXTRACTED_CHARS, Grade, Grader, GradeRequest, clean, failed
 from stages.graders.math.answer import after_thought
-from stages.sandbox.run import (
-    CallCase,
-    Case,
-    CaseResult,
-    CheckCase,
-    Limits,
-    SandboxError,
-    StdinCase,
-    run_cases,
-)
+from stages.sandbox.run import CallCase, Case, CaseResult, CheckCase, Limits, SandboxError, StdinCase, run_cases
 
 DEFAULT_TOTAL_S: Final = 8.0
 CASE_S: Final = 4.0  # of one test, unless the metadata has `time_limit_s`

@@ -22,15 +22,7 @@ from models.engines.noise import GOLDEN, MIX_1, MIX_2, mix
 from stages.base import Stage, StageContext, beside
 from stages.data.prompt_set import PromptSet
 from stages.errors import NoVerdicts, Starved
-from stages.messages import (
-    CheckpointReady,
-    EvalDone,
-    PromptGroup,
-    Report,
-    RolloutSlice,
-    Settled,
-    StepDone,
-)
+from stages.messages import CheckpointReady, EvalDone, PromptGroup, Report, RolloutSlice, Settled, StepDone
 from stages.ports import Outlet, Ports
 from stages.prompts.ledger import Ledger, LedgerSnapshot, OpenGroup
 from stages.prompts.prompt_order import PassRateCurriculum, PromptOrder

@@ -65,10 +65,7 @@ class TurnJournal:
             return sample
         self.restored += 1
         log.info(
-            "group %s: rollout %d continues from turn %d of an earlier life",
-            group.key,
-            sample.index,
-            recorded.turns,
+            "group %s: rollout %d continues from turn %d of an earlier life", group.key, sample.index, recorded.turns
         )
         return recorded
 

@@ -57,8 +57,7 @@ def lost_nothing(done: Finished, steps: int, rank: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "flags",
-    [pytest.param(ENGINE, id="torch"), pytest.param(MEGATRON, id="megatron", marks=pytest.mark.full)],
+    "flags", [pytest.param(ENGINE, id="torch"), pytest.param(MEGATRON, id="megatron", marks=pytest.mark.full)]
 )
 def test_a_killed_rank_loses_nothing(tmp_path: Path, flags: list[str]) -> None:
     run_dir = tmp_path / "run"

@@ -67,12 +67,7 @@ def make_group(
 ) -> PromptGroup:
     values: dict[str, Any] = {"prompt_index": group_id, "label": "7", "seed": 100 + group_id, **fields}
     return PromptGroup(
-        group_id=group_id,
-        epoch=0,
-        prompt="?",
-        prompt_ids=wire(prompt, Int32Array),
-        n_samples=n_samples,
-        **values,
+        group_id=group_id, epoch=0, prompt="?", prompt_ids=wire(prompt, Int32Array), n_samples=n_samples, **values
     )
 
 

@@ -18,13 +18,7 @@ from models.engines.client import EngineClient
 from models.engines.core import MemoryTag
 from models.engines.serve import EngineServer
 from models.errors import EngineRefused
-from stages.engines.colocation import (
-    EngineMemory,
-    MemoryKeeper,
-    TrainerTurn,
-    colocated,
-    holder,
-)
+from stages.engines.colocation import EngineMemory, MemoryKeeper, TrainerTurn, colocated, holder
 from stages.ports import read_value
 from stages.topic_values import EngineAddress
 from tests.stages.engine_rig import SLOW_MS, core_of, freeze, generating, simulated, token_versions

@@ -38,12 +38,7 @@ async def test_an_engine_is_served_after_its_first_update_and_its_entry_tells_of
         assert fleet.served()
         assert not core_of(fleet.servers[0]).paused
         report = fleet.entry()
-        assert (report.engine, report.run_generation, report.version, report.fetching) == (
-            "engine-0",
-            0,
-            version,
-            -1,
-        )
+        assert (report.engine, report.run_generation, report.version, report.fetching) == ("engine-0", 0, version, -1)
     assert fleet.control().updates == 4
 
 

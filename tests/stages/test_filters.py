@@ -225,10 +225,7 @@ async def test_a_redelivered_rollout_that_fans_out_otherwise_is_dropped(desk: De
 
 
 async def test_a_rollout_with_a_failed_sequence_is_no_member(desk: Desk) -> None:
-    broken = [
-        make_sample(0, sequence=0, sequences=2, status="failed", error="tool lost"),
-        parts(0, 2, reward=1.0)[1],
-    ]
+    broken = [make_sample(0, sequence=0, sequences=2, status="failed", error="tool lost"), parts(0, 2, reward=1.0)[1]]
     await desk.send(make_slice(0, *broken, *(make_sample(i, reward=float(i)) for i in (1, 2)), n_samples=3))
     assert [s.index for s in (await take(desk.out)).samples] == [1, 2]
     await desk.send(make_slice(1, *broken, make_sample(1, reward=1.0), n_samples=2))

@@ -333,10 +333,7 @@ async def test_what_a_retired_replica_holds_is_put_together_by_the_others(rig: R
     feed = await rig.outlet("group")
     parts = single_members(1)
     ports = [await join(rig, f"group-{i}") for i in range(2)]
-    async with (
-        running(GroupStage(make_context()), ports[0]),
-        running(GroupStage(make_context()), ports[1]) as going,
-    ):
+    async with running(GroupStage(make_context()), ports[0]), running(GroupStage(make_context()), ports[1]) as going:
         for part in parts[:80]:
             await feed.send(part, part.key)
         await idle()

@@ -62,12 +62,7 @@ def test_a_share_is_a_share(looks: list[tuple[float, float, int]]) -> None:
         assert share is None or 0.0 <= share <= 1.0
 
 
-READINGS = st.builds(
-    Reading,
-    usage=st.floats(0.0, 1.0),
-    waiting=st.integers(0, 1000),
-    retractions=st.integers(0, 3),
-)
+READINGS = st.builds(Reading, usage=st.floats(0.0, 1.0), waiting=st.integers(0, 1000), retractions=st.integers(0, 3))
 CALM = Reading(0.1, 0)
 FULL = Reading(HIGH_USAGE, 0)
 
@@ -252,8 +247,7 @@ async def test_all_are_let_go_at_the_end() -> None:
 
 @settings(deadline=None)
 @given(
-    limit=st.integers(1, 8),
-    steps=st.lists(st.tuples(st.integers(1, 4), st.booleans(), st.integers(0, 3)), max_size=30),
+    limit=st.integers(1, 8), steps=st.lists(st.tuples(st.integers(1, 4), st.booleans(), st.integers(0, 3)), max_size=30)
 )
 def test_no_more_is_in_flight_than_the_limit_unless_one_request_is_larger(
     limit: int, steps: list[tuple[int, bool, int]]

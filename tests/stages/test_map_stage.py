@@ -12,17 +12,7 @@ from stages.base import Activity
 from stages.messages import RolloutSlice
 from stages.ports import Ports
 from tests.stages.custom_parts import Forgetful, Shout
-from tests.stages.stage_rig import (
-    Rig,
-    idle,
-    make_context,
-    make_sample,
-    make_slice,
-    open_rig,
-    running,
-    take,
-    take_all,
-)
+from tests.stages.stage_rig import Rig, idle, make_context, make_sample, make_slice, open_rig, running, take, take_all
 
 
 async def join(rig: Rig) -> Ports:

@@ -295,10 +295,7 @@ async def test_a_checkpoint_is_committed_with_the_ledger_as_it_was_after_its_ste
         await one.land(0)
         assert await one.admitted() == [0, 1, 2, 3]
         await one.report(
-            Settled(2, "filtered", "x"),
-            step_done(1, 0, 1),
-            CheckpointReady(1, 1, "draft"),
-            Settled(3, "failed", "y"),
+            Settled(2, "filtered", "x"), step_done(1, 0, 1), CheckpointReady(1, 1, "draft"), Settled(3, "failed", "y")
         )
         [(report, ledger)] = one.hooks.commits
         assert (report.step, report.path) == (1, "draft")

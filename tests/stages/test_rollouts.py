@@ -250,10 +250,7 @@ def test_the_return_of_a_rollout_is_what_its_group_is_compared_by() -> None:
             {"turn_rewards": (TurnReward(5, 1.0),)},
             "sequence 1 has a turn reward within its prefix that sequence 0 has not",
         ),
-        (
-            {"turn_rewards": (TurnReward(3, 1.0),)},
-            "the turn that ends at 3 of 9 tokens has reward 1.0",
-        ),
+        ({"turn_rewards": (TurnReward(3, 1.0),)}, "the turn that ends at 3 of 9 tokens has reward 1.0"),
         ({"turn_rewards": (TurnReward(9, float("nan")),)}, "has reward nan"),
     ],
 )

@@ -227,10 +227,7 @@ def asked(n: int, **fields: Any) -> SampleRequest:
 @pytest.mark.parametrize(("n", "interval"), [(1, None), (3, 4)])
 async def test_tokens_come_before_the_result(n: int, interval: int | None, streamed: bool, tmp_path: Path) -> None:
     heard = Heard(n)
-    async with (
-        started(tmp_path, streamed=streamed, engine=simulated(SLOW_MS)) as world,
-        asyncio.TaskGroup() as tasks,
-    ):
+    async with started(tmp_path, streamed=streamed, engine=simulated(SLOW_MS)) as world, asyncio.TaskGroup() as tasks:
         tasks.create_task(heard.listen(world, asked(n, interval=interval)))
         await until(lambda: all(heard.tokens))
         assert not any(heard.results)

@@ -109,11 +109,7 @@ class Checkpoints:
         tensors = {name: _of_shards(name, tensor) for name, tensor in parts.tensors().items()}
         tensors |= {f"rng/{self._mesh.rank}/{kind}": one for kind, one in random_state(self._mesh.device).items()}
         state = FsdpState(
-            counters=asdict(counters),
-            updates=parts.updates,
-            parts=tuple(parts),
-            world=self._mesh.sizes.world,
-            files={},
+            counters=asdict(counters), updates=parts.updates, parts=tuple(parts), world=self._mesh.sizes.world, files={}
         )
         writer = dcp.HuggingFaceStorageWriter(str(directory / SHARDS), save_distributed=True)
         if self._thread is not None:

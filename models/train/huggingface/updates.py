@@ -165,10 +165,7 @@ class Updater:
         # Norms and biases are not pulled to zero: their scale is not a measure of complexity.
         matrices = [p for _, p in self.named_parameters if p.ndim > 1]
         vectors = [p for _, p in self.named_parameters if p.ndim <= 1]
-        groups = [
-            {"params": matrices, "weight_decay": train.weight_decay},
-            {"params": vectors, "weight_decay": 0.0},
-        ]
+        groups = [{"params": matrices, "weight_decay": train.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
         self.optimizer = torch.optim.AdamW(
             [group for group in groups if group["params"]],
             lr=train.lr,

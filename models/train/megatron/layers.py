@@ -161,10 +161,7 @@ class SandwichLayer(TransformerLayer):  # type: ignore[misc]
         super().__init__(config, submodules, *args, **kwargs)
         for name in ("post_self_attn_layernorm", "post_mlp_layernorm"):
             norm = build_module(
-                getattr(submodules, name),
-                config=config,
-                hidden_size=config.hidden_size,
-                eps=config.layernorm_epsilon,
+                getattr(submodules, name), config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon
             )
             setattr(self, name, norm)
         self.self_attn_bda = _normed_add("post_self_attn_layernorm", self)
@@ -259,10 +256,7 @@ def _local_latent_attention(architecture: Architecture) -> ModuleSpec:
     norm = LatentRmsNorm if architecture.latent_norm_eps == LATENT_EPS else RmsNorm
     return ModuleSpec(
         module=LatentAttention,
-        params={
-            "attn_mask_type": AttnMaskType.causal,
-            "attention_factor": architecture.rope.attention_factor,
-        },
+        params={"attn_mask_type": AttnMaskType.causal, "attention_factor": architecture.rope.attention_factor},
         submodules=MLASelfAttentionSubmodules(
             linear_q_proj=ColumnParallelLinear,
             linear_q_down_proj=ColumnParallelLinear,

@@ -119,11 +119,7 @@ def critic_train_config(config: CriticConfig, train: TrainConfig) -> TrainConfig
 
 
 def decide_advantages(
-    rollouts: Sequence[Rollout],
-    algorithm: AlgorithmConfig,
-    needs: BatchNeeds,
-    *,
-    opd_kl_coef: float | None,
+    rollouts: Sequence[Rollout], algorithm: AlgorithmConfig, needs: BatchNeeds, *, opd_kl_coef: float | None
 ) -> dict[str, float]:
     """Set advantages (and returns) of all examples of a batch; metrics of the batch.
 

@@ -178,10 +178,7 @@ def _combined(values: dict[str, torch.Tensor], dp_group: DpGroup, *, largest: bo
 
 
 def write_step_statistics(
-    examples: Sequence[Example],
-    algorithm: AlgorithmConfig,
-    correction: Correction,
-    aggregation: Aggregation,
+    examples: Sequence[Example], algorithm: AlgorithmConfig, correction: Correction, aggregation: Aggregation
 ) -> StepStatistics:
     """Facts of the step that `examples` are; sets `rejected` and `kept_scale` of each.
 

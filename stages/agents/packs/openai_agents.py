@@ -13,14 +13,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from agents import (
-    Agent,
-    MaxTurnsExceeded,
-    OpenAIChatCompletionsModel,
-    OpenAIResponsesModel,
-    RunConfig,
-    Runner,
-)
+from agents import Agent, MaxTurnsExceeded, OpenAIChatCompletionsModel, OpenAIResponsesModel, RunConfig, Runner
 
 from models.import_path import import_path
 from stages.agents.environment import Endpoint, Outcome, Task

@@ -94,12 +94,7 @@ class Interpreters:
     """
 
     def __init__(
-        self,
-        imports: Sequence[str] = (),
-        *,
-        memory_bytes: int = 1 << 30,
-        cpu_s: int = 60,
-        sandbox: Sandbox = "auto",
+        self, imports: Sequence[str] = (), *, memory_bytes: int = 1 << 30, cpu_s: int = 60, sandbox: Sandbox = "auto"
     ) -> None:
         if sandbox == "bubblewrap" and shutil.which("bwrap") is None:
             raise ValueError("sandbox is 'bubblewrap', but no bwrap is installed; install it, or set sandbox = 'jail'")

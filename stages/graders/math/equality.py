@@ -17,17 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from stages.graders.math.notation import DEGREE, PERCENT, Quantity, canonical
-from stages.graders.math.reading import (
-    LIST,
-    SET,
-    UNION,
-    Chain,
-    Leaf,
-    Node,
-    Parts,
-    UnreadableError,
-    read,
-)
+from stages.graders.math.reading import LIST, SET, UNION, Chain, Leaf, Node, Parts, UnreadableError, read
 from stages.graders.math.values import GREEK, is_formula, proportional, same_value, value_of
 
 _UNORDERED = frozenset((LIST, SET, UNION))

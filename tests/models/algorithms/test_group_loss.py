@@ -21,11 +21,7 @@ from models.errors import AlgorithmError, MissingColumn, UnknownAlgorithm
 
 DPO = AlgorithmConfig(use_kl_loss=True, kl_loss_coef=0.1)
 PAIR = GroupColumns(
-    group=torch.tensor([0, 0]),
-    rollout=torch.tensor([0, 1]),
-    reward=torch.tensor([1.0, 0.0]),
-    n_groups=1,
-    n_rollouts=2,
+    group=torch.tensor([0, 0]), rollout=torch.tensor([0, 1]), reward=torch.tensor([1.0, 0.0]), n_groups=1, n_rollouts=2
 )
 
 
@@ -89,12 +85,7 @@ def test_losses_per_token_and_metrics(f, close) -> None:  # type: ignore[no-unty
     close(objective.loss, torch.where(f.mask, -f.theta, 0.0).tolist())
     totals = MetricTotals()
     totals.add(objective.metrics, f.weights("token_mean")[0])
-    expected = {
-        "custom/reward": 4 / 7,
-        "custom/nll": 0.952857,
-        "train/loss": 0.952857,
-        "train/entropy_loss": 1.0,
-    }
+    expected = {"custom/reward": 4 / 7, "custom/nll": 0.952857, "train/loss": 0.952857, "train/entropy_loss": 1.0}
     assert totals.result(7.0) == pytest.approx(expected, abs=1e-6)
 
 

@@ -28,11 +28,7 @@ CONFIGS = {
 TIS = Correction("decoupled", True, tis_clip_low=0.1, tis_clip=1.5)
 ON_POLICY = Correction("onpolicy", False)
 BYPASS = Correction("bypass", False)
-RULES = (
-    "seq_mean_k1=0.5_2",
-    "token_k3=1.5",
-    "seq_max_k2=4",
-)
+RULES = ("seq_mean_k1=0.5_2", "token_k3=1.5", "seq_max_k2=4")
 CORRECTIONS = [
     TIS,
     ON_POLICY,

@@ -170,10 +170,7 @@ def test_variance_does_not_cancel() -> None:
     assert (mean, variance, count) == (pytest.approx(1e8 + 1.0), pytest.approx(1.0), 3)
 
 
-@given(
-    st.lists(st.floats(-5, 5), max_size=40),
-    st.floats(0, 1),
-)
+@given(st.lists(st.floats(-5, 5), max_size=40), st.floats(0, 1))
 def test_discounted_sums_are_the_recurrence(terms: list[float], factor: float) -> None:
     expected, running = [], 0.0
     for term in reversed(terms):

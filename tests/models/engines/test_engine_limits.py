@@ -10,13 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from models.engines.answers import RequestLimits, later_boundaries, with_spans
-from models.engines.protocol import (
-    GenerateOutput,
-    GenerateRequest,
-    MetaInfo,
-    SamplingParams,
-    VersionSpan,
-)
+from models.engines.protocol import GenerateOutput, GenerateRequest, MetaInfo, SamplingParams, VersionSpan
 
 
 def request(ids: object = (1, 2, 3), **params: object) -> GenerateRequest:

@@ -254,11 +254,7 @@ def joined(rank: int, world: int, rendezvous: str | Path, timeout_s: float) -> I
     """Within it, this process is one of the default group, with one thread."""
     torch.set_num_threads(1)
     torch.distributed.init_process_group(
-        "gloo",
-        init_method=f"file://{rendezvous}",
-        rank=rank,
-        world_size=world,
-        timeout=timedelta(seconds=timeout_s),
+        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world, timeout=timedelta(seconds=timeout_s)
     )
     try:
         yield

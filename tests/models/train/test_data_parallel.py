@@ -243,12 +243,7 @@ def test_how_a_batch_is_computed_changes_nothing(tiny, name: str) -> None:  # ty
 
 @pytest.mark.slow
 @settings(max_examples=25)
-@given(
-    seed=st.integers(0, 10_000),
-    case=st.sampled_from(sorted(CASES)),
-    wild=st.booleans(),
-    steps=st.integers(1, 3),
-)
+@given(seed=st.integers(0, 10_000), case=st.sampled_from(sorted(CASES)), wild=st.booleans(), steps=st.integers(1, 3))
 def test_whatever_comes_the_weights_stay_finite(tiny, seed: int, case: str, wild: bool, steps: int) -> None:  # type: ignore[no-untyped-def]
     """Lengths from 0, masked sequences, NaN behind the mask, samplers that were sure of what the policy rules out."""
     rng = np.random.default_rng(seed)

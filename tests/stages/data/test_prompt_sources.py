@@ -116,10 +116,7 @@ def test_empty_file(tmp_path: Path) -> None:
         open_source(str(tmp_path / "empty.jsonl"), KEYS)
 
 
-MESSAGES = [
-    {"role": "user", "content": "hi"},
-    {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]},
-]
+MESSAGES = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}]
 ROWS = [
     {"input": MESSAGES, "label": 4, "metadata": {"source": "x", "level": None}, "other": 1},
     {"input": MESSAGES[:1], "label": None, "metadata": None, "other": 2},

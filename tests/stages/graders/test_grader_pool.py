@@ -386,16 +386,7 @@ def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_unknown_graders_are_refused_without_importing_any() -> None:
-    names = [
-        "math",
-        "mth",
-        "boxed_f1",
-        "math:compat",
-        "math:sloppy",
-        "no.such.module:f",
-        "exakt:fn",
-        "boxed_length:3",
-    ]
+    names = ["math", "mth", "boxed_f1", "math:compat", "math:sloppy", "no.such.module:f", "exakt:fn", "boxed_length:3"]
     assert [name for name in names if refusal(name)] == ["mth", "math:sloppy", "exakt:fn", "boxed_length:3"]
     assert "did you mean 'math'" in (refusal("mth") or "")
     assert "'sloppy' is none of compat, verify, either" in (refusal("math:sloppy") or "")

@@ -164,8 +164,7 @@ def test_constant() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "mean"),
-    [("0.25", 0.25), ("uniform(0.5, 1.5)", 1.0), ("exponential(2)", 2.0), ("lognormal(1,0)", 1.0)],
+    ("text", "mean"), [("0.25", 0.25), ("uniform(0.5, 1.5)", 1.0), ("exponential(2)", 2.0), ("lognormal(1,0)", 1.0)]
 )
 def test_distributions_of_sleep(text: str, mean: float) -> None:
     draw = parse_durations(text)

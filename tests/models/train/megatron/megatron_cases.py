@@ -62,10 +62,7 @@ FEW = {
     "ep2": ("experts",),
     "cp2": ("five_untied",),
 }
-SELECTIONS = {
-    "few": tuple(replace(case, recipes=FEW[case.name]) for case in CASES if case.name in FEW),
-    "all": CASES,
-}
+SELECTIONS = {"few": tuple(replace(case, recipes=FEW[case.name]) for case in CASES if case.name in FEW), "all": CASES}
 
 
 def run(rank: int, world: int, cases: Sequence[Case], models: Path, out: Path) -> None:
