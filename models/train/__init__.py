@@ -1,1 +1,0 @@
-"""Training backends behind one Protocol, `interface.TrainBackend`."""

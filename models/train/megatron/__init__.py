@@ -1,1 +1,0 @@
-"""Training with Megatron-core. Only what runs it imports it."""

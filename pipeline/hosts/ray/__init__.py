@@ -1,1 +1,0 @@
-"""Processes on the nodes of a Ray cluster."""
