@@ -67,7 +67,7 @@ class KnownEngine:
         return {key: value for key, value in self._values.items() if key.startswith(prefix)}
 
     async def publish(self, key: str, value: bytes) -> None:
-        """Nobody listens."""
+        """No listener."""
 
     async def wait(self, revision: int, *prefixes: str) -> int:
         """Once, and then never again."""

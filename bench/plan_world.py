@@ -276,7 +276,7 @@ class Item:
         self.message, self.key = message, key
 
     def done(self) -> None:
-        """Nobody else waits for it."""
+        """No other task waits for it."""
 
     def poison(self, reason: str) -> None:
         raise RuntimeError(f"message {self.key} was refused: {reason}")

@@ -34,7 +34,7 @@ from msgspec import Struct
 
 from models.weights.shared_memory_reader import SlotManifest
 
-# Whoever writes a stage finds the fields' types here too.
+# The author of a stage finds the fields' types here too.
 from stages.arrays import NO_FLOATS as NO_FLOATS
 from stages.arrays import NO_IDS as NO_IDS
 from stages.arrays import Extra as Extra

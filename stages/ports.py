@@ -104,7 +104,7 @@ class SameHost:
     """All on one host, where a slot is used as it lies."""
 
     async def offer(self, slot: Path) -> None:
-        """Nobody is elsewhere."""
+        """No process is on another host."""
 
     async def local(self, announcement: WeightsAnnouncement) -> WeightsAnnouncement:
         return announcement

@@ -8,7 +8,7 @@ Invariants:
   bytes and comes back as a read-only, aligned view of that subclass: dtype and byte order belong to the schema.
 - An extra type is any numpy.ndarray subclass with `wire_frame = True`: for what is large, rare, or of a shape that the
   schema does not know (images, choices of experts). Each value travels as a frame of its own, of any number type and
-  shape, and is copied neither into the msgpack nor out of it; so nobody may write to it once it is sent.
+  shape, and is copied neither into the msgpack nor out of it; so it must not be written to once it is sent.
 - Whatever is wrong with a body surfaces as DecodeError from `Codec.decode`, and nowhere else.
 """
 

@@ -4,7 +4,7 @@
     ├── AddressError            an address that cannot be used
     │   ├── AddressInvalid      does not parse, path too long, directory readable by others
     │   ├── AddressRefused      would be open to the network without keys
-    │   └── AddressInUse        somebody else is bound there
+    │   └── AddressInUse        another socket is bound there
     ├── SecurityError           keys missing, malformed or readable by others
     ├── MessageError            a message that cannot be sent
     │   ├── MessageTooLarge
@@ -40,7 +40,7 @@ class AddressRefused(AddressError):
 
 
 class AddressInUse(AddressError):
-    """Somebody else is bound to the address."""
+    """Another socket is bound to the address."""
 
 
 class SecurityError(TransportError):

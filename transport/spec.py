@@ -42,7 +42,7 @@ class StreamSpec(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class DeadLetter:
-    """A message that nobody will process, and why."""
+    """A message that no consumer will process, and why."""
 
     stream: str
     key: str

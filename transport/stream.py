@@ -170,7 +170,7 @@ class Inlet(PeerPort[ConsumerCore], Generic[T]):
     def settle(self, delivery: Delivery, verdict: Verdict, reason: str = "") -> None:
         if delivery.settled:
             if self.closed or self.session.leaving:
-                return  # handed back at closing: the hub gives it to somebody else
+                return  # handed back at closing: the hub gives it to another consumer
             raise UsageError(f"message {delivery.work.key!r} was settled before; give each lease exactly one verdict")
         self.core.settle(delivery, verdict, reason)
         self.link.wake()

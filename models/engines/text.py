@@ -219,7 +219,7 @@ def _meta(c: Completion, ids: list[int], label: str, log_probs: bool, finished: 
 
 
 def _texts(completions: Sequence[Completion], codec: TextCodec) -> list[str]:
-    """Text without what ended it (unless asked to keep it): a stop token's ids stay in `output_ids`, and so do the
+    """Text without what ended it (unless the request keeps it): a stop token's ids stay in `output_ids`, and so do the
     tokens of a stop string."""
     if not completions:
         return []

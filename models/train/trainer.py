@@ -161,7 +161,7 @@ class Trainer(WeightExporter):
         if rejected or tokens == 0:
             self._counters.empty_steps += 1
             return self._models.refuse()
-        # Asked apart from the gradient: behind a clamp or a maximum that is finite where the loss is not.
+        # Tested apart from the gradient: behind a clamp or a maximum that is finite where the loss is not.
         if not math.isfinite(metrics["train/loss"]):
             self._counters.skipped_steps += 1
             return self._models.refuse().for_its_loss()

@@ -1,11 +1,11 @@
 """Servers that outlive the controller, in the hands of the parent of `--auto-resume`: it starts them for one controller
 after the other, reports the live servers to each new one, and ends them with the run.
 
-The parent is their parent process as well. So the kernel ends them with it, a number that it tells is that of a process
-which it has not waited for, hence nobody else's, and it sees their ends whoever uses them. Each controller has one
+The parent is their parent process as well. So the kernel ends them with it, their process ids cannot be reused before
+it has waited for them, and it sees their ends whichever controller uses them. Each controller has one
 end of a pair of sockets. From here go lines `[kind, name, process, text]`: `kept` (text: its note) for each server that
 is there, `ready` behind the last of these, `started` or `failed` for each request, `ended` (text: exit status). From
-there come requests, one line each: what to start. Whoever starts a server may end it by its number.
+there come requests, one line each: what to start. The controller that starts a server may end it by its process id.
 
 Invariants: a server ends when this object is closed or its process ends, however it ends; what servers have in common
 (their token, the list of their files in shared memory) lies in a directory of this process, which goes with it.

@@ -82,7 +82,7 @@ class FetchedWeights:
         self._copies: LocalCopies | None = None
 
     async def offer(self, slot: Path) -> None:
-        """See the Protocol. Nobody trains here."""
+        """See the Protocol. No trainer runs here."""
 
     async def local(self, announcement: WeightsAnnouncement) -> WeightsAnnouncement:
         """See the Protocol. Waits for the copy."""

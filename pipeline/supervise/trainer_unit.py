@@ -167,7 +167,7 @@ class Ranks:
 
 
 class TrainerUnit:
-    """The train stage and its ranks as processes. `run` until the stage ends well, or cancel it; whoever has the
+    """The train stage and its ranks as processes. `run` until the stage ends well, or cancel it; the owner of the
     launcher stops them then."""
 
     def __init__(

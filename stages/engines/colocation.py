@@ -162,12 +162,12 @@ class TrainerTurn:
         if not self.on:
             return
         await self._publish("train")
-        started = told = time.monotonic()
+        started = logged = time.monotonic()
         revision = 0
         while missing := self._missing():
             now = time.monotonic()
-            if now - told > PATIENCE_S:
-                told = now
+            if now - logged > PATIENCE_S:
+                logged = now
                 log.warning("waiting since %.0f s for the memory of %s", now - started, ", ".join(missing))
             with contextlib.suppress(TimeoutError):  # the loop looks again
                 async with asyncio.timeout(1.0):

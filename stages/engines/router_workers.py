@@ -39,9 +39,9 @@ log = logging.getLogger("sluice.router_workers")
 
 LOOK_INTERVAL_S = 1.0
 LONGEST_PAUSE_S = 5.0
-UNDER_WAY_S = 15.0  # how long an asked change may take before it is asked again
+UNDER_WAY_S = 15.0  # how long a requested change may take before it is requested again
 SPLIT = ("prefill", "decode")
-STRANGE_LOOKS = 2  # looks in a row at a worker that nobody knows, before it is removed
+STRANGE_LOOKS = 2  # looks in a row at an unknown worker, before it is removed
 
 
 class RouterWorkers:

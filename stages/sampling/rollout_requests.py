@@ -119,7 +119,7 @@ def _seed(group: PromptGroup, sample: Sample) -> int:
     return mix(seed + again * GOLDEN) & _SEED_BITS if again else seed
 
 
-EXPERTS: Final = "routed_experts"  # among the extras, if the engine was asked for them
+EXPERTS: Final = "routed_experts"  # among the extras, if the request wanted them
 STATUS_OF: Final[dict[Finish, Status]] = {
     "stop": "completed",
     "length": "truncated",
@@ -153,9 +153,9 @@ def append_result(sample: Sample, result: SampleResult) -> Sample:
 
 
 def _with_experts(extras: dict[str, Extra], experts: bytes) -> dict[str, Extra]:
-    """The choices of experts, int32 of tokens x layers x top-k, in which each token of the context is told once.
+    """The choices of experts, int32 of tokens x layers x top-k, in which each token of the context stands once.
 
-    A turn's experts begin with the first token of its context; what earlier turns said of those made the tokens.
+    A turn's experts begin with the first token of its context; the choices of earlier turns made the tokens.
     """
     if not experts:
         return extras

@@ -288,5 +288,5 @@ class Sampler:
         return True
 
     def drains(self, request: SampleRequest | ScoreRequest) -> bool:
-        """In a drain the policy is asked nothing more; frozen engines still serve what was generated before it."""
+        """In a drain the policy gets no more requests; frozen engines still serve what was generated before it."""
         return self.draining and request.policy == POLICY

@@ -95,7 +95,7 @@ class RestoredLease:
         """Nothing to release."""
 
     def poison(self, reason: str) -> None:
-        """Nobody keeps it."""
+        """No copy is kept."""
 
 
 def write_groups(directory: Path, groups: Iterable[RolloutSlice]) -> None:

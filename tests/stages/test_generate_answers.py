@@ -142,7 +142,7 @@ def labelled(ids: list[int], *labels: str) -> GenerateOutput:
     ("output", "words"),
     [
         (labelled([4, 5], "6.9"), "weights '6.9' are of another run; those of this run are called 7.N"),
-        (labelled([4, 5], "7.2"), "weights '7.2' are older than 7.3, which the engine had when asked"),
+        (labelled([4, 5], "7.2"), "weights '7.2' are older than 7.3, which the engine had at the request"),
         (labelled([4, 5], "7.3", "7.1"), "weights '7.1' are older than 7.3"),
         (labelled([4, 5], "7.6"), "weights '7.6' are newer than any that were published (up to 5)"),
         (labelled([4, 5], "7.99999999999999"), "is not of the form generation.version"),
@@ -162,7 +162,7 @@ def test_a_member_whose_answer_cannot_be_true_fails_and_keeps_nothing_of_it(outp
 
 
 @pytest.mark.parametrize(
-    ("label", "words"), [("7.1", "older than version 2, which it had when asked"), ("7.6", "newer than any")]
+    ("label", "words"), [("7.1", "older than version 2, which it had at the request"), ("7.6", "newer than any")]
 )
 def test_during_an_update_versions_have_bounds_too(label: str, words: str) -> None:
     result = extended(REQUEST, SampleResult(), labelled([4, 5], label), 1.0, UNSETTLED)

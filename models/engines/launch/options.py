@@ -189,7 +189,7 @@ def _value_fault(option: Option, value: Any) -> str | None:
         return f"has no value, but must be {_rule(option)}; give one"
     if option.kind in ("list", "append"):
         wrong = [item for item in _items(value) if not _fits(option, item)]
-        return f"holds {_shown(wrong[0])}, but its values must be {_rule(option)}; correct that one" if wrong else None
+        return f"holds {_shown(wrong[0])}, but its values must be {_rule(option)}; correct it" if wrong else None
     if isinstance(value, list | tuple):
         return f"is {_shown(value)}, but it takes one value, {_rule(option)}; give one"
     if _fits(option, value):

@@ -56,7 +56,7 @@ def pick_device(name: str) -> torch.device:
 
 
 def autocast_dtype(train_dtype: str, device: torch.device) -> torch.dtype | None:
-    """Precision of the forward pass: bf16 on CUDA and where asked for; None is fp32 throughout."""
+    """Precision of the forward pass: bf16 on CUDA and where requested; None is fp32 throughout."""
     if train_dtype == "bfloat16" or (train_dtype == "auto" and device.type == "cuda"):
         return torch.bfloat16
     return None
@@ -84,7 +84,7 @@ def load_model(checkpoint: str, key: str, train: TrainConfig, device: torch.devi
 
 
 def attention_of(train: TrainConfig, device: torch.device) -> str:
-    """The attention that is asked for, or the best that there is on this device for the precision of the run."""
+    """The requested attention, or the best one on this device for the precision of the run."""
     if train.attn_implementation != "auto":
         return train.attn_implementation
     if autocast_dtype(train.train_dtype, device) is None or device.type != "cuda":

@@ -196,7 +196,7 @@ class HfModels:
     def log_probs(self, batches: Sequence[MicroBatch], model: Scored = "policy") -> list[Float32Array]:
         """Of the chosen tokens, one array [N] per micro-batch that is not blank, no gradient.
 
-        Raises `BackendMisuse` without the model asked for.
+        Raises `BackendMisuse` without the requested model.
         """
         if model == "policy":
             return self._placement.scores(self._policy, lambda rows: self._score(rows)[0], batches)

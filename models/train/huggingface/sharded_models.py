@@ -187,7 +187,7 @@ def _unreadable(directory: Path, cause: str) -> TrainStateUnreadable:
 
 
 def _failure_of(attempt: Callable[[], object]) -> Exception | None:
-    """What an attempt raised: to be raised after the others were told."""
+    """What an attempt raised: to be raised after the other ranks know of it."""
     try:
         attempt()
     except Exception as error:

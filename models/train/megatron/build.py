@@ -37,7 +37,7 @@ def model_dtype(spec: TrainSpec) -> torch.dtype:
 
 
 def uses_transformer_engine(spec: TrainSpec) -> bool:
-    """Whether layers are those of Transformer Engine. Raises `TrainConfigInvalid` if they are asked for in vain."""
+    """Whether layers are those of Transformer Engine. Raises `TrainConfigInvalid` if it is not installed."""
     found = importlib.util.find_spec("transformer_engine") is not None and torch.cuda.is_available()
     if spec.megatron.transformer_impl == "transformer_engine" and not found:
         raise TrainConfigInvalid(
@@ -141,7 +141,7 @@ def on_gpu(spec: TrainSpec) -> bool:
 
 
 # --------------------------------------------------------------------------------------------------
-# Megatron-core's TransformerConfig out of a model's config.json and the options of a run: nobody types a size.
+# Megatron-core's TransformerConfig out of a model's config.json and the options of a run: no size is typed by hand.
 #
 # Precedence: the architecture, then the parallel layout and precision of the run, then `--megatron-<option>`, which may
 # set neither of the two.

@@ -263,8 +263,8 @@ class Plan:
             self._writer.write_buckets = []
         try:
             written = written_by_all(own, self._group)
-        except OSError as told:
-            raise failure or told from None
+        except OSError as unsent:
+            raise failure or unsent from None
         if self._first:
             self._write_for_others(written)
             complete(self._directory, state, index_of(self._metadata.state_dict_metadata, written))

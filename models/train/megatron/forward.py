@@ -202,7 +202,7 @@ class Pipeline:
             return
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
-        asked, filled = len(batches), self._filled_up(batches)
+        given, filled = len(batches), self._filled_up(batches)
 
         def forward_step(numbered: Iterator[tuple[int, MicroBatch]], chunk: Any) -> tuple[Tensor, Callable[..., Any]]:
             number, batch = next(numbered)
@@ -210,7 +210,7 @@ class Pipeline:
             hidden = hidden_states(chunk, inputs)
 
             def numerator(output: Tensor, non_loss_data: bool = False) -> Any:
-                found = last_stage(number, output, inputs) if number < asked else None
+                found = last_stage(number, output, inputs) if number < given else None
                 if forward_only:
                     return None
                 # Nothing comes of a micro-batch that only fills up; its gradients are zeros.

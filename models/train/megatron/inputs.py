@@ -27,7 +27,7 @@ class RowForm:
 
     device: torch.device
     multiple: int = 1  # row lengths are multiples of it
-    flat: bool = False  # several sequences in one row are told apart by their ends (THD of Transformer Engine)
+    flat: bool = False  # several sequences in one row are separated by their ends (THD of Transformer Engine)
     context_rank: int = 0
     context_size: int = 1  # processes that share the tokens of a row, each with a head and a tail chunk
 

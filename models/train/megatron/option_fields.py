@@ -80,7 +80,7 @@ def fields_of(group: Group) -> Mapping[str, tuple[Kind, ...]]:
         for statement in _class(file, name).body:
             match statement:
                 case ast.AnnAssign(target=ast.Name(id=field), annotation=annotation, value=value):
-                    # Text takes any text: it comes behind what is said more exactly.
+                    # Text takes any text: it comes after the more exact types.
                     kinds = sorted(_kinds(annotation), key=lambda kind: {str: 1, None: 2}.get(kind.type, 0))
                     if isinstance(value, ast.Constant) and value.value is None and NONE not in kinds:
                         kinds.append(NONE)  # `x: int = None`

@@ -133,29 +133,29 @@ def export_buckets(
 
 
 def _plan(architecture: Architecture, held: Mapping[str, Tensor], groups: ProcessGroupCollection) -> list[_Slot]:
-    """All slots, with what their owners say about them. Collective over the pipeline."""
+    """All slots, with dtype, shape and owner of each. Collective over the pipeline."""
     weights = _by_slot(architecture, groups.ep.size())
     device = next(iter(held.values())).device if held else torch.device("cpu")
     stages, rank = groups.pp.size(), groups.pp.rank()
     mine = groups.ep.rank()
-    told = torch.zeros(len(weights), 2 + _DIMENSIONS, dtype=torch.int64)
-    for row, one in zip(told, weights, strict=True):
-        tensor = held.get(one[mine % len(one)].name)
+    table = torch.zeros(len(weights), 2 + _DIMENSIONS, dtype=torch.int64)
+    for row, slot_weights in zip(table, weights, strict=True):
+        tensor = held.get(slot_weights[mine % len(slot_weights)].name)
         if tensor is not None:
             shape = [*tensor.shape, *[-1] * (_DIMENSIONS - tensor.dim())]
             row.copy_(torch.tensor([stages - rank, _DTYPES.index(tensor.dtype), *shape]))
     if stages > 1:
         # Shapes and dtypes are equal wherever a parameter is held; -1, a missing dimension, is below any length.
-        told[told[:, 0] == 0] = -2
-        told = told.to(device)
-        torch.distributed.all_reduce(told, op=torch.distributed.ReduceOp.MAX, group=groups.pp)
+        table[table[:, 0] == 0] = -2
+        table = table.to(device)
+        torch.distributed.all_reduce(table, op=torch.distributed.ReduceOp.MAX, group=groups.pp)
     slots = []
-    for one, (owner, dtype, *shape) in zip(weights, told.tolist(), strict=True):
+    for slot_weights, (owner, dtype, *shape) in zip(weights, table.tolist(), strict=True):
         if owner <= 0:
             raise BackendMisuse(
-                f"no pipeline stage holds {one[0].name}; hand over all chunks of the model of every process"
+                f"no pipeline stage holds {slot_weights[0].name}; hand over all chunks of the model of every process"
             )
-        slots.append(_Slot(one, tuple(n for n in shape if n >= 0), _DTYPES[dtype], stages - owner))
+        slots.append(_Slot(slot_weights, tuple(n for n in shape if n >= 0), _DTYPES[dtype], stages - owner))
     return slots
 
 

@@ -138,7 +138,7 @@ def _reduce_scatter(equal: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _on_cpu(device: Any) -> Any:
-    """The device to use where `device` is asked for."""
+    """The device to use where the run sets `device`."""
     names_cuda = isinstance(device, str) and device.startswith("cuda")
     is_cuda = isinstance(device, torch.device) and device.type == "cuda"
     return torch.device("cpu") if names_cuda or is_cuda or isinstance(device, int) else device

@@ -134,7 +134,7 @@ def export_hf(
     """(name, whole tensor) of all weights on global rank 0; nothing on others, which take part all the same.
 
     Collective: every process of every replica iterates to the end, and holds no other collective meanwhile. Tensors are
-    on the device of the model and are valid until the next one is asked for. With `overlap_param_gather`, force
+    on the device of the model and are valid until the next one is requested. With `overlap_param_gather`, force
     parameters to be gathered first (`start_param_sync(force_sync=True)`), or they are those of the step before.
     `bucket_bytes`: of whole parameters that exist at one time beside the model.
     """

@@ -98,7 +98,7 @@ class ValueNumerator:
     ) -> tuple[UpdateResult, dict[str, float]]:
         """Make the update, or refuse it for a loss that is not finite, and start the next step; metrics of this one.
 
-        A maximum hides from the gradient that the other term is not a number: the loss itself is asked.
+        A maximum hides from the gradient that the other term is not a number, so the loss itself is tested.
         """
         sums = dp_group.merge({"loss": float(self._loss), "clipped": float(self._clipped)})
         self.begin_step()

@@ -6,7 +6,7 @@ Two savings, both exact:
 
 Invariants:
 - every sequence lies whole in exactly one unit, every unit in exactly one row of exactly one micro-batch;
-- rows * row_length of a micro-batch is within the token budget, unless a single sequence alone exceeds it: that one
+- rows * row_length of a micro-batch is within the token budget, unless a single sequence exceeds it: this sequence
   travels alone, since leaving it out would bias training against long responses.
 
 No torch here; `micro_batches.py` makes the arrays.

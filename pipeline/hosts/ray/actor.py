@@ -229,7 +229,7 @@ class RayHandle:
         return self._placed.lost
 
     async def wait(self) -> int:
-        """See the Protocol. Whoever waits copies the log."""
+        """See the Protocol. The waiting task copies the log."""
         while self._code is None:
             async with self._turn:
                 if self._code is None:

@@ -1,6 +1,6 @@
 """Stands in for SGLang's CUDA kernels where there is no GPU, so that its imports succeed.
 
-SGLang imports names of this package also on a CPU, but calls one of them only with speculative decoding: that one is
+SGLang imports names of this package also on a CPU, but calls one of them only with speculative decoding: this one is
 real. Any other name is a function that fails when it is called, so that nothing is computed wrongly in silence. No
 operator is registered under `torch.ops.sgl_kernel`, which is how SGLang knows that it must compute in plain torch.
 """
