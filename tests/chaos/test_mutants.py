@@ -38,8 +38,7 @@ from stages.train.held_groups import GroupBuffer, HeldGroups
 from stages.train.stage import TrainStage
 from stages.train.weights import WeightPublisher
 from tests.chaos.oracle import DISAGREE, LOST, STALE, TWICE, Expected, judge
-from tests.stages.group_rig import open_desk
-from tests.stages.stage_rig import open_rig
+from tests.stages.stage_rig import open_desk, open_rig
 from transport.core.session import Session
 
 EXPECTED = Expected(steps=3, groups_per_step=2, bound=2)
@@ -360,7 +359,7 @@ SEEN_BY_A_TEST: dict[str, tuple[Patch, str, dict[str, Any]]] = {
     ),
     "oversize not checked by sender": (
         sends_any_size,
-        "tests.stages.test_map_stage:"
+        "tests.stages.test_generate_loops:"
         "test_a_slice_above_the_limit_goes_on_failed_with_the_reason_and_the_replica_lives", {},
     ),
     "rename without fsync": (

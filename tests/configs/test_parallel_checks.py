@@ -6,12 +6,21 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from configs.graph import engine_count, loops, path
+from configs.load import load
+from configs.resolve import derive
+from configs.rules.reward import tool_faults
+from configs.rules.run import debug_faults
+from configs.rules.validate import checked
 from configs.schema import Config
-from tests.configs.config_rig import faults_of, settled
+from configs.schema.algorithm import ESTIMATORS, POLICY_LOSSES
+from tests.configs.config_rig import faults_of, settled, warnings_of
+from tests.configs.test_validate import BASE
 
-BASE = ("--prompt-data", "arithmetic", "--num-rollout", "3", "--hf-checkpoint")
+PARALLEL_BASE = ("--prompt-data", "arithmetic", "--num-rollout", "3", "--hf-checkpoint")
 MODEL: dict[str, Any] = {"model_type": "qwen3", "hidden_size": 64, "num_hidden_layers": 6, "num_attention_heads": 8}
 MODEL |= {"num_key_value_heads": 4, "head_dim": 8, "intermediate_size": 96, "vocab_size": 256}
 EXPERTS = MODEL | {"model_type": "qwen3_moe", "num_experts": 12, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
@@ -22,14 +31,14 @@ MEGATRON = ("--train-backend", "megatron", "--actor-num-gpus-per-node")
 def dense(tmp_path: Path) -> tuple[str, ...]:
     """The base of a command line, with a model of six layers, eight heads, four key heads."""
     (tmp_path / "config.json").write_text(json.dumps(MODEL), encoding="utf-8")
-    return (*BASE, str(tmp_path))
+    return (*PARALLEL_BASE, str(tmp_path))
 
 
 @pytest.fixture
 def sparse(tmp_path: Path) -> tuple[str, ...]:
     """The same with twelve experts."""
     (tmp_path / "config.json").write_text(json.dumps(EXPERTS), encoding="utf-8")
-    return (*BASE, str(tmp_path))
+    return (*PARALLEL_BASE, str(tmp_path))
 
 
 def sizes(**given: int) -> list[str]:
@@ -165,7 +174,7 @@ def test_layouts_of_experts_that_fit(sparse: tuple[str, ...], argv: list[str]) -
 
 
 def test_without_a_config_at_hand_sizes_are_checked_against_each_other_alone() -> None:
-    hub = (*BASE, "some/model", *MEGATRON)
+    hub = (*PARALLEL_BASE, "some/model", *MEGATRON)
     assert settled(*hub, "64", *sizes(tp=8, pp=2), SP)[1] == ()
     (fault,) = faults_of(*hub, "4", *sizes(tp=2, ep=2, etp=1))
     assert "a model with experts, which Megatron-core trains only together with sequence parallelism" in fault
@@ -241,7 +250,7 @@ def test_options_of_recomputation_follow_from_each_other(dense: tuple[str, ...])
     ],
 )  # fmt: skip
 def test_options_that_nobody_would_read(argv: list[str], words: str) -> None:
-    found = faults_of(*BASE, "tiny", *argv)
+    found = faults_of(*PARALLEL_BASE, "tiny", *argv)
     assert any(words in fault for fault in found), found
 
 
@@ -253,7 +262,7 @@ def test_options_that_are_read() -> None:
         ("--no-use-dynamic-batch-size", "--micro-batch-size", "4"),
         ("--save-hf", "out/{step}", "--save-interval", "1"),
     ):
-        assert settled(*BASE, "tiny", *argv)[1] == ()
+        assert settled(*PARALLEL_BASE, "tiny", *argv)[1] == ()
 
 
 @pytest.mark.parametrize(
@@ -276,15 +285,15 @@ def test_options_that_are_read() -> None:
     ],
 )  # fmt: skip
 def test_warnings(argv: list[str], words: str) -> None:
-    found = settled(*BASE, "tiny", *argv)[1]
+    found = settled(*PARALLEL_BASE, "tiny", *argv)[1]
     assert any(words in warning for warning in found), found
 
 
 def test_a_model_of_an_unknown_type_is_warned_of(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(MODEL | {"model_type": "gemma9"}), encoding="utf-8")
-    found = settled(*BASE, str(tmp_path), "--train-backend", "megatron")[1]
+    found = settled(*PARALLEL_BASE, str(tmp_path), "--train-backend", "megatron")[1]
     assert any("the model is of type 'gemma9'" in warning for warning in found)
-    assert settled(*BASE, str(tmp_path), "--train-backend", "fsdp")[1] == ()
+    assert settled(*PARALLEL_BASE, str(tmp_path), "--train-backend", "fsdp")[1] == ()
 
 
 def test_latent_attention_over_tensor_ranks_needs_sequence_parallelism() -> None:
@@ -292,3 +301,285 @@ def test_latent_attention_over_tensor_ranks_needs_sequence_parallelism() -> None
     settled(*argv, *sizes(tp=2), SP)
     found = faults_of(*argv, *sizes(tp=2), "--no-sequence-parallel")
     assert any("latent attention (deepseek_v3), which is trained only together with" in fault for fault in found), found
+
+
+# Refusals and warnings about estimators, losses, corrections, rewards, filters, and parts of a run alone.
+
+
+SYNC = ["--mode", "sync"]
+OPD = ["--advantage-estimator", "on_policy_distillation", "--use-opd", "--frozen-engine", "teacher=tiny"]
+
+
+def test_every_estimator_is_accepted_as_it_is() -> None:
+    for estimator in ESTIMATORS:
+        argv = OPD if estimator == "on_policy_distillation" else ["--advantage-estimator", estimator]
+        for mode in ("async", "sync"):
+            warnings_of(*BASE, "--mode", mode, *argv)
+
+
+def test_every_loss_is_accepted_as_it_is() -> None:
+    for loss in POLICY_LOSSES:
+        for mode in ("async", "sync"):
+            warnings_of(*BASE, "--mode", mode, "--policy-loss", loss)
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--advantage-estimator", "grop"], "which is neither known nor an import path"),
+        (["--advantage-estimator", "grop"], "did you mean grpo?"),
+        (["--advantage-estimator", "qqq"], "choose one of grpo, dr_grpo"),
+        (["--policy-loss", "pppo"], "did you mean ppo?"),
+        (["--advantage-estimator", "no_such_pkg:f"], "--advantage-estimator is 'no_such_pkg:f', but no package"),
+        (["--policy-loss", "no_such_pkg:f"], "no package 'no_such_pkg' is found"),
+        (["--n-samples-per-prompt", "1", "--advantage-estimator", "gspo"], "but gspo compares the rollouts"),
+        (
+            ["--n-samples-per-prompt", "1", "--advantage-estimator", "ppo", "--dynamic-sampling-filter", "nonzero_std"],
+            "drops every group of one",
+        ),
+        (
+            ["--disable-rewards-normalization", "--advantage-estimator", "rloo"],
+            "baseline is all that this estimator is",
+        ),
+        (["--advantage-estimator", "on_policy_distillation"], "every advantage is 0; add --use-opd"),
+        ([*OPD, "--dynamic-sampling-filter", "nonzero_std"], "which this estimator never reads"),
+        (["--gamma", "0.9"], "--gamma is 0.9, but only --advantage-estimator ppo or reinforce_plus_plus reads it"),
+        (["--lambd", "0.9", "--advantage-estimator", "reinforce_plus_plus"], "only --advantage-estimator ppo reads it"),
+        (["--bootstrap-truncated"], "only --advantage-estimator ppo reads it"),
+        (["--eps-clip-c", "3", "--policy-loss", "cispo"], "only --policy-loss ppo reads it"),
+        (["--dppo-threshold", "0.3"], "only --policy-loss dppo reads it"),
+        (["--dppo-kl-coef", "0.3"], "only --policy-loss dppo reads it"),
+        (["--aipo-clip", "3"], "only --policy-loss aipo reads it"),
+        (["--m2po-threshold", "3"], "only --policy-loss m2po reads it"),
+        (["--kimi-tau", "3"], "only --policy-loss kimi reads it"),
+        (["--custom-loss-function-path", "json:loads"], "only --loss-type custom_loss reads it"),
+        (["--use-unbiased-kl"], "only --use-kl-loss reads it"),
+        (["--ref-update-interval", "5"], "only --use-kl-loss or --kl-coef reads it"),
+        (["--critic-lr", "0.1"], "--critic-lr is 0.1, but only --advantage-estimator ppo reads it"),
+        (["--num-critic-only-steps", "2"], "--num-critic-only-steps is 2, but only --advantage-estimator ppo reads it"),
+        (["--kl-coef", "0.1"], "--kl-coef is 0.1, but --advantage-estimator grpo has no reward per token"),
+        (
+            ["--kl-coef", "0.1", "--advantage-estimator", "ppo", "--use-kl-loss", "--kl-loss-coef", "0.1"],
+            "once in the reward and once in the loss",
+        ),
+        (["--loss-type", "custom_loss"], "give --custom-loss-function-path"),
+        (
+            [
+                "--loss-type",
+                "custom_loss",
+                "--custom-loss-function-path",
+                "json:loads",
+                *SYNC,
+                "--policy-loss",
+                "cispo",
+            ],
+            "--policy-loss cispo with --loss-type custom_loss",
+        ),
+        (
+            ["--loss-type", "custom_loss", "--custom-loss-function-path", "json:loads"],
+            "whether your loss corrects stale tokens cannot be seen",
+        ),
+        (["--eps-clip", "1"], "must stay above 0"),
+        (["--policy-loss", "dppo", "--use-tis"], "the correction would count twice"),
+        (["--policy-loss", "topr", "--policy-mode", "decoupled"], "measures its ratio to the sampler"),
+        (["--policy-mode", "onpolicy", "--rollout-rs", "token_k2=0.1", *SYNC], "compare the old log-probs with"),
+        (["--prox", "loglinear", *SYNC], "but the mode is onpolicy"),
+        (["--prox", "loglinear", "--policy-loss", "gspo"], "a ratio of whole responses to it has no meaning"),
+        (["--prox", "loglinear", "--correction-ratio", "current"], "counts the step from the old to the current"),
+        (["--prox-alpha", "areal"], "--prox-alpha is areal, but only --prox loglinear reads it"),
+        (["--use-opsm", "--policy-loss", "aipo"], "--use-opsm with --policy-loss aipo"),
+        (["--opsm-delta", "0.1"], "--opsm-delta is 0.1, but only --use-opsm reads it"),
+        (["--tis-seq-low", "2", "--tis-mode", "seq_mask"], "--tis-seq-low is 2, but must not be above --tis-seq-high"),
+        (["--tis-seq-low", "0.5"], "--tis-seq-low is 0.5, but only --tis-mode seq_mask reads it"),
+        (["--tis-level", "sequence", "--tis-mode", "icepop"], "--tis-mode icepop with --tis-level sequence"),
+        (["--tis-level", "geometric", "--tis-clip-decay", "0.5"], "--tis-clip-decay 0.5 with --tis-level geometric"),
+        (["--tis-level", "geometric", "--tis-batch-normalize"], "is no importance weight whose mean should be 1"),
+        (["--custom-tis-function-path", "json:loads", *SYNC], "json:loads, but only --use-tis reads it"),
+        (["--rollout-rs", "seq_mean_k1"], "is no rejection rule"),
+        (["--rollout-rs", "seq_max_k1=0.5_1.5"], "does not exist"),
+        (["--rollout-rs", "token_k1=0.5"], "needs two bounds"),
+        (["--rollout-rs", "token_k1=1.5_0.5"], "the lower one first"),
+        (["--rollout-rs", "token_k3=0.5_1.5"], "needs one upper bound above 0"),
+        (["--rollout-rs", "token_k2=0.5", "token_k2=0.1"], "--rollout-rs has token_k2 2 times"),
+        (["--rs-unit", "rollout"], "--rs-unit is rollout, but only --rollout-rs or --rs-veto reads it"),
+        (
+            ["--renormalize-after-rejection"],
+            "but only --rollout-rs or --rs-veto reads it; choose that, or leave it out",
+        ),
+        (["--rollout-top-p", "0.9", *SYNC, "--rs-veto", "1e-4"], "but must be 1"),
+        (["--frozen-engine", "teacher"], "must have the form name=CHECKPOINT"),
+        (["--frozen-engine", "a=tiny", "a=tiny"], "names 'a' 2 times"),
+        (["--use-opd"], "--use-opd has no teacher"),
+        ([*OPD, "--opd-teacher", "techer"], "is no frozen engine; did you mean teacher?"),
+        (["--opd-teacher", "x"], "--opd-teacher is x, but only --use-opd reads it"),
+        (["--judge-engine", "j", "--rm-type", "judge"], "add --frozen-engine j=PATH"),
+        (["--rm-type", "judge"], "rm_type judge has no judge"),
+        (["--rm-type", "judge:j"], "rm_type 'judge:j' names no frozen engine; add --frozen-engine j=PATH"),
+        (["--reward-component", "a=math@1", "--reward-key", "x"], "both say what a response earns"),
+        (
+            ["--reward-component", "a=math@1", "--group-rm", "--custom-rm-path", "json:loads"],
+            "--group-rm and --reward-c",
+        ),
+        (["--rm-type", "remote"], "rm_type remote has no address"),
+        (["--rm-url", "localhost:80"], "must be an http address"),
+        (["--reward-component", "math@0.8"], "must have the form name=GRADER@WEIGHT"),
+        (["--reward-component", "acc=math"], "must have the form name=GRADER@WEIGHT"),
+        (["--reward-component", "a=math@1", "a=exact@1"], "names 'a' 2 times"),
+        (["--reward-component", "a=remote@1"], "rm_type remote has no address"),
+        (["--reward-component", "a=math@1", "--custom-rm-path", "json:loads"], "both say how to grade"),
+        (["--group-rm"], "--group-rm needs a function over whole groups"),
+        (["--overlong-buffer-len", "600"], "must be below --rollout-max-response-len 512"),
+        (
+            ["--custom-reward-post-process-path", "json:loads", "--advantage-estimator", "ppo"],
+            "which --advantage-estimator ppo does not have",
+        ),
+        (
+            ["--over-sampling-batch-size", "64"],
+            "but only --dynamic-sampling-filter or --dynamic-sampling-filter-path reads it",
+        ),
+        (
+            ["--over-sampling-batch-size", "16", "--dynamic-sampling-filter", "nonzero_std"],
+            "a batch of 32 groups needs as many in flight anyway; set it to at least 32",
+        ),
+        (
+            ["--over-sampling-batch-size", "64", "--dynamic-sampling-filter", "nonzero_std", "--deterministic"],
+            "depends on the order in which they finish",
+        ),
+        (["--dynamic-sampling-filter", "nonzero_std", "nonzero_std_fallback"], "leave one of them out"),
+        (["--buffer-order", "oldest"], "did you mean oldest_first?"),
+        (["--curriculum", "pass_rate", "--curriculum-low", "0.95"], "must not be above --curriculum-high"),
+        (["--curriculum-keep", "0.5"], "--curriculum-keep is 0.5, but only --curriculum pass_rate reads it"),
+    ],
+)
+def test_refusals(argv: list[str], words: str) -> None:
+    faults = faults_of(*BASE, *argv)
+    assert any(words in fault for fault in faults), faults
+    assert all("\n" not in fault for fault in faults)
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--advantage-estimator", "cispo"], "its canonical form has no lower bound"),
+        (["--advantage-estimator", "gspo"], "is wide for gspo"),
+        (["--eps-clip-high", "0.1"], "the reverse of clip-higher"),
+        (["--policy-loss", "aipo", "--eps-clip", "0.3"], "have no effect with --policy-loss aipo"),
+        (["--advantage-estimator", "dr_grpo"], "its own form is --loss-aggregation constant"),
+        (["--advantage-estimator", "reinforce_plus_plus", "--no-normalize-advantages"], "without any baseline"),
+        (["--no-use-tis", "--rollout-rs", "token_k2=0.1"], "does not reweight the others"),
+        (["--allow-uncorrected"], "are trained as if the current policy had sampled them"),
+        (["--correction-ratio", "current", "--num-steps-per-rollout", "2"], "with 2 optimizer steps per batch"),
+        (["--tis-level", "sequence", *SYNC], "--tis-level have no effect without --use-tis"),
+    ],
+)
+def test_warnings_about_algorithms(argv: list[str], words: str) -> None:
+    warnings = warnings_of(*BASE, *argv)
+    assert any(words in warning for warning in warnings), warnings
+
+
+def test_allowed_combinations_that_are_easily_refused_by_mistake() -> None:
+    for argv in (
+        ["--advantage-estimator", "ppo", "--n-samples-per-prompt", "1", "--gamma", "0.9", "--critic-lr", "1e-4"],
+        ["--advantage-estimator", "cispo", "--eps-clip", "1", "--eps-clip-high", "4"],
+        ["--rollout-rs", "seq_mean_k1=0.99_1.01", "token_k3=0.05", "--rs-unit", "rollout", "--rs-veto", "1e-4"],
+        ["--reward-component", "acc=contains:a@b@0.8", "fmt=format:x=y@0.2"],
+        ["--frozen-engine", "teacher=http://localhost:30000", "--use-opd", "--opd-teacher", "teacher"],
+        ["--dynamic-sampling-filter", "nonzero_std", "--over-sampling-batch-size", "48"],
+        ["--kl-coef", "0.01", "--advantage-estimator", "reinforce_plus_plus", "--ref-update-interval", "4"],
+    ):
+        loaded = load([*BASE, *argv])
+        checked(loaded.config, loaded.given)
+
+
+def a_config(**sections: Any) -> Config:
+    return msgspec.convert({"rollout": {"num_rollout": 2}, **sections}, Config)
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({"debug": {"debug_train_only": True}}, "nothing to train on; give --load-debug-rollout-data"),
+        ({"debug": {"debug_train_only": True, "debug_rollout_only": True}}, "--debug-train-only does not"),
+        ({"debug": {"debug_rollout_only": True, "load_debug_rollout_data": "x"}}, "--load-debug-rollout-data does not"),
+        ({"debug": {"save_debug_rollout_data": "all.msgpack"}}, "each batch would replace the one before"),
+        ({"debug": {"save_debug_rollout_data": "{step}"}}, "the only name in braces is {rollout_id}"),
+        ({"debug": {"load_debug_rollout_data": "/no/{}"}}, "the only name in braces is {rollout_id}"),
+        ({"debug": {"load_debug_rollout_data": "/no/{rollout_id}"}}, "there is no /no/0 for batch 0; correct the path"),
+        ({"debug": {"load_debug_rollout_data": "x"}, "run": {"resume": "y"}}, "cut differently"),
+        ({"debug": {"load_debug_rollout_data": "x"}, "train": {"loss_type": "sft_loss"}}, "leave one out"),
+        ({"debug": {"fault_inject": ["reward:0.1:die"]}}, "'reward:0.1:die': the kind is 'die' and must be one of"),
+        ({"debug": {"fault_inject": ["rewards:0.1:kill"]}}, "no stage rewards in this run that takes messages; choose"),
+        ({"debug": {"fault_inject": ["engines:0.1:kill"]}}, "no stage engines in this run that takes messages"),
+        ({"debug": {"fault_inject": ["reward:0.1:drop"]}}, "only engine has it; choose another kind"),
+        (
+            {"debug": {"fault_inject": ["engine:0.1:hang"]}, "engine": {"engine": "sglang"}},
+            "SGLang's servers can only be killed on purpose; choose kill, --engine simulated, or disturb generate",
+        ),
+        (
+            {
+                "debug": {"fault_inject": ["engine:0.1:kill"]},
+                "sglang": {"rollout_external_engine_addrs": ["http://10.0.0.1:3000"]},
+            },
+            "engines that are not started by the run have no faults on purpose",
+        ),
+        ({"debug": {"fault_inject": ["rank:0.1:kill"]}}, "no stage rank in this run that takes messages"),
+        (
+            {"debug": {"fault_inject": ["reward:0.1:kill"]}, "run": {"runner": "inprocess"}},
+            "would be of the whole run; choose --runner local",
+        ),
+    ],
+)
+def test_faults(sections: dict[str, Any], words: str) -> None:
+    faults = list(debug_faults(a_config(**sections)))
+    assert any(words in fault for fault in faults), faults
+
+
+def test_faults_that_a_run_can_have_are_taken() -> None:
+    every = ["engine:1:drop", "prompts:0.1:kill", "generate:0.1:hang", "reward:0.1:error", "train:0.5:slow:3"]
+    assert not list(debug_faults(a_config(debug={"fault_inject": every})))
+    assert not list(debug_faults(a_config(debug={"fault_inject": ["engine:1:kill"]}, engine={"engine": "sglang"})))
+    ranks = {"debug": {"fault_inject": ["rank:1:hang"]}, "parallel": {"actor_num_gpus_per_node": 2}}
+    assert not list(debug_faults(a_config(**ranks)))
+    assert not list(debug_faults(a_config(**ranks, run={"runner": "inprocess"}))), "they are processes all the same"
+    sft = a_config(debug={"fault_inject": ["reward:0.1:kill"]}, train={"loss_type": "sft_loss"})
+    assert any("choose one of prompts, train" in fault for fault in debug_faults(sft))
+
+
+def test_a_missing_batch_is_named_with_the_length_that_works(tmp_path: Path) -> None:
+    (tmp_path / "0").touch()
+    config = a_config(debug={"load_debug_rollout_data": str(tmp_path / "{rollout_id}")})
+    (fault,) = debug_faults(config)
+    assert f"no {tmp_path}/1 for batch 1; set --num-rollout to at most 1" in fault
+    (tmp_path / "1").touch()
+    assert not list(debug_faults(config))
+
+
+def test_a_function_that_makes_whole_rollouts_excludes_loops() -> None:
+    config = a_config(rollout={"custom_generate_function_path": "x:y"}, tools={"tools": ["calculator"]})
+    assert any("the stage agents would never be reached" in fault for fault in tool_faults(config))
+    assert not list(tool_faults(a_config(rollout={"custom_generate_function_path": "x:y"})))
+    batches = {"rollout_function_path": "x:y"}
+    (fault,) = tool_faults(a_config(rollout=batches, run={"scale": {"generate": 2}}))
+    assert fault.startswith("--scale generate=2 shares prompts out, but --rollout-function-path")
+    assert not list(tool_faults(a_config(rollout=batches)))
+
+
+def test_import_paths_may_have_a_dot_before_the_name() -> None:
+    config = a_config(
+        rollout={"custom_generate_function_path": "a.b.generate"},
+        reward={"custom_rm_path": "rewards.score"},
+        data={"chat_template_path": "a.jinja"},
+    )
+    resolved, _ = derive(config)
+    assert resolved.rollout.custom_generate_function_path == "a.b:generate"
+    assert resolved.reward.custom_rm_path == "rewards:score"
+    assert resolved.data.chat_template_path == "a.jinja", "a file"
+    assert derive(resolved)[0] == resolved
+
+
+def test_saved_batches_need_neither_engines_nor_tools() -> None:
+    config = a_config(debug={"load_debug_rollout_data": "x"}, tools={"tools": ["calculator"]})
+    assert path(config) == ("prompts", "train")
+    assert loops(config) == ()
+    assert engine_count(config) == 0
+    assert not list(debug_faults(a_config(debug={"debug_train_only": True}, train={"loss_type": "sft_loss"})))

@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import tempfile
+from collections import defaultdict
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
-from launching import SIMULATED, here, made_model, succeed_here
+from launching import SIMULATED, SMALL, here, made_model, succeed_here
+from scripted_run import Scripted, scripted
 
 import launch as program
+from configs.schema import Config, StageConfig
+from pipeline.controller import wait_empty
+from pipeline.graph import build, stream_spec
 from pipeline.observe.metrics import read_metrics
+from stages.messages import RolloutSlice
+from stages.staleness_gate import StalenessGate
+from tests.agent_clients import interpreter
+from tests.stages.stage_rig import make_group, make_sample
+from transport import DeadLetter, Hub, Node, Outlet
 
 RECIPE = """
 [[environment]]
@@ -97,3 +113,189 @@ def test_what_cannot_work_is_refused_before_anything_starts(
     done = here(tmp_path / "run", *recipe(tmp_path, RECIPE.replace(*change, 1)))
     assert done.code == 2
     assert words in done.err, done.err
+
+
+# A tiny model visibly learns through clients that know nothing of Sluice, each in the environment that has it.
+
+
+SEVENS = '''
+def sevens(response, label, metadata):
+    """The share of sevens: dense, and learned within a few batches by a random model."""
+    return response.count("7") / max(len(response), 1)
+'''
+LEARNING_RECIPE = """
+[[environment]]
+name = "{pack}"
+python = "{python}"
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("pack", "module"), [("openai_client", "openai"), ("openai_agents", "agents")])
+def test_a_model_learns_through_a_client(pack: str, module: str, tmp_path: Path) -> None:
+    """A random model's answers have one seven in twenty characters."""
+    (tmp_path / "sevens.py").write_text(SEVENS)
+    (tmp_path / "agent.toml").write_text(LEARNING_RECIPE.format(pack=pack, python=interpreter(module)))
+    done = succeed_here(
+        tmp_path / "run", "--config", str(tmp_path / "agent.toml"), *SMALL, *made_model(),
+        "--custom-rm-path", "sevens:sevens", "--rm-type", "auto", "--num-rollout", "16", "--rollout-batch-size", "4",
+        "--n-samples-per-prompt", "8", "--rollout-max-response-len", "8", "--lr", "2e-3", "--log-interval", "5",
+        cwd=tmp_path,
+    )  # fmt: skip
+    done.check_books()
+    reward = done.summary["reward"]
+    assert reward["first"] < 0.2, reward
+    assert reward["last"] > 0.45, reward
+    assert done.summary["groups"]["failed"] == 0
+
+
+# A run that is drained while rollouts are in a loop: groups end before the last of their rollouts has come back.
+
+
+LATE = """
+import asyncio
+from stages.base import LoopStage
+
+class Late(LoopStage):
+    @classmethod
+    def wants(cls, config, options, message):
+        return message.samples[0].turns == 1
+
+    async def process(self, message):
+        await asyncio.sleep(1.5 if message.samples[0].index else 0.0)  # one of a group is back before the others
+        return message
+"""
+LOOP_RECIPE = '[[stage]]\nname = "late"\npath = "late:Late"\nloop = "generate"\nconcurrency = 64\n'
+
+
+@pytest.mark.slow
+def test_what_is_in_a_loop_comes_to_rest_before_streams_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "late.py").write_text(LATE)
+    (tmp_path / "late.toml").write_text(LOOP_RECIPE)
+    flags = [*SMALL, *made_model(), *SIMULATED, "--config", str(tmp_path / "late.toml"), "--num-rollout", "4000"]
+
+    async def script(run: Scripted) -> None:
+        await run.until((run.run_dir / "ledger.jsonl").exists)
+        await run.steps(1)
+        loop = [run.controller.hubs[name] for name in ("late", "generate.return")]
+        await run.until(lambda: len(loop[0].held()) > 4)
+
+    scripted(monkeypatch, tmp_path / "run", script, lambda run_dir: here(run_dir, *flags, cwd=tmp_path).code)
+
+
+class Emptied:
+    """A stream that is empty from its second look on, when the other stream gets the message."""
+
+    def __init__(self) -> None:
+        self.looks = 0
+        self.following: Emptied | None = None
+
+    def held(self) -> list[Any]:
+        self.looks += 1
+        if self.looks > 5 and self.following is not None:
+            self.following.looks, self.following = 0, None
+        return [object()] if self.looks <= 5 else []
+
+
+async def test_streams_of_a_loop_are_empty_at_the_same_moment() -> None:
+    last, first = Emptied(), Emptied()
+    last.looks, first.following = 100, last
+    hubs: Any = [first, last]
+    async with asyncio.timeout(10):
+        await wait_empty(hubs)
+    assert first.looks > 5
+    assert last.looks > 5
+
+
+# Turns of a rollout meet the same replica of a loop stage, for as long as it lives and has room.
+
+
+ROLLOUTS = [(group, index) for group in range(4) for index in range(4)]
+NAMES = ("world-0", "world-1")
+
+
+def refuse(letter: DeadLetter) -> None:
+    raise AssertionError(letter.reason)
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    with tempfile.TemporaryDirectory(prefix="t") as directory:  # pytest's own are too deep for a socket path
+        yield f"ipc://{directory}/world"
+
+
+@asynccontextmanager
+async def loop_hub(address: str) -> AsyncIterator[tuple[Node, Hub, Outlet[RolloutSlice]]]:
+    """The hub of a loop stage's inlet, as the graph of a run describes it."""
+    world = StageConfig(name="world", path="my_world:World", loop="generate", replicas=2)
+    config = msgspec.structs.replace(Config(), stage=(world,))
+    stream = build(config).inlets("world")["in"]
+    spec = stream_spec(config, StalenessGate.of(config), stream.name, address, stream.routing)
+    async with asyncio.timeout(20), Node("run", "controller") as node:
+        hub = await node.hub(spec, refuse)
+        yield node, hub, await node.outlet(hub.address, stream.name, RolloutSlice)
+
+
+async def send(outlet: Outlet[RolloutSlice], rollout: tuple[int, int], turns: int) -> None:
+    sample = msgspec.structs.replace(make_sample(rollout[1]), turns=turns)
+    slice_ = RolloutSlice(make_group(rollout[0]), (sample,))
+    await outlet.send(slice_, slice_.key)
+
+
+async def test_turns_of_a_rollout_meet_one_replica_until_it_dies(address: str) -> None:
+    async with loop_hub(address) as (node, hub, outlet):
+        inlets = {name: await node.inlet(hub.address, "world", RolloutSlice, replica=name) for name in NAMES}
+        met: dict[tuple[int, int], list[str]] = defaultdict(list)
+        arrived = asyncio.Semaphore(0)
+
+        async def work(name: str) -> None:
+            """Note who gets which rollout. Ends with the inlet."""
+            while (lease := await inlets[name].receive()) is not None:
+                rollout = (lease.message.group.group_id, lease.message.samples[0].index)
+                met[rollout].append(name)
+                if name not in dead:
+                    lease.done()
+                arrived.release()
+
+        async def all_arrived() -> None:
+            for _ in ROLLOUTS:
+                await arrived.acquire()
+
+        dead: set[str] = set()
+        async with asyncio.TaskGroup() as tasks:
+            workers = {name: tasks.create_task(work(name)) for name in NAMES}
+            for turns in range(1, 6):
+                for rollout in ROLLOUTS:
+                    await send(outlet, rollout, turns)
+                await all_arrived()
+            owners = {rollout: set(names) for rollout, names in met.items()}
+            assert all(len(names) == 1 for names in owners.values()), "a rollout changed its replica"
+            assert set.union(*owners.values()) == set(NAMES), "members of a group are spread"
+
+            dead.add("world-0")  # it takes its next turns and dies with them
+            for rollout in ROLLOUTS:
+                await send(outlet, rollout, 6)
+            await all_arrived()
+            workers["world-0"].cancel()
+            inlets["world-0"].shut(0)
+            hub.peer_lost("world-0")
+            orphans = [rollout for rollout in ROLLOUTS if owners[rollout] == {"world-0"}]
+            for _ in orphans:
+                await arrived.acquire()
+            assert all(met[rollout][-2:] == ["world-0", "world-1"] for rollout in orphans), "the other one goes on"
+            for rollout in ROLLOUTS:
+                await send(outlet, rollout, 7)
+            await all_arrived()
+            assert all(names[-1] == "world-1" for names in met.values())
+            hub.finish()
+
+
+async def test_a_full_replica_is_passed_over(address: str) -> None:
+    async with loop_hub(address) as (node, hub, outlet):
+        for name in NAMES:
+            await node.inlet(hub.address, "world", RolloutSlice, replica=name, window_items=3)
+        for turns in range(1, 7):
+            await send(outlet, (1, 1), turns)
+        while hub.stats().leased < 6:  # noqa: ASYNC110 - what counters say has no event
+            await asyncio.sleep(0.001)
+        assert hub.stats().queued == 0

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from launching import NO_DATA, finish, here, launch, made_model, start, succeed_here
 from safetensors.torch import load_file, save_file
-from test_bad_input import refused
 from test_kill import kill, wait_for_steps
+from test_preflight import refused
 
 from models.tiny import make_tiny_checkpoint
 from pipeline.observe.metrics import read_metrics

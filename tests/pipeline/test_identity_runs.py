@@ -23,14 +23,14 @@ from stages.rollouts import rollouts
 from stages.train.saved_groups import load_batch
 from tests.engine_record import noted, noting
 from tests.identity import check_identity, check_once
-from tests.stages.agents.talks import STOPS, Talk, with_template
+from tests.stages.agents.play import STOPS, Talk, with_template
 
 pytestmark = pytest.mark.slow
 
 RECIPE = """
 [[environment]]
 name = "talk"
-path = "tests.stages.agents.talks:Talk"
+path = "tests.stages.agents.play:Talk"
 workers = 2
 
 [[environment]]
@@ -39,7 +39,7 @@ retries = 100
 
 [[environment]]
 name = "wanderer"
-path = "tests.stages.agents.talks:Wanderer"
+path = "tests.stages.agents.play:Wanderer"
 options = {{ rest_s = 0.7 }} # so that a kill meets some of them in the middle
 retries = 100
 

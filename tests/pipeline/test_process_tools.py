@@ -10,18 +10,23 @@ import socket
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
+from aiohttp import web
 from fake_servers import Told, eventually, gone
+from hypothesis import given
+from hypothesis import strategies as st
 from launching import ROOT
 
 from configs.load import load
 from configs.resolve import resolve
 from configs.schema import Config, router_kind
+from models.engines.client import EngineClient
 from models.engines.launch.command import Launch, with_token
 from models.engines.token import read_token
 from models.weights.layout import LEFT_BEHIND_FILE
@@ -29,17 +34,28 @@ from pipeline.errors import ReplicaFailed, UsageError
 from pipeline.facts.run_directory import RunDir
 from pipeline.graph import build
 from pipeline.hosts import die_with_parent as die_with_parent
-from pipeline.hosts.launcher import ProcessSpec, Resources
+from pipeline.hosts.launcher import ProcessSpec, ProcessState, Resources
 from pipeline.hosts.local_launcher import LocalLauncher, last_error
-from pipeline.hosts.machine import PortInUse, held_port, interruptible, shared_memory_files, slices, visible_gpus
+from pipeline.hosts.machine import (
+    IdleCores,
+    PortInUse,
+    cpu_seconds,
+    held_port,
+    interruptible,
+    shared_memory_files,
+    slices,
+    visible_gpus,
+)
 from pipeline.hosts.rendezvous import Entry
 from pipeline.hosts.worker import ReplicaSpec
 from pipeline.replica_specs import threads
 from pipeline.supervise import restarts
+from pipeline.supervise.health_probe import HealthTracker, HttpProbe, SchedulerProbe
 from pipeline.supervise.restart_budget import WINDOW_S
 from pipeline.supervise.restarts import Restarts
 from pipeline.supervise.servers import WeightFetchers
 from stages.engines.stage import END
+from tests.served_app import served_app
 from transport import Node
 
 # ------------------------------------------------------------------ processes, ports, GPUs
@@ -364,3 +380,89 @@ async def test_a_silent_fetcher_is_ended_and_started_again(tmp_path: Path, monke
         topic.publish(END, b"")
         started.code = 0  # as after the end of the run
         started.ended.set()
+
+
+# Looks at a server: how many in a row count, and what a scheduler that answers nothing may be doing.
+
+
+@given(st.lists(st.booleans(), max_size=40), st.integers(1, 5))
+def test_an_engine_is_lost_after_n_faults_in_a_row_and_recovers_with_one_good_look(looks: list[bool], n: int) -> None:
+    account = HealthTracker(n)
+    for i, good in enumerate(looks):
+        before = account.up
+        change = account.saw(None if good else f"fault {i}")
+        newest = looks[: i + 1][-n:]
+        assert (change == "lost") == (before and len(newest) == n and not any(newest))
+        assert (change == "recovered") == (good and not before)
+        if change == "lost":
+            assert f"fault {i}" in account.why
+    faults_at_the_end = next((i for i, good in enumerate(reversed(looks)) if good), len(looks))
+    assert account.up == (faults_at_the_end < n)
+
+
+def test_the_reason_counts_its_looks() -> None:
+    account = HealthTracker(2)
+    assert account.saw("no answer") is None
+    assert account.saw("no answer") == "lost"
+    assert account.why == "2 failed health checks in a row (no answer)"
+    account.mark_down()
+    assert account.saw(None) == "recovered"
+
+
+class Busy:
+    """Processes that use this share of one core."""
+
+    def __init__(self, share: float) -> None:
+        self.share = share
+
+    def state(self) -> ProcessState:
+        return ProcessState((), self.share * asyncio.get_running_loop().time())
+
+
+@pytest.mark.parametrize(("share", "healthy"), [(0.1, False), (0.3, True)])
+async def test_a_scheduler_that_computes_is_no_dead_one(share: float, healthy: bool) -> None:
+    """A long prefill answers nothing and is busy; one that hangs uses next to nothing."""
+
+    over = asyncio.Event()
+
+    async def healthily(_: web.Request) -> web.Response:
+        return web.json_response({})
+
+    async def at_the_end(_: web.Request) -> web.Response:
+        await over.wait()
+        return web.json_response({})
+
+    app = web.Application()
+    app.add_routes([web.get("/health", healthily), web.get("/server_info", at_the_end)])
+    async with served_app(app) as url, EngineClient(url, connect_timeout_s=5.0) as client:
+        first = HttpProbe(client, 0.5)
+        look = SchedulerProbe(first, Busy(share), lambda: False)  # type: ignore[arg-type]
+        well = await look() is None
+        over.set()
+    assert well is healthy
+
+
+# CPU time of a process with its children, and idle cores, as a run's advice reads them.
+
+
+SPINS = (
+    "import time\nend = time.process_time() + 0.2\nwhile time.process_time() < end: pass\nprint(flush=True)\ninput()"
+)
+
+
+def test_the_time_of_children_counts() -> None:
+    outer = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {SPINS!r}])"
+    child = subprocess.Popen([sys.executable, "-c", outer], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert child.stdout is not None
+    child.stdout.readline()
+    assert cpu_seconds(child.pid) >= 0.19
+    child.communicate(b"\n")
+    assert cpu_seconds(child.pid) == 0.0, "it has ended"
+
+
+def test_idle_time_is_at_most_that_of_all_cores() -> None:
+    idle, began = IdleCores(), time.monotonic()
+    assert idle.look() >= 0.0
+    time.sleep(0.05)
+    seen, passed = idle.look(), time.monotonic() - began
+    assert 0.0 <= seen <= (passed + 0.1) * len(os.sched_getaffinity(0))

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from launching import SMALL
 
@@ -13,7 +18,10 @@ import launch as program
 from configs.load import load
 from configs.schema import Config
 from pipeline.errors import UsageError
-from pipeline.hosts.ray.actor import PlacedActor, interface_of
+from pipeline.facts.run_directory import RunDir
+from pipeline.hosts.launcher import ProcessSpec, shared_files
+from pipeline.hosts.machine import living
+from pipeline.hosts.ray.actor import PlacedActor, ProcessActor, interface_of
 from pipeline.hosts.ray.launcher import RayLauncher
 from pipeline.hosts.ray.placement import (
     Node,
@@ -25,6 +33,7 @@ from pipeline.hosts.ray.placement import (
     divide,
     seat_with_room,
 )
+from pipeline.hosts.worker import TRAINER_LOCK, only_trainer
 
 
 def config(*flags: str) -> Config:
@@ -348,3 +357,119 @@ def test_nobody_at_the_address_is_told_at_once(capsys: pytest.CaptureFixture[str
 
 def test_the_interface_of_an_address() -> None:
     assert interface_of("127.0.0.1") == "lo"
+
+
+# The actor that owns a process, without a cluster: of Ray it asks only which node it is on.
+
+
+SLEEPS = ProcessSpec("one-0", (sys.executable, "-c", "import time; time.sleep(600)"))
+
+
+@pytest.fixture
+async def actor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ProcessActor]:
+    node = SimpleNamespace(get_node_id=lambda: "node")
+    ray = SimpleNamespace(
+        get_runtime_context=lambda: node, util=SimpleNamespace(get_node_ip_address=lambda: "127.0.0.1")
+    )
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.chdir(tmp_path)  # the actor goes there itself; other tests are not to follow it
+    made = ProcessActor(str(tmp_path), "1")
+    yield made
+    await made.kill()
+    await made.close()
+
+
+@pytest.mark.parametrize("how", ["stop", "kill"])
+async def test_a_process_that_is_being_started_when_the_run_ends_is_ended(actor: ProcessActor, how: str) -> None:
+    """The run would wait for its end for ever."""
+    async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
+        starting = tasks.create_task(actor.spawn(msgspec.msgpack.encode(SLEEPS)))
+        await asyncio.sleep(0)  # it has begun
+        assert not starting.done()
+        await getattr(actor, how)()
+    process, _ = starting.result()
+    assert not living(process)
+    assert (await actor.output(0))[1] is not None, "whoever waits learns of it"
+
+
+# Whether a node has the run directory and the model of the controller, and one train stage at a time.
+
+
+def model(place: Path, weights: bytes) -> Path:
+    place.mkdir()
+    (place / "config.json").write_text("{}")
+    (place / "model.safetensors").write_bytes(weights)
+    return place
+
+
+def config_of(checkpoint: Path, *flags: str) -> Config:
+    return load([*SMALL, "--hf-checkpoint", str(checkpoint), *flags]).config
+
+
+def test_a_run_directory_is_known_by_what_nobody_can_guess(tmp_path: Path) -> None:
+    checkpoint = model(tmp_path / "model", b"w" * 100)
+    with RunDir(tmp_path / "run").open(resume=False) as rundir:
+        told = shared_files(rundir, config_of(checkpoint))
+        assert told.lacking() is None
+        rundir.path.rename(tmp_path / "away")
+        (tmp_path / "run").mkdir()  # as another machine may have one, with all that a run leaves
+        for path in (tmp_path / "away").iterdir():
+            if path.name != rundir.seal.name:
+                path.rename(tmp_path / "run" / path.name)
+        assert told.lacking() == f"does not see the controller's run directory {tmp_path / 'run'}"
+    with RunDir(tmp_path / "again").open(resume=False) as rundir:
+        (rundir.path / ".seal-0123").touch()  # a run that was killed
+        rundir.write_config("")
+    with RunDir(tmp_path / "again").open(resume=True) as rundir:
+        assert [path.name for path in rundir.path.glob(".seal-*")] == [rundir.seal.name]
+        assert shared_files(rundir, config_of(checkpoint)).lacking() is None
+    assert list((tmp_path / "again").glob(".seal-*")) == []
+
+
+def test_a_model_is_compared_by_what_it_holds(tmp_path: Path) -> None:
+    weights = bytes(range(256)) * 4096
+    checkpoint, reference = model(tmp_path / "model", weights), model(tmp_path / "reference", weights)
+    with RunDir(tmp_path / "run").open(resume=False) as rundir:
+        told = shared_files(rundir, config_of(checkpoint, "--ref-load", str(reference), "--kl-loss-coef", "0.1"))
+        assert sorted(told.models) == [str(checkpoint), str(reference)]
+        assert told.lacking() is None
+        (checkpoint / "README").touch()  # nobody reads it
+        assert told.lacking() is None
+        (checkpoint / "model.safetensors").write_bytes(bytes(reversed(range(256))) * 4096)
+        other = f"has another model than the controller's at {checkpoint}, or not all of its files"
+        assert told.lacking() == other
+        (checkpoint / "model.safetensors").unlink()
+        assert told.lacking() == other
+        (checkpoint / "model.safetensors").write_bytes(weights)
+        (reference / "config.json").unlink()
+        (reference / "model.safetensors").unlink()
+        reference.rmdir()
+        assert told.lacking() == f"does not see the controller's model {reference}"
+        assert msgspec.structs.replace(told, models={}).lacking() is None
+        assert shared_files(rundir, config_of(Path("org/name"))).models == {}
+
+
+async def test_a_train_stage_waits_for_the_end_of_the_one_before(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    begun = asyncio.Event()
+
+    async def train() -> None:
+        async with only_trainer(tmp_path):
+            begun.set()
+            with (tmp_path / TRAINER_LOCK).open("w") as other, pytest.raises(BlockingIOError):
+                fcntl.flock(other, fcntl.LOCK_SH | fcntl.LOCK_NB)
+
+    async with asyncio.TaskGroup() as tasks, asyncio.timeout(20):
+        with (tmp_path / TRAINER_LOCK).open("w") as zombie:
+            fcntl.flock(zombie, fcntl.LOCK_EX)
+            tasks.create_task(train())
+            while "another train stage still writes" not in caplog.text:  # noqa: ASYNC110  (a log announces nothing)
+                await asyncio.sleep(0.01)
+            assert not begun.is_set()
+        await begun.wait()
+    with (tmp_path / TRAINER_LOCK).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -9,8 +9,7 @@ import pytest
 
 from tests.stages.engine_rig import Log, record_exchanges
 from tests.stages.fleet_rig import Fleet, open_fleet
-from tests.stages.group_rig import Desk, open_desk
-from tests.stages.stage_rig import Rig, open_rig, time_limit
+from tests.stages.stage_rig import Desk, Rig, open_desk, open_rig, time_limit
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ import numpy as np
 from configs.schema import Config
 from models.engines.token import Token
 from stages.base import Stage, StageContext
+from stages.group.stage import GroupStage
 from stages.messages import (
     Float32Array,
     Int32Array,
@@ -27,6 +28,7 @@ from stages.messages import (
     Report,
     RolloutSlice,
     Sample,
+    Settled,
     Status,
     UInt8Array,
     VersionRun,
@@ -290,3 +292,54 @@ class Held:
 
     def poison(self, reason: str) -> None:
         self.ends.append("poison")
+
+
+# The group stage among real streams: what goes in, what comes out, what is settled.
+
+
+@dataclass
+class Desk:
+    rig: Rig
+    stage: GroupStage
+    task: asyncio.Task[None]
+    feed: Outlet[Any]
+    out: Inlet[Any]
+    settled: Inlet[Any]
+    sent: int = 0
+
+    async def send(self, *slices: RolloutSlice) -> None:
+        """Each under a key of its own, so that only the stage can tell duplicates."""
+        for slice_ in slices:
+            self.sent += 1
+            await self.feed.send(slice_, f"{slice_.key}#{self.sent}")
+
+    async def end(self) -> None:
+        self.rig.hubs["group"].finish()
+        await self.task
+
+
+async def join(rig: Rig, replica: str = "group-0") -> Any:
+    return await rig.join(
+        {"in": ("group", RolloutSlice)},
+        {"out": ("train", RolloutSlice), "settle": ("settle", REPORT), "eval": ("evaluate", RolloutSlice)},
+        replica=replica,
+    )
+
+
+@asynccontextmanager
+async def open_desk(config: Config | None = None, *, sockets: bool = False) -> AsyncIterator[Desk]:
+    async with open_rig(sockets=sockets) as rig:
+        ports = await join(rig)
+        stage = GroupStage(make_context(config))
+        async with running(stage, ports) as task:
+            yield Desk(rig, stage, task, await rig.outlet("group"), await rig.inlet("train"), await rig.inlet("settle"))
+
+
+def failed(index: int, why: str = "ValueError: boom") -> Sample:
+    return make_sample(index, status="failed", error=why, n=2)
+
+
+async def settled(one: Desk) -> Settled:
+    report = await take(one.settled)
+    assert isinstance(report, Settled)
+    return report

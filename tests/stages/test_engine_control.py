@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
+from safetensors.torch import load_file
 
+from configs.schema.rollout import EngineConfig, UpdateConfig
 from models.engines.client import EngineClient, WeightsUpdated
 from models.engines.noise import sample_seed
-from models.engines.protocol import PauseMode
-from models.errors import EngineRefused
+from models.engines.protocol import ModelInfo, PauseMode
+from models.engines.serve import EngineServer
+from models.errors import CheckpointUnavailable, EngineRefused
+from models.tiny import make_tiny_checkpoint
+from models.weights.delta import differences, full_versions
+from stages.ports import SameHost
 from stages.topic_values import LEAVE, EngineAddress, EngineEntry, addresses, carrying, entries
+from stages.train.weights import await_landing
+from tests.models.weights.made_up import checkpoint, values
 from tests.stages.engine_rig import (
     FAST_MS,
     SLOW_MS,
@@ -23,8 +35,8 @@ from tests.stages.engine_rig import (
     simulated,
     written,
 )
-from tests.stages.fleet_rig import Fleet, Update, before_updates, hold_updates, open_fleet
-from tests.stages.stage_rig import idle, make_group, response_ids, until
+from tests.stages.fleet_rig import Fleet, TensorPublisher, Update, before_updates, hold_updates, open_fleet
+from tests.stages.stage_rig import Rig, idle, make_config, make_group, response_ids, until
 
 
 async def test_an_engine_is_served_after_its_first_update_and_its_entry_tells_of_each(fleet: Fleet) -> None:
@@ -343,3 +355,295 @@ async def test_an_engine_that_leaves_takes_no_weights_that_are_published_meanwhi
         world.weights.publish(2)
         await world.weights.landed(2)
         assert core_of(world.engines[1]).label != "0.2"
+
+
+# Which engine gets requests after an update, and how many stand still: routes and checks on engines of our own.
+
+
+@asynccontextmanager
+async def following(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n: int = 1, **update: object
+) -> AsyncIterator[tuple[Fleet, TensorPublisher]]:
+    """Simulated engines, and a publisher of the route delta."""
+    settings = {"update_weight_transport": "delta", **update}
+    async with open_fleet(tmp_path, monkeypatch, update=msgspec.convert(settings, UpdateConfig)) as one:
+        publisher = TensorPublisher(
+            make_config(update=settings), tmp_path / "published", tmp_path / "source", tmp_path / "run"
+        )
+        one.stack.callback(publisher.close)
+        for index in range(n):
+            await one.engine(index)
+        yield one, publisher
+
+
+def publish(one: Fleet, publisher: TensorPublisher, version: int) -> Path:
+    """Returns the directory of the slot."""
+    announcement = publisher.write_tensors(version, values(version))
+    one.rig.topic.publish("weights", msgspec.msgpack.encode(announcement))
+    return Path(announcement.path)
+
+
+async def test_differences_reach_an_embedded_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = make_tiny_checkpoint(tmp_path / "model", hidden_size=32, num_layers=1, intermediate_size=64)
+    config = make_config(update={"update_weight_transport": "delta"})
+    loads = before_updates(monkeypatch)
+    async with open_fleet(tmp_path, monkeypatch, source=source) as one:
+        server = EngineServer(EngineConfig(engine_device="cpu"), str(source), max_context_len=64, seed=0)
+        await one.stack.enter_async_context(server)
+        one.rig.engine_at(server.url)
+        publisher = TensorPublisher(config, tmp_path / "published", source, tmp_path / "run")
+        one.stack.callback(publisher.close)
+        first = load_file(source / "model.safetensors")
+        for version in range(3):
+            tensors = {name: tensor * (1 + 1e-6 * version) for name, tensor in first.items()}
+            announcement = publisher.write_tensors(version, tensors)
+            topic = await one.rig.node.topic("topic", replica="trainer")
+            await publisher.announce(topic, SameHost(), announcement)
+            await one.landed(version)
+        assert server.core is not None
+        found = await server.core.checksums()
+        assert publisher.delta_ratio > 1.5
+        assert announcement.delta.endswith("0.2-from-0.1.delta")
+        assert all(not load.path.startswith(str(tmp_path / "published")) for load in loads), (
+            "loaded from the local copy"
+        )
+        await server.core.update_weights(announcement.path, "again", False)
+        assert await server.core.checksums() == found
+
+
+async def test_an_engine_that_is_started_anew_catches_up_by_differences(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with following(tmp_path, monkeypatch) as (one, publisher):
+        for version in range(3):
+            publish(one, publisher, version)
+            await one.landed(version)
+        again = await one.engine(0, incarnation=1)
+        await until(lambda: core_of(again).label == "0.2")
+        await one.landed(2)
+
+
+async def test_an_engine_that_was_left_in_the_middle_of_an_update_is_loaded_in_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it carries may be a mixture, so that nothing is built on it: the trainer's slot, not the route's copy."""
+    async with following(tmp_path, monkeypatch) as (one, publisher):
+        slot = publish(one, publisher, 0)
+        await one.landed(0)
+        await one.lose_stage()
+        left = msgspec.structs.replace(one.entry(), state="updating", fetching=1)
+        one.rig.topic.publish("directory/engine-0", msgspec.msgpack.encode(left))
+        loads = before_updates(monkeypatch)
+        await one.start_stage()
+        await until(lambda: bool(one.stage.engines) and one.control().updates > 0)
+        assert [load.path for load in loads] == [str(slot)]
+        slot = publish(one, publisher, 1)
+        await one.landed(1)
+        assert [load.path for load in loads[1:]] != [str(slot)], "from then on by its route again"
+
+
+@pytest.mark.parametrize("same_machine", [True, False])
+async def test_without_a_way_the_slot_serves_or_nothing_changes(
+    same_machine: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with following(tmp_path, monkeypatch) as (one, publisher):
+        publish(one, publisher, 0)
+        await one.landed(0)
+        announcement = publisher.write_tensors(1, values(1))
+        for path in [*full_versions(tmp_path / "run/weights").values()]:
+            path.rename(path.with_name("elsewhere"))
+        for _, path in differences(tmp_path / "run/weights").values():
+            path.unlink()
+        if not same_machine:
+            announcement = msgspec.structs.replace(announcement, path=str(tmp_path / "not here"))
+        one.rig.topic.publish("weights", msgspec.msgpack.encode(announcement))
+        if same_machine:
+            await one.landed(1)
+            return
+        await until(lambda: one.failures() > 0)
+        assert one.labels() == ["0.0"]
+        assert one.served(), "it goes on with the weights that it has"
+        assert not core_of(one.servers[0]).paused
+        publish(one, publisher, 2)
+        await one.landed(2)
+
+
+async def test_an_engine_whose_tensors_differ_is_not_admitted_and_is_loaded_in_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    loads = before_updates(monkeypatch)
+    async with following(tmp_path, monkeypatch, check_weight_update_equal=True) as (one, publisher):
+        publish(one, publisher, 0)
+        await one.landed(0)
+        checksum = one.entry().checksum
+        assert checksum
+        one.rig.applied(1, engine=9, checksum="another")
+        slot = publish(one, publisher, 1)
+        await until(lambda: one.failures() > 1)
+        assert not one.served()
+        assert core_of(one.servers[0]).paused
+        assert one.entry().version == 0
+        assert "engine-9 reported another" in caplog.text
+        assert loads[1].path != str(slot), "first by its route"
+        assert loads[2].path == str(slot), "then in full from the trainer's slot"
+        one.rig.lose_engine(9)
+        await one.landed(1)
+        assert not core_of(one.servers[0]).paused
+
+
+async def test_a_label_that_comes_late_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = 0
+    original = EngineClient.model_info
+
+    async def model_info(client: EngineClient) -> ModelInfo:
+        nonlocal asked
+        asked += 1
+        info = await original(client)
+        return msgspec.structs.replace(info, weight_version="default") if asked < 3 else info
+
+    monkeypatch.setattr(EngineClient, "model_info", model_info)
+    async with following(tmp_path, monkeypatch) as (one, publisher):
+        publish(one, publisher, 0)
+        await one.landed(0)
+        assert asked == 3
+        assert one.failures() == 0
+
+
+@pytest.mark.parametrize("flushed", [True, False])
+async def test_weights_that_came_without_a_flush_count(
+    flushed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+
+    async def update(client: EngineClient, path: str, label: str | None, flush_cache: bool = True) -> WeightsUpdated:
+        asked.append(flush_cache)
+        request = UpdateWithoutFlush(path, label if flushed or not flush_cache else None)
+        await client.call("POST", "/update_weights_from_disk", request, 30.0)
+        return WeightsUpdated("Weights were updated, but ...", cache_flushed=flushed)
+
+    monkeypatch.setattr(EngineClient, "update_weights_from_disk", update)
+    async with open_fleet(tmp_path, monkeypatch, mode="retract") as one:
+        await one.serving()
+        assert one.labels() == ["0.0"]
+        assert one.failures() == 0
+    assert asked == ([True] if flushed else [True, False])
+
+
+class UpdateWithoutFlush(msgspec.Struct):
+    model_path: str
+    weight_version: str | None
+
+
+@pytest.mark.parametrize("rolling", [1, 2, 4])
+async def test_at_most_so_many_engines_stand_still(
+    rolling: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    still: set[str] = set()
+    most = 0
+    full = asyncio.Event()
+    original_pause, original_resume = EngineClient.pause, EngineClient.resume
+
+    async def pause(client: EngineClient, mode: PauseMode) -> None:
+        nonlocal most
+        await original_pause(client, mode)
+        still.add(client.base_url)
+        most = max(most, len(still))
+        if most >= rolling:
+            full.set()
+        async with asyncio.timeout(30):  # on a busy machine too, as many stand still as may
+            await full.wait()
+        await idle()  # one too many has every chance to come in
+
+    async def resume(client: EngineClient) -> None:
+        still.discard(client.base_url)
+        await original_resume(client)
+
+    async with open_fleet(tmp_path, monkeypatch, update=UpdateConfig(update_weight_rolling=rolling)) as one:
+        await one.serving(4)
+        monkeypatch.setattr(EngineClient, "pause", pause)
+        monkeypatch.setattr(EngineClient, "resume", resume)
+        for version in (1, 2):
+            one.weights.publish(version)
+            for index in range(4):
+                await one.landed(version, engine=index)
+    assert most == rolling
+
+
+@pytest.mark.parametrize("route", ["tensor", "distributed"])
+async def test_bytes_that_are_not_the_announced_ones_are_never_sent(
+    fleet: Fleet, route: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    original = EngineClient.call
+
+    async def call(client: EngineClient, method: str, path: str, payload: Any, timeout_s: float) -> bytes:
+        calls.append(path)
+        return await original(client, method, path, payload, timeout_s)
+
+    await fleet.serving()
+    announcement = fleet.weights.write(1)
+    with (Path(announcement.path) / "model.safetensors").open("r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"\x55")
+    monkeypatch.setattr(EngineClient, "call", call)
+    fleet.weights.announce(msgspec.structs.replace(announcement, transport=route))
+    await until(lambda: fleet.failures() > 0)
+    assert set(calls) <= {"/server_info"}
+    assert fleet.served()
+    assert fleet.labels() == ["0.0"]
+
+
+@pytest.mark.parametrize("route", ["tensor", "distributed"])
+async def test_an_engine_without_the_route_says_so(fleet: Fleet, route: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines of our own take no tensors. The configuration check refuses such a run; here an engine was addressed."""
+    monkeypatch.setattr("stages.engines.weight_routes.GROUP_TIMEOUT_S", 0.2)
+    [server] = await fleet.serving()
+    fleet.weights.announce(msgspec.structs.replace(fleet.weights.write(1), transport=route))
+    await until(lambda: fleet.failures() > 0)
+    assert core_of(server).label == "0.0"
+    assert core_of(server).paused == (route == "tensor"), "a group is made before the engine stands still"
+    fleet.weights.publish(2)
+    await fleet.landed(2)
+    assert not core_of(server).paused
+
+
+async def test_a_route_that_an_engine_does_not_serve_changes_nothing_but_is_reported(fleet: Fleet) -> None:
+    await fleet.serving()
+    announcement = msgspec.structs.replace(fleet.weights.write(1), transport="carrier pigeon")
+    fleet.weights.announce(announcement)
+    await until(lambda: fleet.failures() > 0)
+    assert fleet.served()
+    assert fleet.labels() == ["0.0"]
+
+
+async def test_landing_waits_for_readers_of_the_slot_that_goes_not_of_the_other(rig: Rig) -> None:
+    topic = await rig.node.topic("topic", replica="trainer")
+    rig.applied(0, fetching=4)
+    await idle()
+    # versions 0, 4, 8: the slot of 4 stays, the slot of 0 is overwritten by 8
+    await await_landing(topic, version=8, newest=4, pinned=-1, given_up=lambda: False)
+    rig.applied(0, fetching=0)
+    await idle()
+    waiting = asyncio.ensure_future(await_landing(topic, version=8, newest=4, pinned=-1, given_up=lambda: False))
+    await idle()
+    assert not waiting.done()
+    rig.applied(4)
+    await waiting
+
+
+def test_a_source_without_weights_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointUnavailable, match=r"holds no \*.safetensors"):
+        TensorPublisher(make_config(), tmp_path / "slots", tmp_path / "empty", tmp_path).write_tensors(0, values(0))
+
+
+def test_a_full_directory_of_differences_leaves_the_disk_route(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    config = make_config(update={"update_weight_transport": "delta"})
+    publisher = TensorPublisher(config, tmp_path / "slots", checkpoint(tmp_path / "source"), tmp_path / "run")
+    monkeypatch.setattr("shutil.copytree", full)
+    announcement = publisher.write_tensors(0, values(0))
+    assert (announcement.transport, announcement.delta) == ("disk", "")
+    publisher.close()

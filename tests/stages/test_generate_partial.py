@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import resource
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from models.engines.client import EngineClient
 from models.engines.noise import sample_seed
 from models.engines.protocol import GenerateOutput
 from models.errors import EngineTimeout
-from stages.messages import Sample, VersionRun
+from pipeline.record.kept_files import forget_responses
+from stages.messages import PromptGroup, Sample, VersionRun
 from stages.ports import read_value
+from stages.records.once import EPISODES_DIR, groups_in
+from stages.records.unfinished import ResponseJournal
+from stages.rollouts import join_runs, new_sample
+from stages.sampling.requests import Finish, SampleResult
 from stages.topic_values import SLOW as SLOW_KEY
 from stages.topic_values import Complaint
 from tests.stages.engine_rig import (
@@ -25,12 +39,15 @@ from tests.stages.engine_rig import (
     World,
     core_of,
     freeze,
+    generating,
+    record_exchanges,
     sent_to,
     simulated,
     started,
+    token_versions,
     written,
 )
-from tests.stages.stage_rig import idle, make_group, response_ids, until
+from tests.stages.stage_rig import idle, make_config, make_group, response_ids, until
 
 PROMPT = [1, 2, 3]
 SLOW: dict[str, Any] = {"streamed": True, "proxied": True, "engine": simulated(SLOW_MS)}
@@ -305,3 +322,293 @@ async def test_an_update_before_the_loss_leaves_both_versions_named(tmp_path: Pa
     assert response_ids(sample) == written(log, [0, 0], sample)
     assert list(sent_to(log, world.engines[1])) == []
     assert sample.reused_tokens == len(first.outputs[0].output_ids) > made - 1
+
+
+# Records of partial responses: what is restored, by itself and by a resumed generate stage.
+
+
+GROUP = make_group(0, 4)
+TURN = new_sample([1, 2, 3], 0)
+EVERY = 4  # tokens
+
+
+def journal(home: Path, *lives: int, **sections: object) -> ResponseJournal:
+    checkpoint = {"save_interval": 1, "response_journal_tokens": EVERY}
+    return ResponseJournal(home, make_config(checkpoint=checkpoint, **sections), lives)
+
+
+def response(*versions: int, finish: Finish = "aborted", salt: int = 0) -> SampleResult:
+    """One token of each of these versions."""
+    ids = tuple(100 * salt + place for place in range(len(versions)))
+    runs = join_runs((), tuple(VersionRun(version, 1) for version in versions))
+    return SampleResult(finish, ids, tuple(-0.01 * i for i in ids), runs, "".join(f"é{i} " for i in ids), spent_s=1.5)
+
+
+async def write(written: ResponseJournal, *states: SampleResult, turn: Sample = TURN) -> None:
+    for state in states:
+        written.keep(GROUP, turn, state)
+        await written.flush()
+
+
+async def restored(
+    home: Path, *lives: int, turn: Sample = TURN, group: PromptGroup = GROUP, oldest: int = 0, **sections: object
+) -> SampleResult | None:
+    found = await journal(home, *lives, **sections).restore(group, [turn], oldest)
+    return found[0] if found else None
+
+
+def kept(result: SampleResult) -> SampleResult:
+    """As it is given back."""
+    return replace(result, reused_tokens=len(result.token_ids))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9)), min_size=1, max_size=6),
+    st.lists(st.integers(0, 12), max_size=3),
+    st.integers(0, 12),
+)
+def test_no_version_that_was_taken_back_or_is_too_old_comes_back(
+    growth: list[tuple[int, int]], resumed_from: list[int], oldest: int
+) -> None:
+    """A response grows, its weights too. Of what was written, the longest beginning without a wrong version counts."""
+    versions: list[int] = []
+    states = []
+    for newer, tokens in growth:
+        versions += [(versions[-1] if versions else 0) + newer] * tokens
+        states.append(response(*versions))
+    lives = (0, *resumed_from)
+    bound = min(resumed_from, default=10**9)
+
+    async def check() -> None:
+        with TemporaryDirectory() as home:
+            await write(journal(Path(home), 0), *states)
+            found = await restored(Path(home), *lives, oldest=oldest)
+        right = [
+            state
+            for state in states
+            if len(state.token_ids) >= EVERY and all(oldest <= run.version <= bound for run in state.runs)
+        ]
+        assert found == (kept(right[-1]) if right else None)
+
+    asyncio.run(check())
+
+
+async def test_what_has_ended_is_whole_and_what_was_begun_anew_does_not_mix(tmp_path: Path) -> None:
+    done = response(*[0] * 9, finish="stop", salt=2)
+    await write(journal(tmp_path, 0), response(*[0] * 5), response(*[0] * 7, salt=2), done, response(*[0] * 12))
+    assert await restored(tmp_path, 0, 0) == kept(done), "nothing that goes on is better than what has ended"
+
+
+async def test_another_replica_of_this_life_goes_on_but_never_the_same(tmp_path: Path) -> None:
+    written = journal(tmp_path, 0, 3)
+    await write(written, response(7, 7, 7, 7, 7))
+    assert await written.restore(GROUP, [TURN], 0) == ()
+    found = await restored(tmp_path, 0, 3)
+    assert found is not None
+    assert found.runs == (VersionRun(7, 5),)
+    assert await restored(tmp_path, 0, 3, 6) is None, "version 7 of that life never happened"
+
+
+@pytest.mark.parametrize(
+    "turn",
+    [
+        new_sample([1, 2, 4], 0),
+        new_sample([1, 2, 3], 1),
+        replace(TURN, turns=1),
+        replace(TURN, replaced=1),
+        replace(TURN, sequence=1),
+    ],
+    ids=["tokens", "rollout", "turn", "begun anew", "sequence"],
+)
+async def test_another_turn_is_not_restored(turn: Sample, tmp_path: Path) -> None:
+    await write(journal(tmp_path, 0), response(*[0] * 5))
+    assert await restored(tmp_path, 0, 0, turn=turn) is None
+    assert await restored(tmp_path, 0, 0) is not None
+
+
+async def test_short_failed_and_evaluated_responses_are_not_written(tmp_path: Path) -> None:
+    written = journal(tmp_path, 0)
+    await write(written, response(0, 0, 0), replace(response(*[0] * 5), finish="failed", error=ValueError()))
+    await write(written, replace(response(*[0] * 5), reason="the run is stopping"))
+    written.keep(replace(GROUP, purpose="eval"), TURN, response(*[0] * 5))
+    await written.flush()
+    await write(journal(tmp_path), response(*[0] * 5))
+    await write(journal(tmp_path / "of another host", 0), response(*[0] * 5))
+    assert not list(tmp_path.iterdir())
+
+
+def pieces(home: Path) -> Path:
+    [path] = groups_in(home)["0"].iterdir()
+    return path
+
+
+async def test_records_hold_what_is_new(tmp_path: Path) -> None:
+    """So a file grows with the tokens, and not with their square."""
+    written, sizes = journal(tmp_path, 0), [0]
+    for n in range(100, 1001, 100):
+        await write(written, response(*[0] * n))
+        sizes.append(pieces(tmp_path).stat().st_size)
+    first, last = sizes[1] - sizes[0], sizes[-1] - sizes[-2]
+    assert last < 1.5 * first
+
+
+async def test_a_damaged_or_cut_file_counts_up_to_there_and_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    states = [response(*[0] * n) for n in (5, 9, 13)]
+    await write(journal(tmp_path, 0), *states)
+    path = pieces(tmp_path)
+    whole = path.read_bytes()
+    allowed: Sequence[SampleResult | None] = [None, *map(kept, states)]
+    for place in range(0, len(whole), 11):
+        for damaged in (whole[:place], whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :]):
+            path.write_bytes(damaged)
+            caplog.clear()
+            found = await restored(tmp_path, 0, 0)
+            assert found in allowed[:-1], place
+            assert "cannot be read" in caplog.text or len(damaged) in (0, *_ends(whole)), place
+
+
+def _ends(whole: bytes) -> Iterator[int]:
+    place = 0
+    while place < len(whole):
+        place += 16 + int.from_bytes(whole[place : place + 8], "little")
+        yield place
+
+
+@contextmanager
+def full(path: Path) -> Iterator[None]:
+    """No file may grow beyond what `path` has and some bytes."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 40, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+async def test_a_full_disk_is_told_once_and_what_is_written_later_counts(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    written, states = journal(tmp_path, 0), [response(*[0] * n) for n in (5, 9, 13, 17)]
+    await write(written, states[0])
+    with caplog.at_level(logging.WARNING), full(pieces(tmp_path)):
+        await write(written, *states[1:3])
+    assert caplog.text.count("responses are not recorded") == 1
+    assert await restored(tmp_path, 0, 0) == kept(states[0])
+    await write(written, states[3])
+    assert await restored(tmp_path, 0, 0) == kept(states[3])
+
+
+async def test_responses_go_when_their_group_ends(tmp_path: Path) -> None:
+    await write(journal(tmp_path, 0), response(*[0] * 5))
+    forget_responses(tmp_path, [1, 2])
+    assert list(groups_in(tmp_path)) == ["0"]
+    (groups_in(tmp_path)["0"] / "turns-0-a.log").touch()
+    forget_responses(tmp_path, [0])
+    assert [path.name for path in groups_in(tmp_path)["0"].iterdir()] == ["turns-0-a.log"]
+
+
+STAGE_GROUP = make_group(0, 3)
+STREAM_EVERY = 8
+ROLLOUT = {"rollout_max_response_len": LENGTH}
+KEEPS: dict[str, Any] = {
+    "checkpoint": {"save_interval": 1, "response_journal_tokens": STREAM_EVERY},
+    "rollout": ROLLOUT,
+}
+
+
+def resumed(home: Path, life: int = 1) -> Path:
+    """The directory of the next start of the run, with what is left of the rollouts."""
+    after = home / f"life-{life}"
+    after.mkdir()
+    before = home if life == 1 else home / f"life-{life - 1}"
+    (before / EPISODES_DIR).rename(after / EPISODES_DIR)
+    return after
+
+
+async def begun(tmp_path: Path, log: Log, *, streamed: bool) -> Exchange:
+    """All members have more than one record; the stage is gone."""
+    (tmp_path / EPISODES_DIR).mkdir()
+    lives = {"options": {"lives": (0,)}}
+    async with started(tmp_path, engine=simulated(2 * SLOW_MS), streamed=streamed, **lives, **KEEPS) as world:
+        await world.ask(STAGE_GROUP)
+        await until(lambda: log and log[0].partial is not None and log[0].partial.tokens >= 3 * (2 * STREAM_EVERY + 1))
+        await freeze(world.engines[0], tokens=3)
+        await world.stage.journal.flush()
+        core = core_of(world.engines[0])
+        first = log[0]
+        assert core.schedule.running
+        for task in world.tasks:
+            task.cancel()
+        await until(lambda: first.error is not None)
+    return first
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["every so many tokens", "sglang"])
+async def test_a_resumed_run_asks_for_the_rest(streamed: bool, tmp_path: Path, log: Log) -> None:
+    first = await begun(tmp_path, log, streamed=streamed)
+    assert first.params.stream_interval == (None if streamed else STREAM_EVERY)
+    log.clear()
+    lives = {"options": {"lives": (0, 0)}}
+    async with started(resumed(tmp_path), streamed=streamed, **lives, **KEEPS) as world:
+        await world.ask(STAGE_GROUP)
+        samples = await world.whole(3)
+        assert world.stage.journal.restored_tokens == sum(sample.reused_tokens for sample in samples)
+        await world.stage.journal.flush()
+        log.clear()
+    assert len(groups_in(tmp_path / "life-1" / EPISODES_DIR)) == 1
+    for sample in samples:
+        kept = first.outputs[sample.index].output_ids[: sample.reused_tokens]
+        assert len(kept) >= 2 * STREAM_EVERY
+        assert response_ids(sample)[: len(kept)] == kept
+        assert (len(response_ids(sample)), sample.resumed, sample.status) == (LENGTH, 1, "truncated")
+        assert token_versions(sample) == [0] * LENGTH
+        assert sample.fault() is None
+    async with started(resumed(tmp_path, 2), streamed=streamed, options={"lives": (0, 0, 0)}, **KEEPS) as world:
+        await world.ask(STAGE_GROUP)
+        again = await world.whole(3)
+    assert [response_ids(sample) for sample in again] == [response_ids(sample) for sample in samples]
+    assert log == [], "they had ended, and no engine was asked"
+
+
+async def test_each_goes_on_with_its_own_seed_and_budget(tmp_path: Path, log: Log) -> None:
+    first = await begun(tmp_path, log, streamed=False)
+    log.clear()
+    async with started(resumed(tmp_path), options={"lives": (0, 0)}, **KEEPS) as world:
+        await world.ask(STAGE_GROUP)
+        samples = await world.whole(3)
+    for sample in samples:
+        prompt = [1, 2, 3, *response_ids(sample)[: sample.reused_tokens]]
+        [asked] = [exchange for exchange in log if exchange.request.prompts[0] == prompt]
+        assert asked.params.sampling_seed == sample_seed(first.params.sampling_seed or 0, sample.index)
+        assert asked.params.max_new_tokens == LENGTH - sample.reused_tokens
+
+
+@pytest.mark.parametrize(
+    ("version", "bound", "reused"),
+    [(2, 2, True), (3, 2, False), (1, 0, False)],
+    ids=["fresh enough", "too old", "synchronous"],
+)
+async def test_what_is_too_old_to_be_trained_is_made_anew(
+    version: int, bound: int, reused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await begun(tmp_path, record_exchanges(monkeypatch), streamed=False)
+    asynchrony = {"max_staleness": bound}
+    async with generating(resumed(tmp_path), options={"lives": (0, version)}, asynchrony=asynchrony, **KEEPS) as world:
+        world.weights.publish(version)
+        await world.weights.landed(version)
+        await until(lambda: world.stage.sampler.directory.published == version)
+        await world.ask(STAGE_GROUP)
+        samples = await world.whole(3)
+    assert [sample.reused_tokens > 0 for sample in samples] == [reused] * 3
+    assert {min(token_versions(sample)) for sample in samples} == {0 if reused else version}
+
+
+async def test_without_partial_rollouts_a_response_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    await begun(tmp_path, record_exchanges(monkeypatch), streamed=False)
+    never = {**KEEPS, "rollout": {**ROLLOUT, "partial_rollout": False}}
+    async with started(resumed(tmp_path), options={"lives": (0, 0)}, **never) as world:
+        await world.ask(replace(STAGE_GROUP, seed=STAGE_GROUP.seed))
+        assert {sample.reused_tokens for sample in await world.whole(3)} == {0}

@@ -15,15 +15,19 @@ from models.import_path import ImportPathError
 from stages.group.filters import FilterDecision, resolve_filter
 from stages.group.stage import GroupStage
 from stages.messages import Extra, RolloutSlice, Sample, Settled, VersionRun
-from tests.stages.group_rig import Desk, failed, join, open_desk, settled
 from tests.stages.stage_rig import (
+    Desk,
     Rig,
+    failed,
     idle,
+    join,
     make_config,
     make_context,
     make_sample,
     make_slice,
+    open_desk,
     running,
+    settled,
     take,
     take_all,
 )

@@ -35,9 +35,9 @@ from stages.train.batch import Batch, slice_sequences
 from tests.models.train.rig import make_backend, train_step
 from tests.stages.custom_parts import SHARED, Agents, Game
 from tests.stages.engine_rig import LENGTH, generating, record_exchanges, tensors_of
-from tests.stages.group_rig import Desk, settled
 from tests.stages.stage_rig import (
     REPORT,
+    Desk,
     make_config,
     make_context,
     make_group,
@@ -45,6 +45,7 @@ from tests.stages.stage_rig import (
     make_slice,
     numbers,
     running,
+    settled,
     take,
 )
 

@@ -4,19 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from models.checkpoint import CheckpointError, draft_path
 from stages.base import TrainOptions
-from stages.messages import CheckpointReady, RolloutSlice, Settled, StepDone
+from stages.errors import SavedBatchError
+from stages.messages import CheckpointReady, Extra, Float32Array, RolloutSlice, Settled, StepDone, wire
 from stages.prompts.ledger import LedgerSnapshot, OpenGroup
-from stages.train.recovery import Recovery
-from stages.train.saved_groups import restorable, write_groups
+from stages.train import recovery as recovery_module
+from stages.train import saved_groups
+from stages.train.recovery import Recovery, remove_superseded
+from stages.train.saved_groups import (
+    BUFFER_FILE,
+    SavedBatches,
+    load_batch,
+    read_groups,
+    restorable,
+    save_batch,
+    write_groups,
+)
 from tests.stages.prompt_rig import prompting
-from tests.stages.stage_rig import idle, make_sample, make_slice, take, until
+from tests.stages.stage_rig import idle, make_config, make_sample, make_slice, take, until
 from tests.stages.train_rig import Recorder, training
+from transport.codec import Codec
 
 
 async def test_a_save_in_the_background_is_reported_before_the_next_step(
@@ -315,3 +329,302 @@ async def test_a_step_is_reported_after_its_batch_is_kept(tmp_path: Path, monkey
         report = await one.report(StepDone)
         kept_batch = Recovery(tmp_path, tmp_path / "source").batch(1)
         assert tuple(slice_.group.group_id for slice_ in kept_batch) == report.groups
+
+
+# Rollout batches on disk: what comes back, under which ids, and what may not be trained.
+
+
+def batches(template: str, **changes: Any) -> SavedBatches:
+    settings = {"rollout_batch_size": 2, "n_samples_per_prompt": 2, "num_rollout": 9, **changes}
+    return SavedBatches(
+        make_config(
+            rollout=settings,
+            asynchrony={"max_staleness": settings.pop("max_staleness", 1)},
+            debug={"load_debug_rollout_data": template},
+        )
+    )
+
+
+def test_a_batch_comes_back_in_the_order_of_its_groups_under_dense_ids(tmp_path: Path) -> None:
+    template = str(tmp_path / "kept" / "{rollout_id:04d}.msgpack")
+    saved = [make_slice(group, make_sample(0, reward=1.0, version=1), make_sample(1, reward=0.0)) for group in (9, 4)]
+    save_batch(template, 2, saved)
+    assert [path.name for path in (tmp_path / "kept").iterdir()] == ["0002.msgpack"]
+    assert [slice_.group.group_id for slice_ in load_batch(template, 2)] == [4, 9]
+    source = batches(template, max_staleness=2)
+    first, second = source.group(4), source.group(5)
+    assert (first.group.group_id, second.group.group_id) == (4, 5)
+    assert (first.group.prompt_index, second.group.prompt_index) == (4, 9), "the saved groups 4 and 9"
+    for ours, theirs in zip(second.samples, saved[0].samples, strict=True):
+        for name in ours.__struct_fields__:
+            assert np.array_equal(getattr(ours, name), getattr(theirs, name)), name
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"rollout_batch_size": 3}, "holds 2 groups, but --rollout-batch-size is 3; set it to 2"),
+        ({"n_samples_per_prompt": 4}, "groups of 2 rollouts, but --n-samples-per-prompt is 4; set it to 2"),
+    ],
+)
+def test_another_shape_is_refused_with_the_right_one(tmp_path: Path, changes: dict[str, int], words: str) -> None:
+    template = str(tmp_path / "{rollout_id}")
+    save_batch(template, 0, [make_slice(0), make_slice(1)])
+    with pytest.raises(SavedBatchError, match=words):
+        batches(template, **changes).group(0)
+
+
+def test_no_token_is_trained_that_is_too_old(tmp_path: Path) -> None:
+    template = str(tmp_path / "{rollout_id}")
+    save_batch(template, 3, [make_slice(0), make_slice(1)])  # of version 0
+    with pytest.raises(SavedBatchError, match=r"token of version 0, .* --max-staleness to at least 3"):
+        batches(template, max_staleness=2).group(6)
+    assert batches(template, max_staleness=3).group(6).group.group_id == 6
+
+
+@pytest.mark.parametrize("damage", [lambda b: b[:-1], lambda b: b"x" + b[1:], lambda b: b[:40], lambda b: b""])
+def test_a_damaged_file_is_said_to_be_one(tmp_path: Path, damage: Any) -> None:
+    template = str(tmp_path / "{rollout_id}")
+    save_batch(template, 0, [make_slice(0)])
+    file = tmp_path / "0"
+    file.write_bytes(damage(file.read_bytes()))
+    with pytest.raises(SavedBatchError, match=f"{file} cannot be read as a batch"):
+        load_batch(template, 0)
+    with pytest.raises(SavedBatchError, match="cannot be read"):
+        load_batch(template, 1)
+
+
+def test_the_format_names_the_messages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of a program with other messages is refused, not read as something else."""
+    from stages.train import saved_groups
+
+    class Other(msgspec.Struct):
+        group: int
+
+    template = str(tmp_path / "{rollout_id}")
+    monkeypatch.setattr(saved_groups, "_FORMAT", saved_groups.fingerprint(Other))
+    save_batch(template, 0, [make_slice(0)])
+    monkeypatch.undo()
+    with pytest.raises(SavedBatchError, match="its messages are others"):
+        load_batch(template, 0)
+
+
+# The file of groups in a checkpoint: what comes back, and what is left to be generated again.
+
+
+def groups(*ids: int, n_samples: int = 2) -> list[RolloutSlice]:
+    """Groups of which no two are equal, with every kind of field filled in."""
+    return [
+        make_slice(
+            group_id,
+            *(
+                make_sample(
+                    index,
+                    runs=[(group_id, 3), (group_id + 1, index)],
+                    mask=[1, 0, 1] + [1] * index,
+                    reward=group_id / 7,
+                    reward_parts={"form": 0.25},
+                    teacher_log_probs=wire([-1.5] * (6 + index), Float32Array),
+                    extras={"image": np.arange(group_id * 6, dtype="<u2").reshape(3, 2, -1).view(Extra)},
+                )
+                for index in range(n_samples)
+            ),
+            metadata='{"level": 3}',
+        )
+        for group_id in ids
+    ]
+
+
+def test_groups_come_back_as_they_were(tmp_path: Path) -> None:
+    written = groups(7, 2, 9)
+    write_groups(tmp_path, written)
+    assert restorable(tmp_path, 2) == {2, 7, 9}
+    found = read_groups(tmp_path, {2, 7, 9})
+    same = Codec(RolloutSlice).encode
+    assert [same(lease.message) for lease in found] == [same(one) for one in written]
+    assert all(isinstance(s.log_probs, Float32Array) for lease in found for s in lease.message.samples)
+    for lease in found:
+        lease.done()
+
+
+def test_only_what_is_wanted_is_read(tmp_path: Path) -> None:
+    write_groups(tmp_path, groups(7, 2, 9))
+    assert [lease.message.group.group_id for lease in read_groups(tmp_path, {9, 7})] == [7, 9]
+
+
+def test_groups_of_another_size_are_generated_again(tmp_path: Path) -> None:
+    write_groups(tmp_path, [*groups(1), *groups(2, n_samples=4)])
+    assert restorable(tmp_path, 2) == {1}
+    assert restorable(tmp_path, 4) == {2}
+
+
+def test_a_checkpoint_without_the_file_restores_nothing(tmp_path: Path) -> None:
+    assert restorable(tmp_path, 2) == frozenset()
+
+
+def test_groups_of_a_program_with_other_messages_are_generated_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Before(msgspec.Struct):
+        group: int
+        samples: tuple[str, ...]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(saved_groups, "_FORMAT", saved_groups.fingerprint(Before))
+        write_groups(tmp_path, groups(1))
+    assert restorable(tmp_path, 2) == frozenset()
+
+
+def test_the_format_knows_the_fields_of_nested_messages() -> None:
+    class Inside(msgspec.Struct):
+        n: int
+
+    class Inner(msgspec.Struct):
+        n: float
+
+    def around(kind: type[msgspec.Struct]) -> bytes:
+        return saved_groups.fingerprint(msgspec.defstruct("Outside", [("parts", tuple[kind, ...])]))  # type: ignore[valid-type]
+
+    assert around(Inside) != around(msgspec.defstruct("Inside", [("m", int)]))
+    assert around(Inside) != around(Inner)
+
+
+@pytest.mark.parametrize("size", [10, 40, 120])
+def test_a_file_that_ends_too_early_is_an_error_and_never_a_shorter_list(tmp_path: Path, size: int) -> None:
+    write_groups(tmp_path, groups(1, 2))
+    with (tmp_path / BUFFER_FILE).open("r+b") as file:
+        file.truncate(size)
+    with pytest.raises(CheckpointError, match=r"buffer\.msgpack .*; use another checkpoint"):
+        read_groups(tmp_path, {1, 2})
+
+
+# Recovery files of the trainer: batches since the newest state, and when a recovery point is worth its time.
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def made(tmp_path: Path, clock: Clock, *, model_bytes: int = 0) -> Recovery:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "model.safetensors").write_bytes(b"\0" * model_bytes)
+    found = Recovery(tmp_path / "run", model, clock)
+    found.clear()
+    return found
+
+
+def names(tmp_path: Path) -> list[str]:
+    return sorted(path.name for path in (tmp_path / "run" / "trainer").glob("*"))
+
+
+def state(directory: Path) -> None:
+    directory.mkdir()
+    (directory / "weights").write_bytes(b"1234")
+
+
+def test_a_recovery_point_takes_the_place_of_all_before_it(tmp_path: Path) -> None:
+    kept = made(tmp_path, Clock())
+    for step in (1, 2, 3):
+        kept.keep(step, [make_slice(group_id) for group_id in (7, step)])
+    assert [slice_.group.group_id for slice_ in kept.batch(2)] == [7, 2], "in the order of training"
+    kept.save(2, state)
+    assert names(tmp_path) == ["batch-00000003.msgpack", "state-00000002"]
+    kept.save(3, state)
+    assert names(tmp_path) == ["state-00000003"]
+    assert kept.newest_state(3) == (3, tmp_path / "run" / "trainer" / "state-00000003")
+    assert kept.newest_state(2) is None, "the ledger does not count its step"
+
+
+def test_a_committed_checkpoint_removes_what_it_holds(tmp_path: Path) -> None:
+    kept = made(tmp_path, Clock())
+    kept.keep(1, [make_slice(0)])
+    kept.save(1, state)
+    kept.keep(2, [make_slice(1)])
+    kept.keep(3, [make_slice(2)])
+    remove_superseded(tmp_path / "run", 2)
+    assert names(tmp_path) == ["batch-00000003.msgpack"]
+    remove_superseded(tmp_path / "run", 3)
+    assert not (tmp_path / "run" / "trainer").exists()
+    remove_superseded(tmp_path / "run", 4)
+
+
+def test_a_batch_that_cannot_be_read_names_its_file(tmp_path: Path) -> None:
+    kept = made(tmp_path, Clock())
+    with pytest.raises(SavedBatchError, match=r"batch-00000001.msgpack cannot be read .* --resume"):
+        kept.batch(1)
+
+
+def test_recovery_points_take_at_most_a_fiftieth_of_the_time(tmp_path: Path) -> None:
+    clock = Clock()
+    kept = made(tmp_path, clock)
+    kept.keep(1, [make_slice(0)])
+    clock.now = 59.0
+    assert not kept.due()
+    clock.now = 60.0
+    assert kept.due()
+    kept.saved(10.0)  # a checkpoint, which took that long
+    clock.now += 499.0
+    assert not kept.due()
+    clock.now += 1.0
+    assert kept.due()
+
+
+def test_the_first_recovery_point_of_a_large_model_waits_for_its_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recovery_module, "DISK_BYTES_PER_S", 100.0)
+    clock = Clock()
+    kept = made(tmp_path, clock, model_bytes=1000)  # 8000 bytes, 80 s, so every 4000 s
+    kept.keep(1, [make_slice(0)])
+    clock.now = 3999.0
+    assert not kept.due()
+    clock.now = 4000.0
+    assert kept.due()
+
+
+def test_no_recovery_point_fills_the_disk_or_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    kept = made(tmp_path, clock)
+    kept.keep(1, [make_slice(0)])
+
+    def full(directory: Path) -> None:
+        directory.mkdir()
+        raise CheckpointError("no space left")
+
+    kept.save(1, full)
+    assert names(tmp_path) == ["batch-00000001.msgpack"]
+    clock.now = 1e6
+    assert not kept.due(), "it is not tried again"
+
+    monkeypatch.setattr(recovery_module, "STATE_FACTOR", 1 << 60)
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"\0" * 1000)
+    monkeypatch.setattr(recovery_module, "DISK_BYTES_PER_S", 1e300)
+    small = Recovery(tmp_path / "run", tmp_path / "model", clock)
+    clock.now = 2e6
+    assert not small.due()
+
+
+def test_a_full_disk_costs_the_recovery_and_not_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    recovery = Recovery(tmp_path, tmp_path)
+    recovery.keep(1, [])
+    files = recovery_module.write_batch
+
+    def full(path: Path, groups: object) -> None:
+        raise CheckpointError(f"no room for {path}")
+
+    monkeypatch.setattr(recovery_module, "write_batch", full)
+    recovery.keep(2, [])
+    assert not recovery.home.exists(), "its room is free for the run"
+    assert "step 2 could not be kept" in caplog.text
+    monkeypatch.setattr(recovery_module, "write_batch", files)
+    recovery.keep(3, [])
+    assert not recovery.home.exists(), "without batch 2, batch 3 is of no use"
+    assert not recovery.due()
+    with pytest.raises(SavedBatchError, match="--resume"):
+        recovery.batch(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from models.weights.shared_memory_reader import SlotReader
 from stages.base import TrainOptions
 from stages.messages import CheckpointReady, RolloutSlice, Settled, StepDone
+from stages.train.schedule import Due, Schedule
 from tests.stages.stage_rig import idle, make_sample, make_slice, take, until
 from tests.stages.train_rig import training
 
@@ -375,3 +377,40 @@ async def test_an_error_of_the_backend_ends_the_replica_with_its_words(
     with pytest.raises(ExceptionGroup) as caught:
         await train()
     assert caught.group_contains(RuntimeError, match="out of memory on the device")
+
+
+# What is due after each step.
+
+
+EVERY_SECOND = Schedule(
+    total=6, first=0, publish_every=2, save_every=3, evaluate_every=2, evaluate_initial=True
+)  # fmt: skip
+
+
+def steps(schedule: Schedule, field: str) -> list[int]:
+    return [step for step in range(schedule.total + 1) if getattr(schedule.due(step), field)]
+
+
+def test_each_interval_counts_over_all_starts_of_a_run() -> None:
+    assert steps(EVERY_SECOND, "publish") == [0, 2, 4, 6]
+    assert steps(EVERY_SECOND, "evaluate") == [0, 2, 4, 6]
+    assert steps(EVERY_SECOND, "save") == [0, 3, 6]
+    assert steps(EVERY_SECOND, "end") == [6]
+    assert steps(replace(EVERY_SECOND, first=3), "publish") == [0, 2, 3, 4, 6], "the weights of a resumed run"
+
+
+def test_the_end_publishes_saves_and_evaluates() -> None:
+    last = replace(EVERY_SECOND, total=5).due(5)
+    assert last == Due(publish=True, evaluate=True, save=True, end=True)
+    assert EVERY_SECOND.due(1, target_reached=True) == Due(publish=True, evaluate=False, save=True, end=True)
+
+
+def test_what_is_off_is_never_due() -> None:
+    off = Schedule(total=9, first=0, publish_every=None, save_every=None, evaluate_every=2, evaluate_initial=True)
+    assert (steps(off, "publish"), steps(off, "evaluate"), steps(off, "save")) == ([], [], [9])
+    assert off.due(4, save_requested=True).save
+
+
+@pytest.mark.parametrize(("initial", "versions"), [(True, [0, 6]), (False, [6])])
+def test_only_published_versions_are_evaluated(initial: bool, versions: list[int]) -> None:
+    assert steps(replace(EVERY_SECOND, evaluate_every=3, evaluate_initial=initial), "evaluate") == versions

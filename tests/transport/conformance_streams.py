@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from tests.transport.conformance_net import Extra, Int32s, Job, Net, Ping, Pong, send_jobs, take_all, take_one, until
+from tests.transport.memory_link import Extra, Int32s, Job, Net, Ping, Pong, send_jobs, take_all, take_one, until
 from transport.codec import Codec, checksum, total
 from transport.errors import LinkRefused, MessageInvalid, MessageTooLarge, StreamFinished, UsageError
 

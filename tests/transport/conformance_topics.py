@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.transport.conformance_net import Net, until
+from tests.transport.memory_link import Net, until
 from transport.byte_transfer import ByteClient, ByteServer
 from transport.core.byte_transfer import CHUNKS_IN_FLIGHT, Blob, Transfer
 from transport.errors import BlobGone, DecodeError, LinkLost, UsageError

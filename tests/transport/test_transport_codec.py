@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from stages import messages
-from tests.transport.conformance_net import Extra
+from tests.transport.memory_link import Extra
 from transport import wire
 from transport.codec import Codec, Frames, checksum, total
 from transport.errors import DecodeError, MessageInvalid, UsageError

@@ -14,10 +14,9 @@ from typing import Any
 import pytest
 import zmq
 
-from tests.transport.conformance_net import Net, take_one, until
 from tests.transport.conformance_streams import DepartureConformance, ExtrasConformance, StreamConformance
 from tests.transport.conformance_topics import ByteConformance, TopicConformance
-from tests.transport.memory_link import MemoryNetwork, MemoryNode
+from tests.transport.memory_link import MemoryNetwork, MemoryNode, Net, take_one, until
 from transport import AddressInvalid, DeadLetter, LinkLost, LinkRefused, Node, Security, StreamSpec, zmq_link
 from transport.security import KEY_MARK, SERVER, add_client, create_keys, load_security, parse_address, with_serving_key
 from transport.zmq_link import ZmqLink

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.transport.conformance_net import take_one, until
+from tests.transport.memory_link import take_one, until
 from transport import DeadLetter, Hub, Inlet, LinkLost, Node, StreamSpec
 
 WORKER = Path(__file__).with_name("transport_worker.py")

@@ -18,7 +18,7 @@ import pytest
 import zmq
 
 import transport
-from tests.transport.conformance_net import Extra, take_one
+from tests.transport.memory_link import Extra, take_one
 from transport import (
     AddressInUse,
     AddressInvalid,

@@ -7,14 +7,16 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from configs.schema.algorithm import ESTIMATORS, GROUP_RELATIVE
+from configs.schema.algorithm import ESTIMATORS, GROUP_RELATIVE, AlgorithmConfig
 from models.algorithms import advantages as module
-from models.algorithms.advantages import advantages
-from models.errors import InconsistentGroup, InsufficientMembers, UnknownAlgorithm
+from models.algorithms.advantages import Episode, advantages, batch_advantages
+from models.algorithms.returns import discounted_sums, gae, moments, reward_to_go, token_rewards, whiten
+from models.errors import AlgorithmError, InconsistentGroup, InsufficientMembers, UnknownAlgorithm
 
 rewards = st.lists(st.floats(-10, 10).map(lambda x: round(x, 3)), min_size=2, max_size=9)
 
@@ -158,3 +160,199 @@ def test_stages_can_call_it_without_torch() -> None:
         "assert 'torch' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# Advantages of single tokens: golden numbers, and what must hold for any batch.
+
+
+Array = npt.NDArray[np.float64]
+
+M1 = np.array([1, 1, 0, 1, 1], dtype=bool)
+M2 = np.ones(3, dtype=bool)
+OLD = np.array([-1.00, -0.60, -3.00, -2.30, -0.15]), np.array([-0.70, -1.20, -0.95])
+REF = np.array([-1.10, -0.55, -2.80, -2.50, -0.20]), np.array([-0.60, -1.40, -1.00])
+
+
+def two(rewards: tuple[float, float], advantages: tuple[float, float] = (0.0, 0.0), **fields: object) -> list[Episode]:
+    """The two sequences of the fixture."""
+    return [
+        Episode(mask=mask, advantages=advantage * mask, reward=reward, student=old, reference=ref, **fields)  # type: ignore[arg-type]
+        for mask, advantage, reward, old, ref in zip((M1, M2), advantages, rewards, OLD, REF, strict=True)
+    ]
+
+
+def values_of(found: list[object]) -> list[list[float]]:
+    return [one.advantages.tolist() for one in found]  # type: ignore[attr-defined]
+
+
+def test_gae_golden() -> None:
+    values = np.array([0.1, 0.2, 0.9, 0.3, 0.4])
+    advantages, returns = gae(np.array([-0.01, -0.02, 0, -0.03, 0.96]), values, M1, gamma=0.95, lambd=0.9)
+    np.testing.assert_allclose(advantages, [0.522141, 0.517124, 0, 0.528800, 0.560000], atol=1e-6)
+    np.testing.assert_allclose(returns, [0.622141, 0.717124, 0, 0.828800, 0.960000], atol=1e-6)
+
+
+def test_the_value_behind_the_end_enters_the_last_trainable_token() -> None:
+    mask = np.array([1, 1, 0], dtype=bool)
+    advantages, returns = gae(np.zeros(3), np.array([0.5, 0.25, 7.0]), mask, gamma=0.5, lambd=1.0, bootstrap=2.0)
+    np.testing.assert_allclose(returns, [0.5, 1.0, 0.0])  # 0.25 * 2, 0.5 * 2
+    np.testing.assert_allclose(advantages, [0.0, 0.75, 0.0])
+
+
+def test_reinforce_plus_plus_golden() -> None:
+    config = AlgorithmConfig(advantage_estimator="reinforce_plus_plus", kl_coef=0.1)
+    before = values_of(batch_advantages(config, two((1.0, 0.0))))
+    np.testing.assert_allclose(before[0], [0.970, 0.980, 0, 0.975, 0.995], atol=1e-6)
+    np.testing.assert_allclose(before[1], [-0.015, -0.025, -0.005], atol=1e-6)
+    config = AlgorithmConfig(advantage_estimator="reinforce_plus_plus", kl_coef=0.1, normalize_advantages=True)
+    after = values_of(batch_advantages(config, two((1.0, 0.0))))
+    np.testing.assert_allclose(after[0], [0.782855, 0.801654, 0, 0.792254, 0.829853], atol=1e-6)
+    np.testing.assert_allclose(after[1], [-1.068872, -1.087671, -1.050073], atol=1e-6)
+
+
+def test_reinforce_plus_plus_baseline_golden() -> None:
+    for normalize, expected in (
+        (False, ([0.490, 0.505, 0, 0.480, 0.495], [-0.490, -0.520, -0.505])),
+        (True, ([0.796914, 0.825040, 0, 0.778163, 0.806289], [-1.040676, -1.096929, -1.068802])),
+    ):
+        config = AlgorithmConfig(
+            advantage_estimator="reinforce_plus_plus_baseline", kl_coef=0.1, normalize_advantages=normalize
+        )
+        found = batch_advantages(config, two((1.0, 0.0), (0.5, -0.5)))
+        for one, values in zip(found, expected, strict=True):
+            np.testing.assert_allclose(one.advantages, values, atol=1e-6)
+    kl = found[0].reward_kl
+    assert kl is not None
+    np.testing.assert_allclose(kl, [0.1, -0.05, 0, 0.2, 0.05], atol=1e-12)
+
+
+def test_distillation_golden() -> None:
+    teachers = np.array([-0.8, -0.4, np.nan, -1.5, -0.2]), np.array([-0.5, -1.0, -0.6])
+    episodes = [
+        Episode(mask=mask, advantages=advantage * mask, student=old, teacher=teacher)
+        for mask, advantage, old, teacher in zip((M1, M2), (1.0, -0.8), OLD, teachers, strict=True)
+    ]
+    found = values_of(batch_advantages(AlgorithmConfig(), episodes, opd_kl_coef=0.5))
+    np.testing.assert_allclose(found[0], [1.1, 1.1, 0, 1.4, 0.975], atol=1e-6)
+    np.testing.assert_allclose(found[1], [-0.7, -0.7, -0.625], atol=1e-6)
+    pure = AlgorithmConfig(advantage_estimator="on_policy_distillation")
+    found = values_of(batch_advantages(pure, episodes, opd_kl_coef=0.5))
+    np.testing.assert_allclose(found[0], [0.1, 0.1, 0, 0.4, -0.025], atol=1e-6)
+
+
+def test_distillation_comes_before_whitening() -> None:
+    teacher = OLD[0] + 1.0, OLD[1] - 3.0
+    episodes = [
+        Episode(mask=mask, advantages=np.zeros(len(mask)), student=old, teacher=one)
+        for mask, old, one in zip((M1, M2), OLD, teacher, strict=True)
+    ]
+    config = AlgorithmConfig(normalize_advantages=True)
+    found = batch_advantages(config, episodes, opd_kl_coef=1.0)
+    kept = np.concatenate([one.advantages[mask] for one, mask in zip(found, (M1, M2), strict=True)])
+    assert kept.mean() == pytest.approx(0.0, abs=1e-12)
+    assert kept.std(ddof=1) == pytest.approx(1.0, abs=1e-6)
+
+
+def test_ppo_is_gae_of_the_terminal_reward_and_the_kl() -> None:
+    config = AlgorithmConfig(advantage_estimator="ppo", kl_coef=0.1, gamma=0.95, lambd=0.9)
+    values = np.array([0.1, 0.2, np.nan, 0.3, 0.4])
+    episode = Episode(mask=M1, advantages=np.zeros(5), reward=1.0, student=OLD[0], reference=REF[0], values=values)
+    (found,) = batch_advantages(config, [episode])
+    rewards = np.array([-0.01, 0.005, 0.0, -0.02, 0.995])
+    expected = gae(rewards, np.nan_to_num(values), M1, gamma=0.95, lambd=0.9)
+    np.testing.assert_allclose(found.advantages, expected[0])
+    np.testing.assert_allclose(found.returns, expected[1])
+
+
+def test_the_reward_stands_at_the_last_trainable_token() -> None:
+    np.testing.assert_array_equal(token_rewards(2.0, np.array([1, 1, 0, 0], dtype=bool)), [0, 2, 0, 0])
+    np.testing.assert_array_equal(token_rewards(2.0, np.zeros(3, dtype=bool)), np.zeros(3))
+
+
+@pytest.mark.parametrize("estimator", ["ppo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "grpo"])
+def test_sequences_without_a_trainable_token_give_zeros(estimator: str) -> None:
+    dark = Episode(
+        mask=np.zeros(2, dtype=bool), advantages=np.ones(2), reward=1.0, values=np.ones(2), student=np.ones(2)
+    )
+    empty = Episode(mask=np.zeros(0, dtype=bool), advantages=np.zeros(0), values=np.zeros(0), reward=1.0)
+    config = AlgorithmConfig(advantage_estimator=estimator, normalize_advantages=True)
+    found = batch_advantages(config, [dark, empty])
+    assert [one.advantages.tolist() for one in found] == [[0.0, 0.0], []]
+
+
+def test_missing_inputs_are_named() -> None:
+    bare = [Episode(mask=M2, advantages=np.ones(3))]
+    with pytest.raises(AlgorithmError, match="advantage_estimator=ppo needs values of the critic"):
+        batch_advantages(AlgorithmConfig(advantage_estimator="ppo"), bare)
+    with pytest.raises(AlgorithmError, match="kl_coef needs log-probs of the policy"):
+        batch_advantages(AlgorithmConfig(advantage_estimator="reinforce_plus_plus", kl_coef=0.1), bare)
+    with pytest.raises(AlgorithmError, match="opd_kl_coef needs log-probs"):
+        batch_advantages(AlgorithmConfig(), bare, opd_kl_coef=0.1)
+    batch_advantages(AlgorithmConfig(kl_coef=0.1), bare)  # group estimators have no KL in the reward
+
+
+lengths = st.lists(st.integers(0, 7), min_size=1, max_size=6)
+
+
+def batch_of(sizes: list[int], seed: int) -> tuple[list[Array], list[npt.NDArray[np.bool_]]]:
+    rng = np.random.default_rng(seed)
+    return [rng.normal(3.0, 2.0, n) for n in sizes], [rng.random(n) < 0.7 for n in sizes]
+
+
+@given(lengths, st.integers(0, 1000))
+def test_whitened_tokens_have_mean_0_and_deviation_1(sizes: list[int], seed: int) -> None:
+    parts, masks = batch_of(sizes, seed)
+    originals = [part.copy() for part in parts]
+    white = whiten(parts, masks)
+    kept = np.concatenate([part[mask] for part, mask in zip(white, masks, strict=True)])
+    assert all((part[~mask] == 0).all() for part, mask in zip(white, masks, strict=True))
+    for part, original in zip(parts, originals, strict=True):
+        np.testing.assert_array_equal(part, original)
+    if kept.size >= 2 and kept.std() > 0:
+        assert kept.mean() == pytest.approx(0.0, abs=1e-9)
+        variance = np.concatenate([part[mask] for part, mask in zip(originals, masks, strict=True)]).var(ddof=1)
+        # 1 but for the epsilon under the root, which shows where two tokens are nearly equal.
+        assert kept.std(ddof=1) == pytest.approx(np.sqrt(variance / (variance + 1e-8)), rel=1e-9)
+    elif kept.size == 1:
+        assert kept[0] == next(part[mask][0] for part, mask in zip(parts, masks, strict=True) if mask.any())
+
+
+def test_variance_does_not_cancel() -> None:
+    mean, variance, count = moments([np.array([1e8, 1e8 + 1.0]), np.array([1e8 + 2.0])])
+    assert (mean, variance, count) == (pytest.approx(1e8 + 1.0), pytest.approx(1.0), 3)
+
+
+@given(st.lists(st.floats(-5, 5), max_size=40), st.floats(0, 1))
+def test_discounted_sums_are_the_recurrence(terms: list[float], factor: float) -> None:
+    expected, running = [], 0.0
+    for term in reversed(terms):
+        running = term + factor * running
+        expected.append(running)
+    np.testing.assert_allclose(discounted_sums(np.array(terms), factor), expected[::-1], atol=1e-9)
+
+
+@given(st.integers(0, 1000), st.floats(0.1, 1.0), st.floats(0.0, 1.0))
+def test_masked_tokens_are_transparent(seed: int, gamma: float, lambd: float) -> None:
+    """What is put between trainable tokens changes nothing of them."""
+    rng = np.random.default_rng(seed)
+    mask = rng.random(9) < 0.6
+    rewards, values = rng.normal(size=9), rng.normal(size=9)
+    everything = np.ones(int(mask.sum()), dtype=bool)
+    advantages, returns = gae(
+        np.where(mask, rewards, np.nan), np.where(mask, values, np.nan), mask, gamma=gamma, lambd=lambd
+    )
+    alone = gae(rewards[mask], values[mask], everything, gamma=gamma, lambd=lambd)
+    np.testing.assert_allclose(advantages[mask], alone[0])
+    np.testing.assert_allclose(returns[mask], alone[1])
+    assert (advantages[~mask] == 0).all()
+    np.testing.assert_allclose(
+        reward_to_go(rewards, mask, gamma=gamma)[mask], reward_to_go(rewards[mask], everything, gamma=gamma)
+    )
+
+
+@given(st.integers(0, 1000), st.floats(0.1, 1.0))
+def test_with_lambda_1_returns_are_the_discounted_rewards(seed: int, gamma: float) -> None:
+    rng = np.random.default_rng(seed)
+    rewards, values, mask = rng.normal(size=7), rng.normal(size=7), rng.random(7) < 0.7
+    _, returns = gae(rewards, values, mask, gamma=gamma, lambd=1.0)
+    np.testing.assert_allclose(returns, reward_to_go(rewards, mask, gamma=gamma), atol=1e-9)

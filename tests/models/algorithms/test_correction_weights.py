@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from configs.schema.algorithm import AlgorithmConfig
+from configs.schema.algorithm import AlgorithmConfig, InvalidRule, RejectionRule, parse_rule
 from models.algorithms.correction import (
     Correction,
     ImportanceWeights,
@@ -16,11 +16,12 @@ from models.algorithms.correction import (
     importance_weights,
     log_weight_of,
     loglinear_old_log_probs,
+    rejection_of,
     with_old_log_probs,
     without_drifted,
 )
 from models.algorithms.losses import policy_loss_of, ppo_clip
-from models.algorithms.metrics import step_statistics
+from models.algorithms.metrics import MetricTotals, kept_scale, rejected_rollouts, step_statistics
 from models.algorithms.objective import policy_objective
 from models.algorithms.tokens import PolicyTokens
 from models.errors import AlgorithmError, UnknownAlgorithm
@@ -170,3 +171,222 @@ def test_the_weight_multiplies_what_is_clipped_already(f, loss: str) -> None:  #
     torch.testing.assert_close(
         whole, policy_loss_of(loss)(f.tokens(), config).loss * weights_of(f.tokens(), correction).weight
     )
+
+
+# Rejection: reading rules, what they remove and from which term, siblings, renormalisation.
+
+
+def rejecting(*rules: str, **values: object) -> Correction:
+    return Correction("decoupled", False, rollout_rs=tuple(rules), **values)  # type: ignore[arg-type]
+
+
+def test_rules_are_read() -> None:
+    assert parse_rule("token_k3=0.05") == RejectionRule("token", "k3", -math.inf, 0.05)
+    rule = parse_rule("seq_mean_k1=0.99_1.01")
+    assert (rule.level, rule.kind, rule.name, rule.whole_sequence) == ("seq_mean", "k1", "seq_mean_k1", True)
+    assert (rule.low, rule.high) == pytest.approx((math.log(0.99), math.log(1.01)))
+    assert parse_rule("seq_max_k2=1e-3").high == 0.001
+    assert not parse_rule("token_k1=0.5_3").whole_sequence
+
+
+def test_bounds_of_k1_are_told_both_ways_round() -> None:
+    assert parse_rule("seq_mean_k1=0.5_4").meaning == (
+        "seq_mean_k1 keeps sequences with mu / old from 0.5 to 4, that is old / mu from 0.25 to 2"
+    )
+    assert parse_rule("token_k3=0.05").meaning == "token_k3 keeps tokens up to 0.05"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("seq_max_k1=0.9_1.1", r"'seq_max_k1=0.9_1.1' does not exist.*use seq_max_k2 or seq_max_k3"),
+        ("token_k4=1", r"'token_k4=1' is no rejection rule; write for example .* with one of token, seq_sum"),
+        ("token_k3", r"'token_k3' is no rejection rule.*token_k3=0.05"),
+        ("token_k1=1.01", r"'token_k1=1.01' needs two bounds of the ratio mu / old.*token_k1=0.99_1.01"),
+        ("token_k1=1.1_0.9", "the lower one first"),
+        ("token_k1=0_1.1", "needs two bounds"),
+        ("token_k1=nan_1.1", "needs two bounds"),
+        ("seq_sum_k2=0.1_0.2", r"needs one upper bound above 0; write for example seq_sum_k2=0.05"),
+        ("seq_sum_k3=-1", "needs one upper bound above 0"),
+        ("seq_sum_k3=inf", "needs one upper bound above 0"),
+        ("seq_sum_k3=much", "needs one upper bound above 0"),
+        ("seq_sum_k3=", "needs one upper bound above 0"),
+    ],
+)
+def test_wrong_rules_are_refused_with_a_cure(text: str, message: str) -> None:
+    with pytest.raises(InvalidRule, match=message):
+        parse_rule(text)
+
+
+def test_only_large_negative_differences_veto(f) -> None:  # type: ignore[no-untyped-def]
+    correction = Correction("decoupled", False, rs_veto=1e-4)
+    for shift, kept in ((20.0, True), (-20.0, False)):
+        old = f.old.clone()
+        old[4] += shift
+        result = rejection_of(f.tokens(old_log_probs=old), correction)
+        assert result.kept.tolist() == [kept, kept, False, kept, kept, True, True, True]
+    old[4] = f.old[4]
+    old[2] -= 1000  # masked: it sampled nothing
+    assert bool(rejection_of(f.tokens(old_log_probs=old), correction).kept[0])
+
+
+def test_sequence_statistics_are_not_clamped_token_by_token(f) -> None:  # type: ignore[no-untyped-def]
+    """Two differences of +60 and -60 cancel in a sum; clamping each first would hide a third of them."""
+    old = f.mu.clone()
+    old[0] += 60.0
+    old[1] -= 30.0
+    tokens = f.tokens(old_log_probs=old)
+    lowest, highest = math.exp(-30.1), math.exp(-29.9)
+    rule = rejecting(f"seq_sum_k1={lowest}_{highest}")
+    assert rejection_of(tokens, rule).kept[:2].all()
+
+
+def test_what_is_not_a_number_fails_no_test(f) -> None:  # type: ignore[no-untyped-def]
+    """So that it reaches the loss, and the step is refused instead of the token dropped."""
+    old = f.old.clone()
+    old[1] = float("nan")
+    for rule in ("token_k1=0.8_1.25", "token_k3=0.01", "seq_mean_k1=0.99_1.01", "seq_max_k2=0.001"):
+        result = rejection_of(f.tokens(old_log_probs=old), rejecting(rule, rs_veto=0.99999))
+        assert not result.removed[rule.partition("=")[0]][1]
+    alone = rejection_of(f.tokens(old_log_probs=old), rejecting("seq_sum_k2=1e-6"))
+    assert alone.kept.tolist() == [True, True, False, True, True, False, False, False]
+
+
+def test_a_sequence_without_tokens_is_never_counted(f, clip_higher) -> None:  # type: ignore[no-untyped-def]
+    """Its statistics are 0, which these bounds do not allow."""
+    dead = f.tokens(mask=f.mask & (f.sequence == 1), n_sequences=3)
+    rule = rejecting("seq_mean_k1=1.01_1.05")
+    assert rejection_of(dead, rule).failed_sequences.tolist() == [False, False, False]
+    totals = MetricTotals()
+    totals.add(policy_objective(dead, clip_higher, rule, ppo_clip).metrics, f.mask * 1.0)
+    assert totals.result(3.0)["train/seq_mask_fraction/seq_mean_k1"] == 0.0
+
+
+def test_rejection_spares_kl_entropy_and_the_counts(f, close) -> None:  # type: ignore[no-untyped-def]
+    config = AlgorithmConfig(
+        policy_loss="ppo", use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type="k2", entropy_coef=0.01
+    )
+    entropy = torch.linspace(0.1, 0.8, 8, dtype=torch.float64)
+    tokens = f.tokens(entropy=entropy)
+    free = policy_objective(tokens, config, Correction("decoupled", False), ppo_clip)
+    held = policy_objective(tokens, config, rejecting("token_k1=0.8_1.25"), ppo_clip)
+    kept = torch.tensor([1, 1, 0, 0, 1, 0, 0, 1]).bool()
+    assert torch.equal(held.kept, kept)
+    assert torch.equal(free.kept, f.mask)
+    close(held.loss, (free.loss - torch.where(kept, 0.0, ppo_clip(tokens, config).loss)).tolist())
+
+
+def test_under_gspo_the_ratio_keeps_all_tokens(f) -> None:  # type: ignore[no-untyped-def]
+    """Rejection acts on token losses after the statistic, and the gradient reaches rejected tokens through it."""
+    config = AlgorithmConfig(policy_loss="gspo", eps_clip=0.5)
+    theta = f.theta.clone().requires_grad_()
+    objective = policy_objective(f.tokens(theta), config, rejecting("token_k1=0.8_1.25"), policy_loss_of("gspo"))
+    objective.loss.sum().backward()
+    ratio = float(((f.theta - f.old)[:5] * f.mask[:5]).sum().div(4).exp())
+    assert objective.loss[:5].tolist() == pytest.approx([-ratio, -ratio, 0, 0, -ratio])
+    assert theta.grad is not None
+    assert theta.grad[:5].tolist() == pytest.approx([-ratio * 3 / 4, -ratio * 3 / 4, 0, -ratio * 3 / 4, -ratio * 3 / 4])
+
+
+def test_everything_rejected_is_zero_with_a_graph(f, clip_higher) -> None:  # type: ignore[no-untyped-def]
+    theta = f.theta.clone().requires_grad_()
+    objective = policy_objective(f.tokens(theta), clip_higher, rejecting("seq_sum_k3=1e-9"), ppo_clip)
+    assert (objective.loss == 0).all()
+    assert not objective.kept.any()
+    objective.loss.sum().backward()
+    assert theta.grad is not None
+    assert (theta.grad == 0).all()
+    totals = MetricTotals()
+    totals.add(objective.metrics, f.weights("token_mean")[0])
+    found = totals.result(7.0)
+    assert found["correction/all_rejected"] == 1.0
+    assert found["train/mask_fraction/seq_sum_k3"] == pytest.approx(1.0)
+    assert found["train/seq_mask_fraction/seq_sum_k3"] == 1.0
+
+
+def test_shares_that_each_rule_removes(f, clip_higher) -> None:  # type: ignore[no-untyped-def]
+    correction = rejecting("token_k1=0.8_1.25", "seq_mean_k3=0.02", rs_veto=0.75)
+    totals = MetricTotals()
+    totals.add(policy_objective(f.tokens(), clip_higher, correction, ppo_clip).metrics, f.weights("token_mean")[0])
+    found = totals.result(7.0)
+    expected = {
+        "train/mask_fraction/token_k1": 3 / 7,
+        "train/mask_fraction/seq_mean_k3": 3 / 7,
+        "train/seq_mask_fraction/seq_mean_k3": 0.5,
+        "train/veto_fraction": 1.0,
+        "train/seq_mask_fraction/veto": 1.0,
+        "train/mask_fraction": 1.0,
+        "correction/all_rejected": 1.0,
+    }
+    assert {name: found[name] for name in expected} == pytest.approx(expected)
+    assert "train/seq_mask_fraction/token_k1" not in found
+    quiet = MetricTotals()
+    quiet.add(policy_objective(f.tokens(), clip_higher, Correction("decoupled", False), ppo_clip).metrics, f.mask * 1.0)
+    assert not [name for name in quiet.result(7.0) if "mask_fraction" in name or "rejected" in name]
+
+
+# Statistics of fixture F over both rows, 7 trainable tokens: sums of k1, k2, k3 are 0.3, 0.1625, 0.160194.
+POOLED = {
+    "seq_mean_k1=0.95_1.05": (False, (True, False)),  # 0.042857; the first row alone: 0.0625
+    "seq_mean_k1=0.97_1.03": (True, (True, False)),
+    "seq_sum_k1=0.75_1.3": (True, (False, False)),  # 0.3 above log 1.3; 0.25 and 0.05 apart
+    "seq_sum_k2=0.1": (True, (False, False)),
+    "seq_mean_k3=0.0229": (False, (False, True)),  # 0.022885; the second row alone: 0.030635
+    "seq_max_k3=0.045": (True, (False, True)),
+    "token_k1=0.8_1.25": (False, (False, False)),  # no rule on sequences: its failures stay where they are
+}
+
+
+@pytest.mark.parametrize("rule", POOLED)
+def test_a_rollout_is_tested_over_the_tokens_of_all_its_rows(f, clip_higher, rule: str) -> None:  # type: ignore[no-untyped-def]
+    together, alone = POOLED[rule]
+    correction = rejecting(rule, rs_unit="rollout")
+    assert rejected_rollouts(f.tokens(), torch.tensor([4, 4]), correction).tolist() == [together] * 2
+    assert rejected_rollouts(f.tokens(), torch.tensor([4, 9]), correction).tolist() == list(alone)
+    # In a micro-batch the fact of the step decides, not what its own rows would say.
+    for fact in ([True, True], [False, False], [False, True]):
+        tokens = f.tokens(rejected=torch.tensor(fact))
+        lost = torch.tensor(fact)[f.sequence] & f.mask
+        kept = policy_objective(tokens, clip_higher, correction, ppo_clip).kept
+        if rule.startswith("seq"):
+            assert torch.equal(kept, f.mask & ~lost)
+        else:
+            assert torch.equal(kept, policy_objective(f.tokens(), clip_higher, correction, ppo_clip).kept & ~lost)
+
+
+def test_the_veto_takes_the_whole_rollout(f, clip_higher) -> None:  # type: ignore[no-untyped-def]
+    correction = Correction("decoupled", False, rs_veto=0.745, rs_unit="rollout")  # the second row's is 0.7408 as well
+    first = f.tokens(old_log_probs=f.mu.clone().index_fill(0, torch.tensor([0]), -4.0))
+    assert rejected_rollouts(first, torch.tensor([4, 4]), correction).tolist() == [True, True]
+    assert rejected_rollouts(first, torch.tensor([4, 9]), correction).tolist() == [True, False]
+    step = MetricTotals()
+    tokens = f.tokens(rejected=torch.tensor([True, True]))
+    step.add(policy_objective(tokens, clip_higher, correction, ppo_clip).metrics, f.mask * 1.0)
+    found = step.result(7.0)
+    assert (found["train/seq_mask_fraction/rollout"], found["train/mask_fraction/rollout"]) == (1, 1)
+
+
+def test_renormalisation_restores_the_mean_of_what_is_left(f) -> None:  # type: ignore[no-untyped-def]
+    correction = rejecting("token_k1=0.8_1.25", renormalize_after_rejection=True)  # keeps 3 of 4 and 1 of 3
+    apart, one = torch.tensor([0, 1]), torch.tensor([5, 5])
+    scale = kept_scale(f.tokens(), apart, "rollout_mean", correction)
+    assert scale.tolist() == pytest.approx([4 / 3, 3])
+    assert kept_scale(f.tokens(), one, "rollout_mean", correction).tolist() == pytest.approx([7 / 4] * 2)
+    assert kept_scale(f.tokens(), one, "seq_mean", correction).tolist() == pytest.approx([4 / 3, 3])
+    assert kept_scale(f.tokens(), apart, "token_mean", correction).tolist() == pytest.approx([7 / 4] * 2)
+    assert kept_scale(f.tokens(), apart, "constant", correction).tolist() == [1, 1]
+    nothing_left = rejecting("seq_mean_k1=0.95_1.05", renormalize_after_rejection=True)
+    assert kept_scale(f.tokens(), apart, "rollout_mean", nothing_left).tolist() == [1, 1]
+    config = AlgorithmConfig(policy_loss="ppo")
+    plain = policy_objective(f.tokens(), config, correction, ppo_clip)
+    scaled = policy_objective(f.tokens(kept_scale=scale), config, correction, ppo_clip)
+    torch.testing.assert_close(scaled.loss, plain.loss * scale[f.sequence])
+
+
+def test_bypass_tests_the_current_policy(f) -> None:  # type: ignore[no-untyped-def]
+    """There the anchor is mu itself, and log old - log mu says nothing."""
+    correction = Correction("bypass", False, rollout_rs=("token_k1=0.8_1.25",))
+    inside = (f.mu - f.theta).exp()
+    expected = (inside >= 0.8) & (inside <= 1.25) & f.mask
+    config = AlgorithmConfig(policy_loss="ppo")
+    assert torch.equal(policy_objective(f.tokens(), config, correction, ppo_clip).kept, expected)

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from configs.schema import algorithm as schema
-from configs.schema.algorithm import SAMPLER_LOSSES, AlgorithmConfig
-from models.algorithms.correction import Correction, ImportanceWeights, importance_weights, log_weight_of
+from configs.schema.algorithm import SAMPLER_LOSSES, AlgorithmConfig, CorrectionConfig, InvalidRule
+from models.algorithms.aggregation import Aggregation, StepSize, coefficients, denominator, metric_mode
+from models.algorithms.correction import Correction, ImportanceWeights, correction_of, importance_weights, log_weight_of
 from models.algorithms.losses import (
     POLICY_LOSSES,
     k3,
@@ -21,6 +28,7 @@ from models.algorithms.losses import (
 from models.algorithms.objective import policy_objective, sft_objective
 from models.algorithms.tokens import PolicyTokens, StepStatistics
 from models.errors import AlgorithmError, UnknownAlgorithm
+from tests.models.corrections import corrected
 
 
 def weights_of(tokens: PolicyTokens, correction: Correction) -> ImportanceWeights:
@@ -165,3 +173,123 @@ def test_a_file_of_its_own_brings_its_policy_loss(tmp_path, monkeypatch, f) -> N
     from models.algorithms.advantages import advantages
 
     assert advantages("plain_gradient", [1, 2], [0, 1]).tolist() == [2, 4]
+
+
+# The correction that a loss is given: decided, and refused where it is not.
+
+
+@pytest.mark.parametrize(
+    ("values", "staleness", "loss", "mode", "tis"),
+    [
+        ({}, 0, "ppo", "onpolicy", False),
+        ({}, 2, "ppo", "decoupled", True),
+        ({"use_rollout_logprobs": True}, 2, "ppo", "bypass", False),
+        ({"policy_mode": "bypass"}, 2, "ppo", "bypass", False),
+        ({"allow_uncorrected": True}, 2, "ppo", "onpolicy", False),
+        ({"rollout_rs": ("token_k3=1",), "use_tis": False}, 2, "ppo", "decoupled", False),
+        ({"rs_veto": 1e-4}, 0, "ppo", "decoupled", False),
+        ({"rs_veto": 1e-4, "use_rollout_logprobs": True}, 2, "ppo", "bypass", False),
+        ({}, 2, "aipo", "bypass", False),
+        ({}, 0, "m2po", "bypass", False),
+        ({"use_tis": True}, 0, "gspo", "decoupled", True),
+    ],
+)
+def test_modes(values: dict[str, object], staleness: int, loss: str, mode: str, tis: bool) -> None:
+    config = msgspec.convert(values, CorrectionConfig)
+    found = corrected(config, max_staleness=staleness, policy_loss=loss)
+    assert (found.policy_mode, found.use_tis) == (mode, tis)
+
+
+@pytest.mark.parametrize("config", [CorrectionConfig(), CorrectionConfig(use_tis=True), CorrectionConfig(rs_veto=0.1)])
+def test_what_is_not_decided_is_refused(config: CorrectionConfig) -> None:
+    with pytest.raises(AlgorithmError, match=r"policy_mode=auto .* are not decided; resolve the configuration first"):
+        correction_of(config)
+
+
+def test_a_wrong_rule_is_refused_when_it_is_resolved() -> None:
+    with pytest.raises(InvalidRule, match="seq_max_k1"):
+        corrected(CorrectionConfig(rollout_rs=("seq_max_k1=0.9_1.1",)))
+
+
+# Reduction of token losses with the denominators of the whole step.
+
+
+MODES: list[Aggregation] = ["rollout_mean", "token_mean", "seq_mean", "constant"]
+Sequence_ = tuple[int, list[float], list[int]]  # rollout, losses, mask
+
+GOLDEN: list[Sequence_] = [(0, [1, 2], [1, 1]), (0, [3, 4, 5], [1, 0, 1]), (1, [10], [1])]
+FULLY_MASKED: Sequence_ = (2, [7, 7], [0, 0])
+
+
+def reduce(mode: Aggregation, step: Sequence[Sequence_], constant: int = 8) -> float:
+    """Numerators sequence by sequence, each as if it were its own micro-batch; one division at the end."""
+    own = [sum(mask) for _, _, mask in step]
+    of_rollout = [sum(sum(mask) for other, _, mask in step if other == rollout) for rollout, _, _ in step]
+    weights = coefficients(mode, own, of_rollout)
+    numerator = 0.0
+    for (_, losses, mask), weight in zip(step, weights, strict=True):
+        numerator += weight * float(np.dot(losses, mask))
+    size = StepSize(rollouts=len({rollout for rollout, _, _ in step}), sequences=len(step), tokens=sum(own))
+    return numerator / denominator(mode, size, max_response_len=constant)
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"), [("rollout_mean", 6.375), ("token_mean", 4.2), ("seq_mean", 5.166667), ("constant", 1.3125)]
+)
+def test_golden(mode: Aggregation, expected: float) -> None:
+    assert reduce(mode, GOLDEN) == pytest.approx(expected, abs=1e-5)
+
+
+def test_fully_masked_rollouts_stay_in_the_denominator() -> None:
+    assert reduce("rollout_mean", [*GOLDEN, FULLY_MASKED]) == pytest.approx(4.25)
+    assert reduce("token_mean", [*GOLDEN, FULLY_MASKED]) == pytest.approx(4.2)
+    assert reduce("seq_mean", [*GOLDEN, FULLY_MASKED]) == pytest.approx(5.166667 * 3 / 4, abs=1e-5)
+
+
+def test_means_of_micro_batches_are_another_number() -> None:
+    # What averaging per micro-batch would give for the splits {a,b},{c} and {a},{b,c}.
+    token_mean = (reduce("token_mean", GOLDEN[:2]) + reduce("token_mean", GOLDEN[2:])) / 2
+    assert token_mean == pytest.approx(6.375)
+    assert reduce("token_mean", GOLDEN) != pytest.approx(token_mean)
+    rollout_mean = (reduce("rollout_mean", GOLDEN[:1]) + reduce("rollout_mean", GOLDEN[1:])) / 2
+    assert rollout_mean == pytest.approx(4.25)
+    assert reduce("rollout_mean", GOLDEN) != pytest.approx(rollout_mean)
+
+
+sequences = st.integers(0, 7).flatmap(
+    lambda n: st.tuples(
+        st.integers(0, 3),
+        st.lists(st.floats(-5, 5), min_size=n, max_size=n),
+        st.lists(st.integers(0, 1), min_size=n, max_size=n),
+    )
+)
+
+
+@given(st.lists(sequences, min_size=1, max_size=8), st.randoms())
+def test_order_and_padding_do_not_matter(step: list[Sequence_], random: object) -> None:
+    shuffled = [(r, [*losses, 99.0], [*mask, 0]) for r, losses, mask in step]
+    random.shuffle(shuffled)  # type: ignore[attr-defined]
+    for mode in MODES:
+        value = reduce(mode, step)
+        assert np.isfinite(value)
+        assert reduce(mode, shuffled) == pytest.approx(value, abs=1e-9)
+
+
+@given(st.lists(sequences, min_size=1, max_size=8))
+def test_a_mean_of_ones_counts_what_is_trained(step: list[Sequence_]) -> None:
+    ones = [(r, [1.0] * len(losses), mask) for r, losses, mask in step]
+    live = {r for r, _, mask in step if sum(mask)}
+    everyone = {r for r, _, _ in step}
+    assert reduce("rollout_mean", ones) == pytest.approx(len(live) / len(everyone))
+    assert reduce("token_mean", ones) == pytest.approx(1.0 if live else 0.0)
+
+
+def test_empty_step_and_wrong_name() -> None:
+    for mode in MODES:
+        assert denominator(mode, StepSize(), max_response_len=8) >= 1
+    with pytest.raises(AlgorithmError, match="'mean' is unknown"):
+        coefficients("mean", [1], [1])  # type: ignore[arg-type]
+    with pytest.raises(AlgorithmError, match="choose rollout_mean"):
+        denominator("mean", StepSize(), max_response_len=8)  # type: ignore[arg-type]
+    assert metric_mode("constant") == "token_mean"
+    assert metric_mode("seq_mean") == "seq_mean"

@@ -4,27 +4,40 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
+import os
 import pickle
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack
+from pathlib import Path
 
+import aiohttp
 import msgspec
+import numpy as np
 import pytest
 from aiohttp import web
+from hypothesis import given
+from hypothesis import strategies as st
 
+from models.engines.answers import RequestLimits, later_boundaries, with_spans
 from models.engines.client import EngineClient
-from models.engines.protocol import GenerateOutput, GenerateRequest, SamplingParams, VersionSpan
+from models.engines.protocol import GenerateOutput, GenerateRequest, MetaInfo, SamplingParams, VersionSpan
+from models.engines.serve import EngineServer
 from models.engines.streamed import PartialOutputs
+from models.engines.token import Token, read_token, run_token
 from models.errors import (
     EngineAborted,
     EngineProtocolError,
     EngineRefused,
+    EngineStartError,
     EngineTimeout,
+    EngineUnauthorized,
     EngineUnreachable,
     RequestNotSent,
 )
+from tests.models.engines.harness import SIMULATED
 from tests.served_app import served_app
 
 # As a real server sends it, with keys that nobody here knows.
@@ -282,3 +295,202 @@ def test_client_side_imports_nothing_heavy() -> None:
 def test_the_simulated_engine_needs_no_torch() -> None:
     code = "import sys, models.engines.serve, models.engines.simulated_engine; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+# What the client refuses before it is sent, and the helpers of answers: boundaries, spans, experts.
+
+
+def request(ids: object = (1, 2, 3), **params: object) -> GenerateRequest:
+    return GenerateRequest(input_ids=list(ids), sampling_params=SamplingParams(**params))  # type: ignore[arg-type, call-overload]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [(field, value) for field in ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty",
+     "repetition_penalty") for value in (math.nan, math.inf, -math.inf, -3.0)]
+    + [("top_p", 0.0), ("top_p", 1.1), ("min_p", 1.5)],
+)  # fmt: skip
+def test_numbers_that_are_none_are_refused(field: str, value: float) -> None:
+    with pytest.raises(ValueError, match=rf"{field}={value} must be a finite number"):
+        RequestLimits().check(request(**{field: value}))
+
+
+def test_each_set_of_params_is_looked_at() -> None:
+    params = [SamplingParams(), SamplingParams(temperature=math.nan)]
+    with pytest.raises(ValueError, match="temperature=nan"):
+        RequestLimits().check(GenerateRequest(input_ids=[[1], [2]], sampling_params=params))
+    with pytest.raises(ValueError, match="2 entries for 1 prompts"):
+        RequestLimits().check(GenerateRequest(input_ids=[[1]], sampling_params=[SamplingParams()] * 2))
+    with pytest.raises(ValueError, match="n=0 must be at least 1"):
+        RequestLimits().check(request(n=0))
+
+
+def test_ids_without_a_known_vocabulary_are_still_numbers_of_the_wire() -> None:
+    RequestLimits().check(request([0, 2**31 - 1]))
+    for bad in (-1, 2**31):
+        with pytest.raises(ValueError, match=f"input_ids contains {bad}"):
+            RequestLimits().check(request([1, bad]))
+    with pytest.raises(ValueError, match="empty prompt"):
+        RequestLimits().check(request([[1], []]))
+
+
+def test_lengths_beyond_the_context_are_refused() -> None:
+    limits = RequestLimits(context_length=10)
+    limits.check(request(range(4), max_new_tokens=6))
+    limits.check(request(range(9), max_new_tokens=None))
+    limits.check(GenerateRequest(text="of unknown length"))
+    for count, new in ((4, 7), (10, 0), (10, None)):
+        with pytest.raises(ValueError, match=rf"{count} tokens and max_new_tokens={new}.* is 10"):
+            limits.check(request(range(count), max_new_tokens=new))
+
+
+def test_how_many_answers_a_request_asks_for() -> None:
+    params = SamplingParams(n=3)
+    assert GenerateRequest(input_ids=[1, 2], sampling_params=params).samples == 3
+    assert GenerateRequest(input_ids=[[1], [2]], sampling_params=params).samples == 6
+    assert GenerateRequest(text=["a", "b"]).samples == 2
+    assert GenerateRequest(text="a").samples == 1
+    assert GenerateRequest(input_ids=[[1], [2]], sampling_params=[params, SamplingParams()]).samples == 4
+
+
+def spans(*ends: int) -> list[VersionSpan]:
+    starts = (0, *ends[:-1])
+    return [VersionSpan(f"v{i}", start, end) for i, (start, end) in enumerate(zip(starts, ends, strict=True))]
+
+
+def test_boundaries_move_one_token_on() -> None:
+    assert later_boundaries(spans(5, 9)) == [VersionSpan("v0", 0, 6), VersionSpan("v1", 6, 9)]
+    assert later_boundaries(spans(9)) == spans(9)
+    assert later_boundaries([]) == []
+    # One token of the last version was reported, and was made by the one before.
+    assert later_boundaries(spans(8, 9)) == [VersionSpan("v0", 0, 9)]
+    assert later_boundaries(spans(5, 6, 9)) == [
+        VersionSpan("v0", 0, 6),
+        VersionSpan("v1", 6, 7),
+        VersionSpan("v2", 7, 9),
+    ]
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=6))
+def test_moved_spans_still_cover_every_token_once(lengths: list[int]) -> None:
+    before = spans(*np.cumsum(lengths).tolist())
+    after = later_boundaries(before)
+    owner = [span.version for span in before for _ in range(span.end - span.start)]
+    moved = [span.version for span in after for _ in range(span.end - span.start)]
+    assert moved == [owner[0], *owner[:-1]], "every token belongs to whom the token before it was said to belong to"
+    assert [span.start for span in after] == [0, *[span.end for span in after[:-1]]]
+
+
+def test_spans_end_with_the_tokens() -> None:
+    output = GenerateOutput(output_ids=[1, 2, 3], meta_info=MetaInfo(id="r"))
+    filled = with_spans(output, [VersionSpan("a", 0, 2), VersionSpan("b", 2, 9), VersionSpan("c", 9, 9)])
+    assert filled.version_spans == [VersionSpan("a", 0, 2), VersionSpan("b", 2, 3)]
+    assert filled.meta_info.weight_version == "b"
+
+
+# Tokens of servers: their files, what a server does without one, what a client says of a wrong one.
+
+
+TOKEN = Token("a-token-of-this-run")
+
+
+def test_the_token_of_a_run_is_made_once_for_its_owner_and_shown_nowhere(tmp_path: Path) -> None:
+    made = run_token(tmp_path / "token")
+    assert (tmp_path / "token").stat().st_mode & 0o777 == 0o600
+    assert len(made.token.text) >= 32
+    assert run_token(tmp_path / "token") == made
+    assert run_token(tmp_path / "other").token != made.token
+    assert made.token.text not in f"{made} {made!r} {made.token}"
+
+
+def test_token_files_that_others_know_or_that_hold_none_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "token"
+    with pytest.raises(EngineStartError, match=r"token file .* cannot be read \(No such file or directory\); name the"):
+        read_token(file)
+    file.touch(0o600)
+    for content in (b"", b"short", b"two words of it", b"x" * 5000, b"\xff" * 20):
+        file.write_bytes(content)
+        with pytest.raises(EngineStartError, match=r"holds no token: one line of 8 to .* openssl rand"):
+            read_token(file)
+    file.write_text("of-other-servers\n")
+    assert read_token(file).token == Token("of-other-servers")
+    file.chmod(0o640)
+    with pytest.raises(EngineStartError, match=r"has mode 0640, so that other users may know the token; make a new"):
+        read_token(file)
+    file.chmod(0o600)
+    os.chown(file, 1234, -1) if os.geteuid() == 0 else monkeypatch.setattr(os, "geteuid", lambda: 1234)
+    with pytest.raises(EngineStartError, match=r"is owned by user \d+, who knows the token"):
+        read_token(file)
+
+
+@pytest.mark.parametrize(
+    ("header", "accepted"),
+    [
+        (None, False),
+        ("", False),
+        ("Bearer", False),
+        ("Bearer ", False),
+        (TOKEN.text, False),
+        (f"Basic {TOKEN.text}", False),
+        (f"Bearer {TOKEN.text}x", False),
+        (f"Bearer {TOKEN.text[:-1]}", False),
+        ("Bearer \udcff\udcfe", False),
+        (TOKEN.header, True),
+        (f"bearer {TOKEN.text}", True),
+    ],
+)
+def test_which_headers_have_the_token(header: str | None, accepted: bool) -> None:
+    assert TOKEN.is_sent_by(header) is accepted
+
+
+async def statuses(url: str, headers: Mapping[str, str]) -> dict[str, int]:
+    """What each route of a server answers."""
+    found = {}
+    async with aiohttp.ClientSession(headers=headers) as http:
+        for method, path in (
+            ("GET", "/health"), ("GET", "/health_generate"), ("GET", "/ready"), ("GET", "/metrics"),
+            ("GET", "/server_info"), ("GET", "/v1/models"), ("GET", "/nothing/there"), ("POST", "/generate"),
+            ("POST", "/abort_request"), ("POST", "/pause_generation"), ("POST", "/update_weights_from_disk"),
+            ("POST", "/flush_cache"),
+        ):  # fmt: skip
+            async with http.request(method, url + path, data=b"{") as answer:
+                found[path] = answer.status
+    return found
+
+
+async def test_a_server_with_a_token_does_nothing_for_who_lacks_it() -> None:
+    async with EngineServer(SIMULATED, "none", max_context_len=None, seed=0, token=TOKEN) as server:
+        open_routes = {"/health", "/health_generate", "/ready", "/metrics"}
+        for sent in ("", "Bearer of-another-run", f"Basic {TOKEN.text}"):
+            found = await statuses(server.url, {"Authorization": sent} if sent else {})
+            assert {path for path, status in found.items() if status == 200} == open_routes
+            assert {status for path, status in found.items() if path not in open_routes} == {401}
+        assert 401 not in (await statuses(server.url, {"Authorization": TOKEN.header})).values()
+
+
+async def test_a_client_says_whose_token_is_wrong_and_what_to_do() -> None:
+    request = GenerateRequest(input_ids=[1, 2], sampling_params=SamplingParams(max_new_tokens=2))
+    async with EngineServer(SIMULATED, "none", max_context_len=None, seed=0, token=TOKEN) as server:
+        async with EngineClient(server.url, token=TOKEN) as client:
+            [answer] = await client.generate(request)
+            assert answer.output_ids
+        cure = r"give the token of servers that run already in a file, with --rollout-external-engine-token-file"
+        async with EngineClient(server.url) as client:
+            assert await client.health()
+            with pytest.raises(EngineUnauthorized, match=rf"401 .*: no token was sent; {cure}") as none:
+                await client.generate(request)
+        async with EngineClient(server.url, token=Token("of-another-run")) as client:
+            with pytest.raises(EngineUnauthorized, match=rf"not the one that it was started with; {cure}") as wrong:
+                await client.server_info()
+        for raised in (none, wrong):
+            assert str(pickle.loads(pickle.dumps(raised.value))) == str(raised.value)
+            assert "of-another-run" not in str(raised.value)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "example.org", ""])
+async def test_a_server_without_a_token_stays_on_the_loopback_address(host: str) -> None:
+    with pytest.raises(EngineStartError, match=r"lets other machines use this server .*; name a file .*--token-file"):
+        async with EngineServer(SIMULATED, "none", max_context_len=None, seed=0, host=host):
+            raise AssertionError("it serves")

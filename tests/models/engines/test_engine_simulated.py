@@ -5,26 +5,31 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from configs.schema.rollout import SimulatedEngineConfig
-from models.engines.client import EngineClient
-from models.engines.core import Completion, EngineFacts
+from models.engines.client import EngineClient, UpdateClient
+from models.engines.core import ALL_TAGS, Completion, EngineFacts, MemoryAccount, MemoryRequest
+from models.engines.embedded.engine import EmbeddedEngine
 from models.engines.intake import Intake
 from models.engines.noise import sample_seed
-from models.engines.protocol import GenerateRequest, SamplingParams
+from models.engines.protocol import GenerateRequest, SamplingParams, VersionSpan
 from models.engines.serve import EngineServer
 from models.engines.simulated_responses import simulated_length, simulated_log_prob, simulated_token
 from models.engines.simulated_schedule import Schedule
 from models.engines.text import TextCodec
-from tests.models.engines.harness import SIMULATED, ask, generating
+from models.errors import EngineRefused, RequestRefused, WeightsRefused
+from tests.models.engines.harness import EMBEDDED, SIMULATED, Target, ask, generating
 
 FACTS = EngineFacts(
     engine="simulated",
@@ -297,3 +302,141 @@ async def _served() -> AsyncIterator[EngineClient]:
         EngineClient(server.url, timeout_s=30) as client,
     ):
         yield client
+
+
+# Memory that is given back and taken again: one suite for all engines, and what the embedded one really frees.
+
+
+Checkpoints = Callable[..., Path]
+GREEDY: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": 12, "sampling_seed": 7}
+
+
+async def test_the_turn_of_a_colocated_trainer(target: Target) -> None:
+    """abort, give back, take the weights' memory, load, take the cache's, go on: a request that waits is then served
+    by the new weights, and what was served before is served as before once its weights are back."""
+    client, update = target.client, UpdateClient(target.client)
+    [before] = await client.generate(ask([5, 6, 7], **GREEDY))
+    async with asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(client.generate(ask([1, 2], max_new_tokens=900)))
+        await generating(client, tokens=30)
+        await client.pause("abort")
+        [partial] = await running
+        assert partial.aborted
+        waiting = tasks.create_task(client.generate(ask([5, 6, 7], **GREEDY)))
+        await update.release_memory(("kv_cache", "weights"))
+        assert await client.health()
+        await update.resume_memory(("weights",))
+        await client.update_weights_from_disk(target.model, "w2")
+        await update.resume_memory(("kv_cache",))
+        assert not waiting.done()
+        await client.resume()
+    [after] = waiting.result()
+    assert after.version_spans == [VersionSpan("w2", 0, 12)]
+    if target.can.seeds and target.can.scores_as_it_samples:  # a model whose tokens hang on its weights alone
+        assert after.output_ids == before.output_ids
+    [again] = await client.generate(ask([5, 6, 7], **GREEDY))
+    assert again.output_ids == after.output_ids or not target.can.seeds
+
+
+async def test_what_lacks_memory_does_not_generate_and_loads_nothing(target: Target) -> None:
+    if not target.can.refuses_bad_ids:
+        pytest.skip("SGLang refuses none of it: without the memory saver nothing is away")
+    client, update = target.client, UpdateClient(target.client)
+    with pytest.raises(EngineRefused, match="while generation is not paused; call /pause_generation with mode abort"):
+        await update.release_memory()
+    async with asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(client.generate(ask([1, 2], max_new_tokens=900)))
+        await generating(client)
+        await client.pause("in_place")
+        with pytest.raises(EngineRefused, match="1 requests are running"):
+            await update.release_memory()
+        await client.abort()
+        await running
+    await update.release_memory(("weights",))
+    await update.release_memory(("kv_cache", "weights"))
+    with pytest.raises(EngineRefused, match="without the memory of kv_cache, weights"):
+        await client.resume()
+    with pytest.raises(EngineRefused, match="resume_memory_occupation with the tag weights first"):
+        await client.update_weights_from_disk(target.other, "w2")
+    with pytest.raises(EngineRefused, match="load weights first"):
+        await client.weights_checker()
+    await update.resume_memory()
+    await update.resume_memory()
+    with pytest.raises(EngineRefused, match="the weights' memory was released; load weights first"):
+        await client.resume()
+    await client.update_weights_from_disk(target.other, "w2")
+    await client.resume()
+    [output] = await client.generate(ask([1, 2]))
+    assert output.version_spans == [VersionSpan("w2", 0, 8)]
+    metrics = (await client.call("GET", "/metrics", None, 5.0)).decode()
+    assert "sglang:memory_releases_total 2" in metrics
+
+
+async def test_the_embedded_engine_frees_what_it_gives_back(checkpoints: Checkpoints) -> None:
+    path = checkpoints(tie_word_embeddings=False)
+    engine = EmbeddedEngine(EMBEDDED, str(path), max_context_len=64)
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in engine._weights.names.values()}
+    derived = [spread.untyped_storage() for spread, _ in engine._weights._derived]
+    held = [*storages.values(), *derived]
+    sizes = [storage.nbytes() for storage in held]
+    assert derived
+    assert min(sizes) > 0
+    cache_shape = engine._cache.k.shape
+    engine.start(lambda done: None, lambda error: None)
+    try:
+        checksums = await engine.checksums()
+        await engine.pause("abort")
+        await engine.release_memory(("kv_cache", "weights"))
+        assert [storage.nbytes() for storage in held] == [0] * len(held)
+        assert engine._cache.k.numel() == engine._cache._v_flat.numel() == 0
+        await engine.resume_memory(("weights",))
+        assert [storage.nbytes() for storage in held] == sizes
+        assert engine._cache.k.numel() == 0
+        await engine.update_weights(str(path), "again", False)
+        assert await engine.checksums() == checksums
+        await engine.resume_memory(("kv_cache",))
+        assert engine._cache.k.shape == cache_shape
+        assert torch.count_nonzero(engine._cache.v) == 0, "a masked NaN would poison a softmax"
+        await engine.resume()
+    finally:
+        await engine.stop()
+
+
+async def test_prefixes_do_not_outlive_the_cache(checkpoints: Checkpoints) -> None:
+    """Weights stay, the cache goes: a retained prefix would be read from a cache of zeros."""
+    path = checkpoints()
+    engine = EmbeddedEngine(EMBEDDED, str(path), max_context_len=256)
+    table = engine.stepper._table
+    engine.start(lambda done: None, lambda error: None)
+    try:
+        await engine.pause("abort")
+        table._retained[table._empty.pop()] = None
+        await engine.release_memory(("kv_cache",))
+        assert not table._retained
+        await engine.resume_memory(("kv_cache",))
+        await engine.resume()
+    finally:
+        await engine.stop()
+
+
+def test_only_what_is_news_counts() -> None:
+    account = MemoryAccount()
+    assert account.release(("weights", "kv_cache"), paused=True, running=0) == {"weights", "kv_cache"}
+    assert account.release(("weights",), paused=True, running=0) == frozenset()
+    assert account.releases == 1
+    with pytest.raises(WeightsRefused):
+        account.check_load()
+    assert account.resume(("weights", "cuda_graph")) == {"weights"}
+    account.check_load()
+    with pytest.raises(RequestRefused, match="memory of kv_cache"):
+        account.check_whole()
+    account.resume(("kv_cache",))
+    with pytest.raises(RequestRefused, match="load weights first"):
+        account.check_whole()
+    account.loaded()
+    account.check_whole()
+
+
+def test_a_request_without_tags_is_about_everything() -> None:
+    assert MemoryRequest().wanted == ALL_TAGS
+    assert MemoryRequest(["weights", "weights"]).wanted == ("weights",)

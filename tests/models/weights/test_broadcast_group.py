@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import multiprocessing
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import torch.multiprocessing
 
 from models.errors import GroupError
+from models.weights.layout import TensorSpec, lay_out, plan_buckets
 from models.weights.transfer import SharedBuffer, WeightGroup, address_towards
-
-pytestmark = pytest.mark.slow
 
 SPAWN = multiprocessing.get_context("spawn")
 LIMIT_S = 60.0
@@ -63,6 +67,7 @@ def other_end(target: Callable[[int, Connection], None], port: int) -> tuple[Any
     return process, mine
 
 
+@pytest.mark.slow
 def test_tensors_arrive_at_a_group_that_torch_made() -> None:
     group = WeightGroup("g", 2, "gloo", "127.0.0.1", timeout_s=LIMIT_S)
     process, pipe = other_end(receive, group.port)
@@ -78,6 +83,7 @@ def test_tensors_arrive_at_a_group_that_torch_made() -> None:
         group.broadcast(torch.zeros(1))
 
 
+@pytest.mark.slow
 def test_a_partner_that_died_is_an_error_and_ends_the_group() -> None:
     group = WeightGroup("g", 2, "gloo", "127.0.0.1", timeout_s=LIMIT_S)
     process, pipe = other_end(leave, group.port)
@@ -91,12 +97,14 @@ def test_a_partner_that_died_is_an_error_and_ends_the_group() -> None:
         group.broadcast(torch.zeros(1))
 
 
+@pytest.mark.slow
 def test_a_partner_that_never_comes_is_an_error_in_time() -> None:
     group = WeightGroup("g", 2, "gloo", "127.0.0.1", timeout_s=0.2)
     with pytest.raises(GroupError, match=r"not all 2 ranks met on 127\.0\.0\.1"):
         group.join()
 
 
+@pytest.mark.slow
 def test_many_groups_live_side_by_side() -> None:
     groups = [WeightGroup("g", 2, "gloo", "127.0.0.1", timeout_s=LIMIT_S) for _ in range(2)]
     assert groups[0].port != groups[1].port
@@ -115,6 +123,7 @@ def test_many_groups_live_side_by_side() -> None:
         process.join(LIMIT_S)
 
 
+@pytest.mark.slow
 def test_unknown_backends_and_unreachable_hosts_are_named() -> None:
     with pytest.raises(GroupError, match="use gloo"):
         WeightGroup("g", 2, "mpi", "127.0.0.1", timeout_s=1.0)
@@ -124,6 +133,53 @@ def test_unknown_backends_and_unreachable_hosts_are_named() -> None:
     assert SharedBuffer(0).memory.numel() == 1
 
 
+@pytest.mark.slow
 def test_an_address_of_another_machine_is_refused() -> None:
     with pytest.raises(GroupError, match=r"cannot listen on 192\.0\.2\.1"):
         WeightGroup("g", 2, "gloo", "192.0.2.1", timeout_s=1.0)
+
+
+# The payload of the tensor route, read back as SGLang reads it: by another process, with torch's rebuild functions.
+
+
+# A receiver that knows nothing of this project. It may unpickle: what it is given was written by this very test.
+RECEIVER = """
+import base64, pickle, sys, torch, torch.multiprocessing
+for line in sys.stdin:
+    for name, tensor in pickle.loads(base64.b64decode(line)):
+        print(name, tensor.dtype, tuple(tensor.shape), tensor.double().sum().item())
+"""
+SPECS = [
+    TensorSpec("wide", "F32", (3, 5)),
+    TensorSpec("none", "F32", (0, 4)),
+    TensorSpec("half", "BF16", (2, 2)),
+    TensorSpec("scalar", "F16", ()),
+]
+
+
+@pytest.mark.slow
+def test_another_process_sees_the_tensors_and_nothing_is_left(tmp_path: Path) -> None:
+    strategy = torch.multiprocessing.get_sharing_strategy()
+    layout = lay_out(SPECS)
+    [bucket] = plan_buckets(layout, 1 << 20)
+    buffer = SharedBuffer(bucket.nbytes)
+    values = [torch.arange(15.0), torch.ones(4, dtype=torch.bfloat16), torch.full((1,), 7.0, dtype=torch.float16)]
+    raw = b"".join(value.view(torch.uint8).numpy().tobytes() for value in values)
+    np.copyto(buffer.memory.numpy()[: bucket.nbytes], np.frombuffer(raw, np.uint8))
+    before = {path.name for path in Path("/dev/shm").glob("torch_*")}
+    with buffer.lent(bucket, ranks=2) as payloads:
+        assert len(payloads) == 2
+        assert all(len(payload) < 2000 for payload in payloads), "handles travel, not weights"
+        for payload in payloads:  # each rank is a process of its own
+            done = subprocess.run(
+                [sys.executable, "-c", RECEIVER], input=payload, capture_output=True, text=True, timeout=60
+            )
+            assert done.stdout.splitlines() == [
+                "wide torch.float32 (3, 5) 105.0",
+                "none torch.float32 (0, 4) 0.0",
+                "half torch.bfloat16 (2, 2) 4.0",
+                "scalar torch.float16 () 7.0",
+            ], done.stderr
+    del buffer
+    assert {path.name for path in Path("/dev/shm").glob("torch_*")} <= before, "the memory is given back"
+    assert torch.multiprocessing.get_sharing_strategy() == strategy

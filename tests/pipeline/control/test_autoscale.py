@@ -7,6 +7,8 @@ run alone.
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import msgspec
@@ -14,7 +16,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
-from synthetic_pipeline import SyntheticPipeline
 
 from configs.graph import loops
 from configs.load import load
@@ -26,6 +27,58 @@ from pipeline.observe.view import RunView
 from stages.prompts.ledger import Ledger
 from stages.staleness_gate import StalenessGate
 from stages.topic_values import EngineAddress, EngineEntry
+
+# A closed loop of stages with known speeds, as the meter would see it: what an advisor has to find out.
+
+
+@dataclass
+class SyntheticPipeline:
+    """`demand`: seconds of a replica for one rollout, by stage; `train`: of the trainer; `delays`: seconds that a
+    rollout spends in a stage however many replicas it has."""
+
+    demand: Mapping[str, float]
+    replicas: dict[str, int]
+    train: float
+    in_flight: float = 500.0
+    delays: Mapping[str, float] = field(default_factory=dict)
+    step: int = 0
+
+    def capacity(self, stage: str) -> float:
+        return self.replicas[stage] / self.demand[stage]
+
+    def rate(self) -> float:
+        most = min([1 / self.train, *map(self.capacity, self.demand)])
+        delay = sum(self.delays.values())
+        return min(most, self.in_flight / delay) if delay else most
+
+    def bottleneck(self) -> str:
+        slowest = min(self.demand, key=self.capacity)
+        return slowest if self.capacity(slowest) < 1 / self.train else "train"
+
+    def window(self, noise: float = 1.0) -> Window:
+        rate, slow = self.rate(), self.bottleneck()
+        held = {stage: rate * demand for stage, demand in self.demand.items()}
+        held |= {stage: rate * delay for stage, delay in self.delays.items()}
+        saturated = rate >= 0.999 * min([1 / self.train, *map(self.capacity, self.demand)])
+        stages = []
+        for stage, count in self.replicas.items():
+            if stage in self.delays:
+                stages.append(StageLoad(name=stage, replicas=count, busy=1.0, starved=0.0, here=held[stage]))
+                continue
+            busy = min(1.0, rate / self.capacity(stage))
+            waiting = max(0.0, self.in_flight - sum(held.values())) if stage == slow and saturated else 0.0
+            stages.append(
+                StageLoad(
+                    name=stage, replicas=count, busy=busy, starved=1 - busy, here=held[stage] + waiting,
+                    waiting=waiting, queued=float(waiting > 0),
+                )
+            )  # fmt: skip
+        self.step += 5
+        return Window(
+            batches=5, step=self.step, rate=rate * noise, open=self.in_flight, train=rate * self.train,
+            stages=tuple(stages),
+        )  # fmt: skip
+
 
 SHARE = st.floats(0.0, 1.0)
 NAMES = ("generate", "reward", "engine", "tools")

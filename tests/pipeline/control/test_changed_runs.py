@@ -12,11 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from commands import done, until
 from launching import SIMULATED, SMALL, finish, made_model, start, succeed_here
 from launching import here as run_here
 from msgspec.structs import replace
-from scripted_run import Scripted, scripted
+from scripted_run import Scripted, done, scripted, until
 
 from bench.plan_cluster import simulate
 from bench.plan_world import Cluster

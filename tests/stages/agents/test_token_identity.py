@@ -26,10 +26,10 @@ from stages.chat.tokenizer import load_tokenizer
 from stages.messages import RolloutSlice, Sample
 from tests.engine_record import Made, recording
 from tests.identity import Checked, check_identity, check_once
-from tests.stages.agents.talks import EOS, STOPS, TALK, WANDERER, with_template
+from tests.stages.agents.play import EOS, STOPS, TALK, WANDERER, with_template
 from tests.stages.engine_rig import World, generating, record_exchanges, tensors_of
 from tests.stages.stage_rig import make_context, make_group, running, until
-from tests.stages.test_generate_numerics import freeze_after
+from tests.stages.test_consumption_rule import freeze_after
 
 pytestmark = pytest.mark.slow
 
