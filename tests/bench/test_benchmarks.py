@@ -18,24 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from bench.plan import (
-    QUICK,
-    Efficiency,
-    Job,
-    Plan,
-    bounds,
-    changes,
-    cluster_of,
-    kv_tokens,
-    search,
-    shape_of,
-    splits,
-    weight_bytes,
-)
+from bench.plan import QUICK, Efficiency, Job, Plan, bounds, changes, cluster_of, search, shape_of, splits, weight_bytes
 from bench.plan_cluster import simulate
 from bench.plan_world import Cluster, Result
-from bench.scale import MEMBERS, Cost, Point, flags, points, report, usage
-from configs.load import load
+from bench.scale import Cost, Point, points, report, usage
 from configs.schema.model_shapes import total_parameters
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -70,42 +56,11 @@ BUSY = Cluster(
     engines=2, slots=16, a_s=0.01, c_s=0.0002, token_s=4e-5, groups=4, members=4, prompt=20, mean=200.0, sigma=0.9,
     cap=1500, staleness=2, update_s=0.3, batches=12, warm_up=4,
 )  # fmt: skip
-IN_TURNS = Cluster(
-    engines=32, slots=32, a_s=0.01, c_s=0.0, token_s=0.01 / 32 / 32, groups=1024, members=1, mean=4096.0, sigma=0.5,
-    cap=32768, staleness=0, colocated=True, rolling=64, batches=4, warm_up=1,
-)  # fmt: skip
 
 
 def conserved(result: Result) -> bool:
     """I1: every group has one end, or is open."""
     return result.admitted == sum(result.outcomes.values()) + result.open
-
-
-def test_one_batch_after_the_other_takes_generation_and_training() -> None:
-    result = simulate(TRIVIAL)
-    assert result.step_s == pytest.approx(1.0 + 0.5)
-    assert result.staleness == {0: 4 * 200}
-    assert result.engine_busy == pytest.approx(1.0 / 1.5)
-    assert result.trainer_busy == pytest.approx(0.5 / 1.5)
-    assert result.outcomes["trained"] == 6
-    assert result.wasted == 0.0
-
-
-def test_one_step_ahead_takes_the_longer_of_both() -> None:
-    result = simulate(replace(TRIVIAL, staleness=1))
-    assert result.step_s == pytest.approx(1.0)
-    assert result.engine_busy == pytest.approx(1.0)
-    assert result.staleness == {0: 400, 1: 400}, "weights arrive when half of a batch is generated"
-
-
-def test_in_turns_on_the_same_gpus_nothing_overlaps() -> None:
-    assert simulate(replace(TRIVIAL, staleness=1, colocated=True)).step_s == pytest.approx(1.5)
-
-
-def test_a_grader_takes_one_rollout_at_a_time() -> None:
-    graded = replace(TRIVIAL, graders=1, reward_s=0.2)
-    assert simulate(graded).step_s == pytest.approx(1.0 + 2 * 0.2 + 0.5)
-    assert simulate(replace(graded, graders=2)).step_s == pytest.approx(1.0 + 0.2 + 0.5)
 
 
 def test_engines_stand_still_for_new_weights() -> None:
@@ -153,11 +108,6 @@ def test_filtered_groups_are_replaced() -> None:
     assert 0.2 < share < 0.6
 
 
-def test_a_simulation_can_be_repeated() -> None:
-    assert simulate(BUSY) == simulate(BUSY)
-    assert simulate(BUSY) != simulate(replace(BUSY, seed=2))
-
-
 def test_a_higher_bound_is_no_slower_and_older() -> None:
     found = [simulate(replace(BUSY, staleness=bound, batches=24)) for bound in (0, 1, 3)]
     assert found[0].step_s > 1.2 * found[1].step_s >= 1.1 * found[2].step_s
@@ -171,11 +121,6 @@ def test_more_engines_a_faster_trainer_and_shorter_answers_are_faster() -> None:
     assert simulate(replace(one, mean=100.0)).step_s < 0.7 * base
     slow = replace(BUSY, engines=8, token_s=2e-3)
     assert simulate(replace(slow, token_s=1e-3)).step_s < 0.7 * simulate(slow).step_s
-
-
-def test_a_longer_tail_is_slower_where_a_batch_waits_for_its_last() -> None:
-    even = replace(BUSY, staleness=0, sigma=0.2, cap=6000)
-    assert simulate(replace(even, sigma=1.2)).step_s > 1.5 * simulate(even).step_s
 
 
 def test_the_trainer_alone_bounds_a_run_with_engines_to_spare() -> None:
@@ -207,15 +152,6 @@ def test_a_decode_step_by_hand() -> None:
     assert math.isclose(cluster_of(job, 1, 2).token_s, cluster.token_s / 2)
 
 
-def test_an_engine_that_is_too_small_is_refused_with_the_cure() -> None:
-    job = Job(model="llama3.1-70b", gpus=16, engine_gpus=1)
-    assert kv_tokens(job) == 0
-    with pytest.raises(ValueError, match="raise --engine-gpus"):
-        cluster_of(job, 1, 8)
-    with pytest.raises(ValueError, match="raise --gpus or choose a smaller --model"):
-        search(job, most=1, batches=4)
-
-
 def test_splits_use_the_gpus_and_leave_the_trainer_its_memory() -> None:
     job = Job(gpus=8, engine_gpus=1)
     found = dict(splits(job))
@@ -234,12 +170,6 @@ def test_the_best_split_is_the_fastest_of_those_simulated_and_none_beats_the_bou
         assert max(plan.result.staleness) <= job.staleness
     names = [name for name, *_ in changes(job, Plan(2, 4, 1.0, plans[0].result))]
     assert len(names) == len(set(names)) >= 7
-
-
-def test_in_turns_with_equal_lengths_all_slots_work() -> None:
-    cluster = replace(IN_TURNS, groups=64, engines=2, sigma=0.0)
-    result = simulate(cluster)
-    assert result.slots_busy / (1 - result.trainer_busy) == pytest.approx(1.0, rel=1e-3)
 
 
 END = "print('done', flush=True)\ninput()"
@@ -283,15 +213,6 @@ def test_one_thing_changes_between_the_runs_of_a_series() -> None:
 
 def test_one_number_of_replicas_adds_no_run() -> None:
     assert points([100, 100_000], [1], wide=1000) == [Point(in_flight=n, replicas=1) for n in (100, 100_000)]
-
-
-def test_the_gate_of_the_run_lets_as_many_rollouts_out(tmp_path: Path) -> None:
-    for number in (128, 1000, 100_000):
-        point = Point(in_flight=number, replicas=2)
-        config = load(flags(point, tmp_path)).config
-        assert config.rollout.rollout_batch_size * (1 + config.asynchrony.async_buffer_size) * MEMBERS <= number
-        assert config.rollout.rollout_batch_size * (1 + config.asynchrony.async_buffer_size) * MEMBERS > 0.8 * number
-        assert config.run.scale == {"engine": 1, "generate": 2, "reward": 2, "group": 2}
 
 
 def test_ratios_are_to_the_smallest_run() -> None:

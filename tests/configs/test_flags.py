@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from configs.command_line import RESERVED, parse
-from configs.flags import SECTIONS, TABLES, Flag, flags, flags_by_key
+from configs.command_line import parse
+from configs.flags import SECTIONS, Flag, flags, flags_by_key
 from configs.graph import autoscale_limits
 from configs.help import description, section_title
 from configs.layers import merge, value_at
@@ -37,20 +36,6 @@ def as_text(flag: Flag, value: Any) -> list[str]:
     if flag.kind == "bool":
         return [str(value).lower()]
     return [repr(value) if isinstance(value, float) else str(value)]
-
-
-def test_names_are_unique_and_free() -> None:
-    spoken = [name for flag in NAMED for name in ([flag.name, f"no-{flag.name}"] if flag.negatable else [flag.name])]
-    assert [name for name, count in Counter(spoken).items() if count > 1] == []
-    assert not set(spoken) & set(RESERVED)
-    fields = [
-        field.name
-        for section in msgspec.structs.fields(Config)
-        if section.name not in TABLES
-        for field in msgspec.structs.fields(section.type)
-        if not (isinstance(field.type, type) and issubclass(field.type, msgspec.Struct))
-    ]
-    assert [flag.name for flag in NAMED] == [field.replace("_", "-") for field in fields]
 
 
 def test_every_section_has_a_title_and_every_flag_a_description() -> None:
@@ -89,38 +74,6 @@ def test_a_value_given_by_its_place_arrives(flag: Flag, data: st.DataObject) -> 
     assert arrived(flag, *[f"{flag.key}={text}" for text in texts]) == value
     assert arrived(flag, *[f"--{flag.key}={text}" for text in texts]) == value
     assert arrived(flag, *[word for text in texts for word in (f"--{flag.key}", text)]) == value
-
-
-@pytest.mark.parametrize("flag", [flag for flag in NAMED if flag.optional], ids=lambda flag: flag.name)
-def test_none_unsets_an_optional_value(flag: Flag) -> None:
-    if "none" in flag.choices:
-        assert arrived(flag, f"--{flag.name}", "none") == "none"
-    else:
-        assert arrived(flag, f"--{flag.name}", "none") is None
-
-
-def test_optional_booleans_have_three_states() -> None:
-    assert load([]).config.correction.use_tis is None
-    assert load(["--use-tis"]).config.correction.use_tis is True
-    assert load(["--no-use-tis"]).config.correction.use_tis is False
-    assert load(["--no-use-tis", "--use-tis", "none"]).config.correction.use_tis is None
-    assert load(["--live", "false"]).config.observe.live is False
-
-
-def test_a_list_ends_at_the_next_flag_or_override() -> None:
-    config = load(["--prompt-data", "a.jsonl", "b=c.jsonl@[0:5]", "train.lr=0.5", "--seed", "-3"]).config
-    assert config.data.prompt_data == ("a.jsonl", "b=c.jsonl@[0:5]")
-    assert (config.train.lr, config.run.seed) == (0.5, -3)
-
-
-def test_repeated_lists_join_and_scalars_keep_the_last() -> None:
-    config = load(["--prompt-data", "a", "--prompt-data", "b", "--lr", "1", "--lr", "2"]).config
-    assert config.data.prompt_data == ("a", "b")
-    assert config.train.lr == 2
-
-
-def test_a_value_may_begin_with_dashes_behind_an_equals_sign() -> None:
-    assert load(["--rollout-stop=--end", "--tool-call-open", "["]).config.rollout.rollout_stop == ("--end",)
 
 
 def test_limits_of_autoscale_by_stage() -> None:
@@ -222,11 +175,6 @@ def test_every_rule_is_enforced_where_it_is_stated() -> None:
             text = str(int(edge)) if "whole" in flag.rule else repr(edge)
             (fault,) = faults_of(f"{flag.key}={text}")
             assert flag.rule in fault
-
-
-def test_the_table_knows_every_field() -> None:
-    assert set(flags_by_key()) >= {"train.lr", "engine.simulated.kv_tokens", "stage", "warm_start.warm_start_lr"}
-    assert all(value_at(Config(), flag.key) == flag.default for flag in flags())
 
 
 @pytest.mark.parametrize("name", SLIME)

@@ -13,7 +13,7 @@ import configs.help as manual
 import launch
 from configs.command_line import parse
 from configs.flags import SECTIONS, flags
-from configs.load import load, load_arguments, preset_names, recipe_names, with_work
+from configs.load import load_arguments, recipe_names, with_work
 from configs.rules.validate import checked
 
 ROOT = Path(launch.__file__).resolve().parent
@@ -184,31 +184,6 @@ def test_when_the_quickstart_runs(argv: list[str], quickstart: bool, capsys: pyt
     assert ("quickstart" in capsys.readouterr().err) is quickstart
 
 
-class Trouble(Exception):
-    exit_code = 3
-
-
-@pytest.mark.parametrize("error", [Trouble("the disk is full; free some space")])
-def test_errors_of_the_run_that_name_an_exit_code(
-    error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fail(argv: object) -> int:
-        raise error
-
-    monkeypatch.setattr(launch, "_main", fail)
-    assert launch.main([]) == 3
-    assert capsys.readouterr().err == "error: the disk is full; free some space\n"
-
-
-def test_a_defect_shows_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(argv: object) -> int:
-        raise RuntimeError("a defect")
-
-    monkeypatch.setattr(launch, "_main", fail)
-    with pytest.raises(RuntimeError, match="a defect"):
-        launch.main([])
-
-
 @pytest.mark.parametrize("name", recipe_names())
 def test_each_recipe_is_right(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -226,34 +201,9 @@ def test_each_recipe_is_right(name: str, tmp_path: Path, monkeypatch: pytest.Mon
     )
 
 
-def test_the_recipes_there_are() -> None:
-    assert recipe_names() == (
-        "agent_openai", "async_tis", "cispo", "dapo", "dr_grpo", "grpo", "grpo_sync", "gsm8k", "gspo", "guess_number",
-        "maze", "multi_agent", "opd", "ppo", "python_tool", "quickstart", "reasoning_gym", "reinforce_pp", "rloo",
-        "search", "tools", "toy",
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("mode", ["sync", "one_step", "async"])
-def test_the_quickstart_runs_in_every_mode(mode: str) -> None:
-    loaded = load(["--config", "quickstart", "--mode", mode])
-    config, warnings = checked(loaded.config, loaded.given)
-    assert warnings == ()
-    assert config.asynchrony.max_staleness == {"sync": 0, "one_step": 1, "async": 1}[mode]
-
-
 @pytest.mark.parametrize("name", manual.PAGES)
 def test_the_documentation_is_up_to_date(name: str) -> None:
     page = (manual.DOCS / name).read_text(encoding="utf-8")
     assert manual.render_page(page, manual.PAGES[name]()) == page, "run: python -m configs.help"
     with pytest.raises(ValueError, match="lacks the marks"):
         manual.render_page("no marks", "")
-
-
-def test_the_documentation_names_every_recipe_preset_and_mode() -> None:
-    page = (manual.DOCS / "configuration.md").read_text(encoding="utf-8")
-    for name in (*recipe_names(), "async", "one_step", "sync"):
-        assert f"`{name}`" in page
-    models = (manual.DOCS / "models.md").read_text(encoding="utf-8")
-    for name in preset_names():
-        assert f"| `{name}` |" in models

@@ -16,18 +16,15 @@ import launch
 from configs.command_line import parse
 from configs.layers import ConfigError, build, value_at
 from configs.load import (
-    config_hash,
     dump_toml,
     load,
     load_arguments,
     preset_names,
-    preset_path,
     read_preset,
     read_recipe,
     recipe_names,
     with_work,
 )
-from configs.plan.gpus import gpus_of
 from configs.plan.run_estimate import estimate_run
 from configs.resolve import resolve
 from configs.rules.validate import checked
@@ -39,41 +36,6 @@ def recipe(tmp_path: Path, text: str, name: str = "mine.toml") -> str:
     path = tmp_path / name
     path.write_text(text, encoding="utf-8")
     return str(path)
-
-
-def test_precedence_command_line_recipe_preset_default(tmp_path: Path) -> None:
-    file = recipe(tmp_path, '[run]\nmode = "one_step"\n[train]\nlr = 2e-4\nmin_lr = 1e-5\n')
-    loaded = load(["--config", file, "--lr", "3e-4"])
-    config = resolve(loaded.config, loaded.given)
-    assert config.train.lr == 3e-4  # command line
-    assert config.train.min_lr == 1e-5  # recipe
-    assert config.asynchrony.async_buffer_size == 1  # preset
-    assert config.train.clip_grad == 1.0  # default
-    assert loaded.given["train.lr"] == "--lr"
-    assert loaded.given["train.min_lr"] == "train.min_lr in mine.toml"
-    assert "train.clip_grad" not in loaded.given
-
-
-def test_objects_merge_and_lists_are_replaced(tmp_path: Path) -> None:
-    file = recipe(tmp_path, '[run.scale]\nreward = 2\ntools = 3\n[data]\nprompt_data = ["a", "b"]\n')
-    config = load(["--config", file, "--scale", "reward=4", "--prompt-data", "c"]).config
-    assert config.run.scale == {"reward": 4, "tools": 3}
-    assert config.data.prompt_data == ("c",)
-
-
-def test_the_higher_layer_chooses_between_rollouts_and_epochs(tmp_path: Path) -> None:
-    file = recipe(tmp_path, "[rollout]\nnum_rollout = 400\n")
-    config = load(["--config", file, "--num-epoch", "2"]).config
-    assert (config.rollout.num_rollout, config.rollout.num_epoch) == (None, 2)
-
-
-def test_a_mode_on_the_command_line_puts_the_recipes_gate_aside(tmp_path: Path) -> None:
-    file = recipe(tmp_path, "[asynchrony]\nasync_buffer_size = 4\nupdate_weights_interval = 2\n")
-    same = load(["--config", file, "--mode", "async"]).config
-    assert (same.asynchrony.async_buffer_size, same.asynchrony.update_weights_interval) == (4, 2)
-    loaded = load(["--config", file, "--mode", "sync"])
-    gate = resolve(loaded.config, loaded.given).asynchrony
-    assert (gate.async_buffer_size, gate.update_weights_interval, gate.max_staleness) == (0, 1, 0)
 
 
 def test_a_recipe_by_name_path_and_typo(tmp_path: Path) -> None:
@@ -144,22 +106,6 @@ def test_any_text_survives_toml(text: str) -> None:
     assert tables["data"]["apply_chat_template_kwargs"] == {text: text}
 
 
-def test_a_resolved_configuration_is_a_recipe_that_resolves_to_itself(tmp_path: Path) -> None:
-    for mode in ("sync", "one_step", "async"):
-        loaded = load(["--mode", mode, "--num-rollout", "3", "--prompt-data", "arithmetic"])
-        config = resolve(loaded.config, loaded.given)
-        again = load(["--config", recipe(tmp_path, dump_toml(config))])
-        assert resolve(again.config, again.given) == config
-
-
-def test_the_hash_knows_the_experiment_and_not_its_place() -> None:
-    base = load(["--num-rollout", "3"]).config
-    assert config_hash(base) == config_hash(load(["--num-rollout", "3", "--run-dir", "x", "--no-trace"]).config)
-    assert config_hash(base) != config_hash(load(["--num-rollout", "4"]).config)
-    assert config_hash(base) != config_hash(load(["--num-rollout", "3", "engine.simulated.a_ms=9"]).config)
-    assert len(config_hash(base)) == 16
-
-
 def test_resume_reads_the_configuration_of_the_run(tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
@@ -172,16 +118,6 @@ def test_resume_reads_the_configuration_of_the_run(tmp_path: Path) -> None:
     assert config.run.run_dir == config.run.resume == str(run)
 
 
-def test_a_finished_run_is_a_recipe_for_another_place(tmp_path: Path) -> None:
-    first = resolve(load(["--num-rollout", "3", "--run-dir", str(tmp_path / "old")]).config)
-    file = recipe(tmp_path, dump_toml(first), "config.toml")
-    again = load(["--config", file]).config
-    assert again.run.run_dir is None
-    moved = resolve(load(["--resume", str(tmp_path)]).config)  # the directory has another name by now
-    assert moved.run.run_dir == str(tmp_path)
-
-
-FIT_ONE_NODE = 33_000_000_000  # parameters
 RUN = ("--prompt-data", "arithmetic", "--num-rollout", "3")
 
 
@@ -256,25 +192,6 @@ def test_each_preset_is_right_and_fits(name: str) -> None:
     assert found.trainer.host * 8 < 1000 * 2**30
 
 
-@pytest.mark.parametrize("name", preset_names())
-def test_each_preset_that_fits_starts_on_one_node_of_eight(name: str) -> None:
-    config, _ = with_preset("--model", name)
-    found, gpus = estimate_run(config, config.model.architecture), gpus_of(config)
-    assert found is not None
-    assert (gpus.nodes == 1) is (found.parameters < FIT_ONE_NODE)
-    assert gpus.nodes > 1 or gpus.total == 8
-    text = preset_path(name).read_text(encoding="utf-8")
-    assert (f"Layout: {gpus.nodes} nodes of 8 GPUs" if gpus.nodes > 1 else "Layout: one node of 8 GPUs") in text
-
-
-@pytest.mark.parametrize("name", preset_names())
-def test_each_preset_trains_with_fsdp_too(name: str) -> None:
-    config, _ = with_preset("--model", name, "--train-backend", "fsdp")
-    assert config.megatron == Config().megatron
-    assert config.parallel.actor_num_gpus_per_node > 1
-    assert config.train.gradient_checkpointing
-
-
 def test_what_falls_away() -> None:
     config, _ = with_preset("--model", "qwen3-8b", "--train-backend", "torch")
     assert config.parallel == Config().parallel
@@ -292,12 +209,6 @@ def test_what_falls_away() -> None:
     assert config.sglang.rollout_num_gpus is None
     config, _ = with_preset("--model", "qwen3-8b", "--rollout-external-engine-addrs", "http://127.0.0.1:30000")
     assert config.sglang.rollout_num_gpus is None
-
-
-def test_options_of_the_engine_merge_with_the_preset() -> None:
-    config, _ = with_preset("--model", "qwen3-8b", "--sglang-mem-fraction-static", "0.7")
-    assert config.sglang.sglang_args == {"mem_fraction_static": "0.7"}
-    assert config.sglang.rollout_num_gpus == 4
 
 
 def test_a_runs_own_configuration_is_read_back_as_it_was(tmp_path: Path) -> None:
@@ -343,21 +254,9 @@ def test_a_small_built_in_model_is_no_published_one() -> None:
     assert "--hf-checkpoint is 'tiny', a small built-in one; leave one of them out" in fault
 
 
-def test_an_architecture_without_a_preset() -> None:
-    config, _ = with_preset("--model", "qwen3-0.6b", "--architecture", '{"num_hidden_layers": 4}')
-    assert config.model.architecture["num_hidden_layers"] == 4
-    assert config.model.architecture["hidden_size"] == 1024
-
-
 ENVIRONMENTS = ("guess_number", "maze", "multi_agent", "python_tool", "reasoning_gym", "search")
 PROBLEMS = ("agent_openai", "gsm8k", "quickstart", "tools", "toy", *ENVIRONMENTS)
 ALGORITHMS = tuple(name for name in recipe_names() if name not in PROBLEMS)
-# What a recipe of an algorithm never says: it belongs to a model, its data, or the length of a run.
-FOREIGN = ("data.", "warm_start.", "eval.", "checkpoint.", "observe.", "model.", "parallel.", "train.hf_checkpoint",
-           "train.lr", "train.min_lr", "critic.critic_lr", "reward.rm_type", "rollout.num_rollout", "rollout.num_epoch",
-           "rollout.rollout_batch_size", "rollout.n_samples_per_prompt", "rollout.rollout_max_response_len",
-           "rollout.rollout_max_context_len", "run.run_dir")  # fmt: skip
-OWN = {"critic.critic_lr_warmup_iters"}
 REAL = ("--hf-checkpoint", "Qwen/Qwen3-0.6B", "--prompt-data", "train.jsonl", "--label-key", "answer",
         "--num-rollout", "9")  # fmt: skip
 
@@ -380,12 +279,6 @@ def stacked(*argv: str) -> tuple[Config, tuple[str, ...]]:
 
 def teacher(name: str) -> tuple[str, ...]:
     return ("--frozen-engine", "teacher=tiny-arithmetic") if name == "opd" else ()
-
-
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_a_recipe_of_an_algorithm_holds_the_algorithm_only(name: str) -> None:
-    keys = set(read_recipe(name).values) - OWN
-    assert not [key for key in keys if key.startswith(FOREIGN)]
 
 
 @pytest.mark.usefixtures("place")
@@ -438,17 +331,6 @@ def test_what_needs_more_says_what() -> None:
         stacked("--config", "opd")
     with pytest.raises(ConfigError, match=r"no file or directory 'data/gsm8k/train.jsonl'; correct the path"):
         stacked("--config", "gsm8k")
-
-
-def test_later_recipes_and_flags_outrank_earlier_ones(tmp_path: Path) -> None:
-    for name, rate in (("a", "1e-3"), ("b", "2e-3")):
-        (tmp_path / f"{name}.toml").write_text(f"[train]\nlr = {rate}\nmin_lr = {rate}\n", encoding="utf-8")
-    a, b = str(tmp_path / "a.toml"), str(tmp_path / "b.toml")
-    assert load(["--config", a, b]).config.train.lr == 2e-3
-    assert load(["--config", b, "--config", a]).config.train.lr == 1e-3
-    stacked = load(["--config", a, b, "--lr", "5e-3"])
-    assert (stacked.config.train.lr, stacked.config.train.min_lr) == (5e-3, 2e-3)
-    assert stacked.given["train.min_lr"] == "train.min_lr in b.toml"
 
 
 @pytest.mark.usefixtures("place")

@@ -12,16 +12,13 @@ from typing import Any
 import pytest
 
 from configs.command_line import parse
-from configs.flags import flags
-from configs.graph import engine_count, replicas
 from configs.layers import ConfigError
 from configs.load import dump_toml, load, read_recipe
-from configs.passthrough import ALIASES, option_of
 from configs.schema import Config, MegatronConfig, TrainConfig
 from models.errors import TrainConfigInvalid
 from models.train.megatron import option_fields
-from models.train.megatron.option_fields import DATACLASSES, fields_of, known_fields
-from models.train.megatron.options import SET_BY_SLUICE, MegatronOptions, option_faults, split_options
+from models.train.megatron.option_fields import DATACLASSES, fields_of
+from models.train.megatron.options import MegatronOptions, option_faults, split_options
 from pipeline.errors import UsageError
 from pipeline.preflight.refusals import check_trainer
 from tests.configs.config_rig import faults_of, warnings_of
@@ -33,38 +30,6 @@ ADDRESSES = ("--rollout-external-engine-addrs", "http://127.0.0.1:31000", "http:
 
 def values(*argv: str) -> dict[str, Any]:
     return dict(parse(argv).layer.values)
-
-
-def test_unknown_options_with_a_prefix_are_passed_on() -> None:
-    given = values(
-        *("--sglang-mem-fraction-static", "0.8", "--sglang-disable-radix-cache", "--sglang-lora-paths", "a=1", "b=2"),
-        *("--sglang-schedule-conservativeness=-0.5", "--router-cache-threshold", "0.3", "--router-dp-aware"),
-        *("train.lr=1e-3", "--seed", "1"),
-    )
-    assert given == {
-        "sglang.sglang_args": {
-            "mem_fraction_static": "0.8",
-            "disable_radix_cache": True,
-            "lora_paths": ["a=1", "b=2"],
-            "schedule_conservativeness": "-0.5",
-        },
-        "router.router_args": {"cache_threshold": "0.3", "dp_aware": True},
-        "train.lr": 1e-3,
-        "run.seed": 1,
-    }
-
-
-def test_flags_of_our_own_win() -> None:
-    given = values(
-        "--sglang-python", "py", "--router", "smg", "--router-policy", "random", "--router-address", "http://h:1"
-    )
-    assert given == {
-        "sglang.sglang_python": "py",
-        "router.router": "smg",
-        "router.router_policy": "random",
-        "router.router_address": "http://h:1",
-    }
-    assert values("--sglang-server-concurrency", "64") == {"rollout.server_concurrency": 64}
 
 
 def test_all_ways_of_writing_an_option_meet(tmp_path: Path) -> None:
@@ -118,26 +83,6 @@ def test_slips_near_a_flag_of_our_own_are_refused(argv: list[str], sentence: str
         parse([*argv, "--seed", "1"])
     (fault,) = caught.value.faults
     assert sentence in fault
-
-
-@pytest.mark.parametrize(
-    ("argv", "count"),
-    [
-        (BASE, 1),
-        ((*BASE, "--scale", "engine=3"), 3),
-        ((*SGLANG, "--scale", "engine=3"), 3),
-        ((*SGLANG, "--rollout-num-gpus", "8"), 8),
-        ((*SGLANG, "--rollout-num-gpus", "8", "--rollout-num-gpus-per-engine", "4"), 2),
-        ((*SGLANG, *ADDRESSES), 2),
-        ((*BASE, "--rollout-num-gpus", "8"), 1),  # without effect, and a warning says so
-        ((*BASE, "--loss-type", "sft_loss"), 0),
-    ],
-)
-def test_how_many_engines(argv: tuple[str, ...], count: int) -> None:
-    config = load(argv).config
-    assert engine_count(config) == count
-    assert replicas(config).get("engine", 0) == count
-    assert engine_count(Config()) == 1
 
 
 def test_right_combinations_pass() -> None:
@@ -252,7 +197,6 @@ pytest.importorskip("megatron.core.package_info")
 
 
 ROOT = Path(__file__).resolve().parents[2]
-OWN = {flag.name for flag in flags() if flag.name is not None}
 
 
 def given(*argv: str) -> dict[str, Any]:
@@ -337,26 +281,6 @@ def test_all_faults_at_once() -> None:
     assert len(found) == 3
 
 
-def test_flags_that_are_named_instead_exist() -> None:
-    for field in known_fields():
-        for word in SET_BY_SLUICE.get(field, "").split():
-            if word.startswith("--"):
-                assert word.strip(",;.").removeprefix("--") in OWN, field
-
-
-def test_no_entry_names_a_field_that_is_none() -> None:
-    own = {*MegatronConfig.__struct_fields__, *TrainConfig.__struct_fields__}
-    assert set(SET_BY_SLUICE) - own <= set(known_fields())
-
-
-def test_every_option_of_our_own_section_is_refused_under_its_long_name() -> None:
-    """Else two flags would set one field, and the order of merging would decide."""
-    for flag in flags():
-        name = flag.key.partition(".")[2]
-        if flag.key.startswith("megatron.") and name in known_fields():
-            assert name in SET_BY_SLUICE, name
-
-
 def test_without_megatron_core(monkeypatch: pytest.MonkeyPatch) -> None:
     fields_of.cache_clear()
     option_fields._module.cache_clear()
@@ -391,19 +315,6 @@ def test_annotations() -> None:
 def test_what_may_be_none_may_be_null_in_a_recipe() -> None:
     assert split_options({"fp8": None}).transformer == {"fp8": None}
     assert len(option_faults({"fp8_margin": None})) == 1
-
-
-@pytest.mark.parametrize("name", ALIASES)
-def test_other_names_of_flags(name: str) -> None:
-    target = ALIASES[name]
-    if target.startswith("megatron-"):
-        option = target.removeprefix("megatron-").replace("-", "_")
-        assert option in known_fields()
-        assert option not in SET_BY_SLUICE
-        assert option_of(target, OWN) == ("megatron.megatron_args", option, None)
-    else:
-        assert target in OWN
-    assert name not in OWN
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from configs.graph import chain, path, replicas
+from configs.graph import path
 from configs.load import load
 from configs.plan.plan import make_plan, render
 from configs.plan.run_estimate import estimate_run, size_text
@@ -143,24 +143,9 @@ def stages(*names: tuple[str, str]) -> str:
     return json.dumps([{"name": name, "path": "json:JSONDecoder", "after": after} for name, after in names])
 
 
-def test_custom_stages_take_their_places_on_the_path() -> None:
-    config = resolved(f"stage={stages(('a', 'generate'), ('c', 'reward'), ('b', 'a'), ('d', 'generate'))}")
-    assert path(config) == ("prompts", "generate", "a", "b", "d", "reward", "c", "group", "train")
-    assert [stage.name for stage in chain(config, "generate")] == ["a", "b", "d"]
-
-
 def test_a_circle_of_custom_stages_is_left_out_and_ends() -> None:
     config = resolved(f"stage={stages(('a', 'generate'), ('b', 'a'), ('a', 'b'), ('x', 'y'), ('y', 'x'))}")
     assert {"x", "y"}.isdisjoint(path(config))
-
-
-def test_replicas() -> None:
-    config = resolved("--scale", "reward=3", "engine=2", "--tools", "calculator", f"stage={stages(('a', 'reward'))}")
-    assert replicas(config) == {
-        "prompts": 1, "generate": 1, "reward": 3, "a": 1, "group": 1, "train": 1, "agents": 1, "engine": 2, "engines": 1
-    }  # fmt: skip
-    assert replicas(resolved("--loss-type", "sft_loss")) == {"prompts": 1, "train": 1}
-    assert resolved("--scale", "a=4").run.scale == {"a": 4}
 
 
 def test_the_plan_as_text() -> None:
@@ -247,18 +232,6 @@ def test_a_colocated_run_is_planned_with_both() -> None:
     wide = render(make_plan(resolved(*argv, "--max-tokens-per-gpu", "2000000")))
     assert "warning: the larger of both and about 4 GiB of the runtime do not fit into 80 GB" in wide
     assert "trainer and engine " not in render(make_plan(resolved("--hf-checkpoint", "Qwen/Qwen3-0.6B")))
-
-
-def test_the_teacher_stands_between_reward_and_group_with_custom_stages_behind_it(tmp_path: Path) -> None:
-    recipe = tmp_path / "own.toml"
-    stages = [("late", "teacher"), ("early", "reward"), ("later", "late")]
-    recipe.write_text("".join(f'[[stage]]\nname = "{n}"\npath = "a.b:C"\nafter = "{after}"\n' for n, after in stages))
-    config = resolved("--use-opd", "--frozen-engine", "t=tiny", "--config", str(recipe), "--scale", "teacher=3")
-    assert path(config) == ("prompts", "generate", "reward", "early", "teacher", "late", "later", "group", "train")
-    assert replicas(config)["teacher"] == 3
-    without = resolved("--config", str(recipe))
-    assert path(without) == ("prompts", "generate", "reward", "early", "late", "later", "group", "train")
-    assert "teacher" not in replicas(without)
 
 
 def test_frozen_engines_are_planned_and_counted() -> None:

@@ -121,26 +121,6 @@ def test_the_cure_cures(groups: int, samples: int, size: int, steps: int | None)
 
 
 @pytest.mark.parametrize(
-    ("argv", "gate"),
-    [
-        ([], (2, 1, 2)),
-        (["--mode", "async"], (2, 1, 2)),
-        (["--mode", "one_step"], (1, 1, 1)),
-        (["--mode", "sync"], (0, 1, 0)),
-        (["--async-buffer-size", "4", "--update-weights-interval", "3"], (4, 3, 6)),
-        (["--max-staleness", "5"], (5, 1, 5)),
-        (["--max-staleness", "5", "--update-weights-interval", "2"], (4, 2, 5)),
-        (["--max-staleness", "1", "--async-buffer-size", "4"], (4, 1, 1)),
-        (["--mode", "sync", "--max-staleness", "0"], (0, 1, 0)),
-        (["--async-buffer-size", "0"], (0, 1, 0)),
-    ],
-)
-def test_the_gate(argv: list[str], gate: tuple[int, int, int]) -> None:
-    found = resolved(*argv).asynchrony
-    assert (found.async_buffer_size, found.update_weights_interval, found.max_staleness) == gate
-
-
-@pytest.mark.parametrize(
     ("argv", "words"),
     [
         (
@@ -170,52 +150,6 @@ def test_presets_hold_only_the_gate() -> None:
         "asynchrony.update_weights_interval",
         "asynchrony.max_staleness",
     }
-
-
-@pytest.mark.parametrize(
-    ("argv", "expected"),
-    [
-        ([], ("decoupled", True, False)),
-        (["--mode", "sync"], ("onpolicy", False, False)),
-        (["--mode", "sync", "--use-tis"], ("decoupled", True, False)),
-        (["--use-rollout-logprobs"], ("bypass", False, True)),
-        (["--policy-mode", "bypass"], ("bypass", False, True)),
-        (["--policy-mode", "onpolicy"], ("onpolicy", False, False)),
-        (["--policy-mode", "decoupled"], ("decoupled", True, False)),
-        (["--policy-mode", "decoupled", "--mode", "sync"], ("decoupled", False, False)),
-        (["--no-use-tis"], ("onpolicy", False, False)),
-        (["--loss-type", "sft_loss"], ("onpolicy", False, False)),
-        (["--loss-type", "custom_loss"], ("onpolicy", False, False)),
-        (["--policy-loss", "dppo"], ("bypass", False, True)),
-        (["--policy-loss", "m2po", "--mode", "sync"], ("bypass", False, True)),
-        (["--policy-loss", "aipo", "--no-use-rollout-logprobs"], ("onpolicy", False, False)),
-        (["--rollout-rs", "token_k2=0.1", "--mode", "sync"], ("decoupled", False, False)),
-        (["--rs-veto", "1e-4", "--no-use-tis"], ("decoupled", False, False)),
-        (["--allow-uncorrected"], ("onpolicy", False, False)),
-    ],
-)
-def test_the_correction(argv: list[str], expected: tuple[str, bool, bool]) -> None:
-    found = resolved(*argv).correction
-    assert (found.policy_mode, found.use_tis, found.use_rollout_logprobs) == expected
-
-
-@pytest.mark.parametrize(
-    ("argv", "loss", "whitened"),
-    [
-        ([], "ppo", False),
-        (["--advantage-estimator", "gspo"], "gspo", False),
-        (["--advantage-estimator", "cispo"], "cispo", False),
-        (["--advantage-estimator", "gspo", "--policy-loss", "ppo"], "ppo", False),
-        (["--advantage-estimator", "ppo"], "ppo", True),
-        (["--advantage-estimator", "reinforce_plus_plus_baseline", "--policy-loss", "aipo"], "aipo", True),
-        (["--advantage-estimator", "ppo", "--no-normalize-advantages"], "ppo", False),
-        (["--normalize-advantages"], "ppo", True),
-        (["--policy-loss", "my.losses:mine"], "my.losses:mine", False),
-    ],
-)
-def test_the_loss_and_the_whitening_follow_from_the_estimator(argv: list[str], loss: str, whitened: bool) -> None:
-    found = resolved(*argv).algorithm
-    assert (found.policy_loss, found.normalize_advantages) == (loss, whitened)
 
 
 def test_values_that_follow_from_others() -> None:

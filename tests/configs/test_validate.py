@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from configs.flags import flags
 from configs.layers import ConfigError
 from configs.load import dump_toml, load, recipe_names
 from configs.resolve import resolve
@@ -20,14 +19,6 @@ JUDGE = '"path": "json:JSONDecoder"'
 
 def stage(*tables: str) -> str:
     return f"stage=[{', '.join(f'{{{table}}}' for table in tables)}]"
-
-
-def test_the_base_is_right() -> None:
-    assert warnings_of(*BASE) == ()
-    assert warnings_of(*BASE, "--mode", "sync") == ()
-    assert (
-        warnings_of(*BASE, "--tools", "calculator", "--scale", "agents=2", "reward=3", "engine=2", "generate=2") == ()
-    )
 
 
 @pytest.mark.parametrize(
@@ -242,14 +233,6 @@ def test_supervised_training_needs_no_correction_but_answers(tmp_path: Path) -> 
     assert warnings_of(*argv, "--warm-start-steps", "5", "--warm-start-label-key", "demonstration") == ()
 
 
-def test_files_and_slices(tmp_path: Path) -> None:
-    data = tmp_path / "rows=1.jsonl"
-    data.write_text("{}", encoding="utf-8")
-    for suffix in ("", "@[0:5]", "@[-3:]", "@[:10]", "@[ 1 : 2 ]"):
-        warnings_of("--prompt-data", f"{data}{suffix}", "--num-rollout", "3", "--hf-checkpoint", "tiny")
-        warnings_of(*BASE, "--eval-interval", "1", "--eval-prompt-data", f"held-out={data}{suffix}")
-
-
 def test_a_local_checkpoint(tmp_path: Path) -> None:
     argv = ["--prompt-data", "arithmetic", "--num-rollout", "3", "--hf-checkpoint", str(tmp_path)]
     assert "a Hugging Face checkpoint is a directory with config.json" in faults_of(*argv)[0]
@@ -262,15 +245,6 @@ def test_a_local_checkpoint(tmp_path: Path) -> None:
         "--rollout-max-context-len is 300"
         in faults_of(*argv, "--rollout-max-response-len", "64", "--rollout-max-context-len", "300")[0]
     )
-
-
-def test_hub_ids_pass_and_local_looking_paths_do_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    base = ["--prompt-data", "arithmetic", "--num-rollout", "3", "--hf-checkpoint"]
-    assert warnings_of(*base, "Qwen/Qwen3-0.6B") == ()
-    (tmp_path / "Qwen").mkdir()  # now the first part is a directory here, so a path is meant
-    assert "there is no such directory" in faults_of(*base, "Qwen/Qwen3-0.6B")[0]
-    assert "there is no such directory" in faults_of(*base, "a/b/c")[0]
 
 
 def test_resume_and_run_dir(tmp_path: Path) -> None:
@@ -419,11 +393,3 @@ def test_recipes_hold_nothing_unread(name: str, tmp_path: Path) -> None:
     (tmp_path / "whole.toml").write_text(dump_toml(config), encoding="utf-8")
     again = load(["--config", str(tmp_path / "whole.toml")])
     assert tuple(unread_faults(resolve(again.config, again.given), again.given)) == ()
-
-
-def test_every_condition_names_what_there_is() -> None:
-    """A condition is read when it is judged: each field away from its default asks for its own."""
-    conditional = [flag for flag in flags() if flag.read_by]
-    assert len(conditional) > 100
-    given = {flag.key: flag.key for flag in conditional}
-    assert tuple(unread_faults(resolve(load([*BASE]).config), given)) == ()

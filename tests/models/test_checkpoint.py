@@ -41,16 +41,6 @@ def make(root: Path, step: int, *, run_generation: int = 0, commit: bool = True)
     return final_path(root, step)
 
 
-def test_round_trip(tmp_path: Path) -> None:
-    path = make(tmp_path, 7)
-    manifest = read_manifest(path)
-    assert (manifest.step, manifest.version, manifest.ledger, manifest.config_hash) == (7, 7, '{"open":3}', "abc")
-    assert set(manifest.files) == {"hf/model.safetensors", "optimizer.bin"}
-    assert manifest.files["optimizer.bin"].size == 7
-    verify_files(path, manifest)
-    assert os.listdir(tmp_path) == ["step-00000007"]
-
-
 def test_files_then_directory_then_rename_then_parent(tmp_path: Path, monkeypatch) -> None:
     log: list[str] = []
     real_fsync, real_rename = os.fsync, os.rename

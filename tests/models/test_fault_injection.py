@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from configs.schema import Config
-from configs.schema.run import FaultSpec, read_fault
+from configs.schema.run import read_fault
 from models.engines.client import EngineClient
 from models.engines.serve import EngineServer
 from models.errors import EngineError, EngineUnreachable
@@ -34,12 +34,6 @@ def who(plan: FaultPlan, n: int = 4000, attempt: int = 1) -> set[int]:
     return {key for key in range(n) if plan.draw(str(key), attempt) is not None}
 
 
-def test_a_flag_is_read_with_its_length() -> None:
-    assert read_fault("reward:0.25:kill") == FaultSpec("reward", 0.25, "kill", 0.0)
-    assert read_fault("train:1:slow:0.5") == FaultSpec("train", 1.0, "slow", 0.5)
-    assert read_fault("train:1:hang").seconds > 30, "a lease must run out"
-
-
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -58,20 +52,6 @@ def test_a_flag_is_read_with_its_length() -> None:
 def test_what_cannot_be_read_names_its_rule(text: str, words: str) -> None:
     with pytest.raises(ValueError, match=re.escape(words)):
         read_fault(text)
-
-
-def test_the_same_messages_meet_faults_wherever_they_are(tmp_path: Path) -> None:
-    one = plan(tmp_path, "reward:0.1:kill")
-    assert who(one) == who(msgspec.structs.replace(one, replica="reward-3", file="elsewhere"))
-    assert 300 < len(who(one)) < 500
-    others = (
-        msgspec.structs.replace(one, seed=8),
-        msgspec.structs.replace(one, run_generation=1),  # a resumed run does not die of the same message for ever
-        plan(tmp_path, "group:0.1:kill"),
-    )
-    for other in (*map(who, others), who(one, attempt=2)):
-        assert 300 < len(other) < 500
-        assert len(other & who(one)) < 100, "drawn anew"
 
 
 def test_the_configuration_gives_each_stage_its_own(tmp_path: Path) -> None:
@@ -102,12 +82,6 @@ async def test_what_happens_is_written_down_before(tmp_path: Path, monkeypatch: 
     lines = (tmp_path / FAULTS_FILE).read_bytes().splitlines()
     first = msgspec.json.decode(lines[0], type=InjectedFault)
     assert (first.replica, first.key, first.attempt) == ("reward-0", "12", 1)
-
-
-async def test_a_directory_that_is_not_here_stops_no_fault(tmp_path: Path) -> None:
-    with pytest.raises(InjectedError):
-        await plan(tmp_path / "elsewhere", "reward:1:error").meet("1")
-    assert injected(tmp_path / "elsewhere") == {}
 
 
 def test_a_rank_meets_faults_at_its_calls_but_not_at_its_end(tmp_path: Path) -> None:

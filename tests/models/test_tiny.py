@@ -9,59 +9,14 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from models.arithmetic import PAIRS, tool_row, write_arithmetic
 from models.tiny import ARITHMETIC_CHARACTERS, TinyCheckpointError, build_tokenizer, make_tiny_checkpoint
 
 BYTES = build_tokenizer("bytes")
 ARITHMETIC = build_tokenizer("arithmetic")
-
-
-@pytest.mark.parametrize("architecture", ["qwen3", "qwen2", "llama"])
-@pytest.mark.parametrize("tokenizer", ["bytes", "arithmetic"])
-def test_loads_through_the_auto_classes(tmp_path: Path, architecture, tokenizer) -> None:
-    tied = tokenizer == "bytes"
-    directory = make_tiny_checkpoint(
-        tmp_path / "m", architecture=architecture, tokenizer=tokenizer, num_layers=1, tie_word_embeddings=tied
-    )
-    model, report = AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
-    assert not any(report.values()), report  # each tensor is there, and none beside them
-    assert type(model).__name__ == json.loads((directory / "config.json").read_text())["architectures"][0]
-    assert model.dtype == torch.float32
-    loaded = AutoTokenizer.from_pretrained(directory)
-    assert model.config.vocab_size == len(loaded)
-    assert model.config.eos_token_id == loaded.eos_token_id == model.generation_config.eos_token_id
-    assert model.config.pad_token_id == loaded.pad_token_id
-    text = "37+48=85 [12*3]:answer"
-    ids = loaded(text)["input_ids"]
-    assert ids == build_tokenizer(tokenizer)(text)["input_ids"]
-    assert loaded.decode(ids) == text
-    logits = model(torch.tensor([ids])).logits
-    assert logits.shape == (1, len(ids), len(loaded))
-    assert torch.isfinite(logits).all()
-
-
-def test_the_arithmetic_shape_has_the_known_number_of_parameters(tmp_path: Path) -> None:
-    directory = make_tiny_checkpoint(tmp_path / "m", tokenizer="arithmetic")
-    model = AutoModelForCausalLM.from_pretrained(directory)
-    assert model.num_parameters() == 335_664
-    assert model.config.head_dim == 24
-
-
-@pytest.mark.parametrize("spread", [0.02, 0.06])
-def test_weights_begin_as_transformers_begins_them(tmp_path: Path, spread: float) -> None:
-    directory = make_tiny_checkpoint(tmp_path / "m", architecture="qwen2", num_layers=1, initializer_range=spread)
-    model = AutoModelForCausalLM.from_pretrained(directory)
-    fresh = AutoModelForCausalLM.from_config(model.config).state_dict()
-    for name, tensor in model.state_dict().items():
-        apart = abs(float(tensor.std()) - float(fresh[name].std()))
-        assert tensor.shape == fresh[name].shape, name
-        assert apart < 0.05 * spread, name
-        assert float(tensor.mean()) == pytest.approx(float(fresh[name].mean()), abs=spread / 10), name
 
 
 @pytest.mark.slow
@@ -72,18 +27,6 @@ def test_a_checkpoint_is_made_without_torch(tmp_path: Path) -> None:
     )
     found = subprocess.run([sys.executable, "-c", program, tmp_path / "m"], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "False"
-
-
-def test_seed_decides_the_weights_and_the_callers_random_stream_is_left_alone(tmp_path: Path) -> None:
-    torch.manual_seed(5)
-    expected = torch.rand(3)
-    torch.manual_seed(5)
-    first = make_tiny_checkpoint(tmp_path / "a", seed=1, num_layers=1)
-    assert torch.equal(torch.rand(3), expected)
-    again = make_tiny_checkpoint(tmp_path / "b", seed=1, num_layers=1)
-    other = make_tiny_checkpoint(tmp_path / "c", seed=2, num_layers=1)
-    weights = [(d / "model.safetensors").read_bytes() for d in (first, again, other)]
-    assert weights[0] == weights[1] != weights[2]
 
 
 def test_a_complete_directory_is_reused_and_another_one_is_refused(tmp_path: Path) -> None:

@@ -37,7 +37,6 @@ from pipeline.record.journal import (
     RolledBack,
     Stepped,
     audit,
-    last_sign_s,
     read_journal,
     resumed_time,
 )
@@ -61,24 +60,11 @@ def trained(step: int, *groups: int) -> list[Event]:
     return [*(Ended(group, "trained", step) for group in groups), Stepped(step, f"hash {step}", oldest=step % 2)]
 
 
-def test_plain_run(tmp_path: Path) -> None:
-    books = audited(tmp_path, *admitted(0, 1, 2, 3), *trained(1, 0, 2), Ended(1, "filtered", 1))
-    assert books == Audit(4, {"trained": 2, "filtered": 1}, 1, {0: 1, 2: 1}, (), {1: "hash 1"}, 1)
-
-
 def test_the_first_terminal_state_counts_and_a_second_training_is_reported(tmp_path: Path) -> None:
     books = audited(tmp_path, *admitted(0, 1), *trained(1, 0), Ended(0, "discarded", 1), *trained(2, 0, 1))
     assert books.outcomes == {"trained": 2}
     assert books.trained == {0: 1, 1: 2}
     assert books.twice == (0,)
-
-
-def test_what_later_steps_trained_is_open_after_a_rollback(tmp_path: Path) -> None:
-    before = [*admitted(0, 1, 2), *trained(1, 0), Committed(1), *trained(2, 1), *admitted(3)]
-    books = audited(tmp_path, *before, RolledBack(1, 2, next_group=3, reopened=(1, 2)))
-    assert (books.admitted, books.open, books.trained, books.batches) == (3, 2, {0: 1}, {1: "hash 1"})
-    after = audited(tmp_path, *trained(2, 1, 2))
-    assert (after.open, after.trained, after.twice) == (0, {0: 1, 1: 2, 2: 2}, ())
 
 
 def test_a_drain_after_the_checkpoint_is_undone_by_a_resume(tmp_path: Path) -> None:
@@ -211,22 +197,6 @@ def test_what_a_roll_back_undoes_is_lost_and_what_lies_between_two_starts_is_nob
     assert back.steps == {}
 
 
-def test_a_journal_without_such_lines_and_a_clock_that_jumps_give_no_nonsense() -> None:
-    old = resumed_time([Stepped(1, "hash", 0)], Began(50.0, before_s=40.0), step=1)
-    assert (old.former_s, old.share(60.0)) == (0.0, 0.0)
-    backwards = resumed_time([Began(1000.0), step(1, 10.0)], Began(50.0, before_s=40.0), step=1)
-    assert backwards.former_s == 0.0
-    assert backwards.share(51.0) == 1.0
-
-
-def test_the_last_sign_of_a_start_is_its_newest_file(tmp_path: Path) -> None:
-    for name, at in (("a", 100), ("b", 300)):
-        (tmp_path / name).touch()
-        os.utime(tmp_path / name, (at, at))
-    assert last_sign_s(tmp_path / "a", tmp_path / "b", tmp_path / "none") == 300.0
-    assert last_sign_s(tmp_path / "none") == 0.0
-
-
 async def test_the_recorder_writes_it_down_and_a_resume_goes_on_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -296,15 +266,6 @@ def test_a_directory_in_which_anybody_can_put_links_is_refused(tmp_path: Path, r
         RunDir(tmp_path / "open").open(resume=False)
     assert not (tmp_path / "engine-0.log").exists()
     assert [path.name for path in (tmp_path / "open").iterdir()] == ["logs"], "nothing was written there"
-
-
-def test_the_configuration_is_replaced_whole(tmp_path: Path, runtime: Path) -> None:
-    with RunDir(tmp_path / "run").open(resume=False) as rundir:
-        rundir.write_config("[run]\n")
-        kept = rundir.config.open()
-        rundir.write_config("[train]\n")
-        assert (kept.read(), rundir.config.read_text()) == ("[run]\n", "[train]\n")
-        kept.close()
 
 
 def test_sockets_go_where_their_paths_are_short_enough(

@@ -186,12 +186,6 @@ def test_only_what_the_run_starts_is_asked_for(config: Config, expected: tuple[s
     assert parts(config) == expected
 
 
-def test_a_run_without_sglang_asks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SLUICE_SGLANG_PYTHON", "/nowhere/python")
-    installed = prepare_sglang(Config())
-    assert (installed.sglang, installed.router, installed.smg) == (None, None, None)
-
-
 def test_what_is_installed(environment: FakeEnvironment) -> None:
     installed = prepare_sglang(Config(engine=SGLANG))
     assert installed.python == str(environment.python)
@@ -237,12 +231,6 @@ def test_a_missing_environment_is_a_usage_error(tmp_path: Path, environment: Fak
     config = Config(engine=SGLANG, sglang=SglangConfig(sglang_python=str(empty.python)))
     with pytest.raises(UsageError, match=r"SGLang is not installed in the environment of .*; run `make sglang-env`"):
         prepare_sglang(config)
-
-
-def test_the_flag_outranks_the_variable(environment: FakeEnvironment, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SLUICE_SGLANG_PYTHON", "/nowhere/python")
-    arguments: dict[str, Any] = {"sglang_python": str(environment.root)}
-    assert prepare_sglang(Config(engine=SGLANG, sglang=SglangConfig(**arguments))).python == str(environment.python)
 
 
 CUDA = Installed(python="python", python_version="3.11", cuda=True)
@@ -436,10 +424,6 @@ SHORT = [
 # An environment that rewards by itself rewards nothing of what an untrained model does, so every group has to count.
 PACKS = ("maze", "multi_agent", "python_tool", "reasoning_gym", "search")
 NEEDS = {"agent_openai": "openai", "reasoning_gym": "reasoning_gym", "search": "bm25s"}
-
-
-def test_all_recipes_but_those_that_need_a_download_are_run_here() -> None:
-    assert set(ARITHMETIC) == set(recipe_names()) - {"gsm8k"}
 
 
 @pytest.mark.slow

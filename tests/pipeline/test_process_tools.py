@@ -10,12 +10,10 @@ import socket
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
 from aiohttp import web
 from fake_servers import Told, eventually, gone
@@ -25,7 +23,6 @@ from launching import ROOT
 
 from configs.load import load
 from configs.resolve import resolve
-from configs.schema import Config, router_kind
 from models.engines.client import EngineClient
 from models.engines.launch.command import Launch, with_token
 from models.engines.token import read_token
@@ -37,7 +34,6 @@ from pipeline.hosts import die_with_parent as die_with_parent
 from pipeline.hosts.launcher import ProcessSpec, ProcessState, Resources
 from pipeline.hosts.local_launcher import LocalLauncher, last_error
 from pipeline.hosts.machine import (
-    IdleCores,
     PortInUse,
     cpu_seconds,
     held_port,
@@ -228,21 +224,6 @@ def test_visible_gpus_are_those_of_the_environment_or_of_the_machine(tmp_path: P
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": "3, GPU-x"}, tmp_path) == ("3", "GPU-x")
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": "1,-1,2"}, tmp_path) == ("1",)
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == ()
-
-
-def test_which_router_stands_before_the_engines() -> None:
-    def resolved(engine: str = "embedded", loss: str = "policy_loss", **router: str) -> str:
-        config = Config()
-        values = {**msgspec.to_builtins(config), "router": router}
-        values["engine"]["engine"], values["train"]["loss_type"] = engine, loss
-        return router_kind(msgspec.convert(values, type=Config))
-
-    assert resolved() == "none"
-    assert resolved("sglang") == "sglang"
-    assert resolved("sglang", router="none") == "none"
-    assert resolved("simulated", router="smg") == "smg"
-    assert resolved(router_address="http://there:1") == "sglang"
-    assert resolved("sglang", loss="sft_loss") == "none"
 
 
 @pytest.mark.parametrize("first", ["-", "x"])
@@ -458,11 +439,3 @@ def test_the_time_of_children_counts() -> None:
     assert cpu_seconds(child.pid) >= 0.19
     child.communicate(b"\n")
     assert cpu_seconds(child.pid) == 0.0, "it has ended"
-
-
-def test_idle_time_is_at_most_that_of_all_cores() -> None:
-    idle, began = IdleCores(), time.monotonic()
-    assert idle.look() >= 0.0
-    time.sleep(0.05)
-    seen, passed = idle.look(), time.monotonic() - began
-    assert 0.0 <= seen <= (passed + 0.1) * len(os.sched_getaffinity(0))

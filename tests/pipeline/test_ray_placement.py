@@ -76,15 +76,6 @@ def test_the_evaluate_stage_is_where_the_held_out_data_are_whatever_nodes_the_ot
     assert found.check([node("1"), node("2", pool="cpu")]) == []
 
 
-@pytest.mark.parametrize("route", ["disk", "delta"])
-def test_engines_may_be_on_several_nodes_whatever_brings_their_weights(route: str) -> None:
-    flags = ("--ray-cpus", "rollout=2", "--ray-cpus", "train=0", "--scale", "engine=2")
-    found = placements(*flags, "--update-weight-transport", route)
-    assert found.check([node("1", 2), node("2", 2)]) == []
-    assert found.check([node("1", 2), node("2", 4)]) == []
-    assert "engines needs 2 x 2 CPU, but the cluster has 2 nodes" in refusal([node("1", 2), node("2", 1)], *flags)
-
-
 @pytest.mark.parametrize(
     ("strategy", "room", "wanted"),
     [
@@ -262,15 +253,6 @@ def test_the_first_labels_with_room_are_taken() -> None:
     assert labels(node("1", free=0, market="on-demand"), busy) == {"market": "spot"}  # it waits for the one it prefers
     assert found.check([spot]) == ["--ray-labels: no room for rollout on market=spot; using market=on-demand"]
     assert "with market=spot or market=on-demand" in refusal([node("1")], *wanted)
-
-
-def test_all_labels_of_one_alternative_must_hold_and_some_may_be_ruled_out() -> None:
-    wanted = ("--ray-labels", "rollout=gpu:H200,market:!spot")
-    found = placements(*wanted)
-    assert found.check([node("1"), node("2", gpu="H200", market="on-demand")]) == []
-    assert found.check([node("1"), node("2", gpu="H200")]) == []
-    for labels in ({"gpu": "H200", "market": "spot"}, {"market": "on-demand"}):
-        assert "with gpu=H200,market=!spot" in refusal([node("1"), node("2", **labels)], *wanted)
 
 
 def domain(number: str, value: str, gpus: float = 4, **more: str) -> Node:

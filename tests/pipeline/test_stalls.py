@@ -17,7 +17,6 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import msgspec
-import numpy as np
 import pytest
 import torch
 from aiohttp import web
@@ -36,14 +35,12 @@ from pipeline.observe.stalls import MOST_KEPT, Stall, StallWatch
 from pipeline.supervise.announce import DeadLetters
 from stages.base import MapStage
 from stages.group.stage import GroupStage
-from stages.messages import NO_IDS, Extra, PromptGroup, RolloutSlice, Settled
-from stages.rollouts import new_sample
+from stages.messages import RolloutSlice, Settled
 from stages.staleness_gate import StalenessGate
 from tests.hostile_engine import SpoiltEngine, never, serving
 from tests.served_app import served_app
 from tests.stages.stage_rig import join, make_context, make_sample, make_slice, open_rig, running, take
 from transport import DeadLetter, Node, StreamSpec
-from transport.codec import Codec, total
 
 QUICK = ["--stall-notice-s", "0.4"]
 
@@ -280,19 +277,6 @@ def test_a_hub_holds_all_that_the_gate_lets_out(batch: int, members: int, stalen
     assert spec.capacity_items >= 2 * rollouts
     assert spec.capacity_bytes >= rollouts * context * 13, "ids, mask, log-probs and a teacher's of every token"
     assert spec.max_message_bytes >= members * context * 13, "a group may travel whole"
-
-
-def test_a_group_with_images_and_choices_of_experts_fits_into_a_message() -> None:
-    """Extras count for the limit of a message (tests/transport/conformance_departures.py)."""
-    context, group = 4096, PromptGroup(0, 0, 0, "?", NO_IDS, None, n_samples=16, seed=0)
-    sample = new_sample(range(context), 0)
-    extras = {
-        "routed_experts": np.zeros((context, 48, 8), dtype="<i4").view(Extra),
-        "image": np.zeros((1024, 1024, 3), dtype="u1").view(Extra),
-    }
-    samples = tuple(msgspec.structs.replace(sample, index=index, extras=extras) for index in range(group.n_samples))
-    frames = Codec(RolloutSlice).encode(RolloutSlice(group, samples))
-    assert 64 << 20 < total(frames) < message_bytes(group.n_samples, context)
 
 
 def test_without_a_context_a_message_has_the_usual_limit() -> None:

@@ -18,7 +18,7 @@ from models.engines.client import EngineClient
 from models.engines.core import MemoryTag
 from models.engines.serve import EngineServer
 from models.errors import EngineRefused
-from stages.engines.colocation import EngineMemory, MemoryKeeper, TrainerTurn, colocated, holder
+from stages.engines.colocation import EngineMemory, TrainerTurn, holder
 from stages.ports import read_value
 from stages.topic_values import EngineAddress
 from tests.stages.engine_rig import SLOW_MS, core_of, freeze, generating, simulated, token_versions
@@ -127,33 +127,6 @@ async def test_engines_give_their_memory_back_for_the_trainers_turn_and_take_it_
     assert fleet.labels() == ["0.3", "0.3"]
     assert [core_of(server).totals().memory_releases for server in fleet.servers] == [3, 3]
     assert [fleet.failures(index) for index in range(2)] == [0, 0]
-
-
-async def test_without_the_flag_nothing_is_asked_and_nothing_told(fleet: Fleet) -> None:
-    await fleet.engine(0)
-    backend = Backend()
-    turn = await trainer(fleet.rig, Config(), backend)
-    await handed_over(fleet, turn, 0)
-    await turn.acquire()
-    assert backend.calls == []
-    assert fleet.rig.topic.get("device") is None
-    assert (away(fleet.servers[0]), fleet.served()) == (set(), True)
-
-
-def test_which_runs_take_turns() -> None:
-    assert colocated(COLOCATED)
-    assert not colocated(Config())
-    assert not colocated(make_config(asynchrony={"colocate": True}, train={"loss_type": "sft_loss"}))
-    external = {"rollout_external_engine_addrs": ("http://e:1",)}
-    assert not colocated(make_config(asynchrony={"colocate": True}, sglang=external))
-
-
-async def test_a_trainer_without_the_hooks_takes_turns_too(fleet: Fleet) -> None:
-    await fleet.engine(0)
-    turn = await trainer(fleet.rig, backend=object())
-    await handed_over(fleet, turn, 0)
-    await turn.acquire()
-    assert away(fleet.servers[0]) == GONE
 
 
 async def test_an_evaluation_keeps_its_engines_until_it_is_over(fleet: Fleet) -> None:
@@ -282,24 +255,6 @@ async def test_giving_back_is_tried_again(fleet: Fleet, turn: TrainerTurn, monke
     await turn.acquire()
     assert tries == ["abort"] * 3
     assert (away(server), fleet.failures()) == (GONE, 2)
-
-
-async def test_a_keeper_that_takes_over_knows_what_is_away(fleet: Fleet, turn: TrainerTurn) -> None:
-    [server] = fleet.servers
-    await turn.acquire()
-    topic = await fleet.rig.node.topic(TOPIC, replica="successor")
-    keeper = MemoryKeeper("engine-0")
-    keeper.attach(topic, 0)
-    assert set(keeper.away) == GONE
-    assert not keeper.due(topic)
-    keeper.attach(topic, 1)
-    assert keeper.away == (), "a new incarnation holds all of its memory"
-    assert keeper.due(topic)
-    assert core_of(server).totals().memory_releases == 1
-    report = read_value(topic, "device/engine-0", EngineMemory)
-    assert report is not None
-    assert report.empty(0, turn._turn)
-    assert not msgspec.structs.replace(report, away=("weights",)).empty(0, turn._turn)
 
 
 async def test_the_stage_waits_until_nothing_runs_and_gives_nothing_back_before(

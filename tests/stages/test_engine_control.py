@@ -17,7 +17,7 @@ from models.engines.client import EngineClient, WeightsUpdated
 from models.engines.noise import sample_seed
 from models.engines.protocol import ModelInfo, PauseMode
 from models.engines.serve import EngineServer
-from models.errors import CheckpointUnavailable, EngineRefused
+from models.errors import CheckpointUnavailable
 from models.tiny import make_tiny_checkpoint
 from models.weights.delta import differences, full_versions
 from stages.ports import SameHost
@@ -37,29 +37,6 @@ from tests.stages.engine_rig import (
 )
 from tests.stages.fleet_rig import Fleet, TensorPublisher, Update, before_updates, hold_updates, open_fleet
 from tests.stages.stage_rig import Rig, idle, make_config, make_group, response_ids, until
-
-
-async def test_an_engine_is_served_after_its_first_update_and_its_entry_tells_of_each(fleet: Fleet) -> None:
-    await fleet.engine(0)
-    await idle()
-    assert not fleet.served()
-    for version in range(4):
-        fleet.weights.publish(version)
-        await fleet.landed(version)
-        assert fleet.labels() == [f"0.{version}"]
-        assert fleet.served()
-        assert not core_of(fleet.servers[0]).paused
-        report = fleet.entry()
-        assert (report.engine, report.run_generation, report.version, report.fetching) == ("engine-0", 0, version, -1)
-    assert fleet.control().updates == 4
-
-
-async def test_only_the_newest_of_several_announcements_is_applied(fleet: Fleet) -> None:
-    fleet.weights.publish(0)
-    fleet.weights.publish(1)
-    await fleet.engine(0)
-    await fleet.landed(1)
-    assert fleet.control().updates == 1
 
 
 async def test_an_older_announcement_is_not_applied(fleet: Fleet) -> None:
@@ -127,14 +104,6 @@ async def test_who_waited_for_its_turn_takes_what_is_newest_then(fleet: Fleet, m
     assert loaded == [["0.1", "0.2"], ["0.2"]]
 
 
-async def test_an_engine_does_not_wait_for_one_that_died(fleet: Fleet) -> None:
-    await fleet.serving(2)
-    await fleet.servers[0].__aexit__(None, None, None)
-    fleet.rig.lose_engine(0)
-    fleet.weights.publish(1)
-    await fleet.landed(1, engine=1)
-
-
 @pytest.mark.parametrize("when", ["before", "during"])
 async def test_a_torn_slot_is_never_served(fleet: Fleet, when: str, monkeypatch: pytest.MonkeyPatch) -> None:
     [server] = await fleet.serving()
@@ -179,20 +148,6 @@ async def test_bytes_that_are_not_the_announced_ones_are_never_loaded(fleet: Fle
     await fleet.landed(2)
 
 
-async def test_an_update_that_the_engine_refuses_is_tried_again(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    await fleet.engine(0)
-
-    async def refuse(update: Update) -> None:
-        if len(tries) < 3:
-            raise EngineRefused(update.url, 400, "no memory just now")
-
-    tries = before_updates(monkeypatch, refuse)
-    fleet.weights.publish(0)
-    await fleet.landed(0)
-    assert [update.label for update in tries] == ["0.0"] * 3
-    assert fleet.served()
-
-
 async def test_an_engine_that_names_other_weights_than_it_was_given_is_not_ready(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -214,54 +169,6 @@ async def test_an_engine_that_names_other_weights_than_it_was_given_is_not_ready
     assert fleet.entry().version == -1
     lie = False
     await fleet.landed(0)
-
-
-@pytest.mark.parametrize(("mode", "flush"), [("in_place", False), ("retract", True), ("abort", True)])
-async def test_the_configured_mode_is_what_the_engine_is_asked_for(
-    mode: PauseMode, flush: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[object] = []
-    original_pause = EngineClient.pause
-
-    async def update(update: Update) -> None:
-        asked.append(update.flush_cache)
-
-    async def pause(client: EngineClient, wanted: PauseMode) -> None:
-        asked.append(wanted)
-        await original_pause(client, wanted)
-
-    before_updates(monkeypatch, update)
-    monkeypatch.setattr(EngineClient, "pause", pause)
-    async with open_fleet(tmp_path, monkeypatch, mode=mode) as one:
-        await one.serving()
-    assert asked == [mode, flush]
-
-
-async def test_a_new_address_takes_the_place_of_the_old_one(fleet: Fleet) -> None:
-    await fleet.serving()
-    again = await fleet.engine(0, incarnation=1)
-    await until(lambda: core_of(again).label == "0.0")
-    await fleet.landed(0)
-    assert (fleet.entry().incarnation, fleet.entry().url) == (1, again.url)
-    client = fleet.control().client
-    assert client is not None
-    assert client.base_url == again.url
-
-
-async def test_a_stall_is_accounted_for_while_the_engine_stands_still(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    await fleet.serving()
-    seen: list[str] = []
-
-    async def look(_: Update) -> None:
-        seen.append(fleet.stage.activity._state())
-
-    before_updates(monkeypatch, look)
-    fleet.weights.publish(1)
-    await fleet.landed(1)
-    assert seen == ["stalled"]
-    assert fleet.stage.activity._state() == "starved"
 
 
 class Values:
@@ -295,19 +202,6 @@ def test_an_entry_counts_only_for_the_incarnation_that_has_the_address() -> None
     assert entries(topic)["engine-0"].label == "0.4"
     topic.up("engine-0", incarnation=2)
     assert carrying(topic) == {}
-
-
-def test_entries_are_told_apart_by_policy_and_those_without_weights_of_the_run_hold_nobody_up() -> None:
-    topic = Values()
-    for name, policy, version in (("engine-1", "policy", 2), ("engine-0", "policy", -1), ("frozen-j", "j", -1)):
-        topic.up(name, policy=policy)
-        topic.says(name, version, policy=policy)
-    assert list(entries(topic)) == ["engine-0", "engine-1", "frozen-j"]
-    assert list(entries(topic, "policy")) == ["engine-0", "engine-1"]
-    assert list(entries(topic, "j")) == ["frozen-j"]
-    assert list(addresses(topic, "j")) == ["frozen-j"]
-    assert list(carrying(topic)) == ["engine-1"]
-    assert entries(topic)["frozen-j"].label is None
 
 
 PROMPT = [1, 2, 3]

@@ -466,24 +466,6 @@ async def test_differences_are_put_together_on_each_node(tmp_path: Path, monkeyp
 # The load of engines: their idle share, and the slots for samples in flight.
 
 
-def test_an_engine_that_counts_its_seconds_is_believed() -> None:
-    meter = IdleMeter(looks=3)
-    assert meter.observe_idle(10.0, 1.0, 5) is None
-    assert meter.observe_idle(12.0, 2.5, 0) == pytest.approx(0.25)
-    assert meter.observe_idle(14.0, 2.5, 9) == pytest.approx(0.625)
-    assert meter.observe_idle(16.0, 2.5, 9) == pytest.approx(1.0), "the first look is forgotten"
-
-
-def test_of_one_that_does_not_each_look_counts_for_the_time_before_it() -> None:
-    meter = IdleMeter()
-    assert [meter.observe_idle(t, 0.0, n) for t, n in ((0.0, 3), (2.0, 1), (4.0, 0), (8.0, 0))] == [
-        None,
-        0.0,
-        pytest.approx(0.5),
-        pytest.approx(0.75),
-    ]
-
-
 def test_what_was_sampled_before_the_first_second_counted_does_not_mix_with_the_account() -> None:
     meter = IdleMeter()
     meter.observe_idle(0.0, 0.0, 0)
@@ -554,26 +536,11 @@ def test_a_full_cache_is_answered_once_until_the_samples_have_come_down() -> Non
     assert limit.observe(CALM, 45) == 48
 
 
-def test_retractions_and_a_growing_queue_cut_and_a_long_queue_alone_does_not() -> None:
-    limit = Limit(100)
-    assert limit.observe(Reading(0.5, 0, retractions=1), 100) == 75
-    limit = Limit(100)
-    waiting = [40, 40, 39, 41]
-    assert [limit.observe(Reading(0.5, n), 100) for n in waiting] == [100] * 4, "a burst that settles"
-    assert limit.observe(Reading(0.5, 45), 100) == 75, "the second look in a row with a longer queue"
-
-
 def test_an_engine_that_is_started_anew_has_the_whole_limit() -> None:
     limit = Limit(100)
     limit.observe(FULL, 100)
     limit.restart()
     assert limit.value == 100
-
-
-def test_a_reading_takes_the_fullest_rank_and_all_queues() -> None:
-    loads = [Load(token_usage=0.2, num_waiting_reqs=3), Load(token_usage=0.9, num_waiting_reqs=1)]
-    assert Reading.of(loads, 2) == Reading(0.9, 4, 2)
-    assert Reading.of([]) == Reading(0.0, 0, 0)
 
 
 class Crowd:
@@ -645,32 +612,6 @@ async def test_the_oldest_group_goes_first_and_in_it_the_rollout_with_the_most_t
         assert fifo.order(make_group(7), make_sample(0)) == FIRST_COME
 
 
-async def test_a_request_for_more_than_the_limit_is_granted_when_half_of_it_is_free() -> None:
-    async with asyncio.TaskGroup() as tasks:
-        crowd = Crowd(Slots(4), tasks)
-        await crowd.ask("eight", 8)
-        await crowd.ask("nine", 9)
-        crowd.slots.release(5)
-        await idle()
-        assert (crowd.served, crowd.slots.taken) == (["eight"], 3)
-        crowd.slots.release(1)
-        await idle()
-        assert crowd.served == ["eight", "nine"], "though two of the first are still at it"
-
-
-async def test_who_gives_up_waiting_leaves_no_trace() -> None:
-    async with asyncio.TaskGroup() as tasks:
-        crowd = Crowd(Slots(2), tasks)
-        await crowd.ask("one", 2)
-        await crowd.ask("large", 2)
-        await crowd.ask("small", 1)
-        crowd.slots.release(1)
-        crowd.waiting["large"].cancel()
-        await idle()
-        assert crowd.served == ["one", "small"]
-        assert (crowd.slots.taken, crowd.slots.queued) == (2, 0)
-
-
 async def test_a_grant_that_nobody_takes_any_more_is_given_back() -> None:
     async with asyncio.TaskGroup() as tasks:
         crowd = Crowd(Slots(1), tasks)
@@ -680,18 +621,6 @@ async def test_a_grant_that_nobody_takes_any_more_is_given_back() -> None:
         crowd.waiting["two"].cancel()
         await idle()
         assert (crowd.served, crowd.slots.taken) == (["one"], 0)
-
-
-async def test_all_are_let_go_at_the_end() -> None:
-    async with asyncio.TaskGroup() as tasks:
-        crowd = Crowd(Slots(1), tasks)
-        for name in "abc":
-            await crowd.ask(name, 1, goes_on=name == "c")
-        crowd.slots.wake_all()
-        await idle()
-        assert sorted(crowd.served) == ["a", "b", "c"]
-        crowd.slots.release(3)
-        assert crowd.slots.taken == 0
 
 
 @settings(deadline=None)

@@ -175,18 +175,6 @@ async def test_every_data_set_has_its_own_score() -> None:
         assert (done.metrics["eval/one"], done.metrics["eval/two"], done.complete) == (1.0, 0.25, True)
 
 
-async def test_seeds_are_the_same_at_every_version(desk: Desk) -> None:
-    seeds = []
-    for version in (0, 1):
-        pin(desk.rig, version)
-        desk.rig.applied(version)
-        groups = await desk.prompts(3)
-        seeds.append([group.seed for group in groups])
-        await desk.answer_all(groups, version)
-        assert (await desk.result()).version == version
-    assert seeds[0] == seeds[1]
-
-
 async def test_an_answer_of_mixed_versions_does_not_count(desk: Desk) -> None:
     pin(desk.rig, 2)
     desk.rig.applied(2)
@@ -198,17 +186,6 @@ async def test_an_answer_of_mixed_versions_does_not_count(desk: Desk) -> None:
     assert done.metrics["eval/held"] == 0.0
     assert done.metrics["eval/held-mixed_versions"] == 1.0
     await desk.released(b"2")
-
-
-async def test_a_failed_answer_counts_as_wrong(desk: Desk) -> None:
-    pin(desk.rig, 0)
-    desk.rig.applied(0)
-    first, *rest = await desk.prompts(3)
-    await desk.answer(first, make_sample(0, status="failed", error="grader: x"))
-    await desk.answer_all(rest, 0)
-    done = await desk.result()
-    assert done.metrics["eval/held"] == pytest.approx(2 / 3)
-    assert done.metrics["eval/held-failed_ratio"] == pytest.approx(1 / 3)
 
 
 async def test_answers_of_another_version_or_data_set_are_ignored_and_duplicates_count_once(desk: Desk) -> None:
@@ -260,20 +237,6 @@ async def test_a_pin_that_no_engine_will_apply_ends_with_the_drain(desk: Desk) -
     done = await desk.result()
     assert (done.version, done.complete) == (4, False)
     await desk.released(b"4")
-
-
-async def test_a_restarted_stage_does_not_repeat_what_is_released(rig: Rig) -> None:
-    rig.topic.publish("eval/released", b"2")
-    pin(rig, 2)
-    rig.applied(2)
-    async with running(make_stage(), await join(rig)):
-        await idle()
-        assert rig.hubs["generate.eval"].stats().accepted == 0
-
-
-async def test_the_stage_ends_with_its_inlet(desk: Desk) -> None:
-    desk.rig.hubs["evaluate"].finish()
-    await desk.task
 
 
 async def test_the_result_is_in_custody_before_the_version_is_released(rig: Rig) -> None:
@@ -354,18 +317,6 @@ async def test_pass_at_k_comes_from_the_verdicts_and_a_failed_answer_is_wrong() 
         assert metrics["eval/held-mean@4"] == pytest.approx(1.25 / 3)
 
 
-async def test_of_an_answer_with_several_sequences_the_last_one_counts(desk: Desk) -> None:
-    pin(desk.rig, 3)
-    desk.rig.applied(3)
-    for group in await desk.prompts(3):
-        first = make_sample(0, version=3, sequence=0, sequences=2)
-        await desk.answer(group, first, make_sample(0, version=3, reward=0.5, sequence=1, sequences=2))
-    done = await desk.result()
-    assert done.complete
-    assert done.metrics["eval/held"] == 0.5
-    assert done.metrics["eval/held-best@1"] == 0.5
-
-
 async def test_every_sequence_of_an_answer_is_of_the_version(desk: Desk) -> None:
     """A sub-agent that other weights made spoils its answer; what no weights made is of no version."""
     pin(desk.rig, 3)
@@ -423,38 +374,6 @@ def test_best_at_k_of_verdicts_is_pass_at_k(correct: list[bool]) -> None:
 def test_more_draws_than_rollouts_are_refused(n: int, k: int) -> None:
     with pytest.raises(ValueError, match=f"k is {k}, but only 1 to {n}"):
         pass_at_k(n, 0, k)
-
-
-def test_powers_of_two() -> None:
-    assert [powers_of_two(n) for n in (0, 1, 2, 3, 8, 9)] == [[], [1], [1, 2], [1, 2], [1, 2, 4, 8], [1, 2, 4, 8]]
-
-
-def test_estimates_use_the_real_size_of_each_group() -> None:
-    """A group that lost two of its four rollouts gives no pass@4, and its own n to the others."""
-    whole = [make_sample(i, reward=0.0, is_correct=i == 0) for i in range(4)]
-    rest = [make_sample(i, reward=0.0, is_correct=i == 0) for i in range(2)]
-    found = estimates([whole, rest])
-    assert found == pytest.approx(
-        {"pass@1": (0.25 + 0.5) / 2, "pass@2": (0.5 + 1.0) / 2, "pass@4": 1.0, "mean@4": 0.375}
-    )
-
-
-def test_verdicts_win_over_rewards_and_their_scale() -> None:
-    """Rewards of -1 and 1 are no probabilities; the verdict is."""
-    group = [make_sample(0, reward=-1.0, is_correct=True), make_sample(1, reward=1.0, is_correct=False)]
-    assert estimates([group]) == {"pass@1": 0.5, "pass@2": 1.0, "mean@2": 0.5}
-
-
-def test_rewards_without_verdicts_give_best_at_k() -> None:
-    group = [make_sample(i, reward=r) for i, r in enumerate([0.2, 0.8, 0.5, 0.1])]
-    found = estimates([group])
-    assert found == pytest.approx({"best@1": 0.4, "best@2": 3.6 / 6, "best@4": 0.8, "mean@4": 0.4})
-
-
-def test_sequences_of_a_rollout_are_one_draw() -> None:
-    group = [make_sample(0, is_correct=True, reward=1.0, sequence=k, sequences=3) for k in range(3)]
-    group.append(make_sample(1, is_correct=False, reward=0.0))
-    assert estimates([group]) == {"pass@1": 0.5, "pass@2": 1.0, "mean@2": 0.5}
 
 
 def test_nothing_gives_nothing() -> None:

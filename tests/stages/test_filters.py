@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,6 @@ from stages.messages import Float32Array, Int32Array, RolloutSlice, Sample, Turn
 from stages.sample_log import SAMPLES_FILE, SampleLog, drop_after, mask_runs
 from tests.stages.stage_rig import (
     Desk,
-    failed,
     idle,
     make_config,
     make_group,
@@ -54,30 +52,6 @@ def verdict(name: str, slice_: RolloutSlice, state: FilterState | None = None) -
     decision = rule(slice_)
     assert isinstance(decision, FilterDecision)
     return None if decision.keep else decision.reason
-
-
-@pytest.mark.parametrize(
-    ("rewards", "reason"),
-    [
-        ([1, 0, 0, 1], None),
-        ([0.5, 0.50001], None),  # std 5e-6
-        ([0.5, 0.5 + 1e-7], "zero_std_0.5"),  # noise of floats
-        ([1, 1, 1], "zero_std_1.0"),
-        ([0.5, 0.5], "zero_std_0.5"),
-        ([-1, -1], "zero_std_-1.0"),
-        ([1], "zero_std_1.0"),  # a single member
-    ],
-)
-def test_nonzero_std(rewards: Sequence[float], reason: str | None) -> None:
-    assert verdict("nonzero_std", graded(*rewards)) == reason
-
-
-def test_nonzero_std_reads_the_rewards_before_shaping() -> None:
-    """A length penalty gives an all-wrong group a spread; it teaches nothing about the task."""
-    members = [make_sample(i, reward=-0.1 * i, raw_reward=0.0) for i in range(3)]
-    assert verdict("nonzero_std", make_slice(0, *members)) == "zero_std_0.0"
-    shaped_alike = [make_sample(0, reward=0.5, raw_reward=1.0), make_sample(1, reward=0.5, raw_reward=0.5)]
-    assert verdict("nonzero_std", make_slice(0, *shaped_alike)) is None
 
 
 def test_nonzero_std_counts_rollouts_and_not_their_sequences() -> None:
@@ -224,20 +198,6 @@ def parts(index: int, n: int, *, reward: float | None = None, **fields: Any) -> 
     ]
 
 
-async def test_a_rollout_with_several_sequences_is_complete_with_its_last_sequence(desk: Desk) -> None:
-    first, second, third = parts(0, 3, reward=1.0, is_correct=True)
-    await desk.send(make_slice(0, second, make_sample(1, reward=0.0, is_correct=False), n_samples=2))
-    await desk.send(make_slice(0, third, n_samples=2))
-    await idle()
-    assert desk.rig.hubs["group"].stats().settled == 0, "both rollouts are here, but not all of the first"
-    await desk.send(make_slice(0, first, n_samples=2))
-    whole = await take(desk.out)
-    assert [(s.index, s.sequence) for s in whole.samples] == [(0, 0), (0, 1), (0, 2), (1, 0)]
-    assert [s.reward for s in whole.samples] == [1.0, 1.0, 1.0, 0.0]
-    assert [s.is_correct for s in whole.samples] == [True, True, True, False]
-    await desk.rig.hubs["group"].wait_empty()
-
-
 async def test_a_redelivered_rollout_that_fans_out_otherwise_is_dropped(desk: Desk) -> None:
     first = parts(0, 2, reward=1.0)
     again = parts(0, 3, reward=5.0)
@@ -275,18 +235,6 @@ async def test_sequences_do_not_count_twice_in_what_is_reported() -> None:
         await one.send(make_slice(0, *members, n_samples=2))
         report = await settled(one)
         assert (report.detail, report.reward, report.pass_rate, report.tokens) == ("reward_low", 0.5, 0.5, 16)
-
-
-@pytest.mark.parametrize("estimator", ["ppo", "reinforce_plus_plus", "on_policy_distillation"])
-async def test_one_member_is_enough_for_an_estimator_that_compares_none(estimator: str) -> None:
-    async with open_desk(make_config(algorithm={"advantage_estimator": estimator})) as one:
-        await one.send(make_slice(0, make_sample(0, reward=1.0), failed(1)))
-        assert len((await take(one.out)).samples) == 1
-
-
-async def test_a_removed_sample_stays_a_member(desk: Desk) -> None:
-    await desk.send(make_slice(0, make_sample(0, reward=1.0, remove_sample=True), make_sample(1, reward=0.0)))
-    assert [s.remove_sample for s in (await take(desk.out)).samples] == [True, False]
 
 
 async def test_a_teacher_that_scored_another_text_fails_the_group(desk: Desk) -> None:
@@ -404,17 +352,6 @@ def test_runs_of_a_mask_give_the_mask_again(mask: list[int]) -> None:
     assert all(a[0] != b[0] for a, b in pairwise(runs))
 
 
-async def test_every_nth_batch_and_the_first_are_written_as_far_as_asked(tmp_path: Path) -> None:
-    log = a_log(tmp_path, samples_interval=3, samples_groups=2)
-    for step in range(1, 8):
-        await log.trained(step, [make_slice(10 * step + k) for k in (2, 0, 1)])
-    assert [(row["step"], row["group"]) for row in rows(tmp_path)[::2]] == [
-        (1, 10), (1, 11), (3, 30), (3, 31), (6, 60), (6, 61),
-    ]  # fmt: skip
-    await a_log(tmp_path / "off", samples_interval=0).trained(1, [make_slice(1)])
-    assert not (tmp_path / "off").exists()
-
-
 async def test_groups_that_were_not_trained_are_few_in_each_interval(tmp_path: Path) -> None:
     log = a_log(tmp_path, samples_interval=10, samples_groups=2)
     for step in (0, 0, 4, 9, 10, 11, 12):
@@ -423,16 +360,6 @@ async def test_groups_that_were_not_trained_are_few_in_each_interval(tmp_path: P
     assert {(row["outcome"], row["detail"]) for row in rows(tmp_path)} == {("filtered", "zero_std")}
     await log.ended(30, make_slice(1, purpose="eval"), "failed", "")
     assert all(row["outcome"] == "filtered" for row in rows(tmp_path)), "an evaluation has results of its own"
-
-
-async def test_the_file_stays_below_its_limit_and_goes_on_to_the_end(tmp_path: Path) -> None:
-    log = a_log(tmp_path, samples_interval=1, samples_groups=1, samples_max_mb=0.05)
-    for step in range(1, 2001):
-        await log.trained(step, [make_slice(step)])
-    steps = [row["step"] for row in rows(tmp_path)][::2]
-    assert (tmp_path / SAMPLES_FILE).stat().st_size <= 0.05e6 + 1000
-    assert steps[:3] == [1, 2, 3], "all of them while there is room"
-    assert len([step for step in steps if step > 1000]) >= 2, "and some at the end"
 
 
 async def test_a_torn_line_is_cut_off_by_the_next_writer(tmp_path: Path) -> None:
@@ -472,13 +399,3 @@ async def test_a_full_disk_and_a_missing_directory_cost_samples_only(
     await a_log(tmp_path / "nowhere").trained(1, [make_slice(1)])
     (tmp_path / SAMPLES_FILE).symlink_to("/dev/full")
     await a_log(tmp_path).trained(1, [make_slice(1)])
-
-
-async def test_the_group_stage_writes_what_it_filters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "run").mkdir()
-    config = make_config(filter={"dynamic_sampling_filter": ("nonzero_std",)})
-    async with open_desk(config) as at:
-        await at.send(make_slice(3, make_sample(0, reward=1.0), make_sample(1, reward=1.0)))
-        await at.end()
-    assert [(row["group"], row["outcome"]) for row in rows(tmp_path / "run")] == [(3, "filtered")] * 2

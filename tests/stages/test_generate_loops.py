@@ -16,7 +16,7 @@ from models.engines.client import EngineClient
 from models.engines.core import Completion
 from models.engines.protocol import GenerateOutput, GenerateRequest
 from stages.base import Activity
-from stages.messages import Float32Array, Int32Array, RolloutSlice, UInt8Array, VersionRun, wire
+from stages.messages import RolloutSlice
 from stages.ports import Ports
 from stages.rollouts import append_untrained
 from tests.stages.custom_parts import Failing, Forgetful, Shout
@@ -28,7 +28,6 @@ from tests.stages.stage_rig import (
     make_group,
     make_sample,
     make_slice,
-    numbers,
     open_rig,
     response_ids,
     running,
@@ -36,26 +35,6 @@ from tests.stages.stage_rig import (
     take_all,
     until,
 )
-
-
-async def test_samples_that_a_loop_stage_wants_leave_alone_and_come_back(tmp_path: Path, log: Log) -> None:
-    async with started(tmp_path, rollout={"max_turns": 2}, **ONCE) as world:
-        await world.ask(make_group(0, 3))
-        wanted = await world.rig.inlet("once")
-        back = await world.rig.outlet("generate.return")
-        singles = [await take(wanted) for _ in range(3)]
-        assert sorted(s.samples[0].index for s in singles) == [0, 1, 2]
-        assert {len(s.samples) for s in singles} == {1}
-        for single in singles:
-            await back.send(single, single.key)
-        done = [await world.answer() for _ in range(3)]
-    first, *rest = log
-    assert len(rest) == 3
-    for slice_ in done:
-        (sample,) = slice_.samples
-        [second] = [e for e in rest if e.request.prompts[0][3:] == first.outputs[sample.index].output_ids]
-        assert (sample.turns, sample.response_length) == (2, 2 * LENGTH)
-        assert response_ids(sample) == written([first, second], [sample.index, 0], sample)
 
 
 async def test_max_turns_ends_the_loop(tmp_path: Path) -> None:
@@ -152,43 +131,6 @@ async def broken_then_well(world: World) -> list[str]:
     await world.ask(make_group(1, 2))
     assert [s.status for s in (await world.answer()).samples] == ["completed", "completed"]
     return broken
-
-
-async def test_a_continued_sample_keeps_what_it_had(tmp_path: Path) -> None:
-    """Mask, log-probs and versions of the turns before stay; only what the engine adds is trained."""
-    async with started(tmp_path, rollout={"max_turns": 3}, **ONCE) as world:
-        before = msgspec.structs.replace(
-            make_sample(1, runs=[(0, 2), (-1, 2)], turns=1, response="ab", cached_tokens=3),
-            token_ids=wire([8, 9, 10, 1, 2, 3, 4], Int32Array),
-            loss_mask=wire([0, 0, 0, 1, 1, 0, 0], UInt8Array),
-            log_probs=wire([0.0, 0.0, 0.0, -1.0, -2.0, 0.0, 0.0], Float32Array),
-        )
-        single = RolloutSlice(make_group(0, 4), (before,))
-        await (await world.rig.outlet("generate.return")).send(single, single.key)
-        (after,) = (await world.answer()).samples
-    assert numbers(after.token_ids)[:7] == [8, 9, 10, 1, 2, 3, 4]
-    assert numbers(after.loss_mask) == [0, 0, 0, 1, 1, 0, 0] + [1] * LENGTH
-    assert after.log_probs[:7].tolist() == [0.0, 0.0, 0.0, -1.0, -2.0, 0.0, 0.0]
-    assert after.version_runs[1:] == (VersionRun(0, 2), VersionRun(-1, 2), VersionRun(0, LENGTH))
-    assert (after.index, after.turns, after.status) == (1, 2, "completed")
-    assert after.cached_tokens >= 3
-
-
-async def test_the_feedback_edge_flows_while_prompts_fill_the_window(tmp_path: Path) -> None:
-    """Prompts that wait for the engine take no place from samples that come back."""
-    async with started(tmp_path, engine=simulated(), window_items=2, rollout={"max_turns": 3}, **ONCE) as world:
-        core = core_of(world.engines[0])
-        await core.pause("in_place")
-        for group_id in range(4):
-            await world.ask(make_group(group_id, 1))
-        await until(lambda: core.schedule.waiting == 2)
-        single = RolloutSlice(make_group(9, 4), (make_sample(1),))
-        await (await world.rig.outlet("generate.return")).send(single, single.key)
-        await until(lambda: core.schedule.waiting == 3)
-        await core.resume()
-        assert (await world.answer()).group.group_id == 9
-        wanted = await world.rig.inlet("once")
-        assert {(await take(wanted)).group.group_id for _ in range(4)} == {0, 1, 2, 3}
 
 
 STEP_MS = 20.0  # a response of this many steps never ends by itself
@@ -310,36 +252,6 @@ def asked(group_id: int, label: str = "x") -> RolloutSlice:
 
 def test_a_custom_stage_is_a_dozen_lines() -> None:
     assert len(inspect.getsource(Shout).splitlines()) <= 12
-
-
-async def test_each_message_is_processed_passed_on_and_released(rig: Rig) -> None:
-    ports, stage = await join(rig), Shout(make_context())
-    feed, out = await rig.outlet("shout"), await rig.inlet("reward")
-    async with running(stage, ports) as task:
-        for group_id in range(20):
-            await feed.send(asked(group_id), str(group_id))
-        rig.hubs["shout"].finish()
-        await task
-        rig.hubs["reward"].finish()
-        found = {slice_.group.group_id: [s.response for s in slice_.samples] for slice_ in await take_all(out)}
-    assert found == {group_id: ["HI", "YO"] for group_id in range(20)}
-    assert rig.hubs["shout"].stats().settled == 20
-    assert (stage.activity.items_in, stage.activity.items_out, stage.activity.failures) == (20, 20, 0)
-
-
-async def test_what_raises_is_passed_on_with_failed_samples_and_the_reason(rig: Rig) -> None:
-    ports, stage = await join(rig), Shout(make_context())
-    feed, out = await rig.outlet("shout"), await rig.inlet("reward")
-    async with running(stage, ports):
-        await feed.send(asked(0, "raise"), "0")
-        bad = await take(out)
-        await feed.send(asked(1), "1")
-        good = await take(out)
-    assert [(s.status, s.error) for s in bad.samples] == [("failed", "Shout: ValueError: nothing to shout about")] * 2
-    assert [s.response for s in bad.samples] == ["hi", "yo"], "the message is otherwise as it came"
-    assert [s.status for s in good.samples] == ["completed", "completed"]
-    assert stage.activity.failures == 1
-    assert rig.letters == []
 
 
 async def test_work_that_raises_cancelled_error_costs_no_place_for_messages(rig: Rig) -> None:

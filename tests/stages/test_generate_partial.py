@@ -11,7 +11,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,7 +18,6 @@ from msgspec.structs import replace
 
 from models.engines.client import EngineClient
 from models.engines.noise import sample_seed
-from models.engines.protocol import GenerateOutput
 from models.errors import EngineTimeout
 from pipeline.record.kept_files import forget_responses
 from stages.messages import PromptGroup, Sample, VersionRun
@@ -103,41 +101,6 @@ async def test_a_lost_engines_partial_output_is_continued_by_another(fault: str,
         check_continued(sample, first, rest)
     assert len({e.request.rid for e in log}) == len(log), "no request id is used twice"
     assert len({len(e.request.rid or "") for e in log}) == 1, "so that none is the beginning of another"
-
-
-async def test_members_that_had_finished_are_kept_whole(tmp_path: Path, log: Log) -> None:
-    uneven = msgspec.structs.replace(simulated(SLOW_MS).simulated, length_sigma=1.0)
-    engine = msgspec.structs.replace(simulated(SLOW_MS), simulated=uneven)
-    async with started(tmp_path, engines=2, streamed=True, proxied=True, engine=engine) as world:
-        core = core_of(world.engines[0])
-        await world.ask(make_group(0, 6, prompt=PROMPT))
-        await until(lambda: core.schedule.running == 6)
-        await until(lambda: core.load().num_running_reqs < 6)
-        await core.pause("in_place")
-        ended = 6 - core.schedule.running
-        assert 0 < ended < 6
-        partial = log[0].partial
-        assert partial is not None
-        await until(lambda: [finished(output) for output in partial.certain()].count(True) == ended)
-        await until(lambda: partial.tokens == core.totals().generated_tokens)
-        core_of(world.engines[1]).schedule.config = simulated(FAST_MS).simulated
-        world.proxies[0].kill()
-        samples = await world.whole(6)
-    first, *rest = log
-    assert len(rest) == 6 - ended
-    whole = [s for s in samples if finished(first.outputs[s.index])]
-    assert len(whole) == ended
-    for sample in whole:
-        assert response_ids(sample) == first.outputs[sample.index].output_ids
-        assert (sample.status, sample.resumed, sample.reused_tokens) == ("completed", 0, 0)
-    for sample in (s for s in samples if s not in whole):
-        kept = first.outputs[sample.index].output_ids
-        assert response_ids(sample)[: len(kept)] == kept
-        assert (sample.status, sample.resumed, sample.reused_tokens) == ("completed", 1, len(kept))
-
-
-def finished(output: GenerateOutput | None) -> bool:
-    return output is not None and output.meta_info.finish_reason is not None
 
 
 async def test_without_partial_rollout_a_lost_turn_starts_again(tmp_path: Path, log: Log) -> None:
@@ -241,16 +204,6 @@ async def test_a_lost_request_waits_for_the_engine_to_come_back_and_wastes_no_re
         samples = (await world.answer()).samples
     for sample in samples:
         check_continued(sample, first, log[1:])
-
-
-async def test_a_replica_that_is_started_anew_repeats_no_request_id(tmp_path: Path, log: Log) -> None:
-    """SGLang aborts the id of a stream again after its end, and would so end a request that has the id next."""
-    for life in range(2):
-        (tmp_path / str(life)).mkdir()
-        async with started(tmp_path / str(life), streamed=True) as world:
-            await world.ask(make_group(0, 1))
-            await world.answer()
-    assert len({e.request.rid for e in log}) == 2
 
 
 async def test_many_lost_requests_look_at_an_engines_health_together(
@@ -441,16 +394,6 @@ async def test_short_failed_and_evaluated_responses_are_not_written(tmp_path: Pa
 def pieces(home: Path) -> Path:
     [path] = groups_in(home)["0"].iterdir()
     return path
-
-
-async def test_records_hold_what_is_new(tmp_path: Path) -> None:
-    """So a file grows with the tokens, and not with their square."""
-    written, sizes = journal(tmp_path, 0), [0]
-    for n in range(100, 1001, 100):
-        await write(written, response(*[0] * n))
-        sizes.append(pieces(tmp_path).stat().st_size)
-    first, last = sizes[1] - sizes[0], sizes[-1] - sizes[-2]
-    assert last < 1.5 * first
 
 
 async def test_a_damaged_or_cut_file_counts_up_to_there_and_is_told(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import functools
-from collections import Counter
 from pathlib import Path
 
 import msgspec
@@ -48,40 +47,9 @@ from tests.stages.engine_rig import (
     token_versions,
     written,
 )
-from tests.stages.stage_rig import idle, make_config, make_group, make_sample, make_slice, numbers, response_ids, until
+from tests.stages.stage_rig import idle, make_config, make_group, make_sample, make_slice, response_ids, until
 from tests.stages.train_rig import training
 from transport import StreamSpec
-
-
-async def test_a_group_is_one_request_and_its_samples_are_the_engines(tmp_path: Path, log: Log) -> None:
-    async with started(tmp_path, rollout={"rollout_temperature": 0.7, "rollout_top_p": 0.9}) as world:
-        await world.ask(make_group(3, 4, prompt=[5, 6, 7]))
-        slice_ = await world.answer()
-        await world.rig.hubs["generate"].wait_empty()
-    [exchange] = log
-    assert exchange.request.prompts == [[5, 6, 7]]
-    assert (exchange.params.n, exchange.params.temperature, exchange.params.top_p) == (4, 0.7, 0.9)
-    assert exchange.request.extra_key == "0.0"
-    assert [s.index for s in slice_.samples] == [0, 1, 2, 3]
-    for sample in slice_.samples:
-        assert response_ids(sample) == written([exchange], [sample.index], sample)
-        assert response_ids(sample) == exchange.outputs[sample.index].output_ids
-        assert sample.version_runs[1:] == (VersionRun(0, LENGTH),)
-        assert np.allclose(sample.log_probs[sample.prompt_length :], simulated_log_prob(VOCABULARY))
-        assert numbers(sample.token_ids[: sample.prompt_length]) == [5, 6, 7]
-        assert numbers(sample.loss_mask) == [0] * 3 + [1] * LENGTH
-        assert (sample.status, sample.turns, sample.error, sample.resumed) == ("completed", 1, None, 0)
-        assert sample.fault() is None
-    assert len({tuple(response_ids(s)) for s in slice_.samples}) == 4, "each sample has its own noise"
-
-
-async def test_a_group_is_drawn_as_it_was_admitted(tmp_path: Path, log: Log) -> None:
-    """Whatever the configuration of this replica says, which may be older or newer."""
-    async with started(tmp_path, rollout={"rollout_temperature": 0.7}, eval={"eval_temperature": 0.2}) as world:
-        for group in (make_group(0, temperature=0.4, top_p=0.8), make_group(1, purpose="eval", pinned_version=0)):
-            await world.ask(group)
-            await world.answer()
-    assert [(exchange.params.temperature, exchange.params.top_p) for exchange in log] == [(0.4, 0.8), (0.2, 1.0)]
 
 
 async def test_nothing_is_asked_before_weights_are_named(tmp_path: Path, log: Log) -> None:
@@ -152,54 +120,11 @@ async def test_without_partial_rollout_an_aborted_response_starts_again(tmp_path
     assert len(log) == 3
 
 
-async def test_groups_go_to_the_least_loaded_engine(tmp_path: Path, log: Log) -> None:
-    async with started(tmp_path, engines=2) as world:
-        for server in world.engines:
-            await core_of(server).pause("in_place")
-        for group_id in range(6):
-            await world.ask(make_group(group_id, 2))
-        await until(lambda: len(log) == 6)
-        assert Counter(exchange.url for exchange in log) == {server.url: 3 for server in world.engines}
-        for server in world.engines:
-            await core_of(server).resume()
-        assert sorted([(await world.answer()).group.group_id for _ in range(6)]) == list(range(6))
-
-
 async def test_a_lost_connection_is_tried_elsewhere(tmp_path: Path) -> None:
     async with started(tmp_path, engines=2, rollout={"max_retries": 1}) as world:
         await world.engines[0].__aexit__(None, None, None)  # and nobody has noticed yet
         await world.ask(make_group(0, 2))
         assert [s.status for s in await world.whole(2)] == ["completed", "completed"]
-
-
-async def test_without_any_engine_the_samples_fail_in_words_and_the_stage_goes_on(tmp_path: Path) -> None:
-    async with started(tmp_path, rollout={"max_retries": 0}) as world:
-        await world.engines[0].__aexit__(None, None, None)
-        await world.ask(make_group(0, 2))
-        failed = (await world.answer()).samples
-        assert [s.status for s in failed] == ["failed", "failed"]
-        assert (failed[0].error or "").startswith("EngineUnreachable: ")
-        assert world.engines[0].url in (failed[0].error or "")
-        await world.start_engine(0, incarnation=1)
-        await until(lambda: world.engines[1].core is not None and world.engines[1].core.label == "0.0")
-        await until(lambda: bool(world.serving()))
-        await world.ask(make_group(1, 2))
-        assert [s.status for s in (await world.answer()).samples] == ["completed", "completed"]
-
-
-async def test_an_engine_that_comes_back_gets_the_newest_weights_before_it_serves(tmp_path: Path) -> None:
-    async with started(tmp_path) as world:
-        world.weights.publish(1)
-        await world.weights.landed(1)
-        await world.engines[0].__aexit__(None, None, None)
-        world.lose(0)
-        await until(lambda: not world.serving())
-        await world.ask(make_group(0, 2))
-        again = await world.start_engine(0, incarnation=1)
-        assert core_of(again).label == "default"
-        slice_ = await world.answer()
-        assert [token_versions(s) for s in slice_.samples] == [[1] * LENGTH] * 2
-        await world.weights.landed(1)
 
 
 async def test_weights_that_this_run_did_not_publish_fail_the_sample_in_words(tmp_path: Path) -> None:
@@ -249,44 +174,6 @@ async def test_budgets_cut_responses(
     assert len(log) == (1 if tokens else 0)
     if log:
         assert log[0].params.temperature == (0.0 if group.purpose == "eval" else 1.0)
-
-
-async def test_a_drain_has_the_engines_give_back_what_they_hold(tmp_path: Path, log: Log) -> None:
-    async with started(tmp_path, engine=simulated(SLOW_MS)) as world:
-        await world.ask(make_group(0, 2))
-        await freeze(world.engines[0], tokens=6)
-        world.rig.topic.publish("drain", b"interrupted")
-        samples = (await world.answer()).samples
-        assert [s.status for s in samples] == ["aborted", "aborted"]
-        assert all(0 < s.response_length < LENGTH and s.fault() is None for s in samples)
-        assert len(log) == 1, "nothing is resumed"
-        world.rig.hubs["generate"].finish()
-        assert world.task is not None
-        await world.task
-
-
-async def test_a_drain_before_any_engine_is_up_ends_the_wait(tmp_path: Path) -> None:
-    async with generating(tmp_path, start=0) as world:
-        await world.ask(make_group(0, 2))
-        world.rig.topic.publish("drain", b"interrupted")
-        for sample in (await world.answer()).samples:
-            assert sample.status == "aborted" or "the run is stopping" in (sample.error or "")
-            assert sample.response_length == 0
-        world.rig.hubs["generate"].finish()
-        assert world.task is not None
-        await world.task
-
-
-async def test_nothing_new_is_generated_in_a_drain(tmp_path: Path, log: Log) -> None:
-    async with started(tmp_path, engine=simulated(SLOW_MS), window_items=1) as world:
-        await world.ask(make_group(0, 2))
-        await world.ask(make_group(1, 2))  # waits in the hub
-        await freeze(world.engines[0], tokens=6)
-        world.rig.topic.publish("drain", b"interrupted")
-        assert (await world.answer()).group.group_id == 0
-        await core_of(world.engines[0]).resume()
-        assert (await world.answer()).group.group_id == 1
-        assert len(log) == 1
 
 
 async def test_a_stage_that_is_killed_gives_its_prompts_back_and_aborts_its_requests(tmp_path: Path) -> None:
@@ -383,15 +270,6 @@ def engine_answer(ids: list[int], reason: str | None = "stop", *, label: str = "
 NEW = SampleResult()
 
 
-def test_draft_tokens_are_summed_over_the_requests_of_a_rollout() -> None:
-    drafts = {"spec_num_proposed_drafts": 10, "spec_num_correct_drafts": 6}
-    result = extended(ASKED, NEW, engine_answer([1, 2], "abort", **drafts), 1.0)
-    sample = append_result(new_sample([], 0), extended(ASKED, result, engine_answer([3], **drafts), 1.0))
-    assert (sample.spec_proposed, sample.spec_accepted) == (20, 12)
-    sample = append_result(sample, extended(ASKED, NEW, engine_answer([3]), 1.0))  # an engine without drafts
-    assert (sample.spec_proposed, sample.spec_accepted) == (20, 12)
-
-
 @pytest.mark.parametrize("turns", [1, 2])
 def test_experts_of_a_continued_rollout_are_those_that_made_its_tokens(turns: int) -> None:
     """Each answer tells the choices from the prompt on; of a repeated token the first choice counts."""
@@ -416,15 +294,6 @@ def test_experts_that_are_no_base64_of_numbers_are_told(sent: str, words: str) -
     assert (result.finish, result.token_ids) == ("failed", ())
 
 
-def test_pieces_are_joined_by_version_and_their_time_is_summed() -> None:
-    result = extended(
-        ASKED, extended(ASKED, NEW, engine_answer([1, 2], "abort"), 1.0), engine_answer([3], "abort"), 1.0
-    )
-    result = extended(ASKED, result, engine_answer([4], label="0.2"), 1.0)
-    assert result.runs == (VersionRun(1, 3), VersionRun(2, 1))
-    assert result.spent_s == 3.0, "deadlines count the work on all pieces"
-
-
 def test_what_a_lost_engine_left_is_an_aborted_response() -> None:
     result = with_saved(ASKED, NEW, engine_answer([1, 2, 3], None), 2.0, lost=True)
     assert (result.finish, result.reused_tokens, result.spent_s) == ("aborted", 3, 2.0)
@@ -440,11 +309,6 @@ def test_what_a_lost_engine_left_is_an_aborted_response() -> None:
     assert response_ids(sample) == [1, 2, 3, 4]
     assert sample.version_runs == (VersionRun(1, 3), VersionRun(2, 1))
     assert sample.fault() is None
-
-
-def test_labels_of_a_frozen_model_are_no_versions() -> None:
-    frozen = SampleRequest(SamplingParams(), [1], policy="judge")
-    assert extended(frozen, NEW, engine_answer([1, 2], label="default"), 1.0).runs == (VersionRun(-1, 2),)
 
 
 def test_a_batch_tells_of_reuse_replacement_and_drafts() -> None:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import math
-import random
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 
 from models.import_path import ImportPathError
 from stages.group.filters import FilterDecision, resolve_filter
 from stages.group.stage import GroupStage
-from stages.messages import Extra, RolloutSlice, Sample, Settled, VersionRun
+from stages.messages import RolloutSlice, Sample, Settled, VersionRun
 from tests.stages.stage_rig import (
     Desk,
     Rig,
@@ -29,33 +27,9 @@ from tests.stages.stage_rig import (
     running,
     settled,
     take,
-    take_all,
 )
 
 PARTS = "tests.stages.custom_parts"
-
-
-@pytest.mark.parametrize("sockets", [False, True])
-@pytest.mark.parametrize("seed", range(4))
-async def test_a_group_is_put_together_from_slices_in_any_order(seed: int, sockets: bool) -> None:
-    rng = random.Random(seed)
-    parts: list[RolloutSlice] = []
-    for group_id in (0, 1):
-        members = [make_sample(i, reward=float(i)) for i in range(6)]
-        rng.shuffle(members)
-        cut = sorted(rng.sample(range(1, 6), 2))
-        for piece in (members[: cut[0]], members[cut[0] : cut[1]], members[cut[1] :]):
-            parts.append(make_slice(group_id, *piece, n_samples=6))
-    rng.shuffle(parts)
-    async with open_desk(sockets=sockets) as one:
-        await one.send(*parts)
-        found = [await take(one.out) for _ in range(2)]
-        assert {slice_.group.group_id for slice_ in found} == {0, 1}
-        for slice_ in found:
-            assert [sample.index for sample in slice_.samples] == list(range(6))
-            assert [sample.reward for sample in slice_.samples] == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
-        await one.end()
-        assert one.rig.hubs["group"].stats().settled == 6
 
 
 async def test_groups_that_have_left_are_remembered_up_to_a_number(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,16 +49,6 @@ async def test_leases_are_released_only_after_the_group_has_left(desk: Desk) -> 
     await take(desk.out)
     await desk.rig.hubs["group"].wait_empty()
     assert desk.rig.hubs["group"].stats().settled == 2
-
-
-async def test_extras_of_the_members_pass_through_the_join(desk: Desk) -> None:
-    image = np.arange(12, dtype="<u2").reshape(3, 4).view(Extra)
-    await desk.send(make_slice(0, make_sample(0, reward=1.0, extras={"image": image}), n_samples=2))
-    await desk.send(make_slice(0, make_sample(1, reward=0.0), n_samples=2))
-    whole = await take(desk.out)
-    assert [list(sample.extras) for sample in whole.samples] == [["image"], []]
-    got = whole.samples[0].extras["image"]
-    assert (type(got), got.dtype, got.tolist()) == (Extra, image.dtype, image.tolist())
 
 
 async def test_what_a_killed_replica_held_is_put_together_by_the_next(rig: Rig) -> None:
@@ -115,22 +79,6 @@ async def test_the_first_rollout_of_an_index_wins(desk: Desk) -> None:
     await desk.rig.hubs["group"].wait_empty()
 
 
-async def test_a_duplicate_that_comes_after_the_group_left_is_released_and_dropped(desk: Desk) -> None:
-    await desk.send(make_slice(0))
-    await take(desk.out)
-    await desk.send(make_slice(0), make_slice(0, make_sample(1), n_samples=2))
-    await desk.rig.hubs["group"].wait_empty()
-    await desk.end()
-    desk.rig.hubs["train"].finish()
-    assert await take_all(desk.out) == []
-    assert desk.rig.hubs["settle"].stats().accepted == 0
-
-
-async def test_failed_members_are_left_out_while_enough_remain(desk: Desk) -> None:
-    await desk.send(make_slice(0, make_sample(0, reward=1.0), failed(1), make_sample(2, reward=0.0)))
-    assert [sample.index for sample in (await take(desk.out)).samples] == [0, 2]
-
-
 async def test_too_few_members_fail_the_group_with_their_errors(desk: Desk) -> None:
     await desk.send(make_slice(3, make_sample(0, reward=1.0), failed(1), make_sample(2, status="aborted")))
     report = await settled(desk)
@@ -138,11 +86,6 @@ async def test_too_few_members_fail_the_group_with_their_errors(desk: Desk) -> N
     assert report.detail == "insufficient_members: 1 of 3; ValueError: boom; aborted"
     assert report.tokens == 4 + 2 + 4
     await desk.rig.hubs["group"].wait_empty()
-
-
-async def test_a_single_rollout_is_a_group_of_its_own(desk: Desk) -> None:
-    await desk.send(make_slice(0, make_sample(0, reward=1.0)))
-    assert len((await take(desk.out)).samples) == 1
 
 
 @pytest.mark.parametrize(
@@ -291,71 +234,3 @@ async def test_a_part_that_comes_while_its_group_is_discarded_does_no_harm(desk:
     await desk.end()
     assert settle.stats().accepted == 1
     assert desk.rig.hubs["group"].stats().settled == 2
-
-
-GROUPS, MEMBERS = 40, 4
-
-
-def single_members(seed: int) -> list[RolloutSlice]:
-    """Every rollout of every group in a slice of its own, in any order."""
-    parts = [
-        make_slice(group, make_sample(member, reward=float(member)), n_samples=MEMBERS)
-        for group in range(GROUPS)
-        for member in range(MEMBERS)
-    ]
-    random.Random(seed).shuffle(parts)
-    return parts
-
-
-async def keyed_rig(rig: Rig) -> None:
-    await rig.stream("group", RolloutSlice, routing="keyed")
-
-
-async def whole_groups(rig: Rig) -> list[int]:
-    inlet = await rig.inlet("train")
-    found = [await take(inlet) for _ in range(GROUPS)]
-    assert all([sample.index for sample in one.samples] == list(range(MEMBERS)) for one in found)
-    return [one.group.group_id for one in found]
-
-
-async def test_each_group_is_put_together_in_one_of_two_replicas(rig: Rig) -> None:
-    await keyed_rig(rig)
-    ports = [await join(rig, f"group-{i}") for i in range(2)]
-    stages = [GroupStage(make_context(replica=f"group-{i}")) for i in range(2)]
-    async with running(stages[0], ports[0]), running(stages[1], ports[1]):
-        feed = await rig.outlet("group")
-        for part in single_members(0):
-            await feed.send(part, part.key)
-        assert sorted(await whole_groups(rig)) == list(range(GROUPS))
-        assert all(stage.activity.items_out > 0 for stage in stages), "both had a share"
-        await idle()
-        assert rig.hubs["group"].stats().settled == GROUPS * MEMBERS
-
-
-async def test_what_a_retired_replica_holds_is_put_together_by_the_others(rig: Rig) -> None:
-    await keyed_rig(rig)
-    feed = await rig.outlet("group")
-    parts = single_members(1)
-    ports = [await join(rig, f"group-{i}") for i in range(2)]
-    async with running(GroupStage(make_context()), ports[0]), running(GroupStage(make_context()), ports[1]) as going:
-        for part in parts[:80]:
-            await feed.send(part, part.key)
-        await idle()
-        await retire(ports[1].inlets["in"], going)
-        for part in parts[80:120]:
-            await feed.send(part, part.key)
-        late = await join(rig, "group-2")
-        async with running(GroupStage(make_context()), late):
-            for part in parts[120:]:
-                await feed.send(part, part.key)
-            assert sorted(await whole_groups(rig)) == list(range(GROUPS))
-            await idle()
-            assert rig.hubs["group"].stats().settled == GROUPS * MEMBERS
-            assert rig.hubs["train"].stats().duplicates == 0
-
-
-async def retire(inlet: Any, task: Any) -> None:
-    """As the replica does that is told to: it takes nothing more, its stage ends, its ports are closed."""
-    await inlet.drain()
-    await task
-    await inlet.close()

@@ -32,24 +32,10 @@ def curriculum(
     return PassRateCurriculum(data, PromptOrder(n, seed, shuffle), rates)
 
 
-def test_switched_off_it_visits_every_position() -> None:
-    off = PassRateCurriculum(DataConfig(), PromptOrder(4, 1, shuffle=True))
-    off.observe(0, 0.0)
-    assert [off.next_position(i) for i in range(9)] == list(range(9))
-    assert off.rates == {}
-
-
 @pytest.mark.parametrize("rate", [0.2, 0.5, 0.8])
 def test_prompts_within_the_bounds_and_unknown_ones_are_always_asked(rate: float) -> None:
     one = curriculum(rates={0: rate}, keep=0.01)
     assert not any(one.skips(position) for position in range(500))
-
-
-@pytest.mark.parametrize("rate", [0.0, 0.19, 0.81, 1.0])
-def test_prompts_outside_are_asked_with_the_given_probability(rate: float) -> None:
-    one = curriculum(n=1, rates={0: rate}, keep=0.25)
-    asked = sum(not one.skips(position) for position in range(4000))
-    assert 0.22 < asked / 4000 < 0.28
 
 
 def test_pass_rates_are_averaged_with_more_weight_on_the_newest() -> None:
@@ -163,30 +149,6 @@ async def test_a_curriculum_without_verdicts_is_told_at_the_first_batch() -> Non
     assert caught.group_contains(
         NoVerdicts, match="--curriculum pass_rate needs a grader .* no response of batch 1 has a verdict"
     )
-
-
-async def test_over_sampling_admits_more_and_its_leftovers_are_asked_again() -> None:
-    async with prompting(batch=2, eta=0) as one:
-        one.stage.gate = StalenessGate(2, 0, 10, extra=1)
-        await one.land(0)
-        assert await asked(one) == [(0, 0), (1, 1), (2, 2)]
-        await one.report(Settled(1, "filtered", "zero_std_0.0"))
-        assert await asked(one) == [(3, 3)], "a dropped group is replaced at once"
-        await one.report(step_done(1, 0, 2), Settled(3, "discarded", "over-sampled: ..."))
-        assert await asked(one) == [], "the next weights have not landed"
-        await one.land(1)
-        assert await asked(one) == [(4, 3), (5, 4), (6, 5)], "the prompt of the leftover comes first"
-        await one.report(Settled(4, "discarded", "over-sampled: ..."))
-        assert await asked(one) == [(7, 6)], "once"
-
-
-async def test_leftovers_are_not_asked_again_if_the_user_says_so() -> None:
-    config = make_config(asynchrony={"async_unused_samples_handler": "drop"})
-    async with prompting(batch=1, eta=0, config=config) as one:
-        await one.land(0)
-        assert await asked(one) == [(0, 0)]
-        await one.report(Settled(0, "discarded", "over-sampled: ..."))
-        assert await asked(one) == [(1, 1)]
 
 
 async def test_leftovers_of_the_last_batch_do_not_cut_off_its_evaluation() -> None:
@@ -418,15 +380,6 @@ def test_over_sampling_widens_the_gate_only_while_a_filter_is_on(
     assert over_sampling(config) == extra
     assert StalenessGate.of(config) == StalenessGate(32, 2, 9, extra, ages=loss != "sft_loss")
     assert StalenessGate.of(config).most_open == 96 + extra
-
-
-def test_over_sampling_asks_for_nothing_that_no_batch_needs() -> None:
-    gate = StalenessGate(batch=8, max_staleness=0, total=2, extra=4)
-    assert gate.capacity(version=0, trained=0, open_groups=0) == 12
-    assert gate.capacity(version=0, trained=0, open_groups=12) == 0
-    assert gate.capacity(version=0, trained=8, open_groups=4) == 0, "born old: the next weights have not landed"
-    assert gate.capacity(version=1, trained=8, open_groups=4) == 8, "at least a whole batch besides the leftovers"
-    assert gate.capacity(version=2, trained=16, open_groups=0) == 0, "the run is trained"
 
 
 @settings(max_examples=80, deadline=None)

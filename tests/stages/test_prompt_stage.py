@@ -83,18 +83,6 @@ async def test_an_engine_that_dies_no_longer_holds_the_gate() -> None:
         assert await one.admitted() == [1]
 
 
-async def test_what_is_said_of_a_process_that_has_died_does_not_count_for_the_gate() -> None:
-    """The entry of an engine's last life arrives after the engine was started anew."""
-    async with prompting(batch=1, eta=0) as one:
-        await one.land(0)
-        assert await one.admitted() == [0]
-        await one.report(step_done(1, 0))
-        one.rig.engine_at("http://again", engine=1, incarnation=1)
-        one.rig.applied(0, engine=1, incarnation=0)
-        await one.land(1)
-        assert await one.admitted() == [1], "nobody carries version 0 any more"
-
-
 async def test_a_changed_sampling_holds_for_groups_that_are_admitted_from_then_on() -> None:
     config = make_config(rollout={"rollout_temperature": 0.7, "rollout_top_p": 0.9})
     async with prompting(config=config, batch=1, eta=0) as one:
@@ -104,20 +92,6 @@ async def test_a_changed_sampling_holds_for_groups_that_are_admitted_from_then_o
         await one.report(Settled(0, "filtered"))
         second = await take(one.groups)
         assert [(g.temperature, g.top_p) for g in (first, second)] == [(0.7, 0.9), (0.3, 1.0)]
-
-
-async def test_messages_carry_what_was_asked_and_a_seed_of_their_own() -> None:
-    config = make_config(rollout={"n_samples_per_prompt": 5}, run={"seed": 9}, data={"rollout_shuffle": False})
-    row = PreparedPrompt("how many?", wire([4, 5, 6], Int32Array), "12", '{"level":3}', '[{"name":"x"}]')
-    async with prompting(config=config, batch=1, eta=1, prompts=Rows(row)) as one:
-        await one.land(0)
-        await idle()
-        first, second = await take(one.groups), await take(one.groups)
-        assert numbers(first.prompt_ids) == [4, 5, 6]
-        assert (first.prompt, first.label, first.metadata, first.tools) == ("how many?", "12", row.metadata, row.tools)
-        assert (first.n_samples, first.purpose, first.requeued, first.epoch, second.epoch) == (5, "train", 0, 0, 1)
-        assert [first.seed, second.seed] == [sampling_seed(9, 0), sampling_seed(9, 1)]
-        assert first.seed != second.seed
 
 
 async def test_open_groups_of_a_snapshot_are_submitted_again_before_new_ones() -> None:
@@ -146,22 +120,6 @@ async def test_open_groups_that_the_trainer_holds_are_not_asked_again() -> None:
         await one.report(Settled(5, "stale", "too old"))
         again = await take(one.groups)
         assert (again.group_id, again.prompt_index, again.requeued) == (8, 5, 1), "a stale one is asked once more"
-        assert balanced(one.stage.ledger)
-
-
-async def test_open_groups_that_were_admitted_for_a_later_version_wait_for_it_again() -> None:
-    """A trainer may be two versions ahead of the ledger that is committed: asked at once, they would be of the version
-    before theirs, stale, and asked again under other ids, with other seeds."""
-    snapshot = LedgerSnapshot(10, 10, {"trained": 6}, tuple(OpenGroup(n, n) for n in range(6, 10)))
-    config = make_config(data={"rollout_shuffle": False})
-    async with prompting(batch=2, eta=0, config=config, snapshot=snapshot, restored={6}) as one:
-        await one.land(3)
-        assert await one.admitted() == [7]
-        await one.land(4)  # before the report of its step, which is behind a checkpoint's
-        assert await one.admitted() == [8, 9]
-        await one.report(step_done(4, 6, 7))
-        await one.land(5)
-        assert await one.admitted() == [10, 11]
         assert balanced(one.stage.ledger)
 
 
@@ -225,17 +183,6 @@ async def test_group_after_group_without_training_is_an_error_with_its_reasons()
         r"look at the rewards, or raise --max-filter-rounds \(now 2\)"
     )
     assert caught.group_contains(Starved, match=words)
-
-
-async def test_a_trained_batch_ends_the_count_towards_starvation() -> None:
-    config = make_config(filter={"max_filter_rounds": 2})
-    async with prompting(batch=1, eta=0, config=config) as one:
-        for round_ in range(3):
-            await one.land(round_)
-            base = 3 * round_
-            await one.report(Settled(base, "filtered", "x"), Settled(base + 1, "filtered", "x"))
-            await one.report(step_done(round_ + 1, base + 2))
-        assert one.stage.ledger.counts["filtered"] == 6
 
 
 async def test_duplicate_reports_change_nothing() -> None:

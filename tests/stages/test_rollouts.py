@@ -24,7 +24,6 @@ from stages.rollouts import (
     append_untrained,
     as_rollout,
     branch,
-    cut,
     raw_returns,
     rollout_fault,
     token_rewards,
@@ -101,14 +100,6 @@ async def test_what_wants_raises_fails_its_sample_alone(tmp_path: Path) -> None:
         assert {s.error for s in samples} == {"Game.wants: ZeroDivisionError: no such game"}
         await world.ask(make_group(1, 1))
         assert (await world.answer()).group.group_id == 1, "the replica goes on"
-
-
-async def test_wants_is_given_the_options_of_its_stage(tmp_path: Path) -> None:
-    async with generating(tmp_path, rollout={"max_turns": 9}, **recipe("game", "Game", rounds=0)) as world:
-        await world.ready()
-        await world.ask(make_group(0, 2))
-        assert [s.status for s in (await world.answer()).samples] == ["completed"] * 2
-        assert world.rig.hubs["game"].stats().accepted == 0
 
 
 # ---------------------------------------------------------------------- from a loop to the trainer
@@ -273,31 +264,6 @@ async def test_the_group_stage_says_why(desk: Desk) -> None:
     assert isinstance(report, Settled)
     assert report.outcome == "failed"
     assert report.detail == "sample 0: the first 6 tokens of sequence 1 are not those of sequence 0, its prefix"
-
-
-def test_equal_batches_have_equal_hashes_and_a_prefix_counts() -> None:
-    def hashed(*samples: Sample) -> str:
-        batch = Batch(make_config(), 0)
-        batch.add(Kept(make_slice(0, *samples)))  # type: ignore[arg-type]
-        return batch.token_hash()
-
-    assert hashed(*branched()) == hashed(*branched())
-    assert hashed(*branched()) != hashed(*branched(prefix=None)), "the shared tokens would be trained twice"
-    assert hashed(make_sample(0)) != hashed(make_sample(0, prompt=(1, 2, 4)))
-    assert np.isfinite(branched()[0].log_probs).all()
-
-
-@pytest.mark.parametrize(
-    ("length", "left"), [(11, [3, 4, 2]), (9, [3, 4, 2]), (7, [3, 4]), (5, [3, 2]), (3, [3]), (1, [3])]
-)
-def test_what_is_cut_keeps_its_prompt(length: int, left: list[int]) -> None:
-    """Also where the context is shorter than the prompt: nothing of it may go, for it is another question then."""
-    whole = append_untrained(make_sample(n=4), [7, 7], "77")
-    sample = cut(whole, length)
-    assert [run.n_tokens for run in sample.version_runs] == left
-    assert sample.length == sum(left)
-    assert sample.fault() is None
-    assert branch(whole, length).prefix == Prefix(0, sample.length)
 
 
 SEQUENCES = st.lists(st.lists(st.integers(0, 2), max_size=8), max_size=12)

@@ -19,10 +19,10 @@ from models.engines.noise import sample_seed
 from models.engines.token import Token
 from models.errors import EngineUnreachable
 from stages.base import Activity
-from stages.engines.router_workers import STRANGE_LOOKS, UNDER_WAY_S, RouterWorkers
+from stages.engines.router_workers import STRANGE_LOOKS, RouterWorkers
 from stages.messages import RolloutSlice, Sample
 from stages.ports import Topic
-from stages.topic_values import EngineAddress, EngineEntry, RouterAddress, RouterState
+from stages.topic_values import RouterAddress, RouterState
 from tests.models.engines.real_router import router_process
 from tests.stages.engine_rig import (
     FAST_MS,
@@ -125,20 +125,6 @@ async def test_the_router_is_given_the_token_of_each_engine(post: Post) -> None:
     assert post.router.roles[OWN]["api_key"] == "of-this-engine"
 
 
-async def test_an_addition_under_way_is_not_asked_again_until_it_takes_too_long(
-    post: Post, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = 100.0
-    monkeypatch.setattr("stages.engines.router_workers.time.monotonic", lambda: now)
-    post.attach()
-    post.router.adds = False
-    await post.looks(4)
-    assert post.router.posts == [OWN]
-    now += UNDER_WAY_S + 1.0
-    await post.look()
-    assert post.router.posts == [OWN, OWN]
-
-
 async def test_a_worker_that_the_router_has_not_forgotten_is_added_at_a_later_look(post: Post) -> None:
     post.attach()
     post.router.conflict.add(OWN)
@@ -202,25 +188,6 @@ async def test_an_engines_stage_that_was_started_anew_changes_nothing_at_the_rou
     assert (post.router.posts, post.router.deletes) == (before, [])
     assert again._api is not None
     await again._api.close()
-
-
-async def test_frozen_engines_are_none_of_the_routers(post: Post) -> None:
-    value = msgspec.msgpack.encode(EngineAddress("frozen-judge", OTHER, 0, "judge"))
-    post.rig.topic.publish("engine/frozen-judge", value)
-    entry = EngineEntry("frozen-judge", OTHER, 0, "judge", state="serving", version=0)
-    post.rig.topic.publish("directory/frozen-judge", msgspec.msgpack.encode(entry))
-    post.attach()
-    await post.looks()
-    assert post.router.workers == {OWN: True}
-
-
-async def test_a_worker_that_nobody_knows_is_removed_after_a_second_look(post: Post) -> None:
-    post.attach()
-    post.router.workers["http://stranger:80"] = True
-    await post.look()
-    assert post.router.deletes == [], "its key may be on the way"
-    await post.look()
-    assert post.router.deletes == ["http://stranger:80"]
 
 
 async def test_strangers_do_not_make_the_router_count_as_up(post: Post) -> None:
@@ -292,18 +259,6 @@ async def test_a_worker_that_was_taken_out_comes_back_in_its_role(post: Post) ->
     await post.looks()
     assert post.router.roles[OWN] == PREFILL
     assert post.router.workers == {OWN: True, OTHER: True}
-
-
-async def test_a_router_whose_prefill_and_decode_are_apart_is_up_with_both_only(post: Post) -> None:
-    post.router.workers |= {OWN: True, OTHER: True}
-    post.router.roles |= {OWN: PREFILL, OTHER: DECODE}
-    post.attach()
-    post.engine(1, OTHER)
-    await post.looks()
-    assert (post.up, post.split) == (True, True)
-    post.router.workers[OTHER] = False
-    await post.looks()
-    assert (post.up, post.split) == (False, True), "half of the pair serves nothing"
 
 
 async def test_strangers_with_a_role_are_left_alone(post: Post) -> None:

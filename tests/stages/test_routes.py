@@ -21,7 +21,6 @@ from stages.generate.stage import GenerateStage
 from stages.messages import RolloutSlice
 from stages.sampling.engine_choice import CROWDED, Choice, Ranking, Slots
 from stages.sampling.engine_directory import EngineDirectory
-from stages.sampling.rollout_requests import Requests
 from stages.sampling.routes import RouteRequest, Routes
 from stages.topic_values import RouterState
 from tests.stages.engine_rig import FAST_MS, ONCE, SLOW_MS, Log, World, core_of, freeze, generating, simulated, started
@@ -71,15 +70,6 @@ def test_a_session_stays_where_it_is_unless_its_own_engine_goes(loads: dict[str,
             assert ranking.rank(choice(left, key)) == [name for name in first if name != gone]
 
 
-def test_sessions_spread_and_a_new_engine_takes_its_share_only() -> None:
-    ranking = Ranking("session", 0)
-    three, four = ({f"engine-{i}": 0 for i in range(n)} for n in (3, 4))
-    before = {k: ranking.rank(choice(three, str(k)))[0] for k in range(600)}
-    after = {k: ranking.rank(choice(four, str(k)))[0] for k in range(600)}
-    assert min(Counter(before.values()).values()) > 120
-    assert {after[k] for k in after if after[k] != before[k]} == {"engine-3"}
-
-
 @settings(max_examples=40, deadline=None)
 @given(loads=LOADS, n=st.integers(1, 8), prompt=st.binary(max_size=8))
 def test_cache_aware_never_prefers_a_crowded_engine(loads: dict[str, int], n: int, prompt: bytes) -> None:
@@ -88,29 +78,12 @@ def test_cache_aware_never_prefers_a_crowded_engine(loads: dict[str, int], n: in
     assert loads[first] == 0 or loads[first] + n <= bound or all(load + n > bound for load in loads.values())
 
 
-def test_cache_aware_sends_a_prompt_to_one_engine_while_there_is_room() -> None:
-    ranking = Ranking("cache_aware", 0)
-    even = {f"engine-{i}": 40 for i in range(4)}
-    homes = {prompt: ranking.rank(choice(even, prompt=bytes([prompt])))[0] for prompt in range(64)}
-    assert len(set(homes.values())) == 4
-    assert all(ranking.rank(choice(even, "another key", bytes([p])))[0] == home for p, home in homes.items())
-    crowded = {**even, homes[0]: 90}
-    assert ranking.rank(choice(crowded, prompt=b"\x00"))[0] != homes[0]
-
-
 def test_power_of_two_takes_the_less_loaded_of_those_drawn() -> None:
     ranking = Ranking("power_of_two", 1)
     loads = {"engine-0": 0, "engine-1": 5, "engine-2": 9}
     firsts = Counter(ranking.rank(choice(loads))[0] for _ in range(300))
     assert firsts["engine-2"] == 0, "one of the two is always better"
     assert firsts["engine-0"] > firsts["engine-1"] > 0
-
-
-def test_round_robin_takes_turns_and_replicas_begin_at_different_engines() -> None:
-    loads = {f"engine-{i}": 0 for i in range(3)}
-    first, second = Ranking("round_robin", 0), Ranking("round_robin", 1)
-    assert [first.rank(choice(loads))[0] for _ in range(4)] == ["engine-0", "engine-1", "engine-2", "engine-0"]
-    assert second.rank(choice(loads))[0] == "engine-1"
 
 
 @pytest.mark.parametrize(("policy", "urls"), [("session", 1), ("round_robin", 2), ("cache_aware", 2)])
@@ -127,26 +100,6 @@ async def test_the_configured_policy_chooses_among_the_engines(
             await back.send(single, single.key)
             await world.answer()
     assert len({exchange.url for exchange in log}) == urls
-
-
-async def test_an_engine_gets_no_more_samples_than_it_has_slots(tmp_path: Path, log: Log) -> None:
-    async with started(tmp_path, engines=2, rollout={"server_concurrency": 4}) as world:
-        for server in world.engines:
-            await core_of(server).pause("in_place")
-        for group_id in range(5):
-            await world.ask(make_group(group_id, 2))
-        await until(lambda: len(log) == 4)
-        await idle()
-        assert [core_of(server).schedule.waiting for server in world.engines] == [4, 4]
-        assert in_flight(world) == [4, 4]
-        for server in world.engines:
-            await core_of(server).resume()
-        assert {(await world.answer()).group.group_id for _ in range(5)} == set(range(5))
-        await until(lambda: in_flight(world) == [0, 0])
-
-
-def in_flight(world: World) -> list[int]:
-    return [target.in_flight for target in world.stage.sampler.directory.serving()]
 
 
 def slots_of(world: World, name: str = "engine-0") -> Slots:
@@ -196,58 +149,6 @@ async def test_a_clients_slots_are_its_share_and_follow_the_number_of_replicas(t
         await until(lambda: slots_of(world).limit == 8)
 
 
-async def test_replicas_do_not_all_begin_at_the_same_engine(tmp_path: Path, log: Log) -> None:
-    """None knows of the others' requests, so that the first of each would meet at the first engine by name."""
-    async with started(tmp_path, engines=3, replicas=3, window_items=1) as world:
-        for server in world.engines:
-            await core_of(server).pause("in_place")
-        for group_id in range(3):
-            await world.ask(make_group(group_id, 2))
-        await until(lambda: len(log) == 3)
-        assert {exchange.url for exchange in log} == engine_urls(world)
-        for server in world.engines:
-            await core_of(server).resume()
-
-
-async def test_all_turns_of_a_session_meet_at_one_engine_whichever_replica_has_them(tmp_path: Path, log: Log) -> None:
-    """And at another one when that is away."""
-    async with started(
-        tmp_path,
-        engines=4,
-        replicas=3,
-        window_items=1,
-        router={"router": "none", "router_policy": "session"},
-        rollout={"max_turns": 2},
-        **ONCE,
-    ) as world:
-        back = await world.rig.outlet("generate.return")
-
-        async def engines_of(group_id: int) -> set[str]:
-            """Who is asked for six turns of a session, which the replicas have to share: each has room for one."""
-            before = len(log)
-            for server in world.engines:
-                await core_of(server).pause("in_place")
-            for index in range(6):
-                single = RolloutSlice(make_group(group_id, 6), (make_sample(index),))
-                await back.send(single, single.key)
-            await until(lambda: len(log) >= before + 3)
-            clients = {str(exchange.request.rid).rpartition("-")[0].rpartition("-")[0] for exchange in log[before:]}
-            assert clients == {"stage-0", "stage-1", "stage-2"}
-            for server in world.engines:
-                await core_of(server).resume()
-            for _ in range(6):
-                await world.answer()
-            return {exchange.url for exchange in log[before:]}
-
-        homes = [await engines_of(group_id) for group_id in range(3)]
-        assert [len(urls) for urls in homes] == [1, 1, 1]
-        [home] = homes[0]
-        world.lose([server.url for server in world.engines].index(home))
-        await until(lambda: all(len(stage.sampler.directory.serving()) == 3 for stage in world.stages))
-        [other] = await engines_of(3)
-        assert other != home
-
-
 async def test_a_replica_comes_and_goes_and_no_engine_is_touched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -295,20 +196,6 @@ def engine_urls(world: World) -> set[str]:
     return {server.url for server in world.engines}
 
 
-async def test_requests_go_through_the_router_and_share_a_prefix_while_all_engines_agree(
-    tmp_path: Path, log: Log
-) -> None:
-    async with routed(tmp_path) as (world, router):
-        for group_id in range(4):
-            await world.ask(make_group(group_id, 2))
-        slices = [await world.answer() for _ in range(4)]
-        assert {exchange.url for exchange in log} == {router.url}
-        assert {url for url, _, _ in router.requests} == engine_urls(world)
-        assert {body["extra_key"] for _, body, _ in router.requests} == {"0.0"}
-        assert {"X-SMG-Routing-Key" in headers for _, _, headers in router.requests} == {False}
-        assert [s.status for slice_ in slices for s in slice_.samples] == ["completed"] * 8
-
-
 async def test_nothing_is_sent_before_the_router_has_an_engine_with_weights(tmp_path: Path, log: Log) -> None:
     async with FakeRouter() as router, generating(tmp_path, engines=1, router={"router": "sglang"}) as world:
         await world.ask(make_group(0))
@@ -324,47 +211,12 @@ async def test_nothing_is_sent_before_the_router_has_an_engine_with_weights(tmp_
         assert (await world.answer()).samples[0].status == "completed"
 
 
-@pytest.mark.parametrize("difference", ["versions", "fetching"])
-async def test_no_prefix_is_shared_while_the_engines_differ(difference: str, tmp_path: Path, log: Log) -> None:
-    async with routed(tmp_path) as (world, _):
-        entry = world.rig.entry(1)
-        assert entry is not None
-        other = {"version": 1} if difference == "versions" else {"fetching": 1, "state": "updating"}
-        value = msgspec.msgpack.encode(msgspec.structs.replace(entry, **other))
-        world.rig.topic.publish("directory/engine-1", value)
-        directory = world.stage.sampler.directory
-        await until(lambda: directory.settled(directory.serving()) is None)
-        for group_id in range(3):
-            await world.ask(make_group(group_id, 2, prompt=[5]))
-            await world.answer()
-    keys = [exchange.request.extra_key for exchange in log]
-    assert len({*keys}) == 3
-    assert not {*keys} & {"0.0", "0.1"}
-
-
 async def test_a_session_names_its_group_to_the_router(tmp_path: Path) -> None:
     async with routed(tmp_path, router={"router": "sglang", "router_policy": "session"}) as (world, router):
         for group_id in (4, 5):
             await world.ask(make_group(group_id, 2))
             await world.answer()
         assert [headers["X-SMG-Routing-Key"] for _, _, headers in router.requests] == ["4", "5"]
-
-
-async def test_a_field_that_the_router_loses_makes_a_request_go_directly(
-    tmp_path: Path, log: Log, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    original = Requests.params
-
-    def params(self: Requests, *args: Any) -> Any:
-        return msgspec.structs.replace(original(self, *args), spaces_between_special_tokens=False)
-
-    monkeypatch.setattr(Requests, "params", params)
-    async with routed(tmp_path) as (world, router):
-        for group_id in range(4):
-            await world.ask(make_group(group_id, 2))
-            await world.answer()
-        assert router.requests == []
-        assert Counter(exchange.url for exchange in log) == dict.fromkeys(engine_urls(world), 2), "round robin here too"
 
 
 async def test_a_worker_that_dies_behind_the_router_leaves_its_part_to_another(tmp_path: Path, log: Log) -> None:

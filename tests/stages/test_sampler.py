@@ -15,11 +15,9 @@ from hypothesis import strategies as st
 from configs.schema.rollout import EngineConfig
 from models.engines.protocol import SamplingParams
 from models.engines.text import ends_within_stop, find_stop
-from models.errors import EngineUnreachable
-from models.tiny import make_tiny_checkpoint
 from stages.sampling.attempt import Attempt
 from stages.sampling.partial_rollouts import Call, Emit, PartialRollouts, RetryState, UnknownPolicy
-from stages.sampling.requests import SHORT_RESPONSE, Chunk, SampleRequest, SampleResult
+from stages.sampling.requests import Chunk, SampleRequest, SampleResult
 from tests.stages.engine_rig import (
     FAST_MS,
     LENGTH,
@@ -31,10 +29,8 @@ from tests.stages.engine_rig import (
     generating,
     simulated,
     started,
-    tensors_of,
-    token_versions,
 )
-from tests.stages.stage_rig import idle, make_group, response_ids, until
+from tests.stages.stage_rig import idle, make_group, until
 
 
 def uneven() -> EngineConfig:
@@ -83,43 +79,6 @@ async def test_a_slow_member_keeps_its_own_slot_only(tmp_path: Path, log: Log) -
         await world.rig.hubs["generate"].wait_empty()
 
 
-async def test_members_that_end_together_are_one_message_and_one_event_each(tmp_path: Path, log: Log) -> None:
-    async with started(tmp_path) as world:
-        for group_id in range(4):
-            await world.ask(make_group(group_id, 8))
-        slices = [await world.answer() for _ in range(4)]
-        await world.rig.hubs["generate"].wait_empty()
-        assert world.rig.hubs["reward"].stats().accepted == 4
-    assert [[sample.index for sample in slice_.samples] for slice_ in slices] == [list(range(8))] * 4
-    assert len(log) == 4, "one request for each group"
-    assert [exchange.partial.chunks for exchange in log if exchange.partial is not None] == [8] * 4
-
-
-async def test_a_real_engine_tells_of_each_member_when_it_has_ended(tmp_path: Path, log: Log) -> None:
-    model = make_tiny_checkpoint(tmp_path / "model", tokenizer="arithmetic", seed=0)
-    config = EngineConfig(engine="embedded", engine_slots=16, engine_device="cpu")
-    async with started(
-        tmp_path, engine=config, model=model, tensors=tensors_of([model]), rollout={"rollout_max_response_len": 40}
-    ) as world:
-        await world.ask(make_group(0, 8))
-        samples = await world.whole(8)
-    [exchange] = log
-    assert exchange.partial is not None
-    assert exchange.partial.chunks == 8
-    for sample, output in zip(samples, exchange.outputs, strict=True):
-        assert response_ids(sample) == output.output_ids
-        assert token_versions(sample) == [0] * len(output.output_ids)
-        assert sample.fault() is None
-
-
-@pytest.mark.parametrize(("budget", "streamed"), [(SHORT_RESPONSE, False), (SHORT_RESPONSE + 1, True)])
-async def test_short_answers_are_not_worth_a_stream(budget: int, streamed: bool, tmp_path: Path, log: Log) -> None:
-    async with started(tmp_path, rollout={"rollout_max_response_len": budget}) as world:
-        await world.ask(make_group(0, 3))
-        await world.whole(3)
-    assert [exchange.partial is not None for exchange in log] == [streamed]
-
-
 async def test_a_member_that_an_update_aborts_goes_on_while_others_have_left(tmp_path: Path, log: Log) -> None:
     async with started(tmp_path, engine=uneven(), pause_mode="abort") as world:
         await world.ask(make_group(0, 6))
@@ -133,18 +92,6 @@ async def test_a_member_that_an_update_aborts_goes_on_while_others_have_left(tmp
 
 
 # The sampler by itself
-
-
-async def test_members_come_in_the_order_in_which_they_end_and_are_sorted_in_the_whole(tmp_path: Path) -> None:
-    async with started(tmp_path, engine=uneven()) as world:
-        sampler = world.stage.sampler
-        async with sampler.stream(asked(6)) as members:
-            ended = [(index, len(result.token_ids)) async for index, result in members]
-        whole = await sampler.sample(asked(6))
-    assert [n for _, n in ended] == sorted(n for _, n in ended)
-    assert sorted(index for index, _ in ended) == list(range(6))
-    assert [len(result.token_ids) for result in whole] == [n for _, n in sorted(ended)]
-    assert {result.finish for result in whole} <= {"stop", "length"}
 
 
 async def test_who_leaves_a_stream_ends_its_request(tmp_path: Path) -> None:
@@ -171,20 +118,6 @@ async def test_a_deadline_of_the_whole_call_counts_waiting(tmp_path: Path) -> No
         (result,) = await world.stage.sampler.sample(asked(1, deadline_s=0.05))
         assert result.finish == "failed"
         assert "it was not up within 0.05 s; see logs/engine-*.log" in str(result.error)
-
-
-async def test_a_pinned_request_prefers_engines_with_its_version(tmp_path: Path, log: Log) -> None:
-    async with started(tmp_path, engines=2) as world:
-        entry = world.rig.entry(0)
-        assert entry is not None
-        value = msgspec.msgpack.encode(msgspec.structs.replace(entry, version=1))
-        world.rig.topic.publish("directory/engine-0", value)
-        sampler = world.stage.sampler
-        await until(lambda: [t.entry.version for t in sampler.directory.serving() if t.entry] == [1, 0])
-        async with asyncio.TaskGroup() as tasks:
-            for _ in range(4):
-                tasks.create_task(sampler.sample(asked(1, pinned_version=0)))
-    assert {exchange.url for exchange in log} == {world.engines[1].url}
 
 
 SLOW: dict[str, Any] = {"proxied": True, "engine": simulated(SLOW_MS)}
@@ -324,40 +257,6 @@ async def test_what_ends_within_a_stop_string_begins_again(text: str, kept: bool
     assert (second.resumed, second.spent_s, second.finish) == (1, 1.0, "aborted")
     kept = kept or told  # of chunks none is taken back
     assert (second.token_ids, second.text) == (((1, 2), text) if kept else ((), ""))
-
-
-class LosesTwoOfThree:
-    """Ends the second member, and then the engine is lost before anything of the others has come."""
-
-    def __init__(self) -> None:
-        self.asked: list[tuple[int, int]] = []  # index of the first member, and how many
-
-    async def ask(self, call: Call, index: int, results: Sequence[SampleResult], ended: Emit) -> Attempt:
-        self.asked.append((index, len(results)))
-        attempt = Attempt(call.request, list(results), ended, True)
-        if len(self.asked) == 1:
-            attempt.left.pop(1)
-            ended(1, SampleResult("stop", token_ids=(7,)))
-            attempt.error = EngineUnreachable("http://engine", "it was lost")
-        else:
-            attempt.end_all("stop")
-        return attempt
-
-    async def wait_to_retry(self, *_: object, progress: bool) -> bool:
-        return True
-
-    def drains(self, request: SampleRequest) -> bool:
-        return False
-
-
-async def test_those_that_are_left_go_on_under_their_own_numbers() -> None:
-    sender, emitted = LosesTwoOfThree(), dict[int, SampleResult]()
-    request = SampleRequest(SamplingParams(n=3), token_ids=[3])
-    call = Call(request, RetryState.until(None), lambda index, result: emitted.update({index: result}))
-    await PartialRollouts(sender, keeps_partial=True).answer(call)
-    assert sender.asked[0] == (0, 3)
-    assert sorted(sender.asked[1:]) == [(0, 1), (2, 1)]
-    assert {index: result.token_ids for index, result in emitted.items()} == {0: (), 1: (7,), 2: ()}
 
 
 @given(st.text("ab"), st.text("ab", min_size=1, max_size=5), st.text("ab", min_size=1))

@@ -137,22 +137,6 @@ async def test_every_response_token_has_its_log_prob(world: World, policy: Path)
         assert (after.status, after.error) == (before.status, None)
 
 
-@pytest.mark.parametrize("mask", [[0, 1, 1, 0, 0, 1, 0], [1, 0, 0, 0, 0, 0, 1], [0, 0, 0, 1, 0, 0, 0]])
-async def test_tokens_that_are_not_trained_have_zero(
-    world: World, policy: Path, mask: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sent = recorded(monkeypatch)
-    await world.serve("teacher", policy)
-    asked = rollouts(make_sample(0, n=7, mask=mask))
-    [after] = await world.scored(asked)
-    assert after.teacher_log_probs.tolist() == pytest.approx(by_simulation(asked.samples[0], policy), abs=1e-6)
-    assert (after.teacher_log_probs == 0.0).tolist() == [True] * 3 + [entry == 0 for entry in mask]
-    [request] = sent
-    last = max(index for index, entry in enumerate(mask) if entry)
-    assert len(request.prompts[0]) == 3 + last + 1, "what follows the last trained token is not read"
-    assert request.logprob_start_len == 3 + mask.index(1) - 1
-
-
 async def test_a_sample_without_trained_tokens_asks_nobody(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     sent = recorded(monkeypatch)
     masked, empty = make_sample(0, n=3, mask=[0, 0, 0]), make_sample(1, n=0)
@@ -183,22 +167,6 @@ async def test_evaluations_and_what_failed_before_pass_unread(world: World, monk
     after = await world.scored(ended)
     assert [(sample.status, sample.error) for sample in after] == [("failed", "grader x: died"), ("aborted", None)]
     assert sent == []
-
-
-async def test_rows_choose_their_teacher_and_the_first_has_the_others(policy: Path, tmp_path: Path) -> None:
-    second = make_tiny_checkpoint(tmp_path / "second", seed=1)
-    async with teaching(policy, tmp_path, ("maths", "code")) as world:
-        await world.serve("maths", policy)
-        await world.serve("code", second)
-        for metadata, model in (
-            ({"teacher": "code"}, second),
-            ({"teacher": "maths"}, policy),
-            ({}, policy),
-            ({"teacher": None}, policy),
-        ):
-            asked = rollouts(make_sample(0, n=6), metadata=metadata)
-            [after] = await world.scored(asked)
-            assert after.teacher_log_probs.tolist() == pytest.approx(by_simulation(asked.samples[0], model), abs=1e-6)
 
 
 async def test_the_key_and_the_teachers_are_the_configurations(policy: Path, tmp_path: Path) -> None:
@@ -238,15 +206,6 @@ async def test_a_refused_sample_fails_alone_and_at_once(world: World, policy: Pa
 
 def sample_of(ids: list[int], index: int = 1) -> Sample:
     return msgspec.structs.replace(make_sample(index, n=len(ids)), token_ids=wire([1, 2, 3, *ids], Int32Array))
-
-
-async def test_work_waits_for_a_teacher_that_is_not_up(world: World, policy: Path) -> None:
-    asked = rollouts(make_sample(0, n=4))
-    await world.send(asked)
-    await world.rig.topic_until(lambda: True)
-    await world.serve("teacher", policy)
-    [after] = (await take(world.out)).samples
-    assert after.teacher_log_probs.tolist() == pytest.approx(by_simulation(asked.samples[0], policy), abs=1e-6)
 
 
 async def test_a_lost_teacher_costs_time_not_samples(world: World, policy: Path) -> None:

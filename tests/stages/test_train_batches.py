@@ -15,11 +15,11 @@ from models.import_path import ImportPathError
 from models.train.interface import TrainSequence
 from stages.base import TrainOptions
 from stages.errors import BufferOrderError, UntrainableGroup
-from stages.messages import Float32Array, RolloutSlice, Sample, Settled, StepDone, wire
+from stages.messages import RolloutSlice, Sample, Settled, StepDone
 from stages.train.batch import Batch, slice_sequences
 from stages.train.batch_metrics import length_bucket, quantile
 from stages.train.held_groups import GroupBuffer
-from tests.stages.stage_rig import Held, idle, make_config, make_sample, make_slice, until
+from tests.stages.stage_rig import Held, idle, make_config, make_sample, make_slice
 from tests.stages.train_rig import training
 
 PARTS = "tests.stages.custom_parts"
@@ -68,32 +68,12 @@ def test_a_removed_sample_counts_in_the_baseline_and_is_not_trained() -> None:
     assert [advantage(s) for s in others] == pytest.approx([-0.577349] * 2, abs=1e-5)
 
 
-def test_what_the_estimators_over_tokens_need_is_passed_on() -> None:
-    scores = wire([0.0] * 3 + [-1.0, -2.0, -3.0, -4.0], Float32Array)
-    members = [
-        make_sample(0, reward=0.25, raw_reward=1.0, status="truncated", teacher_log_probs=scores),
-        make_sample(1, reward=None),
-    ]
-    first, second = sequences(make_slice(0, *members), algorithm={"advantage_estimator": "reinforce_plus_plus"})
-    assert (first.reward, first.truncated, second.reward, second.truncated) == (0.25, True, 0.0, False)
-    assert first.teacher_log_probs is not None
-    assert first.teacher_log_probs.tolist() == [0, 0, 0, -1, -2, -3, -4]
-    assert second.teacher_log_probs is None
-    assert advantage(first) == 0.25
-
-
 def test_rewards_as_they_are() -> None:
     found = sequences(
         make_slice(0, make_sample(0, reward=2.0), make_sample(1, reward=1.0)),
         algorithm={"disable_rewards_normalization": True},
     )
     assert [advantage(s) for s in found] == [2.0, 1.0]
-
-
-@pytest.mark.parametrize("estimator", ["ppo", "reinforce_plus_plus"])
-def test_one_rollout_is_enough_where_nothing_is_compared(estimator: str) -> None:
-    (found,) = sequences(make_slice(0, make_sample(0, reward=0.5)), algorithm={"advantage_estimator": estimator})
-    assert found.reward == 0.5
 
 
 def test_a_function_of_the_users_own_replaces_the_normalisation() -> None:
@@ -175,24 +155,6 @@ def test_the_unit_of_rollout_metrics_is_the_rollout() -> None:
     assert metrics["rollout/zero_std_frac"] == 0.5, "the second group has one member"
 
 
-def test_what_no_weights_made_makes_no_rollout_mixed_and_no_older() -> None:
-    observed = make_sample(0, runs=[(5, 2), (-1, 1), (5, 1)], mask=[1, 1, 0, 1], reward=1.0)
-    mixed = make_sample(1, runs=[(4, 2), (-1, 1), (5, 1)], mask=[1, 1, 0, 1])
-    batch = batch_of(make_slice(0, observed, mixed))
-    assert batch.staleness == {1: 4, 2: 2}
-    metrics = batch.metrics()
-    assert metrics["rollout/mixed_version_ratio"] == 0.5
-    assert metrics["staleness/start_mean"] == 1.5
-    assert metrics["staleness/sample_max"] == 1.5
-
-
-def test_raw_and_shaped_rewards_are_told_apart() -> None:
-    members = [make_sample(i, reward=-0.5, raw_reward=float(i)) for i in range(2)]
-    metrics = batch_of(make_slice(0, *members)).metrics()
-    assert (metrics["train/reward_mean"], metrics["rollout/raw_reward"]) == (-0.5, 0.5)
-    assert metrics["rollout/zero_std_frac"] == 0.0
-
-
 def test_pass_rates_and_sources() -> None:
     def judged(group_id: int, source: str | None, *correct: bool) -> RolloutSlice:
         members = [make_sample(i, reward=float(c), is_correct=c) for i, c in enumerate(correct)]
@@ -253,29 +215,6 @@ def popped(one: GroupBuffer, step: int = 0, missing: int = 1) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("order", "expected"),
-    [
-        ("oldest_first", [1, 3, 4, 5]),
-        ("ready_first", [5, 3, 4, 1]),
-        ("priority", [5, 4, 3, 1]),  # the rewards of group g are g and 0
-        (f"{PARTS}:newest_first", [5, 4, 3, 1]),
-    ],
-)
-def test_each_order(order: str, expected: list[int]) -> None:
-    one = buffer(order)
-    for group_id in (5, 3, 4, 1):
-        one.push(group(group_id))
-    assert popped(one) == expected
-
-
-def test_priority_breaks_ties_by_age() -> None:
-    one = buffer("priority")
-    for group_id in (9, 2, 5):
-        one.push(group(group_id, 1.0, 0.0))
-    assert popped(one) == [2, 5, 9]
-
-
 def test_priority_takes_first_what_the_next_batch_could_no_longer_take() -> None:
     """Bound 2: at step 4 a token of version 2 has its last chance, one of version 3 has not."""
     one = buffer("priority", eta=2)
@@ -308,14 +247,6 @@ def test_priority_lets_no_group_grow_old_that_the_oldest_first_order_would_train
     assert stale("priority") == stale("oldest_first")
 
 
-def test_what_is_too_old_is_taken_out_oldest_first_whatever_the_order() -> None:
-    one = buffer("ready_first", eta=1)
-    for group_id, version in ((4, 1), (3, 2), (2, 3), (1, 0)):
-        one.push(group(group_id, version=version))
-    assert [lease.message.group.group_id for lease in one.take_old(3)] == [1, 4]
-    assert popped(one, step=3) == [3, 2]
-
-
 def test_supervised_groups_have_no_age() -> None:
     one = buffer(eta=0, train={"loss_type": "sft_loss"})
     one.push(group(0, version=0))
@@ -332,21 +263,6 @@ def test_a_spare_group_waits_for_better_ones() -> None:
     one.push(group(9, 1.0, 0.0))
     assert one.ready(2)
     assert popped(one, missing=1) == [9, 0], "the better one first, then the spare that fills the batch"
-
-
-def test_spares_that_are_not_needed_are_given_up_with_their_reason() -> None:
-    one = buffer(fallback=True)
-    one.push(group(3, 1.0, 1.0))
-    one.push(group(2, 0.0, 0.0))
-    spares = [(lease.message.group.group_id, reason) for lease, reason in one.take_spares()]
-    assert spares == [(2, "zero_std_0.0"), (3, "zero_std_1.0")]
-    assert len(one) == 0
-
-
-def test_without_the_fallback_no_group_is_spare() -> None:
-    one = buffer()
-    one.push(group(0, 1.0, 1.0))
-    assert one.ready(5)
 
 
 @pytest.mark.parametrize(
@@ -423,30 +339,6 @@ FALLBACK: dict[str, object] = {"dynamic_sampling_filter": ("nonzero_std_fallback
 def scored_group(group_id: int, *rewards: float, version: int = 0) -> RolloutSlice:
     members = [make_sample(i, version=version, reward=r) for i, r in enumerate(rewards or (1.0, 0.0))]
     return make_slice(group_id, *members)
-
-
-@pytest.mark.parametrize(
-    ("order", "batches"),
-    [
-        ("oldest_first", [(1, 3), (4, 5)]),
-        ("ready_first", [(5, 3), (4, 1)]),
-        ("priority", [(3, 5), (4, 1)]),
-        (f"{PARTS}:newest_first", [(5, 4), (3, 1)]),
-    ],
-)
-async def test_the_buffer_order_decides_what_is_trained_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, order: str, batches: list[tuple[int, ...]]
-) -> None:
-    async with training(
-        tmp_path, monkeypatch, total=2, eta=5, hold=["begin"], asynchrony={"buffer_order": order}
-    ) as one:
-        await one.send(
-            scored_group(5, 0.9, 0.0), scored_group(3, 1.0, 0.0), scored_group(4, 0.5, 0.0), scored_group(1, 0.1, 0.0)
-        )
-        await one.arrived(4)
-        one.backend.begin.set()
-        for expected in batches:
-            assert (await one.report(StepDone)).groups == expected
 
 
 async def test_no_order_trains_what_is_too_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -558,24 +450,3 @@ async def test_a_removed_sample_makes_its_group_no_older(tmp_path: Path, monkeyp
         await one.send(make_slice(0, *members))
         done = await one.report(StepDone)
         assert (done.groups, done.staleness, done.tokens) == ((0,), {0: 4}, 4)
-
-
-async def test_pass_rates_are_reported_with_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with training(tmp_path, monkeypatch, batch=2, total=1) as one:
-        judged = [make_sample(i, reward=float(i), is_correct=bool(i)) for i in range(2)]
-        await one.send(make_slice(3, *judged), scored_group(4))
-        done = await one.report(StepDone)
-        assert done.pass_rates == {3: 0.5}, "the other grader gives no verdict"
-        assert done.metrics["passrate/pass@2"] == 1.0
-
-
-async def test_arrivals_while_the_rest_is_settled_are_not_missed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with training(tmp_path, monkeypatch, batch=1, total=1) as one:
-        await one.send(*(scored_group(i) for i in range(20)))
-        await one.report(StepDone)
-        await until(lambda: one.rig.hubs["settle"].stats().accepted >= 10)
-        await one.send(*(scored_group(i) for i in range(20, 40)))
-        await one.end()
-        assert one.rig.hubs["train"].stats().settled == 40

@@ -96,19 +96,6 @@ async def test_a_checkpoint_keeps_the_groups_that_wait(tmp_path: Path, monkeypat
         assert kept((await one.report(CheckpointReady)).path) == set(), "what is trained is in the weights"
 
 
-async def test_what_was_refused_before_a_checkpoint_is_not_in_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    saving: dict[str, object] = {"save_interval": 1}
-    async with training(tmp_path, monkeypatch, batch=1, total=3, eta=0, hold=["may_step"], checkpoint=saving) as one:
-        await one.send(make_slice(0), make_slice(1))
-        await one.arrived(2)
-        one.backend.may_step.set()
-        assert (await one.report(StepDone)).groups == (0,)
-        assert (await one.report(Settled)).group_id == 1
-        assert kept((await one.report(CheckpointReady)).path) == set()
-
-
 async def test_a_save_in_the_background_keeps_the_batch_that_trains_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -163,20 +150,6 @@ async def test_a_drain_begins_no_further_batch_with_what_waits(tmp_path: Path, m
         await one.end()
 
 
-async def test_a_drain_after_the_last_batch_saves_nothing_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with training(tmp_path, monkeypatch, batch=1, total=1, eta=2) as one:
-        await one.send(make_slice(0))
-        await one.report(StepDone)
-        await one.report(CheckpointReady)
-        await one.send(make_slice(1))
-        await one.report(Settled)
-        one.rig.topic.publish("drain", b"all rollout batches are trained")
-        await one.end()
-        assert one.backend.log.count("save") == 1
-
-
 def resumed(checkpoint: Path, *groups: RolloutSlice, step: int, restored: Sequence[int]) -> TrainOptions:
     """Options of a train stage that goes on from a checkpoint with these groups."""
     checkpoint.mkdir()
@@ -220,18 +193,6 @@ async def test_restored_groups_pass_the_gate_again(tmp_path: Path, monkeypatch: 
         assert (stale.group_id, stale.outcome) == (4, "stale")
         await one.send(aged(7, 3))
         assert (await one.report(StepDone)).groups == (5, 7)
-
-
-async def test_a_drained_restored_group_is_discarded_and_stays_in_its_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    options = resumed(tmp_path / "old", aged(4, 3), step=3, restored=(4,))
-    async with training(tmp_path, monkeypatch, batch=2, total=9, eta=1, options=options) as one:
-        one.rig.topic.publish("drain", b"interrupted")
-        assert (await one.report(Settled)).group_id == 4
-        await one.end()
-        assert "save" not in one.backend.log, "the checkpoint that it came from holds all of this"
-        assert kept(str(tmp_path / "old")) == {4}
 
 
 async def test_a_group_that_is_promised_and_missing_ends_the_replica(
@@ -452,12 +413,6 @@ def test_only_what_is_wanted_is_read(tmp_path: Path) -> None:
     assert [lease.message.group.group_id for lease in read_groups(tmp_path, {9, 7})] == [7, 9]
 
 
-def test_groups_of_another_size_are_generated_again(tmp_path: Path) -> None:
-    write_groups(tmp_path, [*groups(1), *groups(2, n_samples=4)])
-    assert restorable(tmp_path, 2) == {1}
-    assert restorable(tmp_path, 4) == {2}
-
-
 def test_a_checkpoint_without_the_file_restores_nothing(tmp_path: Path) -> None:
     assert restorable(tmp_path, 2) == frozenset()
 
@@ -473,20 +428,6 @@ def test_groups_of_a_program_with_other_messages_are_generated_again(
         patch.setattr(saved_groups, "_FORMAT", saved_groups.fingerprint(Before))
         write_groups(tmp_path, groups(1))
     assert restorable(tmp_path, 2) == frozenset()
-
-
-def test_the_format_knows_the_fields_of_nested_messages() -> None:
-    class Inside(msgspec.Struct):
-        n: int
-
-    class Inner(msgspec.Struct):
-        n: float
-
-    def around(kind: type[msgspec.Struct]) -> bytes:
-        return saved_groups.fingerprint(msgspec.defstruct("Outside", [("parts", tuple[kind, ...])]))  # type: ignore[valid-type]
-
-    assert around(Inside) != around(msgspec.defstruct("Inside", [("m", int)]))
-    assert around(Inside) != around(Inner)
 
 
 @pytest.mark.parametrize("size", [10, 40, 120])

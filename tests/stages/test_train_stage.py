@@ -11,24 +11,14 @@ import pytest
 from models.weights.shared_memory_reader import SlotReader
 from stages.base import TrainOptions
 from stages.messages import CheckpointReady, RolloutSlice, Settled, StepDone
-from stages.train.schedule import Due, Schedule
-from tests.stages.stage_rig import idle, make_sample, make_slice, take, until
+from stages.train.schedule import Schedule
+from tests.stages.stage_rig import idle, make_sample, make_slice, until
 from tests.stages.train_rig import training
 
 
 def old(group_id: int, version: int, mask: Sequence[int] = (1, 1, 1, 1)) -> RolloutSlice:
     samples = [make_sample(i, version=version, mask=mask, reward=float(i)) for i in range(2)]
     return make_slice(group_id, *samples)
-
-
-async def test_the_oldest_groups_here_are_trained_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with training(tmp_path, monkeypatch, total=2, hold=["begin"]) as one:
-        await one.send(*(make_slice(group_id) for group_id in (5, 3, 4, 1)))
-        await one.arrived(4)
-        one.backend.begin.set()
-        assert (await one.report(StepDone)).groups == (1, 3)
-        assert (await one.report(StepDone)).groups == (4, 5)
-        assert one.backend.batches == [[1, 3], [4, 5]]
 
 
 async def test_a_group_is_refused_exactly_beyond_the_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,20 +116,6 @@ async def test_a_version_is_announced_only_when_its_slot_is_complete(
         SlotReader(first)  # the version before is still whole
 
 
-async def test_weights_are_published_every_so_many_batches_and_at_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with training(
-        tmp_path, monkeypatch, batch=1, total=5, eta=9, asynchrony={"update_weights_interval": 2}
-    ) as one:
-        await one.send(*(make_slice(group_id) for group_id in range(5)))
-        for _ in range(5):
-            await one.report(StepDone)
-        await one.report(CheckpointReady)
-        order = [entry for entry in one.backend.log if entry in ("step", "export")]
-        assert order == ["export", "step", "step", "export", "step", "step", "export", "step", "export"]
-
-
 EVERY = {"eval_interval": 1, "eval_prompt_data": ("held=x.jsonl",)}
 
 
@@ -202,23 +178,6 @@ async def test_the_death_of_a_reader_frees_its_slot(tmp_path: Path, monkeypatch:
         await one.rig.topic_until(lambda: getattr(one.rig.announced(), "version", -1) == 2)
 
 
-async def test_what_is_left_after_the_last_batch_is_discarded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with training(tmp_path, monkeypatch, batch=1, total=1, hold=["begin"]) as one:
-        await one.send(make_slice(0), make_slice(1))
-        await one.arrived(2)
-        one.backend.begin.set()
-        await one.report(StepDone)
-        await one.report(CheckpointReady)
-        await one.send(make_slice(2))
-        for group_id in (1, 2):
-            left = await one.report(Settled)
-            assert (left.group_id, left.outcome) == (group_id, "discarded")
-            assert left.detail == "all rollout batches are trained"
-            assert left.reward == 0.5
-        await one.rig.hubs["train"].wait_empty()
-        await one.end()
-
-
 async def test_a_drain_settles_the_unfinished_batch_and_saves_what_was_trained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -237,32 +196,6 @@ async def test_a_drain_settles_the_unfinished_batch_and_saves_what_was_trained(
         await one.end()
 
 
-async def test_a_drain_before_the_first_step_saves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with training(tmp_path, monkeypatch, batch=2, total=5) as one:
-        one.rig.topic.publish("drain", b"interrupted")
-        await one.end()
-        assert "save" not in one.backend.log
-
-
-async def test_a_checkpoint_is_reported_after_its_step_and_its_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with training(tmp_path, monkeypatch, batch=1, total=5, eta=9, checkpoint={"save_interval": 2}) as one:
-        await one.send(*(make_slice(group_id) for group_id in range(5)))
-        found = [await take(one.reports) for _ in range(8)]
-        assert [(type(report).__name__, report.step) for report in found] == [
-            ("StepDone", 1),
-            ("StepDone", 2),
-            ("CheckpointReady", 2),
-            ("StepDone", 3),
-            ("StepDone", 4),
-            ("CheckpointReady", 4),
-            ("StepDone", 5),
-            ("CheckpointReady", 5),
-        ]
-        assert (Path(found[2].path) / "weights").read_text() == "2"
-
-
 async def test_a_resumed_trainer_goes_on_from_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = TrainOptions(start_step=3, run_generation=1, resume_from="checkpoints/step-3")
     async with training(tmp_path, monkeypatch, batch=1, total=4, options=options) as one:
@@ -273,19 +206,6 @@ async def test_a_resumed_trainer_goes_on_from_its_step(tmp_path: Path, monkeypat
         assert first.label == "1.3", "labels of the run before are not used again"
         await one.send(old(7, 3))
         assert (await one.report(StepDone)).step == 4
-
-
-async def test_groups_are_accumulated_as_they_arrive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with training(tmp_path, monkeypatch, batch=3, total=1) as one:
-        await one.send(make_slice(2))
-        await until(lambda: "group 2" in one.backend.log)
-        await one.send(make_slice(0))
-        await until(lambda: "group 0" in one.backend.log)
-        assert "step" not in one.backend.log
-        await one.send(make_slice(1))
-        await one.report(StepDone)
-        assert one.backend.batches == [[2, 0, 1]]
-        assert "begin 6x1" in one.backend.log, "the denominators of the whole batch are known ahead"
 
 
 async def test_deterministic_mode_trains_in_the_order_of_the_ids(
@@ -332,14 +252,6 @@ async def test_sequences_carry_tokens_versions_and_group_relative_advantages(
         assert done.metrics["reward/form"] == 0.5
         assert done.metrics["rollout/truncated_ratio"] == 0.5
         assert done.metrics["rollout/mixed_version_ratio"] == 0.5
-
-
-async def test_several_optimizer_steps_per_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with training(tmp_path, monkeypatch, batch=2, total=1, train={"num_steps_per_rollout": 2}) as one:
-        await one.send(make_slice(0), make_slice(1))
-        await one.report(StepDone)
-        assert one.backend.log.count("step") == 2
-        assert "begin 4x2" in one.backend.log
 
 
 async def test_supervised_training_publishes_no_weights_and_knows_no_staleness(
@@ -389,26 +301,6 @@ EVERY_SECOND = Schedule(
 
 def steps(schedule: Schedule, field: str) -> list[int]:
     return [step for step in range(schedule.total + 1) if getattr(schedule.due(step), field)]
-
-
-def test_each_interval_counts_over_all_starts_of_a_run() -> None:
-    assert steps(EVERY_SECOND, "publish") == [0, 2, 4, 6]
-    assert steps(EVERY_SECOND, "evaluate") == [0, 2, 4, 6]
-    assert steps(EVERY_SECOND, "save") == [0, 3, 6]
-    assert steps(EVERY_SECOND, "end") == [6]
-    assert steps(replace(EVERY_SECOND, first=3), "publish") == [0, 2, 3, 4, 6], "the weights of a resumed run"
-
-
-def test_the_end_publishes_saves_and_evaluates() -> None:
-    last = replace(EVERY_SECOND, total=5).due(5)
-    assert last == Due(publish=True, evaluate=True, save=True, end=True)
-    assert EVERY_SECOND.due(1, target_reached=True) == Due(publish=True, evaluate=False, save=True, end=True)
-
-
-def test_what_is_off_is_never_due() -> None:
-    off = Schedule(total=9, first=0, publish_every=None, save_every=None, evaluate_every=2, evaluate_initial=True)
-    assert (steps(off, "publish"), steps(off, "evaluate"), steps(off, "save")) == ([], [], [9])
-    assert off.due(4, save_requested=True).save
 
 
 @pytest.mark.parametrize(("initial", "versions"), [(True, [0, 6]), (False, [6])])

@@ -276,14 +276,6 @@ def test_publications_are_resent_after_a_reconnect_and_resolve() -> None:
     assert not client.waiting
 
 
-def test_a_server_forgets_whom_it_cannot_reach() -> None:
-    pair = Pair(0, drop=0.0)
-    pair.exchange()
-    pair.server.on_unreachable(b"\0")
-    pair.server.publish("k", b"v")
-    assert {route for route, _, _ in pair.server.flush()} == {b"\1", b"\2"}
-
-
 def test_a_round_of_figures_costs_no_message_to_the_other_clients() -> None:
     """A hundred replicas publish their figures: without the private prefix that would be 10,000 messages."""
     server = TopicServerCore("run", 1, private=("stats/",))

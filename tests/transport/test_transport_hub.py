@@ -13,7 +13,7 @@ from transport.core.custody import ConsumerPeer, ProducerPeer
 from transport.core.hub import HubCore, Send
 from transport.core.session import Capacity, KeyMemory, ReceiveWindow, SendCredit, SeqWindow
 from transport.spec import StreamSpec
-from transport.wire import PROTOCOL, Accepted, Drain, Fin, Hello, Put, Report, Role, Settled, Welcome, Work
+from transport.wire import PROTOCOL, Accepted, Hello, Put, Report, Role, Settled, Welcome, Work
 
 
 def greet(hub: HubCore, role: Role, number: int) -> tuple[bytes, int]:
@@ -89,19 +89,6 @@ def test_a_producer_that_waits_for_room_hears_of_it_when_others_make_it() -> Non
     assert [s.message.limit_items for s in sent if isinstance(s.message, Accepted) and s.route == producer] == [9]
 
 
-def test_a_peer_that_left_is_told_nothing() -> None:
-    hub = HubCore(StreamSpec("s", "a"), "run", 1)
-    producer, _ = greet(hub, "producer", 0)
-    consumer, session = greet(hub, "consumer", 0)
-    hub.on_message(0.0, consumer, report(session, seen=0))
-    hub.on_message(0.0, producer, Put(1, "k", 1, 0), b"x")
-    [work] = [s.message for s in hub.flush(0.0) if isinstance(s.message, Work)]
-    hub.on_message(0.0, consumer, report(session, seen=1, done=(work.id,)))
-    hub.peer_lost("consumer-0")
-    hub.peer_lost("producer-0")
-    assert hub.flush(0.0) == []
-
-
 EPOCH = 7
 WINDOW = 100
 
@@ -163,18 +150,6 @@ def spread(stream: Stream, groups: int = 20) -> dict[str, str]:
     return owners
 
 
-def test_who_holds_one_gets_the_others_also_when_more_consumers_come() -> None:
-    stream = Stream("a", "b")
-    owners = spread(stream)
-    for name in "cdef":
-        stream.join(name)
-    for group, owner in owners.items():
-        stream.put(f"{group}/1,2/1")
-        assert stream.holders(group) == {owner}
-    stream.put(*(f"{group}/0" for group in range(100, 160)))
-    assert all(stream.held[name] for name in "cdef"), "new groups are shared with those that came later"
-
-
 def test_what_a_lost_consumer_held_goes_to_one_other_together() -> None:
     stream = Stream("a", "b", "c")
     owners = spread(stream)
@@ -187,33 +162,6 @@ def test_what_a_lost_consumer_held_goes_to_one_other_together() -> None:
         assert now != "a"
         assert owner in (now, "a")
         assert {f"{group}/{i}" for i in range(3)} <= stream.held[now].keys()
-
-
-def test_a_consumer_that_leaves_gets_nothing_more_and_what_it_held_follows() -> None:
-    stream = Stream("a", "b", "c")
-    owners = spread(stream)
-    stream.hub.on_message(0.0, b"a", Drain())
-    for group in owners:
-        stream.put(f"{group}/1")
-        assert f"{group}/1" not in stream.held["a"]
-    assert stream.hub.stats().queued == 0
-    stream.hub.on_message(0.0, b"a", Fin())
-    stream.held["a"].clear()
-    stream.flush()
-    assert all(len(stream.holders(group)) == 1 for group in owners)
-    assert not stream.hub.dispatch.solitary
-
-
-def test_what_belongs_to_a_consumer_with_a_broken_link_waits_for_it() -> None:
-    stream = Stream("a", "b")
-    owners = spread(stream)
-    group = next(group for group, owner in owners.items() if owner == "a")
-    stream.hub.on_unreachable(0.0, b"a")
-    stream.put(f"{group}/1")
-    assert stream.holders(group) == {"a"}
-    assert stream.hub.stats().queued == 1
-    stream.join("a")  # the same incarnation again, within its grace
-    assert f"{group}/1" in stream.held["a"]
 
 
 def test_a_suspect_is_run_where_the_others_of_its_group_are() -> None:

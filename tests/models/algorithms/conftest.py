@@ -16,8 +16,6 @@ from models.algorithms.aggregation import Aggregation, StepSize, coefficients, d
 from models.algorithms.correction import Correction
 from models.algorithms.tokens import PolicyTokens
 
-S1, S2 = 5, 3  # tokens of the two sequences; token 2 of the first is a tool's
-
 
 def column(first: list[float], second: list[float]) -> Tensor:
     return torch.tensor(first + second, dtype=torch.float64)

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from configs.schema import algorithm as schema
-from configs.schema.algorithm import SAMPLER_LOSSES, AlgorithmConfig, CorrectionConfig, InvalidRule
+from configs.schema.algorithm import AlgorithmConfig, CorrectionConfig, InvalidRule
 from models.algorithms.aggregation import Aggregation, StepSize, coefficients, denominator, metric_mode
 from models.algorithms.correction import Correction, ImportanceWeights, correction_of, importance_weights, log_weight_of
 from models.algorithms.losses import (
@@ -26,23 +26,13 @@ from models.algorithms.losses import (
     sft,
 )
 from models.algorithms.objective import policy_objective, sft_objective
-from models.algorithms.tokens import PolicyTokens, StepStatistics
+from models.algorithms.tokens import PolicyTokens
 from models.errors import AlgorithmError, UnknownAlgorithm
 from tests.models.corrections import corrected
 
 
 def weights_of(tokens: PolicyTokens, correction: Correction) -> ImportanceWeights:
     return importance_weights(tokens, correction, log_weight_of(tokens, correction))
-
-
-def test_clip_fractions_by_side(f, clip_higher) -> None:  # type: ignore[no-untyped-def]
-    result = ppo_clip(f.tokens(), clip_higher)
-    clipped = (result.clipped_high | result.clipped_low).double()
-    assert f.aggregate(clipped, "token_mean") == pytest.approx(2 / 7)
-    assert f.aggregate(clipped, "rollout_mean") == pytest.approx(0.291667, abs=1e-6)
-    assert result.clipped_high.tolist() == [True] + [False] * 7
-    assert result.clipped_low.tolist() == [False] * 7 + [True]
-    assert result.dual_clipped is None
 
 
 def test_dual_clip_bounds_negative_tokens_only(f) -> None:  # type: ignore[no-untyped-def]
@@ -54,61 +44,11 @@ def test_dual_clip_bounds_negative_tokens_only(f) -> None:  # type: ignore[no-un
     assert not loose.dual_clipped.any()
 
 
-def test_what_the_other_losses_call_clipped(f) -> None:  # type: ignore[no-untyped-def]
-    def sides(name: str, **values: float) -> tuple[list[int], list[int]]:
-        tokens = f.tokens(statistics=StepStatistics(m2po_bound=0.1))
-        result = policy_loss_of(name)(tokens, AlgorithmConfig(policy_loss=name, **values))
-        return result.clipped_high.nonzero().flatten().tolist(), result.clipped_low.nonzero().flatten().tolist()
-
-    assert sides("cispo", eps_clip=0.5, eps_clip_high=0.5) == ([5, 6], [7])
-    assert sides("cispo", eps_clip=1.0, eps_clip_high=0.5) == ([5, 6], [])  # no lower bound
-    assert sides("dppo") == ([0], [7])
-    still = f.tokens(advantages=f.advantages * 0)  # A = 0 belongs to the lower bound
-    assert policy_loss_of("dppo")(still, AlgorithmConfig()).clipped_low.tolist() == [False] * 7 + [True]
-    assert sides("aipo", aipo_clip=1.5) == ([0, 6], [])
-    assert sides("topr") == ([5, 6], [])
-    assert sides("topr_sequence") == ([], [])
-    assert sides("m2po") == ([0, 6], [7])
-    assert sides("kimi") == ([], [])
-    assert sides("gspo", eps_clip=0.06, eps_clip_high=0.06) == ([0, 1, 3, 4], [])
-
-
-@pytest.mark.parametrize("name", sorted(SAMPLER_LOSSES))
-def test_sampler_losses_do_not_read_the_anchor(f, name: str) -> None:  # type: ignore[no-untyped-def]
-    config = AlgorithmConfig(policy_loss=name)
-    nowhere = torch.full((8,), float("nan"), dtype=torch.float64)
-    loss = policy_loss_of(name)(f.tokens(old_log_probs=nowhere), config).loss
-    assert torch.equal(loss, policy_loss_of(name)(f.tokens(), config).loss)
-    assert torch.isfinite(loss).all()
-
-
 def test_every_name_of_the_configuration_is_built() -> None:
     assert sorted(POLICY_LOSSES) == sorted(schema.POLICY_LOSSES)
     assert policy_loss_of("ppo") is ppo_clip
     with pytest.raises(UnknownAlgorithm, match=r"policy_loss 'cispoo' is unknown.*did you mean 'cispo'"):
         policy_loss_of("cispoo")
-
-
-def test_decoupled_weight_multiplies_the_clipped_term_and_is_detached(f, close, clip_higher) -> None:  # type: ignore[no-untyped-def]
-    correction = Correction(policy_mode="decoupled", use_tis=True, tis_clip_low=0.0, tis_clip=1.2)
-    loss, gradient = f.loss_and_gradient(
-        lambda tokens: policy_objective(tokens, clip_higher, correction, ppo_clip).loss
-    )
-    close(loss, [-1.536, -0.778801, 0, -0.904837, -0.980199, 0.977122, 1.749234, 0.608787])
-    assert f.aggregate(loss, "rollout_mean") == pytest.approx(0.030878, abs=1e-5)
-    assert f.aggregate(loss, "token_mean") == pytest.approx(-0.123528, abs=1e-5)
-    plain = f.loss_and_gradient(lambda tokens: ppo_clip(tokens, clip_higher).loss)[1]
-    weight = weights_of(f.tokens(), correction).weight
-    close(gradient, (weight * plain).tolist())
-
-
-def test_bypass_ratio_is_against_the_sampler(f, close, ppo) -> None:  # type: ignore[no-untyped-def]
-    # Whatever stands in the place of the anchor.
-    loss = policy_objective(f.tokens(), ppo, Correction(policy_mode="bypass", use_tis=False), ppo_clip).loss
-    rho = [1.648721, 0.778801, 0, 0.904837, 0.980199, 1.221403, 2.459603, 0.272532]
-    expected = [max(-r * a, -min(max(r, 0.8), 1.2) * a) for r, a in zip(rho, f.advantages.tolist(), strict=True)]
-    expected[2] = 0
-    close(loss, expected)
 
 
 def test_kl_of_a_wild_token_is_bounded() -> None:
@@ -218,7 +158,6 @@ MODES: list[Aggregation] = ["rollout_mean", "token_mean", "seq_mean", "constant"
 Sequence_ = tuple[int, list[float], list[int]]  # rollout, losses, mask
 
 GOLDEN: list[Sequence_] = [(0, [1, 2], [1, 1]), (0, [3, 4, 5], [1, 0, 1]), (1, [10], [1])]
-FULLY_MASKED: Sequence_ = (2, [7, 7], [0, 0])
 
 
 def reduce(mode: Aggregation, step: Sequence[Sequence_], constant: int = 8) -> float:
@@ -238,22 +177,6 @@ def reduce(mode: Aggregation, step: Sequence[Sequence_], constant: int = 8) -> f
 )
 def test_golden(mode: Aggregation, expected: float) -> None:
     assert reduce(mode, GOLDEN) == pytest.approx(expected, abs=1e-5)
-
-
-def test_fully_masked_rollouts_stay_in_the_denominator() -> None:
-    assert reduce("rollout_mean", [*GOLDEN, FULLY_MASKED]) == pytest.approx(4.25)
-    assert reduce("token_mean", [*GOLDEN, FULLY_MASKED]) == pytest.approx(4.2)
-    assert reduce("seq_mean", [*GOLDEN, FULLY_MASKED]) == pytest.approx(5.166667 * 3 / 4, abs=1e-5)
-
-
-def test_means_of_micro_batches_are_another_number() -> None:
-    # What averaging per micro-batch would give for the splits {a,b},{c} and {a},{b,c}.
-    token_mean = (reduce("token_mean", GOLDEN[:2]) + reduce("token_mean", GOLDEN[2:])) / 2
-    assert token_mean == pytest.approx(6.375)
-    assert reduce("token_mean", GOLDEN) != pytest.approx(token_mean)
-    rollout_mean = (reduce("rollout_mean", GOLDEN[:1]) + reduce("rollout_mean", GOLDEN[1:])) / 2
-    assert rollout_mean == pytest.approx(4.25)
-    assert reduce("rollout_mean", GOLDEN) != pytest.approx(rollout_mean)
 
 
 sequences = st.integers(0, 7).flatmap(

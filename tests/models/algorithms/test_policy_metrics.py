@@ -14,7 +14,7 @@ from models.algorithms.correction import Correction
 from models.algorithms.losses import ppo_clip
 from models.algorithms.metrics import MetricTotals, m2po_bound, needs, step_statistics
 from models.algorithms.objective import policy_objective
-from models.algorithms.tokens import PolicyTokens, StepStatistics
+from models.algorithms.tokens import PolicyTokens
 
 TIS = Correction(policy_mode="decoupled", use_tis=True, tis_clip=1.2)
 
@@ -60,15 +60,6 @@ def test_golden_rollout_mean(f, clip_higher) -> None:  # type: ignore[no-untyped
     assert found["train/pg_loss"] == pytest.approx(0.030878, abs=1e-6)
 
 
-def test_mismatch_is_logged_in_every_mode(f, clip_higher) -> None:  # type: ignore[no-untyped-def]
-    found = metrics(f, clip_higher, Correction(policy_mode="onpolicy", use_tis=False), "token_mean")
-    assert found["train/train_rollout_logprob_abs_diff"] == pytest.approx(0.185714, abs=1e-6)
-    assert "train/tis" not in found
-    bypass = metrics(f, clip_higher, Correction(policy_mode="bypass", use_tis=False), "token_mean")
-    theta_minus_mu = ((f.theta - f.mu).abs() * f.mask).sum() / 7  # the anchor is mu itself there
-    assert bypass["train/train_rollout_logprob_abs_diff"] == pytest.approx(float(theta_minus_mu), abs=1e-6)
-
-
 def test_an_anchor_made_from_the_sampler_hides_no_mismatch(f, clip_higher) -> None:  # type: ignore[no-untyped-def]
     """The log-linear anchor of a fresh token is mu: a difference of kernels shows only in theta."""
     found = metrics(f, clip_higher, Correction("decoupled", True, prox="loglinear"), "token_mean")
@@ -96,36 +87,11 @@ def test_split_into_micro_batches_changes_nothing(f, clip_higher) -> None:  # ty
     assert totals.result(divisor) == pytest.approx(metrics(f, clip_higher, TIS, "rollout_mean"), abs=1e-9)
 
 
-def test_terms_of_the_loss_keep_the_denominator_of_the_loss(f, clip_higher) -> None:  # type: ignore[no-untyped-def]
-    weights, divisor = f.weights("constant")
-    totals = MetricTotals()
-    totals.add(policy_objective(f.tokens(), clip_higher, TIS, ppo_clip).metrics, weights)
-    found = totals.result(7.0, loss_denominator=divisor)
-    assert found["train/pg_loss"] == pytest.approx(-0.123528 * 7 / 16, abs=1e-6)
-    assert found["train/pg_clipfrac"] == pytest.approx(2 / 7)
-
-
 def test_losses_with_a_second_bound_tell_how_often_it_holds(f) -> None:  # type: ignore[no-untyped-def]
     config = AlgorithmConfig(policy_loss="ppo", eps_clip=0.2, eps_clip_high=0.28, eps_clip_c=1.5)
     found = metrics(f, config, TIS, "token_mean")
     assert found["train/dual_clipfrac"] == pytest.approx(2 / 7)
     assert found["train/pg_clipfrac"] == pytest.approx(2 / 7)
-
-
-def test_masking_of_drifted_responses_is_told(f, clip_higher) -> None:  # type: ignore[no-untyped-def]
-    found = metrics(f, clip_higher, Correction("onpolicy", False, use_opsm=True, opsm_delta=0.03), "token_mean")
-    assert found["train/opsm_fraction"] == pytest.approx(3 / 7)
-    assert "train/dual_clipfrac" not in found
-    assert "train/opsm_fraction" not in metrics(f, clip_higher, TIS, "token_mean")
-
-
-def test_weights_of_whole_sequences_in_the_metrics(f, clip_higher) -> None:  # type: ignore[no-untyped-def]
-    found = metrics(f, clip_higher, Correction("decoupled", True, tis_level="sequence", tis_clip=0.9), "token_mean")
-    first, second = math.exp(-0.25), math.exp(-0.05)
-    assert found["train/tis"] == pytest.approx((4 * first + 3 * second) / 7)
-    assert found["train/tis_clipfrac"] == pytest.approx(3 / 7)
-    assert found["train/ess_truncated"] == pytest.approx((4 * first + 3 * 0.9) ** 2 / (7 * (4 * first**2 + 3 * 0.9**2)))
-    assert found["train/ess"] == pytest.approx(0.955001, abs=1e-6)  # of the tokens, as ever
 
 
 def test_buckets_of_staleness(f, clip_higher) -> None:  # type: ignore[no-untyped-def]
@@ -156,32 +122,6 @@ def test_buckets_of_staleness(f, clip_higher) -> None:  # type: ignore[no-untype
         }
     )
     assert not [name for name in metrics(f, clip_higher, TIS, "token_mean") if name.startswith("staleness/")]
-
-
-def test_metrics_are_detached_and_survive_huge_ratios(f, clip_higher) -> None:  # type: ignore[no-untyped-def]
-    theta = f.theta.clone().requires_grad_()
-    weights, _ = f.weights("token_mean")
-    for shift in (0.0, 1000.0, -1000.0):
-        totals = MetricTotals()
-        tokens = f.tokens(theta, rollout_log_probs=f.mu + shift, staleness=torch.arange(8))
-        totals.add(policy_objective(tokens, clip_higher, TIS, ppo_clip).metrics, weights)
-        assert all(not value.requires_grad for value in (*totals.means.values(), *totals.sums.values()))
-        assert all(math.isfinite(value) for value in totals.result(7.0).values())
-
-
-def test_rows_without_a_trainable_token_weigh_nothing(f, clip_higher) -> None:  # type: ignore[no-untyped-def]
-    found, weights = MetricTotals(), f.weights("token_mean")[0]
-    found.add(policy_objective(f.tokens(n_sequences=5), clip_higher, TIS, ppo_clip).metrics, weights)
-    assert found.result(7.0) == pytest.approx(metrics(f, clip_higher, TIS, "token_mean"))
-    dark = MetricTotals()
-    tokens = f.tokens(mask=torch.zeros(8, dtype=torch.bool))
-    vetoing = Correction("decoupled", True, rs_veto=0.5)
-    dark.add(policy_objective(tokens, clip_higher, vetoing, ppo_clip).metrics, weights * 0)
-    assert dark.result(1.0)["correction/all_rejected"] == 0.0  # there was nothing to reject
-
-
-def test_nothing_added_gives_nothing() -> None:
-    assert MetricTotals().result(1.0) == {}
 
 
 # Facts of a whole step: what must be known before it, the mean of the weights, the bound of m2po.
@@ -217,10 +157,6 @@ RULES = ("seq_mean_k1=0.9_1.1",)
 )
 def test_needs(algorithm: AlgorithmConfig, correction: Correction, expected: str) -> None:
     assert needs(algorithm, correction) == expected
-
-
-def test_nothing_asked_for_gives_neutral_statistics(f) -> None:  # type: ignore[no-untyped-def]
-    assert step_statistics(f.tokens(), PPO, TIS_FIRST) == StepStatistics()
 
 
 def test_mean_of_sequence_weights_is_over_sequences(f) -> None:  # type: ignore[no-untyped-def]

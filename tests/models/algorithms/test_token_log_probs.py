@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from configs.plan.memory import log_prob_pass
 from models.algorithms import tokens as module
-from models.algorithms.tokens import OutputLayer, Vocabulary, token_log_probs
+from models.algorithms.tokens import OutputLayer, token_log_probs
 
 
 def entropies(logits: Tensor, temperature: float = 1.0) -> Tensor:
@@ -25,14 +25,6 @@ def entropies(logits: Tensor, temperature: float = 1.0) -> Tensor:
     found = token_log_probs(torch.zeros_like(logits), layer, targets, temperature=temperature, entropy="value")[1]
     assert found is not None
     return found
-
-
-def test_entropy_with_temperature() -> None:
-    logits = torch.tensor([[0.7, 0.2, 0.1]], dtype=torch.float64).log()
-    assert float(entropies(logits)) == pytest.approx(0.801819, abs=1e-6)
-    assert float(entropies(logits, 0.5)) == pytest.approx(0.354829, abs=1e-6)
-    minus_infinity = torch.tensor([[0.0, float("-inf"), 0.0]], dtype=torch.float64)
-    assert float(entropies(minus_infinity)) == pytest.approx(math.log(2))
 
 
 @pytest.mark.parametrize("block", [1, 2, 16])
@@ -155,16 +147,6 @@ def test_blocks_change_nothing(
         assert found.requires_grad == (entropy == "graph")
     for left, right in zip(gradients, torch.autograd.grad(expected, inputs), strict=True):
         torch.testing.assert_close(left, right)
-
-
-def test_ids_that_do_not_exist_have_no_share() -> None:
-    hidden, weight = torch.randn(5, 4, dtype=torch.float64), torch.randn(9, 4, dtype=torch.float64, requires_grad=True)
-    targets = torch.arange(5)
-    padded, _ = token_log_probs(hidden, OutputLayer(weight), targets, vocabulary=Vocabulary(0, 7))
-    torch.testing.assert_close(padded, plain(hidden, OutputLayer(weight[:7]), targets, 1.0)[0])
-    padded.sum().backward()
-    assert weight.grad is not None
-    assert not weight.grad[7:].any()
 
 
 @pytest.mark.parametrize("half", [False, True])

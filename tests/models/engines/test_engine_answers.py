@@ -15,7 +15,7 @@ from models.engines.answers import SLACK_BYTES, AnswerLimits
 from models.engines.client import EngineClient
 from models.engines.protocol import GenerateOutput, GenerateRequest, MetaInfo, SamplingParams, VersionSpan
 from models.engines.streamed import PartialOutputs
-from models.errors import EngineProtocolError, EngineRefused, EngineUnreachable
+from models.errors import EngineProtocolError, EngineUnreachable
 from tests.served_app import served_app
 
 REQUEST = GenerateRequest(
@@ -36,15 +36,6 @@ def answer(ids: list[int], text: str = "", **meta: object) -> GenerateOutput:
 
 def spans(*ends: tuple[int, int]) -> list[VersionSpan]:
     return [VersionSpan("1.0", start, end) for start, end in ends]
-
-
-def test_what_was_asked_for_is_taken() -> None:
-    LIMITS.check(answer([0, 99, 5, 6], "four", cached_tokens=3, num_retractions=None))
-    LIMITS.check(answer([]))
-    LIMITS.check(answer([1], output_token_logprobs=[(1e-4, 1, None)]))  # rounding in half precision
-    plain = AnswerLimits.of(GenerateRequest(text="x", sampling_params=SamplingParams(max_new_tokens=None)), None)
-    plain.check(answer(list(range(500)), output_token_logprobs=None))
-    assert plain.answer_bytes is None
 
 
 @pytest.mark.parametrize(
@@ -151,12 +142,6 @@ async def test_text_that_breaks_decoders_is_an_error_of_the_engine(
         return
     client = await serving(body)
     with pytest.raises(EngineProtocolError, match=words):
-        await client.generate(REQUEST)
-
-
-async def test_the_words_of_a_refusal_may_be_nonsense_too(serving: Serve) -> None:
-    client = await serving(NESTED, status=400)
-    with pytest.raises(EngineRefused, match=r"with 400: \[\[\["):
         await client.generate(REQUEST)
 
 

@@ -63,28 +63,6 @@ def test_more_requests_than_slots_all_finish_alike(checkpoints: Checkpoints) -> 
     assert results[0] == results[1] == results[2]
 
 
-def test_gathered_and_sliced_batches_agree(checkpoints: Checkpoints) -> None:
-    """Twenty short requests leave one long one in the last slot: it goes on alone, gathered from the cache."""
-    bench = Bench(checkpoints(), engine_slots=21)
-    short = [bench.make([index + 1, 2, 3], max_new_tokens=5) for index in range(20)]
-    long = bench.make([9, 9, 9], max_new_tokens=60, sampling_seed=4)
-    crowded = bench.run(*short, long)[-1]
-    alone = Bench(checkpoints()).run(bench.make([9, 9, 9], max_new_tokens=60, sampling_seed=4))[0]
-    assert crowded.output_ids == alone.output_ids
-
-
-def test_idle_rows_of_a_slice_do_not_hurt_retained_prefixes(checkpoints: Checkpoints) -> None:
-    bench = Bench(checkpoints(), engine_slots=4)
-    prompt = list(range(1, 41))
-    [first] = bench.run(bench.make(prompt, max_new_tokens=5, temperature=0.0))
-    long = [bench.make([index, 5, 6], max_new_tokens=30) for index in range(1, 4)]
-    bench.run(*long)  # slots 1 to 3 decode in a slice that holds the retained slot 0
-    [again] = bench.run(bench.make(prompt, max_new_tokens=5, temperature=0.0))
-    assert again.cached_tokens == 39
-    assert again.output_ids == first.output_ids
-    assert again.log_probs == pytest.approx(first.log_probs, abs=1e-5)
-
-
 def test_prefix_cache_never_crosses_versions(checkpoints: Checkpoints) -> None:
     bench = Bench(checkpoints())
     prompt = list(range(1, 41))
@@ -102,37 +80,12 @@ def test_prefix_cache_never_crosses_versions(checkpoints: Checkpoints) -> None:
     assert same.cached_tokens == 39
 
 
-def test_a_relabelled_version_keeps_its_prefixes_apart_by_key_only(bench: Bench) -> None:
-    prompt = list(range(1, 41))
-    keys = ["v1", "v1", "v2", None]
-    cached = [bench.run(bench.make(prompt, extra_key=key, max_new_tokens=2))[0].cached_tokens for key in keys]
-    assert cached == [0, 39, 0, 0]
-
-
-def test_short_common_beginnings_are_computed_again(bench: Bench) -> None:
-    bench.run(bench.make([1, 2, 3, 4, 5, 6, 7], max_new_tokens=2))
-    cases = [[1, 2, 3, 40, 41, 42, 43, 44], [1, 2, 3, 4, 5, 60], [2, 2, 3]]
-    assert [bench.run(bench.make(case, max_new_tokens=2))[0].cached_tokens for case in cases] == [0, 5, 0]
-
-
 def test_long_queues_are_prefilled_in_portions(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefill, "PREFILL_TOKENS", 100)
     bench.submit(*[bench.make([index + 1] * 40, max_new_tokens=10) for index in range(5)])
     bench.steps(1)
     assert (bench.stepper.running, bench.stepper.waiting) == (2, 3)
     assert len(bench.finish()) == 5
-
-
-def test_eos_of_the_checkpoint_ends_unless_ignored(checkpoints: Checkpoints) -> None:
-    bench = Bench(checkpoints(tokenizer="arithmetic"))
-    eos = next(iter(bench.engine.facts.eos_ids))
-    stopped = bench.run(bench.make([1, 2, 3], n=16, max_new_tokens=200, ignore_eos=False))
-    ends = [completion for completion in stopped if completion.finish and completion.finish.type == "stop"]
-    assert len(ends) > 8  # 32 ids: hardly any random response of 200 tokens lacks an EOS
-    assert all(completion.output_ids[-1] == eos and completion.output_ids.count(eos) == 1 for completion in ends)
-    [ignored] = bench.run(bench.make([1, 2, 3], max_new_tokens=200, sampling_seed=1))
-    assert len(ignored.output_ids) == 200
-    assert eos in ignored.output_ids
 
 
 def test_min_new_tokens_holds_the_end_back(checkpoints: Checkpoints) -> None:
@@ -161,19 +114,6 @@ def test_stop_strings_are_found_across_tokens_and_cut_from_the_text(bench: Bench
     assert stop not in bench.codec.decode(output.output_ids[:-1], True)
 
 
-def test_abort_before_and_after_admission(checkpoints: Checkpoints) -> None:
-    bench = Bench(checkpoints(), engine_slots=2)
-    first, second = bench.make([1, 2], n=2, max_new_tokens=50), bench.make([3, 4], max_new_tokens=50)
-    bench.submit(first, second)
-    bench.steps(4)
-    bench.stepper.cancel([first[0], second[0]])
-    assert [completion.finish is not None for completion in (*first, *second)] == [True, False, True]
-    assert (len(first[0].output_ids), len(second[0].output_ids)) == (5, 0)
-    assert second[0].spans_over(0) == []
-    [_, kept, _] = bench.finish()
-    assert len(kept.output_ids) == 50
-
-
 def test_retraction_keeps_the_order_of_the_queue(checkpoints: Checkpoints) -> None:
     bench = Bench(checkpoints(), engine_slots=3)
     work = [bench.make([index], max_new_tokens=20) for index in range(1, 6)]
@@ -185,19 +125,6 @@ def test_retraction_keeps_the_order_of_the_queue(checkpoints: Checkpoints) -> No
     assert [bool(completions[0].admitted_s) for completions in work] == [True, True, True, False, False]
     assert sorted(c.prompt[0] for c in bench.stepper._table.owners.values()) == [1, 2, 3]
     assert [len(completion.output_ids) for completion in bench.finish()] == [20] * 5
-
-
-def test_two_updates_without_a_token_between_leave_one_span(checkpoints: Checkpoints) -> None:
-    bench = Bench(checkpoints())
-    bench.submit(bench.make([1, 2], max_new_tokens=20))
-    bench.steps(3)
-    for label in ("w2", "w3"):
-        bench.stepper.pause("in_place")
-        bench.swap(checkpoints(seed=1), label)
-        bench.stepper.resume()
-    [completion] = bench.finish()
-    spans = completion.spans_over(len(completion.output_ids))
-    assert [(span.version, span.start, span.end) for span in spans] == [("w1", 0, 4), ("w3", 4, 20)]
 
 
 async def test_what_is_asked_of_an_engine_that_ends_is_answered(checkpoints: Checkpoints) -> None:
@@ -271,44 +198,6 @@ def test_noise_is_pinned() -> None:
     assert sample_seed(7, 0) == 7
     assert sample_seed(7, 1) != sample_seed(7, 2)
     assert 0 <= sample_seed(2**62, 3) < 2**63
-
-
-def test_noise_looks_uniform() -> None:
-    values = np.concatenate([uniforms(seed, np.arange(2000)) for seed in range(10)])
-    counts = np.histogram(values, bins=20, range=(0.0, 1.0))[0]
-    chi_square = ((counts - 1000.0) ** 2 / 1000.0).sum()
-    assert chi_square < 43.8  # 19 degrees of freedom, p = 0.001
-    assert abs(np.corrcoef(values[:-1], values[1:])[0, 1]) < 0.03
-
-
-def test_draws_follow_the_softmax() -> None:
-    logits = torch.tensor([[0.0, 1.0, 2.0, -1.0, 0.5]])
-    for temperature in (1.0, 0.5):
-        tokens = sample(logits, range(20_000), temperature=temperature)
-        observed = torch.bincount(tokens, minlength=5) / 20_000
-        expected = torch.softmax(logits[0] / temperature, -1)
-        assert (observed - expected).abs().max() < 0.015
-
-
-@pytest.mark.parametrize(
-    ("rule", "kept"),
-    [
-        ({"top_k": 2}, {1, 2}),
-        ({"top_p": 0.5}, {2}),  # the largest has 0.58 > 0.5 and stays, the mass before the next is not below 0.5
-        ({"top_p": 0.6}, {1, 2}),
-        ({"min_p": 0.2}, {1, 2, 4}),
-        ({"top_k": 1}, {2}),
-        ({"top_k": 3, "top_p": 0.6}, {1, 2}),
-    ],
-    ids=str,
-)
-def test_truncation_keeps_the_right_tokens(rule: dict[str, float], kept: set[int]) -> None:
-    logits = torch.tensor([[0.0, 1.0, 2.0, -1.0, 0.5]])
-    tokens = sample(logits, range(3000), **rule)
-    assert set(tokens.tolist()) == kept
-    observed = torch.bincount(tokens, minlength=5) / 3000
-    expected = torch.softmax(logits[0], -1) * torch.tensor([float(index in kept) for index in range(5)])
-    assert (observed - expected / expected.sum()).abs().max() < 0.04
 
 
 @given(st.integers(1, 6), st.integers(0, 2**32))

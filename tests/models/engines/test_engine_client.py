@@ -14,16 +14,15 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 import aiohttp
-import msgspec
 import numpy as np
 import pytest
 from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models.engines.answers import RequestLimits, later_boundaries, with_spans
+from models.engines.answers import RequestLimits, later_boundaries
 from models.engines.client import EngineClient
-from models.engines.protocol import GenerateOutput, GenerateRequest, MetaInfo, SamplingParams, VersionSpan
+from models.engines.protocol import GenerateRequest, SamplingParams, VersionSpan
 from models.engines.serve import EngineServer
 from models.engines.streamed import PartialOutputs
 from models.engines.token import Token, read_token, run_token
@@ -32,10 +31,8 @@ from models.errors import (
     EngineProtocolError,
     EngineRefused,
     EngineStartError,
-    EngineTimeout,
     EngineUnauthorized,
     EngineUnreachable,
-    RequestNotSent,
 )
 from tests.models.engines.harness import SIMULATED
 from tests.served_app import served_app
@@ -62,7 +59,6 @@ ANSWER = {
         "prefill_finished_time": 1.5,
     },
 }
-Serve = Callable[..., "EngineClient"]
 
 
 @pytest.fixture
@@ -86,43 +82,6 @@ async def serve() -> AsyncIterator[Callable[..., object]]:
 
     async with AsyncExitStack() as stack:
         yield start
-
-
-async def test_answers_of_real_servers_decode(serve) -> None:  # type: ignore[no-untyped-def]
-    client, _ = await serve(ANSWER)
-    [output] = await client.generate(GenerateRequest(input_ids=[1, 2, 3]))
-    assert output.output_log_probs == [-5.236, -5.264]
-    assert output.version_spans == [VersionSpan("v1", 0, 1), VersionSpan("v2", 1, 2)]
-    assert output.meta_info.finish_reason is not None
-    assert output.meta_info.finish_reason.matched == 134
-    assert not output.aborted
-    client, _ = await serve([ANSWER, ANSWER])
-    assert len(await client.generate(GenerateRequest(input_ids=[1, 2, 3]))) == 2
-
-
-def test_versions_without_spans_cover_all_tokens() -> None:
-    raw = {"output_ids": [1, 2, 3], "meta_info": {"id": "r", "weight_version": "7"}}
-    assert msgspec.convert(raw, GenerateOutput).version_spans == [VersionSpan("7", 0, 3)]
-
-
-async def test_requests_are_sparse_but_always_carry_the_policy(serve) -> None:  # type: ignore[no-untyped-def]
-    client, received = await serve(ANSWER)
-    params = SamplingParams(max_new_tokens=64, n=2, sampling_seed=7)
-    await client.generate(GenerateRequest(input_ids=[1, 2], rid="r1", sampling_params=params, return_logprob=True))
-    assert json.loads(received[0]) == {
-        "input_ids": [1, 2],
-        "rid": "r1",
-        "return_logprob": True,
-        "sampling_params": {
-            "temperature": 1.0,
-            "top_p": 1.0,
-            "top_k": -1,
-            "min_p": 0.0,
-            "max_new_tokens": 64,
-            "n": 2,
-            "sampling_seed": 7,
-        },
-    }
 
 
 async def test_weights_updated_without_flush_is_a_success(serve) -> None:  # type: ignore[no-untyped-def]
@@ -211,15 +170,6 @@ async def test_who_asks_while_the_client_is_closed_has_lost_the_engine() -> None
             await client.generate(GenerateRequest(input_ids=[1]))
 
 
-async def test_bad_ids_are_refused_before_they_are_sent(serve) -> None:  # type: ignore[no-untyped-def]
-    client, received = await serve(ANSWER, vocab_size=100)
-    with pytest.raises(RequestNotSent, match=r"not sent to engine http.*: input_ids contains 100, outside the vocab"):
-        await client.generate(GenerateRequest(input_ids=[[1, 2], [3, 100]]))
-    with pytest.raises(ValueError, match="contains -1"):
-        await client.generate(GenerateRequest(input_ids=[-1]))
-    assert received == []
-
-
 async def test_streams_are_not_for_generate(serve) -> None:  # type: ignore[no-untyped-def]
     client, _ = await serve(ANSWER)
     with pytest.raises(ValueError, match="stream=True is not for a request to generate"):
@@ -230,18 +180,6 @@ def scored(entries: object, **finish: object) -> dict[str, object]:
     """The answer to a scoring, as a real server sends it."""
     meta = {"id": "r1", "finish_reason": {"type": "length", "length": 0, **finish}, "input_token_logprobs": entries}
     return {"text": "", "output_ids": [], "meta_info": meta}
-
-
-async def test_a_scoring_asks_from_the_token_before(serve) -> None:  # type: ignore[no-untyped-def]
-    client, received = await serve(scored([[None, 7, None], [-0.5, 8, None], [-1.25, 0, None]]))
-    found = await client.score([5, 6, 7, 8, 9], 3)
-    assert found.tolist() == [-0.5, -1.25], "whatever id the server echoes"
-    sent = json.loads(received[0])
-    assert (sent["input_ids"], sent["logprob_start_len"], sent["return_logprob"]) == ([5, 6, 7, 8, 9], 2, True)
-    assert sent["sampling_params"]["max_new_tokens"] == 0
-    assert "input_logprob_temperature" not in sent, "a field of our own is sent only if it says something"
-    await client.score([5, 6, 7, 8, 9], 3, temperature=0.5)
-    assert json.loads(received[1])["input_logprob_temperature"] == 0.5
 
 
 @pytest.mark.parametrize(
@@ -259,29 +197,6 @@ async def test_an_aborted_scoring_is_typed(serve) -> None:  # type: ignore[no-un
     client, _ = await serve(scored([], type="abort", message="the engine has stopped"))
     with pytest.raises(EngineAborted, match="aborted the request: the engine has stopped"):
         await client.score([5, 6, 7, 8, 9], 3)
-
-
-async def test_a_scoring_outside_the_vocabulary_is_not_sent(serve) -> None:  # type: ignore[no-untyped-def]
-    client, received = await serve(scored([]), vocab_size=9)
-    with pytest.raises(ValueError, match="input_ids contains 9, outside the vocabulary of 9"):
-        await client.score([5, 6, 7, 8, 9], 3)
-    assert received == []
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        EngineUnreachable("http://e", "gone"),
-        EngineAborted("http://e", "by somebody"),
-        EngineTimeout("http://e", 3.0),
-        EngineRefused("http://e", 400, "no"),
-        RequestNotSent("http://e", "no"),
-        EngineProtocolError("http://e", "odd"),
-    ],
-)
-def test_errors_survive_pickling(error: Exception) -> None:
-    again = pickle.loads(pickle.dumps(error))
-    assert (type(again), str(again)) == (type(error), str(error))
 
 
 def test_client_side_imports_nothing_heavy() -> None:
@@ -379,13 +294,6 @@ def test_moved_spans_still_cover_every_token_once(lengths: list[int]) -> None:
     moved = [span.version for span in after for _ in range(span.end - span.start)]
     assert moved == [owner[0], *owner[:-1]], "every token belongs to whom the token before it was said to belong to"
     assert [span.start for span in after] == [0, *[span.end for span in after[:-1]]]
-
-
-def test_spans_end_with_the_tokens() -> None:
-    output = GenerateOutput(output_ids=[1, 2, 3], meta_info=MetaInfo(id="r"))
-    filled = with_spans(output, [VersionSpan("a", 0, 2), VersionSpan("b", 2, 9), VersionSpan("c", 9, 9)])
-    assert filled.version_spans == [VersionSpan("a", 0, 2), VersionSpan("b", 2, 3)]
-    assert filled.meta_info.weight_version == "b"
 
 
 # Tokens of servers: their files, what a server does without one, what a client says of a wrong one.

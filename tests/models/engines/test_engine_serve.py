@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -56,22 +55,6 @@ def process(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], dict[str,
     finally:
         child.kill()
         child.wait()
-
-
-async def test_a_process_serves_ignores_interrupts_and_stops_on_sigterm(process) -> None:  # type: ignore[no-untyped-def]
-    child, ready = process
-    assert ready["pid"] == child.pid
-    async with EngineClient(str(ready["url"])) as client:
-        child.send_signal(signal.SIGINT)
-        [output] = await client.generate(ask([1, 2], max_new_tokens=3))
-        assert output.meta_info.weight_version == "3.7"
-        async with asyncio.TaskGroup() as group:
-            open_ = group.create_task(client.generate(ask([1, 2], max_new_tokens=100_000)))
-            await asyncio.sleep(0.2)
-            child.send_signal(signal.SIGTERM)
-        [partial] = open_.result()  # what is open at the end is answered, not dropped
-        assert partial.aborted
-    assert await asyncio.to_thread(child.wait, 20) == 0
 
 
 async def test_a_killed_engine_leaves_what_it_streamed(process) -> None:  # type: ignore[no-untyped-def]
@@ -139,20 +122,6 @@ async def test_a_port_in_use_is_one_clear_error() -> None:
                 pass
 
 
-async def test_leaving_the_context_answers_what_is_open_and_frees_the_port(checkpoints: Callable[..., Path]) -> None:
-    async with EngineServer(EMBEDDED, str(checkpoints()), max_context_len=1024, seed=0) as server:
-        url = server.url
-        client = EngineClient(url)
-        task = asyncio.ensure_future(client.generate(ask([1, 2], max_new_tokens=1000)))
-        await asyncio.sleep(0.05)
-    [partial] = await task
-    assert partial.aborted
-    assert not await client.health()
-    await client.close()
-    async with EngineServer(SIMULATED, "none", max_context_len=None, seed=0, port=int(url.rsplit(":", 1)[1])) as again:
-        assert again.url == url
-
-
 async def test_a_crash_of_the_engine_answers_everything_and_is_told(
     checkpoints: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -174,20 +143,6 @@ async def test_a_crash_of_the_engine_answers_everything_and_is_told(
         assert not await client.health()
         with pytest.raises(EngineError, match="503"):
             await client.generate(ask([1, 2]))
-
-
-def test_embedded_seed_makes_unseeded_requests_repeatable(checkpoints: Callable[..., Path]) -> None:
-    async def outputs(seed: int) -> list[list[int]]:
-        async with (
-            EngineServer(EMBEDDED, str(checkpoints()), max_context_len=256, seed=seed) as server,
-            EngineClient(server.url) as client,
-        ):
-            return [(await client.generate(ask([1, 2])))[0].output_ids for _ in range(3)]
-
-    first = asyncio.run(outputs(5))
-    assert first == asyncio.run(outputs(5))
-    assert first != asyncio.run(outputs(6))
-    assert first[0] != first[1]
 
 
 # Reading checkpoints: what is accepted, what is refused with which words, and that a refusal changes nothing.
@@ -216,40 +171,6 @@ def test_names_and_checksums_are_those_of_the_checkpoint(checkpoints: Checkpoint
     tensors = load_file(path / "model.safetensors")
     expected = {name: xxhash.xxh3_64_hexdigest(tensor.numpy().tobytes()) for name, tensor in tensors.items()}
     assert live(path).checksums() == expected
-
-
-def test_swap_is_in_place(checkpoints: Checkpoints) -> None:
-    weights = live(checkpoints())
-    before = {name: tensor.data_ptr() for name, tensor in weights.names.items()}
-    first = weights.checksums()
-    weights.load(checkpoints(seed=1))
-    assert {name: tensor.data_ptr() for name, tensor in weights.names.items()} == before
-    assert weights.checksums() != first
-    weights.load(checkpoints())
-    assert weights.checksums() == first
-
-
-def test_sharded_checkpoints_and_other_precisions_load(checkpoints: Checkpoints, tmp_path: Path) -> None:
-    source = checkpoints()
-    tensors = load_file(source / "model.safetensors")
-    names = sorted(tensors)
-    table = {name: f"part-{index % 3}.safetensors" for index, name in enumerate(names)}
-    for file in set(table.values()):
-        part = {name: tensors[name].to(torch.bfloat16) for name in names if table[name] == file}
-        save_file(part, tmp_path / file, metadata={"format": "pt"})
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": table}))
-    weights = live(source)
-    weights.load(tmp_path)
-    for name, tensor in weights.names.items():
-        assert torch.equal(tensor, tensors[name].to(torch.bfloat16).float())
-
-
-def test_a_head_beside_tied_embeddings_is_ignored(checkpoints: Checkpoints, tmp_path: Path) -> None:
-    source = checkpoints()
-    tensors = load_file(source / "model.safetensors")
-    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    live(source).load(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -311,14 +232,6 @@ def test_models_that_cannot_be_served_are_named(
 ) -> None:
     with pytest.raises(EngineStartError, match=words):
         ModelSpec.read(variant(checkpoints(), tmp_path, **config))
-
-
-def test_configurations_of_transformers_4_read_alike(checkpoints: Checkpoints, tmp_path: Path) -> None:
-    path = variant(checkpoints(), tmp_path)
-    values = json.loads((path / "config.json").read_text())
-    del values["rope_parameters"]
-    (path / "config.json").write_text(json.dumps({**values, "rope_theta": 10_000.0}))
-    assert ModelSpec.read(path) == ModelSpec.read(checkpoints())
 
 
 def test_directories_without_a_model_are_refused(tmp_path: Path) -> None:

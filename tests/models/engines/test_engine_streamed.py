@@ -18,9 +18,9 @@ from models.engines.client import EngineClient
 from models.engines.protocol import EXPECTED_SGLANG, GenerateOutput, GenerateRequest, SamplingParams, VersionSpan
 from models.engines.serve import EngineServer
 from models.engines.streamed import EventLines, PartialOutputs, StreamBroken
-from models.errors import EngineProtocolError, EngineRefused, EngineTimeout, EngineUnreachable
+from models.errors import EngineProtocolError, EngineRefused, EngineUnreachable
 from tests.models.engines.conftest import REAL
-from tests.models.engines.harness import EMBEDDED, SIMULATED, Capabilities, Target, ask, idle, post, until
+from tests.models.engines.harness import EMBEDDED, SIMULATED, Capabilities, Target, ask, idle, until
 from tests.sglang_server import CONTEXT, ON_SGLANG, RealServer
 
 FINISH = {"type": "length", "length": 0}
@@ -89,38 +89,9 @@ def test_certain_is_what_came_before_another_label(chunks: list[bytes]) -> None:
         taken(*chunks[:3]).outputs()
 
 
-def test_the_label_at_sending_outweighs_the_first_chunks() -> None:
-    """The update landed before the first chunk was sent: its tokens may be of either version."""
-    late = [chunk([65], label="v2"), chunk([65, 66], label="v2")]
-    assert taken(*late, sent_label="v1").certain() == [None]
-    assert ids_and_spans(taken(*late, sent_label="v2").certain()[0]) == ([65, 66], [("v2", 0, 2)])
-
-
-def test_a_label_that_comes_back_is_not_trusted() -> None:
-    chunks = [chunk([65]), chunk([66], 2, label="v2"), chunk([67], 3), chunk([68], 4)]
-    assert ids_and_spans(taken(*chunks).certain()[0]) == ([65], [("v1", 0, 1)])
-
-
-def test_chunks_with_spans_are_certain_whole() -> None:
-    spans = {"weight_versions": [{"version": "v1", "start": 0, "end": 2}, {"version": "v2", "start": 2, "end": 3}]}
-    for chunks in (
-        [chunk([65]), chunk([65, 66, 67], label="v2", meta=spans)],
-        [chunk([65]), chunk([66], 2, label="v2"), chunk([67], 3, label="v2", meta=spans)],
-    ):
-        assert ids_and_spans(taken(*chunks).certain()[0]) == ([65, 66, 67], [("v1", 0, 2), ("v2", 2, 3)])
-
-
 def test_boundaries_are_moved_where_the_engine_reports_them_early() -> None:
     [output] = taken(*NEWS, early=True).outputs()
     assert output.version_spans == [VersionSpan("v1", 0, 4), VersionSpan("v2", 4, 5)]
-
-
-def test_tokens_beyond_the_count_of_a_chunk_are_left_for_the_next() -> None:
-    """SGLang hands out a list that goes on growing while the chunk waits to be sent."""
-    partial = taken(chunk([65, 66, 67], 2))
-    assert ids_and_spans(partial.certain()[0]) == ([65, 66], [("v1", 0, 2)])
-    partial.take(chunk([65, 66, 67, 68], label="v2"))
-    assert ids_and_spans(partial.certain()[0]) == ([65, 66], [("v1", 0, 2)])
 
 
 @pytest.mark.parametrize(
@@ -182,11 +153,6 @@ def test_log_probs_of_other_tokens_are_an_error() -> None:
 def test_a_partial_is_for_one_request() -> None:
     with pytest.raises(ValueError, match="holds one request"):
         taken(chunk([65])).begin(1, False)
-
-
-def test_no_answer_and_no_token_are_nothing() -> None:
-    assert PartialOutputs().certain() == []
-    assert taken(chunk([]), samples=2).certain() == [None, None]
 
 
 @given(st.lists(st.binary(max_size=20).filter(lambda b: b"\n" not in b and b"\r" not in b)), st.data())
@@ -274,15 +240,6 @@ async def ask_in_pieces(client: EngineClient, partial: PartialOutputs, n: int = 
 DONE = b"data: [DONE]\n\n"
 
 
-async def test_the_client_joins_a_stream(streamed) -> None:  # type: ignore[no-untyped-def]
-    client = await streamed(*map(event, NEWS), DONE)
-    [output] = await ask_in_pieces(client, PartialOutputs())
-    assert ids_and_spans(output) == ([65, 66, 67, 68, 69], [("v1", 0, 3), ("v2", 3, 5)])
-    client = await streamed(*map(event, NEWS), DONE, early_boundary=True)
-    [output] = await ask_in_pieces(client, PartialOutputs())
-    assert output.version_spans[0].end == 4
-
-
 @pytest.mark.parametrize(
     ("pieces", "error", "words"),
     [
@@ -311,21 +268,6 @@ async def test_however_a_stream_ends_what_came_is_kept(streamed, pieces, error, 
     [found] = partial.certain()
     assert found is not None
     assert found.output_ids[:3] == [65, 66, 67]
-
-
-async def test_a_stall_runs_into_the_time_limit_and_shows(streamed) -> None:  # type: ignore[no-untyped-def]
-    client = await streamed(event(NEWS[0]), hang=True, timeout_s=0.3)
-    partial = PartialOutputs()
-    with pytest.raises(EngineTimeout):
-        await ask_in_pieces(client, partial)
-    assert ids_and_spans(partial.certain()[0]) == ([65], [("v1", 0, 1)])
-
-
-async def test_a_connection_serves_one_stream_after_another(streamed) -> None:  # type: ignore[no-untyped-def]
-    client = await streamed(*map(event, NEWS), DONE)
-    for _ in range(3):
-        await ask_in_pieces(client, PartialOutputs())
-    assert len(streamed.peers) == 1
 
 
 def test_nothing_is_decoded_twice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -401,28 +343,6 @@ async def streaming(request: pytest.FixtureRequest, checkpoints: Callable[..., P
         yield Target(client, Capabilities(), model, other, "first")
 
 
-async def test_chunks_grow_in_the_form_that_the_server_says(streaming: Target) -> None:
-    info = await streaming.client.server_info()
-    assert info.stream_interval == INTERVAL
-    request = msgspec.structs.replace(ask([1, 2, 3], max_new_tokens=400), stream=True)
-    status, raw = await post(streaming, "/generate", request)
-    assert status == 200
-    events = [line.removeprefix("data: ") for line in raw.decode().strip().split("\n\n")]
-    assert events[-1] == "[DONE]"
-    chunks = [msgspec.json.decode(event, type=GenerateOutput) for event in events[:-1]]
-    assert len(chunks) >= 3, "it does not come all at once"
-    seen: list[int] = []
-    for chunk in chunks:
-        whole = [*seen, *chunk.output_ids] if info.incremental_streaming_output else chunk.output_ids
-        assert whole[: len(seen)] == seen
-        assert [token for _, token, _ in chunk.meta_info.output_token_logprobs or ()] == chunk.output_ids
-        seen = whole
-        assert chunk.meta_info.completion_tokens == len(seen)
-        assert (chunk.meta_info.finish_reason is None) == (chunk is not chunks[-1])
-        assert chunk.meta_info.weight_version == "first"
-    assert len(seen) == 400
-
-
 async def test_a_streamed_response_is_the_response(streaming: Target) -> None:
     partial = PartialOutputs()
     request = ask([[1, 2, 3], [4, 5]], n=2, max_new_tokens=30, temperature=0.0)
@@ -450,33 +370,6 @@ async def test_an_abort_ends_a_stream_with_all_its_tokens(streaming: Target) -> 
     [output] = task.result()
     assert output.aborted
     assert 50 <= len(output.output_ids) == len(output.output_log_probs) == output.version_spans[-1].end < 900
-
-
-async def test_spans_of_two_updates_in_one_stream(streaming: Target) -> None:
-    client, partial = streaming.client, PartialOutputs(sent_label="first")
-    async with asyncio.TaskGroup() as group:
-        task = group.create_task(client.generate(ask([1, 2, 3], n=2, max_new_tokens=900), partial=partial))
-        for label, weights in (("second", streaming.other), ("third", streaming.model)):
-            await until(lambda goal=partial.tokens + 80: _has(partial, goal))  # type: ignore[misc]
-            await client.pause("retract")
-            await client.update_weights_from_disk(weights, label)
-            await client.resume()
-        await until(lambda goal=partial.tokens + 80: _has(partial, goal))  # type: ignore[misc]
-        left = partial.certain()
-        await client.abort()
-    for output in task.result():
-        assert [span.version for span in output.version_spans] == ["first", "second", "third"]
-        assert output.version_spans[-1].end == len(output.output_ids) == len(output.output_log_probs)
-        assert output.meta_info.num_retractions == 2
-    for prefix, output in zip(left, task.result(), strict=True):
-        assert prefix is not None
-        count = len(prefix.output_ids)
-        assert prefix.output_ids == output.output_ids[:count]
-        assert prefix.output_log_probs == output.output_log_probs[:count]
-        assert prefix.meta_info.finish_reason is None
-        true = [(s.version, s.start, min(s.end, count)) for s in output.version_spans if s.start < count]
-        assert [(s.version, s.start, s.end) for s in prefix.version_spans] == true, "no version is guessed"
-        assert count >= 20
 
 
 async def test_a_caller_that_stops_waiting_keeps_what_came_and_ends_the_request(streaming: Target) -> None:

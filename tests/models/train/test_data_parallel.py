@@ -154,15 +154,6 @@ def test_shares_make_the_update_of_the_whole(tiny: Path, tmp_path: Path, monkeyp
                 assert any(value.abs().max() > 1e-4 for key, value in expected.items() if key.startswith("gradient/"))
 
 
-def test_one_process_alone_is_its_own_sum() -> None:
-    group = DpGroup()
-    assert [part.tolist() for part in group.gather_by_dp_rank(np.array([1, 2], dtype=np.float32))] == [[1, 2]]
-    assert group.merge({"a": 1.0}) == {"a": 1.0}
-    layer = torch.nn.Linear(2, 1)
-    group.all_reduce_gradients(list(layer.parameters()))
-    assert layer.weight.grad is None
-
-
 Trio = Callable[[bytes, bytes], DistributedDpGroup]
 
 

@@ -41,23 +41,6 @@ def stored(directory: Path) -> dict[str, torch.Tensor]:
         return {name: found.whole(name) for name in found}
 
 
-def test_what_fits_is_one_file_beside_the_settings_of_the_source(source: Path, tmp_path: Path) -> None:
-    written = tensors()
-    total = write_hf(tmp_path / "out", iter(written.items()), source)
-    assert total == 5 * 128
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {
-        WEIGHTS,
-        CONFIG,
-        "generation_config.json",
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "chat_template.jinja",
-    }
-    found = stored(tmp_path / "out")
-    assert found.keys() == written.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in written.items())
-
-
 def test_files_hold_no_more_than_asked_and_the_index_names_every_weight(source: Path, tmp_path: Path) -> None:
     out, written = tmp_path / "out", tensors(7)
     write_hf(out, iter(written.items()), source, max_shard_bytes=300)

@@ -129,28 +129,6 @@ def test_arrays_show_each_sequence_its_own_past_and_nothing_else(
         np.testing.assert_array_equal(rows.targets, np.concatenate([tokens[i][chosen[i]] for i in layout.items]))
 
 
-def test_uniform_sequences_get_a_row_each_without_padding() -> None:
-    (layout,) = of_lengths([9] * 64, 16384)
-    assert layout.row_length == 9
-    assert len(layout.rows) == 64
-
-
-def test_short_sequences_fill_up_the_rows_of_long_ones() -> None:
-    (layout,) = of_lengths([100] + [10] * 30, 16384)
-    assert layout.row_length == 100
-    assert len(layout.rows) == 4
-
-
-def test_uneven_sequences_leave_little_padding() -> None:
-    sizes = np.random.default_rng(0).integers(6, 11, 256).tolist()
-    assert sum(layout.padded_tokens for layout in of_lengths(sizes, 16384)) < 1.1 * sum(sizes)
-
-
-def test_a_sequence_beyond_the_budget_travels_alone() -> None:
-    layouts = of_lengths([5, 50, 5], 16)
-    assert sorted(layout.items for layout in layouts) == [(0, 2), (1,)]
-
-
 def test_a_prompt_is_computed_once_for_its_responses() -> None:
     prompt = np.arange(100, dtype=np.int32)
     tokens = [np.concatenate([prompt, [i, i, i]]).astype(np.int32) for i in range(8)]
@@ -158,33 +136,9 @@ def test_a_prompt_is_computed_once_for_its_responses() -> None:
     assert unit == Unit(tuple(range(8)), 100, 100 + 8 * 2)
 
 
-def test_long_responses_are_not_joined_for_a_short_prompt() -> None:
-    """A row of all of them would cost more attention than the prompt saves."""
-    prompt = np.arange(10, dtype=np.int32)
-    tokens = [np.concatenate([prompt, np.full(1000, i)]).astype(np.int32) for i in range(4)]
-    units = units_of(tokens, [10] * 4, Packing(max_tokens=100_000, quadratic_tokens=512))
-    assert [unit.members for unit in units] == [(0,), (1,), (2,), (3,)]
-
-
-def test_plain_rows_need_neither_positions_nor_masks() -> None:
-    tokens = [np.arange(n, dtype=np.int32) for n in (4, 6)]
-    layout = Layout(((Unit((0,), 0, 3),), (Unit((1,), 0, 5),)), 5)
-    rows = pack_rows(layout, tokens, [np.array([1, 3]), np.array([5])])
-    assert rows.position_ids is None
-    assert rows.unit is None
-    assert rows.source.tolist() == [0, 2, 9]
-
-
 def test_nothing_to_pack() -> None:
     for pack, single in itertools.product((True, False), repeat=2):
         assert of_lengths([], 10, pack=pack, single_row=single) == []
-
-
-def test_a_reference_can_only_forbid() -> None:
-    free, bound = Packing(max_tokens=9, quadratic_tokens=7), Packing(max_tokens=1, share_prompts=False)
-    assert free.both(bound) == Packing(max_tokens=9, quadratic_tokens=7, share_prompts=False)
-    assert free.both(Packing(max_tokens=1, pack=False)).pack is False
-    assert free.both(free) == free
 
 
 APART = Packing(max_tokens=64, share_prompts=False, quadratic_tokens=8)
@@ -201,15 +155,6 @@ def test_shares_differ_by_no_more_than_the_costliest_sequence(sizes: list[int], 
     assert sorted(item for share in assigned for item in share) == list(range(len(sizes)))
     loads = [sum(APART.cost(sizes[item] - 1) for item in share) for share in assigned]
     assert max(loads) - min(loads) <= max(APART.cost(size - 1) for size in sizes) + 1e-9
-
-
-def test_one_long_sequence_weighs_as_much_as_many_short_ones() -> None:
-    """By number, the long one would get as many beside it as the other rank has; it is assigned first."""
-    sizes = [9] * 8 + [33]
-    long, short = sorted(balance(ids_of(sizes), [1] * 9, APART, 2), key=lambda items: 8 not in items)
-    assert (long, len(short)) == ([8], 8)
-    by_number = balance(ids_of(sizes), [1] * 9, Packing(64, share_prompts=False, balance=False), 2)
-    assert sorted(map(len, by_number)) == [4, 5]
 
 
 @given(lengths, st.integers(2, 5))
@@ -264,22 +209,6 @@ def padded_example(index: int, length: int, prompt: int = 1) -> Example:
     return Example(tokens, prompt, np.array([length]), values, values, coefficient=1.0)
 
 
-def test_examples_hold_the_trainable_tokens_only(one) -> None:  # type: ignore[no-untyped-def]
-    sequence = one(tokens=[9, 8, 1, 2, 3], mask=[1, 0, 1], rollout_log_probs=[-1, -2, -3], advantage=0.5)
-    dark = one(tokens=[9, 8, 1], mask=[0])
-    other = one(rollout=1, tokens=[9, 4, 5, 6, 7], mask=[1, 1, 1, 1])
-    first, second = rollouts_of([sequence, other, dark], Intake("rollout_mean", 32))
-    assert first.key == (0, 0)
-    assert first.size == StepSize(rollouts=1, sequences=2, tokens=2)
-    (only,) = first.examples
-    assert only.chosen.tolist() == [2, 4]
-    assert only.rollout_log_probs.tolist() == [-1, -3]
-    assert only.prompt == 2
-    assert only.coefficient == 0.5  # over the rollout, its masked sequence included
-    assert second.examples[0].coefficient == 0.25
-    assert first.size + second.size == StepSize(rollouts=2, sequences=3, tokens=6)
-
-
 @given(st.integers(0, 20), st.integers(1, 6), st.randoms())
 def test_partition_is_even_complete_and_blind_to_order(count: int, parts: int, random: object) -> None:
     rollouts = [Rollout(key=(i // 3, i), size=StepSize(1, 1, 1), examples=()) for i in range(count)]
@@ -321,31 +250,6 @@ def test_what_goes_in_comes_out_once_and_early_ones_are_full(
     out += numbers(pending.take(packing, shares, everything=True))
     assert sorted(out) == list(range(number))
     assert not pending.take(packing, shares, everything=True)
-
-
-def test_nothing_comes_out_before_the_budget_is_full() -> None:
-    pending, packing = Pending(), Packing(max_tokens=20)
-    pending.extend([padded_example(0, 9), padded_example(1, 9)])
-    assert not pending.take(packing, 1, everything=False)
-    pending.extend([padded_example(2, 9)])
-    assert len(numbers(pending.take(packing, 1, everything=False))) == 2
-    assert numbers(pending.take(packing, 1, everything=True)) == [2]
-
-
-def test_two_shares_get_equally_many_full_micro_batches_or_none() -> None:
-    pending, packing = Pending(), Packing(max_tokens=20)
-    pending.extend([padded_example(0, 9), padded_example(1, 9), padded_example(2, 9)])
-    assert not pending.take(packing, 2, everything=False)
-    pending.extend([padded_example(3, 9), padded_example(4, 9)])
-    assigned = pending.take(packing, 2, everything=False)
-    assert [len(layouts) for layouts in assigned.by_dp_rank] == [1, 1]
-    assert sorted(numbers(assigned)) == [0, 1, 2, 3]
-
-
-@pytest.mark.parametrize("mode", ["token_mean", "constant"])
-def test_plain_sums_weigh_every_token_alike(one, mode: str) -> None:  # type: ignore[no-untyped-def]
-    batch = [one(rollout=i, tokens=range(1, 4 + i), mask=[1] * (i + 1)) for i in range(3)]
-    assert {e.coefficient for r in rollouts_of(batch, Intake(mode, 32)) for e in r.examples} == {1.0}  # type: ignore[arg-type]
 
 
 @given(st.lists(st.integers(1, 4), max_size=6), st.integers(1, 4))
@@ -472,18 +376,6 @@ def test_ppo_golden() -> None:
     assert branch.returns is not None
     np.testing.assert_allclose(trunk.returns, [0.90625, 0.6125, 1.0], atol=1e-6)
     np.testing.assert_allclose(branch.returns, [0.75, 1.0], atol=1e-6)
-
-
-def test_the_reward_of_a_turn_stands_at_its_last_trained_token() -> None:
-    """Tokens a o b: the turn of a ends behind the observation o; a reward before any trained token is nobody's."""
-    writer = Writer(np.random.default_rng(0), VOCABULARY)
-    writer.begin([7]).tokens += writer.write(1) + writer.write(1, trained=False) + writer.write(1)
-    (one,) = writer.sequences(0, 0, reward=1.0)
-    rewards = np.array([9.0, 0.0, 0.25, 0.5], np.float32)
-    (rollout,) = rollouts_of([dataclasses.replace(one, token_rewards=rewards)], Intake("token_mean", VOCABULARY))
-    config = AlgorithmConfig(advantage_estimator="reinforce_plus_plus", gamma=1.0)
-    decide_advantages([rollout], config, BatchNeeds(), opd_kl_coef=None)
-    np.testing.assert_allclose(rollout.examples[0].advantages, [1.75, 1.5])
 
 
 # ---------------------------------------------------------------------- models

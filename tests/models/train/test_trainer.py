@@ -120,14 +120,6 @@ def test_splits_order_packing_and_padding_change_nothing(backend, sequences, run
             assert found[key] == pytest.approx(metrics[key], abs=2e-6, rel=1e-4), (name, key)
 
 
-def test_small_budgets_work_while_sequences_arrive(backend, sequences) -> None:  # type: ignore[no-untyped-def]
-    made = backend(max_tokens_per_gpu=16)
-    for rollout in by_rollout(sequences()):
-        made.accumulate(rollout)
-    assert made._batch.totals.costs["micro_batches"] > 3  # before step()
-    assert made.step()["train/micro_batches"] > 5
-
-
 def test_modes_give_the_same_gradient_without_staleness(backend, sequences, run_step) -> None:  # type: ignore[no-untyped-def]
     results = []
     for correction in (
@@ -209,16 +201,6 @@ def test_several_steps_do_not_depend_on_the_order_of_arrival(backend, sequences,
     same(results[0], results[2])
 
 
-def test_kl_term_is_zero_at_the_reference_and_grows_away_from_it(backend, sequences) -> None:  # type: ignore[no-untyped-def]
-    made = backend(use_kl_loss=True, kl_loss_coef=0.1, lr=3e-2)
-    found = []
-    for seed in range(2):
-        made.accumulate(sequences(seed=seed))
-        found.append(made.step()["train/kl_loss"])
-    assert abs(found[0]) < 1e-6
-    assert found[1] > 1e-4
-
-
 def test_supervised_loss_falls_and_ignores_advantages(backend, sequences) -> None:  # type: ignore[no-untyped-def]
     made = backend(loss_type="sft_loss", lr=1e-2, temperature=0.3)
     batch = sequences(groups=6)
@@ -228,19 +210,6 @@ def test_supervised_loss_falls_and_ignores_advantages(backend, sequences) -> Non
         losses.append(made.step()["train/loss"])
     assert losses[0] == pytest.approx(np.log(32), abs=0.2)  # temperature 1, whatever the rollouts use
     assert losses[-1] < 0.6 * losses[0]
-
-
-def test_rewarded_tokens_become_likelier(backend, one) -> None:  # type: ignore[no-untyped-def]
-    made = backend(lr=1e-2, staleness=0)
-    good = one(rollout=0, tokens=[1, 2, 3, 4], mask=[1, 1], advantage=1.0)
-    bad = one(rollout=1, tokens=[1, 2, 5, 6], mask=[1, 1], advantage=-1.0)
-    before = made.logprobs([good, bad])
-    for _ in range(5):
-        made.accumulate([good, bad])
-        made.step()
-    after = made.logprobs([good, bad])
-    assert (after[0] > before[0]).all()
-    assert (after[1] < before[1]).all()
 
 
 def test_calls_without_meaning_are_refused(backend, sequences) -> None:  # type: ignore[no-untyped-def]
@@ -303,16 +272,6 @@ def test_temperature_divides_the_logits_of_rollouts_only(backend, sequences) -> 
     assert cold == warm
     cold, warm = (first_loss(temperature=t)["train/entropy_loss"] for t in (0.3, 1.0))
     assert cold < 0.9 * warm
-
-
-def test_the_learning_rate_of_a_batch_is_scaled_for_that_batch_alone(backend, sequences) -> None:  # type: ignore[no-untyped-def]
-    made = backend(lr=2e-3)
-    rates = []
-    for scale in (1.0, 0.25, 1.0):
-        made.begin_batch(rollouts=8, steps=1, lr_scale=scale)
-        made.accumulate(sequences(groups=2, per_group=4))
-        rates.append(made.step()["train/lr"])
-    assert rates == pytest.approx([2e-3, 5e-4, 2e-3])
 
 
 @pytest.mark.parametrize("async_save", [False, True])
@@ -421,28 +380,6 @@ def test_a_loss_that_is_no_number_changes_nothing_whatever_its_gradient(  # type
     assert unchanged(before, weights(made))
 
 
-def test_a_critic_whose_loss_is_no_number_stays_as_it_is(backend, sequences, weights) -> None:  # type: ignore[no-untyped-def]
-    """An old value that is no number, behind a maximum: the gradient is that of the other term."""
-    made = backend(advantage_estimator="ppo", normalize_advantages=True, critic_lr=1e-3)
-    critic, policy = made._models.critic, weights(made)
-    before = {name: one.clone() for name, one in critic.model.state_dict().items()}
-    backward = critic.backward
-
-    def one_lost(batches: Any) -> None:
-        batches[0].members[0].values = np.full_like(batches[0].members[0].values, np.nan)
-        backward(batches)
-
-    critic.backward = one_lost
-    made.begin_batch(rollouts=12, steps=1)
-    made.accumulate(sequences(rewards=True))
-    metrics = made.step()
-    assert np.isnan(metrics["train/value_loss"])
-    assert np.isnan(metrics["train/critic_grad_norm"])
-    assert metrics["train/skipped_steps"] == 1
-    assert unchanged(before, critic.model.state_dict())
-    assert not unchanged(policy, weights(made))
-
-
 def test_nan_behind_the_mask_is_harmless(backend, sequences, run_step) -> None:  # type: ignore[no-untyped-def]
     clean = run_step(backend(), [sequences()])
     batch = sequences()
@@ -469,26 +406,6 @@ def test_steps_without_a_trainable_token_change_nothing(backend, sequences, weig
     assert metrics["train/empty_steps"] == 3
     assert metrics["train/rollouts"] == 12
     assert unchanged(before, weights(made))
-
-
-def test_fully_masked_rollouts_count_in_the_denominator(backend, one) -> None:  # type: ignore[no-untyped-def]
-    live = one(rollout=0, tokens=[1, 2, 3], mask=[1])
-    dark = one(rollout=1, tokens=[1, 2, 4], mask=[0])
-    empty = one(rollout=2, tokens=[1, 2], mask=[])
-    alone, together = backend(), backend()
-    alone.accumulate([live])
-    together.accumulate([live, dark, empty])
-    a, b = alone.step(), together.step()
-    assert b["train/loss"] == pytest.approx(a["train/loss"] / 3)
-    assert b["train/grad_norm"] == pytest.approx(a["train/grad_norm"] / 3, rel=1e-4)
-    assert b["train/rollouts"] == 3
-
-
-def test_a_batch_with_more_steps_than_rollouts(backend, one) -> None:  # type: ignore[no-untyped-def]
-    made = backend()
-    made.begin_batch(rollouts=2, steps=3)
-    made.accumulate([one(rollout=0, tokens=[1, 2, 3], mask=[1]), one(rollout=1, tokens=[1, 2, 3], mask=[1])])
-    assert [made.step()["train/rollouts"] for _ in range(3)] == [1, 1, 0]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ import torch
 from configs.schema.algorithm import AlgorithmConfig
 from models.algorithms.advantages import Episode, batch_advantages
 from models.errors import InvalidSequence, TrainConfigInvalid, TrainStateUnreadable
-from models.train import spec as needs_module
 from models.train.spec import BatchNeeds
 from models.train.step import running_batch
 from tests.models.train.rig import make_sequences, scored, state_of, with_rewards
@@ -164,15 +163,6 @@ def test_advantages_of_tokens_reach_the_loss(
     assert ("train/reward_kl" in metrics) is ("kl_coef" in fields)
 
 
-def test_the_reverse_kl_is_logged_with_the_reducer_of_the_loss(backend) -> None:  # type: ignore[no-untyped-def]
-    batch = make_sequences(5, rewards=True)
-    made = backend(use_opd=True, loss_aggregation="token_mean")
-    students = scored(made, batch)
-    made.accumulate(batch)
-    gaps = [(student - s.teacher_log_probs)[s.loss_mask > 0] for student, s in zip(students, batch, strict=True)]
-    assert made.step()["train/opd_reverse_kl"] == pytest.approx(float(np.concatenate(gaps).mean()), abs=1e-5)
-
-
 def test_distillation_names_the_sequence_that_has_no_teacher(backend) -> None:  # type: ignore[no-untyped-def]
     batch = make_sequences(5, rewards=True, dark=False)
     bare = dataclasses.replace(batch[2], teacher_log_probs=None)
@@ -196,18 +186,6 @@ def test_only_the_newest_version_is_trained(backend, one, run_step) -> None:  # 
     assert metrics["train/trained_tokens"] == 2
     assert metrics["train/loss"] == pytest.approx(expected[0]["train/loss"], abs=1e-7)
     same(gradient, expected[1])
-
-
-def test_old_tokens_slow_the_step_down(backend, sequences) -> None:  # type: ignore[no-untyped-def]
-    batch = sequences(3)
-    staleness = np.concatenate([np.maximum(4 - s.versions[s.loss_mask > 0], 0) for s in batch]).mean()
-    made = backend(staleness_lr_decay=0.5)
-    made.begin_batch(rollouts=12, steps=1, version=4)
-    made.accumulate(batch)
-    assert made.step()["train/lr"] == pytest.approx(1e-3 / (1 + 0.5 * staleness))
-    made.begin_batch(rollouts=12, steps=2, version=0)  # nothing is older than the weights
-    made.accumulate(batch)
-    assert made.step()["train/lr"] == pytest.approx(1e-3)
 
 
 # ---------------------------------------------------------------------- rejection
@@ -354,14 +332,3 @@ def test_preferences_are_learned(backend) -> None:  # type: ignore[no-untyped-de
         history.append(made.step())
     assert history[-1]["custom/margin"] > 0.5 > history[0]["custom/margin"]
     assert history[-1]["train/loss"] < history[0]["train/loss"]
-
-
-def test_needs_are_none_for_plain_off_policy_training() -> None:
-    from configs.schema.algorithm import CorrectionConfig
-    from configs.schema.train import TrainConfig
-    from models.train.spec import TrainSpec
-    from tests.models.corrections import corrected
-
-    correction = corrected(CorrectionConfig(), max_staleness=2)
-    found = needs_module.batch_needs(TrainSpec(TrainConfig(), AlgorithmConfig(), correction), steps=1)
-    assert found == BatchNeeds()

@@ -217,16 +217,6 @@ def test_why_the_bottleneck_stays() -> None:
     assert "python launch.py scale RUN reward=4" in held(slow_reward(), {"engine": (1, 9)}).sentence
 
 
-def test_a_stage_that_holds_much_without_a_queue_is_only_tried() -> None:
-    pipeline = SyntheticPipeline(
-        {"reward": 0.01}, {"reward": 1, "engine": 1}, 0.001, in_flight=100.0, delays={"engine": 5.0}
-    )
-    advice = advise(pipeline.window())
-    assert advice is not None
-    assert (advice.kind, advice.stage, advice.tried) == ("up", "engine", True)
-    assert "only a trial can tell" in advice.sentence
-
-
 @pytest.mark.parametrize("change", [{"rate": 0.0}, {"open": 0.0}])
 def test_nothing_is_said_of_a_run_that_trains_nothing(change: dict[str, float]) -> None:
     assert advise(replace(SLOW.window(), **change)) is None
@@ -351,28 +341,6 @@ def test_two_different_runs_are_not_averaged(what: str) -> None:
     run.meter.look()
     assert run.meter.window() is None
     assert run.meter.steady == (what != "pause")
-
-
-def test_nothing_is_said_of_a_run_whose_stages_have_begun_to_end() -> None:
-    run = Run()
-    for _ in range(9):
-        run.batch()
-    run.ended.add("generate")
-    assert run.meter.window() is None
-
-
-def test_the_end_of_a_run_is_another_run_than_its_middle() -> None:
-    """When all groups that it will train are trained or in flight, no prompts enter any more."""
-    run = Run()
-    run.stage.gate = StalenessGate(2, 1, total=12)
-    for _ in range(10):
-        run.batch()
-    assert run.meter.steady, "20 of 24 are trained"
-    for position in range(20, 23):
-        run.stage.ledger.admit(position=position)
-    assert run.meter.steady, "one more is to enter"
-    run.stage.ledger.admit(position=23)
-    assert not run.meter.steady
 
 
 LIMITS = {"engine": (1, 8), "reward": (1, 8), "tools": (1, 8)}

@@ -22,7 +22,7 @@ from pipeline.facts.stats import LedgerCounts, StageStats
 from pipeline.observe.samples import main
 from pipeline.observe.samples import render as render_sample
 from pipeline.observe.summary import efficiency_vs_bound
-from pipeline.observe.table import LiveTable, PlainLog, duration, open_display, plain_line, quantity, render
+from pipeline.observe.table import LiveTable, PlainLog, open_display, plain_line, quantity, render
 from pipeline.observe.view import RunView
 from stages.sample_log import SAMPLES_FILE, SampleRow, TurnRow
 
@@ -67,34 +67,6 @@ def made_up_run() -> RunView:
     view.evaluated("heldout", 3, 0.625)
     view.advice = "train is the bottleneck"
     return view
-
-
-def test_rates_shares_and_totals_are_those_of_the_run() -> None:
-    snapshot = made_up_run().snapshot(T0 + 20)
-    prompts, generate, train = snapshot.stages
-    assert (prompts.stage, prompts.replicas, train.replicas) == ("prompts", 0, 0)
-    assert generate.replicas == 2
-    assert generate.busy == pytest.approx(0.75)
-    assert generate.starved == pytest.approx(0.25)
-    assert generate.items_per_s == pytest.approx(4.0)
-    assert generate.tokens_per_s == pytest.approx(2000.0)
-    assert (generate.queue_depth, generate.in_flight, generate.items_out, generate.failures) == (6, 8, 80, 1)
-    assert snapshot.eta_s == pytest.approx(6 * 5.0)
-    assert snapshot.staleness_mean == pytest.approx(1.0)
-    assert snapshot.staleness_max == 2
-    assert snapshot.trained_tokens_per_s == pytest.approx(20.0)
-    assert snapshot.wasted_share == pytest.approx(0.2)
-    assert (snapshot.reward_mean, snapshot.reward_recent) == (0.4, pytest.approx(0.25))
-    assert made_up_run().snapshot(T0 + 24).eta_s == pytest.approx(26.0)
-
-
-def test_the_window_forgets_what_is_long_ago() -> None:
-    view = RunView(mode="async", total_steps=None, staleness_bound=None, started_s=T0, window_s=10.0)
-    for second in range(101):
-        busy = min(second, 50)
-        view.stage(StageStats(stage="s", replica="r", unix_s=T0 + second, busy_s=busy, items_out=busy))
-    row = view.snapshot(T0 + 100).stages[0]
-    assert (row.busy, row.items_per_s, row.items_out) == (0.0, 0.0, 50)
 
 
 @given(st.lists(st.tuples(st.integers(0, 100), st.booleans()), min_size=1, max_size=30))
@@ -153,21 +125,6 @@ def test_supervised_steps_are_called_what_they_are() -> None:
     assert "loss 1.250" in text
     for word in ("reward", "staleness", "in flight", "version", "busiest"):
         assert word not in text
-
-
-@pytest.mark.parametrize("width", [78, 79, 80, 90, 100, 108, 140])
-def test_no_heading_is_cut(width: int) -> None:
-    headings = next(line for line in drawn(width).splitlines() if line.startswith("stage"))
-    known = {"stage", "n", "busy", "starved", "blocked", "stalled", "queue", "flight", "items/s", "tok/s", "fail"}
-    assert set(headings.split()) <= known | {"restarts"}
-    assert {"starved", "tok/s", "fail"} <= set(headings.split())
-
-
-def test_stage_stats_survive_the_wire_and_grow() -> None:
-    stats = StageStats(stage="s", replica="r", unix_s=1.5, busy_s=2.0, extra={"loop_lag_ms": 3.0})
-    assert StageStats.decode(stats.encode()) == stats
-    newer = msgspec.msgpack.encode(msgspec.structs.asdict(stats) | {"added_later": 1})
-    assert StageStats.decode(newer) == stats
 
 
 def drawn(width: int) -> str:
@@ -257,30 +214,9 @@ def test_the_display_is_chosen_by_the_output() -> None:
     assert isinstance(open_display(False, log_interval=5, console=terminal), PlainLog)
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (0, "0"),
-        (0.416, "0.42"),
-        (7.46, "7.5"),
-        (312, "312"),
-        (999.4, "999"),
-        (4100, "4.1k"),
-        (999_499, "999k"),
-        (2.3e6, "2.3M"),
-    ],
-)
-def test_quantities(value, text) -> None:
-    assert quantity(value) == text
-
-
 @given(st.floats(0, 1e9))
 def test_quantities_are_short(value: float) -> None:
     assert len(quantity(value)) <= 5
-
-
-def test_durations() -> None:
-    assert [duration(s) for s in (0, 7.4, 59.6, 723, 11045)] == ["0:00", "0:07", "1:00", "12:03", "3:04:05"]
 
 
 def with_engines(count: int) -> RunView:

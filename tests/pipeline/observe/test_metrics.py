@@ -29,11 +29,9 @@ from pipeline.observe.summary import (
     StalenessSummary,
     WeightVersions,
     closing_text,
-    efficiency_vs_bound,
     package_versions,
     read_summary,
     summarise_evals,
-    summarise_reward,
     summarise_staleness,
     write_summary,
 )
@@ -198,13 +196,6 @@ def test_staleness_agrees_with_the_sorted_tokens(histogram) -> None:
         assert found.mean == pytest.approx(sum(tokens) / len(tokens), abs=1e-6)
 
 
-def test_reward_over_the_first_and_last_tenth_at_least_five() -> None:
-    assert summarise_reward([float(i) for i in range(100)]) == RewardSummary(first=4.5, last=94.5)
-    assert summarise_reward([float(i) for i in range(20)]) == RewardSummary(first=2.0, last=17.0)
-    assert summarise_reward([1.0, math.nan, 3.0]) == RewardSummary(first=2.0, last=2.0)
-    assert summarise_reward([]) == RewardSummary()
-
-
 def test_evals_by_data_set() -> None:
     found = summarise_evals([("a", 0, 0.1), ("b", 0, 0.5), ("a", 4, 0.9), ("a", 8, 0.7)])
     a = found.sets["a"]
@@ -212,11 +203,6 @@ def test_evals_by_data_set() -> None:
     assert found.sets["b"].evaluations == 1
     assert (found.first, found.last, found.best) == (0.1, 0.7, 0.9), "the first data set is the run's own figure"
     assert summarise_evals([]).first is None
-
-
-def test_efficiency_is_the_share_of_the_busiest_stage() -> None:
-    assert efficiency_vs_bound({"generate": 0.8, "train": 0.9}) == 0.9
-    assert efficiency_vs_bound({}) is None
 
 
 def summary() -> RunSummary:
@@ -371,24 +357,6 @@ def test_drops_are_counted_by_reason_since_the_last_step() -> None:
     again = group_outcomes.step(step(2, 12, rollout__raw_reward=0.5))
     assert not any("drop_" in name for name in again)
     assert (again["filter/wasted_tokens"], again["filter/accept_ratio"]) == (0.0, 1.0)
-
-
-def test_the_mean_reward_is_over_all_graded_groups_and_before_shaping() -> None:
-    group_outcomes = GroupOutcomes(4)
-    group_outcomes.settled(filtered(0, "zero_std_0.0", reward=0.0))
-    group_outcomes.settled(Settled(1, "failed", "grader died"))  # nobody graded it
-    metrics = group_outcomes.step(step(1, 2, 3, 4, rollout__raw_reward=1.0, train__reward_mean=-0.5))
-    assert metrics["reward/mean"] == 0.75
-
-
-def test_pass_rates_of_all_groups_are_averaged() -> None:
-    group_outcomes = GroupOutcomes(4)
-    group_outcomes.settled(filtered(0, "pass_rate_low", rate=0.0))
-    group_outcomes.settled(Settled(1, "trained", step=1, pass_rate=0.5))
-    group_outcomes.settled(Settled(2, "trained", step=1))
-    metrics = group_outcomes.step(step(1, 1, 2))
-    assert metrics["passrate/mean"] == 0.25
-    assert metrics["filter/pass_rate_gap"] == 0.25
 
 
 def test_the_bias_report_compares_what_was_trained_with_what_was_not(tmp_path: Path) -> None:

@@ -337,27 +337,6 @@ def test_merge_makes_processes_and_nested_spans(tmp_path: Path) -> None:
     assert (turn["pid"], turn["id"]) == (rollout["pid"], rollout["id"])
 
 
-def test_an_arrow_follows_each_sample_from_its_prompt_to_training(tmp_path: Path) -> None:
-    pipeline_trace(tmp_path / "trace")
-    merge(tmp_path / "trace", tmp_path / "trace.json")
-    _, events = load(tmp_path / "trace.json")
-    flows: defaultdict[int, list[dict]] = defaultdict(list)
-    spans = spans_of(events)
-    for event in events["b"] + events["n"]:
-        if "bind_id" in event:
-            flows[event["bind_id"]].append(event)
-            assert any(
-                pid == event["pid"] and number == event["id"] and start <= event.get("ts", 0) <= end
-                for pid, number, start, end in spans
-            ), "each end of an arrow is in a span"
-    assert len(flows) == 3 * 2
-    for flow in flows.values():
-        flow.sort(key=lambda event: event.get("ts", 0))
-        directions = [(event.get("flow_in", False), event.get("flow_out", False)) for event in flow]
-        assert directions == [(False, True), (True, True), (True, True), (True, False)]
-        assert [event["cat"] for event in flow] == ["prompts", "generate", "reward", "train"]
-
-
 def spans_of(events: dict[str, list[dict]]) -> list[tuple[int, int, float, float]]:
     """(process, id, start, end) of all spans. An end closes the newest open begin of its id, in the file's order."""
     open_begins: defaultdict[tuple[int, int], list[dict]] = defaultdict(list)

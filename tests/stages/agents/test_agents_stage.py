@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 
 from configs.schema import Config
@@ -19,7 +18,6 @@ from pipeline.observe.stalls import OutageWatch
 from stages.agents import hosting
 from stages.agents.stage import AgentsStage
 from stages.messages import RolloutSlice, Sample, TurnReward
-from stages.rollouts import rollout_fault
 from stages.tools.tool import function_schema
 from stages.workers.process import PRINTED_BYTES
 from tests.stages.agents.play import WORLD, fresh, playing, world
@@ -43,29 +41,6 @@ def slowly(*values: str) -> Any:
 def only(slice_: RolloutSlice) -> Sample:
     (sample,) = slice_.samples
     return sample
-
-
-async def test_an_episode_from_its_prompt_to_its_reward(tiny: Path) -> None:
-    async with playing(tiny) as play:
-        begun = await play.begin(turns=3)
-        prompt = only(begun)
-        assert (prompt.status, prompt.prompt_length, prompt.response_length) == ("pending", 2, 0)
-        assert play.tokenizer.decode(numbers(prompt.token_ids)) == "5:"
-        first = await play.turn(begun, "12\n")
-        second = await play.turn(first, "3\n")
-        after = only(second)
-        assert after.response == "12\n[1]3\n[2]"
-        assert numbers(after.loss_mask) == [0, 0, 1, 1, 1, 0, 0, 0, 1, 1, 0, 0, 0]
-        assert np.asarray(after.log_probs).tolist() == [-0.5 * mask for mask in numbers(after.loss_mask)]
-        assert after.turn_rewards == (TurnReward(5, 0.25), TurnReward(10, 0.25))
-        assert not after.done
-        assert after.reward is None
-        assert after.fault() is None
-        third = only(await play.turn(second, "456\n"))
-        assert (third.done, third.reward, third.status) == (True, 1.0, "completed")
-        assert third.metrics == {"env/world/length": 3.0, "env/world/turns": 3.0}, "the line break ends the turn"
-        assert third.turn_rewards == after.turn_rewards
-        assert rollout_fault([third]) is None
 
 
 @pytest.mark.parametrize(
@@ -97,17 +72,6 @@ async def test_an_environment_says_what_graders_read_of_an_episode_that_ends(tin
         last = only(await play.turn(first, "8\n"))
         assert (last.done, last.status, last.response) == (True, "truncated", "42")
         assert play.tokenizer.decode(numbers(last.token_ids)) == "5:7[1]8", "what is trained is as it was"
-
-
-async def test_a_turn_without_a_token_ends_an_episode_that_has_no_room(tiny: Path) -> None:
-    """What the generate stage sends back when an observation has used up the budget."""
-    async with playing(tiny) as play:
-        first = await play.turn(await play.begin(turns=5))
-        full = msgspec.structs.replace(only(first), status="truncated", turns=2)
-        await play.send(msgspec.structs.replace(first, samples=(full,)))
-        after = only(await play.receive())
-        assert (after.done, after.status, after.length) == (True, "truncated", full.length)
-        assert after.fault() is None
 
 
 async def test_a_row_chooses_its_environment(tiny: Path) -> None:
@@ -175,18 +139,6 @@ async def test_episodes_change_their_replica_at_any_turn(tiny: Path, tmp_path: P
         assert {only(one).reward for one in slices} == {1.0}
     for note in notes:
         assert len({line.split()[2] for line in note.read_text().splitlines()}) == 2, "both took part"
-
-
-async def test_a_turn_that_comes_again_does_not_end_the_one_that_follows_it(tiny: Path) -> None:
-    """Of a replica that was killed after it had handed on an answer and before it had said so."""
-    async with playing(tiny, replicas=2) as play:
-        first = await play.turn(await play.begin(turns=4), "1\n")
-        second = await play.turn(first, "2\n")
-        await play.send(play.written(second, "3\n"), 1)
-        await play.send(play.written(first, "2\n"), 1)  # its answer was handed on before, and is dropped
-        third = await play.receive()
-        assert (only(third).error, only(third).response) == (None, "1\n[1]2\n[2]3\n[3]")
-        assert only(await play.turn(third, "4\n", replica=1)).reward == 1.0
 
 
 async def test_what_cannot_be_replayed_fails_unless_it_has_snapshots(tiny: Path) -> None:
@@ -347,15 +299,6 @@ async def test_the_deadline_of_an_episode_is_that_of_all_its_turns(tiny: Path) -
                 break
             slice_ = await play.turn(slice_)
         assert "longer than episode_deadline_s 1 s" in (only(slice_).error or "")
-
-
-async def test_only_so_many_turns_are_taken_at_a_time(tiny: Path) -> None:
-    async with playing(tiny, world(SLOW, concurrency=2)) as play:
-        begun = [await play.begin(index, turns=3) for index in range(4)]
-        for slice_ in begun:
-            await play.send(play.written(slice_, "7\n"))
-        after = {only(await play.receive()).response for _ in begun}
-        assert after <= {"7\n[1]", "7\n[2]"}
 
 
 async def test_only_so_many_turns_with_calls_of_a_tool_are_taken_at_a_time(tiny: Path) -> None:

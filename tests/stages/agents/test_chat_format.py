@@ -95,30 +95,11 @@ def test_a_turn_is_closed_once(family: Family, turn: str, expected: str) -> None
     assert asked(family, turn, NEXT) == expected
 
 
-def test_tool_answers_have_the_markup_of_the_template() -> None:
-    one, two = Message("tool", "No.", tool_call_id="a", name="look"), Message("tool", "Yes.", tool_call_id="b")
-    turn = '<tool_call>\n{"name": "wait", "arguments": {}}\n</tool_call><|im_end|>'
-    assert asked(QWEN3, turn, one, two, tools=TOOLS) == (
-        "\n<|im_start|>user\n<tool_response>\nNo.\n</tool_response>\n<tool_response>\nYes.\n</tool_response><|im_end|>\n"
-        "<|im_start|>assistant\n"
-    )
-    assert asked(LLAMA3, '{"name": "wait", "parameters": {}}<|eot_id|>', one, tools=TOOLS).startswith(
-        '<|start_header_id|>ipython<|end_header_id|>\n\n"No."<|eot_id|>'
-    )
-
-
 def test_an_answer_that_holds_the_mark_of_the_bridge() -> None:
     for text in ("XQZ7MARK", "XQZ7MARKQQ XQZ7MARK"):
         assert asked(QWEN3, "a<|im_end|>", Message("user", text)) == asked(QWEN3, "a<|im_end|>", NEXT).replace(
             "And now?", text
         )
-
-
-def test_tokens_that_end_a_turn() -> None:
-    assert loaded(QWEN3)[0].stop_token_ids == ()
-    chat, tokenizer = loaded(LLAMA3)
-    assert list(chat.stop_token_ids) == tokenizer.encode("<|eot_id|>")  # the configuration names another one
-    assert loaded(PLAIN)[0].stop == ("</tool_call>",)
 
 
 def test_arguments_of_the_template() -> None:
@@ -240,10 +221,6 @@ def test_malformed_calls_are_named_and_stay_in_the_content(text: str, words: str
     assert message.content == text.removeprefix(WAIT)
 
 
-def test_without_tools_nothing_is_a_call() -> None:
-    assert read(QWEN3, WAIT, ()) == (Message("assistant", WAIT), "")
-
-
 def test_the_page_of_the_documentation() -> None:
     page = (Path(__file__).parents[3] / "docs" / "chat_formats.md").read_text()
     _, tokenizer = loaded(QWEN3)
@@ -286,13 +263,3 @@ def test_what_ends_a_turn_stops_the_sampling_of_a_run_with_environments() -> Non
         assert with_stops(config) is config, "without, prompts are no conversations"
         said = with_stops(structs.replace(config, environment=(EnvironmentConfig(name="any"),))).rollout
         assert (said.rollout_stop, said.rollout_stop_token_ids) == stops
-
-
-def test_without_a_template_calls_stand_between_the_marks_of_the_run() -> None:
-    _, tokenizer = loaded(PLAIN)
-    train = TrainConfig(hf_checkpoint=checkpoint(PLAIN))
-    chat = chat_format(Config(train=train, tools=ToolsConfig(tool_call_open="[", tool_call_close="]")))
-    assert chat.stop == ("]",)  # nothing else ends such a turn
-    assert chat.reply(tokenizer.encode("[3 * 4]"), TOOLS[:1]).message.tool_calls == (ToolCall("look", "3 * 4"),)
-    named = chat_format(Config(train=train, tools=ToolsConfig(tool_call_open="[", tool_call_parser="hermes")))
-    assert named.stop == ("</tool_call>",)

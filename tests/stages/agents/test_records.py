@@ -83,23 +83,6 @@ async def test_a_call_is_made_once_and_gives_what_it_gave(tmp_path: Path) -> Non
     assert list(groups_in(tmp_path)) == ["held@4:3"]
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"turn": (1, "pay")},
-        {"turn": (0, "pay!")},
-        {"about": "another task"},
-        {"episode": "held@4:3/1"},
-        {"episode": "held@4:33/0"},
-    ],
-)
-async def test_another_turn_task_or_episode_makes_a_call_of_its_own(tmp_path: Path, other: dict[str, Any]) -> None:
-    world = World()
-    await life(tmp_path)(world.pay, "rent")
-    assert (await life(tmp_path, **other)(world.pay, "rent"))["number"] == 2
-    assert (await life(tmp_path)(world.pay, "food"))["number"] == 3, "other arguments too"
-
-
 async def test_what_a_call_raises_is_what_it_raised(tmp_path: Path) -> None:
     world = World()
     for _ in range(2):

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -17,7 +16,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from configs.schema.data import DataConfig
-from models.engines.noise import mix64
 from stages.data.prompt_set import PromptSet
 from stages.data.rows import BadValue, RowKeys, label_text, parse_row
 from stages.data.sources import open_source, parse_spec, without_nulls
@@ -120,37 +118,12 @@ def test_without_a_limit_prompts_are_tokenised_when_asked_for_and_once(tmp_path:
     assert calls == ["prompt 0", "prompt 3"]
 
 
-def test_prompt_ids_are_read_only_int32(tmp_path: Path) -> None:
-    prompts = PromptSet([write(tmp_path / "a.jsonl", GOOD)], DataConfig(), byte_ids)
-    ids = prompts.get(1).prompt_ids
-    assert ids.dtype == np.int32
-    assert ids.tolist() == byte_ids("prompt 1")
-    with pytest.raises(ValueError, match="read-only"):
-        ids[0] = 1
-
-
 def test_several_sources_keep_their_order_and_counts(tmp_path: Path) -> None:
     first = write(tmp_path / "a.jsonl", GOOD)
     second = write(tmp_path / "b.jsonl", [{"input": "other"}, "{"])
     prompts = PromptSet([f"{first}@[3:]", second], DataConfig(), byte_ids)
     assert [prompts.get(index).prompt for index in range(3)] == ["prompt 3", "prompt 4", "other"]
     assert [(source.rows, source.kept) for source in prompts.report.sources] == [(2, 2), (2, 1)]
-
-
-def test_messages_are_rendered_and_text_passes_through(tmp_path: Path) -> None:
-    rows = [{"input": [{"role": "user", "content": "hi"}]}, {"input": "plain"}]
-    path = write(tmp_path / "a.jsonl", rows)
-    prompts = PromptSet([path], DataConfig(), lambda text: [1, *byte_ids(text)], render, tokenize_rendered=byte_ids)
-    assert prompts.get(0).prompt == "<user>hi<assistant>"
-    assert prompts.get(0).prompt_ids.tolist() == byte_ids("<user>hi<assistant>")
-    assert prompts.get(1).prompt == "plain"
-    assert prompts.get(1).prompt_ids.tolist() == [1, *byte_ids("plain")]
-
-
-def test_apply_chat_template_wraps_text_as_one_user_turn(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", [{"input": "plain"}])
-    prompts = PromptSet([path], DataConfig(apply_chat_template=True), byte_ids, render)
-    assert prompts.get(0).prompt == "<user>plain<assistant>"
 
 
 def test_tools_of_the_run_come_before_those_of_the_row(tmp_path: Path) -> None:
@@ -189,12 +162,6 @@ def test_a_template_that_refuses_one_row(tmp_path: Path) -> None:
     assert limited.report.skipped == {"template": 2}
 
 
-def test_nothing_usable(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", [{"question": "x"}] * 3)
-    with pytest.raises(EmptyDataError, match=r"all 3 rows were skipped \(missing key: 3\); first: .*:1: .*question"):
-        PromptSet([path], DataConfig(), byte_ids)
-
-
 def test_no_files_at_all() -> None:
     with pytest.raises(EmptyDataError, match="prompt_data is empty: name at least one"):
         PromptSet([], DataConfig(), byte_ids)
@@ -223,17 +190,6 @@ def test_supervised_labels_are_tokenised(tmp_path: Path) -> None:
     assert len(PromptSet([path], config, byte_ids).get(0).label_ids) == 0
 
 
-def test_fingerprint_tells_data_apart(tmp_path: Path) -> None:
-    def fingerprint(rows: Sequence[object], name: str = "a.jsonl") -> str:
-        return PromptSet([write(tmp_path / name, rows)], DataConfig(label_key="label"), byte_ids).fingerprint
-
-    same = fingerprint(GOOD)
-    assert fingerprint([*GOOD, "{not a row"], "b.jsonl") == same  # neither the name nor skipped rows matter
-    assert fingerprint([{**GOOD[0], "label": 9}, *GOOD[1:]]) != same
-    assert fingerprint(GOOD[1:]) != same
-    assert fingerprint(GOOD[::-1]) != same
-
-
 sizes = st.integers(1, 200)
 seeds = st.integers(-(2**70), 2**70)
 
@@ -257,36 +213,6 @@ def test_access_pattern_does_not_matter(n: int, seed: int, picks: random.Random)
     assert [by_position[position] for position in positions] == forward
 
 
-def test_unshuffled_order_is_the_file_order() -> None:
-    order = PromptOrder(3, 0, False)
-    assert [order.index(position) for position in range(5)] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)]
-
-
-def test_epochs_and_seeds_differ() -> None:
-    def epoch(seed: int, number: int) -> list[int]:
-        order = PromptOrder(100, seed, True)
-        return [order.index(number * 100 + offset)[1] for offset in range(100)]
-
-    assert len({tuple(epoch(seed, number)) for seed in range(10) for number in range(10)}) == 100
-
-
-def test_order_is_fixed_for_good() -> None:
-    """A resumed run must meet the same order under any library version."""
-    order = PromptOrder(10, 42, True)
-    assert [order.index(position)[1] for position in range(20)] == GOLDEN
-    assert mix64(0) == 0xE220A8397B1DCDAF  # first output of SplitMix64 seeded with 0
-
-
-GOLDEN = [4, 3, 5, 8, 0, 9, 7, 6, 1, 2, 8, 7, 1, 9, 0, 3, 4, 6, 5, 2]
-
-
-def test_positions_are_spread_evenly() -> None:
-    """Over many seeds each prompt comes first about equally often."""
-    firsts = [PromptOrder(5, seed, True).index(0)[1] for seed in range(5000)]
-    counts = [firsts.count(index) for index in range(5)]
-    assert all(850 < count < 1150 for count in counts)  # mean 1000, standard deviation 28
-
-
 @pytest.mark.parametrize("n", [0, -1])
 def test_no_prompts_no_order(n: int) -> None:
     with pytest.raises(ValueError, match="at least one prompt"):
@@ -305,25 +231,6 @@ json_values = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
     max_leaves=10,
 )
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        ("42", "42"),
-        (" 42 ", " 42 "),
-        (42, "42"),
-        (2.5, "2.5"),
-        (3.0, "3.0"),
-        (True, "true"),
-        (None, None),
-        (10**30, str(10**30)),
-        (["a", 1], '["a",1]'),
-        ({"x": None}, '{"x":null}'),
-    ],
-)
-def test_labels_become_text(value: object, text: str | None) -> None:
-    assert label_text(value) == text
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -353,11 +260,6 @@ def test_json_text_is_accepted_for_metadata_and_tools() -> None:
     assert (json.loads(row.metadata), json.loads(row.tools)) == ({"a": 1}, [{"name": "f"}])
 
 
-def test_optional_fields_have_defaults() -> None:
-    row = parse_row({"input": "p", "metadata": None, "tools": None}, KEYS)
-    assert (row.prompt, row.label, row.metadata, row.tools) == ("p", None, "{}", "[]")
-
-
 @pytest.mark.parametrize(
     ("row", "kind", "words"),
     [
@@ -384,11 +286,6 @@ def test_what_is_said_of_a_bad_row(row: object, kind: str, words: str) -> None:
     with pytest.raises(BadValue, match=words) as caught:
         parse_row(row, KEYS)
     assert caught.value.kind == kind
-
-
-def test_missing_key_of_a_table_lists_all_its_columns() -> None:
-    with pytest.raises(BadValue, match="keys here: question, answer; did you mean 'question'"):
-        parse_row({"answer": "4"}, RowKeys("questions", "answer", "m", "t"), ("question", "answer"))
 
 
 @given(row=json_values | st.fixed_dictionaries({"input": json_values, "label": json_values, "metadata": json_values}))
@@ -431,21 +328,6 @@ def test_slices_are_pythons(tmp_path_factory: pytest.TempPathFactory, start: int
             open_source(written, ROW_KEYS)
 
 
-@pytest.mark.parametrize(
-    ("spec", "path", "rows"),
-    [
-        ("a.jsonl", "a.jsonl", slice(None)),
-        ("a.jsonl@[2:5]", "a.jsonl", slice(2, 5)),
-        ("a@b.jsonl@[-3:]", "a@b.jsonl", slice(-3, None)),
-        ("a@b.jsonl", "a@b.jsonl", slice(None)),
-        ("a.jsonl@[ +1 : -1 ]", "a.jsonl", slice(1, -1)),
-        ("x[1:2].jsonl", "x[1:2].jsonl", slice(None)),
-    ],
-)
-def test_spec(spec: str, path: str, rows: slice) -> None:
-    assert parse_spec(spec) == (path, rows)
-
-
 @pytest.mark.parametrize("body", ["3", "", "1:2:3", "a:b", "1.5:"])
 def test_malformed_slice_shows_the_form(body: str) -> None:
     with pytest.raises(SourceError, match=r"not of the form \[a:b\]"):
@@ -463,23 +345,6 @@ def test_lines_keep_their_numbers(tmp_path: Path) -> None:
     assert source.row(1) == {"input": "bé"}
     with pytest.raises(RowError, match="not valid JSON"):
         source.row(2)
-
-
-def test_invalid_utf8_is_a_bad_row(tmp_path: Path) -> None:
-    path = tmp_path / "latin.jsonl"
-    path.write_bytes(b'{"input": "\xe9"}\n{"input": "\\ud800"}\n{"input": "fine"}\n')
-    source = open_source(str(path), ROW_KEYS)
-    for index in range(2):
-        with pytest.raises(RowError, match="not valid JSON"):
-            source.row(index)
-    assert source.row(2) == {"input": "fine"}
-
-
-def test_deeply_nested_line_is_a_bad_row(tmp_path: Path) -> None:
-    path = tmp_path / "deep.jsonl"
-    path.write_text("[" * 100_000 + "]" * 100_000 + "\n")
-    with pytest.raises(RowError, match="not valid JSON"):
-        open_source(str(path), ROW_KEYS).row(0)
 
 
 def test_pretty_printed_json_is_recognised(tmp_path: Path) -> None:

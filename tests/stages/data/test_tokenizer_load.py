@@ -104,19 +104,6 @@ def test_template_sees_tools_and_the_generation_prompt(tmp_path: Path) -> None:
     assert "größer <x>" in tokenizer.apply_chat_template(messages, TOOLS)  # neither escaped for HTML nor for ASCII
 
 
-@pytest.mark.parametrize("read", ["reasoning_content", "thinking", "reasoning"])
-def test_reasoning_reaches_a_template_under_the_name_that_it_reads(tmp_path: Path, read: str) -> None:
-    path = make_checkpoint(tmp_path / "model")
-    fields = f"{{% for one in messages %}}[{{{{ one.{read} if one.{read} is defined else '-' }}}}]{{% endfor %}}"
-    (path / "chat_template.jinja").write_text(fields)
-    tokenizer = load_tokenizer(str(path))
-    for written in ("reasoning_content", "thinking", "reasoning"):
-        turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "a", written: "so"}]
-        assert tokenizer.apply_chat_template(turns) == "[-][so]", written
-    both = {"role": "assistant", "reasoning_content": None, "thinking": "t", "reasoning": "r"}
-    assert tokenizer.apply_chat_template([both]) == ("[r]" if read == "reasoning" else "[t]")
-
-
 def test_where_a_template_comes_from(tmp_path: Path) -> None:
     named = [{"name": "rag", "template": "no"}, {"name": "default", "template": "named"}]
     path = make_checkpoint(tmp_path / "model", chat_template=named)

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from stages.agents.environment import Task
-from stages.agents.packs.command import Command, filled
+from stages.agents.packs.command import Command
 from stages.agents.stage import AgentsStage
 from stages.base import GenerateOptions
 from stages.chat.messages import Message
@@ -91,10 +91,6 @@ async def test_a_program_that_fails_says_why(tmp_path: Path) -> None:
         with pytest.raises(RuntimeError, match="no-such-program: No such file or directory; is it installed"):
             await Command(["no-such-program"]).run(TASK, rig.endpoint)
         await Command([sys.executable, "-c", "exit(3)"], check=False).run(TASK, rig.endpoint)
-
-
-def test_templates_are_filled_in_one_pass() -> None:
-    assert filled("{a}{b} {c} {{a}}", {"a": "{b}", "b": "2"}) == "{b}2 {c} {{b}}"
 
 
 PLAIN = "tests.stages.gateway.plain_agents"

@@ -17,8 +17,6 @@ from stages.gateway.answers import OpenSession
 from stages.gateway.server import Limits
 from stages.gateway.sessions import Session
 from stages.rollouts import new_sample
-from stages.sampling.requests import SampleRequest, SampleResult
-from stages.sampling.sampler import Sampler
 from tests.stages.engine_rig import core_of
 from tests.stages.gateway.gateway_rig import Rig, ToyChat, opened
 from tests.stages.stage_rig import make_group, until
@@ -126,16 +124,6 @@ async def test_turns_are_limited(tmp_path: Path) -> None:
         assert len(rig.samples()) == 2
 
 
-async def test_answers_to_the_same_question_draw_from_different_seeds(tmp_path: Path) -> None:
-    seen: list[int] = []
-    async with opened(tmp_path, hello) as rig:
-        plan = rig.writer.plan
-        rig.writer.plan = lambda completion: (seen.append(completion.seed), plan(completion))[1]  # type: ignore[method-assign,func-returns-value]
-        for _ in range(3):
-            await rig.post(CHAT, QUESTION)
-    assert len(set(seen)) == 3
-
-
 async def slow(rig: Rig) -> None:
     """Wait until the engine has begun with a request."""
     await until(lambda: bool(core_of(rig.world.engines[0]).schedule.running))
@@ -232,23 +220,3 @@ async def test_sampling_is_the_policys_unless_told_otherwise(honoured: bool, tmp
     assert asked == [0.25 if honoured else 1.0, 1.0]
     assert bool(cold.loss_mask.any()) is not honoured, "what was sampled otherwise is not trained"
     assert warm.loss_mask.any()
-
-
-async def test_requests_wait_for_an_engine_in_the_order_of_their_group(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As turns of environments do: the oldest group first, and in it who has the most turns behind it."""
-    async with opened(tmp_path, hello) as rig:
-        orders, sample = [], Sampler.sample
-
-        async def noted(sampler: Sampler, request: SampleRequest) -> list[SampleResult]:
-            orders.append(request.order)
-            return await sample(sampler, request)
-
-        monkeypatch.setattr(Sampler, "sample", noted)
-        younger = OpenSession(make_group(5, 4), new_sample((1,), 0), Session(ToyChat()))
-        with rig.gateway.session(younger) as other_key:
-            for said in ([], [{"role": "assistant", "content": "Hello."}, *QUESTION["messages"]]):
-                body = {"messages": [*QUESTION["messages"], *said]}
-                assert (await rig.post(CHAT, body, key=other_key))[0] == 200
-    assert orders == [(5, 0), (5, -1)]

@@ -17,7 +17,6 @@ from stages.rollouts import rollout_fault, trained_masks
 from stages.sampling.requests import SampleResult
 from tests.stages.gateway.gateway_rig import BEGIN, END, ToyChat
 
-TOOL = {"type": "function", "function": {"name": "add", "parameters": {}}}
 USER, SYSTEM = Message("user", "one"), Message("system", "be brief")
 
 
@@ -105,17 +104,6 @@ def test_a_reply_that_comes_back_is_not_tokenised_again(asked: Asked) -> None:
     assert closing == [BEGIN, *b"tool\n2", END, BEGIN, *b"assistant\n", *b"done", END]
 
 
-def test_what_closes_a_turn_that_was_cut_off_is_not_the_models(asked: Asked) -> None:
-    turn = asked.session.open(Conversation((USER,)))
-    reply = asked.answer(turn, result("half", cut=True))
-    assert asked.session.samples()[0].status == "truncated"
-    asked(USER, reply, Message("user", "go on"))
-    [sample] = asked.check()
-    at = len(turn.ids) + len(b"half")
-    assert (sample.token_ids[at], sample.loss_mask[at], sample.versions[at]) == (END, 0, -1)
-    assert sample.status == "completed"
-
-
 @pytest.mark.parametrize(
     ("change", "shared"),
     [
@@ -139,31 +127,6 @@ def test_a_changed_reply_begins_another_sequence_where_the_tokens_part(
     assert other.prefix.length == len(asked.log[0][0]) + len(shared), "the prompt, and what is the same behind it"
     assert other.prompt_length == main.prompt_length
     assert other.turns == 1 + bool(shared)
-
-
-def test_reasoning_may_be_ignored_when_a_reply_comes_back() -> None:
-    chat = ToyChat()
-    asked = Asked(Session(chat, ignore_reasoning=True), chat, [])
-    asked(USER, text="<think>hm</think>yes")
-    asked(USER, Message("assistant", "yes"), Message("user", "two"))
-    assert len(asked.check()) == 1
-
-
-def test_sub_agents_compaction_and_branches(asked: Asked) -> None:
-    reply = asked(SYSTEM, USER, tools=(TOOL,))
-    helper = asked(Message("system", "you help"), USER, text="helping")
-    asked(Message("system", "you help"), USER, helper, Message("user", "more"), text="helped")
-    asked(SYSTEM, USER, reply, Message("user", "two"), text="left", tools=(TOOL,))
-    asked(SYSTEM, USER, reply, Message("user", "three"), text="right", tools=(TOOL,))
-    asked(SYSTEM, Message("user", "in short: ..."), text="compact", tools=(TOOL,))
-    parts = asked.check()
-    assert [(part.response, part.turns) for part in parts] == [("left", 2), ("helped", 2), ("right", 2), ("compact", 1)]
-    left, _, right, compact = parts
-    assert right.prefix is not None
-    assert right.prefix.sequence == 0
-    assert right.prefix.length >= len(asked.log[0][0]) + len(asked.log[0][1].token_ids)
-    assert left.prompt_length == right.prompt_length == len(asked.log[0][0])
-    assert compact.prefix is None
 
 
 def test_the_sequence_of_the_newest_turn_comes_last_also_if_others_branch_off_it(asked: Asked) -> None:
@@ -194,15 +157,6 @@ def test_the_sequence_that_is_graded_is_that_of_the_newest_turn(asked: Asked) ->
     assert not asked.session.cut
 
 
-def test_two_answers_to_one_conversation_that_begin_alike_share_nothing_but_what_was_asked(asked: Asked) -> None:
-    turns = [asked.session.open(Conversation((USER,))) for _ in range(2)]
-    asked.answer(turns[0], result("yes, I do", seed=1))
-    asked.answer(turns[1], result("yes, we do", seed=2))
-    one, other = asked.check()
-    assert other.prefix is not None
-    assert other.prefix.length == len(turns[0].ids) == one.prompt_length
-
-
 def test_an_answer_is_trained_in_two_sequences_where_an_edited_one_kept_its_beginning(asked: Asked) -> None:
     """The sequence of the newest turn comes last, so the edited one, which shares one token, has it."""
     reply = asked(USER, text="a")
@@ -213,22 +167,6 @@ def test_an_answer_is_trained_in_two_sequences_where_an_edited_one_kept_its_begi
     assert newest.prefix is not None
     assert newest.prefix.length == at + 1
     assert [mask[at : at + 2].tolist() for mask in trained_masks((edited, newest))] == [[1, 0], [0, 1]]
-
-
-def test_conversations_of_a_client_that_sends_tokens(asked: Asked) -> None:
-    asked.answer(asked.session.open_ids([1, 2, 3]), result("ab", (4, 1), (5, 2)))
-    whole = [1, 2, 3, *b"ab", END]
-    asked.answer(asked.session.open_ids([*whole, 7, 8]), result("c"))
-    asked.answer(asked.session.open_ids([*whole[:4], 9]), result("d", seed=1))
-    asked.answer(asked.session.open_ids([1, 2]), result("e", seed=2))
-    parts = asked.check()
-    assert [part.token_ids.tolist() for part in parts] == [
-        [*whole, 7, 8, *b"c", END],
-        [*whole[:4], 9, *b"d", END],
-        [1, 2, *b"e", END],
-    ]
-    assert [part.prefix and tuple(msgspec.structs.astuple(part.prefix)) for part in parts] == [None, (0, 4), None]
-    assert parts[0].version_runs[:4] == (VersionRun(-1, 3), VersionRun(4, 1), VersionRun(5, 2), VersionRun(-1, 2))
 
 
 def test_what_was_not_sampled_as_in_training_is_recorded_and_not_trained(asked: Asked) -> None:

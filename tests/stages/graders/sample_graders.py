@@ -161,15 +161,3 @@ def rank_by_length(responses: list[str], label: str | None, metadata: Mapping[st
 
 def too_few(responses: list[str], label: str | None, metadata: Mapping[str, object]) -> list[float]:
     return [1.0]
-
-
-def no_list(responses: list[str], label: str | None, metadata: Mapping[str, object]) -> float:
-    return 1.0
-
-
-def rank_wrongly(responses: list[str], label: str | None, metadata: Mapping[str, object]) -> list[object]:
-    return [metadata["nothing"] for _ in responses]
-
-
-def one_nan(responses: list[str], label: str | None, metadata: Mapping[str, object]) -> list[float]:
-    return [float("nan"), *[1.0] * (len(responses) - 1)]

@@ -56,13 +56,6 @@ def test_dapo(row: tuple[str, object, int, str]) -> None:
     ), why
 
 
-def test_dapo_shows_what_it_compared_and_is_wrong_without_a_box() -> None:
-    assert grade("dapo", "Answer: $x = 1,200$ dollars", "1200").extracted == "1200"
-    assert grade("dapo", "nothing", "5").extracted is None
-    assert grade("boxed_dapo", "no box", "5").score == -1.0
-    assert grade("boxed_dapo", r"\boxed{Answer: 5}", "5").score == 1.0
-
-
 @pytest.mark.parametrize("row", [*cases_text.GOLDEN_F1, *cases_text.F1])
 def test_f1(row: tuple[str, str, float, str]) -> None:
     response, label, score, why = row

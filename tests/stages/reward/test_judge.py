@@ -20,7 +20,6 @@ from configs.schema.rollout import EngineConfig
 from models.engines.serve import EngineServer
 from models.tiny import make_tiny_checkpoint
 from stages.graders.grade import Grade, UnknownGraderError, as_grade, failed
-from stages.graders.registry import outside
 from stages.reward.components import (
     PART,
     Component,
@@ -84,12 +83,6 @@ def test_any_text_gives_a_score_in_range_or_none(text: str, cut: bool) -> None:
         assert score is None or 0.0 <= score <= 1.0
 
 
-def test_fields_are_replaced_in_one_pass() -> None:
-    found = fill("{prompt}|{response}|{label}|{other}|{{}}", "{response}", "{label} \\1 %s", "{prompt}")
-    assert found == "{response}|{label} \\1 %s|{prompt}|{other}|{{}}"
-    assert fill("{response}{label}", "", "\ud800", None) == "?"
-
-
 @pytest.mark.parametrize(
     "token", ["<|im_end|>", "<|eot_id|>", "</s>", "<s>", "[/INST]", "[INST]", "<end_of_turn>", "<｜Assistant｜>"]
 )
@@ -141,16 +134,6 @@ async def judging(*answers: web.Response, **options: Any) -> AsyncIterator[tuple
         finally:
             follower.cancel()
             await judge.sampler.close()
-
-
-async def test_a_judge_is_asked_in_text_and_greedily() -> None:
-    async with judging(output("Right.\nScore: 0.75")) as (judge, engine):
-        assert await judge.grade("strict", "1+1?", "2", "two", seed=7) == Grade(0.75)
-        (request,) = engine.bodies
-        assert request["text"] == fill(DEFAULT_TEMPLATE, "1+1?", "2", "two")
-        assert "input_ids" not in request
-        assert request["sampling_params"]["temperature"] == 0.0
-        assert request["sampling_params"]["max_new_tokens"] == 64
 
 
 async def test_a_response_that_scores_itself_is_not_believed() -> None:
@@ -219,23 +202,6 @@ async def test_a_real_engine_takes_the_question(tmp_path: Path) -> None:
 # From grades to a reward: components, `--reward-key`, overlong shaping and masking, with golden numbers.
 
 
-REFERENCE = ("acc=math@0.8", "fmt=format:<a>.*</a>@0.1", "len=length:100@0.1")
-
-
-def test_the_weighted_sum_of_the_reference() -> None:
-    parts = parse_components(REFERENCE)
-    grades = [Grade(1.0, True, extracted="7"), Grade(0.5), Grade(1.0)]
-    found = combined(parts, grades)
-    assert found.score == pytest.approx(0.95)
-    assert found.parts == {"acc": 1.0, "fmt": 0.5, "len": 1.0}
-    assert (found.is_correct, found.extracted, found.status) == (True, "7", "ok")
-
-
-def test_the_grader_stands_between_the_first_equals_sign_and_the_last_at() -> None:
-    (found,) = parse_components(["fmt=format:(a=b)@c@0.5"])
-    assert found == Component("fmt", "format:(a=b)@c", 0.5)
-
-
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -263,12 +229,6 @@ def test_one_failed_component_fails_the_sample() -> None:
     parts = parse_components(["a=exact@1", "b=judge@1"])
     found = combined(parts, [Grade(1.0), failed("no answer", "timeout")])
     assert (found.error, found.status, found.score) == ("component 'b': no answer", "timeout", 0.0)
-
-
-def test_the_first_component_that_knows_says_whether_it_is_right() -> None:
-    parts = parse_components(["fmt=format:x@1", "acc=exact@1", "also=exact@1"])
-    grades = [Grade(1.0), Grade(0.0, False), Grade(1.0, True)]
-    assert combined(parts, grades).is_correct is False
 
 
 def test_parts_of_a_component_keep_its_name() -> None:
@@ -310,20 +270,6 @@ def test_a_dict_without_a_score_needs_the_key() -> None:
     assert "needs a number under 'f1'; its keys: acc" in (as_grade({"acc": 0.5}, "f1").error or "")
 
 
-ORDER = [
-    (Row("exact", "own:grade"), "mine:grade", "own:grade"),
-    (Row("exact", None), "mine:grade", "mine:grade"),
-    (Row("exact", None), None, "exact"),
-    (Row(), None, "gsm8k"),
-]
-
-
-@pytest.mark.parametrize(("row", "flag", "chosen"), ORDER)
-def test_order_of_selection(row: Row, flag: str | None, chosen: str) -> None:
-    selection = Selection(RewardConfig(rm_type="gsm8k", custom_rm_path=flag))
-    assert [part.grader for part in selection.graders(row)] == [chosen]
-
-
 @pytest.mark.parametrize(
     ("given_", "full"), [("math", "math:compat"), ("boxed_math", "boxed_math:compat"), ("math:verify", "math:verify")]
 )
@@ -345,13 +291,6 @@ def test_a_row_chooses_for_the_components_that_say_auto() -> None:
     assert selection.configured() == ("auto", "format:x")
 
 
-def test_which_graders_the_stage_asks_itself() -> None:
-    assert outside("remote") == ("remote", None)
-    assert outside("remote:http://host:1/rm") == ("remote", "http://host:1/rm")
-    assert outside("judge:strict") == ("judge", "strict")
-    assert outside("remotely") is outside("exact") is outside("mine:judge") is None
-
-
 GOLDEN = Overlong(limit=100, buffer=20, factor=1.0)
 
 
@@ -359,11 +298,6 @@ GOLDEN = Overlong(limit=100, buffer=20, factor=1.0)
 def test_overlong_golden_numbers(length: int, penalty: float) -> None:
     assert GOLDEN.penalty(length) == pytest.approx(penalty, abs=1e-12)
     assert Overlong(100, 20, 0.5).penalty(length) == pytest.approx(0.5 * penalty, abs=1e-12)
-
-
-def test_beyond_the_limit_the_penalty_stays() -> None:
-    """Several turns together may be longer than the limit of one."""
-    assert GOLDEN.penalty(101) == GOLDEN.penalty(1000) == -1.0
 
 
 @given(
@@ -387,13 +321,6 @@ def test_the_raw_reward_is_kept_where_shaping_changed_it() -> None:
 def test_a_sample_is_shaped_once() -> None:
     once = shaped(make_sample(reward=1.0), GOLDEN, 90, mask_truncated=True)
     assert shaped(once, GOLDEN, 90, mask_truncated=True) is once
-
-
-def test_off_and_ungraded_samples_stay_as_they_are() -> None:
-    sample = make_sample(reward=1.0)
-    assert shaped(sample, Overlong(100, 0, 1.0), 100, mask_truncated=True) is sample
-    ungraded = make_sample()
-    assert shaped(ungraded, GOLDEN, 100, mask_truncated=True) is ungraded
 
 
 def test_truncated_samples_are_masked_but_keep_their_reward() -> None:

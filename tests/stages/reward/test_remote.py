@@ -52,24 +52,6 @@ async def serving(*answers: Answer, **options: Any) -> AsyncIterator[tuple[Remot
 
 
 @pytest.mark.parametrize(
-    ("body", "score"),
-    [
-        (1, 1.0),
-        ("0.25", 0.25),
-        ({"score": 0.5}, 0.5),
-        ({"score": "0.5"}, 0.5),
-        ('"0.5"', 0.5),
-        (True, 1.0),
-        ({"score": -3, "why": "text is no part"}, -3.0),
-    ],
-)
-async def test_scores(body: object, score: float) -> None:
-    async with serving(says(body)) as (client, server, pauses):
-        assert await client.grade(ASKED) == Grade(score)
-        assert (len(server.bodies), pauses) == (1, [])
-
-
-@pytest.mark.parametrize(
     ("answer", "words"),
     [
         (says({"score": None}), "'score' of the answer is null; a score must be one finite number"),
@@ -134,14 +116,6 @@ async def test_what_may_pass_is_tried_again(fault: Answer) -> None:
         assert [body["attempt"] for body in server.bodies] == [0, 1, 2]
 
 
-async def test_the_budget_ends_with_the_last_reason() -> None:
-    async with serving(says("out of memory", 500), rm_retries=7) as (client, server, pauses):
-        grade = await client.grade(ASKED)
-        assert "it answered 500: out of memory, in 8 tries" in (grade.error or "")
-        assert pauses == [1.5, 2.5, 4.5, 8.5, 16.5, 30.5, 30.5]
-        assert len(server.bodies) == 8
-
-
 async def test_a_deadline_counts_for_the_whole_try(monkeypatch: pytest.MonkeyPatch) -> None:
     """Headers in time do not help a body that never ends."""
     stop = asyncio.Event()
@@ -190,40 +164,6 @@ def test_retry_after_as_a_date() -> None:
     assert retry_after("12") == 12.0
     assert retry_after("soon") is None
     assert retry_after(None) is None
-
-
-async def test_what_is_sent() -> None:
-    async with serving(says(1)) as (client, server, _):
-        await client.grade(ASKED)
-        assert server.bodies == [
-            {
-                "prompt": "What is 1+1?",
-                "response": "2",
-                "label": "2",
-                "metadata": {"level": 5},
-                "sample_id": "3/1",
-                "attempt": 0,
-            }
-        ]
-        assert server.keys[0].startswith("3/1:")
-
-
-async def test_the_key_belongs_to_what_is_asked() -> None:
-    """A redelivered prompt may get another response under the same sample id: no memory may answer for it."""
-    others = [
-        Question("3/1", "What is 1+1?", "3", "2", '{"level": 5}'),
-        Question("3/1", "What is 1+1?2", "", "2", '{"level": 5}'),
-        Question("3/1", "What is 1+1?", "2", None, '{"level": 5}'),
-        Question("3/2", "What is 1+1?", "2", "2", '{"level": 5}'),
-    ]
-    assert len({question.key() for question in (ASKED, *others)}) == 5
-    assert ASKED.key() == Question("3/1", "What is 1+1?", "2", "2", '{"level": 5}').key()
-
-
-async def test_broken_text_is_sent_repaired() -> None:
-    async with serving(says(1)) as (client, server, _):
-        assert (await client.grade(Question("0/0", "\ud800", "a\ud800b", "\udfff", "{}"))).score == 1.0
-        assert server.bodies[0]["response"] == "a?b"
 
 
 async def test_a_dict_gives_parts_and_the_key_picks_one() -> None:
@@ -277,26 +217,6 @@ async def test_no_more_requests_at_one_time_than_allowed() -> None:
     assert len(server.bodies) == 12
 
 
-async def test_a_pause_holds_no_place() -> None:
-    """While one question waits to be asked again, another uses the only place."""
-    async with serving(says("", 500), says(1)) as (client, server, _):
-        client._places = asyncio.Semaphore(1)
-        resting, go_on = asyncio.Event(), asyncio.Event()
-
-        async def sleep(seconds: float) -> None:
-            resting.set()
-            await go_on.wait()
-
-        client._sleep = sleep
-        async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
-            first = tasks.create_task(client.grade(ASKED))
-            await resting.wait()
-            assert (await client.grade(ASKED)).score == 1.0
-            go_on.set()
-        assert first.result().score == 1.0
-        assert len(server.bodies) == 3
-
-
 async def test_nobody_there_and_no_address() -> None:
     async def sleep(seconds: float) -> None:
         return None
@@ -312,18 +232,3 @@ async def test_nobody_there_and_no_address() -> None:
     assert "in 2 tries" in nobody
     assert "write --rm-url http://host:port/path" in await refusal("no address")
     assert "set --rm-url" in await refusal(None)
-
-
-async def test_one_client_session_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = []
-    original = remote_module.aiohttp.ClientSession
-
-    def session(*arguments: Any, **options: Any) -> Any:
-        made.append(original(*arguments, **options))
-        return made[-1]
-
-    monkeypatch.setattr(remote_module.aiohttp, "ClientSession", session)
-    async with serving(says(1)) as (client, _, _):
-        await asyncio.gather(*(client.grade(ASKED) for _ in range(8)))
-    assert len(made) == 1
-    assert made[0].closed

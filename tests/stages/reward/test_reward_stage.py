@@ -18,8 +18,8 @@ from stages.base import Activity
 from stages.graders.grade import UnknownGraderError
 from stages.graders.pool import Grade
 from stages.messages import RolloutSlice
-from stages.reward.observed import GradeCache, Observed, percentile
-from stages.reward.stage import Grading, RewardStage, is_whole
+from stages.reward.observed import GradeCache
+from stages.reward.stage import Grading, RewardStage
 from stages.topic_values import EngineAddress, EngineEntry
 from tests.stages.reward.answer_server import answering
 from tests.stages.stage_rig import make_config, make_context, make_sample, make_slice, open_rig, running, take
@@ -58,21 +58,6 @@ def said(group_id: int, *responses: str, **fields: Any) -> RolloutSlice:
     return make_slice(group_id, *(make_sample(i, response=text) for i, text in enumerate(responses)), **fields)
 
 
-async def test_finished_samples_are_graded_and_others_left_alone() -> None:
-    async with grading(rm_type="exact") as (_, send):
-        members = (
-            make_sample(0, response="7"),
-            make_sample(1, response="8", status="truncated"),
-            make_sample(2, response="7", status="failed", error="engine: gone"),
-            make_sample(3, response="7", status="aborted"),
-        )
-        found = (await send(make_slice(0, *members, label="7")))[0].samples
-        assert [s.reward for s in found] == [1.0, 0.0, None, None]
-        assert [s.is_correct for s in found] == [True, False, None, None]
-        assert [s.status for s in found] == ["completed", "truncated", "failed", "aborted"]
-        assert found[2].error == "engine: gone"
-
-
 async def test_the_row_names_its_grader_and_a_custom_one_wins_over_both() -> None:
     row = '{"rm_type":"constant:0.25"}'
     async with grading(rm_type="exact") as (_, send):
@@ -98,16 +83,6 @@ async def test_what_a_tool_said_is_nobodys_answer(grader: str, reads_all: bool) 
     graded, plain = [s.reward for s in found], [s.reward for s in whole]
     assert len(set(plain)) == 1 or reads_all
     assert graded == (plain if reads_all else [1.0, 0.0, 0.0])
-
-
-async def test_graders_that_draw_get_a_seed_of_each_sample() -> None:
-    rewards = []
-    for _ in range(2):
-        async with grading(rm_type="random") as (_, send):
-            found = await send(said(0, *["x"] * 32))
-            rewards.append([s.reward for s in found[0].samples])
-    assert rewards[0] == rewards[1], "a redelivered slice gets the same rewards"
-    assert len(set(rewards[0])) > 1
 
 
 async def test_the_length_grader_counts_tokens() -> None:
@@ -140,12 +115,6 @@ async def test_an_unknown_grader_fails_samples_in_words() -> None:
         (sample,) = (await send(said(0, "7", label="7")))[0].samples
         assert sample.status == "failed"
         assert "did you mean 'exact'?" in (sample.error or "")
-
-
-async def test_a_row_without_a_label_fails_in_words() -> None:
-    async with grading(rm_type="exact") as (_, send):
-        (sample,) = (await send(said(0, "7", label=None)))[0].samples
-        assert "the sample has no label" in (sample.error or "")
 
 
 @pytest.mark.parametrize("metadata", ["[]", "not json", '{"rm_type": 3}'])
@@ -193,14 +162,6 @@ async def test_reward_key_picks_what_is_trained() -> None:
         assert "--reward-key is 'wrods', but " + GRADE + " returned only: score, words" in (sample.error or "")
 
 
-async def test_a_rows_own_function_wins_over_the_flag() -> None:
-    row = json.dumps({"custom_rm_path": GRADE})
-    async with grading(custom_rm_path=BEHAVE, reward_workers=1) as (_, send):
-        found = await send(said(0, "two words", metadata=row), said(1, "two words"))
-        assert found[0].samples[0].reward_parts == {"words": 2.0}
-        assert found[1].samples[0].reward_parts == {}
-
-
 async def test_errors_may_count_as_zero() -> None:
     async with grading(custom_rm_path=BEHAVE, reward_workers=1, reward_on_error="zero") as (stage, send):
         bad, good = (await send(said(0, "raise", "good")))[0].samples
@@ -208,25 +169,6 @@ async def test_errors_may_count_as_zero() -> None:
         assert bad.error == f"grader {BEHAVE}: ValueError: no such answer"
         assert (good.reward, good.error) == (4.0, None)
         assert stage.activity.failures == 1
-
-
-async def test_only_the_last_sequence_of_a_rollout_is_graded() -> None:
-    members = (
-        make_sample(0, response="7", sequence=0, sequences=2),
-        make_sample(0, response="7", sequence=1, sequences=2),
-        make_sample(1, response="7"),
-    )
-    async with grading(rm_type="exact") as (_, send):
-        found = (await send(make_slice(0, *members, n_samples=2, label="7")))[0].samples
-        assert [s.reward for s in found] == [None, 1.0, 1.0]
-        assert {s.status for s in found} == {"completed"}
-
-
-async def test_a_reward_that_an_environment_gave_is_kept() -> None:
-    async with grading(rm_type="exact") as (_, send):
-        members = (make_sample(0, response="7", reward=-3.0), make_sample(1, response="7"))
-        found = (await send(make_slice(0, *members, label="7")))[0].samples
-        assert [s.reward for s in found] == [-3.0, 1.0]
 
 
 SHAPING = {"overlong_buffer_len": 20, "mask_truncated": True, "rm_type": "constant:1"}
@@ -248,13 +190,6 @@ async def test_tokens_that_are_not_trained_do_not_count_as_length() -> None:
         split = (make_sample(1, n=45, sequences=2), make_sample(1, n=45, sequence=1, sequences=2))
         found = (await send(make_slice(0, tool, *split, n_samples=2)))[0].samples
         assert [s.reward for s in found] == [1.0, None, 0.5]
-
-
-async def test_evaluation_is_not_shaped() -> None:
-    async with grading({"rollout": {"rollout_max_response_len": 100}}, **SHAPING) as (_, send):
-        slice_ = make_slice(0, make_sample(0, n=100, status="truncated"), purpose="eval", pinned_version=0)
-        (sample,) = (await send(slice_))[0].samples
-        assert (sample.reward, sample.raw_reward, sample.remove_sample) == (1.0, None, False)
 
 
 async def test_a_redelivered_sample_is_graded_once_but_another_response_again(tmp_path: Path) -> None:
@@ -286,46 +221,6 @@ def test_the_cache_is_bounded_and_keeps_no_failures() -> None:
     assert [cache.get(key) for key in (*keys, None)] == [Grade(0.0), None, Grade(2.0), None]
 
 
-def test_figures_of_grading() -> None:
-    observed = Observed()
-    for k in range(100):
-        observed.add(Grade(0.0, status="timeout" if k < 5 else "ok", error="x" if k < 2 else None), (k + 1) / 1000)
-    assert observed.figures() == pytest.approx(
-        {
-            "graded": 100.0,
-            "grade_timeouts": 5.0,
-            "grade_errors": 2.0,
-            "grades_from_cache": 0.0,
-            "timeout_frac": 0.05,
-            "error_frac": 0.02,
-            "latency_ms/p50": 50.0,
-            "latency_ms/p99": 99.0,
-        }
-    )
-    assert not observed.due()
-    assert [percentile([1.0], share) for share in (0.0, 0.5, 1.0)] == [1.0, 1.0, 1.0]
-
-
-async def test_the_stage_tells_its_figures() -> None:
-    async with grading(rm_type="exact") as (stage, send):
-        await send(said(0, "7", "8", label="7"))
-        assert stage.activity.extra["graded"] == 2.0
-        assert stage.activity.extra["latency_ms/p99"] >= stage.activity.extra["latency_ms/p50"] >= 0.0
-
-
-async def test_a_whole_group_is_graded_by_one_call() -> None:
-    async with grading(group_rm=True, custom_rm_path=GROUP, reward_workers=1) as (_, send):
-        members = (
-            make_sample(0, response="long answer"),
-            make_sample(1, response="gone", status="failed", error="engine"),
-            make_sample(2, response="short"),
-        )
-        found = (await send(make_slice(0, *members, label="7")))[0].samples
-        assert [s.reward for s in found] == [1.0, None, 0.0]
-        assert found[0].reward_parts == {"seen": 2.0, "members": 3.0, "failed": 1.0}
-        assert found[1].error == "engine"
-
-
 async def test_a_part_of_a_group_passes_ungraded_and_the_whole_is_graded_once() -> None:
     """What the reward and the group stage do with a group whose rollouts end one by one."""
     config = make_config(reward={"group_rm": True, "custom_rm_path": GROUP, "overlong_buffer_len": 8},
@@ -345,42 +240,9 @@ async def test_a_part_of_a_group_passes_ungraded_and_the_whole_is_graded_once() 
         await subject.close()
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("too_few", "returned 1 grades for 2 responses"),
-        ("no_list", "the group grader returned float; it must return a list"),
-        ("rank_wrongly", "KeyError: 'nothing'"),
-    ],
-)
-async def test_a_group_grader_that_errs_fails_its_members(name: str, words: str) -> None:
-    path = f"tests.stages.graders.sample_graders:{name}"
-    async with grading(group_rm=True, custom_rm_path=path, reward_workers=1) as (_, send):
-        found = (await send(said(0, "a", "b")))[0].samples
-        assert [s.status for s in found] == ["failed", "failed"]
-        assert all(words in (s.error or "") for s in found)
-
-
-async def test_one_bad_grade_of_a_group_fails_one_member() -> None:
-    path = "tests.stages.graders.sample_graders:one_nan"
-    async with grading(group_rm=True, custom_rm_path=path, reward_workers=1) as (_, send):
-        found = (await send(said(0, "a", "b")))[0].samples
-        assert [s.status for s in found] == ["failed", "completed"]
-        assert "'score' is nan" in (found[0].error or "")
-
-
 async def test_a_group_grader_must_be_a_function_of_the_user() -> None:
     async with grading(group_rm=True, custom_rm_path="exact", reward_workers=1) as (_, send):
         assert "it is no grader of groups" in ((await send(said(0, "a")))[0].samples[0].error or "")
-
-
-def test_when_a_group_is_whole() -> None:
-    one, two = make_sample(0), make_sample(1)
-    assert is_whole(make_slice(0, one, two))
-    assert not is_whole(make_slice(0, one, n_samples=2))
-    first, second = make_sample(0, sequences=2), make_sample(0, sequence=1, sequences=2)
-    assert not is_whole(make_slice(0, first, two, n_samples=2))
-    assert is_whole(make_slice(0, first, second, two, n_samples=2))
 
 
 async def test_a_reward_model_is_asked_by_the_stage_without_a_process() -> None:

@@ -26,17 +26,7 @@ from stages.prompts.prompt_sources import DrawnPrompts
 from stages.rollouts import new_sample, rollout_fault, rollouts, trained_masks
 from stages.slime import Sample as Given
 from stages.slime.convert import ReturnedError, returned_rollout
-from stages.slime.hooks import (
-    data_source,
-    eval_data,
-    generate_function,
-    logged,
-    removed,
-    rollout_function,
-    rollout_log,
-    sample_filter,
-    shown,
-)
+from stages.slime.hooks import data_source, eval_data, generate_function, logged, removed, rollout_log, sample_filter
 from stages.slime.types import slime_arguments
 from stages.train.batch import slice_sequences
 from tests.stages.engine_rig import Log, World, generating, simulated, started
@@ -45,7 +35,6 @@ from tests.stages.slime import user_code
 from tests.stages.stage_rig import make_config, make_group, make_sample, until
 
 CODE = "tests.stages.slime.user_code"
-PROMPT = [*b"?"]  # of make_group
 
 
 @asynccontextmanager
@@ -62,25 +51,6 @@ async def made(world: World, group: PromptGroup) -> list[tuple[Sample, ...]]:
     while len({sample.index for sample in samples}) < group.n_samples:
         samples += (await world.answer()).samples
     return rollouts(samples)
-
-
-async def test_a_single_turn_is_trained_with_what_the_engine_said(tmp_path: Path, log: Log) -> None:
-    async with world_of(tmp_path, "single_turn") as world:
-        found = await made(world, make_group(3, 4))
-    answers = {}
-    for exchange in log:
-        [output] = exchange.outputs
-        answers[tuple(output.output_ids)] = [item[0] for item in output.meta_info.output_token_logprobs or ()]
-        assert list(exchange.request.prompts[0]) == PROMPT
-    assert len(found) == len(log) == 4
-    for (sample,) in found:
-        response = sample.token_ids[sample.prompt_length :].tolist()
-        assert sample.token_ids[: sample.prompt_length].tolist() == PROMPT
-        assert sample.log_probs[1:].tolist() == pytest.approx(answers[tuple(response)], abs=1e-6)
-        assert sample.loss_mask.tolist() == [0] + [1] * len(response)
-        assert [(run.version, run.n_tokens) for run in sample.version_runs] == [(-1, 1), (0, len(response))]
-        assert (sample.status, sample.reward, sample.fault()) == ("completed", None, None)
-    assert len({tuple(sample.token_ids.tolist()) for (sample,) in found}) == 4, "rollouts draw from their own seeds"
 
 
 async def test_observations_are_masked_and_versions_change_between_turns(tmp_path: Path) -> None:
@@ -252,11 +222,6 @@ async def test_a_drain_ends_a_call_that_hangs(tmp_path: Path) -> None:
     assert [sample.status for sample in samples] == ["aborted", "aborted"]
 
 
-def test_a_function_without_a_data_source_is_refused_at_the_start() -> None:
-    with pytest.raises(ImportPathError, match="cannot be called as function"):
-        rollout_function(f"{CODE}.no_source")
-
-
 # What a function returns, held against what engines were sent and answered.
 
 
@@ -289,44 +254,12 @@ def test_log_probs_and_versions_come_from_the_record() -> None:
     assert (sample.index, sample.prompt_length, sample.turns, sample.reward) == (3, 3, 2, 1.0)
 
 
-def test_without_a_mask_all_that_the_model_made_is_trained_and_nothing_else() -> None:
-    (sample,) = returned(answer_given(loss_mask=None))
-    assert sample.loss_mask.tolist() == [0, 0, 0, 1, 1, 0, 1]
-
-
-def test_a_function_may_train_less_end_earlier_and_add_an_observation() -> None:
-    (sample,) = returned(answer_given(tokens=[*IDS[:5], 77, 78], loss_mask=[0, 1, 0, 0]))
-    assert sample.loss_mask.tolist() == [0, 0, 0, 0, 1, 0, 0]
-    assert sample.versions.tolist() == [-1, -1, -1, 4, 4, -1, -1]
-
-
-def test_what_the_policy_did_not_draw_as_in_training_is_not_trained() -> None:
-    """The record says so of a turn that was asked for with another temperature."""
-    colder = make_sample(0, runs=[(4, 2), (-1, 1), (5, 1)], mask=[0, 0, 0, 1], log_probs=[-0.1, -0.2, 0.0, -0.4])
-    (sample,) = returned(answer_given(), recorded=(colder,))
-    assert sample.loss_mask.tolist() == [0, 0, 0, 0, 0, 0, 1]
-
-
-def test_the_sequence_with_the_longest_common_beginning_is_the_one() -> None:
-    other = make_sample(0, prompt=(1, 2), runs=[(9, 4)])
-    (sample,) = returned(answer_given(), recorded=(other, RECORDED))
-    assert sample.versions.tolist() == [-1, -1, -1, 4, 4, -1, 5]
-
-
 def test_segments_that_repeat_trained_tokens_train_them_once() -> None:
     short = answer_given(tokens=IDS[:5], response_length=2, loss_mask=[1, 1])
     parts = returned(short, answer_given(reward=0.5), recorded=(RECORDED,))
     assert [part.prefix for part in parts] == [None, Prefix(0, 5)]
     assert sum(int(mask.sum()) for mask in trained_masks(parts)) == 3, "two in the first, one in the second"
     assert parts[-1].reward == 0.5
-
-
-def test_segments_that_mask_what_went_before_share_nothing() -> None:
-    parts = returned(
-        answer_given(tokens=IDS[:5], response_length=2, loss_mask=[1, 1]), answer_given(loss_mask=[0, 0, 0, 1])
-    )
-    assert [part.prefix for part in parts] == [None, None]
-    assert sum(int(mask.sum()) for mask in trained_masks(parts)) == 3
 
 
 def test_rewards() -> None:
@@ -407,17 +340,6 @@ def test_a_sample_survives_plain_values() -> None:
 def group_of(*rewards: float) -> RolloutSlice:
     samples = tuple(msgspec.structs.replace(make_sample(i), reward=reward) for i, reward in enumerate(rewards))
     return RolloutSlice(make_group(7, len(rewards), label="x", metadata='{"n":1}'), samples)
-
-
-def test_samples_are_shown_as_slime_has_them() -> None:
-    slice_ = group_of(1.0, 0.0)
-    first, second = shown(slice_)
-    ours = slice_.samples[1]
-    assert (second.group_index, second.index, second.label, second.metadata) == (7, 15, "x", {"n": 1})
-    assert (second.reward, second.status, second.remove_sample) == (0.0, first.Status.COMPLETED, False)
-    assert second.tokens == ours.token_ids.tolist()
-    assert second.response_length == len(second.loss_mask or ()) == len(second.rollout_log_probs or ())
-    assert second.rollout_log_probs == ours.log_probs[ours.prompt_length :].tolist()
 
 
 def test_a_group_filter_of_slimes_signature_says_keep_and_why() -> None:

@@ -202,9 +202,6 @@ def hangs(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False
     time.sleep(30)
 
 
-def no_source(args: Any, rollout_id: int) -> None: ...
-
-
 class DynamicFilterOutput:
     def __init__(self, keep: bool, reason: str | None = None) -> None:
         self.keep, self.reason = keep, reason

@@ -27,7 +27,7 @@ from stages.chat.messages import Message, ToolCall
 from stages.chat.tokenizer import load_tokenizer
 from stages.chat.tool_calls import Offered
 from stages.messages import RolloutSlice, Sample, VersionRun
-from stages.rollouts import append_untrained, join_runs, new_sample
+from stages.rollouts import new_sample
 from stages.sampling.requests import SampleResult
 from stages.sampling.rollout_requests import append_result
 from stages.tools.registry import close_tools, resolve_tools
@@ -248,18 +248,6 @@ class Asked:
             return f"{title} {page}"
 
         return FunctionTool(look, "here:look", version)
-
-
-async def test_what_is_asked_again_is_answered_from_the_cache() -> None:
-    asked, cache = Asked(), AnswerCache()
-    tool = asked.tool("1")
-    assert await cache.call(tool, {"title": "a", "page": 2}) == ("a 2", False)
-    assert await cache.call(tool, {"page": 2, "title": "a"}) == ("a 2", True)
-    assert await cache.call(asked.tool("1"), {"page": 2, "title": "a"}) == ("a 2", True), "another episode's"
-    assert asked.times == 1
-    assert await cache.call(tool, {"title": "a", "page": 3}) == ("a 3", False)
-    assert await cache.call(asked.tool("2"), {"title": "a", "page": 2}) == ("a 2", False), "another version"
-    assert asked.times == 3
 
 
 async def test_what_declares_nothing_or_fails_is_asked_each_time() -> None:
@@ -522,14 +510,6 @@ async def test_an_unknown_tool_is_refused_before_the_stage_runs(tiny: Path) -> N
     stage = AgentsStage(make_context(of_model(tool_config("calculatr"), tiny)))
     with pytest.raises(UnknownToolError, match="did you mean 'calculator'"):
         await stage.setup()
-
-
-def test_runs_are_joined_and_empty_ones_dropped() -> None:
-    first = (VersionRun(1, 2), VersionRun(2, 1))
-    assert join_runs(first, (VersionRun(2, 3), VersionRun(3, 0))) == (VersionRun(1, 2), VersionRun(2, 4))
-    sample = make_sample(0, runs=[(5, 3)])
-    assert append_untrained(sample, [], "").version_runs == sample.version_runs
-    assert append_untrained(sample, [1, 2], "ab").version_runs[1:] == (VersionRun(5, 3), VersionRun(-1, 2))
 
 
 EMBEDDED = EngineConfig(engine="embedded", engine_slots=32, engine_device="cpu", engine_dtype="float32")

@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
-from configs.schema import (
-    Config,
-    EngineConfig,
-    HealthConfig,
-    RouterConfig,
-    RunConfig,
-    SglangConfig,
-    ToolsConfig,
-    router_kind,
-)
+from configs.schema import Config, EngineConfig, HealthConfig, RouterConfig, RunConfig, SglangConfig, ToolsConfig
 from configs.schema.rollout import AsyncConfig, RolloutConfig
-from models.engines.launch.command import Launch, policy_of, router_launch, server_launch
-from models.engines.launch.environment import SHIMS, Installed, probe
+from models.engines.launch.command import Launch, router_launch, server_launch
+from models.engines.launch.environment import Installed, probe
 from models.errors import EnvironmentMissing, LaunchRefused
 from tests.models.engines.launch.fake_environment import FakeEnvironment
 
@@ -56,39 +46,6 @@ def values(launch: Launch) -> Mapping[str, str]:
         else:
             found[name] = f"{found[name]} {text}".strip()
     return found
-
-
-def test_a_server_on_a_cpu(cpu: Installed) -> None:
-    launch = server(SGLANG, cpu)
-    assert launch.argv[:3] == (cpu.python, "-m", "sglang.launch_server")
-    assert launch.url == "http://127.0.0.1:31000"
-    assert values(launch) == {
-        "model-path": "/model",
-        "host": "127.0.0.1",
-        "port": "31000",
-        "random-seed": "7",
-        "context-length": "512",
-        "max-running-requests": "256",
-        "enable-metrics": "",
-        "log-level-http": "warning",
-        "stream-interval": "32",
-        "incremental-streaming-output": "",
-        "tp-size": "1",
-        "device": "cpu",
-        "attention-backend": "torch_native",
-        "cuda-graph-backend-decode": "disabled",
-        "cuda-graph-backend-prefill": "disabled",
-        "dtype": "float32",
-        "max-total-tokens": "131072",  # 256 slots of 512 tokens
-        "mem-fraction-static": "0.3",
-        "sleep-on-idle": "",
-        "disable-overlap-schedule": "",
-    }
-    assert launch.env["SGLANG_USE_CPU_ENGINE"] == "1"
-    assert launch.env["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] == "false"
-    assert launch.env["OMP_NUM_THREADS"] == "1"
-    assert launch.env["PYTHONPATH"] == str(SHIMS)
-    assert (SHIMS / "sgl_kernel" / "__init__.py").is_file()
 
 
 def test_a_server_on_gpus(gpu: Installed) -> None:
@@ -219,14 +176,6 @@ def test_engines_of_others_are_not_evicted_for_a_slow_health(cpu: Installed) -> 
     assert "health-check-interval-secs" not in given
 
 
-def test_which_router_and_policy() -> None:
-    assert (router_kind(Config()), policy_of(Config())) == ("none", "least_loaded")
-    assert (router_kind(SGLANG), policy_of(SGLANG)) == ("sglang", "round_robin")
-    none = replace(SGLANG, router=RouterConfig(router="none"))
-    assert (router_kind(none), policy_of(none)) == ("none", "least_loaded")
-    assert router_kind(Config(router=RouterConfig(router_address="http://h:1"))) == "sglang"
-
-
 def test_routers_that_cannot_be_started(cpu: Installed) -> None:
     def start(**router: Any) -> Launch:
         return router_launch(replace(SGLANG, router=RouterConfig(**router)), cpu, port=1, metrics_port=2)
@@ -241,7 +190,3 @@ def test_routers_that_cannot_be_started(cpu: Installed) -> None:
     bare = replace(cpu, router=None, router_options=())
     with pytest.raises(EnvironmentMissing, match="run `make sglang-env`, or add --router none"):
         router_launch(SGLANG, bare, port=1, metrics_port=2)
-
-
-def test_paths_with_spaces_stay_one_argument(cpu: Installed) -> None:
-    assert "/my model" in server(SGLANG, cpu, model_path=str(Path("/my model"))).argv

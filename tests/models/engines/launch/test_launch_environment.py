@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from configs.schema import SglangConfig
-from models.engines.launch.environment import PYTHON_VARIABLE, SHIMS, Installed, find_python, probe
+from models.engines.launch.environment import PYTHON_VARIABLE, SHIMS, find_python, probe
 from models.engines.launch.environment import main as remember
 from models.engines.launch.inside import install_shim, main
 from models.errors import EnvironmentBroken, EnvironmentMissing
@@ -49,47 +49,12 @@ def test_flag_then_variable_then_project_then_own(tmp_path: Path, monkeypatch: p
     assert find_python(SglangConfig(sglang_python=str(flagged)), project) == flagged
 
 
-def test_a_link_of_a_virtual_environment_is_not_followed(tmp_path: Path) -> None:
-    python = interpreter(tmp_path / "env")
-    assert find_python(SglangConfig(sglang_python=str(python)), tmp_path) == python != python.resolve()
-
-
 def test_what_is_named_but_not_there_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(EnvironmentMissing, match=r"--sglang-python is '.*nowhere', .* run `make sglang-env`"):
         find_python(SglangConfig(sglang_python=str(tmp_path / "nowhere")), tmp_path)
     monkeypatch.setenv(PYTHON_VARIABLE, str(tmp_path))  # a directory without an environment
     with pytest.raises(EnvironmentMissing, match=f"{PYTHON_VARIABLE} is .* no Python interpreter"):
         find_python(SglangConfig(), tmp_path)
-
-
-def test_versions_and_options_come_from_the_environment(environment: FakeEnvironment, cache: Path) -> None:
-    found = probe(environment.python, cache=cache)
-    assert (found.sglang, found.router, found.smg, found.torch) == ("0.5.23", "0.3.2", None, "2.13.0")
-    assert not found.cuda
-    path = found.option("server", "model")  # an alias
-    assert path is not None
-    assert path.names == ("model-path", "model")
-    assert path.help == "where the model is"
-    kinds = {
-        "mem-fraction-static": ("value", "float"),
-        "context-length": ("value", "size"),
-        "preferred-sampling-params": ("value", "json"),
-        "cuda-graph-bs-decode": ("list", "int"),
-        "lora-paths": ("list", "text"),
-        "enable-metrics": ("flag", "text"),
-        "enable-tf32-matmul": ("switch", "text"),
-    }
-    for name, expected in kinds.items():
-        option = found.option("server", name)
-        assert option is not None, name
-        assert (option.kind, option.takes) == expected, name
-    assert found.option("server", "no-enable-tf32-matmul") is None
-    backend = found.option("server", "attention-backend")
-    assert backend is not None
-    assert backend.choices == ("fa3", "torch_native", "triton")
-    prefill = found.option("router", "prefill")
-    assert prefill is not None
-    assert prefill.kind == "append"
 
 
 @pytest.mark.slow
@@ -106,18 +71,6 @@ def test_an_answer_is_kept_until_the_installation_changes(environment: FakeEnvir
     assert environment.imports == 3
 
 
-def test_each_part_is_kept_by_itself(environment: FakeEnvironment, cache: Path) -> None:
-    """Another router, or none, does not cost the imports of the server again."""
-    both = probe(environment.python, cache=cache)
-    alone = probe(environment.python, ("server",), cache=cache)
-    environment.install("sglang-router", "0.3.3", {})
-    other = probe(environment.python, cache=cache)
-    assert environment.imports == 1
-    assert both.server_options == alone.server_options == other.server_options
-    assert (other.router, other.router_options) == ("0.3.3", both.router_options)
-    assert not alone.router_options
-
-
 def test_an_installation_is_asked_once_at_its_end(
     environment: FakeEnvironment, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -129,22 +82,6 @@ def test_an_installation_is_asked_once_at_its_end(
     environment.install("sglang", "0.5.24", {"sglang/srt/server_args.py": "import nothing_of_the_kind"})
     assert remember([str(environment.python)]) == 1
     assert "does not import: ModuleNotFoundError: No module named 'nothing_of_the_kind'" in capsys.readouterr().err
-
-
-def test_a_router_alone_needs_no_server(environment: FakeEnvironment, cache: Path) -> None:
-    found = probe(environment.python, ("router", "smg"), cache=cache)
-    assert environment.imports == 0
-    assert found.router_options
-    assert not found.server_options
-    assert not found.smg_options
-
-
-def test_nothing_is_imported_of_the_project(
-    environment: FakeEnvironment, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The fake server's arguments assert it; a path of ours in PYTHONPATH must not get there either."""
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[4] / "models" / "engines" / "launch"))
-    assert isinstance(probe(environment.python, cache=cache), Installed)
 
 
 def test_a_missing_sglang_names_the_cure(tmp_path: Path, cache: Path) -> None:

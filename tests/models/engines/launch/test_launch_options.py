@@ -121,11 +121,6 @@ def test_each_refusal_of_the_server_in_its_words(args: dict[str, Any], sentence:
     assert sentence in fault
 
 
-def test_a_gpu_can_return_routed_experts() -> None:
-    gpu = Installed(python="python", python_version="3.11", sglang="0.5.23", cuda=True, server_options=OPTIONS)
-    assert server_faults({"enable_return_routed_experts": True}, gpu) == []
-
-
 def test_all_faults_come_at_once() -> None:
     assert len(server_faults({"a": 1, "dtype": "b", "port": 3, "tp-size": 2, "mem-fraction-static": ""}, CPU)) == 5
 
@@ -148,11 +143,6 @@ def test_a_repeated_option_is_written_once_for_each_value() -> None:
     args = {"prefill": ["http://a:1 9000", "http://b:1"]}
     assert router_faults(args, CPU) == []
     assert rendered(args, ROUTER) == ["--prefill", "http://a:1", "9000", "--prefill", "http://b:1"]
-
-
-def test_the_later_spelling_counts() -> None:
-    """A recipe may write underscores and the command line dashes."""
-    assert rendered({"max_total_tokens": 1, "max-total-tokens": 2}, OPTIONS) == ["--max-total-tokens", "2"]
 
 
 def parser() -> argparse.ArgumentParser:

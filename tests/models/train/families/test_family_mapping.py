@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -163,17 +162,6 @@ def test_an_embedding_that_is_stored_twice_is_read_once(saved: Path, tmp_path: P
     with CheckpointTensors(tmp_path) as found, warnings.catch_warnings():
         warnings.simplefilter("error")
         check_names(architecture_of(read_hf_config(saved / "qwen2_tied")), found)
-
-
-def test_the_order_of_an_export_is_by_layer(saved: Path) -> None:
-    weights = list(architecture_of(read_hf_config(saved / "deepseek_v3")).weights())
-    assert weights[0].name == "embedding.word_embeddings.weight"
-    assert [weight.name for weight in weights[-2:]] == ["decoder.final_layernorm.weight", "output_layer.weight"]
-    layers = [weight.layer for weight in weights if weight.layer is not None]
-    assert layers == sorted(layers)
-    for (layer, rule), group in itertools.groupby(weights, key=lambda one: (one.layer, one.rule)):
-        if rule.expert:
-            assert [weight.expert for weight in group] == list(range(8)), layer
 
 
 def test_a_projection_that_is_held_whole_is_read_whole(saved: Path) -> None:
