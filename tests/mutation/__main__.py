@@ -23,6 +23,7 @@ from tests.mutation.mutants import PACKAGES, Mutant, Site, all_sites, find_again
 
 STORE: Final = Path(__file__).with_name("mutants.json")
 MOST_TESTS: Final = 40
+THRICE: Final = 3
 KILLED: Final = ("killed", "timeout")
 COMMANDS: Final = ("sample", "map", "run", "run-all", "report", "compare", "redundant", "serve")
 STATES: Final = (*KILLED, "survived", "uncovered", "gone", "crashed")
@@ -47,20 +48,6 @@ class Covered:
     def covering(self, file: str, lines: Iterable[int]) -> set[str]:
         mask = sum(1 << line for line in lines)
         return {test for test, number in self.files.get(file, {}).items() if number & mask}
-
-    def alone(self) -> Counter[str]:
-        """How many lines each test function covers that no other does."""
-        found: Counter[str] = Counter()
-        for tests in self.files.values():
-            merged: dict[str, int] = defaultdict(int)
-            for test, number in tests.items():
-                merged[test.split("[")[0]] |= number
-            once = twice = 0
-            for number in merged.values():
-                once, twice = once | number, twice | (once & number)
-            for test, number in merged.items():
-                found[test] += (number & ~twice).bit_count()
-        return found
 
     def choose(self, site: Site, texts: dict[str, str]) -> list[str]:
         """Tests for a mutant: half are those that cover least, the rest from all over, a file's tests together.
@@ -191,14 +178,26 @@ def compare(before: dict[str, Result], after: dict[str, Result]) -> str:
     return "\n".join(parts) + f"\n\nFound again: {dict(Counter(result['found'] for result in after.values()))}"
 
 
-def redundant(covered: Covered, results: dict[str, Result]) -> list[str]:
-    """Test functions that neither cover a line alone nor kill a mutant alone; the second needs results of `run-all`."""
-    alone = covered.alone()
-    for result in results.values():
-        killers = {test.split("[")[0] for test in result.get("failed", ())}
-        if len(killers) == 1:
-            alone[killers.pop()] += 1
-    return [test for test in dict.fromkeys(test.split("[")[0] for test in covered.size) if not alone[test]]
+def redundant(covered: Covered, results: Iterable[dict[str, Result]]) -> list[str]:
+    """Test functions that can go together: tests that stay cover each of their lines thrice, and kill their mutants."""
+    lines: dict[str, set[tuple[str, int]]] = defaultdict(set)
+    for file, tests in covered.files.items():
+        for test, number in tests.items():
+            lines[test.split("[")[0]] |= {(file, at) for at in range(number.bit_length()) if number >> at & 1}
+    kills: dict[str, set[tuple[int, str]]] = defaultdict(set)
+    for at, each in enumerate(results):
+        for name, result in each.items():
+            for test in result.get("failed", ()):
+                kills[test.split("[")[0]].add((at, name))
+    covering = Counter(line for found in lines.values() for line in found)
+    killing = Counter(mutant for found in kills.values() for mutant in found)
+    gone = []
+    for test in sorted(set(lines) - {""}, key=lambda test: (len(kills[test]), len(lines[test]), test)):
+        if all(covering[line] > THRICE for line in lines[test]) and all(killing[mutant] > 1 for mutant in kills[test]):
+            gone.append(test)
+            covering.subtract(lines[test])
+            killing.subtract(kills[test])
+    return gone
 
 
 def main() -> None:
@@ -229,7 +228,7 @@ def main() -> None:
             thread.join()
         text = f"{table(read(run.out))}\n\nTests that failed on the unchanged code: {sorted(run.unsound)}"
     elif flags.command == "redundant":
-        text = "\n".join(redundant(Covered(flags.coverage), results[0] if results else {}))
+        text = "\n".join(redundant(Covered(flags.coverage), results))
     else:
         text = compare(*results) if flags.command == "compare" else table(results[0])
     print(text)  # noqa: T201

@@ -43,6 +43,7 @@ THIRD_PARTY: Final = (
 )
 TEST_LIMIT_S: Final = 40  # three times what the slowest test takes on a busy machine
 IMPORT_LIMIT_S: Final = 200
+KILLERS: Final = 3  # test functions after which `run-all` goes on to the next mutant
 CPU_LIMIT_S: Final = 10  # of a mutant, for survivors take most of the time
 Ask = dict[str, Any]
 
@@ -130,7 +131,8 @@ class Warm(Chosen):
             chosen = [items[name] for name in self.ids if name in items]
             for item, following in itertools.zip_longest(chosen, chosen[1:]):
                 item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
-                if self.failed and not ask["all"]:
+                killers = {name.split("[")[0] for name in self.failed}
+                if len(killers) >= (KILLERS if ask["all"] else 1):
                     break
 
         serve(act, self)

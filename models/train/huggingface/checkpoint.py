@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from models.disk import sync
 from models.errors import TrainStateUnreadable
 from models.train.huggingface.hf_files import local, model_tensors, write_hf, write_tensors
-from models.train.huggingface.updates import Updater
+from models.train.huggingface.optimizer import Updater
 from models.train.model_set import Counters
 
 # --------------------------------------------------------------------------------------------------

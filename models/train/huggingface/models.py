@@ -22,8 +22,9 @@ from models.train.dp_group import DpGroup, Float32Array
 from models.train.huggingface.checkpoint import StatePart, StateParts, load_state, save_state
 from models.train.huggingface.hf_files import hf_tensors, local, model_tensors
 from models.train.huggingface.loading import PlacedModel, Placement
+from models.train.huggingface.lora import Adapters
+from models.train.huggingface.optimizer import HOST, Updater, move
 from models.train.huggingface.scoring import Backbone, Passes
-from models.train.huggingface.updates import HOST, Adapters, Updater, move
 from models.train.model_set import Counters, Scored, UpdateResult
 from models.train.spec import TrainSpec
 from models.train.step.critic import ValueModel, ValueNumerator, critic_train_config

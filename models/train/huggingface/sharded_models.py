@@ -37,9 +37,9 @@ from models.train.huggingface.checkpoint import (
 )
 from models.train.huggingface.hf_files import write_hf
 from models.train.huggingface.loading import pick_device
+from models.train.huggingface.lora import Adapters
 from models.train.huggingface.models import HfModels
 from models.train.huggingface.sharded_loading import Mesh, Shards, ensure_group, own_device
-from models.train.huggingface.updates import Adapters
 from models.train.model_set import Counters
 from models.train.spec import TrainSpec
 

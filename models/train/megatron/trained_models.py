@@ -30,7 +30,7 @@ from torch import Tensor
 from configs.schema.train import TrainConfig
 from models.errors import TrainConfigInvalid, TrainStateUnreadable
 from models.train.dp_group import DpGroup, Float32Array
-from models.train.huggingface.updates import gradient_scale
+from models.train.huggingface.optimizer import gradient_scale
 from models.train.megatron.forward import Pipeline, chosen_hidden, of_all_tokens
 from models.train.megatron.inputs import ModelInputs
 from models.train.megatron.options import split_options

@@ -22,7 +22,7 @@ from configs.schema.algorithm import AlgorithmConfig
 from models.algorithms.aggregation import StepSize, prefix_fault
 from models.algorithms.returns import gae
 from models.errors import InvalidSequence
-from models.train.huggingface.updates import gradient_scale
+from models.train.huggingface.optimizer import gradient_scale
 from models.train.interface import TrainSequence
 from models.train.spec import BatchNeeds
 from models.train.step.critic import decide_advantages

@@ -16,7 +16,7 @@ from configs.schema.train import TrainConfig
 from models.errors import BackendMisuse, TrainConfigInvalid, TrainStateUnreadable
 from models.tiny import make_tiny_checkpoint
 from models.train.huggingface.hf_files import converts, hf_tensors
-from models.train.huggingface.updates import Updater, move
+from models.train.huggingface.optimizer import Updater, move
 from models.train.spec import check_schedule, learning_rate
 from tests.models.test_checkpoint import check_every_flip_is_noticed
 from tests.models.train.rig import make_backend, make_sequences, train_step, weights_of
