@@ -294,6 +294,7 @@ KILLS = (
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_killed_runs_make_each_call_once_or_say_that_nobody_knows(tmp_path: Path) -> None:
     flags = calls_flags(seed=3, steps=7)
     verdict = Running(Case("calls", tuple(flags), KILLS, calls=True, steps=7), tmp_path).run()

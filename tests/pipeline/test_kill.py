@@ -147,6 +147,7 @@ def forget_trace(run_dir: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_a_killed_run_goes_on_with_the_groups_that_waited_for_its_trainer(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     process = start(run_dir, *SMALL, *made_model(), *SLOW_TRAINER, "--num-rollout", "9", "--save-interval", "2")

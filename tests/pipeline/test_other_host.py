@@ -148,7 +148,8 @@ def test_who_has_no_key_gets_nothing(over: OtherHost, tmp_path: Path, monkeypatc
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("replicas", [pytest.param(1, marks=pytest.mark.full), 2])
+@pytest.mark.full
+@pytest.mark.parametrize("replicas", [1, 2])
 def test_sync_trains_the_same_batches_there_though_a_replica_is_killed(
     over: OtherHost, tmp_path: Path, replicas: int
 ) -> None:

@@ -65,6 +65,7 @@ def test_a_refused_resume_changes_nothing_and_a_damaged_checkpoint_is_passed_ove
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_a_run_that_goes_on_again_and_again_needs_no_checkpoint_that_was_pruned(tmp_path: Path) -> None:
     """Resumed twice from one checkpoint its weights have different labels, as engines that it does not own may have
     those of the first time; and its engines start again after that checkpoint is gone."""

@@ -310,6 +310,7 @@ note("poisoned")
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_nothing_is_unpickled_in_any_process_of_a_run(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(POISON)
     notes = tmp_path / "notes"

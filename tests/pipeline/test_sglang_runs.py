@@ -79,6 +79,7 @@ def tapped(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "tap.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.full
 @on_servers_of_its_own
 def test_a_run_on_two_servers_behind_the_router_learns(tap: Path) -> None:
     """The defaults of --engine sglang: two servers, the real router, weights swapped while they generate."""

@@ -44,7 +44,10 @@ def evaluated(run_dir: Path) -> list[int]:
     return [int(row["eval/version"]) for row in rows if "eval/held" in row]
 
 
-@pytest.mark.parametrize("saving", [[], ["--save-interval", "3"]], ids=["no checkpoint", "every third step"])
+@pytest.mark.parametrize(
+    "saving",
+    [pytest.param([], id="no checkpoint"), pytest.param(["--save-interval", "3"], id="saves", marks=pytest.mark.full)],
+)
 def test_a_killed_trainer_loses_nothing_and_evaluations_come_once(tmp_path: Path, saving: list[str]) -> None:
     """Before its first weights, after a step, and with several steps in no checkpoint."""
     run_dir = tmp_path / "run"

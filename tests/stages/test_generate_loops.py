@@ -133,6 +133,23 @@ async def broken_then_well(world: World) -> list[str]:
     return broken
 
 
+async def test_the_feedback_edge_flows_while_prompts_fill_the_window(tmp_path: Path) -> None:
+    """Prompts that wait for the engine take no place from samples that come back."""
+    async with started(tmp_path, engine=simulated(), window_items=2, rollout={"max_turns": 3}, **ONCE) as world:
+        core = core_of(world.engines[0])
+        await core.pause("in_place")
+        for group_id in range(4):
+            await world.ask(make_group(group_id, 1))
+        await until(lambda: core.schedule.waiting == 2)
+        single = RolloutSlice(make_group(9, 4), (make_sample(1),))
+        await (await world.rig.outlet("generate.return")).send(single, single.key)
+        await until(lambda: core.schedule.waiting == 3)
+        await core.resume()
+        assert (await world.answer()).group.group_id == 9
+        wanted = await world.rig.inlet("once")
+        assert {(await take(wanted)).group.group_id for _ in range(4)} == {0, 1, 2, 3}
+
+
 STEP_MS = 20.0  # a response of this many steps never ends by itself
 ENDLESS = simulated(STEP_MS, length=1_000_000)
 LONG: dict[str, Any] = {"rollout_max_response_len": 100_000}

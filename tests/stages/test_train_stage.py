@@ -21,6 +21,16 @@ def old(group_id: int, version: int, mask: Sequence[int] = (1, 1, 1, 1)) -> Roll
     return make_slice(group_id, *samples)
 
 
+async def test_the_oldest_groups_here_are_trained_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with training(tmp_path, monkeypatch, total=2, hold=["begin"]) as one:
+        await one.send(*(make_slice(group_id) for group_id in (5, 3, 4, 1)))
+        await one.arrived(4)
+        one.backend.begin.set()
+        assert (await one.report(StepDone)).groups == (1, 3)
+        assert (await one.report(StepDone)).groups == (4, 5)
+        assert one.backend.batches == [[1, 3], [4, 5]]
+
+
 async def test_a_group_is_refused_exactly_beyond_the_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with training(
         tmp_path, monkeypatch, total=6, eta=2, hold=["begin"], options=TrainOptions(start_step=5)

@@ -188,6 +188,7 @@ FLAGS = [
 ]  # fmt: skip
 
 
+@pytest.mark.full
 def test_the_slow_stage_is_scaled_and_the_user_outranks(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     process = start(run_dir, *FLAGS)
