@@ -135,14 +135,14 @@ class Controller:
                         await self._until_completed(replicas)
                         await self._end(topic, runner, replicas, stage)
                     except DrainTimeout as error:
-                        raise self._stalled(f"; {error}") if self._stall is not None else error from None
-        if self._stall is not None:
+                        raise self._stalled(f"; {error}") if self._stall_reason is not None else error from None
+        if self._stall_reason is not None:
             raise self._stalled()
 
-    _stall: str | None = None  # what waits for what, once a stall has ended the run
+    _stall_reason: str | None = None  # why the run was ended as stalled
 
     def _stalled(self, more: str = "") -> Stalled:
-        return Stalled(f"{self._stall}{more}; continue with --resume {self.rundir.path}")
+        return Stalled(f"{self._stall_reason}{more}; continue with --resume {self.rundir.path}")
 
     def _spec(self, stream: Stream) -> StreamSpec:
         address = self.placement.addresses[stream.name]
@@ -182,7 +182,7 @@ class Controller:
                     await completed.wait()
                     return
             if self.stage.draining is None and (stall := self.recorder.stalls.over) is not None:
-                self._stall = stall
+                self._stall_reason = stall
                 self.stage.drain("nothing moved any more")
             self._check_drain()
             if self.rundir.gone:  # a write may recreate its directory: no error, and nothing kept

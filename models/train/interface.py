@@ -94,7 +94,7 @@ class TrainBackend(Protocol):
         """Take sequences into the running optimizer step."""
 
     def flush(self) -> None:
-        """Do what work is possible now, even in small micro-batches: for a caller who would be idle."""
+        """Do what work is possible now, even in small micro-batches: for a caller that would be idle."""
 
     def step(self) -> dict[str, float]:
         """Finish the running optimizer step; return metrics under the names of docs/metrics.md."""

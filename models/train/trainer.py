@@ -126,7 +126,7 @@ class Trainer(WeightExporter):
         self._batch.work(everything=False)
 
     def flush(self) -> None:
-        """Do all work that is worth while now, even in small micro-batches: for a caller who would be idle."""
+        """Do all work that is possible now, even in small micro-batches: for a caller that would be idle."""
         self._batch.flush()
 
     # ------------------------------------------------------------------ the step

@@ -311,7 +311,7 @@ def list_left_behind(directory: Path, files: Iterable[Path]) -> None:
 
 
 def remove_listed(directory: Path) -> None:
-    """Remove the files of shared memory that were listed in a directory: those who held them have ended."""
+    """Remove the files of shared memory that were listed in a directory: their processes have ended."""
     with contextlib.suppress(OSError):  # none was listed
         for path in map(Path, (directory / LEFT_BEHIND_FILE).read_text().splitlines()):
             if path.parent == SHARED_MEMORY:

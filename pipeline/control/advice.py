@@ -164,7 +164,7 @@ def _room(window: Window, stage: StageLoad) -> int:
 
 
 def _next(window: Window, stage: StageLoad, to: int) -> str:
-    """What bounds the run when the stage has that many: the trainer where it gets busy, else who holds most."""
+    """What bounds the run with `to` replicas: the trainer where it gets busy, else the stage that holds most."""
     if window.train * (1 + _gain(window, stage, to)) >= 0.95:
         return "train"
     others = [other for other in window.stages if other.name != stage.name]

@@ -208,7 +208,7 @@ class LocalHandle:
         new = shared_memory_files(self.pid) - self._shared
         if new:
             self._shared |= new
-            with contextlib.suppress(OSError):  # the list is for those who come after a kill
+            with contextlib.suppress(OSError):  # the list is for the next start after a kill
                 list_left_behind(self._directory, new)
 
     def state(self) -> ProcessState | None:

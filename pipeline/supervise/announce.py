@@ -1,7 +1,7 @@
 """Facts about engines, router and lost replicas, reported to the topic, the hubs, the user and a file.
 
 `replicas/fleet.json` names the servers of the run: address, kind, version, incarnation. The summary reads it, and so
-does a person who wants to ask an engine something.
+does a person who queries an engine.
 
 Invariant: an address is dropped from the topic before its process is started again.
 

@@ -1,9 +1,9 @@
 """Engines and routers that run already: found by address, checked, watched, taken back. Never started or ended.
 
 Invariants: an engine that serves another model than the policy's is refused before it is announced (a frozen one may
-serve any); who does not answer is taken off the topic, and announced with a new incarnation when it does, since it may
-have been restarted: its owner then brings an engine up to date before it gets requests, and names a router its
-engines again.
+serve any); a server that does not answer is taken off the topic. When it answers again, it is announced with a new
+incarnation, since it may have been restarted: the engines stage then brings an engine up to date before it gets
+requests, and names a router its engines again.
 """
 
 from __future__ import annotations

@@ -244,7 +244,7 @@ class Backbone(torch.nn.Module):  # type: ignore[misc]
     def hidden_at(self, inputs: Mapping[str, npt.NDArray[Any]], source: npt.NDArray[np.int64]) -> Tensor:
         """Last hidden states [n, H] at the flat positions `source` [n] of the decoder's inputs [B, L].
 
-        An `attention_mask` says who sees whom, boolean, [B, 1, L, keys].
+        `attention_mask`: which keys each position may attend to, boolean, [B, 1, L, keys].
         """
         tensors = {
             name: self._mask(array) if name == "attention_mask" else self._to_device(array)

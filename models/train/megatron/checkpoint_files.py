@@ -300,7 +300,7 @@ class Plan:
         from torch.distributed.checkpoint.metadata import MetadataIndex
         from torch.distributed.checkpoint.storage import WriteResult
 
-        self._metadata.__dict__.pop("all_local_plans", None)  # only of use to who saves in the same layout again
+        self._metadata.__dict__.pop("all_local_plans", None)  # of use only for a save in the same layout
         results = [
             [
                 WriteResult(MetadataIndex(name, torch.Size(offsets)), length, _StorageInfo(file, start, length))

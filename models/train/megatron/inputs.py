@@ -115,7 +115,7 @@ def lengthened(rows: PackedRows, multiple: int) -> PackedRows:
 
 
 def hidden_mask(rows: PackedRows, device: torch.device) -> Tensor | None:
-    """Who may not be seen, bool [B, 1, L, L]; None where causal attention says it all."""
+    """Forbidden pairs of positions, bool [B, 1, L, L]; None where causal attention suffices."""
     if rows.position_ids is None:
         return None
     length = rows.input_ids.shape[1]

@@ -171,7 +171,7 @@ class _DistributedPart:
             for place, (parameter, sharded) in enumerate(self._sharded.items()):
                 if name == MAIN and parameter.dtype == torch.float32:
                     continue
-                # Who does not own it tells its shape only.
+                # Ranks that do not own the tensor contribute its shape only.
                 data = gathered.get(parameter, torch.empty(parameter.shape, dtype=torch.float32, device="meta"))
                 copy = 0 if parameter in own and self.optimizer.distributed_optimizer_instance_id == 0 else 1
                 yield f"{place}.{name}", _entry(sharded, name, data, (*sharded.replica_id[:-1], copy))
@@ -247,7 +247,7 @@ def _cut(piece: Tensor, at: int, parameters: Sequence[tuple[Any, int, int]], who
 
 
 def _dealt(sizes: Sequence[int], owners: int) -> list[int]:
-    """Who owns what: the largest first, each to the one who has least."""
+    """Owner of each parameter: the largest first, each to the rank that owns least."""
     loads, assigned = [0] * owners, [0] * len(sizes)
     for at in sorted(range(len(sizes)), key=lambda at: (-sizes[at], at)):
         assigned[at] = min(range(owners), key=lambda owner: (loads[owner], owner))

@@ -108,7 +108,7 @@ def _of_tokens(
 
 
 def attention_allowed(unit: Int64Array, branch: Int64Array, columns: slice = slice(None)) -> npt.NDArray[np.bool_]:
-    """Who sees whom, [B, 1, L, L]: earlier tokens of the same unit, of its prompt or of the same branch.
+    """Allowed attention, [B, 1, L, L]: earlier tokens of the same unit, of its prompt or of the same branch.
 
     `columns`: of the tokens that see. Padding sees earlier padding, so that no row of the mask is empty.
     """
