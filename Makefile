@@ -69,14 +69,14 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 
-# More workers than cores, for many tests wait: four take 111 s on two cores in a new clone, three 123 s.
+# More workers than cores, for many tests wait: four take 86 to 111 s on two cores.
 test-fast: $(STAMP)
 	$(BIN)/python -m pytest -q -m "not slow and not full" -n 4 --dist worksteal
 
 # Tests of one xdist_group share what they set up.
-PYTEST_SLOW := $(BIN)/python -m pytest -q -n 3 --dist loadgroup --durations=20
+PYTEST_SLOW := $(BIN)/python -m pytest -q -n 4 --dist loadgroup --durations=20
 
-# Fast suite first, then what starts processes and trains: 12 minutes on two quiet cores at the most.
+# Fast suite first, then what starts processes and trains: 8 minutes on two quiet cores with the environments installed.
 test: lint types test-fast sglang-env agents-env
 	$(PYTEST_SLOW) -m "slow and not full"
 
