@@ -18,8 +18,8 @@ import msgspec
 import numpy as np
 
 from models.engines.core import Completion, SamplingRule
-from models.engines.simulated_responses import Writer
-from models.engines.simulated_schedule import Schedule
+from models.engines.simulated.responses import Writer
+from models.engines.simulated.schedule import Schedule
 from stages.data.prompt_set import PreparedPrompt
 from stages.messages import Float32Array, Int32Array, Sample, Settled, StepDone, UInt8Array, VersionRun, wire
 from stages.sampling.engine_choice import Slots

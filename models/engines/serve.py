@@ -158,7 +158,7 @@ def build_core(
     """The engine that the configuration names; torch is imported only for the embedded one."""
     codec = TextCodec.load(Path(model_path))
     if config.engine == "simulated":
-        from models.engines.simulated_engine import SimulatedEngine
+        from models.engines.simulated.engine import SimulatedEngine
 
         return SimulatedEngine(config, model_path, max_context_len=max_context_len, label=label), codec
     from models.engines.embedded.engine import EmbeddedEngine

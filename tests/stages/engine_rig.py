@@ -22,8 +22,8 @@ from models.engines.client import EngineClient
 from models.engines.noise import sample_seed
 from models.engines.protocol import GenerateOutput, GenerateRequest, MetaInfo, SamplingParams
 from models.engines.serve import EngineServer
-from models.engines.simulated_engine import SimulatedEngine
-from models.engines.simulated_responses import simulated_token
+from models.engines.simulated.engine import SimulatedEngine
+from models.engines.simulated.responses import simulated_token
 from models.engines.streamed import PartialOutputs
 from models.weights.shared_memory_writer import SlotWriter
 from stages.base import GenerateOptions

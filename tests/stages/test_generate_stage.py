@@ -14,7 +14,7 @@ import pytest
 from models.engines.answers import AnswerLimits
 from models.engines.client import EngineClient
 from models.engines.protocol import FinishReason, GenerateOutput, GenerateRequest, MetaInfo, SamplingParams, VersionSpan
-from models.engines.simulated_responses import simulated_log_prob
+from models.engines.simulated.responses import simulated_log_prob
 from models.errors import EngineProtocolError
 from stages.messages import PromptGroup, Settled, VersionRun
 from stages.ports import read_value

@@ -20,7 +20,7 @@ from configs.schema.rollout import EngineConfig
 from models.engines.client import EngineClient
 from models.engines.protocol import GenerateRequest, SamplingParams
 from models.engines.serve import EngineServer
-from models.engines.simulated_responses import simulated_scores
+from models.engines.simulated.responses import simulated_scores
 from models.tiny import make_tiny_checkpoint
 from stages.messages import Int32Array, RolloutSlice, Sample, wire
 from stages.teacher import TeacherStage

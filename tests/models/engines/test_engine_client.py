@@ -208,7 +208,7 @@ def test_client_side_imports_nothing_heavy() -> None:
 
 
 def test_the_simulated_engine_needs_no_torch() -> None:
-    code = "import sys, models.engines.serve, models.engines.simulated_engine; print('torch' in sys.modules)"
+    code = "import sys, models.engines.serve, models.engines.simulated.engine; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
 
 

@@ -19,8 +19,8 @@ from configs.schema.rollout import SimulatedEngineConfig
 from models.engines.core import Completion, SamplingRule
 from models.engines.embedded import batch as prefill
 from models.engines.protocol import PauseMode
-from models.engines.simulated_responses import simulated_scores
-from models.engines.simulated_schedule import Schedule
+from models.engines.simulated.responses import simulated_scores
+from models.engines.simulated.schedule import Schedule
 from tests.models.engines.harness import EMBEDDED, Bench
 
 TOLERANCE = 1e-5

@@ -18,7 +18,7 @@ import msgspec
 
 from models.engines.core import Completion
 from models.engines.protocol import FinishReason
-from models.engines.simulated_responses import Writer
+from models.engines.simulated.responses import Writer
 from models.tiny import build_tokenizer
 from stages.agents.environment import Endpoint
 from stages.chat.messages import ChatFormat, Message, Reply, ToolCall, ToolSchema

@@ -1,6 +1,6 @@
 """The simulated engine: the protocol of a real one, a latency model in place of a model. No torch.
 
-It shares server, intake and answers with the embedded engine; `simulated_schedule` decides what happens when, this
+It shares server, intake and answers with the embedded engine; `schedule` decides what happens when, this
 module only sleeps until the next event. Deadlines are absolute and lie between changes of membership, per token only
 for what streams, so that the grain of the event loop's timers (about 1 ms) does not add up.
 
@@ -20,7 +20,7 @@ from typing import Any, Final
 from configs.schema.rollout import EngineConfig
 from models.engines.core import Completion, Deliver, EngineFacts, MemoryAccount, MemoryTag, Totals, load_of, nowhere
 from models.engines.protocol import DEFAULT_LABEL, Load, PauseMode
-from models.engines.simulated_schedule import Schedule
+from models.engines.simulated.schedule import Schedule
 from models.errors import EngineServerError
 
 _UNBOUNDED: Final = 1 << 20  # context length if neither the configuration nor a checkpoint bounds it, tokens

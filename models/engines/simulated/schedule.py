@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from configs.schema.rollout import SimulatedEngineConfig
 from models.engines.core import ABORTED, Completion, Totals
 from models.engines.protocol import FinishReason, PauseMode
-from models.engines.simulated_responses import PrefixIndex, Writer
+from models.engines.simulated.responses import PrefixIndex, Writer
 
 _EPSILON = 1e-9  # seconds: an event this close has happened
 
