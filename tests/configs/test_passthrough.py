@@ -6,6 +6,7 @@ import ast
 import dataclasses
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -193,9 +194,7 @@ def test_colocated_engines_are_no_second_rank_of_a_gpu() -> None:
     )
 
 
-pytest.importorskip("megatron.core.package_info")
-
-
+needs_megatron = pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -205,6 +204,7 @@ def given(*argv: str) -> dict[str, Any]:
     return found
 
 
+@needs_megatron
 def test_options_by_dataclass_and_type() -> None:
     args = given(
         *("--megatron-bucket-size", "40000000", "--megatron-fp8", "none", "--megatron-moe-router-dtype", "fp32"),
@@ -228,12 +228,14 @@ def test_options_by_dataclass_and_type() -> None:
     assert split_options({}) == MegatronOptions()
 
 
+@needs_megatron
 def test_typed_values_of_a_recipe() -> None:
     assert option_faults({"bucket_size": 4, "tp_comm_overlap": False, "recompute_modules": ["mlp"]}) == ()
     for name, value in (("bucket_size", 4.5), ("bucket_size", True), ("tp_comm_overlap", 1), ("fp8_margin", "x")):
         assert len(option_faults({name: value})) == 1, name
 
 
+@needs_megatron
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
@@ -260,6 +262,7 @@ def test_typed_values_of_a_recipe() -> None:
         (["--megatron-grad-scale-func", "f"], "takes an object of Python, not text; leave it out"),
     ],
 )
+@needs_megatron
 def test_refusals(argv: list[str], words: str) -> None:
     (fault,) = option_faults(given(*argv))
     assert words in fault
@@ -267,6 +270,7 @@ def test_refusals(argv: list[str], words: str) -> None:
         split_options(given(*argv))
 
 
+@needs_megatron
 def test_before_a_run_starts() -> None:
     wrong = MegatronConfig(megatron_args={"bucket_size": "x"})
     check_trainer(Config(megatron=wrong))  # another backend
@@ -276,11 +280,13 @@ def test_before_a_run_starts() -> None:
         check_trainer(Config(train=backend, megatron=wrong))
 
 
+@needs_megatron
 def test_all_faults_at_once() -> None:
     found = option_faults({"lr": "1", "bucket_size": "x", "nothing": "1", "overlap_p2p_comm": "true"})
     assert len(found) == 3
 
 
+@needs_megatron
 def test_without_megatron_core(monkeypatch: pytest.MonkeyPatch) -> None:
     fields_of.cache_clear()
     option_fields._module.cache_clear()
@@ -289,6 +295,7 @@ def test_without_megatron_core(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "--train-backend is megatron, but megatron-core is not installed in this environment" in fault
 
 
+@needs_megatron
 def test_nothing_of_megatron_is_imported() -> None:
     """It takes seconds, and without a GPU must not happen before the shim is in place."""
     code = "import sys; from models.train.megatron.options import option_faults; "
@@ -302,6 +309,7 @@ def rules_of(annotation: str) -> list[str]:
     return [kind.rule for kind in option_fields._kinds(ast.parse(annotation, mode="eval").body)]
 
 
+@needs_megatron
 def test_annotations() -> None:
     assert rules_of("Optional[int]") == ["a whole number", "none"]
     assert rules_of("int | None") == ["a whole number", "none"]
@@ -312,11 +320,13 @@ def test_annotations() -> None:
     assert rules_of("'Optional[torch.dtype]'") == ["fp32, bf16, fp16 or fp8", "none"]
 
 
+@needs_megatron
 def test_what_may_be_none_may_be_null_in_a_recipe() -> None:
     assert split_options({"fp8": None}).transformer == {"fp8": None}
     assert len(option_faults({"fp8_margin": None})) == 1
 
 
+@needs_megatron
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
@@ -329,11 +339,13 @@ def test_what_may_be_none_may_be_null_in_a_recipe() -> None:
         (["--no-megatron-tp-comm-overlap"], "write megatron.megatron_args.tp_comm_overlap=false"),
     ],
 )
+@needs_megatron
 def test_flags_of_megatron_lms_own_scripts(argv: list[str], words: str) -> None:
     (fault,) = faults_of(*argv)
     assert words in fault
 
 
+@needs_megatron
 def test_a_script_for_megatron_lm_says_all_that_is_to_be_left_out() -> None:
     assert (
         len(faults_of("--num-layers", "36", "--hidden-size", "64", "--swiglu", "--lr", "1", "--rotary-base", "1")) == 4
@@ -343,7 +355,9 @@ def test_a_script_for_megatron_lm_says_all_that_is_to_be_left_out() -> None:
     assert given("megatron.megatron_args.masked_softmax_fusion=false") == {"masked_softmax_fusion": False}
 
 
+@needs_megatron
 @pytest.mark.slow
+@needs_megatron
 def test_the_fields_are_those_of_the_dataclasses() -> None:
     """The source says what the imported classes are, and the converted values are what they take."""
     code = """

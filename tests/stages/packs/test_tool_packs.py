@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 
@@ -54,9 +55,7 @@ def test_what_is_no_tool_is_refused_before_an_episode() -> None:
         Functions(["calculatr"])
 
 
-pytest.importorskip("mcp", reason="mcp is not installed: pip install 'mcp>=2'")
-
-
+needs_mcp = pytest.mark.skipif(find_spec("mcp") is None, reason="mcp is not installed: pip install 'mcp>=2'")
 SERVER = str(Path(__file__).parent / "mcp_server.py")
 COMMAND = [sys.executable, SERVER]
 
@@ -71,6 +70,7 @@ async def episode(**options: object) -> AsyncIterator[Episode]:
         await environment.close()
 
 
+@needs_mcp
 @pytest.mark.slow
 async def test_an_episode_with_a_server_of_its_own() -> None:
     async with episode(tools=["add", "fail", "say"]) as played, episode() as other:
@@ -93,6 +93,7 @@ async def test_an_episode_with_a_server_of_its_own() -> None:
         assert (end.done, end.reward) == (True, None)
 
 
+@needs_mcp
 @pytest.mark.slow
 async def test_a_server_that_is_slow_or_gone() -> None:
     async with episode(deadline_s=0.5) as played:
@@ -104,6 +105,7 @@ async def test_a_server_that_is_slow_or_gone() -> None:
             await played.call("die", {})
 
 
+@needs_mcp
 @pytest.mark.slow
 async def test_a_server_that_does_not_start_is_no_fault_of_the_model() -> None:
     for command in (["/nonexistent"], [sys.executable, "-c", "print('hello')"]):
@@ -118,6 +120,7 @@ async def test_a_server_that_does_not_start_is_no_fault_of_the_model() -> None:
             await played.start("?")
 
 
+@needs_mcp
 @pytest.mark.slow
 async def test_a_shared_server_over_http() -> None:
     with socket.socket() as free:
@@ -141,6 +144,7 @@ async def test_a_shared_server_over_http() -> None:
             server.kill()
 
 
+@needs_mcp
 def test_options_that_name_no_server_are_refused() -> None:
     for options in ({}, {"command": ["x"], "url": "http://x"}):
         with pytest.raises(ValueError, match="either a command or a url"):
