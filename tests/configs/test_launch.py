@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import configs.help as manual
 import launch
 from configs.command_line import parse
-from configs.flags import SECTIONS, flags
-from configs.load import load_arguments, recipe_names, with_work
+from configs.flags import SECTIONS, Flag, flags, flags_by_key
+from configs.graph import autoscale_limits
+from configs.help import description, section_title
+from configs.layers import merge, value_at
+from configs.load import load, load_arguments, recipe_names, with_work
+from configs.passthrough import RETIRED, SLIME
 from configs.rules.validate import checked
+from configs.schema import Config, StageConfig
+from tests.configs.config_rig import NAMED, NESTED, faults_of, values
 
 ROOT = Path(launch.__file__).resolve().parent
 HEAVY = ("torch", "zmq", "ray", "numpy", "transformers", "rich", "asyncio")
@@ -207,3 +218,196 @@ def test_the_documentation_is_up_to_date(name: str) -> None:
     assert manual.render_page(page, manual.PAGES[name]()) == page, "run: python -m configs.help"
     with pytest.raises(ValueError, match="lacks the marks"):
         manual.render_page("no marks", "")
+
+
+# Every flag of the schema arrives where it belongs; every mistake is named.
+
+
+def arrived(flag: Flag, *argv: str) -> Any:
+    return value_at(merge([parse(argv).layer]).config, flag.key)
+
+
+def as_text(flag: Flag, value: Any) -> list[str]:
+    if isinstance(value, tuple):
+        return [str(item) for item in value]
+    if flag.kind == "map":
+        return [f"{name}={count}" for name, count in value.items()]
+    if flag.kind == "json":
+        return [msgspec.json.encode(value).decode()]
+    if flag.kind == "bool":
+        return [str(value).lower()]
+    return [repr(value) if isinstance(value, float) else str(value)]
+
+
+def test_every_section_has_a_title_and_every_flag_a_description() -> None:
+    assert list(SECTIONS) == [section.name for section in msgspec.structs.fields(Config)]
+    assert [section for section in SECTIONS if section_title(section) == section] == []
+    assert [flag.key for flag in flags() if not description(flag)] == []
+
+
+def test_nested_fields_have_no_flag_of_their_own() -> None:
+    assert {flag.key for flag in NESTED} == {
+        f"engine.simulated.{name}" for name in type(Config().engine.simulated).__struct_fields__
+    }
+    assert "--a-ms is no flag" in faults_of("--a-ms", "3")[0]
+
+
+@pytest.mark.parametrize("flag", NAMED, ids=lambda flag: flag.name)
+@settings(max_examples=15, deadline=None)
+@given(data=st.data())
+def test_a_value_given_by_flag_arrives(flag: Flag, data: st.DataObject) -> None:
+    value = data.draw(values(flag))
+    texts = as_text(flag, value)
+    if flag.kind == "bool":
+        assert arrived(flag, f"--{flag.name}" if value else f"--no-{flag.name}") is value
+    else:
+        assert arrived(flag, f"--{flag.name}", *texts) == value
+    repeated = [f"--{flag.name}={text}" for text in texts]
+    assert arrived(flag, *repeated) == value
+
+
+@pytest.mark.parametrize("flag", [*NAMED, *NESTED], ids=lambda flag: flag.key)
+@settings(max_examples=10, deadline=None)
+@given(data=st.data())
+def test_a_value_given_by_its_place_arrives(flag: Flag, data: st.DataObject) -> None:
+    value = data.draw(values(flag))
+    texts = [msgspec.json.encode(value).decode()] if flag.kind == "list" else as_text(flag, value)
+    assert arrived(flag, *[f"{flag.key}={text}" for text in texts]) == value
+    assert arrived(flag, *[f"--{flag.key}={text}" for text in texts]) == value
+    assert arrived(flag, *[word for text in texts for word in (f"--{flag.key}", text)]) == value
+
+
+def test_limits_of_autoscale_by_stage() -> None:
+    config = load(["--autoscale", "reward=1..8", "engine=1..4"]).config
+    assert autoscale_limits(config) == {"reward": (1, 8), "engine": (1, 4)}
+    assert autoscale_limits(load([]).config) == {}
+
+
+def test_scale_is_repeatable_and_takes_dotted_entries() -> None:
+    argv = ["--scale", "reward=4", "tools=2", "--scale", "generate=3", "run.scale.reward=5"]
+    assert load(argv).config.run.scale == {"reward": 5, "tools": 2, "generate": 3}
+
+
+def test_objects_take_json_and_dotted_entries() -> None:
+    argv = ["--apply-chat-template-kwargs", '{"a": 1}', "data.apply_chat_template_kwargs.enable_thinking=false"]
+    assert load(argv).config.data.apply_chat_template_kwargs == {"a": 1, "enable_thinking": False}
+
+
+def test_custom_stages_as_json() -> None:
+    table = '[{"name": "judge", "path": "a.b:C", "after": "reward", "options": {"x": 1}}]'
+    config = load([f"stage={table}", "stage.judge.replicas=3", 'stage.judge.options={"x": 2}']).config
+    assert config.stage == (StageConfig(name="judge", path="a.b:C", after="reward", replicas=3, options={"x": 2}),)
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--rollout-batch", "3"], "--rollout-batch is no flag; did you mean --rollout-batch-size?"),
+        (["--learning-rate", "3"], "--learning-rate is no flag"),
+        (["--max-stalenes", "3"], "did you mean --max-staleness?"),
+        (["--rolloutbatchsize", "3"], "did you mean --rollout-batch-size?"),
+        (["--use-wandb"], "--use-wandb resembles no known name; see --help"),
+        (["--eval-top-p", "0.9"], "resembles no known name"),
+        (["--start-rollout-id", "3"], "resembles no known name"),
+        (["--rollout_batch_size", "3"], "did you mean --rollout-batch-size?"),
+        (["--no-lr"], "--no-lr is no flag"),
+        (["--no-use-tsi"], "did you mean --no-use-tis?"),
+        (["-lr", "3"], "flags begin with two dashes; did you mean --lr?"),
+        (["train.lrr=3"], "train.lrr is no key of the configuration; did you mean train.lr?"),
+        (["--run.lr", "3"], "run.lr is no key, but train.lr is; write train.lr or --lr"),
+        (["trian.lr=3"], "trian.lr is no key of the configuration; did you mean train.lr?"),
+        (["engine.simulated.length_men=3"], "did you mean engine.simulated.length_mean?"),
+        (["quickstart"], "'quickstart' follows no flag that takes it"),
+        (["--lr", "1", "2"], "'2' follows no flag that takes it"),
+        (["--lr"], "--lr has no value, but must be a number >= 0; give for example --lr 1e-06"),
+        (["--lr", "-1"], "--lr is '-1', but must be a number >= 0; give for example 1e-06"),
+        (["--lr", "fast"], "--lr is 'fast', but must be a number >= 0"),
+        (["--lr", "nan"], "--lr is 'nan', but must be a number >= 0"),
+        (["--lr", "inf"], "--lr is 'inf', but must be a number >= 0, and finite"),
+        (["train.lr=-1"], "train.lr is '-1', but must be a number >= 0"),
+        (["--rollout-top-p", "0"], "but must be a number > 0 and <= 1"),
+        (["--rollout-top-p", "1.1"], "but must be a number > 0 and <= 1"),
+        (["--num-rollout", "-1"], "--num-rollout is '-1', but must be a whole number >= 0 or none"),
+        (["--num-rollout", "1.5"], "must be a whole number >= 0 or none"),
+        (["--adam-beta1", "1"], "must be a number >= 0 and < 1"),
+        (["--mode", "asink"], "--mode is 'asink', but must be one of async, sync, one_step; did you mean async?"),
+        (["--mode", "zzz"], "choose for example async"),
+        (["--trace", "maybe"], "'maybe' follows no flag that takes it"),
+        (["--trace=maybe"], "--trace is 'maybe', but must be true or false; write --trace or --no-trace"),
+        (["--no-trace=x"], "--no-trace takes no value, but got 'x'"),
+        (["--scale", "reward"], "--scale is 'reward', but must be name=whole number pairs; give for example reward=2"),
+        (["--scale", "reward=two"], "must be name=whole number pairs"),
+        (
+            ["--rollout-stop-token-ids", "1", "x"],
+            "--rollout-stop-token-ids is '1 x', but must be a list of whole numbers",
+        ),
+        (["--apply-chat-template-kwargs", "{"], "but must be a JSON object, and this is not JSON"),
+        (["--apply-chat-template-kwargs", '{"a": null}'], "must be a JSON object without null"),
+        (["--dry-run=yes"], "--dry-run takes no value"),
+        (["--config"], "--config needs a value"),
+        (["stage=[{}]"], "must be tables with name, path and one of after or loop"),
+        (['stage=[{"name":"a","paht":"b"}]'], "did you mean path?"),
+        (["stage.judge.replicas=2"], "stage.judge.replicas names no custom stage"),
+        (["stage.judge.replica=2"], "did you mean stage.judge.replicas?"),
+        (["stage.judge=2"], "stage.judge is incomplete"),
+    ],
+)
+def test_mistakes_are_named(argv: list[str], words: str) -> None:
+    faults = faults_of(*argv)
+    assert any(words in fault for fault in faults), faults
+
+
+def test_all_mistakes_are_listed_at_once() -> None:
+    faults = faults_of("--lr", "-1", "--mdoe", "sync", "train.x=1", "--eps-clip", "0")
+    assert len(faults) == 4
+
+
+def test_no_mistake_hides_help() -> None:
+    assert parse(["--nonsense", "--help"]).help
+    assert parse(["-h"]).help
+
+
+def test_every_rule_is_enforced_where_it_is_stated() -> None:
+    """Just outside each bound a value is refused, with the same words that the documentation shows."""
+    for flag in flags():
+        for sign, bound in re.findall(r"(>=|>|<=|<) (-?[\d.]+)", flag.rule):
+            step = 1 if "whole" in flag.rule else 1e-6
+            edge = float(bound) if sign in (">", "<") else float(bound) + (step if sign == "<=" else -step)
+            text = str(int(edge)) if "whole" in flag.rule else repr(edge)
+            (fault,) = faults_of(f"{flag.key}={text}")
+            assert flag.rule in fault
+
+
+@pytest.mark.parametrize("name", SLIME)
+def test_hooks_of_slime_that_are_not_here_say_what_to_use(name: str) -> None:
+    known = {flag.name for flag in flags()}
+    (fault,) = faults_of(f"--{name}", "my_code.function")
+    assert fault == f"--{name} is no flag: {SLIME[name]}; leave it out"
+    assert {word.strip(",;.") for word in re.findall(r"--([a-z-]+)", SLIME[name])} <= known
+
+
+@pytest.mark.parametrize(
+    ("key", "default", "instead"),
+    [
+        ("run.hub_processes", "0", "all streams run in the controller's process"),
+        ("run.hub_shards", "1", "all streams run in the controller's process"),
+        ("run.train_standby", "false", "a killed trainer starts again from its last checkpoint; see --save-interval"),
+    ],
+)
+def test_a_setting_of_an_earlier_version_gets_one_sentence(
+    key: str, default: str, instead: str, tmp_path: Path
+) -> None:
+    section, _, name = key.partition(".")
+    flag = f"--{name.replace('_', '-')}"
+    assert faults_of(flag, "3") == (f"{flag} was removed: {instead}; leave it out",)
+    assert faults_of(f"{key}=3") == (f"{key} was removed: {instead}; leave it out",)
+    recipe = tmp_path / "old.toml"
+    recipe.write_text(f"[{section}]\n{name} = 3\n", encoding="utf-8")
+    assert faults_of("--config", str(recipe)) == (f"old.toml: {key} was removed: {instead}; leave it out",)
+    recipe.write_text(f"[{section}]\n{name} = {default}\n", encoding="utf-8")
+    assert load(["--config", str(recipe)]).config == Config(), "the config.toml of an older run"
+
+
+def test_every_setting_of_an_earlier_version_is_gone() -> None:
+    assert not RETIRED.keys() & flags_by_key().keys()
+    assert faults_of("--no-train-standby")[0].startswith("--no-train-standby was removed")
