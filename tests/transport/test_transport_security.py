@@ -40,7 +40,8 @@ from transport import (
 from transport import stream as stream_port
 from transport.codec import Codec
 from transport.security import add_client, create_keys, load_security, parse_address, zap_reply
-from transport.wire import Hello, Put, Report
+from transport.topic import VALUE_LIMIT, check_entry
+from transport.wire import KEY_LIMIT, Hello, Put, Report
 
 PACKAGE = Path(transport.__file__).parent
 
@@ -261,6 +262,15 @@ async def test_another_run_is_refused(run_dir: Path) -> None:
                 await other.outlet(hub.address, "s", bytes)
             with pytest.raises(LinkRefused, match="is of run 'other'"):
                 await other.topic(topic.address)
+
+
+def test_entries_of_a_topic_have_limits() -> None:
+    check_entry("k" * KEY_LIMIT, bytes(VALUE_LIMIT))
+    with pytest.raises(transport.MessageTooLarge, match=r"'stats/a' has 67108865 bytes.*publish a reference"):
+        check_entry("stats/a", bytes(VALUE_LIMIT + 1))
+    for key in ("", "k" * (KEY_LIMIT + 1)):
+        with pytest.raises(transport.MessageInvalid, match=f"has {len(key)} characters; use 1 to {KEY_LIMIT}"):
+            check_entry(key, b"")
 
 
 async def test_a_fork_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

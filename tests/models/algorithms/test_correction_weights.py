@@ -13,10 +13,12 @@ from models.algorithms.correction import (
     Correction,
     ImportanceWeights,
     alpha,
+    fails,
     importance_weights,
     log_weight_of,
     loglinear_old_log_probs,
     rejection_of,
+    statistic,
     with_old_log_probs,
     without_drifted,
 )
@@ -216,6 +218,17 @@ def test_bounds_of_k1_are_told_both_ways_round() -> None:
 def test_wrong_rules_are_refused_with_a_cure(text: str, message: str) -> None:
     with pytest.raises(InvalidRule, match=message):
         parse_rule(text)
+
+
+def test_a_value_on_a_bound_is_kept(f) -> None:  # type: ignore[no-untyped-def]
+    tokens = f.tokens()
+    log_weight = f.old - f.mu
+    values = statistic(parse_rule("token_k2=1"), log_weight, tokens)
+    low, high = float(values.min()), float(values.max())
+    assert low < high
+    assert not fails(RejectionRule("token", "k2", low, high), log_weight, tokens).any()
+    inside = fails(RejectionRule("token", "k2", math.nextafter(low, 9), math.nextafter(high, -9)), log_weight, tokens)
+    assert inside.tolist() == ((values == low) | (values == high)).tolist()
 
 
 def test_only_large_negative_differences_veto(f) -> None:  # type: ignore[no-untyped-def]
