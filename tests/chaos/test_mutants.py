@@ -355,7 +355,7 @@ SEEN_BY_A_TEST: dict[str, tuple[Patch, str, dict[str, Any]]] = {
         "tests.stages.test_generate_loops:test_the_feedback_edge_flows_while_prompts_fill_the_window", {},
     ),
     "ROUTER_MANDATORY off": (
-        not_mandatory, "tests.transport.test_transport_security:test_a_route_to_nobody_is_reported", {},
+        not_mandatory, "tests.transport.test_transport_security:test_a_route_to_no_peer_is_reported", {},
     ),
     "oversize not checked by sender": (
         sends_any_size,

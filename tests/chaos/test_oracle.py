@@ -196,7 +196,7 @@ def matches(words: str, text: str) -> bool:
     return re.search(words, text) is not None
 
 
-def test_a_group_that_is_told_of_twice_is_no_fault(tmp_path: Path) -> None:
+def test_a_group_that_is_reported_twice_is_no_fault(tmp_path: Path) -> None:
     """A replica that was killed after its report tells it again: the first end counts, and the ledger counts both."""
 
     def again(run: Run) -> None:
@@ -295,7 +295,7 @@ KILLS = (
 
 @pytest.mark.slow
 @pytest.mark.full
-def test_killed_runs_make_each_call_once_or_say_that_nobody_knows(tmp_path: Path) -> None:
+def test_killed_runs_make_each_call_once_or_are_uncertain(tmp_path: Path) -> None:
     flags = calls_flags(seed=3, steps=7)
     verdict = Running(Case("calls", tuple(flags), KILLS, calls=True, steps=7), tmp_path).run()
     assert verdict.faults == [], verdict.figures

@@ -94,7 +94,7 @@ def test_mistakes_are_one_line_each_without_traceback(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("plan", [["--dry-run"], []])
-def test_flags_that_cannot_be_read_are_told_with_all_else_that_is_wrong(
+def test_flags_that_cannot_be_read_are_reported_with_all_other_faults(
     plan: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """What rests on such a flag is not judged: with the right spelling it may be right."""
@@ -114,7 +114,7 @@ def test_flags_that_cannot_be_read_are_told_with_all_else_that_is_wrong(
     assert len(lines) == len(words), lines
 
 
-def test_faults_of_recipes_are_told_with_those_of_the_command_line(
+def test_faults_of_recipes_are_reported_with_those_of_the_command_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name, text in (("one", "[train]\nlrr = 1"), ("two", "[rollout]\nnum_rollout = 'x'")):
@@ -132,7 +132,7 @@ def test_a_refused_configuration_exits_with_2(capsys: pytest.CaptureFixture[str]
     assert len(lines) == 2
 
 
-def test_everything_that_a_run_refuses_is_told_together_and_by_a_plan(
+def test_everything_that_a_run_refuses_is_reported_together_and_by_a_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

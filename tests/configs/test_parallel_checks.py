@@ -235,7 +235,7 @@ def test_options_of_recomputation_follow_from_each_other(dense: tuple[str, ...])
         (["--save-hf", "o", "--train-backend", "simulated"], "--save-hf writes weights, but --train-backend simulated"),
     ],
 )  # fmt: skip
-def test_options_that_nobody_would_read(argv: list[str], words: str) -> None:
+def test_options_that_nothing_reads(argv: list[str], words: str) -> None:
     found = faults_of(*PARALLEL_BASE, "tiny", *argv)
     assert any(words in fault for fault in found), found
 

@@ -224,7 +224,7 @@ async def test_restarts_have_a_budget(rundir: RunDir, fake: Path) -> None:
 # The token of a run's servers: wanted by each of them, and seen by nobody.
 
 
-def test_every_request_of_a_run_brings_its_token_and_nobody_sees_it(tmp_path: Path) -> None:
+def test_every_request_of_a_run_brings_its_token_and_shows_it_nowhere(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     process = start(run_dir, *SMALL, *made_model(), *SIMULATED, "--use-tensorboard", "--num-rollout", "60")
     try:

@@ -123,7 +123,7 @@ async def test_an_external_engine_of_another_model_is_refused(fake: Path, policy
                 await external(Told(), port, policy).run()
 
 
-async def test_an_external_engine_that_is_not_there_is_told_with_the_cure(policy: Path) -> None:
+async def test_an_external_engine_that_is_not_there_is_reported_with_the_cure(policy: Path) -> None:
     with held_port() as port:
         engine = external(Told(), port, policy, rollout_health_check_first_wait=0.3)
         with pytest.raises(
@@ -145,7 +145,7 @@ async def test_an_external_engine_that_is_not_there_is_told_with_the_cure(policy
         ),
     ],
 )
-def test_models_are_told_apart_by_what_is_known(
+def test_models_are_distinguished_by_what_is_known(
     info: ModelInfo, theirs: PolicyConfig | None, found: str | None
 ) -> None:
     assert differs(PolicyConfig(("Tiny",), 32, 64, 2), info, theirs) == found
@@ -166,7 +166,7 @@ async def test_a_frozen_engine_at_an_address_is_watched_too_and_may_serve_any_mo
             assert (await told.until("up", 2))[3] == "1"
 
 
-async def test_a_frozen_engine_that_is_not_there_is_told_with_its_own_flag() -> None:
+async def test_a_frozen_engine_that_is_not_there_is_reported_with_its_own_flag() -> None:
     config = configured(rollout_health_check_first_wait=0.3)
     with held_port() as port:
         spec = frozen_spec(config, "judge", f"http://127.0.0.1:{port}/")
@@ -191,7 +191,7 @@ async def test_a_router_at_an_address_is_dropped_while_it_is_away_and_comes_back
     assert told.lines == [f"router: {address} answers again"]
 
 
-async def test_a_router_that_is_not_there_is_told_with_the_cure() -> None:
+async def test_a_router_that_is_not_there_is_reported_with_the_cure() -> None:
     config = configured(rollout_health_check_first_wait=0.3)
     with held_port() as port:
         router = ExternalRouter("sglang", f"http://127.0.0.1:{port}", Told(), config.health)
@@ -363,7 +363,7 @@ async def test_an_address_where_nothing_answers_is_one_sentence(policy_model: Pa
 
 
 @pytest.mark.parametrize("engine", ["embedded", "simulated"])
-async def test_a_running_engine_is_asked_how_it_splits_text(policy_model: Path, tmp_path: Path, engine: Any) -> None:
+async def test_a_running_engine_shows_how_it_splits_text(policy_model: Path, tmp_path: Path, engine: Any) -> None:
     settings = EngineConfig(engine=engine, engine_slots=4, engine_device="cpu")
     other = make_tiny_checkpoint(tmp_path / "characters", tokenizer="arithmetic")
     async with (

@@ -185,7 +185,7 @@ def test_one_start_loses_its_beginning_and_its_end() -> None:
     assert EffectiveTime(began_s=1000.0).share(1000.0) == 0.0
 
 
-def test_what_a_roll_back_undoes_is_lost_and_what_lies_between_two_starts_is_nobodys_time() -> None:
+def test_what_a_roll_back_undoes_is_lost_and_what_lies_between_two_starts_belongs_to_no_start() -> None:
     first = [Began(1000.0), Admitted(0, 0), step(1, 10.0), Committed(1), step(2, 10.0)]
     second = [RolledBack(1, 1, 4), Began(5000.0, before_s=1030.0), step(2, 8.0), step(3, 8.0), Committed(3)]
     once = resumed_time(first, Began(5000.0, before_s=1030.0), step=1)

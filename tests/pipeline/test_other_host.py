@@ -111,7 +111,7 @@ def test_engines_of_two_hosts_carry_the_same_weights_though_a_fetcher_is_killed(
 
 
 @pytest.mark.slow
-def test_who_has_no_key_gets_nothing(over: OtherHost, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_without_a_key_gets_nothing(over: OtherHost, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def script(run: Scripted) -> None:
         await run.until(lambda: run.runner.topic.get(SOURCE) is not None)
         topic = run.runner.topic.address

@@ -69,7 +69,7 @@ def test_rows_are_looked_at_too() -> None:
 
 
 @pytest.mark.slow
-def test_functions_of_the_user_are_imported_and_asked_for_their_signature(
+def test_functions_of_the_user_are_imported_and_inspected_for_their_signature(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a process of their own: the driver has none of them in its memory."""
@@ -140,7 +140,7 @@ def test_right_names_pass_and_rules_are_explained(capsys: pytest.CaptureFixture[
     )
 
 
-def test_options_of_the_trainers_framework_are_asked_of_it(tmp_path: Path) -> None:
+def test_options_of_the_trainers_framework_are_checked_by_it(tmp_path: Path) -> None:
     """Before the directory is filled, and by a run, not only by the function."""
     with pytest.raises(UsageError, match=r"--megatron-bucket-sze is no field .*did you mean --megatron-bucket-size"):
         check_trainer(config(*MEGATRON))
@@ -182,7 +182,7 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeEnvironm
         (Config(engine=SGLANG, train=TrainConfig(loss_type="sft_loss")), ()),
     ],
 )
-def test_only_what_the_run_starts_is_asked_for(config: Config, expected: tuple[str, ...]) -> None:
+def test_only_what_the_run_starts_is_requested(config: Config, expected: tuple[str, ...]) -> None:
     assert parts(config) == expected
 
 
@@ -194,7 +194,7 @@ def test_what_is_installed(environment: FakeEnvironment) -> None:
     assert prepare_sglang(Config(router=RouterConfig(router="sglang"))).router_options
 
 
-def test_all_faults_are_told_together(environment: FakeEnvironment) -> None:
+def test_all_faults_are_reported_together(environment: FakeEnvironment) -> None:
     config = Config(
         engine=SGLANG,
         sglang=SglangConfig(sglang_args={"mem_fraction_statc": "0.8", "port": 1}),
@@ -259,7 +259,7 @@ def test_updates_in_place_under_overlap_scheduling_are_warned_of(
     assert all("use --pause-generation-mode retract, or --sglang-disable-overlap-schedule" in line for line in lines)
 
 
-def test_a_warning_is_told_before_the_start_and_once(
+def test_a_warning_is_reported_before_the_start_and_once(
     environment: FakeEnvironment, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("pipeline.preflight.sglang.probe", lambda python, wanted: CUDA)

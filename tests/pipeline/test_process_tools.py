@@ -176,7 +176,7 @@ async def test_a_group_shows_what_is_stopped_and_how_much_it_computes(rundir: Ru
         await launcher.stop_all()
 
 
-def test_a_held_port_is_given_to_nobody_but_the_server_that_names_it() -> None:
+def test_a_held_port_is_given_only_to_the_server_that_names_it() -> None:
     with held_port() as port:
         with socket.socket() as server:
             server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -227,7 +227,7 @@ def test_visible_gpus_are_those_of_the_environment_or_of_the_machine(tmp_path: P
 
 
 @pytest.mark.parametrize("first", ["-", "x"])
-def test_servers_of_others_get_their_token_where_nobody_sees_it(first: str, tmp_path: Path) -> None:
+def test_servers_of_others_get_their_token_and_show_it_nowhere(first: str, tmp_path: Path) -> None:
     """One in 64 begins with a sign that makes it look like an option."""
     (tmp_path / "gate.py").write_text("""
 import argparse, logging, os, pathlib, sys

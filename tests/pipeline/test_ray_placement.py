@@ -315,14 +315,14 @@ def test_labels_of_the_trainer_do_not_move_what_stays_with_the_controller() -> N
         (("--runner", "local", "--ray-placement", "spread"), "only --runner ray reads it"),
     ],
 )
-def test_mistakes_are_told_with_their_cure(
+def test_mistakes_are_reported_with_their_cure(
     flags: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert program.main([*SMALL, "--runner", "ray", *flags]) == 2
     assert said in capsys.readouterr().err
 
 
-def test_without_ray_installed_the_cure_is_told(
+def test_without_ray_installed_the_cure_is_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: object
 ) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
@@ -330,7 +330,7 @@ def test_without_ray_installed_the_cure_is_told(
     assert "--runner ray needs the package ray, which is not installed here; install it" in capsys.readouterr().err
 
 
-def test_nobody_at_the_address_is_told_at_once(capsys: pytest.CaptureFixture[str], tmp_path: object) -> None:
+def test_a_missing_peer_is_reported_at_once(capsys: pytest.CaptureFixture[str], tmp_path: object) -> None:
     pytest.importorskip("ray")
     flags = ["--run-dir", f"{tmp_path}/run", *SMALL, "--runner", "ray", "--ray-address", "127.0.0.1:1"]
     assert program.main(flags) == 2
@@ -391,7 +391,7 @@ def config_of(checkpoint: Path, *flags: str) -> Config:
     return load([*SMALL, "--hf-checkpoint", str(checkpoint), *flags]).config
 
 
-def test_a_run_directory_is_known_by_what_nobody_can_guess(tmp_path: Path) -> None:
+def test_a_run_directory_is_known_by_a_secret(tmp_path: Path) -> None:
     checkpoint = model(tmp_path / "model", b"w" * 100)
     with RunDir(tmp_path / "run").open(resume=False) as rundir:
         told = shared_files(rundir, config_of(checkpoint))

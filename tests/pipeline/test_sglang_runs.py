@@ -210,7 +210,7 @@ def test_engines_killed_and_stopped_in_mid_generation(tap: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("sglang")
-async def test_a_server_that_was_left_in_an_update_gives_up_what_it_was_asked(sglang: RealServer) -> None:
+async def test_a_server_that_was_left_in_an_update_drops_its_requests(sglang: RealServer) -> None:
     long = GenerateRequest(input_ids=[5, 6, 7], sampling_params=SamplingParams(max_new_tokens=900, ignore_eos=True))
     async with EngineClient(sglang.url) as client, asyncio.TaskGroup() as tasks:
         await sglang.fresh(client)

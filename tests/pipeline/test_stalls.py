@@ -57,7 +57,7 @@ def stalls(done: Finished) -> list[dict[str, Any]]:
 # ------------------------------------------------------------------ the clock
 
 
-def test_a_stall_is_told_again_and_again_and_kept_with_what_was_said_last() -> None:
+def test_a_stall_is_reported_again_and_again_and_kept_with_what_was_reported_last() -> None:
     watch = StallWatch(60, 1000, started_s=100.0)
 
     def look(now_s: float, done: int, moved: int = 0) -> str | None:
@@ -159,7 +159,7 @@ def deaf_service() -> Iterator[tuple[str, threading.Event]]:
 
 
 @pytest.mark.slow
-def test_a_reward_service_that_hangs_is_told_with_the_settings_that_end_it(
+def test_a_reward_service_that_hangs_is_reported_with_the_settings_that_end_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with deaf_service() as (url, answers):
@@ -209,7 +209,7 @@ def test_an_engine_that_answers_no_request_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("refuses", [True, False])
-def test_weights_that_an_engine_does_not_take_are_told_while_it_is_tried(tmp_path: Path, refuses: bool) -> None:
+def test_weights_that_an_engine_does_not_take_are_reported_while_it_is_tried(tmp_path: Path, refuses: bool) -> None:
     """The first version is taken. Then it refuses, again and again, or does not answer the update."""
 
     async def update(request: web.Request, body: bytes) -> web.StreamResponse | None:
@@ -238,7 +238,7 @@ async def ponder(question: str) -> str:
 
 
 @pytest.mark.slow
-def test_a_tool_that_blocks_is_told_and_ends_by_its_deadline(tmp_path: Path) -> None:
+def test_a_tool_that_blocks_is_reported_and_ends_by_its_deadline(tmp_path: Path) -> None:
     (tmp_path / "my_tools.py").write_text(TOOL)
     flags = [
         "--tools", "my_tools:ponder", "--tool-deadline-s", "2", "--tool-call-open", "2", "--tool-call-close", "2",

@@ -89,7 +89,7 @@ async def test_updates_roll_over_the_engines_in_order(fleet: Fleet, monkeypatch:
     assert paused == [server.url for server in fleet.servers]
 
 
-async def test_who_waited_for_its_turn_takes_what_is_newest_then(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_engine_that_waited_takes_what_is_newest_then(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     """The slot of the version for which it waited is the next that the trainer writes into."""
     await fleet.serving(2)
     loading, go, asked = hold_updates(monkeypatch, fleet.servers[0].url)

@@ -66,7 +66,7 @@ def complaint(one: Fleet, engine: int = 0) -> Complaint | None:
     return None if value is None else msgspec.msgpack.decode(value, type=Complaint)
 
 
-async def test_nothing_is_said_of_an_engine_that_died_while_its_slot_was_verified(
+async def test_nothing_is_reported_about_an_engine_that_died_while_its_slot_was_verified(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its supervisor drops what was known of it; the failed update must not bring that back."""
@@ -218,7 +218,7 @@ async def test_frozen_engines_are_in_the_directory_and_get_no_weights(
     assert carrying(fleet.rig.topic) == {}
 
 
-async def test_at_a_drain_all_engines_give_back_what_they_run_and_the_stage_ends_when_it_is_told(
+async def test_at_a_drain_all_engines_give_back_what_they_run_and_the_stage_ends_on_command(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await fleet.serving(2)
@@ -419,7 +419,7 @@ async def test_an_engine_that_its_fetcher_cannot_serve_goes_to_its_supervisor(
         assert core_of(again).label == "0.1"
 
 
-async def test_an_engine_that_is_lost_on_the_way_keeps_nobody_waiting(fleet: Fleet, tmp_path: Path) -> None:
+async def test_an_engine_that_is_lost_on_the_way_blocks_no_other(fleet: Fleet, tmp_path: Path) -> None:
     """Its whole node is gone, so that no answer will ever come; it comes back on another fleet."""
     gone = await node(fleet, "fetcher-0", tmp_path)
     await fleet.engine(0, fetcher="fetcher-0")

@@ -136,7 +136,7 @@ def test_data_sets_are_named(entry: str, name: str, path: str) -> None:
     assert dataset_name(entry) == (name, path)
 
 
-async def test_a_pinned_version_is_asked_when_every_engine_has_it_and_scored_once() -> None:
+async def test_a_pinned_version_is_queried_when_every_engine_has_it_and_scored_once() -> None:
     async with open_desk(n_samples_per_eval_prompt=2) as one:
         pin(one.rig, 3)
         one.rig.applied(3)
@@ -329,7 +329,7 @@ async def test_every_sequence_of_an_answer_is_of_the_version(desk: Desk) -> None
     assert done.metrics["eval/held-mixed_versions"] == 1.0
 
 
-async def test_a_function_that_logs_is_told_of_each_data_set() -> None:
+async def test_a_function_that_logs_gets_each_data_set() -> None:
     user_code.STARTED.clear()
     log = "tests.stages.slime.user_code:log_evaluation"
     async with open_desk(n_samples_per_eval_prompt=1, observe={"custom_eval_rollout_log_function_path": log}) as one:

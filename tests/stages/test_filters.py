@@ -216,7 +216,7 @@ async def test_a_rollout_with_a_failed_sequence_is_no_member(desk: Desk) -> None
     assert report.reward == 1.0, "both rollouts were graded, and each counts once"
 
 
-async def test_why_members_failed_is_told_once_where_their_group_goes_on(
+async def test_why_members_failed_is_reported_once_where_their_group_goes_on(
     desk: Desk, caplog: pytest.LogCaptureFixture
 ) -> None:
     for number, why in enumerate(["tool lost", "tool lost", "engine gone"]):

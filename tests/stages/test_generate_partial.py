@@ -396,7 +396,7 @@ def pieces(home: Path) -> Path:
     return path
 
 
-async def test_a_damaged_or_cut_file_counts_up_to_there_and_is_told(
+async def test_a_damaged_or_cut_file_counts_up_to_there_and_is_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     states = [response(*[0] * n) for n in (5, 9, 13)]
@@ -431,7 +431,7 @@ def full(path: Path) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-async def test_a_full_disk_is_told_once_and_what_is_written_later_counts(
+async def test_a_full_disk_is_reported_once_and_what_is_written_later_counts(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     written, states = journal(tmp_path, 0), [response(*[0] * n) for n in (5, 9, 13, 17)]

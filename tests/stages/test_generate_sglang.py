@@ -112,7 +112,7 @@ async def test_a_lost_server_leaves_its_partial_output(
         check_exact(sample, sglang)
 
 
-async def test_tokens_are_told_as_they_come_and_outlive_their_server(
+async def test_tokens_are_reported_as_they_come_and_outlive_their_server(
     sglang: RealServer, tmp_path: Path, log: Log
 ) -> None:
     told: list[int] = []

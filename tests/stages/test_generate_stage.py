@@ -52,7 +52,7 @@ from tests.stages.train_rig import training
 from transport import StreamSpec
 
 
-async def test_nothing_is_asked_before_weights_are_named(tmp_path: Path, log: Log) -> None:
+async def test_no_request_goes_before_weights_are_named(tmp_path: Path, log: Log) -> None:
     async with generating(tmp_path) as world:
         await world.ask(make_group(0))
         await idle()
@@ -287,7 +287,7 @@ def test_experts_of_a_continued_rollout_are_those_that_made_its_tokens(turns: in
 
 
 @pytest.mark.parametrize(("sent", "words"), [("%%", "is not base64"), ("AAAAAAA=", "has 5 bytes, which are no int32")])
-def test_experts_that_are_no_base64_of_numbers_are_told(sent: str, words: str) -> None:
+def test_experts_that_are_no_base64_of_numbers_are_reported(sent: str, words: str) -> None:
     result = extended(ASKED, NEW, engine_answer([1], routed_experts=sent), 1.0)
     assert isinstance(result.error, EngineProtocolError)
     assert f"routed_experts {words}" in str(result.error)
@@ -396,7 +396,7 @@ async def test_an_engine_whose_answers_are_all_refused_is_reported_to_the_superv
         assert [sample.status for sample in await world.whole(2)] == ["completed", "completed"], "the run goes on"
 
 
-async def test_an_engine_whose_answer_was_refused_is_asked_last_until_it_makes_sense() -> None:
+async def test_an_engine_whose_answer_was_refused_is_queried_last_until_it_makes_sense() -> None:
     async with EngineClient("http://127.0.0.1:9") as client:
         target = Target("engine-0", 3, client, Slots(8), EngineEntry("engine-0", "http://127.0.0.1:9", 3))
         other = Target("engine-1", 0, client, Slots(8), EngineEntry("engine-1", "http://127.0.0.1:9", 0))

@@ -138,7 +138,7 @@ async def test_a_resumed_run_knows_the_pass_rates_and_asks_the_same() -> None:
         assert await asked(again) == after
 
 
-async def test_a_curriculum_without_verdicts_is_told_at_the_first_batch() -> None:
+async def test_a_curriculum_without_verdicts_is_reported_at_the_first_batch() -> None:
     async def blind() -> None:
         async with prompting(batch=1, eta=0, config=CURRICULUM) as one:
             await one.land(0)

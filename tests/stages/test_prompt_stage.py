@@ -136,7 +136,7 @@ async def test_open_groups_that_a_drain_overtakes_are_discarded() -> None:
 
 
 @pytest.mark.parametrize("handler", ["requeue", "drop"])
-async def test_a_stale_prompt_is_asked_once_more_and_only_once(handler: str) -> None:
+async def test_a_stale_prompt_is_sampled_once_more_and_only_once(handler: str) -> None:
     config = make_config(asynchrony={"async_unused_samples_handler": handler}, data={"rollout_shuffle": False})
     async with prompting(batch=1, eta=0, config=config) as one:
         await one.land(0)

@@ -212,7 +212,7 @@ async def test_a_new_router_gets_everything_again(post: Post) -> None:
         assert (post.up, post.members.state) == (False, None)
 
 
-async def test_a_broken_router_is_told_once_and_looked_at_again(
+async def test_a_broken_router_is_reported_once_and_looked_at_again(
     post: Post, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("stages.engines.router_workers.LOOK_INTERVAL_S", 0.005)

@@ -105,7 +105,7 @@ async def test_who_leaves_a_stream_ends_its_request(tmp_path: Path) -> None:
         assert (target.in_flight, target.slots.taken) == (0, 0)
 
 
-async def test_a_policy_that_nobody_has_fails_every_member_in_words(tmp_path: Path) -> None:
+async def test_a_policy_without_engines_fails_every_member_in_words(tmp_path: Path) -> None:
     async with generating(tmp_path) as world:
         results = await world.stage.sampler.sample(asked(2, policy="judge"))
         assert [result.finish for result in results] == ["failed", "failed"]

@@ -307,7 +307,7 @@ async def test_a_teacher_that_is_the_policy_gives_a_reverse_kl_of_zero(
 
 
 @pytest.mark.parametrize(("config", "told"), [(simulated(), True), (embedded(), False)], ids=["simulated", "embedded"])
-async def test_a_teacher_that_scores_at_temperature_one_is_told_of(
+async def test_a_teacher_that_scores_at_temperature_one_is_reported(
     policy: Path, tmp_path: Path, config: EngineConfig, told: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     probed: list[bool] = []

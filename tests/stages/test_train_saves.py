@@ -68,7 +68,7 @@ async def test_a_drain_waits_for_the_save_that_was_begun(tmp_path: Path, monkeyp
         await one.end()
 
 
-async def test_a_backend_is_told_of_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_backend_learns_of_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Recorder, "close", lambda self: self.log.append("close"), raising=False)
     async with training(tmp_path, monkeypatch, batch=1, total=1) as one:
         await one.send(make_slice(0))
@@ -344,7 +344,7 @@ def test_no_token_is_trained_that_is_too_old(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [lambda b: b[:-1], lambda b: b"x" + b[1:], lambda b: b[:40], lambda b: b""])
-def test_a_damaged_file_is_said_to_be_one(tmp_path: Path, damage: Any) -> None:
+def test_a_damaged_file_is_reported_as_damaged(tmp_path: Path, damage: Any) -> None:
     template = str(tmp_path / "{rollout_id}")
     save_batch(template, 0, [make_slice(0)])
     file = tmp_path / "0"

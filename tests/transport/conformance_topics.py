@@ -226,7 +226,7 @@ class ByteConformance:
             with pytest.raises(UsageError, match="read-only: True"):
                 Transfer(blob, memoryview(b"12345"))
 
-    async def test_a_damaged_chunk_is_noticed_and_asked_for_again(self, net: Net) -> None:
+    async def test_a_damaged_chunk_is_noticed_and_requested_again(self, net: Net) -> None:
         async with connected(net) as (_, server, client):
             source = bytearray(DATA)
             buffer, transfer = room(server.serve("a", memoryview(source)))
@@ -252,7 +252,9 @@ class ByteConformance:
             await client.fetch(transfer)
             assert buffer == DATA
 
-    async def test_a_server_that_goes_is_told_and_its_successor_sends_the_rest(self, net: Net, tmp_path: Path) -> None:
+    async def test_a_server_that_goes_is_noticed_and_its_successor_sends_the_rest(
+        self, net: Net, tmp_path: Path
+    ) -> None:
         async with connected(net) as (node, server, client):
             client.core.give_up_s = 0.3
             buffer, transfer = room(server.serve("a", DATA, generation="version 7"))
@@ -275,7 +277,7 @@ class ByteConformance:
             assert buffer == DATA
             assert other.chunks == CHUNKS - 5
 
-    async def test_a_server_that_comes_back_is_asked_again(self, net: Net) -> None:
+    async def test_a_server_that_comes_back_is_used_again(self, net: Net) -> None:
         if not net.rebinds:
             pytest.skip("these links do not reconnect")
         async with connected(net) as (node, server, client):

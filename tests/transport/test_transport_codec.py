@@ -100,7 +100,7 @@ def test_every_flipped_bit_is_found(data: st.DataObject) -> None:
         (b"\xc6\xff\xff\xff\xff", "truncated|Expected"),
     ],
 )
-def test_what_is_wrong_is_said(body: bytes, words: str) -> None:
+def test_what_is_wrong_is_reported(body: bytes, words: str) -> None:
     with pytest.raises(DecodeError, match=words):
         CODEC.decode((body,), len(body), checksum(body))
 

@@ -280,7 +280,7 @@ async def test_its_own_key_is_in_its_address_and_in_no_file(keys: Keys) -> None:
         assert not any(key in path.read_text() for path in keys.place.rglob("*.*"))
 
 
-async def test_who_is_told_may_connect_in_its_role_and_nobody_else(keys: Keys) -> None:
+async def test_a_listed_peer_may_connect_in_its_role_and_no_other(keys: Keys) -> None:
     async with asyncio.timeout(20), Node("run", "hub-0", keys.hub("hub-0")) as node:
         hub = await node.hub(spec(), ignore)
         async with Node("run", "generate-0", keys.client("generate-0")) as sender:
@@ -307,7 +307,7 @@ async def test_who_is_told_may_connect_in_its_role_and_nobody_else(keys: Keys) -
         assert hub.stats().accepted == 2
 
 
-async def test_a_process_that_is_told_of_late_is_not_refused(keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_process_that_is_announced_late_is_not_refused(keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(zmq_link, "HANDSHAKE_MS", 200)  # after which it tries again
     async with asyncio.timeout(20), Node("run", "hub-0", keys.hub("hub-0")) as node, asyncio.TaskGroup() as tasks:
         asked = asyncio.Event()

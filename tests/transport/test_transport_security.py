@@ -407,7 +407,7 @@ async def test_extras_beyond_the_limit_are_refused_before_they_are_sent(
             await outlet.send([extra, extra, extra], "three")
 
 
-async def test_a_route_to_nobody_is_reported(run_dir: Path) -> None:
+async def test_a_route_to_no_peer_is_reported(run_dir: Path) -> None:
     """ROUTER_MANDATORY: otherwise the message would vanish and the lease would have to run out."""
     async with Node("run", "node") as node:
         hub = await node.hub(StreamSpec("s", f"ipc://{run_dir}/s"), ignore)

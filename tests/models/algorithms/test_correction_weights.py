@@ -191,7 +191,7 @@ def test_rules_are_read() -> None:
     assert not parse_rule("token_k1=0.5_3").whole_sequence
 
 
-def test_bounds_of_k1_are_told_both_ways_round() -> None:
+def test_bounds_of_k1_are_reported_both_ways_round() -> None:
     assert parse_rule("seq_mean_k1=0.5_4").meaning == (
         "seq_mean_k1 keeps sequences with mu / old from 0.5 to 4, that is old / mu from 0.25 to 2"
     )

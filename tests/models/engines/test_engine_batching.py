@@ -40,7 +40,7 @@ def test_n_samples_compute_their_prompt_once(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("prefix_cache", [True, False])
-def test_prefixes_are_shared_between_requests_only_if_asked(checkpoints: Checkpoints, prefix_cache: bool) -> None:
+def test_prefixes_are_shared_between_requests_only_if_requested(checkpoints: Checkpoints, prefix_cache: bool) -> None:
     bench = Bench(checkpoints(), prefix_cache=prefix_cache)
     prompt = list(range(1, 31))
     bench.run(bench.make(prompt, max_new_tokens=2), bench.make(prompt, max_new_tokens=2))
@@ -127,7 +127,7 @@ def test_retraction_keeps_the_order_of_the_queue(checkpoints: Checkpoints) -> No
     assert [len(completion.output_ids) for completion in bench.finish()] == [20] * 5
 
 
-async def test_what_is_asked_of_an_engine_that_ends_is_answered(checkpoints: Checkpoints) -> None:
+async def test_requests_to_an_engine_that_ends_are_answered(checkpoints: Checkpoints) -> None:
     bench = Bench(checkpoints())
     engine, delivered, busy = bench.engine, list[Completion](), threading.Event()
     engine.start(delivered.extend, lambda error: None)

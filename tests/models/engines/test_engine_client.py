@@ -140,7 +140,7 @@ async def test_a_connection_lost_in_mid_answer_is_unreachable() -> None:
             await client.generate(GenerateRequest(input_ids=[1]))
 
 
-async def test_who_reads_while_the_client_is_closed_has_lost_the_engine() -> None:
+async def test_a_reader_while_the_client_is_closed_has_lost_the_engine() -> None:
     """And nothing else: what reads there is in the middle of a stage."""
 
     class Closing(PartialOutputs):
@@ -161,7 +161,7 @@ async def test_who_reads_while_the_client_is_closed_has_lost_the_engine() -> Non
             await client.generate(GenerateRequest(input_ids=[1]), partial=Closing())
 
 
-async def test_who_asks_while_the_client_is_closed_has_lost_the_engine() -> None:
+async def test_a_request_while_the_client_is_closed_has_lost_the_engine() -> None:
     async with EngineClient("http://127.0.0.1:9") as client:
         assert not await client.health()
         assert client._session is not None
@@ -368,7 +368,7 @@ async def statuses(url: str, headers: Mapping[str, str]) -> dict[str, int]:
     return found
 
 
-async def test_a_server_with_a_token_does_nothing_for_who_lacks_it() -> None:
+async def test_a_server_with_a_token_does_nothing_without_it() -> None:
     async with EngineServer(SIMULATED, "none", max_context_len=None, seed=0, token=TOKEN) as server:
         open_routes = {"/health", "/health_generate", "/ready", "/metrics"}
         for sent in ("", "Bearer of-another-run", f"Basic {TOKEN.text}"):

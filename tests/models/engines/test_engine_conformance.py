@@ -42,7 +42,7 @@ async def test_samples_and_batches_come_as_a_flat_list_in_order(target: Target) 
     assert len(one) == 1
 
 
-async def test_answer_is_an_object_or_a_list_as_asked(target: Target) -> None:
+async def test_answer_is_an_object_or_a_list_as_requested(target: Target) -> None:
     status, single = await post(target, "/generate", ask([1, 2]))
     assert status == 200
     assert isinstance(json.loads(single), dict)
@@ -52,7 +52,7 @@ async def test_answer_is_an_object_or_a_list_as_asked(target: Target) -> None:
     assert len(json.loads(batch)) == 1
 
 
-async def test_no_log_probs_unless_asked(target: Target) -> None:
+async def test_no_log_probs_unless_requested(target: Target) -> None:
     request = msgspec.structs.replace(ask([1, 2, 3]), return_logprob=False)
     [output] = await target.client.generate(request)
     assert not output.meta_info.output_token_logprobs

@@ -122,7 +122,7 @@ async def test_a_port_in_use_is_one_clear_error() -> None:
                 pass
 
 
-async def test_a_crash_of_the_engine_answers_everything_and_is_told(
+async def test_a_crash_of_the_engine_answers_everything_and_is_reported(
     checkpoints: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from models.engines.embedded.stepper import Stepper

@@ -120,7 +120,7 @@ def test_a_label_change_without_spans_ends_a_response_where_it_is_certain() -> N
     assert ids_and_spans(unchanged) == ([65, 66, 67], [("v1", 0, 3)])
 
 
-def test_samples_are_told_apart_by_index() -> None:
+def test_samples_are_distinguished_by_index() -> None:
     partial = taken(chunk([65], index=1), chunk([66], index=0), chunk([67], 2, index=1, finish=FINISH), samples=3)
     assert [ids_and_spans(output) for output in partial.certain()] == [
         ([66], [("v1", 0, 1)]),

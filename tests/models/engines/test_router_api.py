@@ -247,7 +247,7 @@ async def test_errors_of_the_router_are_those_of_an_engine() -> None:
         assert not await router.health()
 
 
-async def test_an_answer_that_is_no_list_of_workers_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_answer_that_is_no_list_of_workers_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     async def call(client: RouterClient, *args: object) -> bytes:
         return b'{"workers": [3]}'
 
@@ -257,7 +257,7 @@ async def test_an_answer_that_is_no_list_of_workers_is_told(monkeypatch: pytest.
             await router.workers()
 
 
-async def test_a_refusal_to_remove_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_refusal_to_remove_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     async def call(client: RouterClient, *args: object) -> bytes:
         raise EngineRefused("http://r", 400, "no such id")
 

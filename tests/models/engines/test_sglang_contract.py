@@ -195,7 +195,7 @@ async def test_only_updates_that_name_a_label_change_it(real: Target) -> None:
     pinned(await client.weights_checker() == before, "equal weights have equal checksums")
 
 
-async def test_a_change_of_the_label_alone_aborts_everything_unless_told_not_to(real: Target) -> None:
+async def test_a_change_of_the_label_alone_aborts_everything_unless_the_request_forbids_it(real: Target) -> None:
     for body, aborted in (({}, True), ({"abort_all_requests": False}, False)):
         task = send(real, ask([1, 2, 3], max_new_tokens=900))
         await generating(real.client, tokens=20)

@@ -276,7 +276,7 @@ def test_temperature_divides_the_logits_of_rollouts_only(backend, sequences) -> 
 
 @pytest.mark.parametrize("async_save", [False, True])
 @pytest.mark.parametrize(("backend", "name"), [("fsdp", "FsdpModels"), ("megatron", "MegatronModels")])
-def test_background_saves_are_asked_for_and_waited_for(
+def test_background_saves_are_requested_and_waited_for(
     backend: str, name: str, async_save: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From the flag to the models, and from the trainer's `finish_save` to theirs."""

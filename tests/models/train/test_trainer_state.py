@@ -317,7 +317,7 @@ def stored(directory: Path) -> dict[str, torch.Tensor]:
         return {name: found.whole(name) for name in found}
 
 
-def test_files_hold_no_more_than_asked_and_the_index_names_every_weight(source: Path, tmp_path: Path) -> None:
+def test_files_hold_no_more_than_requested_and_the_index_names_every_weight(source: Path, tmp_path: Path) -> None:
     out, written = tmp_path / "out", tensors(7)
     write_hf(out, iter(written.items()), source, max_shard_bytes=300)
     index = json.loads((out / INDEX).read_text())
@@ -403,7 +403,7 @@ def test_without_its_configuration_a_directory_is_incomplete(source: Path, tmp_p
     assert (out / CONFIG).exists()
 
 
-def test_who_does_not_write_runs_the_tensors_to_their_end(source: Path, tmp_path: Path) -> None:
+def test_a_rank_that_does_not_write_runs_the_tensors_to_their_end(source: Path, tmp_path: Path) -> None:
     left = iter(tensors().items())
     assert write_hf(tmp_path / "out", left, source, writes=False) == 0
     assert list(left) == []

@@ -80,7 +80,7 @@ def test_a_file_holds_what_changed_and_says_from_where(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "foreign", "gone", "empty"])
-def test_a_damaged_file_is_told(damage: str, tmp_path: Path) -> None:
+def test_a_damaged_file_is_reported(damage: str, tmp_path: Path) -> None:
     path = tmp_path / "d"
     old, new = np.zeros(N, "<f4"), np.random.default_rng(1).normal(size=N).astype("<f4")
     write_delta(path, Memory(a=old), Memory(a=new), labels=("0.1", "0.2"), digests=("b", "r"))
@@ -224,7 +224,7 @@ async def test_bytes_of_another_digest_are_not_handed_out(trainer: Trainer, mirr
     await take(mirror, trainer, manifest)
 
 
-async def test_a_slot_that_somebody_loads_from_is_not_overwritten(trainer: Trainer, mirror: DeltaMirror) -> None:
+async def test_a_slot_that_a_reader_loads_from_is_not_overwritten(trainer: Trainer, mirror: DeltaMirror) -> None:
     manifests = [trainer.publish(0)]
     async with mirror.lent(manifests[0], trainer.directory) as held:
         await take(mirror, trainer, trainer.publish(1))

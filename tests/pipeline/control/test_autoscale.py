@@ -163,7 +163,7 @@ def test_no_more_is_promised_than_the_trainer_has_time_for() -> None:
     )
 
 
-def test_what_is_said() -> None:
+def test_what_is_reported() -> None:
     pipeline = SyntheticPipeline({"engine": 0.1, "reward": 1.0}, {"engine": 1, "reward": 1}, 0.05)
     assert said(pipeline) == (
         "reward is the bottleneck; reward 1 -> 2 would make about 2 rollouts/s of 1 (+100%), then engine is next"
@@ -218,7 +218,7 @@ def test_why_the_bottleneck_stays() -> None:
 
 
 @pytest.mark.parametrize("change", [{"rate": 0.0}, {"open": 0.0}])
-def test_nothing_is_said_of_a_run_that_trains_nothing(change: dict[str, float]) -> None:
+def test_nothing_is_reported_about_a_run_that_trains_nothing(change: dict[str, float]) -> None:
     assert advise(replace(SLOW.window(), **change)) is None
 
 
@@ -439,7 +439,7 @@ def test_a_run_that_was_changed_otherwise_is_not_compared_with_the_one_before() 
     assert own.decide(pipeline.window(0.1))[0] == {"reward": 4}, "it goes on, and takes nothing back"
 
 
-def test_a_refused_change_is_not_asked_for_again() -> None:
+def test_a_refused_change_is_not_requested_again() -> None:
     pipeline = SyntheticPipeline({"engine": 0.1, "reward": 1.0}, {"engine": 1, "reward": 1}, 0.05)
     own = Autoscale(LIMITS)
     counts, _ = own.decide(pipeline.window())

@@ -95,7 +95,7 @@ async def test_the_owner_alone_may_ask_and_is_answered(tmp_path: Path) -> None:
         assert run.address.token != first, "each run has a token of its own"
 
 
-async def test_a_wrong_token_is_refused_whatever_is_asked(tmp_path: Path) -> None:
+async def test_a_wrong_token_is_refused_whatever_it_requests(tmp_path: Path) -> None:
     async with served(tmp_path) as run:
         for token in ("", "x", run.address.token[:-1], run.address.token + "x", "ä"):
             for command in (line(token), b'{"token":%s,"command":{"type":"nothing"}}\n' % msgspec.json.encode(token)):
@@ -103,7 +103,7 @@ async def test_a_wrong_token_is_refused_whatever_is_asked(tmp_path: Path) -> Non
         assert run.asked == []
 
 
-async def test_what_is_no_request_is_told_so_and_the_next_one_is_answered(
+async def test_an_invalid_request_is_refused_and_the_next_one_is_answered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "READ_S", 0.2)
@@ -123,7 +123,7 @@ async def test_what_is_no_request_is_told_so_and_the_next_one_is_answered(
         assert (await run.send(line(run.address.token))).ok
 
 
-async def test_connections_beyond_the_bound_are_turned_away_and_hold_up_nobody(tmp_path: Path) -> None:
+async def test_connections_beyond_the_bound_are_turned_away_and_block_no_other(tmp_path: Path) -> None:
     async with served(tmp_path) as run:
         silent = [await asyncio.open_unix_connection(run.address.socket) for _ in range(module.MOST_CONNECTIONS)]
         reply = await run.send(line(run.address.token))
@@ -135,7 +135,9 @@ async def test_connections_beyond_the_bound_are_turned_away_and_hold_up_nobody(t
                 await asyncio.sleep(0.01)
 
 
-def test_a_run_that_does_not_run_is_told_in_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_does_not_run_is_reported_in_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert launch.main(["status", str(tmp_path / "nowhere")]) == 2
     assert "is no directory" in capsys.readouterr().err
     (tmp_path / "config.toml").touch()
@@ -197,7 +199,7 @@ def test_the_table() -> None:
     assert lines[-1] == "step 150: scale reward 2"
 
 
-def test_an_advice_is_told_in_full() -> None:
+def test_an_advice_is_reported_in_full() -> None:
     advice = "reward is the bottleneck; reward 1 -> 2 would make about 2 rollouts/s of 1 (+100%), then engine is next"
     advised = msgspec.structs.replace(STATUS, snapshot=dataclasses.replace(SNAPSHOT, advice=advice))
     lines = table(advised).splitlines()

@@ -405,7 +405,7 @@ def recorder(tmp_path: Path) -> Iterator[Recorder]:
         yield one
 
 
-async def test_a_small_effective_sample_size_is_told_once_in_fifty_steps(recorder: Recorder) -> None:
+async def test_a_small_effective_sample_size_is_reported_once_in_fifty_steps(recorder: Recorder) -> None:
     lines: list[str] = []
     recorder.lines = lines.append
     for number in range(1, 120):

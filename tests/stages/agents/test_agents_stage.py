@@ -46,7 +46,7 @@ def only(slice_: RolloutSlice) -> Sample:
 @pytest.mark.parametrize(
     ("status", "max_turns", "text", "earned"), [("truncated", 8, "12", 0.0), ("completed", 1, "12\n", 0.25)]
 )
-async def test_the_last_turn_is_told_and_ends_the_episode(
+async def test_the_last_turn_is_announced_and_ends_the_episode(
     tiny: Path, tmp_path: Path, status: str, max_turns: int, text: str, earned: float
 ) -> None:
     note = tmp_path / "note"

@@ -165,7 +165,7 @@ def test_other_ways_to_write_a_call(parser: str, text: str, content: str, calls:
         ("gpt-oss", "<|channel|>commentary to=functions.look<|message|>a", "not valid JSON"),
     ],
 )
-def test_what_is_wrong_with_a_call_is_said(parser: str, text: str, words: str) -> None:
+def test_what_is_wrong_with_a_call_is_reported(parser: str, text: str, words: str) -> None:
     found = parser_by_name(parser).parse(text, Offered(TOOLS))
     assert words in found.fault
     assert found.calls == ()

@@ -100,7 +100,7 @@ async def test_a_call_without_effect_may_be_made_again(tmp_path: Path) -> None:
     assert [list(home.iterdir()) for home in groups_in(tmp_path).values()] == [[]]
 
 
-async def test_nobody_knows_of_a_call_that_was_cut_off_or_does_not_know_itself(tmp_path: Path) -> None:
+async def test_a_call_that_was_cut_off_is_uncertain(tmp_path: Path) -> None:
     world, made = World(), life(tmp_path)
     async with asyncio.TaskGroup() as tasks:
         cut = tasks.create_task(made(world.wait, "rent"))
@@ -126,7 +126,7 @@ class Killed(BaseException):
     """The process is gone: nothing behind this line of it happens."""
 
 
-async def test_killed_at_any_step_a_call_took_effect_once_or_nobody_knows(
+async def test_killed_at_any_step_a_call_took_effect_once_or_is_uncertain(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each step that touches the disk, one after the other, is the last one of a first life."""

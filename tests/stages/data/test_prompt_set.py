@@ -103,7 +103,7 @@ def test_the_runs_limit_holds_where_none_is_configured(tmp_path: Path) -> None:
     assert len(PromptSet([path], DataConfig(rollout_max_prompt_len=11), byte_ids, max_prompt_tokens=10)) == 1
 
 
-def test_without_a_limit_prompts_are_tokenised_when_asked_for_and_once(tmp_path: Path) -> None:
+def test_without_a_limit_prompts_are_tokenised_on_request_and_once(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", GOOD)
     calls: list[str] = []
 
@@ -282,7 +282,7 @@ def test_json_text_is_accepted_for_metadata_and_tools() -> None:
         ({"input": "p", "tools": ["calculator"]}, "wrong type", "tool 0 of 'tools' is text"),
     ],
 )
-def test_what_is_said_of_a_bad_row(row: object, kind: str, words: str) -> None:
+def test_what_is_reported_about_a_bad_row(row: object, kind: str, words: str) -> None:
     with pytest.raises(BadValue, match=words) as caught:
         parse_row(row, KEYS)
     assert caught.value.kind == kind

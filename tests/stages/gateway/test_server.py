@@ -83,7 +83,7 @@ WRONG: list[tuple[str, Any, str]] = [
 ]
 
 
-async def test_what_is_wrong_with_a_request_is_said(tmp_path: Path) -> None:
+async def test_what_is_wrong_with_a_request_is_reported(tmp_path: Path) -> None:
     async with opened(tmp_path, hello) as rig:
         for path, body, said in WRONG:
             raw = body if isinstance(body, bytes) else None
@@ -209,7 +209,7 @@ async def test_a_stream_says_that_it_is_alive_and_how_it_failed(
 
 
 @pytest.mark.parametrize("honoured", [False, True])
-async def test_sampling_is_the_policys_unless_told_otherwise(honoured: bool, tmp_path: Path) -> None:
+async def test_sampling_is_the_policys_unless_set_otherwise(honoured: bool, tmp_path: Path) -> None:
     asked: list[float] = []
     async with opened(tmp_path, hello, answers={"client_sampling": honoured}) as rig:
         plan = rig.writer.plan

@@ -292,7 +292,7 @@ def test_where_the_program_stands(response: str, program: str | None) -> None:
 
 
 @given(st.lists(st.sampled_from(["```", "```python", "```cpp", "x = 1", "</think>", "y\r", "\x00"]), max_size=12))
-def test_a_program_holds_no_fence_and_only_what_was_said(lines: list[str]) -> None:
+def test_a_program_holds_no_fence_and_only_what_was_written(lines: list[str]) -> None:
     program = extract_program("\n".join(lines))
     assert program is not None
     said = {part for line in lines for part in line.split("\r")} | {""}

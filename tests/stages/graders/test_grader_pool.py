@@ -199,7 +199,7 @@ async def test_a_cancelled_call_leaves_no_process_behind(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(("grader", "response"), [("stop_parent_watch", ""), ("daemon", "hang")])
-async def test_a_grader_dies_with_the_stage_that_asked(grader: str, response: str, tmp_path: Path) -> None:
+async def test_a_grader_dies_with_its_stage(grader: str, response: str, tmp_path: Path) -> None:
     """SIGKILL of the parent, in the middle of a grader that ignores SIGTERM, or that has left a daemon behind."""
     log = tmp_path / "log"
     metadata = json.dumps({"log": str(log)})

@@ -134,7 +134,7 @@ class TestGymnasium:
         assert [step.done for step in steps] == [False, False, True]
         assert steps[-1].reward == 0.0
 
-    async def test_actions_that_cannot_be_said_are_refused(self) -> None:
+    async def test_actions_that_have_no_words_are_refused(self) -> None:
         from stages.agents.packs.gymnasium import Gymnasium
 
         with pytest.raises(ValueError, match="only discrete ones"):

@@ -175,7 +175,7 @@ async def test_an_endless_loop_is_ended_and_the_next_call_works(code: str) -> No
         assert await played.call("python", "2 + 2") == "4"
 
 
-async def test_what_is_lost_is_said_and_only_that_episode_loses_it() -> None:
+async def test_what_is_lost_is_reported_and_only_that_episode_loses_it() -> None:
     async with episode(deadline_s=TIMELESS) as played, episode(deadline_s=TIMELESS) as other:
         await played.call("python", "x = 1")
         await other.call("python", "x = 2")
@@ -343,7 +343,7 @@ def _below(pid: int) -> set[int]:
 
 
 @pytest.mark.slow
-def test_all_ends_with_the_process_that_asked(sandbox: str) -> None:
+def test_all_ends_with_the_process_of_the_caller(sandbox: str) -> None:
     script = (
         "import asyncio\n"
         "from stages.agents.packs.python_tool import Interpreters\n"

@@ -112,7 +112,7 @@ async def test_tasks_are_the_same_everywhere_and_the_splits_share_none() -> None
     assert questions[0] == questions[1]
 
 
-async def test_tasks_can_be_asked_without_words_and_come_with_their_answers() -> None:
+async def test_tasks_can_be_posed_without_words_and_come_with_their_answers() -> None:
     datasets = {"chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}}
     for task in islice(ReasoningGym.tasks("train", 0, datasets, "{expression} ="), 20):
         environment = ReasoningGym(datasets=datasets, prompt="{expression} =", instructions="", partial=False)

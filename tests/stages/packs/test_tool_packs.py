@@ -235,7 +235,7 @@ async def serving(handler: Handler) -> AsyncIterator[str]:
         yield f"{url}/retrieve"
 
 
-async def test_a_server_of_search_r1s_form_is_asked() -> None:
+async def test_a_server_of_search_r1s_form_is_queried() -> None:
     asked = []
 
     async def retrieve(request: web.Request) -> web.StreamResponse:

@@ -150,7 +150,7 @@ async def test_a_response_that_scores_itself_is_not_believed() -> None:
         )
 
 
-async def test_an_answer_without_a_score_is_asked_for_again_with_other_seeds() -> None:
+async def test_an_answer_without_a_score_is_requested_again_with_other_seeds() -> None:
     cut = output("Thinking about it\nScore: 1", "length")
     async with judging(output("hm"), cut, output("Score: 0.5")) as (judge, engine):
         assert (await judge.grade("strict", "?", "2", None, seed=7)).score == 0.5
@@ -159,7 +159,7 @@ async def test_an_answer_without_a_score_is_asked_for_again_with_other_seeds() -
         assert len({p["sampling_seed"] for p in params}) == 3
 
 
-async def test_a_refusal_fails_at_once_and_an_outage_is_asked_again() -> None:
+async def test_a_refusal_fails_at_once_and_an_outage_is_tried_again() -> None:
     refusal = web.Response(text='{"error": {"message": "too long"}}', status=400)
     async with judging(refusal, output("Score: 1")) as (judge, engine):
         grade = await judge.grade("strict", "?", "2", None, seed=7)

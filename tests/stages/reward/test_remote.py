@@ -217,7 +217,7 @@ async def test_no_more_requests_at_one_time_than_allowed() -> None:
     assert len(server.bodies) == 12
 
 
-async def test_nobody_there_and_no_address() -> None:
+async def test_no_server_and_no_address() -> None:
     async def sleep(seconds: float) -> None:
         return None
 

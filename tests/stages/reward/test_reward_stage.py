@@ -71,7 +71,7 @@ async def test_the_row_names_its_grader_and_a_custom_one_wins_over_both() -> Non
 
 
 @pytest.mark.parametrize(("grader", "reads_all"), [("gsm8k_flex", False), (r"format:.*42\].*", True), (GRADE, True)])
-async def test_what_a_tool_said_is_nobodys_answer(grader: str, reads_all: bool) -> None:
+async def test_what_a_tool_said_is_no_answer(grader: str, reads_all: bool) -> None:
     """A number is right where the model stated it behind the tool's result. Some graders look at the whole response."""
     called = "[6*7]42]"
     settings = {"custom_rm_path": grader, "reward_workers": 1} if grader == GRADE else {"rm_type": grader}
@@ -128,7 +128,7 @@ async def test_strange_metadata_fails_the_group_only(metadata: str) -> None:
         assert found[1].samples[0].reward == 1.0
 
 
-async def test_components_are_summed_and_told_by_name() -> None:
+async def test_components_are_summed_and_reported_by_name() -> None:
     parts = ["acc=exact@0.8", "fmt=contains:7@0.1", "len=length:4@0.1"]
     async with grading(reward_component=parts) as (_, send):
         found = await send(said(0, "7", "17", label="7"))
@@ -245,7 +245,7 @@ async def test_a_group_grader_must_be_a_function_of_the_user() -> None:
         assert "it is no grader of groups" in ((await send(said(0, "a")))[0].samples[0].error or "")
 
 
-async def test_a_reward_model_is_asked_by_the_stage_without_a_process() -> None:
+async def test_a_reward_model_is_queried_by_the_stage_without_a_process() -> None:
     async with answering("/rm", {"score": 0.5, "helpful": 3}) as (url, server):
         async with grading(rm_type="remote", rm_url=url + "/rm") as (stage, send):
             found = (await send(said(4, "a", "b", label="7", metadata='{"level":2}')))[4].samples
@@ -257,7 +257,7 @@ async def test_a_reward_model_is_asked_by_the_stage_without_a_process() -> None:
         assert server.bodies[0]["metadata"] == {"level": 2}
 
 
-async def test_components_may_be_asked_at_several_places() -> None:
+async def test_components_may_be_graded_at_several_places() -> None:
     async with answering("/a", 1) as (first, _), answering("/b", 0.5) as (second, _):
         parts = [f"a=remote:{first}/a@1", f"b=remote:{second}/b@2", "c=exact@4"]
         async with grading(reward_component=parts) as (_, send):
@@ -266,7 +266,7 @@ async def test_components_may_be_asked_at_several_places() -> None:
             assert sample.reward_parts == {"a": 1.0, "b": 0.5, "c": 1.0}
 
 
-async def test_grader_processes_that_cannot_start_are_said_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_grader_processes_that_cannot_start_are_reported_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.executable", "/bin/false")
     async with answering("/rm", 1) as (url, _):
         for parts in (["c=sleep:0@1"], ["a=remote@1", "c=sleep:0@1"]):

@@ -169,7 +169,7 @@ async def batch_of(world: World, *groups: int) -> dict[int, list[Sample]]:
     return {group_id: sorted(samples, key=lambda s: s.index) for group_id, samples in found.items()}
 
 
-async def test_a_batch_is_trained_with_what_the_engine_said_of_each_rollout(tmp_path: Path, log: Log) -> None:
+async def test_a_batch_is_trained_with_what_the_engine_reported_for_each_rollout(tmp_path: Path, log: Log) -> None:
     async with batch_world(tmp_path, "whole_batch") as world:  # type: ignore[attr-defined]
         found = await batch_of(world, 4, 5)
     answers = {}
@@ -310,7 +310,7 @@ def test_what_is_no_sample_is_named(answer: object) -> None:
         returned_rollout(answer, (RECORDED,), FIRST)
 
 
-def test_nothing_is_trained_that_nobody_asked_the_engines_for() -> None:
+def test_nothing_is_trained_that_no_request_asked_for() -> None:
     with pytest.raises(ReturnedError, match="from token 0 on"):
         returned(answer_given(), recorded=())
 

@@ -278,7 +278,7 @@ async def test_a_result_without_end_is_cut() -> None:
 
 
 @pytest.mark.slow
-async def test_a_cancelled_call_is_told_to_the_tool_and_its_process_goes_on(tmp_path: Path) -> None:
+async def test_a_cancelled_call_is_reported_to_the_tool_and_its_process_goes_on(tmp_path: Path) -> None:
     file = tmp_path / "note"
     async with opened(f"{PATH}:note") as tools:
         call = asyncio.ensure_future(ask(tools, str(file), LONG_S))

@@ -122,7 +122,7 @@ def test_the_only_tool_may_be_called_barely(content: str, arguments: object) -> 
         ('{"a":' * 10_000, "not valid JSON|longer"),
     ],
 )
-def test_what_the_model_is_told_of_a_bad_call(content: str, words: str) -> None:
+def test_what_the_model_reads_about_a_bad_call(content: str, words: str) -> None:
     found = parse(content, "calculator", "echo")
     assert isinstance(found, str)
     with pytest.raises(AssertionError, match=words):
@@ -250,7 +250,7 @@ class Asked:
         return FunctionTool(look, "here:look", version)
 
 
-async def test_what_declares_nothing_or_fails_is_asked_each_time() -> None:
+async def test_what_declares_nothing_or_fails_is_called_each_time() -> None:
     asked, cache = Asked(), AnswerCache()
     for _ in range(2):
         assert await cache.call(asked.tool(), {"title": "a"}) == ("a 1", False)
@@ -279,7 +279,7 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-async def test_what_is_asked_by_many_at_once_is_asked_of_the_tool_once() -> None:
+async def test_calls_of_many_at_once_reach_the_tool_once() -> None:
     slow, cache = Slow(), AnswerCache()
     async with asyncio.TaskGroup() as tasks:
         same = [tasks.create_task(cache.call(slow, {"q": 1})) for _ in range(4)]
@@ -308,7 +308,7 @@ async def test_who_waits_asks_for_itself_if_the_first_failed_or_left() -> None:
     assert [await third, await fourth] == [("here", False), ("here", True)]
 
 
-async def test_the_cache_is_bounded_and_forgets_what_was_asked_for_longest_ago() -> None:
+async def test_the_cache_is_bounded_and_forgets_what_was_requested_longest_ago() -> None:
     asked, cache = Asked(), AnswerCache(most_chars=3 * len('look1{"title": "a"}a 1'))
     tool = asked.tool("1")
     for title in "abcabd":

@@ -71,7 +71,7 @@ def test_an_answer_is_kept_until_the_installation_changes(environment: FakeEnvir
     assert environment.imports == 3
 
 
-def test_an_installation_is_asked_once_at_its_end(
+def test_an_installation_is_queried_once_at_its_end(
     environment: FakeEnvironment, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
@@ -93,7 +93,7 @@ def test_a_missing_sglang_names_the_cure(tmp_path: Path, cache: Path) -> None:
     assert probe(empty.python, ("router",), cache=cache).router is None
 
 
-def test_an_import_error_is_told_in_its_words(environment: FakeEnvironment, cache: Path) -> None:
+def test_an_import_error_is_reported_in_its_words(environment: FakeEnvironment, cache: Path) -> None:
     (environment.site / "sglang" / "srt" / "server_args.py").write_text("import libraries_of_another_planet")
     with pytest.raises(EnvironmentBroken, match="No module named 'libraries_of_another_planet'; make it again"):
         probe(environment.python, cache=cache)

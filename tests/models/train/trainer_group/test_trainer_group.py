@@ -134,7 +134,7 @@ def test_messages_larger_than_the_socket_holds_arrive_whole() -> None:
         other.send(b"x" * (1 << 20))
 
 
-def test_a_connection_broken_off_here_wakes_who_waits_here() -> None:
+def test_a_connection_broken_off_here_wakes_the_waiting_task() -> None:
     one, other = (Link(end) for end in socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM))
     threading.Timer(0.05, one.break_off).start()
     with pytest.raises(LinkLost):
@@ -153,7 +153,7 @@ def test_a_connection_broken_off_here_wakes_who_waits_here() -> None:
         ("simulated", 4, False),
     ],
 )
-def test_who_needs_a_trainer_group(backend: str, processes: int, expected: bool) -> None:
+def test_which_runs_need_a_trainer_group(backend: str, processes: int, expected: bool) -> None:
     replace, config = msgspec.structs.replace, Config()
     config = replace(
         config,
