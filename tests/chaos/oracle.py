@@ -230,11 +230,11 @@ def judge_metrics(path: Path, history: list[State], expected: Expected, faults: 
             faults.append(Fault(DISAGREE, f"a row of step {row['step']}, which the journal does not know"))
             continue
         state = after[row["step"]]
-        said = {name: row[f"ledger/{name}"] for name in ("trained", "stale", "failed", "filtered", "discarded")}
-        said |= {"open": row["ledger/open"], "duplicates": row["ledger/duplicates"]}
-        known = dict.fromkeys(said, 0) | state.counts | {"open": len(state.open), "duplicates": state.duplicates}
-        if said != known:
-            faults.append(Fault(DISAGREE, f"row of step {row['step']} has {said}, the journal {known}"))
+        messages = {name: row[f"ledger/{name}"] for name in ("trained", "stale", "failed", "filtered", "discarded")}
+        messages |= {"open": row["ledger/open"], "duplicates": row["ledger/duplicates"]}
+        known = dict.fromkeys(messages, 0) | state.counts | {"open": len(state.open), "duplicates": state.duplicates}
+        if messages != known:
+            faults.append(Fault(DISAGREE, f"row of step {row['step']} has {messages}, the journal {known}"))
         oldest = row["staleness/max"]
         if oldest > expected.bound:
             faults.append(Fault(STALE, f"row of step {row['step']}: {oldest:g} versions, over {expected.bound}"))

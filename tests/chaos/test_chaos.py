@@ -40,9 +40,12 @@ def test_a_run_that_is_killed_as_a_whole_comes_back_by_itself(tmp_path: Path) ->
     assert verdict.faults == []
     assert verdict.missed == []
     assert verdict.resumes == len(RESUMED_KILLS)
-    said = (tmp_path / "terminal.log").read_text()
-    assert said.count("auto-resume: the run ended with signal SIGKILL; resuming") == len(RESUMED_KILLS)
-    assert [said.count(f"{engine}: taken over from the start before") for engine in ("engine-0", "engine-1")] == [1, 1]
+    terminal = (tmp_path / "terminal.log").read_text()
+    assert terminal.count("auto-resume: the run ended with signal SIGKILL; resuming") == len(RESUMED_KILLS)
+    assert [terminal.count(f"{engine}: taken over from the start before") for engine in ("engine-0", "engine-1")] == [
+        1,
+        1,
+    ]
 
 
 @pytest.mark.full
@@ -55,5 +58,5 @@ def test_a_sync_run_on_engines_that_it_took_over_trains_what_an_undisturbed_one_
     case = Case("auto", (*given, *AUTO), kills, bound=0, undisturbed=undisturbed, auto=True)
     verdict = Running(case, tmp_path / "killed").run()
     assert (verdict.faults, verdict.resumes) == ([], len(kills))
-    said = (tmp_path / "killed" / "terminal.log").read_text()
-    assert said.count("engine-0: taken over from the start before") == len(kills)
+    terminal = (tmp_path / "killed" / "terminal.log").read_text()
+    assert terminal.count("engine-0: taken over from the start before") == len(kills)

@@ -271,9 +271,9 @@ def label_before_weights(patch: pytest.MonkeyPatch) -> None:
 
     async def publish(self: TrainStage, ports: Any, due: Any) -> None:
         if self.weights is not None and self.weights.newest >= 0:
-            told = read_value(ports.topic, "weights", WeightsAnnouncement)
-            assert told is not None
-            early = msgspec.structs.replace(told, version=self.steps)
+            reported = read_value(ports.topic, "weights", WeightsAnnouncement)
+            assert reported is not None
+            early = msgspec.structs.replace(reported, version=self.steps)
             await ports.topic.publish("weights", msgspec.msgpack.encode(early))
         await finish(self, ports, due)
 

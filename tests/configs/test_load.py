@@ -306,9 +306,9 @@ def test_an_algorithm_on_a_real_model(name: str, order: int) -> None:
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_an_algorithm_beside_flags(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert launch.main(["--config", name, *REAL, *teacher(name), "--dry-run"]) == 0
-    said = capsys.readouterr()
-    assert said.err == ""
-    lines = said.out.splitlines()
+    output = capsys.readouterr()
+    assert output.err == ""
+    lines = output.out.splitlines()
     critic = " critic 1e-05;" if name == "ppo" else ""
     assert any(line.startswith(f"  lr 1e-06, constant;{critic} ") for line in lines)
     for line in ("  no warm start", "  grader: chosen by the first labels"):
@@ -319,11 +319,11 @@ def test_an_algorithm_beside_flags(name: str, capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_alone_it_runs_on_the_toy_problem(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert launch.main(["--config", name, *teacher(name), "--dry-run"]) == 0
-    said = capsys.readouterr()
-    assert f"no --prompt-data, --model or --hf-checkpoint: {name} on the toy problem" in said.err
-    assert "  warm start: 700 supervised steps at lr 0.0005" in said.out
-    assert "  grader: exact" in said.out
-    assert "  context: what the model has positions for, responses up to 8 tokens" in said.out
+    output = capsys.readouterr()
+    assert f"no --prompt-data, --model or --hf-checkpoint: {name} on the toy problem" in output.err
+    assert "  warm start: 700 supervised steps at lr 0.0005" in output.out
+    assert "  grader: exact" in output.out
+    assert "  context: what the model has positions for, responses up to 8 tokens" in output.out
 
 
 def test_what_needs_more_says_what() -> None:

@@ -263,5 +263,5 @@ def test_the_recipe_of_the_page_loads(project: Path) -> None:
 
 def test_the_keys_of_the_table_are_on_the_page() -> None:
     section = PAGE.read_text().partition("## The table")[2].partition("\n## ")[0]
-    told = [line.split("`")[1] for line in section.splitlines() if line.startswith("| `")]
-    assert told == list(EnvironmentConfig.__struct_fields__)
+    reported = [line.split("`")[1] for line in section.splitlines() if line.startswith("| `")]
+    assert reported == list(EnvironmentConfig.__struct_fields__)

@@ -280,20 +280,20 @@ def test_leftovers_of_killed_runs_go_and_the_only_copy_of_a_checkpoint_stays(tmp
 def test_a_damaged_checkpoint_is_passed_over_aloud(tmp_path: Path, name: str) -> None:
     good = make(tmp_path, 1)
     flip(make(tmp_path, 2) / name)
-    told: list[str] = []
-    assert resumable_checkpoint(tmp_path, told.append) == (good, read_manifest(good))
-    assert len(told) == 1
-    assert "skipped" in told[0]
-    assert str(final_path(tmp_path, 2) / name) in told[0]
+    reported: list[str] = []
+    assert resumable_checkpoint(tmp_path, reported.append) == (good, read_manifest(good))
+    assert len(reported) == 1
+    assert "skipped" in reported[0]
+    assert str(final_path(tmp_path, 2) / name) in reported[0]
 
 
 def test_the_newest_sound_checkpoint_is_resumed_in_silence(tmp_path: Path) -> None:
     make(tmp_path, 1)
     newest = make(tmp_path, 2)
-    told: list[str] = []
-    assert resumable_checkpoint(tmp_path, told.append) == (newest, read_manifest(newest))
-    assert told == []
-    assert resumable_checkpoint(tmp_path / "nowhere", told.append) is None
+    reported: list[str] = []
+    assert resumable_checkpoint(tmp_path, reported.append) == (newest, read_manifest(newest))
+    assert reported == []
+    assert resumable_checkpoint(tmp_path / "nowhere", reported.append) is None
 
 
 def test_nothing_but_damaged_checkpoints_is_an_error_and_no_new_beginning(tmp_path: Path) -> None:

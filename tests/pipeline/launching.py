@@ -115,8 +115,8 @@ def finish(process: subprocess.Popen[str], run_dir: Path, timeout_s: float = 240
         process.kill()
         out, err = process.communicate()
         logs = "\n".join(f"--- {p.name}\n{p.read_text()[-1500:]}" for p in sorted(run_dir.glob("logs/*.log")))
-        said = f"{out[-3000:]}\n{err[-3000:]}\n{logs}"
-        raise AssertionError(f"the run did not end within {timeout_s} s\n{said}") from None
+        messages = f"{out[-3000:]}\n{err[-3000:]}\n{logs}"
+        raise AssertionError(f"the run did not end within {timeout_s} s\n{messages}") from None
     return Finished(process.returncode, out, err, run_dir)
 
 

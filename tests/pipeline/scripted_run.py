@@ -56,8 +56,8 @@ class Scripted:
 
     def answered(self, replica: str) -> int:
         """Slices that a replica has passed on, as it told last."""
-        told = self.controller.recorder.view._replicas.get(("generate", replica))
-        return told.newest.items_out if told is not None else 0
+        reported = self.controller.recorder.view._replicas.get(("generate", replica))
+        return reported.newest.items_out if reported is not None else 0
 
     def kill(self, replica: str, number: int) -> None:
         os.kill(int((self.run_dir / "replicas" / f"{replica}.pid").read_text()), number)

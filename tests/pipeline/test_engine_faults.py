@@ -320,18 +320,18 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("seconds", type=float)
-    asked = parser.parse_args()
+    requested = parser.parse_args()
     routes.LONGEST_AVOIDED_S = 1.0  # type: ignore[misc]  # else it would be asked once in half a minute
-    model, trained = made_model()[1], asked.run_dir.with_name(f"{asked.run_dir.name}-trained")
+    model, trained = made_model()[1], requested.run_dir.with_name(f"{requested.run_dir.name}-trained")
     with serving(SpoiltEngine(EngineConfig(), model, {})) as good, serving(Liar(EngineConfig(), model, seed=3)) as liar:
-        run = [*SMALL, *made_model(), "--num-rollout", "100000", "--deadline-s", str(asked.seconds)]
+        run = [*SMALL, *made_model(), "--num-rollout", "100000", "--deadline-s", str(requested.seconds)]
         code = program.main(
-            ["--run-dir", str(asked.run_dir), *run, *flags(trained, good, liar), "--runner", "inprocess"]
+            ["--run-dir", str(requested.run_dir), *run, *flags(trained, good, liar), "--runner", "inprocess"]
         )
-    Finished(code, "", "", asked.run_dir).check_books()
-    check(asked.run_dir, trained)
+    Finished(code, "", "", requested.run_dir).check_books()
+    check(requested.run_dir, trained)
     sys.stdout.write(f"exit code {code}, told {dict(liar.told)}\n")
-    for detail, count in reasons(asked.run_dir).most_common():
+    for detail, count in reasons(requested.run_dir).most_common():
         sys.stdout.write(f"{count:6} {detail}\n")
 
 

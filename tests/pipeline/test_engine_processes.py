@@ -52,8 +52,8 @@ class FakeCharge(SupervisedServer):
     name, slow_start = "engine-0", True
     kind: Kind = "engine"
 
-    def __init__(self, script: Path, told: Told, config: Config, mode: str = "serve") -> None:
-        self.script, self.told, self.config, self.mode = script, told, config, mode
+    def __init__(self, script: Path, reported: Told, config: Config, mode: str = "serve") -> None:
+        self.script, self.told, self.config, self.mode = script, reported, config, mode
         self.births = 0
 
     @contextlib.contextmanager
@@ -333,11 +333,11 @@ def request() -> GenerateRequest:
     return GenerateRequest(input_ids=[1, 2, 3], sampling_params=SamplingParams(max_new_tokens=1000))
 
 
-async def running(client: EngineClient, asked: asyncio.Task[Any]) -> None:
+async def running(client: EngineClient, requested: asyncio.Task[Any]) -> None:
     """Wait until the engine has begun with a request."""
     async with asyncio.timeout(PATIENCE_S):
         while not (await client.loads())[0].num_running_reqs:
-            assert not asked.done(), asked.exception()
+            assert not requested.done(), requested.exception()
             await asyncio.sleep(0.01)
 
 
@@ -352,14 +352,14 @@ async def test_a_server_that_was_left_is_taken_over_idle_and_one_that_hangs_is_r
         pass
     process = first.handle
     async with EngineClient(url, token=token) as client, asyncio.TaskGroup() as tasks:
-        asked = tasks.create_task(client.generate(request()))
-        await running(client, asked)
+        requested = tasks.create_task(client.generate(request()))
+        await running(client, requested)
         await client.pause("in_place")  # as when the start before is killed in an update: nothing that runs would end
 
         second = Start(rundir, msgspec.structs.replace(spec, faults=plans[1]), process)  # a resume draws other faults
         async with second.running() as found:
             assert (found, second.handle.pid) == (url, process.pid)
-            assert [output.aborted for output in await asked] == [True]
+            assert [output.aborted for output in await requested] == [True]
             assert not await client.ready(), "nothing is generated before it has weights of this start"
             assert second.server.spec.taken_over
         [line] = second.told.lines

@@ -51,10 +51,10 @@ def fake(tmp_path: Path) -> Path:
     return path
 
 
-def external(told: Told, port: int, model: Path, **health: float) -> ExternalEngine:
+def external(reported: Told, port: int, model: Path, **health: float) -> ExternalEngine:
     config = configured(**health)
     spec = EngineSpec("engine-0", config.engine, str(model), None, 0, 0, external=f"http://127.0.0.1:{port}")
-    return ExternalEngine(spec, told, config.health)
+    return ExternalEngine(spec, reported, config.health)
 
 
 def frozen_spec(config: Config, name: str, address: str) -> EngineSpec:
@@ -77,24 +77,26 @@ async def watched(run: Callable[[], Coroutine[None, None, None]]) -> AsyncIterat
 
 @pytest.mark.slow
 async def test_an_external_engine_is_dropped_while_it_is_away_and_taken_back(fake: Path, policy: Path) -> None:
-    told = Told()
+    reported = Told()
     with held_port() as port:
-        async with watched(external(told, port, policy).run):
+        async with watched(external(reported, port, policy).run):
             async with outside(fake, port) as process:
-                assert (await told.until("up"))[3:] == ("0", "9.9")
+                assert (await reported.until("up"))[3:] == ("0", "9.9")
                 os.kill(process.pid, signal.SIGSTOP)
-                away = await told.until("away")
+                away = await reported.until("away")
                 assert "2 failed health checks in a row (/model_info gave no answer" in away[2]
                 assert process.returncode is None, "it is not ours to end"
                 os.kill(process.pid, signal.SIGCONT)
-                assert (await told.until("up", 2))[3] == "1"
-            await told.until("away", 2)
+                assert (await reported.until("up", 2))[3] == "1"
+            await reported.until("away", 2)
             async with outside(fake, port, "Other"):
-                await eventually(lambda: [("said",)] if any("it is left out" in line for line in told.lines) else [])
-                assert [e[0] for e in told.events] == ["up", "away", "up", "away"]
+                await eventually(
+                    lambda: [("said",)] if any("it is left out" in line for line in reported.lines) else []
+                )
+                assert [e[0] for e in reported.events] == ["up", "away", "up", "away"]
             async with outside(fake, port):
-                assert (await told.until("up", 3))[3] == "2"
-    left_out = [line for line in told.lines if "left out" in line]
+                assert (await reported.until("up", 3))[3] == "2"
+    left_out = [line for line in reported.lines if "left out" in line]
     assert left_out == [
         f"engine-0: http://127.0.0.1:{port} is back, but it serves a Other, the policy is a Tiny; it is left out"
     ]
@@ -103,15 +105,15 @@ async def test_an_external_engine_is_dropped_while_it_is_away_and_taken_back(fak
 async def test_an_external_engine_that_takes_no_weights_counts_as_away_and_is_tried_again(
     fake: Path, policy: Path
 ) -> None:
-    told = Told()
+    reported = Told()
     with held_port() as port:
-        async with outside(fake, port) as process, watched(external(told, port, policy).run):
-            await told.until("up")
-            told.complaints["engine-0", 0] = "5 failures in a row: no room for them"
-            assert (await told.until("away"))[2] == "5 failures in a row: no room for them"
-            assert (await told.until("up", 2))[3] == "1"
+        async with outside(fake, port) as process, watched(external(reported, port, policy).run):
+            await reported.until("up")
+            reported.complaints["engine-0", 0] = "5 failures in a row: no room for them"
+            assert (await reported.until("away"))[2] == "5 failures in a row: no room for them"
+            assert (await reported.until("up", 2))[3] == "1"
             assert process.returncode is None, "it is not ours to end"
-    assert any("answers again" in line for line in told.lines)
+    assert any("answers again" in line for line in reported.lines)
 
 
 async def test_an_external_engine_of_another_model_is_refused(fake: Path, policy: Path) -> None:
@@ -153,42 +155,44 @@ def test_models_are_distinguished_by_what_is_known(
 
 @pytest.mark.slow
 async def test_a_frozen_engine_at_an_address_is_watched_too_and_may_serve_any_model(fake: Path, policy: Path) -> None:
-    told, config = Told(), configured()
+    reported, config = Told(), configured()
     with held_port() as port:
         address = f"http://127.0.0.1:{port}"
-        watch = ExternalEngine(frozen_spec(config, "judge", address), told, config.health)
+        watch = ExternalEngine(frozen_spec(config, "judge", address), reported, config.health)
         async with outside(fake, port, "Other") as process, watched(watch.run):
-            assert await told.until("up") == ("up", "frozen-judge", address, "0", "9.9")
-            told.is_loading = True  # nobody gives it weights: that is no excuse for its scheduler
+            assert await reported.until("up") == ("up", "frozen-judge", address, "0", "9.9")
+            reported.is_loading = True  # nobody gives it weights: that is no excuse for its scheduler
             os.kill(process.pid, signal.SIGSTOP)
-            assert "/model_info gave no answer" in (await told.until("away"))[2]
+            assert "/model_info gave no answer" in (await reported.until("away"))[2]
             os.kill(process.pid, signal.SIGCONT)
-            assert (await told.until("up", 2))[3] == "1"
+            assert (await reported.until("up", 2))[3] == "1"
 
 
 async def test_a_frozen_engine_that_is_not_there_is_reported_with_its_own_flag() -> None:
     config = configured(rollout_health_check_first_wait=0.3)
     with held_port() as port:
         spec = frozen_spec(config, "judge", f"http://127.0.0.1:{port}/")
-        told = rf"--frozen-engine judge=http://127.0.0.1:{port}: no healthy engine answers there .* give a checkpoint"
-        with pytest.raises(UsageError, match=told):
+        reported = (
+            rf"--frozen-engine judge=http://127.0.0.1:{port}: no healthy engine answers there .* give a checkpoint"
+        )
+        with pytest.raises(UsageError, match=reported):
             await ExternalEngine(spec, Told(), config.health).run()
 
 
 @pytest.mark.slow
 async def test_a_router_at_an_address_is_dropped_while_it_is_away_and_comes_back_anew(fake: Path) -> None:
-    told, config = Told(), configured()
+    reported, config = Told(), configured()
     with held_port() as port:
         address = f"http://127.0.0.1:{port}"
-        run = ExternalRouter("smg", address + "/", told, config.health).run
+        run = ExternalRouter("smg", address + "/", reported, config.health).run
         async with outside(fake, port) as process, watched(run):
-            assert await told.until("router") == ("router", "smg", address, "0", "")
+            assert await reported.until("router") == ("router", "smg", address, "0", "")
             os.kill(process.pid, signal.SIGSTOP)
-            assert "/health gave no answer" in (await told.until("away"))[2]
+            assert "/health gave no answer" in (await reported.until("away"))[2]
             assert process.returncode is None
             os.kill(process.pid, signal.SIGCONT)
-            assert (await told.until("router", 2))[3] == "1", "it may have lost its workers"
-    assert told.lines == [f"router: {address} answers again"]
+            assert (await reported.until("router", 2))[3] == "1", "it may have lost its workers"
+    assert reported.lines == [f"router: {address} answers again"]
 
 
 async def test_a_router_that_is_not_there_is_reported_with_the_cure() -> None:

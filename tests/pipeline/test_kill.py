@@ -164,26 +164,6 @@ def test_a_killed_run_goes_on_with_the_groups_that_waited_for_its_trainer(tmp_pa
     assert len(done.audit.trained) == 9 * 4
 
 
-@pytest.mark.slow
-@pytest.mark.full
-def test_a_crashed_trainer_is_resumed_with_nothing_trained_twice(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    process = start(run_dir, *SMALL, *made_model(), "--num-rollout", "14", "--save-interval", "6")
-    wait_for_steps(process, run_dir, 8)  # two of them in no checkpoint: nobody has their groups any more
-    kill(run_dir, "train-0")
-    crashed = finish(process, run_dir)
-    assert crashed.code == 1
-    assert "--resume" in crashed.err
-    assert "Traceback" not in crashed.err
-    assert latest_checkpoint(run_dir / "checkpoints") is not None
-    done = resume(run_dir)
-    books = done.audit
-    assert sorted(books.batches) == list(range(1, 15)), "each surviving step once, versions continue"
-    assert books.twice == ()
-    assert len(books.trained) == 14 * 4
-    assert done.summary["weight_versions"]["last"] == 14
-
-
 def resume(run_dir: Path) -> Finished:
     process = start(None, "--resume", str(run_dir))
     return finish(process, run_dir).check()

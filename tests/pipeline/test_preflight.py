@@ -109,11 +109,11 @@ def test_functions_of_the_user_are_imported_and_inspected_for_their_signature(
         "--dynamic-sampling-filter-path": "differing_rewards",
     }
     check_names(config(*(word for flag, name in hooks.items() for word in (flag, f"{code}.{name}"))))
-    with pytest.raises(UsageError) as told:
+    with pytest.raises(UsageError) as reported:
         check_names(config(*(word for flag in hooks for word in (flag, f"{code}.no_source_at_all"))))
     for flag in hooks:
-        assert flag in str(told.value) or flag == "--custom-rm-path"
-    assert str(told.value).count("no_source_at_all' cannot be called as function(") == len(hooks)
+        assert flag in str(reported.value) or flag == "--custom-rm-path"
+    assert str(reported.value).count("no_source_at_all' cannot be called as function(") == len(hooks)
     with pytest.raises(UsageError, match=r"--custom-generate-function-path: .*generate_all' cannot be called"):
         check_names(config("--custom-generate-function-path", "my_code.generate_all"))
     with pytest.raises(UsageError) as caught:
@@ -237,7 +237,7 @@ CUDA = Installed(python="python", python_version="3.11", cuda=True)
 
 
 @pytest.mark.parametrize(
-    ("mode", "arguments", "external", "cuda", "told"),
+    ("mode", "arguments", "external", "cuda", "reported"),
     [
         ("in_place", {}, (), True, True),
         ("in_place", {"disable_overlap_schedule": False}, (), True, True),
@@ -248,14 +248,14 @@ CUDA = Installed(python="python", python_version="3.11", cuda=True)
     ],
 )
 def test_updates_in_place_under_overlap_scheduling_are_warned_of(
-    mode: Any, arguments: dict[str, Any], external: tuple[str, ...], cuda: bool, told: bool
+    mode: Any, arguments: dict[str, Any], external: tuple[str, ...], cuda: bool, reported: bool
 ) -> None:
     config = Config(
         engine=EngineConfig(engine="sglang", pause_generation_mode=mode),
         sglang=SglangConfig(sglang_args=arguments, rollout_external_engine_addrs=external),
     )
     lines = [*warnings(config, msgspec.structs.replace(CUDA, cuda=cuda))]
-    assert bool(lines) == told
+    assert bool(lines) == reported
     assert all("use --pause-generation-mode retract, or --sglang-disable-overlap-schedule" in line for line in lines)
 
 

@@ -121,14 +121,14 @@ async def test_a_program_sees_the_gpus_that_it_was_given_and_only_ours_find_the_
     monkeypatch.setenv("PYTHONPATH", "elsewhere")
     launcher = LocalLauncher(rundir)
     tell = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'], os.environ['PYTHONPATH'], os.environ['ONE'])"
-    said = {}
+    messages = {}
     for name, ours in (("ours", True), ("foreign", False)):
         spec = ProcessSpec(name, (sys.executable, "-c", tell), {"ONE": "1"}, ours=ours)
         process = await launcher.spawn(spec, Resources(("4", "GPU-5")))
         assert await process.wait() == 0
-        said[name] = process.last_line()
-    assert said["foreign"] == "4,GPU-5 elsewhere 1"
-    assert said["ours"].startswith(f"4,GPU-5 {Path(__file__).parents[2]}{os.pathsep}")
+        messages[name] = process.last_line()
+    assert messages["foreign"] == "4,GPU-5 elsewhere 1"
+    assert messages["ours"].startswith(f"4,GPU-5 {Path(__file__).parents[2]}{os.pathsep}")
 
 
 async def test_restarts_are_counted_within_a_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,8 +139,8 @@ async def test_restarts_are_counted_within_a_window(tmp_path: Path, monkeypatch:
         waits.append(seconds)
 
     monkeypatch.setattr(asyncio, "sleep", wait)
-    told, now = Told(), 0.0
-    restarts = Restarts(told, 2, clock=lambda: now)
+    reported, now = Told(), 0.0
+    restarts = Restarts(reported, 2, clock=lambda: now)
     for _ in range(8):
         await restarts.again("reward", "reward-0", "signal SIGKILL", "", tmp_path)
         now += WINDOW_S / 2
@@ -149,7 +149,7 @@ async def test_restarts_are_counted_within_a_window(tmp_path: Path, monkeypatch:
     await restarts.again("reward", "reward-0", "signal SIGKILL", "", tmp_path)
     with pytest.raises(ReplicaFailed, match="reward-0 ended 3 times within 60 minutes"):
         await restarts.again("reward", "reward-0", "signal SIGKILL", "", tmp_path)
-    assert len(told.events) == 10, "the last loss is told too"
+    assert len(reported.events) == 10, "the last loss is told too"
 
 
 async def test_a_group_shows_what_is_stopped_and_how_much_it_computes(rundir: RunDir) -> None:
@@ -276,8 +276,8 @@ def test_a_run_may_open_as_many_files_as_its_user() -> None:
     script = "import resource; from pipeline.hosts.machine import raise_file_limit; "
     script += "resource.setrlimit(resource.RLIMIT_NOFILE, (100, 500)); raise_file_limit(9); "
     script += "print(resource.getrlimit(resource.RLIMIT_NOFILE))"
-    said = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert said.stdout == "(500, 500)\n", said.stderr
+    messages = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert messages.stdout == "(500, 500)\n", messages.stderr
 
 
 async def test_threads_of_processes_are_few_and_sleep_where_they_wait(

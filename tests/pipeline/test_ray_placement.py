@@ -51,9 +51,9 @@ def placements(*flags: str, gpus: bool = False) -> RayPlacement:
 
 
 def refusal(nodes: list[Node], *flags: str) -> str:
-    with pytest.raises(UsageError) as told:
+    with pytest.raises(UsageError) as reported:
         placements(*flags, gpus=any(n.total["GPU"] for n in nodes)).check(nodes)
-    return str(told.value)
+    return str(reported.value)
 
 
 def test_a_run_of_defaults_needs_a_cpu_for_the_trainer_and_one_for_each_engine() -> None:
@@ -138,8 +138,8 @@ def test_ranks_go_to_as_many_nodes_as_the_trainer_has() -> None:
     stage = found.of("train-0")
     assert (stage.needs, stage.group, stage.bundle) == (ResourceNeeds(), "trainer", 0)  # it only deals batches to them
     assert found.check([node("1", 8, 8), node("2", 8, 4)]) == []
-    said = refusal([node("1", 8, 8)], *two)
-    assert said.startswith(
+    message = refusal([node("1", 8, 8)], *two)
+    assert message.startswith(
         "--runner ray: trainer needs 2 x 4 CPU and 4 GPU, each on a node of its own, but the cluster has 10.0.0.1 "
         "(8 CPU, 8 GPU); join more nodes"
     )
@@ -179,8 +179,8 @@ def test_a_shared_gpu_is_the_trainers() -> None:
     assert [found.of(name).group for name in ("train-0", "engine-0")] == ["engines", "engines"]
     assert choose(found.config, found.trainer.role, found.trainer, nodes).node.id == "2"
     assert found.check(nodes) == []
-    said = refusal(nodes, *flags, "rollout=side:here")
-    assert "with --colocate the engine has the trainer's GPU; leave rollout out" in said
+    message = refusal(nodes, *flags, "rollout=side:here")
+    assert "with --colocate the engine has the trainer's GPU; leave rollout out" in message
 
 
 def launcher_of(found: RayPlacement, nodes: list[Node], *placed: tuple[str, str]) -> RayLauncher:
@@ -228,10 +228,10 @@ def test_engines_leave_the_trainer_its_place() -> None:
 
 
 def test_what_is_missing_is_named() -> None:
-    said = refusal([node("1", 8), node("2", 8, 1)], "--engine", "embedded", "--engine-device", "cuda", "--scale",
+    message = refusal([node("1", 8), node("2", 8, 1)], "--engine", "embedded", "--engine-device", "cuda", "--scale",
                    "engine=2", "--train-device", "cpu")  # fmt: skip
-    assert "engines needs 2 x 1 CPU and 1 GPU, but the cluster has" in said
-    assert "2 nodes: 10.0.0.1 (8 CPU, 0 GPU), 10.0.0.2 (8 CPU, 1 GPU)" in said
+    assert "engines needs 2 x 1 CPU and 1 GPU, but the cluster has" in message
+    assert "2 nodes: 10.0.0.1 (8 CPU, 0 GPU), 10.0.0.2 (8 CPU, 1 GPU)" in message
     assert "all processes of the run together need 6 CPU, but the cluster has 10.0.0.1 (4 CPU" in refusal(
         [node("1")], "--ray-cpus", "train=3", "--ray-cpus", "rollout=3"
     )
@@ -295,13 +295,13 @@ def test_labels_of_the_trainer_do_not_move_what_stays_with_the_controller() -> N
     found = placements(*wanted)
     assert all(found.of(name).here for name in ("evaluate-0", "engines-0"))
     assert found.check([node("1"), node("2", 32, gpu="H200")]) == []
-    said = refusal([node("1", 1), node("2", 32, gpu="H200")], *wanted)
-    assert "evaluate-0 needs 2 CPU on the controller's node, but the cluster has 2 nodes: 10.0.0.1 (1 CPU" in said
+    message = refusal([node("1", 1), node("2", 32, gpu="H200")], *wanted)
+    assert "evaluate-0 needs 2 CPU on the controller's node, but the cluster has 2 nodes: 10.0.0.1 (1 CPU" in message
     assert "with gpu=H200, but the cluster has" in refusal([node("1")], *wanted)
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         (("--ray-labels", "rollout:spot"), "must have the form role=key:value; write for example"),
         (("--ray-labels", "rollout=market:spot|"), "must have the form role=key:value,key:value"),
@@ -316,10 +316,10 @@ def test_labels_of_the_trainer_do_not_move_what_stays_with_the_controller() -> N
     ],
 )
 def test_mistakes_are_reported_with_their_cure(
-    flags: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+    flags: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert program.main([*SMALL, "--runner", "ray", *flags]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_without_ray_installed_the_cure_is_reported(
@@ -394,14 +394,14 @@ def config_of(checkpoint: Path, *flags: str) -> Config:
 def test_a_run_directory_is_known_by_a_secret(tmp_path: Path) -> None:
     checkpoint = model(tmp_path / "model", b"w" * 100)
     with RunDir(tmp_path / "run").open(resume=False) as rundir:
-        told = shared_files(rundir, config_of(checkpoint))
-        assert told.lacking() is None
+        reported = shared_files(rundir, config_of(checkpoint))
+        assert reported.lacking() is None
         rundir.path.rename(tmp_path / "away")
         (tmp_path / "run").mkdir()  # as another machine may have one, with all that a run leaves
         for path in (tmp_path / "away").iterdir():
             if path.name != rundir.seal.name:
                 path.rename(tmp_path / "run" / path.name)
-        assert told.lacking() == f"does not see the controller's run directory {tmp_path / 'run'}"
+        assert reported.lacking() == f"does not see the controller's run directory {tmp_path / 'run'}"
     with RunDir(tmp_path / "again").open(resume=False) as rundir:
         (rundir.path / ".seal-0123").touch()  # a run that was killed
         rundir.write_config("")
@@ -415,22 +415,22 @@ def test_a_model_is_compared_by_what_it_holds(tmp_path: Path) -> None:
     weights = bytes(range(256)) * 4096
     checkpoint, reference = model(tmp_path / "model", weights), model(tmp_path / "reference", weights)
     with RunDir(tmp_path / "run").open(resume=False) as rundir:
-        told = shared_files(rundir, config_of(checkpoint, "--ref-load", str(reference), "--kl-loss-coef", "0.1"))
-        assert sorted(told.models) == [str(checkpoint), str(reference)]
-        assert told.lacking() is None
+        reported = shared_files(rundir, config_of(checkpoint, "--ref-load", str(reference), "--kl-loss-coef", "0.1"))
+        assert sorted(reported.models) == [str(checkpoint), str(reference)]
+        assert reported.lacking() is None
         (checkpoint / "README").touch()  # nobody reads it
-        assert told.lacking() is None
+        assert reported.lacking() is None
         (checkpoint / "model.safetensors").write_bytes(bytes(reversed(range(256))) * 4096)
         other = f"has another model than the controller's at {checkpoint}, or not all of its files"
-        assert told.lacking() == other
+        assert reported.lacking() == other
         (checkpoint / "model.safetensors").unlink()
-        assert told.lacking() == other
+        assert reported.lacking() == other
         (checkpoint / "model.safetensors").write_bytes(weights)
         (reference / "config.json").unlink()
         (reference / "model.safetensors").unlink()
         reference.rmdir()
-        assert told.lacking() == f"does not see the controller's model {reference}"
-        assert msgspec.structs.replace(told, models={}).lacking() is None
+        assert reported.lacking() == f"does not see the controller's model {reference}"
+        assert msgspec.structs.replace(reported, models={}).lacking() is None
         assert shared_files(rundir, config_of(Path("org/name"))).models == {}
 
 

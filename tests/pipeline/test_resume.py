@@ -130,11 +130,11 @@ def test_too_few_open_files_are_one_sentence(limit: int, flags: list[str], tmp_p
     flags = ["--run-dir", str(tmp_path / "run"), *SMALL, *made_model(), *SIMULATED, *flags]
     done = subprocess.run([*command, *flags], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=240)
     assert done.returncode == 2
-    said = done.stderr.splitlines()[-1]
+    messages = done.stderr.splitlines()[-1]
     assert re.fullmatch(
         rf"error: the limit of open files \({limit}, at most {limit}\) is too low for this run, which needs \d+: raise "
         r"it, such as with `ulimit -n 4096`, or start fewer replicas with --scale",
-        said,
+        messages,
     )
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "run").exists()
@@ -251,9 +251,9 @@ def parent(home: Path, *ends: str, limit: int = 5) -> subprocess.Popen[str]:
 def run(home: Path, *ends: str, limit: int = 5) -> tuple[int, list[str], str]:
     """Exit code, "times arguments" of each start, and what was said."""
     process = parent(home, *ends, limit=limit)
-    _, said = process.communicate(timeout=60)
+    _, messages = process.communicate(timeout=60)
     starts = (home / "starts").read_text().replace(str(home / "run"), "RUN").splitlines()
-    return process.returncode, starts, said
+    return process.returncode, starts, messages
 
 
 def servers(home: Path) -> list[tuple[int, int | None, str]]:
@@ -280,10 +280,10 @@ def until(there: Callable[[], bool]) -> None:
 
 
 def test_a_killed_run_begins_again_until_there_is_something_to_resume(tmp_path: Path) -> None:
-    code, starts, said = run(tmp_path, "-9", "begun -11", "saved -9", "0")
+    code, starts, messages = run(tmp_path, "-9", "begun -11", "saved -9", "0")
     assert code == 0
     assert starts == ["0 --first", "1 --first", "2 --resume RUN", "3 --resume RUN"]
-    lines = [line for line in said.splitlines() if line.startswith("auto-resume: ")]
+    lines = [line for line in messages.splitlines() if line.startswith("auto-resume: ")]
     assert len(lines) == 3, "one for each"
     assert "ended with signal SIGKILL; starting it again in" in lines[0]
     assert "from its beginning, since it has no checkpoint yet (start 1 of at most 5 within 60 minutes)" in lines[0]
@@ -306,16 +306,16 @@ def test_an_error_is_followed_by_a_resume_where_there_is_a_checkpoint(tmp_path: 
     ],
 )
 def test_what_another_start_cannot_mend_ends_it(end: str, code: int, tmp_path: Path) -> None:
-    found, starts, said = run(tmp_path, end, "0")
+    found, starts, messages = run(tmp_path, end, "0")
     assert (found, len(starts)) == (code, 1)
-    assert "auto-resume" not in said
+    assert "auto-resume" not in messages
 
 
 def test_the_budget_ends_it(tmp_path: Path) -> None:
-    code, starts, said = run(tmp_path, "begun saved -9", "-9", "-9", "0", limit=2)
+    code, starts, messages = run(tmp_path, "begun saved -9", "-9", "-9", "0", limit=2)
     assert (code, len(starts)) == (137, 3)
-    assert "ended 3 times within 60 minutes, last with signal SIGKILL; it is not started again" in said
-    assert f"--resume {tmp_path / 'run'}, or raise --auto-resume" in said
+    assert "ended 3 times within 60 minutes, last with signal SIGKILL; it is not started again" in messages
+    assert f"--resume {tmp_path / 'run'}, or raise --auto-resume" in messages
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

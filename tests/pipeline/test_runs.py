@@ -319,9 +319,9 @@ def test_nothing_is_unpickled_in_any_process_of_a_run(tmp_path: Path) -> None:
     resume = ["--resume", str(tmp_path / "run"), "--runner", "local", "--num-rollout", "6"]
     done = finish(start(None, *resume, **env), tmp_path / "run")
     assert done.code == 0, done.err[-2000:]
-    said = notes.read_text()
-    assert all(name in said for name in ("launch.py", "models.engines.serve", "train-0", "generate-0", "reward-0"))
-    assert [line for line in said.splitlines() if line.startswith("refused")] == []
+    messages = notes.read_text()
+    assert all(name in messages for name in ("launch.py", "models.engines.serve", "train-0", "generate-0", "reward-0"))
+    assert [line for line in messages.splitlines() if line.startswith("refused")] == []
 
 
 # A synchronous run whose trainer and engines share their devices in turns.

@@ -163,10 +163,10 @@ def test_a_reward_service_that_hangs_is_reported_with_the_settings_that_end_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with deaf_service() as (url, answers):
-        asked = StallWatch.look
+        requested = StallWatch.look
 
         def look(watch: StallWatch, *arguments: Any) -> str | None:
-            said = asked(watch, *arguments)
+            said = requested(watch, *arguments)
             if said is not None and "reward-0 has had group" in said:
                 answers.set()
             return said

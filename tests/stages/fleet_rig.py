@@ -116,17 +116,17 @@ def before_updates(
     monkeypatch: pytest.MonkeyPatch, hook: Callable[[Update], Awaitable[None]] | None = None
 ) -> list[Update]:
     """What engines are asked to load from now on. `hook` comes before each request; what it raises takes its place."""
-    asked: list[Update] = []
+    requested: list[Update] = []
     original = EngineClient.update_weights_from_disk
 
     async def update(client: EngineClient, path: str, label: str | None, flush_cache: bool = True) -> WeightsUpdated:
-        asked.append(Update(client.base_url, path, label, flush_cache))
+        requested.append(Update(client.base_url, path, label, flush_cache))
         if hook is not None:
-            await hook(asked[-1])
+            await hook(requested[-1])
         return await original(client, path, label, flush_cache)
 
     monkeypatch.setattr(EngineClient, "update_weights_from_disk", update)
-    return asked
+    return requested
 
 
 def hold_updates(

@@ -176,8 +176,8 @@ class TrainerBuffer(RuleBasedStateMachine):
                 sent = self.sent[report.group_id]
                 too_old = self.step - oldest_trained(sent) > self.eta
                 made_up = max(run.version for sample in sent.samples for run in sample.version_runs) > self.step
-                told = report.outcome == "discarded" or (report.outcome == "failed" and made_up)
-                assert too_old or told, f"group {report.group_id} was refused: {report.detail}"
+                reported = report.outcome == "discarded" or (report.outcome == "failed" and made_up)
+                assert too_old or reported, f"group {report.group_id} was refused: {report.detail}"
             case StepDone():
                 for group_id in report.groups:
                     self.end(group_id, "trained")
@@ -231,7 +231,7 @@ def test_no_token_older_than_the_bound_is_trained(examples: int) -> None:
 @pytest.mark.parametrize("by", [1, -1], ids=["one version too many", "one too few"])
 def test_the_machine_finds_a_rule_that_is_off_by_one(monkeypatch: pytest.MonkeyPatch, by: int) -> None:
     rule_ = StalenessGate.batches_left
-    monkeypatch.setattr(StalenessGate, "batches_left", lambda gate, **asked: rule_(gate, **asked) + by)
+    monkeypatch.setattr(StalenessGate, "batches_left", lambda gate, **requested: rule_(gate, **requested) + by)
     once = settings(QUICK, max_examples=100, phases=[hypothesis.Phase.generate], derandomize=True)
     with pytest.raises(AssertionError, match=r"the bound is|was refused"):
         run_state_machine_as_test(TrainerBuffer, settings=once)
@@ -395,6 +395,6 @@ async def test_an_update_in_the_middle_of_a_conversation(
         prompt, made = one["prompt_token_ids"], one["choices"][0]["token_ids"]
         end = len(prompt) + len(made)
         assert part.token_ids[:end].tolist() == [*prompt, *made]
-        told = [entry["logprob"] for entry in one["choices"][0]["logprobs"]["content"]]
-        assert np.array_equal(np.float32(told), part.log_probs[len(prompt) : end])
+        reported = [entry["logprob"] for entry in one["choices"][0]["logprobs"]["content"]]
+        assert np.array_equal(np.float32(reported), part.log_probs[len(prompt) : end])
         assert prompt in [exchange.request.prompts[0] for exchange in exchanges]

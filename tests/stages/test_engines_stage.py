@@ -172,12 +172,12 @@ async def test_an_engine_that_takes_no_weights_goes_to_its_supervisor_and_the_ot
         monkeypatch.setattr("stages.engines.weight_transfer.TURN_TIMEOUT_S", 0.0)
         one.weights.publish(1)
         await until(lambda: complaint(one) is not None)
-        told = complaint(one)
-        assert told is not None
-        assert (told.engine, told.incarnation, tries) == ("engine-0", 0, ["0.1"] * 3)
-        assert told.reason.startswith("3 failures in a row: the update to version 1 failed:")
-        assert "no room for them" in told.reason
-        assert (one.entry().state, one.entry().detail) == ("away", told.reason)
+        reported = complaint(one)
+        assert reported is not None
+        assert (reported.engine, reported.incarnation, tries) == ("engine-0", 0, ["0.1"] * 3)
+        assert reported.reason.startswith("3 failures in a row: the update to version 1 failed:")
+        assert "no room for them" in reported.reason
+        assert (one.entry().state, one.entry().detail) == ("away", reported.reason)
         await one.landed(1, engine=1)
         one.weights.publish(2)
         await one.landed(2, engine=1)
@@ -362,9 +362,9 @@ async def test_a_fetcher_that_is_killed_finds_its_order_again(
     server = await fleet.engine(0, fetcher="fetcher-0")
     fleet.weights.publish(0)
     await fleet.landed(0)
-    asked, hold, _ = hold_updates(monkeypatch)
+    requested, hold, _ = hold_updates(monkeypatch)
     fleet.weights.publish(1)
-    await asked.wait()
+    await requested.wait()
     assert core_of(server).paused
     await there.lose()
     hold.set()
@@ -409,8 +409,8 @@ async def test_an_engine_that_its_fetcher_cannot_serve_goes_to_its_supervisor(
             await one.landed(1, engine=1)
             await until(lambda: one.rig.topic.get("complaint/engine-0") is not None)
         assert [load.path for load in loaded] == [slot.path], "only the other engine"
-        told = msgspec.msgpack.decode(one.rig.topic.get("complaint/engine-0") or b"", type=Complaint)
-        assert told.reason.endswith("the update to version 1 failed: fetcher-0: version 1 could not be fetched")
+        reported = msgspec.msgpack.decode(one.rig.topic.get("complaint/engine-0") or b"", type=Complaint)
+        assert reported.reason.endswith("the update to version 1 failed: fetcher-0: version 1 could not be fetched")
         assert (one.labels(), one.entry().state) == (["0.0", "0.1"], "away")
         there.weights.broken = ""
         one.rig.lose_engine(0)

@@ -223,10 +223,10 @@ async def test_why_members_failed_is_reported_once_where_their_group_goes_on(
         members = [make_sample(i, reward=float(i)) for i in (0, 1)]
         await desk.send(make_slice(number, *members, make_sample(2, status="failed", error=why), n_samples=3))
         assert len((await take(desk.out)).samples) == 2
-    told = [
+    reported = [
         record.getMessage().split(" continues with ")[1] for record in caplog.records if record.name == "sluice.group"
     ]
-    assert told == [f"2 of its 3 rollouts; others failed: {why}" for why in ("tool lost", "engine gone")]
+    assert reported == [f"2 of its 3 rollouts; others failed: {why}" for why in ("tool lost", "engine gone")]
 
 
 async def test_sequences_do_not_count_twice_in_what_is_reported() -> None:

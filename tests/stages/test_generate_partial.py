@@ -524,9 +524,9 @@ async def test_each_goes_on_with_its_own_seed_and_budget(tmp_path: Path, log: Lo
         samples = await world.whole(3)
     for sample in samples:
         prompt = [1, 2, 3, *response_ids(sample)[: sample.reused_tokens]]
-        [asked] = [exchange for exchange in log if exchange.request.prompts[0] == prompt]
-        assert asked.params.sampling_seed == sample_seed(first.params.sampling_seed or 0, sample.index)
-        assert asked.params.max_new_tokens == LENGTH - sample.reused_tokens
+        [requested] = [exchange for exchange in log if exchange.request.prompts[0] == prompt]
+        assert requested.params.sampling_seed == sample_seed(first.params.sampling_seed or 0, sample.index)
+        assert requested.params.max_new_tokens == LENGTH - sample.reused_tokens
 
 
 @pytest.mark.parametrize(

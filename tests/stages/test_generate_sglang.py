@@ -115,7 +115,7 @@ async def test_a_lost_server_leaves_its_partial_output(
 async def test_tokens_are_reported_as_they_come_and_outlive_their_server(
     sglang: RealServer, tmp_path: Path, log: Log
 ) -> None:
-    told: list[int] = []
+    reported: list[int] = []
     result: SampleResult | None = None
     length = 900  # so many that the server is still at work when its proxy is killed, on a busy machine too
     params = SamplingParams(max_new_tokens=length, ignore_eos=True, stream_interval=4)
@@ -125,15 +125,15 @@ async def test_tokens_are_reported_as_they_come_and_outlive_their_server(
             if isinstance(item, SampleResult):
                 result = item
                 continue
-            told += item.token_ids
-            if len(told) >= 40 and len(log) == 1:
+            reported += item.token_ids
+            if len(reported) >= 40 and len(log) == 1:
                 lost = next(index for index, proxy in enumerate(world.proxies) if proxy.url == log[0].url)
                 world.proxies[lost].kill()
                 world.lose(lost)
     assert result is not None
     assert (len(result.token_ids), result.resumed) == (length, 1)
-    assert told == list(result.token_ids)
-    assert np.abs(by_one(sglang.model, PROMPT, told).numpy() - result.log_probs).max() < TOLERANCE
+    assert reported == list(result.token_ids)
+    assert np.abs(by_one(sglang.model, PROMPT, reported).numpy() - result.log_probs).max() < TOLERANCE
 
 
 @pytest.mark.parametrize("n", [1, 3])

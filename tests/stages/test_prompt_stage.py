@@ -140,11 +140,11 @@ async def test_a_stale_prompt_is_sampled_once_more_and_only_once(handler: str) -
     config = make_config(asynchrony={"async_unused_samples_handler": handler}, data={"rollout_shuffle": False})
     async with prompting(batch=1, eta=0, config=config) as one:
         await one.land(0)
-        asked = [await take(one.groups)]
+        requested = [await take(one.groups)]
         for _ in range(3):
-            await one.report(Settled(asked[-1].group_id, "stale", "too old"))
-            asked.append(await take(one.groups))
-        found = [(g.group_id, g.prompt_index, g.requeued) for g in asked]
+            await one.report(Settled(requested[-1].group_id, "stale", "too old"))
+            requested.append(await take(one.groups))
+        found = [(g.group_id, g.prompt_index, g.requeued) for g in requested]
         if handler == "requeue":
             assert found == [(0, 0, 0), (1, 0, 1), (2, 1, 0), (3, 1, 1)]
         else:

@@ -275,7 +275,7 @@ def common(one: list[int], other: list[int]) -> int:
 
 @given(SEQUENCES, st.lists(st.integers(0, 2), max_size=10), st.booleans())
 def test_the_longest_common_beginning_and_of_several_the_first(
-    known: list[list[int]], asked: list[int], columns: bool
+    known: list[list[int]], requested: list[int], columns: bool
 ) -> None:
     def array(ids: list[int]) -> np.ndarray:
         return np.array([(i % 2, i // 2) for i in ids]).reshape(-1, 2) if columns else np.array(ids, np.int32)
@@ -283,9 +283,9 @@ def test_the_longest_common_beginning_and_of_several_the_first(
     tree = PrefixTree()
     for number, ids in enumerate(known):
         tree.add(array(ids), number)
-    lengths = [common(ids, asked) for ids in known]
+    lengths = [common(ids, requested) for ids in known]
     best = max(lengths, default=0)
-    assert tree.longest(array(asked)) == ((lengths.index(best), best) if best else (-1, 0))
+    assert tree.longest(array(requested)) == ((lengths.index(best), best) if best else (-1, 0))
 
 
 @pytest.mark.parametrize("part", ["one grows", "all branch off"])

@@ -184,14 +184,14 @@ async def test_what_was_told_survives_its_engine_although_partial_rollout_is_off
         await until(lambda: min(len(tokens) for tokens in heard.tokens) >= 2)
         lost = next(i for i, engine in enumerate(world.engines) if log[0].url == world.proxies[i].url)
         core_of(world.engines[1 - lost]).schedule.config = simulated(FAST_MS).simulated
-        told = [list(tokens) for tokens in heard.tokens]
+        reported = [list(tokens) for tokens in heard.tokens]
         world.proxies[lost].kill()
     heard.check()
     assert len(log) == 1 + n, "each member goes on alone"
     for index, result in enumerate(heard.results):
         assert result is not None
-        assert heard.tokens[index][: len(told[index])] == told[index]
-        assert result.reused_tokens >= len(told[index]) >= 2
+        assert heard.tokens[index][: len(reported[index])] == reported[index]
+        assert result.reused_tokens >= len(reported[index]) >= 2
 
 
 async def test_what_was_told_survives_an_update_that_aborts(tmp_path: Path) -> None:
@@ -241,21 +241,21 @@ class AbortsOnce:
 @pytest.mark.parametrize(
     ("text", "kept"), [("ab", True), ("ab</to", False), ("ab<", False), ("<ab", True), ("</tool_call", False)]
 )
-@pytest.mark.parametrize("told", [False, True])
-async def test_what_ends_within_a_stop_string_begins_again(text: str, kept: bool, told: bool) -> None:
+@pytest.mark.parametrize("reported", [False, True])
+async def test_what_ends_within_a_stop_string_begins_again(text: str, kept: bool, reported: bool) -> None:
     sender, emitted = AbortsOnce(text), []
 
     def tell(index: int, chunk: Chunk) -> None:
         raise AssertionError("no chunk comes")
 
     request = SampleRequest(SamplingParams(stop=["</tool_call>", "\n\n"]), token_ids=[3])
-    call = Call(request, RetryState.until(None), lambda _, result: emitted.append(result), tell if told else None)
+    call = Call(request, RetryState.until(None), lambda _, result: emitted.append(result), tell if reported else None)
     await PartialRollouts(sender, keeps_partial=True).answer(call)
     assert [result.finish for result in emitted] == ["stop"]
     first, second = sender.asked
     assert first == SampleResult()
     assert (second.resumed, second.spent_s, second.finish) == (1, 1.0, "aborted")
-    kept = kept or told  # of chunks none is taken back
+    kept = kept or reported  # of chunks none is taken back
     assert (second.token_ids, second.text) == (((1, 2), text) if kept else ((), ""))
 
 

@@ -129,8 +129,8 @@ def by_simulation(sample: Sample, model: Path) -> list[float]:
 
 async def test_every_response_token_has_its_log_prob(world: World, policy: Path) -> None:
     await world.serve("teacher", policy)
-    asked = rollouts(make_sample(0, n=5), make_sample(1, n=1, status="truncated"), make_sample(2, n=9))
-    for before, after in zip(asked.samples, await world.scored(asked), strict=True):
+    requested = rollouts(make_sample(0, n=5), make_sample(1, n=1, status="truncated"), make_sample(2, n=9))
+    for before, after in zip(requested.samples, await world.scored(requested), strict=True):
         assert after.teacher_log_probs.dtype == np.float32
         assert after.teacher_log_probs.tolist() == pytest.approx(by_simulation(before, policy), abs=1e-6)
         assert after.log_probs.tolist() == before.log_probs.tolist()
@@ -173,8 +173,8 @@ async def test_the_key_and_the_teachers_are_the_configurations(policy: Path, tmp
     distill = {"opd_teacher_key": "who", "opd_teacher": ("code",)}
     async with teaching(policy, tmp_path, ("judge", "code"), distill) as world:
         await world.serve("code", policy)
-        asked = rollouts(make_sample(0, n=6), metadata={"teacher": "judge"})
-        [after] = await world.scored(asked)
+        requested = rollouts(make_sample(0, n=6), metadata={"teacher": "judge"})
+        [after] = await world.scored(requested)
         assert after.status == "completed", "the field `teacher` means nothing here"
         [after] = await world.scored(rollouts(make_sample(0, n=6), metadata={"who": "judge"}))
         assert after.status == "failed", "a frozen engine that is no teacher"
@@ -195,8 +195,8 @@ async def test_an_unknown_teacher_fails_the_sample_and_names_the_known_ones(poli
 
 async def test_a_refused_sample_fails_alone_and_at_once(world: World, policy: Path) -> None:
     await world.serve("teacher", policy)  # has positions for 1024 tokens
-    asked = rollouts(make_sample(0, n=4), sample_of([1] * 1100), sample_of([9, 5000, 9], index=2))
-    after = await world.scored(asked)
+    requested = rollouts(make_sample(0, n=4), sample_of([1] * 1100), sample_of([9, 5000, 9], index=2))
+    after = await world.scored(requested)
     assert [sample.status for sample in after] == ["completed", "failed", "failed"]
     assert "teacher teacher: EngineRefused" in str(after[1].error)
     assert "longer than the model's context length" in str(after[1].error)
@@ -213,14 +213,14 @@ async def test_a_lost_teacher_costs_time_not_samples(world: World, policy: Path)
     first = await world.serve("teacher", policy)
     assert first.core is not None
     await first.core.pause("in_place")
-    asked = rollouts(make_sample(0, n=4), make_sample(1, n=4))
-    await world.send(asked)
+    requested = rollouts(make_sample(0, n=4), make_sample(1, n=4))
+    await world.send(requested)
     while first.core.load().num_waiting_reqs < 2:  # noqa: ASYNC110 - looks from outside
         await asyncio.sleep(0.002)
     world.rig.topic.drop("engine/teacher")
     await world.serve("teacher", policy, incarnation=1)
     after = (await take(world.out)).samples
-    for sample, before in zip(after, asked.samples, strict=True):
+    for sample, before in zip(after, requested.samples, strict=True):
         assert sample.teacher_log_probs.tolist() == pytest.approx(by_simulation(before, policy), abs=1e-6)
     assert world.stage.sampler.retries >= 2
 
@@ -230,8 +230,8 @@ async def test_a_teacher_at_an_address_may_come_late(world: World, policy: Path)
     server = await world.serve("teacher", policy)
     port = int(server.url.rpartition(":")[2])
     await server.__aexit__(None, None, None)
-    asked = rollouts(make_sample(0, n=4))
-    await world.send(asked)
+    requested = rollouts(make_sample(0, n=4))
+    await world.send(requested)
     while not world.stage.sampler.retries:  # noqa: ASYNC110 - looks from outside
         await asyncio.sleep(0.002)
     late = EngineServer(simulated(), str(policy), max_context_len=None, seed=0, port=port)
@@ -306,9 +306,11 @@ async def test_a_teacher_that_is_the_policy_gives_a_reverse_kl_of_zero(
             assert float(np.abs(sample.log_probs - sample.teacher_log_probs).max()) > 1e-2
 
 
-@pytest.mark.parametrize(("config", "told"), [(simulated(), True), (embedded(), False)], ids=["simulated", "embedded"])
+@pytest.mark.parametrize(
+    ("config", "reported"), [(simulated(), True), (embedded(), False)], ids=["simulated", "embedded"]
+)
 async def test_a_teacher_that_scores_at_temperature_one_is_reported(
-    policy: Path, tmp_path: Path, config: EngineConfig, told: bool, caplog: pytest.LogCaptureFixture
+    policy: Path, tmp_path: Path, config: EngineConfig, reported: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     probed: list[bool] = []
 
@@ -322,4 +324,4 @@ async def test_a_teacher_that_scores_at_temperature_one_is_reported(
             await world.serve("teacher", policy, config)
             while not probed:  # noqa: ASYNC110 - looks from outside
                 await asyncio.sleep(0.002)
-    assert ("scores at temperature 1, but rollout_temperature is 0.7" in caplog.text) is told
+    assert ("scores at temperature 1, but rollout_temperature is 0.7" in caplog.text) is reported

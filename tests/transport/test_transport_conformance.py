@@ -229,9 +229,9 @@ async def test_a_step_without_news_asks_the_socket_nothing(monkeypatch: pytest.M
                     link.wake()
                 await asyncio.sleep(0)
                 await asyncio.sleep(0)
-            asked = [socket.asked - n for socket, n in zip(sockets, before, strict=True)]  # type: ignore[attr-defined]
+            requested = [socket.asked - n for socket, n in zip(sockets, before, strict=True)]  # type: ignore[attr-defined]
             assert len(links) == 3
-            assert max(asked) < STEPS // 4, "only what it sent or was told of"
+            assert max(requested) < STEPS // 4, "only what it sent or was told of"
             assert [socket.in_vain for socket in sockets] == [0, 0, 0]  # type: ignore[attr-defined]
             assert [link.late_wakeups for link in links] == [0, 0, 0]
 
@@ -310,12 +310,12 @@ async def test_a_listed_peer_may_connect_in_its_role_and_no_other(keys: Keys) ->
 async def test_a_process_that_is_announced_late_is_not_refused(keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(zmq_link, "HANDSHAKE_MS", 200)  # after which it tries again
     async with asyncio.timeout(20), Node("run", "hub-0", keys.hub("hub-0")) as node, asyncio.TaskGroup() as tasks:
-        asked = asyncio.Event()
+        requested = asyncio.Event()
         admitted = keys.admitted
 
         class Admitted(dict[str, str]):
             def get(self, key: str, default: str = "") -> str:  # type: ignore[override]
-                asked.set()
+                requested.set()
                 return admitted.get(key, default)
 
         keys.admitted = Admitted()
@@ -323,7 +323,7 @@ async def test_a_process_that_is_announced_late_is_not_refused(keys: Keys, monke
         late = keys.client("generate-1", admitted=False)
         async with Node("run", "generate-1", late) as sender:
             opening = tasks.create_task(sender.outlet(hub.address, "s", bytes))
-            await asked.wait()
+            await requested.wait()
             admitted[late.own.public] = "generate-1"
             await (await opening).send(b"x", "1")
         assert hub.stats().accepted == 1

@@ -132,8 +132,8 @@ async def test_requests_to_an_engine_that_ends_are_answered(checkpoints: Checkpo
     engine, delivered, busy = bench.engine, list[Completion](), threading.Event()
     engine.start(delivered.extend, lambda error: None)
     engine._send(lambda: bool(busy.wait(10)))
-    asked = bench.make([1, 2, 3])
-    engine.submit(asked)
+    requested = bench.make([1, 2, 3])
+    engine.submit(requested)
     update = asyncio.create_task(engine.update_weights(str(checkpoints()), "late", False))
     await asyncio.sleep(0)
     end = asyncio.create_task(engine.stop())
@@ -141,9 +141,9 @@ async def test_requests_to_an_engine_that_ends_are_answered(checkpoints: Checkpo
     busy.set()
     async with asyncio.timeout(10):
         await asyncio.gather(end, update)
-    assert delivered == asked
-    assert asked[0].finish is not None
-    assert asked[0].finish.type == "abort"
+    assert delivered == requested
+    assert requested[0].finish is not None
+    assert requested[0].finish.type == "abort"
 
 
 # Noise and drawing: pure functions of (seed, position), the same bits everywhere, the right distribution.

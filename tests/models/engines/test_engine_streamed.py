@@ -297,13 +297,13 @@ def test_news_are_given_out_once_and_each_chunk_is_decoded_once(
     decoded: list[bytes] = []
     original = module._decode_chunk
     monkeypatch.setattr(module, "_decode_chunk", lambda raw: (decoded.append(raw), original(raw))[1])
-    told: list[int] = []
-    partial = PartialOutputs(None, None, lambda index, entries: told.extend(entry[1] for entry in entries))
+    reported: list[int] = []
+    partial = PartialOutputs(None, None, lambda index, entries: reported.extend(entry[1] for entry in entries))
     partial.begin(1, early_boundary=False)
     for end in range(1, 101):
         ids = list(range(end)) if cumulative else [end - 1]
         partial.take(chunk(ids, None if cumulative else end))
-    assert told == list(range(100))
+    assert reported == list(range(100))
     assert len(decoded) == 100
 
 

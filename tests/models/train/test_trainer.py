@@ -280,16 +280,16 @@ def test_background_saves_are_requested_and_waited_for(
     backend: str, name: str, async_save: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From the flag to the models, and from the trainer's `finish_save` to theirs."""
-    asked: list[object] = []
+    requested: list[object] = []
 
     class Models:
         critic, has_reference, reference_apart, pass_micro_batches = None, False, False, 1
 
         def __init__(self, spec: object, *, async_save: bool) -> None:
-            asked.append(async_save)
+            requested.append(async_save)
 
         def finish_save(self) -> None:
-            asked.append("finished")
+            requested.append("finished")
 
     place = {"fsdp": "huggingface.sharded_models", "megatron": "megatron.models"}[backend]
     monkeypatch.setitem(sys.modules, f"models.train.{place}", SimpleNamespace(**{name: Models}))
@@ -297,7 +297,7 @@ def test_background_saves_are_requested_and_waited_for(
     trainer = build_member(replace(config, checkpoint=CheckpointConfig(async_save=async_save)), 1, DpGroup())
     trainer.setup()
     trainer.finish_save()
-    assert asked == [async_save, "finished"]
+    assert requested == [async_save, "finished"]
 
 
 @pytest.mark.parametrize("member", [False, True])

@@ -272,8 +272,8 @@ class Run:
 
     def report(self) -> None:
         engines = {"engine-0/running": 6.0, "engine-0/waiting": self.waiting, "engine-0/idle": 0.25}
-        told = {"reward": (0.9, {CPU: 0.5 * self.now}), "train": (0.4, {}), "engines": (0.0, engines)}
-        for name, (busy, extra) in told.items():
+        reported = {"reward": (0.9, {CPU: 0.5 * self.now}), "train": (0.4, {}), "engines": (0.0, engines)}
+        for name, (busy, extra) in reported.items():
             self.view.stage(
                 StageStats(
                     stage=name, replica=f"{name}-0", unix_s=self.now, busy_s=busy * self.now,

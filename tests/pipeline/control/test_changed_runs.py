@@ -215,8 +215,8 @@ def test_the_slow_stage_is_scaled_and_the_user_outranks(tmp_path: Path) -> None:
     assert ended.summary["groups"]["failed"] == 0
     changes = [(change["what"], change["value"]) for change in ended.summary["changes"]]
     assert changes == [("autoscale reward", "2"), ("scale reward", "1"), ("drain", "")]
-    said = next(line for line in ended.out.splitlines() if line.startswith("autoscale: "))
-    assert "reward 1 -> 2" in said
+    messages = next(line for line in ended.out.splitlines() if line.startswith("autoscale: "))
+    assert "reward 1 -> 2" in messages
     assert ended.summary["advice"]
 
 

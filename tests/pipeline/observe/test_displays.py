@@ -313,11 +313,11 @@ def test_commands_of_a_terminal_are_shown_not_obeyed() -> None:
 
 def test_off_a_terminal_it_is_plain_text_of_eighty_columns(tmp_path: Path) -> None:
     run = write(tmp_path / "run", a_row(prompt="long " * 60), torn=b'{"step"')
-    said = shown(str(run))
-    assert "\x1b" not in said
-    assert max(map(len, said.splitlines())) <= 80
-    assert "group 3 rollout 1 | trained in step 10 | reward 0.5" in said
-    assert "1 of 2 samples; 1 lines could not be read" in said
+    messages = shown(str(run))
+    assert "\x1b" not in messages
+    assert max(map(len, messages.splitlines())) <= 80
+    assert "group 3 rollout 1 | trained in step 10 | reward 0.5" in messages
+    assert "1 of 2 samples; 1 lines could not be read" in messages
 
 
 @pytest.mark.parametrize(
@@ -342,8 +342,8 @@ def test_filters(tmp_path: Path, flags: tuple[str, ...], groups: list[int]) -> N
         a_row(group=4, reward=None, status="failed", error="boom"),
         a_row(group=5, reward=0.0, outcome="failed", detail="insufficient_members"),
     )
-    said = shown(str(run), *flags)
-    assert [group for group in range(2, 6) if f"group {group} " in said] == groups
+    messages = shown(str(run), *flags)
+    assert [group for group in range(2, 6) if f"group {group} " in messages] == groups
 
 
 def test_a_directory_without_samples_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -55,15 +55,15 @@ def anthropic_messages(url: str, key: str, model: str) -> Any:
     from anthropic import Anthropic
 
     client = Anthropic(base_url=url, api_key=key, max_retries=0)
-    asked: Any = {"model": model, "max_tokens": 200, "tools": [{"name": "add", "input_schema": PARAMETERS}]}
+    requested: Any = {"model": model, "max_tokens": 200, "tools": [{"name": "add", "input_schema": PARAMETERS}]}
     messages: list[Any] = [{"role": "user", "content": QUESTION}]
     assert client.messages.count_tokens(model=model, messages=messages).input_tokens > 0
-    first = client.messages.create(messages=messages, **asked)
+    first = client.messages.create(messages=messages, **requested)
     [call] = [block for block in first.content if block.type == "tool_use"]
     assert (first.stop_reason, call.input) == ("tool_use", {"a": 1, "b": 2})
     result = {"type": "tool_result", "tool_use_id": call.id, "content": "3"}
     messages += [{"role": "assistant", "content": first.content}, {"role": "user", "content": [result]}]
-    with client.messages.stream(messages=messages, **asked) as stream:
+    with client.messages.stream(messages=messages, **requested) as stream:
         for _ in stream:
             pass
         return stream.get_final_text()

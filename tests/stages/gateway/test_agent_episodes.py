@@ -65,16 +65,16 @@ async def test_a_program_asks_the_policy_and_sees_nothing_else(tmp_path: Path, m
 @pytest.mark.parametrize("how", ["leave", "stay"])
 async def test_what_a_program_started_ends_with_its_episode(how: str, tmp_path: Path) -> None:
     async with opened(tmp_path, lambda prompt: "four") as rig:
-        told = tmp_path / "pid"
-        command = Command([sys.executable, "-c", LEAVES, str(told), how])
+        reported = tmp_path / "pid"
+        command = Command([sys.executable, "-c", LEAVES, str(reported), how])
         if how == "leave":  # its child has inherited its output, and must not hold us up
             await command.run(TASK, rig.endpoint)
         else:
             async with asyncio.TaskGroup() as tasks:
                 episode = tasks.create_task(command.run(TASK, rig.endpoint))
-                await until(lambda: told.exists() and bool(told.read_text()))
+                await until(lambda: reported.exists() and bool(reported.read_text()))
                 episode.cancel()
-        pid = int(told.read_text())
+        pid = int(reported.read_text())
         await until(lambda: not os.path.exists(f"/proc/{pid}"))
 
 
@@ -148,7 +148,7 @@ async def test_agents_make_rollouts_of_several_sequences(tmp_path: Path) -> None
         rollouts = await played(world, 4, worth=0.5)
         assert stage.activity.extra["retried"] == 0.0
     assert len(rollouts) == 4
-    asked = {(tuple(prompt), tuple(made)) for prompt, made in writer.answered}
+    requested = {(tuple(prompt), tuple(made)) for prompt, made in writer.answered}
     trained = [int(mask.sum()) for parts in rollouts for mask in trained_masks(parts)]
     assert sum(trained) == sum(len(made) for _, made in writer.answered)
     for index, parts in enumerate(rollouts):
@@ -158,7 +158,7 @@ async def test_agents_make_rollouts_of_several_sequences(tmp_path: Path) -> None
         assert (main.status, main.reward, main.done) == ("completed", 0.5, True)
         assert main.metrics == {"env/asker/asked": 3.0, "env/asker/turns": 4.0, "env/asker/sequences": 2.0}
         for part, mask in zip(parts, trained_masks(parts), strict=True):
-            for prompt, made in asked:
+            for prompt, made in requested:
                 end = len(prompt) + len(made)
                 if part.token_ids[:end].tolist() == [*prompt, *made]:
                     assert mask[len(prompt) : end].all()

@@ -267,7 +267,7 @@ async def test_responses(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "asked", "kinds"),
+    ("text", "requested", "kinds"),
     [
         ("Hello.", 3, {"message": "incomplete"}),
         ("<think>easy</think>It is 3.", 21, {"reasoning": "completed", "message": "incomplete"}),
@@ -277,11 +277,11 @@ async def test_responses(tmp_path: Path) -> None:
     ids=["text", "behind its reasoning", "in its reasoning", "behind a call"],
 )
 async def test_a_response_that_is_cut_is_incomplete(
-    text: str, asked: int, kinds: dict[str, str], tmp_path: Path
+    text: str, requested: int, kinds: dict[str, str], tmp_path: Path
 ) -> None:
     """As the API of OpenAI has it: a status, a reason, and the items as far as they came."""
     async with opened(tmp_path, lambda prompt: text) as rig:
-        body = {"input": "Hi", "max_output_tokens": asked}
+        body = {"input": "Hi", "max_output_tokens": requested}
         status, whole = await rig.post("/v1/responses", body)
         _, events = await rig.post("/v1/responses", {**body, "input": "Ho", "stream": True})
         assert [sample.status for sample in rig.samples()] == ["truncated", "truncated"]
@@ -291,7 +291,7 @@ async def test_a_response_that_is_cut_is_incomplete(
     for response in (whole, events[-1][1]["response"]):
         assert (response["status"], response["error"]) == ("incomplete", None)
         assert response["incomplete_details"] == {"reason": "max_output_tokens"}
-        assert (response["max_output_tokens"], response["usage"]["output_tokens"]) == (asked, asked)
+        assert (response["max_output_tokens"], response["usage"]["output_tokens"]) == (requested, requested)
         assert {item["type"]: item["status"] for item in response["output"]} == kinds
     done = [data["item"] for name, data in events if name == "response.output_item.done"]
     assert {item["type"]: item["status"] for item in done} == kinds

@@ -210,13 +210,13 @@ async def test_a_stream_says_that_it_is_alive_and_how_it_failed(
 
 @pytest.mark.parametrize("honoured", [False, True])
 async def test_sampling_is_the_policys_unless_set_otherwise(honoured: bool, tmp_path: Path) -> None:
-    asked: list[float] = []
+    requested: list[float] = []
     async with opened(tmp_path, hello, answers={"client_sampling": honoured}) as rig:
         plan = rig.writer.plan
-        rig.writer.plan = lambda completion: (asked.append(completion.rule.temperature), plan(completion))[1]  # type: ignore[method-assign,func-returns-value]
+        rig.writer.plan = lambda completion: (requested.append(completion.rule.temperature), plan(completion))[1]  # type: ignore[method-assign,func-returns-value]
         await rig.post(CHAT, {**QUESTION, "temperature": 0.25})
         await rig.post(CHAT, {**QUESTION, "temperature": 1.0})
         cold, warm = rig.place.session.samples()
-    assert asked == [0.25 if honoured else 1.0, 1.0]
+    assert requested == [0.25 if honoured else 1.0, 1.0]
     assert bool(cold.loss_mask.any()) is not honoured, "what was sampled otherwise is not trained"
     assert warm.loss_mask.any()

@@ -295,8 +295,8 @@ def test_where_the_program_stands(response: str, program: str | None) -> None:
 def test_a_program_holds_no_fence_and_only_what_was_written(lines: list[str]) -> None:
     program = extract_program("\n".join(lines))
     assert program is not None
-    said = {part for line in lines for part in line.split("\r")} | {""}
-    assert set(program.splitlines()) <= said - {"```", "```python", "```cpp"}
+    messages = {part for line in lines for part in line.split("\r")} | {""}
+    assert set(program.splitlines()) <= messages - {"```", "```python", "```cpp"}
 
 
 @pytest.mark.parametrize("response", ["", "   ", "```python\n```", "<think>still", "\ud800", "\x00"])

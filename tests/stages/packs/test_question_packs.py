@@ -117,8 +117,8 @@ async def test_tasks_can_be_posed_without_words_and_come_with_their_answers() ->
     for task in islice(ReasoningGym.tasks("train", 0, datasets, "{expression} ="), 20):
         environment = ReasoningGym(datasets=datasets, prompt="{expression} =", instructions="", partial=False)
         played = Episode(environment)
-        (asked,) = (await played.start(metadata=task)).messages
-        assert asked.content == task["input"]
+        (requested,) = (await played.start(metadata=task)).messages
+        assert requested.content == task["input"]
         assert set(task["input"] + task["demonstration"]) <= set(ARITHMETIC_CHARACTERS)
         one, sign, other, _ = task["input"].split()
         value = int(one) + int(other) if sign == "+" else int(one) - int(other)
@@ -157,10 +157,10 @@ async def begun(label: str = "85", **options: object) -> Episode:
 )
 async def test_a_round_by_hand(answer: str, verdict: str, reward: float, correct: float, true_verdicts: float) -> None:
     played = await begun()
-    asked = await played.say(answer)
-    assert not asked.done
-    assert asked.reward is None
-    assert "Is the last answer right?" in asked.messages[0].content
+    requested = await played.say(answer)
+    assert not requested.done
+    assert requested.reward is None
+    assert "Is the last answer right?" in requested.messages[0].content
     end = await played.say(verdict)
     assert (end.done, end.reward) == (True, reward)
     assert end.metrics == {"correct": correct, "answers": 1.0, "true_verdicts": true_verdicts}

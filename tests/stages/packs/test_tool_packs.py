@@ -218,9 +218,9 @@ def test_the_towns_are_of_the_tiny_models_characters_and_the_splits_share_none()
     facts = town_facts()
     assert len({fact[:2] for fact in facts}) == len(facts) == 3200
     assert {c for town, what, number in facts for c in f"{town} {what} {number}"} <= set(ARITHMETIC_CHARACTERS)
-    asked = [{fact[0] for fact in islice(town_questions(split, 0), 5000)} for split in ("train", "heldout")]
-    assert not asked[0] & asked[1]
-    assert (len(asked[0]), len(asked[1])) == (320, 80)
+    requested = [{fact[0] for fact in islice(town_questions(split, 0), 5000)} for split in ("train", "heldout")]
+    assert not requested[0] & requested[1]
+    assert (len(requested[0]), len(requested[1])) == (320, 80)
     assert town_names()[:3] == ("roten", "sotonest", "doranon")  # the same on every machine
 
 
@@ -236,10 +236,10 @@ async def serving(handler: Handler) -> AsyncIterator[str]:
 
 
 async def test_a_server_of_search_r1s_form_is_queried() -> None:
-    asked = []
+    requested = []
 
     async def retrieve(request: web.Request) -> web.StreamResponse:
-        asked.append(await request.json())
+        requested.append(await request.json())
         found = [{"document": entry, "score": 1.5} for entry in CORPUS[:2]]
         return web.json_response({"result": [[*found, CORPUS[2]]]})
 
@@ -247,7 +247,7 @@ async def test_a_server_of_search_r1s_form_is_queried() -> None:
         played = Episode(Search(url=url, topk=2))
         await played.start("?")
         answer = await played.call("search", {"query": "letters"})
-    assert asked == [{"queries": ["letters"], "topk": 2, "return_scores": True}]
+    assert requested == [{"queries": ["letters"], "topk": 2, "return_scores": True}]
     assert answer == "1. Alpha: The first letter of the Greek alphabet.\n2. Beta: The second letter, behind alpha.\n"
 
 

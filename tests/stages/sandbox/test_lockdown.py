@@ -150,8 +150,8 @@ def test_no_attempt_succeeds_for_anybody_on_any_kernel(
         pytest.skip(f"this kernel has Landlock {NATIVE}")
     jailed(monkeypatch, person, version)
     try_all(tmp_path, landlock=version > 0)
-    (told,) = run_cases(_WHO, [StdinCase("")], Limits(total_s=60.0, case_s=30.0))
-    user, readable = told.stdout.split("; ")
+    (reported,) = run_cases(_WHO, [StdinCase("")], Limits(total_s=60.0, case_s=30.0))
+    user, readable = reported.stdout.split("; ")
     numbers = {"user": "1000" if os.getuid() == 0 else str(os.getuid()), "root": "65534" if os.getuid() == 0 else "0"}
     assert user == f"{numbers[person]} 0", "the user, and its capabilities"
     assert readable == f"{version == 0}\n"

@@ -240,9 +240,9 @@ def log_batch(
 
 
 def log_evaluation(rollout_id: int, args: Any, data: dict[str, Any], extra_metrics: dict[str, float]) -> bool:
-    for name, said in data.items():
-        prompts, labels = zip(*((sample.prompt, sample.label) for sample in said["samples"]), strict=True)
-        STARTED.append((rollout_id, said["rewards"], list(prompts), list(labels), extra_metrics[f"eval/{name}"]))
+    for name, messages in data.items():
+        prompts, labels = zip(*((sample.prompt, sample.label) for sample in messages["samples"]), strict=True)
+        STARTED.append((rollout_id, messages["rewards"], list(prompts), list(labels), extra_metrics[f"eval/{name}"]))
     return False
 
 

@@ -251,12 +251,12 @@ class Asked:
 
 
 async def test_what_declares_nothing_or_fails_is_called_each_time() -> None:
-    asked, cache = Asked(), AnswerCache()
+    requested, cache = Asked(), AnswerCache()
     for _ in range(2):
-        assert await cache.call(asked.tool(), {"title": "a"}) == ("a 1", False)
+        assert await cache.call(requested.tool(), {"title": "a"}) == ("a 1", False)
         with pytest.raises(ToolCallError, match="it is lost"):
-            await cache.call(asked.tool("1"), {"title": "lost"})
-    assert asked.times == 4
+            await cache.call(requested.tool("1"), {"title": "lost"})
+    assert requested.times == 4
 
 
 class Slow:
@@ -309,8 +309,8 @@ async def test_who_waits_asks_for_itself_if_the_first_failed_or_left() -> None:
 
 
 async def test_the_cache_is_bounded_and_forgets_what_was_requested_longest_ago() -> None:
-    asked, cache = Asked(), AnswerCache(most_chars=3 * len('look1{"title": "a"}a 1'))
-    tool = asked.tool("1")
+    requested, cache = Asked(), AnswerCache(most_chars=3 * len('look1{"title": "a"}a 1'))
+    tool = requested.tool("1")
     for title in "abcabd":
         await cache.call(tool, {"title": title})
     kept = {title: (await cache.call(tool, {"title": title}))[1] for title in "abd"}
@@ -321,11 +321,11 @@ async def test_the_cache_is_bounded_and_forgets_what_was_requested_longest_ago()
 
 
 async def test_episodes_of_tools_share_answers_and_report_them() -> None:
-    asked = Asked()
+    requested = Asked()
 
     class Library(ToolEpisode):
         async def open_tools(self, task: Task) -> list[Tool]:
-            return [asked.tool("test_episodes_of_tools")]
+            return [requested.tool("test_episodes_of_tools")]
 
     call = Message("assistant", tool_calls=(ToolCall("look", {"title": "a"}, id="1"),))
     for cached in (0.0, 1.0):
@@ -335,7 +335,7 @@ async def test_episodes_of_tools_share_answers_and_report_them() -> None:
         assert (answer.content, answer.tool_call_id) == ("a 1", "1")
         end = await library.step(Turn(1, Message("assistant", "a"), "a"))
         assert end.metrics == {"tool_calls": 1.0, "tool_errors": 0.0, "cached_calls": cached}
-    assert asked.times == 1
+    assert requested.times == 1
 
 
 # The tool stage and its loop through generate: a tool's tokens are not trained, the engine's not tokenised again.
@@ -409,11 +409,11 @@ def call(name: str, arguments: str) -> str:
 
 async def test_a_result_is_appended_with_mask_zero_and_log_prob_zero(tiny: Path) -> None:
     async with answering(tiny, tool_config("calculator", f"{TOOLS}:echo")) as (stage, answer):
-        asked = call("calculator", '{"expression":"6*7"}')
-        sample = await answer(asked)
+        requested = call("calculator", '{"expression":"6*7"}')
+        sample = await answer(requested)
         text = "<tool_response>42</tool_response>"
         tool_ids = load_tokenizer(str(tiny)).encode(text)
-        assert sample.response == asked + text
+        assert sample.response == requested + text
         assert sample.answer_start == len(sample.response), "what the tool said is no answer"
         assert response_ids(sample) == [20, 21, 22, 23, *tool_ids]
         assert numbers(sample.loss_mask) == [0] * 3 + [1] * 4 + [0] * len(tool_ids)
