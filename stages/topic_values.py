@@ -16,6 +16,8 @@ Invariants:
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from typing import Final, Literal
 
 import msgspec
@@ -24,7 +26,7 @@ from msgspec import Struct
 from configs.schema.rollout import RolloutConfig
 from models.engines.token import Token
 from stages.messages import PromptGroup
-from stages.ports import Readable
+from stages.ports import Readable, Topic
 
 ADDRESS: Final = "engine/"
 DIRECTORY: Final = "directory/"
@@ -128,6 +130,19 @@ def entries(topic: Readable, policy: str | None = None) -> dict[str, EngineEntry
 def carrying(topic: Readable) -> dict[str, EngineEntry]:
     """Entries of the engines that carry weights of this run. An engine without weights delays no other."""
     return {name: entry for name, entry in entries(topic, POLICY).items() if entry.version >= 0}
+
+
+async def updates_ended(topic: Topic, limit_s: float) -> None:
+    """Wait until no engine reads a slot, at most `limit_s`. Unblocked by the engines' entries.
+
+    For the end of a run, in which serving engines begin no update. A server that loads from a slot when the slot is
+    removed can end: SGLang loads the same files once more after an error.
+    """
+    revision = 0
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(limit_s):
+            while any(entry.fetching >= 0 for entry in entries(topic, POLICY).values()):
+                revision = await topic.wait(revision, *KEYS)
 
 
 SETTINGS: Final = "settings"

@@ -74,11 +74,11 @@ class RealServer:
         deadline = time.monotonic() + READY_S
         while time.monotonic() < deadline:
             if self.process is not None and self.process.poll() is not None:
-                pytest.fail(f"SGLang ended with status {self.process.returncode}:\n{self._tail()}")
+                pytest.fail(f"SGLang ended with status {self.process.returncode}:\n{self.tail()}")
             if self._answers():
                 return
             time.sleep(0.5)
-        pytest.fail(f"SGLang did not answer within {READY_S:g} s:\n{self._tail()}")
+        pytest.fail(f"SGLang did not answer within {READY_S:g} s:\n{self.tail()}")
 
     def _answers(self) -> bool:
         """By a blocking call: fixtures are set up inside of event loops too."""
@@ -88,7 +88,7 @@ class RealServer:
         except OSError:  # nothing listens yet, or it is not well yet
             return False
 
-    def _tail(self) -> str:
+    def tail(self) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-40:])
 
     async def fresh(self, client: EngineClient, label: str = "first") -> None:
@@ -128,6 +128,10 @@ class ServerPool:
             if wanted not in self._servers:
                 self._servers[wanted] = self._start(python, wanted)
         server = self._servers[kind]
+        if server.process is not None and kind in self._ready and (status := server.process.poll()) is not None:
+            del self._servers[kind]  # this test fails, and the next one gets a new server
+            self._ready.remove(kind)
+            pytest.fail(f"the SGLang server of earlier tests ended with status {status}:\n{server.tail()}")
         if kind not in self._ready:
             server.wait_ready()
             self._ready.add(kind)

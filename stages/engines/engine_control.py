@@ -16,6 +16,8 @@ Invariants:
   failed half-way, its slot changed during the read, or it does not report the new label.
 - A published entry belongs to the incarnation it describes: nothing is published for an engine that was lost meanwhile.
 - No failure repeats for ever: after `update_weight_max_failures` in a row the supervisor is asked for a new engine.
+- A run that ends leaves no engine half-way through an update: no update begins after the drain, and the stage waits for
+  updates in progress.
 """
 
 from __future__ import annotations
@@ -187,6 +189,8 @@ class EngineControl:
         if mine is None:
             return newest
         if (newest.run_generation, newest.version) <= (mine.run_generation, mine.version):
+            return None
+        if topic.get("drain") is not None:  # nothing is generated any more, and the slots will go
             return None
         return None if self._held(topic) else newest
 

@@ -40,7 +40,7 @@ from stages.engines.load_watch import LoadWatch
 from stages.engines.router_workers import RouterWorkers
 from stages.engines.weight_routes import WeightRoutes, WeightsBrought, WeightsOrder
 from stages.ports import Ports, Topic, read_value
-from stages.topic_values import ADDRESS, BROUGHT, ORDER, addresses
+from stages.topic_values import ADDRESS, BROUGHT, ORDER, addresses, updates_ended
 
 END: Final = "end"  # topic key: the streams have ended, so engines are not needed any more
 
@@ -76,6 +76,7 @@ class EnginesStage(Stage):
                     aborted = True
                     await self._abort_all()
                 revision = await topic.wait(revision, ADDRESS, "drain", END)
+            await updates_ended(topic, self.config.run.drain_s / 2)  # an engine outlives the run, if it is external
             for task in background:
                 task.cancel()
 
@@ -124,6 +125,8 @@ class FetcherStage(Stage):
                     if order is not None:
                         at_work[key] = order.id, tasks.create_task(self._carry_out(order, key, ports))
                 revision = await topic.wait(revision, prefix, END, retire)
+            if topic.get(END) is not None:
+                await updates_ended(topic, self.config.run.drain_s / 2)
             for _, task in at_work.values():
                 task.cancel()
 

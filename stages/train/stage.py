@@ -32,7 +32,7 @@ from stages.errors import UntrainableGroup
 from stages.messages import CheckpointReady, Outcome, RolloutSlice, StepDone
 from stages.ports import Lease, Ports, Topic, read_value
 from stages.sample_log import drop_after
-from stages.topic_values import settings_at
+from stages.topic_values import settings_at, updates_ended
 from stages.train.batch import Batch, BatchLog, slice_sequences
 from stages.train.checkpoints import Checkpoints
 from stages.train.held_groups import HeldGroups
@@ -137,6 +137,7 @@ class TrainStage(Stage):
             await self._save_interrupted()
             await self.checkpoints.finish()
             await self.groups.settle_rest()
+            await updates_ended(ports.topic, self.config.run.drain_s / 2)  # before `close` removes the slots
 
     async def _untrained(self, slice_: RolloutSlice, outcome: Outcome, detail: str) -> None:
         await self.log.samples.ended(self.steps, slice_, outcome, detail)
@@ -216,9 +217,7 @@ class TrainStage(Stage):
                 await self._add(batch, RestoredLease(slice_), slice_sequences(self.config, slice_))
             await self._stepped(batch)
             self.steps += 1
-        if (
-            self.steps > loaded and self.schedule.due(self.steps).save
-        ):  # the trainer was lost before or during the save of this step
+        if self.steps > loaded and self.schedule.due(self.steps).save:  # lost before or during the save of this step
             await self._save()
 
     async def _save(self) -> None:

@@ -369,6 +369,15 @@ def test_turns_in_an_environment_have_exact_tokens(tmp_path: Path, sglang: RealS
             assert (expected - log_probs[begin:])[own[begin:]].abs().max() < 1e-5
             checked += bool(between)
     assert checked, "no episode of the first version had a second turn"
+    assert asyncio.run(answered_tokens(sglang.url)) == 4, "the server outlives the run, and is not left paused"
+
+
+async def answered_tokens(url: str) -> int:
+    """The length of a short response. Waits at most 30 s for it."""
+    request = GenerateRequest(input_ids=[5, 6, 7], sampling_params=SamplingParams(max_new_tokens=4, ignore_eos=True))
+    async with EngineClient(url) as client, asyncio.timeout(30):
+        [output] = await client.generate(request)
+    return len(output.output_ids)
 
 
 @pytest.mark.slow

@@ -20,8 +20,9 @@ from models.engines.serve import EngineServer
 from models.errors import CheckpointUnavailable
 from models.tiny import make_tiny_checkpoint
 from models.weights.delta import differences, full_versions
+from stages.engines.stage import END
 from stages.ports import SameHost
-from stages.topic_values import LEAVE, EngineAddress, EngineEntry, addresses, carrying, entries
+from stages.topic_values import LEAVE, EngineAddress, EngineEntry, addresses, carrying, entries, updates_ended
 from stages.train.weights import await_landing
 from tests.models.weights.made_up import checkpoint, values
 from tests.stages.engine_rig import (
@@ -51,8 +52,7 @@ async def test_an_older_announcement_is_not_applied(fleet: Fleet) -> None:
     assert (fleet.entry().version, fleet.entry().fetching) == (1, -1)
 
 
-@pytest.mark.parametrize("release", ["eval/released", "drain"])
-async def test_a_pinned_version_is_held_until_it_is_released(fleet: Fleet, release: str) -> None:
+async def test_a_pinned_version_is_held_until_it_is_released(fleet: Fleet) -> None:
     await fleet.engine(0)
     fleet.weights.publish(1, pinned=True)
     await fleet.landed(1)
@@ -61,9 +61,47 @@ async def test_a_pinned_version_is_held_until_it_is_released(fleet: Fleet, relea
     await idle()
     assert fleet.labels() == ["0.1"]
     assert (fleet.entry().version, fleet.entry().fetching) == (1, -1), "not even the slot is read"
-    fleet.rig.topic.publish(release, b"1")
+    fleet.rig.topic.publish("eval/released", b"1")
     await fleet.landed(2)
     assert fleet.labels() == ["0.2"]
+
+
+async def test_no_update_begins_after_a_drain(fleet: Fleet) -> None:
+    await fleet.serving()
+    fleet.rig.topic.publish("drain", b"the run is complete")
+    fleet.weights.publish(1)
+    await idle()
+    assert fleet.labels() == ["0.0"]
+
+
+async def test_the_end_of_a_run_waits_for_an_update_in_progress(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else an external server stays paused, or ends because the slot it loads from is removed."""
+    [server] = await fleet.serving()
+    loading, go, _ = hold_updates(monkeypatch)
+    fleet.weights.publish(1)
+    await loading.wait()
+    fleet.rig.topic.publish(END, b"")
+    trainer = asyncio.ensure_future(updates_ended(await fleet.rig.node.topic("topic", replica="trainer"), 30.0))
+    await idle()
+    assert not fleet.running.done()
+    assert not trainer.done(), "the slots stay"
+    go.set()
+    await asyncio.wait_for(asyncio.gather(fleet.running, trainer), 30.0)
+    assert fleet.labels() == ["0.1"]
+    assert not core_of(server).paused
+
+
+async def test_an_update_that_never_ends_delays_the_end_of_a_run_by_half_the_drain(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await fleet.serving()
+    run = msgspec.structs.replace(fleet.config.run, drain_s=0.5)
+    fleet.stage.config = msgspec.structs.replace(fleet.config, run=run)
+    loading, _, _ = hold_updates(monkeypatch)
+    fleet.weights.publish(1)
+    await loading.wait()
+    fleet.rig.topic.publish(END, b"")
+    await asyncio.wait_for(asyncio.shield(fleet.running), 30.0)
 
 
 async def test_updates_roll_over_the_engines_in_order(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
