@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import secrets
 import shutil
 import sys
 import time
@@ -25,7 +26,7 @@ from configs.load import config_hash, dump_toml
 from configs.schema import Config, generates
 from models.checkpoint import Manifest, latest_checkpoint, remove_leftovers, resumable_checkpoint
 from models.import_path import add_working_directory
-from models.weights.layout import SHARED_MEMORY, remove_if_stale, remove_stale, slots_directory
+from models.weights.slot_directory import SHARED_MEMORY, remove_if_stale, remove_stale, slots_directory
 from pipeline.controller import Controller
 from pipeline.errors import Interrupted, RunError, UsageError, leaf, user_error
 from pipeline.facts.run_directory import RunDir, disk_error
@@ -203,7 +204,9 @@ class Phase:
         start = manifest.step if manifest else 0
         self.lives = (*read_lives(rundir.episodes), start) if keeps_rollouts(config) else ()
         self.graph = build(self.config)
-        self.slots = slots_directory(self.run_id, rundir.path, self.config.train.hf_checkpoint)
+        # Nobody can guess the name, so nobody can take it before the trainer does.
+        name = f"{self.run_id}-{secrets.token_hex(8)}"
+        self.slots = slots_directory(name, rundir.path, self.config.train.hf_checkpoint)
         self.launcher = launchers(rundir, threads(self.config, self.graph))
         self.placement = self._place()
 

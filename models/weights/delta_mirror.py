@@ -25,8 +25,9 @@ import numpy as np
 
 from models.errors import CheckpointUnavailable, DeltaError, DigestMismatch, SourceError
 from models.weights.delta import Bytes, Label, apply_delta, differences, full_versions, read_header, text_of
-from models.weights.layout import TORCH_NAMES, WEIGHTS_FILE, TensorSpec, choose_directory, read_layout
+from models.weights.layout import TORCH_NAMES, WEIGHTS_FILE, TensorSpec, read_layout
 from models.weights.shared_memory_reader import SlotManifest, SlotReader
+from models.weights.slot_directory import choose_directory
 
 if TYPE_CHECKING:
     import torch

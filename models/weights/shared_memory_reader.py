@@ -26,7 +26,8 @@ import xxhash
 from msgspec import Struct
 
 from models.errors import DigestMismatch, TornWeights
-from models.weights.layout import WEIGHTS_FILE, DirectoryLease, TensorSpec, read_layout
+from models.weights.layout import WEIGHTS_FILE, TensorSpec, read_layout
+from models.weights.slot_directory import DirectoryLease
 
 STATE_FILE: Final = "slot.state"  # the generation, one uint64
 

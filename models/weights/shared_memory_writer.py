@@ -30,7 +30,6 @@ from models.families.source import copy_all_but_weights, files_by_name
 from models.weights.layout import (
     TORCH_NAMES,
     WEIGHTS_FILE,
-    DirectoryLease,
     Layout,
     StoredTensor,
     TensorRange,
@@ -39,6 +38,7 @@ from models.weights.layout import (
     read_layout,
 )
 from models.weights.shared_memory_reader import STATE_FILE, SlotManifest, digest_of
+from models.weights.slot_directory import DirectoryLease
 
 if TYPE_CHECKING:
     import torch

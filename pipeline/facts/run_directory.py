@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import IO
 
 from models.disk import write_whole
-from models.weights.layout import PREFIX, DirectoryLease, remove_stale
+from models.weights.slot_directory import PREFIX, DirectoryLease, remove_stale
 from pipeline.errors import UsageError, too_many_files, user_error
 from stages.records.once import EPISODES_DIR
 from transport.security import IPC_PATH_LIMIT

@@ -29,7 +29,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from models.weights.layout import PREFIX, DirectoryLease, remove_listed
+from models.weights.slot_directory import PREFIX, DirectoryLease, remove_listed
 from pipeline.hosts import die_with_parent
 
 READ_BYTES: Final = 1 << 16

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import msgspec
 
-from models.weights.layout import list_left_behind
+from models.weights.slot_directory import list_left_behind
 from pipeline.facts.run_directory import RunDir
 from pipeline.hosts import die_with_parent as die_with_parent
 from pipeline.hosts.kept_servers import READ_BYTES

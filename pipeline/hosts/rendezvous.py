@@ -23,7 +23,7 @@ import msgspec
 from msgspec import Struct
 
 from configs.schema import Config
-from models.weights.layout import PREFIX, slots_directory
+from models.weights.slot_directory import PREFIX, slots_directory
 from pipeline.hosts.launcher import ProcessSpec
 from stages.base import TrainOptions
 from stages.chat.tokenizer import CHECKPOINT_FILES

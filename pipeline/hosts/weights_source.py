@@ -20,8 +20,9 @@ import msgspec
 from msgspec import Struct
 
 from models.errors import TornWeights
-from models.weights.layout import WEIGHTS_FILE, choose_directory
+from models.weights.layout import WEIGHTS_FILE
 from models.weights.shared_memory_reader import STATE_FILE, LocalCopies, SlotManifest
+from models.weights.slot_directory import choose_directory
 from pipeline.errors import leaf
 from pipeline.hosts.launcher import run_until
 from pipeline.hosts.rendezvous import host_id

@@ -21,8 +21,8 @@ import msgspec
 
 from configs.schema import Config
 from models.weights.delta import DeltaStore, Published
-from models.weights.layout import DirectoryLease
 from models.weights.shared_memory_reader import SlotManifest
+from models.weights.slot_directory import DirectoryLease
 from stages.messages import WeightsAnnouncement
 from stages.ports import Topic, WeightsSource
 from stages.topic_values import KEYS, POLICY, carrying, entries

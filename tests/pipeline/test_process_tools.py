@@ -26,7 +26,7 @@ from configs.resolve import resolve
 from models.engines.client import EngineClient
 from models.engines.launch.command import Launch, with_token
 from models.engines.token import read_token
-from models.weights.layout import LEFT_BEHIND_FILE
+from models.weights.slot_directory import LEFT_BEHIND_FILE
 from pipeline.errors import ReplicaFailed, UsageError
 from pipeline.facts.run_directory import RunDir
 from pipeline.graph import build

@@ -27,7 +27,7 @@ from typing import Any, Final
 
 import msgspec
 
-from models.weights.layout import PREFIX, SHARED_MEMORY, DirectoryLease, remove_stale
+from models.weights.slot_directory import PREFIX, SHARED_MEMORY, DirectoryLease, remove_stale
 from pipeline.facts.run_directory import RunDir
 from pipeline.hosts.launcher import ProcessSpec, ProcessState, SharedFiles
 from pipeline.hosts.local_launcher import LocalHandle, LocalLauncher

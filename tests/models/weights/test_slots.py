@@ -34,26 +34,28 @@ from models.errors import (
     TornWeights,
 )
 from models.tiny import make_tiny_checkpoint
-from models.weights import layout as slot_directory
 from models.weights import shared_memory_reader as slot_reader
 from models.weights import shared_memory_writer as slot_writer
+from models.weights import slot_directory
 from models.weights.layout import (
     ELEMENT_BYTES,
-    SHARED_MEMORY,
     TORCH_NAMES,
-    DirectoryLease,
     TensorSpec,
-    choose_directory,
     lay_out,
-    list_left_behind,
     plan_buckets,
     read_layout,
-    remove_if_stale,
-    remove_stale,
     stored_tensors,
 )
 from models.weights.shared_memory_reader import SlotManifest, SlotReader
 from models.weights.shared_memory_writer import SlotWriter
+from models.weights.slot_directory import (
+    SHARED_MEMORY,
+    DirectoryLease,
+    choose_directory,
+    list_left_behind,
+    remove_if_stale,
+    remove_stale,
+)
 
 
 @pytest.fixture
@@ -501,6 +503,47 @@ def test_a_directory_that_is_no_slot_directory_is_left_alone(tmp_path: Path) -> 
     link.symlink_to(mine)
     assert remove_stale(tmp_path) == []
     assert (mine / "data").read_text() == "keep"
+
+
+def test_a_dead_owners_directory_is_taken_over_and_emptied(tmp_path: Path) -> None:
+    lost = DirectoryLease(tmp_path / f"{slot_directory.PREFIX}run")
+    (lost.directory / "slot-0").mkdir()
+    (lost.directory / "left").touch()
+    os.close(lost._lock)  # as the kernel does when the owner is killed
+    lease = DirectoryLease(lost.directory)
+    assert os.listdir(lease.directory) == [slot_directory.OWNER_FILE]
+    assert remove_stale(tmp_path) == []
+    lease.release()
+
+
+SWEEPER = """
+import sys
+from pathlib import Path
+from models.weights.slot_directory import remove_stale
+print("ready", flush=True)
+while True:
+    remove_stale(Path(sys.argv[1]))
+"""
+
+
+def test_a_restarted_owner_gets_its_directory_while_other_runs_start(tmp_path: Path) -> None:
+    """The start of a run removes what killed runs left, also between the death of a trainer and its next start."""
+    slots = tmp_path / f"{slot_directory.PREFIX}run"
+    command = [sys.executable, "-c", SWEEPER, str(tmp_path)]
+    with subprocess.Popen(["true"]) as dead:
+        pass
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as sweeper:
+        try:
+            assert sweeper.stdout is not None
+            sweeper.stdout.readline()
+            for _ in range(100):
+                lease = DirectoryLease(slots)
+                for name in range(50):
+                    (slots / f"slot-{name}").mkdir()
+                (slots / slot_directory.OWNER_FILE).write_text(str(dead.pid))
+                os.close(lease._lock)
+        finally:
+            sweeper.kill()
 
 
 @pytest.mark.slow

@@ -27,7 +27,8 @@ from configs.schema import Config
 from models.train.interface import TrainBackend, TrainSequence
 from models.train.trainer_group.backend import TrainerGroupBackend
 from models.train.trainer_group.rank_spec import RankSpec, Rendezvous
-from models.weights.layout import WEIGHTS_FILE, DirectoryLease
+from models.weights.layout import WEIGHTS_FILE
+from models.weights.slot_directory import DirectoryLease
 from tests.models.train.rig import make_sequences
 
 RANKS = 2
