@@ -21,7 +21,7 @@ from models.errors import (
 )
 from models.import_path import ImportPathError
 from models.train.trainer_group.rank_spec import EXIT_PEER_GONE, PeerGone
-from stages.agents.calls import EnvironmentFailed
+from stages.agents.worker import EnvironmentFailed
 from stages.chat.messages import ChatError
 from stages.errors import DataError, StageError
 from stages.graders.grade import GradingError

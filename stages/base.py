@@ -28,8 +28,9 @@ import msgspec
 from msgspec import Struct
 
 from configs.schema import Config
-from stages.messages import RolloutSlice, Sample, without_tokens
+from stages.messages import RolloutSlice, Sample
 from stages.ports import Inlet, Lease, Outlet, Ports
+from stages.rollouts import without_tokens
 
 
 class TrainOptions(Struct, frozen=True, tag="train"):

@@ -18,14 +18,17 @@ Glossary, used in all folders:
 A single-turn group travels whole in one slice. A multi-turn group travels sample by sample as each finishes, and the
 group stage joins them by (group_id, sample index).
 
-Invariants: field order is the wire format (append only, with defaults); arrays of one sample have equal length, that
-of its tokens; every token lies in exactly one version run; a failed sample carries its reason.
+Invariants: field order is the wire format (append only, with defaults); an array of a message is never written to, and
+its byte order is little-endian (transport/codec.py knows the types by `wire_dtype` and `wire_frame`); arrays of one
+sample have equal length, that of its tokens; every token lies in exactly one version run; a failed sample carries its
+reason.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal, TypeVar
 
 import msgspec
 import numpy as np
@@ -34,19 +37,54 @@ from msgspec import Struct
 
 from models.weights.shared_memory_reader import SlotManifest
 
-# The author of a stage finds the fields' types here too.
-from stages.arrays import NO_FLOATS as NO_FLOATS
-from stages.arrays import NO_IDS as NO_IDS
-from stages.arrays import Extra as Extra
-from stages.arrays import Float32Array as Float32Array
-from stages.arrays import Int32Array as Int32Array
-from stages.arrays import UInt8Array as UInt8Array
-from stages.arrays import WireArray as WireArray
-from stages.arrays import joined as joined
-from stages.arrays import wire as wire
-
 Status = Literal["pending", "completed", "truncated", "aborted", "failed"]
 Outcome = Literal["trained", "filtered", "stale", "failed", "discarded"]
+
+
+class WireArray(np.ndarray[Any, np.dtype[Any]]):
+    """One-dimensional array that travels as raw little-endian bytes of `wire_dtype`. Read-only after decoding."""
+
+    wire_dtype: ClassVar[str]
+
+
+class Int32Array(WireArray):
+    wire_dtype: ClassVar[str] = "<i4"
+
+
+class Float32Array(WireArray):
+    wire_dtype: ClassVar[str] = "<f4"
+
+
+class UInt8Array(WireArray):
+    wire_dtype: ClassVar[str] = "|u1"
+
+
+class Extra(np.ndarray[Any, np.dtype[Any]]):
+    """An array of any number type and shape beside the tokens: an image, the choices of experts.
+
+    It travels as a separate frame, uncopied: do not write to it once its sample is sent. Read-only after decoding.
+    """
+
+    wire_frame: ClassVar[bool] = True
+
+
+A = TypeVar("A", bound=WireArray)
+
+NO_FLOATS = np.empty(0, dtype="<f4").view(Float32Array)
+NO_IDS = np.empty(0, dtype="<i4").view(Int32Array)
+
+
+def wire(values: Any, kind: type[A]) -> A:
+    """Copy any sequence of numbers into a contiguous wire array of the kind."""
+    return np.ascontiguousarray(values, dtype=kind.wire_dtype).view(kind)
+
+
+def joined(first: A, second: Sequence[float] | npt.NDArray[Any]) -> A:
+    """[m + n] a wire array with further numbers behind it, in one copy."""
+    kind, m = type(first), len(first)
+    both = np.empty(m + len(second), dtype=kind.wire_dtype)
+    both[:m], both[m:] = first, second
+    return both.view(kind)
 
 
 class VersionRun(Struct, frozen=True, array_like=True):
@@ -222,26 +260,6 @@ class Sample(Struct, frozen=True, array_like=True):
                     "stand behind a token that the model made"
                 )
         return None
-
-
-def without_tokens(sample: Sample) -> Sample:
-    """The sample without its tokens: for a failed sample that is too large to travel."""
-    return Sample(
-        index=sample.index,
-        status=sample.status,
-        response="",
-        token_ids=NO_IDS,
-        prompt_length=0,
-        loss_mask=wire([], UInt8Array),
-        log_probs=NO_FLOATS,
-        version_runs=(),
-        turns=sample.turns,
-        error=sample.error,
-        generate_s=sample.generate_s,
-        sequence=sample.sequence,
-        sequences=sample.sequences,
-        policy=sample.policy,
-    )
 
 
 class RolloutSlice(Struct, frozen=True, array_like=True):

@@ -99,6 +99,20 @@ def as_rollout(*samples: Sample) -> tuple[Sample, ...]:
     )
 
 
+def without_tokens(sample: Sample) -> Sample:
+    """The sample without its tokens: for a failed sample that is too large to travel."""
+    return msgspec.structs.replace(
+        new_sample((), sample.index),
+        status=sample.status,
+        turns=sample.turns,
+        error=sample.error,
+        generate_s=sample.generate_s,
+        sequence=sample.sequence,
+        sequences=sample.sequences,
+        policy=sample.policy,
+    )
+
+
 def append_untrained(sample: Sample, ids: Sequence[int], text: str) -> Sample:
     """The sample with tokens after it that the policy did not make (mask 0, log-prob 0.0, version -1)."""
     n = len(ids)

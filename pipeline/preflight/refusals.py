@@ -28,7 +28,7 @@ from models.train.megatron.options import option_faults
 from pipeline.errors import Refused, UsageError, user_error
 from pipeline.hosts.machine import child_environment
 from pipeline.preflight.sglang import NoSglang, prepare_sglang
-from stages.agents.calls import Hosted
+from stages.agents.worker import Hosted
 from stages.data.prompt_set import PromptSet
 from stages.errors import FilterNameError
 from stages.graders.registry import is_import_path, listed_grader, outside, refusal
@@ -98,7 +98,7 @@ def _ask(table: EnvironmentConfig, *arguments: str) -> list[bytes]:
     """The lines that the environment's process prints. Raises UsageError."""
     environment = child_environment(1)  # another interpreter gets the project and the user's modules only
     environment["PYTHONPATH"] = os.pathsep.join([environment["PYTHONPATH"], os.getcwd()])
-    command = [table.python or sys.executable, "-P", "-m", "stages.agents.describe", *arguments]
+    command = [table.python or sys.executable, "-P", "-m", "stages.agents.worker", *arguments]
     try:
         done = subprocess.run(command, stdout=subprocess.PIPE, env=environment, timeout=LIMIT_S, check=False)
     except subprocess.TimeoutExpired:

@@ -18,9 +18,9 @@ from msgspec import Struct
 from configs.schema import Config
 from models.engines.noise import sample_seed
 from models.families.source import context_limit
-from stages.agents.calls import EnvironmentFailed, Taken
 from stages.agents.environment import Endpoint, InfrastructureError, Outcome, Task, Turn
 from stages.agents.hosting import Ask, Hosting, Record, digest
+from stages.agents.worker import EnvironmentFailed, Taken
 from stages.base import GenerateOptions, LoopStage, StageContext
 from stages.chat.messages import ChatFormat, Message, ToolSchema
 from stages.chat.tokenizer import Tokenizer

@@ -27,8 +27,8 @@ import xxhash
 from msgspec import Struct
 
 from configs.schema import EnvironmentConfig
-from stages.agents.calls import Begin, Begun, EnvironmentFailed, Restore, Run, Take, Taken
 from stages.agents.environment import Endpoint, InfrastructureError, Outcome, Start, Step, Task, Turn
+from stages.agents.worker import Begin, Begun, EnvironmentFailed, Restore, Run, Take, Taken
 from stages.agents.workers import AttemptFailed, Live, Workers
 
 _NEWEST: Final = 16  # newest attempts that decide about an outage

@@ -26,11 +26,11 @@ import msgspec
 
 from configs.schema import Config, EnvironmentConfig, ToolsConfig
 from configs.schema.notation import cure
-from stages.agents.calls import EnvironmentFailed
 from stages.agents.environment import Turn
 from stages.agents.episodes import AgentEpisodes, Episodes, GatewayDoor
 from stages.agents.hosting import Hosting, OutageNotice
 from stages.agents.tool_episode import ToolEpisode
+from stages.agents.worker import EnvironmentFailed
 from stages.base import GenerateOptions, LoopStage, StageContext, beside, failed
 from stages.chat.formats import chat_format
 from stages.chat.marked_calls import Marked

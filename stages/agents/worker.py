@@ -1,8 +1,11 @@
-"""The worker process of an environment: hosts episodes, each an object of the user's class.
+"""The user's class of an environment or agent in a process of its own: described before a run, and hosting episodes.
 
-    python -m stages.agents.worker SOCKET_FD PARENT_PID MEMORY_BYTES IMPORT_PATH OPTIONS ONCE_DIR
+    python -m stages.agents.worker SOCKET_FD PARENT_PID MEMORY_BYTES IMPORT_PATH OPTIONS ONCE_DIR     hosts episodes
+    python -m stages.agents.worker check IMPORT_PATH OPTIONS                  prints a JSON object: `Hosted`
+    python -m stages.agents.worker tasks IMPORT_PATH OPTIONS SPLIT SEED COUNT   prints a JSON object for each task
 
-stages/agents/calls.py defines its calls.
+A hosting process gets a `Call` and answers with what the call names. A describing process prints an error as a JSON
+string; the output of the user's modules goes to stderr.
 
 Invariants: calls of one episode run one after the other, calls of different episodes concurrently. This module imports
 only msgspec and the standard library, because a user's interpreter may have nothing else.
@@ -10,21 +13,88 @@ only msgspec and the standard library, because a user's interpreter may have not
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import inspect
 import json
+import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import msgspec
+from msgspec import Struct
 from msgspec.structs import replace
 
 from models.import_path import ImportPathError, import_path
-from stages.agents.calls import INFRASTRUCTURE, Begin, Begun, Call, End, Hosted, Restore, Run, Take, Taken
-from stages.agents.environment import InfrastructureError, Outcome, Start, Step, Task
+from stages.agents.environment import Endpoint, InfrastructureError, Outcome, Start, Step, Task, Turn
 from stages.records.once import Once
 from stages.workers.serve import Handler, Refusal, become_worker, serve
+
+
+class EnvironmentFailed(Exception):
+    """An episode cannot continue, or an environment cannot be hosted. The text becomes the rollout's reason."""
+
+
+class Begin(Struct, frozen=True, tag=True):
+    """Make an environment and reset it. `episode` is its id in this process. Answer: Begun."""
+
+    episode: str
+    task: Task
+
+
+class Restore(Struct, frozen=True, tag=True):
+    """Make an environment and restore its last snapshot. Answer: nil."""
+
+    episode: str
+    task: Task
+    state: bytes
+
+
+class Take(Struct, frozen=True, tag=True):
+    """One turn of an episode that lives in this process. Answer: Taken."""
+
+    episode: str
+    turn: Turn
+
+
+class End(Struct, frozen=True, tag=True):
+    """The episode is over. Answer: nil, also for an unknown episode."""
+
+    episode: str
+
+
+class Run(Struct, frozen=True, tag=True):
+    """Make an agent and run it. Answer: Outcome."""
+
+    task: Task
+    endpoint: Endpoint
+
+
+Call = Begin | Restore | Take | End | Run
+
+
+class Begun(Struct, frozen=True):
+    start: Start
+    state: bytes = b""  # snapshot, if the environment has snapshots
+
+
+class Taken(Struct, frozen=True):
+    step: Step
+    state: bytes = b""
+
+
+class Hosted(Struct, frozen=True):
+    """What a worker reports about the class that it hosts."""
+
+    kind: str  # environment or agent
+    tasks: bool = False  # the class generates tasks
+    snapshots: bool = False
+
+
+INFRASTRUCTURE = "infrastructure"  # kind of the refusal of a call that raised InfrastructureError
+
 
 _ENVIRONMENT, _AGENT = ("reset", "step"), ("run",)
 
@@ -129,8 +199,44 @@ def _checked(value: Any, kind: type[Any], name: str) -> Any:
     return value
 
 
-def main(arguments: list[str]) -> None:
-    """Serve until the socket closes. Does not return."""
+def answers(arguments: Sequence[str]) -> Iterator[object]:
+    """The values to print, one for each line."""
+    match arguments:
+        case ["check", path, options]:
+            kind, hosted = import_hosted(path)
+            make(kind, json.loads(options))
+            yield hosted
+        case ["tasks", path, options, split, seed, count]:
+            tasks = import_hosted(path)[0].tasks
+            yield from islice(tasks(split, int(seed), **_accepted(tasks, json.loads(options))), int(count))
+
+
+def _accepted(function: Callable[..., Any], options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The options for which the function has parameters."""
+    parameters = inspect.signature(function).parameters
+    everything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    return {name: value for name, value in options.items() if everything or name in parameters}
+
+
+def describe(arguments: Sequence[str]) -> None:
+    """Print the answers as JSON lines."""
+    output = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    with output, contextlib.redirect_stdout(sys.stderr):
+        try:
+            for line in answers(arguments):
+                output.write(msgspec.json.encode(line) + b"\n")
+        except ImportPathError as error:
+            output.write(msgspec.json.encode(str(error)) + b"\n")
+        except (Exception, SystemExit) as error:  # user code may raise anything
+            output.write(msgspec.json.encode(f"{type(error).__name__}: {error}") + b"\n")
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Describe the class, or serve until the socket closes and not return."""
+    if arguments[0] in ("check", "tasks"):
+        describe(arguments)
+        return
     socket_fd, parent, memory, path, options, once = arguments
 
     def prepare() -> tuple[Handler, object]:

@@ -20,7 +20,7 @@ from typing import Any, Final
 import msgspec
 
 from configs.schema import EnvironmentConfig
-from stages.agents.calls import INFRASTRUCTURE, Call, End, EnvironmentFailed, Hosted
+from stages.agents.worker import INFRASTRUCTURE, Call, End, EnvironmentFailed, Hosted
 from stages.workers.process import CallFailed, WorkerLost, WorkerProcess
 
 log = logging.getLogger("sluice.agents")

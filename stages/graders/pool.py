@@ -5,6 +5,11 @@ process hangs or dies, its item is tried again and then failed. Graders are ther
 twice for the same sample. A text that keeps a grader with a `Grader.wrong` busy until its deadline is wrong at once: a
 second attempt would end the same way. A process that died, or had no processor to run on, is never the text's fault.
 
+    python -m stages.graders.pool SOCKET_FD PARENT_PID MEMORY_BYTES     one of the processes
+
+A call is the name of a grader, to import it outside of any deadline, or a GradeRequest, whose value is its Grade. Calls
+run one after another, without an event loop: an async grader brings its own.
+
 Invariants: as many grades as requests, in their order; an item is blamed at most `retries + 1` times; a grader that
 raises, hangs or dies fails its own item only; no process is started before it is needed, none outlives the pool.
 """
@@ -12,16 +17,20 @@ raises, hangs or dies fails its own item only; no process is started before it i
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Final, Literal
 
 import msgspec
 from msgspec import Struct
 
-from stages.graders.grade import Grade, GradeRequest, PoolError, clean, failed
-from stages.graders.registry import grade_request, listed_grader, refusal
+from stages.graders.grade import Grade, GradeRequest, PoolError, UnknownGraderError, clean, failed
+from stages.graders.registry import find_grader, grade_request, listed_grader, refusal
+from stages.graders.synthetic import IN_WORKER_VARIABLE
 from stages.workers.process import LOAD_LIMIT_S, CallFailed, WorkerLost, WorkerProcess
+from stages.workers.serve import become_worker, serve_in_turn
 
 RECYCLE_AFTER: Final = 1000  # items of a process: libraries keep growing caches
 MEMORY_BYTES: Final = 8 << 30
@@ -42,7 +51,7 @@ class _Seat:
     """A worker process, and how many items its current incarnation has graded."""
 
     def __init__(self, memory_bytes: int) -> None:
-        self.worker = WorkerProcess("stages.graders.worker", (memory_bytes,))
+        self.worker = WorkerProcess("stages.graders.pool", (memory_bytes,))
         self.served = 0
         self._loaded: set[str] = set()
         self._incarnation = 0
@@ -222,3 +231,26 @@ def _repaired(item: GradeRequest) -> GradeRequest:
 
 def _needs_process(grader: str) -> str:
     return f"grader {grader!r} runs only in a grader process; set --reward-workers to 1 or more (it is 0)"
+
+
+def answer(call: msgspec.Raw) -> Grade | None:
+    """In a process: grade a request, or prepare a grader. One that cannot be prepared fails when an item is graded."""
+    request = msgspec.msgpack.decode(call, type=str | GradeRequest)
+    if isinstance(request, GradeRequest):
+        return grade_request(request)
+    with suppress(UnknownGraderError):
+        prepare = find_grader(request).prepare
+        if prepare is not None:
+            prepare()
+    return None
+
+
+def main(arguments: list[str]) -> None:
+    """Serve until the socket closes. Does not return."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ[IN_WORKER_VARIABLE] = "1"
+    serve_in_turn(become_worker(*map(int, arguments)), lambda: (answer, None))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

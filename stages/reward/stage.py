@@ -21,6 +21,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -33,8 +34,11 @@ from stages.messages import PromptGroup, RolloutSlice, Sample
 from stages.ports import Ports, Topic
 from stages.reward.components import SINGLE, Component, Overlong, Row, Selection, combined, picked, shaped
 from stages.reward.observed import CacheKey, GradeCache, Observed
-from stages.reward.outside import Outside
 from stages.rollouts import MEMBER_STATUSES, rollouts, trainable_tokens
+
+if TYPE_CHECKING:  # both bring an HTTP client, which most runs do not need
+    from stages.reward.judge import Judge
+    from stages.reward.remote import RemoteReward
 
 log = logging.getLogger("sluice.grading")
 
@@ -63,6 +67,55 @@ def is_whole(slice_: RolloutSlice) -> bool:
     present = Counter(sample.index for sample in slice_.samples)
     wanted = {sample.index: sample.sequences for sample in slice_.samples}
     return len(present) >= slice_.group.n_samples and all(present[index] >= wanted[index] for index in present)
+
+
+class Outside:
+    """The graders `remote` and `judge`, which need no grader process. A client is made at its first use, or at `open`
+    where the configuration names it."""
+
+    def __init__(self, config: Config) -> None:
+        self._whole, self._config = config, config.reward
+        self._names = tuple(entry.partition("=")[0] for entry in config.engine.frozen_engine)
+        self._remote: RemoteReward | None = None
+        self._judge: Judge | None = None
+
+    def open(self) -> None:
+        """Raises UnknownGraderError if the judge's prompt cannot be used."""
+        if self._names or self._config.judge_engine is not None:
+            from stages.reward.judge import Judge
+            from stages.sampling.sampler import Sampler
+
+            named = () if self._config.judge_engine is None else (self._config.judge_engine,)
+            policies = tuple(dict.fromkeys((*named, *self._names)))
+            self._judge = Judge(Sampler(self._whole, replica="judge", policies=policies), self._config)
+
+    async def close(self) -> None:
+        if self._remote is not None:
+            await self._remote.close()
+        if self._judge is not None:
+            await self._judge.sampler.close()
+
+    async def follow(self, topic: Topic) -> None:
+        """Waits for the judges' addresses; runs until cancelled, or ends at once without judges."""
+        if self._judge is not None:
+            await self._judge.sampler.follow(topic)
+
+    async def grade(self, request: GradeRequest, prompt: str, sample_id: str) -> Grade:
+        """The grade of one response by the grader that the request names."""
+        base, argument = outside(request.grader) or ("", None)
+        if base == "remote":
+            from stages.reward.remote import Question, RemoteReward
+
+            self._remote = self._remote or RemoteReward(self._config, request.reward_key)
+            question = Question(sample_id, prompt, request.response, request.label, request.metadata, argument)
+            return await self._remote.grade(question)
+        name = argument or self._config.judge_engine or (self._names[0] if len(self._names) == 1 else "")
+        if self._judge is None or not name:
+            return failed(
+                f"rm_type {request.grader!r} has no engine; name one with --frozen-engine name=CHECKPOINT and "
+                "--judge-engine name"
+            )
+        return await self._judge.grade(name, prompt, request.response, request.label, request.seed)
 
 
 class Grading:

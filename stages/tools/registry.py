@@ -4,12 +4,17 @@ An import path `package.module:name` names an async function, an object with `na
 whose instances have them and need no arguments. Built-in tools are bounded and answer at once, in this process. A
 user's tool is imported here only for its schema: its calls run in a separate process, which the first call starts and
 which is restarted after a loss.
+
+    python -m stages.tools.registry SOCKET_FD PARENT_PID IMPORT_PATH MEMORY_BYTES     the process of one tool
+
+Its calls carry the arguments; the answer is the tool's, as text, bounded. See stages/workers/serve.py.
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
+import sys
 from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
@@ -17,8 +22,9 @@ import msgspec
 from configs.schema.notation import nearest
 from models.import_path import ImportPathError, import_path
 from stages.tools.calculator import Calculator
-from stages.tools.tool import Arguments, FunctionTool, Schema, Tool, ToolCallError, UnknownToolError
+from stages.tools.tool import Arguments, FunctionTool, Schema, Tool, ToolCallError, UnknownToolError, bounded
 from stages.workers.process import CallFailed, WorkerLost, WorkerProcess
+from stages.workers.serve import Handler, Refusal, become_worker, serve
 
 
 def import_tool(path: str) -> Tool:
@@ -56,7 +62,7 @@ class ToolProcess:
     def __init__(self, path: str, name: str, schema: Schema, memory_bytes: int = 0) -> None:
         """`memory_bytes`: 0 = no limit."""
         self.name, self.schema = name, schema
-        self._worker = WorkerProcess("stages.tools.worker", (path, memory_bytes))
+        self._worker = WorkerProcess("stages.tools.registry", (path, memory_bytes))
 
     async def ready(self) -> None:
         """Start the process if needed, and wait until it serves. Raises ToolCallError."""
@@ -128,3 +134,29 @@ def _own_tool(path: str, memory_bytes: int) -> Tool:
         )
     tool = import_tool(path)
     return ToolProcess(path, tool.name, tool.schema, memory_bytes)
+
+
+def main(arguments: list[str]) -> None:
+    """Serve until the socket closes. Does not return."""
+
+    def prepare() -> tuple[Handler, object]:
+        tool = import_tool(arguments[2])
+
+        async def answer(call: msgspec.Raw) -> str:
+            given: Arguments = msgspec.msgpack.decode(call)
+            try:
+                return bounded(await tool.call(given))
+            except ToolCallError as error:
+                raise Refusal("error", bounded(str(error))) from None
+            except MemoryError:
+                raise  # ends this process
+            except Exception as error:  # user code may raise anything; the model reads the error
+                raise Refusal("error", bounded(f"{type(error).__name__}: {error}")) from None
+
+        return answer, None
+
+    serve(become_worker(int(arguments[0]), int(arguments[1]), int(arguments[3])), prepare)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

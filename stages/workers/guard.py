@@ -3,11 +3,14 @@
 A parent-death signal reaches one process only, and a signal to a process group misses a daemon that left the group. A
 guard stands between parent and worker: orphans below the guard become its children, so the guard knows all of them.
 Linux only, standard library only: the sandbox of programs imports this.
+
+    python -m stages.workers.guard PARENT {"argv": [...], "env": {...}}     run any program under a guard
 """
 
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import resource
 import signal
@@ -145,3 +148,19 @@ def _children() -> Iterator[int]:
         with suppress(OSError), open(f"/proc/{name}/stat", "rb") as stat:
             if stat.read().rpartition(b")")[2].split()[1] == me:
                 yield int(name)
+
+
+def main(parent: str, request: str) -> None:
+    """Become a program, below a guard. Does not return."""
+    become_guarded(int(parent))
+    fields = json.loads(request)
+    argv, environment = fields["argv"], fields["env"]
+    try:
+        os.execvpe(argv[0], argv, environment)
+    except OSError as error:
+        print(f"{argv[0]}: {error.strerror}; is it installed, and on the PATH?", file=sys.stderr)  # noqa: T201
+        os._exit(127)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -20,9 +20,8 @@ from configs.flags import flags
 from configs.load import load_arguments
 from configs.passthrough import RETIRED, SLIME
 from configs.schema import EnvironmentConfig
-from stages.agents.calls import Hosted
-from stages.agents.describe import answers
 from stages.agents.environment import Task, Turn
+from stages.agents.worker import Hosted, answers
 from stages.chat.messages import Message, ToolCall
 
 ROOT = Path(__file__).resolve().parents[2]

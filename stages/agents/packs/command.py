@@ -80,7 +80,7 @@ class Command:
         begun = time.monotonic()
         paths = [os.path.abspath(entry) if entry else os.getcwd() for entry in sys.path]
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-P", "-m", "stages.agents.command_process", str(os.getpid())),
+            *(sys.executable, "-P", "-m", "stages.workers.guard", str(os.getpid())),
             json.dumps({"argv": argv, "env": dict(environment)}),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,

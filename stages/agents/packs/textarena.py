@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from stages.agents.environment import Start, Step, Task, Turn
-from stages.agents.random_state import Seeded
+from stages.agents.packs.gymnasium import Seeded
 from stages.agents.tool_episode import shortened
 from stages.chat.messages import Message
 

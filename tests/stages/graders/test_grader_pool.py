@@ -253,7 +253,7 @@ def _sleepers() -> set[str]:
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError):
             command = (entry / "cmdline").read_bytes() if entry.name.isdigit() else b""
-            if b"stages.graders.worker" in command and str(os.getpid()).encode() in command.split(b"\0"):
+            if b"stages.graders.pool" in command and str(os.getpid()).encode() in command.split(b"\0"):
                 found.add(entry.name)
     return {pid for pid in found if alive(int(pid))}
 
@@ -323,7 +323,7 @@ def workers_of_this_process() -> list[int]:
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError):
             command = (entry / "cmdline").read_bytes() if entry.name.isdigit() else b""
-            if b"stages.graders.worker" in command and str(os.getpid()).encode() in command.split(b"\0"):
+            if b"stages.graders.pool" in command and str(os.getpid()).encode() in command.split(b"\0"):
                 parent = (entry / "stat").read_text().rpartition(")")[2].split()[1]
                 if int(parent) != os.getpid():
                     found.append(int(entry.name))

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from models.tiny import ARITHMETIC_CHARACTERS
 from stages.agents.environment import Environment, Turn
+from stages.agents.packs.gymnasium import RandomState
 from stages.agents.packs.maze import STEPS, Grid, Maze, moves_of
-from stages.agents.random_state import RandomState
 from stages.chat.messages import Message
 from tests.stages.agents.play import Episode
 
