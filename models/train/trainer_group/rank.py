@@ -33,33 +33,7 @@ from models.fault_injection import FaultPlan
 from models.train.build import build_member
 from models.train.dp_group import DistributedDpGroup, DpGroup
 from models.train.trainer import Trainer
-from models.train.trainer_group.calls import (
-    DRAWN,
-    Accumulate,
-    Arrays,
-    BeginBatch,
-    Call,
-    Discard,
-    Done,
-    End,
-    FinishSave,
-    Flush,
-    Link,
-    LinkLost,
-    Load,
-    LogProbs,
-    Metrics,
-    Raised,
-    Reply,
-    Save,
-    Setup,
-    Step,
-    WriteSlot,
-    Written,
-    decode_call,
-    encode,
-    raised,
-)
+from models.train.trainer_group import calls
 from models.train.trainer_group.rank_spec import PeerGone, RanksDisagree, RankSpec, Rendezvous
 
 
@@ -74,61 +48,61 @@ class Member:
         self._copies = config.train.train_backend == "torch"
         self._trainer: Trainer | None = None
 
-    def takes_part(self, call: Call) -> bool:
+    def takes_part(self, call: calls.Call) -> bool:
         """Whether this rank makes the call."""
-        return self._leads or not (self._copies and isinstance(call, Save | WriteSlot))
+        return self._leads or not (self._copies and isinstance(call, calls.Save | calls.WriteSlot))
 
-    def make(self, call: Call) -> Reply:
+    def make(self, call: calls.Call) -> calls.Reply:
         """Make the call. What the trainer raises propagates, and so does InjectedError, which ends the rank."""
-        if self._faults is not None and not isinstance(call, End):
+        if self._faults is not None and not isinstance(call, calls.End):
             self._faults.meet_blocking(f"{self._faults.replica}/{next(self._calls)} {type(call).__name__}")
-        if isinstance(call, Setup):
+        if isinstance(call, calls.Setup):
             total = self._config.rollout.num_rollout or 0
             made = build_member(self._config, total, self._dp_group)
             made.setup()
             self._trainer = made
-            return Done()
+            return calls.Done()
         trainer = self._trainer
         if trainer is None:
-            if isinstance(call, End):
-                return Done()
+            if isinstance(call, calls.End):
+                return calls.Done()
             raise RuntimeError(f"{type(call).__name__} before Setup")
         match call:
-            case BeginBatch(rollouts, steps, version, lr_scale):
+            case calls.BeginBatch(rollouts, steps, version, lr_scale):
                 trainer.begin_batch(rollouts=rollouts, steps=steps, version=version, lr_scale=lr_scale)
-            case Accumulate(sequences):
+            case calls.Accumulate(sequences):
                 trainer.accumulate(sequences)
-            case Flush():
+            case calls.Flush():
                 trainer.flush()
-            case Step():
-                return Metrics(trainer.step())
-            case Discard():
+            case calls.Step():
+                return calls.Metrics(trainer.step())
+            case calls.Discard():
                 trainer.discard()
-            case LogProbs(sequences):
-                return Arrays(trainer.logprobs(sequences))
-            case WriteSlot():
+            case calls.LogProbs(sequences):
+                return calls.Arrays(trainer.logprobs(sequences))
+            case calls.WriteSlot():
                 return self._write_slot(trainer, call)
-            case Save(directory):
+            case calls.Save(directory):
                 trainer.save(Path(directory))
-            case FinishSave() | End():
+            case calls.FinishSave() | calls.End():
                 trainer.finish_save()
-            case Load(directory):
+            case calls.Load(directory):
                 trainer.load(Path(directory))
-        return Done()
+        return calls.Done()
 
-    def _write_slot(self, trainer: Trainer, call: WriteSlot) -> Reply:
+    def _write_slot(self, trainer: Trainer, call: calls.WriteSlot) -> calls.Reply:
         """Rank 0 writes; the remaining ranks take part in the collectives of the export. What is wrong with the slot is
         a reply: it is rank 0's alone, and no trainer has changed."""
         if not self._leads:
             for _ in trainer.export_weights():
                 pass
-            return Done()
+            return calls.Done()
         try:
-            return Written(
+            return calls.Written(
                 trainer.write_slot(Path(call.directory), Path(call.source), call.version, call.run_generation)
             )
         except WeightsError as error:
-            return raised(error)
+            return calls.raised(error)
 
 
 def _for_this_rank(config: Config) -> Config:
@@ -254,18 +228,18 @@ def _store(spec: RankSpec, timeout_s: float) -> distributed.TCPStore:
     )
 
 
-def _make(control_group: ControlGroup, member: Member, call: Call) -> Reply:
+def _make(control_group: ControlGroup, member: Member, call: calls.Call) -> calls.Reply:
     """Make a call together with all ranks; the reply of rank 0. Raises RanksDisagree and every unexpected error."""
-    reply: Reply = Done()
+    reply: calls.Reply = calls.Done()
     own = NOT_CALLED
     if member.takes_part(call):
         try:
             reply, own = member.make(call), NOTHING_RAISED
-        except DRAWN as error:
-            reply, own = raised(error), ending_of(error)
+        except calls.DRAWN as error:
+            reply, own = calls.raised(error), ending_of(error)
     endings = [ending for ending in control_group.endings(own) if ending != NOT_CALLED]
     if len(set(endings)) != 1:
-        ending = f"{reply.name}: {reply.text}" if isinstance(reply, Raised) else "nothing"
+        ending = f"{reply.name}: {reply.text}" if isinstance(reply, calls.Raised) else "nothing"
         raise RanksDisagree(f"{type(call).__name__}: this rank raised {ending}, and others did not")
     return reply
 
@@ -273,30 +247,30 @@ def _make(control_group: ControlGroup, member: Member, call: Call) -> Reply:
 def _follow(control_group: ControlGroup, member: Member) -> None:
     """A rank other than rank 0. Waits for calls; ends with the last."""
     while True:
-        call = decode_call(control_group.receive())
+        call = calls.decode_call(control_group.receive())
         _make(control_group, member, call)
-        if isinstance(call, End):
+        if isinstance(call, calls.End):
             return
 
 
-def _lead(control_group: ControlGroup, member: Member, link: Link, silence_s: float) -> None:
+def _lead(control_group: ControlGroup, member: Member, link: calls.Link, silence_s: float) -> None:
     """Rank 0. Waits for the stage's calls; ends with its last. Raises PeerGone if the stage ends without one."""
     while True:
         data = _next_call(control_group, link, silence_s)
-        call = End() if data is None else decode_call(data)
-        control_group.send(encode(End()) if data is None else data)
+        call = calls.End() if data is None else calls.decode_call(data)
+        control_group.send(calls.encode(calls.End()) if data is None else data)
         reply = _make(control_group, member, call)
         if data is None:
             raise PeerGone("the train stage ended without ending its trainer group")
         try:
-            link.send(encode(reply))
-        except LinkLost:
+            link.send(calls.encode(reply))
+        except calls.LinkLost:
             log.warning("the train stage is gone; its last reply was not sent")
-        if isinstance(call, End):
+        if isinstance(call, calls.End):
             return
 
 
-def _meet(control_group: ControlGroup, server: socket.socket, silence_s: float) -> Link:
+def _meet(control_group: ControlGroup, server: socket.socket, silence_s: float) -> calls.Link:
     """Waits for the stage. Sends heartbeats meanwhile."""
     server.settimeout(silence_s)
     while True:
@@ -306,14 +280,14 @@ def _meet(control_group: ControlGroup, server: socket.socket, silence_s: float) 
             control_group.heartbeat()
             continue
         connected.settimeout(None)
-        return Link(connected)
+        return calls.Link(connected)
 
 
-def _next_call(control_group: ControlGroup, link: Link, silence_s: float) -> bytes | None:
+def _next_call(control_group: ControlGroup, link: calls.Link, silence_s: float) -> bytes | None:
     """The stage's next call; None if the stage is gone. Sends heartbeats meanwhile."""
     while not link.readable(silence_s):
         control_group.heartbeat()
     try:
         return link.receive()
-    except LinkLost:
+    except calls.LinkLost:
         return None
