@@ -26,7 +26,6 @@ from bench.plan_world import (
     Cluster,
     Engine,
     NoRecord,
-    NoSpans,
     OnePrompt,
     Pipe,
     Result,
@@ -36,6 +35,7 @@ from bench.plan_world import (
     turns_of,
     unrecorded,
 )
+from bench.report import NoSpans
 from configs.schema import Config
 from configs.schema.rollout import SimulatedEngineConfig
 from models.engines.core import Completion
