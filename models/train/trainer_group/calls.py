@@ -15,7 +15,7 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final, get_args
@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
+from models import errors
 from models.errors import AlgorithmError, TrainError, WeightsError
 from models.train.interface import TrainSequence
 from models.train.trainer_group.rank_spec import PeerGone, Rendezvous, TrainerGroupClosed
@@ -125,24 +126,16 @@ class Raised(Struct, frozen=True, tag=True):
 Reply = Done | Written | Metrics | Arrays | Raised
 
 
-def _family(kind: type[Exception]) -> Iterator[type[Exception]]:
-    yield kind
-    for child in kind.__subclasses__():
-        yield from _family(child)
-
-
-def _by_name() -> Mapping[str, type[Exception]]:
-    return {kind.__name__: kind for root in (*DRAWN, WeightsError) for kind in _family(root)}
-
-
 def raised(error: Exception) -> Raised:
     return Raised(type(error).__name__, str(error))
 
 
 def error_of(reply: Raised) -> Exception:
     """The error itself; an error of an unknown class becomes a `TrainError`."""
-    kind = _by_name().get(reply.name)
-    return TrainError(f"{reply.name}: {reply.text}") if kind is None else kind(reply.text)
+    kind = getattr(errors, reply.name, None)
+    if isinstance(kind, type) and issubclass(kind, (*DRAWN, WeightsError)):
+        return kind(reply.text)
+    return TrainError(f"{reply.name}: {reply.text}")
 
 
 # ------------------------------------------------------------------ bytes
@@ -160,21 +153,9 @@ def _as_numpy(kind: Any, value: tuple[str, bytes]) -> npt.NDArray[Any]:
     return np.frombuffer(data, dtype=dtype).astype(*get_args(declared))
 
 
-_encoder = msgspec.msgpack.Encoder(enc_hook=_of_numpy)
-_calls: msgspec.msgpack.Decoder[Call] = msgspec.msgpack.Decoder(Call, dec_hook=_as_numpy)
-_replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply, dec_hook=_as_numpy)
-
-
-def encode(message: Call | Reply) -> bytes:
-    return _encoder.encode(message)
-
-
-def decode_call(data: bytes) -> Call:
-    return _calls.decode(data)
-
-
-def decode_reply(data: bytes) -> Reply:
-    return _replies.decode(data)
+encode: Final = msgspec.msgpack.Encoder(enc_hook=_of_numpy).encode
+decode_call: Final[Callable[[bytes], Call]] = msgspec.msgpack.Decoder(Call, dec_hook=_as_numpy).decode
+decode_reply: Final[Callable[[bytes], Reply]] = msgspec.msgpack.Decoder(Reply, dec_hook=_as_numpy).decode
 
 
 class LinkLost(ConnectionError):

@@ -24,14 +24,13 @@ from typing import Any, Final
 
 import msgspec
 import torch
-import xxhash
 from torch import distributed
 
 from configs.schema import Config
 from models.errors import WeightsError
 from models.fault_injection import FaultPlan
 from models.train.build import build_member
-from models.train.dp_group import DistributedDpGroup, DpGroup
+from models.train.dp_group import DistributedDpGroup, DpGroup, gather_bytes
 from models.train.trainer import Trainer
 from models.train.trainer_group import calls
 from models.train.trainer_group.rank_spec import PeerGone, RanksDisagree, RankSpec, Rendezvous
@@ -116,34 +115,25 @@ log = logging.getLogger("sluice.train")
 
 HEARTBEATS_PER_TIMEOUT: Final = 4
 LONGEST_SILENCE_S: Final = 30.0
-NOTHING_RAISED: Final = 0
-NOT_CALLED: Final = -1  # this rank did not take part in the call
+NOTHING_RAISED: Final = "nothing"
+NOT_CALLED: Final = ""  # this rank did not take part in the call
 
 
 class ControlGroup:
     """What the ranks exchange beside their training: the next call, heartbeats, how a call ended. Seen from one rank.
 
-    `group`: a gloo group of all ranks; None = the default group, which must be gloo.
+    `gloo`: a group of all ranks.
     """
 
-    def __init__(self, group: Any | None = None) -> None:
-        self.gloo = group
-        self.rank: int = distributed.get_rank()
-        self.processes: int = distributed.get_world_size()
+    def __init__(self, gloo: Any) -> None:
+        self.gloo = gloo
+        self.leads: bool = distributed.get_rank() == 0
 
-    @property
-    def leads(self) -> bool:
-        return self.rank == 0
-
-    def send(self, data: bytes) -> None:
-        """Rank 0: give the bytes to all others."""
+    def send(self, data: bytes = b"") -> None:
+        """Rank 0: give the bytes to all others. No bytes are a heartbeat, while there is nothing to send."""
         self._broadcast(torch.tensor([len(data)]))
         if data:
             self._broadcast(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-
-    def heartbeat(self) -> None:
-        """Rank 0, while it has nothing to send."""
-        self.send(b"")
 
     def receive(self) -> bytes:
         """The others: the next bytes of rank 0. Waits through any number of heartbeats."""
@@ -155,19 +145,12 @@ class ControlGroup:
         received: bytes = data.numpy().tobytes()
         return received
 
-    def endings(self, own: int) -> list[int]:
-        """How the call ended for each rank: `NOTHING_RAISED`, `NOT_CALLED`, or `ending_of` an error. Waits for all."""
-        found = [torch.zeros(1, dtype=torch.int64) for _ in range(self.processes)]
-        distributed.all_gather(found, torch.tensor([own]), group=self.gloo)
-        return [int(ending.item()) for ending in found]
+    def endings(self, own: str) -> set[str]:
+        """How the call ended in the ranks that took part: `NOTHING_RAISED`, or an error's class. Waits for all."""
+        return {ending.decode() for ending in gather_bytes(own.encode(), self.gloo)} - {NOT_CALLED}
 
     def _broadcast(self, tensor: torch.Tensor) -> None:
         distributed.broadcast(tensor, src=0, group=self.gloo)
-
-
-def ending_of(error: Exception) -> int:
-    """A positive number that stands for the error's class."""
-    return 1 + xxhash.xxh3_64_intdigest(type(error).__name__.encode()) % (1 << 62)
 
 
 def run_rank(spec: RankSpec, config: Config, announce: Callable[[Rendezvous], None]) -> None:
@@ -236,9 +219,8 @@ def _make(control_group: ControlGroup, member: Member, call: calls.Call) -> call
         try:
             reply, own = member.make(call), NOTHING_RAISED
         except calls.DRAWN as error:
-            reply, own = calls.raised(error), ending_of(error)
-    endings = [ending for ending in control_group.endings(own) if ending != NOT_CALLED]
-    if len(set(endings)) != 1:
+            reply, own = calls.raised(error), type(error).__name__
+    if len(control_group.endings(own)) != 1:
         ending = f"{reply.name}: {reply.text}" if isinstance(reply, calls.Raised) else "nothing"
         raise RanksDisagree(f"{type(call).__name__}: this rank raised {ending}, and others did not")
     return reply
@@ -277,7 +259,7 @@ def _meet(control_group: ControlGroup, server: socket.socket, silence_s: float) 
         try:
             connected, _ = server.accept()
         except TimeoutError:
-            control_group.heartbeat()
+            control_group.send()
             continue
         connected.settimeout(None)
         return calls.Link(connected)
@@ -286,7 +268,7 @@ def _meet(control_group: ControlGroup, server: socket.socket, silence_s: float) 
 def _next_call(control_group: ControlGroup, link: calls.Link, silence_s: float) -> bytes | None:
     """The stage's next call; None if the stage is gone. Sends heartbeats meanwhile."""
     while not link.readable(silence_s):
-        control_group.heartbeat()
+        control_group.send()
     try:
         return link.receive()
     except calls.LinkLost:
