@@ -27,12 +27,6 @@ def send(payload: Struct | Mapping[str, Any], status: int = 200) -> web.Response
     return web.Response(body=msgspec.json.encode(payload), status=status, content_type="application/json")
 
 
-def refusal(error: RequestRefused) -> web.Response:
-    """SGLang's error bodies."""
-    words: str | protocol.ErrorDetail = protocol.ErrorDetail(error.message) if error.shaped else error.message
-    return send({"error": words}, error.status)
-
-
 class ControlRoutes:
     """Control routes over one engine. `live` lists the completions that are not finished."""
 
