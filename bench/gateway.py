@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,8 @@ import msgspec
 import numpy as np
 import uvloop
 
-from bench.report import Series, arguments, finish, machine, print_table
+from bench.plan_world import Board
+from bench.report import Series, arguments, finish, machine
 from configs.schema import Config
 from models.tiny import make_tiny_checkpoint
 from stages.chat.formats import load_chat_format
@@ -51,29 +52,13 @@ SETTINGS = {"engine with 20 ms per token": (20.0, 0.1), "engine that takes no ti
 CONTENDERS = ("direct", "gateway, token ids", "gateway, chat")
 
 
-class KnownEngine:
-    """A topic with one entry that never changes: the address of one engine."""
-
-    def __init__(self, url: str) -> None:
-        entry = EngineEntry("engine-0", url, 0, state="serving", run_generation=0, version=0, limit=SLOTS)
-        address = EngineAddress("engine-0", url, 0)
-        self._said = {f"{ADDRESS}engine-0": address, f"{DIRECTORY}engine-0": entry}
-        self._values = {key: msgspec.msgpack.encode(value) for key, value in self._said.items()}
-
-    def get(self, key: str) -> bytes | None:
-        return self._values.get(key)
-
-    def items(self, prefix: str) -> Mapping[str, bytes]:
-        return {key: value for key, value in self._values.items() if key.startswith(prefix)}
-
-    async def publish(self, key: str, value: bytes) -> None:
-        """No listener."""
-
-    async def wait(self, revision: int, *prefixes: str) -> int:
-        """Once, and then never again."""
-        if revision:
-            await asyncio.Event().wait()
-        return 1
+def board_of(url: str) -> Board:
+    """A topic with the entries of one engine, which never change."""
+    board = Board()
+    board.put(f"{ADDRESS}engine-0", EngineAddress("engine-0", url, 0))
+    entry = EngineEntry("engine-0", url, 0, state="serving", run_generation=0, version=0, limit=SLOTS)
+    board.put(f"{DIRECTORY}engine-0", entry)
+    return board
 
 
 # The gateway's process: it opens the requested number of sessions, forgets the previous sessions, and reports how
@@ -91,7 +76,7 @@ async def _serve_gateway(checkpoint: str, engine: str, link: Connection) -> None
     sampler = Sampler(config, replica="agents-0", stage="agents")
     answers = Answers(sampler, Requests(config, 1 << 20), chat)
     async with asyncio.TaskGroup() as tasks, Gateway(answers) as gateway:
-        following = tasks.create_task(sampler.follow(KnownEngine(engine)))
+        following = tasks.create_task(sampler.follow(board_of(engine)))
         await sampler.ready()
         link.send(gateway.url)
         sessions = contextlib.ExitStack()
@@ -225,13 +210,12 @@ def main() -> None:
     about = machine(["aiohttp", "msgspec"])
     with tempfile.TemporaryDirectory(prefix="sluice-bench-") as home:
         series = uvloop.run(run(Path(home), rounds, conversations))
-    print_table(series, "direct")
     remarks = [
         f"{SLOTS} conversations at a time of {TURNS} turns: {PROMPT} tokens, {MADE} made and {SEEN} seen in each turn",
         f"{rounds} rounds of {conversations} conversations, interleaved",
         about.load,
     ]
-    finish(options.output, about, remarks, series)
+    finish(options.output, about, remarks, series, baseline="direct")
 
 
 if __name__ == "__main__":

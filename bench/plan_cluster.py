@@ -21,21 +21,8 @@ from typing import Any
 
 import msgspec
 
-from bench.plan_world import (
-    Board,
-    Cluster,
-    Engine,
-    NoRecord,
-    NoSpans,
-    OnePrompt,
-    Pipe,
-    Result,
-    VirtualLoop,
-    completion_of,
-    sample_of,
-    turns_of,
-    unrecorded,
-)
+from bench import plan_world as world
+from bench.report import NoSpans
 from configs.schema import Config
 from configs.schema.rollout import SimulatedEngineConfig
 from models.engines.core import Completion
@@ -54,7 +41,7 @@ from stages.train.held_groups import HeldGroups
 class Simulation:
     """One run of a cluster. `run` in a `VirtualLoop`."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: world.Cluster) -> None:
         self.cluster = cluster
         sections: Mapping[str, Any] = {
             "rollout": {
@@ -67,8 +54,8 @@ class Simulation:
         }  # fmt: skip
         self.config = msgspec.convert(sections, Config)
         self.random, self.ranking = Random(cluster.seed), Ranking(policy_of(self.config), seed=0)
-        self.board, self.record = Board(), NoRecord(cluster.batches)
-        self.engines: dict[str, Engine] = {}
+        self.board, self.record = world.Board(), world.NoRecord(cluster.batches)
+        self.engines: dict[str, world.Engine] = {}
         self.tokens: dict[int, list[tuple[int, int]]] = {}  # group -> (version, tokens) of its rollouts
         self.trained: Counter[int] = Counter()
         self.trainer_s = 0.0
@@ -80,11 +67,11 @@ class Simulation:
     def context(self, replica: str) -> StageContext:
         return StageContext(self.config, Path(), replica, NoSpans())
 
-    async def run(self) -> Result:
+    async def run(self) -> world.Result:
         c, board = self.cluster, self.board
-        prompts, joined, settle = Pipe(), Pipe(), Pipe()
-        groups = Pipe()
-        gate, source = StalenessGate.of(self.config), OnePrompt(c.prompt)
+        prompts, joined, settle = world.Pipe(), world.Pipe(), world.Pipe()
+        groups = world.Pipe()
+        gate, source = StalenessGate.of(self.config), world.OnePrompt(c.prompt)
         self.stage = PromptStage(self.context("prompts"), source, gate, self.record)  # type: ignore[arg-type]
         group = GroupStage(self.context("group"))
         await group.setup()
@@ -92,11 +79,11 @@ class Simulation:
             a_ms=c.a_s * 1e3, c_ms=c.c_s * 1e3, prefill_ms_per_token=c.prefill_s * 1e3, kv_tokens=c.kv_tokens,
         )  # fmt: skip
         for i in range(c.engines):
-            engine = Engine(model, c.slots, prefix_cache=False, label="0")
+            engine = world.Engine(model, c.slots, prefix_cache=False, label="0")
             engine.begin(Slots(c.slots))
             self.engines[f"engine-{i:05d}"] = engine
         train = Ports("train", {"in": joined}, {"settle": settle}, board)
-        self.held = HeldGroups(self.config, train, group.activity, unrecorded)
+        self.held = HeldGroups(self.config, train, group.activity, world.unrecorded)
         async with asyncio.TaskGroup() as tasks:
             works = [
                 self.stage.run(Ports("prompts", {"settle": settle}, {"out": prompts}, board)),
@@ -117,20 +104,20 @@ class Simulation:
         drawn = math.exp(math.log(c.mean) - c.sigma**2 / 2 + c.sigma * self.random.gauss(0.0, 1.0))
         return min(max(round(drawn), 1), c.cap)
 
-    async def _generate(self, prompts: Pipe, out: Pipe) -> None:
+    async def _generate(self, prompts: world.Pipe, out: world.Pipe) -> None:
         async with asyncio.TaskGroup() as tasks:
             while (lease := await prompts.receive()) is not None:
                 tasks.create_task(self._group(lease.message, out))
                 lease.done()
 
-    async def _group(self, group: PromptGroup, out: Pipe) -> None:
+    async def _group(self, group: PromptGroup, out: world.Pipe) -> None:
         """One group as the generate stage requests it: one request, whose members give their slots back as they end."""
         lengths = [self._length() for _ in range(group.n_samples)]
         equal = self.random.random() < self.cluster.filtered
         order = (0, group.group_id)
         engine = await self._slots(group.key, len(lengths), goes_on=False, order=order)
-        turns = [turns_of(length, self.cluster.turns) for length in lengths]
-        first = [completion_of(i, self.cluster.prompt, parts[0]) for i, parts in enumerate(turns)]
+        turns = [world.turns_of(length, self.cluster.turns) for length in lengths]
+        first = [world.completion_of(i, self.cluster.prompt, parts[0]) for i, parts in enumerate(turns)]
         engine.ask(first)
         async with asyncio.TaskGroup() as tasks:
             members = [
@@ -138,19 +125,19 @@ class Simulation:
                 for i, (parts, one) in enumerate(zip(turns, first, strict=True))
             ]
         rewards = [1.0 if equal else float(i % 2) for i in range(len(members))]
-        samples = tuple(sample_of(i, m.result(), rewards[i]) for i, m in enumerate(members))
+        samples = tuple(world.sample_of(i, m.result(), rewards[i]) for i, m in enumerate(members))
         self.tokens[group.group_id] = [run for m in members for run in m.result()]
         slice_ = RolloutSlice(msgspec.structs.replace(group, prompt_ids=NO_IDS), samples)
         await out.send(slice_, slice_.key)
 
-    async def _slots(self, key: str, n: int, *, goes_on: bool, order: tuple[int, int]) -> Engine:
+    async def _slots(self, key: str, n: int, *, goes_on: bool, order: tuple[int, int]) -> world.Engine:
         loads = {name: engine.load for name, engine in self.engines.items()}
         engine = self.engines[self.ranking.rank(Choice(key, b"", n, loads))[0]]
         await engine.client.take(n, goes_on=goes_on, order=order)
         return engine
 
     async def _graded(
-        self, key: str, turns: Sequence[int], engine: Engine, completion: Completion, order: tuple[int, int]
+        self, key: str, turns: Sequence[int], engine: world.Engine, completion: Completion, order: tuple[int, int]
     ) -> list[tuple[int, int]]:
         """A rollout, then its turn at a grader."""
         runs = await self._rollout(key, turns, engine, completion, order)
@@ -160,7 +147,7 @@ class Simulation:
         return runs
 
     async def _rollout(
-        self, key: str, turns: Sequence[int], engine: Engine, completion: Completion, order: tuple[int, int]
+        self, key: str, turns: Sequence[int], engine: world.Engine, completion: Completion, order: tuple[int, int]
     ) -> list[tuple[int, int]]:
         """Versions of a rollout's tokens. Between two turns it waits for its tool and holds no slot."""
         runs: list[tuple[int, int]] = []
@@ -169,7 +156,7 @@ class Simulation:
             if number:
                 await asyncio.sleep(self.random.expovariate(1 / self.cluster.tool_s) if self.cluster.tool_s else 0.0)
                 engine = await self._slots(key, 1, goes_on=True, order=order)
-                completion = completion_of(number, context, tokens)
+                completion = world.completion_of(number, context, tokens)
                 engine.ask([completion])
             await engine.ended(completion)
             runs += [(int(span.version), span.end - span.start) for span in completion.spans_over(tokens)]
@@ -178,7 +165,7 @@ class Simulation:
 
     # Training.
 
-    async def _train(self, settle: Pipe, tasks: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
+    async def _train(self, settle: world.Pipe, tasks: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
         """All batches. Returns the last publication, which may still be on its way to the engines."""
         c = self.cluster
         await settle.send(StepDone(0, 0, (), {}, 0, publishes=True), "step 0")
@@ -261,13 +248,13 @@ class Simulation:
         loaded, slot_s = sum(e.loaded_s for e in engines), sum(e.slot_s for e in engines)
         self.marks.append((loaded, slot_s, self.trainer_s, sum(e.stalled_s for e in engines)))
 
-    def _result(self) -> Result:
+    def _result(self) -> world.Result:
         c, ledger, first = self.cluster, self.stage.ledger, self.cluster.warm_up - 1
         seconds = self.ends[-1] - self.ends[first]
         loaded, slot_s, trainer, stalled = (b - a for a, b in zip(self.marks[first], self.marks[-1], strict=True))
         whole = max(seconds, 1e-12)
         generated = sum(e.totals.generated_tokens for e in self.engines.values())
-        return Result(
+        return world.Result(
             step_s=seconds / (c.batches - c.warm_up) * c.interval,
             staleness=dict(sorted(self.trained.items())),
             engine_busy=loaded / whole / c.engines,
@@ -281,7 +268,7 @@ class Simulation:
         )
 
 
-def simulate(cluster: Cluster) -> Result:
+def simulate(cluster: world.Cluster) -> world.Result:
     """Run a cluster from its first prompt to its last batch."""
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+    with asyncio.Runner(loop_factory=world.VirtualLoop) as runner:
         return runner.run(Simulation(cluster).run())

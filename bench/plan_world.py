@@ -121,11 +121,6 @@ class OnePrompt:
         return self.prompt
 
 
-class NoSpans:
-    def add(self, *_: Any, **__: Any) -> None:
-        pass
-
-
 async def unrecorded(*_: Any) -> None:
     """Groups that end untrained are counted by the ledger."""
 

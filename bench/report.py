@@ -55,6 +55,13 @@ class Document(msgspec.Struct, frozen=True):
     series: list[Series]
 
 
+class NoSpans:
+    """Takes the spans of a stage, whose times no benchmark reads."""
+
+    def add(self, *_: object, **__: object) -> None:
+        pass
+
+
 def arguments(
     description: str | None, name: str, quick: str, *, rounds: str = "number of rounds"
 ) -> argparse.ArgumentParser:
@@ -104,13 +111,20 @@ def print_table(series: Sequence[Series], baseline: str) -> None:
         print(f"  {'':{width}}  {'median':>12} {'min':>12} {'max':>12}  {'of baseline':>11}")
         for one in rows:
             ratio = "" if base is None else f"{one.median / base:.2f}x"
-            low, high = min(one.values), max(one.values)
-            figures = f"{one.median:12,.0f} {low:12,.0f} {high:12,.0f}"
+            values = (one.median, min(one.values), max(one.values))
+            figures = " ".join(f"{value:12,.{0 if value >= 1000 else 1}f}" for value in values)
             print(f"  {one.name:{width}}  {figures}  {ratio:>11}  {one.unit} {one.note}")
 
 
-def finish(output: Path, about: Machine, remarks: list[str], series: list[Series]) -> None:
-    """Print the remarks, and write all of it. The command is written without the place of the files."""
+def finish(
+    output: Path, about: Machine, remarks: list[str], series: list[Series], *, baseline: str | None = None
+) -> None:
+    """Print the table, where a contender is the baseline, and the remarks, and write all of it.
+
+    The command is written without the place of the files.
+    """
+    if baseline is not None and series:
+        print_table(series, baseline)
     name = Path(sys.argv[0]).stem
     document = Document(name, about, ["python", "-m", f"bench.{name}", *sys.argv[1:]], remarks, series)
     print("\n" + "\n".join(remarks))

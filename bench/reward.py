@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from bench.report import Series, arguments, finish, machine, print_table
+from bench.report import Series, arguments, finish, machine
 from configs.schema import Config, ObserveConfig
 from configs.schema.data import RewardConfig
 from pipeline.hosts.worker import PortSpec, ReplicaSpec, run_replica
@@ -189,8 +189,7 @@ def main() -> None:
         "share them, so that graders that compute cannot scale beyond the cores",
         "sleep:0.05 has a ceiling of 20 samples/s per grader process; gsm8k is graded in the stage itself",
     ]
-    print_table(series, name_of(1, 1))
-    finish(options.output, about, remarks, series)
+    finish(options.output, about, remarks, series, baseline=name_of(1, 1))
 
 
 if __name__ == "__main__":

@@ -11,12 +11,12 @@ CPU seconds include the simulated engine and the bookkeeping of tokens, a fixed 
 A replica also costs CPU while it waits (figures twice a second, beats), so a run that takes longer for its
 rollouts costs more of it.
 
-CPU seconds and wake-ups of a process and all its descendants come from `/proc`.
+CPU seconds and wake-ups are those of a process and all its descendants.
 """
 
 from __future__ import annotations
 
-import os
+import contextlib
 import subprocess
 import sys
 import tempfile
@@ -26,11 +26,9 @@ from pathlib import Path
 from typing import Final
 
 import msgspec
+import psutil
 
 from bench.report import Series, arguments, finish, machine
-
-PROC: Final = Path("/proc")
-TICKS: Final = os.sysconf("SC_CLK_TCK")
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -44,46 +42,24 @@ class Usage(msgspec.Struct, frozen=True):
 
 def usage(root: int) -> Usage:
     """Of `root` and all its descendants, as they are now."""
-    children: dict[int, list[int]] = {}
-    spent: dict[int, float] = {}
-    for place in PROC.iterdir():
-        if not place.name.isdigit():
-            continue
-        try:
-            fields = (place / "stat").read_text().rpartition(")")[2].split()
-        except OSError:  # it has just ended
-            continue
-        pid = int(place.name)
-        children.setdefault(int(fields[1]), []).append(pid)
-        spent[pid] = (int(fields[11]) + int(fields[12])) / TICKS
-    tree, todo = [], [root]
-    while todo:
-        pid = todo.pop()
-        tree.append(pid)
-        todo += children.get(pid, [])
-    by_process = {pid: (_name(pid), spent.get(pid, 0.0)) for pid in tree}
-    cpu_s = sum(seconds for _, seconds in by_process.values())
-    return Usage(time.monotonic(), cpu_s, sum(_wakeups(pid) for pid in tree), by_process)
+    parent = psutil.Process(root)
+    by_process, wakeups = dict[int, tuple[str, float]](), 0
+    for process in (parent, *parent.children(recursive=True)):
+        with contextlib.suppress(psutil.NoSuchProcess, OSError):  # it has just ended
+            times = process.cpu_times()
+            by_process[process.pid] = (_name(process.cmdline()), times.user + times.system)
+            wakeups += sum(_waits(thread) for thread in Path("/proc", str(process.pid), "task").iterdir())
+    return Usage(time.monotonic(), sum(seconds for _, seconds in by_process.values()), wakeups, by_process)
 
 
-def _wakeups(pid: int) -> int:
-    count = 0
-    try:
-        for thread in (PROC / str(pid) / "task").iterdir():
-            for line in (thread / "status").read_text().splitlines():
-                if line.startswith("voluntary_ctxt_switches"):
-                    count += int(line.rpartition(":")[2])
-    except OSError:  # it has just ended
-        return count
-    return count
+def _waits(thread: Path) -> int:
+    """Voluntary context switches of one thread: psutil counts those of a process's first thread only."""
+    lines = (thread / "status").read_text().splitlines()
+    return next(int(line.rpartition(":")[2]) for line in lines if line.startswith("voluntary_ctxt_switches"))
 
 
-def _name(pid: int) -> str:
-    """A stage's name, `engine`, or `controller`."""
-    try:
-        words = (PROC / str(pid) / "cmdline").read_bytes().decode(errors="replace").split("\0")
-    except OSError:
-        return "ended"
+def _name(words: Sequence[str]) -> str:
+    """A stage's name, `engine`, or `controller`, from a command line."""
     for word in reversed(words):
         stage, dash, number = word.rpartition("-")
         if dash and number.isdigit() and stage.isalpha():

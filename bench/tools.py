@@ -16,7 +16,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
-from bench.report import Series, arguments, finish, machine, print_table
+from bench.report import Series, arguments, finish, machine
 from stages.agents.packs.python_tool import Interpreter, Interpreters
 from stages.sandbox.run import Limits, StdinCase, run_cases
 
@@ -116,8 +116,7 @@ def main() -> None:
         about.load,
         "bubblewrap: " + ("measured" if shutil.which("bwrap") else "not installed here, so not measured"),
     ]
-    print_table(series, BASELINE)
-    finish(options.output, about, remarks, series)
+    finish(options.output, about, remarks, series, baseline=BASELINE)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,6 @@ import os
 import tempfile
 import time
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -38,11 +37,12 @@ from bench.train_work import (
     SIZES,
     Contender,
     Setting,
-    flops_of,
     make_checkpoint,
     quiet,
+    step_flops,
     work_of,
 )
+from configs.schema.model_shapes import read_shape
 from models.train.trainer import Trainer
 
 
@@ -210,9 +210,6 @@ def _over_processes(value: float, how: Any) -> float:
     return float(found.item())
 
 
-BASELINE = "torch"
-
-
 def setting_of(options: argparse.Namespace, checkpoint: Path) -> Setting:
     """Small on a CPU; on a GPU, sequences of a reasoning model."""
     if options.device == "cuda":
@@ -255,7 +252,8 @@ def speed(setting: Setting, root: Path) -> tuple[list[Series], list[str]]:
         group = [one for one in chosen if one.processes == world]
         print(f"{', '.join(one.name for one in group)}: {setting.rounds} steps each", flush=True)
         found |= measure(setting, group, root, deadline_s=600.0)
-    work, flops = work_of(setting.batch()), flops_of(setting)
+    work = work_of(setting.batch())
+    flops = step_flops(read_shape(setting.config), work)
     title = f"Qwen3 {setting.size}, {setting.device} {str(setting.dtype)[6:]}, {work.sequence_tokens:,} tokens a step"
     published = next((value for name, value in PUBLISHED.items() if name in _gpu_name()), None)
     processes = {one.name: one.processes for one in chosen}
@@ -270,14 +268,14 @@ def speed(setting: Setting, root: Path) -> tuple[list[Series], list[str]]:
             continue
         peak = peaks[processes[name]]
         out += [
-            Series(title, f"{name}: speed", "tokens/s", [work.sequence_tokens / s for s in one.step_s]),
-            Series(title, f"{name}: share of peak", "% of matmul", [100 * flops / s / peak for s in one.step_s]),
-            Series(title, f"{name}: weight export", "ms", [1e3 * s for s in one.export_s]),
+            Series(f"{title}: speed", name, "tokens/s", [work.sequence_tokens / s for s in one.step_s]),
+            Series(f"{title}: share of peak", name, "% of matmul", [100 * flops / s / peak for s in one.step_s]),
+            Series(f"{title}: weight export", name, "ms", [1e3 * s for s in one.export_s]),
         ]
         if published is not None:
             mfu = [100 * flops / s / (published * processes[name]) for s in one.step_s]
-            out.append(Series(title, f"{name}: MFU", "% of published", mfu))
-            out.append(Series(title, f"{name}: memory", "GB of a GPU", [one.memory_bytes / 1e9]))
+            out.append(Series(f"{title}: MFU", name, "% of published", mfu))
+            out.append(Series(f"{title}: memory", name, "GB of a GPU", [one.memory_bytes / 1e9]))
         remarks.append(f"{name}: padding {100 * one.padding_frac:.1f} % of the computed tokens")
     remarks += [f"matmul peak, {world} at once: {peak / 1e9:,.0f} GFLOP/s" for world, peak in sorted(peaks.items())]
     return out, remarks
@@ -285,19 +283,6 @@ def speed(setting: Setting, root: Path) -> tuple[list[Series], list[str]]:
 
 def _gpu_name() -> str:
     return torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-
-
-def print_speeds(series: Sequence[Series]) -> None:
-    """Medians and ranges, and ratios to the baseline."""
-    rows = {one.name: one for one in series}
-    width = max(map(len, rows), default=0)
-    print(f"\n{series[0].setting}\n  {'':{width}} {'median':>12} {'min':>12} {'max':>12}" if series else "")
-    for name, one in rows.items():
-        base = rows.get(f"{BASELINE}: {name.partition(': ')[2]}")
-        ratio = f"  {one.median / base.median:.2f}x of {BASELINE}" if base is not None and base is not one else ""
-        values = (one.median, min(one.values), max(one.values))
-        figures = " ".join(f"{value:>12,.{0 if value >= 1000 else 1}f}" for value in values)
-        print(f"  {name:{width}} {figures}  {one.unit}{ratio}")
 
 
 def remarks_of(setting: Setting, about: Machine) -> list[str]:
@@ -315,7 +300,7 @@ def remarks_of(setting: Setting, about: Machine) -> list[str]:
 def main() -> None:
     parser = arguments(__doc__, "train", "a smaller model, 3 rounds", rounds="timed steps of each backend")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--size", choices=sorted(SIZES), help="default: quick or cpu, 0.6B on a GPU")
+    parser.add_argument("--size", choices=SIZES, help="default: quick or cpu, 0.6B on a GPU")
     parser.add_argument("--recompute", action="store_true", help="recompute activations; always for 4B")
     options = parser.parse_args()
     options.size = options.size or ("0.6B" if options.device == "cuda" else "quick" if options.quick else "cpu")
@@ -329,9 +314,7 @@ def main() -> None:
         setting = setting_of(options, root / "model")
         make_checkpoint(root / "model", options.size, options.device)
         speeds, found = speed(setting, root)
-    print_speeds(speeds)
-    notes = remarks_of(setting, about) + found
-    finish(options.output, about, notes, speeds)
+    finish(options.output, about, remarks_of(setting, about) + found, speeds, baseline="torch")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ goes to. The embedding is a look-up and costs nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -21,6 +21,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from configs.help import preset_config
+from configs.schema.model_shapes import ModelShape, matrices
 from models.train.interface import TrainSequence
 
 Ids = npt.NDArray[np.int32]
@@ -88,18 +90,13 @@ def work_of(sequences: Sequence[TrainSequence]) -> Work:
     )
 
 
-def step_flops(config: Mapping[str, Any], work: Work) -> float:
-    """Of one update. `config`: contents of a Qwen2 or Qwen3 config.json, with or without experts."""
-    hidden, layers, heads = config["hidden_size"], config["num_hidden_layers"], config["num_attention_heads"]
-    head = config.get("head_dim") or hidden // heads
-    attention = hidden * head * (2 * heads + 2 * config["num_key_value_heads"])
-    experts = config.get("num_experts_per_tok")
-    mlp = 3 * hidden * (experts * config["moe_intermediate_size"] if experts else config["intermediate_size"])
-    router = hidden * config["num_experts"] if experts else 0
+def step_flops(shape: ModelShape, work: Work) -> float:
+    """Of one update."""
+    layers = [matrix for layer in range(shape.layers) for matrix in matrices(shape, layer)]
     return float(
-        6.0 * layers * (attention + mlp + router) * work.tokens
-        + 12.0 * layers * heads * head * work.pairs
-        + 6.0 * hidden * config["vocab_size"] * work.chosen
+        6.0 * sum(matrix.active * matrix.inputs * matrix.outputs for matrix in layers) * work.tokens
+        + 6.0 * shape.layers * (shape.query_width + shape.value_width) * work.pairs
+        + 6.0 * shape.hidden * shape.vocabulary * work.chosen
     )
 
 
@@ -112,53 +109,21 @@ PUBLISHED: Final = {
     "A100": 312e12,
     "L40S": 362e12,
 }
-_COMMON: Final = {"model_type": "qwen3", "head_dim": 128, "tie_word_embeddings": True, "vocab_size": 151936}
-SIZES: Final[dict[str, dict[str, Any]]] = {
-    "quick": _COMMON
-    | {
-        "hidden_size": 256,
-        "intermediate_size": 768,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-        "vocab_size": 2048,
-    },
-    "cpu": _COMMON
-    | {
-        "hidden_size": 256,
-        "intermediate_size": 768,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-        "vocab_size": 4096,
-    },
-    "0.6B": _COMMON
-    | {
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-    },
-    "1.7B": _COMMON
-    | {
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-    },
-    "4B": _COMMON
-    | {
-        "hidden_size": 2560,
-        "intermediate_size": 9728,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-    },
-}
+SIZES: Final = ("0.6B", "1.7B", "4B", "cpu", "quick")
+_SMALL: Final = {
+    "model_type": "qwen3", "hidden_size": 256, "intermediate_size": 768, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 64, "tie_word_embeddings": True, "max_position_embeddings": 40960,
+}  # fmt: skip
+
+
+def model_config(size: str) -> dict[str, Any]:
+    """Contents of a config.json: a small Qwen3, or a published one, as the presets of `--model` have it."""
+    if size == "quick":
+        return {**_SMALL, "num_hidden_layers": 2, "vocab_size": 2048}
+    if size == "cpu":
+        return {**_SMALL, "num_hidden_layers": 4, "vocab_size": 4096}
+    return preset_config(f"qwen3-{size.lower()}").model.architecture
+
 
 RECOMPUTE: Final[dict[str, Any]] = {
     "recompute_granularity": "full",
@@ -204,7 +169,7 @@ class Setting:
 
     @property
     def config(self) -> dict[str, Any]:
-        return SIZES[self.size]
+        return model_config(self.size)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -226,15 +191,11 @@ def make_checkpoint(directory: Path, size: str, device: str) -> None:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     quiet()
-    fields = {name: value for name, value in SIZES[size].items() if name != "model_type"}
+    fields = {name: value for name, value in model_config(size).items() if name != "model_type"}
     torch.manual_seed(0)
     with torch.device(device):
-        model = Qwen3ForCausalLM(Qwen3Config(**fields, max_position_embeddings=40960))
+        model = Qwen3ForCausalLM(Qwen3Config(**fields))
     model.to(torch.bfloat16 if device == "cuda" else torch.float32).save_pretrained(directory)
-
-
-def flops_of(setting: Setting) -> float:
-    return step_flops(setting.config, work_of(setting.batch()))
 
 
 # ---------------------------------------------------------------------- in the processes

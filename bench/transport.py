@@ -18,7 +18,7 @@ from pathlib import Path
 
 import zmq
 
-from bench.report import Series, arguments, finish, machine, print_table
+from bench.report import Series, arguments, finish, machine
 from transport import DeadLetter, Node, StreamSpec
 
 SPAWN = multiprocessing.get_context("spawn")
@@ -251,8 +251,7 @@ def main() -> None:
         f"{about.load}; producer and consumer share them",
         "ipc on one machine: this is no measurement of a network",
     ]
-    print_table(series, BASELINE)
-    finish(options.output, about, remarks, series)
+    finish(options.output, about, remarks, series, baseline=BASELINE)
 
 
 if __name__ == "__main__":

@@ -31,8 +31,8 @@ import numpy as np
 import torch
 from aiohttp import web
 
-from bench.report import Machine, Series, arguments, finish, machine, print_table
-from bench.weights_rig import LIMIT_S, Fleet, Kind, NoSpans, Recorder, Versions, make_model
+from bench.report import Machine, NoSpans, Series, arguments, finish, machine
+from bench.weights_rig import LIMIT_S, Fleet, Kind, Recorder, Versions, make_model
 from configs.schema import Config
 from configs.schema.rollout import EngineConfig, RolloutConfig, UpdateConfig
 from models.engines.client import EngineClient
@@ -131,9 +131,8 @@ def main() -> None:
             for kind in kinds:
                 engines = options.engines if kind == "recorder" else 1
                 series += asyncio.run(measure(kind, versions, engines, rounds, Path(directory)))
-    print_table(series, BASELINE)
     notes = remarks(rounds, about, options.engines)
-    finish(options.output, about, notes, series)
+    finish(options.output, about, notes, series, baseline=BASELINE)
 
 
 START_S: Final = 300.0

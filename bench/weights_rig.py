@@ -242,10 +242,3 @@ class Fleet:
                 if len(entries) == self.engines and all(entry.version >= self.version for entry in entries):
                     return entries
                 revision = await self.topic.wait(revision, *KEYS)
-
-
-class NoSpans:
-    def add(
-        self, name: str, start_s: float, dur_s: float, *, group: int = -1, sample: int = -1, detail: str = ""
-    ) -> None:
-        """The benchmark takes its figures from the directory."""

@@ -318,13 +318,8 @@ def fails(rule: RejectionRule, log_weight: Tensor, tokens: PolicyTokens) -> Tens
 def statistic(rule: RejectionRule, log_weight: Tensor, tokens: PolicyTokens) -> Tensor:
     """The rule's statistic of each token [N], or of each sequence [S], from D [N]."""
     values = KL_ESTIMATORS[rule.kind](-log_weight)  # of mu from old, at the sampled token
-    if rule.level == "token":
-        return values
-    if rule.level == "seq_sum":
-        return sequence_sum(values, tokens)
-    if rule.level == "seq_mean":
-        return sequence_mean(values, tokens)
-    return sequence_max(values, tokens)
+    over = {"seq_sum": sequence_sum, "seq_mean": sequence_mean, "seq_max": sequence_max}
+    return values if rule.level == "token" else over[rule.level](values, tokens)
 
 
 # --------------------------------------------------------------------------------------------------

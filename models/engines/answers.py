@@ -136,7 +136,6 @@ def later_boundaries(spans: Sequence[VersionSpan]) -> list[VersionSpan]:
 # request elsewhere cannot help.
 
 
-_INT32: Final = 1 << 31
 # Field, lowest value, highest value, and the rule in words. Infinity and NaN fit nowhere.
 _RANGES: Final = (
     ("temperature", 0.0, math.inf, "0 or more"),
@@ -174,7 +173,7 @@ class RequestLimits(Struct):
     def _check_ids(self, prompt: list[int]) -> None:
         if not prompt:
             raise ValueError("input_ids holds an empty prompt; a prompt needs at least one token")
-        size = self.vocab_size or _INT32
+        size = self.vocab_size or INT32
         if not 0 <= min(prompt) <= max(prompt) < size:
             bad = next(token for token in prompt if not 0 <= token < size)
             raise ValueError(

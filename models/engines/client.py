@@ -19,26 +19,10 @@ import numpy.typing as npt
 import xxhash
 from msgspec import Struct
 
+from models.engines import protocol
 from models.engines.answers import AnswerLimits, RequestLimits, check_log_probs, with_spans
 from models.engines.core import ALL_TAGS, MemoryRequest, MemoryTag
 from models.engines.http_client import HttpClient, T
-from models.engines.protocol import (
-    AbortRequest,
-    CheckerAnswer,
-    CheckerRequest,
-    GenerateOutput,
-    GenerateRequest,
-    Load,
-    Loads,
-    ModelInfo,
-    PauseMode,
-    PauseRequest,
-    SamplingParams,
-    ServerInfo,
-    UpdateAnswer,
-    UpdateVersionRequest,
-    UpdateWeightsRequest,
-)
 from models.engines.streamed import PartialOutputs, StreamBroken
 from models.engines.token import Token
 from models.errors import EngineAborted, EngineProtocolError, EngineRefused, EngineUnreachable, RequestNotSent
@@ -82,11 +66,11 @@ class EngineClient(HttpClient):
 
     async def generate(
         self,
-        request: GenerateRequest,
+        request: protocol.GenerateRequest,
         *,
         partial: PartialOutputs | None = None,
         headers: Mapping[str, str] | None = None,
-    ) -> list[GenerateOutput]:
+    ) -> list[protocol.GenerateOutput]:
         """Send one request and return its responses: prompts in order, and the `n` samples of each side by side. Their
         spans are filled in.
 
@@ -104,14 +88,18 @@ class EngineClient(HttpClient):
             return await self._streamed(request, partial, headers, limits)
         body = await self.call("POST", "/generate", request, self._timeout_s, headers, limits.answer_bytes)
         if body[:1] == b"[":
-            outputs = self.decode("/generate", body, list[GenerateOutput])
+            outputs = self.decode("/generate", body, list[protocol.GenerateOutput])
         else:
-            outputs = [self.decode("/generate", body, GenerateOutput)]
+            outputs = [self.decode("/generate", body, protocol.GenerateOutput)]
         return [with_spans(output, output.version_spans, self.early_boundary) for output in outputs]
 
     async def _streamed(
-        self, request: GenerateRequest, partial: PartialOutputs, headers: Mapping[str, str] | None, limits: AnswerLimits
-    ) -> list[GenerateOutput]:
+        self,
+        request: protocol.GenerateRequest,
+        partial: PartialOutputs,
+        headers: Mapping[str, str] | None,
+        limits: AnswerLimits,
+    ) -> list[protocol.GenerateOutput]:
         partial.begin(request.samples, self.early_boundary, limits)
         streamed = msgspec.structs.replace(request, stream=True)
         await self.stream("/generate", streamed, self._timeout_s, headers, partial)
@@ -149,10 +137,10 @@ class EngineClient(HttpClient):
             )
         if start == len(ids):
             return np.empty(0, dtype=np.float32)
-        request = GenerateRequest(
+        request = protocol.GenerateRequest(
             input_ids=[*ids],
             rid=rid,
-            sampling_params=SamplingParams(max_new_tokens=0),
+            sampling_params=protocol.SamplingParams(max_new_tokens=0),
             return_logprob=True,
             logprob_start_len=start - 1,
             input_logprob_temperature=temperature if temperature != 1.0 else None,
@@ -171,16 +159,19 @@ class EngineClient(HttpClient):
     async def tokenize(self, text: str) -> list[int]:
         """Token ids of a text as the server sees it; a beginning-of-text token may come first. /generate reports them,
         because not every server has a route for tokenizing."""
-        request = GenerateRequest(
-            text=text, sampling_params=SamplingParams(max_new_tokens=0), return_logprob=True, logprob_start_len=0
+        request = protocol.GenerateRequest(
+            text=text,
+            sampling_params=protocol.SamplingParams(max_new_tokens=0),
+            return_logprob=True,
+            logprob_start_len=0,
         )
         [output] = await self.generate(request)
         return [token for _, token, _ in output.meta_info.input_token_logprobs or ()]
 
-    async def pause(self, mode: PauseMode) -> None:
+    async def pause(self, mode: protocol.PauseMode) -> None:
         """Stop generating. abort ends all requests (200, partial output; about a second with SGLang), retract drops
         their KV cache, in_place keeps it. New requests wait."""
-        await self.call("POST", "/pause_generation", PauseRequest(mode), self._control_timeout_s)
+        await self.call("POST", "/pause_generation", protocol.PauseRequest(mode), self._control_timeout_s)
 
     async def resume(self) -> None:
         """Continue after `pause`."""
@@ -188,7 +179,7 @@ class EngineClient(HttpClient):
 
     async def abort(self, rid: str | None = None) -> None:
         """End the requests whose id begins with `rid`, or all. They answer with what they have."""
-        request = AbortRequest(rid or "", abort_all=rid is None)
+        request = protocol.AbortRequest(rid or "", abort_all=rid is None)
         await self.call("POST", "/abort_request", request, self._control_timeout_s)
 
     async def update_weights_from_disk(
@@ -198,11 +189,11 @@ class EngineClient(HttpClient):
 
         Raises `EngineRefused` if it does not fit; the old weights then stay. Returns as `update` does.
         """
-        request = UpdateWeightsRequest(model_path=path, weight_version=version_label, flush_cache=flush_cache)
+        request = protocol.UpdateWeightsRequest(model_path=path, weight_version=version_label, flush_cache=flush_cache)
         updated = await self.update("/update_weights_from_disk", request, self._control_timeout_s, flush_cache)
         if flush_cache and not updated.cache_flushed and version_label is not None:
             # With status 400 the server did not record the label.
-            rename = UpdateVersionRequest(new_version=version_label, abort_all_requests=False)
+            rename = protocol.UpdateVersionRequest(new_version=version_label, abort_all_requests=False)
             await self.call("POST", "/update_weight_version", rename, self._control_timeout_s)
         return updated
 
@@ -217,25 +208,25 @@ class EngineClient(HttpClient):
             if error.status == 400 and error.reason.startswith(_UPDATED_BUT_NOT_FLUSHED):
                 return WeightsUpdated(message=error.reason, cache_flushed=False)
             raise
-        answer = self.decode(path, body, UpdateAnswer)
+        answer = self.decode(path, body, protocol.UpdateAnswer)
         if not answer.success:
             raise EngineRefused(self.base_url, 200, answer.message)
         return WeightsUpdated(message=answer.message, cache_flushed=flush_cache)
 
-    async def model_info(self) -> ModelInfo:
-        return await self._get("/model_info", ModelInfo)
+    async def model_info(self) -> protocol.ModelInfo:
+        return await self._get("/model_info", protocol.ModelInfo)
 
-    async def server_info(self) -> ServerInfo:
-        return await self._get("/server_info", ServerInfo)
+    async def server_info(self) -> protocol.ServerInfo:
+        return await self._get("/server_info", protocol.ServerInfo)
 
-    async def has_early_boundaries(self, mode: PauseMode) -> bool:
+    async def has_early_boundaries(self, mode: protocol.PauseMode) -> bool:
         """Whether this engine reports a version's boundary one token early after a pause in `mode`: the value of
         `early_boundary` for the clients of this engine, or of its router."""
         return mode == "in_place" and (await self.server_info()).disable_overlap_schedule is False
 
-    async def loads(self) -> list[Load]:
+    async def loads(self) -> list[protocol.Load]:
         """Load by data-parallel rank."""
-        return (await self._get("/v1/loads", Loads)).loads
+        return (await self._get("/v1/loads", protocol.Loads)).loads
 
     async def ready(self) -> bool:
         """True if the engine takes requests now; False while it is paused or gone."""
@@ -243,8 +234,8 @@ class EngineClient(HttpClient):
 
     async def weights_checker(self) -> list[Mapping[str, str]]:
         """Checksum by tensor name, for each rank."""
-        body = await self.call("POST", "/weights_checker", CheckerRequest(), self._control_timeout_s)
-        answer = self.decode("/weights_checker", body, CheckerAnswer)
+        body = await self.call("POST", "/weights_checker", protocol.CheckerRequest(), self._control_timeout_s)
+        answer = self.decode("/weights_checker", body, protocol.CheckerAnswer)
         if not answer.success:
             raise EngineRefused(self.base_url, 200, answer.message)
         return [rank.checksums for rank in answer.ranks]

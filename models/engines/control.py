@@ -14,19 +14,8 @@ import msgspec
 from aiohttp import web
 from msgspec import Struct
 
+from models.engines import protocol
 from models.engines.core import Completion, EngineCore, MemoryRequest
-from models.engines.protocol import (
-    AbortRequest,
-    CheckerAnswer,
-    CheckerRequest,
-    ErrorDetail,
-    PauseRequest,
-    RankChecksums,
-    StatusAnswer,
-    UpdateAnswer,
-    UpdateVersionRequest,
-    UpdateWeightsRequest,
-)
 from models.errors import RequestRefused, WeightsRefused
 
 T = TypeVar("T")
@@ -36,12 +25,6 @@ _TENSOR_ROUTES: Final = ("update_weights_from_tensor", "update_weights_from_dist
 def send(payload: Struct | Mapping[str, Any], status: int = 200) -> web.Response:
     """A JSON answer."""
     return web.Response(body=msgspec.json.encode(payload), status=status, content_type="application/json")
-
-
-def refusal(error: RequestRefused) -> web.Response:
-    """SGLang's error bodies."""
-    words: str | ErrorDetail = ErrorDetail(error.message) if error.shaped else error.message
-    return send({"error": words}, error.status)
 
 
 class ControlRoutes:
@@ -73,17 +56,17 @@ class ControlRoutes:
         return [web.post(path, handler) for path, handler in post.items()] + [*tensors, flush]
 
     async def _pause(self, http: web.Request) -> web.Response:
-        request = await _body(http, PauseRequest)
+        request = await _body(http, protocol.PauseRequest)
         await self._core.pause(request.mode)
-        return send(StatusAnswer("Generation paused successfully.", "ok"))
+        return send(protocol.StatusAnswer("Generation paused successfully.", "ok"))
 
     async def _continue(self, http: web.Request) -> web.Response:
         await self._core.resume()
-        return send(StatusAnswer("Generation continued successfully.", "ok"))
+        return send(protocol.StatusAnswer("Generation continued successfully.", "ok"))
 
     async def _abort(self, http: web.Request) -> web.Response:
         """A rid ends every request whose id begins with it."""
-        request = await _body(http, AbortRequest)
+        request = await _body(http, protocol.AbortRequest)
         if not request.rid and not request.abort_all:
             raise RequestRefused("neither rid nor abort_all is set; send one of them")
         self._core.cancel([c for c in self._live() if request.abort_all or c.rid.startswith(request.rid)])
@@ -95,29 +78,31 @@ class ControlRoutes:
         return web.Response(text="Cache flushed.")
 
     async def _update_from_disk(self, http: web.Request) -> web.Response:
-        request = await _body(http, UpdateWeightsRequest)
+        request = await _body(http, protocol.UpdateWeightsRequest)
         async with self._updating:
             waiting = len(self._live()) if self._core.paused else 0
             try:
                 await self._core.update_weights(request.model_path, request.weight_version, request.abort_all_requests)
             except WeightsRefused as error:
-                return send(UpdateAnswer(success=False, message=str(error)), status=400)
+                return send(protocol.UpdateAnswer(success=False, message=str(error)), status=400)
             self.model_path = request.model_path
         return send(
-            UpdateAnswer(success=True, message="Succeeded to update model weights.", num_paused_requests=waiting)
+            protocol.UpdateAnswer(
+                success=True, message="Succeeded to update model weights.", num_paused_requests=waiting
+            )
         )
 
     async def _begin(self, http: web.Request) -> web.Response:
         if self._bracket:
             return _bracket_refusal("begin_weight_update was called already; call end_weight_update() first")
         self._bracket = True
-        return send(UpdateAnswer(success=True, message="Weight update begun."))
+        return send(protocol.UpdateAnswer(success=True, message="Weight update begun."))
 
     async def _end(self, http: web.Request) -> web.Response:
         if not self._bracket:
             return _bracket_refusal("end_weight_update must follow begin_weight_update()")
         self._bracket = False
-        return send(UpdateAnswer(success=True, message="Weight update ended."))
+        return send(protocol.UpdateAnswer(success=True, message="Weight update ended."))
 
     async def _tensor_route(self, http: web.Request) -> web.Response:
         name = http.path.strip("/")
@@ -126,17 +111,17 @@ class ControlRoutes:
         return _bracket_refusal(f"{name} is not served by this engine; use update_weights_from_disk")
 
     async def _update_version(self, http: web.Request) -> web.Response:
-        request = await _body(http, UpdateVersionRequest)
+        request = await _body(http, protocol.UpdateVersionRequest)
         if request.abort_all_requests:
             self._core.cancel(self._live())
         await self._core.relabel(request.new_version)
         return send({"success": True, "message": "Weight version updated.", "new_version": request.new_version})
 
     async def _checker(self, http: web.Request) -> web.Response:
-        request = await _body(http, CheckerRequest)
+        request = await _body(http, protocol.CheckerRequest)
         if request.action != "checksum":
             raise RequestRefused(f"action={request.action!r} is not served; use checksum")
-        return send(CheckerAnswer(ranks=[RankChecksums(await self._core.checksums())]))
+        return send(protocol.CheckerAnswer(ranks=[protocol.RankChecksums(await self._core.checksums())]))
 
     async def _release_memory(self, http: web.Request) -> web.Response:
         await self._core.release_memory((await _body(http, MemoryRequest)).wanted)
@@ -149,7 +134,7 @@ class ControlRoutes:
 
 
 def _bracket_refusal(message: str) -> web.Response:
-    return send(UpdateAnswer(success=False, message=message), status=400)
+    return send(protocol.UpdateAnswer(success=False, message=message), status=400)
 
 
 async def _body(http: web.Request, kind: type[T]) -> T:

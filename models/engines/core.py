@@ -1,5 +1,9 @@
 """The seam between a server and its engine: the calls of `EngineCore`, and the record of one response.
 
+All inference engines speak SGLang's HTTP protocol. A generate stage imports `client` and `protocol` (no torch). `serve`
+starts a server of that protocol over one of two engines: `embedded` (a torch model with continuous batching) or
+`simulated` (a latency model). Real SGLang servers need only `launch`.
+
 Invariants:
 - only the engine writes a `Completion`; the server reads it after a delivery. `finish` is set last and once;
 - every token of a completion lies in exactly one entry of `span_starts`, stamped when the token was sampled;

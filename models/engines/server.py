@@ -21,11 +21,11 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from models.engines import text
-from models.engines.control import ControlRoutes, refusal, send
+from models.engines.control import ControlRoutes, send
 from models.engines.core import Completion, EngineCore
 from models.engines.intake import Intake
 from models.engines.noise import mix
-from models.engines.protocol import EXPECTED_SGLANG, GenerateRequest, Load, Loads, ModelInfo, ServerInfo
+from models.engines.protocol import EXPECTED_SGLANG, ErrorDetail, GenerateRequest, Load, Loads, ModelInfo, ServerInfo
 from models.engines.text import TextCodec
 from models.engines.token import OPEN_ROUTES, Token
 from models.errors import RequestRefused
@@ -256,7 +256,7 @@ async def _refusals(request: web.Request, handler: Handler) -> web.StreamRespons
     try:
         return await handler(request)
     except RequestRefused as error:
-        return refusal(error)
+        return send({"error": ErrorDetail(error.message) if error.shaped else error.message}, error.status)
 
 
 def _seeds(seed: int) -> Iterator[int]:

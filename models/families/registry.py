@@ -1,4 +1,8 @@
-"""The family of each `model_type` of `config.json`: DeepSeek-V3, Llama, Qwen2, Qwen3, GLM-4 and their relatives."""
+"""The family of each `model_type` of `config.json`: DeepSeek-V3, Llama, Qwen2, Qwen3, GLM-4 and their relatives.
+
+A family knows the architecture that a `config.json` describes, and the names of its weights in Megatron-core and in
+Hugging Face checkpoints. Nothing in this folder imports Megatron-core.
+"""
 
 from __future__ import annotations
 

@@ -14,7 +14,8 @@ Invariants:
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Final
 
 import numpy as np
@@ -97,8 +98,14 @@ class DistributedDpGroup(DpGroup):
             torch._foreach_copy_(bucket, torch._utils._unflatten_dense_tensors(flat, bucket))
 
 
-def raise_together(error: BaseException | None, otherwise: Exception, group: Any | None = None) -> None:
-    """Raise in all processes if there is an error in one; collective. `otherwise`: where it is in another."""
+@contextmanager
+def together(otherwise: Exception, group: Any | None = None) -> Iterator[None]:
+    """A block that raises in all processes if it does in one; collective. `otherwise`: raised where it ended well."""
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as raised:
+        error = raised
     failed = torch.tensor([error is not None], dtype=torch.uint8)
     torch.distributed.all_reduce(failed, op=torch.distributed.ReduceOp.MAX, group=group)
     if error is not None:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.multiprocessing as torch_multiprocessing
 from torch.multiprocessing.reductions import rebuild_storage_filename, reduce_tensor
 
-from models.errors import GroupError, RouteUnfit
+from models.errors import GroupError, RouteUnfit, first_line
 from models.weights.layout import Bucket
 
 # --------------------------------------------------------------------------------------------------
@@ -160,7 +160,7 @@ class WeightGroup:
             self._store: Any = self._listen(host)
         except (RuntimeError, OSError) as error:
             raise GroupError(
-                f"weight group {name} cannot listen on {host} ({_first_line(error)}); is it an address of this machine?"
+                f"weight group {name} cannot listen on {host} ({first_line(error)}); is it an address of this machine?"
             ) from error
 
     def _listen(self, host: str) -> Any:
@@ -192,7 +192,7 @@ class WeightGroup:
             self.close()
             raise GroupError(
                 f"weight group {self.name}: not all {self.world_size} ranks met on {self.host}:{self.port} within "
-                f"{self._timeout.total_seconds():g} s ({_first_line(error)}); see the engine's log"
+                f"{self._timeout.total_seconds():g} s ({first_line(error)}); see the engine's log"
             ) from error
 
     def broadcast(self, tensor: torch.Tensor) -> None:
@@ -209,7 +209,7 @@ class WeightGroup:
         except RuntimeError as error:
             self.close()
             raise GroupError(
-                f"weight group {self.name}: the broadcast of {tensor.nbytes} bytes broke off ({_first_line(error)}); "
+                f"weight group {self.name}: the broadcast of {tensor.nbytes} bytes broke off ({first_line(error)}); "
                 "the engine holds mixed weights until a whole update succeeds"
             ) from error
 
@@ -234,7 +234,3 @@ class WeightGroup:
 
 def _family(host: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in host else socket.AF_INET
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]

@@ -90,7 +90,7 @@ class TrainStage(Stage):
     def _make_backend(self, topic: Topic) -> TrainBackend:
         """The trainer, here or in the ranks of a trainer group. Torch is imported only in the processes that train."""
         if needs_trainer_group(self.config):
-            from models.train.trainer_group.backend import TrainerGroupBackend
+            from models.train.trainer_group.calls import TrainerGroupBackend
 
             return TrainerGroupBackend(partial(read_value, topic, MEETING, Rendezvous), self.options.incarnation)
         from models.train.build import build_backend

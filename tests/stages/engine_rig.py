@@ -23,7 +23,6 @@ from models.engines.noise import sample_seed
 from models.engines.protocol import GenerateOutput, GenerateRequest, MetaInfo, SamplingParams
 from models.engines.serve import EngineServer
 from models.engines.simulated.engine import SimulatedEngine
-from models.engines.simulated.responses import simulated_token
 from models.engines.streamed import PartialOutputs
 from models.weights.shared_memory_writer import SlotWriter
 from stages.base import GenerateOptions
@@ -32,6 +31,7 @@ from stages.generate.stage import GenerateStage
 from stages.messages import PromptGroup, RolloutSlice, Sample, WeightsAnnouncement
 from stages.ports import Ports, Topic
 from stages.topic_values import RouterAddress
+from tests.models.engines.harness import simulated_token
 from tests.models.weights.made_up import checkpoint, values
 from tests.stages.faults import FaultProxy
 from tests.stages.stage_rig import Rig, make_config, make_context, open_rig, running, take, until

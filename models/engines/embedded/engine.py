@@ -1,5 +1,9 @@
 """The embedded engine: a stepper in its own thread, behind the `EngineCore` protocol.
 
+A small engine on torch: continuous batching over a static KV cache, weights swapped in place. `transformer` reads
+checkpoints and is the functional forward, `kv_cache` holds what runs, `batch` prefills and draws tokens, and `stepper`
+is one step of continuous batching (no thread).
+
 Invariants:
 - only the worker thread touches the stepper; everything else reaches it as a command that runs between two steps;
 - an idle engine sleeps on a condition: no polling;

@@ -1,5 +1,8 @@
 """Command lines of SGLang's servers and of the router in front of them, with the environment of each process.
 
+This project never imports either. Both live in an environment of their own. `environment` asks it once for its
+contents, so that `options` refuses an unknown option before anything starts.
+
 Invariants: no I/O; an option is passed only if the installed version has it; of two values of one option the later
 value counts; nothing of this project is on the import path of the started process.
 """

@@ -13,7 +13,6 @@ import hashlib
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final, Literal
@@ -22,6 +21,7 @@ import msgspec
 from msgspec import Struct
 
 from configs.schema import SglangConfig
+from models.disk import write_whole
 from models.errors import EnvironmentBroken, EnvironmentMissing, LaunchError
 
 Part = Literal["server", "router", "smg"]
@@ -204,10 +204,7 @@ def _keep(place: Path, answer: bytes) -> None:
     """Keep an answer for the next run, whole or not at all."""
     with contextlib.suppress(OSError):  # a cache that cannot be written costs seconds, not the run
         place.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, draft = tempfile.mkstemp(dir=place.parent)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(answer)
-        os.replace(draft, place)
+        write_whole(place, answer)
 
 
 # --------------------------------------------------------------------------------------------------

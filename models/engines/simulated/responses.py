@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Sequence
 from statistics import NormalDist
 from typing import Final
 
@@ -32,19 +31,15 @@ from models.engines.protocol import FinishReason
 _LENGTH_POSITION: Final = -1  # of the noise that draws a length; tokens use positions from 0
 
 
-def simulated_token(prompt: Sequence[int], seed: int, position: int, version: str, vocab_size: int) -> int:
-    """The token at `position` (counted from the start of the prompt) of the response to `prompt` by weights `version`.
-
-    Sample i of a request with sampling seed s has seed `noise.sample_seed(s, i)`. The last token of a response that
-    ended by itself is not drawn: it is the request's first stop token id, else `vocab_size - 1`.
-    """
-    return int(uniform(_stream(prompt_key(prompt), seed, version), position) * (vocab_size - 1))
-
-
 def simulated_tokens(
     key: bytes, seed: int, positions: npt.NDArray[np.int64], version: str, vocab_size: int
 ) -> npt.NDArray[np.int32]:
-    """`simulated_token` for many positions; `key` is `prompt_key(prompt)`."""
+    """The tokens at `positions` (counted from the start of the prompt) of a response by weights `version`.
+
+    `key`: the prompt as little-endian 32-bit ids. Sample i of a request with sampling seed s has seed
+    `noise.sample_seed(s, i)`. The last token of a response that ended by itself is not drawn: it is the request's first
+    stop token id, else `vocab_size - 1`.
+    """
     drawn = uniforms(_stream(key, seed, version), positions) * (vocab_size - 1)
     return drawn.astype(np.int32)
 
@@ -75,11 +70,6 @@ def simulated_scores(
     pairs = (ids[first - 1 : -1] << 32) ^ ids[first:]
     noise = uniforms(xxhash.xxh3_64_intdigest(model_path.encode()), pairs ^ (positions << 20))
     return simulated_log_prob(vocab_size) - noise
-
-
-def prompt_key(prompt: Sequence[int]) -> bytes:
-    """A prompt as little-endian 32-bit ids."""
-    return np.asarray(prompt, dtype="<i4").tobytes()
 
 
 def _stream(key: bytes, seed: int, version: str) -> int:

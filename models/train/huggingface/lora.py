@@ -19,7 +19,7 @@ from torch import Tensor
 
 from configs.schema.train import LoraConfig
 from models.errors import TrainConfigInvalid, UnsupportedModel, first_line
-from models.train.huggingface.hf_files import stored_names, whole
+from models.train.huggingface.hf_files import stored_names, whole, write_tensors
 
 _BASE: Final = ".base_layer"
 _ADAPTER: Final = "default"
@@ -101,11 +101,9 @@ class Adapters:
 
     def write(self, directory: Path, tensors: dict[str, Tensor]) -> None:
         """An adapter's directory, as peft reads it."""
-        from safetensors.torch import save_file
-
         directory.mkdir(parents=True, exist_ok=True)
         self._peft.save_pretrained(str(directory))
-        save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, directory / WEIGHTS_FILE)
+        write_tensors(directory / WEIGHTS_FILE, {name: tensor.cpu().contiguous() for name, tensor in tensors.items()})
 
     def _layers(self, model: Any) -> dict[str, Any]:
         from peft.tuners.lora import LoraLayer

@@ -33,18 +33,7 @@ from configs.schema.train import FsdpConfig, ParallelConfig
 from models import errors
 from models.errors import TrainConfigInvalid, TrainError, UnsupportedModel
 from models.train.dp_group import DistributedDpGroup, DpGroup, gather_bytes
-from models.train.huggingface.loading import (
-    FLASH_ATTENTION,
-    FLASH_PACKING,
-    LoadedModel,
-    MakeRoot,
-    PlacedModel,
-    Placement,
-    Prepare,
-    attention_of,
-    disable_dropout,
-    load_model,
-)
+from models.train.huggingface import loading
 from models.train.huggingface.scoring import ContextParallel, Passes
 from models.train.spec import TrainSpec
 from models.train.step.micro_batches import MicroBatch
@@ -129,7 +118,7 @@ class Mesh:
         )
 
 
-class Shards(Placement):
+class Shards(loading.Placement):
     """Each process holds its part of each model."""
 
     def __init__(self, spec: TrainSpec, mesh: Mesh) -> None:
@@ -142,12 +131,12 @@ class Shards(Placement):
         self,
         source: str,
         key: str,
-        make_root: MakeRoot,
+        make_root: loading.MakeRoot,
         *,
         frozen: bool = False,
-        prepare: Prepare | None = None,
+        prepare: loading.Prepare | None = None,
         precise: Callable[[Any], list[torch.nn.Module]] = lambda _: [],
-    ) -> PlacedModel:
+    ) -> loading.PlacedModel:
         """Raises in every process what the first one meets: `CheckpointUnavailable`, `UnsupportedModel`."""
         full, found = self._read(source, key, prepare) if self.first else (None, {})
         header = json.loads(gather_bytes(json.dumps(found).encode(), self.mesh.gloo)[0])
@@ -171,16 +160,18 @@ class Shards(Placement):
         for module in precise(root):
             self._shard(module, precise=True)
         self._shard(root, root=True)
-        return PlacedModel(model, header["vocab_size"], Packing(**header["packing"]), header["converts"], root)
+        return loading.PlacedModel(model, header["vocab_size"], Packing(**header["packing"]), header["converts"], root)
 
-    def _read(self, source: str, key: str, prepare: Prepare | None) -> tuple[LoadedModel | None, dict[str, Any]]:
+    def _read(
+        self, source: str, key: str, prepare: loading.Prepare | None
+    ) -> tuple[loading.LoadedModel | None, dict[str, Any]]:
         """In the first process: the model on the CPU, and what the others need to know of it."""
         train, seed = self.spec.train, self.spec.seed
         flash = self._wants_flash()
         # FlashAttention has no CPU kernel: what the model allows is found with another attention.
         probed = msgspec.structs.replace(train, attn_implementation="auto") if flash else train
         try:
-            loaded = load_model(source, key, probed, torch.device("cpu"), seed=seed)
+            loaded = loading.load_model(source, key, probed, torch.device("cpu"), seed=seed)
             config = loaded.model.config.to_json_string(use_diff=False)
             _compare(loaded.model, _skeleton(config, loaded.model.config._attn_implementation))
             if prepare is not None:
@@ -191,9 +182,9 @@ class Shards(Placement):
             return None, {"error": type(error).__name__, "text": str(error)}
         return loaded, {
             "config": config,
-            "attention": FLASH_ATTENTION if flash else loaded.model.config._attn_implementation,
+            "attention": loading.FLASH_ATTENTION if flash else loaded.model.config._attn_implementation,
             "vocab_size": loaded.vocab_size,
-            "packing": asdict(FLASH_PACKING if flash else loaded.packing),
+            "packing": asdict(loading.FLASH_PACKING if flash else loaded.packing),
             "converts": loaded.converts,
         }
 
@@ -201,7 +192,7 @@ class Shards(Placement):
         train, context = self.spec.train, self.mesh.sizes.context
         if self.device.type != "cuda" or (context > 1 and train.attn_implementation == "auto"):
             return False  # it takes no mask
-        return attention_of(train, self.device) == FLASH_ATTENTION
+        return loading.attention_of(train, self.device) == loading.FLASH_ATTENTION
 
     def _shard(self, module: torch.nn.Module, *, root: bool = False, precise: bool = False, keep: bool = True) -> None:
         """Shard what no submodule has sharded before.
@@ -233,7 +224,7 @@ class Shards(Placement):
         """All: passes are collective."""
         return batches
 
-    def give_back(self, model: PlacedModel) -> None:
+    def give_back(self, model: loading.PlacedModel) -> None:
         """What a backward pass would have given back."""
         for module in model.root.modules():
             if isinstance(module, FSDPModule):
@@ -288,14 +279,16 @@ def _skeleton(config_json: str, attention: str) -> Any:
     config = AutoConfig.for_model(fields.pop("model_type"), **fields)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
-    disable_dropout(model)
+    loading.disable_dropout(model)
     return model
 
 
 class _Filler:
     """Gives parameters and buffers their memory, and what the first process has in them."""
 
-    def __init__(self, model: Any, root: torch.nn.Module, full: LoadedModel | None, placement: Placement) -> None:
+    def __init__(
+        self, model: Any, root: torch.nn.Module, full: loading.LoadedModel | None, placement: loading.Placement
+    ) -> None:
         self._device, self._precision = placement.device, placement.precision
         self._names = {id(tensor): name for name, tensor in _tensors(model)}
         self._full = dict(_tensors(full.model)) if full is not None else {}

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from models.disk import sync, sync_tree
 from models.errors import TrainStateUnreadable
-from models.train.dp_group import raise_together
+from models.train.dp_group import together
 from models.train.huggingface.checkpoint import (
     MODEL_DIR,
     STEP,
@@ -120,12 +120,12 @@ class Checkpoints:
             write_shards = partial(dcp.save, tensors, storage_writer=writer, process_group=self._group)
 
         def complete() -> None:
-            failure = _failure_of(lambda: write_hf(directory / MODEL_DIR, weights, source, writes=self._mesh.first))
-            for _ in weights:  # the others gather to the end, whatever became of the first
-                pass
-            write_shards()  # returns when all processes have written
-            if failure is not None:
-                raise failure
+            try:
+                write_hf(directory / MODEL_DIR, weights, source, writes=self._mesh.first)
+            finally:
+                for _ in weights:  # the others gather to the end, whatever became of the first
+                    pass
+                write_shards()  # returns when all processes have written
             if self._mesh.first:
                 finish()
                 _complete(directory, state)
@@ -133,21 +133,23 @@ class Checkpoints:
         if self._thread is not None:
             self._pending = self._thread.submit(complete)
         else:
-            raise_together(_failure_of(complete), OSError(_ELSEWHERE), self._mesh.gloo)
+            with together(OSError(_ELSEWHERE), self._mesh.gloo):
+                complete()
 
     def finish(self) -> None:
         """Wait until the last save is on disk, in all processes. Raises what went wrong in any of them."""
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
-        raise_together(_failure_of(pending.result), OSError(_ELSEWHERE), self._mesh.gloo)
+        with together(OSError(_ELSEWHERE), self._mesh.gloo):
+            pending.result()
 
     # ------------------------------------------------------------------ loading
 
     def load(self, directory: Path, parts: StateParts) -> Counters:
         """Collective. Raises `TrainStateUnreadable` in all processes, then nothing is changed."""
         self.finish()
-        with self._together(directory):
+        with self._readable(directory):
             state = _read_state(directory)
             reader = dcp.HuggingFaceStorageReader(str(directory / SHARDS))
             saved = reader.read_metadata().state_dict_metadata
@@ -160,39 +162,28 @@ class Checkpoints:
             if name.startswith(rng)
         }
         tensors = _destinations(saved, parts) | random
-        with self._together(directory):
+        with self._readable(directory):
             dcp.load(tensors, storage_reader=reader, process_group=self._group)
         parts.restore(tensors, state.updates)
         restore_random_state({name.removeprefix(rng): tensors[name] for name in random}, self._mesh.device)
         return Counters(**state.counters)
 
     @contextmanager
-    def _together(self, directory: Path) -> Iterator[None]:
+    def _readable(self, directory: Path) -> Iterator[None]:
         """A block that ends in all processes as `TrainStateUnreadable` if it fails in one of them."""
-        failure: BaseException | None = None
-        try:
-            yield
-        except TrainStateUnreadable as error:
-            failure = error
-        except BaseException as error:  # torch's CheckpointException is no Exception
-            failure = _unreadable(directory, f"{type(error).__name__}: {error}".splitlines()[0])
-            failure.__cause__ = error
-        raise_together(failure, _unreadable(directory, "another process could not read it"), self._mesh.gloo)
+        with together(_unreadable(directory, "another process could not read it"), self._mesh.gloo):
+            try:
+                yield
+            except TrainStateUnreadable:
+                raise
+            except BaseException as error:  # torch's CheckpointException is no Exception
+                raise _unreadable(directory, f"{type(error).__name__}: {error}".splitlines()[0]) from error
 
 
 def _unreadable(directory: Path, cause: str) -> TrainStateUnreadable:
     return TrainStateUnreadable(
         f"{directory} holds no complete state of sharded training ({cause}); resume from another checkpoint"
     )
-
-
-def _failure_of(attempt: Callable[[], object]) -> Exception | None:
-    """What an attempt raised: to be raised after the other ranks know of it."""
-    try:
-        attempt()
-    except Exception as error:
-        return error
-    return None
 
 
 def _complete(directory: Path, state: FsdpState) -> None:

@@ -21,6 +21,7 @@ from models.errors import TrainConfigInvalid, UnsupportedModel
 from models.families.decoder import Architecture
 from models.families.hugging_face_names import padded_vocab
 from models.families.registry import architecture_of
+from models.train.huggingface.loading import autocast_dtype
 from models.train.megatron.layers import PositionRotary, layer_submodules
 from models.train.megatron.options import split_options
 from models.train.spec import TrainSpec
@@ -31,9 +32,8 @@ from models.train.spec import TrainSpec
 
 def model_dtype(spec: TrainSpec) -> torch.dtype:
     """Precision of parameters and forward pass; the optimizer keeps fp32 main parameters beside bfloat16."""
-    if spec.train.train_dtype == "auto":
-        return torch.bfloat16 if on_gpu(spec) else torch.float32
-    return torch.bfloat16 if spec.train.train_dtype == "bfloat16" else torch.float32
+    device = torch.device("cuda" if on_gpu(spec) else "cpu")
+    return autocast_dtype(spec.train.train_dtype, device) or torch.float32
 
 
 def uses_transformer_engine(spec: TrainSpec) -> bool:

@@ -20,7 +20,6 @@ import shutil
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -28,7 +27,7 @@ import torch
 from torch import Tensor
 
 from models.errors import TrainStateUnreadable, first_line
-from models.train.dp_group import raise_together
+from models.train.dp_group import together
 from models.train.huggingface.checkpoint import MODEL_DIR, random_state, restore_random_state
 from models.train.huggingface.hf_files import write_hf
 from models.train.megatron.checkpoint_files import (
@@ -172,7 +171,7 @@ def save(models: SavedModels, directory: Path, counters: Counters, *, asynchrono
     finish(models)
     rank = torch.distributed.get_rank()
     files = directory / STATE_DIR
-    with _together(OSError("the first process could not make the directory of a checkpoint")):
+    with together(OSError("the first process could not make the directory of a checkpoint")):
         if rank == 0:
             if files.exists():
                 shutil.rmtree(files)
@@ -194,7 +193,7 @@ def finish(models: SavedModels) -> None:
     """Wait until a save that was begun is complete; collective. Raises `OSError` in all processes if one failed."""
     saving = _saving.pop(models, None)
     if saving is not None:
-        with _together(OSError("another process could not write its part of a checkpoint")):
+        with together(OSError("another process could not write its part of a checkpoint")):
             saving.result()
 
 
@@ -206,7 +205,7 @@ def load(models: SavedModels, directory: Path) -> Counters:
     finish(models)
     held = Held(models)
     wanted = held.tensors(empty=True)
-    with _together(TrainStateUnreadable(f"another process cannot read {directory}; let all see the same files")):
+    with together(TrainStateUnreadable(f"another process cannot read {directory}; let all see the same files")):
         state, index = read_state(directory)
         _check(directory, state, index, held, wanted)
     loaded = read_tensors(directory, index, wanted)
@@ -244,7 +243,7 @@ def parallel_layout() -> dict[str, int]:
 def _write_hf(models: SavedModels, directory: Path) -> None:
     """The weights, by the first process; the others take part in gathering them, also when it fails."""
     tensors = models.export()
-    with _together(OSError("the first process could not write the weights in Hugging Face format")):
+    with together(OSError("the first process could not write the weights in Hugging Face format")):
         try:
             write_hf(directory, tensors, models.spec.train.hf_checkpoint, writes=torch.distributed.get_rank() == 0)
         finally:
@@ -316,17 +315,6 @@ def read_tensors(directory: Path, index: Index, wanted: dict[str, Any]) -> dict[
         ) from error
     finally:
         strategies._get_filesystem_reader = usual
-
-
-@contextmanager
-def _together(otherwise: Exception) -> Iterator[None]:
-    """A block that raises in all processes if it does in one; collective. `otherwise`: raised where it ended well."""
-    error: Exception | None = None
-    try:
-        yield
-    except Exception as found:
-        error = found
-    raise_together(error, otherwise)
 
 
 def _random(device: torch.device) -> dict[str, torch.Tensor]:

@@ -28,7 +28,7 @@ from torch import Tensor
 from models.disk import sync, sync_tree
 from models.errors import TrainStateUnreadable
 from models.train.dp_group import gather_bytes
-from models.train.huggingface.checkpoint import MODEL_DIR, TRAINER_DIR
+from models.train.huggingface.checkpoint import MODEL_DIR, TRAINER_DIR, check_format
 from models.train.huggingface.hf_files import write_tensors
 
 STATE_DIR: Final = "megatron"
@@ -144,12 +144,7 @@ def read_state(directory: Path) -> tuple[MegatronState, Index]:
         )
     try:
         data = (files / STATE).read_bytes()
-        version = msgspec.json.decode(data, type=_Version).format_version
-        if version != FORMAT_VERSION:
-            raise TrainStateUnreadable(
-                f"{directory} has format version {version}, this program reads {FORMAT_VERSION}; resume with the "
-                "program version that wrote it"
-            )
+        check_format(directory, msgspec.json.decode(data, type=_Version).format_version, FORMAT_VERSION)
         state = msgspec.json.decode(data, type=MegatronState)
         for name, size in state.sizes.items():
             found = (files / name).stat().st_size

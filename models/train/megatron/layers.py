@@ -275,10 +275,30 @@ def _local_latent_attention(architecture: Architecture) -> ModuleSpec:
 
 
 def _engine_layer(architecture: Architecture, config: Any, *, moe: bool) -> ModuleSpec:
-    """Megatron-core's own specification, with this repository's latent attention, masks and sandwich norms."""
-    from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
+    """Megatron-core's own specification, with this repository's latent attention, masks and sandwich norms.
 
-    from models.train.megatron.engine_modules import LatentEngineNorm, MaskedEngineAttention
+    Its classes are made here: the modules that they derive from exist only with Transformer Engine.
+    """
+    from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TEDotProductAttention, TENorm
+
+    class MaskedEngineAttention(TEDotProductAttention):  # type: ignore[misc]
+        """Honours `attention_mask` (bool [b, 1, s, s], True = masked), which the engine's causal attention ignores.
+
+        Without a mask: causal, with FlashAttention or cuDNN; with `packed_seq_params`: causal within each sequence.
+        """
+
+        def forward(
+            self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, attn_mask_type: Any, **rest: Any
+        ) -> Any:
+            if attention_mask is not None and rest.get("packed_seq_params") is None:
+                attn_mask_type = AttnMaskType.arbitrary
+            return super().forward(query, key, value, attention_mask, attn_mask_type, **rest)
+
+    class LatentEngineNorm:
+        """A norm of the engine with the eps of DeepSeek's latent attention."""
+
+        def __new__(cls, config: Any, hidden_size: int, eps: float = LATENT_EPS) -> Any:
+            return TENorm(config=config, hidden_size=hidden_size, eps=LATENT_EPS)
 
     latent = architecture.latent_attention
     spec = get_gpt_layer_with_transformer_engine_spec(

@@ -201,11 +201,9 @@ def _gather(bucket: Sequence[_Slot], held: Mapping[str, Tensor], groups: Process
         rank = groups.ep.rank() if expert else 0
         parts = [held[slot.weights[rank].name].detach().reshape(-1) for slot in bucket]
         flat = torch.cat(parts)[None, None] if len(parts) > 1 else parts[0][None, None]
-        gathered = (
-            _all_gather(_all_gather(flat, tensor_group, 1), groups.ep, 0)
-            if expert
-            else _all_gather(flat, tensor_group, 1)
-        )
+        gathered = _all_gather(flat, tensor_group, 1)
+        if expert:
+            gathered = _all_gather(gathered, groups.ep, 0)
     else:
         device = next(iter(held.values())).device
         gathered = torch.empty(spread, tensor_group.size(), elements, dtype=bucket[0].dtype, device=device)

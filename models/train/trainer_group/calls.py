@@ -1,6 +1,8 @@
 """Calls of the stage to rank 0 and their replies: typed structs as msgpack over a socket, arrays as raw bytes.
 
-A call is encoded once, in the stage; rank 0 sends the same bytes to all ranks.
+A call is encoded once, in the stage; rank 0 sends the same bytes to all ranks. `TrainerGroupBackend` is the stage's
+end. The stage process has no process group. When the connection breaks, a rank was lost: the call raises `PeerGone`,
+the stage ends with it, and the supervisor starts the whole unit again.
 
 Invariants: every call gets exactly one reply; nothing that is decoded can run code; errors of the drawn trees cross as
 themselves, by class name and text; whatever breaks the connection shows as `LinkLost`, and then the link stays lost.
@@ -9,10 +11,13 @@ themselves, by class name and text; whatever breaks the connection shows as `Lin
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import socket
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, Final, get_args
 
 import msgspec
@@ -20,10 +25,15 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
+from models import errors
 from models.errors import AlgorithmError, TrainError, WeightsError
 from models.train.interface import TrainSequence
+from models.train.trainer_group.rank_spec import PeerGone, Rendezvous, TrainerGroupClosed
 from models.weights.shared_memory_reader import SlotManifest
 
+log = logging.getLogger("sluice.train")
+
+POLL_S: Final = 0.05
 DRAWN: Final = (TrainError, AlgorithmError)  # errors after which the ranks still agree, if all raise them
 
 # ------------------------------------------------------------------ calls
@@ -116,24 +126,16 @@ class Raised(Struct, frozen=True, tag=True):
 Reply = Done | Written | Metrics | Arrays | Raised
 
 
-def _family(kind: type[Exception]) -> Iterator[type[Exception]]:
-    yield kind
-    for child in kind.__subclasses__():
-        yield from _family(child)
-
-
-def _by_name() -> Mapping[str, type[Exception]]:
-    return {kind.__name__: kind for root in (*DRAWN, WeightsError) for kind in _family(root)}
-
-
 def raised(error: Exception) -> Raised:
     return Raised(type(error).__name__, str(error))
 
 
 def error_of(reply: Raised) -> Exception:
     """The error itself; an error of an unknown class becomes a `TrainError`."""
-    kind = _by_name().get(reply.name)
-    return TrainError(f"{reply.name}: {reply.text}") if kind is None else kind(reply.text)
+    kind = getattr(errors, reply.name, None)
+    if isinstance(kind, type) and issubclass(kind, (*DRAWN, WeightsError)):
+        return kind(reply.text)
+    return TrainError(f"{reply.name}: {reply.text}")
 
 
 # ------------------------------------------------------------------ bytes
@@ -151,21 +153,9 @@ def _as_numpy(kind: Any, value: tuple[str, bytes]) -> npt.NDArray[Any]:
     return np.frombuffer(data, dtype=dtype).astype(*get_args(declared))
 
 
-_encoder = msgspec.msgpack.Encoder(enc_hook=_of_numpy)
-_calls: msgspec.msgpack.Decoder[Call] = msgspec.msgpack.Decoder(Call, dec_hook=_as_numpy)
-_replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply, dec_hook=_as_numpy)
-
-
-def encode(message: Call | Reply) -> bytes:
-    return _encoder.encode(message)
-
-
-def decode_call(data: bytes) -> Call:
-    return _calls.decode(data)
-
-
-def decode_reply(data: bytes) -> Reply:
-    return _replies.decode(data)
+encode: Final = msgspec.msgpack.Encoder(enc_hook=_of_numpy).encode
+decode_call: Final[Callable[[bytes], Call]] = msgspec.msgpack.Decoder(Call, dec_hook=_as_numpy).decode
+decode_reply: Final[Callable[[bytes], Reply]] = msgspec.msgpack.Decoder(Reply, dec_hook=_as_numpy).decode
 
 
 class LinkLost(ConnectionError):
@@ -223,3 +213,115 @@ class Link:
     def close(self) -> None:
         self.break_off()
         self._connection.close()
+
+
+# ------------------------------------------------------------------ the stage's end
+
+
+class TrainerGroupBackend:
+    """`TrainBackend` on the trainer group of this incarnation.
+
+    One thread at a time may call it, but for `close`, which any thread may call at any time.
+
+    Args:
+        meeting: returns where rank 0 is met, None before the ranks are up. Called in the thread of the caller.
+        incarnation: of the unit that the stage is part of; ranks of another incarnation are passed over.
+    """
+
+    def __init__(self, meeting: Callable[[], Rendezvous | None], incarnation: int = 0) -> None:
+        self._meeting, self._incarnation = meeting, incarnation
+        self._link: Link | None = None
+        self._calling = threading.Lock()
+        self._closed = threading.Event()
+
+    def setup(self) -> None:
+        """Waits for the trainer group, and has it load its models. Raises what `Trainer.setup` raises."""
+        self._request(Setup())
+
+    def logprobs(self, sequences: Sequence[TrainSequence]) -> list[npt.NDArray[np.float32]]:
+        """Log-probs [R] of each sequence's response tokens under the current weights, temperature applied."""
+        reply = self._request(LogProbs(list(sequences)))
+        assert isinstance(reply, Arrays)
+        return reply.float32
+
+    def begin_batch(self, *, rollouts: int, steps: int, version: int = 0, lr_scale: float = 1.0) -> None:
+        """As `Trainer.begin_batch`."""
+        self._request(BeginBatch(rollouts, steps, version, lr_scale))
+
+    def accumulate(self, sequences: Sequence[TrainSequence]) -> None:
+        """As `Trainer.accumulate`."""
+        self._request(Accumulate(list(sequences)))
+
+    def flush(self) -> None:
+        """As `Trainer.flush`."""
+        self._request(Flush())
+
+    def step(self) -> dict[str, float]:
+        """As `Trainer.step`."""
+        reply = self._request(Step())
+        assert isinstance(reply, Metrics)
+        return reply.values
+
+    def discard(self) -> None:
+        """As `Trainer.discard`."""
+        self._request(Discard())
+
+    def write_slot(self, directory: Path, source: Path, version: int, run_generation: int) -> SlotManifest:
+        """Rank 0 writes the current weights into the next slot; see `TrainBackend`. Raises WeightsError."""
+        reply = self._request(WriteSlot(str(directory), str(source), version, run_generation))
+        assert isinstance(reply, Written)
+        return reply.manifest
+
+    def save(self, directory: Path) -> None:
+        """As `Trainer.save`."""
+        self._request(Save(str(directory)))
+
+    def finish_save(self) -> None:
+        """As `Trainer.finish_save`."""
+        self._request(FinishSave())
+
+    def load(self, directory: Path) -> None:
+        """As `Trainer.load`."""
+        self._request(Load(str(directory)))
+
+    def close(self) -> None:
+        """End the trainer group if no call is under way; else break the call off. May be called twice."""
+        self._closed.set()
+        if not self._calling.acquire(timeout=POLL_S):
+            if (link := self._link) is not None:
+                link.break_off()
+            return
+        try:
+            if self._link is not None:
+                self._link.request(encode(End()))
+        except LinkLost:
+            log.info("the trainer group had ended before the stage ended it")
+        finally:
+            if self._link is not None:
+                self._link.close()
+            self._link = None
+            self._calling.release()
+
+    def _request(self, call: Call) -> Reply:
+        """Make a call. Raises the drawn error that the ranks raised, PeerGone, or TrainerGroupClosed."""
+        with self._calling:
+            try:
+                if self._link is None:
+                    self._link = self._join()
+                reply = decode_reply(self._link.request(encode(call)))
+            except LinkLost as error:
+                if self._closed.is_set():
+                    raise TrainerGroupClosed("the training backend was closed during a call") from error
+                raise PeerGone(f"{type(call).__name__}: the trainer group was lost: {error}") from error
+        if isinstance(reply, Raised):
+            raise error_of(reply)
+        return reply
+
+    def _join(self) -> Link:
+        """Waits until the ranks are up; unblocked by that, or by `close`. Raises LinkLost, TrainerGroupClosed."""
+        while not self._closed.is_set():
+            rendezvous = self._meeting()
+            if rendezvous is not None and rendezvous.incarnation == self._incarnation:
+                return Link.to(rendezvous.address)
+            self._closed.wait(POLL_S)
+        raise TrainerGroupClosed("the training backend was closed while it waited for its trainer group")

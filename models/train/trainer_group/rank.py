@@ -24,42 +24,15 @@ from typing import Any, Final
 
 import msgspec
 import torch
-import xxhash
 from torch import distributed
 
 from configs.schema import Config
 from models.errors import WeightsError
 from models.fault_injection import FaultPlan
 from models.train.build import build_member
-from models.train.dp_group import DistributedDpGroup, DpGroup
+from models.train.dp_group import DistributedDpGroup, DpGroup, gather_bytes
 from models.train.trainer import Trainer
-from models.train.trainer_group.calls import (
-    DRAWN,
-    Accumulate,
-    Arrays,
-    BeginBatch,
-    Call,
-    Discard,
-    Done,
-    End,
-    FinishSave,
-    Flush,
-    Link,
-    LinkLost,
-    Load,
-    LogProbs,
-    Metrics,
-    Raised,
-    Reply,
-    Save,
-    Setup,
-    Step,
-    WriteSlot,
-    Written,
-    decode_call,
-    encode,
-    raised,
-)
+from models.train.trainer_group import calls
 from models.train.trainer_group.rank_spec import PeerGone, RanksDisagree, RankSpec, Rendezvous
 
 
@@ -74,61 +47,61 @@ class Member:
         self._copies = config.train.train_backend == "torch"
         self._trainer: Trainer | None = None
 
-    def takes_part(self, call: Call) -> bool:
+    def takes_part(self, call: calls.Call) -> bool:
         """Whether this rank makes the call."""
-        return self._leads or not (self._copies and isinstance(call, Save | WriteSlot))
+        return self._leads or not (self._copies and isinstance(call, calls.Save | calls.WriteSlot))
 
-    def make(self, call: Call) -> Reply:
+    def make(self, call: calls.Call) -> calls.Reply:
         """Make the call. What the trainer raises propagates, and so does InjectedError, which ends the rank."""
-        if self._faults is not None and not isinstance(call, End):
+        if self._faults is not None and not isinstance(call, calls.End):
             self._faults.meet_blocking(f"{self._faults.replica}/{next(self._calls)} {type(call).__name__}")
-        if isinstance(call, Setup):
+        if isinstance(call, calls.Setup):
             total = self._config.rollout.num_rollout or 0
             made = build_member(self._config, total, self._dp_group)
             made.setup()
             self._trainer = made
-            return Done()
+            return calls.Done()
         trainer = self._trainer
         if trainer is None:
-            if isinstance(call, End):
-                return Done()
+            if isinstance(call, calls.End):
+                return calls.Done()
             raise RuntimeError(f"{type(call).__name__} before Setup")
         match call:
-            case BeginBatch(rollouts, steps, version, lr_scale):
+            case calls.BeginBatch(rollouts, steps, version, lr_scale):
                 trainer.begin_batch(rollouts=rollouts, steps=steps, version=version, lr_scale=lr_scale)
-            case Accumulate(sequences):
+            case calls.Accumulate(sequences):
                 trainer.accumulate(sequences)
-            case Flush():
+            case calls.Flush():
                 trainer.flush()
-            case Step():
-                return Metrics(trainer.step())
-            case Discard():
+            case calls.Step():
+                return calls.Metrics(trainer.step())
+            case calls.Discard():
                 trainer.discard()
-            case LogProbs(sequences):
-                return Arrays(trainer.logprobs(sequences))
-            case WriteSlot():
+            case calls.LogProbs(sequences):
+                return calls.Arrays(trainer.logprobs(sequences))
+            case calls.WriteSlot():
                 return self._write_slot(trainer, call)
-            case Save(directory):
+            case calls.Save(directory):
                 trainer.save(Path(directory))
-            case FinishSave() | End():
+            case calls.FinishSave() | calls.End():
                 trainer.finish_save()
-            case Load(directory):
+            case calls.Load(directory):
                 trainer.load(Path(directory))
-        return Done()
+        return calls.Done()
 
-    def _write_slot(self, trainer: Trainer, call: WriteSlot) -> Reply:
+    def _write_slot(self, trainer: Trainer, call: calls.WriteSlot) -> calls.Reply:
         """Rank 0 writes; the remaining ranks take part in the collectives of the export. What is wrong with the slot is
         a reply: it is rank 0's alone, and no trainer has changed."""
         if not self._leads:
             for _ in trainer.export_weights():
                 pass
-            return Done()
+            return calls.Done()
         try:
-            return Written(
+            return calls.Written(
                 trainer.write_slot(Path(call.directory), Path(call.source), call.version, call.run_generation)
             )
         except WeightsError as error:
-            return raised(error)
+            return calls.raised(error)
 
 
 def _for_this_rank(config: Config) -> Config:
@@ -142,34 +115,25 @@ log = logging.getLogger("sluice.train")
 
 HEARTBEATS_PER_TIMEOUT: Final = 4
 LONGEST_SILENCE_S: Final = 30.0
-NOTHING_RAISED: Final = 0
-NOT_CALLED: Final = -1  # this rank did not take part in the call
+NOTHING_RAISED: Final = "nothing"
+NOT_CALLED: Final = ""  # this rank did not take part in the call
 
 
 class ControlGroup:
     """What the ranks exchange beside their training: the next call, heartbeats, how a call ended. Seen from one rank.
 
-    `group`: a gloo group of all ranks; None = the default group, which must be gloo.
+    `gloo`: a group of all ranks.
     """
 
-    def __init__(self, group: Any | None = None) -> None:
-        self.gloo = group
-        self.rank: int = distributed.get_rank()
-        self.processes: int = distributed.get_world_size()
+    def __init__(self, gloo: Any) -> None:
+        self.gloo = gloo
+        self.leads: bool = distributed.get_rank() == 0
 
-    @property
-    def leads(self) -> bool:
-        return self.rank == 0
-
-    def send(self, data: bytes) -> None:
-        """Rank 0: give the bytes to all others."""
+    def send(self, data: bytes = b"") -> None:
+        """Rank 0: give the bytes to all others. No bytes are a heartbeat, while there is nothing to send."""
         self._broadcast(torch.tensor([len(data)]))
         if data:
             self._broadcast(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-
-    def heartbeat(self) -> None:
-        """Rank 0, while it has nothing to send."""
-        self.send(b"")
 
     def receive(self) -> bytes:
         """The others: the next bytes of rank 0. Waits through any number of heartbeats."""
@@ -181,19 +145,12 @@ class ControlGroup:
         received: bytes = data.numpy().tobytes()
         return received
 
-    def endings(self, own: int) -> list[int]:
-        """How the call ended for each rank: `NOTHING_RAISED`, `NOT_CALLED`, or `ending_of` an error. Waits for all."""
-        found = [torch.zeros(1, dtype=torch.int64) for _ in range(self.processes)]
-        distributed.all_gather(found, torch.tensor([own]), group=self.gloo)
-        return [int(ending.item()) for ending in found]
+    def endings(self, own: str) -> set[str]:
+        """How the call ended in the ranks that took part: `NOTHING_RAISED`, or an error's class. Waits for all."""
+        return {ending.decode() for ending in gather_bytes(own.encode(), self.gloo)} - {NOT_CALLED}
 
     def _broadcast(self, tensor: torch.Tensor) -> None:
         distributed.broadcast(tensor, src=0, group=self.gloo)
-
-
-def ending_of(error: Exception) -> int:
-    """A positive number that stands for the error's class."""
-    return 1 + xxhash.xxh3_64_intdigest(type(error).__name__.encode()) % (1 << 62)
 
 
 def run_rank(spec: RankSpec, config: Config, announce: Callable[[Rendezvous], None]) -> None:
@@ -254,18 +211,17 @@ def _store(spec: RankSpec, timeout_s: float) -> distributed.TCPStore:
     )
 
 
-def _make(control_group: ControlGroup, member: Member, call: Call) -> Reply:
+def _make(control_group: ControlGroup, member: Member, call: calls.Call) -> calls.Reply:
     """Make a call together with all ranks; the reply of rank 0. Raises RanksDisagree and every unexpected error."""
-    reply: Reply = Done()
+    reply: calls.Reply = calls.Done()
     own = NOT_CALLED
     if member.takes_part(call):
         try:
             reply, own = member.make(call), NOTHING_RAISED
-        except DRAWN as error:
-            reply, own = raised(error), ending_of(error)
-    endings = [ending for ending in control_group.endings(own) if ending != NOT_CALLED]
-    if len(set(endings)) != 1:
-        ending = f"{reply.name}: {reply.text}" if isinstance(reply, Raised) else "nothing"
+        except calls.DRAWN as error:
+            reply, own = calls.raised(error), type(error).__name__
+    if len(control_group.endings(own)) != 1:
+        ending = f"{reply.name}: {reply.text}" if isinstance(reply, calls.Raised) else "nothing"
         raise RanksDisagree(f"{type(call).__name__}: this rank raised {ending}, and others did not")
     return reply
 
@@ -273,47 +229,47 @@ def _make(control_group: ControlGroup, member: Member, call: Call) -> Reply:
 def _follow(control_group: ControlGroup, member: Member) -> None:
     """A rank other than rank 0. Waits for calls; ends with the last."""
     while True:
-        call = decode_call(control_group.receive())
+        call = calls.decode_call(control_group.receive())
         _make(control_group, member, call)
-        if isinstance(call, End):
+        if isinstance(call, calls.End):
             return
 
 
-def _lead(control_group: ControlGroup, member: Member, link: Link, silence_s: float) -> None:
+def _lead(control_group: ControlGroup, member: Member, link: calls.Link, silence_s: float) -> None:
     """Rank 0. Waits for the stage's calls; ends with its last. Raises PeerGone if the stage ends without one."""
     while True:
         data = _next_call(control_group, link, silence_s)
-        call = End() if data is None else decode_call(data)
-        control_group.send(encode(End()) if data is None else data)
+        call = calls.End() if data is None else calls.decode_call(data)
+        control_group.send(calls.encode(calls.End()) if data is None else data)
         reply = _make(control_group, member, call)
         if data is None:
             raise PeerGone("the train stage ended without ending its trainer group")
         try:
-            link.send(encode(reply))
-        except LinkLost:
+            link.send(calls.encode(reply))
+        except calls.LinkLost:
             log.warning("the train stage is gone; its last reply was not sent")
-        if isinstance(call, End):
+        if isinstance(call, calls.End):
             return
 
 
-def _meet(control_group: ControlGroup, server: socket.socket, silence_s: float) -> Link:
+def _meet(control_group: ControlGroup, server: socket.socket, silence_s: float) -> calls.Link:
     """Waits for the stage. Sends heartbeats meanwhile."""
     server.settimeout(silence_s)
     while True:
         try:
             connected, _ = server.accept()
         except TimeoutError:
-            control_group.heartbeat()
+            control_group.send()
             continue
         connected.settimeout(None)
-        return Link(connected)
+        return calls.Link(connected)
 
 
-def _next_call(control_group: ControlGroup, link: Link, silence_s: float) -> bytes | None:
+def _next_call(control_group: ControlGroup, link: calls.Link, silence_s: float) -> bytes | None:
     """The stage's next call; None if the stage is gone. Sends heartbeats meanwhile."""
     while not link.readable(silence_s):
-        control_group.heartbeat()
+        control_group.send()
     try:
         return link.receive()
-    except LinkLost:
+    except calls.LinkLost:
         return None

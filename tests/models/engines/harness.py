@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import aiohttp
 import msgspec
+import numpy as np
 
 from configs.schema.rollout import EngineConfig, SimulatedEngineConfig
 from models.engines.client import EngineClient
@@ -18,6 +19,7 @@ from models.engines.embedded.engine import EmbeddedEngine
 from models.engines.embedded.stepper import Stepper
 from models.engines.intake import Intake
 from models.engines.protocol import GenerateRequest, SamplingParams
+from models.engines.simulated.responses import simulated_tokens
 from models.engines.text import TextCodec
 
 
@@ -176,3 +178,9 @@ async def post(target: Target, path: str, body: object) -> tuple[int, bytes]:
         session.post(target.url + path, data=msgspec.json.encode(body), headers=headers) as response,
     ):
         return response.status, await response.read()
+
+
+def simulated_token(prompt: Sequence[int], seed: int, position: int, version: str, vocab_size: int) -> int:
+    """The token at `position`, counted from the start of the prompt, that the simulated engine draws."""
+    key = np.asarray(prompt, dtype="<i4").tobytes()
+    return int(simulated_tokens(key, seed, np.array([position], dtype=np.int64), version, vocab_size)[0])

@@ -23,11 +23,11 @@ from models.engines.intake import Intake
 from models.engines.noise import sample_seed
 from models.engines.protocol import GenerateRequest, SamplingParams, VersionSpan
 from models.engines.serve import EngineServer
-from models.engines.simulated.responses import simulated_log_prob, simulated_token
+from models.engines.simulated.responses import simulated_log_prob
 from models.engines.simulated.schedule import Schedule
 from models.engines.text import TextCodec
 from models.errors import EngineRefused, RequestRefused, WeightsRefused
-from tests.models.engines.harness import EMBEDDED, SIMULATED, Target, ask, generating
+from tests.models.engines.harness import EMBEDDED, SIMULATED, Target, ask, generating, simulated_token
 
 FACTS = EngineFacts(
     engine="simulated",

@@ -24,7 +24,6 @@ from models.errors import BackendMisuse, CheckpointUnavailable, InvalidSequence,
 from models.train.build import build_backend
 from models.train.interface import TrainSequence
 from models.train.trainer import Trainer
-from models.train.trainer_group.backend import TrainerGroupBackend
 from models.train.trainer_group.calls import (
     Accumulate,
     Arrays,
@@ -33,6 +32,7 @@ from models.train.trainer_group.calls import (
     LinkLost,
     Metrics,
     Raised,
+    TrainerGroupBackend,
     decode_call,
     decode_reply,
     encode,

@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 
 from configs.schema import Config
 from models.train.interface import TrainBackend, TrainSequence
-from models.train.trainer_group.backend import TrainerGroupBackend
+from models.train.trainer_group.calls import TrainerGroupBackend
 from models.train.trainer_group.rank_spec import RankSpec, Rendezvous
 from models.weights.layout import WEIGHTS_FILE
 from models.weights.slot_directory import DirectoryLease
