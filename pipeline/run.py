@@ -33,13 +33,13 @@ from pipeline.graph import build
 from pipeline.hosts.launcher import Launcher
 from pipeline.hosts.local_launcher import KeptProcesses, LocalLauncher
 from pipeline.hosts.machine import interruptible, raise_file_limit
+from pipeline.observe.report import conclude, summarise
 from pipeline.observe.summary import write_summary
 from pipeline.preflight.data import check_frozen, prepare, training_prompts, with_data
 from pipeline.preflight.refusals import refuse
 from pipeline.record.journal import RolledBack, last_run_generation
 from pipeline.record.kept_files import keeps_rollouts, read_lives, write_lives
 from pipeline.record.recorder import Recorder
-from pipeline.record.report import conclude, summarise
 from pipeline.replica_specs import Placement, threads
 from pipeline.supervise.auto_resume import Resumed
 from pipeline.supervise.external_servers import read_policy_config

@@ -1,6 +1,6 @@
 """What replicas report about themselves, and the form in which the run is shown. No I/O, no clock.
 
-A replica publishes cumulative `StageStats` as a topic value; `pipeline.observe.view` turns successive reports, ledger
+A replica publishes cumulative `StageStats` as a topic value; `pipeline.record.view` turns successive reports, ledger
 counts and training steps into a `RunSnapshot`, over windows that a `Ring` keeps. Displays draw snapshots and know
 nothing else. Text of models, programs and peers goes through `visible` before a terminal shows it.
 """

@@ -20,8 +20,8 @@ from msgspec import Struct
 from models.disk import write_json
 from pipeline.errors import SummaryError
 from pipeline.facts.stats import Changed, LedgerCounts
-from pipeline.observe.stalls import OutageSummary, Stall
 from pipeline.observe.table import duration, number, quantity
+from pipeline.record.stalls import OutageSummary, Stall
 from stages.train.batch_metrics import quantile
 
 PACKAGES: Final = (

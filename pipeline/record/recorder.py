@@ -21,9 +21,6 @@ from models.checkpoint import Manifest, commit_directory, final_path, manifests,
 from pipeline.facts.run_directory import RunDir
 from pipeline.facts.stats import STATS_PREFIX, Changed, LedgerCounts, StageStats, outage_text, visible
 from pipeline.facts.trace import TraceWriter
-from pipeline.observe.metrics import Metrics
-from pipeline.observe.stalls import OutageWatch, StallWatch
-from pipeline.observe.view import RunView
 from pipeline.record.group_outcomes import GroupOutcomes
 from pipeline.record.journal import (
     Admitted,
@@ -38,6 +35,9 @@ from pipeline.record.journal import (
     resumed_time,
 )
 from pipeline.record.kept_files import forget_ended, forget_responses, keeps_responses, keeps_rollouts, save_hf
+from pipeline.record.metrics import Metrics
+from pipeline.record.stalls import OutageWatch, StallWatch
+from pipeline.record.view import RunView
 from stages.messages import CheckpointReady, EvalDone, Settled, StepDone
 from stages.prompts.ledger import Ledger, LedgerSnapshot, OpenGroup
 from stages.topic_values import POLICY, addresses, carrying

@@ -29,7 +29,7 @@ from pipeline.hosts.launcher import ProcessSpec
 from pipeline.hosts.ray.cluster import nodes
 from pipeline.hosts.ray.launcher import RayLauncher
 from pipeline.hosts.ray.placement import RayPlacement
-from pipeline.observe.metrics import read_metrics
+from pipeline.record.metrics import read_metrics
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install ray")
 

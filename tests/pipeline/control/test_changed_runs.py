@@ -25,8 +25,8 @@ from pipeline.control.endpoint import Command, Drain, Pause, Reply, Resume, Save
 from pipeline.facts.servers import read_fleet
 from pipeline.facts.stats import Changed
 from pipeline.facts.trace import Span, read_records
-from pipeline.observe.metrics import read_metrics
 from pipeline.record.journal import Committed, read_journal
+from pipeline.record.metrics import read_metrics
 from pipeline.supervise.servers import Servers
 from stages.topic_values import LEAVE, addresses, carrying
 from stages.train.saved_groups import load_batch

@@ -21,8 +21,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from pipeline.errors import MetricsError, SummaryError
 from pipeline.facts.run_directory import RunDir
 from pipeline.facts.stats import LedgerCounts, StageStats
-from pipeline.observe.metrics import JsonlMetrics, Metrics, TensorBoardMetrics, read_metrics
 from pipeline.observe.plot import Curve, curve_from_rows, plot_learning_curve, plot_metrics_file, smooth
+from pipeline.observe.report import summarise
 from pipeline.observe.summary import (
     RewardSummary,
     RunSummary,
@@ -36,8 +36,8 @@ from pipeline.observe.summary import (
     write_summary,
 )
 from pipeline.record.group_outcomes import MOST_REASONS, GroupOutcomes
+from pipeline.record.metrics import JsonlMetrics, Metrics, TensorBoardMetrics, read_metrics
 from pipeline.record.recorder import Recorder
-from pipeline.record.report import summarise
 from stages.messages import Settled, StepDone
 from stages.prompts.ledger import Ledger, LedgerSnapshot
 from stages.topic_values import EngineAddress, EngineEntry
@@ -78,7 +78,7 @@ def test_a_name_of_the_rows_own_fields_is_refused(tmp_path: Path) -> None:
 def test_every_row_survives_a_kill(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     program = (
-        "import os, signal, sys\nfrom pathlib import Path\nfrom pipeline.observe.metrics import JsonlMetrics\n"
+        "import os, signal, sys\nfrom pathlib import Path\nfrom pipeline.record.metrics import JsonlMetrics\n"
         "writer = JsonlMetrics(Path(sys.argv[1]))\n"
         "for step in range(200):\n    writer.write(step, {'x': step}, wall_s=step, trained_tokens=step)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
@@ -159,11 +159,11 @@ def test_tensorboard_hides_the_steps_after_the_resumed_one(tmp_path: Path) -> No
 def test_no_torch_and_no_tensorboard_at_import_and_no_torch_in_use(tmp_path: Path) -> None:
     program = (
         "import sys\nfrom pathlib import Path\n"
-        "import pipeline.observe.metrics, pipeline.facts.trace, pipeline.observe.summary\n"
-        "import pipeline.observe.view, pipeline.observe.table, pipeline.observe.plot\n"
+        "import pipeline.record.metrics, pipeline.facts.trace, pipeline.observe.summary\n"
+        "import pipeline.record.view, pipeline.observe.table, pipeline.observe.plot\n"
         "heavy = {'torch', 'tensorboard', 'matplotlib', 'tensorflow', 'zmq'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
-        "from pipeline.observe.metrics import Metrics\n"
+        "from pipeline.record.metrics import Metrics\n"
         "fan = Metrics(Path(sys.argv[1]), tensorboard=True)\n"
         "fan.write(1, {'a': 1.0}, wall_s=0, trained_tokens=0)\nfan.close()\n"
         "assert not {'torch', 'tensorflow'} & set(sys.modules)\n"
