@@ -53,8 +53,7 @@ from pipeline.hosts.worker import FaultyInlet
 from pipeline.observe.prometheus import endpoint
 from pipeline.record.recorder import Recorder
 from pipeline.replica_specs import Placement
-from pipeline.supervise.announce import Announcer, DeadLetters
-from pipeline.supervise.restarts import Lifecycle
+from pipeline.supervise.lifecycle import DeadLetters, Lifecycle
 from pipeline.supervise.runner import ProcessRunner, Runner, TaskRunner
 from stages.base import beside
 from stages.engines.colocation import KEY as DEVICE
@@ -118,7 +117,7 @@ class Controller:
             for stream in self.graph.streams:
                 hub = self.hubs[stream.name] = await node.hub(self._spec(stream), dead_letters)
                 self.placement.addresses[stream.name] = hub.address
-            runner = self._runner(node, topic, Announcer(topic, self.hubs, self.recorder), keys)
+            runner = self._runner(node, topic, Lifecycle(topic, self.hubs, self.recorder), keys)
             parts = RunParts(self.placement, self.stage, self.recorder, self.hubs, topic, self.launcher, runner)
             adviser = Adviser(Meter(parts), autoscale_limits(self.config))
             monitor = Monitor(parts, adviser.look)

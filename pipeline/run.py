@@ -24,6 +24,7 @@ from configs.layers import supervised, untrained, with_model
 from configs.load import config_hash, dump_toml
 from configs.schema import Config, generates
 from models.checkpoint import Manifest, latest_checkpoint, remove_leftovers, resumable_checkpoint
+from models.disk import write_json
 from models.import_path import add_working_directory
 from models.weights.layout import SHARED_MEMORY, remove_if_stale, remove_stale, slots_directory
 from pipeline.controller import Controller
@@ -34,7 +35,6 @@ from pipeline.hosts.launcher import Launcher
 from pipeline.hosts.local_launcher import KeptProcesses, LocalLauncher
 from pipeline.hosts.machine import interruptible, raise_file_limit
 from pipeline.observe.report import conclude, summarise
-from pipeline.observe.summary import write_summary
 from pipeline.preflight.data import check_frozen, prepare, training_prompts, with_data
 from pipeline.preflight.refusals import refuse
 from pipeline.record.journal import RolledBack, last_run_generation
@@ -135,7 +135,7 @@ def _run(config: Config, rundir: RunDir, launchers: Launchers, resumed: int) -> 
             if phase.refused or rundir.gone:
                 raise
             with contextlib.suppress(OSError):  # the disk may have failed; the first error is reported
-                write_summary(rundir.summary, summarise(phase.recorder, phase.config, f"failed: {leaf(error)}"))
+                write_json(rundir.summary, summarise(phase.recorder, phase.config, f"failed: {leaf(error)}"))
             raise
         conclude(phase.recorder, phase.config, reason)
     return 130 if reason == "interrupted" else 0

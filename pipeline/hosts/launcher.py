@@ -89,15 +89,6 @@ STOP_GRACE_S: Final = 5.0
 SOCKETS: Final = "SLUICE_SOCKETS"  # in the environment: where processes of one host put sockets, for this user alone
 
 
-class Resources(Struct, frozen=True):
-    """Requirements of a process on its host. `gpus`: as in CUDA_VISIBLE_DEVICES; empty = the host decides."""
-
-    gpus: tuple[str, ...] = ()
-
-
-ANYTHING: Final = Resources()
-
-
 class HostGone(Exception):
     """The host that a process was to be placed on is not there any more."""
 
@@ -107,6 +98,7 @@ class ProcessSpec(Struct, frozen=True):
 
     Args:
         env: variables beside those that processes of the run have anyway.
+        gpus: that it may see, as in CUDA_VISIBLE_DEVICES; empty = the host decides.
         ours: whether it is a program of this project; other programs get the unchanged environment of the host.
         grace_s: time that it gets at the end to finish by itself; 0 = it needs none.
         files: files and directories that it reads: a launcher for other hosts copies those that do not lie at the same
@@ -120,6 +112,7 @@ class ProcessSpec(Struct, frozen=True):
     name: str
     argv: tuple[str, ...]
     env: Mapping[str, str] = {}
+    gpus: tuple[str, ...] = ()
     ours: bool = True
     grace_s: float = STOP_GRACE_S
     sweep: bool = False
@@ -196,7 +189,7 @@ class Launcher(Protocol):
     async def release(self, name: str) -> None:
         """The process of that name has ended and is not started again."""
 
-    async def spawn(self, spec: ProcessSpec, resources: Resources = ANYTHING) -> Handle: ...
+    async def spawn(self, spec: ProcessSpec) -> Handle: ...
 
     def left(self, name: str) -> str:
         """The note of a process of that name which an earlier start of the run has left; empty if there is none."""

@@ -29,17 +29,7 @@ from models.weights.layout import list_left_behind
 from pipeline.facts.run_directory import RunDir
 from pipeline.hosts import die_with_parent as die_with_parent
 from pipeline.hosts.kept_servers import READ_BYTES
-from pipeline.hosts.launcher import (
-    ANYTHING,
-    SOCKETS,
-    STOP_GRACE_S,
-    ProcessSpec,
-    ProcessState,
-    Resources,
-    SharedFiles,
-    quiet,
-    stop_together,
-)
+from pipeline.hosts.launcher import SOCKETS, STOP_GRACE_S, ProcessSpec, ProcessState, SharedFiles, quiet, stop_together
 from pipeline.hosts.machine import (
     HOST,
     child_environment,
@@ -279,8 +269,8 @@ class LocalLauncher:
     async def release(self, name: str) -> None:
         """See the Protocol. Nothing was kept for it."""
 
-    async def spawn(self, spec: ProcessSpec, resources: Resources = ANYTHING) -> LocalHandle:
-        return self._named(await self._start(spec, resources))
+    async def spawn(self, spec: ProcessSpec) -> LocalHandle:
+        return self._named(await self._start(spec))
 
     def _named(self, handle: LocalHandle) -> LocalHandle:
         self.handles[handle.spec.name] = handle
@@ -304,10 +294,10 @@ class LocalLauncher:
         if self._kept is not None:
             self.handles = {name: handle for name, handle in self.handles.items() if not handle.spec.note}
 
-    async def _start(self, spec: ProcessSpec, resources: Resources) -> LocalHandle:
+    async def _start(self, spec: ProcessSpec) -> LocalHandle:
         env = {**(self._environment if spec.ours else os.environ), **spec.env}
-        if resources.gpus:
-            env["CUDA_VISIBLE_DEVICES"] = ",".join(resources.gpus)
+        if spec.gpus:
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(spec.gpus)
         path = _log(self.rundir, spec.name)
         if self._kept is not None and spec.note:
             start = path.stat().st_size if path.exists() else 0

@@ -49,11 +49,11 @@ class Entry(Struct, frozen=True):
     keys: str = ""
     admit: Callable[[str, str], None] | None = None
 
-    def process(self, module: str, name: str, *, env: Mapping[str, str] = {}, sweep: bool = False) -> ProcessSpec:
+    def process(self, name: str) -> ProcessSpec:
         """How a process of that name is started."""
         keys = tuple(filter(None, [self._keys_of(name)]))
-        argv = (sys.executable, "-P", "-m", module, self.run_id, self.topic, name, *keys)
-        return ProcessSpec(name, argv, env, sweep=sweep, files=keys)
+        argv = (sys.executable, "-P", "-m", "pipeline.hosts.worker", self.run_id, self.topic, name, *keys)
+        return ProcessSpec(name, argv, files=keys)
 
     def _keys_of(self, name: str) -> str:
         """The directory with what a process of that name needs; made at its first start."""

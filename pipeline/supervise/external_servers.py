@@ -25,7 +25,8 @@ from models.errors import EngineError
 from pipeline.errors import UsageError
 from pipeline.facts.servers import EngineSpec
 from pipeline.supervise.health_probe import HealthProbe, HealthTracker, HttpProbe, SchedulerProbe, until
-from pipeline.supervise.restarts import Lifecycle, Waiting
+from pipeline.supervise.lifecycle import Lifecycle
+from pipeline.supervise.restarts import Waiting
 from stages.topic_values import RouterAddress
 
 POLL_S: Final = 0.5

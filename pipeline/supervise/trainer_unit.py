@@ -26,14 +26,12 @@ from models.fault_injection import fault_plan
 from models.train.trainer_group.rank_spec import EXIT_PEER_GONE, MEETING, RankSpec, needs_trainer_group, processes_of
 from pipeline.errors import EXIT_DISK_FULL, EXIT_USER_ERROR, ReplicaFailed, UsageError, check_repeatable
 from pipeline.facts.stats import STATS_PREFIX
-from pipeline.hosts.launcher import Handle, Launcher, Resources, SharedFiles, describe_exit, shared_files
+from pipeline.hosts.launcher import Handle, SharedFiles, describe_exit, shared_files
 from pipeline.hosts.machine import gpus_to_divide, trainer_group_gpus
-from pipeline.hosts.rendezvous import Entry, spec_key
+from pipeline.hosts.rendezvous import spec_key
 from pipeline.hosts.worker import ReplicaSpec
-from pipeline.replica_specs import Placement
-from pipeline.supervise.restarts import HANG_S, POLL_S, STARTS_WITHOUT_SERVING, Restarts, Waiting, end_if_silent
+from pipeline.supervise.restarts import HANG_S, POLL_S, STARTS_WITHOUT_SERVING, Supervision, Waiting, end_if_silent
 from stages.base import TrainOptions, beside
-from transport import TopicServer
 
 NOTICE_S: Final = 0.5  # time in which another process may show that it was lost first
 END_S: Final = 10.0  # time that ranks get to end after the stage has ended well
@@ -93,10 +91,11 @@ async def exit_codes(processes: Mapping[str, Handle], over: Callable[[Mapping[st
 class Ranks:
     """Starts the ranks of a run. Empty where the train stage trains by itself."""
 
-    def __init__(self, placement: Placement, launcher: Launcher, entry: Entry, topic: TopicServer) -> None:
+    def __init__(self, shared: Supervision) -> None:
         """Raises UsageError for too few GPUs."""
-        config = self._config = placement.config
-        self._placement, self._launcher, self._entry, self._topic = placement, launcher, entry, topic
+        config = self._config = shared.config
+        self._placement, self._launcher = shared.placement, shared.launcher
+        self._entry, self._topic = shared.entry, shared.topic
         self._count = processes_of(config.parallel) if needs_trainer_group(config) else 0
         self._gpus = trainer_group_gpus(config, gpus_to_divide(config)) if self._count else ()
         self.names = [f"train-rank-{rank}" for rank in range(self._count)]
@@ -149,8 +148,10 @@ class Ranks:
             ),
         )
         self._topic.publish(spec_key(name), msgspec.msgpack.encode(spec))
-        process = self._entry.process("pipeline.hosts.worker", name, env=self._environment(rank), sweep=True)
-        return await self._launcher.spawn(process, Resources(self._gpus))
+        process = self._entry.process(name)
+        return await self._launcher.spawn(
+            msgspec.structs.replace(process, env=self._environment(rank), gpus=self._gpus, sweep=True)
+        )
 
     def _environment(self, rank: int) -> dict[str, str]:
         """What torchrun would set, for libraries that read it; the ranks have their specifications."""
@@ -170,18 +171,10 @@ class TrainerUnit:
     """The train stage and its ranks as processes. `run` until the stage ends well, or cancel it; the owner of the
     launcher stops them then."""
 
-    def __init__(
-        self,
-        placement: Placement,
-        launcher: Launcher,
-        restarts: Restarts,
-        entry: Entry,
-        topic: TopicServer,
-        ranks: Ranks,
-    ) -> None:
-        self._config, self._rundir = placement.config, placement.rundir
-        self._launcher, self._restarts, self._entry, self._topic = launcher, restarts, entry, topic
-        self._ranks = ranks
+    def __init__(self, shared: Supervision, ranks: Ranks) -> None:
+        self._config, self._rundir = shared.config, shared.placement.rundir
+        self._launcher, self._restarts, self._topic = shared.launcher, shared.restarts, shared.topic
+        self._entry, self._ranks = shared.entry, ranks
         self._came_up = False  # its ranks, in any incarnation
         self._silence_s = silence_limit_s(self._config)
 
@@ -217,7 +210,7 @@ class TrainerUnit:
                 await self._release(stage)
                 await asyncio.sleep(ROOM_POLL_S)
         self._topic.publish(spec_key(stage), msgspec.msgpack.encode(spec))
-        return {stage: await self._launcher.spawn(self._entry.process("pipeline.hosts.worker", stage)), **ranks}
+        return {stage: await self._launcher.spawn(self._entry.process(stage)), **ranks}
 
     async def _release(self, stage: str) -> None:
         """Give the unit's places back: its processes are placed together, on other nodes."""

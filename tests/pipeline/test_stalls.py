@@ -32,7 +32,7 @@ from models.tiny import make_tiny_checkpoint
 from pipeline.graph import STAGES, message_bytes, stream_spec
 from pipeline.hosts.worker import ReplicaSpec, run_replica
 from pipeline.record.stalls import MOST_KEPT, Stall, StallWatch
-from pipeline.supervise.announce import DeadLetters
+from pipeline.supervise.lifecycle import DeadLetters
 from stages.base import MapStage
 from stages.group.stage import GroupStage
 from stages.messages import RolloutSlice, Settled

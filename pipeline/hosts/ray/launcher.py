@@ -18,7 +18,7 @@ import msgspec
 
 from pipeline.errors import UsageError
 from pipeline.facts.run_directory import RunDir
-from pipeline.hosts.launcher import ANYTHING, HostGone, ProcessSpec, Resources, SharedFiles, quiet, stop_together
+from pipeline.hosts.launcher import HostGone, ProcessSpec, SharedFiles, quiet, stop_together
 from pipeline.hosts.machine import PortInUse
 from pipeline.hosts.ray.actor import ANSWER_TIMEOUT_S, PlacedActor, RayHandle, gone
 from pipeline.hosts.ray.cluster import NotStarted, lacking, start_actor
@@ -196,7 +196,7 @@ class RayLauncher:
         if at_once and not any(self.placements.of(other).group == group for other in self._placed):
             ray.util.remove_placement_group(self._groups.pop(group))
 
-    async def spawn(self, spec: ProcessSpec, resources: Resources = ANYTHING) -> RayHandle:
+    async def spawn(self, spec: ProcessSpec) -> RayHandle:
         await self.place(spec.name)
         handle = self.handles[spec.name] = RayHandle(
             spec, self._placed[spec.name], self.rundir.logs / f"{spec.name}.log"

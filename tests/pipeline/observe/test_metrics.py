@@ -18,7 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from pipeline.errors import MetricsError, SummaryError
+from models.disk import write_json
+from pipeline.errors import UsageError
 from pipeline.facts.run_directory import RunDir
 from pipeline.facts.stats import LedgerCounts, StageStats
 from pipeline.observe.plot import Curve, curve_from_rows, plot_learning_curve, plot_metrics_file, smooth
@@ -33,7 +34,6 @@ from pipeline.observe.summary import (
     read_summary,
     summarise_evals,
     summarise_staleness,
-    write_summary,
 )
 from pipeline.record.group_outcomes import MOST_REASONS, GroupOutcomes
 from pipeline.record.metrics import JsonlMetrics, Metrics, TensorBoardMetrics, read_metrics
@@ -70,7 +70,7 @@ def test_rows_are_strict_json_lines(tmp_path: Path) -> None:
 
 def test_a_name_of_the_rows_own_fields_is_refused(tmp_path: Path) -> None:
     writer = JsonlMetrics(tmp_path / "m.jsonl")
-    with pytest.raises(MetricsError, match="'step' would overwrite"):
+    with pytest.raises(UsageError, match="'step' would overwrite"):
         writer.write(1, {"step": 2.0}, wall_s=0, trained_tokens=0)
     writer.close()
 
@@ -118,7 +118,7 @@ def test_resume_drops_what_never_happened(tmp_path: Path) -> None:
 def test_a_damaged_line_in_the_middle_is_named(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     path.write_text('{"step":1}\n{"stap":2}\n{"step":3}\n')
-    with pytest.raises(MetricsError, match="line 2 is no metrics row"):
+    with pytest.raises(UsageError, match="line 2 is no metrics row"):
         list(read_metrics(path))
 
 
@@ -175,7 +175,7 @@ def test_no_torch_and_no_tensorboard_at_import_and_no_torch_in_use(tmp_path: Pat
 def test_a_full_disk_is_named_with_its_cure(tmp_path: Path) -> None:
     writer = JsonlMetrics(tmp_path / "m.jsonl")
     os.dup2(os.open("/dev/full", os.O_WRONLY), writer._file.fileno())
-    with pytest.raises(MetricsError, match=r"m\.jsonl cannot be written .No space left.*choose another --run-dir"):
+    with pytest.raises(UsageError, match=r"m\.jsonl cannot be written .No space left.*choose another --run-dir"):
         writer.write(1, {"x": 1.0}, wall_s=0, trained_tokens=0)
     writer.close()
 
@@ -230,17 +230,17 @@ def summary() -> RunSummary:
 
 def test_the_file_reads_back_and_appears_whole(tmp_path: Path) -> None:
     path = tmp_path / "summary.json"
-    write_summary(path, summary())
+    write_json(path, summary())
     assert read_summary(path) == summary()
     assert os.listdir(path.parent) == ["summary.json"]
     plain = json.loads(path.read_text())
     assert plain["groups"]["open"] == 0
     assert (plain["wasted_tokens"], plain["wasted_share"]) == (100, 0.1)
     assert {"python", "torch", "msgspec"} <= plain["versions"].keys()
-    with pytest.raises(SummaryError, match="does not exist: the run has not ended"):
+    with pytest.raises(UsageError, match="does not exist: the run has not ended"):
         read_summary(tmp_path / "none.json")
     path.write_text("{}")
-    with pytest.raises(SummaryError, match="is no run summary"):
+    with pytest.raises(UsageError, match="is no run summary"):
         read_summary(path)
 
 
