@@ -35,7 +35,7 @@ from pipeline.control.monitor import Monitor, RunParts
 from pipeline.control.run_control import RunControl
 from pipeline.errors import DrainTimeout, Stalled
 from pipeline.facts.stats import STATS_PREFIX
-from pipeline.graph import stream_spec
+from pipeline.graph import Placement, stream_spec
 from pipeline.hosts.launcher import Launcher
 from pipeline.hosts.rendezvous import (
     ADMITTED,
@@ -52,7 +52,6 @@ from pipeline.hosts.weights_source import SOURCE
 from pipeline.hosts.worker import FaultyInlet
 from pipeline.observe.prometheus import endpoint
 from pipeline.record.recorder import Recorder
-from pipeline.replica_specs import Placement
 from pipeline.supervise.lifecycle import DeadLetters, Lifecycle
 from pipeline.supervise.runner import ProcessRunner, Runner, TaskRunner
 from stages.base import beside

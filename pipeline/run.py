@@ -30,7 +30,7 @@ from models.weights.layout import SHARED_MEMORY, remove_if_stale, remove_stale, 
 from pipeline.controller import Controller
 from pipeline.errors import Interrupted, RunError, UsageError, leaf, user_error
 from pipeline.facts.run_directory import RunDir, disk_error
-from pipeline.graph import build
+from pipeline.graph import Placement, build, threads
 from pipeline.hosts.launcher import Launcher
 from pipeline.hosts.local_launcher import KeptProcesses, LocalLauncher
 from pipeline.hosts.machine import interruptible, raise_file_limit
@@ -40,7 +40,6 @@ from pipeline.preflight.refusals import refuse
 from pipeline.record.journal import RolledBack, last_run_generation
 from pipeline.record.kept_files import keeps_rollouts, read_lives, write_lives
 from pipeline.record.recorder import Recorder
-from pipeline.replica_specs import Placement, threads
 from pipeline.supervise.auto_resume import Resumed
 from pipeline.supervise.external_servers import read_policy_config
 from stages.base import StageContext, TrainOptions

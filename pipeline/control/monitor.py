@@ -18,13 +18,12 @@ from typing import Final
 from configs.graph import loops
 from configs.schema import Config
 from pipeline.control.advice import Advice
-from pipeline.facts.servers import read_fleet
-from pipeline.graph import Graph
+from pipeline.facts.run_directory import read_fleet
+from pipeline.graph import JOINERS, Graph, Placement
 from pipeline.hosts.launcher import Launcher
 from pipeline.observe.prometheus import Facts
 from pipeline.observe.table import open_display
 from pipeline.record.recorder import Recorder
-from pipeline.replica_specs import JOINERS, Placement
 from pipeline.supervise.runner import Runner
 from stages.messages import WeightsAnnouncement, group_of
 from stages.ports import read_value

@@ -11,7 +11,7 @@ from configs.schema import Config, router_kind
 from models.checkpoint import latest_checkpoint
 from models.disk import write_json
 from models.fault_injection import injected
-from pipeline.facts.servers import read_fleet
+from pipeline.facts.run_directory import read_fleet
 from pipeline.facts.stats import visible
 from pipeline.facts.trace import merge
 from pipeline.observe.plot import plot_metrics_file

@@ -34,7 +34,7 @@ from models.engines.token import Token, TokenFile
 from models.errors import EngineError
 from models.fault_injection import FaultPlan
 from pipeline.errors import ReplicaFailed, UsageError
-from pipeline.facts.servers import EngineSpec
+from pipeline.facts.run_directory import EngineSpec
 from pipeline.hosts.launcher import Handle, Launcher, ProcessSpec
 from pipeline.hosts.machine import PortInUse
 from pipeline.supervise.health_probe import HealthProbe, HttpProbe, SchedulerProbe

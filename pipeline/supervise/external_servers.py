@@ -23,7 +23,7 @@ from models.engines.protocol import ModelInfo
 from models.engines.token import Token
 from models.errors import EngineError
 from pipeline.errors import UsageError
-from pipeline.facts.servers import EngineSpec
+from pipeline.facts.run_directory import EngineSpec
 from pipeline.supervise.health_probe import HealthProbe, HealthTracker, HttpProbe, SchedulerProbe, until
 from pipeline.supervise.lifecycle import Lifecycle
 from pipeline.supervise.restarts import Waiting

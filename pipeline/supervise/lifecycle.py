@@ -23,7 +23,7 @@ import msgspec
 
 from models.checkpoint import CheckpointError, final_path, read_manifest, remove_leftovers, verify_files
 from models.disk import write_json
-from pipeline.facts.servers import EngineSpec, ServerInfo
+from pipeline.facts.run_directory import EngineSpec, ServerInfo
 from pipeline.facts.stats import STATS_PREFIX, StageStats, outage_text, visible
 from pipeline.record.recorder import Recorder
 from stages.base import TrainOptions

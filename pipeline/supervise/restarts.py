@@ -31,13 +31,13 @@ from models.engines.client import EngineClient
 from models.engines.token import Token
 from models.errors import EngineError
 from pipeline.errors import EXIT_USER_ERROR, ReplicaFailed, UsageError
-from pipeline.facts.servers import Kind
+from pipeline.facts.run_directory import Kind
+from pipeline.graph import Placement
 from pipeline.hosts.launcher import Handle, Launcher, ProcessSpec, describe_exit, run_until
 from pipeline.hosts.rendezvous import Entry
-from pipeline.replica_specs import Placement
+from pipeline.supervise.auto_resume import WINDOW_S, RestartBudget, backoff_s
 from pipeline.supervise.health_probe import HealthProbe, HealthTracker, HttpProbe, until
 from pipeline.supervise.lifecycle import Lifecycle
-from pipeline.supervise.restart_budget import WINDOW_S, RestartBudget, backoff_s
 from transport import TopicServer
 
 log = logging.getLogger("sluice.controller")

@@ -20,10 +20,10 @@ import msgspec
 
 from configs.graph import SINGLE
 from pipeline.errors import UsageError, check_repeatable
+from pipeline.graph import Placement
 from pipeline.hosts.launcher import Launcher, describe_exit, run_until
 from pipeline.hosts.rendezvous import Entry, Keys, admit, retire_key, spec_key
 from pipeline.hosts.worker import ReplicaSpec, run_replica
-from pipeline.replica_specs import Placement
 from pipeline.supervise.lifecycle import Lifecycle
 from pipeline.supervise.restarts import Restarts, Supervision
 from pipeline.supervise.servers import Servers

@@ -27,7 +27,7 @@ from models.engines.launch.command import RUNNER, router_launch, with_token
 from models.engines.launch.environment import Installed
 from models.engines.token import TokenFile
 from pipeline.errors import check_repeatable
-from pipeline.facts.servers import EngineSpec, Kind
+from pipeline.facts.run_directory import EngineSpec, Kind
 from pipeline.facts.stats import STATS_PREFIX
 from pipeline.graph import STAGES, Node
 from pipeline.hosts.launcher import HostGone, Launcher, ProcessSpec, describe_exit

@@ -26,8 +26,7 @@ from models.engines.protocol import GenerateRequest, SamplingParams
 from models.engines.token import TokenFile, run_token
 from models.fault_injection import FaultPlan
 from pipeline.errors import ReplicaFailed, leaf
-from pipeline.facts.run_directory import RunDir
-from pipeline.facts.servers import EngineSpec, Kind
+from pipeline.facts.run_directory import EngineSpec, Kind, RunDir
 from pipeline.hosts.launcher import Handle, Launcher, ProcessSpec
 from pipeline.hosts.local_launcher import LocalHandle, LocalLauncher
 from pipeline.hosts.machine import held_port

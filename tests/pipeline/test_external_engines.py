@@ -25,15 +25,13 @@ from models.engines.serve import EngineServer
 from models.engines.token import Token, TokenFile
 from models.tiny import make_tiny_checkpoint
 from pipeline.errors import UsageError
-from pipeline.facts.run_directory import RunDir
-from pipeline.facts.servers import EngineSpec, read_fleet
+from pipeline.facts.run_directory import EngineSpec, RunDir, read_fleet
 from pipeline.facts.stats import outage_text
-from pipeline.graph import build
+from pipeline.graph import Placement, build
 from pipeline.hosts.local_launcher import LocalLauncher
 from pipeline.hosts.machine import held_port
 from pipeline.preflight.data import check_frozen, prepare, vocabulary
 from pipeline.record.recorder import Recorder
-from pipeline.replica_specs import Placement
 from pipeline.supervise.external_servers import ExternalEngine, ExternalRouter, PolicyConfig, differs
 from pipeline.supervise.lifecycle import Lifecycle
 from pipeline.supervise.restarts import Restarts, Supervision

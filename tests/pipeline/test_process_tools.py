@@ -29,7 +29,7 @@ from models.engines.token import read_token
 from models.weights.layout import LEFT_BEHIND_FILE
 from pipeline.errors import ReplicaFailed, UsageError
 from pipeline.facts.run_directory import RunDir
-from pipeline.graph import build
+from pipeline.graph import build, threads
 from pipeline.hosts import die_with_parent as die_with_parent
 from pipeline.hosts.launcher import ProcessSpec, ProcessState
 from pipeline.hosts.local_launcher import LocalLauncher, last_error
@@ -44,10 +44,9 @@ from pipeline.hosts.machine import (
 )
 from pipeline.hosts.rendezvous import Entry
 from pipeline.hosts.worker import ReplicaSpec
-from pipeline.replica_specs import threads
 from pipeline.supervise import restarts
+from pipeline.supervise.auto_resume import WINDOW_S
 from pipeline.supervise.health_probe import HealthTracker, HttpProbe, SchedulerProbe
-from pipeline.supervise.restart_budget import WINDOW_S
 from pipeline.supervise.restarts import Restarts, Supervision
 from pipeline.supervise.servers import WeightFetchers
 from stages.engines.stage import END

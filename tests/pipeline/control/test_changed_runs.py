@@ -22,7 +22,7 @@ from bench.plan_world import Cluster
 from configs.load import load
 from pipeline.control.client import NotRunning, ask
 from pipeline.control.endpoint import Command, Drain, Pause, Reply, Resume, Save, Scale, Set, Status
-from pipeline.facts.servers import read_fleet
+from pipeline.facts.run_directory import read_fleet
 from pipeline.facts.stats import Changed
 from pipeline.facts.trace import Span, read_records
 from pipeline.record.journal import Committed, read_journal

@@ -28,7 +28,7 @@ from configs.schema.rollout import EngineConfig
 from models.engines.serve import EngineServer
 from pipeline.control.monitor import Monitor
 from pipeline.errors import UsageError
-from pipeline.facts.servers import ServerInfo
+from pipeline.facts.run_directory import ServerInfo
 from pipeline.facts.stats import StageStats
 from pipeline.facts.trace import Dropped, Span, TraceWriter, merge, read_records
 from pipeline.observe.prometheus import Facts, Family, endpoint, families, joined, read, write
