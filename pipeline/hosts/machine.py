@@ -34,6 +34,7 @@ from pipeline.errors import UsageError, file_limit
 from pipeline.facts.stats import visible
 from pipeline.hosts.launcher import ProcessState
 
+ROOT: Final = Path(pipeline.__file__).parent.parent  # the checkout, or the folder of installed packages
 SHARED: Final = Path("/dev/shm")
 LEFT_BEHIND: Final = ("sglang_", "sem.mp-")
 TICKS_PER_S: Final = os.sysconf("SC_CLK_TCK")
@@ -290,7 +291,7 @@ def engines_gpus(config: Config, visible: Sequence[str], engines: int) -> tuple[
 
 def child_environment(threads: int) -> dict[str, str]:
     """Environment of worker processes: our modules come first, few threads each."""
-    paths = [str(Path(pipeline.__file__).parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
         "OMP_NUM_THREADS": str(threads),
         **PASSIVE,

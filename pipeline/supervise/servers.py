@@ -33,7 +33,7 @@ from pipeline.graph import STAGES, Node
 from pipeline.hosts.launcher import HostGone, Launcher, ProcessSpec, describe_exit
 from pipeline.hosts.machine import HOST
 from pipeline.hosts.rendezvous import retire_key, spec_key
-from pipeline.preflight.sglang import prepare_sglang
+from pipeline.preflight.refusals import prepare_sglang
 from pipeline.supervise.engine_servers import EmbeddedOrSimulatedServer, InProcessEngine, SglangServer
 from pipeline.supervise.external_servers import ExternalEngine, ExternalRouter
 from pipeline.supervise.lifecycle import Lifecycle

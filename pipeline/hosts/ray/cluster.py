@@ -13,16 +13,15 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
 
 import msgspec
 
-import pipeline
 from configs.schema import Config
 from pipeline.errors import UsageError
 from pipeline.hosts.launcher import SharedFiles
+from pipeline.hosts.machine import ROOT
 from pipeline.hosts.ray.actor import ANSWER_TIMEOUT_S, PlacedActor, ProcessActor, gone
 from pipeline.hosts.ray.placement import NODE_ID, Node, RayPlacement, ResourceNeeds
 
@@ -127,7 +126,6 @@ def _reach(address: str) -> None:
 
 
 POLL_S: Final = 2.0  # between two looks at the cluster
-ROOT: Final = str(Path(pipeline.__file__).parent.parent)
 
 
 class NotStarted(Exception):
@@ -143,7 +141,7 @@ async def start_actor(
 
     options |= {"num_cpus": needs.cpus, "num_gpus": needs.gpus, "max_restarts": 0}
     if ray.get_runtime_context().runtime_env.get("working_dir"):  # instead of where this program lies
-        path = os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")]))
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         options["runtime_env"] = {"env_vars": {"PYTHONPATH": path}}
     actor = ray.remote(ProcessActor).options(**options).remote(os.getcwd(), threads)
     node_id = options.get("label_selector", {}).get(NODE_ID)
