@@ -37,17 +37,7 @@ from pipeline.errors import DrainTimeout, Stalled
 from pipeline.facts.stats import STATS_PREFIX
 from pipeline.graph import Placement, stream_spec
 from pipeline.hosts.launcher import Launcher
-from pipeline.hosts.rendezvous import (
-    ADMITTED,
-    CONFIG,
-    FILES_PREFIX,
-    HOST_KEY,
-    Keys,
-    make_keys,
-    publish_files,
-    retire_key,
-    spec_key,
-)
+from pipeline.hosts.rendezvous import CONFIG, CONTROLLERS_KEYS, Keys, make_keys, publish_files
 from pipeline.hosts.weights_source import SOURCE
 from pipeline.hosts.worker import FaultyInlet
 from pipeline.observe.prometheus import endpoint
@@ -83,9 +73,7 @@ TOPIC_WRITERS: Final[Mapping[str, frozenset[str]]] = {
     DEVICE: _TRAIN,
     "eval/": frozenset({"evaluate"}),
     "drain": frozenset({"prompts"}),
-    **dict.fromkeys(
-        (ADMITTED, CONFIG, spec_key(""), retire_key(""), HOST_KEY, FILES_PREFIX, SETTINGS, SAVE), _CONTROLLER
-    ),
+    **dict.fromkeys((*CONTROLLERS_KEYS, SETTINGS, SAVE), _CONTROLLER),
     **dict.fromkeys((ADDRESS, LEAVE, "router", "scale/", "dead", "end"), _CONTROLLER),
 }
 

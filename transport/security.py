@@ -164,9 +164,8 @@ class Security(msgspec.Struct, frozen=True):
     server_public: str
     directory: Path | None = None  # of a server: its clients' keys lie there, by their names, and may become more
     serving: KeyPair | None = None  # with which a node binds that is not the run's server
-    admitted: Callable[[], Mapping[str, str]] | None = (
-        None  # clients that such a node admits now: the name of each public key
-    )
+    # Clients that such a node admits now: the name of each public key.
+    admitted: Callable[[], Mapping[str, str]] | None = None
 
     @property
     def binds_with(self) -> KeyPair | None:

@@ -128,9 +128,8 @@ class RunControl:
         if refused:
             raise ConfigError(refused)
         lines = []
-        for stage, count in sorted(
-            counts.items(), key=lambda item: item[0] != "engine"
-        ):  # a GPU may be missing for engines
+        engines_first = sorted(counts.items(), key=lambda item: item[0] != "engine")  # a GPU may be missing for one
+        for stage, count in engines_first:
             before = len(self.runner.replicas(stage))
             self.runner.scale(stage, count)
             if count != before:

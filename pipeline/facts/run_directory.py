@@ -86,9 +86,7 @@ class RunDir:
         self.summary = self.path / "summary.json"
         self.tensorboard = self.path / "tensorboard"
         self.sockets = self.servers = Path()  # `servers`: shared files of the servers, with their lifetime
-        self.seal = (
-            self.path / f"{SEAL_PREFIX}{secrets.token_hex(16)}"
-        )  # a process that sees the file sees this directory
+        self.seal = self.path / f"{SEAL_PREFIX}{secrets.token_hex(16)}"  # a process that sees it sees this directory
         self._sockets: DirectoryLease | None = None
         self._lock: IO[str] | None = None
 

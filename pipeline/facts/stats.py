@@ -198,8 +198,6 @@ def outage_text(config: Config, kind: str) -> str:
         return "new requests wait for it, its pending requests continue at the engines directly"
     if kind == "engines":
         return "the engines keep their weights until it is back"
-    if kind == "hub":
-        return "its streams wait until it is back, and their senders keep what is in them"
     if kind == "fetcher":
         return "the engines of its node keep their weights until it is back"
     if kind == "frozen":

@@ -31,6 +31,7 @@ from msgspec import Struct
 
 from configs.schema import Config
 from pipeline.facts.run_directory import RunDir
+from pipeline.hosts.machine import ProcessState, last_error, last_line
 from stages.chat.tokenizer import CHECKPOINT_FILES
 
 WEIGHT_FILES: Final = "*.safetensors*"
@@ -120,15 +121,11 @@ class ProcessSpec(Struct, frozen=True):
     note: str = ""
 
 
-class ProcessState(Struct, frozen=True):
-    """Processes of one group that are stopped, in words, and the processor time used by all, seconds."""
-
-    stopped: tuple[str, ...]
-    cpu_s: float
-
-
 class Handle(Protocol):
-    """One started process."""
+    """One started process. `log`: where the user finds its output; this incarnation's begins at `log_start`."""
+
+    log: Path
+    log_start: int
 
     @property
     def alive(self) -> bool: ...
@@ -136,10 +133,7 @@ class Handle(Protocol):
     @property
     def host_lost(self) -> bool:
         """Whether, with the process, its host was lost, or what owned it there."""
-
-    @property
-    def log(self) -> Path:
-        """Where the user finds its output."""
+        return False
 
     async def wait(self) -> int:
         """Wait for its end; its exit status, negative for a signal."""
@@ -156,27 +150,30 @@ class Handle(Protocol):
 
     def state(self) -> ProcessState | None:
         """None where that cannot be seen."""
+        return None
 
     def last_line(self) -> str:
         """The last line that it printed in this incarnation."""
+        return last_line(self.log, self.log_start)
 
     def last_error(self) -> str:
         """The last line in which it named an exception, else its last line."""
+        return last_error(self.log, self.log_start)
 
 
 class Launcher(Protocol):
-    """Where processes run. A name may be spawned again once its process has ended."""
+    """Where processes run. A name may be spawned again once its process has ended.
 
-    @property
-    def controller(self) -> str | None:
-        """The controller's host as processes on other hosts reach it; None: there are none, all meet in a private
-        directory of this one."""
+    What is written out here is for one host, and for processes that end with the controller.
+    """
 
-    say: Callable[[str], None]  # reports to the user that a process waits for a host; `quiet` at first
+    controller: str | None = None
+    """The controller's host as processes on other hosts reach it; None: there are none, all meet in a private directory
+    of this one."""
 
-    @property
-    def waiting(self) -> Mapping[str, str]:
-        """Processes for which no host has room now, and what they need. Their `place` waits."""
+    say: Callable[[str], None]  # reports to the user that a process waits for a host
+    waiting: Mapping[str, str]
+    """Processes for which no host has room now, and what they need. Their `place` waits."""
 
     async def place(self, name: str, beside: str = "", sees: SharedFiles | None = None) -> None:
         """Choose the host of a process; before its `address` and `held_port` are used. `beside`: a process on
@@ -193,9 +190,11 @@ class Launcher(Protocol):
 
     def left(self, name: str) -> str:
         """The note of a process of that name which an earlier start of the run has left; empty if there is none."""
+        return ""
 
     def take_over(self, spec: ProcessSpec) -> Handle:
         """The process that was left under the name of `spec`, in the place of one that `spawn` starts."""
+        raise NotImplementedError("nothing is left by an earlier start")
 
     async def end_left(self, names: Collection[str]) -> None:
         """End what an earlier start of the run has left, but for these names."""
@@ -211,10 +210,6 @@ class Launcher(Protocol):
 
     async def stop_all(self) -> None:
         """Signal every process to end, wait at most its grace, then kill it and its remaining children."""
-
-
-def quiet(line: str) -> None:
-    """Reports nothing."""
 
 
 async def run_until(work: Coroutine[Any, Any, T], stop: Coroutine[Any, Any, object]) -> T | None:

@@ -232,12 +232,9 @@ def _results(summary: RunSummary) -> list[tuple[str, str]]:
         rows.append(("staleness", f"mean {staleness.mean:.2f}, p99 {staleness.p99}, max {staleness.max}{bound}"))
     engine = summary.engine
     if engine.count:
-        version = (
-            "" if "+" in engine.version else f" {engine.version}"
-        )  # a server of the project names the protocol's version
-        behind = (
-            f" behind router {summary.router.kind} {summary.router.version}" if summary.router.kind != "none" else ""
-        )
+        version = "" if "+" in engine.version else f" {engine.version}"  # the project's own name that of the protocol
+        router = summary.router
+        behind = f" behind router {router.kind} {router.version}" if router.kind != "none" else ""
         lost = f", {engine.restarts} restarts, {engine.reused_tokens} tokens saved" if engine.restarts else ""
         rows.append(("engines", f"{engine.count} x {engine.kind}{version}{behind}{lost}".rstrip()))
     weights = summary.weight_versions

@@ -77,18 +77,16 @@ async def end_if_silent(topic: TopicServer, key: str, name: str, process: Handle
 
 
 class Restarts:
-    """How often each process was started again. `limit`: within `WINDOW_S`; `counts`: in the whole run."""
+    """The budgets of all processes. `limit`: restarts of one of them within `WINDOW_S`."""
 
     def __init__(self, lifecycle: Lifecycle, limit: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.lifecycle, self.limit = lifecycle, limit
-        self.counts: dict[str, int] = {}
         self._clock = clock
         self._budgets: dict[str, RestartBudget] = {}
 
     async def again(self, stage: str, name: str, why: str, words: str, log: Path) -> None:
         """Report a loss and wait out the backoff. Raises ReplicaFailed when there have been too many."""
         self.lifecycle.lost(stage, name, why)
-        self.counts[name] = self.counts.get(name, 0) + 1
         lost = self._budgets.setdefault(name, RestartBudget(self.limit, self._clock)).lost()
         if lost > self.limit:
             raise ReplicaFailed(

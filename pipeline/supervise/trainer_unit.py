@@ -57,12 +57,6 @@ def first_lost(codes: Mapping[str, int]) -> Loss | None:
     return next(iter([*certain, *causes, *failed]), None)
 
 
-def restartable(config: Config) -> bool:
-    """Whether the trainer may be restarted while the engines continue: not where they share its device, since
-    they wait for the turn of the lost trainer."""
-    return not config.asynchrony.colocate
-
-
 def silence_limit_s(config: Config) -> float:
     """After which a stage counts as hung: it publishes its figures twice a second, also while it computes."""
     return max(HANG_S, config.parallel.distributed_timeout_minutes * 60)
@@ -255,7 +249,8 @@ class TrainerUnit:
                 f"{process.log}"
             )
         options = None
-        if restartable(self._config) and not (failed and loss.name == stage):  # its exception would come again
+        # Engines that share its device wait for the lost trainer's turn; an exception of the stage would come again.
+        if not self._config.asynchrony.colocate and not (failed and loss.name == stage):
             await self._restarts.again(spec.stage, stage, why, words, process.log)
             assert isinstance(spec.built_in, TrainOptions)
             options = await self._restarts.lifecycle.trainer_state(spec.built_in)

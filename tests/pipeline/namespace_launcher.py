@@ -23,8 +23,9 @@ import msgspec
 
 from pipeline.facts.run_directory import RunDir
 from pipeline.hosts import die_with_parent
-from pipeline.hosts.launcher import Handle, ProcessSpec, ProcessState, SharedFiles
+from pipeline.hosts.launcher import Handle, ProcessSpec, SharedFiles
 from pipeline.hosts.local_launcher import LocalHandle, LocalLauncher
+from pipeline.hosts.machine import ProcessState
 
 ROOT = Path(__file__).parent.parent.parent
 # Held open from outside, so that they are seen although what lies above is hidden. "ready" comes when all is in place.

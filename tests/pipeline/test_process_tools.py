@@ -31,13 +31,15 @@ from pipeline.errors import ReplicaFailed, UsageError
 from pipeline.facts.run_directory import RunDir
 from pipeline.graph import build, threads
 from pipeline.hosts import die_with_parent as die_with_parent
-from pipeline.hosts.launcher import ProcessSpec, ProcessState
-from pipeline.hosts.local_launcher import LocalLauncher, last_error
+from pipeline.hosts.launcher import ProcessSpec
+from pipeline.hosts.local_launcher import LocalLauncher
 from pipeline.hosts.machine import (
     PortInUse,
+    ProcessState,
     cpu_seconds,
     held_port,
     interruptible,
+    last_error,
     shared_memory_files,
     slices,
     visible_gpus,
@@ -143,7 +145,7 @@ async def test_restarts_are_counted_within_a_window(tmp_path: Path, monkeypatch:
     for _ in range(8):
         await restarts.again("reward", "reward-0", "signal SIGKILL", "", tmp_path)
         now += WINDOW_S / 2
-    assert restarts.counts == {"reward-0": 8}, "the summary counts all"
+    assert len(reported.events) == 8, "all are reported"
     assert waits == [0.2] + [0.4] * 7
     await restarts.again("reward", "reward-0", "signal SIGKILL", "", tmp_path)
     with pytest.raises(ReplicaFailed, match="reward-0 ended 3 times within 60 minutes"):

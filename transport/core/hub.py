@@ -180,7 +180,21 @@ class HubCore:
         return not any(peer.connected for peer in self._routes.values())
 
     def stats(self) -> HubStats:
-        return self.custody.stats(len(self.producers), len(self.consumers), self.malformed)
+        custody = self.custody
+        return HubStats(
+            queued=len(custody.items) - custody.leased,
+            leased=custody.leased,
+            accepted=custody.accepted,
+            delivered=custody.delivered,
+            redelivered=custody.redelivered,
+            duplicates=custody.duplicates,
+            dead_letters=custody.dead,
+            bytes_queued=custody.held_bytes,
+            producers=len(self.producers),
+            consumers=len(self.consumers),
+            settled=custody.settled,
+            malformed=self.malformed,
+        )
 
     def _peers(self) -> list[ProducerPeer | ConsumerPeer]:
         return [*self.producers.values(), *self.consumers.values()]

@@ -12,7 +12,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any, Final
 
@@ -51,7 +51,8 @@ def connected(config: Config) -> Iterator[RayPlacement]:
     try:
         _connect(ray, config)
         signal.signal(signal.SIGTERM, before)  # Ray sets its own
-        placements = RayPlacement(config, gpus=_gpus(found := nodes()) > 0)
+        found = nodes()
+        placements = RayPlacement(config, gpus=any(node.total["GPU"] for node in found))
         sys.stderr.write(f"ray: {'; '.join(node.words() for node in found)}\n")
         for note in placements.check(found):
             sys.stderr.write(f"warning: {note}\n")
@@ -84,10 +85,6 @@ def nodes() -> list[Node]:
 
 def _counted(resources: dict[str, float]) -> dict[str, float]:
     return {kind: float(resources.get(kind, 0)) for kind in ("CPU", "GPU")}
-
-
-def _gpus(found: Sequence[Node]) -> float:
-    return sum(node.total.get("GPU", 0) for node in found)
 
 
 def _connect(ray: ModuleType, config: Config) -> None:
