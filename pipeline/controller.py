@@ -27,7 +27,6 @@ from typing import Any, Final
 import msgspec
 
 from configs.graph import Stream, autoscale_limits
-from models.fault_injection import fault_plan
 from models.train.trainer_group.rank_spec import MEETING
 from pipeline.control.autoscale import Adviser, Meter
 from pipeline.control.endpoint import endpoint as control_endpoint
@@ -148,9 +147,7 @@ class Controller:
         settle: Inlet[Any] = await node.inlet(
             addresses["settle"], "settle", schemas["settle"], window_items=256, replica=name
         )
-        generation, run_dir = self.placement.run_generation, self.rundir.path
-        faults = fault_plan(self.config, "prompts", name, run_generation=generation, run_dir=run_dir)
-        if faults is not None:
+        if (faults := self.placement.faults("prompts", name)) is not None:
             settle = FaultyInlet(settle, faults)
         out = self.graph.outlets("prompts")["out"].name
         outlet = await node.outlet(addresses[out], out, schemas[out], replica=name)

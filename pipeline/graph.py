@@ -26,7 +26,7 @@ from configs.graph import Stream, engine_count, evaluates, frozen_engines, is_ad
 from configs.schema import Config, StageConfig
 from models.engines.token import TokenFile, read_token, run_token
 from models.families.source import context_limit
-from models.fault_injection import fault_plan
+from models.fault_injection import FaultPlan, fault_plan
 from models.import_path import import_path
 from models.train.trainer_group.rank_spec import needs_trainer_group, processes_of
 from pipeline.errors import UsageError
@@ -190,9 +190,9 @@ class Placement:
         self.run_generation = train.run_generation
         file = config.sglang.rollout_external_engine_token_file
         self.external_token = read_token(Path(file).expanduser()) if file is not None else None
-        self.engines, self.frozen = _engines(config, count, model_path, max_context, places)
-        self.engines, self.frozen = self._guarded(self.engines), self._guarded(self.frozen)
-        self.engines = [self._disturbed(spec) for spec in self.engines]
+        engines, frozen = _engines(config, count, model_path, max_context, places)
+        self.engines = [self._disturbed(self._guarded(spec)) for spec in engines]
+        self.frozen = [self._guarded(spec) for spec in frozen]
         generation = GenerateOptions(context_limit(config) or 1 << 30, vocab_size, lives)
         self.built_in: dict[str, StageOptions] = {"train": train, "generate": generation, "agents": generation}
 
@@ -262,19 +262,16 @@ class Placement:
         """Of the servers that this run starts."""
         return run_token(self.rundir.servers / "engine-token")
 
-    def _guarded(self, specs: list[EngineSpec]) -> list[EngineSpec]:
+    def _guarded(self, spec: EngineSpec) -> EngineSpec:
         """With the token that requests must carry: the run's token, or that of external engines."""
-        return [
-            msgspec.structs.replace(spec, token=self.external_token if spec.external else self.run_token())
-            for spec in specs
-        ]
+        return msgspec.structs.replace(spec, token=self.external_token if spec.external else self.run_token())
 
     def _disturbed(self, spec: EngineSpec) -> EngineSpec:
-        """With the faults of `--fault-inject`."""
-        plan = fault_plan(
-            self.config, "engine", spec.name, run_generation=self.run_generation, run_dir=self.rundir.path
-        )
-        return msgspec.structs.replace(spec, faults=plan)
+        return msgspec.structs.replace(spec, faults=self.faults("engine", spec.name))
+
+    def faults(self, stage: str, replica: str) -> FaultPlan | None:
+        """Those of `--fault-inject`, None without any."""
+        return fault_plan(self.config, stage, replica, run_generation=self.run_generation, run_dir=self.rundir.path)
 
     def _inlet(self, stream: Stream, node: Node) -> PortSpec:
         rollout, port = self.config.rollout, self.outlet(stream)

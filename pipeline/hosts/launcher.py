@@ -21,7 +21,8 @@ import asyncio
 import os
 import random
 import signal
-from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar
@@ -161,10 +162,10 @@ class Handle(Protocol):
         return last_error(self.log, self.log_start)
 
 
-class Launcher(Protocol):
+class Launcher(ABC):
     """Where processes run. A name may be spawned again once its process has ended.
 
-    What is written out here is for one host, and for processes that end with the controller.
+    What is not abstract says what holds for one host, and for processes that end with the controller.
     """
 
     controller: str | None = None
@@ -172,20 +173,22 @@ class Launcher(Protocol):
     of this one."""
 
     say: Callable[[str], None]  # reports to the user that a process waits for a host
+    handles: Mapping[str, Handle]  # of the processes that were spawned, by name
     waiting: Mapping[str, str]
     """Processes for which no host has room now, and what they need. Their `place` waits."""
 
-    async def place(self, name: str, beside: str = "", sees: SharedFiles | None = None) -> None:
+    async def place(self, name: str, beside: str = "", sees: SharedFiles | None = None) -> None:  # noqa: B027
         """Choose the host of a process; before its `address` and `held_port` are used. `beside`: a process on
         the same host; `sees`: what must be there. Raises UsageError if no host fits, HostGone if that host is not there
         any more."""
 
-    def expect(self, name: str) -> None:
+    def expect(self, name: str) -> None:  # noqa: B027
         """A process more than the run began with is to be placed. Raises UsageError if there is no room for it now."""
 
-    async def release(self, name: str) -> None:
+    async def release(self, name: str) -> None:  # noqa: B027
         """The process of that name has ended and is not started again."""
 
+    @abstractmethod
     async def spawn(self, spec: ProcessSpec) -> Handle: ...
 
     def left(self, name: str) -> str:
@@ -196,20 +199,26 @@ class Launcher(Protocol):
         """The process that was left under the name of `spec`, in the place of one that `spawn` starts."""
         raise NotImplementedError("nothing is left by an earlier start")
 
-    async def end_left(self, names: Collection[str]) -> None:
+    async def end_left(self, names: Collection[str]) -> None:  # noqa: B027
         """End what an earlier start of the run has left, but for these names."""
 
-    def leave(self) -> None:
+    def leave(self) -> None:  # noqa: B027
         """Leave processes with a note to the next start of the run: `stop_all` passes them over."""
 
+    @abstractmethod
     def address(self, name: str) -> str:
         """The host on which a process of that name listens, as all others reach it."""
 
+    @abstractmethod
     def held_port(self, name: str, port: int = 0) -> AbstractContextManager[int]:
         """A port there for that process, kept from others for the time of the block. Raises PortInUse."""
 
     async def stop_all(self) -> None:
         """Signal every process to end, wait at most its grace, then kill it and its remaining children."""
+        async with asyncio.TaskGroup() as tasks:
+            for handle in self.handles.values():
+                if handle.alive:
+                    tasks.create_task(handle.stop())
 
 
 async def run_until(work: Coroutine[Any, Any, T], stop: Coroutine[Any, Any, object]) -> T | None:
@@ -220,14 +229,6 @@ async def run_until(work: Coroutine[Any, Any, T], stop: Coroutine[Any, Any, obje
         done.cancel()
         ended.cancel()
     return None if done.cancelled() else done.result()
-
-
-async def stop_together(handles: Iterable[Handle]) -> None:
-    """Stop all live processes and wait for them."""
-    async with asyncio.TaskGroup() as tasks:
-        for handle in handles:
-            if handle.alive:
-                tasks.create_task(handle.stop())
 
 
 def describe_exit(code: int) -> str:

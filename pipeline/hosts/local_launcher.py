@@ -29,7 +29,7 @@ from models.weights.layout import list_left_behind
 from pipeline.facts.run_directory import RunDir
 from pipeline.hosts import die_with_parent as die_with_parent
 from pipeline.hosts.kept_servers import READ_BYTES, kill_group
-from pipeline.hosts.launcher import SOCKETS, STOP_GRACE_S, Handle, Launcher, ProcessSpec, stop_together
+from pipeline.hosts.launcher import SOCKETS, STOP_GRACE_S, Handle, Launcher, ProcessSpec
 from pipeline.hosts.machine import (
     HOST,
     ProcessState,
@@ -291,9 +291,6 @@ class LocalLauncher(Launcher):
                 start_new_session=True,  # Ctrl-C is for the controller
             )
         return LocalHandle(spec, process, path, start, self.rundir.sockets)
-
-    async def stop_all(self) -> None:
-        await stop_together(self.handles.values())
 
 
 def _log(rundir: RunDir, name: str) -> Path:

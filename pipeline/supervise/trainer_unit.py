@@ -1,4 +1,10 @@
-"""The trainer as one unit: the train stage and, where there are any, its ranks. They start, are lost and end together.
+"""The trainer as one unit: the train stage and, where there are any, its ranks. They start, are lost and end together,
+here or with their node, while engines, prompts and finished groups stay.
+
+The next incarnation loads the newest state: a checkpoint, a recovery point of stages/train/recovery.py, or the initial
+weights. The ledger is not rolled back, for a step counts once it is reported, and only after its batch is on disk. So
+the unit trains those batches again, reports none of them, and announces the version of the ledger's last step. Thus no
+group is trained twice in the ledger, versions never fall, and no engine holds weights of a step that never happened.
 
 Invariants:
 - before an incarnation starts, every process of the previous incarnation has ended: a socket, a file or a GPU has one
@@ -22,7 +28,6 @@ from msgspec import Struct
 
 from configs.schema import Config
 from configs.schema.run import RANK
-from models.fault_injection import fault_plan
 from models.train.trainer_group.rank_spec import EXIT_PEER_GONE, MEETING, RankSpec, needs_trainer_group, processes_of
 from pipeline.errors import EXIT_DISK_FULL, EXIT_USER_ERROR, ReplicaFailed, UsageError, check_repeatable
 from pipeline.facts.stats import STATS_PREFIX
@@ -133,13 +138,7 @@ class Ranks:
             store=(self._launcher.address(self.names[0]), port),
             address=f"trainer-group-{incarnation}.sock",
             # Each incarnation counts its calls from 1, and draws again.
-            faults=fault_plan(
-                config,
-                RANK,
-                f"{name}/{incarnation}",
-                run_generation=self._placement.run_generation,
-                run_dir=self._placement.rundir.path,
-            ),
+            faults=self._placement.faults(RANK, f"{name}/{incarnation}"),
         )
         self._topic.publish(spec_key(name), msgspec.msgpack.encode(spec))
         process = self._entry.process(name)

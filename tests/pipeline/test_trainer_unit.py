@@ -152,7 +152,7 @@ def keep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
             topic = await node.topic_server(f"ipc://{rundir.sockets / 'topic'}")
             topic.publish(CONFIG, msgspec.msgpack.encode(config))
             entry = Entry("run", topic.address)
-            placement: Any = SimpleNamespace(config=config, rundir=rundir, run_generation=0)
+            placement: Any = SimpleNamespace(config=config, rundir=rundir, faults=lambda *_: None)
             shared = Supervision(placement, topic, launcher, Restarts(told, limit), entry)  # type: ignore[arg-type]
             unit = TrainerUnit(shared, Ranks(shared))
             spawn = launcher.spawn

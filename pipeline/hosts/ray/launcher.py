@@ -18,7 +18,7 @@ import msgspec
 
 from pipeline.errors import UsageError
 from pipeline.facts.run_directory import RunDir
-from pipeline.hosts.launcher import HostGone, Launcher, ProcessSpec, SharedFiles, stop_together
+from pipeline.hosts.launcher import HostGone, Launcher, ProcessSpec, SharedFiles
 from pipeline.hosts.machine import PortInUse
 from pipeline.hosts.ray.actor import ANSWER_TIMEOUT_S, PlacedActor, RayHandle, gone
 from pipeline.hosts.ray.cluster import NotStarted, lacking, start_actor
@@ -196,7 +196,7 @@ class RayLauncher(Launcher):
     async def stop_all(self) -> None:
         import ray
 
-        await stop_together(self.handles.values())
+        await super().stop_all()
         for placed in self._placed.values():
             await self._close(placed)
         self._placed.clear()
