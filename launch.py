@@ -74,7 +74,7 @@ def _main(argv: Sequence[str]) -> int:
         return 0
     if config.run.auto_resume and resumed is None:
         return _run_in_child(config, argv, arguments)
-    from configs.plan.staleness import staleness_line
+    from configs.plan.plan import staleness_line
 
     sys.stderr.write(f"{staleness_line(config)}\n")
     from pipeline.run import run

@@ -24,8 +24,8 @@ from pathlib import Path
 from bench.report import Series, arguments, finish, machine
 from configs.load import load
 from configs.rules.validate import checked
-from pipeline.observe.metrics import read_metrics
 from pipeline.observe.summary import read_summary
+from pipeline.record.metrics import read_metrics
 from pipeline.run import run
 
 WARM_UP = 3  # rollout batches that are not counted

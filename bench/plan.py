@@ -32,8 +32,8 @@ from bench.plan_world import Cluster, Result
 from bench.report import Series, arguments, finish, machine
 from configs.help import preset_config
 from configs.plan.gpus import NODE_GPUS
+from configs.plan.plan import capped_lognormal_mean
 from configs.plan.run_estimate import STATIC_FRACTION
-from configs.plan.staleness import capped_lognormal_mean
 from configs.schema.model_shapes import ModelShape, forward_flops, known_shape, matrices, total_parameters
 
 

@@ -5,7 +5,7 @@ Beside them, names that users of Megatron-LM's own scripts know: some are other 
 passed on (`ALIASES`), others say what a model is, which here its checkpoint says.
 
 Invariants: a flag of the schema always wins; a name that is nearly one of them is a slip, not an option; whether the
-installed program knows an option and takes its value is checked with that program (`pipeline.preflight.sglang`,
+installed program knows an option and takes its value is checked with that program (`pipeline.preflight.refusals`,
 `models.train.megatron.options`), not here.
 """
 

@@ -22,10 +22,8 @@ from configs.load import MODELS
 from configs.schema import Config
 from configs.schema.notation import closest
 
-BUILT_IN_DATA: Final = (
-    "arithmetic",
-    "arithmetic-tools",
-)  # made on this machine: train rows, and held-out rows for eval
+# Made on this machine: train rows, and held-out rows for evaluation.
+BUILT_IN_DATA: Final = ("arithmetic", "arithmetic-tools")
 BUILT_IN_LABEL: Final = "label"  # row field of the built-in data with the answer
 BUILT_IN_MODELS: Final = ("tiny", "tiny-arithmetic")  # random small checkpoints, made on this machine
 

@@ -27,7 +27,6 @@ from typing import Any, Final
 import msgspec
 
 from configs.graph import Stream, autoscale_limits
-from models.fault_injection import fault_plan
 from models.train.trainer_group.rank_spec import MEETING
 from pipeline.control.autoscale import Adviser, Meter
 from pipeline.control.endpoint import endpoint as control_endpoint
@@ -35,26 +34,14 @@ from pipeline.control.monitor import Monitor, RunParts
 from pipeline.control.run_control import RunControl
 from pipeline.errors import DrainTimeout, Stalled
 from pipeline.facts.stats import STATS_PREFIX
-from pipeline.graph import stream_spec
+from pipeline.graph import Placement, stream_spec
 from pipeline.hosts.launcher import Launcher
-from pipeline.hosts.rendezvous import (
-    ADMITTED,
-    CONFIG,
-    FILES_PREFIX,
-    HOST_KEY,
-    Keys,
-    make_keys,
-    publish_files,
-    retire_key,
-    spec_key,
-)
+from pipeline.hosts.rendezvous import CONFIG, CONTROLLERS_KEYS, Keys, make_keys, publish_files
 from pipeline.hosts.weights_source import SOURCE
 from pipeline.hosts.worker import FaultyInlet
 from pipeline.observe.prometheus import endpoint
 from pipeline.record.recorder import Recorder
-from pipeline.replica_specs import Placement
-from pipeline.supervise.announce import Announcer, DeadLetters
-from pipeline.supervise.restarts import Lifecycle
+from pipeline.supervise.lifecycle import DeadLetters, Lifecycle
 from pipeline.supervise.runner import ProcessRunner, Runner, TaskRunner
 from stages.base import beside
 from stages.engines.colocation import KEY as DEVICE
@@ -85,9 +72,7 @@ TOPIC_WRITERS: Final[Mapping[str, frozenset[str]]] = {
     DEVICE: _TRAIN,
     "eval/": frozenset({"evaluate"}),
     "drain": frozenset({"prompts"}),
-    **dict.fromkeys(
-        (ADMITTED, CONFIG, spec_key(""), retire_key(""), HOST_KEY, FILES_PREFIX, SETTINGS, SAVE), _CONTROLLER
-    ),
+    **dict.fromkeys((*CONTROLLERS_KEYS, SETTINGS, SAVE), _CONTROLLER),
     **dict.fromkeys((ADDRESS, LEAVE, "router", "scale/", "dead", "end"), _CONTROLLER),
 }
 
@@ -118,7 +103,7 @@ class Controller:
             for stream in self.graph.streams:
                 hub = self.hubs[stream.name] = await node.hub(self._spec(stream), dead_letters)
                 self.placement.addresses[stream.name] = hub.address
-            runner = self._runner(node, topic, Announcer(topic, self.hubs, self.recorder), keys)
+            runner = self._runner(node, topic, Lifecycle(topic, self.hubs, self.recorder), keys)
             parts = RunParts(self.placement, self.stage, self.recorder, self.hubs, topic, self.launcher, runner)
             adviser = Adviser(Meter(parts), autoscale_limits(self.config))
             monitor = Monitor(parts, adviser.look)
@@ -162,9 +147,7 @@ class Controller:
         settle: Inlet[Any] = await node.inlet(
             addresses["settle"], "settle", schemas["settle"], window_items=256, replica=name
         )
-        generation, run_dir = self.placement.run_generation, self.rundir.path
-        faults = fault_plan(self.config, "prompts", name, run_generation=generation, run_dir=run_dir)
-        if faults is not None:
+        if (faults := self.placement.faults("prompts", name)) is not None:
             settle = FaultyInlet(settle, faults)
         out = self.graph.outlets("prompts")["out"].name
         outlet = await node.outlet(addresses[out], out, schemas[out], replica=name)

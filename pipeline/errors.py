@@ -31,32 +31,6 @@ EXIT_USER_ERROR = 2  # of a started process, for a mistake of the user
 EXIT_DISK_FULL = 28  # of a started process whose log may have no room for the reason
 
 
-class ObserveError(RuntimeError):
-    """Base of the errors of pipeline.observe."""
-
-
-class MetricsError(ObserveError):
-    """A metrics file or event directory cannot be used."""
-
-
-class TraceError(ObserveError):
-    """A trace cannot be merged."""
-
-
-class SummaryError(ObserveError):
-    """A summary file cannot be read."""
-
-
-class EndpointError(ObserveError):
-    """The endpoint of metrics cannot listen."""
-
-
-class SamplesError(ObserveError):
-    """A directory has no samples to show."""
-
-    exit_code = 2  # of `launch.py samples`
-
-
 # Errors whose sentence is written for the user: they name the value, the rule and the cure.
 USER_ERRORS: tuple[type[BaseException], ...] = (
     AlgorithmError,
@@ -68,7 +42,6 @@ USER_ERRORS: tuple[type[BaseException], ...] = (
     EnvironmentFailed,
     GradingError,
     ImportPathError,
-    ObserveError,
     SlotDirectoryError,
     SourceError,
     StageError,

@@ -1,5 +1,5 @@
-"""The graph of a run: the stages of configs/graph.py with their classes, their streams, and how much a stream holds. No
-I/O, no clock; configs.rules.validate has listed its faults.
+"""The graph of a run: its stages with their classes, its streams and how much they hold; then what each process is, as
+specifications of replicas and engines. configs.rules.validate has listed the faults of the graph.
 
 The engines stage stands beside the flow: it has no stream, and other stages find the engines on the topic.
 
@@ -8,16 +8,32 @@ bytes, would stop a run: the stages that join (group, train) hold messages until
 part would wait for room that those messages take.
 
 Invariants: a hub takes everything that the gate admits, whatever its size; one message may hold a whole group of the
-longest rollouts.
+longest rollouts; a stage that joins has a window as large as everything that can be out, in items and in bytes.
 """
 
 from __future__ import annotations
 
+import math
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Final
+from pathlib import Path
+from typing import Any, Final
 
-from configs.graph import Stream, evaluates, loops, path, replicas, streams
+import msgspec
+
+from configs.graph import Stream, engine_count, evaluates, frozen_engines, is_address, loops, path, replicas, streams
 from configs.schema import Config, StageConfig
+from models.engines.token import TokenFile, read_token, run_token
+from models.families.source import context_limit
+from models.fault_injection import FaultPlan, fault_plan
+from models.import_path import import_path
+from models.train.trainer_group.rank_spec import needs_trainer_group, processes_of
+from pipeline.errors import UsageError
+from pipeline.facts.run_directory import EngineSpec, RunDir
+from pipeline.hosts.machine import check_trainer_group, engines_gpus, gpus_to_divide
+from pipeline.hosts.worker import PortSpec, ReplicaSpec
+from stages.base import GenerateOptions, StageOptions, TrainOptions
 from stages.staleness_gate import StalenessGate
 from transport import StreamSpec
 from transport.spec import Routing
@@ -127,3 +143,195 @@ def message_bytes(members: int, context: int | None) -> int:
     and without a context."""
     tokens = (context or 0) * (TOKEN_BYTES + TOKEN_EXTRAS_BYTES)
     return max(LEAST_MESSAGE_BYTES, members * (tokens + SAMPLE_BYTES + SAMPLE_EXTRAS_BYTES))
+
+
+_BYTES_A_THREAD = 4 << 20  # a million parameters
+_MANY = 1 << 10
+JOINERS = ("group", "train", "evaluate")
+HOLDERS = (*JOINERS, "agents")  # hold all groups that the gate admits, while they wait for parts, or for environments
+
+
+class Placement:
+    """Addresses and replica specifications of one run on one machine."""
+
+    def __init__(
+        self,
+        config: Config,
+        rundir: RunDir,
+        graph: Graph,
+        run_id: str,
+        *,
+        model_path: str,
+        train: TrainOptions,
+        vocab_size: int | None,
+        lives: tuple[int, ...] = (),
+        host: str | None = None,
+    ) -> None:
+        """`host`: of the controller, for processes on other hosts. Raises UsageError for what does not fit on one
+        host."""
+        check_trainer_group(config)
+        self.config, self.rundir, self.graph, self.run_id, self.host = config, rundir, graph, run_id, host or ""
+        in_process, remote = config.run.runner == "inprocess", f"tcp://{host}:0"
+
+        def address(place: str, *, tasks: bool) -> str:
+            if host is not None:
+                return remote
+            return f"inproc://{run_id}-{place}" if tasks else f"ipc://{rundir.sockets / place}.sock"
+
+        # Where they are bound: with port 0, what they report is where they are found.
+        self.addresses = {s.name: address(str(i), tasks=in_process) for i, s in enumerate(graph.streams)}
+        # Ranks are processes beside the tasks of one process too, and have their work from the topic.
+        self.topic = address("topic", tasks=in_process and not needs_trainer_group(config))
+        self.schemas: dict[str, Any] = {s.name: import_path(s.schema) for s in graph.streams}
+        has_engines = any(n.name == "generate" for n in graph.nodes)
+        places = frozen_engines(config) if has_engines else {}
+        count = engine_count(config) if has_engines else 0
+        max_context = config.rollout.rollout_max_context_len
+        self.run_generation = train.run_generation
+        file = config.sglang.rollout_external_engine_token_file
+        self.external_token = read_token(Path(file).expanduser()) if file is not None else None
+        engines, frozen = _engines(config, count, model_path, max_context, places)
+        self.engines = [self._disturbed(self._guarded(spec)) for spec in engines]
+        self.frozen = [self._guarded(spec) for spec in frozen]
+        generation = GenerateOptions(context_limit(config) or 1 << 30, vocab_size, lives)
+        self.built_in: dict[str, StageOptions] = {"train": train, "generate": generation, "agents": generation}
+
+    def replicas(self) -> list[ReplicaSpec]:
+        """One specification per replica, in the order in which they are started: the slow ones first."""
+        order = {"train": 0, "engines": 1, "generate": 2}
+        nodes = sorted(self.graph.nodes, key=lambda node: order.get(node.name, 3))
+        return [self.replica(node, i, node.replicas) for node in nodes for i in range(node.replicas)]
+
+    def replica(self, node: Node, index: int, count: int) -> ReplicaSpec:
+        """The specification of one replica among `count`."""
+        return ReplicaSpec(
+            stage=node.name,
+            replica=f"{node.name}-{index}",
+            path=node.path,
+            index=index,
+            replicas=count,
+            concurrency=node.concurrency,
+            run_dir=str(self.rundir.path),
+            inlets={name: self._inlet(stream, node) for name, stream in self.graph.inlets(node.name).items()},
+            outlets={name: self.outlet(stream) for name, stream in self.graph.outlets(node.name).items()},
+            loops=self.graph.loops if node.name == "generate" else (),
+            options=node.options,
+            built_in=self.built_in.get(node.name),
+            run_generation=self.run_generation,
+            host=self.host if node.name == "train" else "",
+        )
+
+    def outlet(self, stream: Stream) -> PortSpec:
+        return PortSpec(stream.name, self.addresses[stream.name], stream.schema)
+
+    @property
+    def room(self) -> int:
+        """The number of messages that a stage which joins may hold."""
+        most = StalenessGate.of(self.config).most_open * self.config.rollout.n_samples_per_prompt
+        return max(4096, most * 4)
+
+    def lacks_gpus(self, engines: int) -> str | None:
+        """Why the GPUs do not suffice for `engines` more engines, None if they do."""
+        if not (held := self._held_gpus()):
+            return None
+        free = [gpu for gpu in gpus_to_divide(self.config) if gpu not in held]
+        if len(free) >= engines * self.config.sglang.rollout_num_gpus_per_engine:
+            return None
+        return (
+            f"there is no GPU for another engine: {len(held)} of the visible GPUs have one; end one first, or "
+            "resume the run with more in CUDA_VISIBLE_DEVICES"
+        )
+
+    def _held_gpus(self) -> set[str]:
+        return {gpu for spec in (*self.engines, *self.frozen) for gpu in spec.gpus}
+
+    def engine(self, number: int) -> EngineSpec:
+        """An engine that is added to a running run. Raises UsageError where no GPU is free for it."""
+        if (why := self.lacks_gpus(1)) is not None:
+            raise UsageError(why)
+        gpus: tuple[str, ...] = ()
+        if held := self._held_gpus():
+            [gpus] = engines_gpus(self.config, [gpu for gpu in gpus_to_divide(self.config) if gpu not in held], 1)
+        # Any free port: the one that follows may be a frozen engine's.
+        added = msgspec.structs.replace(
+            self.engines[0], name=f"engine-{number}", port=0, seed=self.config.run.seed + number, gpus=gpus
+        )
+        return self._disturbed(added)
+
+    def run_token(self) -> TokenFile:
+        """Of the servers that this run starts."""
+        return run_token(self.rundir.servers / "engine-token")
+
+    def _guarded(self, spec: EngineSpec) -> EngineSpec:
+        """With the token that requests must carry: the run's token, or that of external engines."""
+        return msgspec.structs.replace(spec, token=self.external_token if spec.external else self.run_token())
+
+    def _disturbed(self, spec: EngineSpec) -> EngineSpec:
+        return msgspec.structs.replace(spec, faults=self.faults("engine", spec.name))
+
+    def faults(self, stage: str, replica: str) -> FaultPlan | None:
+        """Those of `--fault-inject`, None without any."""
+        return fault_plan(self.config, stage, replica, run_generation=self.run_generation, run_dir=self.rundir.path)
+
+    def _inlet(self, stream: Stream, node: Node) -> PortSpec:
+        rollout, port = self.config.rollout, self.outlet(stream)
+        items = node.concurrency * 2
+        if node.name in HOLDERS:
+            return msgspec.structs.replace(port, window_items=self.room, window_bytes=UNBOUNDED_BYTES)
+        if node.name == "generate":
+            slots = math.ceil(max(1, len(self.engines)) * rollout.server_concurrency / node.replicas)
+            members = rollout.n_samples_per_prompt
+            # A group is leased until its slowest member has ended; other groups use its free slots by then. Twice as
+            # many groups as fit into the slots keep all slots in use.
+            items = 1 + (slots if stream.name == "generate.return" else max(1, 2 * slots // members))
+        return msgspec.structs.replace(port, window_items=items)
+
+
+def computing(config: Config, graph: Graph) -> int:
+    """The number of processes that compute most of the time, and share the processors."""
+    ranks = processes_of(config.parallel) if needs_trainer_group(config) else 1
+    if not any(node.name == "generate" for node in graph.nodes):
+        return ranks
+    frozen = [place for place in frozen_engines(config).values() if not is_address(place)]
+    return engine_count(config) + len(frozen) + ranks
+
+
+def threads(config: Config, graph: Graph) -> int:
+    """Threads of each process: the processors are shared, and a small model is not worth more than two.
+
+    Threads wait for each other at every operation. From about a million parameters a thread, it pays.
+    """
+    size = sum(file.stat().st_size for file in Path(config.train.hf_checkpoint).glob("*.safetensors"))
+    worth = max(2, size // _BYTES_A_THREAD) if size else _MANY
+    return max(1, min((os.cpu_count() or 1) // computing(config, graph), worth))
+
+
+def _engines(
+    config: Config, count: int, model_path: str, max_context: int | None, frozen: Mapping[str, str]
+) -> tuple[list[EngineSpec], list[EngineSpec]]:
+    """The engines that generate, and the frozen ones of `frozen` (name -> checkpoint or address), with their ports and
+    GPUs."""
+    addresses = config.sglang.rollout_external_engine_addrs
+    started = 0 if addresses else count
+    port, settings, seed = config.engine.engine_port, config.engine, config.run.seed
+    checkpoints = {name: place for name, place in frozen.items() if not is_address(place)}
+    gpus: tuple[tuple[str, ...], ...] = ((),) * (started + len(checkpoints))
+    if settings.engine == "sglang" and gpus:
+        gpus = engines_gpus(config, gpus_to_divide(config), len(gpus))
+    engines = [
+        EngineSpec(f"engine-{i}", settings, model_path, max_context, port + i if port else 0, seed + i, gpus=gpus[i])
+        for i in range(started)
+    ]
+    for i, address in enumerate(addresses[:count]):
+        engines.append(EngineSpec(f"engine-{i}", settings, model_path, max_context, 0, seed, external=address))
+    kept = [
+        EngineSpec(f"frozen-{name}", settings, "", None, 0, 0, frozen=name, external=place)
+        for name, place in frozen.items()
+        if name not in checkpoints
+    ]
+    for i, (name, checkpoint) in enumerate(checkpoints.items(), started):
+        where = port + i if port else 0
+        kept.append(
+            EngineSpec(f"frozen-{name}", settings, checkpoint, max_context, where, seed, frozen=name, gpus=gpus[i])
+        )
+    return engines, kept

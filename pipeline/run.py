@@ -25,23 +25,22 @@ from configs.layers import supervised, untrained, with_model
 from configs.load import config_hash, dump_toml
 from configs.schema import Config, generates
 from models.checkpoint import Manifest, latest_checkpoint, remove_leftovers, resumable_checkpoint
+from models.disk import write_json
 from models.import_path import add_working_directory
 from models.weights.slot_directory import SHARED_MEMORY, remove_if_stale, remove_stale, slots_directory
 from pipeline.controller import Controller
 from pipeline.errors import Interrupted, RunError, UsageError, leaf, user_error
 from pipeline.facts.run_directory import RunDir, disk_error
-from pipeline.graph import build
+from pipeline.graph import Placement, build, threads
 from pipeline.hosts.launcher import Launcher
 from pipeline.hosts.local_launcher import KeptProcesses, LocalLauncher
 from pipeline.hosts.machine import interruptible, raise_file_limit
-from pipeline.observe.summary import write_summary
+from pipeline.observe.report import conclude, summarise
 from pipeline.preflight.data import check_frozen, prepare, training_prompts, with_data
 from pipeline.preflight.refusals import refuse
 from pipeline.record.journal import RolledBack, last_run_generation
 from pipeline.record.kept_files import keeps_rollouts, read_lives, write_lives
 from pipeline.record.recorder import Recorder
-from pipeline.record.report import conclude, summarise
-from pipeline.replica_specs import Placement, threads
 from pipeline.supervise.auto_resume import Resumed
 from pipeline.supervise.external_servers import read_policy_config
 from stages.base import StageContext, TrainOptions
@@ -136,7 +135,7 @@ def _run(config: Config, rundir: RunDir, launchers: Launchers, resumed: int) -> 
             if phase.refused or rundir.gone:
                 raise
             with contextlib.suppress(OSError):  # the disk may have failed; the first error is reported
-                write_summary(rundir.summary, summarise(phase.recorder, phase.config, f"failed: {leaf(error)}"))
+                write_json(rundir.summary, summarise(phase.recorder, phase.config, f"failed: {leaf(error)}"))
             raise
         conclude(phase.recorder, phase.config, reason)
     return 130 if reason == "interrupted" else 0

@@ -17,20 +17,16 @@ Glossary
 """
 
 from transport.byte_transfer import ByteClient, ByteServer
-from transport.core.byte_transfer import Blob, Transfer
+from transport.core.byte_transfer import Transfer
 from transport.errors import (
-    AddressError,
     AddressInUse,
     AddressInvalid,
     AddressRefused,
     BlobGone,
-    DecodeError,
     LinkError,
     LinkLost,
     LinkRefused,
-    MessageError,
     MessageInvalid,
-    MessageTooLarge,
     SecurityError,
     StreamFinished,
     TransportError,
@@ -38,31 +34,25 @@ from transport.errors import (
 )
 from transport.node import Node
 from transport.security import Security
-from transport.spec import DeadLetter, Held, HubStats, StreamSpec
+from transport.spec import DeadLetter, Held, StreamSpec
 from transport.stream import Hub, Inlet, Outlet
 from transport.topic import TopicClient, TopicServer
 
 __all__ = [
-    "AddressError",
     "AddressInUse",
     "AddressInvalid",
     "AddressRefused",
-    "Blob",
     "BlobGone",
     "ByteClient",
     "ByteServer",
     "DeadLetter",
-    "DecodeError",
     "Held",
     "Hub",
-    "HubStats",
     "Inlet",
     "LinkError",
     "LinkLost",
     "LinkRefused",
-    "MessageError",
     "MessageInvalid",
-    "MessageTooLarge",
     "Node",
     "Outlet",
     "Security",

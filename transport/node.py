@@ -12,7 +12,7 @@ import os
 import secrets
 from collections.abc import Callable, Mapping
 from types import MappingProxyType, TracebackType
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import zmq
 
@@ -23,7 +23,7 @@ from transport.core.hub import HubCore
 from transport.core.peers import ConsumerCore, ProducerCore
 from transport.core.topic import TopicClientCore, TopicServerCore
 from transport.errors import AddressInUse, SecurityError, UsageError
-from transport.port import Decode, Endpoint, Fabric, Link, PeerPort
+from transport.port import CorePort, Decode, Link, PeerPort
 from transport.security import KEY_MARK, ZAP_ADDRESS, Address, Security, check_exposure, parse_address, zap_reply
 from transport.spec import DeadLetter, StreamSpec
 from transport.stream import Hub, Inlet, Outlet
@@ -35,7 +35,7 @@ CONNECT_LIMIT = 1 << 31  # a peer trusts its hub's sizes; the hub limits what pe
 
 
 class ZmqFabric:
-    """One context and its links; with keys, also the ZAP handler that all servers of the context ask."""
+    """Makes the links of a node in one context; with keys, also the ZAP handler that all servers of the context ask."""
 
     def __init__(self, security: Security | None) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -45,7 +45,7 @@ class ZmqFabric:
         self._loop = asyncio.get_running_loop()
         self._poll = self._loop.call_later(1.0, self._safety_poll)
 
-    def bind(self, text: str, endpoint: Endpoint, max_message_bytes: int, decode: Decode) -> Link:
+    def bind(self, text: str, endpoint: CorePort, max_message_bytes: int, decode: Decode) -> Link:
         address = parse_address(text)
         check_exposure(address, keys=self._security is not None, binding=True)
         socket = new_socket(self._context, zmq.ROUTER, address, 2 * max_message_bytes + HEADER_LIMIT)
@@ -67,7 +67,7 @@ class ZmqFabric:
             link.address += f"{KEY_MARK}{pair.public}"  # its peers cannot know it otherwise
         return link
 
-    def connect(self, text: str, endpoint: Endpoint, decode: Decode) -> Link:
+    def connect(self, text: str, endpoint: CorePort, decode: Decode) -> Link:
         address = parse_address(text)
         check_exposure(address, keys=self._security is not None, binding=False)
         socket = new_socket(self._context, zmq.DEALER, address, CONNECT_LIMIT)
@@ -124,17 +124,6 @@ REBIND_TRIES = 20
 REBIND_PAUSE_S = 0.02
 
 
-class Port(Protocol):
-    """What a node closes at its end."""
-
-    closed: bool
-    link: Link
-
-    async def close(self, *, blame: bool = False, timeout_s: float = 1.5) -> None: ...
-
-    def shut(self, linger_ms: int) -> None: ...
-
-
 class Node:
     """See the module.
 
@@ -157,10 +146,10 @@ class Node:
         self.security = security
         self._give_up_s = give_up_s
         self._close_s = close_s
-        self._fabric: Fabric | None = None
+        self._fabric: ZmqFabric | None = None
         self._tasks: asyncio.TaskGroup | None = None
-        self._peers: list[Port] = []
-        self._hosts: list[Port] = []
+        self._peers: list[CorePort] = []
+        self._hosts: list[CorePort] = []
         self._pid = os.getpid()
 
     async def __aenter__(self) -> Node:
@@ -269,11 +258,11 @@ class Node:
         self._start(client, self._peers)
         return client
 
-    def _make_fabric(self) -> Fabric:
+    def _make_fabric(self) -> ZmqFabric:
         return ZmqFabric(self.security)
 
     @staticmethod
-    async def _bind(fabric: Fabric, text: str, endpoint: Endpoint, max_message_bytes: int, decode: Decode) -> Link:
+    async def _bind(fabric: ZmqFabric, text: str, endpoint: CorePort, max_message_bytes: int, decode: Decode) -> Link:
         """Bind, with a little patience: a closed socket gives its address back a moment later."""
         for _ in range(REBIND_TRIES):
             with contextlib.suppress(AddressInUse):  # the last try, below, tells
@@ -281,7 +270,7 @@ class Node:
             await asyncio.sleep(REBIND_PAUSE_S)
         return fabric.bind(text, endpoint, max_message_bytes, decode)
 
-    def _usable(self) -> Fabric:
+    def _usable(self) -> ZmqFabric:
         if self._fabric is None or self._tasks is None:
             raise UsageError("the node is not open; use it inside `async with Node(...)`")
         if os.getpid() != self._pid:
@@ -299,19 +288,19 @@ class Node:
                 )
         return Hello(PROTOCOL, self.run_id, stream, role, name, secrets.token_hex(16), schema, digest)
 
-    def _start(self, port: Port, ports: list[Port]) -> None:
+    def _start(self, port: CorePort, ports: list[CorePort]) -> None:
         assert self._tasks is not None
         ports[:] = [earlier for earlier in ports if not earlier.closed]
         ports.append(port)
         self._tasks.create_task(port.link.run(), name=f"link {port.link.address}")
 
     async def _open(self, port: PeerPort[Any]) -> None:
-        self._start(port, self._peers)  # type: ignore[arg-type]
+        self._start(port, self._peers)
         try:
             await port.opened()
         except BaseException:
             port.shut(0)
             raise
 
-    async def _close_all(self, ports: list[Port], *, blame: bool) -> None:
+    async def _close_all(self, ports: list[CorePort], *, blame: bool) -> None:
         await asyncio.gather(*(port.close(blame=blame, timeout_s=self._close_s) for port in ports))

@@ -14,7 +14,7 @@ import contextlib
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import zmq
 
@@ -28,27 +28,10 @@ Decode = Callable[[bytes], AnyMessage]
 STEP_LIMIT = 256  # messages taken before other tasks get their turn
 
 
-class Endpoint(Protocol):
-    """What a link drives: a hub, an inlet, an outlet, or a side of a topic."""
-
-    def on_message(self, route: bytes, message: AnyMessage, body: Body) -> None: ...
-
-    def on_malformed(self, route: bytes, frame: bytes) -> None:
-        """A frame that is no message of the protocol arrived."""
-
-    def on_link_up(self) -> None: ...
-
-    def on_link_down(self) -> None: ...
-
-    def on_link_refused(self, reason: str) -> None:
-        """The peer does not accept this node's keys."""
-
-    def on_step(self) -> None:
-        """Everything that had arrived was handed over: run due timers and send what is due."""
-
-
 class Link(ABC):
-    def __init__(self, endpoint: Endpoint) -> None:
+    """The connection of one port. Each node makes its own kind."""
+
+    def __init__(self, endpoint: CorePort) -> None:
         self.endpoint = endpoint
         self.address = ""
         self._awake = asyncio.Event()
@@ -96,17 +79,6 @@ class Link(ABC):
         """Whether something has arrived that no wake-up will announce."""
 
 
-class Fabric(Protocol):
-    """Makes links. One per node."""
-
-    def bind(self, text: str, endpoint: Endpoint, max_message_bytes: int, decode: Decode) -> Link: ...
-
-    def connect(self, text: str, endpoint: Endpoint, decode: Decode) -> Link: ...
-
-    async def close(self) -> None:
-        """After all links are closed."""
-
-
 C = TypeVar("C", bound=PeerCore)
 
 
@@ -135,7 +107,16 @@ class CorePort(ABC):
         self._timer: asyncio.TimerHandle | None = None
         self._pid = os.getpid()
 
+    @abstractmethod
+    def on_message(self, route: bytes, message: AnyMessage, body: Body) -> None:
+        """A message of the protocol arrived."""
+
+    @abstractmethod
+    async def close(self, *, blame: bool = False, timeout_s: float = 1.5) -> None:
+        """Leave in good order, within the time."""
+
     def on_step(self) -> None:
+        """Everything that had arrived was handed over: run due timers and send what is due."""
         now = self.loop.time()
         deadline = self.core_deadline()
         if deadline is not None and deadline <= now:
@@ -144,7 +125,7 @@ class CorePort(ABC):
         self.arm()
 
     def on_malformed(self, route: bytes, frame: bytes) -> None:
-        """Counted only: a beat repairs what was lost."""
+        """A frame that is no message of the protocol arrived. Counted only: a beat repairs what was lost."""
         self.malformed += 1
 
     def on_link_up(self) -> None:

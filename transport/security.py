@@ -164,9 +164,8 @@ class Security(msgspec.Struct, frozen=True):
     server_public: str
     directory: Path | None = None  # of a server: its clients' keys lie there, by their names, and may become more
     serving: KeyPair | None = None  # with which a node binds that is not the run's server
-    admitted: Callable[[], Mapping[str, str]] | None = (
-        None  # clients that such a node admits now: the name of each public key
-    )
+    # Clients that such a node admits now: the name of each public key.
+    admitted: Callable[[], Mapping[str, str]] | None = None
 
     @property
     def binds_with(self) -> KeyPair | None:
@@ -193,33 +192,36 @@ class Security(msgspec.Struct, frozen=True):
                 )
 
 
+def _new_pair() -> KeyPair:
+    public, secret = zmq.curve_keypair()
+    return KeyPair(public.decode(), secret.decode())
+
+
 def create_keys(directory: Path, clients: Iterable[str]) -> None:
     """Write `server.key`, `server.pub` and one `<client>.key` each into a private directory; overwrites nothing."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     for name in (SERVER, *clients):
-        public, secret = zmq.curve_keypair()
-        _write_private(directory / f"{name}.key", msgspec.json.encode(KeyPair(public.decode(), secret.decode())))
+        pair = _new_pair()
+        _write_private(directory / f"{name}.key", msgspec.json.encode(pair))
         if name == SERVER:
-            _write_private(directory / "server.pub", public)
+            _write_private(directory / "server.pub", pair.public.encode())
 
 
 def add_client(serving: Path, name: str, directory: Path) -> str:
     """Give a client keys of its own in a private directory, and let the server of `serving` know it by that name.
     Returns its public key."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    public, secret = zmq.curve_keypair()
-    _write_private(directory / f"{name}.key", msgspec.json.encode(KeyPair(public.decode(), secret.decode())))
+    pair = _new_pair()
+    _write_private(directory / f"{name}.key", msgspec.json.encode(pair))
     _write_private(directory / "server.pub", _read_public(serving / "server.pub").encode())
-    _write_private(serving / f"{name}.pub", public)
-    return public.decode()
+    _write_private(serving / f"{name}.pub", pair.public.encode())
+    return pair.public
 
 
 def with_serving_key(security: Security, admitted: Callable[[], Mapping[str, str]]) -> Security:
     """Of a client that binds addresses too: with a new pair of keys for that. Its secret half is in no file and goes
     nowhere."""
-    public, secret = zmq.curve_keypair()
-    pair = KeyPair(public.decode(), secret.decode())
-    return msgspec.structs.replace(security, serving=pair, admitted=admitted)
+    return msgspec.structs.replace(security, serving=_new_pair(), admitted=admitted)
 
 
 def load_security(directory: Path, name: str = SERVER) -> Security:

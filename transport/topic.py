@@ -57,21 +57,34 @@ class Waiters:
                 self._waiting[woken] = (self.entries.revision, prefixes)
 
 
-class TopicServer(CorePort):
+class TopicReader:
+    """What both sides of a topic read."""
+
+    entries: Entries
+
+    @property
+    def revision(self) -> int:
+        return self.entries.revision
+
+    def get(self, key: str) -> bytes | None:
+        return self.entries.values.get(key)
+
+    def items(self, prefix: str) -> Mapping[str, bytes]:
+        return {key: value for key, value in self.entries.values.items() if key.startswith(prefix)}
+
+
+class TopicServer(CorePort, TopicReader):
     """Made by `Node.topic_server`. Its own process reads and writes it directly."""
 
     def __init__(self, core: TopicServerCore) -> None:
         super().__init__()
         self.core = core
+        self.entries = core.entries
         self._waiters = Waiters(core.entries)
 
     @property
     def address(self) -> str:
         return self.link.address
-
-    @property
-    def revision(self) -> int:
-        return self.core.entries.revision
 
     def publish(self, key: str, value: bytes) -> None:
         """Replace the value of a key and tell all clients."""
@@ -91,12 +104,6 @@ class TopicServer(CorePort):
         self.core.dismiss(replica)
         self._waiters.wake()
         self.link.wake()
-
-    def get(self, key: str) -> bytes | None:
-        return self.core.entries.values.get(key)
-
-    def items(self, prefix: str) -> Mapping[str, bytes]:
-        return {key: value for key, value in self.core.entries.values.items() if key.startswith(prefix)}
 
     async def wait(self, revision: int, *prefixes: str) -> int:
         """See the stages' Topic. Unblocked by a change, or by closing."""
@@ -129,23 +136,14 @@ class TopicServer(CorePort):
             raise UsageError(f"the topic at {self.address} is closed; wait inside `async with Node`")
 
 
-class TopicClient(PeerPort[TopicClientCore]):
+class TopicClient(PeerPort[TopicClientCore], TopicReader):
     """Made by `Node.topic`; satisfies the stages' Topic."""
 
     def __init__(self, address: str, core: TopicClientCore) -> None:
         super().__init__(address, "topic", core)
+        self.entries = core.entries
         self._waiters = Waiters(core.entries)
         self._publishers: dict[int, asyncio.Future[None]] = {}
-
-    @property
-    def revision(self) -> int:
-        return self.core.entries.revision
-
-    def get(self, key: str) -> bytes | None:
-        return self.core.entries.values.get(key)
-
-    def items(self, prefix: str) -> Mapping[str, bytes]:
-        return {key: value for key, value in self.core.entries.values.items() if key.startswith(prefix)}
 
     async def publish(self, key: str, value: bytes) -> None:
         """Replace the value of a key; returns when the server has it. Repeated after a reconnect, stored once."""

@@ -24,7 +24,7 @@ import zmq
 import zmq.utils.monitor
 
 from transport.errors import AddressInvalid
-from transport.port import Decode, Endpoint, Link
+from transport.port import CorePort, Decode, Link
 from transport.security import SERVER, Address, in_use, prepare_ipc
 from transport.wire import FRAMES_LIMIT, HEADER_LIMIT, AnyMessage, Body, Hello, Put, TopicHello, Work, encode
 
@@ -75,7 +75,7 @@ class ZmqLink(Link):
     """A ROUTER (routes are its peers) or a DEALER (the route is ignored)."""
 
     def __init__(
-        self, endpoint: Endpoint, socket: zmq.Socket[bytes], decode: Decode, server_public: str | None = None
+        self, endpoint: CorePort, socket: zmq.Socket[bytes], decode: Decode, server_public: str | None = None
     ) -> None:
         """`server_public`: the expected key where an address names none; None: keys are not used."""
         super().__init__(endpoint)

@@ -19,9 +19,8 @@ from configs.schema.model_shapes import ModelShape, active_parameters, forward_f
 
 PEAK_FLOPS: Final = 989e12  # per second, H100 SXM, dense bfloat16 (its data sheet)
 UTILISATION: Final = 0.4  # share of it that is assumed, not measured
-STATIC_FRACTION: Final = (
-    0.88  # of a GPU that SGLang takes for weights and KV cache, unless `mem_fraction_static` is given
-)
+# Of a GPU that SGLang takes for weights and KV cache, unless `mem_fraction_static` is given.
+STATIC_FRACTION: Final = 0.88
 
 
 class EngineMemory(Struct, frozen=True, kw_only=True):

@@ -1,7 +1,7 @@
 """Engines, their router, the route of the weights: what contradicts itself without asking any environment.
 
 Options that are passed on to SGLang or its router are checked against the installed versions elsewhere
-(`pipeline.preflight.sglang`); here only options that no server would get are reported.
+(`pipeline.preflight.refusals`); here only options that no server would get are reported.
 """
 
 from __future__ import annotations

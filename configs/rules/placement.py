@@ -10,18 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Final
 
-from configs.graph import (
-    AUTOSCALE_LIMIT,
-    BUILT_IN,
-    FOLLOWED,
-    SINGLE,
-    chain,
-    engine_count,
-    is_address,
-    loops,
-    replicas,
-    stage_names,
-)
+from configs import graph
 from configs.schema import Config, StageConfig
 from configs.schema.notation import cure
 
@@ -33,27 +22,28 @@ Labels = dict[str, str]
 
 def scale_faults(config: Config) -> Iterator[str]:
     for name, count in config.run.scale.items():
-        if name == "tools" and name not in stage_names(config):
+        if name == "tools" and name not in graph.stage_names(config):
             yield f"--scale tools={count} names no stage: tools are called in the stage agents; set agents={count}"
-        elif name not in stage_names(config):
-            hint = cure(name, stage_names(config), f"the stages are {', '.join(stage_names(config))}")
+        elif name not in graph.stage_names(config):
+            hint = cure(name, graph.stage_names(config), f"the stages are {', '.join(graph.stage_names(config))}")
             yield f"--scale {name}={count} names no stage; {hint}"
         elif count < 1:
             yield f"--scale {name}={count} leaves no replica, but each stage needs at least one; set {name}=1"
-        elif name in SINGLE and count > 1:
-            yield f"--scale {name}={count} is too many, for there can be only one: {SINGLE[name]}; leave {name} out"
+        elif name in graph.SINGLE and count > 1:
+            why = graph.SINGLE[name]
+            yield f"--scale {name}={count} is too many, for there can be only one: {why}; leave {name} out"
         elif name == "group" and count > 1 and "duplicate_prompt" in config.filter.dynamic_sampling_filter:
             yield (
                 f"--scale group={count} shares groups out, but --dynamic-sampling-filter duplicate_prompt compares "
                 "each with all before it, which must meet in one replica; leave one of them out"
             )
-        elif name == "agents" and name not in loops(config):
+        elif name == "agents" and name not in graph.loops(config):
             yield (
                 f"--scale agents={count} scales a stage that this run does not have; add an [[environment]] or "
                 "--tools, or leave agents out"
             )
-    started = sum(not is_address(place.partition("=")[2]) for place in config.engine.frozen_engine)
-    last = config.engine.engine_port + engine_count(config) + started - 1
+    started = sum(not graph.is_address(place.partition("=")[2]) for place in config.engine.frozen_engine)
+    last = config.engine.engine_port + graph.engine_count(config) + started - 1
     if config.engine.engine_port and last > 65535:
         yield (
             f"--engine-port is {config.engine.engine_port}, but the last engine would need {last}; set a lower port, "
@@ -66,18 +56,18 @@ def stage_faults(config: Config) -> Iterator[str]:
     for name, count in names.items():
         if count > 1:
             yield f"stage.{name} is there {count} times, but names must differ; rename all but one"
-        if name in BUILT_IN:
+        if name in graph.BUILT_IN:
             yield f"stage.{name} has the name of a built-in stage; rename it, for example my_{name}"
         elif not _STAGE_NAME.fullmatch(name):
             yield f"stage name {name!r} must be small letters, digits, - and _, with a letter first; rename it"
     for stage in config.stage:
         yield from _place_faults(stage, config)
-    reached = {stage.name for head in FOLLOWED for stage in chain(config, head)}
+    reached = {stage.name for head in graph.FOLLOWED for stage in graph.chain(config, head)}
     for stage in config.stage:
         if stage.after in names and stage.name not in reached and stage.after != stage.name:
             yield (
                 f"stage.{stage.name}.after is {stage.after!r}, but that chain of stages never begins at a built-in "
-                f"one; let one of them come after {', '.join(FOLLOWED)}"
+                f"one; let one of them come after {', '.join(graph.FOLLOWED)}"
             )
 
 
@@ -96,10 +86,10 @@ def _place_faults(stage: StageConfig, config: Config) -> Iterator[str]:
         return
     after = str(stage.after)
     own = [other.name for other in config.stage if other.after is not None and other.name != stage.name]
-    allowed = (*FOLLOWED, *own)
+    allowed = (*graph.FOLLOWED, *own)
     if after in allowed:
         return
-    if after in BUILT_IN:
+    if after in graph.BUILT_IN:
         yield f"{key}.after is {after!r}, which is no place for a custom stage; choose one of {', '.join(allowed)}"
     else:
         yield f"{key}.after is {after!r}, which is no stage; {cure(after, allowed)}"
@@ -117,27 +107,27 @@ def device_faults(config: Config) -> Iterator[str]:
 def scale_warnings(config: Config) -> Iterator[str]:
     if config.tools.tools and config.rollout.max_turns == 1:
         yield "--max-turns 1 ends a rollout at its first tool call, so that no answer follows the tool's result"
-    absent = set(config.run.scale) & set(BUILT_IN) - set(replicas(config))
+    absent = set(config.run.scale) & set(graph.BUILT_IN) - set(graph.replicas(config))
     for name in sorted(absent - {"agents"}):
         yield f"--scale {name} has no effect: this run has no such stage"
 
 
 def autoscale_faults(config: Config) -> Iterator[str]:
-    there, seen = replicas(config), set[str]()
+    there, seen = graph.replicas(config), set[str]()
     for text in config.run.autoscale:
-        match = AUTOSCALE_LIMIT.fullmatch(text)
+        match = graph.AUTOSCALE_LIMIT.fullmatch(text)
         if match is None:
             yield f"--autoscale {text!r} is no STAGE=LEAST..MOST; write for example reward=1..8"
             continue
         name, least, most = match[1], int(match[2]), int(match[3])
         if name in seen:
             yield f"--autoscale has limits of {name} twice; leave all but one out"
-        elif name not in stage_names(config):
-            known = [stage for stage in there if stage not in SINGLE]
+        elif name not in graph.stage_names(config):
+            known = [stage for stage in there if stage not in graph.SINGLE]
             hint = cure(name, known, f"the stages that scale are {', '.join(known)}")
             yield f"--autoscale {text} names no stage; {hint}"
-        elif name in SINGLE:
-            yield f"--autoscale {text} cannot be, for there is only one: {SINGLE[name]}; leave {name} out"
+        elif name in graph.SINGLE:
+            yield f"--autoscale {text} cannot be, for there is only one: {graph.SINGLE[name]}; leave {name} out"
         elif name not in there:
             yield f"--autoscale {text} scales a stage that this run does not have; leave {name} out"
         elif not 1 <= least <= most:
@@ -220,7 +210,7 @@ def ray_faults(config: Config) -> Iterator[str]:
     ):
         if device.startswith("cuda:"):
             yield f"{label} is {device}, but with --runner ray it is Ray that chooses the GPU; set {label} cuda"
-    if config.asynchrony.colocate and config.sglang.rollout_num_gpus_per_engine * engine_count(config) > 1:
+    if config.asynchrony.colocate and config.sglang.rollout_num_gpus_per_engine * graph.engine_count(config) > 1:
         yield (
             "--colocate with --runner ray is for one engine on one GPU, which it shares with the trainer; lower "
             "--rollout-num-gpus and --scale engine=N, or use --runner local"

@@ -204,14 +204,6 @@ def findings(config: Config, given: Mapping[str, str] | None = None) -> Findings
     )
 
 
-def validate(config: Config) -> tuple[str, ...]:
-    """Return the warnings of a resolved configuration. Raises `ConfigError` that lists every fault."""
-    found = findings(config)
-    if found.faults:
-        raise ConfigError(found.faults)
-    return found.warnings
-
-
 def checked(config: Config, given: Mapping[str, str] | None = None) -> tuple[Config, tuple[str, ...]]:
     """Resolve and validate in one; contradictions and broken rules are listed together. Raises `ConfigError`."""
     resolved, found = examined(config, given)

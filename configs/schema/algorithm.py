@@ -34,9 +34,8 @@ ESTIMATORS: Final = (
 POLICY_LOSSES: Final = ("ppo", "gspo", "cispo", "dppo", "topr", "topr_sequence", "aipo", "m2po", "kimi")
 
 LOSS_OF_ESTIMATOR: Final = {"gspo": "gspo", "cispo": "cispo"}  # what `auto` means; "ppo" for all others
-GROUP_RELATIVE: Final = frozenset(
-    ("grpo", "dr_grpo", "gspo", "cispo", "rloo", "reinforce_plus_plus_baseline")
-)  # compare the rollouts of a prompt, hence need two
+# Estimators that compare the rollouts of a prompt, hence need two.
+GROUP_RELATIVE: Final = frozenset(("grpo", "dr_grpo", "gspo", "cispo", "rloo", "reinforce_plus_plus_baseline"))
 WHITENED: Final = frozenset(("reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo"))
 KL_IN_REWARD: Final = WHITENED  # estimators that read kl_coef
 SAMPLER_LOSSES: Final = frozenset(("dppo", "topr", "topr_sequence", "aipo", "m2po"))  # their ratio is theta / mu

@@ -26,8 +26,8 @@ from configs.graph import SINGLE, loops
 from pipeline.control.advice import LEAST_GAIN, Advice, Limits, StageLoad, Window, advise
 from pipeline.control.monitor import RunParts
 from pipeline.facts.stats import CPU, Ring
+from pipeline.graph import JOINERS
 from pipeline.hosts.machine import IdleCores
-from pipeline.replica_specs import JOINERS
 from stages.topic_values import POLICY, RUNNING, WAITING, entries
 
 LEAST_BATCHES: Final = 4

@@ -32,6 +32,7 @@ from pipeline.control.endpoint import (
     Set,
     Status,
 )
+from pipeline.errors import Refused, UsageError
 from pipeline.facts.stats import LedgerCounts, StageRow
 from pipeline.observe.table import duration, number, quantity
 
@@ -123,26 +124,16 @@ WHAT: Final = {
 }
 
 
-class NotRunning(Exception):
+class NotRunning(UsageError):
     """No run answers for the run directory."""
 
 
-class Refused(Exception):
-    """The arguments make no command."""
-
-
 def main(argv: Sequence[str]) -> int:
-    """Send a command and show the reply; returns the exit code."""
+    """Send a command and show the reply; returns the exit code. Raises UsageError where the run does not do it."""
     arguments = _parser().parse_args(argv)
-    try:
-        reply = ask(Path(arguments.run), _command(arguments))
-    except (NotRunning, Refused) as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
+    reply = ask(Path(arguments.run), _command(arguments))
     if not reply.ok:
-        for line in reply.lines:
-            sys.stderr.write(f"error: {line}\n")
-        return 2
+        raise Refused(reply.lines)
     if reply.status is not None and arguments.json:
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(reply.status), indent=2).decode() + "\n")
     elif reply.status is not None:
@@ -205,29 +196,23 @@ def _command(arguments: argparse.Namespace) -> Command:
             return Scale(dict(_count(text) for text in arguments.changes))
         case "set":
             return Set(dict(_setting(text) for text in arguments.changes))
-        case "pause":
-            return Pause()
-        case "resume":
-            return Resume()
-        case "save":
-            return Save()
-        case "drain":
-            return Drain()
-        case _:
-            return Status()
+    plain: dict[str, Command] = {
+        "status": Status(), "pause": Pause(), "resume": Resume(), "save": Save(), "drain": Drain()
+    }  # fmt: skip
+    return plain[arguments.command]
 
 
 def _count(text: str) -> tuple[str, int]:
     stage, equals, count = text.partition("=")
     if not equals or not stage or not count.isdecimal():
-        raise Refused(f"{text!r} is no STAGE=COUNT; write for example reward=4")
+        raise UsageError(f"{text!r} is no STAGE=COUNT; write for example reward=4")
     return stage, int(count)
 
 
 def _setting(text: str) -> tuple[str, str]:
     key, equals, value = text.partition("=")
     if not key or not equals or not value:
-        raise Refused(f"{text!r} is no KEY=VALUE; write for example max_staleness=3")
+        raise UsageError(f"{text!r} is no KEY=VALUE; write for example max_staleness=3")
     return key, value
 
 

@@ -1,5 +1,5 @@
-"""What the user sees of a running run: the live table or plain lines, the facts behind /metrics, and what a run
-that stands still waits for.
+"""What the user sees of a running run: the live table or plain lines, its status, the facts behind /metrics, and what a
+run that stands still waits for.
 
 `Waits` reads what is known anyway: hubs know which replica has held which message since when, the directory knows what
 each engine carries, replicas report how busy they are. So its sentence holds for each stage, stages of the user and
@@ -18,18 +18,19 @@ from typing import Final
 from configs.graph import loops
 from configs.schema import Config
 from pipeline.control.advice import Advice
-from pipeline.facts.servers import read_fleet
-from pipeline.graph import Graph
+from pipeline.control.endpoint import EngineStatus, QueueStatus, RunStatus
+from pipeline.facts.run_directory import read_fleet
+from pipeline.facts.stats import EngineRow
+from pipeline.graph import JOINERS, Graph, Placement
 from pipeline.hosts.launcher import Launcher
 from pipeline.observe.prometheus import Facts
 from pipeline.observe.table import open_display
 from pipeline.record.recorder import Recorder
-from pipeline.replica_specs import JOINERS, Placement
 from pipeline.supervise.runner import Runner
 from stages.messages import WeightsAnnouncement, group_of
 from stages.ports import read_value
 from stages.prompts.stage import PromptStage
-from stages.topic_values import SLOW, Complaint, EngineEntry, addresses, entries
+from stages.topic_values import POLICY, RUNNING, SLOW, WAITING, Complaint, EngineEntry, addresses, entries
 from transport import Held, Hub, TopicServer
 
 
@@ -188,7 +189,7 @@ class Monitor:
 
     def __init__(self, parts: RunParts, advise: Callable[[], Advice | None] = lambda: None) -> None:
         self.stage, self.recorder, self.hubs, self.topic = parts.stage, parts.recorder, parts.hubs, parts.topic
-        self.waits, self._advise = Waits(parts), advise
+        self.runner, self.waits, self._advise = parts.runner, Waits(parts), advise
         self.advice: Advice | None = None
         observe = self.recorder.config.observe
         self.display = open_display(observe.live, log_interval=observe.log_interval)
@@ -224,6 +225,46 @@ class Monitor:
         self._name_slow_engines()
         for line in self.recorder.outages.look(self.topic):
             self.recorder.say(line)
+
+    def status(self) -> RunStatus:
+        """The present state of the run."""
+        self.refresh()
+        snapshot = self.recorder.view.snapshot(time.monotonic())
+        state = "running" if self.stage.trainer_up else "starting"
+        if self.stage.draining is not None:
+            state = f"stopping: {self.stage.draining}"
+        elif self.stage.paused:
+            state = "paused"
+        return RunStatus(
+            run=str(self.recorder.rundir.path),
+            state=state,
+            snapshot=snapshot,
+            engines=self._engine_statuses(),
+            queues=tuple(
+                QueueStatus(name, stats.queued, stats.leased, stats.consumers)
+                for name, stats in ((name, hub.stats()) for name, hub in self.hubs.items())
+            ),
+            replicas={row.stage: len(self.runner.replicas(row.stage)) for row in snapshot.stages},
+            changes=tuple(self.recorder.changes),
+            advice=self.advice,
+        )
+
+    def _engine_statuses(self) -> tuple[EngineStatus, ...]:
+        there, known = addresses(self.topic, POLICY), entries(self.topic, POLICY)
+        rows = {row.name: row for row in self.recorder.view.engine_rows()}
+        names = sorted({*self.runner.replicas("engine"), *there}, key=lambda name: (len(name), name))
+        return tuple(self._engine_status(name, known.get(name), rows.get(name)) for name in names)
+
+    def _engine_status(self, name: str, entry: EngineEntry | None, row: EngineRow | None) -> EngineStatus:
+        return EngineStatus(
+            name=name,
+            state=entry.state if entry is not None else "starting",
+            version=entry.version if entry is not None and entry.version >= 0 else None,
+            running=int(self.recorder.view.extra("engines", f"{name}{RUNNING}")),
+            waiting=int(self.recorder.view.extra("engines", f"{name}{WAITING}")),
+            limit=entry.limit if entry is not None else 0,
+            idle=row.idle if row is not None else None,
+        )
 
     def facts(self) -> Facts:
         """What /metrics reports of the run."""

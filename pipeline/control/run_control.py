@@ -11,44 +11,40 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Final
 
-from configs.layers import ConfigError
+import msgspec
+
+from configs.flags import flags
+from configs.layers import ConfigError, value_at
+from configs.load import dump_toml, load
+from configs.rules.validate import checked
+from configs.schema import Config
+from configs.schema.notation import cure
 from pipeline.control.autoscale import Adviser
-from pipeline.control.changed_config import FILTER, SAMPLED, STALENESS, keep, with_flags, with_settings
-from pipeline.control.endpoint import (
-    Command,
-    Drain,
-    EngineStatus,
-    Pause,
-    QueueStatus,
-    Reply,
-    Resume,
-    RunStatus,
-    Save,
-    Scale,
-    Set,
-    Status,
-)
+from pipeline.control.endpoint import Command, Drain, Pause, Reply, Resume, Save, Scale, Set, Status
 from pipeline.control.monitor import Monitor, RunParts
 from pipeline.errors import UsageError
-from stages.topic_values import (
-    POLICY,
-    RUNNING,
-    SETTINGS,
-    WAITING,
-    Sampling,
-    Settings,
-    addresses,
-    entries,
-    write_settings,
-)
+from pipeline.facts.run_directory import RunDir
+from stages.errors import FilterNameError
+from stages.group.filters import parse_filters
+from stages.topic_values import SETTINGS, Sampling, Settings, write_settings
 from stages.train.checkpoints import SAVE
-from transport import Hub
 
 AUTOSCALE_LOOK_S: Final = 1.0
+STALENESS: Final = "asynchrony.max_staleness"
+LEARNING_RATE: Final = "train.lr"
+FILTER: Final = "filter.dynamic_sampling_filter"
+FOLLOWS: Final = frozenset({"asynchrony.async_buffer_size"})  # derived from settable keys
+SAMPLED: Final = ("rollout.rollout_temperature", "rollout.rollout_top_p")
+SETTABLE: Final = {
+    "max_staleness": STALENESS,
+    "lr": LEARNING_RATE,
+    "dynamic_sampling_filter": FILTER,
+    **{key.rpartition(".")[2]: key for key in SAMPLED},
+}
 
 
 class RunControl:
@@ -56,7 +52,7 @@ class RunControl:
 
     def __init__(self, parts: RunParts, monitor: Monitor, adviser: Adviser, drain: Callable[[], None]) -> None:
         self.stage, self.recorder, self.runner = parts.stage, parts.recorder, parts.runner
-        self.hubs, self.topic, self.rundir = parts.hubs, parts.topic, parts.recorder.rundir
+        self.topic, self.rundir = parts.topic, parts.recorder.rundir
         self.monitor, self.adviser, self.drain = monitor, adviser, drain
         self._saves = 0
         self._settings: tuple[Settings, ...] = ()
@@ -65,7 +61,7 @@ class RunControl:
     async def answer(self, command: Command) -> Reply:
         """Execute a command. The reply has its error, if any."""
         if isinstance(command, Status):
-            return Reply(True, status=self.status())
+            return Reply(True, status=self.monitor.status())
         async with self._one_at_a_time:
             if self.stage.draining is not None:
                 return Reply(False, (f"the run is ending: {self.stage.draining}",))
@@ -132,9 +128,8 @@ class RunControl:
         if refused:
             raise ConfigError(refused)
         lines = []
-        for stage, count in sorted(
-            counts.items(), key=lambda item: item[0] != "engine"
-        ):  # a GPU may be missing for engines
+        engines_first = sorted(counts.items(), key=lambda item: item[0] != "engine")  # a GPU may be missing for one
+        for stage, count in engines_first:
             before = len(self.runner.replicas(stage))
             self.runner.scale(stage, count)
             if count != before:
@@ -205,47 +200,97 @@ class RunControl:
                 f"{room}; drain it and resume it with --max-staleness {bound}"
             )
 
-    # ------------------------------------------------------------------ status
 
-    def status(self) -> RunStatus:
-        """The present state of the run."""
-        self.monitor.refresh()
-        snapshot = self.recorder.view.snapshot(time.monotonic())
-        state = "running" if self.stage.trainer_up else "starting"
-        if self.stage.draining is not None:
-            state = f"stopping: {self.stage.draining}"
-        elif self.stage.paused:
-            state = "paused"
-        return RunStatus(
-            run=str(self.rundir.path),
-            state=state,
-            snapshot=snapshot,
-            engines=self._engines(),
-            queues=tuple(self._queue(name, hub) for name, hub in self.hubs.items()),
-            replicas={row.stage: len(self.runner.replicas(row.stage)) for row in snapshot.stages},
-            changes=tuple(self.recorder.changes),
-            advice=self.monitor.advice,
+# A change of a running run is a change of its configuration: what a resume with the same flags would have. So a change
+# is read, resolved and checked as a command line is, and refused with the same errors.
+
+
+def with_flags(rundir: RunDir, given: Sequence[str]) -> Config:
+    """The configuration that a resume with these flags would have. Raises ConfigError with all faults."""
+    if not rundir.config.exists():
+        raise UsageError("a warm start has no settings of its own; try again when it is over")
+    loaded = load(["--resume", str(rundir.path), *given])
+    return checked(loaded.config, loaded.given)[0]
+
+
+def keep(rundir: RunDir, config: Config, running: Config) -> None:
+    """Write the configuration that a resume reads before its own flags. `running`: that of the running run."""
+    run = msgspec.structs.replace(config.run, run_dir=running.run.run_dir, resume=running.run.resume)
+    rundir.write_config(dump_toml(msgspec.structs.replace(config, run=run)))
+
+
+def with_settings(rundir: RunDir, changes: Mapping[str, str]) -> tuple[Config, dict[str, object]]:
+    """The changed configuration, and the settings that differ by their key. Raises ConfigError or UsageError."""
+    names = {name: _name(name) for name in changes}
+    given: list[str] = []
+    for name, value in changes.items():
+        texts = value.replace(",", " ").split() if SETTABLE[names[name]] == FILTER else [value]
+        given += [f"--{names[name].replace('_', '-')}", *texts]
+    before, after = with_flags(rundir, ()), with_flags(rundir, given)
+    changed = {
+        flag.key: value_at(after, flag.key)
+        for flag in flags()
+        if value_at(after, flag.key) != value_at(before, flag.key)
+    }
+    others = changed.keys() - set(SETTABLE.values()) - FOLLOWS
+    if others:
+        raise UsageError(
+            f"{', '.join(changes)} would change {', '.join(sorted(others))} as well; resume the run with it"
+        )
+    _check_filters(before, after)
+    _check_learning_rate(before, after)
+    _check_sampling(after, changed.keys())
+    return after, {key: value for key, value in changed.items() if key not in FOLLOWS}
+
+
+def _name(given: str) -> str:
+    """The setting that a key means: its name, its flag or its place in a recipe."""
+    name = given.removeprefix("--").replace("-", "_")
+    short = name if "." not in name else next((s for s, key in SETTABLE.items() if key == name), name)
+    if short in SETTABLE:
+        return short
+    if f"rollout_{short}" in SETTABLE:  # temperature, top_p
+        return f"rollout_{short}"
+    names = [name.removeprefix("rollout_") for name in SETTABLE]
+    hint = cure(short, names, f"what can be set is {', '.join(names)}")
+    raise UsageError(f"{given} cannot be set in a running run; {hint}, or drain the run and resume it with the flag")
+
+
+def _check_filters(before: Config, after: Config) -> None:
+    old, new = before.filter.dynamic_sampling_filter, after.filter.dynamic_sampling_filter
+    if [text.partition(":")[0] for text in old] != [text.partition(":")[0] for text in new]:
+        raise UsageError(
+            f"dynamic_sampling_filter is {' '.join(old) or 'empty'}: of filters that are there the numbers can be "
+            "changed, not which there are; name the same ones, or resume the run with others"
+        )
+    try:
+        parse_filters(new)
+    except FilterNameError as error:
+        raise UsageError(str(error)) from None
+
+
+def _check_sampling(config: Config, changed: AbstractSet[str]) -> None:
+    """A group is sampled and trained with the settings of its admission, unless user code keeps those of the start."""
+    others = {
+        "--custom-generate-function-path": config.rollout.custom_generate_function_path,
+        "--rollout-function-path": config.rollout.rollout_function_path,
+        "--use-opd": config.distill.use_opd or config.algorithm.advantage_estimator == "on_policy_distillation",
+    }
+    fixed = [flag for flag, given in others.items() if given]
+    if fixed and not changed.isdisjoint(SAMPLED):
+        raise UsageError(
+            f"{fixed[0]} goes by the temperature and top-p with which the run was started; drain the run and resume it "
+            "with --rollout-temperature or --rollout-top-p"
         )
 
-    def _engines(self) -> tuple[EngineStatus, ...]:
-        there, known = addresses(self.topic, POLICY), entries(self.topic, POLICY)
-        rows = {row.name: row for row in self.recorder.view.engine_rows()}
-        found = []
-        for name in sorted({*self.runner.replicas("engine"), *there}, key=lambda name: (len(name), name)):
-            entry, row = known.get(name), rows.get(name)
-            found.append(
-                EngineStatus(
-                    name=name,
-                    state=entry.state if entry is not None else "starting",
-                    version=entry.version if entry is not None and entry.version >= 0 else None,
-                    running=int(self.recorder.view.extra("engines", f"{name}{RUNNING}")),
-                    waiting=int(self.recorder.view.extra("engines", f"{name}{WAITING}")),
-                    limit=entry.limit if entry is not None else 0,
-                    idle=row.idle if row is not None else None,
-                )
-            )
-        return tuple(found)
 
-    def _queue(self, name: str, hub: Hub) -> QueueStatus:
-        stats = hub.stats()
-        return QueueStatus(name, stats.queued, stats.leased, stats.consumers)
+def _check_learning_rate(before: Config, after: Config) -> None:
+    """The schedule is scaled as a whole; a resume would move its upper end alone."""
+    train = after.train
+    if train.lr != before.train.lr and train.min_lr and train.lr_decay_style != "constant":
+        raise UsageError(
+            f"lr decays to --min-lr {train.min_lr:g} (--lr-decay-style {train.lr_decay_style}), and would be scaled "
+            "together with it; drain the run and resume it with --lr"
+        )
+    if train.lr != before.train.lr and not before.train.lr:
+        raise UsageError("lr is 0, of which no factor makes another one; drain the run and resume it with --lr")

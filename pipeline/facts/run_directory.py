@@ -1,10 +1,10 @@
-"""The run directory: one place for everything that a run leaves behind.
+"""The run directory: one place for everything that a run leaves behind; and the servers that it names.
 
     config.toml          the resolved configuration
     metrics.jsonl        one line per rollout batch and per evaluation
     samples.jsonl        a few rollouts of every so many batches, as text
     ledger.jsonl         admissions, settlements, commits, with a checksum each
-    replicas/fleet.json  the servers of the run: `EngineSpec` before an engine starts, `ServerInfo` once it is up
+    replicas/fleet.json  a `ServerInfo` of each server as it last came up, for `status` and the metrics endpoint
     logs/<replica>.log   what each process printed
     trace/, trace.json   spans of each stage, merged for Perfetto
     tensorboard/         events
@@ -28,9 +28,15 @@ import stat
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Literal
 
+import msgspec
+from msgspec import Struct
+
+from configs.schema import EngineConfig
 from models.disk import write_whole
+from models.engines.token import TokenFile
+from models.fault_injection import FaultPlan
 from models.weights.slot_directory import PREFIX, DirectoryLease, remove_stale
 from pipeline.errors import UsageError, too_many_files, user_error
 from stages.records.once import EPISODES_DIR
@@ -80,9 +86,7 @@ class RunDir:
         self.summary = self.path / "summary.json"
         self.tensorboard = self.path / "tensorboard"
         self.sockets = self.servers = Path()  # `servers`: shared files of the servers, with their lifetime
-        self.seal = (
-            self.path / f"{SEAL_PREFIX}{secrets.token_hex(16)}"
-        )  # a process that sees the file sees this directory
+        self.seal = self.path / f"{SEAL_PREFIX}{secrets.token_hex(16)}"  # a process that sees it sees this directory
         self._sockets: DirectoryLease | None = None
         self._lock: IO[str] | None = None
 
@@ -177,3 +181,57 @@ class RunDir:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+Kind = Literal["engine", "frozen", "router"]
+
+
+class EngineSpec(Struct, frozen=True):
+    """One engine. `frozen`: the name of its policy, for an engine that gets no new weights.
+
+    `external`: the address of a running engine, which is watched and never started or ended. `gpus`: the GPUs that it
+    may see, as CUDA_VISIBLE_DEVICES names them; empty = as in the environment. `faults`: of `--fault-inject`. `token`:
+    requests must carry it. `fetcher`: brings weights to the engine's node. `taken_over`: an earlier start of the run
+    left the engine, with its weights.
+    """
+
+    name: str
+    config: EngineConfig
+    model_path: str
+    max_context: int | None
+    port: int
+    seed: int
+    frozen: str = ""
+    external: str = ""
+    gpus: tuple[str, ...] = ()
+    faults: FaultPlan | None = None
+    token: TokenFile | None = None
+    fetcher: str = ""
+    taken_over: bool = False
+
+    @property
+    def kind(self) -> Kind:
+        return "frozen" if self.frozen else "engine"
+
+    @property
+    def ours(self) -> bool:
+        """Whether a server of this project serves it."""
+        return not self.external and self.config.engine != "sglang"
+
+
+class ServerInfo(Struct, frozen=True):
+    """One server of the run as it last came up."""
+
+    kind: str  # embedded, simulated, sglang, smg
+    url: str
+    incarnation: int
+    version: str
+    role: str  # engine, frozen, router
+    metrics: str = ""  # address of its /metrics, if not under `url`
+    token_file: str = ""  # of its token, while it runs; the run's router has the same token
+
+
+def read_fleet(rundir: RunDir) -> dict[str, ServerInfo]:
+    """The servers of a run by name; empty if none came up."""
+    path = rundir.fleet
+    return msgspec.json.decode(path.read_bytes(), type=dict[str, ServerInfo]) if path.exists() else {}

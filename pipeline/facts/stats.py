@@ -1,6 +1,6 @@
 """What replicas report about themselves, and the form in which the run is shown. No I/O, no clock.
 
-A replica publishes cumulative `StageStats` as a topic value; `pipeline.observe.view` turns successive reports, ledger
+A replica publishes cumulative `StageStats` as a topic value; `pipeline.record.view` turns successive reports, ledger
 counts and training steps into a `RunSnapshot`, over windows that a `Ring` keeps. Displays draw snapshots and know
 nothing else. Text of models, programs and peers goes through `visible` before a terminal shows it.
 """
@@ -198,8 +198,6 @@ def outage_text(config: Config, kind: str) -> str:
         return "new requests wait for it, its pending requests continue at the engines directly"
     if kind == "engines":
         return "the engines keep their weights until it is back"
-    if kind == "hub":
-        return "its streams wait until it is back, and their senders keep what is in them"
     if kind == "fetcher":
         return "the engines of its node keep their weights until it is back"
     if kind == "frozen":

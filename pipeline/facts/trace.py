@@ -30,7 +30,7 @@ from typing import BinaryIO, Final
 import msgspec
 from msgspec import Struct
 
-from pipeline.errors import TraceError
+from pipeline.errors import UsageError
 from stages.evaluate import EVAL_BASE
 
 NO_GROUP: Final = -1
@@ -185,7 +185,7 @@ class _Placed(Struct):
 
 
 def merge(trace_dir: Path, out: Path, *, max_events: int = 400_000) -> MergeReport:
-    """Write the merged trace to `out`, whole or not at all. Raises TraceError if there is nothing to merge.
+    """Write the merged trace to `out`, whole or not at all. Raises UsageError if there is nothing to merge.
 
     With more than `max_events` spans, only every k-th group is kept (and all spans that belong to no group).
     """
@@ -216,7 +216,7 @@ def _select(trace_dir: Path, max_events: int) -> tuple[int, set[int]]:
             total += 1
             groups.add(record.group_id)
     if total == 0:
-        raise TraceError(f"{trace_dir} holds no trace records; was the run started with tracing off?")
+        raise UsageError(f"{trace_dir} holds no trace records; was the run started with tracing off?")
     groups.discard(NO_GROUP)
     stride = max(1, -(-total // max_events))
     return stride, set(sorted(groups)[::stride])

@@ -99,7 +99,7 @@ class KeptServers:
         """End all servers at once, with all that they started; whether there were any."""
         there = bool(self._servers)
         for process, _ in self._servers.values():
-            _kill_group(process.pid)
+            kill_group(process.pid)
         for process, _ in self._servers.values():
             process.wait()
         self._servers.clear()
@@ -136,7 +136,7 @@ class KeptServers:
         """Wait for servers that have ended."""
         for name, (process, _) in [*self._servers.items()]:
             if (code := process.poll()) is not None:
-                _kill_group(process.pid)  # its remaining children
+                kill_group(process.pid)  # its remaining children
                 del self._servers[name]
                 self._tell("ended", name, process.pid, str(code))
 
@@ -158,6 +158,7 @@ def _spawn(argv: Sequence[str], env: dict[str, str], log: str) -> subprocess.Pop
         )
 
 
-def _kill_group(group: int) -> None:
+def kill_group(group: int) -> None:
+    """SIGKILL to all processes of the group."""
     with contextlib.suppress(ProcessLookupError, PermissionError):  # no process is left; macOS raises EPERM for zombies
         os.killpg(group, signal.SIGKILL)

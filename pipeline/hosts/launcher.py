@@ -21,7 +21,8 @@ import asyncio
 import os
 import random
 import signal
-from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar
@@ -31,6 +32,7 @@ from msgspec import Struct
 
 from configs.schema import Config
 from pipeline.facts.run_directory import RunDir
+from pipeline.hosts.machine import ProcessState, last_error, last_line
 from stages.chat.tokenizer import CHECKPOINT_FILES
 
 WEIGHT_FILES: Final = "*.safetensors*"
@@ -89,15 +91,6 @@ STOP_GRACE_S: Final = 5.0
 SOCKETS: Final = "SLUICE_SOCKETS"  # in the environment: where processes of one host put sockets, for this user alone
 
 
-class Resources(Struct, frozen=True):
-    """Requirements of a process on its host. `gpus`: as in CUDA_VISIBLE_DEVICES; empty = the host decides."""
-
-    gpus: tuple[str, ...] = ()
-
-
-ANYTHING: Final = Resources()
-
-
 class HostGone(Exception):
     """The host that a process was to be placed on is not there any more."""
 
@@ -107,6 +100,7 @@ class ProcessSpec(Struct, frozen=True):
 
     Args:
         env: variables beside those that processes of the run have anyway.
+        gpus: that it may see, as in CUDA_VISIBLE_DEVICES; empty = the host decides.
         ours: whether it is a program of this project; other programs get the unchanged environment of the host.
         grace_s: time that it gets at the end to finish by itself; 0 = it needs none.
         files: files and directories that it reads: a launcher for other hosts copies those that do not lie at the same
@@ -120,6 +114,7 @@ class ProcessSpec(Struct, frozen=True):
     name: str
     argv: tuple[str, ...]
     env: Mapping[str, str] = {}
+    gpus: tuple[str, ...] = ()
     ours: bool = True
     grace_s: float = STOP_GRACE_S
     sweep: bool = False
@@ -127,15 +122,11 @@ class ProcessSpec(Struct, frozen=True):
     note: str = ""
 
 
-class ProcessState(Struct, frozen=True):
-    """Processes of one group that are stopped, in words, and the processor time used by all, seconds."""
-
-    stopped: tuple[str, ...]
-    cpu_s: float
-
-
 class Handle(Protocol):
-    """One started process."""
+    """One started process. `log`: where the user finds its output; this incarnation's begins at `log_start`."""
+
+    log: Path
+    log_start: int
 
     @property
     def alive(self) -> bool: ...
@@ -143,10 +134,7 @@ class Handle(Protocol):
     @property
     def host_lost(self) -> bool:
         """Whether, with the process, its host was lost, or what owned it there."""
-
-    @property
-    def log(self) -> Path:
-        """Where the user finds its output."""
+        return False
 
     async def wait(self) -> int:
         """Wait for its end; its exit status, negative for a signal."""
@@ -163,65 +151,74 @@ class Handle(Protocol):
 
     def state(self) -> ProcessState | None:
         """None where that cannot be seen."""
+        return None
 
     def last_line(self) -> str:
         """The last line that it printed in this incarnation."""
+        return last_line(self.log, self.log_start)
 
     def last_error(self) -> str:
         """The last line in which it named an exception, else its last line."""
+        return last_error(self.log, self.log_start)
 
 
-class Launcher(Protocol):
-    """Where processes run. A name may be spawned again once its process has ended."""
+class Launcher(ABC):
+    """Where processes run. A name may be spawned again once its process has ended.
 
-    @property
-    def controller(self) -> str | None:
-        """The controller's host as processes on other hosts reach it; None: there are none, all meet in a private
-        directory of this one."""
+    What is not abstract says what holds for one host, and for processes that end with the controller.
+    """
 
-    say: Callable[[str], None]  # reports to the user that a process waits for a host; `quiet` at first
+    controller: str | None = None
+    """The controller's host as processes on other hosts reach it; None: there are none, all meet in a private directory
+    of this one."""
 
-    @property
-    def waiting(self) -> Mapping[str, str]:
-        """Processes for which no host has room now, and what they need. Their `place` waits."""
+    say: Callable[[str], None]  # reports to the user that a process waits for a host
+    handles: Mapping[str, Handle]  # of the processes that were spawned, by name
+    waiting: Mapping[str, str]
+    """Processes for which no host has room now, and what they need. Their `place` waits."""
 
-    async def place(self, name: str, beside: str = "", sees: SharedFiles | None = None) -> None:
+    async def place(self, name: str, beside: str = "", sees: SharedFiles | None = None) -> None:  # noqa: B027
         """Choose the host of a process; before its `address` and `held_port` are used. `beside`: a process on
         the same host; `sees`: what must be there. Raises UsageError if no host fits, HostGone if that host is not there
         any more."""
 
-    def expect(self, name: str) -> None:
+    def expect(self, name: str) -> None:  # noqa: B027
         """A process more than the run began with is to be placed. Raises UsageError if there is no room for it now."""
 
-    async def release(self, name: str) -> None:
+    async def release(self, name: str) -> None:  # noqa: B027
         """The process of that name has ended and is not started again."""
 
-    async def spawn(self, spec: ProcessSpec, resources: Resources = ANYTHING) -> Handle: ...
+    @abstractmethod
+    async def spawn(self, spec: ProcessSpec) -> Handle: ...
 
     def left(self, name: str) -> str:
         """The note of a process of that name which an earlier start of the run has left; empty if there is none."""
+        return ""
 
     def take_over(self, spec: ProcessSpec) -> Handle:
         """The process that was left under the name of `spec`, in the place of one that `spawn` starts."""
+        raise NotImplementedError("nothing is left by an earlier start")
 
-    async def end_left(self, names: Collection[str]) -> None:
+    async def end_left(self, names: Collection[str]) -> None:  # noqa: B027
         """End what an earlier start of the run has left, but for these names."""
 
-    def leave(self) -> None:
+    def leave(self) -> None:  # noqa: B027
         """Leave processes with a note to the next start of the run: `stop_all` passes them over."""
 
+    @abstractmethod
     def address(self, name: str) -> str:
         """The host on which a process of that name listens, as all others reach it."""
 
+    @abstractmethod
     def held_port(self, name: str, port: int = 0) -> AbstractContextManager[int]:
         """A port there for that process, kept from others for the time of the block. Raises PortInUse."""
 
     async def stop_all(self) -> None:
         """Signal every process to end, wait at most its grace, then kill it and its remaining children."""
-
-
-def quiet(line: str) -> None:
-    """Reports nothing."""
+        async with asyncio.TaskGroup() as tasks:
+            for handle in self.handles.values():
+                if handle.alive:
+                    tasks.create_task(handle.stop())
 
 
 async def run_until(work: Coroutine[Any, Any, T], stop: Coroutine[Any, Any, object]) -> T | None:
@@ -232,14 +229,6 @@ async def run_until(work: Coroutine[Any, Any, T], stop: Coroutine[Any, Any, obje
         done.cancel()
         ended.cancel()
     return None if done.cancelled() else done.result()
-
-
-async def stop_together(handles: Iterable[Handle]) -> None:
-    """Stop all live processes and wait for them."""
-    async with asyncio.TaskGroup() as tasks:
-        for handle in handles:
-            if handle.alive:
-                tasks.create_task(handle.stop())
 
 
 def describe_exit(code: int) -> str:

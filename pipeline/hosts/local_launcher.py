@@ -19,7 +19,7 @@ import resource
 import signal
 import socket
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -28,28 +28,15 @@ import msgspec
 from models.weights.slot_directory import list_left_behind
 from pipeline.facts.run_directory import RunDir
 from pipeline.hosts import die_with_parent as die_with_parent
-from pipeline.hosts.kept_servers import READ_BYTES
-from pipeline.hosts.launcher import (
-    ANYTHING,
-    SOCKETS,
-    STOP_GRACE_S,
-    ProcessSpec,
-    ProcessState,
-    Resources,
-    SharedFiles,
-    quiet,
-    stop_together,
-)
+from pipeline.hosts.kept_servers import READ_BYTES, kill_group
+from pipeline.hosts.launcher import SOCKETS, STOP_GRACE_S, Handle, Launcher, ProcessSpec
 from pipeline.hosts.machine import (
     HOST,
+    ProcessState,
     child_environment,
     group_state,
     held_port,
-    kill_group,
-    last_error,
-    last_line,
     living,
-    remove,
     shared_memory_files,
 )
 
@@ -130,8 +117,7 @@ class KeptProcesses:
         others = [name for name in self._left if name not in names]
         for name in others:
             process = self.take(name)
-            with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended
-                os.killpg(process.pid, signal.SIGKILL)
+            kill_group(process.pid)
             await process.wait()
         return others
 
@@ -176,7 +162,7 @@ class KeptProcesses:
                 self._running.pop(pid).end(int(text))
 
 
-class LocalHandle:
+class LocalHandle(Handle):
     """A process of this machine."""
 
     def __init__(
@@ -196,10 +182,6 @@ class LocalHandle:
     @property
     def alive(self) -> bool:
         return self._process.returncode is None
-
-    @property
-    def host_lost(self) -> bool:
-        return False
 
     async def wait(self) -> int:
         return await self._process.wait()
@@ -233,12 +215,6 @@ class LocalHandle:
         if self.spec.sweep or not ended:
             await self._kill_group()
 
-    def last_line(self) -> str:
-        return last_line(self.log, self.log_start)
-
-    def last_error(self) -> str:
-        return last_error(self.log, self.log_start)
-
     async def _kill_group(self) -> None:
         """Waits until all of the group have ended, at most `GROUP_GONE_S` seconds: what they held is free then."""
         kill_group(self.pid)
@@ -247,21 +223,20 @@ class LocalHandle:
             async with asyncio.timeout(GROUP_GONE_S):
                 while living(self.pid):  # noqa: ASYNC110  (a group announces nothing)
                     await asyncio.sleep(0.01)
-        remove(self._shared)
+        for path in self._shared:
+            path.unlink(missing_ok=True)
 
 
-class LocalLauncher:
-    """Implements `Launcher`. `threads`: for computation, of each process. `kept`: servers that outlive this process."""
-
-    controller: str | None = None
+class LocalLauncher(Launcher):
+    """`threads`: for computation, of each process. `kept`: servers that outlive this process."""
 
     def __init__(self, rundir: RunDir, threads: int = 1, kept: KeptProcesses | None = None) -> None:
         self.rundir, self._kept = rundir, kept
         if kept is not None:
             rundir.servers = kept.directory
         self._environment = {**child_environment(threads), SOCKETS: str(rundir.sockets)}
-        self.say: Callable[[str], None] = quiet
-        self.waiting: Mapping[str, str] = {}
+        self.say = lambda line: None
+        self.waiting = {}
         self.handles: dict[str, LocalHandle] = {}
 
     def address(self, name: str) -> str:
@@ -270,17 +245,8 @@ class LocalLauncher:
     def held_port(self, name: str, port: int = 0) -> AbstractContextManager[int]:
         return held_port(port)
 
-    async def place(self, name: str, beside: str = "", sees: SharedFiles | None = None) -> None:
-        """See the Protocol. There is one host."""
-
-    def expect(self, name: str) -> None:
-        """See the Protocol. Processes share this host."""
-
-    async def release(self, name: str) -> None:
-        """See the Protocol. Nothing was kept for it."""
-
-    async def spawn(self, spec: ProcessSpec, resources: Resources = ANYTHING) -> LocalHandle:
-        return self._named(await self._start(spec, resources))
+    async def spawn(self, spec: ProcessSpec) -> LocalHandle:
+        return self._named(await self._start(spec))
 
     def _named(self, handle: LocalHandle) -> LocalHandle:
         self.handles[handle.spec.name] = handle
@@ -304,10 +270,10 @@ class LocalLauncher:
         if self._kept is not None:
             self.handles = {name: handle for name, handle in self.handles.items() if not handle.spec.note}
 
-    async def _start(self, spec: ProcessSpec, resources: Resources) -> LocalHandle:
+    async def _start(self, spec: ProcessSpec) -> LocalHandle:
         env = {**(self._environment if spec.ours else os.environ), **spec.env}
-        if resources.gpus:
-            env["CUDA_VISIBLE_DEVICES"] = ",".join(resources.gpus)
+        if spec.gpus:
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(spec.gpus)
         path = _log(self.rundir, spec.name)
         if self._kept is not None and spec.note:
             start = path.stat().st_size if path.exists() else 0
@@ -325,9 +291,6 @@ class LocalLauncher:
                 start_new_session=True,  # Ctrl-C is for the controller
             )
         return LocalHandle(spec, process, path, start, self.rundir.sockets)
-
-    async def stop_all(self) -> None:
-        await stop_together(self.handles.values())
 
 
 def _log(rundir: RunDir, name: str) -> Path:

@@ -23,20 +23,29 @@ import re
 import resource
 import signal
 import socket
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
+
+from msgspec import Struct
 
 import pipeline
 from configs.schema import Config
 from models.train.trainer_group.rank_spec import needs_trainer_group
 from pipeline.errors import UsageError, file_limit
 from pipeline.facts.stats import visible
-from pipeline.hosts.launcher import ProcessState
 
+ROOT: Final = Path(pipeline.__file__).parent.parent  # the checkout, or the folder of installed packages
 SHARED: Final = Path("/dev/shm")
 LEFT_BEHIND: Final = ("sglang_", "sem.mp-")
 TICKS_PER_S: Final = os.sysconf("SC_CLK_TCK")
+
+
+class ProcessState(Struct, frozen=True):
+    """Processes of one group that are stopped, in words, and the processor time used by all, seconds."""
+
+    stopped: tuple[str, ...]
+    cpu_s: float
 
 
 def group_state(group: int) -> ProcessState | None:
@@ -80,20 +89,9 @@ def shared_memory_files(group: int) -> frozenset[Path]:
     return frozenset(found)
 
 
-def remove(files: Iterable[Path]) -> None:
-    for path in files:
-        path.unlink(missing_ok=True)
-
-
 def living(group: int) -> bool:
     """Whether a process of the group still runs; zombies do not."""
     return any(fields[0] not in "ZX" for _, _, fields in _members(group))
-
-
-def kill_group(group: int) -> None:
-    """SIGKILL to all processes of the group."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # no process is left; macOS raises EPERM for zombies
-        os.killpg(group, signal.SIGKILL)
 
 
 def cpu_seconds(pid: int) -> float:
@@ -290,7 +288,7 @@ def engines_gpus(config: Config, visible: Sequence[str], engines: int) -> tuple[
 
 def child_environment(threads: int) -> dict[str, str]:
     """Environment of worker processes: our modules come first, few threads each."""
-    paths = [str(Path(pipeline.__file__).parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
         "OMP_NUM_THREADS": str(threads),
         **PASSIVE,

@@ -22,6 +22,7 @@ from typing import Final, TypeVar
 import msgspec
 from msgspec import Struct
 
+from configs.layers import build
 from configs.schema import Config
 from models.weights.slot_directory import PREFIX, slots_directory
 from pipeline.hosts.launcher import ProcessSpec
@@ -49,11 +50,11 @@ class Entry(Struct, frozen=True):
     keys: str = ""
     admit: Callable[[str, str], None] | None = None
 
-    def process(self, module: str, name: str, *, env: Mapping[str, str] = {}, sweep: bool = False) -> ProcessSpec:
+    def process(self, name: str) -> ProcessSpec:
         """How a process of that name is started."""
         keys = tuple(filter(None, [self._keys_of(name)]))
-        argv = (sys.executable, "-P", "-m", module, self.run_id, self.topic, name, *keys)
-        return ProcessSpec(name, argv, env, sweep=sweep, files=keys)
+        argv = (sys.executable, "-P", "-m", "pipeline.hosts.worker", self.run_id, self.topic, name, *keys)
+        return ProcessSpec(name, argv, files=keys)
 
     def _keys_of(self, name: str) -> str:
         """The directory with what a process of that name needs; made at its first start."""
@@ -136,6 +137,8 @@ HOST_KEY: Final = "host"
 FILES_PREFIX: Final = "files/"
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 _MOUNTS: Final = Path("/proc/self/ns/mnt")
+# The controller alone writes them.
+CONTROLLERS_KEYS: Final = (ADMITTED, CONFIG, spec_key(""), retire_key(""), HOST_KEY, FILES_PREFIX)
 
 
 def host_id() -> str:
@@ -174,9 +177,7 @@ def settled(topic: TopicClient, run_dir: str, config: Config) -> Iterator[tuple[
             checkpoint.mkdir()
             for key, value in files.items():
                 (checkpoint / plain_name(key.removeprefix(FILES_PREFIX))).write_bytes(value)
-            config = msgspec.structs.replace(
-                config, train=msgspec.structs.replace(config.train, hf_checkpoint=str(checkpoint))
-            )
+            config = build({"train.hf_checkpoint": str(checkpoint)}, config)
         yield home, config
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from pipeline.observe.metrics import read_metrics
+from pipeline.record.metrics import read_metrics
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

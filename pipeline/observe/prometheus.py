@@ -24,7 +24,7 @@ from typing import Final, Literal
 import aiohttp
 from aiohttp import web
 
-from pipeline.errors import EndpointError
+from pipeline.errors import UsageError
 from pipeline.facts.stats import RunSnapshot
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
@@ -285,7 +285,7 @@ async def joined(facts: Facts, session: aiohttp.ClientSession) -> str:
 
 @contextlib.asynccontextmanager
 async def endpoint(host: str, port: int, facts: Callable[[], Facts]) -> AsyncIterator[None]:
-    """Serve `/metrics` for the time of the block; port 0 serves nothing. Raises EndpointError."""
+    """Serve `/metrics` for the time of the block; port 0 serves nothing. Raises UsageError."""
     if port == 0:
         yield
         return
@@ -306,7 +306,7 @@ async def endpoint(host: str, port: int, facts: Callable[[], Facts]) -> AsyncIte
             await web.TCPSite(runner, host, port).start()
         except OSError as error:
             await runner.cleanup()
-            raise EndpointError(refusal(host, port, error)) from None
+            raise UsageError(refusal(host, port, error)) from None
         try:
             yield
         finally:

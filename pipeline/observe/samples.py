@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.text import Text
 
 from configs.load import read_recipe
-from pipeline.errors import SamplesError
+from pipeline.errors import UsageError
 from pipeline.facts.stats import visible
 from stages.chat.messages import TokenizerError
 from stages.chat.tokenizer import Tokenizer, load_tokenizer
@@ -36,7 +36,7 @@ Decode = Callable[[Sequence[int]], str]
 
 
 def main(argv: Sequence[str], console: Console | None = None) -> int:
-    """Show samples; returns the exit code. Raises SamplesError for a directory without any."""
+    """Show samples; returns the exit code. Raises UsageError for a directory without any."""
     arguments = _parser().parse_args(argv)
     wanted = _filter(arguments)
     selected: deque[SampleRow] = deque(maxlen=arguments.n)
@@ -102,7 +102,7 @@ def read_samples(run: Path) -> Iterator[SampleRow | None]:
     """The rows of a run in the order in which they were written; None for a line that cannot be read."""
     path = run if run.is_file() else run / SAMPLES_FILE
     if not path.is_file():
-        raise SamplesError(_missing(run))
+        raise UsageError(_missing(run))
     decoder = msgspec.json.Decoder(SampleRow)
     with path.open("rb") as file:
         for line in file:

@@ -17,11 +17,10 @@ from typing import Final
 import msgspec
 from msgspec import Struct
 
-from models.disk import write_json
-from pipeline.errors import SummaryError
+from pipeline.errors import UsageError
 from pipeline.facts.stats import Changed, LedgerCounts
-from pipeline.observe.stalls import OutageSummary, Stall
 from pipeline.observe.table import duration, number, quantity
+from pipeline.record.stalls import OutageSummary, Stall
 from stages.train.batch_metrics import quantile
 
 PACKAGES: Final = (
@@ -187,19 +186,14 @@ def package_versions() -> dict[str, str]:
     return versions
 
 
-def write_summary(path: Path, summary: RunSummary) -> None:
-    """Write the summary, indented, whole or not at all. Raises OSError, also if the run directory is gone."""
-    write_json(path, summary)
-
-
 def read_summary(path: Path) -> RunSummary:
-    """Inverse of `write_summary`. Raises SummaryError."""
+    """The summary that a run has written. Raises UsageError."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=RunSummary)
     except FileNotFoundError as error:
-        raise SummaryError(f"{path} does not exist: the run has not ended, or not by itself; see its log") from error
+        raise UsageError(f"{path} does not exist: the run has not ended, or not by itself; see its log") from error
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise SummaryError(f"{path} is no run summary ({error}); it was edited or is of another version") from error
+        raise UsageError(f"{path} is no run summary ({error}); it was edited or is of another version") from error
 
 
 def closing_text(
@@ -238,12 +232,9 @@ def _results(summary: RunSummary) -> list[tuple[str, str]]:
         rows.append(("staleness", f"mean {staleness.mean:.2f}, p99 {staleness.p99}, max {staleness.max}{bound}"))
     engine = summary.engine
     if engine.count:
-        version = (
-            "" if "+" in engine.version else f" {engine.version}"
-        )  # a server of the project names the protocol's version
-        behind = (
-            f" behind router {summary.router.kind} {summary.router.version}" if summary.router.kind != "none" else ""
-        )
+        version = "" if "+" in engine.version else f" {engine.version}"  # the project's own name that of the protocol
+        router = summary.router
+        behind = f" behind router {router.kind} {router.version}" if router.kind != "none" else ""
         lost = f", {engine.restarts} restarts, {engine.reused_tokens} tokens saved" if engine.restarts else ""
         rows.append(("engines", f"{engine.count} x {engine.kind}{version}{behind}{lost}".rstrip()))
     weights = summary.weight_versions

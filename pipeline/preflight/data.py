@@ -16,9 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final, Literal
 
-import msgspec
-
 from configs.graph import frozen_engines, is_address
+from configs.layers import build, value_at
 from configs.resolve import num_rollout_for
 from configs.schema import Config
 from models.arithmetic import ArithmeticFiles, write_arithmetic
@@ -28,7 +27,7 @@ from models.errors import EngineError, EngineRefused, EngineUnauthorized
 from models.families.source import context_limit
 from pipeline.errors import UsageError
 from pipeline.facts.run_directory import RunDir
-from pipeline.preflight.refusals import check_graders, write_tasks
+from pipeline.preflight.refusals import bare, check_graders, entries, write_tasks
 from stages.chat.messages import TokenizerError
 from stages.chat.tokenizer import Tokenizer, load_tokenizer, locate
 from stages.data.prompt_set import PromptSet, load_train_prompts, row_preparer
@@ -45,23 +44,18 @@ _SPREAD = {"bytes": 0.02, "arithmetic": 0.06}
 
 def prepare(config: Config, directory: Path) -> Config:
     """Make built-in models and data under `directory`, and return the configuration with paths in place of names."""
-    replace = msgspec.structs.replace
-    train, data, evaluation, warm = config.train, config.data, config.eval, config.warm_start
-    train = replace(train, hf_checkpoint=_model(train.hf_checkpoint, directory, config.run.seed))
-    if train.ref_load is not None:
-        train = replace(train, ref_load=_model(train.ref_load, directory, config.run.seed))
-    critic = config.critic
-    if critic.critic_load is not None:
-        critic = replace(critic, critic_load=_model(critic.critic_load, directory, config.run.seed))
-    frozen = tuple(_frozen(entry, directory, config.run.seed) for entry in config.engine.frozen_engine)
-    engine = replace(config.engine, frozen_engine=frozen)
-    files = {name: _data(config, name, directory) for name in _named(config)}
-    data = replace(data, prompt_data=tuple(_path(e, files, heldout=False) for e in data.prompt_data))
-    evaluation = replace(
-        evaluation, eval_prompt_data=tuple(_path(e, files, heldout=True) for e in evaluation.eval_prompt_data)
-    )
-    warm = replace(warm, warm_start_data=tuple(_path(e, files, heldout=False) for e in warm.warm_start_data))
-    return replace(config, train=train, critic=critic, engine=engine, data=data, eval=evaluation, warm_start=warm)
+    seed, names = config.run.seed, {*BUILT_IN_DATA, *(table.name for table in config.environment)}
+    files = {name: _data(config, name, directory) for name in names.intersection(map(bare, entries(config)))}
+    values: dict[str, object] = {
+        key: _model(value_at(config, key), directory, seed)
+        for key in ("train.hf_checkpoint", "train.ref_load", "critic.critic_load")
+        if value_at(config, key) is not None
+    }
+    values["engine.frozen_engine"] = tuple(_frozen(entry, directory, seed) for entry in config.engine.frozen_engine)
+    for key in ("data.prompt_data", "eval.eval_prompt_data", "warm_start.warm_start_data"):
+        heldout = key.startswith("eval.")
+        values[key] = tuple(_path(entry, files, heldout=heldout) for entry in value_at(config, key))
+    return build(values, config)
 
 
 def _frozen(entry: str, directory: Path, seed: int) -> str:
@@ -76,26 +70,15 @@ def _frozen(entry: str, directory: Path, seed: int) -> str:
         raise UsageError(f"--frozen-engine {entry}: {words}") from error
 
 
-def _named(config: Config) -> set[str]:
-    entries = (*config.data.prompt_data, *config.eval.eval_prompt_data, *config.warm_start.warm_start_data)
-    known = {*BUILT_IN_DATA, *(table.name for table in config.environment)}
-    return {name for entry in entries if (name := _bare(entry)) in known}
-
-
-def _bare(entry: str) -> str:
-    """`name=path@[slice]` -> path."""
-    return entry.split("=", 1)[-1].split("@[", 1)[0]
-
-
 def _path(entry: str, files: dict[str, ArithmeticFiles], *, heldout: bool) -> str:
-    bare = _bare(entry)
-    if bare not in files:
+    source = bare(entry)
+    if source not in files:
         return entry
-    file = files[bare].heldout if heldout else files[bare].train
+    file = files[source].heldout if heldout else files[source].train
     name, separator, rest = entry.partition("=")
     if not separator:
-        name, rest = (("heldout" if bare in BUILT_IN_DATA else bare) if heldout else "train"), entry
-    path = rest.replace(bare, str(file), 1)
+        name, rest = (("heldout" if source in BUILT_IN_DATA else source) if heldout else "train"), entry
+    path = rest.replace(source, str(file), 1)
     return f"{name}={path}" if heldout else path
 
 
@@ -105,7 +88,7 @@ def _data(config: Config, name: str, directory: Path) -> ArithmeticFiles:
             home = directory / "data"
             files = ArithmeticFiles(home / f"{name}-train.jsonl", home / f"{name}-heldout.jsonl")
             write_tasks(config, table, "train", TRAIN_ROWS, files.train)
-            if name in map(_bare, config.eval.eval_prompt_data):
+            if name in map(bare, config.eval.eval_prompt_data):
                 write_tasks(config, table, "heldout", HELDOUT_ROWS, files.heldout)
             return files
     return write_arithmetic(
@@ -144,10 +127,9 @@ def training_prompts(config: Config, tokenizer: Tokenizer, rundir: RunDir) -> Pr
 def with_data(config: Config, prompts: PromptSet | DrawnPrompts, report: Callable[[str], None]) -> Config:
     """Fill in what only the data knows: the number of rollouts of an epoch, the grader. `report`: takes lines about
     rows and the choice of the grader."""
-    replace = msgspec.structs.replace
     for line in prompts.report.lines():
         report(line)
-    config = replace(config, rollout=replace(config.rollout, num_rollout=num_rollout_for(config, len(prompts))))
+    config = build({"rollout.num_rollout": num_rollout_for(config, len(prompts))}, config)
     supervised = config.train.loss_type == "sft_loss"
     if not supervised or config.warm_start.warm_start_steps:  # before a warm start is spent on data that fails later
         check_graders(config, prompts.report.rm_types)
@@ -158,8 +140,8 @@ def with_data(config: Config, prompts: PromptSet | DrawnPrompts, report: Callabl
     if reward.rm_type == "auto" and not chosen and (prompts.report.labels or not config.environment):
         grader, why = choose_auto(prompts.report.labels)
         report(f"grader {grader}: {why}")
-        reward = replace(reward, rm_type=grader)
-    return replace(config, reward=reward)
+        config = build({"reward.rm_type": grader}, config)
+    return config
 
 
 log = logging.getLogger("sluice.frozen")

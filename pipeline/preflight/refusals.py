@@ -5,6 +5,9 @@ Names of graders and filters are looked up where they are implemented, options o
 and environments of the user are imported in a process of their own, which checks signatures, and writes the tasks of an
 environment with the interpreter of its workers; this process imports neither their modules nor a framework.
 
+The environment of SGLang is probed only if a server or router of this run uses it; all faults of options for SGLang are
+reported together.
+
 Invariant: nothing is written, except tasks that a run asks for, and no engine is asked. What only the network can
 answer (a checkpoint of the hub, running engines) is left to the run.
 """
@@ -14,20 +17,24 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final, Literal
 
 import msgspec
 
-from configs.schema import Config, EnvironmentConfig
+from configs.graph import engine_count, frozen_engines, is_address
+from configs.schema import Config, EnvironmentConfig, generates, router_kind
 from configs.schema.algorithm import parse_rules
 from configs.sources import parse_source, source_fault
 from models.disk import write_whole
+from models.engines.launch.command import require_router, tensor_parallel
+from models.engines.launch.environment import Installed, Part, find_python, probe
+from models.engines.launch.options import dashed, router_faults, server_faults
+from models.errors import LaunchError
 from models.train.megatron.options import option_faults
 from pipeline.errors import Refused, UsageError, user_error
-from pipeline.hosts.machine import child_environment
-from pipeline.preflight.sglang import NoSglang, prepare_sglang
+from pipeline.hosts.machine import ROOT, child_environment
 from stages.agents.worker import Hosted
 from stages.data.prompt_set import PromptSet
 from stages.errors import FilterNameError
@@ -35,7 +42,7 @@ from stages.graders.registry import is_import_path, listed_grader, outside, refu
 from stages.group.filters import parse_filters
 from stages.reward.components import Row, Selection
 
-LIMIT_S = 120.0
+LIMIT_S = 120.0  # to import modules of the user, as a grader process has
 
 
 def check_environments(config: Config) -> None:
@@ -43,7 +50,7 @@ def check_environments(config: Config) -> None:
     if config.train.loss_type == "sft_loss":
         return
     faults = []
-    requested = {entry.split("=", 1)[-1].split("@[", 1)[0] for entry in _entries(config)}
+    requested = {bare(entry) for entry in entries(config)}
     for table in config.environment:
         options = msgspec.json.encode(table.options).decode()
         try:
@@ -68,7 +75,7 @@ def check_environments(config: Config) -> None:
 
 def write_tasks(
     config: Config, table: EnvironmentConfig, split: Literal["train", "heldout"], count: int, path: Path
-) -> Path:
+) -> None:
     """Rows of an environment's own tasks. Each is the row's metadata, and its keys are the row's as well, so that
     `label_key`, `input_key` and `warm_start_label_key` may name them. Raises UsageError."""
     options = msgspec.json.encode(table.options).decode()
@@ -87,11 +94,16 @@ def write_tasks(
         raise UsageError(f"environment.{table.name}: tasks({split!r}) gives none; yield at least one, or give a file")
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, b"".join(row + b"\n" for row in rows))
-    return path
 
 
-def _entries(config: Config) -> tuple[str, ...]:
+def entries(config: Config) -> tuple[str, ...]:
+    """All sources of data."""
     return (*config.data.prompt_data, *config.eval.eval_prompt_data, *config.warm_start.warm_start_data)
+
+
+def bare(entry: str) -> str:
+    """`name=path@[slice]` -> path."""
+    return entry.split("=", 1)[-1].split("@[", 1)[0]
 
 
 def _ask(table: EnvironmentConfig, *arguments: str) -> list[bytes]:
@@ -99,19 +111,22 @@ def _ask(table: EnvironmentConfig, *arguments: str) -> list[bytes]:
     environment = child_environment(1)  # another interpreter gets the project and the user's modules only
     environment["PYTHONPATH"] = os.pathsep.join([environment["PYTHONPATH"], os.getcwd()])
     command = [table.python or sys.executable, "-P", "-m", "stages.agents.worker", *arguments]
+    what = f"environment.{table.name}: importing {table.class_path}"
+    return _output(command, environment, what, "what is large in reset").splitlines()
+
+
+def _output(command: Sequence[str], environment: Mapping[str, str], what: str, later: str) -> bytes:
+    """What a process prints that imports modules of the user. `what`, `later`: the words of its errors, which are
+    UsageErrors."""
     try:
         done = subprocess.run(command, stdout=subprocess.PIPE, env=environment, timeout=LIMIT_S, check=False)
     except subprocess.TimeoutExpired:
         raise UsageError(
-            f"environment.{table.name}: importing {table.class_path} takes longer than {LIMIT_S:g} s; let the module "
-            "define things only, and load what is large in reset"
+            f"{what} takes longer than {LIMIT_S:g} s; let the module define things only, and load {later}"
         ) from None
     if done.returncode:
-        raise UsageError(
-            f"environment.{table.name}: importing {table.class_path} ended its process (exit status "
-            f"{done.returncode}); its error output stands above"
-        )
-    return done.stdout.splitlines()
+        raise UsageError(f"{what} ended its process (exit status {done.returncode}); its error output stands above")
+    return done.stdout
 
 
 AUTO = "auto"  # decided when the labels are known
@@ -173,9 +188,6 @@ def _needs_process(name: str) -> bool:
     return outside(name) is None and (grader is None or not grader.in_stage)
 
 
-IMPORT_LIMIT_S = 120.0  # as a grader process has
-
-
 def functions_of(config: Config) -> tuple[str, ...]:
     """Functions of the flags, as `kind=package.module:function`."""
     selection = Selection(config.reward)
@@ -203,22 +215,12 @@ def check_functions(functions: tuple[str, ...]) -> None:
     if not functions:
         return
     command = [sys.executable, "-P", "-m", "stages.user_functions", *functions]
+    what = f"importing {', '.join(functions)}"
+    output = _output(command, child_environment(1), what, "models or data at the first call")
     try:
-        done = subprocess.run(
-            command, stdout=subprocess.PIPE, env=child_environment(1), timeout=IMPORT_LIMIT_S, check=False
-        )
-    except subprocess.TimeoutExpired:
-        raise UsageError(
-            f"importing {', '.join(functions)} takes longer than {IMPORT_LIMIT_S:g} s; let the module define "
-            "things only, and load models or data at the first call"
-        ) from None
-    try:
-        faults = msgspec.json.decode(done.stdout, type=list[str])
+        faults = msgspec.json.decode(output, type=list[str])
     except msgspec.DecodeError:
-        raise UsageError(
-            f"importing {', '.join(functions)} ended its process (exit status {done.returncode}); its error output "
-            "stands above"
-        ) from None
+        raise UsageError(f"{what} ended its process without an answer; its error output stands above") from None
     if faults:
         raise Refused(faults)
 
@@ -241,6 +243,73 @@ def check_rows(config: Config) -> None:
             labels = supervised and not named
             prompts = PromptSet(files, rows, lambda _: (0,), lambda *_: "a chat", tokenize_labels=labels)
             check_graders(config, prompts.report.rm_types)
+
+
+class NoSglang(UsageError):
+    """The environment of SGLang is missing, or does not answer."""
+
+
+def sglang_parts(config: Config) -> tuple[Part, ...]:
+    """The programs that this run starts from that environment."""
+    if not generates(config):
+        return ()
+    own = engine_count(config) > 0 and not config.sglang.rollout_external_engine_addrs
+    frozen = any(not is_address(place) for place in frozen_engines(config).values())
+    server = config.engine.engine == "sglang" and (own or frozen)
+    kind = router_kind(config) if config.router.router_address is None else "none"
+    programs: list[Part] = ["server"] if server else []
+    if kind != "none":
+        programs.append("smg" if kind == "smg" else "router")
+    return tuple(programs)
+
+
+def prepare_sglang(config: Config, *, warn: bool = True) -> Installed:
+    """Find the environment, list its versions, check the options for SGLang; with `warn`, print unwise settings.
+
+    A run that starts no program of SGLang probes nothing, and gets an account without versions. Blocks for 0.1 s, or
+    for the 5 to 15 s of SGLang's imports after an installation. Raises UsageError with every fault, or what is missing.
+    """
+    wanted = sglang_parts(config)
+    if not wanted:
+        nothing = find_python(config.sglang, ROOT) if config.sglang.sglang_python else Path()
+        return Installed(python=str(nothing), python_version="")
+    try:
+        installed = probe(find_python(config.sglang, ROOT), wanted)
+    except LaunchError as error:
+        raise NoSglang(str(error)) from error
+    try:
+        if faults := [*_sglang_faults(config, installed, wanted)]:
+            raise Refused(faults)
+    except LaunchError as error:
+        raise UsageError(str(error)) from error
+    for line in sglang_warnings(config, installed) if warn and "server" in wanted else ():
+        sys.stderr.write(f"warning: {line}\n")
+    return installed
+
+
+def sglang_warnings(config: Config, installed: Installed) -> Iterator[str]:
+    """Settings whose effect on this run's servers the user may not want."""
+    off = any(dashed(key) == "disable-overlap-schedule" and value for key, value in config.sglang.sglang_args.items())
+    generates = not config.sglang.rollout_external_engine_addrs
+    if installed.cuda and generates and config.engine.pause_generation_mode == "in_place" and not off:
+        yield (
+            "--pause-generation-mode is in_place, and SGLang's overlap scheduling is on: the first token of a prefill "
+            "under way at an update is of the older weights and labelled with the newer; use --pause-generation-mode "
+            "retract, or --sglang-disable-overlap-schedule"
+        )
+
+
+def _sglang_faults(config: Config, installed: Installed, wanted: Sequence[Part]) -> Iterator[str]:
+    """All faults of this run's options for the environment. Raises LaunchError."""
+    if "server" in wanted:
+        faults = server_faults(config.sglang.sglang_args, installed)
+        yield from faults
+        if not faults:
+            tensor_parallel(config, installed)
+    for part in wanted:
+        if part != "server":
+            require_router(part, installed)
+            yield from router_faults(config.router.router_args, installed, part)
 
 
 _ALWAYS: Final[Sequence[Callable[[Config], object]]] = (check_names, check_trainer, check_environments, prepare_sglang)

@@ -21,23 +21,12 @@ from models.checkpoint import Manifest, commit_directory, final_path, manifests,
 from pipeline.facts.run_directory import RunDir
 from pipeline.facts.stats import STATS_PREFIX, Changed, LedgerCounts, StageStats, outage_text, visible
 from pipeline.facts.trace import TraceWriter
-from pipeline.observe.metrics import Metrics
-from pipeline.observe.stalls import OutageWatch, StallWatch
-from pipeline.observe.view import RunView
+from pipeline.record import journal
 from pipeline.record.group_outcomes import GroupOutcomes
-from pipeline.record.journal import (
-    Admitted,
-    Began,
-    Committed,
-    EffectiveTime,
-    Ended,
-    Journal,
-    Stepped,
-    last_sign_s,
-    read_journal,
-    resumed_time,
-)
 from pipeline.record.kept_files import forget_ended, forget_responses, keeps_responses, keeps_rollouts, save_hf
+from pipeline.record.metrics import Metrics
+from pipeline.record.stalls import OutageWatch, StallWatch
+from pipeline.record.view import RunView
 from stages.messages import CheckpointReady, EvalDone, Settled, StepDone
 from stages.prompts.ledger import Ledger, LedgerSnapshot, OpenGroup
 from stages.topic_values import POLICY, addresses, carrying
@@ -86,8 +75,8 @@ class Recorder:
         self.config, self.rundir, self.run_generation = config, rundir, run_generation
         self.experiment, self.data = experiment, data  # hash of the configuration, fingerprint of the prompts
         self.started = time.monotonic()
-        self.began = Began(time.time())
-        self.effective = EffectiveTime(self.began.unix_s)
+        self.began = journal.Began(time.time())
+        self.effective = journal.EffectiveTime(self.began.unix_s)
         self.training_started: float | None = None  # when the trainer's first weights were out
         self.last_step_s = self.started
         self._without_trainer_s: float | None = None  # since when
@@ -129,12 +118,13 @@ class Recorder:
         return self._metrics
 
     def __enter__(self) -> Recorder:
-        before_s = last_sign_s(self.rundir.ledger, self.rundir.metrics, self.rundir.summary)
-        self.journal = Journal(self.rundir.ledger)
+        ledger = self.rundir.ledger
+        before_s = journal.last_sign_s(ledger, self.rundir.metrics, self.rundir.summary)
+        self.journal = journal.Journal(ledger)
         if self._resume_step is not None:
-            self.changes = [event for event in read_journal(self.rundir.ledger) if isinstance(event, Changed)]
-            self.began = Began(self.began.unix_s, before_s)
-            self.effective = resumed_time(read_journal(self.rundir.ledger), self.began, self._resume_step)
+            self.changes = [event for event in journal.read_journal(ledger) if isinstance(event, Changed)]
+            self.began = journal.Began(self.began.unix_s, before_s)
+            self.effective = journal.resumed_time(journal.read_journal(ledger), self.began, self._resume_step)
         self.spans = TraceWriter(self.rundir.trace, "prompts-0", stage="prompts", enabled=self.config.observe.trace)
         return self
 
@@ -158,10 +148,10 @@ class Recorder:
     # ------------------------------------------------------------------ RunHooks
 
     def admitted(self, group: OpenGroup) -> None:
-        self.journal.write(Admitted(group.group_id, group.position, group.requeued))
+        self.journal.write(journal.Admitted(group.group_id, group.position, group.requeued))
 
     def settled(self, groups: Sequence[tuple[int, Settled]]) -> None:
-        self.journal.write(*(Ended(s.group_id, s.outcome, max(s.step, at), s.detail) for at, s in groups))
+        self.journal.write(*(journal.Ended(s.group_id, s.outcome, max(s.step, at), s.detail) for at, s in groups))
         self.journal.flush()
         if self._responses:
             self._ended += [(max(report.step, at), report.group_id) for at, report in groups]
@@ -191,7 +181,8 @@ class Recorder:
         metrics["perf/effective_training_time"] = self.effective.share(time.time())
         if "reward/mean" in metrics:
             self.rewards.append(metrics["reward/mean"])
-        self.journal.write(Stepped(report.step, report.token_hash, max(report.staleness, default=0), round(took_s, 3)))
+        oldest = max(report.staleness, default=0)
+        self.journal.write(journal.Stepped(report.step, report.token_hash, oldest, round(took_s, 3)))
         self.view.step(report.step, at_s=now, metrics=metrics, tokens=report.tokens, staleness=report.staleness)
         self._open_metrics().write(
             report.step, metrics, wall_s=self.wall_s, trained_tokens=self.view.snapshot(now).trained_tokens
@@ -255,7 +246,7 @@ class Recorder:
 
         await asyncio.to_thread(self.journal.sync)  # after a kill behind the rename, a resume takes this checkpoint
         await asyncio.to_thread(seal)
-        self.journal.write(Committed(report.step))
+        self.journal.write(journal.Committed(report.step))
         self.committed, self._ended = report.step, []  # checkpoints decide on groups that ended before
         await asyncio.to_thread(self.journal.sync)
 

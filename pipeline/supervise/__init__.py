@@ -1,14 +1,17 @@
-"""Which component restarts which processes.
+"""Who restarts which process. All restarts wait longer each time, and too many within an hour end the run
+(`--max-restarts`, and `--auto-resume` for the run itself).
 
-- A stage replica, an engine, the router, a weight fetcher: alone, with backoff, within `--max-restarts` an hour
-  (runner.py, restarts.py, servers.py). Hubs and ledger give its work to others.
-- The trainer (trainer_unit.py): the train stage and its ranks are one unit. If any of them dies or hangs, here or with
-  its node, all are ended and restarted, while engines, prompts and finished groups stay. The new unit loads the
-  newest state, a checkpoint or a recovery point of stages/train/recovery.py, or the initial weights. The ledger is not
-  rolled back: a step counts once it is reported, and only after its batch is on disk. So the unit trains those batches
-  again, reports none, and announces the version of the ledger's last step. Thus no group is trained twice in the
-  ledger, versions never fall, and no engine holds weights of a step that never happened.
-- The controller: `--auto-resume` starts the run again from its last checkpoint, with the engines kept (auto_resume.py).
-- Nothing is restarted that would only fail again: a user's mistake, a full disk, an exception of the train stage. With
-  `--colocate` or `--runner inprocess` a lost trainer ends the run, which is then resumed.
+- A stage replica that ends: `ProcessRunner` (runner.py), alone. The hubs redeliver what it held.
+- An engine or the router that ends, fails its health checks, or takes no weights: `ServerSupervisor` (restarts.py),
+  alone. Requests continue at other engines, or wait.
+- A weight fetcher that ends or is silent: `WeightFetchers` (servers.py), alone. The engines keep their weights.
+- The train stage and its ranks, if any of them ends or hangs: `TrainerUnit` (trainer_unit.py), all together. It trains
+  again what no saved state has.
+- The controller, if it is killed, or fails after a checkpoint: the parent process of `--auto-resume` (auto_resume.py),
+  from the last checkpoint, with the engines kept.
+- Workers of graders, tools and environments: the stage that owns them (stages/workers).
+- Nobody restarts: external engines and routers, which are watched until they answer again (external_servers.py);
+  replicas, ranks and engines of `--runner inprocess`; a trainer with `--colocate`; and what would only fail again: a
+  user's mistake, a full disk, an exception of the train stage. The run ends then, but for external servers, and
+  `--resume` continues it.
 """

@@ -7,6 +7,8 @@ Invariants: only what another start can mend is restarted, within a budget; the 
 SIGHUP) go to the child and are no reason for another start; the child and all servers end with the parent, however
 it ends; servers are not kept over two starts in a row between which nothing was saved, since they may be the cause.
 Imports nothing but the standard library and modules that need no more than that.
+
+`RestartBudget` limits restarts: of the run here, of single processes in restarts.py.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Final, NamedTuple
@@ -26,11 +29,36 @@ from typing import Final, NamedTuple
 from models.errors import SlotDirectoryError
 from pipeline.hosts.die_with_parent import die_with
 from pipeline.hosts.kept_servers import KeptServers
-from pipeline.supervise.restart_budget import WINDOW_S, RestartBudget, backoff_s
 
 CHILD: Final = "SLUICE_AUTO_RESUMED"  # the parent's process number, then the fields of `Resumed`, as JSON
 ERROR: Final = 1  # exit code of a run that ended with an error that is not the user's
 _PASSED_ON: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+# The window that the limit refers to. A process that is lost now and then within weeks is always restarted; one that
+# dies as soon as it has loaded (minutes, for a large model) ends the run.
+WINDOW_S: Final = 3600.0
+
+
+def backoff_s(restarts: int) -> float:
+    """0.2, 0.4, 0.8 ... at most 10 seconds."""
+    return float(min(0.2 * 2 ** max(restarts - 1, 0), 10.0))
+
+
+class RestartBudget:
+    """The losses of one process. `limit`: restarts within `WINDOW_S`."""
+
+    def __init__(self, limit: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.limit, self._clock = limit, clock
+        self._recent: deque[float] = deque()
+
+    def lost(self) -> int:
+        """Count a loss; returns the losses within the window. More than `limit` are too many."""
+        now = self._clock()
+        self._recent.append(now)
+        while self._recent[0] <= now - WINDOW_S:
+            self._recent.popleft()
+        return len(self._recent)
 
 
 class Resumed(NamedTuple):

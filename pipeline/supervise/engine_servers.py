@@ -34,11 +34,12 @@ from models.engines.token import Token, TokenFile
 from models.errors import EngineError
 from models.fault_injection import FaultPlan
 from pipeline.errors import ReplicaFailed, UsageError
-from pipeline.facts.servers import EngineSpec
-from pipeline.hosts.launcher import Handle, Launcher, ProcessSpec, Resources
+from pipeline.facts.run_directory import EngineSpec
+from pipeline.hosts.launcher import Handle, Launcher, ProcessSpec
 from pipeline.hosts.machine import PortInUse
 from pipeline.supervise.health_probe import HealthProbe, HttpProbe, SchedulerProbe
-from pipeline.supervise.restarts import Lifecycle, StartCommand, SupervisedServer
+from pipeline.supervise.lifecycle import Lifecycle
+from pipeline.supervise.restarts import StartCommand, SupervisedServer
 
 LIMIT_S: Final = 10.0  # for a server to answer; it is busy with nothing
 
@@ -128,8 +129,8 @@ class EngineProcess(SupervisedServer):
             with launcher.held_port(self.name, self.spec.port) as port:
                 process, url = self._process(self.spec, incarnation, host, port)
                 note = Note(url, self._digest(host)).encode()
-                process = msgspec.structs.replace(process, note=note)
-                yield StartCommand(process, url, Resources(self.spec.gpus), self.token.token)
+                process = msgspec.structs.replace(process, note=note, gpus=self.spec.gpus)
+                yield StartCommand(process, url, self.token.token)
         except PortInUse as error:
             raise UsageError(
                 f"{self.name}: {error.strerror}; choose another --engine-port (the first of the engines' ports), or 0 "
@@ -153,7 +154,7 @@ class EngineProcess(SupervisedServer):
             return None
         self.spec = msgspec.structs.replace(self.spec, taken_over=True)
         self.lifecycle.say(f"{self.name}: taken over from the start before in {clock() - began:.1f} s, at {note.url}")
-        return StartCommand(process, note.url, token=token, taken_over=True), handle
+        return StartCommand(process, note.url, token, taken_over=True), handle
 
     def _digest(self, host: str) -> str:
         """Of all that the engine is started with but its port, where that is any, and what differs from one start of

@@ -23,9 +23,10 @@ from models.engines.protocol import ModelInfo
 from models.engines.token import Token
 from models.errors import EngineError
 from pipeline.errors import UsageError
-from pipeline.facts.servers import EngineSpec
+from pipeline.facts.run_directory import EngineSpec
 from pipeline.supervise.health_probe import HealthProbe, HealthTracker, HttpProbe, SchedulerProbe, until
-from pipeline.supervise.restarts import Lifecycle, Waiting
+from pipeline.supervise.lifecycle import Lifecycle
+from pipeline.supervise.restarts import Waiting
 from stages.topic_values import RouterAddress
 
 POLL_S: Final = 0.5
@@ -68,61 +69,85 @@ def differs(policy: PolicyConfig, info: ModelInfo, served: PolicyConfig | None) 
     return None
 
 
-class ExternalEngine:
-    """One engine at an address, of the policy or frozen. `run` until cancelled."""
+class ExternalServer:
+    """A server at an address, as the user gave it: `given` is the flag. `token`: what requests to it must bring."""
+
+    def __init__(self, name: str, given: str, url: str, lifecycle: Lifecycle, health: HealthConfig) -> None:
+        self.name, self.given, self.url, self.lifecycle = name, f"{given}{url}", url, lifecycle
+        self.token: Token | None = None
+        self.first_wait_s = health.rollout_health_check_first_wait
+        self.timeout_s, self.interval_s = health.rollout_health_check_timeout, health.rollout_health_check_interval
+        self.tracker = HealthTracker(health.rollout_health_check_failures)
+
+    def client(self) -> EngineClient:
+        timeout_s = self.timeout_s
+        return EngineClient(self.url, control_timeout_s=timeout_s, connect_timeout_s=timeout_s, token=self.token)
+
+    async def arrival(self, look: HttpProbe, what: str, cure: str) -> None:
+        """Waits for the first good answer, at most `rollout_health_check_first_wait` seconds. Raises UsageError."""
+        waiting = Waiting(self.name, self.lifecycle.say, f"waiting for {self.url}")
+        fault: str | None = "no answer"
+        try:
+            async with asyncio.timeout(self.first_wait_s):
+                while (fault := await look()) is not None:
+                    if look.unauthorized:  # waiting does not help
+                        raise UsageError(f"{self.given}: {fault}")
+                    waiting.tick()
+                    await asyncio.sleep(POLL_S)
+        except TimeoutError:
+            raise UsageError(f"{self.given}: no {what} answers there ({fault}); {cure}") from None
+        waiting.over(self.url, always=False)
+
+
+class ExternalEngine(ExternalServer):
+    """One engine, of the policy or frozen. `run` until cancelled."""
 
     def __init__(self, spec: EngineSpec, lifecycle: Lifecycle, health: HealthConfig) -> None:
-        self.spec, self.lifecycle, self.health = spec, lifecycle, health
-        self.url = spec.external.rstrip("/")
-        self.given = f"--frozen-engine {spec.frozen}={self.url}" if spec.frozen else f"{FLAG} {self.url}"
+        given = f"--frozen-engine {spec.frozen}=" if spec.frozen else f"{FLAG} "
+        super().__init__(spec.name, given, spec.external.rstrip("/"), lifecycle, health)
+        self.spec, self.token = spec, spec.token.token if spec.token is not None else None
 
     async def run(self) -> None:
         """Waits for the engine, then watches it, in turn. Raises UsageError if it is not there or not the right one."""
-        timeout_s, interval_s = self.health.rollout_health_check_timeout, self.health.rollout_health_check_interval
-        token = self.spec.token.token if self.spec.token is not None else None
-        async with EngineClient(
-            self.url, control_timeout_s=timeout_s, connect_timeout_s=timeout_s, token=token
-        ) as client:
-            first = HttpProbe(client, timeout_s, "/model_info")  # not /health, which may have to generate
+        async with self.client() as client:
+            first = HttpProbe(client, self.timeout_s, "/model_info")  # not /health, which may have to generate
             cure = "start it first, or give its right address, or leave it out and engines start with the run"
             if self.spec.frozen:
                 cure = "start it first, or give a checkpoint, which starts with the run"
-            await arrival(self.spec.name, self.url, first, self.lifecycle, self.health, self.given, cure)
+            await self.arrival(first, "healthy engine", cure)
             fault, version = await self._inspect(client)
             if fault is not None:
                 raise UsageError(
                     f"{self.given}: {fault}; start it with the checkpoint of --hf-checkpoint "
                     f"({self.spec.model_path}), or leave it out"
                 )
-            incarnation = 0
-            account = HealthTracker(self.health.rollout_health_check_failures)
             look: HealthProbe = SchedulerProbe(first, None, self._slow)
             if self.spec.frozen and not version:
                 look = first  # it has no /server_info
-            while True:
+            for incarnation in itertools.count():
                 self.lifecycle.engine_up(self.spec, self.url, incarnation, version)
-                complaint = partial(self.lifecycle.complaint, self.spec.name, incarnation)
-                self.lifecycle.engine_away(self.spec, await until("lost", account, look, interval_s, complaint))
-                version = await self._return(client, first, account)
-                incarnation += 1
-                self.lifecycle.say(f"{self.spec.name}: {self.url} answers again")
+                complaint = partial(self.lifecycle.complaint, self.name, incarnation)
+                why = await until("lost", self.tracker, look, self.interval_s, complaint)
+                self.lifecycle.engine_away(self.spec, why)
+                version = await self._return(client, first)
+                self.lifecycle.say(f"{self.name}: {self.url} answers again")
 
     def _slow(self) -> bool:
         """Whether it may load weights now; a frozen engine never gets any."""
-        return not self.spec.frozen and self.lifecycle.loading(self.spec.name)
+        return not self.spec.frozen and self.lifecycle.loading(self.name)
 
-    async def _return(self, client: EngineClient, look: HttpProbe, account: HealthTracker) -> str:
+    async def _return(self, client: EngineClient, look: HttpProbe) -> str:
         """Waits until it answers again and serves the right model; returns its version. Reports a fault once."""
         reported = ""
         while True:
-            await until("recovered", account, look, self.health.rollout_health_check_interval)
+            await until("recovered", self.tracker, look, self.interval_s)
             fault, version = await self._inspect(client)
             if fault is None:
                 return version
             if fault != reported:
-                self.lifecycle.say(f"{self.spec.name}: {self.url} is back, but {fault}; it is left out")
+                self.lifecycle.say(f"{self.name}: {self.url} is back, but {fault}; it is left out")
                 reported = fault
-            account.mark_down()
+            self.tracker.mark_down()
 
     async def _inspect(self, client: EngineClient) -> tuple[str | None, str]:
         """What is wrong with the model that it serves, and the version of the server."""
@@ -146,47 +171,23 @@ async def _version(client: EngineClient) -> str:
         return ""
 
 
-class ExternalRouter:
-    """A router at an address. `run` until cancelled."""
+class ExternalRouter(ExternalServer):
+    """A router. `run` until cancelled."""
 
     def __init__(
         self, kind: str, address: str, lifecycle: Lifecycle, health: HealthConfig, token: Token | None = None
     ) -> None:
-        """`token`: what requests to it must bring."""
-        self.kind, self.url, self.lifecycle, self.health = kind, address.rstrip("/"), lifecycle, health
-        self.token = token
+        super().__init__("router", f"{ROUTER_FLAG} ", address.rstrip("/"), lifecycle, health)
+        self.kind, self.token = kind, token
 
     async def run(self) -> None:
         """Waits for the router, then watches it, in turn. Raises UsageError if it is not there."""
-        timeout_s, interval_s = self.health.rollout_health_check_timeout, self.health.rollout_health_check_interval
-        async with EngineClient(
-            self.url, control_timeout_s=timeout_s, connect_timeout_s=timeout_s, token=self.token
-        ) as client:
-            look = HttpProbe(client, timeout_s)
+        async with self.client() as client:
+            look = HttpProbe(client, self.timeout_s)
             cure = "start it first, or give its right address, or leave it out and one starts with the run"
-            await arrival("router", self.url, look, self.lifecycle, self.health, f"{ROUTER_FLAG} {self.url}", cure)
-            account = HealthTracker(self.health.rollout_health_check_failures)
+            await self.arrival(look, "router", cure)
             for incarnation in itertools.count():
                 self.lifecycle.router_up(RouterAddress(self.kind, self.url, incarnation, token=self.token), "", "")
-                self.lifecycle.router_away(self.url, await until("lost", account, look, interval_s))
-                await until("recovered", account, look, interval_s)
+                self.lifecycle.router_away(self.url, await until("lost", self.tracker, look, self.interval_s))
+                await until("recovered", self.tracker, look, self.interval_s)
                 self.lifecycle.say(f"router: {self.url} answers again")
-
-
-async def arrival(
-    name: str, url: str, look: HttpProbe, lifecycle: Lifecycle, health: HealthConfig, given: str, cure: str
-) -> None:
-    """Waits for the first good answer, at most `rollout_health_check_first_wait` seconds. Raises UsageError."""
-    waiting = Waiting(name, lifecycle.say, f"waiting for {url}")
-    fault: str | None = "no answer"
-    try:
-        async with asyncio.timeout(health.rollout_health_check_first_wait):
-            while (fault := await look()) is not None:
-                if look.unauthorized:  # waiting does not help
-                    raise UsageError(f"{given}: {fault}")
-                waiting.tick()
-                await asyncio.sleep(POLL_S)
-    except TimeoutError:
-        what = "router" if name == "router" else "healthy engine"
-        raise UsageError(f"{given}: no {what} answers there ({fault}); {cure}") from None
-    waiting.over(url, always=False)

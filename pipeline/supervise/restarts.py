@@ -1,4 +1,4 @@
-"""Restarts: what the runner reports to the controller, the budget, and one server process that is kept alive.
+"""Restarts: their budget, and one server process that is kept alive.
 
 Invariants:
 - every unexpected end is reported before the replacement starts, so that the work of the lost process moves on;
@@ -18,23 +18,26 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import ClassVar, Final, Protocol
+from typing import ClassVar, Final
 
 from msgspec import Struct
 
+from configs.schema import Config
 from configs.schema.rollout import HealthConfig
 from models.engines.client import EngineClient
 from models.engines.token import Token
 from models.errors import EngineError
 from pipeline.errors import EXIT_USER_ERROR, ReplicaFailed, UsageError
-from pipeline.facts.servers import EngineSpec, Kind
-from pipeline.hosts.launcher import ANYTHING, Handle, Launcher, ProcessSpec, Resources, describe_exit, run_until
+from pipeline.facts.run_directory import Kind
+from pipeline.graph import Placement
+from pipeline.hosts.launcher import Handle, Launcher, ProcessSpec, describe_exit, run_until
+from pipeline.hosts.rendezvous import Entry
+from pipeline.supervise.auto_resume import WINDOW_S, RestartBudget, backoff_s
 from pipeline.supervise.health_probe import HealthProbe, HealthTracker, HttpProbe, until
-from pipeline.supervise.restart_budget import WINDOW_S, RestartBudget, backoff_s
-from stages.base import TrainOptions
-from stages.topic_values import RouterAddress
+from pipeline.supervise.lifecycle import Lifecycle
 from transport import TopicServer
 
 log = logging.getLogger("sluice.controller")
@@ -42,42 +45,23 @@ log = logging.getLogger("sluice.controller")
 HANG_S: Final = 60.0  # longer than a process takes to start on a machine that is busy
 
 
-class Lifecycle(Protocol):
-    """Reports of the runner to its controller."""
+@dataclass(frozen=True)
+class Supervision:
+    """What all supervisors of a run work with."""
 
-    def lost(self, stage: str, name: str, why: str) -> None:
-        """A process ended, or was ended since it hung, and is started again: release its leases, count the restart."""
+    placement: Placement
+    topic: TopicServer
+    launcher: Launcher
+    restarts: Restarts
+    entry: Entry
 
-    async def trainer_state(self, lost: TrainOptions) -> TrainOptions | None:
-        """Where the next incarnation of a trainer begins that was reported as lost; None if only a resume can continue.
-        Waits until all that the lost trainer had reported is in the ledger."""
+    @property
+    def config(self) -> Config:
+        return self.placement.config
 
-    def retired(self, stage: str, name: str) -> None:
-        """A replica that was scaled away has ended, with or without an error: its messages go to others."""
-
-    def engine_up(self, spec: EngineSpec, url: str, incarnation: int, version: str) -> None:
-        """It serves. `version`: as the server itself names it."""
-
-    def engine_left(self, spec: EngineSpec) -> None:
-        """An engine that was scaled away has ended: no part of the run waits for it any more."""
-
-    def engine_away(self, spec: EngineSpec, why: str) -> None:
-        """An external engine does not answer: it gets no requests until it is up again."""
-
-    def router_up(self, address: RouterAddress, version: str, metrics: str) -> None:
-        """The router takes requests; its engines must be added to it again. `metrics`: the address of its /metrics."""
-
-    def router_away(self, url: str, why: str) -> None:
-        """An external router does not answer: it gets no requests until it is up again."""
-
-    def loading(self, name: str) -> bool:
-        """Whether an engine has no published weights yet or loads some now, so that it may be slow to answer."""
-
-    def complaint(self, name: str, incarnation: int) -> str | None:
-        """Why the engines stage wants this incarnation of an engine replaced, None if it does not."""
-
-    def say(self, line: str) -> None:
-        """A line for the user."""
+    @property
+    def lifecycle(self) -> Lifecycle:
+        return self.restarts.lifecycle
 
 
 async def end_if_silent(topic: TopicServer, key: str, name: str, process: Handle, limit_s: float | None = None) -> None:
@@ -93,18 +77,16 @@ async def end_if_silent(topic: TopicServer, key: str, name: str, process: Handle
 
 
 class Restarts:
-    """How often each process was started again. `limit`: within `WINDOW_S`; `counts`: in the whole run."""
+    """The budgets of all processes. `limit`: restarts of one of them within `WINDOW_S`."""
 
     def __init__(self, lifecycle: Lifecycle, limit: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.lifecycle, self.limit = lifecycle, limit
-        self.counts: dict[str, int] = {}
         self._clock = clock
         self._budgets: dict[str, RestartBudget] = {}
 
     async def again(self, stage: str, name: str, why: str, words: str, log: Path) -> None:
         """Report a loss and wait out the backoff. Raises ReplicaFailed when there have been too many."""
         self.lifecycle.lost(stage, name, why)
-        self.counts[name] = self.counts.get(name, 0) + 1
         lost = self._budgets.setdefault(name, RestartBudget(self.limit, self._clock)).lost()
         if lost > self.limit:
             raise ReplicaFailed(
@@ -127,7 +109,6 @@ class StartCommand(Struct, frozen=True):
 
     process: ProcessSpec
     url: str
-    resources: Resources = ANYTHING
     token: Token | None = None  # what requests to it must bring
     taken_over: bool = False  # it serves already
 
@@ -161,7 +142,7 @@ class ServerSupervisor:
 
     def __init__(self, server: SupervisedServer, launcher: Launcher, restarts: Restarts, health: HealthConfig) -> None:
         self.server, self.launcher, self.restarts, self.health = server, launcher, restarts, health
-        self.lifecycle: Lifecycle = restarts.lifecycle
+        self.lifecycle = restarts.lifecycle
         self._served = False
         self._retired = asyncio.Event()
 
@@ -210,7 +191,7 @@ class ServerSupervisor:
             yield found
             return
         with self.server.start_command(incarnation, self.launcher) as start:
-            yield start, await self.launcher.spawn(start.process, start.resources)
+            yield start, await self.launcher.spawn(start.process)
 
     async def _serve(self, start: StartCommand, process: Handle, incarnation: int) -> str:
         """Wait until it serves, announce it, then watch it. Returns why it is lost."""

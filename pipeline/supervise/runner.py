@@ -20,11 +20,12 @@ import msgspec
 
 from configs.graph import SINGLE
 from pipeline.errors import UsageError, check_repeatable
+from pipeline.graph import Placement
 from pipeline.hosts.launcher import Launcher, describe_exit, run_until
 from pipeline.hosts.rendezvous import Entry, Keys, admit, retire_key, spec_key
 from pipeline.hosts.worker import ReplicaSpec, run_replica
-from pipeline.replica_specs import Placement
-from pipeline.supervise.restarts import Lifecycle, Restarts
+from pipeline.supervise.lifecycle import Lifecycle
+from pipeline.supervise.restarts import Restarts, Supervision
 from pipeline.supervise.servers import Servers
 from pipeline.supervise.trainer_unit import Ranks, TrainerUnit
 from stages.base import TrainOptions, beside
@@ -54,9 +55,10 @@ class Runner(ABC):
         _, worker = keys or ("", "")
         self.entry = Entry(placement.run_id, topic.address, str(worker), partial(admit, topic))
         launcher.say = lifecycle.say
-        self._restarts = Restarts(lifecycle, config.run.max_restarts)
-        self._ranks = Ranks(placement, launcher, self.entry, topic)
-        self._servers = Servers(placement, topic, launcher, self._restarts, self.entry, in_process=self.in_process)
+        restarts = Restarts(lifecycle, config.run.max_restarts)
+        self._shared = Supervision(placement, topic, launcher, restarts, self.entry)
+        self._ranks = Ranks(self._shared)
+        self._servers = Servers(self._shared, in_process=self.in_process)
         self._replicas: asyncio.TaskGroup | None = None  # while it runs
         self._running: dict[str, ReplicaSpec] = {}
         self._retiring: set[str] = set()
@@ -154,11 +156,9 @@ class ProcessRunner(Runner):
     async def _supervise(self, spec: ReplicaSpec) -> None:
         """Waits for the process to end; starts it again unless it ended well, or may not be."""
         if isinstance(spec.built_in, TrainOptions):
-            await TrainerUnit(self.placement, self.launcher, self._restarts, self.entry, self.topic, self._ranks).run(
-                spec
-            )
+            await TrainerUnit(self._shared, self._ranks).run(spec)
             return
-        process, name = self.entry.process("pipeline.hosts.worker", spec.replica), spec.replica
+        process, name = self.entry.process(spec.replica), spec.replica
         self.topic.publish(spec_key(name), msgspec.msgpack.encode(spec))
         while True:
             handle = await run_until(self.launcher.spawn(process), self._until_unwanted(name))
@@ -168,7 +168,7 @@ class ProcessRunner(Runner):
             if code == 0 or name in self._retiring:
                 break
             check_repeatable(name, code, handle.last_line(), self.rundir.path)
-            await self._restarts.again(spec.stage, name, describe_exit(code), handle.last_line(), handle.log)
+            await self._shared.restarts.again(spec.stage, name, describe_exit(code), handle.last_line(), handle.log)
         self.topic.drop(spec_key(name))
 
     async def _until_unwanted(self, replica: str) -> None:

@@ -27,28 +27,20 @@ from models.engines.launch.command import RUNNER, router_launch, with_token
 from models.engines.launch.environment import Installed
 from models.engines.token import TokenFile
 from pipeline.errors import check_repeatable
-from pipeline.facts.servers import EngineSpec, Kind
+from pipeline.facts.run_directory import EngineSpec, Kind
 from pipeline.facts.stats import STATS_PREFIX
 from pipeline.graph import STAGES, Node
 from pipeline.hosts.launcher import HostGone, Launcher, ProcessSpec, describe_exit
 from pipeline.hosts.machine import HOST
-from pipeline.hosts.rendezvous import Entry, retire_key, spec_key
-from pipeline.preflight.sglang import prepare_sglang
-from pipeline.replica_specs import Placement
+from pipeline.hosts.rendezvous import retire_key, spec_key
+from pipeline.preflight.refusals import prepare_sglang
 from pipeline.supervise.engine_servers import EmbeddedOrSimulatedServer, InProcessEngine, SglangServer
 from pipeline.supervise.external_servers import ExternalEngine, ExternalRouter
-from pipeline.supervise.restarts import (
-    Lifecycle,
-    Restarts,
-    ServerSupervisor,
-    StartCommand,
-    SupervisedServer,
-    end_if_silent,
-)
+from pipeline.supervise.lifecycle import Lifecycle
+from pipeline.supervise.restarts import ServerSupervisor, StartCommand, SupervisedServer, Supervision, end_if_silent
 from stages.base import beside
 from stages.engines.stage import END
 from stages.topic_values import ADDRESS, DIRECTORY, LEAVE, RouterAddress, entries
-from transport import TopicServer
 
 STAGE: Final = "fetcher"
 
@@ -58,11 +50,8 @@ class WeightFetchers:
 
     tasks: asyncio.TaskGroup
 
-    def __init__(
-        self, placement: Placement, topic: TopicServer, launcher: Launcher, restarts: Restarts, entry: Entry
-    ) -> None:
-        self._placement, self._topic, self._launcher = placement, topic, launcher
-        self._restarts, self._entry = restarts, entry
+    def __init__(self, shared: Supervision) -> None:
+        self._shared, self._topic, self._launcher = shared, shared.topic, shared.launcher
         self._engines: dict[str, str] = {}  # engine -> its host
         self._there: dict[str, str] = {}  # host -> its fetcher
         self._numbers = itertools.count()
@@ -90,8 +79,9 @@ class WeightFetchers:
 
     async def _keep(self, number: int, host: str) -> None:
         """Waits for the end of a fetcher; starts it again unless it ended well, or its host is gone."""
-        spec = self._placement.replica(Node(STAGE, STAGES[STAGE]), number, 1)
-        name, process = spec.replica, self._entry.process("pipeline.hosts.worker", spec.replica)
+        placement, restarts = self._shared.placement, self._shared.restarts
+        spec = placement.replica(Node(STAGE, STAGES[STAGE]), number, 1)
+        name, process = spec.replica, self._shared.entry.process(spec.replica)
         self._topic.publish(spec_key(name), msgspec.msgpack.encode(spec))
         while engine := next((engine for engine, its in self._engines.items() if its == host), None):
             try:
@@ -104,12 +94,12 @@ class WeightFetchers:
                 code = await handle.wait()
             if code == 0:
                 break
-            check_repeatable(name, code, handle.last_line(), self._placement.rundir.path)
-            await self._restarts.again(STAGE, name, describe_exit(code), handle.last_line(), handle.log)
+            check_repeatable(name, code, handle.last_line(), placement.rundir.path)
+            await restarts.again(STAGE, name, describe_exit(code), handle.last_line(), handle.log)
         if self._there.get(host) == name:
             del self._there[host]
         if self._topic.get(END) is None:
-            self._restarts.lifecycle.retired(STAGE, name)
+            restarts.lifecycle.retired(STAGE, name)
         for key in (spec_key(name), retire_key(name)):
             self._topic.drop(key)
         await self._launcher.release(name)
@@ -159,23 +149,14 @@ Own = InProcessEngine | ServerSupervisor  # ends for good when it is retired
 class Servers:
     """The servers of one run. `in_process`: whether our own engines run as threads of this process."""
 
-    def __init__(
-        self,
-        placement: Placement,
-        topic: TopicServer,
-        launcher: Launcher,
-        restarts: Restarts,
-        entry: Entry,
-        *,
-        in_process: bool,
-    ) -> None:
-        self.config, self.placement, self.topic = placement.config, placement, topic
-        self.launcher, self.restarts, self.in_process = launcher, restarts, in_process
-        self.fetchers = WeightFetchers(placement, topic, launcher, restarts, entry)
+    def __init__(self, shared: Supervision, *, in_process: bool) -> None:
+        self._shared, self._in_process = shared, in_process
+        self.config, self.placement, self.topic = shared.config, shared.placement, shared.topic
+        self.fetchers = WeightFetchers(shared)
         self._tasks: asyncio.TaskGroup | None = None  # while they run
         self._engines: dict[str, tuple[Own, asyncio.Task[None]]] = {}  # engines that may be retired
         self._leaving: set[str] = set()
-        self._numbers = len(placement.engines)  # of the next engine
+        self._numbers = len(self.placement.engines)  # of the next engine
         self._installed: Installed | None = None
 
     @property
@@ -189,10 +170,8 @@ class Servers:
         The owner of the launcher stops the processes.
         """
         specs = [*self.placement.engines, *self.placement.frozen]
-        found, self._installed = await supervisors(
-            self.placement, specs, self.launcher, self.restarts, self.fetchers, in_process=self.in_process
-        )
-        await self.launcher.end_left([name for name, one in found.items() if isinstance(one, ServerSupervisor)])
+        found = await self.supervisors(specs)
+        await self._shared.launcher.end_left([name for name, one in found.items() if isinstance(one, ServerSupervisor)])
         generating = {spec.name for spec in self.placement.engines}
         async with asyncio.TaskGroup() as self._tasks:
             self.fetchers.tasks = self._tasks
@@ -219,13 +198,10 @@ class Servers:
         assert self._tasks is not None
         for _ in range(count - len(present)):
             spec = self.placement.engine(self._numbers)
-            self.launcher.expect(spec.name)
+            self._shared.launcher.expect(spec.name)
             self._numbers += 1
             self.placement.engines.append(spec)
-            one = server_of(
-                spec, self.config, self._installed, self.launcher, self.restarts, self.fetchers,
-                in_process=self.in_process,
-            )  # fmt: skip
+            one = self._started(spec)
             self._engines[spec.name] = one, self._tasks.create_task(one.run())
         for name in present[count:]:
             self._leaving.add(name)
@@ -246,65 +222,42 @@ class Servers:
         self.placement.engines.remove(spec)
         self._leaving.remove(name)
         self.fetchers.left(name)
-        await self.launcher.release(name)
-        self.restarts.lifecycle.engine_left(spec)
+        await self._shared.launcher.release(name)
+        self._shared.lifecycle.engine_left(spec)
         self.topic.drop(LEAVE + name)
 
     def _has_left(self, name: str) -> bool:
         entry = entries(self.topic).get(name)
         return entry is not None and entry.state == "left"
 
+    async def supervisors(self, specs: Sequence[EngineSpec]) -> dict[str, Own | ExternalEngine | ExternalRouter]:
+        """What supervises or watches each of the servers: these engines, and the router."""
+        config, lifecycle, health = self.config, self._shared.lifecycle, self.config.health
+        found: dict[str, Own | ExternalEngine | ExternalRouter] = {
+            spec.name: ExternalEngine(spec, lifecycle, health) for spec in specs if spec.external
+        }
+        router, address = router_kind(config), config.router.router_address
+        if router != "none" and address is not None:
+            token = self.placement.external_token
+            found["router"] = ExternalRouter(router, address, lifecycle, health, token.token if token else None)
+        if (router != "none" and address is None) or any(not spec.ours and not spec.external for spec in specs):
+            # In a thread: it may have to run SGLang's imports, which take seconds.
+            self._installed = await asyncio.to_thread(prepare_sglang, config, warn=False)
+        found |= {spec.name: self._started(spec) for spec in specs if not spec.external}
+        if router != "none" and address is None and self._installed is not None:
+            token = self.placement.run_token()
+            found["router"] = self._supervised(RouterServer(router, config, self._installed, lifecycle, token))
+        return found
 
-async def supervisors(
-    placement: Placement,
-    specs: Sequence[EngineSpec],
-    launcher: Launcher,
-    restarts: Restarts,
-    fetchers: WeightFetchers,
-    *,
-    in_process: bool,
-) -> tuple[dict[str, Own | ExternalEngine | ExternalRouter], Installed | None]:
-    """What supervises or watches each of the servers, and the environment of SGLang if one of them is part of it."""
-    config, lifecycle, health = placement.config, restarts.lifecycle, placement.config.health
-    found: dict[str, Own | ExternalEngine | ExternalRouter] = {
-        spec.name: ExternalEngine(spec, lifecycle, health) for spec in specs if spec.external
-    }
-    router, address = router_kind(config), config.router.router_address
-    if router != "none" and address is not None:
-        token = placement.external_token
-        found["router"] = ExternalRouter(router, address, lifecycle, health, token.token if token else None)
-    installed: Installed | None = None
-    if (router != "none" and address is None) or any(not spec.ours and not spec.external for spec in specs):
-        # In a thread: it may have to run SGLang's imports, which take seconds.
-        installed = await asyncio.to_thread(prepare_sglang, config, warn=False)
-    for spec in specs:
-        if not spec.external:
-            found[spec.name] = server_of(spec, config, installed, launcher, restarts, fetchers, in_process=in_process)
-    if router != "none" and address is None and installed is not None:
-        found["router"] = ServerSupervisor(
-            RouterServer(router, config, installed, lifecycle, placement.run_token()), launcher, restarts, health
-        )
-    return found, installed
+    def _started(self, spec: EngineSpec) -> Own:
+        """The supervisor of an engine that the run starts."""
+        lifecycle = self._shared.lifecycle
+        if spec.ours and self._in_process:
+            return InProcessEngine(spec, lifecycle)
+        if spec.ours:
+            return self._supervised(EmbeddedOrSimulatedServer(spec, lifecycle, self.fetchers.beside))
+        assert self._installed is not None
+        return self._supervised(SglangServer(spec, self.config, self._installed, lifecycle, self.fetchers.beside))
 
-
-def server_of(
-    spec: EngineSpec,
-    config: Config,
-    installed: Installed | None,
-    launcher: Launcher,
-    restarts: Restarts,
-    fetchers: WeightFetchers,
-    *,
-    in_process: bool,
-) -> Own:
-    """The supervisor of one engine that the run starts. `installed`: needed for SGLang's."""
-    lifecycle = restarts.lifecycle
-    if spec.ours and in_process:
-        return InProcessEngine(spec, lifecycle)
-    if spec.ours:
-        return ServerSupervisor(
-            EmbeddedOrSimulatedServer(spec, lifecycle, fetchers.beside), launcher, restarts, config.health
-        )
-    assert installed is not None
-    server = SglangServer(spec, config, installed, lifecycle, fetchers.beside)
-    return ServerSupervisor(server, launcher, restarts, config.health)
+    def _supervised(self, server: SupervisedServer) -> ServerSupervisor:
+        return ServerSupervisor(server, self._shared.launcher, self._shared.restarts, self.config.health)

@@ -1,4 +1,10 @@
-"""The trainer as one unit: the train stage and, where there are any, its ranks. They start, are lost and end together.
+"""The trainer as one unit: the train stage and, where there are any, its ranks. They start, are lost and end together,
+here or with their node, while engines, prompts and finished groups stay.
+
+The next incarnation loads the newest state: a checkpoint, a recovery point of stages/train/recovery.py, or the initial
+weights. The ledger is not rolled back, for a step counts once it is reported, and only after its batch is on disk. So
+the unit trains those batches again, reports none of them, and announces the version of the ledger's last step. Thus no
+group is trained twice in the ledger, versions never fall, and no engine holds weights of a step that never happened.
 
 Invariants:
 - before an incarnation starts, every process of the previous incarnation has ended: a socket, a file or a GPU has one
@@ -22,18 +28,15 @@ from msgspec import Struct
 
 from configs.schema import Config
 from configs.schema.run import RANK
-from models.fault_injection import fault_plan
 from models.train.trainer_group.rank_spec import EXIT_PEER_GONE, MEETING, RankSpec, needs_trainer_group, processes_of
 from pipeline.errors import EXIT_DISK_FULL, EXIT_USER_ERROR, ReplicaFailed, UsageError, check_repeatable
 from pipeline.facts.stats import STATS_PREFIX
-from pipeline.hosts.launcher import Handle, Launcher, Resources, SharedFiles, describe_exit, shared_files
+from pipeline.hosts.launcher import Handle, SharedFiles, describe_exit, shared_files
 from pipeline.hosts.machine import gpus_to_divide, trainer_group_gpus
-from pipeline.hosts.rendezvous import Entry, spec_key
+from pipeline.hosts.rendezvous import spec_key
 from pipeline.hosts.worker import ReplicaSpec
-from pipeline.replica_specs import Placement
-from pipeline.supervise.restarts import HANG_S, POLL_S, STARTS_WITHOUT_SERVING, Restarts, Waiting, end_if_silent
+from pipeline.supervise.restarts import HANG_S, POLL_S, STARTS_WITHOUT_SERVING, Supervision, Waiting, end_if_silent
 from stages.base import TrainOptions, beside
-from transport import TopicServer
 
 NOTICE_S: Final = 0.5  # time in which another process may show that it was lost first
 END_S: Final = 10.0  # time that ranks get to end after the stage has ended well
@@ -57,12 +60,6 @@ def first_lost(codes: Mapping[str, int]) -> Loss | None:
     causes = [loss for loss in failed if loss.code != EXIT_PEER_GONE]
     certain = [loss for loss in causes if loss.code < 0 or loss.code in (EXIT_USER_ERROR, EXIT_DISK_FULL)]
     return next(iter([*certain, *causes, *failed]), None)
-
-
-def restartable(config: Config) -> bool:
-    """Whether the trainer may be restarted while the engines continue: not where they share its device, since
-    they wait for the turn of the lost trainer."""
-    return not config.asynchrony.colocate
 
 
 def silence_limit_s(config: Config) -> float:
@@ -93,10 +90,11 @@ async def exit_codes(processes: Mapping[str, Handle], over: Callable[[Mapping[st
 class Ranks:
     """Starts the ranks of a run. Empty where the train stage trains by itself."""
 
-    def __init__(self, placement: Placement, launcher: Launcher, entry: Entry, topic: TopicServer) -> None:
+    def __init__(self, shared: Supervision) -> None:
         """Raises UsageError for too few GPUs."""
-        config = self._config = placement.config
-        self._placement, self._launcher, self._entry, self._topic = placement, launcher, entry, topic
+        config = self._config = shared.config
+        self._placement, self._launcher = shared.placement, shared.launcher
+        self._entry, self._topic = shared.entry, shared.topic
         self._count = processes_of(config.parallel) if needs_trainer_group(config) else 0
         self._gpus = trainer_group_gpus(config, gpus_to_divide(config)) if self._count else ()
         self.names = [f"train-rank-{rank}" for rank in range(self._count)]
@@ -140,17 +138,13 @@ class Ranks:
             store=(self._launcher.address(self.names[0]), port),
             address=f"trainer-group-{incarnation}.sock",
             # Each incarnation counts its calls from 1, and draws again.
-            faults=fault_plan(
-                config,
-                RANK,
-                f"{name}/{incarnation}",
-                run_generation=self._placement.run_generation,
-                run_dir=self._placement.rundir.path,
-            ),
+            faults=self._placement.faults(RANK, f"{name}/{incarnation}"),
         )
         self._topic.publish(spec_key(name), msgspec.msgpack.encode(spec))
-        process = self._entry.process("pipeline.hosts.worker", name, env=self._environment(rank), sweep=True)
-        return await self._launcher.spawn(process, Resources(self._gpus))
+        process = self._entry.process(name)
+        return await self._launcher.spawn(
+            msgspec.structs.replace(process, env=self._environment(rank), gpus=self._gpus, sweep=True)
+        )
 
     def _environment(self, rank: int) -> dict[str, str]:
         """What torchrun would set, for libraries that read it; the ranks have their specifications."""
@@ -170,18 +164,10 @@ class TrainerUnit:
     """The train stage and its ranks as processes. `run` until the stage ends well, or cancel it; the owner of the
     launcher stops them then."""
 
-    def __init__(
-        self,
-        placement: Placement,
-        launcher: Launcher,
-        restarts: Restarts,
-        entry: Entry,
-        topic: TopicServer,
-        ranks: Ranks,
-    ) -> None:
-        self._config, self._rundir = placement.config, placement.rundir
-        self._launcher, self._restarts, self._entry, self._topic = launcher, restarts, entry, topic
-        self._ranks = ranks
+    def __init__(self, shared: Supervision, ranks: Ranks) -> None:
+        self._config, self._rundir = shared.config, shared.placement.rundir
+        self._launcher, self._restarts, self._topic = shared.launcher, shared.restarts, shared.topic
+        self._entry, self._ranks = shared.entry, ranks
         self._came_up = False  # its ranks, in any incarnation
         self._silence_s = silence_limit_s(self._config)
 
@@ -217,7 +203,7 @@ class TrainerUnit:
                 await self._release(stage)
                 await asyncio.sleep(ROOM_POLL_S)
         self._topic.publish(spec_key(stage), msgspec.msgpack.encode(spec))
-        return {stage: await self._launcher.spawn(self._entry.process("pipeline.hosts.worker", stage)), **ranks}
+        return {stage: await self._launcher.spawn(self._entry.process(stage)), **ranks}
 
     async def _release(self, stage: str) -> None:
         """Give the unit's places back: its processes are placed together, on other nodes."""
@@ -262,7 +248,8 @@ class TrainerUnit:
                 f"{process.log}"
             )
         options = None
-        if restartable(self._config) and not (failed and loss.name == stage):  # its exception would come again
+        # Engines that share its device wait for the lost trainer's turn; an exception of the stage would come again.
+        if not self._config.asynchrony.colocate and not (failed and loss.name == stage):
             await self._restarts.again(spec.stage, stage, why, words, process.log)
             assert isinstance(spec.built_in, TrainOptions)
             options = await self._restarts.lifecycle.trainer_state(spec.built_in)

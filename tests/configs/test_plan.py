@@ -14,16 +14,17 @@ from hypothesis import strategies as st
 
 from configs.graph import path
 from configs.load import load
-from configs.plan.plan import make_plan, render
-from configs.plan.run_estimate import estimate_run, size_text
-from configs.plan.staleness import (
+from configs.plan.plan import (
     capped_lognormal_mean,
+    make_plan,
     mean_staleness,
     predicted_staleness,
+    render,
     simulated_generation_s,
     simulated_times,
     staleness_line,
 )
+from configs.plan.run_estimate import estimate_run, size_text
 from configs.resolve import resolve
 from configs.schema import Config
 

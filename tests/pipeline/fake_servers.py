@@ -15,7 +15,7 @@ import msgspec
 
 from configs.schema import Config
 from models.engines.client import EngineClient
-from pipeline.facts.servers import EngineSpec
+from pipeline.facts.run_directory import EngineSpec
 from pipeline.supervise.health_probe import HttpProbe
 from stages.topic_values import RouterAddress
 

@@ -23,8 +23,9 @@ import msgspec
 
 from pipeline.facts.run_directory import RunDir
 from pipeline.hosts import die_with_parent
-from pipeline.hosts.launcher import ANYTHING, Handle, ProcessSpec, ProcessState, Resources, SharedFiles
+from pipeline.hosts.launcher import Handle, ProcessSpec, SharedFiles
 from pipeline.hosts.local_launcher import LocalHandle, LocalLauncher
+from pipeline.hosts.machine import ProcessState
 
 ROOT = Path(__file__).parent.parent.parent
 # Held open from outside, so that they are seen although what lies above is hidden. "ready" comes when all is in place.
@@ -177,13 +178,13 @@ class NamespaceLauncher(LocalLauncher):
         with super().held_port(name, port) as held:
             yield held
 
-    async def spawn(self, spec: ProcessSpec, resources: Resources = ANYTHING) -> Handle:
+    async def spawn(self, spec: ProcessSpec) -> Handle:
         if (host := self.host(spec.name)) is None:
-            return await super().spawn(spec, resources)
+            return await super().spawn(spec)
         for path in spec.files:
             host.bring(Path(path))
         Path(f"/proc/{host.pid}/root{self.rundir.sockets}").mkdir(mode=0o700, exist_ok=True)
-        handle = await super().spawn(msgspec.structs.replace(spec, argv=host.inside(spec.argv)), resources)
+        handle = await super().spawn(msgspec.structs.replace(spec, argv=host.inside(spec.argv)))
         handle.__class__ = _ThereHandle
         return handle
 

@@ -16,7 +16,7 @@ from pipeline.control.endpoint import Command, Reply, RunStatus, Status
 from pipeline.controller import Controller
 from pipeline.hosts.rendezvous import Keys
 from pipeline.record.journal import Stepped, audit, read_journal
-from pipeline.supervise.restarts import Lifecycle
+from pipeline.supervise.lifecycle import Lifecycle
 from pipeline.supervise.runner import Runner
 from transport import Node, TopicServer
 

@@ -20,7 +20,7 @@ import launch as program
 from configs.schema import Config, StageConfig
 from pipeline.controller import wait_empty
 from pipeline.graph import build, stream_spec
-from pipeline.observe.metrics import read_metrics
+from pipeline.record.metrics import read_metrics
 from stages.messages import RolloutSlice
 from stages.staleness_gate import StalenessGate
 from tests.agent_clients import interpreter

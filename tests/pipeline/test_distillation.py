@@ -14,7 +14,7 @@ from test_kill import kill, wait_for_steps
 from test_preflight import refused
 
 from models.tiny import make_tiny_checkpoint
-from pipeline.observe.metrics import read_metrics
+from pipeline.record.metrics import read_metrics
 
 pytestmark = pytest.mark.slow
 

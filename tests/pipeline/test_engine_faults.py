@@ -38,7 +38,7 @@ import launch as program
 from configs.schema.rollout import EngineConfig, SimulatedEngineConfig
 from models.engines.client import EngineClient, WeightsUpdated
 from models.errors import EngineRefused
-from pipeline.facts.servers import ServerInfo
+from pipeline.facts.run_directory import ServerInfo
 from pipeline.hosts.machine import living
 from pipeline.record.journal import Ended, audit, read_journal
 from stages.sampling import routes

@@ -25,19 +25,17 @@ from models.engines.serve import EngineServer
 from models.engines.token import Token, TokenFile
 from models.tiny import make_tiny_checkpoint
 from pipeline.errors import UsageError
-from pipeline.facts.run_directory import RunDir
-from pipeline.facts.servers import EngineSpec, read_fleet
+from pipeline.facts.run_directory import EngineSpec, RunDir, read_fleet
 from pipeline.facts.stats import outage_text
-from pipeline.graph import build
+from pipeline.graph import Placement, build
 from pipeline.hosts.local_launcher import LocalLauncher
 from pipeline.hosts.machine import held_port
 from pipeline.preflight.data import check_frozen, prepare, vocabulary
 from pipeline.record.recorder import Recorder
-from pipeline.replica_specs import Placement
-from pipeline.supervise.announce import Announcer
 from pipeline.supervise.external_servers import ExternalEngine, ExternalRouter, PolicyConfig, differs
-from pipeline.supervise.restarts import Restarts
-from pipeline.supervise.servers import supervisors
+from pipeline.supervise.lifecycle import Lifecycle
+from pipeline.supervise.restarts import Restarts, Supervision
+from pipeline.supervise.servers import Servers
 from stages.base import GenerateOptions, TrainOptions
 from stages.chat.tokenizer import load_tokenizer
 from stages.topic_values import Complaint, EngineEntry, RouterAddress, addresses
@@ -218,9 +216,11 @@ async def test_what_was_given_by_address_is_watched_by_the_fleet(tmp_path: Path)
     restarts = Restarts(Told(), 0)
     with RunDir(tmp_path / "run").open(resume=False) as rundir:
         specs = [frozen_spec(config, "judge", "http://j:1")]
-        placement: Any = SimpleNamespace(config=config, external_token=TokenFile("f", Token("of-others")))
-        none: Any = None  # nobody here has weights brought
-        found, _ = await supervisors(placement, specs, LocalLauncher(rundir), restarts, none, in_process=False)
+        token = TokenFile("f", Token("of-others"))
+        placement: Any = SimpleNamespace(config=config, external_token=token, engines=[])
+        none: Any = None  # nothing here needs topic or entry
+        shared = Supervision(placement, none, LocalLauncher(rundir), restarts, none)
+        found = await Servers(shared, in_process=False).supervisors(specs)
         engine, router = found.values()
     assert isinstance(engine, ExternalEngine)
     assert (engine.spec.name, engine.spec.frozen, engine.url) == ("frozen-judge", "judge", "http://j:1")
@@ -236,7 +236,7 @@ async def test_what_is_away_leaves_the_topic_and_the_words_say_what_follows(tmp_
             topic = await node.topic_server("topic")
             recorder = Recorder(config, rundir)
             recorder.lines = lines.append
-            announcer = Announcer(topic, {}, recorder)
+            announcer = Lifecycle(topic, {}, recorder)
             spec = frozen_spec(config, "judge", "http://j:1")
             announcer.engine_up(spec, "http://j:1", 0, "0.5.23")
             announcer.router_up(RouterAddress("smg", "http://r:2", 0), "", "")

@@ -131,7 +131,7 @@ def test_a_peer_without_a_key_gets_nothing(over: OtherHost, tmp_path: Path, monk
                     await node.outlet(train, "train", RolloutSlice)
                 with pytest.raises((LinkError, AddressRefused)):
                     await (await node.byte_client(weights.address)).stat(weights.files[0])
-        *_, its = run.runner.entry.process("module", "reward-7").argv  # what each process of the run is given
+        *_, its = run.runner.entry.process("reward-7").argv  # what each process of the run is given
         security = load_security(Path(its), "reward-7")
         async with Node(run.runner.entry.run_id, "reward-7", security, give_up_s=5.0, close_s=0.1) as node:
             there = await node.topic(topic)

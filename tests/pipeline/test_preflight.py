@@ -28,8 +28,14 @@ from models.engines.launch.environment import Installed
 from models.tiny import make_tiny_checkpoint
 from pipeline.errors import Refused, UsageError, user_error
 from pipeline.preflight.data import prepare
-from pipeline.preflight.refusals import check_graders, check_names, check_trainer
-from pipeline.preflight.sglang import parts, prepare_sglang, warnings
+from pipeline.preflight.refusals import (
+    check_graders,
+    check_names,
+    check_trainer,
+    prepare_sglang,
+    sglang_parts,
+    sglang_warnings,
+)
 from tests.models.engines.launch.fake_environment import FakeEnvironment
 
 MEGATRON = ("--train-backend", "megatron", "--megatron-bucket-sze", "5")
@@ -183,7 +189,7 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeEnvironm
     ],
 )
 def test_only_what_the_run_starts_is_requested(config: Config, expected: tuple[str, ...]) -> None:
-    assert parts(config) == expected
+    assert sglang_parts(config) == expected
 
 
 def test_what_is_installed(environment: FakeEnvironment) -> None:
@@ -254,7 +260,7 @@ def test_updates_in_place_under_overlap_scheduling_are_warned_of(
         engine=EngineConfig(engine="sglang", pause_generation_mode=mode),
         sglang=SglangConfig(sglang_args=arguments, rollout_external_engine_addrs=external),
     )
-    lines = [*warnings(config, msgspec.structs.replace(CUDA, cuda=cuda))]
+    lines = [*sglang_warnings(config, msgspec.structs.replace(CUDA, cuda=cuda))]
     assert bool(lines) == reported
     assert all("use --pause-generation-mode retract, or --sglang-disable-overlap-schedule" in line for line in lines)
 
@@ -262,8 +268,8 @@ def test_updates_in_place_under_overlap_scheduling_are_warned_of(
 def test_a_warning_is_reported_before_the_start_and_once(
     environment: FakeEnvironment, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("pipeline.preflight.sglang.probe", lambda python, wanted: CUDA)
-    monkeypatch.setattr("pipeline.preflight.sglang._faults", lambda *_: ())
+    monkeypatch.setattr("pipeline.preflight.refusals.probe", lambda python, wanted: CUDA)
+    monkeypatch.setattr("pipeline.preflight.refusals._sglang_faults", lambda *_: ())
     config = Config(engine=EngineConfig(engine="sglang", pause_generation_mode="in_place"))
     prepare_sglang(config)
     assert capsys.readouterr().err.startswith("warning: --pause-generation-mode is in_place, and SGLang's overlap")

@@ -29,26 +29,27 @@ from models.engines.token import read_token
 from models.weights.slot_directory import LEFT_BEHIND_FILE
 from pipeline.errors import ReplicaFailed, UsageError
 from pipeline.facts.run_directory import RunDir
-from pipeline.graph import build
+from pipeline.graph import build, threads
 from pipeline.hosts import die_with_parent as die_with_parent
-from pipeline.hosts.launcher import ProcessSpec, ProcessState, Resources
-from pipeline.hosts.local_launcher import LocalLauncher, last_error
+from pipeline.hosts.launcher import ProcessSpec
+from pipeline.hosts.local_launcher import LocalLauncher
 from pipeline.hosts.machine import (
     PortInUse,
+    ProcessState,
     cpu_seconds,
     held_port,
     interruptible,
+    last_error,
     shared_memory_files,
     slices,
     visible_gpus,
 )
 from pipeline.hosts.rendezvous import Entry
 from pipeline.hosts.worker import ReplicaSpec
-from pipeline.replica_specs import threads
 from pipeline.supervise import restarts
+from pipeline.supervise.auto_resume import WINDOW_S
 from pipeline.supervise.health_probe import HealthTracker, HttpProbe, SchedulerProbe
-from pipeline.supervise.restart_budget import WINDOW_S
-from pipeline.supervise.restarts import Restarts
+from pipeline.supervise.restarts import Restarts, Supervision
 from pipeline.supervise.servers import WeightFetchers
 from stages.engines.stage import END
 from tests.served_app import served_app
@@ -123,8 +124,8 @@ async def test_a_program_sees_the_gpus_that_it_was_given_and_only_ours_find_the_
     tell = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'], os.environ['PYTHONPATH'], os.environ['ONE'])"
     messages = {}
     for name, ours in (("ours", True), ("foreign", False)):
-        spec = ProcessSpec(name, (sys.executable, "-c", tell), {"ONE": "1"}, ours=ours)
-        process = await launcher.spawn(spec, Resources(("4", "GPU-5")))
+        spec = ProcessSpec(name, (sys.executable, "-c", tell), {"ONE": "1"}, ("4", "GPU-5"), ours=ours)
+        process = await launcher.spawn(spec)
         assert await process.wait() == 0
         messages[name] = process.last_line()
     assert messages["foreign"] == "4,GPU-5 elsewhere 1"
@@ -144,7 +145,7 @@ async def test_restarts_are_counted_within_a_window(tmp_path: Path, monkeypatch:
     for _ in range(8):
         await restarts.again("reward", "reward-0", "signal SIGKILL", "", tmp_path)
         now += WINDOW_S / 2
-    assert restarts.counts == {"reward-0": 8}, "the summary counts all"
+    assert len(reported.events) == 8, "all are reported"
     assert waits == [0.2] + [0.4] * 7
     await restarts.again("reward", "reward-0", "signal SIGKILL", "", tmp_path)
     with pytest.raises(ReplicaFailed, match="reward-0 ended 3 times within 60 minutes"):
@@ -354,7 +355,8 @@ async def test_a_silent_fetcher_is_ended_and_started_again(tmp_path: Path, monke
         topic = await node.topic_server("inproc://silent-fetcher")
         spec = ReplicaSpec("fetcher", "fetcher-0", "", 0, 1, 1, str(tmp_path), {}, {})
         placement: Any = SimpleNamespace(rundir=SimpleNamespace(path=tmp_path), replica=lambda *_: spec)
-        fetchers = WeightFetchers(placement, topic, started, Restarts(Told(), 5), Entry("run", topic.address))
+        entry = Entry("run", topic.address)
+        fetchers = WeightFetchers(Supervision(placement, topic, started, Restarts(Told(), 5), entry))
         fetchers.tasks = tasks
         assert fetchers.beside("engine-1", "10.0.0.2") == "fetcher-0"
         await eventually(lambda: [("started again",)] if started.starts == 2 else [])

@@ -29,7 +29,7 @@ from pipeline.hosts.launcher import ProcessSpec
 from pipeline.hosts.ray.cluster import nodes
 from pipeline.hosts.ray.launcher import RayLauncher
 from pipeline.hosts.ray.placement import RayPlacement
-from pipeline.observe.metrics import read_metrics
+from pipeline.record.metrics import read_metrics
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install ray")
 
@@ -94,7 +94,7 @@ def test_a_killed_process_and_a_killed_actor_are_replaced(tmp_path: Path, monkey
 
     flags = [*SMALL, *made_model(), *SIMULATED, *RAY, "--num-rollout", "4000"]
     run = scripted(monkeypatch, tmp_path / "run", script, lambda place: program.main(["--run-dir", str(place), *flags]))
-    assert set(run.runner._restarts.counts) == {"generate-0", "reward-0", "engine-0"}
+    assert set(run.controller.recorder.restarts) == {"generate-0", "reward-0", "engine-0"}
     assert "the Ray actor of reward-0 is gone: " in (tmp_path / "run" / "logs" / "reward-0.log").read_text()
     assert not ray.is_initialized()
 

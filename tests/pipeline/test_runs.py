@@ -15,7 +15,7 @@ from scripted_run import Scripted, scripted
 import launch as program
 from models.checkpoint import latest_checkpoint
 from pipeline.errors import UsageError
-from pipeline.observe.metrics import read_metrics
+from pipeline.record.metrics import read_metrics
 from stages.train.saved_groups import load_batch
 
 # A custom stage as a user writes it, outside the package: it writes down every slice that passes.

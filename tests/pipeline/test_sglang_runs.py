@@ -24,7 +24,7 @@ from models.engines.launch.command import RUNNER
 from models.engines.protocol import EXPECTED_SGLANG, GenerateRequest, SamplingParams
 from models.engines.token import read_token
 from models.errors import EngineError
-from pipeline.observe.metrics import read_metrics
+from pipeline.record.metrics import read_metrics
 from pipeline.supervise.engine_servers import refusal
 from stages.chat.tokenizer import load_tokenizer
 from tests.models.engines.forward_reference import by_one, by_pieces

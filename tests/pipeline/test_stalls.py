@@ -31,8 +31,8 @@ from models.import_path import import_path
 from models.tiny import make_tiny_checkpoint
 from pipeline.graph import STAGES, message_bytes, stream_spec
 from pipeline.hosts.worker import ReplicaSpec, run_replica
-from pipeline.observe.stalls import MOST_KEPT, Stall, StallWatch
-from pipeline.supervise.announce import DeadLetters
+from pipeline.record.stalls import MOST_KEPT, Stall, StallWatch
+from pipeline.supervise.lifecycle import DeadLetters
 from stages.base import MapStage
 from stages.group.stage import GroupStage
 from stages.messages import RolloutSlice, Settled

@@ -13,8 +13,8 @@ import psutil
 import pytest
 from launching import SIMULATED, SMALL, Finished, alive, finish, here, made_model, start, succeed
 
-from pipeline.observe.metrics import read_metrics
 from pipeline.record.journal import RolledBack, read_journal
+from pipeline.record.metrics import read_metrics
 from tests.chaos.oracle import Expected, judge
 from tests.pipeline import test_kill
 from tests.pipeline.test_kill import kill, pids, steps_done, wait_for_steps, wait_until

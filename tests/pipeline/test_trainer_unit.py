@@ -16,13 +16,13 @@ from configs.schema import Config
 from models.train.trainer_group.rank_spec import PeerGone, RanksDisagree
 from pipeline.errors import ReplicaFailed, UsageError, exit_code
 from pipeline.facts.run_directory import RunDir
-from pipeline.hosts.launcher import ANYTHING, ProcessSpec, Resources
+from pipeline.hosts.launcher import ProcessSpec
 from pipeline.hosts.local_launcher import LocalHandle, LocalLauncher
 from pipeline.hosts.machine import check_trainer_group, engines_gpus, trainer_group_gpus
 from pipeline.hosts.rendezvous import CONFIG, Entry
 from pipeline.hosts.worker import ReplicaSpec
 from pipeline.supervise import trainer_unit as trainer_unit
-from pipeline.supervise.restarts import Restarts
+from pipeline.supervise.restarts import Restarts, Supervision
 from pipeline.supervise.trainer_unit import Loss, Ranks, TrainerUnit, first_lost
 from stages.base import TrainOptions
 from transport import Node
@@ -152,14 +152,14 @@ def keep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
             topic = await node.topic_server(f"ipc://{rundir.sockets / 'topic'}")
             topic.publish(CONFIG, msgspec.msgpack.encode(config))
             entry = Entry("run", topic.address)
-            placement: Any = SimpleNamespace(config=config, rundir=rundir, run_generation=0)
-            ranks = Ranks(placement, launcher, entry, topic)
-            unit = TrainerUnit(placement, launcher, Restarts(told, limit), entry, topic, ranks)
+            placement: Any = SimpleNamespace(config=config, rundir=rundir, faults=lambda *_: None)
+            shared = Supervision(placement, topic, launcher, Restarts(told, limit), entry)  # type: ignore[arg-type]
+            unit = TrainerUnit(shared, Ranks(shared))
             spawn = launcher.spawn
 
-            async def instead(spec: ProcessSpec, resources: Resources = ANYTHING) -> LocalHandle:
+            async def instead(spec: ProcessSpec) -> LocalHandle:
                 argv = (sys.executable, str(script), str(lives), *spec.argv[spec.argv.index("-m") + 2 :])
-                return await spawn(msgspec.structs.replace(spec, argv=argv), resources)
+                return await spawn(msgspec.structs.replace(spec, argv=argv))
 
             monkeypatch.setattr(launcher, "spawn", instead)
             monkeypatch.setattr(trainer_unit, "NOTICE_S", 0.2)

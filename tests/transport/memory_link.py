@@ -19,7 +19,7 @@ import numpy as np
 
 from transport.errors import AddressInUse
 from transport.node import Node
-from transport.port import Decode, Endpoint, Fabric, Link
+from transport.port import CorePort, Decode, Link
 from transport.spec import DeadLetter, Routing, StreamSpec
 from transport.stream import Hub, Inlet, LeaseHandle
 from transport.wire import AnyMessage, Body, encode
@@ -53,7 +53,7 @@ class MemoryLink(Link):
     """A server (it has connections) or a client (it has a route)."""
 
     def __init__(
-        self, endpoint: Endpoint, network: MemoryNetwork, decode: Decode, address: str, *, serves: bool
+        self, endpoint: CorePort, network: MemoryNetwork, decode: Decode, address: str, *, serves: bool
     ) -> None:
         super().__init__(endpoint)
         self.address = address
@@ -149,7 +149,7 @@ class MemoryFabric:
         self._network = network
         self._links: list[MemoryLink] = []
 
-    def bind(self, text: str, endpoint: Endpoint, max_message_bytes: int, decode: Decode) -> Link:
+    def bind(self, text: str, endpoint: CorePort, max_message_bytes: int, decode: Decode) -> Link:
         if text in self._network.servers:
             raise AddressInUse(f"address {text} is in use by another hub of this network; choose another")
         link = MemoryLink(endpoint, self._network, decode, text, serves=True)
@@ -159,7 +159,7 @@ class MemoryFabric:
                 client.reconnect()
         return self._keep(link)
 
-    def connect(self, text: str, endpoint: Endpoint, decode: Decode) -> Link:
+    def connect(self, text: str, endpoint: CorePort, decode: Decode) -> Link:
         link = MemoryLink(endpoint, self._network, decode, text, serves=False)
         self._network.clients.append(link)
         link.reconnect()
@@ -183,7 +183,7 @@ class MemoryNode(Node):
         super().__init__(run_id, replica, give_up_s=give_up_s, close_s=close_s)
         self._network = network
 
-    def _make_fabric(self) -> Fabric:
+    def _make_fabric(self) -> MemoryFabric:  # type: ignore[override]
         return MemoryFabric(self._network)
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from transport.core.session import Capacity, KeyMemory, SendCredit, SeqWindow
-from transport.spec import DeadLetter, Held, HubStats, StreamSpec
+from transport.spec import DeadLetter, Held, StreamSpec
 from transport.wire import PROTOCOL, Body, Hello, Work, encode
 
 SUSPECT_DEATHS = 2
@@ -199,22 +199,6 @@ class Custody:
         self.dead += 1
         self.keys.forget(item.key)
         self.letters.append((DeadLetter(self.spec.name, item.key, header, b"", reason), body))
-
-    def stats(self, producers: int, consumers: int, malformed: int) -> HubStats:
-        return HubStats(
-            queued=len(self.items) - self.leased,
-            leased=self.leased,
-            accepted=self.accepted,
-            delivered=self.delivered,
-            redelivered=self.redelivered,
-            duplicates=self.duplicates,
-            dead_letters=self.dead,
-            bytes_queued=self.held_bytes,
-            producers=producers,
-            consumers=consumers,
-            settled=self.settled,
-            malformed=malformed,
-        )
 
     def held(self, now: float) -> list[Held]:
         """All messages in custody, oldest first."""

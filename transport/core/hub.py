@@ -15,28 +15,11 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import NamedTuple
 
+from transport import wire
 from transport.core.custody import ConsumerPeer, Custody, ProducerPeer, mismatch
 from transport.core.dispatch import Dispatch
 from transport.core.session import Capacity, SeqWindow
 from transport.spec import HubStats, StreamSpec
-from transport.wire import (
-    Accepted,
-    Body,
-    Drain,
-    End,
-    Fin,
-    FinAck,
-    FromHub,
-    Hello,
-    Ping,
-    Put,
-    Refuse,
-    Report,
-    Settled,
-    ToHub,
-    Welcome,
-    Who,
-)
 
 MAX_PEERS = 4096
 REMEMBERED_PRODUCERS = 4096
@@ -45,8 +28,8 @@ GRACE_S = 1.0
 
 class Send(NamedTuple):
     route: bytes
-    message: FromHub
-    body: Body = None
+    message: wire.FromHub
+    body: wire.Body = None
 
 
 class HubCore:
@@ -77,36 +60,36 @@ class HubCore:
 
     # What comes in.
 
-    def on_message(self, now: float, route: bytes, message: ToHub, body: Body = None) -> None:
+    def on_message(self, now: float, route: bytes, message: wire.ToHub, body: wire.Body = None) -> None:
         """Take a decoded message. `body` has as many bytes as a Put says: the shell has checked that."""
-        if isinstance(message, Hello):
+        if isinstance(message, wire.Hello):
             if not self.closing:
                 self._hello(now, route, message)
             return
         peer = self._routes.get(route)
         if peer is None:
-            if isinstance(message, Fin):
-                self._out.append(Send(route, FinAck()))
-            elif not isinstance(message, FinAck):
-                self._out.append(Send(route, Who()))
+            if isinstance(message, wire.Fin):
+                self._out.append(Send(route, wire.FinAck()))
+            elif not isinstance(message, wire.FinAck):
+                self._out.append(Send(route, wire.Who()))
             return
         peer.silent_at = now + self.spec.lease_s
         peer.connected = True
         self._due[peer] = None
-        if isinstance(message, Fin | FinAck):
-            self._leave(peer, blame=isinstance(message, Fin) and message.blame)
-            if isinstance(message, Fin):
-                self._out.append(Send(route, FinAck()))
+        if isinstance(message, wire.Fin | wire.FinAck):
+            self._leave(peer, blame=isinstance(message, wire.Fin) and message.blame)
+            if isinstance(message, wire.Fin):
+                self._out.append(Send(route, wire.FinAck()))
         elif isinstance(peer, ProducerPeer):
-            if isinstance(message, Put):
+            if isinstance(message, wire.Put):
                 self._put(peer, message, body)
-            elif isinstance(message, Ping):
+            elif isinstance(message, wire.Ping):
                 peer.wants_limits = True
             else:
                 self.malformed += 1
-        elif isinstance(message, Report):
+        elif isinstance(message, wire.Report):
             self._report(peer, message)
-        elif isinstance(message, Drain):
+        elif isinstance(message, wire.Drain):
             peer.draining = True
             self.dispatch.abandon(peer)
         else:
@@ -161,7 +144,7 @@ class HubCore:
             for consumer in self.consumers.values():
                 if not consumer.end_sent and consumer.connected:
                     consumer.end_sent = True
-                    self._out.append(Send(consumer.route, End(self.epoch)))
+                    self._out.append(Send(consumer.route, wire.End(self.epoch)))
         out, self._out = self._out, []
         return out
 
@@ -182,34 +165,48 @@ class HubCore:
         probes: list[Send] = []
         for peer in self._routes.values():
             if isinstance(peer, ConsumerPeer):
-                probes.append(Send(peer.route, Settled(self.epoch, peer.session, ())))
+                probes.append(Send(peer.route, wire.Settled(self.epoch, peer.session, ())))
             else:
-                probes.append(Send(peer.route, Accepted(self.epoch, (), peer.limit_items, peer.limit_bytes)))
+                probes.append(Send(peer.route, wire.Accepted(self.epoch, (), peer.limit_items, peer.limit_bytes)))
         return [probe for probe in probes if self._routes[probe.route].connected]
 
     def close(self) -> None:
         """Say goodbye to all peers and admit none; `peerless` tells when all have answered."""
         self.closing = True
-        self._out.extend(Send(route, Fin()) for route in self._routes)
+        self._out.extend(Send(route, wire.Fin()) for route in self._routes)
 
     @property
     def peerless(self) -> bool:
         return not any(peer.connected for peer in self._routes.values())
 
     def stats(self) -> HubStats:
-        return self.custody.stats(len(self.producers), len(self.consumers), self.malformed)
+        custody = self.custody
+        return HubStats(
+            queued=len(custody.items) - custody.leased,
+            leased=custody.leased,
+            accepted=custody.accepted,
+            delivered=custody.delivered,
+            redelivered=custody.redelivered,
+            duplicates=custody.duplicates,
+            dead_letters=custody.dead,
+            bytes_queued=custody.held_bytes,
+            producers=len(self.producers),
+            consumers=len(self.consumers),
+            settled=custody.settled,
+            malformed=self.malformed,
+        )
 
     def _peers(self) -> list[ProducerPeer | ConsumerPeer]:
         return [*self.producers.values(), *self.consumers.values()]
 
     # Producers.
 
-    def _put(self, peer: ProducerPeer, put: Put, body: Body) -> None:
+    def _put(self, peer: ProducerPeer, put: wire.Put, body: wire.Body) -> None:
         if put.seq in peer.seqs:
             self.custody.duplicates += 1
             peer.to_accept.append(put.seq)
         elif self.ended:
-            self._out.append(Send(peer.route, Refuse("finished", f"stream {self.spec.name!r} has ended")))
+            self._out.append(Send(peer.route, wire.Refuse("finished", f"stream {self.spec.name!r} has ended")))
         elif put.size > self.spec.max_message_bytes or not peer.within_credit:
             self.malformed += 1
             peer.wants_limits = True
@@ -229,7 +226,7 @@ class HubCore:
         raised = peer.starved(self.capacity) and limits != (peer.limit_items, peer.limit_bytes)
         if peer.connected and (peer.to_accept or peer.wants_limits or raised):
             peer.limit_items, peer.limit_bytes = limits
-            self._out.append(Send(peer.route, Accepted(self.epoch, tuple(peer.to_accept), *limits)))
+            self._out.append(Send(peer.route, wire.Accepted(self.epoch, tuple(peer.to_accept), *limits)))
             peer.to_accept.clear()
             peer.wants_limits = False
         if peer.starved(self.capacity):
@@ -242,13 +239,13 @@ class HubCore:
         if not peer.to_settle and not peer.beat:
             return
         sent = (peer.credit.sent_items, peer.credit.sent_bytes) if peer.beat else (-1, -1)
-        self._out.append(Send(peer.route, Settled(self.epoch, peer.session, tuple(peer.to_settle), *sent)))
+        self._out.append(Send(peer.route, wire.Settled(self.epoch, peer.session, tuple(peer.to_settle), *sent)))
         peer.to_settle.clear()
         if peer.beat and self.ended:
             peer.end_sent = False  # a consumer that still beats may have missed it
         peer.beat = False
 
-    def _report(self, peer: ConsumerPeer, report: Report) -> None:
+    def _report(self, peer: ConsumerPeer, report: wire.Report) -> None:
         if report.epoch != self.epoch:
             return
         current = report.session == peer.session
@@ -281,13 +278,13 @@ class HubCore:
 
     # Coming and going.
 
-    def _hello(self, now: float, route: bytes, hello: Hello) -> None:
+    def _hello(self, now: float, route: bytes, hello: wire.Hello) -> None:
         problem = mismatch(hello, self.spec, self.run_id, self.schema)
         known = hello.incarnation in self.producers or hello.incarnation in self.consumers
         if problem is None and not known and len(self._routes) >= MAX_PEERS:
             problem = f"stream {self.spec.name!r} already has {MAX_PEERS} peers, its limit; check for a reconnect loop"
         if problem is not None:
-            self._out.append(Send(route, Refuse("refused", problem)))
+            self._out.append(Send(route, wire.Refuse("refused", problem)))
             return
         self.schema = self.schema or (hello.schema, hello.schema_hash)
         silent_at = now + self.spec.lease_s
@@ -319,7 +316,7 @@ class HubCore:
         self._note(silent_at)
         low = peer.seqs.low if isinstance(peer, ProducerPeer) else 1
         about = (self.epoch, peer.session, self.spec.lease_s, self.spec.max_message_bytes)
-        self._out.append(Send(route, Welcome(*about, *limits, *sent, low)))
+        self._out.append(Send(route, wire.Welcome(*about, *limits, *sent, low)))
 
     def _leave(self, peer: ProducerPeer | ConsumerPeer, *, blame: bool, how: str = "failed") -> None:
         """Forget a peer; its items are delivered to other consumers, and blamed if they had been started."""

@@ -19,24 +19,8 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Literal
 
+from transport import wire
 from transport.core.session import PeerCore, ReceiveWindow, SendCredit
-from transport.wire import (
-    REASON_LIMIT,
-    Accepted,
-    Body,
-    Drain,
-    End,
-    FromHub,
-    Hello,
-    Ping,
-    Put,
-    Refusal,
-    Report,
-    Settled,
-    ToHub,
-    Welcome,
-    Work,
-)
 
 Verdict = Literal["done", "poison", "returned"]
 
@@ -45,8 +29,8 @@ Verdict = Literal["done", "poison", "returned"]
 class Delivery:
     """One message in a consumer's care."""
 
-    work: Work
-    body: Body
+    work: wire.Work
+    body: wire.Body
     attempt: int
     started: bool = False
     settled: bool = False
@@ -54,7 +38,9 @@ class Delivery:
 
 
 class ConsumerCore(PeerCore):
-    def __init__(self, hello: Hello, window_items: int, window_bytes: int, *, give_up_s: float | None = None) -> None:
+    def __init__(
+        self, hello: wire.Hello, window_items: int, window_bytes: int, *, give_up_s: float | None = None
+    ) -> None:
         super().__init__(hello, give_up_s)
         self.window = ReceiveWindow(window_items, window_bytes)
         self.ready: deque[Delivery] = deque()
@@ -62,22 +48,22 @@ class ConsumerCore(PeerCore):
         self.ended = False
         self.draining = False
         self.urgent = False  # a redelivered item was started: report it before it can kill this process
-        self._verdicts: dict[int, Refusal | None] = {}  # unconfirmed; None is done
+        self._verdicts: dict[int, wire.Refusal | None] = {}  # unconfirmed; None is done
         self._fresh: list[int] = []  # verdicts not yet reported at all
         self._started: list[int] = []
 
-    def on_message(self, now: float, message: FromHub, body: Body = None) -> None:
-        if isinstance(message, Work):
+    def on_message(self, now: float, message: wire.FromHub, body: wire.Body = None) -> None:
+        if isinstance(message, wire.Work):
             self._work(now, message, body)
-        elif isinstance(message, Settled):
+        elif isinstance(message, wire.Settled):
             self._settled(now, message)
-        elif isinstance(message, End):
+        elif isinstance(message, wire.End):
             self.session.heard(now)
             self.ended = self.ended or message.epoch == self.session.epoch
         else:
             session = self.session.session
             changed = self.session.on_message(now, message)
-            if isinstance(message, Welcome):
+            if isinstance(message, wire.Welcome):
                 self._welcome(now, message, changed, message.session != session)
 
     def take(self) -> Delivery | None:
@@ -100,14 +86,16 @@ class ConsumerCore(PeerCore):
             return
         item_id = delivery.work.id
         del self.held[item_id]
-        refusal = None if verdict == "done" else Refusal(item_id, delivery.attempt, verdict, reason[:REASON_LIMIT])
+        refusal = (
+            None if verdict == "done" else wire.Refusal(item_id, delivery.attempt, verdict, reason[: wire.REASON_LIMIT])
+        )
         self._verdicts[item_id] = refusal
         self._fresh.append(item_id)
 
     def drain(self) -> None:
         """Accept nothing more and hand back what was not started; what was started may be finished."""
         self.draining = True
-        self.session.out.append((Drain(), None))
+        self.session.out.append((wire.Drain(), None))
         self._return(list(self.ready))
         self.ready.clear()
 
@@ -120,7 +108,7 @@ class ConsumerCore(PeerCore):
         self._report()
         self.session.fin(now, blame=blame)
 
-    def flush(self, now: float) -> list[tuple[ToHub, Body]]:
+    def flush(self, now: float) -> list[tuple[wire.ToHub, wire.Body]]:
         """All that is due: verdicts and starts since the last report with the new credit, or a beat."""
         beat = self.session.beat_due(now)
         if beat:
@@ -138,7 +126,7 @@ class ConsumerCore(PeerCore):
         refused = tuple(refusal for item_id in ids if (refusal := self._verdicts.get(item_id)) is not None)
         # On a beat all starts are repeated, since a report of them may have been lost.
         starts = [item_id for item_id, held in self.held.items() if held.started] if beat else self._started
-        report = Report(
+        report = wire.Report(
             self.session.epoch,
             self.session.session,
             self.window.seen_items,
@@ -153,7 +141,7 @@ class ConsumerCore(PeerCore):
         self._started = []
         self.session.out.append((report, None))
 
-    def _work(self, now: float, work: Work, body: Body) -> None:
+    def _work(self, now: float, work: wire.Work, body: wire.Body) -> None:
         self.session.heard(now)
         current = work.epoch == self.session.epoch and work.session == self.session.session
         if not current or work.serial <= self.window.seen_items:
@@ -165,7 +153,7 @@ class ConsumerCore(PeerCore):
             self.session.beat_now(now)
             return
         verdict = self._verdicts.get(work.id, "none")
-        if verdict is None or (isinstance(verdict, Refusal) and verdict.attempt >= work.attempt):
+        if verdict is None or (isinstance(verdict, wire.Refusal) and verdict.attempt >= work.attempt):
             self._fresh.append(work.id)  # the verdict was lost on its way: repeat it
             return
         self._verdicts.pop(work.id, None)
@@ -177,7 +165,7 @@ class ConsumerCore(PeerCore):
         else:
             self.ready.append(delivery)
 
-    def _settled(self, now: float, message: Settled) -> None:
+    def _settled(self, now: float, message: wire.Settled) -> None:
         self.session.heard(now)
         if message.epoch != self.session.epoch:
             return
@@ -188,7 +176,7 @@ class ConsumerCore(PeerCore):
             self.window.see(message.sent_items, message.sent_bytes)
             self.session.beat_now(now)
 
-    def _welcome(self, now: float, message: Welcome, changed: bool, forgotten: bool) -> None:
+    def _welcome(self, now: float, message: wire.Welcome, changed: bool, forgotten: bool) -> None:
         if changed:
             for delivery in self.held.values():
                 delivery.orphan = True
@@ -201,7 +189,7 @@ class ConsumerCore(PeerCore):
             self.window.seen_items = self.window.seen_bytes = 0
         self.window.see(message.sent_items, message.sent_bytes)
         if self.draining:
-            self.session.out.append((Drain(), None))
+            self.session.out.append((wire.Drain(), None))
         if self.session.fin_pending:
             self._report(beat=True)
             self.session.fin(now, blame=self.session.blame)
@@ -219,14 +207,14 @@ class Parcel:
     key: str
     size: int
     checksum: int
-    body: Body
+    body: wire.Body
     seq: int = 0
     sent: bool = False  # at least once, to any hub
     accepted: bool = False
 
 
 class ProducerCore(PeerCore):
-    def __init__(self, hello: Hello, *, give_up_s: float | None = None) -> None:
+    def __init__(self, hello: wire.Hello, *, give_up_s: float | None = None) -> None:
         super().__init__(hello, give_up_s)
         self.credit = SendCredit()
         self.waiting: deque[Parcel] = deque()
@@ -239,7 +227,7 @@ class ProducerCore(PeerCore):
         self._renew_hello()
         super().on_link_up(now)
 
-    def offer(self, key: str, size: int, checksum: int, body: Body) -> Parcel:
+    def offer(self, key: str, size: int, checksum: int, body: wire.Body) -> Parcel:
         parcel = Parcel(key, size, checksum, body)
         self.waiting.append(parcel)
         return parcel
@@ -249,11 +237,11 @@ class ProducerCore(PeerCore):
         if not parcel.sent:
             self.waiting.remove(parcel)
 
-    def on_message(self, now: float, message: FromHub) -> None:
-        if isinstance(message, Accepted):
+    def on_message(self, now: float, message: wire.FromHub) -> None:
+        if isinstance(message, wire.Accepted):
             self._accepted(now, message)
             return
-        if isinstance(message, Welcome):
+        if isinstance(message, wire.Welcome):
             awaited, known_as = self.session.state == "greeting", self.session.session
             changed = self.session.on_message(now, message)
             self._welcome(message, changed or known_as not in (0, message.session), awaited)
@@ -268,9 +256,9 @@ class ProducerCore(PeerCore):
     def fin(self, now: float) -> None:
         self.session.fin(now)
 
-    def flush(self, now: float) -> list[tuple[ToHub, Body]]:
+    def flush(self, now: float) -> list[tuple[wire.ToHub, wire.Body]]:
         if self.session.beat_due(now):
-            self.session.out.append((Ping(), None))
+            self.session.out.append((wire.Ping(), None))
             self._quiet_beats += 1
             if self._quiet_beats >= 2 and self.unaccepted:  # no acceptance for a whole beat: something was lost
                 self._resend()
@@ -300,14 +288,14 @@ class ProducerCore(PeerCore):
             self._put(parcel)
 
     def _put(self, parcel: Parcel) -> None:
-        self.session.out.append((Put(parcel.seq, parcel.key, parcel.size, parcel.checksum), parcel.body))
+        self.session.out.append((wire.Put(parcel.seq, parcel.key, parcel.size, parcel.checksum), parcel.body))
 
     def _resend(self) -> None:
         self._quiet_beats = 0
         for parcel in self.unaccepted.values():
             self._put(parcel)
 
-    def _accepted(self, now: float, message: Accepted) -> None:
+    def _accepted(self, now: float, message: wire.Accepted) -> None:
         self.session.heard(now)
         if message.epoch != self.session.epoch:
             return
@@ -320,7 +308,7 @@ class ProducerCore(PeerCore):
                 parcel.body = None
                 self.accepted.append(parcel)
 
-    def _welcome(self, message: Welcome, forgotten: bool, awaited: bool) -> None:
+    def _welcome(self, message: wire.Welcome, forgotten: bool, awaited: bool) -> None:
         if forgotten:
             self._begin_anew(message.low_seq)
         elif awaited:  # the second answer to two quick hellos shows no loss

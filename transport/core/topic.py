@@ -14,26 +14,9 @@ from types import MappingProxyType
 
 import msgspec
 
+from transport import wire
 from transport.core.custody import stage_of
 from transport.core.session import PeerCore
-from transport.wire import (
-    PROTOCOL,
-    Body,
-    Fin,
-    FinAck,
-    FromTopic,
-    Hello,
-    Refuse,
-    TopicAck,
-    TopicChange,
-    TopicHello,
-    TopicPing,
-    TopicPut,
-    TopicSnapshot,
-    ToTopic,
-    Welcome,
-    Who,
-)
 
 BEAT_S = 5.0
 REMEMBERED_CLIENTS = 4096
@@ -94,7 +77,7 @@ class TopicServerCore:
         self._names: dict[bytes, str] = {}  # route to replica
         self._dismissed: set[str] = set()
         self._newest: OrderedDict[str, int] = OrderedDict()  # publications stored, by incarnation
-        self._out: list[tuple[bytes, FromTopic, Body]] = []
+        self._out: list[tuple[bytes, wire.FromTopic, wire.Body]] = []
 
     def publish(self, key: str, value: bytes) -> None:
         self._change(key, value)
@@ -110,19 +93,19 @@ class TopicServerCore:
         for key in [key for key in self.entries.values if key.endswith(f"/{replica}")]:
             self.drop(key)
 
-    def on_message(self, route: bytes, message: ToTopic, body: bytes | None) -> None:
-        if isinstance(message, TopicHello):
+    def on_message(self, route: bytes, message: wire.ToTopic, body: bytes | None) -> None:
+        if isinstance(message, wire.TopicHello):
             self._hello(route, message)
-        elif isinstance(message, Fin):
+        elif isinstance(message, wire.Fin):
             self.on_unreachable(route)
-            self._out.append((route, FinAck(), None))
+            self._out.append((route, wire.FinAck(), None))
         elif route not in self.clients:
-            self._out.append((route, Who(), None))
-        elif isinstance(message, TopicPut):
+            self._out.append((route, wire.Who(), None))
+        elif isinstance(message, wire.TopicPut):
             incarnation = self.clients[route]
             if (refusal := self._forbidden(route, message.key)) is not None:
                 self.malformed += 1
-                self._out.append((route, Refuse("refused", refusal), None))
+                self._out.append((route, wire.Refuse("refused", refusal), None))
                 return
             if body is None:
                 self.malformed += 1
@@ -151,36 +134,36 @@ class TopicServerCore:
         self.clients.pop(route, None)
         self._names.pop(route, None)
 
-    def flush(self) -> list[tuple[bytes, FromTopic, Body]]:
+    def flush(self) -> list[tuple[bytes, wire.FromTopic, wire.Body]]:
         out, self._out = self._out, []
         return out
 
-    def _hello(self, route: bytes, hello: TopicHello) -> None:
+    def _hello(self, route: bytes, hello: wire.TopicHello) -> None:
         if self.closing:
             return
-        if hello.protocol != PROTOCOL or hello.run_id != self.run_id:
+        if hello.protocol != wire.PROTOCOL or hello.run_id != self.run_id:
             reason = (
                 f"{hello.replica!r} is of run {hello.run_id!r}, protocol {hello.protocol}; this topic is of run "
-                f"{self.run_id!r}, protocol {PROTOCOL}; check the address and the version"
+                f"{self.run_id!r}, protocol {wire.PROTOCOL}; check the address and the version"
             )
-            self._out.append((route, Refuse("refused", reason), None))
+            self._out.append((route, wire.Refuse("refused", reason), None))
             return
         self.clients[route], self._names[route] = hello.incarnation, hello.replica
         self._snapshot(route)
 
     def _snapshot(self, route: bytes) -> None:
         shared = {key: value for key, value in self.entries.values.items() if not key.startswith(self.private)}
-        self._out.append((route, TopicSnapshot(self.epoch, self.shared_revision), encode_entries(shared)))
+        self._out.append((route, wire.TopicSnapshot(self.epoch, self.shared_revision), encode_entries(shared)))
 
     def _ack(self, route: bytes, number: int) -> None:
-        self._out.append((route, TopicAck(self.epoch, number, self.shared_revision), None))
+        self._out.append((route, wire.TopicAck(self.epoch, number, self.shared_revision), None))
 
     def _change(self, key: str, value: bytes | None) -> None:
         self.entries.change({key: value})
         if key.startswith(self.private):
             return
         self.shared_revision += 1
-        change = TopicChange(self.epoch, self.shared_revision, key, value is None)
+        change = wire.TopicChange(self.epoch, self.shared_revision, key, value is None)
         self._out.extend((route, change, value) for route in self.clients)
 
     def _remember(self, incarnation: str, number: int) -> None:
@@ -193,32 +176,32 @@ class TopicServerCore:
 class TopicClientCore(PeerCore):
     """The revision of `entries` is local: it rises whenever anything changed here, also across servers."""
 
-    def __init__(self, hello: TopicHello, *, give_up_s: float | None = None) -> None:
-        stand_in = Hello(hello.protocol, hello.run_id, "", "consumer", hello.replica, hello.incarnation, "", "")
+    def __init__(self, hello: wire.TopicHello, *, give_up_s: float | None = None) -> None:
+        stand_in = wire.Hello(hello.protocol, hello.run_id, "", "consumer", hello.replica, hello.incarnation, "", "")
         super().__init__(stand_in, give_up_s)
         self.entries = Entries()
-        self.waiting: deque[tuple[TopicPut, bytes]] = deque()  # published here, not yet acknowledged
+        self.waiting: deque[tuple[wire.TopicPut, bytes]] = deque()  # published here, not yet acknowledged
         self._hello = hello
         self._number = 0
         self._server_revision = 0
-        self._out: list[tuple[ToTopic, Body]] = []
+        self._out: list[tuple[wire.ToTopic, wire.Body]] = []
 
     def publish(self, key: str, value: bytes) -> int:
         """Queue a publication; returns its number, which is acknowledged later."""
         self._number += 1
-        put = TopicPut(self._number, key)
+        put = wire.TopicPut(self._number, key)
         self.waiting.append((put, value))
         if self.session.state == "open":
             self._out.append((put, value))
         return self._number
 
-    def on_message(self, now: float, message: FromTopic, body: bytes | None) -> None:
-        if isinstance(message, TopicSnapshot):
+    def on_message(self, now: float, message: wire.FromTopic, body: bytes | None) -> None:
+        if isinstance(message, wire.TopicSnapshot):
             self._snapshot(now, message, body or b"")
-        elif isinstance(message, TopicChange):
+        elif isinstance(message, wire.TopicChange):
             self.session.heard(now)
             self._change(now, message, body)
-        elif isinstance(message, TopicAck):
+        elif isinstance(message, wire.TopicAck):
             self.session.heard(now)
             while self.waiting and self.waiting[0][0].number <= message.number:
                 self.waiting.popleft()
@@ -228,20 +211,20 @@ class TopicClientCore(PeerCore):
     def fin(self, now: float) -> None:
         self.session.fin(now)
 
-    def flush(self, now: float) -> list[tuple[ToTopic, Body]]:
+    def flush(self, now: float) -> list[tuple[wire.ToTopic, wire.Body]]:
         if self.session.beat_due(now) and self.session.epoch is not None:
-            self._out.append((TopicPing(self.session.epoch, self._server_revision), None))
+            self._out.append((wire.TopicPing(self.session.epoch, self._server_revision), None))
         for message, _ in self.session.flush():
-            if isinstance(message, Hello):
+            if isinstance(message, wire.Hello):
                 self._out.append((self._hello, None))
-            elif isinstance(message, Fin):
+            elif isinstance(message, wire.Fin):
                 self._out.append((message, None))
         out, self._out = self._out, []
         return out
 
-    def _snapshot(self, now: float, message: TopicSnapshot, body: bytes) -> None:
+    def _snapshot(self, now: float, message: wire.TopicSnapshot, body: bytes) -> None:
         newcomer = self.session.state == "greeting"
-        self.session.on_message(now, Welcome(message.epoch, 0, 3 * BEAT_S, 0, 0, 0, 0, 0))
+        self.session.on_message(now, wire.Welcome(message.epoch, 0, 3 * BEAT_S, 0, 0, 0, 0, 0))
         try:
             entries = decode_entries(body)
         except (msgspec.MsgspecError, ValueError):
@@ -256,7 +239,7 @@ class TopicClientCore(PeerCore):
         if self.session.fin_pending:
             self.session.fin(now)
 
-    def _change(self, now: float, message: TopicChange, body: bytes | None) -> None:
+    def _change(self, now: float, message: wire.TopicChange, body: bytes | None) -> None:
         if message.epoch != self.session.epoch or message.revision <= self._server_revision:
             return
         if message.revision > self._server_revision + 1:

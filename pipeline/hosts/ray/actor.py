@@ -29,9 +29,9 @@ import msgspec
 
 from models.weights.slot_directory import PREFIX, SHARED_MEMORY, DirectoryLease, remove_stale
 from pipeline.facts.run_directory import RunDir
-from pipeline.hosts.launcher import ProcessSpec, ProcessState, SharedFiles
+from pipeline.hosts.launcher import Handle, ProcessSpec, SharedFiles
 from pipeline.hosts.local_launcher import LocalHandle, LocalLauncher
-from pipeline.hosts.machine import PortInUse, held_port, last_error, last_line
+from pipeline.hosts.machine import PortInUse, held_port
 
 OUTPUT_WAIT_S: Final = 2.0  # longest wait for new output
 POLL_S: Final = 0.1  # between two looks at the log
@@ -197,13 +197,13 @@ class PlacedActor:
             ray.kill(self.actor, no_restart=True)
 
 
-class RayHandle:
-    """A process somewhere in the cluster. Implements `Handle`."""
+class RayHandle(Handle):
+    """A process somewhere in the cluster."""
 
     def __init__(self, spec: ProcessSpec, placed: PlacedActor, log: Path) -> None:
         self.spec, self.log, self._placed = spec, log, placed
         log.touch()
-        self._start = log.stat().st_size
+        self.log_start = log.stat().st_size
         self._offset = 0  # of the log there: what has been copied
         self._code: int | None = None
         self._turn = asyncio.Lock()
@@ -284,15 +284,6 @@ class RayHandle:
     def remember_shared(self) -> None:
         if self.alive:
             self._placed.actor.remember_shared.remote()
-
-    def state(self) -> ProcessState | None:
-        return None  # its load is not visible from here
-
-    def last_line(self) -> str:
-        return last_line(self.log, self._start)
-
-    def last_error(self) -> str:
-        return last_error(self.log, self._start)
 
 
 async def _copy_files(actor: Any, files: tuple[str, ...]) -> None:

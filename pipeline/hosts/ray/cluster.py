@@ -12,17 +12,16 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any, Final
 
 import msgspec
 
-import pipeline
 from configs.schema import Config
 from pipeline.errors import UsageError
 from pipeline.hosts.launcher import SharedFiles
+from pipeline.hosts.machine import ROOT
 from pipeline.hosts.ray.actor import ANSWER_TIMEOUT_S, PlacedActor, ProcessActor, gone
 from pipeline.hosts.ray.placement import NODE_ID, Node, RayPlacement, ResourceNeeds
 
@@ -52,7 +51,8 @@ def connected(config: Config) -> Iterator[RayPlacement]:
     try:
         _connect(ray, config)
         signal.signal(signal.SIGTERM, before)  # Ray sets its own
-        placements = RayPlacement(config, gpus=_gpus(found := nodes()) > 0)
+        found = nodes()
+        placements = RayPlacement(config, gpus=any(node.total["GPU"] for node in found))
         sys.stderr.write(f"ray: {'; '.join(node.words() for node in found)}\n")
         for note in placements.check(found):
             sys.stderr.write(f"warning: {note}\n")
@@ -85,10 +85,6 @@ def nodes() -> list[Node]:
 
 def _counted(resources: dict[str, float]) -> dict[str, float]:
     return {kind: float(resources.get(kind, 0)) for kind in ("CPU", "GPU")}
-
-
-def _gpus(found: Sequence[Node]) -> float:
-    return sum(node.total.get("GPU", 0) for node in found)
 
 
 def _connect(ray: ModuleType, config: Config) -> None:
@@ -127,7 +123,6 @@ def _reach(address: str) -> None:
 
 
 POLL_S: Final = 2.0  # between two looks at the cluster
-ROOT: Final = str(Path(pipeline.__file__).parent.parent)
 
 
 class NotStarted(Exception):
@@ -143,7 +138,7 @@ async def start_actor(
 
     options |= {"num_cpus": needs.cpus, "num_gpus": needs.gpus, "max_restarts": 0}
     if ray.get_runtime_context().runtime_env.get("working_dir"):  # instead of where this program lies
-        path = os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")]))
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         options["runtime_env"] = {"env_vars": {"PYTHONPATH": path}}
     actor = ray.remote(ProcessActor).options(**options).remote(os.getcwd(), threads)
     node_id = options.get("label_selector", {}).get(NODE_ID)

@@ -11,14 +11,14 @@ import asyncio
 import contextlib
 import errno
 import os
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import msgspec
 
 from pipeline.errors import UsageError
 from pipeline.facts.run_directory import RunDir
-from pipeline.hosts.launcher import ANYTHING, HostGone, ProcessSpec, Resources, SharedFiles, quiet, stop_together
+from pipeline.hosts.launcher import HostGone, Launcher, ProcessSpec, SharedFiles
 from pipeline.hosts.machine import PortInUse
 from pipeline.hosts.ray.actor import ANSWER_TIMEOUT_S, PlacedActor, RayHandle, gone
 from pipeline.hosts.ray.cluster import NotStarted, lacking, start_actor
@@ -40,16 +40,17 @@ AGAIN_TIMEOUT_S: Final = 30.0  # the same where a node seemed to have room: it m
 ROOM_POLL_S: Final = 2.0  # between two looks for room
 
 
-class RayLauncher:
-    """Implements `Launcher`. `nodes`: lists those of the cluster; `threads`: how many each process may use."""
+class RayLauncher(Launcher):
+    """Actors end with the driver, so nothing is left to a next start of the run. `nodes`: lists those of the cluster;
+    `threads`: how many each process may use."""
 
     def __init__(
         self, placements: RayPlacement, nodes: Callable[[], list[Node]], rundir: RunDir, threads: int = 1
     ) -> None:
         self.placements, self._nodes, self.rundir = placements, nodes, rundir
         self._here = next(node for node in nodes() if node.here)
-        self.controller: str | None = self._here.address
-        self.say: Callable[[str], None] = quiet
+        self.controller = self._here.address
+        self.say = lambda line: None
         self.waiting: dict[str, str] = {}
         self._threads = os.environ.get("OMP_NUM_THREADS", str(threads))
         self._placed: dict[str, PlacedActor] = {}
@@ -61,19 +62,6 @@ class RayLauncher:
         self._placing = asyncio.Lock()
         self._expected: set[str] = set()
         self.handles: dict[str, RayHandle] = {}
-
-    def left(self, name: str) -> str:
-        """See the Protocol. Actors end with the driver."""
-        return ""
-
-    def take_over(self, spec: ProcessSpec) -> RayHandle:
-        raise NotImplementedError("nothing is left by an earlier start")
-
-    async def end_left(self, names: Collection[str]) -> None:
-        """See the Protocol. There is nothing."""
-
-    def leave(self) -> None:
-        """See the Protocol. Nothing may be left."""
 
     def address(self, name: str) -> str:
         return self._placed[name].address
@@ -196,7 +184,7 @@ class RayLauncher:
         if at_once and not any(self.placements.of(other).group == group for other in self._placed):
             ray.util.remove_placement_group(self._groups.pop(group))
 
-    async def spawn(self, spec: ProcessSpec, resources: Resources = ANYTHING) -> RayHandle:
+    async def spawn(self, spec: ProcessSpec) -> RayHandle:
         await self.place(spec.name)
         handle = self.handles[spec.name] = RayHandle(
             spec, self._placed[spec.name], self.rundir.logs / f"{spec.name}.log"
@@ -208,7 +196,7 @@ class RayLauncher:
     async def stop_all(self) -> None:
         import ray
 
-        await stop_together(self.handles.values())
+        await super().stop_all()
         for placed in self._placed.values():
             await self._close(placed)
         self._placed.clear()

@@ -23,7 +23,7 @@ from pipeline.control.advice import FULL, LEAST_GAIN, STARVED, WAITS_CORES, Advi
 from pipeline.control.autoscale import LEAST_BATCHES, Autoscale, Meter
 from pipeline.facts.stats import CPU, Changed, StageStats
 from pipeline.graph import build
-from pipeline.observe.view import RunView
+from pipeline.record.view import RunView
 from stages.prompts.ledger import Ledger
 from stages.staleness_gate import StalenessGate
 from stages.topic_values import EngineAddress, EngineEntry

@@ -22,11 +22,11 @@ from bench.plan_world import Cluster
 from configs.load import load
 from pipeline.control.client import NotRunning, ask
 from pipeline.control.endpoint import Command, Drain, Pause, Reply, Resume, Save, Scale, Set, Status
-from pipeline.facts.servers import read_fleet
+from pipeline.facts.run_directory import read_fleet
 from pipeline.facts.stats import Changed
 from pipeline.facts.trace import Span, read_records
-from pipeline.observe.metrics import read_metrics
 from pipeline.record.journal import Committed, read_journal
+from pipeline.record.metrics import read_metrics
 from pipeline.supervise.servers import Servers
 from stages.topic_values import LEAVE, addresses, carrying
 from stages.train.saved_groups import load_batch

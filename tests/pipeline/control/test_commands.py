@@ -20,7 +20,6 @@ from configs.load import dump_toml, load
 from configs.rules.validate import checked
 from configs.schema import Config
 from pipeline.control import endpoint as module
-from pipeline.control.changed_config import keep, with_settings
 from pipeline.control.client import NotRunning, ask, table
 from pipeline.control.endpoint import (
     CONTROL_FILE,
@@ -37,6 +36,7 @@ from pipeline.control.endpoint import (
     Status,
     endpoint,
 )
+from pipeline.control.run_control import keep, with_settings
 from pipeline.errors import UsageError
 from pipeline.facts.run_directory import RunDir
 from pipeline.facts.stats import Changed, LedgerCounts, RunSnapshot, StageRow

@@ -23,7 +23,7 @@ from pipeline.observe.samples import main
 from pipeline.observe.samples import render as render_sample
 from pipeline.observe.summary import efficiency_vs_bound
 from pipeline.observe.table import LiveTable, PlainLog, open_display, plain_line, quantity, render
-from pipeline.observe.view import RunView
+from pipeline.record.view import RunView
 from stages.sample_log import SAMPLES_FILE, SampleRow, TurnRow
 
 T0 = 1000.0

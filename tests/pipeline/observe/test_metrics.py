@@ -18,11 +18,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from pipeline.errors import MetricsError, SummaryError
+from models.disk import write_json
+from pipeline.errors import UsageError
 from pipeline.facts.run_directory import RunDir
 from pipeline.facts.stats import LedgerCounts, StageStats
-from pipeline.observe.metrics import JsonlMetrics, Metrics, TensorBoardMetrics, read_metrics
 from pipeline.observe.plot import Curve, curve_from_rows, plot_learning_curve, plot_metrics_file, smooth
+from pipeline.observe.report import summarise
 from pipeline.observe.summary import (
     RewardSummary,
     RunSummary,
@@ -33,11 +34,10 @@ from pipeline.observe.summary import (
     read_summary,
     summarise_evals,
     summarise_staleness,
-    write_summary,
 )
 from pipeline.record.group_outcomes import MOST_REASONS, GroupOutcomes
+from pipeline.record.metrics import JsonlMetrics, Metrics, TensorBoardMetrics, read_metrics
 from pipeline.record.recorder import Recorder
-from pipeline.record.report import summarise
 from stages.messages import Settled, StepDone
 from stages.prompts.ledger import Ledger, LedgerSnapshot
 from stages.topic_values import EngineAddress, EngineEntry
@@ -70,7 +70,7 @@ def test_rows_are_strict_json_lines(tmp_path: Path) -> None:
 
 def test_a_name_of_the_rows_own_fields_is_refused(tmp_path: Path) -> None:
     writer = JsonlMetrics(tmp_path / "m.jsonl")
-    with pytest.raises(MetricsError, match="'step' would overwrite"):
+    with pytest.raises(UsageError, match="'step' would overwrite"):
         writer.write(1, {"step": 2.0}, wall_s=0, trained_tokens=0)
     writer.close()
 
@@ -78,7 +78,7 @@ def test_a_name_of_the_rows_own_fields_is_refused(tmp_path: Path) -> None:
 def test_every_row_survives_a_kill(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     program = (
-        "import os, signal, sys\nfrom pathlib import Path\nfrom pipeline.observe.metrics import JsonlMetrics\n"
+        "import os, signal, sys\nfrom pathlib import Path\nfrom pipeline.record.metrics import JsonlMetrics\n"
         "writer = JsonlMetrics(Path(sys.argv[1]))\n"
         "for step in range(200):\n    writer.write(step, {'x': step}, wall_s=step, trained_tokens=step)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
@@ -118,7 +118,7 @@ def test_resume_drops_what_never_happened(tmp_path: Path) -> None:
 def test_a_damaged_line_in_the_middle_is_named(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     path.write_text('{"step":1}\n{"stap":2}\n{"step":3}\n')
-    with pytest.raises(MetricsError, match="line 2 is no metrics row"):
+    with pytest.raises(UsageError, match="line 2 is no metrics row"):
         list(read_metrics(path))
 
 
@@ -159,11 +159,11 @@ def test_tensorboard_hides_the_steps_after_the_resumed_one(tmp_path: Path) -> No
 def test_no_torch_and_no_tensorboard_at_import_and_no_torch_in_use(tmp_path: Path) -> None:
     program = (
         "import sys\nfrom pathlib import Path\n"
-        "import pipeline.observe.metrics, pipeline.facts.trace, pipeline.observe.summary\n"
-        "import pipeline.observe.view, pipeline.observe.table, pipeline.observe.plot\n"
+        "import pipeline.record.metrics, pipeline.facts.trace, pipeline.observe.summary\n"
+        "import pipeline.record.view, pipeline.observe.table, pipeline.observe.plot\n"
         "heavy = {'torch', 'tensorboard', 'matplotlib', 'tensorflow', 'zmq'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
-        "from pipeline.observe.metrics import Metrics\n"
+        "from pipeline.record.metrics import Metrics\n"
         "fan = Metrics(Path(sys.argv[1]), tensorboard=True)\n"
         "fan.write(1, {'a': 1.0}, wall_s=0, trained_tokens=0)\nfan.close()\n"
         "assert not {'torch', 'tensorflow'} & set(sys.modules)\n"
@@ -175,7 +175,7 @@ def test_no_torch_and_no_tensorboard_at_import_and_no_torch_in_use(tmp_path: Pat
 def test_a_full_disk_is_named_with_its_cure(tmp_path: Path) -> None:
     writer = JsonlMetrics(tmp_path / "m.jsonl")
     os.dup2(os.open("/dev/full", os.O_WRONLY), writer._file.fileno())
-    with pytest.raises(MetricsError, match=r"m\.jsonl cannot be written .No space left.*choose another --run-dir"):
+    with pytest.raises(UsageError, match=r"m\.jsonl cannot be written .No space left.*choose another --run-dir"):
         writer.write(1, {"x": 1.0}, wall_s=0, trained_tokens=0)
     writer.close()
 
@@ -230,17 +230,17 @@ def summary() -> RunSummary:
 
 def test_the_file_reads_back_and_appears_whole(tmp_path: Path) -> None:
     path = tmp_path / "summary.json"
-    write_summary(path, summary())
+    write_json(path, summary())
     assert read_summary(path) == summary()
     assert os.listdir(path.parent) == ["summary.json"]
     plain = json.loads(path.read_text())
     assert plain["groups"]["open"] == 0
     assert (plain["wasted_tokens"], plain["wasted_share"]) == (100, 0.1)
     assert {"python", "torch", "msgspec"} <= plain["versions"].keys()
-    with pytest.raises(SummaryError, match="does not exist: the run has not ended"):
+    with pytest.raises(UsageError, match="does not exist: the run has not ended"):
         read_summary(tmp_path / "none.json")
     path.write_text("{}")
-    with pytest.raises(SummaryError, match="is no run summary"):
+    with pytest.raises(UsageError, match="is no run summary"):
         read_summary(path)
 
 

@@ -27,11 +27,11 @@ from configs.schema import Config
 from configs.schema.rollout import EngineConfig
 from models.engines.serve import EngineServer
 from pipeline.control.monitor import Monitor
-from pipeline.errors import EndpointError, TraceError
+from pipeline.errors import UsageError
+from pipeline.facts.run_directory import ServerInfo
 from pipeline.facts.stats import StageStats
 from pipeline.facts.trace import Dropped, Span, TraceWriter, merge, read_records
 from pipeline.observe.prometheus import Facts, Family, endpoint, families, joined, read, write
-from pipeline.supervise.announce import ServerInfo
 from stages.evaluate import EVAL_BASE
 from stages.topic_values import EngineAddress
 
@@ -201,10 +201,10 @@ async def test_a_web_page_cannot_read_the_figures_through_a_name_of_its_own(host
 async def test_a_port_in_use_is_one_sentence_with_the_cure() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(EndpointError, match=f"--prometheus-port {port} is in use on 127.0.0.1; .*another port"):
+        with pytest.raises(UsageError, match=f"--prometheus-port {port} is in use on 127.0.0.1; .*another port"):
             async with endpoint("127.0.0.1", port, facts):
                 pass
-    with pytest.raises(EndpointError, match="check --prometheus-host"):
+    with pytest.raises(UsageError, match="check --prometheus-host"):
         async with endpoint("192.0.2.1", port, facts):
             pass
     async with (
@@ -427,7 +427,7 @@ def test_a_writer_that_is_off_writes_nothing(tmp_path: Path) -> None:
 
 
 def test_nothing_to_merge_is_an_error_and_leaves_no_file(tmp_path: Path) -> None:
-    with pytest.raises(TraceError, match="holds no trace records"):
+    with pytest.raises(UsageError, match="holds no trace records"):
         merge(tmp_path / "trace", tmp_path / "t.json")
     assert not (tmp_path / "t.json").exists()
 

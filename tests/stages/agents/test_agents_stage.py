@@ -14,7 +14,7 @@ import pytest
 
 from configs.schema import Config
 from models.tiny import make_tiny_checkpoint
-from pipeline.observe.stalls import OutageWatch
+from pipeline.record.stalls import OutageWatch
 from stages.agents import hosting
 from stages.agents.stage import AgentsStage
 from stages.messages import RolloutSlice, Sample, TurnReward

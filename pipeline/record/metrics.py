@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from models.disk import write_whole
-from pipeline.errors import MetricsError
+from pipeline.errors import UsageError
 
 if TYPE_CHECKING:
     from tensorboard.compat.proto.event_pb2 import Event
@@ -53,7 +53,7 @@ class JsonlMetrics:
         nonfinite: dict[str, str] = {}
         for name, value in values.items():
             if name in _RESERVED:
-                raise MetricsError(f"metric {name!r} would overwrite the row's own field; give it a name with a prefix")
+                raise UsageError(f"metric {name!r} would overwrite the row's own field; give it a name with a prefix")
             number = float(value)
             if not math.isfinite(number):
                 nonfinite[name] = str(number)
@@ -65,7 +65,7 @@ class JsonlMetrics:
             while line:  # a regular file takes all at once unless the disk is full, and then raises
                 line = line[self._file.write(line) :]
         except OSError as error:
-            raise MetricsError(
+            raise UsageError(
                 f"{self.path} cannot be written ({error.strerror}); free space on that disk or choose another --run-dir"
             ) from error
 
@@ -134,7 +134,7 @@ class Metrics:
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, float]]:
-    """Rows of a JSONL metrics file, finite values only. Stops before a torn last line; raises MetricsError for a bad
+    """Rows of a JSONL metrics file, finite values only. Stops before a torn last line; raises UsageError for a bad
     line elsewhere."""
     for _, row in _rows(path):
         values = msgspec.json.decode(row, type=dict[str, float | dict[str, str] | None])
@@ -154,7 +154,7 @@ def _rows(path: Path) -> Iterator[tuple[int, bytes]]:
             try:
                 row = msgspec.json.decode(line, type=_Row)
             except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-                raise MetricsError(
+                raise UsageError(
                     f"{path}, line {number} is no metrics row ({error}); remove the line or choose another --run-dir"
                 ) from error
             yield row.step, line

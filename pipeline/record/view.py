@@ -24,9 +24,8 @@ class _Replica:
     """One replica's counters, monotone across restarts."""
 
     newest: StageStats
-    first_s: (
-        float  # unix time at which its training phase began, with the busy seconds of replica and engines until then
-    )
+    # Unix time at which its training phase began, with the busy seconds of replica and engines until then.
+    first_s: float
     ring: Ring
     first_busy_s: float = 0.0
     first_engine_s: float = 0.0

@@ -9,8 +9,9 @@ from statistics import fmean
 from configs.graph import engine_count
 from configs.schema import Config, router_kind
 from models.checkpoint import latest_checkpoint
+from models.disk import write_json
 from models.fault_injection import injected
-from pipeline.facts.servers import read_fleet
+from pipeline.facts.run_directory import read_fleet
 from pipeline.facts.stats import visible
 from pipeline.facts.trace import merge
 from pipeline.observe.plot import plot_metrics_file
@@ -25,7 +26,6 @@ from pipeline.observe.summary import (
     summarise_evals,
     summarise_reward,
     summarise_staleness,
-    write_summary,
 )
 from pipeline.record.kept_files import uncertain_in
 from pipeline.record.recorder import Recorder
@@ -36,7 +36,7 @@ def conclude(recorder: Recorder, config: Config, reason: str) -> RunSummary:
     """Write what the run leaves behind and print where it is."""
     rundir = recorder.rundir
     summary = summarise(recorder, config, reason)
-    write_summary(rundir.summary, summary)
+    write_json(rundir.summary, summary)
     curve = rundir.path / "learning_curve.png"
     if config.observe.use_plot and (recorder.rewards or recorder.evals):
         bound = recorder.staleness_bound
@@ -82,19 +82,13 @@ def engines_of(recorder: Recorder, config: Config) -> EngineSummary:
     )
 
 
-def router_of(recorder: Recorder, config: Config) -> RouterSummary:
-    """The router in front of them."""
-    facts = read_fleet(recorder.rundir).get("router")
-    return RouterSummary(router_kind(config), facts.version if facts is not None else "")
-
-
 def summarise(recorder: Recorder, config: Config, reason: str) -> RunSummary:
     """The figures of a finished phase."""
     view = recorder.view
     snapshot = view.snapshot(recorder.last_step_s)
     training_s = recorder.last_step_s - (recorder.training_started or recorder.started)
     trained, wasted = snapshot.trained_tokens, snapshot.wasted_tokens
-    versions = recorder.versions
+    versions, router = recorder.versions, read_fleet(recorder.rundir).get("router")
     shares = view.busy_shares(max(engine_count(config), view.most_engines))
     return RunSummary(
         mode=config.run.mode,
@@ -120,7 +114,7 @@ def summarise(recorder: Recorder, config: Config, reason: str) -> RunSummary:
             delta_ratio=round(fmean(recorder.delta_ratios), 2) if recorder.delta_ratios else None,
         ),
         engine=engines_of(recorder, config),
-        router=router_of(recorder, config),
+        router=RouterSummary(router_kind(config), router.version if router is not None else ""),
         restarts=dict(recorder.restarts),
         changes=tuple(recorder.changes),
         advice=snapshot.advice,

@@ -1,4 +1,5 @@
-"""Facts about engines, router and lost replicas, reported to the topic, the hubs, the user and a file.
+"""What the life of processes means to the rest of the run: reports about replicas, engines and router go to the topic,
+the hubs, the user and a file.
 
 `replicas/fleet.json` names the servers of the run: address, kind, version, incarnation. The summary reads it, and so
 does a person who queries an engine.
@@ -22,7 +23,7 @@ import msgspec
 
 from models.checkpoint import CheckpointError, final_path, read_manifest, remove_leftovers, verify_files
 from models.disk import write_json
-from pipeline.facts.servers import EngineSpec, ServerInfo
+from pipeline.facts.run_directory import EngineSpec, ServerInfo
 from pipeline.facts.stats import STATS_PREFIX, StageStats, outage_text, visible
 from pipeline.record.recorder import Recorder
 from stages.base import TrainOptions
@@ -34,8 +35,8 @@ from transport import DeadLetter, Hub, TopicServer
 REPORTS_POLL_S = 0.02
 
 
-class Announcer:
-    """Implements `Lifecycle`."""
+class Lifecycle:
+    """Takes the reports of all supervisors of a run."""
 
     def __init__(self, topic: TopicServer, hubs: Mapping[str, Hub], recorder: Recorder) -> None:
         self.config = recorder.config
@@ -44,6 +45,7 @@ class Announcer:
         recorder.rundir.fleet.unlink(missing_ok=True)  # of the run that is resumed
 
     def lost(self, stage: str, name: str, why: str) -> None:
+        """A process ended, or was ended since it hung, and is started again: release its leases, count the restart."""
         self.recorder.lost(stage, name, why)
         for hub in self.hubs.values():
             hub.peer_lost(name, blame=stage != "train")  # it held all that waits, to whatever it was that killed it
@@ -54,6 +56,8 @@ class Announcer:
         self.topic.drop(STATS_PREFIX + name)
 
     async def trainer_state(self, lost: TrainOptions) -> TrainOptions | None:
+        """Where the next incarnation of a lost trainer begins; None if only a resume can continue. Waits until all that
+        the lost trainer had reported is in the ledger."""
         settle = self.hubs["settle"]
         reported = {held.key for held in settle.held()}
         while reported & {held.key for held in settle.held()}:  # noqa: ASYNC110  (a hub announces no single message)
@@ -87,6 +91,7 @@ class Announcer:
         )
 
     def retired(self, stage: str, name: str) -> None:
+        """A replica that was scaled away has ended, with or without an error: its messages go to others."""
         for hub in self.hubs.values():
             hub.peer_lost(name)
         if (value := self.topic.get(STATS_PREFIX + name)) is not None:
@@ -97,6 +102,7 @@ class Announcer:
         self.recorder.say(f"{name} has ended, {why}")
 
     def engine_up(self, spec: EngineSpec, url: str, incarnation: int, version: str) -> None:
+        """An engine serves. `version`: as the server itself names it."""
         token = spec.token.token if spec.token is not None else None
         policy, given = spec.frozen or POLICY, spec.taken_over
         address = EngineAddress(spec.name, url, incarnation, policy, given, fetcher=spec.fetcher, token=token)
@@ -106,6 +112,7 @@ class Announcer:
         self._remember(spec.name, ServerInfo(kind, url, incarnation, version, spec.kind, token_file=file))
 
     def engine_left(self, spec: EngineSpec) -> None:
+        """An engine that was scaled away has ended: no part of the run waits for it any more."""
         self._drop_engine(spec.name)
         self.recorder.view.engines_left.add(spec.name)
         if self._fleet.pop(spec.name, None) is not None:
@@ -113,27 +120,33 @@ class Announcer:
         self.recorder.say(f"{spec.name} has ended, engine is scaled down")
 
     def engine_away(self, spec: EngineSpec, why: str) -> None:
+        """An external engine does not answer: it gets no requests until it is up again."""
         self._drop_engine(spec.name)
         self._away(spec.name, spec.external, why, spec.kind)
 
-    def router_away(self, url: str, why: str) -> None:
-        self._drop_router()
-        self._away("router", url, why, "router")
-
     def router_up(self, address: RouterAddress, version: str, metrics: str) -> None:
+        """The router takes requests; its engines must be added to it again. `metrics`: the address of its /metrics."""
         self.topic.publish("router", msgspec.msgpack.encode(address))
         facts = ServerInfo(address.kind, address.url, address.incarnation, version, "router", metrics)
         self._remember("router", facts)
 
+    def router_away(self, url: str, why: str) -> None:
+        """An external router does not answer: it gets no requests until it is up again."""
+        self._drop_router()
+        self._away("router", url, why, "router")
+
     def loading(self, name: str) -> bool:
+        """Whether an engine has no published weights yet or loads some now, so that it may be slow to answer."""
         entry = carrying(self.topic).get(name)
         return entry is None or entry.fetching >= 0
 
     def complaint(self, name: str, incarnation: int) -> str | None:
+        """Why the engines stage wants this incarnation of an engine replaced, None if it does not."""
         complaint = read_value(self.topic, f"complaint/{name}", Complaint)
         return complaint.reason if complaint is not None and complaint.incarnation == incarnation else None
 
     def say(self, line: str) -> None:
+        """A line for the user."""
         self.recorder.say(line)
 
     def _away(self, name: str, url: str, why: str, kind: str) -> None:
