@@ -41,6 +41,7 @@ from stages.errors import FilterNameError
 from stages.graders.registry import is_import_path, listed_grader, outside, refusal
 from stages.group.filters import parse_filters
 from stages.reward.components import Row, Selection
+from stages.workers.guard import written_arguments
 
 LIMIT_S = 120.0  # to import modules of the user, as a grader process has
 
@@ -110,20 +111,27 @@ def _ask(table: EnvironmentConfig, *arguments: str) -> list[bytes]:
     """The lines that the environment's process prints. Raises UsageError."""
     environment = child_environment(1)  # another interpreter gets the project and the user's modules only
     environment["PYTHONPATH"] = os.pathsep.join([environment["PYTHONPATH"], os.getcwd()])
-    command = [table.python or sys.executable, "-P", "-m", "stages.agents.worker", *arguments]
+    command = [table.python or sys.executable, "-P", "-m", "stages.agents.worker"]
     what = f"environment.{table.name}: importing {table.class_path}"
-    return _output(command, environment, what, "what is large in reset").splitlines()
+    return _output(command, environment, what, "what is large in reset", arguments).splitlines()
 
 
-def _output(command: Sequence[str], environment: Mapping[str, str], what: str, later: str) -> bytes:
+def _output(
+    command: Sequence[str], environment: Mapping[str, str], what: str, later: str, arguments: Sequence[str] = ()
+) -> bytes:
     """What a process prints that imports modules of the user. `what`, `later`: the words of its errors, which are
-    UsageErrors."""
+    UsageErrors; `arguments`: of the process, which gets them on its standard input."""
+    given = written_arguments(arguments)
     try:
-        done = subprocess.run(command, stdout=subprocess.PIPE, env=environment, timeout=LIMIT_S, check=False)
+        done = subprocess.run(
+            command, stdin=given, stdout=subprocess.PIPE, env=environment, timeout=LIMIT_S, check=False
+        )
     except subprocess.TimeoutExpired:
         raise UsageError(
             f"{what} takes longer than {LIMIT_S:g} s; let the module define things only, and load {later}"
         ) from None
+    finally:
+        os.close(given)
     if done.returncode:
         raise UsageError(f"{what} ended its process (exit status {done.returncode}); its error output stands above")
     return done.stdout

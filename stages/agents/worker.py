@@ -1,9 +1,10 @@
 """The user's class of an environment or agent in a process of its own: described before a run, and hosting episodes.
 
-    python -m stages.agents.worker SOCKET_FD PARENT_PID MEMORY_BYTES IMPORT_PATH OPTIONS ONCE_DIR     hosts episodes
-    python -m stages.agents.worker check IMPORT_PATH OPTIONS                  prints a JSON object: `Hosted`
-    python -m stages.agents.worker tasks IMPORT_PATH OPTIONS SPLIT SEED COUNT   prints a JSON object for each task
+    python -m stages.agents.worker SOCKET_FD PARENT_PID     hosts episodes; MEMORY_BYTES IMPORT_PATH OPTIONS ONCE_DIR
+    python -m stages.agents.worker                          check IMPORT_PATH OPTIONS: prints a JSON object, `Hosted`
+                                    tasks IMPORT_PATH OPTIONS SPLIT SEED COUNT: prints a JSON object for each task
 
+Further arguments stand on the standard input, because options may hold keys (stages/workers/guard.py).
 A hosting process gets a `Call` and answers with what the call names. A describing process prints an error as a JSON
 string; the output of the user's modules goes to stderr.
 
@@ -30,6 +31,7 @@ from msgspec.structs import replace
 from models.import_path import ImportPathError, import_path
 from stages.agents.environment import Endpoint, InfrastructureError, Outcome, Start, Step, Task, Turn
 from stages.records.once import Once
+from stages.workers.guard import read_arguments
 from stages.workers.serve import Handler, Refusal, become_worker, serve
 
 
@@ -247,4 +249,4 @@ def main(arguments: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main([*sys.argv[1:], *read_arguments()])

@@ -5,7 +5,7 @@ process hangs or dies, its item is tried again and then failed. Graders are ther
 twice for the same sample. A text that keeps a grader with a `Grader.wrong` busy until its deadline is wrong at once: a
 second attempt would end the same way. A process that died, or had no processor to run on, is never the text's fault.
 
-    python -m stages.graders.pool SOCKET_FD PARENT_PID MEMORY_BYTES     one of the processes
+    python -m stages.graders.pool SOCKET_FD PARENT_PID     one of the processes; MEMORY_BYTES on stdin
 
 A call is the name of a grader, to import it outside of any deadline, or a GradeRequest, whose value is its Grade. Calls
 run one after another, without an event loop: an async grader brings its own.
@@ -29,6 +29,7 @@ from msgspec import Struct
 from stages.graders.grade import Grade, GradeRequest, PoolError, UnknownGraderError, clean, failed
 from stages.graders.registry import find_grader, grade_request, listed_grader, refusal
 from stages.graders.synthetic import IN_WORKER_VARIABLE
+from stages.workers.guard import read_arguments
 from stages.workers.process import LOAD_LIMIT_S, CallFailed, WorkerLost, WorkerProcess
 from stages.workers.serve import become_worker, serve_in_turn
 
@@ -253,4 +254,4 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main([*sys.argv[1:], *read_arguments()])

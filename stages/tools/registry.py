@@ -5,7 +5,7 @@ whose instances have them and need no arguments. Built-in tools are bounded and 
 user's tool is imported here only for its schema: its calls run in a separate process, which the first call starts and
 which is restarted after a loss.
 
-    python -m stages.tools.registry SOCKET_FD PARENT_PID IMPORT_PATH MEMORY_BYTES     the process of one tool
+    python -m stages.tools.registry SOCKET_FD PARENT_PID     the process of one tool; IMPORT_PATH MEMORY_BYTES on stdin
 
 Its calls carry the arguments; the answer is the tool's, as text, bounded. See stages/workers/serve.py.
 """
@@ -23,6 +23,7 @@ from configs.schema.notation import nearest
 from models.import_path import ImportPathError, import_path
 from stages.tools.calculator import Calculator
 from stages.tools.tool import Arguments, FunctionTool, Schema, Tool, ToolCallError, UnknownToolError, bounded
+from stages.workers.guard import read_arguments
 from stages.workers.process import CallFailed, WorkerLost, WorkerProcess
 from stages.workers.serve import Handler, Refusal, become_worker, serve
 
@@ -159,4 +160,4 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main([*sys.argv[1:], *read_arguments()])

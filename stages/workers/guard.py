@@ -4,7 +4,10 @@ A parent-death signal reaches one process only, and a signal to a process group 
 guard stands between parent and worker: orphans below the guard become its children, so the guard knows all of them.
 Linux only, standard library only: the sandbox of programs imports this.
 
-    python -m stages.workers.guard PARENT {"argv": [...], "env": {...}}     run any program under a guard
+Every user of a machine can read command lines, and options and programs' environments hold keys. So a child process
+gets its arguments as JSON on its standard input.
+
+    python -m stages.workers.guard PARENT     run any program under a guard; arguments: the program's, environment
 """
 
 from __future__ import annotations
@@ -18,13 +21,30 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from typing import Final, NoReturn
+from typing import Any, Final, NoReturn
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _SIGNALS: Final = {signal.SIGCHLD, signal.SIGTERM}
 _AGAIN_S = 0.05
 _HIGHEST_FD = 4096
 _END_S: Final = 20.0  # for a guard to kill all processes below it
+
+
+def written_arguments(arguments: Sequence[object]) -> int:
+    """A descriptor to give a child process as its standard input; close it once the child is started."""
+    descriptor = os.memfd_create("arguments")
+    os.write(descriptor, json.dumps(arguments).encode())
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    return descriptor
+
+
+def read_arguments() -> list[Any]:
+    """The arguments that the parent wrote to the standard input, which is empty afterwards."""
+    with open(0, "rb", closefd=False) as file:
+        arguments: list[Any] = json.load(file)
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+    return arguments
 
 
 def libc() -> ctypes.CDLL:
@@ -50,7 +70,9 @@ def bound(kind: int, value: int, hard: int | None = None) -> None:
 def start_guarded(
     module: str, arguments: Sequence[object], descriptor: int, *, python: str | None = None
 ) -> subprocess.Popen[bytes]:
-    """Start `python -m module ARGUMENTS...` with a descriptor and a pipe as error output; it calls `become_guarded`.
+    """Start `python -m module DESCRIPTOR PARENT_PID`, which calls `become_guarded`.
+
+    The arguments are on its standard input, its error output is a pipe.
 
     The process gets this process's environment and import path, so modules of the user are found as they are here.
     Another interpreter (`python`) has its own packages: it gets this project, the user's PYTHONPATH and the directory
@@ -60,14 +82,18 @@ def start_guarded(
     if python is not None:
         root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
         paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)), os.getcwd()]
-    return subprocess.Popen(
-        [python or sys.executable, "-P", "-m", module, *map(str, arguments)],
-        pass_fds=(descriptor,),
-        stdin=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        start_new_session=True,  # a Ctrl-C is for this process to handle
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))},
-    )
+    given = written_arguments([str(argument) for argument in arguments])
+    try:
+        return subprocess.Popen(
+            [python or sys.executable, "-P", "-m", module, str(descriptor), str(os.getpid())],
+            pass_fds=(descriptor,),
+            stdin=given,
+            stderr=subprocess.PIPE,
+            start_new_session=True,  # a Ctrl-C is for this process to handle
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))},
+        )
+    finally:
+        os.close(given)
 
 
 def end_guarded(process: subprocess.Popen[bytes]) -> None:
@@ -150,11 +176,10 @@ def _children() -> Iterator[int]:
                 yield int(name)
 
 
-def main(parent: str, request: str) -> None:
+def main(parent: str) -> None:
     """Become a program, below a guard. Does not return."""
     become_guarded(int(parent))
-    fields = json.loads(request)
-    argv, environment = fields["argv"], fields["env"]
+    argv, environment = read_arguments()
     try:
         os.execvpe(argv[0], argv, environment)
     except OSError as error:

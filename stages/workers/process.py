@@ -101,7 +101,10 @@ class _Printed(asyncio.Protocol):
 
 
 class WorkerProcess:
-    """`python -m module SOCKET_FD PARENT_PID ARGUMENTS...`. Use `ready` before `call`, and `close` at the end."""
+    """`python -m module SOCKET_FD PARENT_PID`, with its arguments on stdin.
+
+    Call `ready` before `call`, and `close` at the end.
+    """
 
     def __init__(self, module: str, arguments: Sequence[object], *, python: str | None = None) -> None:
         self.incarnation = 0  # rises with each start of a process
@@ -201,8 +204,7 @@ class WorkerProcess:
         owner_end, worker_end = socket.socketpair()
         with worker_end:
             descriptor = worker_end.fileno()
-            arguments = (descriptor, os.getpid(), *self._arguments)
-            self._process = start_guarded(self._module, arguments, descriptor, python=self._python)
+            self._process = start_guarded(self._module, self._arguments, descriptor, python=self._python)
         ready = link.expect(READY)
         try:
             self._transport, _ = await loop.create_connection(lambda: link, sock=owner_end)

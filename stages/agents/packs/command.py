@@ -15,7 +15,6 @@ process; when the episode ends, for any reason, the program and all its descenda
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import sys
 import tempfile
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import Final
 
 from stages.agents.environment import Endpoint, Outcome, Task, text_of
+from stages.workers.guard import written_arguments
 
 _INHERITED: Final = ("PATH", "LANG", "LC_ALL", "TZ", "SSL_CERT_FILE")
 _OUTPUT_BYTES: Final = 1 << 20
@@ -79,16 +79,19 @@ class Command:
     async def _ran(self, argv: list[str], environment: Mapping[str, str], work: Path) -> Outcome:
         begun = time.monotonic()
         paths = [os.path.abspath(entry) if entry else os.getcwd() for entry in sys.path]
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-P", "-m", "stages.workers.guard", str(os.getpid())),
-            json.dumps({"argv": argv, "env": dict(environment)}),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            cwd=work,
-            start_new_session=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))},
-        )
+        given = written_arguments((argv, dict(environment)))
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-P", "-m", "stages.workers.guard", str(os.getpid())),
+                stdin=given,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                cwd=work,
+                start_new_session=True,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))},
+            )
+        finally:
+            os.close(given)
         assert process.stdout is not None
         late = False
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import sys
 from collections.abc import AsyncIterator
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 import pytest
 
 from stages.agents.environment import Task
@@ -20,6 +22,7 @@ from stages.base import GenerateOptions
 from stages.chat.messages import Message
 from stages.messages import RolloutSlice, Sample
 from stages.rollouts import rollout_fault, trained_masks
+from stages.workers.process import WorkerProcess
 from tests.agent_clients import interpreter
 from tests.stages.engine_rig import World
 from tests.stages.gateway.gateway_rig import VOCABULARY, ScriptedWriter, opened, scripted
@@ -60,6 +63,41 @@ async def test_a_program_asks_the_policy_and_sees_nothing_else(tmp_path: Path, m
         [sample] = rig.samples()
         assert sample.response == "four"
         assert b"2 + {model}?" in bytes(i for i in sample.token_ids.tolist() if i < 256), "a prompt is no template"
+
+
+def command_lines(pid: int) -> bytes:
+    """Of a process, its parent and its children: what every user of the machine can read."""
+    family = {pid, psutil.Process(pid).ppid(), *(child.pid for child in psutil.Process(pid).children(recursive=True))}
+    return b" ".join(Path(f"/proc/{number}/cmdline").read_bytes() for number in family)
+
+
+async def test_no_key_of_a_program_stands_in_a_command_line(tmp_path: Path) -> None:
+    """The gateway's key is in the program's environment, which other users cannot read."""
+    async with opened(tmp_path, lambda prompt: "four") as rig, asyncio.TaskGroup() as tasks:
+        reported = tmp_path / "pid"
+        look = "import os, sys, time; print(os.getpid(), file=open(sys.argv[1], 'w')); time.sleep(60)"
+        command = Command([sys.executable, "-c", look, str(reported)], env={"KEY": "sk-mine"})
+        episode = tasks.create_task(command.run(TASK, rig.endpoint))
+        await until(lambda: reported.exists() and bool(reported.read_text()))
+        shown = command_lines(int(reported.read_text()))
+        episode.cancel()
+    assert b"stages.workers.guard" in shown
+    assert b"sk-mine" not in shown
+    assert rig.endpoint.api_key.encode() not in shown
+
+
+async def test_no_option_of_an_environment_stands_in_a_command_line(tmp_path: Path) -> None:
+    options = json.dumps({"argv": ["true"], "env": {"KEY": "sk-mine"}})
+    arguments = (0, f"{Command.__module__}:Command", options, tmp_path)
+    worker = WorkerProcess("stages.agents.worker", arguments)
+    try:
+        await worker.ready()
+        assert worker.pid is not None
+        shown = command_lines(worker.pid)
+    finally:
+        await worker.close()
+    assert b"stages.agents.worker" in shown
+    assert b"sk-mine" not in shown
 
 
 @pytest.mark.parametrize("how", ["leave", "stay"])
