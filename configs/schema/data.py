@@ -46,6 +46,9 @@ class DataConfig(Section, frozen=True, kw_only=True):
     """curriculum: upper bound of the pass rate"""
     curriculum_keep: Annotated[Factor, ReadBy("--curriculum pass_rate")] = 0.25
     """curriculum: probability that a prompt outside the range is drawn when its turn comes"""
+    trust_data_code: bool = False
+    """rows may name functions and addresses that no setting names (rm_type, custom_rm_path and generate_function_path
+    in their metadata): whoever wrote the data can then run code here"""
     strict_data: bool = False
     """make a malformed row an error instead of skipping it"""
 

@@ -26,7 +26,7 @@ import msgspec
 from configs.graph import engine_count, frozen_engines, is_address
 from configs.schema import Config, EnvironmentConfig, generates, router_kind
 from configs.schema.algorithm import parse_rules
-from configs.sources import parse_source, source_fault
+from configs.sources import parse_source, source_fault, trusted_functions
 from models.disk import write_whole
 from models.engines.launch.command import require_router, tensor_parallel
 from models.engines.launch.environment import Installed, Part, find_python, probe
@@ -249,7 +249,10 @@ def check_rows(config: Config) -> None:
         if files:
             rows = msgspec.structs.replace(keys, rollout_max_prompt_len=None)
             labels = supervised and not named
-            prompts = PromptSet(files, rows, lambda _: (0,), lambda *_: "a chat", tokenize_labels=labels)
+            trusted = trusted_functions(config)
+            prompts = PromptSet(
+                files, rows, lambda _: (0,), lambda *_: "a chat", tokenize_labels=labels, trusted=trusted
+            )
             check_graders(config, prompts.report.rm_types)
 
 

@@ -17,6 +17,7 @@ from msgspec import Struct
 
 from configs.schema import Config
 from configs.schema.data import DataConfig
+from configs.sources import trusted_functions
 from models.families.source import context_limit
 from stages.chat.messages import Message as ChatMessage
 from stages.chat.tokenizer import Tokenizer, load_tokenizer
@@ -86,12 +87,13 @@ class PromptSet:
         tools: Sequence[Mapping[str, object]] = (),
         max_prompt_tokens: int | None = None,
         tokenize_labels: bool = False,
+        trusted: frozenset[str] | None = frozenset(),
     ) -> None:
         """Read and check all rows of `paths` (`path@[a:b]`).
 
         `render(messages, tools)` applies the chat template. `max_prompt_tokens` is a limit of the run (its context
         length) beside that of the configuration: the lower one holds. `tokenize_labels` fills `label_ids`, for
-        supervised training; rows without a label are then skipped. Raises DataError.
+        supervised training; rows without a label are then skipped. `trusted`: `RowKeys.trusted`. Raises DataError.
         """
         if not paths:
             raise EmptyDataError("prompt_data is empty: name at least one prompt file, as in --prompt-data train.jsonl")
@@ -102,7 +104,7 @@ class PromptSet:
             )
         limit = min(filter(None, (config.rollout_max_prompt_len, max_prompt_tokens)), default=None)
         self.report = LoadReport()
-        self._keys = RowKeys(config.input_key, config.label_key, config.metadata_key, config.tool_key)
+        self._keys = RowKeys(config.input_key, config.label_key, config.metadata_key, config.tool_key, trusted)
         self._need_labels = tokenize_labels
         self._prepare = Preparer(
             config.apply_chat_template, tokenize, tokenize_rendered or tokenize, render, tools, tokenize_labels
@@ -183,6 +185,8 @@ class PromptSet:
     def _skip(self, source: Source, row: int, error: BadValue | RowError, strict: bool) -> None:
         kind = error.kind if isinstance(error, BadValue) else "bad json"
         bad = BadRow(source.file, source.line(row), _reason(error), kind)
+        if kind == "untrusted":
+            raise RowError(str(bad))
         # A long prompt is a fact of good data, which the limit is there to filter; it is no malformed row.
         if strict and kind != "too long":
             raise RowError(f"{bad}; correct the row, or leave strict_data off to skip such rows")
@@ -309,6 +313,7 @@ def _load(config: Config, data: DataConfig, tokenizer: Tokenizer, *, tokenize_la
         tools=[tool.schema for tool in resolve_tools(config.tools.tools).values()],
         max_prompt_tokens=None if context is None else context - 1,
         tokenize_labels=tokenize_labels,
+        trusted=trusted_functions(config),
     )
 
 
@@ -326,4 +331,4 @@ def _load_tasks(config: Config, data: DataConfig) -> PromptSet:
         return msgspec.json.encode(msgspec.convert(messages, tuple[ChatMessage, ...])).decode()
 
     rows = msgspec.structs.replace(data, apply_chat_template=True, rollout_max_prompt_len=None)
-    return PromptSet(data.prompt_data, rows, lambda _: (0,), render)
+    return PromptSet(data.prompt_data, rows, lambda _: (0,), render, trusted=trusted_functions(config))

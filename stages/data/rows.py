@@ -15,10 +15,14 @@ import msgspec
 from msgspec import Struct, field
 
 from configs.schema.notation import did_you_mean
+from configs.sources import normal_import_path
+from stages.graders.registry import is_import_path
 
 LISTED = 20
 
-SkipKind = Literal["bad json", "missing key", "wrong type", "empty prompt", "template", "too long", "too large"]
+SkipKind = Literal[
+    "bad json", "missing key", "wrong type", "empty prompt", "template", "too long", "too large", "untrusted"
+]
 
 
 class BadRow(Struct, frozen=True):
@@ -103,6 +107,7 @@ class RowKeys(Struct, frozen=True):
     label: str | None
     metadata: str
     tools: str
+    trusted: frozenset[str] | None = frozenset()  # functions and addresses that metadata may name; None: any
 
     def wanted(self) -> tuple[str, ...]:
         names = (self.input, self.label, self.metadata, self.tools)
@@ -125,7 +130,7 @@ def parse_row(row: object, keys: RowKeys, columns: Sequence[str] | None = None) 
         raise BadValue("wrong type", f"the row is {_kind(row)}, not an object with the key {keys.input!r}")
     if row.get(keys.input) is None:
         raise missing_key(keys.input, list(columns or row))
-    metadata, rm_type = _metadata(row.get(keys.metadata), keys.metadata)
+    metadata, rm_type = _metadata(row.get(keys.metadata), keys)
     return PromptRow(
         prompt=_prompt(row[keys.input], keys.input),
         label=None if keys.label is None else label_text(row.get(keys.label), keys.label),
@@ -179,8 +184,9 @@ def _message(item: object, key: str, position: int) -> Message:
     return item
 
 
-def _metadata(value: object, key: str) -> tuple[str, str | None]:
+def _metadata(value: object, keys: RowKeys) -> tuple[str, str | None]:
     """(JSON object as text, its rm_type)."""
+    key = keys.metadata
     if value is None:
         return "{}", None
     if isinstance(value, str):
@@ -190,7 +196,28 @@ def _metadata(value: object, key: str) -> tuple[str, str | None]:
     rm_type = value.get("rm_type")
     if rm_type is not None and not isinstance(rm_type, str):
         raise BadValue("wrong type", f"{key}.rm_type is {_kind(rm_type)}; it must be the name of a grader")
+    if keys.trusted is not None:
+        _refuse_code(value, key, keys.trusted)
     return _json_text(value, key), rm_type
+
+
+def _refuse_code(metadata: Mapping[str, object], key: str, trusted: frozenset[str]) -> None:
+    """Refuse a row that names code, or an address to send responses to, unless the run itself names it.
+
+    Data comes from other people: a name of a row would be imported and called with text of the row.
+    """
+    named = {name: metadata.get(name) for name in ("custom_rm_path", "generate_function_path")}
+    rm_type = metadata.get("rm_type")
+    if isinstance(rm_type, str) and (is_import_path(rm_type) or rm_type.startswith("remote:")):
+        named["rm_type"] = rm_type
+    for name, path in named.items():
+        if path and not (isinstance(path, str) and normal_import_path(path) in trusted):
+            flag = "--custom-generate-function-path" if name == "generate_function_path" else "--reward-component"
+            raise BadValue(
+                "untrusted",
+                f"{key}.{name} is {path!r}, which no setting of this run names; name it, for example with {flag}, or "
+                "add --trust-data-code if you trust the author of the data",
+            )
 
 
 def _tools(value: object, key: str) -> str:

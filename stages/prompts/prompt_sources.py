@@ -19,11 +19,13 @@ import asyncio
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
+import msgspec
 import numpy as np
 
 from configs.schema import Config
+from configs.sources import normal_import_path, trusted_functions
 from models.import_path import import_path
 from stages.data.prompt_set import PreparedPrompt, Preparer
 from stages.data.rows import BadValue, LoadReport, RowKeys, parse_row
@@ -72,9 +74,6 @@ def demonstration(
     return RolloutSlice(without_prompt(group), (sample,))
 
 
-_KEYS: Final = RowKeys("prompt", "label", "metadata", "tools")
-
-
 class DrawnOrder(PromptOrder):
     """Positions are the prompts' own numbers."""
 
@@ -98,6 +97,7 @@ class DrawnPrompts:
         self._members, self._prepare, self._encode, self._limit = (
             config.rollout.n_samples_per_prompt, prepare, encode, limit
         )  # fmt: skip
+        self._keys = RowKeys("prompt", "label", "metadata", "tools", trusted_functions(config))
         self._rows: dict[int, PreparedPrompt] = {}
         self._next = 0  # position of what the source gives next
         self._asking = asyncio.Lock()
@@ -167,15 +167,16 @@ class DrawnPrompts:
                 f"{self.path}.get_samples gave a group of {len(samples)} samples, but --n-samples-per-prompt is "
                 f"{self._members}; give as many copies of each prompt"
             )
-        first = samples[0]
-        row = {
-            "prompt": first.prompt,
-            "label": first.label,
-            "metadata": {**dict(first.metadata or {}), **_own_function(first)},
-            "tools": (first.metadata or {}).get("tools", []),
-        }
+        first, keys = samples[0], self._keys
+        metadata = dict(first.metadata or {})
+        row = {"prompt": first.prompt, "label": first.label, "metadata": metadata, "tools": metadata.get("tools", [])}
+        function = getattr(first, "generate_function_path", None)
+        if function:  # the source's code names it, unlike an entry of the metadata, which may come from its data
+            metadata["generate_function_path"] = function
+            if keys.trusted is not None:
+                keys = msgspec.structs.replace(keys, trusted=keys.trusted | {normal_import_path(function)})
         try:
-            prepared = self._prepare(parse_row(row, _KEYS), self._limit)
+            prepared = self._prepare(parse_row(row, keys), self._limit)
         except BadValue as error:
             raise DataSourceError(
                 f"{self.path}.get_samples gave a sample that is no prompt: {error.reason}; leave such rows out"
@@ -196,8 +197,3 @@ class DrawnPrompts:
             raise DataSourceError(
                 f"--data-source-path {self.path}: {name} raised {type(error).__name__}: {error}"
             ) from error
-
-
-def _own_function(sample: Any) -> dict[str, str]:
-    path = getattr(sample, "generate_function_path", None)
-    return {"generate_function_path": path} if path else {}

@@ -9,13 +9,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from configs.schema.data import DataConfig
+from configs.schema import Config
+from configs.schema.data import DataConfig, RewardConfig
+from configs.schema.rollout import RolloutConfig
+from configs.sources import trusted_functions
 from stages.data.prompt_set import PromptSet
 from stages.data.rows import BadValue, RowKeys, label_text, parse_row
 from stages.data.sources import open_source, parse_spec, without_nulls
@@ -179,6 +183,45 @@ def test_grader_names_of_rows_are_reported(tmp_path: Path) -> None:
     rows = [{"input": "a", "metadata": {"rm_type": "gsm8k"}}, {"input": "b", "metadata": {"rm_type": "exakt"}}] * 2
     report = PromptSet([write(tmp_path / "a.jsonl", rows)], DataConfig(), byte_ids).report
     assert report.rm_types == {"gsm8k": 2, "exakt": 2}
+
+
+RUNS_CODE = {"rm_type": "timeit:timeit"}
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        RUNS_CODE,
+        {"custom_rm_path": "os:system"},
+        {"generate_function_path": "os.system"},
+        {"rm_type": "remote:http://x"},
+    ],
+)
+def test_a_row_may_not_name_code_that_the_run_does_not_name(tmp_path: Path, metadata: dict[str, str]) -> None:
+    [name] = metadata.values()
+    path = write(tmp_path / "a.jsonl", [{"input": "a"}, {"input": "b", "metadata": metadata}])
+    with pytest.raises(RowError, match=r"a.jsonl:2: metadata.\w+ is .*which no setting .* or add --trust-data-code"):
+        PromptSet([path], DataConfig(), byte_ids)
+    for trusted in (frozenset([name, name.replace(".", ":")]), None):
+        assert len(PromptSet([path], DataConfig(), byte_ids, trusted=trusted)) == 2
+
+
+def test_a_row_that_changes_after_loading_may_not_name_code_either(tmp_path: Path) -> None:
+    row = {"input": "a", "metadata": {"rm_type": "gsm8k", "pad": "x" * 5}}
+    path = write(tmp_path / "a.jsonl", [row, row])
+    prompts = PromptSet([path], DataConfig(), byte_ids)
+    write(tmp_path / "a.jsonl", [row, {"input": "a", "metadata": {**RUNS_CODE, "pad": "x" * 6}}])
+    with pytest.raises(RowError):
+        prompts.get(1)
+
+
+def test_functions_that_the_settings_name_are_trusted() -> None:
+    config = Config(
+        reward=RewardConfig(custom_rm_path="a:f", reward_component=("x=b.c:g@0.5",)),
+        rollout=RolloutConfig(custom_generate_function_path="d:h"),
+    )
+    assert {"a:f", "b.c:g", "d:h"} <= (trusted_functions(config) or set())
+    assert trusted_functions(msgspec.structs.replace(config, data=DataConfig(trust_data_code=True))) is None
 
 
 def test_supervised_labels_are_tokenised(tmp_path: Path) -> None:
