@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from tests.stages.engine_rig import Log, record_exchanges
 from tests.stages.fleet_rig import Fleet, open_fleet
 from tests.stages.stage_rig import Desk, Rig, open_desk, open_rig, time_limit
+from tests.stages.train_rig import Training, open_training
 
 
 @pytest.fixture
@@ -40,3 +42,9 @@ async def desk() -> AsyncIterator[Desk]:
 def log(monkeypatch: pytest.MonkeyPatch) -> Log:
     """All generate requests of the test."""
     return record_exchanges(monkeypatch)
+
+
+@pytest.fixture
+def training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Training:
+    """Opens a train stage: `async with training(batch=1) as one`."""
+    return partial(open_training, tmp_path, monkeypatch)

@@ -14,7 +14,7 @@ import torch
 
 from configs.schema import Config
 from configs.schema.rollout import UpdateConfig
-from models.engines.client import EngineClient, WeightsUpdated
+from models.engines.client import EngineClient
 from models.engines.protocol import PauseMode
 from models.engines.serve import EngineServer
 from models.train.interface import WeightExporter
@@ -26,7 +26,7 @@ from stages.topic_values import EngineEntry
 from stages.train.weights import WeightPublisher
 from tests.models.weights.made_up import checkpoint
 from tests.stages.engine_rig import Weights, core_of, served, simulated
-from tests.stages.stage_rig import Rig, make_config, make_context, open_rig, until
+from tests.stages.stage_rig import Rig, before_calls, make_config, make_context, open_rig, until
 
 PATIENT = 1_000_000  # failures in a row: a test that wants none of the supervisor's help
 
@@ -117,15 +117,13 @@ def before_updates(
 ) -> list[Update]:
     """What engines are asked to load from now on. `hook` comes before each request; what it raises takes its place."""
     requested: list[Update] = []
-    original = EngineClient.update_weights_from_disk
 
-    async def update(client: EngineClient, path: str, label: str | None, flush_cache: bool = True) -> WeightsUpdated:
+    async def note(client: EngineClient, path: str, label: str | None, flush_cache: bool = True) -> None:
         requested.append(Update(client.base_url, path, label, flush_cache))
         if hook is not None:
             await hook(requested[-1])
-        return await original(client, path, label, flush_cache)
 
-    monkeypatch.setattr(EngineClient, "update_weights_from_disk", update)
+    before_calls(monkeypatch, EngineClient, "update_weights_from_disk", note)
     return requested
 
 

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
+import pytest
 
 from configs.schema import Config
 from models.engines.token import Token
@@ -276,6 +277,18 @@ async def until(condition: Callable[[], bool]) -> None:
     """Look until a condition holds; the rig's limit ends the wait."""
     while not condition():  # noqa: ASYNC110 - looks from outside
         await asyncio.sleep(0.002)
+
+
+def before_calls(monkeypatch: pytest.MonkeyPatch, owner: type[Any], name: str, hook: Callable[..., Any]) -> None:
+    """Call `hook` before each call of an async method, with its arguments. What it raises takes the call's place."""
+    original = getattr(owner, name)
+
+    async def call(*args: Any, **options: Any) -> Any:
+        if (waiting := hook(*args, **options)) is not None:
+            await waiting
+        return await original(*args, **options)
+
+    monkeypatch.setattr(owner, name, call)
 
 
 @dataclass

@@ -39,7 +39,7 @@ from stages.staleness_gate import StalenessGate
 from stages.train.saved_groups import write_groups
 from tests.stages.engine_rig import record_exchanges, started, tensors_of
 from tests.stages.stage_rig import LIMIT_S, make_group, make_sample, make_slice, response_ids, take
-from tests.stages.train_rig import Recorder, TrainDesk, training
+from tests.stages.train_rig import Recorder, TrainDesk, open_training
 
 TOTAL = 6
 ORDERS = ("oldest_first", "ready_first", "priority", "tests.stages.custom_parts:newest_first")
@@ -113,7 +113,7 @@ class TrainerBuffer(RuleBasedStateMachine):
         groups = [self.made(*one) for one in restored]
         write_groups(path, groups)
         self.patch.setattr("tests.stages.train_rig.Recorder", lambda: self.backend)
-        rig = training(
+        rig = open_training(
             path,
             self.patch,
             batch=batch,

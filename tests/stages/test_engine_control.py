@@ -36,7 +36,7 @@ from tests.stages.engine_rig import (
     written,
 )
 from tests.stages.fleet_rig import Fleet, TensorPublisher, Update, before_updates, hold_updates, open_fleet
-from tests.stages.stage_rig import Rig, idle, make_config, make_group, response_ids, until
+from tests.stages.stage_rig import Rig, before_calls, idle, make_config, make_group, response_ids, until
 
 
 async def test_an_older_announcement_is_not_applied(fleet: Fleet) -> None:
@@ -70,13 +70,7 @@ async def test_updates_roll_over_the_engines_in_order(fleet: Fleet, monkeypatch:
     await fleet.serving(2)
     loading, go, _ = hold_updates(monkeypatch, fleet.servers[0].url)
     paused: list[str] = []
-    original_pause = EngineClient.pause
-
-    async def pause(client: EngineClient, mode: PauseMode) -> None:
-        paused.append(client.base_url)
-        await original_pause(client, mode)
-
-    monkeypatch.setattr(EngineClient, "pause", pause)
+    before_calls(monkeypatch, EngineClient, "pause", lambda client, mode: paused.append(client.base_url))
     fleet.weights.publish(1)
     await loading.wait()
     await idle()

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -32,19 +31,13 @@ from stages.topic_values import Complaint, EngineAddress, carrying
 from tests.models.weights.made_up import checkpoint, values
 from tests.stages.engine_rig import carried, core_of
 from tests.stages.fleet_rig import Fleet, TensorPublisher, Update, before_updates, hold_updates, open_fleet
-from tests.stages.stage_rig import idle, make_config, make_context, make_group, make_sample, until
+from tests.stages.stage_rig import before_calls, idle, make_config, make_context, make_group, make_sample, until
 
 
 def count_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Paths that engines are asked from now on."""
     paths: list[str] = []
-    original = EngineClient.call
-
-    async def call(client: EngineClient, method: str, path: str, *args: Any, **options: Any) -> bytes:
-        paths.append(path)
-        return await original(client, method, path, *args, **options)
-
-    monkeypatch.setattr(EngineClient, "call", call)
+    before_calls(monkeypatch, EngineClient, "call", lambda client, method, path, *_, **__: paths.append(path))
     return paths
 
 

@@ -45,7 +45,7 @@ from tests.stages.engine_rig import (
     token_versions,
     written,
 )
-from tests.stages.stage_rig import idle, make_config, make_group, response_ids, until
+from tests.stages.stage_rig import before_calls, idle, make_config, make_group, response_ids, until
 
 PROMPT = [1, 2, 3]
 SLOW: dict[str, Any] = {"streamed": True, "proxied": True, "engine": simulated(SLOW_MS)}
@@ -209,14 +209,8 @@ async def test_a_lost_request_waits_for_the_engine_to_come_back_and_wastes_no_re
 async def test_many_lost_requests_look_at_an_engines_health_together(
     tmp_path: Path, log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    looks: list[str] = []
-    original = EngineClient.health
-
-    async def health(client: EngineClient) -> bool:
-        looks.append(client.base_url)
-        return await original(client)
-
-    monkeypatch.setattr(EngineClient, "health", health)
+    looks: list[EngineClient] = []
+    before_calls(monkeypatch, EngineClient, "health", looks.append)
     async with started(tmp_path, engines=2, **SLOW) as world:
         for group_id in range(10):
             await world.ask(make_group(group_id, 4))

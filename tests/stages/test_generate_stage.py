@@ -48,7 +48,7 @@ from tests.stages.engine_rig import (
     written,
 )
 from tests.stages.stage_rig import idle, make_config, make_group, make_sample, make_slice, response_ids, until
-from tests.stages.train_rig import training
+from tests.stages.train_rig import Training
 from transport import StreamSpec
 
 
@@ -409,9 +409,9 @@ async def test_an_engine_whose_answer_was_refused_is_queried_last_until_it_makes
         assert target.refused_in_a_row == 0
 
 
-async def test_a_group_from_the_future_is_never_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_group_from_the_future_is_never_trained(training: Training) -> None:
     """The trainer alone knows for certain which weights there are."""
-    async with training(tmp_path, monkeypatch, batch=1, total=1) as one:
+    async with training(batch=1, total=1) as one:
         await one.send(make_slice(1, make_sample(0, runs=[(0, 2), (1, 1)]), make_sample(1)))
         refused = await one.report(Settled)
         assert (refused.group_id, refused.outcome) == (1, "failed")

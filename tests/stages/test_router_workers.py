@@ -37,7 +37,17 @@ from tests.stages.engine_rig import (
     written,
 )
 from tests.stages.faults import FakeRouter
-from tests.stages.stage_rig import Rig, idle, make_group, numbers, open_rig, response_ids, time_limit, until
+from tests.stages.stage_rig import (
+    Rig,
+    before_calls,
+    idle,
+    make_group,
+    numbers,
+    open_rig,
+    response_ids,
+    time_limit,
+    until,
+)
 
 OWN, OTHER = "http://127.0.0.1:1", "http://127.0.0.1:2"
 
@@ -217,20 +227,13 @@ async def test_a_broken_router_is_reported_once_and_looked_at_again(
 ) -> None:
     monkeypatch.setattr("stages.engines.router_workers.LOOK_INTERVAL_S", 0.005)
     monkeypatch.setattr("stages.engines.router_workers.LONGEST_PAUSE_S", 0.01)
-    looks = 0
-    original = RouterClient.workers
-
-    async def workers(client: RouterClient) -> object:
-        nonlocal looks
-        looks += 1
-        return await original(client)
-
-    monkeypatch.setattr(RouterClient, "workers", workers)
+    looks: list[RouterClient] = []
+    before_calls(monkeypatch, RouterClient, "workers", looks.append)
     async with asyncio.TaskGroup() as tasks:
         post.attach()
         post.router.broken = True
         running = tasks.create_task(post.members.run(post.topic))
-        await until(lambda: looks >= 4)
+        await until(lambda: len(looks) >= 4)
         assert not post.up
         assert len([r for r in caplog.records if "the router's list of workers" in r.message]) == 1
         post.router.broken = False

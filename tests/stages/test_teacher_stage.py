@@ -28,6 +28,7 @@ from stages.topic_values import EngineAddress, EngineEntry
 from tests.stages.engine_rig import simulated
 from tests.stages.stage_rig import (
     Rig,
+    before_calls,
     make_config,
     make_context,
     make_group,
@@ -148,13 +149,7 @@ async def test_a_sample_without_trained_tokens_asks_nobody(world: World, monkeyp
 
 def recorded(monkeypatch: pytest.MonkeyPatch) -> list[GenerateRequest]:
     sent: list[GenerateRequest] = []
-    original = EngineClient.generate
-
-    async def generate(client: EngineClient, request: GenerateRequest) -> Any:
-        sent.append(request)
-        return await original(client, request)
-
-    monkeypatch.setattr(EngineClient, "generate", generate)
+    before_calls(monkeypatch, EngineClient, "generate", lambda client, request: sent.append(request))
     return sent
 
 

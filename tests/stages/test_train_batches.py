@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ from stages.train.batch import Batch, slice_sequences
 from stages.train.batch_metrics import length_bucket, quantile
 from stages.train.held_groups import GroupBuffer
 from tests.stages.stage_rig import Held, idle, make_config, make_sample, make_slice
-from tests.stages.train_rig import training
+from tests.stages.train_rig import Training
 
 PARTS = "tests.stages.custom_parts"
 
@@ -341,17 +340,10 @@ def scored_group(group_id: int, *rewards: float, version: int = 0) -> RolloutSli
     return make_slice(group_id, *members)
 
 
-async def test_no_order_trains_what_is_too_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_order_trains_what_is_too_old(training: Training) -> None:
     options = TrainOptions(start_step=4)
     async with training(
-        tmp_path,
-        monkeypatch,
-        batch=1,
-        total=5,
-        eta=1,
-        hold=["begin"],
-        options=options,
-        asynchrony={"buffer_order": "ready_first"},
+        batch=1, total=5, eta=1, hold=["begin"], options=options, asynchrony={"buffer_order": "ready_first"}
     ) as one:
         await one.send(scored_group(0, version=2), scored_group(1, version=3))
         await one.arrived(2)
@@ -360,10 +352,8 @@ async def test_no_order_trains_what_is_too_old(tmp_path: Path, monkeypatch: pyte
         assert (await one.report(StepDone)).groups == (1,)
 
 
-async def test_what_over_sampling_leaves_of_a_synchronous_batch_is_discarded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with training(tmp_path, monkeypatch, total=2, eta=0, hold=["begin"], filter=OVER) as one:
+async def test_what_over_sampling_leaves_of_a_synchronous_batch_is_discarded(training: Training) -> None:
+    async with training(total=2, eta=0, hold=["begin"], filter=OVER) as one:
         await one.send(*(scored_group(i) for i in range(3)))
         await one.arrived(3)
         one.backend.begin.set()
@@ -378,10 +368,8 @@ async def test_what_over_sampling_leaves_of_a_synchronous_batch_is_discarded(
         await one.rig.hubs["train"].wait_empty()
 
 
-async def test_leftovers_of_an_asynchronous_batch_go_into_the_next_or_become_stale(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with training(tmp_path, monkeypatch, total=3, eta=1, hold=["begin"], filter=OVER) as one:
+async def test_leftovers_of_an_asynchronous_batch_go_into_the_next_or_become_stale(training: Training) -> None:
+    async with training(total=3, eta=1, hold=["begin"], filter=OVER) as one:
         await one.send(*(scored_group(i) for i in range(5)))
         await one.arrived(5)
         one.backend.begin.set()
@@ -391,10 +379,8 @@ async def test_leftovers_of_an_asynchronous_batch_go_into_the_next_or_become_sta
         assert (left.group_id, left.outcome) == (4, "stale")
 
 
-async def test_a_fallback_fills_the_batch_only_when_nothing_better_waits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with training(tmp_path, monkeypatch, batch=2, total=2, eta=1, filter=FALLBACK) as one:
+async def test_a_fallback_fills_the_batch_only_when_nothing_better_waits(training: Training) -> None:
+    async with training(batch=2, total=2, eta=1, filter=FALLBACK) as one:
         await one.send(scored_group(0, 1.0, 1.0))
         await one.arrived(1)
         await idle()
@@ -408,10 +394,8 @@ async def test_a_fallback_fills_the_batch_only_when_nothing_better_waits(
         assert set(done.groups) in ({3, 4}, {2, 3}), "what has come by then"
 
 
-async def test_a_fallback_that_was_not_needed_is_filtered_when_its_batch_is_full(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with training(tmp_path, monkeypatch, batch=1, total=2, eta=1, hold=["begin"], filter=FALLBACK) as one:
+async def test_a_fallback_that_was_not_needed_is_filtered_when_its_batch_is_full(training: Training) -> None:
+    async with training(batch=1, total=2, eta=1, hold=["begin"], filter=FALLBACK) as one:
         await one.send(scored_group(0, 1.0, 1.0), scored_group(1))
         await one.arrived(2)
         one.backend.begin.set()
@@ -425,11 +409,9 @@ async def test_a_fallback_that_was_not_needed_is_filtered_when_its_batch_is_full
 
 @pytest.mark.parametrize("deterministic", [False, True])
 async def test_a_group_whose_rewards_become_no_advantages_is_settled_as_failed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deterministic: bool
+    training: Training, deterministic: bool
 ) -> None:
     async with training(
-        tmp_path,
-        monkeypatch,
         batch=2,
         total=1,
         reward={"custom_reward_post_process_path": f"{PARTS}:one_number"},
@@ -444,8 +426,8 @@ async def test_a_group_whose_rewards_become_no_advantages_is_settled_as_failed(
         assert [s.advantages.tolist() for s in one.backend.sequences] == [[0.0] * 3 + [1.0] * 4] * 2
 
 
-async def test_a_removed_sample_makes_its_group_no_older(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with training(tmp_path, monkeypatch, batch=1, total=6, eta=0, options=TrainOptions(start_step=5)) as one:
+async def test_a_removed_sample_makes_its_group_no_older(training: Training) -> None:
+    async with training(batch=1, total=6, eta=0, options=TrainOptions(start_step=5)) as one:
         members = [make_sample(0, version=1, reward=1.0, remove_sample=True), make_sample(1, version=5, reward=0.0)]
         await one.send(make_slice(0, *members))
         done = await one.report(StepDone)

@@ -29,16 +29,16 @@ from stages.train.saved_groups import (
 )
 from tests.stages.prompt_rig import prompting
 from tests.stages.stage_rig import idle, make_config, make_sample, make_slice, take, until
-from tests.stages.train_rig import Recorder, training
+from tests.stages.train_rig import Recorder, Training
 from transport.codec import Codec
 
 
 async def test_a_save_in_the_background_is_reported_before_the_next_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    training: Training, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Recorder, "finish_save", lambda self: self.log.append("finish"), raising=False)
     saving = {"save_interval": 2, "async_save": True}
-    async with training(tmp_path, monkeypatch, batch=1, total=5, eta=9, checkpoint=saving) as one:
+    async with training(batch=1, total=5, eta=9, checkpoint=saving) as one:
         await one.send(*(make_slice(group_id) for group_id in range(5)))
         found = [await take(one.reports) for _ in range(8)]
         assert [(type(report).__name__, report.step) for report in found] == [
@@ -55,10 +55,10 @@ async def test_a_save_in_the_background_is_reported_before_the_next_step(
         assert order == ["step", "step", "save", "step", "finish", "step", "save", "step", "finish", "save", "finish"]
 
 
-async def test_a_drain_waits_for_the_save_that_was_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_drain_waits_for_the_save_that_was_begun(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Recorder, "finish_save", lambda self: self.log.append("finish"), raising=False)
     saving = {"save_interval": 1, "async_save": True}
-    async with training(tmp_path, monkeypatch, batch=1, total=5, checkpoint=saving) as one:
+    async with training(batch=1, total=5, checkpoint=saving) as one:
         await one.send(make_slice(0))
         assert (await take(one.reports)).step == 1
         one.rig.topic.publish("drain", b"interrupted")
@@ -68,9 +68,9 @@ async def test_a_drain_waits_for_the_save_that_was_begun(tmp_path: Path, monkeyp
         await one.end()
 
 
-async def test_a_backend_learns_of_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_backend_learns_of_the_end(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Recorder, "close", lambda self: self.log.append("close"), raising=False)
-    async with training(tmp_path, monkeypatch, batch=1, total=1) as one:
+    async with training(batch=1, total=1) as one:
         await one.send(make_slice(0))
         await take(one.reports)
         await take(one.reports)
@@ -83,9 +83,9 @@ def kept(checkpoint: str) -> set[int]:
     return set(restorable(Path(checkpoint), 2))
 
 
-async def test_a_checkpoint_keeps_the_groups_that_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_checkpoint_keeps_the_groups_that_wait(training: Training) -> None:
     saving: dict[str, object] = {"save_interval": 1}
-    async with training(tmp_path, monkeypatch, batch=2, total=3, eta=2, hold=["may_step"], checkpoint=saving) as one:
+    async with training(batch=2, total=3, eta=2, hold=["may_step"], checkpoint=saving) as one:
         await one.send(*(make_slice(group_id) for group_id in range(3)))
         await one.arrived(3)
         one.backend.may_step.set()
@@ -96,12 +96,10 @@ async def test_a_checkpoint_keeps_the_groups_that_wait(tmp_path: Path, monkeypat
         assert kept((await one.report(CheckpointReady)).path) == set(), "what is trained is in the weights"
 
 
-async def test_a_save_in_the_background_keeps_the_batch_that_trains_meanwhile(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_save_in_the_background_keeps_the_batch_that_trains_meanwhile(training: Training) -> None:
     """Its ledger is committed before the report of the next step: those groups are open in it, not in the weights."""
     saving: dict[str, object] = {"save_interval": 1, "async_save": True}
-    async with training(tmp_path, monkeypatch, batch=1, total=2, eta=2, checkpoint=saving) as one:
+    async with training(batch=1, total=2, eta=2, checkpoint=saving) as one:
         await one.send(make_slice(0))
         await one.report(StepDone)
         one.backend.may_step.clear()
@@ -113,10 +111,10 @@ async def test_a_save_in_the_background_keeps_the_batch_that_trains_meanwhile(
 
 
 async def test_a_drain_saves_what_was_collected_even_if_nothing_was_trained_since(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    training: Training, tmp_path: Path
 ) -> None:
     saving: dict[str, object] = {"save_interval": 1}
-    async with training(tmp_path, monkeypatch, batch=2, total=5, eta=2, checkpoint=saving) as one:
+    async with training(batch=2, total=5, eta=2, checkpoint=saving) as one:
         await one.send(make_slice(0), make_slice(1))
         await one.report(StepDone)
         first = await one.report(CheckpointReady)
@@ -135,8 +133,8 @@ async def test_a_drain_saves_what_was_collected_even_if_nothing_was_trained_sinc
         await one.end()
 
 
-async def test_a_drain_begins_no_further_batch_with_what_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with training(tmp_path, monkeypatch, batch=2, total=5, eta=9, hold=["may_step"]) as one:
+async def test_a_drain_begins_no_further_batch_with_what_waits(training: Training) -> None:
+    async with training(batch=2, total=5, eta=9, hold=["may_step"]) as one:
         await one.send(*(make_slice(group_id) for group_id in range(7)))
         await one.arrived(7)
         await until(lambda: "step" in one.backend.log)
@@ -157,13 +155,11 @@ def resumed(checkpoint: Path, *groups: RolloutSlice, step: int, restored: Sequen
     return TrainOptions(step, 1, str(checkpoint), frozenset(restored))
 
 
-async def test_a_draft_that_a_killed_run_left_is_no_part_of_a_save(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_draft_that_a_killed_run_left_is_no_part_of_a_save(training: Training, tmp_path: Path) -> None:
     left = draft_path(tmp_path / "checkpoints", 1)
     left.mkdir(parents=True)
     (left / "shard").write_text("of other weights")
-    async with training(tmp_path, monkeypatch, batch=1, total=1) as one:
+    async with training(batch=1, total=1) as one:
         await one.send(make_slice(0))
         await one.report(StepDone)
         saved = Path((await one.report(CheckpointReady)).path)
@@ -175,34 +171,30 @@ def aged(group_id: int, version: int) -> RolloutSlice:
     return make_slice(group_id, *(make_sample(i, version=version, reward=float(i)) for i in range(2)))
 
 
-async def test_restored_groups_are_trained_without_being_delivered(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_restored_groups_are_trained_without_being_delivered(training: Training, tmp_path: Path) -> None:
     options = resumed(tmp_path / "old", aged(4, 3), aged(5, 2), aged(6, 3), step=3, restored=(4, 5))
-    async with training(tmp_path, monkeypatch, batch=2, total=4, eta=1, options=options) as one:
+    async with training(batch=2, total=4, eta=1, options=options) as one:
         done = await one.report(StepDone)
         assert (done.step, done.groups, done.staleness) == (4, (4, 5), {0: 8, 1: 8})
         assert one.rig.hubs["train"].stats().settled == 0, "no message of a hub was needed"
         assert kept((await one.report(CheckpointReady)).path) == set(), "group 6 was settled before the checkpoint"
 
 
-async def test_restored_groups_pass_the_gate_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_restored_groups_pass_the_gate_again(training: Training, tmp_path: Path) -> None:
     options = resumed(tmp_path / "old", aged(4, 1), aged(5, 2), step=3, restored=(4, 5))
-    async with training(tmp_path, monkeypatch, batch=2, total=4, eta=1, options=options) as one:
+    async with training(batch=2, total=4, eta=1, options=options) as one:
         stale = await one.report(Settled)
         assert (stale.group_id, stale.outcome) == (4, "stale")
         await one.send(aged(7, 3))
         assert (await one.report(StepDone)).groups == (5, 7)
 
 
-async def test_a_group_that_is_promised_and_missing_ends_the_replica(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_group_that_is_promised_and_missing_ends_the_replica(training: Training, tmp_path: Path) -> None:
     """The prompt stage does not ask for it: without an error the run would wait for it for ever."""
     options = resumed(tmp_path / "old", aged(4, 3), step=3, restored=(4, 5))
 
     async def train() -> None:
-        async with training(tmp_path, monkeypatch, options=options):
+        async with training(options=options):
             pass
 
     with pytest.raises(ExceptionGroup) as caught:
@@ -210,11 +202,9 @@ async def test_a_group_that_is_promised_and_missing_ends_the_replica(
     assert caught.group_contains(CheckpointError, match="holds 1 of the 2 groups that are to be restored")
 
 
-async def test_nothing_that_a_checkpoint_holds_complete_is_generated_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_nothing_that_a_checkpoint_holds_complete_is_generated_again(training: Training) -> None:
     """From the trainer's draft to the resumed prompt stage, which asks for exactly the rest."""
-    async with training(tmp_path, monkeypatch, batch=2, total=9, eta=2) as one:
+    async with training(batch=2, total=9, eta=2) as one:
         await one.send(*(make_slice(group_id) for group_id in (0, 1, 3)))
         await one.report(StepDone)
         await one.arrived(3)
@@ -240,14 +230,12 @@ def lost(tmp_path: Path, *batches: Sequence[int], step: int = 0, **fields: objec
 
 
 async def test_a_restarted_trainer_repeats_unsaved_steps_and_trains_nothing_twice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    training: Training, tmp_path: Path
 ) -> None:
     """The ledger has groups 0 to 5 as trained, in three steps, of which the first is in a checkpoint."""
     options = lost(tmp_path, (3, 2), (4, 5), step=1, admitted=8, open=frozenset({6, 7}))
     saving, waiting = {"save_interval": 3}, [make_slice(group_id) for group_id in (0, 6, 2, 5, 7)]
-    async with training(
-        tmp_path, monkeypatch, total=4, eta=9, options=options, waiting=waiting, checkpoint=saving
-    ) as one:
+    async with training(total=4, eta=9, options=options, waiting=waiting, checkpoint=saving) as one:
         await one.send(make_slice(1))  # its release was lost later than those of the others
         step, saved = await take(one.reports), await take(one.reports)
         assert (step.step, set(step.groups), saved.step) == (4, {6, 7}, 4)
@@ -262,12 +250,10 @@ async def test_a_restarted_trainer_repeats_unsaved_steps_and_trains_nothing_twic
         assert one.rig.hubs["train"].stats().queued == one.rig.hubs["train"].stats().leased == 0
 
 
-async def test_a_restarted_trainer_begins_at_its_newest_recovery_point(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_restarted_trainer_begins_at_its_newest_recovery_point(training: Training, tmp_path: Path) -> None:
     options = lost(tmp_path, (0,), (1,), (2,), admitted=3)
     Recovery(tmp_path, tmp_path / "source").save(2, lambda directory: directory.mkdir())
-    async with training(tmp_path, monkeypatch, batch=1, total=4, eta=9, options=options) as one:
+    async with training(batch=1, total=4, eta=9, options=options) as one:
         assert one.backend.log[:2] == ["setup", "load state-00000002"]
         assert one.backend.batches == [[2]]
         await one.send(make_slice(3))
@@ -275,17 +261,17 @@ async def test_a_restarted_trainer_begins_at_its_newest_recovery_point(
 
 
 async def test_a_trainer_that_is_lost_before_its_first_weights_begins_as_the_first_did(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    training: Training, tmp_path: Path
 ) -> None:
     options = msgspec.structs.replace(lost(tmp_path, (0, 1)), begun=False, trained=0)
-    async with training(tmp_path, monkeypatch, total=1, options=options) as one:
+    async with training(total=1, options=options) as one:
         await one.send(make_slice(0), make_slice(1))
         assert (await one.report(StepDone)).groups == (0, 1)
         assert one.backend.batches == [[0, 1]]
 
 
-async def test_a_step_is_reported_after_its_batch_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with training(tmp_path, monkeypatch, total=2) as one:
+async def test_a_step_is_reported_after_its_batch_is_kept(training: Training, tmp_path: Path) -> None:
+    async with training(total=2) as one:
         await one.send(make_slice(1), make_slice(0))
         report = await one.report(StepDone)
         kept_batch = Recovery(tmp_path, tmp_path / "source").batch(1)
