@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -66,13 +66,17 @@ class Fleet:
         await self.known(index)
         return server
 
-    async def serving(self, count: int = 1) -> list[EngineServer]:
-        """So many engines, from 0 on, which serve version 0."""
-        servers = [await self.engine(index) for index in range(count)]
+    async def serving(self, count: int = 1, fetchers: Sequence[str] = ()) -> list[EngineServer]:
+        """So many engines, from 0 on, which serve version 0; `fetchers` are those of the first ones."""
+        padded = [*fetchers, *[""] * (count - len(fetchers))]
+        servers = [await self.engine(index, fetcher=fetcher) for index, fetcher in enumerate(padded)]
         self.weights.publish(0)
-        for index in range(count):
-            await self.landed(0, engine=index)
+        await self.all_landed(0)
         return servers
+
+    async def all_landed(self, version: int) -> None:
+        for index in range(len(self.servers)):
+            await self.landed(version, engine=index)
 
     async def known(self, index: int = 0) -> None:
         """Wait until the stage controls the engine's newest incarnation."""
@@ -125,6 +129,13 @@ def before_updates(
 
     before_calls(monkeypatch, EngineClient, "update_weights_from_disk", note)
     return requested
+
+
+def count_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Paths that engines are asked from now on."""
+    paths: list[str] = []
+    before_calls(monkeypatch, EngineClient, "call", lambda client, method, path, *_, **__: paths.append(path))
+    return paths
 
 
 def hold_updates(

@@ -60,8 +60,7 @@ async def handed_over(one: Fleet, turn: TrainerTurn, version: int) -> None:
     """The end of a batch: new weights, then the devices."""
     one.weights.publish(version)
     await turn.release()
-    for index in range(len(one.servers)):
-        await one.landed(version, engine=index)
+    await one.all_landed(version)
 
 
 @pytest.fixture
@@ -104,8 +103,7 @@ async def test_engines_give_their_memory_back_for_the_trainers_turn_and_take_it_
         await idle()
         assert fleet.labels() == ["0.0", "0.0"], "announced, but it is not their turn"
         await turn.release()
-        for index in range(2):
-            await fleet.landed(1, engine=index)
+        await fleet.all_landed(1)
     assert fleet.labels() == ["0.1", "0.1"]
     assert backend.calls == ["offload", "onload [True, True]", "offload"]
     for server in fleet.servers:
@@ -253,14 +251,12 @@ async def test_giving_back_is_tried_again(fleet: Fleet, turn: TrainerTurn, monke
 
 
 async def test_the_stage_waits_until_nothing_runs_and_gives_nothing_back_before(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    fleet: Fleet, turn: TrainerTurn, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("stages.engines.colocation.IDLE_LIMIT_S", 0.0)
     monkeypatch.setattr("stages.engines.colocation.IDLE_POLL_S", 0.0)
     async with asyncio.TaskGroup() as tasks:
-        server = await fleet.engine(0)
-        turn = await trainer(fleet.rig)
-        await handed_over(fleet, turn, 0)
+        [server] = fleet.servers
         running = 1
         original = EngineClient.call
 
@@ -296,15 +292,12 @@ async def test_a_stage_that_is_started_anew_in_the_trainers_turn_goes_on_with_it
     assert (away(server), core_of(server).paused, fleet.labels()) == (set(), False, ["0.1"])
 
 
-async def test_a_trainer_that_was_lost_in_its_turn_is_taken_over(fleet: Fleet) -> None:
-    await fleet.engine(0)
-    first = await trainer(fleet.rig)
-    await handed_over(fleet, first, 0)
-    await first.acquire()
+async def test_a_trainer_that_was_lost_in_its_turn_is_taken_over(fleet: Fleet, turn: TrainerTurn) -> None:
+    await turn.acquire()
     second = await trainer(fleet.rig)
     await handed_over(fleet, second, 1)
     assert holder(second.topic).owner == "engine"
-    assert holder(second.topic).turn > first._turn
+    assert holder(second.topic).turn > turn._turn
     assert fleet.labels() == ["0.1"]
 
 

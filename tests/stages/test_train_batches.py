@@ -18,7 +18,7 @@ from stages.messages import RolloutSlice, Sample, Settled, StepDone
 from stages.train.batch import Batch, slice_sequences
 from stages.train.batch_metrics import length_bucket, quantile
 from stages.train.held_groups import GroupBuffer
-from tests.stages.stage_rig import Held, idle, make_config, make_sample, make_slice
+from tests.stages.stage_rig import Held, make_config, make_sample, make_slice
 from tests.stages.train_rig import Training
 
 PARTS = "tests.stages.custom_parts"
@@ -197,14 +197,9 @@ def group(group_id: int, *rewards: float, version: int = 0, mask: Any = None) ->
 
 
 def buffer(order: str = "oldest_first", *, eta: int = 2, fallback: bool = False, **sections: Any) -> GroupBuffer:
-    filters = ("nonzero_std_fallback",) if fallback else ()
-    return GroupBuffer(
-        make_config(
-            asynchrony={"buffer_order": order, "max_staleness": eta},
-            filter={"dynamic_sampling_filter": filters},
-            **sections,
-        )
-    )
+    filters = {"dynamic_sampling_filter": ("nonzero_std_fallback",) if fallback else ()}
+    asynchrony = {"buffer_order": order, "max_staleness": eta}
+    return GroupBuffer(make_config(asynchrony=asynchrony, filter=filters, **sections))
 
 
 def popped(one: GroupBuffer, step: int = 0, missing: int = 1) -> list[int]:
@@ -340,18 +335,6 @@ def scored_group(group_id: int, *rewards: float, version: int = 0) -> RolloutSli
     return make_slice(group_id, *members)
 
 
-async def test_no_order_trains_what_is_too_old(training: Training) -> None:
-    options = TrainOptions(start_step=4)
-    async with training(
-        batch=1, total=5, eta=1, hold=["begin"], options=options, asynchrony={"buffer_order": "ready_first"}
-    ) as one:
-        await one.send(scored_group(0, version=2), scored_group(1, version=3))
-        await one.arrived(2)
-        one.backend.begin.set()
-        assert (await one.report(Settled)).detail == "oldest token has version 2, batch 4, bound 1"
-        assert (await one.report(StepDone)).groups == (1,)
-
-
 async def test_what_over_sampling_leaves_of_a_synchronous_batch_is_discarded(training: Training) -> None:
     async with training(total=2, eta=0, hold=["begin"], filter=OVER) as one:
         await one.send(*(scored_group(i) for i in range(3)))
@@ -377,21 +360,6 @@ async def test_leftovers_of_an_asynchronous_batch_go_into_the_next_or_become_sta
         assert (await one.report(StepDone)).groups == (2, 3)
         left = await one.report(Settled)
         assert (left.group_id, left.outcome) == (4, "stale")
-
-
-async def test_a_fallback_fills_the_batch_only_when_nothing_better_waits(training: Training) -> None:
-    async with training(batch=2, total=2, eta=1, filter=FALLBACK) as one:
-        await one.send(scored_group(0, 1.0, 1.0))
-        await one.arrived(1)
-        await idle()
-        assert not one.backend.sequences, "one fallback does not fill a batch of two"
-        await one.send(scored_group(1))
-        assert (await one.report(StepDone)).groups == (1, 0)
-        await one.send(scored_group(2, 0.0, 0.0))
-        await one.arrived(3)
-        await one.send(scored_group(3), scored_group(4))
-        done = await one.report(StepDone, passing=(Settled,))  # 2 is filtered, if the batch is full without it
-        assert set(done.groups) in ({3, 4}, {2, 3}), "what has come by then"
 
 
 async def test_a_fallback_that_was_not_needed_is_filtered_when_its_batch_is_full(training: Training) -> None:

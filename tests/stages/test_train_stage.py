@@ -52,15 +52,6 @@ async def test_a_group_is_refused_exactly_beyond_the_bound(training: Training) -
         await one.rig.hubs["train"].wait_empty()
 
 
-async def test_a_group_that_waited_too_long_becomes_stale_here(training: Training) -> None:
-    async with training(batch=1, total=3, eta=0, hold=["begin"]) as one:
-        await one.send(old(0, 0), old(1, 0))
-        await one.arrived(2)
-        one.backend.begin.set()
-        assert (await one.report(StepDone)).groups == (0,)
-        assert (await one.report(Settled)).detail == "oldest token has version 0, batch 1, bound 0"
-
-
 async def test_a_group_is_trained_once_however_often_it_is_delivered(training: Training) -> None:
     async with training(batch=1, total=2, hold=["begin"]) as one:
         await one.send(make_slice(0), make_slice(0))
@@ -71,17 +62,6 @@ async def test_a_group_is_trained_once_however_often_it_is_delivered(training: T
         assert (await one.report(StepDone)).groups == (1,)
         await one.rig.hubs["train"].wait_empty()
         assert one.backend.batches == [[0], [1]]
-
-
-async def test_leases_are_released_after_the_step_is_reported(training: Training) -> None:
-    async with training(total=1, hold=["may_step"]) as one:
-        await one.send(make_slice(0), make_slice(1))
-        await until(lambda: "step" in one.backend.log)
-        stats = one.rig.hubs["train"].stats()
-        assert (stats.leased, stats.settled) == (2, 0)
-        one.backend.may_step.set()
-        await one.report(StepDone)
-        await one.rig.hubs["train"].wait_empty()
 
 
 async def test_a_trainer_that_is_killed_in_a_step_gives_its_groups_back(training: Training) -> None:
