@@ -149,9 +149,9 @@ async def test_leftovers_of_the_last_batch_do_not_cut_off_its_evaluation() -> No
         one.stage.gate = StalenessGate(1, 0, 1, extra=1)
         await one.land(0)
         assert await asked(one) == [(0, 0), (1, 1)]
-        await one.report(step_done(0, pinned=True), step_done(1, 0, pinned=True))
+        await one.report(step_done(0, pinned=True), step_done(1, 0, pinned=True), EvalDone(0, {}, True))
         assert one.rig.topic.get("drain") is None, "engines still answer the evaluation of version 1"
-        await one.report(EvalDone(0, {}, True), EvalDone(1, {"eval/x": 0.5}, True))
+        await one.report(EvalDone(1, {"eval/x": 0.5}, True))
         assert [report.version for report in one.hooks.evaluations] == [0, 1]
         assert one.rig.topic.get("drain") == b"all rollout batches are trained"
         await one.report(Settled(1, "discarded", "all rollout batches are trained"))
