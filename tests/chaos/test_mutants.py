@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import importlib
 import inspect
 import math
@@ -39,6 +40,7 @@ from stages.train.stage import TrainStage
 from stages.train.weights import WeightPublisher
 from tests.chaos.oracle import DISAGREE, LOST, STALE, TWICE, Expected, judge
 from tests.stages.stage_rig import open_desk, open_rig
+from tests.stages.train_rig import open_training
 from transport.core.session import Session
 
 EXPECTED = Expected(steps=3, groups_per_step=2, bound=2)
@@ -338,7 +340,7 @@ SEEN_BY_A_TEST: dict[str, tuple[Patch, str, dict[str, Any]]] = {
     "newest first": (newest_first, "tests.stages.test_train_stage:test_the_oldest_groups_here_are_trained_first", {}),
     "consumption check off": (
         lambda patch: patch.setattr(StalenessGate, "fresh", lambda self, **ask: True),
-        "tests.stages.test_train_stage:test_a_group_that_waited_too_long_becomes_stale_here", {},
+        "tests.stages.test_train_stage:test_a_group_is_refused_exactly_beyond_the_bound", {},
     ),
     "slot freed at batch take": (
         frees_slots_at_the_step,
@@ -383,7 +385,8 @@ async def test_a_test_sees_the_mutant(name: str, tmp_path: Path, monkeypatch: py
     patch, where, given = SEEN_BY_A_TEST[name]
     module, _, function = where.partition(":")
     test = getattr(importlib.import_module(module), function)
-    fixtures = {"tmp_path": tmp_path, "run_dir": tmp_path, "monkeypatch": monkeypatch}
+    fixtures: dict[str, Any] = {"tmp_path": tmp_path, "run_dir": tmp_path, "monkeypatch": monkeypatch}
+    fixtures["training"] = functools.partial(open_training, tmp_path, monkeypatch)
     wanted = {name: value for name, value in fixtures.items() if name in inspect.signature(test).parameters}
     monkeypatch.setattr("tests.stages.stage_rig.LIMIT_S", 2.0)  # what hangs under the mutant shall not do so for long
     patch(monkeypatch)

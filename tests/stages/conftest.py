@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from models.tiny import make_tiny_checkpoint
 from tests.stages.engine_rig import Log, record_exchanges
 from tests.stages.fleet_rig import Fleet, open_fleet
 from tests.stages.stage_rig import Desk, Rig, open_desk, open_rig, time_limit
+from tests.stages.train_rig import Training, open_training
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint whose tokenizer knows digits and signs."""
+    path = tmp_path_factory.mktemp("tiny") / "tiny"
+    return make_tiny_checkpoint(path, tokenizer="arithmetic", hidden_size=32, num_layers=1)
 
 
 @pytest.fixture
@@ -40,3 +50,9 @@ async def desk() -> AsyncIterator[Desk]:
 def log(monkeypatch: pytest.MonkeyPatch) -> Log:
     """All generate requests of the test."""
     return record_exchanges(monkeypatch)
+
+
+@pytest.fixture
+def training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Training:
+    """Opens a train stage: `async with training(batch=1) as one`."""
+    return partial(open_training, tmp_path, monkeypatch)

@@ -17,6 +17,7 @@ import msgspec
 import pytest
 import torch
 
+from configs.schema import Config
 from configs.schema.rollout import EngineConfig, SimulatedEngineConfig
 from models.engines.client import EngineClient
 from models.engines.noise import sample_seed
@@ -25,11 +26,12 @@ from models.engines.serve import EngineServer
 from models.engines.simulated.engine import SimulatedEngine
 from models.engines.streamed import PartialOutputs
 from models.weights.shared_memory_writer import SlotWriter
+from stages.agents.stage import AgentsStage
 from stages.base import GenerateOptions
 from stages.engines.stage import EnginesStage
 from stages.generate.stage import GenerateStage
 from stages.messages import PromptGroup, RolloutSlice, Sample, WeightsAnnouncement
-from stages.ports import Ports, Topic
+from stages.ports import Ports
 from stages.topic_values import RouterAddress
 from tests.models.engines.harness import simulated_token
 from tests.models.weights.made_up import checkpoint, values
@@ -122,6 +124,13 @@ ONCE: dict[str, Any] = {  # a loop stage that wants each rollout once
 }
 
 
+AGENTS: dict[str, Any] = {  # the agents stage behind generate
+    "inlets": {"return": ("generate.return", RolloutSlice)},
+    "outlets": {"loop.agents": ("agents", RolloutSlice)},
+    "loops": ("agents=stages.agents.stage:AgentsStage",),
+}
+
+
 def record_exchanges(monkeypatch: pytest.MonkeyPatch) -> list[Exchange]:
     """All generate requests from now on."""
     log: list[Exchange] = []
@@ -196,8 +205,6 @@ class World:
     rig: Rig
     stack: AsyncExitStack
     stages: list[GenerateStage]
-    owner: EnginesStage
-    owner_topic: Topic
     weights: Weights
     engine_config: EngineConfig
     model: str
@@ -233,6 +240,14 @@ class World:
             url = self.proxies[-1].url
         self.rig.engine_at(url, engine=index, incarnation=incarnation)
         return server
+
+    async def run_agents(self, config: Config | None = None, limits: GenerateOptions | None = None) -> AgentsStage:
+        """An agents stage that answers what generate sends to it (see `AGENTS`)."""
+        context = make_context(config or self.stage.config, built_in=limits, replica="agents-0")
+        agents = AgentsStage(context)
+        ports = await self.rig.ports({"in": "agents"}, {"out": "generate.return"}, replica="agents-0")
+        await self.stack.enter_async_context(running(agents, ports))
+        return agents
 
     def lose(self, index: int) -> None:
         """What the supervisor does when it gives an engine up."""
@@ -306,32 +321,18 @@ async def generating(
         stages, ports = [], []
         for index in range(replicas):
             replica = f"stage-{index}"
-            ports.append(
-                await rig.join(
-                    {"in": ("generate", PromptGroup), **(inlets or {})},
-                    {"out": ("reward", RolloutSlice), **(outlets or {})},
-                    window_items=window_items,
-                    replica=replica,
-                )
-            )
-            context = make_context(
-                config,
-                tmp_path,
-                built_in=GenerateOptions(**(options or {})),
-                loops=loops,
-                index=index,
-                replicas=replicas,
-                replica=replica,
-            )
-            stages.append(GenerateStage(context))
+            into = {"in": ("generate", PromptGroup), **(inlets or {})}
+            out = {"out": ("reward", RolloutSlice), **(outlets or {})}
+            ports.append(await rig.join(into, out, window_items=window_items, replica=replica))
+            about = {"index": index, "replicas": replicas, "replica": replica}
+            built_in = GenerateOptions(**(options or {}))
+            stages.append(GenerateStage(make_context(config, tmp_path, built_in=built_in, loops=loops, **about)))
         owner = EnginesStage(make_context(config, bare, replica="engines-0"))
         topic = await rig.node.topic(rig.topic.address, replica="engines-0")
         world = World(
             rig,
             stack,
             stages,
-            owner,
-            topic,
             weights,
             engine,
             str(model or bare),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +14,7 @@ import torch
 
 from configs.schema import Config
 from configs.schema.rollout import UpdateConfig
-from models.engines.client import EngineClient, WeightsUpdated
+from models.engines.client import EngineClient
 from models.engines.protocol import PauseMode
 from models.engines.serve import EngineServer
 from models.train.interface import WeightExporter
@@ -26,7 +26,7 @@ from stages.topic_values import EngineEntry
 from stages.train.weights import WeightPublisher
 from tests.models.weights.made_up import checkpoint
 from tests.stages.engine_rig import Weights, core_of, served, simulated
-from tests.stages.stage_rig import Rig, make_config, make_context, open_rig, until
+from tests.stages.stage_rig import Rig, before_calls, make_config, make_context, open_rig, until
 
 PATIENT = 1_000_000  # failures in a row: a test that wants none of the supervisor's help
 
@@ -66,13 +66,17 @@ class Fleet:
         await self.known(index)
         return server
 
-    async def serving(self, count: int = 1) -> list[EngineServer]:
-        """So many engines, from 0 on, which serve version 0."""
-        servers = [await self.engine(index) for index in range(count)]
+    async def serving(self, count: int = 1, fetchers: Sequence[str] = ()) -> list[EngineServer]:
+        """So many engines, from 0 on, which serve version 0; `fetchers` are those of the first ones."""
+        padded = [*fetchers, *[""] * (count - len(fetchers))]
+        servers = [await self.engine(index, fetcher=fetcher) for index, fetcher in enumerate(padded)]
         self.weights.publish(0)
-        for index in range(count):
-            await self.landed(0, engine=index)
+        await self.all_landed(0)
         return servers
+
+    async def all_landed(self, version: int) -> None:
+        for index in range(len(self.servers)):
+            await self.landed(version, engine=index)
 
     async def known(self, index: int = 0) -> None:
         """Wait until the stage controls the engine's newest incarnation."""
@@ -117,16 +121,21 @@ def before_updates(
 ) -> list[Update]:
     """What engines are asked to load from now on. `hook` comes before each request; what it raises takes its place."""
     requested: list[Update] = []
-    original = EngineClient.update_weights_from_disk
 
-    async def update(client: EngineClient, path: str, label: str | None, flush_cache: bool = True) -> WeightsUpdated:
+    async def note(client: EngineClient, path: str, label: str | None, flush_cache: bool = True) -> None:
         requested.append(Update(client.base_url, path, label, flush_cache))
         if hook is not None:
             await hook(requested[-1])
-        return await original(client, path, label, flush_cache)
 
-    monkeypatch.setattr(EngineClient, "update_weights_from_disk", update)
+    before_calls(monkeypatch, EngineClient, "update_weights_from_disk", note)
     return requested
+
+
+def count_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Paths that engines are asked from now on."""
+    paths: list[str] = []
+    before_calls(monkeypatch, EngineClient, "call", lambda client, method, path, *_, **__: paths.append(path))
+    return paths
 
 
 def hold_updates(

@@ -8,6 +8,7 @@ without a clock or a thread.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
+import pytest
 
 from configs.schema import Config
 from models.engines.token import Token
@@ -197,6 +199,13 @@ class Rig:
         address = EngineAddress(f"engine-{engine}", url, incarnation, fetcher=fetcher, token=token)
         self.topic.publish(f"engine/engine-{engine}", msgspec.msgpack.encode(address))
 
+    def frozen_at(self, name: str, url: str, incarnation: int = 0) -> None:
+        """A frozen model that serves under its own name, as supervisor and engines stage tell of it."""
+        address = EngineAddress(name, url, incarnation, name)
+        entry = EngineEntry(name, url, incarnation, name, state="serving")
+        self.topic.publish(f"engine/{name}", msgspec.msgpack.encode(address))
+        self.topic.publish(f"directory/{name}", msgspec.msgpack.encode(entry))
+
     def lose_engine(self, engine: int = 0) -> None:
         """What the supervisor does when an engine is lost."""
         for kind in ("engine", "directory", "device"):
@@ -276,6 +285,31 @@ async def until(condition: Callable[[], bool]) -> None:
     """Look until a condition holds; the rig's limit ends the wait."""
     while not condition():  # noqa: ASYNC110 - looks from outside
         await asyncio.sleep(0.002)
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs (a zombie does not)."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+async def ended(pid: int) -> None:
+    """Wait for the end of a process."""
+    async with asyncio.timeout(LIMIT_S):
+        await until(lambda: not alive(pid))
+
+
+def before_calls(monkeypatch: pytest.MonkeyPatch, owner: type[Any], name: str, hook: Callable[..., Any]) -> None:
+    """Call `hook` before each call of an async method, with its arguments. What it raises takes the call's place."""
+    original = getattr(owner, name)
+
+    async def call(*args: Any, **options: Any) -> Any:
+        if (waiting := hook(*args, **options)) is not None:
+            await waiting
+        return await original(*args, **options)
+
+    monkeypatch.setattr(owner, name, call)
 
 
 @dataclass

@@ -23,7 +23,7 @@ from stages.ports import read_value
 from stages.topic_values import EngineAddress
 from tests.stages.engine_rig import SLOW_MS, core_of, freeze, generating, simulated, token_versions
 from tests.stages.fleet_rig import Fleet, Update, before_updates
-from tests.stages.stage_rig import TOPIC, Rig, idle, make_config, make_group, until
+from tests.stages.stage_rig import TOPIC, Rig, before_calls, idle, make_config, make_group, until
 
 COLOCATED = make_config(asynchrony={"colocate": True, "max_staleness": 0})
 GONE: set[MemoryTag] = {"kv_cache", "weights"}
@@ -60,8 +60,7 @@ async def handed_over(one: Fleet, turn: TrainerTurn, version: int) -> None:
     """The end of a batch: new weights, then the devices."""
     one.weights.publish(version)
     await turn.release()
-    for index in range(len(one.servers)):
-        await one.landed(version, engine=index)
+    await one.all_landed(version)
 
 
 @pytest.fixture
@@ -77,16 +76,14 @@ async def turn(fleet: Fleet) -> TrainerTurn:
 def control_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, str]]]:
     """(engine, call) in the order in which they were made."""
     log: list[tuple[str, str]] = []
-    original = EngineClient.call
 
-    async def call(client: EngineClient, method: str, path: str, payload: Any, *args: Any, **options: Any) -> bytes:
+    def note(client: EngineClient, method: str, path: str, payload: Any, *_: Any) -> None:
         if any(part in path for part in CONTROL):
-            told = getattr(payload, "tags", None) or getattr(payload, "mode", None) or ""
-            log.append((client.base_url, f"{path.strip('/')} {told if isinstance(told, str) else '+'.join(told)}"))
-        return await original(client, method, path, payload, *args, **options)
+            about = getattr(payload, "tags", None) or getattr(payload, "mode", None) or ""
+            log.append((client.base_url, f"{path.strip('/')} {about if isinstance(about, str) else '+'.join(about)}"))
 
     with monkeypatch.context() as patched:
-        patched.setattr(EngineClient, "call", call)
+        before_calls(patched, EngineClient, "call", note)
         yield log
 
 
@@ -106,8 +103,7 @@ async def test_engines_give_their_memory_back_for_the_trainers_turn_and_take_it_
         await idle()
         assert fleet.labels() == ["0.0", "0.0"], "announced, but it is not their turn"
         await turn.release()
-        for index in range(2):
-            await fleet.landed(1, engine=index)
+        await fleet.all_landed(1)
     assert fleet.labels() == ["0.1", "0.1"]
     assert backend.calls == ["offload", "onload [True, True]", "offload"]
     for server in fleet.servers:
@@ -201,14 +197,12 @@ async def test_what_was_given_back_in_an_earlier_turn_does_not_count(
     assert not first.empty(0, turn._turn + 2)
     assert not first.empty(1, turn._turn)
     refusing = True
-    original = EngineClient.call
 
-    async def call(client: EngineClient, method: str, path: str, *args: Any, **options: Any) -> bytes:
+    def refuse(client: EngineClient, method: str, path: str, *_: Any) -> None:
         if refusing and "resume_memory" in path:
             raise EngineRefused(client.base_url, 400, "no memory just now")
-        return await original(client, method, path, *args, **options)
 
-    monkeypatch.setattr(EngineClient, "call", call)
+    before_calls(monkeypatch, EngineClient, "call", refuse)
     fleet.weights.publish(1)
     await turn.release()
     await until(lambda: fleet.failures() > 0)
@@ -243,29 +237,26 @@ async def test_memory_is_taken_once_however_often_the_update_fails(
 
 async def test_giving_back_is_tried_again(fleet: Fleet, turn: TrainerTurn, monkeypatch: pytest.MonkeyPatch) -> None:
     [server] = fleet.servers
-    original, tries = EngineClient.pause, []
+    tries: list[str] = []
 
-    async def pause(client: EngineClient, mode: Any) -> None:
+    def refuse(client: EngineClient, mode: str) -> None:
         tries.append(mode)
         if len(tries) < 3:
             raise EngineRefused(client.base_url, 400, "not now")
-        await original(client, mode)
 
-    monkeypatch.setattr(EngineClient, "pause", pause)
+    before_calls(monkeypatch, EngineClient, "pause", refuse)
     await turn.acquire()
     assert tries == ["abort"] * 3
     assert (away(server), fleet.failures()) == (GONE, 2)
 
 
 async def test_the_stage_waits_until_nothing_runs_and_gives_nothing_back_before(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    fleet: Fleet, turn: TrainerTurn, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("stages.engines.colocation.IDLE_LIMIT_S", 0.0)
     monkeypatch.setattr("stages.engines.colocation.IDLE_POLL_S", 0.0)
     async with asyncio.TaskGroup() as tasks:
-        server = await fleet.engine(0)
-        turn = await trainer(fleet.rig)
-        await handed_over(fleet, turn, 0)
+        [server] = fleet.servers
         running = 1
         original = EngineClient.call
 
@@ -301,15 +292,12 @@ async def test_a_stage_that_is_started_anew_in_the_trainers_turn_goes_on_with_it
     assert (away(server), core_of(server).paused, fleet.labels()) == (set(), False, ["0.1"])
 
 
-async def test_a_trainer_that_was_lost_in_its_turn_is_taken_over(fleet: Fleet) -> None:
-    await fleet.engine(0)
-    first = await trainer(fleet.rig)
-    await handed_over(fleet, first, 0)
-    await first.acquire()
+async def test_a_trainer_that_was_lost_in_its_turn_is_taken_over(fleet: Fleet, turn: TrainerTurn) -> None:
+    await turn.acquire()
     second = await trainer(fleet.rig)
     await handed_over(fleet, second, 1)
     assert holder(second.topic).owner == "engine"
-    assert holder(second.topic).turn > first._turn
+    assert holder(second.topic).turn > turn._turn
     assert fleet.labels() == ["0.1"]
 
 

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import hypothesis
 import numpy as np
 import pytest
@@ -28,18 +27,12 @@ from models.engines.serve import EngineServer
 from models.tiny import make_tiny_checkpoint
 from models.train.interface import TrainSequence
 from stages.base import TrainOptions
-from stages.chat.formats import load_chat_format
-from stages.gateway.answers import Answers, OpenSession
-from stages.gateway.server import Gateway
-from stages.gateway.sessions import Session
 from stages.messages import RolloutSlice, Settled, StepDone
-from stages.rollouts import new_sample, rollout_fault, trained_masks
-from stages.sampling.rollout_requests import Requests
 from stages.staleness_gate import StalenessGate
 from stages.train.saved_groups import write_groups
-from tests.stages.engine_rig import record_exchanges, started, tensors_of
+from tests.stages.engine_rig import started, tensors_of
 from tests.stages.stage_rig import LIMIT_S, make_group, make_sample, make_slice, response_ids, take
-from tests.stages.train_rig import Recorder, TrainDesk, training
+from tests.stages.train_rig import Recorder, TrainDesk, open_training
 
 TOTAL = 6
 ORDERS = ("oldest_first", "ready_first", "priority", "tests.stages.custom_parts:newest_first")
@@ -113,7 +106,7 @@ class TrainerBuffer(RuleBasedStateMachine):
         groups = [self.made(*one) for one in restored]
         write_groups(path, groups)
         self.patch.setattr("tests.stages.train_rig.Recorder", lambda: self.backend)
-        rig = training(
+        rig = open_training(
             path,
             self.patch,
             batch=batch,
@@ -324,77 +317,3 @@ async def test_log_probs_around_two_updates_are_those_of_the_weights_that_are_na
         assert by_version[0][runs[0].n_tokens] > 10 * TOLERANCE
         assert sample.retractions == (2 if mode == "retract" else 0)
         assert sample.resumed == (2 if mode == "abort" else 0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["retract", "abort"])
-async def test_an_update_in_the_middle_of_a_conversation(
-    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    torch.set_num_threads(1)
-    temperature, exchanges = 0.8, record_exchanges(monkeypatch)
-    checkpoints = [make_tiny_checkpoint(tmp_path / str(seed), seed=seed, **SHAPE) for seed in range(2)]  # type: ignore[arg-type]
-    chat = load_chat_format(str(checkpoints[0]))
-    async with started(
-        tmp_path,
-        engine=EMBEDDED,
-        model=checkpoints[0],
-        tensors=tensors_of(checkpoints),
-        pause_mode=mode,
-        rollout={"rollout_temperature": temperature, "rollout_max_response_len": 200},
-    ) as world:
-        place = OpenSession(make_group(0, 1), new_sample((1,), 0), Session(chat))
-        answers = Answers(world.stage.sampler, Requests(world.stage.config, 256), chat)
-        async with Gateway(answers) as gateway, aiohttp.ClientSession() as http:
-            with gateway.session(place) as session_key:
-                said: list[dict[str, Any]] = []
-
-                async def ask(*messages: dict[str, Any], tokens: int) -> dict[str, Any]:
-                    async with http.post(
-                        f"{gateway.url}/v1/chat/completions",
-                        json={"messages": messages, "max_tokens": tokens, "return_token_ids": True, "logprobs": True},
-                        headers={"Authorization": f"Bearer {session_key}"},
-                    ) as response:
-                        said.append(await response.json())
-                        message: dict[str, Any] = said[-1]["choices"][0]["message"]
-                        return message
-
-                question = {"role": "user", "content": "Hello"}
-                first = await ask(question, tokens=8)
-                [frozen] = freeze_after(world.engines[0], (10,), asyncio.get_running_loop())
-                follow_up = (question, first, {"role": "user", "content": "And?"})
-                async with asyncio.TaskGroup() as tasks:
-                    tasks.create_task(ask(*follow_up, tokens=30))
-                    await frozen.wait()
-                    world.weights.publish(1)
-                await ask(question, first, {"role": "user", "content": "Or?"}, tokens=8)
-    parts = place.session.samples()
-    assert rollout_fault(parts) is None
-    main, other = parts
-    assert other.prefix is not None
-    assert [run.version for run in main.version_runs] == [-1, 0, -1, 0, 1]
-    assert [run.version for run in other.version_runs] == [-1, 0, -1, 1]
-    assert main.resumed == (mode == "abort")
-    for part in parts:
-        away = [
-            np.abs(
-                part.log_probs[1:]
-                - reference(path, part.token_ids[:1].tolist(), part.token_ids[1:].tolist(), temperature)
-            )
-            for path in checkpoints
-        ]
-        for version in (0, 1):
-            made = part.versions[1:] == version
-            assert away[version][made].max(initial=0.0) < TOLERANCE
-            assert away[1 - version][made].max(initial=1.0) > 10 * TOLERANCE
-    # What the client was told, what the engine was sent, and what is trained are the same.
-    assert sum(int(mask.sum()) for mask in trained_masks(parts)) == sum(
-        len(one["choices"][0]["token_ids"]) for one in said
-    )
-    for one, part in zip(said, (main, main, other), strict=True):
-        prompt, made = one["prompt_token_ids"], one["choices"][0]["token_ids"]
-        end = len(prompt) + len(made)
-        assert part.token_ids[:end].tolist() == [*prompt, *made]
-        reported = [entry["logprob"] for entry in one["choices"][0]["logprobs"]["content"]]
-        assert np.array_equal(np.float32(reported), part.log_probs[len(prompt) : end])
-        assert prompt in [exchange.request.prompts[0] for exchange in exchanges]

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -22,7 +21,7 @@ from models.tiny import make_tiny_checkpoint
 from models.weights.delta import differences, full_versions
 from stages.engines.stage import END
 from stages.ports import SameHost
-from stages.topic_values import LEAVE, EngineAddress, EngineEntry, addresses, carrying, entries, updates_ended
+from stages.topic_values import LEAVE, addresses, carrying, entries, updates_ended
 from stages.train.weights import await_landing
 from tests.models.weights.made_up import checkpoint, values
 from tests.stages.engine_rig import (
@@ -36,7 +35,7 @@ from tests.stages.engine_rig import (
     simulated,
     written,
 )
-from tests.stages.fleet_rig import Fleet, TensorPublisher, Update, before_updates, hold_updates, open_fleet
+from tests.stages.fleet_rig import Fleet, TensorPublisher, Update, before_updates, count_calls, hold_updates, open_fleet
 from tests.stages.stage_rig import Rig, idle, make_config, make_group, response_ids, until
 
 
@@ -104,29 +103,6 @@ async def test_an_update_that_never_ends_delays_the_end_of_a_run_by_half_the_dra
     await asyncio.wait_for(asyncio.shield(fleet.running), 30.0)
 
 
-async def test_updates_roll_over_the_engines_in_order(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    await fleet.serving(2)
-    loading, go, _ = hold_updates(monkeypatch, fleet.servers[0].url)
-    paused: list[str] = []
-    original_pause = EngineClient.pause
-
-    async def pause(client: EngineClient, mode: PauseMode) -> None:
-        paused.append(client.base_url)
-        await original_pause(client, mode)
-
-    monkeypatch.setattr(EngineClient, "pause", pause)
-    fleet.weights.publish(1)
-    await loading.wait()
-    await idle()
-    assert paused == [fleet.servers[0].url], "engine-1 goes on while engine-0 stands still"
-    assert fleet.entry(0).fetching == 1
-    assert fleet.entry(1).fetching == -1
-    go.set()
-    await fleet.landed(1, engine=1)
-    assert fleet.entry(0).version == 1
-    assert paused == [server.url for server in fleet.servers]
-
-
 async def test_an_engine_that_waited_takes_what_is_newest_then(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     """The slot of the version for which it waited is the next that the trainer writes into."""
     await fleet.serving(2)
@@ -172,20 +148,6 @@ async def test_a_torn_slot_is_never_served(fleet: Fleet, when: str, monkeypatch:
     assert fleet.labels() == ["0.4"]
 
 
-async def test_bytes_that_are_not_the_announced_ones_are_never_loaded(fleet: Fleet) -> None:
-    await fleet.serving()
-    announcement = fleet.weights.write(1)
-    weights = Path(announcement.path) / "model.safetensors"
-    with weights.open("r+b") as file:
-        file.seek(-1, 2)
-        file.write(b"\x55")
-    fleet.weights.announce(announcement)
-    await until(lambda: fleet.failures() > 0)
-    assert fleet.labels() == ["0.0"]
-    fleet.weights.publish(2)
-    await fleet.landed(2)
-
-
 async def test_an_engine_that_names_other_weights_than_it_was_given_is_not_ready(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -209,37 +171,17 @@ async def test_an_engine_that_names_other_weights_than_it_was_given_is_not_ready
     await fleet.landed(0)
 
 
-class Values:
-    """A topic that is read."""
-
-    def __init__(self) -> None:
-        self.values: dict[str, bytes] = {}
-
-    def items(self, prefix: str) -> dict[str, bytes]:
-        return {key: value for key, value in self.values.items() if key.startswith(prefix)}
-
-    def up(self, name: str, incarnation: int = 0, policy: str = "policy") -> None:
-        address = EngineAddress(name, f"http://{name}", incarnation, policy)
-        self.values[f"engine/{name}"] = msgspec.msgpack.encode(address)
-
-    def says(self, name: str, version: int, incarnation: int = 0, policy: str = "policy") -> None:
-        entry = EngineEntry(
-            name, f"http://{name}", incarnation, policy, state="serving", run_generation=0, version=version
-        )
-        self.values[f"directory/{name}"] = msgspec.msgpack.encode(entry)
-
-
-def test_an_entry_counts_only_for_the_incarnation_that_has_the_address() -> None:
-    topic = Values()
-    topic.says("engine-0", 3)
-    assert entries(topic) == {}, "its engine is lost: what arrives late is of a process that has died"
-    topic.up("engine-0", incarnation=1)
-    assert entries(topic) == {}, "a new process listens there, and carries nothing of that"
-    assert addresses(topic)["engine-0"].incarnation == 1
-    topic.says("engine-0", 4, incarnation=1)
-    assert entries(topic)["engine-0"].label == "0.4"
-    topic.up("engine-0", incarnation=2)
-    assert carrying(topic) == {}
+async def test_an_entry_counts_only_for_the_incarnation_that_has_the_address(rig: Rig) -> None:
+    rig.applied(3)
+    rig.topic.drop("engine/engine-0")
+    assert entries(rig.topic) == {}, "its engine is lost: what arrives late is of a process that has died"
+    rig.engine_at("http://engine-0", incarnation=1)
+    assert entries(rig.topic) == {}, "a new process listens there, and carries nothing of that"
+    assert addresses(rig.topic)["engine-0"].incarnation == 1
+    rig.applied(4)
+    assert entries(rig.topic)["engine-0"].label == "0.4"
+    rig.engine_at("http://engine-0", incarnation=2)
+    assert carrying(rig.topic) == {}
 
 
 PROMPT = [1, 2, 3]
@@ -265,6 +207,7 @@ async def test_partial_output_goes_on_elsewhere_and_nothing_new_comes(
             await world.whole(1)
         world.weights.publish(1)
         await world.weights.landed(1, engine=1)
+        assert core_of(world.engines[0]).label == "0.0", "it takes no weights any more"
     [first] = sent_to(log, world.engines[0])
     rest = list(sent_to(log, world.engines[1]))
     for sample in samples:
@@ -274,19 +217,6 @@ async def test_partial_output_goes_on_elsewhere_and_nothing_new_comes(
         assert second.params.sampling_seed == sample_seed(first.params.sampling_seed or 0, sample.index)
         assert response_ids(sample) == written([first, second], [sample.index, 0], sample)
         assert sample.status == "completed"
-
-
-async def test_an_engine_that_leaves_takes_no_weights_that_are_published_meanwhile(tmp_path: Path) -> None:
-    async with generating(tmp_path, engines=2) as world:
-        await world.ready()
-        world.rig.topic.publish(f"{LEAVE}engine-1", b"")
-        world.weights.publish(1)
-        await world.weights.landed(1)
-        await world.rig.topic_until(lambda: (entry := world.rig.entry(1)) is not None and entry.state == "left")
-        assert core_of(world.engines[1]).label in ("0.0", "0.1"), "in whichever order it heard of the two"
-        world.weights.publish(2)
-        await world.weights.landed(2)
-        assert core_of(world.engines[1]).label != "0.2"
 
 
 # Which engine gets requests after an update, and how many stand still: routes and checks on engines of our own.
@@ -311,7 +241,7 @@ async def following(
 def publish(one: Fleet, publisher: TensorPublisher, version: int) -> Path:
     """Returns the directory of the slot."""
     announcement = publisher.write_tensors(version, values(version))
-    one.rig.topic.publish("weights", msgspec.msgpack.encode(announcement))
+    one.weights.announce(announcement)
     return Path(announcement.path)
 
 
@@ -341,18 +271,6 @@ async def test_differences_reach_an_embedded_engine(tmp_path: Path, monkeypatch:
         )
         await server.core.update_weights(announcement.path, "again", False)
         assert await server.core.checksums() == found
-
-
-async def test_an_engine_that_is_started_anew_catches_up_by_differences(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with following(tmp_path, monkeypatch) as (one, publisher):
-        for version in range(3):
-            publish(one, publisher, version)
-            await one.landed(version)
-        again = await one.engine(0, incarnation=1)
-        await until(lambda: core_of(again).label == "0.2")
-        await one.landed(2)
 
 
 async def test_an_engine_that_was_left_in_the_middle_of_an_update_is_loaded_in_full(
@@ -496,33 +414,27 @@ async def test_at_most_so_many_engines_stand_still(
         monkeypatch.setattr(EngineClient, "resume", resume)
         for version in (1, 2):
             one.weights.publish(version)
-            for index in range(4):
-                await one.landed(version, engine=index)
+            await one.all_landed(version)
     assert most == rolling
 
 
-@pytest.mark.parametrize("route", ["tensor", "distributed"])
+@pytest.mark.parametrize("route", ["disk", "tensor", "distributed"])
 async def test_bytes_that_are_not_the_announced_ones_are_never_sent(
     fleet: Fleet, route: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls: list[str] = []
-    original = EngineClient.call
-
-    async def call(client: EngineClient, method: str, path: str, payload: Any, timeout_s: float) -> bytes:
-        calls.append(path)
-        return await original(client, method, path, payload, timeout_s)
-
     await fleet.serving()
     announcement = fleet.weights.write(1)
     with (Path(announcement.path) / "model.safetensors").open("r+b") as file:
         file.seek(-1, 2)
         file.write(b"\x55")
-    monkeypatch.setattr(EngineClient, "call", call)
+    calls = count_calls(monkeypatch)
     fleet.weights.announce(msgspec.structs.replace(announcement, transport=route))
     await until(lambda: fleet.failures() > 0)
     assert set(calls) <= {"/server_info"}
     assert fleet.served()
     assert fleet.labels() == ["0.0"]
+    fleet.weights.publish(2)
+    await fleet.landed(2)
 
 
 @pytest.mark.parametrize("route", ["tensor", "distributed"])

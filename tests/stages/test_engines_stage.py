@@ -9,14 +9,12 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from configs.schema.rollout import UpdateConfig
 from models.engines.client import EngineClient
 from models.engines.protocol import Load
 from models.errors import EngineRefused, TornWeights
@@ -24,28 +22,12 @@ from models.weights.shared_memory_reader import SlotManifest, SlotReader
 from stages.base import Activity
 from stages.engines.load_watch import CALM_USAGE, CUT, HIGH_USAGE, STEPS, IdleMeter, Limit, LoadWatch, Reading
 from stages.engines.stage import END, FetcherStage
-from stages.messages import PromptGroup, WeightsAnnouncement
+from stages.messages import WeightsAnnouncement
 from stages.ports import Ports, SameHost
-from stages.sampling.engine_choice import FIRST_COME, Slots
-from stages.sampling.rollout_requests import Requests
 from stages.topic_values import Complaint, EngineAddress, carrying
-from tests.models.weights.made_up import checkpoint, values
 from tests.stages.engine_rig import carried, core_of
-from tests.stages.fleet_rig import Fleet, TensorPublisher, Update, before_updates, hold_updates, open_fleet
-from tests.stages.stage_rig import idle, make_config, make_context, make_group, make_sample, until
-
-
-def count_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Paths that engines are asked from now on."""
-    paths: list[str] = []
-    original = EngineClient.call
-
-    async def call(client: EngineClient, method: str, path: str, *args: Any, **options: Any) -> bytes:
-        paths.append(path)
-        return await original(client, method, path, *args, **options)
-
-    monkeypatch.setattr(EngineClient, "call", call)
-    return paths
+from tests.stages.fleet_rig import Fleet, Update, before_updates, count_calls, hold_updates, open_fleet
+from tests.stages.stage_rig import idle, make_context, until
 
 
 def refuse_updates(monkeypatch: pytest.MonkeyPatch, url: str) -> list[str]:
@@ -344,8 +326,7 @@ async def test_each_node_fetches_a_version_once_and_its_engines_load_it_from_the
     for version in range(3):
         with loads(monkeypatch) as loaded:
             slot = fleet.weights.publish(version)
-            for index in range(4):
-                await fleet.landed(version, engine=index)
+            await fleet.all_landed(version)
         homes = [str(there.weights.home / slot.label) for there in nodes]
         assert sorted(load.path for load in loaded) == sorted([slot.path, homes[0], homes[1], homes[1]])
     assert fleet.labels() == ["0.2"] * 4
@@ -359,9 +340,7 @@ async def test_a_fetcher_that_is_killed_finds_its_order_again(
 ) -> None:
     """Killed once the engine stands still: what takes its place puts the weights in, and the engine goes on."""
     there = await node(fleet, "fetcher-0", tmp_path)
-    server = await fleet.engine(0, fetcher="fetcher-0")
-    fleet.weights.publish(0)
-    await fleet.landed(0)
+    [server] = await fleet.serving(1, ["fetcher-0"])
     requested, hold, _ = hold_updates(monkeypatch)
     fleet.weights.publish(1)
     await requested.wait()
@@ -377,9 +356,7 @@ async def test_a_fetcher_that_is_killed_finds_its_order_again(
 
 async def test_what_a_lost_engines_stage_had_ordered_is_taken_back(fleet: Fleet, tmp_path: Path) -> None:
     there = await node(fleet, "fetcher-0", tmp_path)
-    server = await fleet.engine(0, fetcher="fetcher-0")
-    fleet.weights.publish(0)
-    await fleet.landed(0)
+    [server] = await fleet.serving(1, ["fetcher-0"])
     there.weights.broken = "not yet"
     fleet.weights.publish(1)
     await until(lambda: fleet.failures() > 0)
@@ -392,41 +369,10 @@ async def test_what_a_lost_engines_stage_had_ordered_is_taken_back(fleet: Fleet,
     assert (core_of(server).label, core_of(server).paused) == ("0.1", False)
 
 
-async def test_an_engine_that_its_fetcher_cannot_serve_goes_to_its_supervisor(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with open_fleet(tmp_path, monkeypatch, max_failures=3) as one:
-        there = await node(one, "fetcher-0", tmp_path)
-        for index, fetcher in enumerate(["fetcher-0", ""]):
-            await one.engine(index, fetcher=fetcher)
-        one.weights.publish(0)
-        for index in range(2):
-            await one.landed(0, engine=index)
-        monkeypatch.setattr("stages.engines.weight_transfer.TURN_TIMEOUT_S", 0.0)
-        there.weights.broken = "version 1 could not be fetched"
-        with loads(monkeypatch) as loaded:
-            slot = one.weights.publish(1)
-            await one.landed(1, engine=1)
-            await until(lambda: one.rig.topic.get("complaint/engine-0") is not None)
-        assert [load.path for load in loaded] == [slot.path], "only the other engine"
-        reported = msgspec.msgpack.decode(one.rig.topic.get("complaint/engine-0") or b"", type=Complaint)
-        assert reported.reason.endswith("the update to version 1 failed: fetcher-0: version 1 could not be fetched")
-        assert (one.labels(), one.entry().state) == (["0.0", "0.1"], "away")
-        there.weights.broken = ""
-        one.rig.lose_engine(0)
-        again = await one.engine(0, incarnation=1, fetcher="fetcher-0")
-        await one.landed(1)
-        assert core_of(again).label == "0.1"
-
-
 async def test_an_engine_that_is_lost_on_the_way_blocks_no_other(fleet: Fleet, tmp_path: Path) -> None:
     """Its whole node is gone, so that no answer will ever come; it comes back on another fleet."""
     gone = await node(fleet, "fetcher-0", tmp_path)
-    await fleet.engine(0, fetcher="fetcher-0")
-    await fleet.engine(1)
-    fleet.weights.publish(0)
-    for index in range(2):
-        await fleet.landed(0, engine=index)
+    await fleet.serving(2, ["fetcher-0"])
     await gone.lose()
     fleet.weights.publish(1)
     await until(lambda: fleet.entry(0).fetching == 1)
@@ -438,32 +384,7 @@ async def test_an_engine_that_is_lost_on_the_way_blocks_no_other(fleet: Fleet, t
     assert core_of(again).label == "0.1"
 
 
-async def test_differences_are_put_together_on_each_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = make_config(update={"update_weight_transport": "delta"})
-    update = msgspec.convert({"update_weight_transport": "delta"}, UpdateConfig)
-    source = checkpoint(tmp_path / "source")
-    async with open_fleet(tmp_path, monkeypatch, update=update, source=source) as one:
-        nodes = [await node(one, f"fetcher-{i}", tmp_path) for i in range(2)]
-        for index in range(2):
-            await one.engine(index, fetcher=f"fetcher-{index}")
-        publisher = TensorPublisher(config, tmp_path / "published", source, tmp_path / "run")
-        one.stack.callback(publisher.close)
-        topic = await one.rig.node.topic("topic", replica="trainer")
-        for version in range(4):
-            with loads(monkeypatch) as loaded:
-                announcement = publisher.write_tensors(version, values(version))
-                await publisher.announce(topic, SameHost(), announcement)
-                for index in range(2):
-                    await one.landed(version, engine=index)
-            paths = {load.path for load in loaded}
-            assert len(paths) == 2, "each node has a copy of its own"
-            assert announcement.path not in paths
-            assert all(Path(path).parent.name.startswith("sluice-mirror-") for path in paths), paths
-        assert [one.failures(index) for index in range(2)] == [0, 0]
-        assert nodes
-
-
-# The load of engines: their idle share, and the slots for samples in flight.
+# The load of engines: their idle share, and the limit of samples in flight.
 
 
 def test_what_was_sampled_before_the_first_second_counted_does_not_mix_with_the_account() -> None:
@@ -541,140 +462,3 @@ def test_an_engine_that_is_started_anew_has_the_whole_limit() -> None:
     limit.observe(FULL, 100)
     limit.restart()
     assert limit.value == 100
-
-
-class Crowd:
-    """Takers of slots, and the order in which they were served."""
-
-    def __init__(self, slots: Slots, tasks: asyncio.TaskGroup) -> None:
-        self.slots, self.tasks = slots, tasks
-        self.served: list[str] = []
-        self.waiting: dict[str, asyncio.Task[None]] = {}
-
-    async def ask(self, name: str, n: int, *, goes_on: bool = False, order: tuple[int, int] = FIRST_COME) -> None:
-        self.waiting[name] = self.tasks.create_task(self._take(name, n, goes_on, order))
-        await idle()
-
-    async def _take(self, name: str, n: int, goes_on: bool, order: tuple[int, int]) -> None:
-        await self.slots.take(n, goes_on=goes_on, order=order)
-        self.served.append(name)
-
-
-async def test_slots_are_granted_in_order_and_those_that_go_on_come_first() -> None:
-    async with asyncio.TaskGroup() as tasks:
-        crowd = Crowd(Slots(4), tasks)
-        await crowd.ask("first", 4)
-        await crowd.ask("large", 3)
-        await crowd.ask("small", 1)
-        await crowd.ask("back from a tool", 1, goes_on=True)
-        assert (crowd.served, crowd.slots.queued) == (["first"], 5)
-        crowd.slots.release(2)
-        await idle()
-        assert crowd.served == ["first", "back from a tool"], "the small one does not overtake the large one"
-        crowd.slots.release(2)
-        await idle()
-        assert crowd.served == ["first", "back from a tool", "large"]
-        crowd.slots.limit = 5
-        await idle()
-        assert crowd.served[-1] == "small"
-        assert (crowd.slots.taken, crowd.slots.queued) == (5, 0)
-
-
-async def test_the_oldest_group_goes_first_and_in_it_the_rollout_with_the_most_turns() -> None:
-    config, evaluated = make_config(), make_group(10, purpose="eval")
-    requests = Requests(config, 1 << 20)
-    fifo = Requests(make_config(rollout={"rollout_priority": "fifo"}), 1 << 20)
-
-    def order(group: PromptGroup, turns: int) -> tuple[int, int]:
-        return requests.order(group, msgspec.structs.replace(make_sample(0), turns=turns))
-
-    async with asyncio.TaskGroup() as tasks:
-        crowd = Crowd(Slots(1), tasks)
-        await crowd.ask("first", 1)
-        await crowd.ask("of group 9", 1, goes_on=True, order=order(make_group(9), 3))
-        await crowd.ask("of group 7", 1, goes_on=True, order=order(make_group(7), 1))
-        await crowd.ask("of group 7, nearer its end", 1, goes_on=True, order=order(make_group(7), 2))
-        await crowd.ask("fresh, of group 3", 1, order=order(make_group(3), 0))
-        await crowd.ask("of group 7, the same", 1, goes_on=True, order=order(make_group(7), 2))
-        await crowd.ask("of an evaluation", 1, goes_on=True, order=order(evaluated, 5))
-        for _ in range(6):
-            crowd.slots.release(1)
-            await idle()
-        assert crowd.served == [
-            "first",
-            "of an evaluation",
-            "of group 7, nearer its end",
-            "of group 7, the same",
-            "of group 7",
-            "of group 9",
-            "fresh, of group 3",
-        ]
-        assert fifo.order(make_group(7), make_sample(0)) == FIRST_COME
-
-
-async def test_a_grant_that_nobody_takes_any_more_is_given_back() -> None:
-    async with asyncio.TaskGroup() as tasks:
-        crowd = Crowd(Slots(1), tasks)
-        await crowd.ask("one", 1)
-        await crowd.ask("two", 1)
-        crowd.slots.release(1)  # granted to "two", which is cancelled before it runs
-        crowd.waiting["two"].cancel()
-        await idle()
-        assert (crowd.served, crowd.slots.taken) == (["one"], 0)
-
-
-@settings(deadline=None)
-@given(
-    limit=st.integers(1, 8), steps=st.lists(st.tuples(st.integers(1, 4), st.booleans(), st.integers(0, 3)), max_size=30)
-)
-def test_no_more_is_in_flight_than_the_limit_unless_one_request_is_larger(
-    limit: int, steps: list[tuple[int, bool, int]]
-) -> None:
-    async def play() -> None:
-        slots = Slots(limit)
-        held: list[int] = []
-
-        async def take(n: int, goes_on: bool) -> None:
-            await slots.take(n, goes_on=goes_on)
-            held.append(n)
-
-        async with asyncio.TaskGroup() as tasks:
-            for n, goes_on, released in steps:
-                tasks.create_task(take(n, goes_on))
-                for _ in range(3):
-                    await asyncio.sleep(0)
-                assert slots.taken == sum(held)
-                largest = max(held, default=0)
-                assert slots.taken <= limit or (largest > limit and 2 * (slots.taken - largest) <= limit)
-                for _ in range(min(released, len(held))):
-                    slots.release(held.pop(0))
-            while slots.queued or slots.taken:
-                for _ in range(3):
-                    await asyncio.sleep(0)
-                assert held, "somebody waits, and nobody is served"
-                slots.release(held.pop(0))
-        assert slots.taken == 0
-
-    asyncio.run(play())
-
-
-async def test_all_who_wait_or_hold_slots_may_be_cancelled_at_once() -> None:
-    """As at the end of a run: a slot is given back while those in the queue are cancelled, but have not run since."""
-    slots = Slots(1)
-
-    async def hold() -> None:
-        await slots.take(1, goes_on=False)
-        try:
-            await asyncio.Event().wait()
-        finally:
-            slots.release(1)
-
-    tasks = [asyncio.create_task(hold()) for _ in range(4)]
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    assert (slots.taken, slots.queued) == (1, 3)
-    for task in tasks:
-        task.cancel()
-    ends = await asyncio.gather(*tasks, return_exceptions=True)
-    assert all(isinstance(end, asyncio.CancelledError) for end in ends), ends
-    assert (slots.taken, slots.queued) == (0, 0)

@@ -90,6 +90,11 @@ async def join(rig: Rig, replica: str = "evaluate-0") -> Ports:
     )
 
 
+async def ends(rig: Rig) -> tuple[Inlet[Any], Outlet[Any], Inlet[Any]]:
+    """Of the streams around the stage: its prompts, the answers to them, and its reports."""
+    return await rig.inlet("generate.eval"), await rig.outlet("evaluate"), await rig.inlet("settle")
+
+
 def make_stage(**evaluation: object) -> EvaluateStage:
     observe = evaluation.pop("observe", {})
     sections = {"eval_prompt_data": ("held=held.jsonl",), **evaluation}
@@ -107,14 +112,7 @@ async def open_desk(**evaluation: object) -> AsyncIterator[Desk]:
         ports = await join(rig)
         stage = make_stage(**evaluation)
         async with running(stage, ports) as task:
-            yield Desk(
-                rig,
-                stage,
-                task,
-                await rig.inlet("generate.eval"),
-                await rig.outlet("evaluate"),
-                await rig.inlet("settle"),
-            )
+            yield Desk(rig, stage, task, *await ends(rig))
 
 
 @pytest.fixture
@@ -175,19 +173,6 @@ async def test_every_data_set_has_its_own_score() -> None:
         assert (done.metrics["eval/one"], done.metrics["eval/two"], done.complete) == (1.0, 0.25, True)
 
 
-async def test_an_answer_of_mixed_versions_does_not_count(desk: Desk) -> None:
-    pin(desk.rig, 2)
-    desk.rig.applied(2)
-    first, *rest = await desk.prompts(3)
-    await desk.answer(first, make_sample(0, runs=[(2, 2), (3, 2)], reward=1.0))
-    await desk.answer_all(rest, 2, reward=0.0)
-    done = await desk.result()
-    assert (done.complete, done.detail) == (False, "some answers are missing or of another version")
-    assert done.metrics["eval/held"] == 0.0
-    assert done.metrics["eval/held-mixed_versions"] == 1.0
-    await desk.released(b"2")
-
-
 async def test_answers_of_another_version_or_data_set_are_ignored_and_duplicates_count_once(desk: Desk) -> None:
     pin(desk.rig, 1)
     desk.rig.applied(1)
@@ -218,24 +203,17 @@ async def test_the_deadline_gives_up_and_releases() -> None:
         assert (await one.result()).version == 1
 
 
-async def test_a_drain_ends_an_evaluation_and_releases(desk: Desk) -> None:
-    pin(desk.rig, 0)
-    desk.rig.applied(0)
-    groups = await desk.prompts(3)
-    await desk.answer_all(groups[:1], 0)
-    desk.rig.topic.publish("drain", b"interrupted")
-    done = await desk.result()
-    assert (done.version, done.complete, done.detail) == (0, False, "drained")
-    await desk.released(b"0")
-
-
-async def test_a_pin_that_no_engine_will_apply_ends_with_the_drain(desk: Desk) -> None:
+@pytest.mark.parametrize("applied", [True, False])
+async def test_a_drain_ends_an_evaluation_and_releases(applied: bool, desk: Desk) -> None:
+    """Also one of a pin that no engine will apply."""
     pin(desk.rig, 4)
-    desk.rig.applied(3)
+    desk.rig.applied(4 if applied else 3)
+    if applied:
+        await desk.answer_all((await desk.prompts(3))[:1], 4)
     await idle()
     desk.rig.topic.publish("drain", b"interrupted")
     done = await desk.result()
-    assert (done.version, done.complete) == (4, False)
+    assert (done.version, done.complete, done.detail) == (4, False, "drained")
     await desk.released(b"4")
 
 
@@ -275,21 +253,17 @@ async def test_a_stage_that_is_killed_in_an_evaluation_finishes_it_after_its_res
     ports = await join(rig)
     pin(rig, 0)
     rig.applied(0)
-    asked, answers, reports = (
-        await rig.inlet("generate.eval"),
-        await rig.outlet("evaluate"),
-        await rig.inlet("settle"),
-    )
+    around = await ends(rig)
     stage = make_stage()
     async with running(stage, ports) as task:
-        one = Desk(rig, stage, task, asked, answers, reports)
+        one = Desk(rig, stage, task, *around)
         groups = await one.prompts(3)
         await one.answer_all(groups[:2], 0)
         await idle()
     rig.hubs["evaluate"].peer_lost("evaluate-0")
     again = make_stage()
     async with running(again, await join(rig, "evaluate-1")) as task:
-        two = Desk(rig, again, task, asked, answers, reports)
+        two = Desk(rig, again, task, *around)
         await until(lambda: len(again._answers.get(0, ())) == 2)  # redelivered
         await two.answer_all(groups[2:], 0)
         await idle()
@@ -317,16 +291,19 @@ async def test_pass_at_k_comes_from_the_verdicts_and_a_failed_answer_is_wrong() 
         assert metrics["eval/held-mean@4"] == pytest.approx(1.25 / 3)
 
 
-async def test_every_sequence_of_an_answer_is_of_the_version(desk: Desk) -> None:
+async def test_an_answer_of_mixed_versions_does_not_count(desk: Desk) -> None:
     """A sub-agent that other weights made spoils its answer; what no weights made is of no version."""
     pin(desk.rig, 3)
     desk.rig.applied(3)
-    for number, group in enumerate(await desk.prompts(3)):
-        first = make_sample(0, runs=[(2 if number == 0 else 3, 2), (-1, 2)], mask=[1, 1, 0, 0], sequences=2)
+    mixed, *rest = await desk.prompts(3)
+    await desk.answer(mixed, make_sample(0, runs=[(3, 2), (4, 2)], reward=1.0))
+    for version, group in zip((2, 3), rest, strict=True):
+        first = make_sample(0, runs=[(version, 2), (-1, 2)], mask=[1, 1, 0, 0], sequences=2)
         await desk.answer(group, first, make_sample(0, version=3, reward=0.5, sequence=1, sequences=2))
     done = await desk.result()
-    assert not done.complete
-    assert done.metrics["eval/held-mixed_versions"] == 1.0
+    assert (done.complete, done.detail) == (False, "some answers are missing or of another version")
+    assert (done.metrics["eval/held"], done.metrics["eval/held-mixed_versions"]) == (0.5, 2.0)
+    await desk.released(b"3")
 
 
 async def test_a_function_that_logs_gets_each_data_set() -> None:

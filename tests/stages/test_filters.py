@@ -22,8 +22,8 @@ from tokenizers.pre_tokenizers import Split
 from configs.schema.data import FilterConfig
 from stages.chat.tokenizer import Tokenizer, load_tokenizer
 from stages.errors import FilterError, FilterNameError
-from stages.group.filters import FilterDecision, FilterState, filters_on, parse_filters, resolve_filter, zero_std
-from stages.messages import Float32Array, Int32Array, RolloutSlice, Sample, TurnReward, WeightsAnnouncement, wire
+from stages.group.filters import FilterDecision, FilterState, filters_on, parse_filters, zero_std
+from stages.messages import Int32Array, RolloutSlice, Sample, TurnReward, WeightsAnnouncement, wire
 from stages.sample_log import SAMPLES_FILE, SampleLog, drop_after, mask_runs
 from tests.stages.stage_rig import (
     Desk,
@@ -77,13 +77,6 @@ def test_pass_rate_goes_by_the_verdict(correct: list[bool], reason: str | None) 
 def test_pass_rate_without_verdicts_is_an_error_and_not_a_silence() -> None:
     with pytest.raises(FilterError, match="grader that reports is_correct"):
         verdict("pass_rate:0.1_0.9", graded(1.0, 0.0))
-
-
-@pytest.mark.parametrize(
-    ("rewards", "reason"), [([0.0, 1.0], None), ([-3.0, 0.0], "reward_low"), ([2.0, 2.0], "reward_high")]
-)
-def test_reward_bounds_the_mean(rewards: list[float], reason: str | None) -> None:
-    assert verdict("reward:-1_1.5", graded(*rewards)) == reason
 
 
 def test_length_counts_trainable_tokens_of_whole_rollouts() -> None:
@@ -167,24 +160,13 @@ def test_reward_keeps_exactly_the_means_within_its_bounds(a: float, b: float, re
     mean = float(sum(rewards) / len(rewards))
     if min(abs(mean - low), abs(mean - high)) < 1e-9:
         return
-    kept = verdict(f"reward:{low!r}_{high!r}", graded(*rewards)) is None
-    assert kept == (low <= mean <= high)
+    reason = "reward_low" if mean < low else "reward_high" if mean > high else None
+    assert verdict(f"reward:{low!r}_{high!r}", graded(*rewards)) == reason
 
 
 @given(st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=2, max_size=8))
 def test_equal_rewards_are_what_zero_std_means(rewards: list[float]) -> None:
     assert (zero_std(graded(*rewards)) is None) == (len(set(rewards)) > 1)
-
-
-def test_the_configured_chain_keeps_its_order() -> None:
-    config = FilterConfig(
-        dynamic_sampling_filter=("length:1_2", "nonzero_std"),
-        dynamic_sampling_filter_path="tests.stages.custom_parts:divide",
-    )
-    chain = resolve_filter(config)
-    assert len(chain) == 3
-    answers = [rule(graded(1.0, 1.0)) for rule in chain[:2]]
-    assert [a.reason for a in answers if isinstance(a, FilterDecision)] == ["too_long", "zero_std_1.0"]
 
 
 PARTS = "tests.stages.custom_parts"
@@ -237,14 +219,6 @@ async def test_sequences_do_not_count_twice_in_what_is_reported() -> None:
         assert (report.detail, report.reward, report.pass_rate, report.tokens) == ("reward_low", 0.5, 0.5, 16)
 
 
-async def test_a_teacher_that_scored_another_text_fails_the_group(desk: Desk) -> None:
-    scored = make_sample(1, reward=0.0, teacher_log_probs=wire([-1.0, -2.0], Float32Array))
-    await desk.send(make_slice(0, make_sample(0, reward=1.0), scored))
-    assert (await settled(desk)).detail == (
-        "sample 1: arrays differ in length: ids 7, mask 7, log-probs 7, teacher log-probs 2"
-    )
-
-
 async def test_the_staleness_filter_learns_of_new_weights() -> None:
     async with open_desk(make_config(filter={"dynamic_sampling_filter": ("staleness:1",)})) as one:
         await one.send(make_slice(0))
@@ -261,12 +235,6 @@ async def test_a_second_group_of_a_prompt_is_a_duplicate() -> None:
         await one.send(make_slice(0), make_slice(1))
         assert (await take(one.out)).group.group_id == 0
         assert (await settled(one)).detail == "duplicate_prompt"
-
-
-async def test_groups_that_are_only_good_enough_as_a_fallback_pass() -> None:
-    async with open_desk(make_config(filter={"dynamic_sampling_filter": ("nonzero_std_fallback",)})) as one:
-        await one.send(make_slice(0, make_sample(0, reward=1.0), make_sample(1, reward=1.0)))
-        assert (await take(one.out)).group.group_id == 0
 
 
 GROUP_RM = {"group_rm": True, "custom_rm_path": f"{PARTS}:best_of_group", "reward_workers": 1}

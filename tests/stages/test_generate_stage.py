@@ -48,7 +48,7 @@ from tests.stages.engine_rig import (
     written,
 )
 from tests.stages.stage_rig import idle, make_config, make_group, make_sample, make_slice, response_ids, until
-from tests.stages.train_rig import training
+from tests.stages.train_rig import Training
 from transport import StreamSpec
 
 
@@ -90,22 +90,6 @@ async def test_an_update_during_generation_loses_no_token_and_names_each_ones_ve
             assert response_ids(sample) == written([first], [sample.index], sample)
 
 
-async def test_a_response_that_is_aborted_twice_is_joined_from_three_pieces(tmp_path: Path, log: Log) -> None:
-    async with started(tmp_path, engine=simulated(SLOW_MS), pause_mode="abort") as world:
-        await world.ask(make_group(0, 1))
-        core = core_of(world.engines[0])
-        await freeze(world.engines[0], tokens=3)
-        core.schedule.config = world.engine_config.simulated  # slow again
-        world.weights.publish(1)
-        await world.weights.landed(1)
-        await freeze(world.engines[0], tokens=core.totals().generated_tokens + 3)
-        world.weights.publish(2)
-        (sample,) = (await world.answer()).samples
-    assert sample.model_versions == (0, 1, 2)
-    assert (sample.response_length, sample.resumed, len(log)) == (LENGTH, 2, 3)
-    assert response_ids(sample) == written(log, [0, 0, 0], sample)
-
-
 async def test_without_partial_rollout_an_aborted_response_starts_again(tmp_path: Path, log: Log) -> None:
     async with started(
         tmp_path, engine=simulated(SLOW_MS), pause_mode="abort", rollout={"partial_rollout": False}
@@ -118,29 +102,6 @@ async def test_without_partial_rollout_an_aborted_response_starts_again(tmp_path
     assert [s.model_versions for s in samples] == [(1,), (1,)], "nothing of the old weights is kept"
     assert [s.resumed for s in samples] == [1, 1]
     assert len(log) == 3
-
-
-async def test_a_lost_connection_is_tried_elsewhere(tmp_path: Path) -> None:
-    async with started(tmp_path, engines=2, rollout={"max_retries": 1}) as world:
-        await world.engines[0].__aexit__(None, None, None)  # and nobody has noticed yet
-        await world.ask(make_group(0, 2))
-        assert [s.status for s in await world.whole(2)] == ["completed", "completed"]
-
-
-async def test_weights_that_this_run_did_not_publish_fail_the_sample_in_words(tmp_path: Path) -> None:
-    async with started(tmp_path) as world:
-        await core_of(world.engines[0]).relabel("foreign")
-        await world.ask(make_group(0, 2))
-        failed = (await world.answer()).samples
-        assert [s.status for s in failed] == ["failed", "failed"]
-        assert failed[0].error == (
-            "VersionLabelError: weights label 'foreign' is not of the form generation.version; "
-            "has someone else updated the engine?"
-        )
-        world.weights.publish(1)
-        await world.weights.landed(1)
-        await world.ask(make_group(1, 2))
-        assert [s.status for s in (await world.answer()).samples] == ["completed", "completed"]
 
 
 @pytest.mark.parametrize("label", ["default", "3", "", "1.x", "1.", "1.-2"])
@@ -409,9 +370,9 @@ async def test_an_engine_whose_answer_was_refused_is_queried_last_until_it_makes
         assert target.refused_in_a_row == 0
 
 
-async def test_a_group_from_the_future_is_never_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_group_from_the_future_is_never_trained(training: Training) -> None:
     """The trainer alone knows for certain which weights there are."""
-    async with training(tmp_path, monkeypatch, batch=1, total=1) as one:
+    async with training(batch=1, total=1) as one:
         await one.send(make_slice(1, make_sample(0, runs=[(0, 2), (1, 1)]), make_sample(1)))
         refused = await one.report(Settled)
         assert (refused.group_id, refused.outcome) == (1, "failed")

@@ -12,7 +12,7 @@ import pytest
 from models.import_path import ImportPathError
 from stages.group.filters import FilterDecision, resolve_filter
 from stages.group.stage import GroupStage
-from stages.messages import RolloutSlice, Sample, Settled, VersionRun
+from stages.messages import Float32Array, RolloutSlice, Sample, Settled, VersionRun, wire
 from tests.stages.stage_rig import (
     Desk,
     Rig,
@@ -92,7 +92,10 @@ async def test_too_few_members_fail_the_group_with_their_errors(desk: Desk) -> N
     ("sample", "words"),
     [
         (make_sample(1, log_probs=[-1.0, math.nan, -1.0, -1.0]), "sample 1: a log-prob is not finite"),
-        (make_sample(1, log_probs=[-1.0, -math.inf, -1.0, -1.0]), "sample 1: a log-prob is not finite"),
+        (
+            make_sample(1, teacher_log_probs=wire([-1.0, -2.0], Float32Array)),
+            "sample 1: arrays differ in length: ids 7, mask 7, log-probs 7, teacher log-probs 2",
+        ),
         (make_sample(1, mask=[1, 1]), "sample 1: arrays differ in length: ids 7, mask 5, log-probs 7"),
         (make_sample(1, runs=[(-1, 4)]), "sample 1: a token that no weights made (version -1) has loss mask 1"),
         (
@@ -116,25 +119,18 @@ async def test_an_inconsistent_sample_fails_its_group(desk: Desk, sample: Sample
     assert (report.outcome, report.detail) == ("failed", words)
 
 
+NONZERO = {"dynamic_sampling_filter": ("nonzero_std",)}
+DIVIDE = {**NONZERO, "dynamic_sampling_filter_path": f"{PARTS}:divide"}
+
+
 @pytest.mark.parametrize(
     ("filters", "group", "outcome", "detail"),
     [
-        ({"dynamic_sampling_filter": ("nonzero_std",)}, (1.0, 1.0), "filtered", "zero_std_1.0"),
-        ({"dynamic_sampling_filter": ("nonzero_std",)}, (0.0, 0.0), "filtered", "zero_std_0.0"),
+        (NONZERO, (1.0, 1.0), "filtered", "zero_std_1.0"),
         ({"dynamic_sampling_filter_path": f"{PARTS}:no_sevens"}, (0.0, 1.0), "filtered", "custom"),
         ({"dynamic_sampling_filter_path": f"{PARTS}:short_only"}, (0.0, 1.0), "filtered", "longest_9"),
-        (
-            {"dynamic_sampling_filter": ("nonzero_std",), "dynamic_sampling_filter_path": f"{PARTS}:divide"},
-            (1.0, 1.0),
-            "filtered",
-            "zero_std_1.0",
-        ),
-        (
-            {"dynamic_sampling_filter": ("nonzero_std",), "dynamic_sampling_filter_path": f"{PARTS}:divide"},
-            (0.0, 1.0),
-            "failed",
-            "group filter: ZeroDivisionError: division by zero",
-        ),
+        (DIVIDE, (1.0, 1.0), "filtered", "zero_std_1.0"),
+        (DIVIDE, (0.0, 1.0), "failed", "group filter: ZeroDivisionError: division by zero"),
     ],
 )
 async def test_the_first_filter_that_rejects_names_the_reason(
@@ -149,10 +145,7 @@ async def test_the_first_filter_that_rejects_names_the_reason(
 
 
 async def test_filters_let_good_groups_pass_and_judge_only_members_that_count() -> None:
-    config = make_config(
-        filter={"dynamic_sampling_filter": ("nonzero_std",), "dynamic_sampling_filter_path": f"{PARTS}:short_only"}
-    )
-    async with open_desk(config) as one:
+    async with open_desk(make_config(filter={**NONZERO, "dynamic_sampling_filter_path": f"{PARTS}:short_only"})) as one:
         await one.send(
             make_slice(0, make_sample(0, reward=1.0), make_sample(1, reward=0.0)),
             make_slice(1, make_sample(0, reward=1.0), make_sample(1, reward=1.0), failed(2)),
@@ -168,7 +161,7 @@ def test_a_filter_that_cannot_be_imported_is_refused_in_words() -> None:
 
 
 async def test_evaluation_rollouts_pass_as_they_are() -> None:
-    async with open_desk(make_config(filter={"dynamic_sampling_filter": ("nonzero_std",)})) as one:
+    async with open_desk(make_config(filter=NONZERO)) as one:
         evaluated = await one.rig.inlet("evaluate")
         part = make_slice(0, failed(0), n_samples=4, purpose="eval", dataset="held", pinned_version=3)
         await one.send(part)

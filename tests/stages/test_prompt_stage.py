@@ -49,28 +49,6 @@ async def test_the_gate_follows_the_formula_and_frees_only_when_weights_have_lan
         assert most == 4
 
 
-async def test_a_settled_group_is_replaced_at_once() -> None:
-    async with prompting(batch=2, eta=0) as one:
-        await one.land(0)
-        assert await one.admitted() == [0, 1]
-        await one.report(Settled(0, "filtered", "zero_std_0", tokens=12))
-        assert await one.admitted() == [2]
-        assert one.stage.ledger.counts["filtered"] == 1
-        assert one.stage.ledger.tokens["filtered"] == 12
-        assert balanced(one.stage.ledger)
-
-
-async def test_sync_admits_one_batch_per_version() -> None:
-    async with prompting(batch=3, eta=0, total=3) as one:
-        for version in range(3):
-            await one.land(version)
-            ids = await one.admitted()
-            assert ids == [3 * version, 3 * version + 1, 3 * version + 2]
-            await one.report(step_done(version + 1, *ids))
-            assert await one.admitted() == []
-        assert one.stage.completed.is_set()
-
-
 async def test_an_engine_that_dies_no_longer_holds_the_gate() -> None:
     async with prompting(batch=1, eta=0) as one:
         await one.land(0)
@@ -192,25 +170,13 @@ async def test_duplicate_reports_change_nothing() -> None:
         await one.report(Settled(0, "filtered", "x", tokens=5), Settled(0, "stale", "y", tokens=7))
         assert (one.stage.ledger.counts["filtered"], one.stage.ledger.counts["stale"]) == (1, 0)
         assert one.stage.ledger.duplicates == 1
-        assert one.stage.ledger.tokens["stale"] == 0
+        assert (one.stage.ledger.tokens["filtered"], one.stage.ledger.tokens["stale"]) == (5, 0)
         assert await one.admitted() == [2], "one place came free, and no prompt is asked again"
         await one.report(step_done(1, 1, 2, pinned=True), step_done(1, 1, 2, pinned=True))
         assert one.stage.ledger.trained == 2
         assert len(one.hooks.steps) == 1
         assert one.stage.evals_pending == 1
         assert balanced(one.stage.ledger)
-
-
-async def test_completion_waits_for_the_evaluation_that_follows_the_last_step() -> None:
-    async with prompting(batch=1, eta=0, total=1) as one:
-        await one.land(0)
-        assert await one.admitted() == [0]
-        await one.report(step_done(0, pinned=True), step_done(1, 0, pinned=True))
-        await one.report(EvalDone(0, {}, True))
-        assert not one.stage.completed.is_set(), "the evaluation of version 1 is still out"
-        await one.report(EvalDone(1, {"eval/x": 0.5}, True))
-        assert one.stage.completed.is_set()
-        assert [report.version for report in one.hooks.evaluations] == [0, 1]
 
 
 async def test_a_run_without_training_ends_after_its_evaluation() -> None:

@@ -37,7 +37,17 @@ from tests.stages.engine_rig import (
     written,
 )
 from tests.stages.faults import FakeRouter
-from tests.stages.stage_rig import Rig, idle, make_group, numbers, open_rig, response_ids, time_limit, until
+from tests.stages.stage_rig import (
+    Rig,
+    before_calls,
+    idle,
+    make_group,
+    numbers,
+    open_rig,
+    response_ids,
+    time_limit,
+    until,
+)
 
 OWN, OTHER = "http://127.0.0.1:1", "http://127.0.0.1:2"
 
@@ -134,35 +144,6 @@ async def test_a_worker_that_the_router_has_not_forgotten_is_added_at_a_later_lo
     assert post.router.workers == {OWN: True}
 
 
-async def test_an_engine_whose_weights_may_not_be_served_is_taken_out_and_comes_back(post: Post) -> None:
-    post.attach()
-    await post.looks()
-    post.may_not_be_served()
-    await post.look()
-    assert post.router.workers == {}
-    await post.look()
-    assert not post.up
-    post.attach()
-    await post.looks()
-    assert post.up
-    assert post.router.deletes == [OWN]
-
-
-async def test_a_worker_that_lingers_is_removed_once_and_added_after_it_has_gone(post: Post) -> None:
-    post.attach()
-    await post.looks()
-    post.router.lingering.add(OWN)
-    post.may_not_be_served()
-    await post.looks(3)
-    assert post.router.deletes == [OWN]
-    post.attach()
-    await post.look()
-    assert (post.router.posts, post.up) == ([OWN], False), "it is listed still, and gets nothing"
-    post.router.workers.clear()
-    await post.looks()
-    assert (post.router.posts, post.up) == ([OWN, OWN], True)
-
-
 async def test_a_lost_engine_is_taken_out_at_once(post: Post) -> None:
     """Its owner knows the address that it gave the router, also when no key of the topic does."""
     post.attach()
@@ -217,20 +198,13 @@ async def test_a_broken_router_is_reported_once_and_looked_at_again(
 ) -> None:
     monkeypatch.setattr("stages.engines.router_workers.LOOK_INTERVAL_S", 0.005)
     monkeypatch.setattr("stages.engines.router_workers.LONGEST_PAUSE_S", 0.01)
-    looks = 0
-    original = RouterClient.workers
-
-    async def workers(client: RouterClient) -> object:
-        nonlocal looks
-        looks += 1
-        return await original(client)
-
-    monkeypatch.setattr(RouterClient, "workers", workers)
+    looks: list[RouterClient] = []
+    before_calls(monkeypatch, RouterClient, "workers", looks.append)
     async with asyncio.TaskGroup() as tasks:
         post.attach()
         post.router.broken = True
         running = tasks.create_task(post.members.run(post.topic))
-        await until(lambda: looks >= 4)
+        await until(lambda: len(looks) >= 4)
         assert not post.up
         assert len([r for r in caplog.records if "the router's list of workers" in r.message]) == 1
         post.router.broken = False
@@ -295,28 +269,28 @@ async def test_an_engine_that_no_router_has_listed_says_its_role(
         assert post.router.posts == [url, url]
 
 
-async def test_smg_that_has_not_forgotten_a_worker_gets_it_again_when_it_has() -> None:
+@pytest.mark.parametrize("kind", ["sglang", "smg"])
+async def test_a_worker_that_lingers_is_removed_once_and_added_after_it_has_gone(kind: str) -> None:
     """smg lists a removed worker for a second, unhealthy, and answers 409 to its addition until it has gone."""
-    async with posted(kind="smg") as post:
+    async with posted(kind=kind) as post:
         post.route()
         post.attach()
         await post.looks()
         assert post.up
         post.router.lingering.add(OWN)
         post.may_not_be_served()
-        await post.looks()
-        assert post.router.workers == {OWN: False}
-        assert not post.up
+        await post.looks(3)
+        assert (post.router.workers, post.router.deletes, post.up) == ({OWN: False}, [OWN], False)
         post.attach()
         await post.looks(3)
-        assert (post.router.posts, post.up) == ([OWN], False), "listed: nothing to ask for"
+        assert (post.router.posts, post.up) == ([OWN], False), "it is listed still, and gets nothing"
         original = post.members._api
         assert original is not None
-        assert not await original.add(OWN), "and it would be refused"
+        assert kind == "sglang" or not await original.add(OWN), "and it would be refused"
+        post.router.posts.clear()
         post.router.workers.clear()
         await post.looks()
-        assert (post.router.posts[-1], post.up) == (OWN, True)
-        assert post.router.deletes == [OWN]
+        assert (post.router.posts, post.router.deletes, post.up) == ([OWN], [OWN], True)
 
 
 # The generate stage behind the real sglang-router: engines come, go and die; nothing is lost, nothing is doubled.

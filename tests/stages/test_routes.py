@@ -1,4 +1,4 @@
-"""Where requests go: the policies as orderings, and the stage in front of engines, with and without a router."""
+"""Where requests go: policies as orderings, slots of engines, the stage before engines, with a router and without."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from models.engines.http_client import HttpClient
 from models.engines.launch.command import Policy
 from models.errors import RequestNotSent
 from stages.generate.stage import GenerateStage
-from stages.messages import RolloutSlice
-from stages.sampling.engine_choice import CROWDED, Choice, Ranking, Slots
+from stages.messages import PromptGroup, RolloutSlice
+from stages.sampling.engine_choice import CROWDED, FIRST_COME, Choice, Ranking, Slots
 from stages.sampling.engine_directory import EngineDirectory
+from stages.sampling.rollout_requests import Requests
 from stages.sampling.routes import RouteRequest, Routes
 from stages.topic_values import RouterState
 from tests.stages.engine_rig import FAST_MS, ONCE, SLOW_MS, Log, World, core_of, freeze, generating, simulated, started
@@ -104,27 +105,6 @@ async def test_the_configured_policy_chooses_among_the_engines(
 
 def slots_of(world: World, name: str = "engine-0") -> Slots:
     return world.stage.sampler.directory.engines[name].slots
-
-
-async def test_a_full_cache_lowers_the_slots(tmp_path: Path) -> None:
-    config = simulated(SLOW_MS)
-    tight = msgspec.structs.replace(config, simulated=msgspec.structs.replace(config.simulated, kv_tokens=340))
-    async with started(
-        tmp_path, engine=tight, rollout={"server_concurrency": 32, "rollout_max_response_len": 100}
-    ) as world:
-        await world.ask(make_group(0, 16, prompt=range(16)))
-        watch, topic = world.owner.watch, world.owner_topic
-        core = core_of(world.engines[0])
-        await until(lambda: core.load().token_usage > 0.95)
-        await watch.look(topic)
-        lowered = watch.limits["engine-0"].value
-        assert 1 <= lowered < 16
-        await until(lambda: slots_of(world).limit == lowered)
-        core.schedule.config = simulated(FAST_MS).simulated
-        await world.answer()
-        for _ in range(64):
-            await watch.look(topic)
-        await until(lambda: slots_of(world).limit == 32)
 
 
 async def test_retractions_that_answers_tell_of_reach_the_owner_of_the_limit(
@@ -289,3 +269,143 @@ def test_where_prefill_and_decode_are_apart_the_router_serves_also_what_was_lost
     with pytest.raises(RequestNotSent, match=r"the router drops a field of it, .* use --router smg"):
         routes._alone(direct)
     assert routes._alone(RouteRequest("k", b"p", 1, policy="judge")), "a frozen model is behind no router"
+
+
+# Slots of an engine for samples in flight.
+
+
+class Crowd:
+    """Takers of slots, and the order in which they were served."""
+
+    def __init__(self, slots: Slots, tasks: asyncio.TaskGroup) -> None:
+        self.slots, self.tasks = slots, tasks
+        self.served: list[str] = []
+        self.waiting: dict[str, asyncio.Task[None]] = {}
+
+    async def ask(self, name: str, n: int, *, goes_on: bool = False, order: tuple[int, int] = FIRST_COME) -> None:
+        self.waiting[name] = self.tasks.create_task(self._take(name, n, goes_on, order))
+        await idle()
+
+    async def _take(self, name: str, n: int, goes_on: bool, order: tuple[int, int]) -> None:
+        await self.slots.take(n, goes_on=goes_on, order=order)
+        self.served.append(name)
+
+
+async def test_slots_are_granted_in_order_and_those_that_go_on_come_first() -> None:
+    async with asyncio.TaskGroup() as tasks:
+        crowd = Crowd(Slots(4), tasks)
+        await crowd.ask("first", 4)
+        await crowd.ask("large", 3)
+        await crowd.ask("small", 1)
+        await crowd.ask("back from a tool", 1, goes_on=True)
+        assert (crowd.served, crowd.slots.queued) == (["first"], 5)
+        crowd.slots.release(2)
+        await idle()
+        assert crowd.served == ["first", "back from a tool"], "the small one does not overtake the large one"
+        crowd.slots.release(2)
+        await idle()
+        assert crowd.served == ["first", "back from a tool", "large"]
+        crowd.slots.limit = 5
+        await idle()
+        assert crowd.served[-1] == "small"
+        assert (crowd.slots.taken, crowd.slots.queued) == (5, 0)
+
+
+async def test_the_oldest_group_goes_first_and_in_it_the_rollout_with_the_most_turns() -> None:
+    config, evaluated = make_config(), make_group(10, purpose="eval")
+    requests = Requests(config, 1 << 20)
+    fifo = Requests(make_config(rollout={"rollout_priority": "fifo"}), 1 << 20)
+
+    def order(group: PromptGroup, turns: int) -> tuple[int, int]:
+        return requests.order(group, msgspec.structs.replace(make_sample(0), turns=turns))
+
+    async with asyncio.TaskGroup() as tasks:
+        crowd = Crowd(Slots(1), tasks)
+        await crowd.ask("first", 1)
+        await crowd.ask("of group 9", 1, goes_on=True, order=order(make_group(9), 3))
+        await crowd.ask("of group 7", 1, goes_on=True, order=order(make_group(7), 1))
+        await crowd.ask("of group 7, nearer its end", 1, goes_on=True, order=order(make_group(7), 2))
+        await crowd.ask("fresh, of group 3", 1, order=order(make_group(3), 0))
+        await crowd.ask("of group 7, the same", 1, goes_on=True, order=order(make_group(7), 2))
+        await crowd.ask("of an evaluation", 1, goes_on=True, order=order(evaluated, 5))
+        for _ in range(6):
+            crowd.slots.release(1)
+            await idle()
+        assert crowd.served == [
+            "first",
+            "of an evaluation",
+            "of group 7, nearer its end",
+            "of group 7, the same",
+            "of group 7",
+            "of group 9",
+            "fresh, of group 3",
+        ]
+        assert fifo.order(make_group(7), make_sample(0)) == FIRST_COME
+
+
+async def test_a_grant_that_nobody_takes_any_more_is_given_back() -> None:
+    async with asyncio.TaskGroup() as tasks:
+        crowd = Crowd(Slots(1), tasks)
+        await crowd.ask("one", 1)
+        await crowd.ask("two", 1)
+        crowd.slots.release(1)  # granted to "two", which is cancelled before it runs
+        crowd.waiting["two"].cancel()
+        await idle()
+        assert (crowd.served, crowd.slots.taken) == (["one"], 0)
+
+
+@settings(deadline=None)
+@given(
+    limit=st.integers(1, 8), steps=st.lists(st.tuples(st.integers(1, 4), st.booleans(), st.integers(0, 3)), max_size=30)
+)
+def test_no_more_is_in_flight_than_the_limit_unless_one_request_is_larger(
+    limit: int, steps: list[tuple[int, bool, int]]
+) -> None:
+    async def play() -> None:
+        slots = Slots(limit)
+        held: list[int] = []
+
+        async def take(n: int, goes_on: bool) -> None:
+            await slots.take(n, goes_on=goes_on)
+            held.append(n)
+
+        async with asyncio.TaskGroup() as tasks:
+            for n, goes_on, released in steps:
+                tasks.create_task(take(n, goes_on))
+                for _ in range(3):
+                    await asyncio.sleep(0)
+                assert slots.taken == sum(held)
+                largest = max(held, default=0)
+                assert slots.taken <= limit or (largest > limit and 2 * (slots.taken - largest) <= limit)
+                for _ in range(min(released, len(held))):
+                    slots.release(held.pop(0))
+            while slots.queued or slots.taken:
+                for _ in range(3):
+                    await asyncio.sleep(0)
+                assert held, "somebody waits, and nobody is served"
+                slots.release(held.pop(0))
+        assert slots.taken == 0
+
+    asyncio.run(play())
+
+
+async def test_all_who_wait_or_hold_slots_may_be_cancelled_at_once() -> None:
+    """As at the end of a run: a slot is given back while those in the queue are cancelled, but have not run since."""
+    slots = Slots(1)
+
+    async def hold() -> None:
+        await slots.take(1, goes_on=False)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            slots.release(1)
+
+    tasks = [asyncio.create_task(hold()) for _ in range(4)]
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert (slots.taken, slots.queued) == (1, 3)
+    for task in tasks:
+        task.cancel()
+    ends = await asyncio.gather(*tasks, return_exceptions=True)
+    assert all(isinstance(end, asyncio.CancelledError) for end in ends), ends
+    assert (slots.taken, slots.queued) == (0, 0)

@@ -18,18 +18,7 @@ from models.engines.text import ends_within_stop, find_stop
 from stages.sampling.attempt import Attempt
 from stages.sampling.partial_rollouts import Call, Emit, PartialRollouts, RetryState, UnknownPolicy
 from stages.sampling.requests import Chunk, SampleRequest, SampleResult
-from tests.stages.engine_rig import (
-    FAST_MS,
-    LENGTH,
-    SLOW_MS,
-    Log,
-    World,
-    core_of,
-    freeze,
-    generating,
-    simulated,
-    started,
-)
+from tests.stages.engine_rig import FAST_MS, LENGTH, SLOW_MS, Log, World, core_of, generating, simulated, started
 from tests.stages.stage_rig import idle, make_group, until
 
 
@@ -77,18 +66,6 @@ async def test_a_slow_member_keeps_its_own_slot_only(tmp_path: Path, log: Log) -
         here += [sample.index for slice_ in late if slice_.group.group_id == 0 for sample in slice_.samples]
         assert sorted(here) == list(range(6)), "each member once"
         await world.rig.hubs["generate"].wait_empty()
-
-
-async def test_a_member_that_an_update_aborts_goes_on_while_others_have_left(tmp_path: Path, log: Log) -> None:
-    async with started(tmp_path, engine=uneven(), pause_mode="abort") as world:
-        await world.ask(make_group(0, 6))
-        slow = await stop_while(world, lambda running: 0 < running < 6)
-        world.weights.publish(1)
-        samples = await world.whole(6)
-    assert len(log) == 1 + slow
-    assert [sample.index for sample in samples] == list(range(6))
-    assert sorted(sample.resumed for sample in samples) == [0] * (6 - slow) + [1] * slow
-    assert {version for s in samples if not s.resumed for version in s.model_versions} == {0}
 
 
 # The sampler by itself
@@ -192,24 +169,6 @@ async def test_what_was_told_survives_its_engine_although_partial_rollout_is_off
         assert result is not None
         assert heard.tokens[index][: len(reported[index])] == reported[index]
         assert result.reused_tokens >= len(reported[index]) >= 2
-
-
-async def test_what_was_told_survives_an_update_that_aborts(tmp_path: Path) -> None:
-
-    heard = Heard(2)
-    async with (
-        started(
-            tmp_path, engine=simulated(5 * SLOW_MS), pause_mode="abort", rollout={"partial_rollout": False}
-        ) as world,
-        asyncio.TaskGroup() as tasks,
-    ):
-        tasks.create_task(heard.listen(world, asked(2)))
-        await until(lambda: min(len(tokens) for tokens in heard.tokens) >= 2)
-        await freeze(world.engines[0], tokens=4)
-        world.weights.publish(1)
-    heard.check()
-    assert [result.resumed for result in heard.results if result] == [1, 1]
-    assert [[run.version for run in result.runs] for result in heard.results if result] == [[0, 1]] * 2
 
 
 async def test_chunks_of_a_text_are_refused(tmp_path: Path) -> None:

@@ -24,10 +24,10 @@ from models.engines.simulated.responses import simulated_scores
 from models.tiny import make_tiny_checkpoint
 from stages.messages import Int32Array, RolloutSlice, Sample, wire
 from stages.teacher import TeacherStage
-from stages.topic_values import EngineAddress, EngineEntry
 from tests.stages.engine_rig import simulated
 from tests.stages.stage_rig import (
     Rig,
+    before_calls,
     make_config,
     make_context,
     make_group,
@@ -65,15 +65,8 @@ class World:
         server = EngineServer(config or simulated(), str(model), max_context_len=None, seed=0)
         await self.stack.enter_async_context(server)
         self.servers[name] = server
-        self.announce(name, server.url, incarnation)
+        self.rig.frozen_at(name, server.url, incarnation)
         return server
-
-    def announce(self, name: str, url: str, incarnation: int = 0) -> None:
-        """As supervisor and engines stage do."""
-        address = EngineAddress(name, url, incarnation, name)
-        entry = EngineEntry(name, url, incarnation, name, state="serving")
-        self.rig.topic.publish(f"engine/{name}", msgspec.msgpack.encode(address))
-        self.rig.topic.publish(f"directory/{name}", msgspec.msgpack.encode(entry))
 
     async def send(self, slice_: RolloutSlice) -> None:
         await self.prompts.send(slice_, slice_.key)
@@ -148,13 +141,7 @@ async def test_a_sample_without_trained_tokens_asks_nobody(world: World, monkeyp
 
 def recorded(monkeypatch: pytest.MonkeyPatch) -> list[GenerateRequest]:
     sent: list[GenerateRequest] = []
-    original = EngineClient.generate
-
-    async def generate(client: EngineClient, request: GenerateRequest) -> Any:
-        sent.append(request)
-        return await original(client, request)
-
-    monkeypatch.setattr(EngineClient, "generate", generate)
+    before_calls(monkeypatch, EngineClient, "generate", lambda client, request: sent.append(request))
     return sent
 
 
@@ -245,7 +232,7 @@ async def test_a_teacher_that_never_comes_fails_the_sample_at_its_deadline(polic
         [after] = await world.scored(rollouts(make_sample(0)))
         assert after.status == "failed"
         assert "not up within 0.3 s; see logs/frozen-teacher.log" in str(after.error)
-        world.announce("teacher", "http://127.0.0.1:9")  # the discard port: nothing listens
+        world.rig.frozen_at("teacher", "http://127.0.0.1:9")  # the discard port: nothing listens
         [after] = await world.scored(rollouts(make_sample(0)))
         assert "EngineUnreachable" in str(after.error)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,8 +18,8 @@ from stages.messages import RolloutSlice, Sample, Settled, StepDone
 from stages.train.batch import Batch, slice_sequences
 from stages.train.batch_metrics import length_bucket, quantile
 from stages.train.held_groups import GroupBuffer
-from tests.stages.stage_rig import Held, idle, make_config, make_sample, make_slice
-from tests.stages.train_rig import training
+from tests.stages.stage_rig import Held, make_config, make_sample, make_slice
+from tests.stages.train_rig import Training
 
 PARTS = "tests.stages.custom_parts"
 
@@ -198,14 +197,9 @@ def group(group_id: int, *rewards: float, version: int = 0, mask: Any = None) ->
 
 
 def buffer(order: str = "oldest_first", *, eta: int = 2, fallback: bool = False, **sections: Any) -> GroupBuffer:
-    filters = ("nonzero_std_fallback",) if fallback else ()
-    return GroupBuffer(
-        make_config(
-            asynchrony={"buffer_order": order, "max_staleness": eta},
-            filter={"dynamic_sampling_filter": filters},
-            **sections,
-        )
-    )
+    filters = {"dynamic_sampling_filter": ("nonzero_std_fallback",) if fallback else ()}
+    asynchrony = {"buffer_order": order, "max_staleness": eta}
+    return GroupBuffer(make_config(asynchrony=asynchrony, filter=filters, **sections))
 
 
 def popped(one: GroupBuffer, step: int = 0, missing: int = 1) -> list[int]:
@@ -341,29 +335,8 @@ def scored_group(group_id: int, *rewards: float, version: int = 0) -> RolloutSli
     return make_slice(group_id, *members)
 
 
-async def test_no_order_trains_what_is_too_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = TrainOptions(start_step=4)
-    async with training(
-        tmp_path,
-        monkeypatch,
-        batch=1,
-        total=5,
-        eta=1,
-        hold=["begin"],
-        options=options,
-        asynchrony={"buffer_order": "ready_first"},
-    ) as one:
-        await one.send(scored_group(0, version=2), scored_group(1, version=3))
-        await one.arrived(2)
-        one.backend.begin.set()
-        assert (await one.report(Settled)).detail == "oldest token has version 2, batch 4, bound 1"
-        assert (await one.report(StepDone)).groups == (1,)
-
-
-async def test_what_over_sampling_leaves_of_a_synchronous_batch_is_discarded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with training(tmp_path, monkeypatch, total=2, eta=0, hold=["begin"], filter=OVER) as one:
+async def test_what_over_sampling_leaves_of_a_synchronous_batch_is_discarded(training: Training) -> None:
+    async with training(total=2, eta=0, hold=["begin"], filter=OVER) as one:
         await one.send(*(scored_group(i) for i in range(3)))
         await one.arrived(3)
         one.backend.begin.set()
@@ -378,10 +351,8 @@ async def test_what_over_sampling_leaves_of_a_synchronous_batch_is_discarded(
         await one.rig.hubs["train"].wait_empty()
 
 
-async def test_leftovers_of_an_asynchronous_batch_go_into_the_next_or_become_stale(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with training(tmp_path, monkeypatch, total=3, eta=1, hold=["begin"], filter=OVER) as one:
+async def test_leftovers_of_an_asynchronous_batch_go_into_the_next_or_become_stale(training: Training) -> None:
+    async with training(total=3, eta=1, hold=["begin"], filter=OVER) as one:
         await one.send(*(scored_group(i) for i in range(5)))
         await one.arrived(5)
         one.backend.begin.set()
@@ -391,27 +362,8 @@ async def test_leftovers_of_an_asynchronous_batch_go_into_the_next_or_become_sta
         assert (left.group_id, left.outcome) == (4, "stale")
 
 
-async def test_a_fallback_fills_the_batch_only_when_nothing_better_waits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with training(tmp_path, monkeypatch, batch=2, total=2, eta=1, filter=FALLBACK) as one:
-        await one.send(scored_group(0, 1.0, 1.0))
-        await one.arrived(1)
-        await idle()
-        assert not one.backend.sequences, "one fallback does not fill a batch of two"
-        await one.send(scored_group(1))
-        assert (await one.report(StepDone)).groups == (1, 0)
-        await one.send(scored_group(2, 0.0, 0.0))
-        await one.arrived(3)
-        await one.send(scored_group(3), scored_group(4))
-        done = await one.report(StepDone, passing=(Settled,))  # 2 is filtered, if the batch is full without it
-        assert set(done.groups) in ({3, 4}, {2, 3}), "what has come by then"
-
-
-async def test_a_fallback_that_was_not_needed_is_filtered_when_its_batch_is_full(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with training(tmp_path, monkeypatch, batch=1, total=2, eta=1, hold=["begin"], filter=FALLBACK) as one:
+async def test_a_fallback_that_was_not_needed_is_filtered_when_its_batch_is_full(training: Training) -> None:
+    async with training(batch=1, total=2, eta=1, hold=["begin"], filter=FALLBACK) as one:
         await one.send(scored_group(0, 1.0, 1.0), scored_group(1))
         await one.arrived(2)
         one.backend.begin.set()
@@ -425,11 +377,9 @@ async def test_a_fallback_that_was_not_needed_is_filtered_when_its_batch_is_full
 
 @pytest.mark.parametrize("deterministic", [False, True])
 async def test_a_group_whose_rewards_become_no_advantages_is_settled_as_failed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deterministic: bool
+    training: Training, deterministic: bool
 ) -> None:
     async with training(
-        tmp_path,
-        monkeypatch,
         batch=2,
         total=1,
         reward={"custom_reward_post_process_path": f"{PARTS}:one_number"},
@@ -444,8 +394,8 @@ async def test_a_group_whose_rewards_become_no_advantages_is_settled_as_failed(
         assert [s.advantages.tolist() for s in one.backend.sequences] == [[0.0] * 3 + [1.0] * 4] * 2
 
 
-async def test_a_removed_sample_makes_its_group_no_older(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with training(tmp_path, monkeypatch, batch=1, total=6, eta=0, options=TrainOptions(start_step=5)) as one:
+async def test_a_removed_sample_makes_its_group_no_older(training: Training) -> None:
+    async with training(batch=1, total=6, eta=0, options=TrainOptions(start_step=5)) as one:
         members = [make_sample(0, version=1, reward=1.0, remove_sample=True), make_sample(1, version=5, reward=0.0)]
         await one.send(make_slice(0, *members))
         done = await one.report(StepDone)

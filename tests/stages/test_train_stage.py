@@ -13,7 +13,7 @@ from stages.base import TrainOptions
 from stages.messages import CheckpointReady, RolloutSlice, Settled, StepDone
 from stages.train.schedule import Schedule
 from tests.stages.stage_rig import idle, make_sample, make_slice, until
-from tests.stages.train_rig import training
+from tests.stages.train_rig import Training, open_training
 
 
 def old(group_id: int, version: int, mask: Sequence[int] = (1, 1, 1, 1)) -> RolloutSlice:
@@ -21,8 +21,8 @@ def old(group_id: int, version: int, mask: Sequence[int] = (1, 1, 1, 1)) -> Roll
     return make_slice(group_id, *samples)
 
 
-async def test_the_oldest_groups_here_are_trained_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with training(tmp_path, monkeypatch, total=2, hold=["begin"]) as one:
+async def test_the_oldest_groups_here_are_trained_first(training: Training) -> None:
+    async with training(total=2, hold=["begin"]) as one:
         await one.send(*(make_slice(group_id) for group_id in (5, 3, 4, 1)))
         await one.arrived(4)
         one.backend.begin.set()
@@ -31,10 +31,8 @@ async def test_the_oldest_groups_here_are_trained_first(tmp_path: Path, monkeypa
         assert one.backend.batches == [[1, 3], [4, 5]]
 
 
-async def test_a_group_is_refused_exactly_beyond_the_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with training(
-        tmp_path, monkeypatch, total=6, eta=2, hold=["begin"], options=TrainOptions(start_step=5)
-    ) as one:
+async def test_a_group_is_refused_exactly_beyond_the_bound(training: Training) -> None:
+    async with training(total=6, eta=2, hold=["begin"], options=TrainOptions(start_step=5)) as one:
         mixed = [make_sample(i, runs=[(2, 1), (5, 3)], reward=float(i)) for i in range(2)]
         uneven = [make_sample(0, version=5, reward=1.0), make_sample(1, version=2, reward=0.0)]
         untrained = [make_sample(i, runs=[(0, 2), (5, 2)], mask=[0, 0, 1, 1]) for i in range(2)]
@@ -54,19 +52,8 @@ async def test_a_group_is_refused_exactly_beyond_the_bound(tmp_path: Path, monke
         await one.rig.hubs["train"].wait_empty()
 
 
-async def test_a_group_that_waited_too_long_becomes_stale_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with training(tmp_path, monkeypatch, batch=1, total=3, eta=0, hold=["begin"]) as one:
-        await one.send(old(0, 0), old(1, 0))
-        await one.arrived(2)
-        one.backend.begin.set()
-        assert (await one.report(StepDone)).groups == (0,)
-        assert (await one.report(Settled)).detail == "oldest token has version 0, batch 1, bound 0"
-
-
-async def test_a_group_is_trained_once_however_often_it_is_delivered(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with training(tmp_path, monkeypatch, batch=1, total=2, hold=["begin"]) as one:
+async def test_a_group_is_trained_once_however_often_it_is_delivered(training: Training) -> None:
+    async with training(batch=1, total=2, hold=["begin"]) as one:
         await one.send(make_slice(0), make_slice(0))
         await one.arrived(2)
         one.backend.begin.set()
@@ -77,21 +64,8 @@ async def test_a_group_is_trained_once_however_often_it_is_delivered(
         assert one.backend.batches == [[0], [1]]
 
 
-async def test_leases_are_released_after_the_step_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with training(tmp_path, monkeypatch, total=1, hold=["may_step"]) as one:
-        await one.send(make_slice(0), make_slice(1))
-        await until(lambda: "step" in one.backend.log)
-        stats = one.rig.hubs["train"].stats()
-        assert (stats.leased, stats.settled) == (2, 0)
-        one.backend.may_step.set()
-        await one.report(StepDone)
-        await one.rig.hubs["train"].wait_empty()
-
-
-async def test_a_trainer_that_is_killed_in_a_step_gives_its_groups_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with training(tmp_path, monkeypatch, total=1, hold=["may_step"]) as one:
+async def test_a_trainer_that_is_killed_in_a_step_gives_its_groups_back(training: Training) -> None:
+    async with training(total=1, hold=["may_step"]) as one:
         await one.send(make_slice(0), make_slice(1))
         await until(lambda: "step" in one.backend.log)
         one.task.cancel()
@@ -102,10 +76,8 @@ async def test_a_trainer_that_is_killed_in_a_step_gives_its_groups_back(
         one.backend.may_step.set()
 
 
-async def test_a_version_is_announced_only_when_its_slot_is_complete(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with training(tmp_path, monkeypatch, batch=1, total=2) as one:
+async def test_a_version_is_announced_only_when_its_slot_is_complete(training: Training) -> None:
+    async with training(batch=1, total=2) as one:
         await one.rig.topic_until(lambda: one.rig.announced() is not None)
         first = one.rig.announced()
         assert first is not None
@@ -129,10 +101,8 @@ async def test_a_version_is_announced_only_when_its_slot_is_complete(
 EVERY = {"eval_interval": 1, "eval_prompt_data": ("held=x.jsonl",)}
 
 
-async def test_nothing_newer_is_announced_before_a_pinned_version_has_landed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with training(tmp_path, monkeypatch, batch=1, total=2, eval=EVERY) as one:
+async def test_nothing_newer_is_announced_before_a_pinned_version_has_landed(training: Training) -> None:
+    async with training(batch=1, total=2, eval=EVERY) as one:
         one.rig.applied(0)
         one.rig.applied(0, engine=1)
         await one.send(make_slice(0))
@@ -148,11 +118,9 @@ async def test_nothing_newer_is_announced_before_a_pinned_version_has_landed(
 
 
 @pytest.mark.parametrize("skipped", [False, True])
-async def test_leaving_out_the_first_evaluation_leaves_out_no_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, skipped: bool
-) -> None:
+async def test_leaving_out_the_first_evaluation_leaves_out_no_other(training: Training, skipped: bool) -> None:
     evaluation = {**EVERY, "skip_eval_before_train": skipped}
-    async with training(tmp_path, monkeypatch, batch=1, total=2, eval=evaluation) as one:
+    async with training(batch=1, total=2, eval=evaluation) as one:
         one.rig.applied(0)
         one.rig.applied(0, engine=1)
         await one.send(make_slice(0))
@@ -160,10 +128,8 @@ async def test_leaving_out_the_first_evaluation_leaves_out_no_other(
         assert (one.rig.announced("weights/pinned/0") is None) is skipped
 
 
-async def test_the_slot_that_an_engine_is_reading_is_not_overwritten(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with training(tmp_path, monkeypatch, batch=1, total=3, eta=9) as one:
+async def test_the_slot_that_an_engine_is_reading_is_not_overwritten(training: Training) -> None:
+    async with training(batch=1, total=3, eta=9) as one:
         one.rig.applied(-1, fetching=0)
         await one.send(make_slice(0), make_slice(1))
         await one.report(StepDone)
@@ -176,8 +142,8 @@ async def test_the_slot_that_an_engine_is_reading_is_not_overwritten(
         await one.rig.topic_until(lambda: getattr(one.rig.announced(), "version", -1) == 2)
 
 
-async def test_the_death_of_a_reader_frees_its_slot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with training(tmp_path, monkeypatch, batch=1, total=2, eta=9) as one:
+async def test_the_death_of_a_reader_frees_its_slot(training: Training) -> None:
+    async with training(batch=1, total=2, eta=9) as one:
         one.rig.applied(-1, fetching=0)
         await one.send(make_slice(0), make_slice(1))
         await one.report(StepDone)
@@ -188,10 +154,8 @@ async def test_the_death_of_a_reader_frees_its_slot(tmp_path: Path, monkeypatch:
         await one.rig.topic_until(lambda: getattr(one.rig.announced(), "version", -1) == 2)
 
 
-async def test_a_drain_settles_the_unfinished_batch_and_saves_what_was_trained(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with training(tmp_path, monkeypatch, batch=2, total=5) as one:
+async def test_a_drain_settles_the_unfinished_batch_and_saves_what_was_trained(training: Training) -> None:
+    async with training(batch=2, total=5) as one:
         await one.send(make_slice(0), make_slice(1), make_slice(2))
         await one.report(StepDone)
         await one.arrived(3)
@@ -206,9 +170,9 @@ async def test_a_drain_settles_the_unfinished_batch_and_saves_what_was_trained(
         await one.end()
 
 
-async def test_a_resumed_trainer_goes_on_from_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_resumed_trainer_goes_on_from_its_step(training: Training) -> None:
     options = TrainOptions(start_step=3, run_generation=1, resume_from="checkpoints/step-3")
-    async with training(tmp_path, monkeypatch, batch=1, total=4, options=options) as one:
+    async with training(batch=1, total=4, options=options) as one:
         assert one.backend.log[:2] == ["setup", "load step-3"]
         await one.rig.topic_until(lambda: one.rig.announced() is not None)
         first = one.rig.announced()
@@ -224,7 +188,9 @@ async def test_deterministic_mode_trains_in_the_order_of_the_ids(
     hashes = []
     for order in ([2, 0, 1], [1, 2, 0]):
         (tmp_path / str(order)).mkdir()
-        async with training(tmp_path / str(order), monkeypatch, batch=3, total=1, run={"deterministic": True}) as one:
+        async with open_training(
+            tmp_path / str(order), monkeypatch, batch=3, total=1, run={"deterministic": True}
+        ) as one:
             for group_id in order[:2]:
                 await one.send(make_slice(group_id))
             await one.arrived(2)
@@ -237,12 +203,8 @@ async def test_deterministic_mode_trains_in_the_order_of_the_ids(
     assert hashes[0] == hashes[1]
 
 
-async def test_sequences_carry_tokens_versions_and_group_relative_advantages(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with training(
-        tmp_path, monkeypatch, batch=1, total=2, algorithm={"disable_grpo_std_normalization": True}
-    ) as one:
+async def test_sequences_carry_tokens_versions_and_group_relative_advantages(training: Training) -> None:
+    async with training(batch=1, total=2, algorithm={"disable_grpo_std_normalization": True}) as one:
         await one.send(make_slice(3))
         await one.report(StepDone)
         good = make_sample(
@@ -264,17 +226,9 @@ async def test_sequences_carry_tokens_versions_and_group_relative_advantages(
         assert done.metrics["rollout/mixed_version_ratio"] == 0.5
 
 
-async def test_supervised_training_publishes_no_weights_and_knows_no_staleness(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_supervised_training_publishes_no_weights_and_knows_no_staleness(training: Training) -> None:
     async with training(
-        tmp_path,
-        monkeypatch,
-        batch=1,
-        total=2,
-        eta=0,
-        train={"loss_type": "sft_loss"},
-        options=TrainOptions(start_step=1),
+        batch=1, total=2, eta=0, train={"loss_type": "sft_loss"}, options=TrainOptions(start_step=1)
     ) as one:
         await one.send(make_slice(0, make_sample(0, version=0, reward=0.0)))
         done = await one.report(StepDone)
@@ -284,14 +238,12 @@ async def test_supervised_training_publishes_no_weights_and_knows_no_staleness(
         assert one.rig.announced() is None
 
 
-async def test_an_error_of_the_backend_ends_the_replica_with_its_words(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_error_of_the_backend_ends_the_replica_with_its_words(training: Training) -> None:
     def broken() -> dict[str, float]:
         raise RuntimeError("out of memory on the device")
 
     async def train() -> None:
-        async with training(tmp_path, monkeypatch, batch=1, total=1) as one:
+        async with training(batch=1, total=1) as one:
             one.backend.step = broken  # type: ignore[method-assign]
             await one.send(make_slice(0))
             await one.task

@@ -21,7 +21,6 @@ from models.errors import EngineRefused, GroupError
 from models.weights.transfer import WeightGroup
 from stages.engines.stage import FetcherStage
 from stages.engines.weight_routes import DiskRoute, TensorRoute, WeightRoute
-from stages.messages import WeightsAnnouncement
 from stages.ports import Ports
 from tests.sglang_server import ON_SGLANG, RealServer
 from tests.stages.fleet_rig import Fleet, TensorPublisher, open_fleet
@@ -59,16 +58,15 @@ def tensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 def publish(one: Fleet, publisher: TensorPublisher, version: int, values: Mapping[str, torch.Tensor]) -> None:
-    announce(one, publisher.write_tensors(version, values))
+    one.weights.announce(publisher.write_tensors(version, values))
 
 
-def announce(one: Fleet, announcement: WeightsAnnouncement) -> None:
-    one.rig.topic.publish("weights", msgspec.msgpack.encode(announcement))
-
-
-async def loaded_checksum(client: EngineClient, path: Path) -> str:
-    await client.update_weights_from_disk(str(path), "reference")
-    return await UpdateClient(client).checksum()
+@pytest.fixture
+async def wanted(sglang: RealServer) -> str:
+    """The checksum of the server's other checkpoint, loaded from disk."""
+    async with EngineClient(sglang.url) as client:
+        await client.update_weights_from_disk(str(sglang.other), "reference")
+        return await UpdateClient(client).checksum()
 
 
 async def greedy(client: EngineClient, n: int = 24) -> tuple[list[int], list[float]]:
@@ -90,10 +88,8 @@ def forward(path: Path, ids: list[int]) -> tuple[list[int], list[float]]:
 
 @pytest.mark.parametrize("route", ROUTES)
 async def test_after_an_update_the_engine_is_the_published_model(
-    route: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sglang: RealServer
+    route: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sglang: RealServer, wanted: str
 ) -> None:
-    async with EngineClient(sglang.url) as client:
-        wanted = await loaded_checksum(client, sglang.other)
     async with served(tmp_path, monkeypatch, sglang, route, check_weight_update_equal=True) as (one, publisher, client):
         first, other = tensors(sglang.model), tensors(sglang.other)
         between = {name: tensor * 0.999 for name, tensor in first.items()}
@@ -120,10 +116,8 @@ async def test_after_an_update_the_engine_is_the_published_model(
 
 @pytest.mark.parametrize("route", ["tensor", "delta"])
 async def test_a_fetcher_puts_the_weights_in_by_the_announced_route(
-    route: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sglang: RealServer
+    route: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sglang: RealServer, wanted: str
 ) -> None:
-    async with EngineClient(sglang.url) as client:
-        wanted = await loaded_checksum(client, sglang.other)
     async with served(tmp_path, monkeypatch, sglang, route, check_weight_update_equal=True) as (one, publisher, client):
         there = FetcherStage(make_context(one.config, tmp_path, replica="fetcher-0"))
         topic = await one.rig.node.topic("topic", replica="fetcher-0")
@@ -140,10 +134,8 @@ async def test_a_fetcher_puts_the_weights_in_by_the_announced_route(
 
 
 async def test_a_broken_group_leaves_the_engine_paused_and_is_made_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sglang: RealServer
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sglang: RealServer, wanted: str
 ) -> None:
-    async with EngineClient(sglang.url) as client:
-        wanted = await loaded_checksum(client, sglang.other)
     async with served(tmp_path, monkeypatch, sglang, "distributed") as (one, publisher, client):
         publish(one, publisher, 0, tensors(sglang.model))
         await one.landed(0)
@@ -174,10 +166,8 @@ async def test_a_broken_group_leaves_the_engine_paused_and_is_made_again(
 
 @pytest.mark.parametrize("route", ["tensor", "distributed"])
 async def test_a_slot_that_is_torn_between_two_buckets_is_never_served(
-    route: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sglang: RealServer
+    route: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sglang: RealServer, wanted: str
 ) -> None:
-    async with EngineClient(sglang.url) as client:
-        wanted = await loaded_checksum(client, sglang.other)
     async with served(tmp_path, monkeypatch, sglang, route) as (one, publisher, client):
         publish(one, publisher, 0, tensors(sglang.model))
         await one.landed(0)
@@ -230,13 +220,12 @@ async def test_an_engine_that_dies_in_an_update_is_reported_and_another_takes_it
 
 @pytest.mark.parametrize(("route", "named"), [(DiskRoute(), "0.1"), (TensorRoute(BUCKET_BYTES), "0.0")])
 async def test_updated_but_not_flushed_counts_as_updated(
-    route: WeightRoute, named: str, sglang: RealServer, tmp_path: Path
+    route: WeightRoute, named: str, sglang: RealServer, wanted: str, tmp_path: Path
 ) -> None:
     """SGLang 0.5.23: with requests running, an update in place that asks for a flush answers 400 and has changed the
     weights. /model_info then names the new ones by the disk route, the old ones by the others, until the same update
     comes without the flush."""
     async with EngineClient(sglang.url) as client:
-        wanted = await loaded_checksum(client, sglang.other)
         await sglang.fresh(client, "0.0")
         publisher = TensorPublisher(make_config(), tmp_path / "published", sglang.model, tmp_path)
         announcement = publisher.write_tensors(1, tensors(sglang.other))

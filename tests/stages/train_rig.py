@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -128,8 +128,11 @@ class TrainDesk:
         await self.task
 
 
+Training = Callable[..., AbstractAsyncContextManager[TrainDesk]]  # `open_training` in the directory of the test
+
+
 @asynccontextmanager
-async def training(
+async def open_training(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     *,

@@ -13,7 +13,6 @@ import msgspec
 import pytest
 
 from configs.schema import Config
-from models.tiny import make_tiny_checkpoint
 from pipeline.record.stalls import OutageWatch
 from stages.agents import hosting
 from stages.agents.stage import AgentsStage
@@ -24,13 +23,6 @@ from tests.stages.agents.play import WORLD, fresh, playing, world
 from tests.stages.stage_rig import idle, make_sample, make_slice, numbers, until
 
 COUNTER, FORGETFUL, SAVED, SLOW = (WORLD.replace("World", name) for name in ("Counter", "Forgetful", "Saved", "Slow"))
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_checkpoint(
-        tmp_path_factory.mktemp("agents") / "tiny", tokenizer="arithmetic", hidden_size=32, num_layers=1
-    )
 
 
 def slowly(*values: str) -> Any:

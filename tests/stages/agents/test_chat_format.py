@@ -117,13 +117,6 @@ def test_templates_that_cannot_be_bridged(words: str) -> None:
         assert "--chat-template-path" in str(refused.value)
 
 
-def test_a_divergence_is_shown() -> None:
-    with pytest.raises(ChatFormatError) as refused:
-        load_chat_format(checkpoint(BROKEN["stand before|stands before"]))
-    assert "  before  '<s>2 messages\\n### Inst" in str(refused.value)
-    assert "  after   '<s>3 messages\\n### Inst" in str(refused.value)
-
-
 def test_tools_that_cannot_be_offered() -> None:
     chat, _ = loaded(ALPACA)
     with pytest.raises(ChatFormatError, match=r"no parser reads .* --tool-call-parser"):

@@ -15,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from models.checkpoint import Manifest
-from models.tiny import make_tiny_checkpoint
 from pipeline.record.kept_files import forget_ended, read_lives, uncertain_in, write_lives
 from stages.agents.environment import InfrastructureError, Task, Turn
 from stages.agents.episodes import Episode
@@ -321,13 +320,6 @@ async def test_records_hold_what_is_new_and_turns_that_were_made_twice_do_not_mi
     found = await restored(tmp_path, 0, 0)
     assert found is not None
     assert same(found, first[2])
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_checkpoint(
-        tmp_path_factory.mktemp("turns") / "tiny", tokenizer="arithmetic", hidden_size=32, num_layers=1
-    )
 
 
 def timeless(sample: Sample) -> Sample:

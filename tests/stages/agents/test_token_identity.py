@@ -27,8 +27,8 @@ from stages.messages import RolloutSlice, Sample
 from tests.engine_record import Made, recording
 from tests.identity import Checked, check_identity, check_once
 from tests.stages.agents.play import EOS, STOPS, TALK, WANDERER, with_template
-from tests.stages.engine_rig import World, generating, record_exchanges, tensors_of
-from tests.stages.stage_rig import make_context, make_group, running, until
+from tests.stages.engine_rig import AGENTS, World, generating, record_exchanges, tensors_of
+from tests.stages.stage_rig import make_group, until
 from tests.stages.test_consumption_rule import freeze_after
 
 pytestmark = pytest.mark.slow
@@ -66,9 +66,7 @@ async def talking(
         "engine": ENGINE,
         "model": checkpoints[0],
         "tensors": tensors_of(checkpoints),
-        "inlets": {"return": ("generate.return", RolloutSlice)},
-        "outlets": {"loop.agents": ("agents", RolloutSlice)},
-        "loops": ("agents=stages.agents.stage:AgentsStage",),
+        **AGENTS,
         "options": limits,
         "train": {"hf_checkpoint": str(checkpoints[0])},
         "environment": [{"name": "talk", "path": path, "memory_gb": 0, "workers": 2}],
@@ -76,12 +74,9 @@ async def talking(
         **options,
     }
     async with generating(tmp_path, **options) as world:
-        context = make_context(world.stage.config, built_in=GenerateOptions(**limits), replica="agents-0")
-        agents = AgentsStage(context)
-        ports = await world.rig.ports({"in": "agents"}, {"out": "generate.return"}, replica="agents-0")
-        async with running(agents, ports):
-            await world.ready()
-            yield world, agents
+        agents = await world.run_agents(limits=GenerateOptions(**limits))
+        await world.ready()
+        yield world, agents
 
 
 async def ask(world: World, groups: int, members: int, answers: Sequence[Sequence[str]] = ANSWERS) -> None:

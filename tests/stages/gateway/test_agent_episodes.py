@@ -20,13 +20,13 @@ from stages.agents.packs.command import Command
 from stages.agents.stage import AgentsStage
 from stages.base import GenerateOptions
 from stages.chat.messages import Message
-from stages.messages import RolloutSlice, Sample
+from stages.messages import Sample
 from stages.rollouts import rollout_fault, trained_masks
 from stages.workers.process import WorkerProcess
 from tests.agent_clients import interpreter
-from tests.stages.engine_rig import World
+from tests.stages.engine_rig import AGENTS, World
 from tests.stages.gateway.gateway_rig import VOCABULARY, ScriptedWriter, opened, scripted
-from tests.stages.stage_rig import make_context, make_group, running, until
+from tests.stages.stage_rig import make_group, until
 
 TASK = Task(messages=(Message("system", "s"), Message("user", "2 + {model}?")))
 ASKS = """
@@ -144,30 +144,16 @@ async def agents(
     **sections: Any,
 ) -> AsyncIterator[tuple[World, ScriptedWriter, AgentsStage]]:
     """Generate and agents stages, and an engine that answers with a number of letters that hangs on the prompt."""
-    environment = {
-        "name": "asker",
-        "path": f"{PLAIN}:Asker",
-        "options": options,
-        "memory_gb": 0,
-        "retries": 1,
-        **(table or {}),
-    }
+    shared = {"name": "asker", "path": f"{PLAIN}:Asker", "memory_gb": 0, "retries": 1}
     async with scripted(
         tmp_path,
         lambda prompt: "x" * (1 + len(prompt) % 7),
-        inlets={"return": ("generate.return", RolloutSlice)},
-        outlets={"loop.agents": ("agents", RolloutSlice)},
-        loops=("agents=stages.agents.stage:AgentsStage",),
-        environment=[environment],
+        environment=[{**shared, "options": options, **(table or {})}],
         train={"hf_checkpoint": str(tmp_path / "bare")},
+        **AGENTS,
         **sections,
     ) as (world, writer):
-        stage = AgentsStage(
-            make_context(world.stage.config, built_in=GenerateOptions(max_context, VOCABULARY), replica="agents-0")
-        )
-        ports = await world.rig.ports({"in": "agents"}, {"out": "generate.return"}, replica="agents-0")
-        async with running(stage, ports):
-            yield world, writer, stage
+        yield world, writer, await world.run_agents(limits=GenerateOptions(max_context, VOCABULARY))
 
 
 async def played(world: World, n: int = 1, **metadata: Any) -> list[tuple[Sample, ...]]:
@@ -231,14 +217,6 @@ async def test_what_engines_do_not_answer_is_no_fault_of_the_agent(tmp_path: Pat
 
 
 @pytest.mark.slow
-async def test_an_agent_that_fails_fails_its_rollout_and_earns_nothing(tmp_path: Path) -> None:
-    async with agents(tmp_path, {"fault": "error"}) as (world, _, _):
-        [[sample]] = await played(world)
-    assert (sample.status, sample.reward) == ("failed", None)
-    assert sample.error == "environment asker: ValueError: no idea"
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "limit"),
     [
@@ -259,23 +237,19 @@ async def test_an_agent_that_meets_a_limit_is_graded_as_it_is(
 
 
 @pytest.mark.slow
-async def test_an_agent_that_fails_over_an_answer_that_was_cut_is_truncated(tmp_path: Path) -> None:
-    """What it was answered is trained; the fault is not its program's."""
+@pytest.mark.parametrize("cut_last", [True, False])
+async def test_an_agent_that_fails_over_an_answer_that_was_cut_is_truncated(cut_last: bool, tmp_path: Path) -> None:
+    """What it was answered is trained; the fault is not its program's. One that fails later has failed."""
     strict = {"path": f"{PLAIN}:Strict"}
-    async with agents(tmp_path, {"limits": [50, 1]}, table=strict) as (world, writer, stage):
+    async with agents(tmp_path, {"limits": [50, 1] if cut_last else [1, 50]}, table=strict) as (world, writer, stage):
         [[sample]] = await played(world)
         assert stage.activity.extra["retried"] == 0.0
-    assert (sample.status, sample.reward, sample.error, sample.turns) == ("truncated", 0.0, None, 2)
-    assert int(sample.loss_mask.sum()) == sum(len(made) for _, made in writer.answered)
-
-
-@pytest.mark.slow
-async def test_an_agent_that_fails_later_than_at_an_answer_that_was_cut_fails(tmp_path: Path) -> None:
-    strict = {"path": f"{PLAIN}:Strict"}
-    async with agents(tmp_path, {"limits": [1, 50]}, table=strict) as (world, _, _):
-        [[sample]] = await played(world)
-    assert (sample.status, sample.reward) == ("failed", None)
-    assert sample.error == "environment asker: ValueError: the last answer is completed: None"
+    if cut_last:
+        assert (sample.status, sample.reward, sample.error, sample.turns) == ("truncated", 0.0, None, 2)
+        assert int(sample.loss_mask.sum()) == sum(len(made) for _, made in writer.answered)
+    else:
+        assert (sample.status, sample.reward) == ("failed", None)
+        assert sample.error == "environment asker: ValueError: the last answer is completed: None"
 
 
 @pytest.mark.slow

@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 
-from models.tiny import make_tiny_checkpoint
 from tests.agent_clients import interpreter
 from tests.stages.agents.play import playing, world
 from tests.stages.gateway.gateway_rig import Rig, log_prob, opened
@@ -135,11 +134,6 @@ async def openenv_server(python: str, home: Path) -> AsyncIterator[str]:
     finally:
         process.kill()
         await process.wait()
-
-
-@pytest.fixture
-def tiny(tmp_path: Path) -> Path:
-    return make_tiny_checkpoint(tmp_path / "tiny", tokenizer="arithmetic", hidden_size=32, num_layers=1)
 
 
 @pytest.mark.slow

@@ -27,6 +27,13 @@ def ids_of(*messages: tuple[str, str]) -> list[int]:
     return [*sum(written, []), BEGIN, *b"assistant\n"]  # noqa: RUF017
 
 
+def log_probs_of(made: list[int], start: int) -> dict[str, Any]:
+    """What is said of tokens that stand from `start` on."""
+    shared = {"bytes": None, "top_logprobs": []}
+    numbered = enumerate(made, start)
+    return {"content": [{"token": f"token_id:{token}", "logprob": log_prob(at), **shared} for at, token in numbered]}
+
+
 async def test_chat_completions(tmp_path: Path) -> None:
     async with opened(tmp_path, script) as rig:
         body = {
@@ -45,29 +52,13 @@ async def test_chat_completions(tmp_path: Path) -> None:
         assert status == 200
         assert answer.pop("id").startswith("chatcmpl-")
         assert isinstance(answer.pop("created"), int)
-        [choice] = answer["choices"]
-        assert choice.pop("logprobs") == {
-            "content": [
-                {
-                    "token": f"token_id:{token}",
-                    "logprob": log_prob(len(prompt) + place),
-                    "bytes": None,
-                    "top_logprobs": [],
-                }
-                for place, token in enumerate(made)
-            ]
-        }
+        [choice] = answer.pop("choices")
+        message = {"role": "assistant", "content": "Hello.", "refusal": None}
+        assert choice.pop("logprobs") == log_probs_of(made, len(prompt))
+        assert choice == {"index": 0, "message": message, "finish_reason": "stop", "token_ids": made}
         assert answer == {
             "object": "chat.completion",
             "model": "any-name",
-            "choices": [
-                {
-                    "index": 0,
-                    "message": {"role": "assistant", "content": "Hello.", "refusal": None},
-                    "finish_reason": "stop",
-                    "token_ids": made,
-                }
-            ],
             "usage": {
                 "prompt_tokens": len(prompt),
                 "completion_tokens": 7,
@@ -83,12 +74,8 @@ async def test_chat_completions(tmp_path: Path) -> None:
 
 async def chat_turns(rig: Rig, stream: bool) -> list[dict[str, Any]]:
     """A call of a tool and the answer to its result; the messages of the model."""
-    tools = [
-        {
-            "type": "function",
-            "function": {"name": "add", "description": "Adds.", "parameters": PARAMETERS, "strict": True},
-        }
-    ]
+    function = {"name": "add", "description": "Adds.", "parameters": PARAMETERS, "strict": True}
+    tools = [{"type": "function", "function": function}]
     messages: list[dict[str, Any]] = [{"role": "user", "content": "1 + 2?"}]
     said = []
     for _ in range(2):
@@ -187,10 +174,8 @@ async def test_messages_of_anthropic(tmp_path: Path) -> None:
         _, second = await rig.post("/v1/messages", {**known, "messages": messages})
         assert second["content"] == [{"type": "text", "text": "It is 3."}]
         assert second["stop_reason"] == "end_turn"
-        assert count == (
-            200,
-            {"input_tokens": second["usage"]["input_tokens"] + second["usage"]["cache_read_input_tokens"]},
-        )
+        usage = second["usage"]
+        assert count == (200, {"input_tokens": usage["input_tokens"] + usage["cache_read_input_tokens"]})
         [sample] = rig.samples()
         assert sample.turns == 2
 
@@ -299,12 +284,8 @@ async def test_a_response_that_is_cut_is_incomplete(
 
 async def test_a_stream_of_a_response_with_a_call(tmp_path: Path) -> None:
     async with opened(tmp_path, script) as rig:
-        body = {
-            "input": "1 + 2?",
-            "tools": [{"type": "function", "name": "add", "parameters": PARAMETERS}],
-            "stream": True,
-        }
-        _, events = await rig.post("/v1/responses", body)
+        tools = [{"type": "function", "name": "add", "parameters": PARAMETERS}]
+        _, events = await rig.post("/v1/responses", {"input": "1 + 2?", "tools": tools, "stream": True})
         named = {name: data for name, data in events if "function_call" in name or "reasoning" in name}
         assert named["response.reasoning_text.delta"]["delta"] == "easy"
         assert json.loads(named["response.function_call_arguments.delta"]["delta"]) == {"a": 1, "b": 2}
@@ -321,22 +302,7 @@ async def test_tokens_in_and_out(tmp_path: Path) -> None:
         assert answer.pop("request_id")
         made = [*b"ab", END]
         assert answer["choices"] == [
-            {
-                "index": 0,
-                "token_ids": made,
-                "finish_reason": "stop",
-                "logprobs": {
-                    "content": [
-                        {
-                            "token": f"token_id:{token}",
-                            "logprob": log_prob(3 + place),
-                            "bytes": None,
-                            "top_logprobs": [],
-                        }
-                        for place, token in enumerate(made)
-                    ]
-                },
-            }
+            {"index": 0, "token_ids": made, "finish_reason": "stop", "logprobs": log_probs_of(made, 3)}
         ]
         body = {"input_ids": [1, 2, 3, *made, 9], "sampling_params": {"max_new_tokens": 2}, "return_logprob": True}
         status, native = await rig.post("/generate", body)

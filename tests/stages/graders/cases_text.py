@@ -140,6 +140,19 @@ GPQA: list[tuple[str, str, int, str]] = [
     ("the answer is b", "B", 0, "a small letter"),
 ]
 
+CAT_TWICE = {"keyword": "cat", "frequency": 2, "relation": "at least"}
+E_THRICE = {"letter": "e", "let_frequency": 3, "let_relation": "at least"}
+NO_E = {"letter": "e", "let_frequency": 1, "let_relation": "less than"}
+SECOND = {"num_paragraphs": 2, "nth_paragraph": 2, "first_word": "then"}
+THEN = {**SECOND, "first_word": "Then"}
+FIRST_OF_3 = {"num_paragraphs": 3, "nth_paragraph": 1, "first_word": "a"}
+SECTIONS = {"section_spliter": "SECTION", "num_sections": 2}
+
+
+def capitals(number: int, relation: str) -> dict[str, object]:
+    return {"capital_frequency": number, "capital_relation": relation}
+
+
 # (instruction, arguments, response, holds, why)
 GOLDEN_IFEVAL: list[tuple[str, dict[str, Any], str, int, str]] = [
     ("number_words", {"num_words": 5, "relation": "at least"}, "one two three four", 0, "four are not five"),
@@ -150,13 +163,7 @@ GOLDEN_IFEVAL: list[tuple[str, dict[str, Any], str, int, str]] = [
     ("english_capital", {}, "HELLO 42!", 1, "digits have no case"),
     ("number_bullet_lists", {"num_bullets": 2}, "* a\n- b\n+ c", 1, "a plus is no bullet"),
     ("number_placeholders", {"num_placeholders": 2}, "Dear [name], at [place]", 1, "two in brackets"),
-    (
-        "keywords:frequency",
-        {"keyword": "cat", "frequency": 2, "relation": "at least"},
-        "Cat cats cat",
-        1,
-        "in any case",
-    ),
+    ("keywords:frequency", CAT_TWICE, "Cat cats cat", 1, "in any case"),
     ("json_format", {}, '{"a":1} done', 0, "more than JSON"),
 ]
 IFEVAL: list[tuple[str, dict[str, Any], str, int, str]] = [
@@ -185,52 +192,16 @@ IFEVAL: list[tuple[str, dict[str, Any], str, int, str]] = [
     ("keywords:existence", {"keywords": ["cat", "dog"]}, "a cat", 0, "one is missing"),
     ("keywords:forbidden_words", {"forbidden_words": ["cat"]}, "cats", 1, "part of another word is allowed"),
     ("keywords:forbidden_words", {"forbidden_words": ["cat"]}, "a Cat!", 0, "the word itself is not"),
-    (
-        "keywords:letter_frequency",
-        {"letter": "e", "let_frequency": 3, "let_relation": "at least"},
-        "Every eel",
-        1,
-        "any case",
-    ),
-    (
-        "keywords:letter_frequency",
-        {"letter": "e", "let_frequency": 1, "let_relation": "less than"},
-        "e",
-        0,
-        "one is not less",
-    ),
+    ("keywords:letter_frequency", E_THRICE, "Every eel", 1, "any case"),
+    ("keywords:letter_frequency", NO_E, "e", 0, "one is not less"),
     ("number_sentences", {"num_sentences": 2, "relation": "at least"}, "One. Two!", 1, "two ends"),
     ("number_sentences", {"num_sentences": 2, "relation": "less than"}, "Dr. Smith paid 3.50 at noon", 1, "no end"),
     ("number_sentences", {"num_sentences": 3, "relation": "at least"}, "Really?! Yes. Fine", 1, "the last has no end"),
-    (
-        "nth_paragraph_first_word",
-        {"num_paragraphs": 2, "nth_paragraph": 2, "first_word": "Then"},
-        "First.\n\n'\"Then, more",
-        1,
-        "quotes before it and marks behind it are dropped",
-    ),
-    (
-        "nth_paragraph_first_word",
-        {"num_paragraphs": 2, "nth_paragraph": 2, "first_word": "then"},
-        "then\n\nlast",
-        0,
-        "another paragraph",
-    ),
-    (
-        "nth_paragraph_first_word",
-        {"num_paragraphs": 3, "nth_paragraph": 1, "first_word": "a"},
-        "a\n\nb",
-        0,
-        "too few paragraphs",
-    ),
+    ("nth_paragraph_first_word", THEN, "First.\n\n'\"Then, more", 1, "quotes before it, marks behind it"),
+    ("nth_paragraph_first_word", SECOND, "then\n\nlast", 0, "another paragraph"),
+    ("nth_paragraph_first_word", FIRST_OF_3, "a\n\nb", 0, "too few paragraphs"),
     ("postscript", {"postscript_marker": "P.S."}, "Bye.\np. s. more", 1, "with spaces and in small letters"),
-    (
-        "nth_paragraph_first_word",
-        {"num_paragraphs": 2, "nth_paragraph": 2, "first_word": "then"},
-        "First.\n\n*then* more",
-        0,
-        "stars are part of it",
-    ),
+    ("nth_paragraph_first_word", SECOND, "First.\n\n*then* more", 0, "stars are part of it"),
     ("postscript", {"postscript_marker": "P.P.S"}, "P.S. only", 0, "another mark"),
     ("postscript", {"postscript_marker": "P.P.S"}, "P. p. s: more", 1, "without the last full stop"),
     ("constrained_response", {}, "Well: My answer is maybe.", 1, "one of the three"),
@@ -238,14 +209,8 @@ IFEVAL: list[tuple[str, dict[str, Any], str, int, str]] = [
     ("constrained_response", {}, "yes.", 0, "none of the three"),
     ("number_highlighted_sections", {"num_highlights": 2}, "*a* and **b**", 1, "both kinds count"),
     ("number_highlighted_sections", {"num_highlights": 1}, "** ** * *", 0, "nothing inside"),
-    (
-        "multiple_sections",
-        {"section_spliter": "SECTION", "num_sections": 2},
-        "SECTION 1\na\nSECTION 2",
-        1,
-        "two sections",
-    ),
-    ("multiple_sections", {"section_spliter": "SECTION", "num_sections": 2}, "SECTION one\nSECTION 2", 0, "a number"),
+    ("multiple_sections", SECTIONS, "SECTION 1\na\nSECTION 2", 1, "two sections"),
+    ("multiple_sections", SECTIONS, "SECTION one\nSECTION 2", 0, "a number"),
     ("json_format", {}, '```json\n{"a": [1]}\n```', 1, "in a fence"),
     ("json_format", {}, "``````", 0, "nothing in the fence"),
     ("json_format", {}, "```", 0, "one fence"),
@@ -266,27 +231,9 @@ IFEVAL: list[tuple[str, dict[str, Any], str, int, str]] = [
     ("end_checker", {"end_phrase": "Any questions?"}, "Any questions? No.", 0, "something follows"),
     ("quotation", {}, ' "all of it" ', 1, "quotes around everything"),
     ("quotation", {}, '"', 0, "one quote is no pair"),
-    (
-        "capital_word_frequency",
-        {"capital_frequency": 2, "capital_relation": "at least"},
-        "NASA and ESA",
-        1,
-        "words in capitals",
-    ),
-    (
-        "capital_word_frequency",
-        {"capital_frequency": 1, "capital_relation": "less than"},
-        "Nasa 42",
-        1,
-        "neither a capital alone nor a number",
-    ),
-    (
-        "capital_word_frequency",
-        {"capital_frequency": 2, "capital_relation": "less than"},
-        "A TO-DO",
-        0,
-        "a word with a hyphen is one, a letter is one",
-    ),
+    ("capital_word_frequency", capitals(2, "at least"), "NASA and ESA", 1, "words in capitals"),
+    ("capital_word_frequency", capitals(1, "less than"), "Nasa 42", 1, "neither a capital alone nor a number"),
+    ("capital_word_frequency", capitals(2, "less than"), "A TO-DO", 0, "a word with a hyphen is one, a letter is one"),
     ("no_comma", {"num_words": None}, "<think>a, b</think>c", 1, "the reasoning does not count; nulls are nothing"),
     ("no_comma", {}, " \n ", 0, "an empty response follows nothing"),
 ]

@@ -20,6 +20,7 @@ from stages.graders.pool import GraderPool
 from stages.graders.registry import find_grader, refusal
 from stages.workers.process import LOAD_LIMIT_S
 from tests.stages.graders.grading_rig import CountingPool
+from tests.stages.stage_rig import alive, ended
 
 pytestmark = pytest.mark.slow
 
@@ -28,21 +29,6 @@ PATH = "tests.stages.graders.sample_graders"
 
 def behave(*responses: str) -> list[GradeRequest]:
     return [GradeRequest(f"{PATH}:behave", response) for response in responses]
-
-
-def alive(pid: int) -> bool:
-    """Whether a process runs (a zombie does not)."""
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    return False
-
-
-async def gone(pid: int) -> bool:
-    for _ in range(500):
-        if not alive(pid):
-            return True
-        await asyncio.sleep(0.01)
-    return False
 
 
 async def test_grades_come_back_in_order_and_processes_start_when_needed() -> None:
@@ -181,7 +167,7 @@ async def test_closing_the_pool_ends_its_processes_and_what_they_started(tmp_pat
         await pool.grade_many([GradeRequest(f"{PATH}:note", "x", None, metadata)])
         pid = int(log.read_text().split()[0])
         assert alive(pid)
-    assert await gone(pid)
+    await ended(pid)
     with pytest.raises(PoolError, match="enter it with 'async with' first"):
         await pool.grade_many([GradeRequest("exact", "x", "x")])
 
@@ -194,7 +180,7 @@ async def test_a_cancelled_call_leaves_no_process_behind(tmp_path: Path) -> None
             async with asyncio.timeout(2.0):
                 await pool.grade_many([GradeRequest(f"{PATH}:note", "hang", None, metadata)])
         pid = int(log.read_text().split()[0])
-        assert await gone(pid)
+        await ended(pid)
         assert (await pool.grade_many([GradeRequest("exact", "x", "x")]))[0].score == 1.0
 
 
@@ -222,7 +208,7 @@ asyncio.run(main())
     finally:
         parent.kill()
         parent.wait()
-    assert await gone(pid)
+    await ended(pid)
 
 
 @pytest.mark.parametrize("then", ["go on", "hang", "crash"])
@@ -232,30 +218,7 @@ async def test_daemons_of_a_grader_end_with_its_process(then: str, tmp_path: Pat
     async with GraderPool(1, 2.0, retries=0) as pool:
         await pool.grade_many([GradeRequest(f"{PATH}:daemon", then, None, json.dumps({"log": str(log)}))])
         assert then != "go on" or alive(int(log.read_text()))
-    assert await gone(int(log.read_text()))
-
-
-async def test_children_of_a_crashed_grader_are_killed() -> None:
-    async with GraderPool(1, 20.0, retries=0) as pool:
-        before = _sleepers()
-        (grade,) = await pool.grade_many(behave("child"))
-        assert "exit status 1" in (grade.error or "")
-        for _ in range(500):
-            if _sleepers() <= before:
-                break
-            await asyncio.sleep(0.01)
-        assert _sleepers() <= before
-
-
-def _sleepers() -> set[str]:
-    """Live processes that were started as grader workers of this test process."""
-    found = set()
-    for entry in Path("/proc").iterdir():
-        with contextlib.suppress(OSError):
-            command = (entry / "cmdline").read_bytes() if entry.name.isdigit() else b""
-            if b"stages.graders.pool" in command and str(os.getpid()).encode() in command.split(b"\0"):
-                found.add(entry.name)
-    return {pid for pid in found if alive(int(pid))}
+    await ended(int(log.read_text()))
 
 
 async def test_zero_workers_grade_cheap_built_in_graders_here() -> None:

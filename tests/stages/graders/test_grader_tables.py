@@ -48,12 +48,7 @@ def test_deepscaler(row: tuple[str, object, int, str]) -> None:
 def test_dapo(row: tuple[str, object, int, str]) -> None:
     response, label, score, why = row
     found = grade("dapo", response, label)
-    assert (found.score, found.is_correct, found.parts, found.error) == (
-        score,
-        score == 1,
-        {"acc": float(score == 1)},
-        None,
-    ), why
+    assert found == Grade(score, score == 1, {"acc": float(score == 1)}, found.extracted), why
 
 
 @pytest.mark.parametrize("row", [*cases_text.GOLDEN_F1, *cases_text.F1])

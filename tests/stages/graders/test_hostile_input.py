@@ -23,36 +23,20 @@ NEIGHBOUR = GradeRequest("exact", "5", "5")
 DEADLINE_S = 10.0  # far above the time of any grader, and below the time of anything quadratic
 IN_STAGE_S = 2.0  # of processor time, likewise
 
-METADATA = json.dumps(
-    {
-        "choices": ["red", "green", "blue", "grey"],
-        "correct_letter": "B",
-        "instruction_id_list": [
-            "number_words",
-            "number_placeholders",
-            "number_highlighted_sections",
-            "json_format",
-            "title",
-            "number_sentences",
-            "number_paragraphs",
-            "postscript",
-            "multiple_sections",
-            "keywords:frequency",
-        ],
-        "kwargs": [
-            {"num_words": 1, "relation": "at least"},
-            {"num_placeholders": 1},
-            {"num_highlights": 1},
-            {},
-            {},
-            {"num_sentences": 1, "relation": "at least"},
-            {"num_paragraphs": 1},
-            {"postscript_marker": "P.P.S"},
-            {"section_spliter": "SECTION", "num_sections": 1},
-            {"keyword": "a a", "frequency": 1, "relation": "at least"},
-        ],
-    }
-)
+INSTRUCTIONS: dict[str, dict[str, object]] = {
+    "number_words": {"num_words": 1, "relation": "at least"},
+    "number_placeholders": {"num_placeholders": 1},
+    "number_highlighted_sections": {"num_highlights": 1},
+    "json_format": {},
+    "title": {},
+    "number_sentences": {"num_sentences": 1, "relation": "at least"},
+    "number_paragraphs": {"num_paragraphs": 1},
+    "postscript": {"postscript_marker": "P.P.S"},
+    "multiple_sections": {"section_spliter": "SECTION", "num_sections": 1},
+    "keywords:frequency": {"keyword": "a a", "frequency": 1, "relation": "at least"},
+}
+CHOICES = {"choices": ["red", "green", "blue", "grey"], "correct_letter": "B"}
+METADATA = json.dumps({**CHOICES, "instruction_id_list": [*INSTRUCTIONS], "kwargs": [*INSTRUCTIONS.values()]})
 
 CONTENTS = {
     "empty": "",

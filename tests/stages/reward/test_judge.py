@@ -9,16 +9,12 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
 from configs.schema.data import RewardConfig
-from configs.schema.rollout import EngineConfig
-from models.engines.serve import EngineServer
-from models.tiny import make_tiny_checkpoint
 from stages.graders.grade import Grade, UnknownGraderError, as_grade, failed
 from stages.reward.components import (
     PART,
@@ -33,9 +29,8 @@ from stages.reward.components import (
 )
 from stages.reward.judge import DEFAULT_TEMPLATE, RETRY_TEMPERATURE, Judge, fill, load_template, parse_score
 from stages.sampling.sampler import Sampler
-from stages.topic_values import EngineAddress, EngineEntry
 from tests.stages.reward.answer_server import AnswerServer, answering
-from tests.stages.stage_rig import Rig, make_config, make_sample, open_rig
+from tests.stages.stage_rig import make_config, make_sample, open_rig
 
 
 @pytest.mark.parametrize(
@@ -46,10 +41,8 @@ from tests.stages.stage_rig import Rig, make_config, make_sample, open_rig
         ("Score: 7/10", 0.7),
         ("Score: 3 / 4.", 0.75),
         ("**Score:** 0.5", 0.5),
-        ("**Score: 0.5**", 0.5),
         ("## score: .25", 0.25),
         ("Score: 1\nno, wait\nScore: 0", 0.0),
-        ("Score: 0.3\nThat is all.", 0.3),
         ("<think>Score: 1</think>\nScore: 0", 0.0),
         ("Score: 7", None),
         ("Score: 0.4\nScore: 7", None),
@@ -59,11 +52,9 @@ from tests.stages.stage_rig import Rig, make_config, make_sample, open_rig
         ("Score: high", None),
         ("Score: 1 or 0", None),
         ("The answer says Score: 1", None),
-        ("Score: nan", None),
         ("Score:", None),
         ("", None),
         ("<think>Score: 1", None),
-        ("Score: 1</think>", None),
     ],
 )
 def test_what_is_a_score(text: str, score: float | None) -> None:
@@ -113,13 +104,6 @@ def asking() -> Sampler:
     return Sampler(make_config(), replica="judge", policies=("strict",))
 
 
-def announce(rig: Rig, url: str) -> None:
-    """As supervisor and engines stage do."""
-    address, entry = EngineAddress("strict", url, 0, "strict"), EngineEntry("strict", url, 0, "strict", state="serving")
-    rig.topic.publish("engine/strict", msgspec.msgpack.encode(address))
-    rig.topic.publish("directory/strict", msgspec.msgpack.encode(entry))
-
-
 @asynccontextmanager
 async def judging(*answers: web.Response, **options: Any) -> AsyncIterator[tuple[Judge, AnswerServer]]:
     """A judge and its engine, whose address it learns from the topic."""
@@ -128,7 +112,7 @@ async def judging(*answers: web.Response, **options: Any) -> AsyncIterator[tuple
     async with served as (url, engine), open_rig() as rig, asyncio.TaskGroup() as tasks:
         topic = await rig.node.topic(rig.topic.address, replica="judge")
         follower = tasks.create_task(judge.sampler.follow(topic))
-        announce(rig, url)
+        rig.frozen_at("strict", url)
         try:
             yield judge, engine
         finally:
@@ -178,25 +162,6 @@ async def test_a_judge_that_is_not_up_is_an_error_in_words() -> None:
     unknown = (await judge.grade("other", "?", "2", None, seed=7)).error or ""
     assert unknown.startswith("judge 'other': ")
     assert unknown.endswith("known names are strict")
-
-
-@pytest.mark.slow
-async def test_a_real_engine_takes_the_question(tmp_path: Path) -> None:
-    """The embedded engine with a model that never learned to judge: it answers, and the answer has no score."""
-    checkpoint = tmp_path / "tiny"
-    make_tiny_checkpoint(checkpoint, tokenizer="arithmetic", seed=0)
-    (tmp_path / "prompt").write_text("{response}")
-    reward = RewardConfig(judge_prompt_path=str(tmp_path / "prompt"), rm_timeout_s=60, rm_retries=1, judge_max_tokens=4)
-    judge = Judge(asking(), reward)
-    config = EngineConfig(engine="embedded", engine_device="cpu")
-    server = EngineServer(config, str(checkpoint), max_context_len=None, seed=0)
-    async with server, open_rig() as rig, asyncio.TaskGroup() as tasks:
-        follower = tasks.create_task(judge.sampler.follow(await rig.node.topic(rig.topic.address, replica="judge")))
-        announce(rig, server.url)
-        grade = await judge.grade("strict", "", "1+1=", None, seed=7)
-        assert "no line 'Score: X'" in (grade.error or "")
-        follower.cancel()
-        await judge.sampler.close()
 
 
 # From grades to a reward: components, `--reward-key`, overlong shaping and masking, with golden numbers.

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-import subprocess
 import sys
-from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
 
@@ -19,6 +16,7 @@ from stages.tools.calculator import Calculator, evaluate, format_number
 from stages.tools.registry import close_tools, resolve_tools
 from stages.tools.tool import RESULT_CHARS, Tool, ToolCallError
 from stages.workers import process as worker_process
+from tests.stages.stage_rig import alive, ended, until
 from tests.stages.toolkit.test_tool_calls import PATH, answer_call, call_text, opened
 
 integers = st.integers(0, 10_000).map(str)
@@ -83,19 +81,13 @@ def test_what_is_written_is_what_is_meant(value: Fraction) -> None:
 @pytest.mark.parametrize(
     ("expression", "answer"),
     [
-        ("1+1", "2"),
-        ("6/2", "3"),
         ("7/2", "3.5"),
         ("0.1+0.2", "0.3"),
-        ("1/3*3", "1"),
         ("1/3", "0.333333333333333"),
         ("-1/3", "-0.333333333333333"),
         ("-1/8", "-0.125"),
         ("-7//2", "-4"),
-        ("-7%3", "2"),
         ("7.5//2", "3"),
-        ("7.5%2", "1.5"),
-        ("2**10", "1024"),
         ("2**-1", "0.5"),
         ("2**0.5", "1.4142135623731"),
         ("4**0.5", "2"),
@@ -108,8 +100,6 @@ def test_what_is_written_is_what_is_meant(value: Fraction) -> None:
         ("1_000", "1000"),
         (" ( 3 +\n4 ) * 2 ", "14"),
         ("6 × 7 ÷ 2 − 1", "20"),
-        ("--3", "3"),
-        ("+3", "3"),
         ("10**20 / 3", "3.33333333333333e+19"),
         ("2**1000 // 2**990", "1024"),
         ("0.0", "0"),
@@ -126,26 +116,19 @@ def test_answers(expression: str, answer: str) -> None:
         ("", "is empty"),
         (" \n", "is empty"),
         ("9**9**9", "the power is too large"),
-        ("9**9**9**9**9", "the power is too large"),
         ("(9**999)**(9**999)", "the power is too large"),
         ("2**-100000000", "the power is too large"),
-        ("0.5**100000000", "the power is too large"),
         ("(2**4000)*(2**4000)", "too large"),
         ("1e999", "too large"),
         ("9" * 900 + "**9", "the power is too large"),
-        ("1e300**1.5", "the power is too large"),
         ("1/0", "division by zero"),
-        ("1%0", "division by zero"),
         ("1//(2-2)", "division by zero"),
         ("0**-1", "division by zero"),
         ("(-8)**0.5", "no real power"),
         ("(2**3000)**0.5", "too large"),
-        ("2**3", None),
         ("2^3", "write \\*\\* for a power"),
         ("1,000+1", "without thousands separators"),
         ("1+", "not valid arithmetic"),
-        ("(1", "not valid arithmetic"),
-        ("1;2", "not valid arithmetic"),
         ("x=1", "not valid arithmetic"),
         ("1\x00", "not valid arithmetic"),
         ("(" * 400 + ")" * 400, "not valid arithmetic"),
@@ -154,26 +137,16 @@ def test_answers(expression: str, answer: str) -> None:
         ("1" * 1001, "longer than 1000 characters"),
         ("__import__('os').system('true')", "only numbers"),
         ("().__class__.__bases__", "only numbers"),
-        ("(lambda: 1)()", "only numbers"),
-        ("[1][0]", "only numbers"),
         ("'a'*10", "only numbers"),
-        ("f'{1}'", "only numbers"),
         ("True+1", "only numbers"),
         ("1j", "only numbers"),
-        ("1 if 1 else 2", "only numbers"),
-        ("1<2", "only numbers"),
         ("~1", "only numbers"),
         ("1<<100000000000", "only numbers"),
-        ("1 and 2", "only numbers"),
-        ("(x:=1)", "only numbers"),
         ("x", "only numbers"),
         ("\ud800", "not valid arithmetic"),
     ],
 )
-def test_refusals(expression: str, words: str | None) -> None:
-    if words is None:
-        evaluate(expression)
-        return
+def test_refusals(expression: str, words: str) -> None:
     with pytest.raises(ToolCallError, match=words):
         evaluate(expression)
 
@@ -205,19 +178,6 @@ CRASHED = "this call or another one crashed or blocked it"
 
 async def ask(tools: dict[str, Tool], text: str, deadline_s: float) -> str:
     return await answer_call(tools, call_text(json.dumps({"text": text})), deadline_s)
-
-
-def alive(pid: int) -> bool:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    return False
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Waits for what other processes do."""
-    async with asyncio.timeout(LONG_S):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
 
 
 async def noted(file: Path) -> list[int]:
@@ -280,7 +240,7 @@ async def test_a_result_without_end_is_cut() -> None:
 @pytest.mark.slow
 async def test_a_cancelled_call_is_reported_to_the_tool_and_its_process_goes_on(tmp_path: Path) -> None:
     file = tmp_path / "note"
-    async with opened(f"{PATH}:note") as tools:
+    async with opened(f"{PATH}:note") as tools, asyncio.timeout(LONG_S):
         call = asyncio.ensure_future(ask(tools, str(file), LONG_S))
         worker, daemon = await noted(file)
         call.cancel()
@@ -289,27 +249,8 @@ async def test_a_cancelled_call_is_reported_to_the_tool_and_its_process_goes_on(
         await until(lambda: file.read_text() == "cancelled")
         assert alive(worker)
         assert alive(daemon)
-    await until(lambda: not alive(worker) and not alive(daemon))
-
-
-@pytest.mark.slow
-async def test_a_tool_and_its_daemons_end_with_the_stage_that_is_killed(tmp_path: Path) -> None:
-    file = tmp_path / "note"
-    program = f"""
-import asyncio, json
-from tests.stages.toolkit.test_calculator import PATH, ask, opened
-async def main():
-    async with opened(f"{{PATH}}:note") as tools:
-        await ask(tools, {str(file)!r}, 3600.0)
-asyncio.run(main())
-"""
-    parent = subprocess.Popen([sys.executable, "-c", program])  # noqa: ASYNC220 - starting it takes no time
-    try:
-        pids = await noted(file)
-    finally:
-        parent.kill()
-        parent.wait()
-    await until(lambda: not any(map(alive, pids)))
+    for pid in (worker, daemon):
+        await ended(pid)
 
 
 @pytest.mark.slow
