@@ -19,7 +19,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar
@@ -109,37 +109,29 @@ class Activity:
         return self.seconds
 
     @contextmanager
-    def working(self) -> Iterator[None]:
-        self.settle()
-        self._working += 1
+    def _counting(self, *, working: int = 0, sending: int = 0, stalls: int = 0) -> Iterator[None]:
+        """Within the block the counts are higher by these."""
+        self._add(working, sending, stalls)
         try:
             yield
         finally:
-            self.settle()
-            self._working -= 1
+            self._add(-working, -sending, -stalls)
 
-    @contextmanager
-    def sending(self) -> Iterator[None]:
+    def _add(self, working: int, sending: int, stalls: int) -> None:
+        self.settle()
+        self._working += working
+        self._sending += sending
+        self._stalls += stalls
+
+    def working(self) -> AbstractContextManager[None]:
+        return self._counting(working=1)
+
+    def sending(self) -> AbstractContextManager[None]:
         """Wraps a `send` inside `working`: the time counts as blocked unless other work continues."""
-        self.settle()
-        self._working -= 1
-        self._sending += 1
-        try:
-            yield
-        finally:
-            self.settle()
-            self._sending -= 1
-            self._working += 1
+        return self._counting(working=-1, sending=1)
 
-    @contextmanager
-    def stalled(self) -> Iterator[None]:
-        self.settle()
-        self._stalls += 1
-        try:
-            yield
-        finally:
-            self.settle()
-            self._stalls -= 1
+    def stalled(self) -> AbstractContextManager[None]:
+        return self._counting(stalls=1)
 
 
 @dataclass(frozen=True)

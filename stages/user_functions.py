@@ -26,26 +26,17 @@ from stages.slime.hooks import (
     sample_filter,
 )
 
-IMPORTERS: dict[str, Callable[[str], object]] = {
-    "grader": custom_grader,
-    "filter": import_filter,
-    "generate": generate_function,
-    "source": data_source,
-    "sample_filter": sample_filter,
-    "post_process": post_process,
-    "log": rollout_log,
-    "eval_log": eval_log,
-    "rollout": rollout_function,
-}
-_LABELS = {
-    "filter": "--dynamic-sampling-filter-path: ",
-    "generate": "--custom-generate-function-path: ",
-    "source": "--data-source-path: ",
-    "sample_filter": "--rollout-sample-filter-path: ",
-    "post_process": "--custom-reward-post-process-path: ",
-    "log": "--custom-rollout-log-function-path: ",
-    "eval_log": "--custom-eval-rollout-log-function-path: ",
-    "rollout": "--rollout-function-path: ",
+# kind -> (how to import it, what a fault begins with)
+KINDS: dict[str, tuple[Callable[[str], object], str]] = {
+    "grader": (custom_grader, ""),
+    "filter": (import_filter, "--dynamic-sampling-filter-path: "),
+    "generate": (generate_function, "--custom-generate-function-path: "),
+    "source": (data_source, "--data-source-path: "),
+    "sample_filter": (sample_filter, "--rollout-sample-filter-path: "),
+    "post_process": (post_process, "--custom-reward-post-process-path: "),
+    "log": (rollout_log, "--custom-rollout-log-function-path: "),
+    "eval_log": (eval_log, "--custom-eval-rollout-log-function-path: "),
+    "rollout": (rollout_function, "--rollout-function-path: "),
 }
 
 
@@ -53,10 +44,11 @@ def faults(functions: Sequence[str]) -> list[str]:
     """One sentence for each of `kind=package.module:function` that cannot be imported or called."""
     problems = []
     for kind, _, path in (function.partition("=") for function in functions):
+        importer, option = KINDS[kind]
         try:
-            IMPORTERS[kind](path)
+            importer(path)
         except (ImportPathError, UnknownGraderError) as error:
-            problems.append(f"{_LABELS.get(kind, '')}{error}")
+            problems.append(f"{option}{error}")
         except SystemExit as error:
             problems.append(f"{kind} {path!r}: its module ended the process ({error}); import must only define things")
     return problems

@@ -101,8 +101,7 @@ def blocks(
     marks around all calls of a turn, which are not content.
     """
     content: list[str] = []
-    calls: list[ToolCall] = []
-    faults: list[str] = []
+    calls: list[ToolCall | str] = []
     place = 0
     while (start := text.find(opening, place)) >= 0:
         content.append(text[place:start])
@@ -115,22 +114,26 @@ def blocks(
         stop = len(text) if end < 0 else end + len(closing)
         written = text[inner : len(text) if end < 0 else end].strip()
         call = read(written)
-        if isinstance(call, ToolCall):
-            calls.append(call)
-        else:
-            faults.append(f"the tool call is not closed: end it with {closing}" if end < 0 else call)
+        if not isinstance(call, ToolCall):
+            call = f"the tool call is not closed: end it with {closing}" if end < 0 else call
             content.append(text[start:stop])
+        calls.append(call)
         place = stop
     content.append(text[place:])
     rest = "".join(content)
-    for mark in around if calls else ():
+    for mark in around if any(isinstance(call, ToolCall) for call in calls) else ():
         rest = rest.replace(mark, "")
-    return found(rest, calls, faults)
+    return found(rest, calls)
 
 
-def found(content: str, calls: Sequence[ToolCall], faults: Sequence[str]) -> Found:
-    """Content beside calls is stripped: the space around calls is markup."""
-    return Found(content.strip() if calls else content, tuple(calls), "; ".join(dict.fromkeys(faults)))
+def found(content: str, read: Sequence[ToolCall | str], reasoning: str = "") -> Found:
+    """The parts of a turn, given its calls and the faults in place of calls.
+
+    Content beside calls is stripped: the space around calls is markup.
+    """
+    calls = tuple(call for call in read if isinstance(call, ToolCall))
+    faults = dict.fromkeys(fault for fault in read if isinstance(fault, str))
+    return Found(content.strip() if calls else content, calls, "; ".join(faults), reasoning)
 
 
 def read_json(text: str) -> object:

@@ -28,7 +28,7 @@ from models.errors import EngineError, NotVerified
 from models.weights.layout import Bucket, plan_buckets
 from models.weights.shared_memory_reader import SlotReader
 from stages.messages import WeightsAnnouncement
-from stages.ports import Topic
+from stages.ports import Topic, wait_at_most
 from stages.topic_values import KEYS, EngineEntry, carrying
 
 if TYPE_CHECKING:
@@ -63,9 +63,7 @@ async def await_turn(topic: Topic, engine: str, announcement: WeightsAnnouncemen
             names = ", ".join(entry.engine for entry in lacking)
             log.warning("%s loads version %d before its turn: %s lack it", engine, announcement.version, names)
             return
-        with contextlib.suppress(TimeoutError):  # the loop checks again
-            async with asyncio.timeout(1.0):
-                revision = await topic.wait(revision, *KEYS)
+        revision = await wait_at_most(1.0, topic.wait(revision, *KEYS)) or revision
 
 
 def _older(entry: EngineEntry, announcement: WeightsAnnouncement) -> bool:

@@ -28,7 +28,7 @@ from stages.gateway.answers import Answers, OpenSession
 from stages.gateway.server import Gateway, Limits
 from stages.gateway.sessions import Session
 from stages.messages import PromptGroup, Sample
-from stages.ports import Topic
+from stages.ports import Topic, wait_value
 from stages.sampling.rollout_requests import Requests
 from stages.sampling.sampler import Sampler
 from stages.slime.client import UserLoop
@@ -87,12 +87,9 @@ class GenerateFunctions:
         await asyncio.to_thread(self.loop.close)
 
     async def follow(self, topic: Topic) -> None:
-        """Follow the topic for a drain; runs until cancelled."""
-        revision = 0
-        while True:
-            revision = await topic.wait(revision, "drain")
-            if topic.get("drain") is not None:
-                self._drain.set()
+        """Waits for a drain; may be cancelled."""
+        await wait_value(topic, "drain")
+        self._drain.set()
 
     async def take(self, path: str, group: PromptGroup, samples: Sequence[Sample], ended: Callable[..., None]) -> None:
         """Make the rollouts. `ended` gets the sequences of each rollout at its end; returns after the last."""

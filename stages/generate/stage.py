@@ -14,7 +14,6 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections import Counter
 from collections.abc import Sequence
 from typing import Final
@@ -26,7 +25,7 @@ from stages.generate.generate_functions import GenerateFunctions, function_of
 from stages.generate.rollout_functions import RolloutFunction
 from stages.generate.turns import Loops, Turns
 from stages.messages import PromptGroup, RolloutSlice, Sample, without_prompt
-from stages.ports import Inlet, Lease, Outlet, Ports
+from stages.ports import Inlet, Lease, Outlet, Ports, wait_at_most
 from stages.records.once import EPISODES_DIR
 from stages.records.unfinished import ResponseJournal
 from stages.rollouts import new_sample, rollouts
@@ -181,9 +180,7 @@ class _Leaving:
 
     async def _flush(self) -> None:
         """Send the finished rollouts. Waits for the last rollout, or until the first has waited long enough."""
-        with contextlib.suppress(TimeoutError):  # send without the rest
-            async with asyncio.timeout(MEMBER_LINGER_S):
-                await self.all_here.wait()
+        await wait_at_most(MEMBER_LINGER_S, self.all_here.wait())
         ended = sorted(self._ended, key=lambda slice_: slice_.samples[0].index)
         self._ended.clear()
         rest = RolloutSlice(ended[0].group, tuple(sample for slice_ in ended for sample in slice_.samples))

@@ -82,12 +82,15 @@ def _ask(
 
 def _ask_as_slime(function: Callable[..., object], request: GradeRequest, metadata: dict[str, object]) -> object:
     """Call a function of slime's signature: `(args, sample)`, or `(args, samples)` for a group."""
-    from stages.slime.hooks import graded_samples
-    from stages.slime.types import SlimeArguments
+    from stages.slime.types import Sample, SlimeArguments
 
-    responses = request.responses or (request.response,)
-    lengths = [request.n_tokens] if not request.responses else [0] * len(responses)
-    samples = graded_samples(request.prompt, responses, request.label, metadata, lengths)
+    length = 0 if request.responses else request.n_tokens
+    samples = [
+        Sample(
+            prompt=request.prompt, response=response, response_length=length, label=request.label, metadata={**metadata}
+        )
+        for response in request.responses or (request.response,)
+    ]
     return function(SlimeArguments(reward_key=request.reward_key), samples if request.responses else samples[0])
 
 

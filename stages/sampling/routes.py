@@ -13,8 +13,6 @@ Invariants:
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -29,6 +27,7 @@ from models.engines.http_client import ROUTING_KEY_HEADER, lost_fields
 from models.engines.launch.command import policy_of
 from models.engines.protocol import GenerateRequest
 from models.errors import EngineError, EngineTimeout, EngineUnreachable, RequestNotSent
+from stages.ports import wait_at_most
 from stages.sampling.engine_choice import FIRST_COME, Choice, Ranking
 from stages.sampling.engine_directory import LOOK_S, ROUTER, EngineDirectory, InFlightRequest, Target
 from stages.topic_values import POLICY, Complaint
@@ -185,9 +184,7 @@ class Routes:
                 return target
             if directory.draining:  # frozen engines serve to the end, but are not waited for
                 break
-            with contextlib.suppress(TimeoutError):  # the loop looks again
-                async with asyncio.timeout(min(left, LOOK_S)):
-                    await changed.wait()
+            await wait_at_most(min(left, LOOK_S), changed.wait())
         raise EngineUnreachable(*self._unreachable(need))
 
     def _unreachable(self, need: RouteRequest) -> tuple[str, str]:

@@ -30,7 +30,7 @@ from stages.base import Activity
 from stages.errors import BufferOrderError
 from stages.group.filters import FALLBACK, zero_std
 from stages.messages import Outcome, RolloutSlice
-from stages.ports import Lease, Ports, Topic
+from stages.ports import Lease, Ports, Topic, wait_value
 from stages.rollouts import oldest_version, rollout_return, rollouts, settlement
 from stages.staleness_gate import StalenessGate
 
@@ -237,11 +237,7 @@ class HeldGroups:
 
     async def watch_drain(self, topic: Topic) -> None:
         """Waits for the topic `drain`, then wakes `next` and ends."""
-        revision = 0
-        while self.drained is None:
-            revision = await topic.wait(revision, "drain")
-            reason = topic.get("drain")
-            self.drained = None if reason is None else reason.decode()
+        self.drained = (await wait_value(topic, "drain")).decode()
         self._arrived.set()
 
     async def next(self, step: int, missing: int) -> Lease[RolloutSlice] | None:
@@ -286,13 +282,8 @@ class HeldGroups:
         slice_ = lease.message
         await self._ports.outlets["settle"].send(settlement(slice_, outcome, detail), slice_.group.key)
         await self._record(slice_, outcome, detail)
-        self.release([lease])
-
-    def release(self, leases: Sequence[Lease[RolloutSlice]]) -> None:
-        """Release groups whose settlement is in the ledger's stream."""
-        self.ended(leases)
-        for lease in leases:
-            lease.done()
+        self.ended([lease])
+        lease.done()
 
     def ended(self, leases: Sequence[Lease[RolloutSlice]]) -> None:
         """These groups need no checkpoint any more: their settlement is in the ledger's stream."""
