@@ -16,9 +16,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -65,6 +67,7 @@ log = logging.getLogger("sluice.stages")
 
 Options = TypeVar("Options", TrainOptions, GenerateOptions)
 State = TypeVar("State", bound=msgspec.Struct)
+T = TypeVar("T")
 
 
 class Spans(Protocol):
@@ -192,6 +195,21 @@ async def beside(*work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
         yield
         for task in running:
             task.cancel()
+
+
+def in_daemon_thread(function: Callable[[], T], name: str) -> Future[T]:
+    """Run a function that blocks and cannot be interrupted. Its thread does not delay the end of the process."""
+    ended: Future[T] = Future()
+    ended.set_running_or_notify_cancel()
+
+    def work() -> None:
+        try:
+            ended.set_result(function())
+        except Exception as error:
+            ended.set_exception(error)
+
+    threading.Thread(target=work, name=name, daemon=True).start()
+    return ended
 
 
 def _is_cancelled() -> bool:

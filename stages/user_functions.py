@@ -16,27 +16,19 @@ from models.import_path import ImportPathError, add_working_directory
 from stages.graders.grade import UnknownGraderError
 from stages.graders.registry import custom_grader
 from stages.group.filters import import_filter
-from stages.slime.hooks import (
-    data_source,
-    eval_log,
-    generate_function,
-    post_process,
-    rollout_function,
-    rollout_log,
-    sample_filter,
-)
+from stages.slime import hooks
 
 # kind -> (how to import it, what a fault begins with)
 KINDS: dict[str, tuple[Callable[[str], object], str]] = {
     "grader": (custom_grader, ""),
     "filter": (import_filter, "--dynamic-sampling-filter-path: "),
-    "generate": (generate_function, "--custom-generate-function-path: "),
-    "source": (data_source, "--data-source-path: "),
-    "sample_filter": (sample_filter, "--rollout-sample-filter-path: "),
-    "post_process": (post_process, "--custom-reward-post-process-path: "),
-    "log": (rollout_log, "--custom-rollout-log-function-path: "),
-    "eval_log": (eval_log, "--custom-eval-rollout-log-function-path: "),
-    "rollout": (rollout_function, "--rollout-function-path: "),
+    "generate": (hooks.generate_function, "--custom-generate-function-path: "),
+    "source": (hooks.data_source, "--data-source-path: "),
+    "sample_filter": (hooks.sample_filter, "--rollout-sample-filter-path: "),
+    "post_process": (hooks.post_process, "--custom-reward-post-process-path: "),
+    "log": (hooks.rollout_log, "--custom-rollout-log-function-path: "),
+    "eval_log": (hooks.eval_log, "--custom-eval-rollout-log-function-path: "),
+    "rollout": (hooks.rollout_function, "--rollout-function-path: "),
 }
 
 

@@ -33,10 +33,9 @@ from stages.agents.tool_episode import ToolEpisode
 from stages.agents.worker import EnvironmentFailed
 from stages.base import GenerateOptions, LoopStage, StageContext, beside, failed
 from stages.chat.formats import chat_format
-from stages.chat.marked_calls import Marked
 from stages.chat.messages import Message, ToolCall
 from stages.chat.tokenizer import load_tokenizer
-from stages.chat.tool_calls import Offered
+from stages.chat.tool_calls import Marked, Offered
 from stages.messages import PromptGroup, RolloutSlice, Sample
 from stages.ports import Ports, Topic, wait_value
 from stages.records.once import EPISODES_DIR

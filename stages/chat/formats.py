@@ -20,11 +20,10 @@ import msgspec
 from configs.schema import Config
 from configs.schema.notation import cure
 from stages.chat.bridge import QUESTION, Bridge, Template, check_bridge
-from stages.chat.marked_calls import Marked, glm, qwen3_coder
 from stages.chat.messages import ChatFormat, ChatFormatError, Message, Reply, ToolCall, ToolSchema
 from stages.chat.special_token_calls import DeepSeek, Harmony, KimiK2, Llama3, Mistral, Pythonic
 from stages.chat.tokenizer import Tokenizer, load_tokenizer
-from stages.chat.tool_calls import CallParser, Found, Offered
+from stages.chat.tool_calls import CallParser, Found, Marked, Offered, glm, qwen3_coder
 
 THINK: Final = ("<think>", "</think>")
 _TAGS: Final = (THINK, ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"))

@@ -25,8 +25,7 @@ from stages.errors import NoVerdicts, Starved
 from stages.messages import CheckpointReady, EvalDone, PromptGroup, Report, RolloutSlice, Settled, StepDone
 from stages.ports import Outlet, Ports
 from stages.prompts.ledger import Ledger, LedgerSnapshot, OpenGroup
-from stages.prompts.prompt_order import PassRateCurriculum, PromptOrder
-from stages.prompts.prompt_sources import DrawnOrder, DrawnPrompts, demonstration
+from stages.prompts.prompt_sources import DrawnOrder, DrawnPrompts, PassRateCurriculum, PromptOrder, demonstration
 from stages.staleness_gate import StalenessGate
 from stages.topic_values import KEYS, Sampling, carrying
 from stages.train.saved_groups import SavedBatches

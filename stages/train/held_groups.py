@@ -282,8 +282,13 @@ class HeldGroups:
         slice_ = lease.message
         await self._ports.outlets["settle"].send(settlement(slice_, outcome, detail), slice_.group.key)
         await self._record(slice_, outcome, detail)
-        self.ended([lease])
-        lease.done()
+        self.release([lease])
+
+    def release(self, leases: Sequence[Lease[RolloutSlice]]) -> None:
+        """Release groups whose settlement is in the ledger's stream."""
+        self.ended(leases)
+        for lease in leases:
+            lease.done()
 
     def ended(self, leases: Sequence[Lease[RolloutSlice]]) -> None:
         """These groups need no checkpoint any more: their settlement is in the ledger's stream."""
