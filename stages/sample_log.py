@@ -33,6 +33,7 @@ from stages.chat.messages import TokenizerError
 from stages.chat.tokenizer import Tokenizer, load_tokenizer
 from stages.messages import Outcome, Prefix, PromptGroup, RolloutSlice, Sample, Status
 from stages.rollouts import rollouts, runs_of
+from stages.tools.tool import shortened
 
 log = logging.getLogger("sluice.samples")
 
@@ -178,7 +179,7 @@ class SampleLog:
             raw_reward=_finite(last.raw_reward),
             is_correct=last.is_correct,
             removed=sample.remove_sample,
-            prompt=_bounded(group.prompt or self._text(ids[: sample.prompt_length])),
+            prompt=shortened(group.prompt or self._text(ids[: sample.prompt_length]), TEXT_CHARS),
             turns=self._turns(sample),
             prompt_tokens=sample.prompt_length,
             response_tokens=sample.response_length,
@@ -194,7 +195,7 @@ class SampleLog:
             TurnRow(
                 role,
                 end - start,
-                _bounded(sample.response if alone else self._text(sample.token_ids[start:end])),
+                shortened(sample.response if alone else self._text(sample.token_ids[start:end]), TEXT_CHARS),
                 _sum([turn.reward for turn in sample.turn_rewards if start < turn.end <= end]),
             )
             for role, start, end in found
@@ -270,13 +271,6 @@ def _whole_lines(file: int) -> int:
             return start + found + 1
         end = start
     return 0
-
-
-def _bounded(text: str) -> str:
-    if len(text) <= TEXT_CHARS:
-        return text
-    half = TEXT_CHARS // 2
-    return f"{text[:half]}\n[... {len(text) - 2 * half} characters ...]\n{text[-half:]}"
 
 
 def _finite(value: float | None) -> float | None:

@@ -82,9 +82,8 @@ class PlainFormat:
     """Concatenated contents. No markup names the speaker: the environment's texts must do so."""
 
     def __init__(self, tokenizer: Tokenizer, parser: CallParser) -> None:
-        self.stop: Sequence[str] = (
-            (parser.closing,) if parser.closing else ()
-        )  # nothing else ends a turn in this format
+        # Nothing else ends a turn in this format.
+        self.stop: Sequence[str] = (parser.closing,) if parser.closing else ()
         self.stop_token_ids: Sequence[int] = ()
         self._tokenizer = tokenizer
         self._reader = TurnReader(tokenizer, parser, frozenset(tokenizer.eos_ids))

@@ -200,9 +200,8 @@ class EngineControl:
     async def _give_back(self, topic: Topic, client: EngineClient) -> None:
         """One attempt to clear the device for the trainer. After a failure, waits for the next attempt."""
         self.current, self._paused = None, True
-        await self.publish(
-            topic, state="loading"
-        )  # before the pause, or a request sent now would wait for a whole step
+        # Before the pause, or a request sent now would wait for a whole step.
+        await self.publish(topic, state="loading")
         try:
             with self.stage.span("release_memory", detail=self.name):
                 await self.memory.give_back(topic, client)

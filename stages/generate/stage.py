@@ -48,15 +48,7 @@ class GenerateStage(Stage):
     async def setup(self) -> None:
         context = self.context
         self.loops = Loops(self.config, context.loops)
-        self.sampler = Sampler(
-            self.config,
-            replica=context.replica,
-            index=context.index,
-            replicas=context.replicas,
-            stage="generate",
-            vocab_size=self.options.vocab_size,
-            extra=self.activity.extra,
-        )
+        self.sampler = Sampler.of(context, "generate", self.activity.extra)
         requests, vocab_size = Requests(self.config, self.options.max_context), self.options.vocab_size
         self.journal = ResponseJournal(context.run_dir / EPISODES_DIR, self.config, self.options.lives)
         self.turns = Turns(requests, self.sampler, self.activity, self.journal)

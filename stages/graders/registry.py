@@ -176,7 +176,7 @@ GRADERS: dict[str, Entry] = {
     "math": Entry(mathematics.math_grader, "math, math:compat, math:verify or math:either"),
     "math_strict": against_label(mathematics.grade_strict, "math_strict"),
     "math_hendrycks": against_label(mathematics.grade_hendrycks, "math_hendrycks"),
-    "math_verify": fixed(mathematics.symbolic(mathematics.grade_verify), "math_verify"),
+    "math_verify": fixed(mathematics.symbolic(mathematics.DIALECTS["verify"]), "math_verify"),
     "deepscaler": fixed(mathematics.symbolic(mathematics.grade_deepscaler), "deepscaler"),
     "dapo": fixed(Grader(grade_dapo, needs_label=True, wrong=WRONG), "dapo"),
     "f1": Entry(compare.f1_grader, "f1 or f1:exact_empty=1"),

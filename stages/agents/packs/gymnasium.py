@@ -23,8 +23,8 @@ from typing import Any, Final, Literal
 import numpy as np
 
 from stages.agents.environment import Start, Step, Task, Turn
-from stages.agents.tool_episode import shortened
 from stages.chat.messages import Message
+from stages.tools.tool import shortened
 
 _COLOURS: Final = re.compile(r"\x1b\[[0-9;]*m")
 _MARKED: Final = re.compile(r"\x1b\[[0-9;]*m(\w)\x1b\[0m")  # the player's position in toy_text

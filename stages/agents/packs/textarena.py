@@ -19,8 +19,8 @@ from typing import Any
 
 from stages.agents.environment import Start, Step, Task, Turn
 from stages.agents.packs.gymnasium import Seeded
-from stages.agents.tool_episode import shortened
 from stages.chat.messages import Message
+from stages.tools.tool import shortened
 
 _PLAYER = 0
 

@@ -60,9 +60,8 @@ _WORD = re.compile(r"\w+")
 _TOKEN = re.compile(r"\w+(?:[-./]\w+)*|(?<=\w)'\w+")  # as word_tokenize has it: TO-DO is one, IT'S are two
 _SENTENCE_END = re.compile(r"(?<![.!?])[.!?]++[\"'”’)\]]{0,3}(?=\s|$)")
 _TITLES = frozenset(("mr", "mrs", "ms", "dr", "prof", "st", "vs", "jr", "sr", "fig", "gen", "rev", "e.g", "i.e"))
-_ABBREVIATIONS = frozenset(
-    ("etc", "inc", "ltd", "co", "corp", "u.s", "u.k", "a.m", "p.m", "ph.d")
-)  # may end a sentence
+# These may end a sentence:
+_ABBREVIATIONS = frozenset(("etc", "inc", "ltd", "co", "corp", "u.s", "u.k", "a.m", "p.m", "ph.d"))
 _FENCES = ("```json", "```Json", "```JSON", "```")
 _FENCE = "```"
 _CONSTRAINED = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
