@@ -64,15 +64,11 @@ class AnswerCache:
             return answer, False
 
     def _keep(self, key: tuple[str, str, str], answer: str) -> None:
-        self._chars += _chars(key, answer)
+        self._chars += sum(map(len, (*key, answer)))
         self._kept[key] = answer
         while self._chars > self._most:
             gone, was = self._kept.popitem(last=False)
-            self._chars -= _chars(gone, was)
-
-
-def _chars(key: tuple[str, str, str], answer: str) -> int:
-    return len(key[0]) + len(key[1]) + len(key[2]) + len(answer)
+            self._chars -= sum(map(len, (*gone, was)))
 
 
 _ANSWERS: Final = AnswerCache()  # of all episodes of this process
