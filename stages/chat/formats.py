@@ -29,11 +29,6 @@ THINK: Final = ("<think>", "</think>")
 _TAGS: Final = (THINK, ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"))
 
 
-def reasoning_tags(template: str) -> tuple[str, str]:
-    """The texts around a model's reasoning, by its chat template."""
-    return next((tags for tags in _TAGS if tags[1] in template), THINK)
-
-
 class TurnReader:
     """Reads turns. `tags`: texts around reasoning; `opened`: the prompt ends within reasoning; `end_ids`: tokens that
     end a turn."""
@@ -273,7 +268,7 @@ def _by_template(
     except ChatFormatError as error:
         fault = f"tools cannot be offered to this model: {error}"
     end = TurnEnd(tokenizer, bridge.end, closings)
-    tags = reasoning_tags(tokenizer.chat_template)
+    tags = next((tags for tags in _TAGS if tags[1] in tokenizer.chat_template), THINK)
     prompt = template.render((QUESTION,), ())
     opened = prompt.rfind(tags[0]) > prompt.rfind(tags[1])
     reader = TurnReader(tokenizer, reads, end.end_ids, tags, opened)

@@ -39,6 +39,7 @@ DIALECTS: Final[Mapping[str, Dialect]] = {
     "/inference/v1/generate": VllmGenerate(),
     "/generate": SglangGenerate(),
 }
+HOST: Final = "127.0.0.1"
 COUNT: Final = "/v1/messages/count_tokens"
 COMMENT_S: Final = 10.0  # interval of keep-alive comments in a stream
 _SHUTDOWN_S: Final = 1.0
@@ -59,18 +60,11 @@ DEFAULT_LIMITS: Final = Limits()
 class Gateway:
     """The server. Use as an async context manager; `session` opens sessions for agents."""
 
-    def __init__(
-        self,
-        answers: Answers,
-        *,
-        host: str = "127.0.0.1",
-        port: int = 0,
-        model: str = "policy",
-        limits: Limits = DEFAULT_LIMITS,
-    ) -> None:
-        """`port` 0 takes any free port."""
+    model: Final = "policy"
+
+    def __init__(self, answers: Answers, *, limits: Limits = DEFAULT_LIMITS) -> None:
         self.url = ""
-        self._answers, self._host, self._port, self.model, self._limits = answers, host, port, model, limits
+        self._answers, self._limits = answers, limits
         self._sessions: dict[bytes, OpenSession] = {}  # by the digest of the key
         self._runner: web.AppRunner | None = None
 
@@ -80,11 +74,11 @@ class Gateway:
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=_SHUTDOWN_S)
         await self._runner.setup()
         try:
-            await web.TCPSite(self._runner, self._host, self._port).start()
+            await web.TCPSite(self._runner, HOST, 0).start()  # any free port
         except BaseException:
             await self._runner.cleanup()
             raise
-        self.url = f"http://{self._host}:{self._runner.addresses[0][1]}"
+        self.url = f"http://{HOST}:{self._runner.addresses[0][1]}"
         return self
 
     async def __aexit__(

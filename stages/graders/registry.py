@@ -42,7 +42,6 @@ from stages.graders.math import mathematics
 from stages.graders.math.answer import last_box
 from stages.graders.math.final_line import WRONG, grade_dapo, grade_gsm8k, grade_gsm8k_flex, marked_number
 from stages.graders.text import compare, ifeval, ifeval_rules
-from stages.graders.text.gpqa import grade_gpqa
 
 IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _PARAMETERS = ("response", "label", "metadata")
@@ -181,7 +180,7 @@ GRADERS: dict[str, Entry] = {
     "dapo": fixed(Grader(grade_dapo, needs_label=True, wrong=WRONG), "dapo"),
     "f1": Entry(compare.f1_grader, "f1 or f1:exact_empty=1"),
     "exact_match": against_label(compare.grade_exact_match, "exact_match"),
-    "gpqa": fixed(Grader(grade_gpqa), "gpqa"),
+    "gpqa": fixed(Grader(compare.grade_gpqa), "gpqa"),
     "ifeval": fixed(
         Grader(ifeval.grade_ifeval, in_stage=False, wrong=0.0, prepare=ifeval_rules.prepare_language), "ifeval"
     ),

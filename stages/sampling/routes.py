@@ -159,7 +159,8 @@ class Routes:
                 # Read only now, because the slots may have taken long. An engine's entry becomes `updating` before its
                 # weights change. A client that has not received that yet names the old weights for a moment, as does
                 # every request in flight during the change.
-                route.label, route.generation = self._label(target), self.directory.generation
+                route.label = self.directory.settled(self._behind(target))
+                route.generation = self.directory.generation
                 if need.policy == POLICY:
                     route.oldest, route.newest = self.directory.oldest(self._behind(target)), self._newest
                 if target.name == ROUTER and self.ranking.policy == "session":
@@ -262,10 +263,6 @@ class Routes:
         if target.name == ROUTER:
             return self.directory.router is target and self.ready()
         return any(target is serving for serving in self.directory.serving(need.policy))
-
-    def _label(self, target: Target) -> str | None:
-        """The weights that a request sent to the target now will meet."""
-        return self.directory.settled(self._behind(target))
 
     def _behind(self, target: Target) -> list[Target]:
         """The engines that may get a request sent to the target."""

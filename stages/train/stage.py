@@ -111,8 +111,7 @@ class TrainStage(Stage):
             await asyncio.to_thread(self.recovery.clear)
             if self.options.resume_from:
                 await asyncio.to_thread(drop_after, self.context.run_dir, self.steps)
-        self.groups = HeldGroups(self.config, ports, self.activity, self._untrained)
-        self.groups.restore_ledger(self.options.admitted, self.options.open)
+        self.groups = HeldGroups(self.config, ports, self.activity, self._untrained, self.options)
         await self._restore()
         self.checkpoints = Checkpoints(
             self.context.run_dir / "checkpoints",
