@@ -19,7 +19,7 @@ import logging
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
@@ -111,6 +111,10 @@ class Activity:
         self._since = now
         return self.seconds
 
+    def count(self, name: str, n: float = 1.0) -> None:
+        """Add to a figure of `extra`."""
+        self.extra[name] = self.extra.get(name, 0.0) + n
+
     @contextmanager
     def _counting(self, *, working: int = 0, sending: int = 0, stalls: int = 0) -> Iterator[None]:
         """Within the block the counts are higher by these."""
@@ -195,6 +199,14 @@ async def beside(*work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
         yield
         for task in running:
             task.cancel()
+
+
+async def outcome_of(work: Awaitable[T]) -> T | Exception:
+    """The result, or the exception as a value: raised, it would cancel the caller's task group."""
+    try:
+        return await work
+    except Exception as error:
+        return error
 
 
 def in_daemon_thread(function: Callable[[], T], name: str) -> Future[T]:

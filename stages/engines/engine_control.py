@@ -282,7 +282,7 @@ class EngineControl:
             "update_weights", started_s, update_s, detail=f"{self.name} version {announcement.version}"
         )
         self.activity.extra["update_s"] = update_s
-        self.activity.extra["stall_s"] = self.activity.extra.get("stall_s", 0.0) + stall_s
+        self.activity.count("stall_s", stall_s)
         await self.publish(
             topic,
             state="serving",

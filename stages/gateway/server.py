@@ -15,16 +15,17 @@ import contextlib
 import hashlib
 import logging
 import secrets
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from types import TracebackType
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 from aiohttp import web
 from msgspec import Struct
 
+from stages.base import outcome_of
 from stages.chat.messages import ChatFormatError
-from stages.gateway.answers import STATUS, Answer, Answers, Ask, Dialect, Json, OpenSession, Refused
+from stages.gateway.answers import STATUS, Answers, Ask, Dialect, Json, OpenSession, Refused
 from stages.gateway.anthropic_messages import AnthropicMessages
 from stages.gateway.chat_completions import ChatCompletions
 from stages.gateway.responses import Responses
@@ -173,12 +174,12 @@ class Gateway:
 
         async with asyncio.TaskGroup() as tasks:
             waiting = tasks.create_task(wait())
-            outcome = await _outcome(self._answers.answer(place, ask))
+            outcome = await outcome_of(self._answers.answer(place, ask))
             waiting.cancel()
-        if isinstance(outcome, Refused):
+        if isinstance(outcome, Exception):
             if not response.prepared:
                 raise outcome
-            events = [dialect.error_event(outcome)]
+            events = [dialect.error_event(as_refused(outcome))]
         else:
             events = [*dialect.events(ask, outcome)]
         with contextlib.suppress(ConnectionError):
@@ -205,14 +206,6 @@ class Gateway:
             return _json({**model, "id": path.removeprefix("/v1/models/")})
         listed = {"object": "list", "data": [model], "has_more": False}
         return _json({**listed, "first_id": self.model, "last_id": self.model})
-
-
-async def _outcome(work: Coroutine[Any, Any, Answer]) -> Answer | Refused:
-    """The answer, or the error as a value: an exception would cancel the caller's task group."""
-    try:
-        return await work
-    except Exception as error:
-        return as_refused(error)
 
 
 def as_refused(error: Exception) -> Refused:

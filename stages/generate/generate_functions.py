@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from configs.schema import Config
-from stages.base import Activity
+from stages.base import Activity, outcome_of
 from stages.chat.messages import ChatFormatError, Message, ToolSchema
 from stages.chat.tokenizer import Tokenizer, load_tokenizer
 from stages.gateway.answers import Answers, OpenSession
@@ -136,7 +136,7 @@ class GenerateFunctions:
         Raises Drained, TimeoutError, and the function's exceptions.
         """
         async with asyncio.TaskGroup() as tasks:
-            calling = tasks.create_task(_outcome(work))
+            calling = tasks.create_task(outcome_of(work))
             draining = tasks.create_task(self._drain.wait())
             await asyncio.wait(
                 (calling, draining),
@@ -177,11 +177,3 @@ class GenerateFunctions:
 
 class Drained(Exception):
     """The run is ending."""
-
-
-async def _outcome(work: Any) -> Any:
-    """The result, or the exception as a value: raised, it would cancel the caller's task group."""
-    try:
-        return await work
-    except Exception as error:
-        return error

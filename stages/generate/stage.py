@@ -113,9 +113,8 @@ class GenerateStage(Stage):
             self.activity.tokens += tokens
             details.append(f"{tokens} tokens")
             if leaving.versions:
-                details.append(
-                    f"version {' to '.join(map(str, sorted({min(leaving.versions), max(leaving.versions)})))}"
-                )
+                versions = sorted({min(leaving.versions), max(leaving.versions)})
+                details.append(f"version {' to '.join(map(str, versions))}")
         lease.done()
 
     async def _begin(self, prompt: PromptGroup, outlet: Outlet[RolloutSlice]) -> None:

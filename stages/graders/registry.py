@@ -150,11 +150,8 @@ def stage_grader(argument: str | None) -> Grader:
     """The entry of `remote` and `judge`, which run in the reward stage. Raises ValueError."""
     if argument is not None and not argument.strip():
         raise ValueError("the text after the colon is empty")
-
-    def refuse(request: GradeRequest) -> Grade:
-        return failed(f"{request.grader!r} runs in the reward stage, not in a grader process")
-
-    return Grader(refuse, in_stage=False)
+    reason = "runs in the reward stage, not in a grader process"
+    return Grader(lambda request: failed(f"{request.grader!r} {reason}"), in_stage=False)
 
 
 def _contains(argument: str | None) -> Grader:
@@ -208,7 +205,8 @@ def find_grader(name: str) -> Grader:
     if boxed:
         entry = GRADERS.get(base.removeprefix(BOXED))
     if entry is None:
-        return _find_custom(name, base)
+        _check_form(name, base)
+        return Grader(custom_grader(name), in_stage=False)
     if boxed and not entry.reads_text:
         raise UnknownGraderError(f"rm_type {name!r}: {BOXED!r} needs a grader that reads the response; leave it off")
     try:
@@ -232,11 +230,6 @@ def listed_grader(name: str) -> Grader | None:
         return None if is_import_path(name) else find_grader(name)
     except UnknownGraderError:
         return None
-
-
-def _find_custom(name: str, base: str) -> Grader:
-    _check_form(name, base)
-    return Grader(custom_grader(name), in_stage=False)
 
 
 def _check_form(name: str, base: str) -> None:

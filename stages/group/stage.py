@@ -227,7 +227,7 @@ class GroupStage(Stage):
                 self.activity.failures += 1
                 return settlement(slice_, "failed", f"group filter: {type(error).__name__}: {error}")
             if not decision.keep:
-                self.activity.extra["filtered"] = self.activity.extra.get("filtered", 0.0) + 1
+                self.activity.count("filtered")
                 return settlement(slice_, "filtered", decision.reason or "filtered")
         if self._sample_filter is not None:
             try:

@@ -16,7 +16,6 @@ import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -38,6 +37,7 @@ from stages.sampling.requests import (
     SampleRequest,
     SampleResult,
     ScoreRequest,
+    T,
     failed,
     on_the_wire,
     with_stream_interval,
@@ -47,8 +47,6 @@ from stages.sampling.routes import Route, RouteRequest, Routes
 from stages.topic_values import POLICY
 
 log = logging.getLogger("sluice.sampler")
-
-T = TypeVar("T", SampleResult, SampleResult | Chunk)
 
 
 class Sampler:
