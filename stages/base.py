@@ -16,10 +16,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar
@@ -65,6 +67,7 @@ log = logging.getLogger("sluice.stages")
 
 Options = TypeVar("Options", TrainOptions, GenerateOptions)
 State = TypeVar("State", bound=msgspec.Struct)
+T = TypeVar("T")
 
 
 class Spans(Protocol):
@@ -108,38 +111,34 @@ class Activity:
         self._since = now
         return self.seconds
 
+    def count(self, name: str, n: float = 1.0) -> None:
+        """Add to a figure of `extra`."""
+        self.extra[name] = self.extra.get(name, 0.0) + n
+
     @contextmanager
-    def working(self) -> Iterator[None]:
-        self.settle()
-        self._working += 1
+    def _counting(self, *, working: int = 0, sending: int = 0, stalls: int = 0) -> Iterator[None]:
+        """Within the block the counts are higher by these."""
+        self._add(working, sending, stalls)
         try:
             yield
         finally:
-            self.settle()
-            self._working -= 1
+            self._add(-working, -sending, -stalls)
 
-    @contextmanager
-    def sending(self) -> Iterator[None]:
+    def _add(self, working: int, sending: int, stalls: int) -> None:
+        self.settle()
+        self._working += working
+        self._sending += sending
+        self._stalls += stalls
+
+    def working(self) -> AbstractContextManager[None]:
+        return self._counting(working=1)
+
+    def sending(self) -> AbstractContextManager[None]:
         """Wraps a `send` inside `working`: the time counts as blocked unless other work continues."""
-        self.settle()
-        self._working -= 1
-        self._sending += 1
-        try:
-            yield
-        finally:
-            self.settle()
-            self._sending -= 1
-            self._working += 1
+        return self._counting(working=-1, sending=1)
 
-    @contextmanager
-    def stalled(self) -> Iterator[None]:
-        self.settle()
-        self._stalls += 1
-        try:
-            yield
-        finally:
-            self.settle()
-            self._stalls -= 1
+    def stalled(self) -> AbstractContextManager[None]:
+        return self._counting(stalls=1)
 
 
 @dataclass(frozen=True)
@@ -200,6 +199,29 @@ async def beside(*work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
         yield
         for task in running:
             task.cancel()
+
+
+async def outcome_of(work: Awaitable[T]) -> T | Exception:
+    """The result, or the exception as a value: raised, it would cancel the caller's task group."""
+    try:
+        return await work
+    except Exception as error:
+        return error
+
+
+def in_daemon_thread(function: Callable[[], T], name: str) -> Future[T]:
+    """Run a function that blocks and cannot be interrupted. Its thread does not delay the end of the process."""
+    ended: Future[T] = Future()
+    ended.set_running_or_notify_cancel()
+
+    def work() -> None:
+        try:
+            ended.set_result(function())
+        except Exception as error:
+            ended.set_exception(error)
+
+    threading.Thread(target=work, name=name, daemon=True).start()
+    return ended
 
 
 def _is_cancelled() -> bool:

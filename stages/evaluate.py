@@ -16,7 +16,6 @@ Invariant: every pinned version ends in exactly one EvalDone and one release, al
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,7 +26,7 @@ import msgspec
 
 from stages.base import Stage, StageContext, beside
 from stages.messages import EvalDone, PromptGroup, RolloutSlice, Sample
-from stages.ports import Lease, Ports
+from stages.ports import Lease, Ports, wait_at_most
 from stages.prompts.stage import sampling_seed
 from stages.rollouts import closing, raw_rewards, rollouts, verdicts
 from stages.slime.hooks import eval_data, eval_log, logged
@@ -184,9 +183,7 @@ class EvaluateStage(Stage):
             if left <= 0:
                 return f"--eval-deadline-s {self.config.eval.eval_deadline_s:g} passed"
             self._changed.clear()
-            with contextlib.suppress(TimeoutError):  # the loop looks again
-                async with asyncio.timeout(min(left, 1.0)):
-                    await self._changed.wait()
+            await wait_at_most(min(left, 1.0), self._changed.wait())
         return ""
 
     async def _send_all(self, ports: Ports, version: int) -> None:

@@ -9,7 +9,8 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -81,9 +82,26 @@ class Topic(Readable, Protocol):
 
 
 def read_value(topic: Readable, key: str, kind: type[T]) -> T | None:
-    """The value of a key as the struct that it is; None where the topic has none."""
+    """The value of a key as the struct that it is; None where the topic has none, or an empty one."""
     value = topic.get(key)
-    return None if value is None else msgspec.msgpack.decode(value, type=kind)
+    return msgspec.msgpack.decode(value, type=kind) if value else None
+
+
+async def wait_value(topic: Topic, key: str) -> bytes:
+    """Wait until a key has a value, and return it."""
+    revision = 0
+    while (value := topic.get(key)) is None:
+        revision = await topic.wait(revision, key)
+    return value
+
+
+async def wait_at_most(limit_s: float, change: Awaitable[T]) -> T | None:
+    """Wait for a change, but no longer than this: then None, for a loop that looks again."""
+    try:
+        async with asyncio.timeout(limit_s):
+            return await change
+    except TimeoutError:
+        return None
 
 
 class WeightsSource(Protocol):

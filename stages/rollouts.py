@@ -14,7 +14,8 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 from statistics import fmean
 
 import msgspec
@@ -137,6 +138,12 @@ def join_runs(first: tuple[VersionRun, ...], second: tuple[VersionRun, ...]) -> 
         else:
             joined.append(run)
     return tuple(joined)
+
+
+def runs_of(values: npt.NDArray[np.integer]) -> Iterator[tuple[int, int]]:
+    """(value, how often in a row) over an array [T]."""
+    edges = [0, *(np.flatnonzero(np.diff(values)) + 1).tolist(), len(values)]
+    return ((int(values[start]), end - start) for start, end in pairwise(edges) if start < end)
 
 
 MEMBER_STATUSES = ("completed", "truncated")

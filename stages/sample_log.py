@@ -21,12 +21,10 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final, Literal
 
 import msgspec
-import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
@@ -34,7 +32,8 @@ from configs.schema import Config
 from stages.chat.messages import TokenizerError
 from stages.chat.tokenizer import Tokenizer, load_tokenizer
 from stages.messages import Outcome, Prefix, PromptGroup, RolloutSlice, Sample, Status
-from stages.rollouts import rollouts
+from stages.rollouts import rollouts, runs_of
+from stages.tools.tool import shortened
 
 log = logging.getLogger("sluice.samples")
 
@@ -79,14 +78,6 @@ class SampleRow(Struct, frozen=True, kw_only=True):
     loss_mask: tuple[Run, ...]  # over T, as (0 or 1, tokens)
     versions: tuple[Run, ...]  # over T, as (version, tokens); -1: by no weights of the run
     ids: tuple[int, ...]  # T
-
-
-def mask_runs(mask: npt.NDArray[Any]) -> tuple[Run, ...]:
-    """A loss mask [T] as runs of equal values."""
-    if not len(mask):
-        return ()
-    starts = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(mask)]
-    return tuple((int(mask[a]), b - a) for a, b in pairwise(starts))
 
 
 def stretches(sample: Sample) -> list[tuple[Literal["model", "observation"], int, int]]:
@@ -188,11 +179,11 @@ class SampleLog:
             raw_reward=_finite(last.raw_reward),
             is_correct=last.is_correct,
             removed=sample.remove_sample,
-            prompt=_bounded(group.prompt or self._text(ids[: sample.prompt_length])),
+            prompt=shortened(group.prompt or self._text(ids[: sample.prompt_length]), TEXT_CHARS),
             turns=self._turns(sample),
             prompt_tokens=sample.prompt_length,
             response_tokens=sample.response_length,
-            loss_mask=mask_runs(sample.loss_mask),
+            loss_mask=tuple(runs_of(sample.loss_mask)),
             versions=tuple((run.version, run.n_tokens) for run in sample.version_runs),
             ids=tuple(ids.tolist()),
         )
@@ -204,7 +195,7 @@ class SampleLog:
             TurnRow(
                 role,
                 end - start,
-                _bounded(sample.response if alone else self._text(sample.token_ids[start:end])),
+                shortened(sample.response if alone else self._text(sample.token_ids[start:end]), TEXT_CHARS),
                 _sum([turn.reward for turn in sample.turn_rewards if start < turn.end <= end]),
             )
             for role, start, end in found
@@ -280,13 +271,6 @@ def _whole_lines(file: int) -> int:
             return start + found + 1
         end = start
     return 0
-
-
-def _bounded(text: str) -> str:
-    if len(text) <= TEXT_CHARS:
-        return text
-    half = TEXT_CHARS // 2
-    return f"{text[:half]}\n[... {len(text) - 2 * half} characters ...]\n{text[-half:]}"
 
 
 def _finite(value: float | None) -> float | None:

@@ -32,18 +32,13 @@ log = logging.getLogger("sluice.teacher")
 PROBE_GAP = 1e-3  # log-probs at two temperatures that differ by less are of one
 
 
-def teachers(context: StageContext) -> tuple[str, ...]:
-    """Names of the teachers, the one of rows that name none first."""
-    config = context.config
-    return config.distill.opd_teacher or tuple(entry.partition("=")[0] for entry in config.engine.frozen_engine)
-
-
 class TeacherStage(MapStage):
     """RolloutSlice in, the same slice with the teacher's log-probs out."""
 
     def __init__(self, context: StageContext) -> None:
         super().__init__(context)
-        self.teachers = teachers(context)
+        frozen = tuple(entry.partition("=")[0] for entry in self.config.engine.frozen_engine)
+        self.teachers = self.config.distill.opd_teacher or frozen  # the first one is that of rows that name none
         self.temperature = context.config.rollout.rollout_temperature  # constant during a run
 
     async def setup(self) -> None:

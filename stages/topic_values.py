@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from typing import Final, Literal
 
 import msgspec
@@ -26,7 +27,7 @@ from msgspec import Struct
 from configs.schema.rollout import RolloutConfig
 from models.engines.token import Token
 from stages.messages import PromptGroup
-from stages.ports import Readable, Topic
+from stages.ports import Readable, Topic, read_value
 
 ADDRESS: Final = "engine/"
 DIRECTORY: Final = "directory/"
@@ -179,16 +180,12 @@ def write_settings(history: tuple[Settings, ...]) -> bytes:
     return msgspec.msgpack.encode(history[-MOST_KEPT:])
 
 
-def settings_at(topic: Readable, step: int) -> Settings | None:
+def settings_at(topic: Readable, step: float) -> Settings | None:
     """The settings of a batch; None before the first change."""
-    value = topic.get(SETTINGS)
-    if value is None:
-        return None
-    history = msgspec.msgpack.decode(value, type=tuple[Settings, ...])
+    history = read_value(topic, SETTINGS, tuple[Settings, ...]) or ()
     return next((settings for settings in reversed(history) if settings.from_step <= step), None)
 
 
 def newest_settings(topic: Readable) -> Settings | None:
     """The newest change, in force or not."""
-    value = topic.get(SETTINGS)
-    return None if value is None else msgspec.msgpack.decode(value, type=tuple[Settings, ...])[-1]
+    return settings_at(topic, math.inf)

@@ -16,36 +16,19 @@ from models.import_path import ImportPathError, add_working_directory
 from stages.graders.grade import UnknownGraderError
 from stages.graders.registry import custom_grader
 from stages.group.filters import import_filter
-from stages.slime.hooks import (
-    data_source,
-    eval_log,
-    generate_function,
-    post_process,
-    rollout_function,
-    rollout_log,
-    sample_filter,
-)
+from stages.slime import hooks
 
-IMPORTERS: dict[str, Callable[[str], object]] = {
-    "grader": custom_grader,
-    "filter": import_filter,
-    "generate": generate_function,
-    "source": data_source,
-    "sample_filter": sample_filter,
-    "post_process": post_process,
-    "log": rollout_log,
-    "eval_log": eval_log,
-    "rollout": rollout_function,
-}
-_LABELS = {
-    "filter": "--dynamic-sampling-filter-path: ",
-    "generate": "--custom-generate-function-path: ",
-    "source": "--data-source-path: ",
-    "sample_filter": "--rollout-sample-filter-path: ",
-    "post_process": "--custom-reward-post-process-path: ",
-    "log": "--custom-rollout-log-function-path: ",
-    "eval_log": "--custom-eval-rollout-log-function-path: ",
-    "rollout": "--rollout-function-path: ",
+# kind -> (how to import it, what a fault begins with)
+KINDS: dict[str, tuple[Callable[[str], object], str]] = {
+    "grader": (custom_grader, ""),
+    "filter": (import_filter, "--dynamic-sampling-filter-path: "),
+    "generate": (hooks.generate_function, "--custom-generate-function-path: "),
+    "source": (hooks.data_source, "--data-source-path: "),
+    "sample_filter": (hooks.sample_filter, "--rollout-sample-filter-path: "),
+    "post_process": (hooks.post_process, "--custom-reward-post-process-path: "),
+    "log": (hooks.rollout_log, "--custom-rollout-log-function-path: "),
+    "eval_log": (hooks.eval_log, "--custom-eval-rollout-log-function-path: "),
+    "rollout": (hooks.rollout_function, "--rollout-function-path: "),
 }
 
 
@@ -53,10 +36,11 @@ def faults(functions: Sequence[str]) -> list[str]:
     """One sentence for each of `kind=package.module:function` that cannot be imported or called."""
     problems = []
     for kind, _, path in (function.partition("=") for function in functions):
+        importer, option = KINDS[kind]
         try:
-            IMPORTERS[kind](path)
+            importer(path)
         except (ImportPathError, UnknownGraderError) as error:
-            problems.append(f"{_LABELS.get(kind, '')}{error}")
+            problems.append(f"{option}{error}")
         except SystemExit as error:
             problems.append(f"{kind} {path!r}: its module ended the process ({error}); import must only define things")
     return problems

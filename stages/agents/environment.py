@@ -14,6 +14,7 @@ with the process: the stage then makes a new object and replays the recorded tur
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -143,6 +144,12 @@ class Agent(Protocol):
     """
 
     async def run(self, task: Task, endpoint: Endpoint) -> Outcome: ...
+
+
+def need_package(package: str, pack: str, install: str) -> None:
+    """Refuse an environment whose package is not installed. Raises ValueError with the cure."""
+    if importlib.util.find_spec(package) is None:
+        raise ValueError(f"the pack {pack} needs its package: pip install {install}")
 
 
 def text_of(messages: Sequence[Message]) -> str:

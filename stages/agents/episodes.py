@@ -115,17 +115,10 @@ class Episodes:
             sample = replace(sample, turn_rewards=(*sample.turn_rewards, TurnReward(sample.length, step.reward)))
         metrics = {**episode.metrics, **step.metrics}
         if step.done or turn.last:
-            reward = step.reward if step.done else None
             if step.answer is not None:
                 sample = replace(sample, response=step.answer)
-            reported = {**metrics, "turns": turn.number + 1}
-            return replace(
-                sample,
-                done=True,
-                status=sample.status if step.done else "truncated",
-                reward=0.0 if reward is None and not graded(self.config, group) else reward,
-                metrics={f"env/{self._name}/{key}": float(value) for key, value in reported.items()},
-            )
+            outcome = Outcome(step.reward if step.done else None, {**metrics, "turns": turn.number + 1})
+            return ended(self.config, group, self._name, sample, outcome, cut=not step.done)
         ids = self.chat.append(sample.token_ids.tolist(), step.messages, episode.tools)
         after = append_untrained(sample, ids, self.tokenizer.decode(ids))
         episode = replace(
@@ -144,6 +137,19 @@ def graded(config: Config, group: PromptGroup) -> bool:
     reward = config.reward
     named = reward.custom_rm_path is not None or bool(reward.reward_component) or reward.rm_type != "auto"
     return named or group.label is not None or "rm_type" in group.row_metadata
+
+
+def ended(
+    config: Config, group: PromptGroup, environment: str, sample: Sample, outcome: Outcome, *, cut: bool
+) -> Sample:
+    """The last sample of an episode. Without a reward and a grader its reward is 0. `cut`: a limit ended it."""
+    return msgspec.structs.replace(
+        sample,
+        done=True,
+        status="truncated" if cut else sample.status,
+        reward=0.0 if outcome.reward is None and not graded(config, group) else outcome.reward,
+        metrics={f"env/{environment}/{name}": float(value) for name, value in outcome.metrics.items()},
+    )
 
 
 def task_of(group: PromptGroup, sample: Sample) -> Task:
@@ -173,15 +179,7 @@ class GatewayDoor:
         """The gateway. The first call starts it."""
         if self._gateway is None:
             context, options = self._context, self._context.given(GenerateOptions)
-            self._sampler = Sampler(
-                context.config,
-                replica=context.replica,
-                index=context.index,
-                replicas=context.replicas,
-                stage="agents",
-                vocab_size=options.vocab_size,
-                extra=self._extra,
-            )
+            self._sampler = Sampler.of(context, "agents", self._extra)
             self._stack.push_async_callback(self._sampler.close)
             requests = Requests(context.config, options.max_context)
             vocab_size = options.vocab_size or tokenizer.vocab_size
@@ -234,12 +232,6 @@ class AgentEpisodes:
     def _ended(
         self, group: PromptGroup, session: Session, parts: tuple[Sample, ...], outcome: Outcome, cut: bool
     ) -> tuple[Sample, ...]:
-        reward = outcome.reward
-        reported = {**outcome.metrics, "turns": session.turns, "sequences": len(parts)}
-        last = msgspec.structs.replace(
-            parts[-1],
-            status="truncated" if cut else parts[-1].status,
-            reward=0.0 if reward is None and not graded(self.config, group) else reward,
-            metrics={f"env/{self.hosting.table.name}/{name}": float(value) for name, value in reported.items()},
-        )
-        return tuple(msgspec.structs.replace(part, done=True) for part in (*parts[:-1], last))
+        reported = Outcome(outcome.reward, {**outcome.metrics, "turns": session.turns, "sequences": len(parts)})
+        last = ended(self.config, group, self.hosting.table.name, parts[-1], reported, cut=cut)
+        return (*(msgspec.structs.replace(part, done=True) for part in parts[:-1]), last)

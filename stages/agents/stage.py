@@ -33,12 +33,11 @@ from stages.agents.tool_episode import ToolEpisode
 from stages.agents.worker import EnvironmentFailed
 from stages.base import GenerateOptions, LoopStage, StageContext, beside, failed
 from stages.chat.formats import chat_format
-from stages.chat.marked_calls import Marked
 from stages.chat.messages import Message, ToolCall
 from stages.chat.tokenizer import load_tokenizer
-from stages.chat.tool_calls import Offered
+from stages.chat.tool_calls import Marked, Offered
 from stages.messages import PromptGroup, RolloutSlice, Sample
-from stages.ports import Ports, Topic
+from stages.ports import Ports, Topic, wait_value
 from stages.records.once import EPISODES_DIR
 from stages.records.unfinished import TurnJournal
 from stages.rollouts import append_untrained
@@ -138,9 +137,7 @@ class AgentsStage(LoopStage):
 
     async def _follow_drain(self, topic: Topic) -> None:
         """Waits for a drain, which does not wait for environments; cancelled at the end of the inlet."""
-        revision = 0
-        while topic.get("drain") is None:
-            revision = await topic.wait(revision, "drain")
+        await wait_value(topic, "drain")
         self._drained = True
         for running in self._running:
             running.reschedule(0.0)

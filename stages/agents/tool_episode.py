@@ -28,7 +28,7 @@ from configs.schema.notation import nearest
 from stages.agents.environment import InfrastructureError, Start, Step, Task, Turn
 from stages.chat.messages import Message, ToolCall
 from stages.records.once import NoEffect, Once, Uncertain
-from stages.tools.tool import Arguments, NoAnswer, Tool, ToolCallError
+from stages.tools.tool import Arguments, NoAnswer, Tool, ToolCallError, shortened
 
 MOST_CHARS: Final = 64 << 20
 
@@ -64,15 +64,11 @@ class AnswerCache:
             return answer, False
 
     def _keep(self, key: tuple[str, str, str], answer: str) -> None:
-        self._chars += _chars(key, answer)
+        self._chars += sum(map(len, (*key, answer)))
         self._kept[key] = answer
         while self._chars > self._most:
             gone, was = self._kept.popitem(last=False)
-            self._chars -= _chars(gone, was)
-
-
-def _chars(key: tuple[str, str, str], answer: str) -> int:
-    return len(key[0]) + len(key[1]) + len(key[2]) + len(answer)
+            self._chars -= sum(map(len, (*gone, was)))
 
 
 _ANSWERS: Final = AnswerCache()  # of all episodes of this process
@@ -162,14 +158,6 @@ class ToolEpisode:
     def _error(self, words: str) -> str:
         self._errors += 1
         return f"error: {words}"
-
-
-def shortened(text: str, most: int) -> str:
-    """The text, with the middle replaced by a note if it is too long."""
-    if len(text) <= most:
-        return text
-    first = (most + 1) // 2
-    return f"{text[:first]}\n[{len(text) - most} characters left out]\n{text[len(text) - most + first :]}"
 
 
 def text_argument(arguments: object, name: str, tool: str) -> str:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import takewhile
 
 import msgspec
 from msgspec import Struct
@@ -220,9 +221,7 @@ def _is_cut_out_of(shorter: str, longer: str) -> bool:
 
 def _alike(first: str, second: str) -> int:
     """Length of the common prefix of two texts."""
-    return next(
-        (place for place, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
-    )
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
 
 
 def difference(first: str, second: str, first_name: str, second_name: str) -> str:

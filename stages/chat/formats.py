@@ -20,19 +20,13 @@ import msgspec
 from configs.schema import Config
 from configs.schema.notation import cure
 from stages.chat.bridge import QUESTION, Bridge, Template, check_bridge
-from stages.chat.marked_calls import Marked, glm, qwen3_coder
 from stages.chat.messages import ChatFormat, ChatFormatError, Message, Reply, ToolCall, ToolSchema
 from stages.chat.special_token_calls import DeepSeek, Harmony, KimiK2, Llama3, Mistral, Pythonic
 from stages.chat.tokenizer import Tokenizer, load_tokenizer
-from stages.chat.tool_calls import CallParser, Found, Offered
+from stages.chat.tool_calls import CallParser, Found, Marked, Offered, glm, qwen3_coder
 
 THINK: Final = ("<think>", "</think>")
 _TAGS: Final = (THINK, ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"))
-
-
-def reasoning_tags(template: str) -> tuple[str, str]:
-    """The texts around a model's reasoning, by its chat template."""
-    return next((tags for tags in _TAGS if tags[1] in template), THINK)
 
 
 class TurnReader:
@@ -83,9 +77,8 @@ class PlainFormat:
     """Concatenated contents. No markup names the speaker: the environment's texts must do so."""
 
     def __init__(self, tokenizer: Tokenizer, parser: CallParser) -> None:
-        self.stop: Sequence[str] = (
-            (parser.closing,) if parser.closing else ()
-        )  # nothing else ends a turn in this format
+        # Nothing else ends a turn in this format.
+        self.stop: Sequence[str] = (parser.closing,) if parser.closing else ()
         self.stop_token_ids: Sequence[int] = ()
         self._tokenizer = tokenizer
         self._reader = TurnReader(tokenizer, parser, frozenset(tokenizer.eos_ids))
@@ -275,7 +268,7 @@ def _by_template(
     except ChatFormatError as error:
         fault = f"tools cannot be offered to this model: {error}"
     end = TurnEnd(tokenizer, bridge.end, closings)
-    tags = reasoning_tags(tokenizer.chat_template)
+    tags = next((tags for tags in _TAGS if tags[1] in tokenizer.chat_template), THINK)
     prompt = template.render((QUESTION,), ())
     opened = prompt.rfind(tags[0]) > prompt.rfind(tags[1])
     reader = TurnReader(tokenizer, reads, end.end_ids, tags, opened)

@@ -20,6 +20,7 @@ import re
 from typing import Final
 
 import msgspec
+from msgspec.structs import replace
 
 from stages.chat.messages import ToolCall
 from stages.chat.tool_calls import CALL_CHARS, Found, Offered, blocks, called, found, read_json_at
@@ -66,21 +67,16 @@ class Mistral:
 
     def parse(self, text: str, offered: Offered) -> Found:
         content, place = "", 0
-        calls: list[ToolCall] = []
-        faults: list[str] = []
+        calls: list[ToolCall | str] = []
         while (start := text.find(self.opening, place)) >= 0:
             content += text[place:start]
             inner = start + len(self.opening)
             read, end = self._read(text, inner, offered)
-            for call in read:
-                if isinstance(call, ToolCall):
-                    calls.append(call)
-                else:
-                    faults.append(call)
+            calls += read
             if not all(isinstance(call, ToolCall) for call in read):
                 content += text[start:end]
             place = end
-        return found(content + text[place:], calls, faults)
+        return found(content + text[place:], calls)
 
     def _read(self, text: str, place: int, offered: Offered) -> tuple[list[ToolCall | str], int]:
         """The calls after a mark, and their end."""
@@ -116,8 +112,7 @@ class Harmony:
     def parse(self, text: str, offered: Offered) -> Found:
         reasoning: list[str] = []
         content: list[str] = []
-        calls: list[ToolCall] = []
-        faults: list[str] = []
+        calls: list[ToolCall | str] = []
         place = 0
         while (begin := text.find(_BODY, place)) >= 0:
             header = _HEADER.search(text, place, begin)
@@ -128,19 +123,15 @@ class Harmony:
             head, body = text[start:begin], text[begin + len(_BODY) : len(text) if end is None else end.start()]
             recipient, channel = _RECIPIENT.search(head), _CHANNEL.search(head)
             if recipient is not None:
-                call = called(offered, recipient[1], body)
-                if isinstance(call, ToolCall):
-                    calls.append(call)
-                    continue
-                faults.append(call)
-                content.append(text[start:place])
+                calls.append(called(offered, recipient[1], body))
+                if not isinstance(calls[-1], ToolCall):
+                    content.append(text[start:place])
             elif channel is not None and channel[1] == "analysis":
                 reasoning.append(body)
             else:
                 content.append(body)
         content.append(text[place:])
-        parts = found("".join(content), calls, faults)
-        return Found(parts.content, parts.calls, parts.fault, "\n".join(reasoning))
+        return found("".join(content), calls, "\n".join(reasoning))
 
 
 class Llama3:
@@ -154,26 +145,23 @@ class Llama3:
             before, written = "", text
         if not tag and not written.lstrip().startswith("{"):
             return Found(text)
-        calls: list[ToolCall] = []
-        faults: list[str] = []
+        calls: list[ToolCall | str] = []
         kept, rest = before, written
         while rest := rest.lstrip(" \n;"):
             try:
                 value, end = read_json_at(rest, 0)
             except ValueError:
                 if tag or '"name"' in rest:
-                    faults.append('the tool call is not valid JSON; a call is {"name": ..., "parameters": {...}}')
+                    calls.append('the tool call is not valid JSON; a call is {"name": ..., "parameters": {...}}')
                 break
             if not isinstance(value, dict) or "name" not in value:
                 break
             call = offered.call(value["name"], value.get("parameters", value.get("arguments", {})))
-            if isinstance(call, ToolCall):
-                calls.append(call)
-            else:
-                faults.append(call)
+            calls.append(call)
+            if not isinstance(call, ToolCall):
                 kept += rest[:end]
             rest = rest[end:]
-        return found(kept + rest if calls else text, calls, faults)
+        return found(kept + rest if any(isinstance(call, ToolCall) for call in calls) else text, calls)
 
 
 _BEGIN: Final = re.compile(r"\[\s*([A-Za-z_][\w.]*)\s*\(")
@@ -194,17 +182,9 @@ class Pythonic:
         end = _closing(text, begin.start())
         if end < 0:
             return Found(text, fault="the tool call is not closed: end it with ]")
-        calls: list[ToolCall] = []
-        faults: list[str] = []
-        for call in _read(text[begin.start() : end], offered):
-            if isinstance(call, ToolCall):
-                calls.append(call)
-            else:
-                faults.append(call)
-        if faults:
-            return Found(text, tuple(calls), "; ".join(dict.fromkeys(faults)))
         rest = (text[: begin.start()] + text[end:]).replace(self.opening, "").replace(self.closing, "")
-        return found(rest, calls, faults)
+        parsed = found(rest, _read(text[begin.start() : end], offered))
+        return replace(parsed, content=text) if parsed.fault else parsed
 
 
 def _closing(text: str, place: int) -> int:

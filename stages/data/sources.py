@@ -42,14 +42,15 @@ def open_source(spec: str, keys: Sequence[str]) -> Source:
     """Open one entry of `prompt_data`. Of a table only the columns in `keys` are read."""
     path, rows = parse_spec(spec)
     source = _open_path(spec, path, keys)
-    chosen = range(len(source))[rows]
-    if not chosen:
-        what = "the file has no rows" if not len(source) else f"the slice of {len(source)} rows is empty"
+    total = len(source)
+    source.keep(rows)
+    if not len(source):
+        what = "the file has no rows" if not total else f"the slice of {total} rows is empty"
         raise SourceError(f"prompt_data {spec!r}: {what}; choose a range that holds at least one row")
-    return source if len(chosen) == len(source) else Sliced(source, chosen)
+    return source
 
 
-def _open_path(spec: str, path: str, keys: Sequence[str]) -> JsonLines | Table:
+def _open_path(spec: str, path: str, keys: Sequence[str]) -> Source:
     where = Path(path).expanduser()
     if where.is_dir():
         return open_dataset(path, where, keys)
@@ -64,24 +65,6 @@ def _open_path(spec: str, path: str, keys: Sequence[str]) -> JsonLines | Table:
     if suffix in (".parquet", ".pq"):
         return open_parquet(path, where, keys)
     raise SourceError(f"prompt_data {spec!r}: the suffix {suffix!r} names no known format; use {_FORMATS}")
-
-
-class Sliced:
-    """A range of another source's rows."""
-
-    def __init__(self, source: JsonLines | Table, rows: range) -> None:
-        self.file, self.columns = source.file, source.columns
-        self._source = source
-        self._rows = rows
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def row(self, index: int) -> object:
-        return self._source.row(self._rows[index])
-
-    def line(self, index: int) -> int:
-        return self._source.line(self._rows[index])
 
 
 class JsonLines:
@@ -115,6 +98,10 @@ class JsonLines:
         """A first line of a lone bracket is what an indented JSON document begins with."""
         return os.pread(self._handle.fileno(), 64, start).split(b"\n", 1)[0].strip() in (b"[", b"{")
 
+    def keep(self, rows: slice) -> None:
+        """Keep these rows only."""
+        self._starts, self._ends, self._lines = self._starts[rows], self._ends[rows], self._lines[rows]
+
     def __len__(self) -> int:
         return len(self._starts)
 
@@ -140,19 +127,23 @@ class Table:
     def __init__(self, file: str, columns: Sequence[str], rows: int, read: Callable[[int], dict[str, object]]) -> None:
         self.file = file
         self.columns: Sequence[str] | None = tuple(columns)
-        self._rows, self._read = rows, read
+        self._rows, self._read = range(rows), read
+
+    def keep(self, rows: slice) -> None:
+        """Keep these rows only."""
+        self._rows = self._rows[rows]
 
     def __len__(self) -> int:
-        return self._rows
+        return len(self._rows)
 
     def row(self, index: int) -> object:
-        return without_nulls(self._read(index))
+        return without_nulls(self._read(self._rows[index]))
 
     def line(self, index: int) -> int:
-        return index + 1
+        return self._rows[index] + 1
 
 
-Source = JsonLines | Table | Sliced  # rows by index
+Source = JsonLines | Table  # rows by index
 
 
 def without_nulls(value: object) -> object:

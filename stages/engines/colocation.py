@@ -22,7 +22,6 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -35,7 +34,7 @@ from configs.schema import Config, generates
 from models.engines.client import EngineClient, UpdateClient
 from models.engines.core import MemoryTag
 from models.errors import EngineUnreachable
-from stages.ports import Topic, read_value
+from stages.ports import Topic, read_value, wait_at_most
 from stages.topic_values import ADDRESS, POLICY, addresses
 
 log = logging.getLogger("sluice.colocation")
@@ -169,9 +168,7 @@ class TrainerTurn:
             if now - logged > PATIENCE_S:
                 logged = now
                 log.warning("waiting since %.0f s for the memory of %s", now - started, ", ".join(missing))
-            with contextlib.suppress(TimeoutError):  # the loop looks again
-                async with asyncio.timeout(1.0):
-                    revision = await self.topic.wait(revision, ADDRESS, f"{KEY}/")
+            revision = await wait_at_most(1.0, self.topic.wait(revision, ADDRESS, f"{KEY}/")) or revision
         if not self._loaded:
             await self._hook("onload")
             self._loaded = True

@@ -204,9 +204,8 @@ class EngineControl:
     async def _give_back(self, topic: Topic, client: EngineClient) -> None:
         """One attempt to clear the device for the trainer. After a failure, waits for the next attempt."""
         self.current, self._paused = None, True
-        await self.publish(
-            topic, state="loading"
-        )  # before the pause, or a request sent now would wait for a whole step
+        # Before the pause, or a request sent now would wait for a whole step.
+        await self.publish(topic, state="loading")
         try:
             with self.stage.span("release_memory", detail=self.name):
                 await self.memory.give_back(topic, client)
@@ -287,7 +286,7 @@ class EngineControl:
             "update_weights", started_s, update_s, detail=f"{self.name} version {announcement.version}"
         )
         self.activity.extra["update_s"] = update_s
-        self.activity.extra["stall_s"] = self.activity.extra.get("stall_s", 0.0) + stall_s
+        self.activity.count("stall_s", stall_s)
         await self.publish(
             topic,
             state="serving",

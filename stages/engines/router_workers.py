@@ -132,11 +132,9 @@ class RouterWorkers:
     async def _attach(self, topic: Topic) -> None:
         """Take the newest router. Without an address there is none."""
         address = read_value(topic, "router", RouterAddress)
-        fresh = (
-            None
-            if address is None
-            else RouterState(address.kind, address.url, address.incarnation, token=address.token)
-        )
+        fresh: RouterState | None = None
+        if address is not None:
+            fresh = RouterState(address.kind, address.url, address.incarnation, token=address.token)
         if fresh == (None if self.state is None else msgspec.structs.replace(self.state, up=False, split=False)):
             return
         if self._api is not None:

@@ -45,20 +45,27 @@ from stages.topic_values import ADDRESS, BROUGHT, ORDER, addresses, updates_ende
 END: Final = "end"  # topic key: the streams have ended, so engines are not needed any more
 
 
-class EnginesStage(Stage):
+class _WeightsStage(Stage):
+    """A stage that loads weights into engines. They share one local copy of delta weights, named after the run, so that
+    the copy of a killed stage is taken over."""
+
+    def __init__(self, context: StageContext) -> None:
+        super().__init__(context)
+        run = uuid.uuid5(uuid.NAMESPACE_URL, str(context.run_dir.resolve())).hex[:12]
+        self._mirror = DeltaMirror(f"mirror-{run}-{context.replica}", context.run_dir)
+
+    async def close(self) -> None:
+        self._mirror.close()
+
+
+class EnginesStage(_WeightsStage):
     """All engines that have an address."""
 
     def __init__(self, context: StageContext) -> None:
         super().__init__(context)
         self.engines: dict[str, EngineControl] = {}
-        # One local copy for all engines, named after the run: the copy of a killed stage is taken over.
-        run = uuid.uuid5(uuid.NAMESPACE_URL, str(context.run_dir.resolve())).hex[:12]
-        self._mirror = DeltaMirror(f"mirror-{run}-{context.replica}", context.run_dir)
         self.watch = LoadWatch(self.config, self.engines, self.activity)
         self.router = RouterWorkers(self.activity) if router_kind(self.config) != "none" else None
-
-    async def close(self) -> None:
-        self._mirror.close()
 
     async def run(self, ports: Ports) -> None:
         """Waits for the topic: new engines, a drain, the end. Unblocked by the end alone."""
@@ -96,16 +103,8 @@ async def _abort(control: EngineControl) -> None:
 log = logging.getLogger("sluice.fetcher")
 
 
-class FetcherStage(Stage):
+class FetcherStage(_WeightsStage):
     """Carries out all orders of one node concurrently. It has no stream."""
-
-    def __init__(self, context: StageContext) -> None:
-        super().__init__(context)
-        run = uuid.uuid5(uuid.NAMESPACE_URL, str(context.run_dir.resolve())).hex[:12]
-        self._mirror = DeltaMirror(f"mirror-{run}-{context.replica}", context.run_dir)
-
-    async def close(self) -> None:
-        self._mirror.close()
 
     async def run(self, ports: Ports) -> None:
         """Waits for orders on the topic; unblocked by the end of the run, or when no engine is left on the node."""
@@ -115,7 +114,7 @@ class FetcherStage(Stage):
             revision = 0
             while topic.get(END) is None and topic.get(retire) is None:
                 for key in topic.items(prefix):
-                    order = order_at(topic, key)
+                    order = read_value(topic, key, WeightsOrder)
                     number, task = at_work.pop(key, ("", None))
                     if order is not None and order.id == number and task is not None:
                         at_work[key] = number, task
@@ -162,13 +161,7 @@ class FetcherStage(Stage):
         """The order once it wants the weights loaded again. Waits for that."""
         revision = 0
         while True:
-            newest = order_at(topic, key)
+            newest = read_value(topic, key, WeightsOrder)
             if newest is not None and newest.id == order.id and newest.applies > applied:
                 return newest
             revision = await topic.wait(revision, key)
-
-
-def order_at(topic: Topic, key: str) -> WeightsOrder | None:
-    """The order under a key; None without one, or after it was withdrawn."""
-    value = topic.get(key)
-    return msgspec.msgpack.decode(value, type=WeightsOrder) if value else None

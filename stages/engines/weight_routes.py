@@ -101,17 +101,14 @@ class DistributedRoute(WeightRoute):
         try:
             yield transfer
         except BaseException:
-            await self._leave()  # the two ends may be at different broadcasts now
+            await self.close()  # the two ends may be at different broadcasts now
             raise
-
-    async def close(self) -> None:
-        await self._leave()
 
     async def _joined(self, client: EngineClient) -> tuple[WeightGroup, UpdateClient]:
         """The group with this client's engine, created at the first update of an incarnation and after a failure."""
         if self._group is not None and self._update is not None and self._update.client is client:
             return self._group, self._update
-        await self._leave()
+        await self.close()
         update = UpdateClient(client)
         ranks = await client.server_info()
         _check_ranks("distributed", client, ranks)
@@ -132,7 +129,8 @@ class DistributedRoute(WeightRoute):
         log.info("%s: weight group %s of %d ranks over %s", self.engine, name, world_size, backend)
         return group, update
 
-    async def _leave(self) -> None:
+    async def close(self) -> None:
+        """Leave the group, if there is one."""
         group, update = self._group, self._update
         self._group = self._update = None
         if group is None or update is None:
@@ -232,39 +230,34 @@ def order_key(engine: EngineAddress) -> str:
 
 
 class FetcherRoute(WeightRoute):
-    """Runs the announced route beside the engine. `stands`: whether the engine still exists."""
+    """Runs the announced route beside the engine, for one update: it is its own `Transfer`.
+
+    `stands`: whether the engine still exists.
+    """
 
     def __init__(self, topic: Topic, engine: EngineAddress, stands: Callable[[], bool], *, in_full: bool) -> None:
         self.topic, self.engine, self.stands, self.in_full = topic, engine, stands, in_full
 
     @contextlib.asynccontextmanager
     async def open(self, client: EngineClient, announcement: WeightsAnnouncement) -> AsyncIterator[Transfer]:
-        order = WeightsOrder(secrets.token_hex(8), _address(self.engine), announcement, self.in_full)
-        transfer = OrderedTransfer(self, order)
+        self._order = WeightsOrder(secrets.token_hex(8), _address(self.engine), announcement, self.in_full)
         try:
-            await transfer.carried_out()
-            yield transfer
+            await self._carried_out()
+            yield self
         finally:
             await withdraw_order(self.topic, self.engine)
 
-
-class OrderedTransfer:
-    """Weights on the engine's node. Implements `Transfer`."""
-
-    def __init__(self, route: FetcherRoute, order: WeightsOrder) -> None:
-        self.route, self.order = route, order
-
     async def apply(self, flush_cache: bool) -> WeightsUpdated:
-        order = msgspec.structs.replace(self.order, applies=self.order.applies + 1, flush_cache=flush_cache)
-        self.order = order
-        answer = await self.carried_out()
+        applies = self._order.applies + 1
+        self._order = msgspec.structs.replace(self._order, applies=applies, flush_cache=flush_cache)
+        answer = await self._carried_out()
         assert answer.updated is not None, "a carried-out order has a result"
         return answer.updated
 
-    async def carried_out(self) -> WeightsBrought:
+    async def _carried_out(self) -> WeightsBrought:
         """Publish the order. Waits for its answer, or for the loss of the engine. Raises NotBrought or
         EngineUnreachable."""
-        topic, engine, order = self.route.topic, self.route.engine, self.order
+        topic, engine, order = self.topic, self.engine, self._order
         await topic.publish(order_key(engine), msgspec.msgpack.encode(order))
         key, revision = f"{BROUGHT}{engine.fetcher}/{engine.engine}", 0
         while True:
@@ -274,7 +267,7 @@ class OrderedTransfer:
                     raise NotBrought(f"{engine.fetcher}: {answer.error}")
                 if answer.applied >= order.applies:
                     return answer
-            if not self.route.stands():
+            if not self.stands():
                 raise EngineUnreachable(engine.url, "it was lost during the transfer of its weights")
             revision = await topic.wait(revision, key, ADDRESS + engine.engine)
 

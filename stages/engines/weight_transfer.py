@@ -15,10 +15,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import threading
 import time
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
@@ -27,8 +25,9 @@ from models.engines.client import EngineClient, UpdateClient, WeightsUpdated
 from models.errors import EngineError, NotVerified
 from models.weights.layout import Bucket, plan_buckets
 from models.weights.shared_memory_reader import SlotReader
+from stages.base import in_daemon_thread
 from stages.messages import WeightsAnnouncement
-from stages.ports import Topic
+from stages.ports import Topic, wait_at_most
 from stages.topic_values import KEYS, EngineEntry, carrying
 
 if TYPE_CHECKING:
@@ -63,9 +62,7 @@ async def await_turn(topic: Topic, engine: str, announcement: WeightsAnnouncemen
             names = ", ".join(entry.engine for entry in lacking)
             log.warning("%s loads version %d before its turn: %s lack it", engine, announcement.version, names)
             return
-        with contextlib.suppress(TimeoutError):  # the loop checks again
-            async with asyncio.timeout(1.0):
-                revision = await topic.wait(revision, *KEYS)
+        revision = await wait_at_most(1.0, topic.wait(revision, *KEYS)) or revision
 
 
 def _older(entry: EngineEntry, announcement: WeightsAnnouncement) -> bool:
@@ -169,21 +166,10 @@ async def together(blocking: Callable[[], None], call: Coroutine[Any, Any, T]) -
     Waits for both; unblocked by the first error, which is raised. The blocking half runs in a daemon thread, so that it
     cannot delay the end of the process: gloo cannot be interrupted, only timed out.
     """
-    ended: Future[None] = Future()
-    ended.set_running_or_notify_cancel()  # it cannot be interrupted
-
-    def work() -> None:
-        try:
-            blocking()
-        except Exception as error:
-            ended.set_exception(error)
-        else:
-            ended.set_result(None)
-
-    threading.Thread(target=work, name="weights", daemon=True).start()
+    ended = asyncio.wrap_future(in_daemon_thread(blocking, "weights"))
     try:
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(_wait(asyncio.wrap_future(ended)))
+            tasks.create_task(_wait(ended))
             answer = tasks.create_task(call)
     except BaseExceptionGroup as group:
         raise group.exceptions[0] from None

@@ -165,7 +165,11 @@ def _messages(sent: SentMessage) -> Iterator[Message]:
             author,
             _text([block for block in blocks if block.type == "text"]),
             "".join(block.thinking for block in blocks if block.type == "thinking"),
-            tuple(ToolCall(block.name, _object(block.input), block.id) for block in blocks if block.type == "tool_use"),
+            tuple(
+                ToolCall(block.name, block.input if isinstance(block.input, dict) else {}, block.id)
+                for block in blocks
+                if block.type == "tool_use"
+            ),
         )
         return
     for block in blocks:
@@ -184,7 +188,3 @@ def _text(content: str | list[Block] | None) -> str:
     if unsupported:
         raise Refused("invalid", f"content of type {unsupported[0][:40]!r} is not supported; send texts")
     return "\n".join(block.text for block in content)
-
-
-def _object(value: object) -> dict[str, object]:
-    return value if isinstance(value, dict) else {}

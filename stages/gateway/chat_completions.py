@@ -68,7 +68,20 @@ class ChatRequest(Struct, frozen=True):
     top_k: int | None = None
 
 
-class ChatCompletions:
+class OpenAIErrors:
+    """The errors of OpenAI's dialects."""
+
+    def error(self, refused: Refused) -> Json:
+        status = STATUS[refused.reason]
+        kind = "server_error" if status >= 500 else "invalid_request_error"
+        code = _KINDS.get(refused.reason, refused.reason)
+        return {"error": {"message": refused.message, "type": kind, "param": None, "code": code}}
+
+    def error_event(self, refused: Refused) -> bytes:
+        return event(self.error(refused))
+
+
+class ChatCompletions(OpenAIErrors):
     def read(self, body: bytes) -> Ask:
         parsed = decode(body, ChatRequest)
         if (parsed.n or 1) != 1:
@@ -130,19 +143,6 @@ class ChatCompletions:
         if ask.stream_usage:
             yield _chunk(ask, answer, None, more={"usage": usage(answer)})
         yield b"data: [DONE]\n\n"
-
-    def error(self, refused: Refused) -> Json:
-        return openai_error(refused)
-
-    def error_event(self, refused: Refused) -> bytes:
-        return event(openai_error(refused))
-
-
-def openai_error(refused: Refused) -> Json:
-    status = STATUS[refused.reason]
-    kind = "server_error" if status >= 500 else "invalid_request_error"
-    code = _KINDS.get(refused.reason, refused.reason)
-    return {"error": {"message": refused.message, "type": kind, "param": None, "code": code}}
 
 
 def usage(answer: Answer) -> Json:

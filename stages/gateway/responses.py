@@ -17,7 +17,7 @@ from msgspec import Struct
 
 from stages.chat.messages import Message, ToolCall
 from stages.gateway.answers import Answer, Ask, Json, Refused, Sampling, decode, event
-from stages.gateway.chat_completions import Part, arguments_text, content_text, function_tool, openai_error, role
+from stages.gateway.chat_completions import OpenAIErrors, Part, arguments_text, content_text, function_tool, role
 from stages.gateway.sessions import Conversation
 
 
@@ -45,7 +45,7 @@ class ResponsesRequest(Struct, frozen=True):
     previous_response_id: str | None = None
 
 
-class Responses:
+class Responses(OpenAIErrors):
     def read(self, body: bytes) -> Ask:
         parsed = decode(body, ResponsesRequest)
         if parsed.previous_response_id:
@@ -101,9 +101,6 @@ class Responses:
             yield emit("response.output_item.done", output_index=index, item=item)
         ending = "response.incomplete" if answer.finish == "length" else "response.completed"
         yield emit(ending, response=self.answer(ask, answer))
-
-    def error(self, refused: Refused) -> Json:
-        return openai_error(refused)
 
     def error_event(self, refused: Refused) -> bytes:
         words = {"code": "server_error", "message": refused.message, "param": None, "sequence_number": 0}

@@ -15,16 +15,17 @@ import contextlib
 import hashlib
 import logging
 import secrets
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from types import TracebackType
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 from aiohttp import web
 from msgspec import Struct
 
+from stages.base import outcome_of
 from stages.chat.messages import ChatFormatError
-from stages.gateway.answers import STATUS, Answer, Answers, Ask, Dialect, Json, OpenSession, Refused
+from stages.gateway.answers import STATUS, Answers, Ask, Dialect, Json, OpenSession, Refused
 from stages.gateway.anthropic_messages import AnthropicMessages
 from stages.gateway.chat_completions import ChatCompletions
 from stages.gateway.responses import Responses
@@ -39,6 +40,7 @@ DIALECTS: Final[Mapping[str, Dialect]] = {
     "/inference/v1/generate": VllmGenerate(),
     "/generate": SglangGenerate(),
 }
+HOST: Final = "127.0.0.1"
 COUNT: Final = "/v1/messages/count_tokens"
 COMMENT_S: Final = 10.0  # interval of keep-alive comments in a stream
 _SHUTDOWN_S: Final = 1.0
@@ -59,18 +61,11 @@ DEFAULT_LIMITS: Final = Limits()
 class Gateway:
     """The server. Use as an async context manager; `session` opens sessions for agents."""
 
-    def __init__(
-        self,
-        answers: Answers,
-        *,
-        host: str = "127.0.0.1",
-        port: int = 0,
-        model: str = "policy",
-        limits: Limits = DEFAULT_LIMITS,
-    ) -> None:
-        """`port` 0 takes any free port."""
+    model: Final = "policy"
+
+    def __init__(self, answers: Answers, *, limits: Limits = DEFAULT_LIMITS) -> None:
         self.url = ""
-        self._answers, self._host, self._port, self.model, self._limits = answers, host, port, model, limits
+        self._answers, self._limits = answers, limits
         self._sessions: dict[bytes, OpenSession] = {}  # by the digest of the key
         self._runner: web.AppRunner | None = None
 
@@ -80,11 +75,11 @@ class Gateway:
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=_SHUTDOWN_S)
         await self._runner.setup()
         try:
-            await web.TCPSite(self._runner, self._host, self._port).start()
+            await web.TCPSite(self._runner, HOST, 0).start()  # any free port
         except BaseException:
             await self._runner.cleanup()
             raise
-        self.url = f"http://{self._host}:{self._runner.addresses[0][1]}"
+        self.url = f"http://{HOST}:{self._runner.addresses[0][1]}"
         return self
 
     async def __aexit__(
@@ -179,12 +174,12 @@ class Gateway:
 
         async with asyncio.TaskGroup() as tasks:
             waiting = tasks.create_task(wait())
-            outcome = await _outcome(self._answers.answer(place, ask))
+            outcome = await outcome_of(self._answers.answer(place, ask))
             waiting.cancel()
-        if isinstance(outcome, Refused):
+        if isinstance(outcome, Exception):
             if not response.prepared:
                 raise outcome
-            events = [dialect.error_event(outcome)]
+            events = [dialect.error_event(as_refused(outcome))]
         else:
             events = [*dialect.events(ask, outcome)]
         with contextlib.suppress(ConnectionError):
@@ -211,14 +206,6 @@ class Gateway:
             return _json({**model, "id": path.removeprefix("/v1/models/")})
         listed = {"object": "list", "data": [model], "has_more": False}
         return _json({**listed, "first_id": self.model, "last_id": self.model})
-
-
-async def _outcome(work: Coroutine[Any, Any, Answer]) -> Answer | Refused:
-    """The answer, or the error as a value: an exception would cancel the caller's task group."""
-    try:
-        return await work
-    except Exception as error:
-        return as_refused(error)
 
 
 def as_refused(error: Exception) -> Refused:

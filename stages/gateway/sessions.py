@@ -22,6 +22,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
+from msgspec.structs import replace
 
 from models.algorithms.aggregation import IntArray, token_numbers
 from stages.chat.messages import ChatFormat, ChatFormatError, Message, ToolCall, ToolSchema
@@ -92,14 +93,14 @@ class Session:
         after = append_result(before, result)
         if not trained:
             mask = joined(before.loss_mask, np.zeros(len(result.token_ids)))
-            after = msgspec.structs.replace(after, loss_mask=wire(mask, UInt8Array))
-        after = msgspec.structs.replace(after, response=result.text, turns=_turns(after))
+            after = replace(after, loss_mask=wire(mask, UInt8Array))
+        after = replace(after, response=result.text, turns=_turns(after))
         place = before.sequence
         self._sequences[place : place + 1] = [after]
         self._last = place
         self.turns += 1
         if turn.conversation is not None and reply is not None:
-            answered = msgspec.structs.replace(turn.conversation, messages=(*turn.conversation.messages, reply))
+            answered = replace(turn.conversation, messages=(*turn.conversation.messages, reply))
             self._replies[self._digests(answered)[-1]] = _Reply(place, after.length)
 
     @property
@@ -120,12 +121,13 @@ class Session:
         if not any(part.prefix is not None and part.prefix.sequence == self._last for part in parts[:-1]):
             where = {place: new for new, place in enumerate(order)}
             parts = [
-                _with_prefix(part, part.prefix and Prefix(where[part.prefix.sequence], part.prefix.length))
+                replace(part, prefix=part.prefix and Prefix(where[part.prefix.sequence], part.prefix.length))
                 for part in parts
             ]
         else:
             numbers = token_numbers([s.length for s in self._sequences], prefixes(self._sequences))
-            parts = [_with_prefix(part, _shared([numbers[p] for p in order], new)) for new, part in enumerate(parts)]
+            shown = [numbers[place] for place in order]
+            parts = [replace(part, prefix=_shared(shown, new)) for new, part in enumerate(parts)]
         return as_rollout(*parts) if parts else ()
 
     # ------------------------------------------------------------------ contexts
@@ -157,7 +159,7 @@ class Session:
         """The message normalised: clients change surrounding space and JSON notation when they send a reply back."""
         if message.role != "assistant":
             return message
-        return msgspec.structs.replace(
+        return replace(
             message,
             content=message.content.strip(),
             reasoning_content="" if self._ignore_reasoning else message.reasoning_content.strip(),
@@ -176,11 +178,11 @@ class Session:
         shares = [(place, _common(sample.token_ids, ids)) for place, sample in enumerate(self._sequences)]
         shares = [(place, n) for place, n in shares if n >= self._sequences[place].prompt_length]
         if not shares:  # a branch inside the prompt is a new sequence
-            return msgspec.structs.replace(new_sample(ids, self._index), sequence=len(self._sequences))
+            return replace(new_sample(ids, self._index), sequence=len(self._sequences))
         place, shared = max(shares, key=lambda share: share[1])
         known = self._sequences[place]
         if shared < known.length:
-            known = msgspec.structs.replace(branch(known, shared), sequence=len(self._sequences))
+            known = replace(branch(known, shared), sequence=len(self._sequences))
         return append_untrained(known, ids[shared:].tolist(), "")
 
 
@@ -195,10 +197,6 @@ def _turns(sample: Sample) -> int:
     """Turns of the model in a sequence: contiguous runs of generated tokens."""
     generated = [run.version >= 0 for run in sample.version_runs]
     return sum(now and not before for before, now in zip([False, *generated], generated, strict=False))
-
-
-def _with_prefix(part: Sample, prefix: Prefix | None) -> Sample:
-    return msgspec.structs.replace(part, prefix=prefix)
 
 
 def _shared(numbers: Sequence[IntArray], place: int) -> Prefix | None:
@@ -221,4 +219,4 @@ def _parsed(call: ToolCall) -> ToolCall:
         value: object = msgspec.json.decode(call.arguments)
     except (msgspec.DecodeError, UnicodeError, RecursionError):
         return call
-    return msgspec.structs.replace(call, arguments=value) if isinstance(value, dict) else call
+    return replace(call, arguments=value) if isinstance(value, dict) else call

@@ -7,15 +7,14 @@ without `logprobs` in the request.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import msgspec
 from msgspec import Struct
 
 from models.engines.protocol import FinishReason, GenerateOutput, MetaInfo, VersionSpan
 from stages.gateway.answers import Answer, Ask, Json, Refused, Sampling, decode, event
-from stages.gateway.chat_completions import openai_error, texts
+from stages.gateway.chat_completions import OpenAIErrors, texts
 
 
 class SamplingParams(Struct, frozen=True):
@@ -46,12 +45,12 @@ class SglangRequest(Struct, frozen=True):
     stream: bool | None = None
 
 
-class VllmGenerate:
+class VllmGenerate(OpenAIErrors):
     def read(self, body: bytes) -> Ask:
         parsed = decode(body, TokensRequest)
         if parsed.stream:
             raise Refused("invalid", "stream is not supported on this route; leave it out")
-        return _ask(parsed.model, parsed.sampling_params, ids=parsed.token_ids)
+        return _ask(parsed.model, parsed.sampling_params, parsed.token_ids)
 
     def answer(self, ask: Ask, answer: Answer) -> Json:
         choice = {
@@ -65,12 +64,6 @@ class VllmGenerate:
     def events(self, ask: Ask, answer: Answer) -> Iterator[bytes]:
         raise NotImplementedError("`read` refuses streams")
 
-    def error(self, refused: Refused) -> Json:
-        return openai_error(refused)
-
-    def error_event(self, refused: Refused) -> bytes:
-        return event(openai_error(refused))
-
 
 class SglangGenerate:
     """One prompt to a request. A stream is one cumulative chunk, as in SGLang."""
@@ -79,8 +72,8 @@ class SglangGenerate:
         request = decode(body, SglangRequest)
         if (request.input_ids is None) == (request.text is None):
             raise Refused("invalid", "give either input_ids or text")
-        ask = _ask("policy", request.sampling_params, ids=request.input_ids or (), text=request.text or "")
-        return ask if not request.stream else _streamed(ask)
+        ids, text = request.input_ids or (), request.text or ""
+        return _ask("policy", request.sampling_params, ids, text, stream=bool(request.stream))
 
     def answer(self, ask: Ask, answer: Answer) -> Json:
         return msgspec.to_builtins(_output(answer))  # type: ignore[no-any-return]
@@ -96,7 +89,7 @@ class SglangGenerate:
         return event(self.error(refused))
 
 
-def _ask(model: str, params: SamplingParams, ids: Any = (), text: str = "") -> Ask:
+def _ask(model: str, params: SamplingParams, ids: Sequence[int], text: str = "", *, stream: bool = False) -> Ask:
     if (params.n or 1) != 1:
         raise Refused("invalid", f"n is {params.n}; the gateway gives one answer to a request: send more requests")
     limit = params.max_new_tokens if params.max_tokens is None else params.max_tokens
@@ -109,11 +102,8 @@ def _ask(model: str, params: SamplingParams, ids: Any = (), text: str = "") -> A
         stop_token_ids=tuple(params.stop_token_ids or ()),
         keep_stop=bool(params.no_stop_trim),
         sampling=Sampling(params.temperature, params.top_p, params.top_k),
+        stream=stream,
     )
-
-
-def _streamed(ask: Ask) -> Ask:
-    return msgspec.structs.replace(ask, stream=True)
 
 
 def _output(answer: Answer) -> GenerateOutput:

@@ -21,14 +21,14 @@ from typing import Any
 import msgspec
 
 from configs.schema import Config
-from stages.base import Activity
+from stages.base import Activity, outcome_of
 from stages.chat.messages import ChatFormatError, Message, ToolSchema
 from stages.chat.tokenizer import Tokenizer, load_tokenizer
 from stages.gateway.answers import Answers, OpenSession
 from stages.gateway.server import Gateway, Limits
 from stages.gateway.sessions import Session
 from stages.messages import PromptGroup, Sample
-from stages.ports import Topic
+from stages.ports import Topic, wait_value
 from stages.sampling.rollout_requests import Requests
 from stages.sampling.sampler import Sampler
 from stages.slime.client import UserLoop
@@ -87,12 +87,9 @@ class GenerateFunctions:
         await asyncio.to_thread(self.loop.close)
 
     async def follow(self, topic: Topic) -> None:
-        """Follow the topic for a drain; runs until cancelled."""
-        revision = 0
-        while True:
-            revision = await topic.wait(revision, "drain")
-            if topic.get("drain") is not None:
-                self._drain.set()
+        """Waits for a drain; may be cancelled."""
+        await wait_value(topic, "drain")
+        self._drain.set()
 
     async def take(self, path: str, group: PromptGroup, samples: Sequence[Sample], ended: Callable[..., None]) -> None:
         """Make the rollouts. `ended` gets the sequences of each rollout at its end; returns after the last."""
@@ -139,7 +136,7 @@ class GenerateFunctions:
         Raises Drained, TimeoutError, and the function's exceptions.
         """
         async with asyncio.TaskGroup() as tasks:
-            calling = tasks.create_task(_outcome(work))
+            calling = tasks.create_task(outcome_of(work))
             draining = tasks.create_task(self._drain.wait())
             await asyncio.wait(
                 (calling, draining),
@@ -180,11 +177,3 @@ class GenerateFunctions:
 
 class Drained(Exception):
     """The run is ending."""
-
-
-async def _outcome(work: Any) -> Any:
-    """The result, or the exception as a value: raised, it would cancel the caller's task group."""
-    try:
-        return await work
-    except Exception as error:
-        return error

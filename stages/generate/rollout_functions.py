@@ -18,11 +18,13 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
 import msgspec
 
 from configs.schema import Config
+from stages.base import in_daemon_thread
 from stages.gateway.answers import OpenSession
 from stages.gateway.sessions import Session
 from stages.generate.generate_functions import Drained, GenerateFunctions, NoChat
@@ -173,7 +175,8 @@ class RolloutFunction:
         named = {"evaluation": False} if "evaluation" in inspect.signature(self._function).parameters else {}
         if inspect.iscoroutinefunction(self._function):
             return self._functions.loop.call(self._function(args, rollout_id, source, **named))
-        return _in_thread(lambda: self._function(args, rollout_id, source, **named))
+        call = partial(self._function, args, rollout_id, source, **named)
+        return asyncio.wrap_future(in_daemon_thread(call, "rollout-function"))
 
     def _ended(
         self, parts: list[Any], recorded: Sequence[Sample], sample: Sample, metrics: dict[str, float]
@@ -184,28 +187,6 @@ class RolloutFunction:
         except ReturnedError as error:
             return (replace(sample, status="failed", error=f"{self.path}: {error}"),)
         return (*rollout[:-1], replace(rollout[-1], metrics={**rollout[-1].metrics, **metrics}))
-
-
-async def _in_thread(function: Callable[[], Any]) -> Any:
-    """Run a function in a daemon thread and await it. A hanging thread is abandoned."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Any] = loop.create_future()
-
-    def settle(value: Any, error: BaseException | None) -> None:
-        if not future.done():
-            future.set_result(value) if error is None else future.set_exception(error)
-
-    def work() -> None:
-        value, error = None, None
-        try:
-            value = function()
-        except Exception as raised:
-            error = raised
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(settle, value, error)
-
-    threading.Thread(target=work, name="rollout-function", daemon=True).start()
-    return await future
 
 
 def _flat(groups: Any) -> Iterator[Any]:

@@ -14,7 +14,6 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections import Counter
 from collections.abc import Sequence
 from typing import Final
@@ -26,7 +25,7 @@ from stages.generate.generate_functions import GenerateFunctions, function_of
 from stages.generate.rollout_functions import RolloutFunction
 from stages.generate.turns import Loops, Turns
 from stages.messages import PromptGroup, RolloutSlice, Sample, without_prompt
-from stages.ports import Inlet, Lease, Outlet, Ports
+from stages.ports import Inlet, Lease, Outlet, Ports, wait_at_most
 from stages.records.once import EPISODES_DIR
 from stages.records.unfinished import ResponseJournal
 from stages.rollouts import new_sample, rollouts
@@ -49,15 +48,7 @@ class GenerateStage(Stage):
     async def setup(self) -> None:
         context = self.context
         self.loops = Loops(self.config, context.loops)
-        self.sampler = Sampler(
-            self.config,
-            replica=context.replica,
-            index=context.index,
-            replicas=context.replicas,
-            stage="generate",
-            vocab_size=self.options.vocab_size,
-            extra=self.activity.extra,
-        )
+        self.sampler = Sampler.of(context, "generate", self.activity.extra)
         requests, vocab_size = Requests(self.config, self.options.max_context), self.options.vocab_size
         self.journal = ResponseJournal(context.run_dir / EPISODES_DIR, self.config, self.options.lives)
         self.turns = Turns(requests, self.sampler, self.activity, self.journal)
@@ -122,9 +113,8 @@ class GenerateStage(Stage):
             self.activity.tokens += tokens
             details.append(f"{tokens} tokens")
             if leaving.versions:
-                details.append(
-                    f"version {' to '.join(map(str, sorted({min(leaving.versions), max(leaving.versions)})))}"
-                )
+                versions = sorted({min(leaving.versions), max(leaving.versions)})
+                details.append(f"version {' to '.join(map(str, versions))}")
         lease.done()
 
     async def _begin(self, prompt: PromptGroup, outlet: Outlet[RolloutSlice]) -> None:
@@ -181,9 +171,7 @@ class _Leaving:
 
     async def _flush(self) -> None:
         """Send the finished rollouts. Waits for the last rollout, or until the first has waited long enough."""
-        with contextlib.suppress(TimeoutError):  # send without the rest
-            async with asyncio.timeout(MEMBER_LINGER_S):
-                await self.all_here.wait()
+        await wait_at_most(MEMBER_LINGER_S, self.all_here.wait())
         ended = sorted(self._ended, key=lambda slice_: slice_.samples[0].index)
         self._ended.clear()
         rest = RolloutSlice(ended[0].group, tuple(sample for slice_ in ended for sample in slice_.samples))

@@ -99,15 +99,12 @@ class Turns:
         """A sample reached its deadline: keep it as it is, or restart it."""
         stopped = self.requests.stopped(sample, deadline)
         replaced = stopped.replaced > sample.replaced
-        self._add("deadline_replaced" if replaced else "deadline_truncated", 1)
-        self._add("deadline_tokens_dropped", sample.response_length if replaced else 0)
+        self.activity.count("deadline_replaced" if replaced else "deadline_truncated")
+        self.activity.count("deadline_tokens_dropped", sample.response_length if replaced else 0)
         if replaced:
             await self._request(group, (stopped,), done)
         else:
             done(stopped)
-
-    def _add(self, name: str, n: float) -> None:
-        self.activity.extra[name] = self.activity.extra.get(name, 0.0) + n
 
 
 log = logging.getLogger("sluice.loops")

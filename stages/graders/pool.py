@@ -150,7 +150,8 @@ class GraderPool:
             elif self._seats:
                 pending.append(position)
             else:
-                results[position] = failed(refusal(item.grader) or _needs_process(item.grader))
+                alone = "runs only in a grader process; set --reward-workers to 1 or more (it is 0)"
+                results[position] = failed(refusal(item.grader) or f"grader {item.grader!r} {alone}")
         queue = iter(pending)
 
         async def grade_queue() -> None:
@@ -219,19 +220,9 @@ def pool_error_alone() -> Iterator[None]:
 
 
 def _repaired(item: GradeRequest) -> GradeRequest:
-    return msgspec.structs.replace(
-        item,
-        grader=clean(item.grader),
-        response=clean(item.response),
-        label=None if item.label is None else clean(item.label),
-        metadata=clean(item.metadata),
-        responses=tuple(clean(response) for response in item.responses),
-        prompt=clean(item.prompt),
-    )
-
-
-def _needs_process(grader: str) -> str:
-    return f"grader {grader!r} runs only in a grader process; set --reward-workers to 1 or more (it is 0)"
+    """The item with all of its texts encodable."""
+    texts = {name: clean(value) for name, value in msgspec.structs.asdict(item).items() if isinstance(value, str)}
+    return msgspec.structs.replace(item, **texts, responses=tuple(map(clean, item.responses)))
 
 
 def answer(call: msgspec.Raw) -> Grade | None:

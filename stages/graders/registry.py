@@ -42,7 +42,6 @@ from stages.graders.math import mathematics
 from stages.graders.math.answer import last_box
 from stages.graders.math.final_line import WRONG, grade_dapo, grade_gsm8k, grade_gsm8k_flex, marked_number
 from stages.graders.text import compare, ifeval, ifeval_rules
-from stages.graders.text.gpqa import grade_gpqa
 
 IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _PARAMETERS = ("response", "label", "metadata")
@@ -82,12 +81,15 @@ def _ask(
 
 def _ask_as_slime(function: Callable[..., object], request: GradeRequest, metadata: dict[str, object]) -> object:
     """Call a function of slime's signature: `(args, sample)`, or `(args, samples)` for a group."""
-    from stages.slime.hooks import graded_samples
-    from stages.slime.types import SlimeArguments
+    from stages.slime.types import Sample, SlimeArguments
 
-    responses = request.responses or (request.response,)
-    lengths = [request.n_tokens] if not request.responses else [0] * len(responses)
-    samples = graded_samples(request.prompt, responses, request.label, metadata, lengths)
+    length = 0 if request.responses else request.n_tokens
+    samples = [
+        Sample(
+            prompt=request.prompt, response=response, response_length=length, label=request.label, metadata={**metadata}
+        )
+        for response in request.responses or (request.response,)
+    ]
     return function(SlimeArguments(reward_key=request.reward_key), samples if request.responses else samples[0])
 
 
@@ -148,11 +150,8 @@ def stage_grader(argument: str | None) -> Grader:
     """The entry of `remote` and `judge`, which run in the reward stage. Raises ValueError."""
     if argument is not None and not argument.strip():
         raise ValueError("the text after the colon is empty")
-
-    def refuse(request: GradeRequest) -> Grade:
-        return failed(f"{request.grader!r} runs in the reward stage, not in a grader process")
-
-    return Grader(refuse, in_stage=False)
+    reason = "runs in the reward stage, not in a grader process"
+    return Grader(lambda request: failed(f"{request.grader!r} {reason}"), in_stage=False)
 
 
 def _contains(argument: str | None) -> Grader:
@@ -173,12 +172,12 @@ GRADERS: dict[str, Entry] = {
     "math": Entry(mathematics.math_grader, "math, math:compat, math:verify or math:either"),
     "math_strict": against_label(mathematics.grade_strict, "math_strict"),
     "math_hendrycks": against_label(mathematics.grade_hendrycks, "math_hendrycks"),
-    "math_verify": fixed(mathematics.symbolic(mathematics.grade_verify), "math_verify"),
+    "math_verify": fixed(mathematics.symbolic(mathematics.DIALECTS["verify"]), "math_verify"),
     "deepscaler": fixed(mathematics.symbolic(mathematics.grade_deepscaler), "deepscaler"),
     "dapo": fixed(Grader(grade_dapo, needs_label=True, wrong=WRONG), "dapo"),
     "f1": Entry(compare.f1_grader, "f1 or f1:exact_empty=1"),
     "exact_match": against_label(compare.grade_exact_match, "exact_match"),
-    "gpqa": fixed(Grader(grade_gpqa), "gpqa"),
+    "gpqa": fixed(Grader(compare.grade_gpqa), "gpqa"),
     "ifeval": fixed(
         Grader(ifeval.grade_ifeval, in_stage=False, wrong=0.0, prepare=ifeval_rules.prepare_language), "ifeval"
     ),
@@ -206,7 +205,8 @@ def find_grader(name: str) -> Grader:
     if boxed:
         entry = GRADERS.get(base.removeprefix(BOXED))
     if entry is None:
-        return _find_custom(name, base)
+        _check_form(name, base)
+        return Grader(custom_grader(name), in_stage=False)
     if boxed and not entry.reads_text:
         raise UnknownGraderError(f"rm_type {name!r}: {BOXED!r} needs a grader that reads the response; leave it off")
     try:
@@ -230,11 +230,6 @@ def listed_grader(name: str) -> Grader | None:
         return None if is_import_path(name) else find_grader(name)
     except UnknownGraderError:
         return None
-
-
-def _find_custom(name: str, base: str) -> Grader:
-    _check_form(name, base)
-    return Grader(custom_grader(name), in_stage=False)
 
 
 def _check_form(name: str, base: str) -> None:

@@ -32,11 +32,14 @@ def uniform(seed: int, stream: int) -> float:
 
 
 def length_grader(argument: str | None) -> Grader:
-    """`length:N`. Raises ValueError."""
+    """`length:N`: minus the relative distance of the response's length (tokens) from N, clipped to [-1, 0].
+
+    Raises ValueError.
+    """
     target = int(argument or "")
     if target < 1:
         raise ValueError("the target must be at least 1 token")
-    return Grader(partial(grade_length, target))
+    return Grader(lambda request: Grade(max(-1.0, -abs(request.n_tokens - target) / target)))
 
 
 def random_grader(argument: str | None) -> Grader:
@@ -45,11 +48,11 @@ def random_grader(argument: str | None) -> Grader:
 
 
 def constant_grader(argument: str | None) -> Grader:
-    """`constant:X`. Raises ValueError."""
+    """`constant:X`: the same score for everything. Raises ValueError."""
     score = float(argument or "")
     if not math.isfinite(score):
         raise ValueError("the score must be finite")
-    return Grader(partial(grade_constant, score))
+    return Grader(lambda _: Grade(score))
 
 
 def sleep_grader(argument: str | None) -> Grader:
@@ -69,20 +72,10 @@ def _probability(argument: str | None, default: float) -> float:
     return value
 
 
-def grade_length(target: int, request: GradeRequest) -> Grade:
-    """Minus the relative distance of the response's length (tokens) from the target, clipped to [-1, 0]."""
-    return Grade(max(-1.0, -abs(request.n_tokens - target) / target))
-
-
 def grade_random(probability: float, request: GradeRequest) -> Grade:
     """1 with the given probability, else 0."""
     won = uniform(request.seed, 0) < probability
     return Grade(float(won), won)
-
-
-def grade_constant(score: float, request: GradeRequest) -> Grade:
-    """The same score for everything."""
-    return Grade(score)
 
 
 def grade_sleep(draw: Draw, request: GradeRequest) -> Grade:

@@ -191,7 +191,8 @@ class GroupStage(Stage):
                 await self._evaluated(slice_, ports)
                 self._release(open_)
                 return
-            self._state.version = newest_version(ports.topic)
+            newest = read_value(ports.topic, "weights", WeightsAnnouncement)
+            self._state.version = 0 if newest is None else newest.version
             verdict = await self._judge(slice_)
             port = "out" if isinstance(verdict, RolloutSlice) else "settle"
             with self.activity.sending():
@@ -226,7 +227,7 @@ class GroupStage(Stage):
                 self.activity.failures += 1
                 return settlement(slice_, "failed", f"group filter: {type(error).__name__}: {error}")
             if not decision.keep:
-                self.activity.extra["filtered"] = self.activity.extra.get("filtered", 0.0) + 1
+                self.activity.count("filtered")
                 return settlement(slice_, "filtered", decision.reason or "filtered")
         if self._sample_filter is not None:
             try:
@@ -273,9 +274,3 @@ async def _decide(filter_: GroupFilter, slice_: RolloutSlice) -> FilterDecision:
     if not isinstance(decision, FilterDecision):
         raise FilterError(f"it returned {type(decision).__name__}; a filter must return a bool or a FilterDecision")
     return decision
-
-
-def newest_version(topic: Topic) -> int:
-    """Version of the newest published weights, 0 before the first."""
-    newest = read_value(topic, "weights", WeightsAnnouncement)
-    return 0 if newest is None else newest.version

@@ -1,12 +1,20 @@
-"""Prompts that do not come from the prompt files alone: a user's data source, and demonstrations for supervised
-training.
+"""Which prompt comes next: the order of visits, the curriculum that skips some, and a user's data source. Also
+demonstrations for supervised training.
+
+The order is a function of (seed, epoch) with random access. Positions 0, 1, 2, ... run through the epochs; each epoch
+is a permutation of all prompts. The curriculum keeps a moving average of each prompt's pass rate. While it lies
+outside [low, high], the prompt is visited only with probability `keep`.
 
 A data source (`--data-source-path`) is called as slime calls it: get_samples, save, load. It is called ahead of the
-ledger, in a thread. Each of its prompts gets a position in the order of arrival and is kept until its group is
-settled:
+ledger, in a thread. Each of its prompts gets a position in the order of arrival and is kept until its group is settled:
 a checkpoint holds it beside the source's own state. A demonstration is the label of a row, written as a rollout.
 
 Invariants:
+- `index(position)` depends only on (n, seed, shuffle, position), so the resumable cursor is the position itself. The
+  hash is written out here, so that a resumed run meets the same order under another numpy version;
+- the draw of a visit depends only on (seed, epoch, position), so that a resumed run repeats it;
+- a prompt without a known pass rate is always visited, every other one with a probability above 0;
+- a search skips at most one epoch of positions, then takes the next prompt;
 - a position has one prompt, also after a resume; the saved state of the source and the kept prompts belong to the
   same moment, so a resumed run gets the prompts that the first run would have got next;
 - a demonstration ends with one end-of-sequence token; text that a tool wrote in it (`metadata.tool_spans`, in
@@ -17,15 +25,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
-from configs.schema import Config
+from configs.schema import Config, DataConfig
 from configs.sources import normal_import_path, trusted_functions
+from models.engines.noise import GOLDEN, mix64, mix_array
 from models.import_path import import_path
 from stages.data.prompt_set import PreparedPrompt, Preparer
 from stages.data.rows import BadValue, LoadReport, RowKeys, parse_row
@@ -42,8 +52,76 @@ from stages.messages import (
     without_prompt,
 )
 from stages.prompts.ledger import DrawnRow
-from stages.prompts.prompt_order import PromptOrder
 from stages.slime.types import slime_arguments
+
+
+# Two epochs: around an epoch's end, requeued prompts of the old one interleave with the new one.
+@lru_cache(maxsize=4)
+def _permutation(n: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
+    """[n] prompt indices of one epoch: the indices sorted by a keyed hash of themselves."""
+    key = mix64(mix64(seed) ^ epoch)
+    keys = mix_array((np.arange(n, dtype=np.uint64) ^ np.uint64(key)) + GOLDEN)
+    order = np.argsort(keys, kind="stable").astype(np.int64, copy=False)
+    order.flags.writeable = False
+    return order
+
+
+class PromptOrder:
+    """Maps a position in the endless run over the prompts to (epoch, prompt index)."""
+
+    def __init__(self, n: int, seed: int, shuffle: bool) -> None:
+        if n < 1:
+            raise ValueError(f"the order needs at least one prompt, got n = {n}")
+        self.n = n
+        self.seed = seed
+        self.shuffle = shuffle
+
+    def index(self, position: int) -> tuple[int, int]:
+        """(epoch, prompt index) at a position >= 0. The first call of an epoch costs O(n log n), the others O(1)."""
+        if position < 0:
+            raise ValueError(f"a position counts from 0, got {position}")
+        epoch, offset = divmod(position, self.n)
+        if not self.shuffle:
+            return epoch, offset
+        return epoch, int(_permutation(self.n, self.seed, epoch)[offset])
+
+
+WEIGHT = 0.5  # of the newest pass rate in the average: rates move as the policy learns
+
+
+class PassRateCurriculum:
+    """Pass rates by prompt index, and which visits are left out."""
+
+    def __init__(self, data: DataConfig, order: PromptOrder, rates: Mapping[int, float] | None = None) -> None:
+        self.on = data.curriculum == "pass_rate"
+        self._data, self._order = data, order
+        self.rates: dict[int, float] = dict(rates or {})
+
+    def observe(self, index: int, pass_rate: float | None) -> None:
+        """Record the pass rate of a graded group; None is no information."""
+        if not self.on or pass_rate is None:
+            return
+        before = self.rates.get(index, pass_rate)
+        self.rates[index] = before + WEIGHT * (pass_rate - before)
+
+    def skips(self, position: int) -> bool:
+        """Whether the visit at this position of the order is left out."""
+        epoch, index = self._order.index(position)
+        rate = self.rates.get(index)
+        if rate is None or self._data.curriculum_low <= rate <= self._data.curriculum_high:
+            return False
+        draw = mix64(mix64(mix64(self._data.rollout_seed) ^ epoch) ^ position)
+        return draw / 2**64 >= self._data.curriculum_keep
+
+    def next_position(self, cursor: int) -> int:
+        """The first position from `cursor` on whose visit takes place."""
+        if not self.on:
+            return cursor
+        for position in range(cursor, cursor + self._order.n):
+            if not self.skips(position):
+                return position
+        return cursor + self._order.n
+
 
 Encode = Callable[[str], list[int]]
 
@@ -102,12 +180,9 @@ class DrawnPrompts:
         self._next = 0  # position of what the source gives next
         self._asking = asyncio.Lock()
         directory.mkdir(exist_ok=True)
-        where = str(directory)
-        self._source = self._called("__init__", lambda: import_path(self.path)(self._arguments(config, where)))
+        arguments = slime_arguments(config, save=str(directory), load=str(directory))
+        self._source = self._called("__init__", lambda: import_path(self.path)(arguments))
         self._length = int(self._called("__len__", lambda: len(self._source)))
-
-    def _arguments(self, config: Config, directory: str) -> object:
-        return slime_arguments(config, save=directory, load=directory)
 
     def __len__(self) -> int:
         return self._length

@@ -25,8 +25,7 @@ from stages.errors import NoVerdicts, Starved
 from stages.messages import CheckpointReady, EvalDone, PromptGroup, Report, RolloutSlice, Settled, StepDone
 from stages.ports import Outlet, Ports
 from stages.prompts.ledger import Ledger, LedgerSnapshot, OpenGroup
-from stages.prompts.prompt_order import PassRateCurriculum, PromptOrder
-from stages.prompts.prompt_sources import DrawnOrder, DrawnPrompts, demonstration
+from stages.prompts.prompt_sources import DrawnOrder, DrawnPrompts, PassRateCurriculum, PromptOrder, demonstration
 from stages.staleness_gate import StalenessGate
 from stages.topic_values import KEYS, Sampling, carrying
 from stages.train.saved_groups import SavedBatches
@@ -99,9 +98,8 @@ class PromptStage(Stage):
         self.sampling = Sampling(rollout.rollout_temperature, rollout.rollout_top_p)  # of groups that are submitted
         self._bounds: deque[tuple[int, int]] = deque()  # of staleness, and from which batch on
         self._again = deque(g for g in self.ledger.open_groups() if g.group_id not in restored)  # submit as they are
-        self._requeue: deque[int] = deque(
-            snapshot.requeue if snapshot else ()
-        )  # prompts that wait for their second visit
+        # Prompts that wait for their second visit:
+        self._requeue: deque[int] = deque(snapshot.requeue if snapshot else ())
         self._wake = asyncio.Event()
 
     @property

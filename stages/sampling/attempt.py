@@ -63,6 +63,7 @@ class Attempt:
     keeps_partial: bool
     grew: Callable[[int, Chunk], None] | None = None  # called with tokens as they arrive, and the member's place
     progress: Progress | None = None
+    left: dict[int, SampleResult] = field(init=False)  # members that have not ended, with the tokens kept of each
     error: Exception | None = None
     refused: Exception | None = None  # the fault in a member's answer, if any
     out_of_time: bool = False  # the caller's deadline passed, not the request's
@@ -74,17 +75,11 @@ class Attempt:
     _sent: Sent = UNCHECKED
     _newest: Callable[[], int | None] = lambda: None
     _stopped: bool = False  # this client stopped it, at the deadline
-    _open: dict[int, SampleResult] = field(init=False)
     _partial: PartialOutputs | None = None
     _reported: dict[int, int] = field(default_factory=dict)  # tokens last passed to `progress`, by place
 
     def __post_init__(self) -> None:
-        self._open = dict(enumerate(self.had))
-
-    @property
-    def left(self) -> dict[int, SampleResult]:
-        """Members that have not ended, with the tokens kept of each."""
-        return self._open
+        self.left = dict(enumerate(self.had))
 
     @property
     def crawled(self) -> bool:
@@ -96,7 +91,7 @@ class Attempt:
 
     def end_all(self, finish: Finish, reason: str = "") -> None:
         """End every open member with what it has."""
-        for place, result in list(self._open.items()):
+        for place, result in list(self.left.items()):
             self._settle(place, replace(result, finish=finish, reason=reason))
 
     async def run(
@@ -171,26 +166,26 @@ class Attempt:
         route.flight.end("its deadline passed")
 
     def _grow(self, place: int, entries: Sequence[LogprobEntry]) -> None:
-        if self.grew is not None and place in self._open:
+        if self.grew is not None and place in self.left:
             self.grew(place, Chunk(tuple(e[1] for e in entries), tuple(e[0] or 0.0 for e in entries)))
 
     def _count(self, place: int, tokens: int) -> None:
         """`tokens` tokens of the answer are certain now."""
-        if self.progress is None or self._partial is None or place not in self._open:
+        if self.progress is None or self._partial is None or place not in self.left:
             return
         if tokens - self._reported.get(place, 0) < self.progress.tokens:
             return
         self._reported[place] = tokens
         output = self._partial.certain_of(place)
-        result = with_saved(self.request, self._open[place], output, self._spent_s, self._known, lost=False)
+        result = with_saved(self.request, self.left[place], output, self._spent_s, self._known, lost=False)
         if result.finish != "failed":
             self.progress.tell(place, result)
 
     def _land(self, place: int, output: GenerateOutput) -> None:
         """Record a member that the engine has ended."""
-        if place not in self._open:
+        if place not in self.left:
             return  # the end of the stream repeats members that ended before
-        had = self._open[place]
+        had = self.left[place]
         result = extended(self.request, had, output, self._spent_s, self._known)
         if result.error is not None:
             self.refused = result.error
@@ -201,14 +196,14 @@ class Attempt:
     def _land_all(self, outputs: Sequence[GenerateOutput]) -> None:
         if len(outputs) != len(self.had):
             error = ValueError(f"the engine sent {len(outputs)} answers for {len(self.had)} samples")
-            for place, result in list(self._open.items()):
+            for place, result in list(self.left.items()):
                 self._settle(place, failed(result, error))
         for place, output in enumerate(outputs):
             self._land(place, output)
 
     def _save(self, saved: Sequence[GenerateOutput | None]) -> None:
         """Keep the certain tokens of a request that was lost or stopped. A member that had ended in it is complete."""
-        for place, had in list(self._open.items()):
+        for place, had in list(self.left.items()):
             output = saved[place] if saved else None
             if output is not None and output.meta_info.finish_reason is not None:
                 self._land(place, output)
@@ -217,13 +212,13 @@ class Attempt:
                 output = None
             kept = with_saved(self.request, had, output, self._spent_s, self._known, lost=not self._stopped)
             self.reused += kept.reused_tokens - had.reused_tokens
-            self._open[place] = kept
+            self.left[place] = kept
             if kept.finish == "failed":
                 self._settle(place, kept)
 
     def _settle(self, place: int, result: SampleResult) -> None:
         self.retractions += result.retractions - self.had[place].retractions
-        del self._open[place]
+        del self.left[place]
         self._release()
         self.ended(place, result)
 

@@ -128,7 +128,7 @@ class Ranking:
             "round_robin": self._round_robin,
             "random": self._shuffled,
             "power_of_two": self._power_of_two,
-            "session": _session,
+            "session": lambda choice: _rendezvous(choice.names, choice.key.encode()),
             "cache_aware": _cache_aware,
         }[policy]
 
@@ -155,11 +155,6 @@ class Ranking:
         return sorted(drawn[:2], key=lambda name: choice.loads[name]) + list(drawn[2:])
 
 
-def _session(choice: Choice) -> Sequence[str]:
-    """Rendezvous hashing: each key ranks the engines in its own order."""
-    return _rendezvous(choice.names, choice.key.encode())
-
-
 def _cache_aware(choice: Choice) -> Sequence[str]:
     """The engine that always gets this prompt, and so has its prefix cached, unless it is crowded."""
     names = _rendezvous(choice.names, choice.prompt)
@@ -168,4 +163,5 @@ def _cache_aware(choice: Choice) -> Sequence[str]:
 
 
 def _rendezvous(names: Sequence[str], key: bytes) -> list[str]:
+    """Rendezvous hashing: each key ranks the engines in its own order."""
     return sorted(names, key=lambda name: xxhash.xxh3_64_intdigest(name.encode() + b"\0" + key))

@@ -13,8 +13,6 @@ Invariants:
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -29,6 +27,7 @@ from models.engines.http_client import ROUTING_KEY_HEADER, lost_fields
 from models.engines.launch.command import policy_of
 from models.engines.protocol import GenerateRequest
 from models.errors import EngineError, EngineTimeout, EngineUnreachable, RequestNotSent
+from stages.ports import wait_at_most
 from stages.sampling.engine_choice import FIRST_COME, Choice, Ranking
 from stages.sampling.engine_directory import LOOK_S, ROUTER, EngineDirectory, InFlightRequest, Target
 from stages.topic_values import POLICY, Complaint
@@ -160,7 +159,8 @@ class Routes:
                 # Read only now, because the slots may have taken long. An engine's entry becomes `updating` before its
                 # weights change. A client that has not received that yet names the old weights for a moment, as does
                 # every request in flight during the change.
-                route.label, route.generation = self._label(target), self.directory.generation
+                route.label = self.directory.settled(self._behind(target))
+                route.generation = self.directory.generation
                 if need.policy == POLICY:
                     route.oldest, route.newest = self.directory.oldest(self._behind(target)), self._newest
                 if target.name == ROUTER and self.ranking.policy == "session":
@@ -185,9 +185,7 @@ class Routes:
                 return target
             if directory.draining:  # frozen engines serve to the end, but are not waited for
                 break
-            with contextlib.suppress(TimeoutError):  # the loop looks again
-                async with asyncio.timeout(min(left, LOOK_S)):
-                    await changed.wait()
+            await wait_at_most(min(left, LOOK_S), changed.wait())
         raise EngineUnreachable(*self._unreachable(need))
 
     def _unreachable(self, need: RouteRequest) -> tuple[str, str]:
@@ -265,10 +263,6 @@ class Routes:
         if target.name == ROUTER:
             return self.directory.router is target and self.ready()
         return any(target is serving for serving in self.directory.serving(need.policy))
-
-    def _label(self, target: Target) -> str | None:
-        """The weights that a request sent to the target now will meet."""
-        return self.directory.settled(self._behind(target))
 
     def _behind(self, target: Target) -> list[Target]:
         """The engines that may get a request sent to the target."""

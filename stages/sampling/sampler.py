@@ -16,7 +16,6 @@ import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -25,6 +24,7 @@ import numpy.typing as npt
 from configs.schema import Config
 from models.engines.protocol import GenerateRequest
 from models.errors import EngineError, EngineTimeout, EngineUnreachable
+from stages.base import GenerateOptions, StageContext
 from stages.ports import Topic
 from stages.sampling.attempt import Attempt, Progress, Reports
 from stages.sampling.engine_directory import EngineDirectory
@@ -37,6 +37,7 @@ from stages.sampling.requests import (
     SampleRequest,
     SampleResult,
     ScoreRequest,
+    T,
     failed,
     on_the_wire,
     with_stream_interval,
@@ -46,8 +47,6 @@ from stages.sampling.routes import Route, RouteRequest, Routes
 from stages.topic_values import POLICY
 
 log = logging.getLogger("sluice.sampler")
-
-T = TypeVar("T", SampleResult, SampleResult | Chunk)
 
 
 class Sampler:
@@ -87,6 +86,19 @@ class Sampler:
         # too much for that: they report a member when it ends, which only a request for several members needs.
         self._tokens_come = sglang and config.health.stream_interval > 0
         self._ends_come = not sglang
+
+    @classmethod
+    def of(cls, context: StageContext, stage: str, extra: dict[str, float]) -> Sampler:
+        """The client of one replica of a stage that generates. `extra`: the counters of the replica."""
+        return cls(
+            context.config,
+            replica=context.replica,
+            index=context.index,
+            replicas=context.replicas,
+            stage=stage,
+            vocab_size=context.given(GenerateOptions).vocab_size,
+            extra=extra,
+        )
 
     @property
     def draining(self) -> bool:

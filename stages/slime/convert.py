@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -23,7 +22,7 @@ import numpy.typing as npt
 
 from configs.schema import Config
 from stages.messages import Float32Array, Int32Array, Prefix, PromptGroup, Sample, UInt8Array, VersionRun, wire
-from stages.rollouts import as_rollout
+from stages.rollouts import as_rollout, runs_of
 from stages.slime import types as slime
 
 Rows = npt.NDArray[np.int64]  # [T, columns]: two places are alike if all columns are
@@ -151,7 +150,7 @@ def _sequence(given: Any, recorded: Sequence[Sample], known: PrefixTree, first: 
         prompt_length=prompt_length,
         loss_mask=wire(mask, UInt8Array),
         log_probs=wire(log_probs, Float32Array),
-        version_runs=_runs(versions),
+        version_runs=tuple(VersionRun(*run) for run in runs_of(versions)),
         turns=int(np.count_nonzero(np.diff(versions >= 0, prepend=False) & (versions >= 0))),
         remove_sample=bool(given.remove_sample),
         teacher_log_probs=_teacher(given, prompt_length, len(ids)),
@@ -227,11 +226,6 @@ def _drift(made: int, length: int) -> str:
         "answered, so that their log-probs are not known; send input_ids=sample.tokens instead of a text, put the ids "
         'of output["meta_info"]["output_token_logprobs"] behind them, and give loss_mask 0 to what you add yourself'
     )
-
-
-def _runs(versions: npt.NDArray[np.int32]) -> tuple[VersionRun, ...]:
-    edges = [0, *(np.flatnonzero(np.diff(versions)) + 1).tolist(), len(versions)]
-    return tuple(VersionRun(int(versions[start]), end - start) for start, end in pairwise(edges) if start < end)
 
 
 def _teacher(given: Any, prompt_length: int, length: int) -> Float32Array:

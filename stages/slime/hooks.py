@@ -164,16 +164,6 @@ def eval_data(given: Mapping[str, Sequence[RolloutSlice]]) -> dict[str, dict[str
     return data
 
 
-def graded_samples(
-    prompt: str, responses: Sequence[str], label: str | None, metadata: Mapping[str, object], lengths: Sequence[int]
-) -> list[slime.Sample]:
-    """Responses in a grader process as samples, without tokens."""
-    return [
-        slime.Sample(prompt=prompt, response=response, response_length=n, label=label, metadata=dict(metadata))
-        for response, n in zip(responses, lengths, strict=True)
-    ]
-
-
 def slime_function(path: str) -> bool:
     """Whether an import path names a function with slime's signature. Raises ImportPathError."""
     return has_args(import_path(path))

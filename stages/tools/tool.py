@@ -97,6 +97,14 @@ def bounded(text: str) -> str:
     return f"{text[:RESULT_CHARS]}\n[cut: the first {RESULT_CHARS} of {len(text)} characters]"
 
 
+def shortened(text: str, most: int) -> str:
+    """The text, with the middle replaced by a note if it is too long."""
+    if len(text) <= most:
+        return text
+    first = (most + 1) // 2
+    return f"{text[:first]}\n[{len(text) - most} characters left out]\n{text[len(text) - most + first :]}"
+
+
 def result_text(value: object) -> str:
     """Text unchanged, other values as JSON."""
     if isinstance(value, str):

@@ -59,7 +59,7 @@ def slice_sequences(config: Config, slice_: RolloutSlice) -> list[TrainSequence]
     for parts, value in zip(members, values, strict=True):
         total = turn_total(parts)
         for sample, prefix, rewards in zip(parts, prefixes(parts), token_rewards(parts), strict=True):
-            mask = trained_mask(sample)
+            mask, scored = trained_mask(sample), sample.teacher_log_probs
             sequences.append(
                 TrainSequence(
                     group_id=group.group_id,
@@ -72,7 +72,7 @@ def slice_sequences(config: Config, slice_: RolloutSlice) -> list[TrainSequence]
                     versions=sample.versions,
                     reward=sample.reward or 0.0,
                     truncated=sample.status == "truncated",
-                    teacher_log_probs=_teacher(sample),
+                    teacher_log_probs=np.array(scored, dtype=np.float32) if len(scored) else None,
                     prefix=prefix,
                     token_rewards=rewards,
                     turn_total=total,
@@ -80,11 +80,6 @@ def slice_sequences(config: Config, slice_: RolloutSlice) -> list[TrainSequence]
                 )
             )
     return sequences
-
-
-def _teacher(sample: Sample) -> npt.NDArray[np.float32] | None:
-    scored = sample.teacher_log_probs
-    return np.array(scored, dtype=np.float32) if len(scored) else None
 
 
 def _rollout_values(

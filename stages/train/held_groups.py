@@ -21,16 +21,17 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from operator import index as as_index
+from typing import Final
 
 import numpy as np
 
 from configs.schema import Config
 from models.import_path import import_path
-from stages.base import Activity
+from stages.base import Activity, TrainOptions
 from stages.errors import BufferOrderError
 from stages.group.filters import FALLBACK, zero_std
 from stages.messages import Outcome, RolloutSlice
-from stages.ports import Lease, Ports, Topic
+from stages.ports import Lease, Ports, Topic, wait_value
 from stages.rollouts import oldest_version, rollout_return, rollouts, settlement
 from stages.staleness_gate import StalenessGate
 
@@ -175,30 +176,30 @@ def _first(groups: Sequence[Waiting], key: Callable[[Waiting], tuple[float, ...]
 
 
 Record = Callable[[RolloutSlice, Outcome, str], Awaitable[None]]
+FIRST_START: Final = TrainOptions()
 
 
 class HeldGroups:
     """Complete groups, and their settlement if they are not trained. `record` is called for each such group."""
 
-    def __init__(self, config: Config, ports: Ports, activity: Activity, record: Record) -> None:
+    def __init__(
+        self, config: Config, ports: Ports, activity: Activity, record: Record, options: TrainOptions = FIRST_START
+    ) -> None:
+        """`options`: the ledger when the trainer was restarted. A group below `admitted` that is not `open` has ended;
+        if it is delivered again, its release was lost, and it is dropped."""
         self.gate = StalenessGate.of(config)
         self.drained: str | None = None  # why the run drains, if it does
         self._ports, self._activity, self._record = ports, activity, record
         self._buffer = GroupBuffer(config)
         self._held: dict[int, Lease[RolloutSlice]] = {}
         self._seen: set[int] = set()
-        self._admitted, self._open = 0, frozenset[int]()
+        self._options = options
         self._arrived = asyncio.Event()
         self._inlet_ended = False
 
     def bound(self, max_staleness: int) -> None:
         """Set the staleness bound, from the next batch on."""
         self.gate = self._buffer.gate = dataclasses.replace(self.gate, max_staleness=max_staleness)
-
-    def restore_ledger(self, admitted: int, still_open: frozenset[int]) -> None:
-        """State of the ledger when the trainer was restarted. A group below `admitted` that is not in `still_open` has
-        ended; if it is delivered again, its release was lost, and it is dropped."""
-        self._admitted, self._open = admitted, still_open
 
     @property
     def groups(self) -> tuple[RolloutSlice, ...]:
@@ -212,7 +213,7 @@ class HeldGroups:
     def add(self, lease: Lease[RolloutSlice]) -> None:
         """Hold a group; a repeated delivery is released at once."""
         group_id = lease.message.group.group_id
-        ended = group_id < self._admitted and group_id not in self._open
+        ended = group_id < self._options.admitted and group_id not in self._options.open
         if ended or group_id in self._seen:
             lease.done()
             return
@@ -237,11 +238,7 @@ class HeldGroups:
 
     async def watch_drain(self, topic: Topic) -> None:
         """Waits for the topic `drain`, then wakes `next` and ends."""
-        revision = 0
-        while self.drained is None:
-            revision = await topic.wait(revision, "drain")
-            reason = topic.get("drain")
-            self.drained = None if reason is None else reason.decode()
+        self.drained = (await wait_value(topic, "drain")).decode()
         self._arrived.set()
 
     async def next(self, step: int, missing: int) -> Lease[RolloutSlice] | None:

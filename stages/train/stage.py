@@ -111,8 +111,7 @@ class TrainStage(Stage):
             await asyncio.to_thread(self.recovery.clear)
             if self.options.resume_from:
                 await asyncio.to_thread(drop_after, self.context.run_dir, self.steps)
-        self.groups = HeldGroups(self.config, ports, self.activity, self._untrained)
-        self.groups.restore_ledger(self.options.admitted, self.options.open)
+        self.groups = HeldGroups(self.config, ports, self.activity, self._untrained, self.options)
         await self._restore()
         self.checkpoints = Checkpoints(
             self.context.run_dir / "checkpoints",
@@ -217,8 +216,8 @@ class TrainStage(Stage):
                 await self._add(batch, RestoredLease(slice_), slice_sequences(self.config, slice_))
             await self._stepped(batch)
             self.steps += 1
-        if self.steps > loaded and self.schedule.due(self.steps).save:  # lost before or during the save of this step
-            await self._save()
+        if self.steps > loaded and self.schedule.due(self.steps).save:
+            await self._save()  # the trainer was lost before or during the save of this step
 
     async def _save(self) -> None:
         clock = time.perf_counter()
@@ -318,9 +317,8 @@ class TrainStage(Stage):
         )
 
     async def _report(self, ports: Ports, report: StepDone | CheckpointReady) -> None:
-        self._reports += (
-            1  # unique: a step may be reported twice, at the start of a run and when a drain saves it again
-        )
+        # Unique: a step may be reported twice, at the start of a run and when a drain saves it again.
+        self._reports += 1
         with self.activity.working(), self.activity.sending():
             number = f"{self.run_generation}.{self.options.incarnation}/{self._reports}"
             await ports.outlets["settle"].send(report, f"{type(report).__name__}/{number}")

@@ -10,8 +10,6 @@ Invariants:
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -24,7 +22,7 @@ from models.weights.delta import DeltaStore, Published
 from models.weights.shared_memory_reader import SlotManifest
 from models.weights.slot_directory import DirectoryLease
 from stages.messages import WeightsAnnouncement
-from stages.ports import Topic, WeightsSource
+from stages.ports import Topic, WeightsSource, wait_at_most
 from stages.topic_values import KEYS, POLICY, carrying, entries
 
 log = logging.getLogger("sluice.train")
@@ -50,9 +48,7 @@ async def await_landing(
         read = all(entry.fetching < 0 or entry.fetching >= kept for entry in entries(topic, POLICY).values())
         if read and all(entry.version >= pinned for entry in carrying(topic).values()):
             return
-        with contextlib.suppress(TimeoutError):  # the loop looks again
-            async with asyncio.timeout(1.0):
-                revision = await topic.wait(revision, *KEYS)
+        revision = await wait_at_most(1.0, topic.wait(revision, *KEYS)) or revision
     if not given_up():
         log.warning(
             "the slot before version %d is overwritten although an engine has not applied version %d", kept, pinned

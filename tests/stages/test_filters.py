@@ -24,7 +24,8 @@ from stages.chat.tokenizer import Tokenizer, load_tokenizer
 from stages.errors import FilterError, FilterNameError
 from stages.group.filters import FilterDecision, FilterState, filters_on, parse_filters, zero_std
 from stages.messages import Int32Array, RolloutSlice, Sample, TurnReward, WeightsAnnouncement, wire
-from stages.sample_log import SAMPLES_FILE, SampleLog, drop_after, mask_runs
+from stages.rollouts import runs_of
+from stages.sample_log import SAMPLES_FILE, SampleLog, drop_after
 from tests.stages.stage_rig import (
     Desk,
     idle,
@@ -315,7 +316,7 @@ async def test_a_line_says_what_the_model_wrote_and_what_it_was_told(tmp_path: P
 
 @given(st.lists(st.integers(0, 1), max_size=40))
 def test_runs_of_a_mask_give_the_mask_again(mask: list[int]) -> None:
-    runs = mask_runs(np.array(mask, dtype=np.uint8))
+    runs = list(runs_of(np.array(mask, dtype=np.uint8)))
     assert [value for value, n in runs for _ in range(n)] == mask
     assert all(a[0] != b[0] for a, b in pairwise(runs))
 

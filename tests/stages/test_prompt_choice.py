@@ -14,7 +14,7 @@ from configs.schema import Config, DataConfig, FilterConfig
 from stages.errors import NoVerdicts
 from stages.messages import CheckpointReady, EvalDone, Outcome, Settled, StepDone
 from stages.prompts.ledger import OUTCOMES, Ledger, LedgerError, LedgerSnapshot
-from stages.prompts.prompt_order import PassRateCurriculum, PromptOrder
+from stages.prompts.prompt_sources import PassRateCurriculum, PromptOrder
 from stages.staleness_gate import StalenessGate, over_sampling
 from stages.topic_values import MOST_KEPT, SETTINGS, Settings, newest_settings, settings_at, write_settings
 from tests.stages.prompt_rig import PromptDesk, Rows, balanced, prompting, step_done

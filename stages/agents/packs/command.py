@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import sys
 import tempfile
 import time
@@ -59,7 +60,8 @@ class Command:
 
     async def run(self, task: Task, endpoint: Endpoint) -> Outcome:
         """Waits for the program's end; unblocked by it or by the deadline."""
-        names = {"prompt": text_of([m for m in task.messages if m.role == "user"]), **_names(endpoint)}
+        prompt = text_of([message for message in task.messages if message.role == "user"])
+        names = {"prompt": prompt, **{name: getattr(endpoint, name) for name in ("model", "base_url", "api_key")}}
         with tempfile.TemporaryDirectory(prefix="agent-", ignore_cleanup_errors=True) as home:
             work = Path(home, "work")
             work.mkdir()
@@ -123,18 +125,9 @@ def variables(endpoint: Endpoint) -> dict[str, str]:
     }
 
 
-def _names(endpoint: Endpoint) -> dict[str, str]:
-    return {"model": endpoint.model, "base_url": endpoint.base_url, "api_key": endpoint.api_key}
-
-
 def filled(template: str, names: Mapping[str, str]) -> str:
     """The text with each {name} replaced, in one pass. Other braces stay, as configuration files need them."""
-    result, rest = "", template
-    while rest:
-        name = next((name for name in names if rest.startswith("{" + name + "}")), None)
-        result += rest[0] if name is None else names[name]
-        rest = rest[1:] if name is None else rest[len(name) + 2 :]
-    return result
+    return re.sub(rf"\{{({'|'.join(names)})\}}", lambda found: names[found[1]], template)
 
 
 async def _tail(stream: asyncio.StreamReader) -> bytes:

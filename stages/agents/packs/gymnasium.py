@@ -12,7 +12,6 @@ Invariant: an answer without an action costs a turn, and nothing else.
 
 from __future__ import annotations
 
-import importlib.util
 import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,9 +21,9 @@ from typing import Any, Final, Literal
 
 import numpy as np
 
-from stages.agents.environment import Start, Step, Task, Turn
-from stages.agents.tool_episode import shortened
+from stages.agents.environment import Start, Step, Task, Turn, need_package
 from stages.chat.messages import Message
+from stages.tools.tool import shortened
 
 _COLOURS: Final = re.compile(r"\x1b\[[0-9;]*m")
 _MARKED: Final = re.compile(r"\x1b\[[0-9;]*m(\w)\x1b\[0m")  # the player's position in toy_text
@@ -84,8 +83,7 @@ class Gymnasium(Seeded):
         max_turns: int = 100,
         result_chars: int = 8192,
     ) -> None:
-        if importlib.util.find_spec("gymnasium") is None:
-            raise ValueError("the pack gymnasium needs its package: pip install gymnasium")
+        need_package("gymnasium", "gymnasium", "gymnasium")
         self._game, self._settings, self._actions = game, dict(settings or {}), [name.lower() for name in actions]
         self._instructions, self._max_turns, self._result_chars = instructions, max_turns, result_chars
         self._return = 0.0

@@ -19,7 +19,6 @@ lost is an InfrastructureError.
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -28,7 +27,7 @@ from typing import Any, Final
 
 from msgspec import Struct
 
-from stages.agents.environment import InfrastructureError, Task
+from stages.agents.environment import InfrastructureError, Task, need_package
 from stages.agents.tool_episode import ToolEpisode
 from stages.tools.tool import Arguments, NoAnswer, Schema, Tool, ToolCallError, function_schema
 
@@ -164,8 +163,7 @@ class Mcp(ToolEpisode):
         system: str = "",
     ) -> None:
         super().__init__(max_calls=max_calls, result_chars=result_chars, system=system)
-        if importlib.util.find_spec("mcp") is None:
-            raise ValueError("the pack mcp needs its package: pip install 'mcp>=2'")
+        need_package("mcp", "mcp", "'mcp>=2'")
         if bool(command) == bool(url):
             raise ValueError("the pack mcp needs either a command or a url")
         self._target = Target(tuple(command), tuple(sorted((environment or {}).items())), url)

@@ -99,9 +99,7 @@ class MultiAgent:
         return Start((*system, *task.messages))
 
     async def step(self, turn: Turn) -> Step:
-        if turn.number % 2 == 0:
-            return self._answered(turn)
-        return self._judged(turn)
+        return self._judged(turn) if turn.number % 2 else self._answered(turn)
 
     async def close(self) -> None:
         """Nothing to end."""

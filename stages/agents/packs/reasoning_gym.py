@@ -12,7 +12,6 @@ number is the same task on every machine with the same version of the package.
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +19,7 @@ from itertools import count
 from typing import Any, Final, Literal
 
 from configs.schema.notation import did_you_mean
-from stages.agents.environment import Start, Step, Task, Turn
+from stages.agents.environment import Start, Step, Task, Turn, need_package
 from stages.chat.messages import Message
 from stages.workers.serve import CpuLimitError, cpu_limit
 
@@ -120,8 +119,7 @@ def scored(dataset: Any, entry: Mapping[str, Any], answer: str) -> float:
 
 def _settings(datasets: Datasets) -> dict[str, Mapping[str, Any]]:
     """Settings by dataset. Raises ValueError."""
-    if importlib.util.find_spec("reasoning_gym") is None:
-        raise ValueError("the pack reasoning_gym needs its package: pip install reasoning-gym")
+    need_package("reasoning_gym", "reasoning_gym", "reasoning-gym")
     from reasoning_gym.factory import DATASETS
 
     named: dict[str, Mapping[str, Any]] = {

@@ -30,8 +30,8 @@ import msgspec
 from msgspec import Struct
 
 from stages.agents.environment import InfrastructureError, Task
-from stages.agents.tool_episode import ToolEpisode, shortened, text_argument
-from stages.tools.tool import Arguments, Schema, Tool, function_schema
+from stages.agents.tool_episode import ToolEpisode, text_argument
+from stages.tools.tool import Arguments, Schema, Tool, function_schema, shortened
 
 THINGS: Final = ("towers", "trees", "carts", "stores", "cows", "roads", "seats", "actors")
 _FIRST: Final = ("an", "ca", "co", "da", "do", "na", "no", "ra", "ro", "sa", "so", "ta", "to", "wa", "wo")

@@ -13,14 +13,13 @@ plays.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
-from stages.agents.environment import Start, Step, Task, Turn
+from stages.agents.environment import Start, Step, Task, Turn, need_package
 from stages.agents.packs.gymnasium import Seeded
-from stages.agents.tool_episode import shortened
 from stages.chat.messages import Message
+from stages.tools.tool import shortened
 
 _PLAYER = 0
 
@@ -36,8 +35,7 @@ class Textarena(Seeded):
         max_turns: int = 50,
         result_chars: int = 8192,
     ) -> None:
-        if importlib.util.find_spec("textarena") is None:
-            raise ValueError("the pack textarena needs its package: pip install textarena")
+        need_package("textarena", "textarena", "textarena")
         self._game, self._settings = game, dict(settings or {})
         self._max_turns, self._result_chars = max_turns, result_chars
         self._seen = 0  # characters of the observation that the model has read

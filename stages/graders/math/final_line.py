@@ -46,21 +46,8 @@ _LINE = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 # Longer words first, where one begins with another.
 _PIECES = (
     *("childrentickets", "students", "multiples", "integers", "minutes", "degrees", "dollars", "inches", "meters"),
-    *(
-        "pounds",
-        "points",
-        "digits",
-        "square",
-        "cents",
-        "edges",
-        "hours",
-        "meals",
-        "units",
-        "feet",
-        "ways",
-        "mph",
-        "sue",
-    ),
+    *("pounds", "points", "digits", "square", "cents", "edges", "hours", "meals", "units"),
+    *("feet", "ways", "mph", "sue"),
     *("cm", "gm", "km", r"\ldots", r"\dots", r"\text{s}", r"\text{.}", "\\text{\ns}", r"\text{}^2", r"\text{}^3"),
     *("\\text{\n}", r"\text{}", r"\mathrm{th}", r"^\circ", r"^{\circ}", r"\;", r",\!", "{,}", '"'),
 )

@@ -25,7 +25,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import msgspec
 
@@ -37,7 +37,6 @@ from stages.graders.math.guards import MAX_PARSED_DEPTH, nesting, refusal_of
 from stages.workers.serve import CpuLimitError, cpu_limit
 
 _LIBRARY_LOGGER = "math_verify"
-DIALECTS = ("compat", "verify", "either")
 _NOT_A_NUMBER = re.compile(r"[-+]?\s*\\?(?:text\{)?\s*(?:nan|inf|infty|infinity)\s*\}?", re.IGNORECASE)
 _INTEGER = re.compile(r"-?[0-9]{1,100}")
 
@@ -103,7 +102,7 @@ def math_grader(argument: str | None) -> Grader:
     dialect = "either" if argument is None else argument
     if dialect not in DIALECTS:
         raise ValueError(f"the dialect {dialect!r} is none of {', '.join(DIALECTS)}")
-    return symbolic(_DIALECTS[dialect])
+    return symbolic(DIALECTS[dialect])
 
 
 def symbolic(run: Callable[[GradeRequest], Grade]) -> Grader:
@@ -116,24 +115,6 @@ def prepare() -> None:
     """Import what comparing needs and compare once: no item's time pays for it. Raises UnknownGraderError."""
     prepare_symbolic()
     same_answer("2x", "x+x")
-
-
-def grade_compat(request: GradeRequest) -> Grade:
-    """Score 1 if string rules or cautious arithmetic call the last \\boxed equal to the label."""
-    return _grade(request, _compat_equal, fbox=False)
-
-
-def grade_verify(request: GradeRequest) -> Grade:
-    """Score 1 if math-verify calls the last box equal to the label, and nothing shows that it is not."""
-    return _grade(request, _verify_equal, fbox=True)
-
-
-def grade_either(request: GradeRequest) -> Grade:
-    """Score 1 if the last box means what the label means; math-verify decides where that is unknown."""
-    return _grade(request, _either_equal, fbox=True)
-
-
-_DIALECTS = {"compat": grade_compat, "verify": grade_verify, "either": grade_either}
 
 
 def _compat_equal(answer: str, label: str) -> bool | None:
@@ -162,7 +143,7 @@ def _library_equal(answer: str, label: str) -> bool:
     return max(nesting(answer), nesting(label)) <= MAX_PARSED_DEPTH and verify_equal(answer, label)
 
 
-def _grade(request: GradeRequest, equal: Equal, *, fbox: bool) -> Grade:
+def _grade(request: GradeRequest, *, equal: Equal, fbox: bool) -> Grade:
     label = plain_form(unboxed(request.label or ""))
     if not label:
         return _no_label(request)
@@ -182,6 +163,14 @@ def _grade(request: GradeRequest, equal: Equal, *, fbox: bool) -> Grade:
     except CpuLimitError:
         return msgspec.structs.replace(verdict(False, answer), status="timeout")
     return verdict(same_spelling(given, label) if same is None else same, answer, refused=same is None)
+
+
+# Each scores 1 if it calls the last box (`compat`: the last \\boxed) equal to the label.
+DIALECTS: dict[str, Callable[[GradeRequest], Grade]] = {
+    "compat": partial(_grade, equal=_compat_equal, fbox=False),
+    "verify": partial(_grade, equal=_verify_equal, fbox=True),
+    "either": partial(_grade, equal=_either_equal, fbox=True),
+}
 
 
 def _content(answer: Answer, *, fbox: bool = True) -> str | None:
@@ -206,7 +195,7 @@ def solution_of(response: str) -> str | None:
 def grade_deepscaler(request: GradeRequest) -> Grade:
     """Score 1 if the solution's last \\boxed is the label, as `math:compat` judges it."""
     solution = solution_of(request.response)
-    judged = grade_compat(msgspec.structs.replace(request, response=solution or ""))
+    judged = DIALECTS["compat"](msgspec.structs.replace(request, response=solution or ""))
     if solution is None and judged.error is None:
         return verdict(False, Answer(None))
     return judged

@@ -60,9 +60,8 @@ _WORD = re.compile(r"\w+")
 _TOKEN = re.compile(r"\w+(?:[-./]\w+)*|(?<=\w)'\w+")  # as word_tokenize has it: TO-DO is one, IT'S are two
 _SENTENCE_END = re.compile(r"(?<![.!?])[.!?]++[\"'”’)\]]{0,3}(?=\s|$)")
 _TITLES = frozenset(("mr", "mrs", "ms", "dr", "prof", "st", "vs", "jr", "sr", "fig", "gen", "rev", "e.g", "i.e"))
-_ABBREVIATIONS = frozenset(
-    ("etc", "inc", "ltd", "co", "corp", "u.s", "u.k", "a.m", "p.m", "ph.d")
-)  # may end a sentence
+# These may end a sentence:
+_ABBREVIATIONS = frozenset(("etc", "inc", "ltd", "co", "corp", "u.s", "u.k", "a.m", "p.m", "ph.d"))
 _FENCES = ("```json", "```Json", "```JSON", "```")
 _FENCE = "```"
 _CONSTRAINED = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
@@ -108,10 +107,6 @@ def _occurrences(response: str, text: str) -> int:
     return sum(1 for _ in re.finditer(re.escape(text), response, re.IGNORECASE))
 
 
-def _existence(response: str, arguments: Arguments) -> bool:
-    return all(_occurrences(response, word) for word in arguments.texts("keywords"))
-
-
 def _frequency(response: str, arguments: Arguments) -> bool:
     return arguments.compare(_occurrences(response, arguments.text("keyword").strip()), "frequency", "relation")
 
@@ -146,18 +141,6 @@ def prepare_language() -> None:
     _is_language("a text of more than twenty letters", "en")
 
 
-def _language(response: str, arguments: Arguments) -> bool:
-    return _is_language(response, arguments.text("language"))
-
-
-def _number_words(response: str, arguments: Arguments) -> bool:
-    return arguments.compare(sum(1 for _ in _WORD.finditer(response)), "num_words", "relation")
-
-
-def _number_sentences(response: str, arguments: Arguments) -> bool:
-    return arguments.compare(_sentences(response), "num_sentences", "relation")
-
-
 def _number_paragraphs(response: str, arguments: Arguments) -> bool:
     wanted = arguments.count("num_paragraphs")
     parts = _divided(response, _PARAGRAPH_DIVIDER)
@@ -176,10 +159,6 @@ def _first_word(response: str, arguments: Arguments) -> bool:
     return word[:end].lower() == wanted
 
 
-def _number_placeholders(response: str, arguments: Arguments) -> bool:
-    return len(_between(response, "[", "]")) >= arguments.count("num_placeholders")
-
-
 def _postscript(response: str, arguments: Arguments) -> bool:
     marker = arguments.text("postscript_marker").strip()
     known = {"P.P.S": r"p\.\s?p\.\s?s", "P.S.": r"p\.\s?s\."}
@@ -190,10 +169,6 @@ def _number_bullets(response: str, arguments: Arguments) -> bool:
     lines = [line.lstrip() for line in response.split("\n")]
     bullets = sum(line.startswith("-") or (line.startswith("*") and line[1:2] not in ("*", "")) for line in lines)
     return bullets == arguments.count("num_bullets")
-
-
-def _constrained(response: str, arguments: Arguments) -> bool:
-    return any(option in response for option in _CONSTRAINED)
 
 
 def _highlights(response: str, arguments: Arguments) -> bool:
@@ -253,19 +228,25 @@ def _capital_words(response: str, arguments: Arguments) -> bool:
 
 
 RULES: dict[str, Rule] = {
-    "keywords:existence": _existence,
+    "keywords:existence": lambda response, given: all(_occurrences(response, w) for w in given.texts("keywords")),
     "keywords:frequency": _frequency,
     "keywords:forbidden_words": _forbidden,
     "keywords:letter_frequency": _letter_frequency,
-    "language:response_language": _language,
-    "length_constraints:number_words": _number_words,
-    "length_constraints:number_sentences": _number_sentences,
+    "language:response_language": lambda response, given: _is_language(response, given.text("language")),
+    "length_constraints:number_words": lambda response, given: given.compare(
+        len(_WORD.findall(response)), "num_words", "relation"
+    ),
+    "length_constraints:number_sentences": lambda response, given: given.compare(
+        _sentences(response), "num_sentences", "relation"
+    ),
     "length_constraints:number_paragraphs": _number_paragraphs,
     "length_constraints:nth_paragraph_first_word": _first_word,
-    "detectable_content:number_placeholders": _number_placeholders,
+    "detectable_content:number_placeholders": lambda response, given: (
+        len(_between(response, "[", "]")) >= given.count("num_placeholders")
+    ),
     "detectable_content:postscript": _postscript,
     "detectable_format:number_bullet_lists": _number_bullets,
-    "detectable_format:constrained_response": _constrained,
+    "detectable_format:constrained_response": lambda response, _: any(option in response for option in _CONSTRAINED),
     "detectable_format:number_highlighted_sections": _highlights,
     "detectable_format:multiple_sections": _sections,
     "detectable_format:json_format": _json,

@@ -24,7 +24,7 @@ from stages.data.prompt_set import PromptSet
 from stages.data.rows import BadValue, RowKeys, label_text, parse_row
 from stages.data.sources import open_source, parse_spec, without_nulls
 from stages.errors import DataError, EmptyDataError, RowError, SourceError
-from stages.prompts.prompt_order import PromptOrder
+from stages.prompts.prompt_sources import PromptOrder
 
 
 def byte_ids(text: str) -> list[int]:

@@ -23,10 +23,9 @@ from models.tiny import make_tiny_checkpoint
 from stages.agents.environment import Task, Turn
 from stages.agents.stage import AgentsStage, PlainTools
 from stages.agents.tool_episode import AnswerCache, ToolEpisode
-from stages.chat.marked_calls import Marked
 from stages.chat.messages import Message, ToolCall
 from stages.chat.tokenizer import load_tokenizer
-from stages.chat.tool_calls import Offered
+from stages.chat.tool_calls import Marked, Offered
 from stages.messages import RolloutSlice, Sample, VersionRun
 from stages.rollouts import new_sample
 from stages.sampling.requests import SampleResult
