@@ -13,7 +13,9 @@ import multiprocessing.queues
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import zmq
@@ -31,7 +33,13 @@ DEPTHS = {1 << 10: 256, 64 << 10: 256, 1 << 20: 32}  # messages that may wait, t
 WARM_UP = 600  # messages before the clock starts: more than can wait, so every timed message was sent within the time
 
 
-def rate(count: int, start: float) -> float:
+def drain(take: Callable[[], object], count: int) -> float:
+    """Messages per second of so many, after those of the warm-up."""
+    for _ in range(WARM_UP):
+        take()
+    start = time.perf_counter()
+    for _ in range(count):
+        take()
     return count / (time.perf_counter() - start)
 
 
@@ -88,7 +96,7 @@ async def _consume(node: Node, address: str, count: int) -> float:
         if lease is None:
             raise RuntimeError("the stream ended early")
         lease.done()
-    return rate(count, start)
+    return count / (time.perf_counter() - start)
 
 
 def two_process_hop(size: int, count: int, directory: Path) -> float:
@@ -140,12 +148,7 @@ def push_pull(size: int, count: int, directory: Path) -> float:
     socket.bind(address)
     try:
         with started(push_producer, address, size, WARM_UP + count):
-            for _ in range(WARM_UP):
-                socket.recv()
-            start = time.perf_counter()
-            for _ in range(count):
-                socket.recv(copy=size < 64 << 10)
-            return rate(count, start)
+            return drain(partial(socket.recv, copy=size < 64 << 10), count)
     finally:
         socket.close(0)
         context.term()
@@ -160,12 +163,7 @@ def queue_producer(queue: multiprocessing.queues.Queue[bytes], size: int, count:
 def process_queue(size: int, count: int, directory: Path) -> float:
     queue: multiprocessing.queues.Queue[bytes] = SPAWN.Queue(DEPTHS[size])
     with started(queue_producer, queue, size, WARM_UP + count):
-        for _ in range(WARM_UP):
-            queue.get()
-        start = time.perf_counter()
-        for _ in range(count):
-            queue.get()
-        return rate(count, start)
+        return drain(queue.get, count)
 
 
 def ray_queue(size: int, count: int, directory: Path) -> float:
@@ -181,31 +179,23 @@ def ray_queue(size: int, count: int, directory: Path) -> float:
             queue.put(body)
 
     producing = ray.remote(produce).remote()
-    for _ in range(WARM_UP):
-        queue.get()
-    start = time.perf_counter()
-    for _ in range(count):
-        queue.get()
-    figure = rate(count, start)
+    figure = drain(queue.get, count)
     ray.get(producing)
     queue.shutdown()
     return figure
 
 
-class started:
-    """`with started(function, ...)`: a spawned process that ends by itself; it is killed if the block fails."""
-
-    def __init__(self, target: Callable[..., None], *args: object) -> None:
-        self._process = SPAWN.Process(target=target, args=args, daemon=True)
-
-    def __enter__(self) -> None:
-        self._process.start()
-
-    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
-        if kind is not None:
-            self._process.kill()
-        else:
-            self._process.join(10)
+@contextmanager
+def started(target: Callable[..., None], *args: object) -> Iterator[None]:
+    """A spawned process that ends by itself; it is killed if the block fails."""
+    process = SPAWN.Process(target=target, args=args, daemon=True)
+    process.start()
+    try:
+        yield
+    except BaseException:
+        process.kill()
+        raise
+    process.join(10)
 
 
 Contender = Callable[[int, int, Path], float]

@@ -73,7 +73,8 @@ async def measure(kind: Kind, versions: Versions, engines: int, rounds: int, roo
     values: dict[tuple[str, str], list[float]] = {}
     ratios: list[float] = []
     async with fleet(kind, versions, engines, BUCKET_BYTES, root / f"{kind}-{nbytes}") as one:
-        await warm_up(one)
+        for route in ROUTES:  # the warm-up: groups are made, pages touched, the copy beside the engines begins
+            await one.publish(route)
         for number in range(rounds):
             print(f"{setting}: round {number + 1} of {rounds}", flush=True)
             values.setdefault((BASELINE, ""), []).append(1e3 * copy_s(nbytes))
@@ -90,12 +91,6 @@ async def measure(kind: Kind, versions: Versions, engines: int, rounds: int, roo
         Series(setting, f"{name} {what}".strip(), "ms", found, note if name == "delta" else "")
         for (name, what), found in values.items()
     ]
-
-
-async def warm_up(one: Fleet) -> None:
-    """Once by every route: groups are made, pages are touched, the copy beside the engines begins."""
-    for route in ROUTES:
-        await one.publish(route)
 
 
 def remarks(rounds: int, about: Machine, engines: int) -> list[str]:

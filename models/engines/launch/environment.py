@@ -98,14 +98,9 @@ def find_python(config: SglangConfig, project_root: Path) -> Path:
                     f"{label} is {named!r}, but there is no Python interpreter; give an interpreter, or the directory "
                     "of a virtual environment, or leave it out and run `make sglang-env`"
                 )
-            return _absolute(python)
+            return python.absolute()  # not resolved: the path of the link identifies a virtual environment
     own = project_root / ".venv-sglang" / "bin" / "python"
-    return _absolute(own) if own.exists() else Path(sys.executable)
-
-
-def _absolute(python: Path) -> Path:
-    """Not resolved: the path of the link identifies a virtual environment."""
-    return Path(os.path.abspath(python))
+    return own.absolute() if own.exists() else Path(sys.executable)
 
 
 def probe(python: Path, parts: Sequence[Part] = ("server", "router"), *, cache: Path | None = None) -> Installed:
