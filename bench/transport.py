@@ -13,10 +13,11 @@ import multiprocessing.queues
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import zmq
 
@@ -54,11 +55,11 @@ def spec(address: str, size: int) -> StreamSpec:
     return StreamSpec("bench", address, capacity_items=DEPTHS[size])
 
 
-def stream_producer(address: str, size: int, count: int) -> None:
-    asyncio.run(_produce(address, size, count))
+def run_async(main: Callable[..., Coroutine[Any, Any, None]], *args: object) -> None:
+    asyncio.run(main(*args))
 
 
-async def _produce(address: str, size: int, count: int) -> None:
+async def stream_producer(address: str, size: int, count: int) -> None:
     body = os.urandom(size)
     numbers = iter(range(count))
 
@@ -75,11 +76,7 @@ async def _produce(address: str, size: int, count: int) -> None:
                 group.create_task(sender())
 
 
-def stream_hub(address: str, size: int, done: multiprocessing.queues.Queue[int]) -> None:
-    asyncio.run(_host(address, size, done))
-
-
-async def _host(address: str, size: int, done: multiprocessing.queues.Queue[int]) -> None:
+async def stream_hub(address: str, size: int, done: multiprocessing.queues.Queue[int]) -> None:
     async with Node("bench", "hub") as node:
         await node.hub(spec(address, size), fail_on_letter)
         await asyncio.to_thread(done.get)
@@ -107,7 +104,7 @@ def two_process_hop(size: int, count: int, directory: Path) -> float:
             await node.hub(spec(address, size), fail_on_letter)
             return await _consume(node, address, count)
 
-    with started(stream_producer, address, size, WARM_UP + count):
+    with started(run_async, stream_producer, address, size, WARM_UP + count):
         return asyncio.run(main())
 
 
@@ -119,7 +116,8 @@ def three_process_hop(size: int, count: int, directory: Path) -> float:
         async with Node("bench", "consumer") as node:
             return await _consume(node, address, count)
 
-    with started(stream_hub, address, size, done), started(stream_producer, address, size, WARM_UP + count):
+    hub = started(run_async, stream_hub, address, size, done)
+    with hub, started(run_async, stream_producer, address, size, WARM_UP + count):
         figure = asyncio.run(main())
         done.put(1)
     return figure

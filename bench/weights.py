@@ -31,7 +31,7 @@ import numpy as np
 import torch
 from aiohttp import web
 
-from bench.report import Machine, NoSpans, Series, arguments, finish, machine
+from bench.report import NoSpans, Series, arguments, finish, machine
 from bench.weights_rig import LIMIT_S, Fleet, Kind, Recorder, Versions, make_model
 from configs.schema import Config
 from configs.schema.rollout import EngineConfig, RolloutConfig, UpdateConfig
@@ -93,16 +93,6 @@ async def measure(kind: Kind, versions: Versions, engines: int, rounds: int, roo
     ]
 
 
-def remarks(rounds: int, about: Machine, engines: int) -> list[str]:
-    return [
-        f"{rounds} interleaved rounds, medians; everything on one machine of {about.cores} cores, load "
-        f"{about.load_1min:.1f} at the start",
-        f"{engines} engines update one after the other (--update-weight-rolling 1); landed includes the trainer's "
-        "write into the slot and its digest, for delta also the compression",
-        "gloo over loopback on a CPU: this is no measurement of NCCL, CUDA IPC or a network",
-    ]
-
-
 def main() -> None:
     parser = arguments(__doc__, "weights", "10 and 100 MB only, 3 rounds instead of 5")
     parser.add_argument("--engines", type=int, default=2, help="recording engines; one real server is used")
@@ -126,8 +116,14 @@ def main() -> None:
             for kind in kinds:
                 engines = options.engines if kind == "recorder" else 1
                 series += asyncio.run(measure(kind, versions, engines, rounds, Path(directory)))
-    notes = remarks(rounds, about, options.engines)
-    finish(options.output, about, notes, series, baseline=BASELINE)
+    remarks = [
+        f"{rounds} interleaved rounds, medians; everything on one machine of {about.cores} cores, load "
+        f"{about.load_1min:.1f} at the start",
+        f"{options.engines} engines update one after the other (--update-weight-rolling 1); landed includes the "
+        "trainer's write into the slot and its digest, for delta also the compression",
+        "gloo over loopback on a CPU: this is no measurement of NCCL, CUDA IPC or a network",
+    ]
+    finish(options.output, about, remarks, series, baseline=BASELINE)
 
 
 START_S: Final = 300.0

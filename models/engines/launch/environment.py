@@ -30,7 +30,6 @@ PYTHON_VARIABLE: Final = "SLUICE_SGLANG_PYTHON"
 SHIMS: Final = Path(__file__).resolve().parent / "shims"
 CURE: Final = "run `make sglang-env`, or name another environment with --sglang-python"
 
-_BYTECODE: Final = {"PYTHONDONTWRITEBYTECODE": ""}  # written once, read at every start
 _INSIDE: Final = Path(__file__).resolve().parent / "inside.py"
 _PACKAGE: Final[Mapping[Part, str]] = {"server": "sglang", "router": "sglang-router", "smg": "smg"}
 _VERSIONS_TIMEOUT_S: Final = 60.0
@@ -169,7 +168,7 @@ def _environment() -> dict[str, str]:
     return {
         **{name: text for name, text in os.environ.items() if name != "PYTHONPATH"},
         "OMP_NUM_THREADS": "1",
-        **_BYTECODE,
+        "PYTHONDONTWRITEBYTECODE": "",  # bytecode is written once, and read at every start
     }
 
 

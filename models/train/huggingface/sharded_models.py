@@ -32,7 +32,7 @@ from models.train.huggingface.hf_files import write_hf
 from models.train.huggingface.loading import pick_device
 from models.train.huggingface.lora import Adapters
 from models.train.huggingface.models import HfModels
-from models.train.huggingface.sharded_loading import Mesh, Shards, ensure_group, own_device
+from models.train.huggingface.sharded_loading import Mesh, Shards, own_device
 from models.train.model_set import Counters
 from models.train.spec import TrainSpec
 
@@ -230,7 +230,8 @@ class FsdpModels(HfModels):
 
         Raises `CheckpointUnavailable`, `UnsupportedModel` or `TrainConfigInvalid`.
         """
-        ensure_group()
+        if not dist.is_initialized():
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         mesh = Mesh(spec.fsdp, spec.parallel, own_device(pick_device(spec.train.train_device)))
         adapters = Adapters(spec.lora, spec.train.hf_checkpoint) if spec.lora.lora_rank > 0 else None
         super().__init__(spec, Shards(spec, mesh), adapters)
