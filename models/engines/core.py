@@ -53,7 +53,7 @@ class MemoryAccount:
 
     def __init__(self) -> None:
         self.away: set[MemoryTag] = set()
-        self.unloaded = False  # the weights are undefined: the engine resets it when it has loaded new ones
+        self.unloaded = False  # the weights are undefined
         self.releases = 0
 
     def release(self, tags: Iterable[MemoryTag], *, paused: bool, running: int) -> frozenset[MemoryTag]:
@@ -82,6 +82,10 @@ class MemoryAccount:
                 "the memory of the weights is given back, so that none can be loaded; call "
                 "/resume_memory_occupation with the tag weights first"
             )
+
+    def loaded(self) -> None:
+        """New weights are loaded."""
+        self.unloaded = False
 
     def check_weights(self) -> None:
         """Raise RequestRefused if there are no weights to read."""

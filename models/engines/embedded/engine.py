@@ -141,7 +141,7 @@ class EmbeddedEngine:
         def change() -> None:
             self._memory.check_load()
             self.stepper.swap(lambda: self._weights.load(Path(path)), label)
-            self._memory.unloaded = False
+            self._memory.loaded()
 
         await self._between_requests(change, abort_all)
 

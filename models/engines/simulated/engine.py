@@ -122,7 +122,7 @@ class SimulatedEngine:
                 await self._drain()
                 await asyncio.sleep(self._update_s)
                 self.schedule.relabel(self._now, label if label is not None else self.schedule.label)
-                self._memory.unloaded = False
+                self._memory.loaded()
             finally:
                 self.schedule.release(self._now)
                 self._pump()
