@@ -183,7 +183,6 @@ def bounds(job: Job, engines: int, trainer_gpus: int) -> tuple[float, float]:
 
 STATE_BYTES = 18  # of the trainer for each parameter: bfloat16 weights, fp32 gradients, weights and moments
 NEAR = 1.4  # splits whose bound is within this of the best one are simulated
-GPU_HELP = ", ".join(GPUS)
 QUICK = Job(gpus=8, groups=16, members=8, mean=1000.0, cap=8192, slots=64, update_s=0.5)
 
 
@@ -310,7 +309,7 @@ def main() -> None:
     given = {name: value for name in Job.__struct_fields__ if (value := getattr(options, name, None)) is not None}
     job = replace(QUICK if options.quick else Job(), **given)
     if job.gpu not in GPUS:
-        raise SystemExit(f"--gpu is {job.gpu}; choose one of {GPU_HELP}")
+        raise SystemExit(f"--gpu is {job.gpu}; choose one of {', '.join(GPUS)}")
     about = machine(["msgspec", "numpy"])
     try:
         series = report(job, most=3 if options.quick else options.most, batches=options.batches)

@@ -310,11 +310,12 @@ class Board:
         return {key: value for key, value in self._entries.values.items() if key.startswith(prefix)}
 
     def put(self, key: str, value: msgspec.Struct) -> None:
-        self._entries.change({key: msgspec.msgpack.encode(value)})
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()
+        self._change(key, msgspec.msgpack.encode(value))
 
     async def publish(self, key: str, value: bytes) -> None:
+        self._change(key, value)
+
+    def _change(self, key: str, value: bytes) -> None:
         self._entries.change({key: value})
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()

@@ -35,23 +35,15 @@ WARM_UP_S = 5.0  # from the first grade to the start of the clock: all grader pr
 SLICE = "stages.messages:RolloutSlice"
 
 
-def gsm8k_text(number: int) -> tuple[str, str]:
-    return f"{number} and {number} make {2 * number}.\n#### {2 * number - number % 2}", f"so it is\n#### {2 * number}"
-
-
 def math_text(number: int) -> tuple[str, str]:
     top, bottom = number % 97 + 1, number % 89 + 2
     return f"so it is \\boxed{{\\frac{{{3 * top}}}{{{3 * bottom}}}}}", f"\\frac{{{top}}}{{{bottom}}}"
 
 
-def any_text(number: int) -> tuple[str, str]:
-    return f"answer {number}", str(number)
-
-
-GRADERS: dict[str, Callable[[int], tuple[str, str]]] = {
-    "gsm8k": gsm8k_text,
+GRADERS: dict[str, Callable[[int], tuple[str, str]]] = {  # a number -> response and label
+    "gsm8k": lambda n: (f"{n} and {n} make {2 * n}.\n#### {2 * n - n % 2}", f"so it is\n#### {2 * n}"),
     "math:verify": math_text,
-    "sleep:0.05": any_text,
+    "sleep:0.05": lambda n: (f"answer {n}", str(n)),
 }
 
 

@@ -17,17 +17,18 @@ import argparse
 import importlib.util
 import json
 import logging
-import multiprocessing
 import os
 import tempfile
 import time
 import warnings
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.multiprocessing import spawn
 
 from bench.report import Machine, Series, arguments, finish, machine
 from bench.train_work import (
@@ -60,24 +61,16 @@ class Measured:
 def measure(setting: Setting, contenders: list[Contender], root: Path, deadline_s: float) -> dict[str, Measured | str]:
     """Contenders of equally many processes; a string is the reason why a contender could not be measured."""
     world = contenders[0].processes
-    context = multiprocessing.get_context("spawn")
     out = root / f"world-{world}"
     out.mkdir()
     names = [one.name for one in contenders]
-    processes = [
-        context.Process(target=_work, args=(setting, names, str(out), rank, world), daemon=True)
-        for rank in range(world)
-    ]
-    for process in processes:
-        process.start()
+    started = spawn.start_processes(_work, (setting, names, str(out), world), world, join=False, daemon=True)
     ends = time.monotonic() + deadline_s
-    while any(process.is_alive() for process in processes) and time.monotonic() < ends:
-        if any(process.exitcode for process in processes):
-            break  # the others wait for one that is gone
-        time.sleep(0.1)
-    for process in processes:
-        if process.is_alive():
-            process.kill()
+    with suppress(spawn.ProcessException):  # the file of the one that failed says why; the others are ended
+        while not started.join(timeout=1.0) and time.monotonic() < ends:
+            continue
+    for process in started.processes:
+        process.kill()
         process.join()
     return {name: _read(out, name) for name in names}
 
@@ -89,7 +82,7 @@ def _read(out: Path, name: str) -> Measured | str:
     return Measured(**json.loads(result.read_text())) if result.exists() else "it was not done in time"
 
 
-def _work(setting: Setting, names: list[str], out: str, rank: int, world: int) -> None:
+def _work(rank: int, setting: Setting, names: list[str], out: str, world: int) -> None:
     torch.set_num_threads(1)
     quiet()
     on_gpu = setting.device == "cuda"

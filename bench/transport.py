@@ -13,8 +13,11 @@ import multiprocessing.queues
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import zmq
 
@@ -31,7 +34,13 @@ DEPTHS = {1 << 10: 256, 64 << 10: 256, 1 << 20: 32}  # messages that may wait, t
 WARM_UP = 600  # messages before the clock starts: more than can wait, so every timed message was sent within the time
 
 
-def rate(count: int, start: float) -> float:
+def drain(take: Callable[[], object], count: int) -> float:
+    """Messages per second of so many, after those of the warm-up."""
+    for _ in range(WARM_UP):
+        take()
+    start = time.perf_counter()
+    for _ in range(count):
+        take()
     return count / (time.perf_counter() - start)
 
 
@@ -46,11 +55,11 @@ def spec(address: str, size: int) -> StreamSpec:
     return StreamSpec("bench", address, capacity_items=DEPTHS[size])
 
 
-def stream_producer(address: str, size: int, count: int) -> None:
-    asyncio.run(_produce(address, size, count))
+def run_async(main: Callable[..., Coroutine[Any, Any, None]], *args: object) -> None:
+    asyncio.run(main(*args))
 
 
-async def _produce(address: str, size: int, count: int) -> None:
+async def stream_producer(address: str, size: int, count: int) -> None:
     body = os.urandom(size)
     numbers = iter(range(count))
 
@@ -67,11 +76,7 @@ async def _produce(address: str, size: int, count: int) -> None:
                 group.create_task(sender())
 
 
-def stream_hub(address: str, size: int, done: multiprocessing.queues.Queue[int]) -> None:
-    asyncio.run(_host(address, size, done))
-
-
-async def _host(address: str, size: int, done: multiprocessing.queues.Queue[int]) -> None:
+async def stream_hub(address: str, size: int, done: multiprocessing.queues.Queue[int]) -> None:
     async with Node("bench", "hub") as node:
         await node.hub(spec(address, size), fail_on_letter)
         await asyncio.to_thread(done.get)
@@ -88,7 +93,7 @@ async def _consume(node: Node, address: str, count: int) -> float:
         if lease is None:
             raise RuntimeError("the stream ended early")
         lease.done()
-    return rate(count, start)
+    return count / (time.perf_counter() - start)
 
 
 def two_process_hop(size: int, count: int, directory: Path) -> float:
@@ -99,7 +104,7 @@ def two_process_hop(size: int, count: int, directory: Path) -> float:
             await node.hub(spec(address, size), fail_on_letter)
             return await _consume(node, address, count)
 
-    with started(stream_producer, address, size, WARM_UP + count):
+    with started(run_async, stream_producer, address, size, WARM_UP + count):
         return asyncio.run(main())
 
 
@@ -111,7 +116,8 @@ def three_process_hop(size: int, count: int, directory: Path) -> float:
         async with Node("bench", "consumer") as node:
             return await _consume(node, address, count)
 
-    with started(stream_hub, address, size, done), started(stream_producer, address, size, WARM_UP + count):
+    hub = started(run_async, stream_hub, address, size, done)
+    with hub, started(run_async, stream_producer, address, size, WARM_UP + count):
         figure = asyncio.run(main())
         done.put(1)
     return figure
@@ -140,12 +146,7 @@ def push_pull(size: int, count: int, directory: Path) -> float:
     socket.bind(address)
     try:
         with started(push_producer, address, size, WARM_UP + count):
-            for _ in range(WARM_UP):
-                socket.recv()
-            start = time.perf_counter()
-            for _ in range(count):
-                socket.recv(copy=size < 64 << 10)
-            return rate(count, start)
+            return drain(partial(socket.recv, copy=size < 64 << 10), count)
     finally:
         socket.close(0)
         context.term()
@@ -160,12 +161,7 @@ def queue_producer(queue: multiprocessing.queues.Queue[bytes], size: int, count:
 def process_queue(size: int, count: int, directory: Path) -> float:
     queue: multiprocessing.queues.Queue[bytes] = SPAWN.Queue(DEPTHS[size])
     with started(queue_producer, queue, size, WARM_UP + count):
-        for _ in range(WARM_UP):
-            queue.get()
-        start = time.perf_counter()
-        for _ in range(count):
-            queue.get()
-        return rate(count, start)
+        return drain(queue.get, count)
 
 
 def ray_queue(size: int, count: int, directory: Path) -> float:
@@ -181,31 +177,23 @@ def ray_queue(size: int, count: int, directory: Path) -> float:
             queue.put(body)
 
     producing = ray.remote(produce).remote()
-    for _ in range(WARM_UP):
-        queue.get()
-    start = time.perf_counter()
-    for _ in range(count):
-        queue.get()
-    figure = rate(count, start)
+    figure = drain(queue.get, count)
     ray.get(producing)
     queue.shutdown()
     return figure
 
 
-class started:
-    """`with started(function, ...)`: a spawned process that ends by itself; it is killed if the block fails."""
-
-    def __init__(self, target: Callable[..., None], *args: object) -> None:
-        self._process = SPAWN.Process(target=target, args=args, daemon=True)
-
-    def __enter__(self) -> None:
-        self._process.start()
-
-    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
-        if kind is not None:
-            self._process.kill()
-        else:
-            self._process.join(10)
+@contextmanager
+def started(target: Callable[..., None], *args: object) -> Iterator[None]:
+    """A spawned process that ends by itself; it is killed if the block fails."""
+    process = SPAWN.Process(target=target, args=args, daemon=True)
+    process.start()
+    try:
+        yield
+    except BaseException:
+        process.kill()
+        raise
+    process.join(10)
 
 
 Contender = Callable[[int, int, Path], float]

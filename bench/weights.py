@@ -31,7 +31,7 @@ import numpy as np
 import torch
 from aiohttp import web
 
-from bench.report import Machine, NoSpans, Series, arguments, finish, machine
+from bench.report import NoSpans, Series, arguments, finish, machine
 from bench.weights_rig import LIMIT_S, Fleet, Kind, Recorder, Versions, make_model
 from configs.schema import Config
 from configs.schema.rollout import EngineConfig, RolloutConfig, UpdateConfig
@@ -73,7 +73,8 @@ async def measure(kind: Kind, versions: Versions, engines: int, rounds: int, roo
     values: dict[tuple[str, str], list[float]] = {}
     ratios: list[float] = []
     async with fleet(kind, versions, engines, BUCKET_BYTES, root / f"{kind}-{nbytes}") as one:
-        await warm_up(one)
+        for route in ROUTES:  # the warm-up: groups are made, pages touched, the copy beside the engines begins
+            await one.publish(route)
         for number in range(rounds):
             print(f"{setting}: round {number + 1} of {rounds}", flush=True)
             values.setdefault((BASELINE, ""), []).append(1e3 * copy_s(nbytes))
@@ -89,22 +90,6 @@ async def measure(kind: Kind, versions: Versions, engines: int, rounds: int, roo
     return [
         Series(setting, f"{name} {what}".strip(), "ms", found, note if name == "delta" else "")
         for (name, what), found in values.items()
-    ]
-
-
-async def warm_up(one: Fleet) -> None:
-    """Once by every route: groups are made, pages are touched, the copy beside the engines begins."""
-    for route in ROUTES:
-        await one.publish(route)
-
-
-def remarks(rounds: int, about: Machine, engines: int) -> list[str]:
-    return [
-        f"{rounds} interleaved rounds, medians; everything on one machine of {about.cores} cores, load "
-        f"{about.load_1min:.1f} at the start",
-        f"{engines} engines update one after the other (--update-weight-rolling 1); landed includes the trainer's "
-        "write into the slot and its digest, for delta also the compression",
-        "gloo over loopback on a CPU: this is no measurement of NCCL, CUDA IPC or a network",
     ]
 
 
@@ -131,8 +116,14 @@ def main() -> None:
             for kind in kinds:
                 engines = options.engines if kind == "recorder" else 1
                 series += asyncio.run(measure(kind, versions, engines, rounds, Path(directory)))
-    notes = remarks(rounds, about, options.engines)
-    finish(options.output, about, notes, series, baseline=BASELINE)
+    remarks = [
+        f"{rounds} interleaved rounds, medians; everything on one machine of {about.cores} cores, load "
+        f"{about.load_1min:.1f} at the start",
+        f"{options.engines} engines update one after the other (--update-weight-rolling 1); landed includes the "
+        "trainer's write into the slot and its digest, for delta also the compression",
+        "gloo over loopback on a CPU: this is no measurement of NCCL, CUDA IPC or a network",
+    ]
+    finish(options.output, about, remarks, series, baseline=BASELINE)
 
 
 START_S: Final = 300.0

@@ -85,8 +85,8 @@ def write_manifest(directory: Path, manifest: Manifest) -> Manifest:
     with explain_disk_errors(directory, remove=directory):
         entries = {
             str(path.relative_to(directory)): FileEntry(path.stat().st_size, file_xxh3(path))
-            for path in _files(directory)
-            if path.name != MANIFEST_FILE or path.parent != directory
+            for path in sorted(directory.rglob("*"))
+            if path.is_file() and path != directory / MANIFEST_FILE
         }
         full = msgspec.structs.replace(manifest, files=entries)
         body = msgspec.json.encode(full)
@@ -240,10 +240,6 @@ def file_xxh3(path: Path) -> str:
     """xxh3_128 of a file, as 32 hexadecimal digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
-
-
-def _files(directory: Path) -> list[Path]:
-    return sorted(path for path in directory.rglob("*") if path.is_file())
 
 
 def _complete(root: Path, damaged: list[str] | None = None) -> list[Path]:

@@ -60,15 +60,11 @@ class StepSize:
 
 def denominator(mode: Aggregation, size: StepSize, *, max_response_len: int) -> float:
     """D of the step; at least 1 so that an empty step is 0 and not NaN."""
-    if mode == "rollout_mean":
-        return float(max(size.rollouts, 1))
-    if mode == "token_mean":
-        return float(max(size.tokens, 1))
-    if mode == "seq_mean":
-        return float(max(size.sequences, 1))
-    if mode == "constant":
-        return float(max(size.rollouts, 1) * max_response_len)
-    raise _unknown(mode)
+    rollouts, tokens, sequences = size.rollouts, size.tokens, size.sequences
+    counts = {"rollout_mean": rollouts, "token_mean": tokens, "seq_mean": sequences, "constant": rollouts}
+    if mode not in counts:
+        raise _unknown(mode)
+    return float(max(counts[mode], 1) * (max_response_len if mode == "constant" else 1))
 
 
 def metric_mode(mode: Aggregation) -> Aggregation:

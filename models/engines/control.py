@@ -58,11 +58,11 @@ class ControlRoutes:
     async def _pause(self, http: web.Request) -> web.Response:
         request = await _body(http, protocol.PauseRequest)
         await self._core.pause(request.mode)
-        return send(protocol.StatusAnswer("Generation paused successfully.", "ok"))
+        return send({"message": "Generation paused successfully.", "status": "ok"})
 
     async def _continue(self, http: web.Request) -> web.Response:
         await self._core.resume()
-        return send(protocol.StatusAnswer("Generation continued successfully.", "ok"))
+        return send({"message": "Generation continued successfully.", "status": "ok"})
 
     async def _abort(self, http: web.Request) -> web.Response:
         """A rid ends every request whose id begins with it."""

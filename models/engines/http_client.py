@@ -9,25 +9,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from types import TracebackType
 from typing import Final, Self, TypeVar
 
 import aiohttp
 import msgspec
 from msgspec import Struct
 
+from models import errors
 from models.engines.answers import UNDECODABLE
 from models.engines.protocol import ErrorBody, ErrorDetail, GenerateRequest, SamplingParams, error_words
 from models.engines.streamed import DONE, EventLines, PartialOutputs, StreamBroken
 from models.engines.token import Token
-from models.errors import (
-    EngineError,
-    EngineProtocolError,
-    EngineRefused,
-    EngineTimeout,
-    EngineUnauthorized,
-    EngineUnreachable,
-)
 
 T = TypeVar("T")
 MOST_BYTES: Final = 64 << 20  # of an answer to a request that is not /generate
@@ -49,9 +41,7 @@ class HttpClient:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def close(self) -> None:
@@ -82,7 +72,7 @@ class HttpClient:
         """True if a GET is answered with success within the time of a connection."""
         try:
             await self.call("GET", path, None, self._connect_timeout_s)
-        except (EngineUnreachable, EngineTimeout, EngineRefused):
+        except (errors.EngineUnreachable, errors.EngineTimeout, errors.EngineRefused):
             return False
         return True
 
@@ -91,7 +81,7 @@ class HttpClient:
         try:
             return msgspec.json.decode(body, type=kind)
         except UNDECODABLE as error:
-            raise EngineProtocolError(
+            raise errors.EngineProtocolError(
                 self.base_url, f"{path} answered {body[:200]!r}, which does not decode: {error}"
             ) from error
 
@@ -113,29 +103,29 @@ class HttpClient:
                         if not done:
                             self._take(path, event, partial)
                     if lines.waiting > partial.most_bytes:
-                        raise EngineProtocolError(
+                        raise errors.EngineProtocolError(
                             self.base_url, f"{path} streamed {lines.waiting} bytes without an end of line"
                         )
             except aiohttp.ClientError:
                 if not done:  # else nothing is missing
                     raise
         if not done:
-            raise EngineUnreachable(self.base_url, f"the stream of {path} ended without [DONE]")
+            raise errors.EngineUnreachable(self.base_url, f"the stream of {path} ended without [DONE]")
 
     def _take(self, path: str, event: bytes, partial: PartialOutputs) -> None:
         try:
             error = partial.take(event)
         except (StreamBroken, *UNDECODABLE) as broken:
-            raise EngineProtocolError(self.base_url, f"{path} streamed {event[:200]!r}: {broken}") from broken
+            raise errors.EngineProtocolError(self.base_url, f"{path} streamed {event[:200]!r}: {broken}") from broken
         if error is not None:
             raise self._streamed_error(path, error)
 
-    def _streamed_error(self, path: str, error: ErrorDetail | str) -> EngineError:
+    def _streamed_error(self, path: str, error: ErrorDetail | str) -> errors.EngineError:
         code = error.code if isinstance(error, ErrorDetail) else None
         words = error_words(error)
         if isinstance(code, int) and 400 <= code < 500:
-            return EngineRefused(self.base_url, code, words)
-        return EngineUnreachable(self.base_url, f"{path} streamed the error {code or ''}: {words}")
+            return errors.EngineRefused(self.base_url, code, words)
+        return errors.EngineUnreachable(self.base_url, f"{path} streamed the error {code or ''}: {words}")
 
     @asynccontextmanager
     async def _answer(
@@ -167,7 +157,7 @@ class HttpClient:
             parts.append(data)
             count += len(data)
             if count > most_bytes:
-                raise EngineProtocolError(self.base_url, f"{path} answered with more than {most_bytes} bytes")
+                raise errors.EngineProtocolError(self.base_url, f"{path} answered with more than {most_bytes} bytes")
         return b"".join(parts)
 
     @contextmanager
@@ -176,22 +166,22 @@ class HttpClient:
         try:
             yield
         except aiohttp.ServerTimeoutError as error:
-            raise EngineUnreachable(
+            raise errors.EngineUnreachable(
                 self.base_url, f"no connection within connect_timeout_s={self._connect_timeout_s:g}"
             ) from error
         except asyncio.TimeoutError as error:  # noqa: UP041 - aiohttp's timeouts derive from this name
-            raise EngineTimeout(self.base_url, timeout_s) from error
+            raise errors.EngineTimeout(self.base_url, timeout_s) from error
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, OSError) as error:
-            raise EngineUnreachable(self.base_url, f"{type(error).__name__}: {error}") from error
+            raise errors.EngineUnreachable(self.base_url, f"{type(error).__name__}: {error}") from error
         except aiohttp.ClientError as error:
-            raise EngineProtocolError(self.base_url, f"{path}: {type(error).__name__}: {error}") from error
+            raise errors.EngineProtocolError(self.base_url, f"{path}: {type(error).__name__}: {error}") from error
 
     def _refuse(self, path: str, status: int, body: bytes) -> None:
         if status >= 500:
-            raise EngineUnreachable(self.base_url, f"{path} answered {status}: {_words(body)}")
+            raise errors.EngineUnreachable(self.base_url, f"{path} answered {status}: {_words(body)}")
         if status in UNAUTHORIZED:
-            raise EngineUnauthorized(self.base_url, status, _words(body), self._token is not None)
-        raise EngineRefused(self.base_url, status, _words(body))
+            raise errors.EngineUnauthorized(self.base_url, status, _words(body), self._token is not None)
+        raise errors.EngineRefused(self.base_url, status, _words(body))
 
     def _open(self) -> aiohttp.ClientSession:
         """The session is made at the first call, for it belongs to the event loop that runs then."""
@@ -330,7 +320,7 @@ class RouterClient(HttpClient):
         new = _NewWorker(url=url, worker_type=role.worker_type, bootstrap_port=role.bootstrap_port, api_key=key)
         try:
             await self.call("POST", "/workers", new, self._timeout_s)
-        except EngineRefused as error:
+        except errors.EngineRefused as error:
             if error.status == CONFLICT:
                 return False
             raise
@@ -340,7 +330,7 @@ class RouterClient(HttpClient):
         """Have a worker taken out; new requests go elsewhere at once. No error if it has gone."""
         try:
             await self.call("DELETE", f"/workers/{worker.id}", None, self._timeout_s)
-        except EngineRefused as error:
+        except errors.EngineRefused as error:
             if error.status != NOT_FOUND:
                 raise
 

@@ -233,13 +233,6 @@ class UpdateAnswer(Struct, frozen=True, kw_only=True):
     num_paused_requests: int | None = 0
 
 
-class StatusAnswer(Struct, frozen=True):
-    """Answer to pause and continue."""
-
-    message: str = ""
-    status: str = "ok"
-
-
 class CheckerRequest(Struct, frozen=True):
     """Body of POST /weights_checker."""
 

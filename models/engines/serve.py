@@ -24,7 +24,6 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Final
 
 import msgspec
@@ -128,9 +127,7 @@ class EngineServer:
             raise _port_error(self.host, self.port, error) from error
         self.url = f"http://{self.host}:{self._runner.addresses[0][1]}"
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._close()
 
     async def wait(self) -> None:

@@ -170,17 +170,18 @@ class EngineApp:
     async def _model_info(self, http: web.Request) -> web.Response:
         facts = self._core.facts
         path = self._control.model_path
-        info = ModelInfo(
-            model_path=path,
-            served_model_name=path,
-            tokenizer_path=facts.model_path,
-            weight_version=self._core.label,
-            load_format="auto",
-            model_type=facts.model_type,
-            architectures=[facts.architecture],
-            vocab_size=facts.vocab_size,
+        return send(
+            ModelInfo(
+                model_path=path,
+                served_model_name=path,
+                tokenizer_path=facts.model_path,
+                weight_version=self._core.label,
+                load_format="auto",
+                model_type=facts.model_type,
+                architectures=[facts.architecture],
+                vocab_size=facts.vocab_size,
+            )
         )
-        return send(info)
 
     async def _server_info(self, http: web.Request) -> web.Response:
         facts = self._core.facts

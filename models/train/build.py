@@ -99,24 +99,18 @@ def build_backend(config: Config, total_batches: int) -> TrainBackend:
     """The configured backend for one process alone, not yet set up. `total_batches`: rollout batches of the run."""
     if config.train.train_backend == "simulated":
         return SimulatedBackend(config.train, steps=config.train.num_steps_per_rollout or 1)
+    return build_member(config, total_batches)
+
+
+def build_member(config: Config, total_batches: int, dp_group: DpGroup | None = None) -> Trainer:
+    """The trainer of one process, alone or of a trainer group. `dp_group`: of plain copies (torch); sharded frameworks
+    make their own."""
     import torch
 
     from models.train.spec import train_spec
     from models.train.trainer import Trainer
 
     torch.manual_seed(config.run.seed)  # for what a loss of the user's draws; also in the state that is saved
-    return Trainer(train_spec(config, total_batches))
-
-
-def build_member(config: Config, total_batches: int, dp_group: DpGroup) -> Trainer:
-    """What one process of a trainer group runs. `dp_group`: of plain copies (torch); sharded frameworks make their
-    own."""
-    import torch
-
-    from models.train.spec import train_spec
-    from models.train.trainer import Trainer
-
-    torch.manual_seed(config.run.seed)
     spec, async_save = train_spec(config, total_batches), config.checkpoint.async_save
     match config.train.train_backend:
         case "fsdp":

@@ -164,7 +164,7 @@ class WeightGroup:
             ) from error
 
     def _listen(self, host: str) -> Any:
-        listener = socket.create_server((host, 0), family=_family(host))
+        listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         self.port = int(listener.getsockname()[1])
         # Not waiting for workers: the engine's ranks join only once they know this port.
         store = dist.TCPStore(
@@ -230,7 +230,3 @@ class WeightGroup:
         nccl._timeout = self._timeout
         nccl.is_high_priority_stream = False
         return dist.ProcessGroupNCCL(store, _ROOT, self.world_size, nccl)
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET

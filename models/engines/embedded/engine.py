@@ -89,7 +89,7 @@ class EmbeddedEngine:
         self._stopping = False
         self._dead: str | None = None
         self._deliver: Deliver = nowhere
-        self._on_crash: Callable[[BaseException], None] = _ignore
+        self._on_crash: Callable[[BaseException], None] = lambda error: None
         self._thread = threading.Thread(target=self._work, name="embedded-engine", daemon=True)
 
     @property
@@ -293,10 +293,6 @@ def _resolve(answer: Future[T], question: Callable[[], T]) -> None:
         answer.set_result(question())
     except Exception as error:
         answer.set_exception(error)
-
-
-def _ignore(error: BaseException) -> None:
-    """Crashes before the start: there are none."""
 
 
 def _device(config: EngineConfig) -> torch.device:

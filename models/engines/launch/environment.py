@@ -30,7 +30,6 @@ PYTHON_VARIABLE: Final = "SLUICE_SGLANG_PYTHON"
 SHIMS: Final = Path(__file__).resolve().parent / "shims"
 CURE: Final = "run `make sglang-env`, or name another environment with --sglang-python"
 
-_BYTECODE: Final = {"PYTHONDONTWRITEBYTECODE": ""}  # written once, read at every start
 _INSIDE: Final = Path(__file__).resolve().parent / "inside.py"
 _PACKAGE: Final[Mapping[Part, str]] = {"server": "sglang", "router": "sglang-router", "smg": "smg"}
 _VERSIONS_TIMEOUT_S: Final = 60.0
@@ -98,14 +97,9 @@ def find_python(config: SglangConfig, project_root: Path) -> Path:
                     f"{label} is {named!r}, but there is no Python interpreter; give an interpreter, or the directory "
                     "of a virtual environment, or leave it out and run `make sglang-env`"
                 )
-            return _absolute(python)
+            return python.absolute()  # not resolved: the path of the link identifies a virtual environment
     own = project_root / ".venv-sglang" / "bin" / "python"
-    return _absolute(own) if own.exists() else Path(sys.executable)
-
-
-def _absolute(python: Path) -> Path:
-    """Not resolved: the path of the link identifies a virtual environment."""
-    return Path(os.path.abspath(python))
+    return own.absolute() if own.exists() else Path(sys.executable)
 
 
 def probe(python: Path, parts: Sequence[Part] = ("server", "router"), *, cache: Path | None = None) -> Installed:
@@ -174,7 +168,7 @@ def _environment() -> dict[str, str]:
     return {
         **{name: text for name, text in os.environ.items() if name != "PYTHONPATH"},
         "OMP_NUM_THREADS": "1",
-        **_BYTECODE,
+        "PYTHONDONTWRITEBYTECODE": "",  # bytecode is written once, and read at every start
     }
 
 

@@ -102,12 +102,8 @@ def converts(model: Any) -> bool:
 
 def buckets(names: Sequence[str]) -> Iterator[list[str]]:
     """Names of one layer together, others alone, in the order given."""
-
-    def layer(name: str) -> str:
-        found = _LAYER.match(name)
-        return found.group(1) if found else name
-
-    return (list(group) for _, group in groupby(names, key=layer))
+    by_layer = groupby(names, key=lambda name: found[1] if (found := _LAYER.match(name)) else name)
+    return (list(group) for _, group in by_layer)
 
 
 def stored_names(model: Any) -> list[str]:

@@ -23,7 +23,7 @@ from models.train.huggingface.checkpoint import StatePart, StateParts, load_stat
 from models.train.huggingface.hf_files import hf_tensors, local, model_tensors
 from models.train.huggingface.loading import PlacedModel, Placement
 from models.train.huggingface.lora import Adapters
-from models.train.huggingface.optimizer import HOST, Updater, move
+from models.train.huggingface.optimizer import Updater, move
 from models.train.huggingface.scoring import Backbone, Passes
 from models.train.model_set import Counters, Scored, UpdateResult
 from models.train.spec import TrainSpec
@@ -300,7 +300,7 @@ class TorchModels(HfModels):
 
     def offload(self) -> None:
         """Give the device's memory back: everything moves to the host."""
-        self._move(HOST)
+        self._move(torch.device("cpu"))
 
     def onload(self) -> None:
         """Take everything back to the device."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Final
 
 import torch
 
@@ -20,8 +19,6 @@ from configs.schema.train import TrainConfig
 from models.train.huggingface.hf_files import local
 from models.train.model_set import UpdateResult
 from models.train.spec import learning_rate
-
-HOST: Final = torch.device("cpu")
 
 
 class Updater:

@@ -72,12 +72,6 @@ def sizes_of(config: FsdpConfig, world: int) -> Sizes:
     return Sizes(world, shard, context)
 
 
-def ensure_group() -> None:
-    """A default group of this process alone, if there is none."""
-    if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-
-
 def own_device(device: torch.device) -> torch.device:
     """This process's device: of several GPUs, the one named, else that of LOCAL_RANK, else the current one."""
     if device.type != "cuda":
@@ -248,16 +242,12 @@ def _decoder_layers(model: Any) -> list[torch.nn.Module]:
         for module in model.base_model.modules()
         if isinstance(module, torch.nn.ModuleList) and len(module) and (not whole or type(module[0]).__name__ in whole)
     ]
-    layers = max(lists, key=_elements, default=[])
+    layers = max(lists, key=lambda found: sum(p.numel() for layer in found for p in layer.parameters()), default=[])
     if not layers:
         raise UnsupportedModel(
             f"{type(model).__name__} has no list of decoder layers to shard; use --train-backend torch"
         )
     return layers
-
-
-def _elements(layers: list[torch.nn.Module]) -> int:
-    return sum(parameter.numel() for layer in layers for parameter in layer.parameters())
 
 
 def _compare(model: Any, skeleton: Any) -> None:

@@ -27,19 +27,12 @@ from torch import Tensor
 from models.disk import sync, sync_tree
 from models.errors import TrainStateUnreadable
 from models.train.dp_group import together
-from models.train.huggingface.checkpoint import (
-    MODEL_DIR,
-    STEP,
-    StateParts,
-    check_format,
-    random_state,
-    restore_random_state,
-)
+from models.train.huggingface import checkpoint
 from models.train.huggingface.hf_files import write_hf
 from models.train.huggingface.loading import pick_device
 from models.train.huggingface.lora import Adapters
 from models.train.huggingface.models import HfModels
-from models.train.huggingface.sharded_loading import Mesh, Shards, ensure_group, own_device
+from models.train.huggingface.sharded_loading import Mesh, Shards, own_device
 from models.train.model_set import Counters
 from models.train.spec import TrainSpec
 
@@ -90,7 +83,7 @@ class Checkpoints:
     def save(
         self,
         directory: Path,
-        parts: StateParts,
+        parts: checkpoint.StateParts,
         counters: Counters,
         *,
         weights: Iterator[tuple[str, Tensor]],
@@ -107,7 +100,9 @@ class Checkpoints:
             (directory / SHARDS).mkdir(parents=True)
         dist.barrier(group=self._mesh.gloo)
         tensors = {name: _of_shards(name, tensor) for name, tensor in parts.tensors().items()}
-        tensors |= {f"rng/{self._mesh.rank}/{kind}": one for kind, one in random_state(self._mesh.device).items()}
+        tensors |= {
+            f"rng/{self._mesh.rank}/{kind}": one for kind, one in checkpoint.random_state(self._mesh.device).items()
+        }
         state = FsdpState(
             counters=asdict(counters), updates=parts.updates, parts=tuple(parts), world=self._mesh.sizes.world, files={}
         )
@@ -121,7 +116,7 @@ class Checkpoints:
 
         def complete() -> None:
             try:
-                write_hf(directory / MODEL_DIR, weights, source, writes=self._mesh.first)
+                write_hf(directory / checkpoint.MODEL_DIR, weights, source, writes=self._mesh.first)
             finally:
                 for _ in weights:  # the others gather to the end, whatever became of the first
                     pass
@@ -146,7 +141,7 @@ class Checkpoints:
 
     # ------------------------------------------------------------------ loading
 
-    def load(self, directory: Path, parts: StateParts) -> Counters:
+    def load(self, directory: Path, parts: checkpoint.StateParts) -> Counters:
         """Collective. Raises `TrainStateUnreadable` in all processes, then nothing is changed."""
         self.finish()
         with self._readable(directory):
@@ -165,7 +160,7 @@ class Checkpoints:
         with self._readable(directory):
             dcp.load(tensors, storage_reader=reader, process_group=self._group)
         parts.restore(tensors, state.updates)
-        restore_random_state({name.removeprefix(rng): tensors[name] for name in random}, self._mesh.device)
+        checkpoint.restore_random_state({name.removeprefix(rng): tensors[name] for name in random}, self._mesh.device)
         return Counters(**state.counters)
 
     @contextmanager
@@ -197,12 +192,12 @@ def _complete(directory: Path, state: FsdpState) -> None:
 
 def _of_shards(name: str, tensor: Tensor) -> Tensor:
     """A scalar as one element: a file of shards has no scalars."""
-    return tensor.cpu().reshape(1) if tensor.ndim == 0 and name.endswith(f"/{STEP}") else tensor
+    return tensor.cpu().reshape(1) if tensor.ndim == 0 and name.endswith(f"/{checkpoint.STEP}") else tensor
 
 
 def _read_state(directory: Path) -> FsdpState:
     state = msgspec.json.decode((directory / STATE).read_bytes(), type=FsdpState)
-    check_format(directory, state.format_version, FORMAT_VERSION)
+    checkpoint.check_format(directory, state.format_version, FORMAT_VERSION)
     found = {file.name: file.stat().st_size for file in (directory / SHARDS).iterdir()}
     wrong = [name for name, size in state.files.items() if found.get(name) != size]
     if wrong:
@@ -213,7 +208,7 @@ def _read_state(directory: Path) -> FsdpState:
     return state
 
 
-def _destinations(saved: Iterable[str], parts: StateParts) -> dict[str, Tensor]:
+def _destinations(saved: Iterable[str], parts: checkpoint.StateParts) -> dict[str, Tensor]:
     """Empty tensors for what is to be read, in the shards of this run."""
     out: dict[str, Tensor] = {}
     for name, part in parts.items():
@@ -221,7 +216,7 @@ def _destinations(saved: Iterable[str], parts: StateParts) -> dict[str, Tensor]:
         for parameter, tensor in part.updater.named_parameters if part.updater is not None else ():
             start = f"{name}/optimizer/{parameter}/"
             for key in [key for key in saved if key.startswith(start)]:
-                out[key] = torch.empty(1) if key == start + STEP else torch.empty_like(tensor.detach())
+                out[key] = torch.empty(1) if key == start + checkpoint.STEP else torch.empty_like(tensor.detach())
     return out
 
 
@@ -235,7 +230,8 @@ class FsdpModels(HfModels):
 
         Raises `CheckpointUnavailable`, `UnsupportedModel` or `TrainConfigInvalid`.
         """
-        ensure_group()
+        if not dist.is_initialized():
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         mesh = Mesh(spec.fsdp, spec.parallel, own_device(pick_device(spec.train.train_device)))
         adapters = Adapters(spec.lora, spec.train.hf_checkpoint) if spec.lora.lora_rank > 0 else None
         super().__init__(spec, Shards(spec, mesh), adapters)

@@ -91,14 +91,11 @@ def _check_widths(architecture: Architecture, m: MegatronConfig) -> None:
     """Matrices must divide evenly among tensor-parallel processes, those of experts among theirs."""
     fields, tensor = architecture.transformer, m.tensor_model_parallel_size
     expert_tensor = tensor if m.expert_tensor_parallel_size is None else m.expert_tensor_parallel_size
+    shared = fields.get("moe_shared_expert_intermediate_size")
     divided = {
         "intermediate_size": (fields["ffn_hidden_size"], "tensor_model_parallel_size", tensor),
         "moe_intermediate_size": (fields.get("moe_ffn_hidden_size"), "expert_tensor_parallel_size", expert_tensor),
-        "width of the shared experts": (
-            fields.get("moe_shared_expert_intermediate_size"),
-            "tensor_model_parallel_size",
-            tensor,
-        ),
+        "width of the shared experts": (shared, "tensor_model_parallel_size", tensor),
     }
     for name, (width, option, parts) in divided.items():
         if width is not None and width % parts:

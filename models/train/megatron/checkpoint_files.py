@@ -164,24 +164,19 @@ class _Version(Struct):
 
 def torch_metadata(index: Index) -> Any:
     """The index as torch's distributed checkpoints have it."""
+    from torch.distributed.checkpoint import metadata
     from torch.distributed.checkpoint.filesystem import _StorageInfo
-    from torch.distributed.checkpoint.metadata import (
-        ChunkStorageMetadata,
-        Metadata,
-        MetadataIndex,
-        StorageMeta,
-        TensorProperties,
-        TensorStorageMetadata,
-    )
 
     tensors, places = {}, {}
     for name, entry in index.items():
-        chunks = [ChunkStorageMetadata(torch.Size(one.offsets), torch.Size(one.shape)) for one in entry.chunks]
-        properties = TensorProperties(dtype=getattr(torch, entry.dtype))
-        tensors[name] = TensorStorageMetadata(properties, torch.Size(entry.shape), chunks)
+        chunks = [metadata.ChunkStorageMetadata(torch.Size(one.offsets), torch.Size(one.shape)) for one in entry.chunks]
+        properties = metadata.TensorProperties(dtype=getattr(torch, entry.dtype))
+        tensors[name] = metadata.TensorStorageMetadata(properties, torch.Size(entry.shape), chunks)
         for one in entry.chunks:
-            places[MetadataIndex(name, torch.Size(one.offsets))] = _StorageInfo(one.file, one.start, one.length)
-    return Metadata(state_dict_metadata=tensors, storage_data=places, storage_meta=StorageMeta())
+            places[metadata.MetadataIndex(name, torch.Size(one.offsets))] = _StorageInfo(
+                one.file, one.start, one.length
+            )
+    return metadata.Metadata(state_dict_metadata=tensors, storage_data=places, storage_meta=metadata.StorageMeta())
 
 
 # --------------------------------------------------------------------------------------------------

@@ -66,8 +66,8 @@ def install_shim_after_import() -> None:
     from megatron.core.tensor_parallel import mappings, random
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
-    random._get_cuda_rng_state = _get_rng_state
-    random._set_cuda_rng_state = _set_rng_state
+    random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda new_state, *args, **kwargs: torch.set_rng_state(new_state)
     for module in (moe_utils, token_dispatcher):
         module.maybe_move_tensor_to_cpu = _as_numpy
     # NCCL exchanges parts of unequal lengths, gloo does not: tokens of experts that are split over tensor ranks.
@@ -92,14 +92,6 @@ def _check_version() -> None:
 
 
 # ---------------------------------------------------------------------- Megatron
-
-
-def _get_rng_state(*args: Any, **kwargs: Any) -> torch.Tensor:
-    return torch.get_rng_state()
-
-
-def _set_rng_state(new_state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-    torch.set_rng_state(new_state)
 
 
 def _as_numpy(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
