@@ -63,9 +63,9 @@ def _main(argv: Sequence[str]) -> int:
     if arguments.version:
         sys.stdout.write(f"sluice {_version()}\n")
         return 0
-    from pipeline.supervise.auto_resume import told_by_parent
+    from pipeline.supervise.auto_resume import facts_from_parent
 
-    resumed = told_by_parent()
+    resumed = facts_from_parent()
     config = _settle(arguments, notify=resumed is None)  # else the parent has written the warnings
     if arguments.dry_run:
         from configs.plan.plan import make_plan, render

@@ -138,7 +138,7 @@ class Waits:
         """Engines that are not ready for the newest published weights, or do not answer."""
         found, known = addresses(self.topic), entries(self.topic)
         newest = read_value(self.topic, "weights", WeightsAnnouncement)
-        pending_s = self.view.asked_s()
+        pending_s = self.view.pending_s()
         for name in (spec.name for spec in self.placement.engines):
             if name not in found:
                 yield f"{name} is not up" + (f": {why}" if (why := self.lacking.get(name)) else "")

@@ -160,12 +160,13 @@ def families(facts: Facts) -> list[Family]:
     restarts = Family("sluice_restarts_total", "counter", "Restarts of a replica or an engine.")
     for replica, n in sorted(facts.restarts.items()):
         restarts.add(n, replica=replica)
-    lost = one("sluice_dead_letters_total", "counter", "Messages that no replica could process.", facts.dead_letters)
+    lost = single("sluice_dead_letters_total", "counter", "Messages that no replica could process.", facts.dead_letters)
     run = facts.run
     return [*progress(run), *groups(run), *learning(run), by_age, *stages(run), *engines(run), restarts, lost]
 
 
-def one(name: str, kind: Kind, help_text: str, value: float | None) -> Family:
+def single(name: str, kind: Kind, help_text: str, value: float | None) -> Family:
+    """A family of one sample; of none for None."""
     return Family(name, kind, help_text).add(value)
 
 
@@ -174,14 +175,16 @@ def progress(run: RunSnapshot) -> list[Family]:
     planned = None if run.total_steps is None else float(run.total_steps)
     return [
         Family("sluice_run_info", "gauge", "Always 1; the labels say what runs.").add(1, mode=run.mode),
-        one("sluice_step", "gauge", "Rollout batches trained.", run.step),
-        one("sluice_steps_planned", "gauge", "Rollout batches to train.", planned),
-        one("sluice_elapsed_seconds", "gauge", "Since this phase of the run began.", run.elapsed_s),
-        one("sluice_eta_seconds", "gauge", "To the end, at the pace of the last steps.", run.eta_s),
-        one("sluice_weight_version", "gauge", "Newest weights that all engines carry.", run.version),
-        one("sluice_trained_tokens_total", "counter", "Response tokens trained.", run.trained_tokens),
-        one("sluice_trained_tokens_per_second", "gauge", "Over the last steps.", run.trained_tokens_per_s),
-        one("sluice_wasted_tokens_total", "counter", "Generated for groups that were not trained.", run.wasted_tokens),
+        single("sluice_step", "gauge", "Rollout batches trained.", run.step),
+        single("sluice_steps_planned", "gauge", "Rollout batches to train.", planned),
+        single("sluice_elapsed_seconds", "gauge", "Since this phase of the run began.", run.elapsed_s),
+        single("sluice_eta_seconds", "gauge", "To the end, at the pace of the last steps.", run.eta_s),
+        single("sluice_weight_version", "gauge", "Newest weights that all engines carry.", run.version),
+        single("sluice_trained_tokens_total", "counter", "Response tokens trained.", run.trained_tokens),
+        single("sluice_trained_tokens_per_second", "gauge", "Over the last steps.", run.trained_tokens_per_s),
+        single(
+            "sluice_wasted_tokens_total", "counter", "Generated for groups that were not trained.", run.wasted_tokens
+        ),
     ]
 
 
@@ -192,10 +195,10 @@ def groups(run: RunSnapshot) -> list[Family]:
         ended.add(getattr(run.ledger, outcome), outcome=outcome)
     capacity = None if run.may_enter is None else float(run.may_enter)
     return [
-        one("sluice_groups_admitted_total", "counter", "Groups that entered.", run.ledger.admitted),
+        single("sluice_groups_admitted_total", "counter", "Groups that entered.", run.ledger.admitted),
         ended,
-        one("sluice_groups_open", "gauge", "Groups in flight.", run.ledger.open),
-        one("sluice_gate_capacity_groups", "gauge", "Groups that may enter now.", capacity),
+        single("sluice_groups_open", "gauge", "Groups in flight.", run.ledger.open),
+        single("sluice_gate_capacity_groups", "gauge", "Groups that may enter now.", capacity),
     ]
 
 
@@ -207,13 +210,13 @@ def learning(run: RunSnapshot) -> list[Family]:
         value.add(score, dataset=dataset)
         version.add(measured, dataset=dataset)
     return [
-        one("sluice_reward_mean", "gauge", "Mean reward of the groups of the last step.", run.reward_mean),
-        one("sluice_reward_recent_mean", "gauge", "Mean of the last 20 steps.", run.reward_recent),
+        single("sluice_reward_mean", "gauge", "Mean reward of the groups of the last step.", run.reward_mean),
+        single("sluice_reward_recent_mean", "gauge", "Mean of the last 20 steps.", run.reward_recent),
         value,
         version,
-        one("sluice_staleness_mean_versions", "gauge", "Of all trained tokens.", run.staleness_mean),
-        one("sluice_staleness_max_versions", "gauge", "Of all trained tokens.", run.staleness_max),
-        one("sluice_staleness_bound_versions", "gauge", "No older token is trained.", run.staleness_bound),
+        single("sluice_staleness_mean_versions", "gauge", "Of all trained tokens.", run.staleness_mean),
+        single("sluice_staleness_max_versions", "gauge", "Of all trained tokens.", run.staleness_max),
+        single("sluice_staleness_bound_versions", "gauge", "No older token is trained.", run.staleness_bound),
     ]
 
 

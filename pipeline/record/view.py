@@ -179,7 +179,7 @@ class RunView:
                 seconds["generate"] = length * engines
         return {stage: busy[stage] / seconds[stage] for stage in busy if seconds[stage] > 0}
 
-    def asked_s(self) -> dict[str, float]:
+    def pending_s(self) -> dict[str, float]:
         """Engine -> seconds since the start of its oldest pending request."""
         oldest: dict[str, float] = {}
         for key, replica in self._replicas.items():

@@ -75,7 +75,7 @@ class Resumed(NamedTuple):
     directory: str
 
 
-def told_by_parent() -> Resumed | None:
+def facts_from_parent() -> Resumed | None:
     """In a child of such a parent, its facts; None without one. Read once, at the start: from then on the
     child ends with its parent."""
     facts = os.environ.pop(CHILD, None)  # a program that the run starts is not such a child
@@ -109,7 +109,7 @@ class AutoResume:
             self._servers = KeptServers() if keeps else None
         self._budget = RestartBudget(limit)
         self._child: subprocess.Popen[bytes] | None = None
-        self._asked = 0  # the newest signal by which the user wants it to end
+        self._stop_signal = 0  # the newest signal by which the user wants it to end
         self._unsent: list[int] = []  # such signals that the child was not sent yet
 
     def run(self) -> int:
@@ -145,7 +145,7 @@ class AutoResume:
             _say(f"the run ended with {why}; {self._doing()}{note} (start {lost} of at most {limit} within {window})")
             time.sleep(backoff_s(lost))
             if self._stopping():
-                return _shell_code(-self._asked)
+                return _shell_code(-self._stop_signal)
 
     def _once(self, times: int) -> int:
         """One start of the program, to its end."""
@@ -182,7 +182,7 @@ class AutoResume:
         return f"starting it again in {self._run_dir}, from its beginning, since it has no checkpoint yet"
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
-        self._asked = number
+        self._stop_signal = number
         self._unsent.append(number)
         self._send()
 
@@ -192,7 +192,7 @@ class AutoResume:
             self._child.send_signal(self._unsent.pop())
 
     def _stopping(self) -> bool:
-        return self._asked != 0
+        return self._stop_signal != 0
 
 
 def _shell_code(code: int) -> int:

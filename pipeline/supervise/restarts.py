@@ -244,7 +244,7 @@ class Waiting:
         self._clock = asyncio.get_running_loop().time
         self._started = self._clock()
         self._next_s = FIRST_NOTICE_S
-        self._told = False
+        self._noticed = False
 
     @property
     def seconds(self) -> float:
@@ -254,9 +254,9 @@ class Waiting:
         """Once in a while, while it lasts."""
         if self.seconds >= self._next_s:
             self.say(f"{self.name}: {self.doing} {self.seconds:.0f} s")
-            self._next_s, self._told = self._next_s * 2, True
+            self._next_s, self._noticed = self._next_s * 2, True
 
     def over(self, url: str, *, always: bool) -> None:
         """Report the end of a wait, if a notice came before, or `always`."""
-        if self._told or always:
+        if self._noticed or always:
             self.say(f"{self.name}: up after {self.seconds:.0f} s at {url}")

@@ -53,7 +53,7 @@ class WeightFetchers:
     def __init__(self, shared: Supervision) -> None:
         self._shared, self._topic, self._launcher = shared, shared.topic, shared.launcher
         self._engines: dict[str, str] = {}  # engine -> its host
-        self._there: dict[str, str] = {}  # host -> its fetcher
+        self._by_host: dict[str, str] = {}  # host -> its fetcher
         self._numbers = itertools.count()
 
     def beside(self, engine: str, host: str) -> str:
@@ -65,16 +65,16 @@ class WeightFetchers:
         if self._engines.get(engine) != host:
             self.left(engine)
         self._engines[engine] = host
-        if host not in self._there:
+        if host not in self._by_host:
             number = next(self._numbers)
-            self._there[host] = f"{STAGE}-{number}"
+            self._by_host[host] = f"{STAGE}-{number}"
             self.tasks.create_task(self._keep(number, host))
-        return self._there[host]
+        return self._by_host[host]
 
     def left(self, engine: str) -> None:
         """An engine is not where it was."""
         host = self._engines.pop(engine, None)
-        if host is not None and host not in self._engines.values() and (name := self._there.pop(host, None)):
+        if host is not None and host not in self._engines.values() and (name := self._by_host.pop(host, None)):
             self._topic.publish(retire_key(name), b"")
 
     async def _keep(self, number: int, host: str) -> None:
@@ -96,8 +96,8 @@ class WeightFetchers:
                 break
             check_repeatable(name, code, handle.last_line(), placement.rundir.path)
             await restarts.again(STAGE, name, describe_exit(code), handle.last_line(), handle.log)
-        if self._there.get(host) == name:
-            del self._there[host]
+        if self._by_host.get(host) == name:
+            del self._by_host[host]
         if self._topic.get(END) is None:
             restarts.lifecycle.retired(STAGE, name)
         for key in (spec_key(name), retire_key(name)):
@@ -169,16 +169,16 @@ class Servers:
 
         The owner of the launcher stops the processes.
         """
-        specs = [*self.placement.engines, *self.placement.frozen]
-        found = await self.supervisors(specs)
-        await self._shared.launcher.end_left([name for name, one in found.items() if isinstance(one, ServerSupervisor)])
+        supervisors = await self.supervisors([*self.placement.engines, *self.placement.frozen])
+        started = [name for name, server in supervisors.items() if isinstance(server, ServerSupervisor)]
+        await self._shared.launcher.end_left(started)
         generating = {spec.name for spec in self.placement.engines}
         async with asyncio.TaskGroup() as self._tasks:
             self.fetchers.tasks = self._tasks
-            for name, one in found.items():
-                task = self._tasks.create_task(one.run())
-                if name in generating and not isinstance(one, ExternalEngine | ExternalRouter):
-                    self._engines[name] = one, task
+            for name, server in supervisors.items():
+                task = self._tasks.create_task(server.run())
+                if name in generating and not isinstance(server, ExternalEngine | ExternalRouter):
+                    self._engines[name] = server, task
         self._tasks = None
 
     def scalable(self) -> str | None:
@@ -201,8 +201,8 @@ class Servers:
             self._shared.launcher.expect(spec.name)
             self._numbers += 1
             self.placement.engines.append(spec)
-            one = self._started(spec)
-            self._engines[spec.name] = one, self._tasks.create_task(one.run())
+            server = self._started(spec)
+            self._engines[spec.name] = server, self._tasks.create_task(server.run())
         for name in present[count:]:
             self._leaving.add(name)
             self._tasks.create_task(self._retire(next(s for s in self.placement.engines if s.name == name)))
@@ -233,21 +233,21 @@ class Servers:
     async def supervisors(self, specs: Sequence[EngineSpec]) -> dict[str, Own | ExternalEngine | ExternalRouter]:
         """What supervises or watches each of the servers: these engines, and the router."""
         config, lifecycle, health = self.config, self._shared.lifecycle, self.config.health
-        found: dict[str, Own | ExternalEngine | ExternalRouter] = {
+        supervisors: dict[str, Own | ExternalEngine | ExternalRouter] = {
             spec.name: ExternalEngine(spec, lifecycle, health) for spec in specs if spec.external
         }
         router, address = router_kind(config), config.router.router_address
         if router != "none" and address is not None:
             token = self.placement.external_token
-            found["router"] = ExternalRouter(router, address, lifecycle, health, token.token if token else None)
+            supervisors["router"] = ExternalRouter(router, address, lifecycle, health, token.token if token else None)
         if (router != "none" and address is None) or any(not spec.ours and not spec.external for spec in specs):
             # In a thread: it may have to run SGLang's imports, which take seconds.
             self._installed = await asyncio.to_thread(prepare_sglang, config, warn=False)
-        found |= {spec.name: self._started(spec) for spec in specs if not spec.external}
+        supervisors |= {spec.name: self._started(spec) for spec in specs if not spec.external}
         if router != "none" and address is None and self._installed is not None:
             token = self.placement.run_token()
-            found["router"] = self._supervised(RouterServer(router, config, self._installed, lifecycle, token))
-        return found
+            supervisors["router"] = self._supervised(RouterServer(router, config, self._installed, lifecycle, token))
+        return supervisors
 
     def _started(self, spec: EngineSpec) -> Own:
         """The supervisor of an engine that the run starts."""

@@ -160,11 +160,11 @@ def test_a_run_directory_that_is_removed_is_named(tmp_path: Path) -> None:
 # Each start takes the next line of `ends`, notes its arguments, makes what the line says, and ends as it says.
 PROGRAM = """
 import asyncio, json, os, pathlib, signal, sys, time
-from pipeline.supervise.auto_resume import told_by_parent
+from pipeline.supervise.auto_resume import facts_from_parent
 
 home = pathlib.Path(__file__).parent
-told = told_by_parent()
-assert told_by_parent() is None, "asked once: a program that the run starts is no child of the parent"
+told = facts_from_parent()
+assert facts_from_parent() is None, "asked once: a program that the run starts is no child of the parent"
 times = told.times
 kept = None
 CODE = "import subprocess as s; p = s.Popen(['sleep', '600']); print('there', flush=True); p.wait()"

@@ -145,8 +145,8 @@ class RayLauncher(Launcher):
         heard_of = [node for node in self._nodes() if node.id not in left_out]
         self.waiting[name] = lack = self._lack(placement, heard_of)
         kind = name.rpartition("-")[0]
-        left = sum(other.rpartition("-")[0] == kind and not one.lost for other, one in self._placed.items())
-        goes_on = f"{left} of its kind go{'' if left > 1 else 'es'} on" if left else "none of its kind is left"
+        alive = sum(peer.rpartition("-")[0] == kind and not actor.lost for peer, actor in self._placed.items())
+        goes_on = f"{alive} of its kind go{'' if alive > 1 else 'es'} on" if alive else "none of its kind is left"
         self.say(
             f"{name}: no node has room for it ({lack}); {goes_on}. It is placed as soon as a node joins (ray start "
             "--address) or what others use is free"
@@ -264,8 +264,9 @@ class RayLauncher(Launcher):
         kind = name.rpartition("-")[0]
         if kind != "engine":
             return []
-        there = {one.node for other, one in self._placed.items() if other.rpartition("-")[0] == kind and not one.lost}
-        return [node for node in found if node.id in there]
+        actors = [actor for peer, actor in self._placed.items() if peer.rpartition("-")[0] == kind]
+        used = {actor.node for actor in actors if not actor.lost}
+        return [node for node in found if node.id in used]
 
     async def _plan(self, name: str, group: PlacementGroup) -> str:
         """The node on which a process of a group begins; planned for all with the first. Waits for what others hold."""

@@ -162,7 +162,8 @@ def _with_values(wanted: Labels, nodes: Sequence[Node], kind: str) -> list[Label
             values = tuple(node.labels[key] for key in keys)
             gpus, cpus = room.get(values, (0.0, 0.0))
             room[values] = gpus + there.get("GPU", 0), cpus + there.get("CPU", 0)
-    return [wanted | dict(zip(keys, values, strict=True)) for values in sorted(room, key=lambda one: (room[one], one))]
+    by_room = sorted(room, key=lambda values: (room[values], values))
+    return [wanted | dict(zip(keys, values, strict=True)) for values in by_room]
 
 
 def matches(labels: Labels, wanted: Labels) -> bool:
