@@ -42,23 +42,6 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 _IMPORT = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
-def normal_import_path(path: str) -> str:
-    """`package.module.function`, as slime writes it, as `package.module:function`."""
-    return path if ":" in path else ":".join(path.rsplit(".", 1))
-
-
-def trusted_functions(config: Config) -> frozenset[str] | None:
-    """Functions and addresses that rows of the data may name: those that the settings name. None: any."""
-    if config.data.trust_data_code:
-        return None
-    components = (text.partition("=")[2].rpartition("@")[0] for text in config.reward.reward_component)
-    named = (
-        *(config.reward.rm_type, config.reward.custom_rm_path, *components),
-        config.rollout.custom_generate_function_path,
-    )
-    return frozenset(normal_import_path(name) for name in named if name is not None)
-
-
 class DataSource(Struct, frozen=True):
     """`[name=]path[@[start:stop]]`, taken apart. Slices have Python's meaning."""
 

@@ -1,23 +1,22 @@
-"""What a run refuses before it starts anything, reported together: by the run, by `--dry-run`, beside the faults of
-the configuration.
+"""What a run, or `--dry-run`, refuses before it starts anything, beside the faults of the configuration.
 
 Names of graders and filters are looked up where they are implemented, options of Megatron-core in its source. Functions
 and environments of the user are imported in a process of their own, which checks signatures, and writes the tasks of an
 environment with the interpreter of its workers; this process imports neither their modules nor a framework.
 
-The environment of SGLang is probed only if a server or router of this run uses it; all faults of options for SGLang are
-reported together.
+The environment of SGLang is probed only if a server or router of this run uses it.
 
-Invariant: nothing is written, except tasks that a run asks for, and no engine is asked. What only the network can
-answer (a checkpoint of the hub, running engines) is left to the run.
+Invariant: only tasks of environments are written, and the network is left to the run (a hub's checkpoint, engines).
 """
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Final, Literal
 
@@ -26,7 +25,7 @@ import msgspec
 from configs.graph import engine_count, frozen_engines, is_address
 from configs.schema import Config, EnvironmentConfig, generates, router_kind
 from configs.schema.algorithm import parse_rules
-from configs.sources import parse_source, source_fault, trusted_functions
+from configs.sources import parse_source, source_fault
 from models.disk import write_whole
 from models.engines.launch.command import require_router, tensor_parallel
 from models.engines.launch.environment import Installed, Part, find_python, probe
@@ -37,11 +36,11 @@ from pipeline.errors import Refused, UsageError, user_error
 from pipeline.hosts.machine import ROOT, child_environment
 from stages.agents.worker import Hosted
 from stages.data.prompt_set import PromptSet
+from stages.data.rows import trusted_functions
 from stages.errors import FilterNameError
 from stages.graders.registry import is_import_path, listed_grader, outside, refusal
 from stages.group.filters import parse_filters
 from stages.reward.components import Row, Selection
-from stages.workers.guard import written_arguments
 
 LIMIT_S = 120.0  # to import modules of the user, as a grader process has
 
@@ -119,19 +118,17 @@ def _ask(table: EnvironmentConfig, *arguments: str) -> list[bytes]:
 def _output(
     command: Sequence[str], environment: Mapping[str, str], what: str, later: str, arguments: Sequence[str] = ()
 ) -> bytes:
-    """What a process prints that imports modules of the user. `what`, `later`: the words of its errors, which are
-    UsageErrors; `arguments`: of the process, which gets them on its standard input."""
-    given = written_arguments(arguments)
+    """What a process prints that imports modules of the user. It reads `arguments` from its standard input.
+
+    `what`, `later`: the words of its errors, which are UsageErrors.
+    """
+    given, out = json.dumps(arguments).encode(), subprocess.PIPE
     try:
-        done = subprocess.run(
-            command, stdin=given, stdout=subprocess.PIPE, env=environment, timeout=LIMIT_S, check=False
-        )
+        done = subprocess.run(command, input=given, stdout=out, env=environment, timeout=LIMIT_S, check=False)
     except subprocess.TimeoutExpired:
         raise UsageError(
             f"{what} takes longer than {LIMIT_S:g} s; let the module define things only, and load {later}"
         ) from None
-    finally:
-        os.close(given)
     if done.returncode:
         raise UsageError(f"{what} ended its process (exit status {done.returncode}); its error output stands above")
     return done.stdout
@@ -248,12 +245,8 @@ def check_rows(config: Config) -> None:
         files = [text for text in sources if not parse_source(text).built_in and source_fault("", text) is None]
         if files:
             rows = msgspec.structs.replace(keys, rollout_max_prompt_len=None)
-            labels = supervised and not named
-            trusted = trusted_functions(config)
-            prompts = PromptSet(
-                files, rows, lambda _: (0,), lambda *_: "a chat", tokenize_labels=labels, trusted=trusted
-            )
-            check_graders(config, prompts.report.rm_types)
+            checked = partial(PromptSet, tokenize_labels=supervised and not named, trusted=trusted_functions(config))
+            check_graders(config, checked(files, rows, lambda _: (0,), lambda *_: "a chat").report.rm_types)
 
 
 class NoSglang(UsageError):

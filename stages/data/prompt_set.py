@@ -17,7 +17,6 @@ from msgspec import Struct
 
 from configs.schema import Config
 from configs.schema.data import DataConfig
-from configs.sources import trusted_functions
 from models.families.source import context_limit
 from stages.chat.messages import Message as ChatMessage
 from stages.chat.tokenizer import Tokenizer, load_tokenizer
@@ -31,6 +30,7 @@ from stages.data.rows import (
     SourceCount,
     missing_key,
     parse_row,
+    trusted_functions,
 )
 from stages.data.sources import Source, open_source
 from stages.errors import DataError, EmptyDataError, RowError

@@ -14,8 +14,8 @@ from typing import Literal
 import msgspec
 from msgspec import Struct, field
 
+from configs.schema import Config
 from configs.schema.notation import did_you_mean
-from configs.sources import normal_import_path
 from stages.graders.registry import is_import_path
 
 LISTED = 20
@@ -199,6 +199,23 @@ def _metadata(value: object, keys: RowKeys) -> tuple[str, str | None]:
     if keys.trusted is not None:
         _refuse_code(value, key, keys.trusted)
     return _json_text(value, key), rm_type
+
+
+def normal_import_path(path: str) -> str:
+    """`package.module.function`, as slime writes it, as `package.module:function`."""
+    return path if ":" in path else ":".join(path.rsplit(".", 1))
+
+
+def trusted_functions(config: Config) -> frozenset[str] | None:
+    """Functions and addresses that rows of the data may name: those that the settings name. None: any."""
+    if config.data.trust_data_code:
+        return None
+    components = (text.partition("=")[2].rpartition("@")[0] for text in config.reward.reward_component)
+    named = (
+        *(config.reward.rm_type, config.reward.custom_rm_path, *components),
+        config.rollout.custom_generate_function_path,
+    )
+    return frozenset(normal_import_path(name) for name in named if name is not None)
 
 
 def _refuse_code(metadata: Mapping[str, object], key: str, trusted: frozenset[str]) -> None:

@@ -34,11 +34,10 @@ import numpy as np
 import numpy.typing as npt
 
 from configs.schema import Config, DataConfig
-from configs.sources import normal_import_path, trusted_functions
 from models.engines.noise import GOLDEN, mix64, mix_array
 from models.import_path import import_path
 from stages.data.prompt_set import PreparedPrompt, Preparer
-from stages.data.rows import BadValue, LoadReport, RowKeys, parse_row
+from stages.data.rows import BadValue, LoadReport, RowKeys, normal_import_path, parse_row, trusted_functions
 from stages.errors import DataSourceError
 from stages.messages import (
     Float32Array,

@@ -19,9 +19,8 @@ from hypothesis import strategies as st
 from configs.schema import Config
 from configs.schema.data import DataConfig, RewardConfig
 from configs.schema.rollout import RolloutConfig
-from configs.sources import trusted_functions
 from stages.data.prompt_set import PromptSet
-from stages.data.rows import BadValue, RowKeys, label_text, parse_row
+from stages.data.rows import BadValue, RowKeys, label_text, parse_row, trusted_functions
 from stages.data.sources import open_source, parse_spec, without_nulls
 from stages.errors import DataError, EmptyDataError, RowError, SourceError
 from stages.prompts.prompt_sources import PromptOrder
