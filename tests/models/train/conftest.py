@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from models.tiny import make_tiny_checkpoint
-from models.train.interface import TrainSequence
 from models.train.trainer import Trainer
-from tests.models.train.rig import Trained, make_backend, make_sequences, sequence, train_step, weights_of
+from tests.models.train.rig import make_backend
 
 
 @pytest.fixture(autouse=True)
@@ -33,16 +32,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def sequences() -> Callable[..., list[TrainSequence]]:
-    return make_sequences
-
-
-@pytest.fixture
-def one() -> Callable[..., TrainSequence]:
-    return sequence
-
-
-@pytest.fixture
 def backend(tiny: Path) -> Callable[..., Trainer]:
     """Makes a backend that is set up; keyword arguments are fields of either configuration."""
 
@@ -50,14 +39,3 @@ def backend(tiny: Path) -> Callable[..., Trainer]:
         return make_backend(tiny, **fields)
 
     return make
-
-
-@pytest.fixture
-def run_step() -> Callable[..., Trained]:
-    """Trains one batch; returns metrics, gradient (divided by the denominator) and the weights afterwards."""
-    return train_step
-
-
-@pytest.fixture
-def weights() -> Callable[[Trainer], dict[str, torch.Tensor]]:
-    return weights_of

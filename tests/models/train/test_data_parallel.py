@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
-import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +13,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file
 
 from models.train import dp_group
 from models.train.dp_group import DistributedDpGroup, DpGroup
@@ -28,7 +24,10 @@ from tests.models.train.rig import (
     joined,
     make_backend,
     make_sequences,
+    read,
     run_ranks,
+    same,
+    same_metrics,
     state_of,
     train_step,
     write,
@@ -113,40 +112,22 @@ def run(checkpoint: str, out: str, rank: int, world: int, rendezvous: str) -> No
         train(Path(checkpoint), Path(out), rank, DistributedDpGroup(dp_rank=rank, dp_size=world, is_mp_src_rank=True))
 
 
-def start(checkpoint: Path, out: Path, world: int) -> None:
-    imports = ["test_data_parallel", "transformers.models.qwen3.modeling_qwen3"]
-    run_ranks(run, (checkpoint, out), world, out / "rendezvous", imports=imports, deadline_s=DEADLINE_S)
-
-
 @pytest.mark.slow
-def test_shares_make_the_update_of_the_whole(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))  # for the process that forks
+def test_shares_make_the_update_of_the_whole(tiny: Path, tmp_path: Path) -> None:
     alone = tmp_path / "alone"
     alone.mkdir()
     train(tiny, alone, 0, None)
     for world in (2, 4):
         out = tmp_path / str(world)
         out.mkdir()
-        start(tiny, out, world)
+        imports = ["test_data_parallel", "transformers.models.qwen3.modeling_qwen3"]
+        run_ranks(run, (tiny, out), world, out / "rendezvous", imports=imports, deadline_s=DEADLINE_S)
         for name in CASES:
-            expected, wanted = (
-                load_file(alone / f"{name}-0.safetensors"),
-                json.loads((alone / f"{name}-0.json").read_text()),
-            )
+            wanted, expected = read(alone, f"{name}-0")
             for rank in range(world):
-                found, metrics = (
-                    load_file(out / f"{name}-{rank}.safetensors"),
-                    json.loads((out / f"{name}-{rank}.json").read_text()),
-                )
-                assert found.keys() == expected.keys(), name
-                for key, value in expected.items():
-                    torch.testing.assert_close(
-                        found[key], value, atol=1e-6, rtol=1e-5, msg=lambda text, k=key, n=name: f"{n} {k}: {text}"
-                    )
-                for step, (have, want) in enumerate(zip(metrics, wanted, strict=True)):
-                    assert have.keys() == want.keys(), (name, step)
-                    for key in want.keys() - LAYOUT:
-                        assert have[key] == pytest.approx(want[key], rel=1e-5, abs=1e-6), (name, world, step, key)
+                metrics, found = read(out, f"{name}-{rank}")
+                same(found, expected, 1e-6, 1e-5)
+                same_metrics(metrics, wanted, but=LAYOUT)
             if name == "all_rejected":
                 assert wanted[0]["correction/all_rejected"] == 1.0
                 assert not any(key.startswith("gradient/") for key in expected)
@@ -188,11 +169,13 @@ def test_what_a_process_does_not_speak_for_is_left_out(trio: Trio) -> None:
 
 # ---------------------------------------------------------------------- how a batch is computed
 
-VARIANTS: dict[str, dict[str, Any]] = {
-    "small": {"max_tokens": 32},
-    "unpacked": {"pack": False},
-    "unshared": {"share_prompts": False, "max_tokens": 64},
-    "one row": {"share_prompts": False, "single_row": True, "max_tokens": 40},
+# name -> changes of the packing, options
+VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "one by one": ({}, {"max_tokens_per_gpu": 1}),
+    "small, eager": ({"max_tokens": 32}, {"attn_implementation": "eager"}),
+    "unpacked, in small chunks": ({"pack": False}, {"logprob_chunk_tokens": 5}),
+    "unshared, checkpointed": ({"share_prompts": False, "max_tokens": 64}, {"gradient_checkpointing": True}),
+    "one row": ({"share_prompts": False, "single_row": True, "max_tokens": 40}, {}),
 }
 
 
@@ -217,19 +200,15 @@ def test_how_a_batch_is_computed_changes_nothing(tiny, name: str) -> None:  # ty
     steps, how, fields = CASES[name]
     sequences = sequences_of(how)
     expected = update(make_backend(tiny, **fields), sequences, steps, backwards=False)
-    for variant, changes in VARIANTS.items():
-        made = make_backend(tiny, **fields)
+    for changes, options in VARIANTS.values():
+        made = make_backend(tiny, **fields, **options)
         models = made._models
         models.packing = dataclasses.replace(models.packing, **changes)
         found = update(made, sequences, steps, backwards=True)
-        for step, (have, want) in enumerate(zip(found, expected, strict=True)):
-            assert have[0].keys() == want[0].keys(), variant
-            for key in want[0].keys() - LAYOUT:
-                assert have[0][key] == pytest.approx(want[0][key], rel=1e-4, abs=2e-6), (variant, step, key)
-            for left, right in zip(have[1:], want[1:], strict=True):  # gradient, weights
-                assert left.keys() == right.keys()
-                for key, value in right.items():
-                    torch.testing.assert_close(left[key], value, atol=3e-6, rtol=1e-4)
+        for have, want in zip(found, expected, strict=True):
+            same_metrics(have[:1], want[:1], rel=1e-4, abs=2e-6, but=LAYOUT)
+            same(have[1], want[1], 3e-6)  # gradient
+            same(have[2], want[2], 3e-6)  # weights
 
 
 @pytest.mark.slow

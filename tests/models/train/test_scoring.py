@@ -166,30 +166,6 @@ def test_chunks_of_the_head_change_nothing(chunk: int, entropy: str) -> None:
         torch.testing.assert_close(left, right, atol=1e-5, rtol=1e-5)
 
 
-def test_logits_never_exceed_a_chunk() -> None:
-    """The largest matrix with the vocabulary as its width is a chunk, forward and backward."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Widest(TorchDispatchMode):
-        rows = 0
-
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-            out = function(*args, **(kwargs or {}))
-            if isinstance(out, torch.Tensor) and out.ndim == 2 and out.shape[1] == 11:
-                Widest.rows = max(Widest.rows, out.shape[0])
-            return out
-
-    model = Model()
-    ids = np.arange(38, dtype=np.int32) % 11
-    rows = pack_rows(Layout(((Unit((0,), 0, 37),),), 37), [ids], [np.arange(1, 38)])
-    score = Scorer(model, Passes(torch.device("cpu")), temperature=1.0, chunk_tokens=7)
-    with Widest():
-        log_probs, entropies = score(rows, entropy="value")
-        (log_probs.sum() + 0.0).backward()
-    assert entropies is not None
-    assert Widest.rows == 7
-
-
 class LivingLogits:
     """The most bytes of [tokens, vocabulary] matrices that were alive at one time."""
 
