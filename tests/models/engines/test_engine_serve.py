@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shutil
 import socket
 import subprocess
 import sys
@@ -23,7 +22,7 @@ from models.engines.protocol import VersionSpan
 from models.engines.serve import EngineServer
 from models.engines.streamed import PartialOutputs
 from models.errors import EngineError, EngineStartError, EngineUnreachable, WeightsRefused
-from tests.models.engines.harness import EMBEDDED, SIMULATED, Bench, ask, until
+from tests.models.engines.harness import EMBEDDED, SIMULATED, Bench, ask, until, variant
 
 ARGUMENTS = ["-m", "models.engines.serve", "--engine", "simulated", "--model-path", "none"]
 
@@ -102,15 +101,6 @@ def test_bad_arguments_are_one_clear_line(tmp_path: Path) -> None:
     assert refused.stderr == "error: Object contains unknown field `engine_slot`\n"
 
 
-@pytest.mark.slow
-def test_a_missing_checkpoint_is_one_clear_line(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "models.engines.serve", "--engine", "embedded", "--model-path", str(tmp_path)]
-    refused = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert refused.returncode == 2
-    assert refused.stderr.startswith("error: model_path=")
-    assert "has no config.json; give a Hugging Face checkpoint directory" in refused.stderr
-
-
 async def test_a_port_in_use_is_one_clear_error() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -156,13 +146,6 @@ def live(path: Path) -> LiveWeights:
     weights = LiveWeights(ModelSpec.read(path), CPU, torch.float32)
     weights.load(path)
     return weights
-
-
-def variant(source: Path, target: Path, **config: object) -> Path:
-    shutil.copytree(source, target, dirs_exist_ok=True)
-    values = json.loads((target / "config.json").read_text())
-    (target / "config.json").write_text(json.dumps({**values, **config}))
-    return target
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "qwen2", "llama"])

@@ -293,29 +293,14 @@ def test_a_model_that_cannot_be_loaded_is_the_users_error(tmp_path: Path) -> Non
         assert [one.exitcode for one in ended] == [0] * len(ended)
 
 
-def test_closing_wakes_a_caller_that_waits_for_a_trainer_group() -> None:
-    backend, raised = TrainerGroupBackend(lambda: None), list[BaseException]()
-
-    def wait() -> None:
-        try:
-            backend.setup()
-        except TrainerGroupClosed as error:
-            raised.append(error)
-
-    waiting = threading.Thread(target=wait)
-    waiting.start()
-    until(backend._calling.locked)
-    backend.close()
-    waiting.join(10)
-    assert len(raised) == 1
-
-
-def test_closing_breaks_off_a_call_that_lasts(tmp_path: Path) -> None:
+@pytest.mark.parametrize("announced", [False, True])
+def test_closing_wakes_a_caller_that_waits(tmp_path: Path, announced: bool) -> None:
+    """For a trainer group that never comes, or for the answer of one that is silent."""
     address, raised = str(tmp_path / "s"), list[BaseException]()
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as silent:
         silent.bind(address)
         silent.listen(1)
-        backend = TrainerGroupBackend(lambda: Rendezvous(0, address))
+        backend = TrainerGroupBackend(lambda: Rendezvous(0, address) if announced else None)
 
         def wait() -> None:
             try:
@@ -325,7 +310,7 @@ def test_closing_breaks_off_a_call_that_lasts(tmp_path: Path) -> None:
 
         waiting = threading.Thread(target=wait)
         waiting.start()
-        until(lambda: backend._link is not None)
+        until((lambda: backend._link is not None) if announced else backend._calling.locked)
         backend.close()
         waiting.join(10)
         assert len(raised) == 1
