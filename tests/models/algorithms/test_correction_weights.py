@@ -56,15 +56,6 @@ def test_sums_are_made_before_anything_is_clamped(f) -> None:  # type: ignore[no
         assert not weights.truncated.any()
 
 
-def test_masked_tokens_are_no_part_of_a_sequence_statistic(f) -> None:  # type: ignore[no-untyped-def]
-    old = f.old.clone()
-    old[2] = -500.0
-    for level in ("sequence", "geometric"):
-        correction = Correction("decoupled", True, tis_level=level)  # type: ignore[arg-type]
-        moved, straight = weights_of(f.tokens(old_log_probs=old), correction), weights_of(f.tokens(), correction)
-        assert torch.equal(moved.weight, straight.weight)
-
-
 def test_weights_against_the_current_policy(f, close) -> None:  # type: ignore[no-untyped-def]
     current = Correction("decoupled", True, tis_clip=1.2, correction_ratio="current")
     rho = [1.2, 0.778801, 1, 0.904837, 0.980199, 1.2, 1.2, 0.272532]
@@ -127,15 +118,6 @@ def test_the_anchor_follows_the_mode(f) -> None:  # type: ignore[no-untyped-def]
     )
 
 
-def test_the_log_linear_anchor_moves_with_the_current_policy(f) -> None:  # type: ignore[no-untyped-def]
-    """At every optimizer step, while the age of a token stays that of the batch's start."""
-    correction = Correction("decoupled", True, prox="loglinear")
-    before = with_old_log_probs(f.tokens(staleness=STALENESS), correction).old_log_probs
-    after = with_old_log_probs(f.tokens(f.theta + 0.3, staleness=STALENESS), correction).old_log_probs
-    share = alpha(STALENESS, "next_version") * f.mask
-    torch.testing.assert_close(after - before, 0.3 * share)
-
-
 def test_only_drifted_negative_responses_are_masked(f) -> None:  # type: ignore[no-untyped-def]
     # Means of log mu - log theta: -0.0325 and 0.066667; the second response is the negative one.
     def dropped(tokens: PolicyTokens, delta: float) -> list[bool]:
@@ -157,16 +139,6 @@ def test_a_drift_that_is_no_number_is_not_taken_for_a_small_one(f) -> None:  # t
     for token, lost in ((6, [False] * 5 + [True] * 3), (0, [False] * 8), (2, [False] * 8)):  # 0: A > 0; 2: masked
         tokens = f.tokens(rollout_log_probs=f.mu.index_fill(0, torch.tensor([token]), math.nan))
         assert policy_objective(tokens, PPO, correction, ppo_clip).loss.isnan().tolist() == lost
-
-
-@pytest.mark.parametrize("loss", ["ppo", "gspo", "cispo", "kimi"])
-def test_the_weight_multiplies_what_is_clipped_already(f, loss: str) -> None:  # type: ignore[no-untyped-def]
-    correction = Correction("decoupled", True, tis_clip=1.2)
-    config = AlgorithmConfig(policy_loss=loss)
-    whole = policy_objective(f.tokens(), config, correction, policy_loss_of(loss)).loss
-    torch.testing.assert_close(
-        whole, policy_loss_of(loss)(f.tokens(), config).loss * weights_of(f.tokens(), correction).weight
-    )
 
 
 # Rejection: reading rules, what they remove and from which term, siblings, renormalisation.

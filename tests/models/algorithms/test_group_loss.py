@@ -28,16 +28,6 @@ PAIR = GroupColumns(
 )
 
 
-def columns(group: list[int], rollout: list[int], reward: list[float]) -> GroupColumns:
-    return GroupColumns(
-        group=torch.tensor(group),
-        rollout=torch.tensor(rollout),
-        reward=torch.tensor(reward, dtype=torch.float64),
-        n_groups=max(group) + 1,
-        n_rollouts=max(rollout) + 1,
-    )
-
-
 def test_the_loss_of_a_sequence_is_that_of_each_of_its_tokens(f, close) -> None:  # type: ignore[no-untyped-def]
     def mean_reward(tokens: PolicyTokens, groups: GroupColumns, config: AlgorithmConfig) -> Tensor:
         return groups.reward.double() * 3 + 0 * tokens.log_probs.sum()
@@ -116,29 +106,13 @@ def test_preference_of_the_better_rollout(f) -> None:  # type: ignore[no-untyped
     assert found["custom/accuracy"] == pytest.approx(float(advance > 0))
 
 
-def tokens_of(lengths: list[int]) -> PolicyTokens:
-    n = sum(lengths)
-    generator = torch.Generator().manual_seed(1)
-    theta = -torch.rand(n, dtype=torch.float64, generator=generator)
-    return PolicyTokens(
-        log_probs=theta.requires_grad_(),
-        old_log_probs=theta.detach(),
-        rollout_log_probs=theta.detach(),
-        advantages=torch.zeros(n, dtype=torch.float64),
-        mask=torch.ones(n, dtype=torch.bool),
-        sequence=torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)),
-        n_sequences=len(lengths),
-        ref_log_probs=-torch.rand(n, dtype=torch.float64, generator=generator),
-    )
-
-
-def test_no_pair_has_a_graph_all_the_same() -> None:
-    tokens = tokens_of([2, 2])
-    loss = dpo(tokens, columns([0, 0], [0, 1], [1, 1]), DPO).loss
+def test_no_pair_has_a_graph_all_the_same(f) -> None:  # type: ignore[no-untyped-def]
+    theta = f.theta.clone().requires_grad_()
+    loss = dpo(f.tokens(theta), dataclasses.replace(PAIR, reward=torch.ones(2)), DPO).loss
     assert loss.tolist() == [0, 0]
     loss.sum().backward()
-    assert tokens.log_probs.grad is not None
-    assert (tokens.log_probs.grad == 0).all()
+    assert theta.grad is not None
+    assert (theta.grad == 0).all()
 
 
 def test_reference_and_beta_are_needed(f) -> None:  # type: ignore[no-untyped-def]

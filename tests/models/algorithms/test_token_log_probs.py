@@ -10,12 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from configs.plan.memory import log_prob_pass
 from models.algorithms import tokens as module
 from models.algorithms.tokens import OutputLayer, token_log_probs
+from tests.models.living import Living
 
 
 def entropies(logits: Tensor, temperature: float = 1.0) -> Tensor:
@@ -163,25 +163,6 @@ def test_autocast_computes_logits_in_its_precision_and_sums_in_fp32(half: bool) 
     found.sum().backward()
     assert hidden.grad is not None
     assert hidden.grad.dtype == torch.float32
-
-
-class Living(TorchDispatchMode):
-    """The most bytes that were alive at one time of tensors made within it. `known`: made before."""
-
-    def __init__(self, *known: Tensor) -> None:
-        super().__init__()
-        self.peak = 0
-        self._known = {tensor.untyped_storage()._cdata for tensor in known}
-        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = function(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(tensor, Tensor) and (storage := tensor.untyped_storage())._cdata not in self._known:
-                self._alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-        self._alive = {key: one for key, one in self._alive.items() if not one[0].expired()}
-        self.peak = max(self.peak, sum(size for _, size in self._alive.values()))
-        return out
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

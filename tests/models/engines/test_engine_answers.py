@@ -86,19 +86,17 @@ NESTED = b"[" * 200_000 + b"]" * 200_000
 
 
 @pytest.mark.parametrize(
-    ("body", "words"),
+    "body",
     [
-        (b'{"meta_info":{"id":"r","x":' + NESTED + b"}}", "does not decode"),
-        (b'{"meta_info":{"id":"\xff\xfe"}}', "does not decode"),
-        (b'{"output_ids":[1e400],"meta_info":{"id":"r"}}', "does not decode"),
-        (b'{"output_ids":[NaN],"meta_info":{"id":"r"}}', "does not decode"),
+        b'{"meta_info":{"id":"r","x":' + NESTED + b"}}",
+        b'{"meta_info":{"id":"\xff\xfe"}}',
+        b'{"output_ids":[1e400],"meta_info":{"id":"r"}}',
+        b'{"output_ids":[NaN],"meta_info":{"id":"r"}}',
     ],
     ids=["nested", "utf-8", "overflow", "nan"],
 )
 @pytest.mark.parametrize("streamed", [False, True])
-async def test_text_that_breaks_decoders_is_an_error_of_the_engine(
-    canned, body: bytes, words: str, streamed: bool
-) -> None:  # type: ignore[no-untyped-def]
+async def test_text_that_breaks_decoders_is_an_error_of_the_engine(canned, body: bytes, streamed: bool) -> None:  # type: ignore[no-untyped-def]
     if streamed:
         client, _ = await canned(event(piece([1])), b"data: " + body + b"\n\n", vocab_size=100, timeout_s=120)
         partial = PartialOutputs()
@@ -108,7 +106,7 @@ async def test_text_that_breaks_decoders_is_an_error_of_the_engine(
         assert kept is None or kept.output_ids == [1], "no more than what came before it"
         return
     client, _ = await canned(body, vocab_size=100, timeout_s=120)
-    with pytest.raises(EngineProtocolError, match=words):
+    with pytest.raises(EngineProtocolError, match="does not decode"):
         await client.generate(REQUEST)
 
 

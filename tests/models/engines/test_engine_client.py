@@ -7,8 +7,6 @@ import json
 import math
 import os
 import pickle
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -150,19 +148,6 @@ async def test_an_aborted_scoring_is_typed(canned) -> None:  # type: ignore[no-u
         await client.score([5, 6, 7, 8, 9], 3)
 
 
-def test_client_side_imports_nothing_heavy() -> None:
-    code = (
-        "import sys, models.engines.client, models.engines.protocol, models.errors, models.engines.noise;"
-        "print([m for m in ('torch', 'transformers', 'safetensors', 'tokenizers', 'zmq') if m in sys.modules])"
-    )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
-
-
-def test_the_simulated_engine_needs_no_torch() -> None:
-    code = "import sys, models.engines.serve, models.engines.simulated.engine; print('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
-
-
 # What the client refuses before it is sent, and the helpers of answers: boundaries, spans, experts.
 
 
@@ -284,24 +269,12 @@ def test_token_files_that_others_know_or_that_hold_none_are_refused(
         read_token(file)
 
 
-@pytest.mark.parametrize(
-    ("header", "accepted"),
-    [
-        (None, False),
-        ("", False),
-        ("Bearer", False),
-        ("Bearer ", False),
-        (TOKEN.text, False),
-        (f"Basic {TOKEN.text}", False),
-        (f"Bearer {TOKEN.text}x", False),
-        (f"Bearer {TOKEN.text[:-1]}", False),
-        ("Bearer \udcff\udcfe", False),
-        (TOKEN.header, True),
-        (f"bearer {TOKEN.text}", True),
-    ],
-)
-def test_which_headers_have_the_token(header: str | None, accepted: bool) -> None:
-    assert TOKEN.is_sent_by(header) is accepted
+def test_which_headers_have_the_token() -> None:
+    text = TOKEN.text
+    wrong = (None, "", "Bearer", "Bearer ", text, f"Basic {text}", f"Bearer {text}x", f"Bearer {text[:-1]}")
+    assert not [header for header in (*wrong, "Bearer \udcff\udcfe") if TOKEN.is_sent_by(header)]
+    assert TOKEN.is_sent_by(TOKEN.header)
+    assert TOKEN.is_sent_by(f"bearer {text}")
 
 
 async def statuses(url: str, headers: Mapping[str, str]) -> dict[str, int]:

@@ -130,18 +130,6 @@ def test_samples_are_distinguished_by_index() -> None:
         partial.take(chunk([65], index=3))
 
 
-@pytest.mark.parametrize(
-    ("chunks", "words"),
-    [
-        ([chunk([65]), chunk([66], 3)], "brings 1 tokens and counts 3, after 1"),
-        ([chunk([65, 66]), chunk([67, 68], 3)], "brings 2 tokens and counts 3, after 2"),
-    ],
-)
-def test_chunks_that_do_not_join_are_an_error(chunks: list[bytes], words: str) -> None:
-    with pytest.raises(StreamBroken, match=words):
-        taken(*chunks)
-
-
 def test_log_probs_of_other_tokens_are_an_error() -> None:
     with pytest.raises(StreamBroken, match="log-probs of response r are of other tokens"):
         taken(chunk([65, 66], entries=[65, 67], finish=FINISH)).outputs()

@@ -233,22 +233,16 @@ async def test_errors_of_the_router_are_those_of_an_engine() -> None:
         assert not await router.health()
 
 
-async def test_an_answer_that_is_no_list_of_workers_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def call(client: RouterClient, *args: object) -> bytes:
+async def test_odd_answers_of_a_router_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def call(client: RouterClient, method: str, *args: object) -> bytes:
+        if method == "DELETE":
+            raise EngineRefused("http://r", 400, "no such id")
         return b'{"workers": [3]}'
 
     monkeypatch.setattr(RouterClient, "call", call)
     async with RouterClient("http://r") as router:
         with pytest.raises(EngineProtocolError, match=r"/workers answered .*, which does not decode"):
             await router.workers()
-
-
-async def test_a_refusal_to_remove_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def call(client: RouterClient, *args: object) -> bytes:
-        raise EngineRefused("http://r", 400, "no such id")
-
-    monkeypatch.setattr(RouterClient, "call", call)
-    async with RouterClient("http://r") as router:
         with pytest.raises(EngineRefused, match="no such id"):
             await router.remove(RouterWorker("1", "http://e"))
 

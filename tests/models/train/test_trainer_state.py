@@ -32,6 +32,7 @@ from models.train.huggingface.optimizer import Updater, move
 from models.train.spec import check_schedule, learning_rate
 from models.train.trainer import Trainer
 from tests.models.test_checkpoint import check_every_flip_is_noticed
+from tests.models.train.families.family_models import save_model
 from tests.models.train.rig import differing, make_backend, make_sequences, train_step, weights_of
 
 
@@ -135,22 +136,7 @@ def test_export_is_what_save_pretrained_writes(backend, tmp_path: Path, tie: boo
 
 
 def test_fused_experts_are_exported_one_by_one(tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
-
-    config = Qwen3MoeConfig(
-        vocab_size=32,
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        intermediate_size=16,
-        moe_intermediate_size=8,
-        num_experts=4,
-        num_experts_per_tok=2,
-    )
-    model = AutoModelForCausalLM.from_config(config)
-    model.save_pretrained(tmp_path / "moe")
+    model = save_model("qwen3_moe", tmp_path / "moe")
     with safe_open(tmp_path / "moe/model.safetensors", framework="pt") as stored:
         exported = dict(hf_tensors(model, device=model.device, dtype=None, sort=converts(model)))
         assert sorted(exported) == sorted(stored.keys())

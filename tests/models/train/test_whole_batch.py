@@ -15,17 +15,7 @@ from models.algorithms.advantages import Episode, batch_advantages
 from models.errors import InvalidSequence, TrainConfigInvalid, TrainStateUnreadable
 from models.train.spec import BatchNeeds
 from models.train.step import running_batch
-from tests.models.train.rig import (
-    differing,
-    make_sequences,
-    same,
-    scored,
-    sequence,
-    state_of,
-    train_step,
-    weights_of,
-    with_rewards,
-)
+from tests.models.train.rig import differing, make_sequences, same, scored, sequence, state_of, train_step, weights_of
 
 GROUPS_SEEN: list[list[tuple[int, int]]] = []
 
@@ -311,21 +301,3 @@ def test_groups_are_never_split(backend, steps: int) -> None:  # type: ignore[no
 def test_a_loss_of_ones_own_must_be_named(backend) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(TrainConfigInvalid, match="--custom-loss-function-path"):
         backend(loss_type="custom_loss")
-
-
-def test_preferences_are_learned(backend) -> None:  # type: ignore[no-untyped-def]
-    batch = with_rewards(make_sequences(4, groups=2, dark=False), 4)
-    made = backend(
-        loss_type="custom_loss",
-        custom_loss_function_path="models.algorithms.dpo:dpo",
-        use_kl_loss=True,
-        kl_loss_coef=0.5,
-        lr=3e-3,
-    )
-    history = []
-    for _ in range(8):
-        made.begin_batch(rollouts=6, steps=1)
-        made.accumulate(batch)
-        history.append(made.step())
-    assert history[-1]["custom/margin"] > 0.5 > history[0]["custom/margin"]
-    assert history[-1]["train/loss"] < history[0]["train/loss"]

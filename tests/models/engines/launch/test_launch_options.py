@@ -56,17 +56,12 @@ CPU = Installed(
 @pytest.mark.parametrize(
     "args",
     [
-        {},
-        {"mem_fraction_static": 0.8},
         {"mem-fraction-static": "8e-1"},
         {"max_total_tokens": "64k", "dtype": "float32"},
         {"max_total_tokens": 4096},
-        {"disable_radix_cache": True, "enable_tf32_matmul": False},
         {"disable_radix_cache": "false"},
         {"lora_paths": ["a=b", "c"]},
         {"lora_paths": "a=b"},
-        {"cuda_graph_bs_decode": [1, 2, 4]},
-        {"preferred_sampling_params": {"top_k": 5}},
         {"preferred_sampling_params": '{"top_k": 5}'},
         {"ep": 2},
     ],
