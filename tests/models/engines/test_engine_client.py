@@ -7,7 +7,8 @@ import json
 import math
 import os
 import pickle
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import aiohttp
@@ -76,15 +77,24 @@ async def test_a_dead_engine_is_unreachable() -> None:
         assert not await client.ready()
 
 
-async def test_a_connection_lost_in_mid_answer_is_unreachable() -> None:
-    async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{")
-        writer.close()
+@asynccontextmanager
+async def broken_off(body: bytes, *, closes: bool) -> AsyncIterator[EngineClient]:
+    """A client of a server that promises 100 bytes, and sends these."""
 
-    server = await asyncio.start_server(hang_up, "127.0.0.1", 0)
+    async def begin(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n" + body)
+        if closes:
+            writer.close()
+
+    server = await asyncio.start_server(begin, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
-    async with server, EngineClient(f"http://127.0.0.1:{port}") as client:
+    async with server, EngineClient(f"http://127.0.0.1:{port}", timeout_s=20) as client:
+        yield client
+
+
+async def test_a_connection_lost_in_mid_answer_is_unreachable() -> None:
+    async with broken_off(b"{", closes=True) as client:
         with pytest.raises(EngineUnreachable, match="ClientPayloadError"):
             await client.generate(GenerateRequest(input_ids=[1]))
 
@@ -99,13 +109,7 @@ async def test_a_reader_while_the_client_is_closed_has_lost_the_engine() -> None
             for protocol in client._session.connector._acquired:
                 protocol.close()  # as the connector does when it is closed itself
 
-    async def begin(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\ndata: {}\n\n")
-
-    server = await asyncio.start_server(begin, "127.0.0.1", 0)
-    port = server.sockets[0].getsockname()[1]
-    async with server, EngineClient(f"http://127.0.0.1:{port}", timeout_s=20) as client:
+    async with broken_off(b"data: {}\n\n", closes=False) as client:
         with pytest.raises(EngineUnreachable, match="Connection closed"):
             await client.generate(GenerateRequest(input_ids=[1]), partial=Closing())
 

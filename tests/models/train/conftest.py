@@ -11,7 +11,7 @@ import torch
 
 from models.tiny import make_tiny_checkpoint
 from models.train.trainer import Trainer
-from tests.models.train.rig import make_backend
+from tests.models.train.rig import TINY, make_backend
 
 
 @pytest.fixture(autouse=True)
@@ -21,14 +21,7 @@ def _one_thread() -> None:
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_checkpoint(
-        tmp_path_factory.mktemp("checkpoints") / "tiny",
-        tokenizer="arithmetic",
-        hidden_size=32,
-        num_layers=2,
-        intermediate_size=64,
-        max_position_embeddings=128,
-    )
+    return make_tiny_checkpoint(tmp_path_factory.mktemp("checkpoints") / "tiny", tokenizer="arithmetic", **TINY)
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ from models.train.interface import TrainSequence
 from models.train.trainer import Trainer
 from tests.models.train.rig import (
     PACKING,
+    PPO,
     Trained,
     joined,
     make_backend,
@@ -36,49 +37,24 @@ from tests.models.train.rig import (
 DEADLINE_S = 150
 # What depends on how micro-batches were formed; and a threshold at 0 of a margin that is 0 but for rounding.
 LAYOUT = PACKING | {"custom/accuracy"}
+WHITENED = {"advantage_estimator": "reinforce_plus_plus", "normalize_advantages": True}
+REJECTING = {"rollout_rs": ("seq_mean_k2=0.09",)}
+DPO = {"loss_type": "custom_loss", "custom_loss_function_path": "models.algorithms.dpo:dpo"}
 # name -> (number of optimizer steps, how many sequences, options)
 CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "rollout_mean": (1, "all", {}),
     "token_mean": (2, "all", {"loss_aggregation": "token_mean", "entropy_coef": 0.01}),
     "seq_mean": (1, "all", {"loss_aggregation": "seq_mean", "staleness_lr_decay": 0.5}),
     "constant": (1, "few", {"loss_aggregation": "constant", "use_kl_loss": True, "kl_loss_coef": 0.1}),
-    "whitening": (
-        2,
-        "all",
-        {"advantage_estimator": "reinforce_plus_plus", "normalize_advantages": True, "kl_coef": 0.1},
-    ),
-    "critic": (
-        2,
-        "all",
-        {
-            "advantage_estimator": "ppo",
-            "normalize_advantages": True,
-            "bootstrap_truncated": True,
-            "critic_lr": 1e-3,
-            "gamma": 0.97,
-            "lambd": 0.9,
-        },
-    ),
+    "whitening": (2, "all", WHITENED | {"kl_coef": 0.1}),
+    "critic": (2, "all", PPO),
     "distillation": (1, "all", {"use_opd": True, "opd_kl_coef": 0.3, "normalize_advantages": True}),
     "m2po": (2, "all", {"policy_loss": "m2po", "m2po_threshold": 0.1}),
     "normalised_weights": (1, "all", {"tis_batch_normalize": True, "tis_level": "sequence"}),
-    "rejected_rollouts": (
-        1,
-        "all",
-        {"rollout_rs": ("seq_mean_k2=0.09",), "rs_unit": "rollout", "renormalize_after_rejection": True},
-    ),
+    "rejected_rollouts": (1, "all", REJECTING | {"rs_unit": "rollout", "renormalize_after_rejection": True}),
     "all_rejected": (1, "all", {"rollout_rs": ("token_k2=1e-12",)}),
     "nothing_here": (1, "one", {}),
-    "preferences": (
-        2,
-        "all",
-        {
-            "loss_type": "custom_loss",
-            "custom_loss_function_path": "models.algorithms.dpo:dpo",
-            "use_kl_loss": True,
-            "kl_loss_coef": 0.5,
-        },
-    ),
+    "preferences": (2, "all", DPO | {"use_kl_loss": True, "kl_loss_coef": 0.5}),
 }
 
 

@@ -28,23 +28,14 @@ from models.train.step.packing import Layout, Packing, Unit
 from models.train.trainer import Trainer
 from tests.models.corrections import corrected
 from tests.models.living import Living
-from tests.models.train.rig import behind, sequence
+from tests.models.train.rig import TINY, behind, sequence
 
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("architectures")
-    return {
-        name: make_tiny_checkpoint(
-            root / name,
-            architecture=name,  # type: ignore[arg-type]
-            hidden_size=32,
-            num_layers=2,
-            intermediate_size=64,
-            max_position_embeddings=128,
-        )
-        for name in ("qwen3", "qwen2", "llama")
-    }
+    names: tuple[Any, ...] = ("qwen3", "qwen2", "llama")
+    return {name: make_tiny_checkpoint(root / name, architecture=name, **TINY) for name in names}
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

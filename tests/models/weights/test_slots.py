@@ -54,10 +54,21 @@ from models.weights.shared_memory_reader import SlotManifest, SlotReader
 from models.weights.shared_memory_writer import SlotWriter
 
 
+def slots_of(root: Path, tensors: dict[str, torch.Tensor] | None = None) -> closing[SlotWriter]:
+    """Slots for a checkpoint of these tensors."""
+    return closing(SlotWriter(root / "slots", checkpoint(root / "source", tensors)))
+
+
 @pytest.fixture
 def writer(tmp_path: Path) -> Iterator[SlotWriter]:
-    with closing(SlotWriter(tmp_path / "slots", checkpoint(tmp_path / "source"))) as made:
+    with slots_of(tmp_path) as made:
         yield made
+
+
+def loaded(manifest: SlotManifest) -> dict[str, torch.Tensor]:
+    """What transformers would read."""
+    tensors: dict[str, torch.Tensor] = load_file(Path(manifest.path) / "model.safetensors")
+    return tensors
 
 
 def test_slots_alternate_and_the_last_two_versions_are_readable(writer: SlotWriter) -> None:
@@ -68,9 +79,9 @@ def test_slots_alternate_and_the_last_two_versions_are_readable(writer: SlotWrit
     assert str(writer.next_path) == manifests[3].path
     for manifest in manifests[3:]:
         SlotReader(manifest)
-        loaded = load_file(Path(manifest.path) / "model.safetensors")
-        assert loaded.keys() == SHAPES.keys()
-        assert all((tensor == manifest.version).all() for tensor in loaded.values())
+        found = loaded(manifest)
+        assert found.keys() == SHAPES.keys()
+        assert all((tensor == manifest.version).all() for tensor in found.values())
     for manifest in manifests[:3]:
         with pytest.raises(TornWeights, match="holds generation"):
             SlotReader(manifest)
@@ -120,18 +131,18 @@ def test_any_tensors_come_back_bit_equal(tmp_path_factory, shapes, seed, order) 
     path = tmp_path_factory.mktemp("any")
     generator = torch.Generator().manual_seed(seed)
     tensors = {f"t{i}": torch.randn(shape, generator=generator).to(dtype) for i, (shape, dtype) in enumerate(shapes)}
-    with closing(SlotWriter(path / "slots", checkpoint(path / "source", tensors))) as writer:
+    with slots_of(path, tensors) as writer:
         items = list(tensors.items())
         order.shuffle(items)
         manifest = writer.write(1, 0, iter(items))
         SlotReader(manifest)
-        loaded = load_file(Path(manifest.path) / "model.safetensors")
+        found = loaded(manifest)
         slot = SlotReader(manifest)
         raw = {spec.name: (spec, bytes(data)) for spec, data in slot.tensors()}
         slot.check()
         for name, tensor in tensors.items():
-            assert loaded[name].dtype == tensor.dtype
-            assert torch.equal(loaded[name], tensor)
+            assert found[name].dtype == tensor.dtype
+            assert torch.equal(found[name], tensor)
             assert raw[name][0].shape == tuple(tensor.shape)
             assert raw[name][1] == tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
         assert writer.layout.data_bytes == sum(tensor.nbytes for tensor in tensors.values())
@@ -140,26 +151,24 @@ def test_any_tensors_come_back_bit_equal(tmp_path_factory, shapes, seed, order) 
 def test_stored_bytes_are_passed_on_as_they_are(tmp_path: Path) -> None:
     tensors = {**values(3), "half": torch.randn(3, 2).bfloat16(), "one": torch.tensor(0.5), "none": torch.zeros(0, 4)}
     stored = list(stored_tensors(checkpoint(tmp_path / "other", tensors) / "model.safetensors"))
-    source = checkpoint(tmp_path / "source", {name: torch.zeros_like(value) for name, value in tensors.items()})
-    with closing(SlotWriter(tmp_path / "slots", source)) as writer:
+    with slots_of(tmp_path, {name: torch.zeros_like(value) for name, value in tensors.items()}) as writer:
         manifest = writer.write(1, 0, ((tensor.spec.name, tensor) for tensor in reversed(stored)))
         SlotReader(manifest)
-        loaded = load_file(Path(manifest.path) / "model.safetensors")
-        assert loaded.keys() == tensors.keys()
-        assert all(torch.equal(loaded[name], value) for name, value in tensors.items())
+        found = loaded(manifest)
+        assert found.keys() == tensors.keys()
+        assert all(torch.equal(found[name], value) for name, value in tensors.items())
         wrong = msgspec.structs.replace(stored[0], spec=msgspec.structs.replace(stored[0].spec, dtype="I32"))
         with pytest.raises(LayoutMismatch, match="is stored as I32, the slot was laid out for"):
             writer.write(2, 0, iter([(wrong.spec.name, wrong)]))
 
 
 def test_values_are_cast_to_the_types_of_the_source(tmp_path: Path) -> None:
-    source = checkpoint(tmp_path / "source", {name: value.bfloat16() for name, value in values(0).items()})
-    with closing(SlotWriter(tmp_path / "slots", source)) as writer:
+    with slots_of(tmp_path, {name: value.bfloat16() for name, value in values(0).items()}) as writer:
         third = {name: torch.full(shape, 1 / 3) for name, shape in SHAPES.items()}
         manifest = writer.write(1, 0, iter(third.items()))
-        loaded = load_file(Path(manifest.path) / "model.safetensors")
-    assert all(tensor.dtype == torch.bfloat16 for tensor in loaded.values())
-    assert float(loaded["c.scale"]) == float(torch.tensor(1 / 3).bfloat16())
+        found = loaded(manifest)
+    assert all(tensor.dtype == torch.bfloat16 for tensor in found.values())
+    assert float(found["c.scale"]) == float(torch.tensor(1 / 3).bfloat16())
 
 
 def test_sharded_checkpoints_are_read_through_their_index(tmp_path: Path) -> None:
@@ -405,8 +414,7 @@ def test_a_dead_runs_directory_is_taken_over(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_directory_is_private_and_removed_on_close(tmp_path: Path) -> None:
-    source = checkpoint(tmp_path / "source")
-    with closing(SlotWriter(tmp_path / "slots", source)) as writer:
+    with slots_of(tmp_path) as writer:
         publish(writer, 1)
         for path in (tmp_path / "slots", tmp_path / "slots" / "slot-0"):
             assert path.stat().st_mode & 0o777 == 0o700

@@ -28,17 +28,8 @@ from tests.models.train.rig import VOCABULARY, joined, make_spec
 STEPS = 5
 Fields = dict[str, Any]
 
-PPO: Fields = {
-    "advantage_estimator": "ppo",
-    "normalize_advantages": True,
-    "bootstrap_truncated": True,
-    "critic_lr": 1e-3,
-    "use_kl_loss": True,
-    "kl_loss_coef": 0.1,
-    "entropy_coef": 0.01,
-    "use_tis": True,
-}
 GRPO: Fields = {"use_kl_loss": True, "kl_loss_coef": 0.1, "entropy_coef": 0.01}
+PPO: Fields = rig.PPO | GRPO | {"use_tis": True}
 LORA: Fields = GRPO | {"lora_rank": 2, "lora_alpha": 8.0, "lr": 1e-2}
 TIED, UNTIED, EXPERTS = "tied", "untied", "experts"
 

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from fsdp_rig import ARCHITECTURES, GRPO, LORA, PPO, make_architecture, make_sequences, make_trainer, state_of, train
-from safetensors.torch import load_file
 from torch.nn import Linear, Sequential
 
 from configs.schema.train import FsdpConfig
@@ -223,28 +222,13 @@ def test_the_reference_of_lora_is_the_model_without_adapters(make: Make) -> None
     assert sum(parameter.numel() for _, parameter in models.updater.named_parameters) < 8000
 
 
-def test_adapters_alone_are_what_peft_reads(make: Make, tiny: Path, tmp_path: Path) -> None:
-    """Put into the model that training started from, they give the exported weights."""
-    from peft import LoraConfig, get_peft_model
-    from peft.utils import set_peft_model_state_dict
-    from transformers import AutoModelForCausalLM
-
+def test_adapters_are_those_of_the_modules_that_are_named(make: Make) -> None:
     trainer = make(**LORA | {"lora_target_modules": ("q_proj", "down_proj")})
-    train(trainer, range(2))
-    trainer.save(tmp_path / "state")
-    settings = LoraConfig.from_pretrained(str(tmp_path / "state" / "adapter"))
-    assert settings.r == 2
-    assert settings.target_modules == {"down_proj", "q_proj"}
-    base = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
-    with_adapters = get_peft_model(base, settings)
-    adapters = load_file(tmp_path / "state" / "adapter" / "adapter_model.safetensors")
-    loaded = set_peft_model_state_dict(with_adapters, adapters)
-    assert not loaded.unexpected_keys
-    merged = with_adapters.merge_and_unload().state_dict()
-    exported = dict(trainer.export_weights())
-    assert "lm_head.weight" not in exported  # tied
-    for name, tensor in exported.items():
-        torch.testing.assert_close(tensor, merged[name], atol=1e-6, rtol=1e-6)
+    before = {name: tensor.clone() for name, tensor in trainer.export_weights()}
+    assert "lm_head.weight" not in before  # tied
+    train(trainer, range(1))
+    moved = differing(before, dict(trainer.export_weights()))
+    assert {name.split(".")[-2] for name in moved} == {"q_proj", "down_proj"}
 
 
 def test_what_lora_does_not_train_has_no_master_copy(make: Make) -> None:

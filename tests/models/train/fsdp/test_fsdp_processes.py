@@ -6,25 +6,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from fsdp_rig import CASES, EXPERTS, RESUMED, STEPS, TIED, UNTIED, expected_of, make_architecture, resume, run
 
 from models.tiny import make_tiny_checkpoint
-from tests.models.train.rig import differing, read, run_ranks, same, same_metrics
+from tests.models.train.rig import TINY, differing, read, run_ranks, same, same_metrics
 
 DEADLINE_S = 200
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("fsdp")]
 
 
 def make_checkpoints(root: Path) -> Path:
-    shape: dict[str, Any] = {"hidden_size": 32, "num_layers": 2, "intermediate_size": 64}
     for name in (TIED, UNTIED):
-        make_tiny_checkpoint(
-            root / name, tokenizer="arithmetic", max_position_embeddings=128, tie_word_embeddings=name == TIED, **shape
-        )
+        make_tiny_checkpoint(root / name, tokenizer="arithmetic", tie_word_embeddings=name == TIED, **TINY)
     make_architecture("deepseek_v3", root / EXPERTS)
     return root
 
