@@ -35,4 +35,4 @@ class Living(TorchDispatchMode):
         storage = tensor.untyped_storage()
         if storage._cdata not in self._known:
             self._alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-            self.rows = max(self.rows, tensor.numel() // max(tensor.shape[-1:], default=1))
+            self.rows = max(self.rows, tensor.numel() // self._width if self._width else 0)
