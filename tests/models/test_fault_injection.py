@@ -30,10 +30,6 @@ def plan(tmp_path: Path, *faults: str, **changed: Any) -> FaultPlan:
     return msgspec.structs.replace(found, **changed)
 
 
-def who(plan: FaultPlan, n: int = 4000, attempt: int = 1) -> set[int]:
-    return {key for key in range(n) if plan.draw(str(key), attempt) is not None}
-
-
 @pytest.mark.parametrize(
     ("text", "words"),
     [

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,16 +15,6 @@ from models.tiny import ARITHMETIC_CHARACTERS, TinyCheckpointError, build_tokeni
 
 BYTES = build_tokenizer("bytes")
 ARITHMETIC = build_tokenizer("arithmetic")
-
-
-@pytest.mark.slow
-def test_a_checkpoint_is_made_without_torch(tmp_path: Path) -> None:
-    program = (
-        "import sys, pathlib, models.tiny; models.tiny.make_tiny_checkpoint(pathlib.Path(sys.argv[1]));"
-        "print('torch' in sys.modules)"
-    )
-    found = subprocess.run([sys.executable, "-c", program, tmp_path / "m"], capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == "False"
 
 
 def test_a_complete_directory_is_reused_and_another_one_is_refused(tmp_path: Path) -> None:

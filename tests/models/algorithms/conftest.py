@@ -76,14 +76,8 @@ def close() -> Callable[[Tensor, list[float]], None]:
     return check
 
 
-PPO = AlgorithmConfig(eps_clip=0.2)
 CLIP_HIGHER = AlgorithmConfig(eps_clip=0.2, eps_clip_high=0.28)
 ON_POLICY = Correction(policy_mode="onpolicy", use_tis=False)
-
-
-@pytest.fixture
-def ppo() -> AlgorithmConfig:
-    return PPO
 
 
 @pytest.fixture

@@ -11,11 +11,8 @@ import torch
 from configs.schema.algorithm import AlgorithmConfig, InvalidRule, RejectionRule, parse_rule
 from models.algorithms.correction import (
     Correction,
-    ImportanceWeights,
     alpha,
     fails,
-    importance_weights,
-    log_weight_of,
     loglinear_old_log_probs,
     rejection_of,
     statistic,
@@ -23,17 +20,14 @@ from models.algorithms.correction import (
     without_drifted,
 )
 from models.algorithms.losses import policy_loss_of, ppo_clip
-from models.algorithms.metrics import MetricTotals, kept_scale, rejected_rollouts, step_statistics
+from models.algorithms.metrics import kept_scale, rejected_rollouts, step_statistics
 from models.algorithms.objective import policy_objective
 from models.algorithms.tokens import PolicyTokens
 from models.errors import AlgorithmError, UnknownAlgorithm
+from tests.models.corrections import totals_of, weights_of
 
 STALENESS = torch.tensor([0, 1, 1, 2, 3, 0, 1, 4])
 PPO = AlgorithmConfig(policy_loss="ppo")
-
-
-def weights_of(tokens: PolicyTokens, correction: Correction) -> ImportanceWeights:
-    return importance_weights(tokens, correction, log_weight_of(tokens, correction))
 
 
 def test_older_tokens_have_the_tighter_bound(f, close) -> None:  # type: ignore[no-untyped-def]
@@ -60,15 +54,6 @@ def test_sums_are_made_before_anything_is_clamped(f) -> None:  # type: ignore[no
         weights = weights_of(tokens, Correction("decoupled", True, tis_level=level, tis_clip=9.0))  # type: ignore[arg-type]
         assert weights.weight[:5].tolist() == pytest.approx([expected, expected, 1.0, expected, expected])
         assert not weights.truncated.any()
-
-
-def test_masked_tokens_are_no_part_of_a_sequence_statistic(f) -> None:  # type: ignore[no-untyped-def]
-    old = f.old.clone()
-    old[2] = -500.0
-    for level in ("sequence", "geometric"):
-        correction = Correction("decoupled", True, tis_level=level)  # type: ignore[arg-type]
-        moved, straight = weights_of(f.tokens(old_log_probs=old), correction), weights_of(f.tokens(), correction)
-        assert torch.equal(moved.weight, straight.weight)
 
 
 def test_weights_against_the_current_policy(f, close) -> None:  # type: ignore[no-untyped-def]
@@ -133,15 +118,6 @@ def test_the_anchor_follows_the_mode(f) -> None:  # type: ignore[no-untyped-def]
     )
 
 
-def test_the_log_linear_anchor_moves_with_the_current_policy(f) -> None:  # type: ignore[no-untyped-def]
-    """At every optimizer step, while the age of a token stays that of the batch's start."""
-    correction = Correction("decoupled", True, prox="loglinear")
-    before = with_old_log_probs(f.tokens(staleness=STALENESS), correction).old_log_probs
-    after = with_old_log_probs(f.tokens(f.theta + 0.3, staleness=STALENESS), correction).old_log_probs
-    share = alpha(STALENESS, "next_version") * f.mask
-    torch.testing.assert_close(after - before, 0.3 * share)
-
-
 def test_only_drifted_negative_responses_are_masked(f) -> None:  # type: ignore[no-untyped-def]
     # Means of log mu - log theta: -0.0325 and 0.066667; the second response is the negative one.
     def dropped(tokens: PolicyTokens, delta: float) -> list[bool]:
@@ -163,16 +139,6 @@ def test_a_drift_that_is_no_number_is_not_taken_for_a_small_one(f) -> None:  # t
     for token, lost in ((6, [False] * 5 + [True] * 3), (0, [False] * 8), (2, [False] * 8)):  # 0: A > 0; 2: masked
         tokens = f.tokens(rollout_log_probs=f.mu.index_fill(0, torch.tensor([token]), math.nan))
         assert policy_objective(tokens, PPO, correction, ppo_clip).loss.isnan().tolist() == lost
-
-
-@pytest.mark.parametrize("loss", ["ppo", "gspo", "cispo", "kimi"])
-def test_the_weight_multiplies_what_is_clipped_already(f, loss: str) -> None:  # type: ignore[no-untyped-def]
-    correction = Correction("decoupled", True, tis_clip=1.2)
-    config = AlgorithmConfig(policy_loss=loss)
-    whole = policy_objective(f.tokens(), config, correction, policy_loss_of(loss)).loss
-    torch.testing.assert_close(
-        whole, policy_loss_of(loss)(f.tokens(), config).loss * weights_of(f.tokens(), correction).weight
-    )
 
 
 # Rejection: reading rules, what they remove and from which term, siblings, renormalisation.
@@ -270,9 +236,8 @@ def test_a_sequence_without_tokens_is_never_counted(f, clip_higher) -> None:  # 
     dead = f.tokens(mask=f.mask & (f.sequence == 1), n_sequences=3)
     rule = rejecting("seq_mean_k1=1.01_1.05")
     assert rejection_of(dead, rule).failed_sequences.tolist() == [False, False, False]
-    totals = MetricTotals()
-    totals.add(policy_objective(dead, clip_higher, rule, ppo_clip).metrics, f.mask * 1.0)
-    assert totals.result(3.0)["train/seq_mask_fraction/seq_mean_k1"] == 0.0
+    objective = policy_objective(dead, clip_higher, rule, ppo_clip)
+    assert totals_of(objective, f.mask * 1.0, 3.0)["train/seq_mask_fraction/seq_mean_k1"] == 0.0
 
 
 def test_rejection_spares_kl_entropy_and_the_counts(f, close) -> None:  # type: ignore[no-untyped-def]
@@ -309,9 +274,7 @@ def test_everything_rejected_is_zero_with_a_graph(f, clip_higher) -> None:  # ty
     objective.loss.sum().backward()
     assert theta.grad is not None
     assert (theta.grad == 0).all()
-    totals = MetricTotals()
-    totals.add(objective.metrics, f.weights("token_mean")[0])
-    found = totals.result(7.0)
+    found = totals_of(objective, *f.weights("token_mean"))
     assert found["correction/all_rejected"] == 1.0
     assert found["train/mask_fraction/seq_sum_k3"] == pytest.approx(1.0)
     assert found["train/seq_mask_fraction/seq_sum_k3"] == 1.0
@@ -319,9 +282,7 @@ def test_everything_rejected_is_zero_with_a_graph(f, clip_higher) -> None:  # ty
 
 def test_shares_that_each_rule_removes(f, clip_higher) -> None:  # type: ignore[no-untyped-def]
     correction = rejecting("token_k1=0.8_1.25", "seq_mean_k3=0.02", rs_veto=0.75)
-    totals = MetricTotals()
-    totals.add(policy_objective(f.tokens(), clip_higher, correction, ppo_clip).metrics, f.weights("token_mean")[0])
-    found = totals.result(7.0)
+    found = totals_of(policy_objective(f.tokens(), clip_higher, correction, ppo_clip), *f.weights("token_mean"))
     expected = {
         "train/mask_fraction/token_k1": 3 / 7,
         "train/mask_fraction/seq_mean_k3": 3 / 7,
@@ -333,9 +294,8 @@ def test_shares_that_each_rule_removes(f, clip_higher) -> None:  # type: ignore[
     }
     assert {name: found[name] for name in expected} == pytest.approx(expected)
     assert "train/seq_mask_fraction/token_k1" not in found
-    quiet = MetricTotals()
-    quiet.add(policy_objective(f.tokens(), clip_higher, Correction("decoupled", False), ppo_clip).metrics, f.mask * 1.0)
-    assert not [name for name in quiet.result(7.0) if "mask_fraction" in name or "rejected" in name]
+    plain = policy_objective(f.tokens(), clip_higher, Correction("decoupled", False), ppo_clip)
+    assert not [name for name in totals_of(plain, f.mask * 1.0, 7.0) if "mask_fraction" in name or "rejected" in name]
 
 
 # Statistics of fixture F over both rows, 7 trainable tokens: sums of k1, k2, k3 are 0.3, 0.1625, 0.160194.
@@ -372,10 +332,8 @@ def test_the_veto_takes_the_whole_rollout(f, clip_higher) -> None:  # type: igno
     first = f.tokens(old_log_probs=f.mu.clone().index_fill(0, torch.tensor([0]), -4.0))
     assert rejected_rollouts(first, torch.tensor([4, 4]), correction).tolist() == [True, True]
     assert rejected_rollouts(first, torch.tensor([4, 9]), correction).tolist() == [True, False]
-    step = MetricTotals()
     tokens = f.tokens(rejected=torch.tensor([True, True]))
-    step.add(policy_objective(tokens, clip_higher, correction, ppo_clip).metrics, f.mask * 1.0)
-    found = step.result(7.0)
+    found = totals_of(policy_objective(tokens, clip_higher, correction, ppo_clip), f.mask * 1.0, 7.0)
     assert (found["train/seq_mask_fraction/rollout"], found["train/mask_fraction/rollout"]) == (1, 1)
 
 

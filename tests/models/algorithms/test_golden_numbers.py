@@ -15,20 +15,12 @@ import torch
 from torch import Tensor
 
 from configs.schema.algorithm import AlgorithmConfig, CorrectionConfig, RejectionRule
-from models.algorithms.correction import (
-    Correction,
-    alpha,
-    importance_weights,
-    log_weight_of,
-    rejection_of,
-    statistic,
-    with_old_log_probs,
-)
+from models.algorithms.correction import Correction, alpha, log_weight_of, rejection_of, statistic, with_old_log_probs
 from models.algorithms.losses import kl_to_reference, policy_loss_of
 from models.algorithms.metrics import kept_scale, needs, step_statistics
 from models.algorithms.objective import policy_objective, sampling_ratio
 from models.algorithms.tokens import PolicyTokens
-from tests.models.corrections import corrected
+from tests.models.corrections import corrected, weights_of
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "fixture_f.json").read_text())
 MODES = ("rollout_mean", "token_mean", "constant")
@@ -81,7 +73,7 @@ def test_policy_losses(f, close, case: dict[str, Any]) -> None:  # type: ignore[
 @pytest.mark.parametrize("case", GOLDEN["weights"], ids=lambda case: case["name"])
 def test_importance_weights(f, close, case: dict[str, Any]) -> None:  # type: ignore[no-untyped-def]
     correction = correction_of({"use_tis": True, **case["correction"]}, "ppo")
-    weight = importance_weights(f.tokens(), correction, log_weight_of(f.tokens(), correction)).weight
+    weight = weights_of(f.tokens(), correction).weight
     if "weight" in case:
         close(weight * f.mask, flat(case["weight"]))
     if "mean" in case:
@@ -112,7 +104,7 @@ def test_log_linear_anchor(f, close) -> None:  # type: ignore[no-untyped-def]
     tokens = with_old_log_probs(f.tokens(staleness=VERSIONS), correction)
     close(alpha(VERSIONS, "next_version"), flat(golden["alpha"]))
     close(tokens.old_log_probs, flat(golden["old"]))
-    weight = importance_weights(tokens, correction, log_weight_of(tokens, correction)).weight * f.mask
+    weight = weights_of(tokens, correction).weight * f.mask
     close(weight, flat(golden["weight"]))
     ratio = (tokens.log_probs - tokens.old_log_probs).exp() * f.mask
     close(ratio, flat(golden["ratio"]))

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from configs.schema.algorithm import POLICY_LOSSES, SAMPLER_LOSSES, AlgorithmConfig
-from models.algorithms.correction import Correction, importance_weights, log_weight_of
+from models.algorithms.correction import Correction
 from models.algorithms.losses import clip_bounds, policy_loss_of, ppo_clip
 from models.algorithms.metrics import MetricTotals, kept_scale, rejected_rollouts, step_statistics
 from models.algorithms.objective import Objective, policy_objective
 from models.algorithms.tokens import PolicyTokens
+from tests.models.corrections import totals_of, weights_of
 
 CLIPPED = AlgorithmConfig(
     policy_loss="ppo", eps_clip=0.2, eps_clip_high=0.28, eps_clip_c=3.0, use_kl_loss=True, kl_loss_coef=0.05
@@ -123,25 +124,13 @@ def gradient_of(tokens: PolicyTokens, correction: Correction = TIS, config: Algo
     return theta.grad
 
 
-def test_no_gradient_flows_through_weight_and_anchor() -> None:
+def test_no_gradient_flows_through_weight_and_anchor(f) -> None:  # type: ignore[no-untyped-def]
     """One step per batch: the anchor is theta itself, detached; the weight changes with theta, without gradient."""
-    theta = torch.tensor([-1.0, -2.0], dtype=torch.float64, requires_grad=True)
-    mu = torch.tensor([-1.3, -1.8], dtype=torch.float64)
-    tokens = PolicyTokens(
-        log_probs=theta,
-        old_log_probs=theta.detach(),
-        rollout_log_probs=mu,
-        advantages=torch.tensor([1.0, -2.0], dtype=torch.float64),
-        mask=torch.ones(2, dtype=torch.bool),
-        sequence=torch.zeros(2, dtype=torch.int64),
-        n_sequences=1,
-    )
-    loss_of(tokens, config=AlgorithmConfig(policy_loss="ppo")).sum().backward()
-    weight = (theta.detach() - mu).exp().clamp(0.1, 1.5)
-    assert theta.grad is not None
-    torch.testing.assert_close(theta.grad, -weight * tokens.advantages)
-    attached = changed(tokens, old_log_probs=theta.clone().requires_grad_())
-    assert not importance_weights(attached, TIS, log_weight_of(attached, TIS)).weight.requires_grad
+    fresh = f.tokens(old_log_probs=f.theta)
+    weight = (f.theta - f.mu).exp().clamp(0.1, 1.5) * f.mask
+    torch.testing.assert_close(gradient_of(fresh, config=AlgorithmConfig(policy_loss="ppo")), -weight * f.advantages)
+    attached = changed(fresh, old_log_probs=f.theta.clone().requires_grad_())
+    assert not weights_of(attached, TIS).weight.requires_grad
 
 
 Case = tuple[PolicyTokens, AlgorithmConfig, Correction]
@@ -204,12 +193,11 @@ def test_any_split_into_micro_batches_gives_the_same(case: Case) -> None:
         pieces.append(objective.loss)
         kept.append(objective.kept)
         gradients.append(gradient_of(piece, correction, config))
-    objective, together = objective_of(whole, correction, config), MetricTotals()
-    together.add(objective.metrics, weights)
+    objective = objective_of(whole, correction, config)
     torch.testing.assert_close(torch.cat(pieces), objective.loss)
     torch.testing.assert_close(torch.cat(gradients), gradient_of(whole, correction, config))
     assert torch.equal(torch.cat(kept), objective.kept)
-    assert totals.result(3.0) == pytest.approx(together.result(3.0), abs=1e-9, rel=1e-9)
+    assert totals.result(3.0) == pytest.approx(totals_of(objective, weights, 3.0), abs=1e-9, rel=1e-9)
 
 
 @settings(max_examples=40)
@@ -243,9 +231,8 @@ def test_huge_log_ratios_stay_finite(case: Case, column: str, shift: float) -> N
     far = with_statistics(changed(tokens, **{column: getattr(tokens, column) + shift}), config, correction)
     assert torch.isfinite(loss_of(far, correction, config)).all()
     assert torch.isfinite(gradient_of(far, correction, config)).all()
-    totals = MetricTotals()
-    totals.add(objective_of(far, correction, config).metrics, tokens.mask.double())
-    assert all(abs(value) < float("inf") for value in totals.result(1.0).values())
+    metrics = totals_of(objective_of(far, correction, config), tokens.mask.double(), 1.0)
+    assert all(abs(value) < float("inf") for value in metrics.values())
 
 
 @settings(max_examples=40)
@@ -253,15 +240,15 @@ def test_huge_log_ratios_stay_finite(case: Case, column: str, shift: float) -> N
 def test_weights_keep_their_bounds(tokens: PolicyTokens, low: float, high: float) -> None:
     for level in ("token", "sequence", "geometric"):
         clip = Correction("decoupled", True, tis_clip_low=low, tis_clip=high, tis_level=level)  # type: ignore[arg-type]
-        weights = importance_weights(tokens, clip, log_weight_of(tokens, clip))
+        weights = weights_of(tokens, clip)
         assert ((weights.weight >= low) & (weights.weight <= high)).all()
         assert torch.equal(weights.weight[~weights.truncated], weights.raw[~weights.truncated])
     ice = msgspec.structs.replace(clip, tis_mode="icepop", tis_level="token")
-    weights = importance_weights(tokens, ice, log_weight_of(tokens, ice))
+    weights = weights_of(tokens, ice)
     inside = (weights.weight >= low) & (weights.weight <= high)
     assert (inside | (weights.weight == 0)).all()
     aged = msgspec.structs.replace(clip, tis_clip_decay=0.5, tis_level="token")
-    weight = importance_weights(tokens, aged, log_weight_of(tokens, aged)).weight
+    weight = weights_of(tokens, aged).weight
     assert tokens.staleness is not None
     assert (weight <= torch.clamp(1 + (high - 1) * 0.5 ** tokens.staleness.double(), min=low) + 1e-12)[
         tokens.mask
@@ -299,9 +286,8 @@ def test_fully_masked_and_empty_input(case: Case) -> None:
     assert (objective.loss == 0).all()
     assert not objective.kept.any()
     assert (gradient_of(dark, correction, config) == 0).all()
-    totals = MetricTotals()
-    totals.add(objective.metrics, torch.zeros(len(tokens.mask), dtype=torch.float64))
-    assert all(value in (0.0, 1.0) for value in totals.result(1.0).values())
+    metrics = totals_of(objective, torch.zeros(len(tokens.mask), dtype=torch.float64), 1.0)
+    assert all(value in (0.0, 1.0) for value in metrics.values())
 
 
 @pytest.mark.parametrize("loss", [name for name in POLICY_LOSSES if name not in SAMPLER_LOSSES])

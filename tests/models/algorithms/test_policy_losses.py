@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from configs.schema import algorithm as schema
 from configs.schema.algorithm import AlgorithmConfig, CorrectionConfig, InvalidRule
 from models.algorithms.aggregation import Aggregation, StepSize, coefficients, denominator, metric_mode
-from models.algorithms.correction import Correction, ImportanceWeights, correction_of, importance_weights, log_weight_of
+from models.algorithms.correction import Correction, correction_of
 from models.algorithms.losses import (
     POLICY_LOSSES,
     k3,
@@ -26,22 +26,8 @@ from models.algorithms.losses import (
     sft,
 )
 from models.algorithms.objective import policy_objective, sft_objective
-from models.algorithms.tokens import PolicyTokens
 from models.errors import AlgorithmError, UnknownAlgorithm
-from tests.models.corrections import corrected
-
-
-def weights_of(tokens: PolicyTokens, correction: Correction) -> ImportanceWeights:
-    return importance_weights(tokens, correction, log_weight_of(tokens, correction))
-
-
-def test_dual_clip_bounds_negative_tokens_only(f) -> None:  # type: ignore[no-untyped-def]
-    result = ppo_clip(f.tokens(), AlgorithmConfig(eps_clip=0.2, eps_clip_high=0.28, eps_clip_c=1.5))
-    assert result.dual_clipped is not None
-    assert result.dual_clipped.tolist() == [False] * 5 + [True, True, False]
-    loose = ppo_clip(f.tokens(), AlgorithmConfig(eps_clip=0.2, eps_clip_high=0.28, eps_clip_c=100.0))
-    assert loose.dual_clipped is not None
-    assert not loose.dual_clipped.any()
+from tests.models.corrections import corrected, weights_of
 
 
 def test_every_name_of_the_configuration_is_built() -> None:

@@ -12,18 +12,15 @@ from hypothesis import strategies as st
 from configs.schema.algorithm import AlgorithmConfig
 from models.algorithms.correction import Correction
 from models.algorithms.losses import ppo_clip
-from models.algorithms.metrics import MetricTotals, m2po_bound, needs, step_statistics
+from models.algorithms.metrics import m2po_bound, needs, step_statistics
 from models.algorithms.objective import policy_objective
-from models.algorithms.tokens import PolicyTokens
+from tests.models.corrections import totals_of
 
 TIS = Correction(policy_mode="decoupled", use_tis=True, tis_clip=1.2)
 
 
 def metrics(f, config, correction: Correction, mode: str) -> dict[str, float]:  # type: ignore[no-untyped-def]
-    weights, divisor = f.weights(mode)
-    totals = MetricTotals()
-    totals.add(policy_objective(f.tokens(), config, correction, ppo_clip).metrics, weights)
-    return totals.result(divisor)
+    return totals_of(policy_objective(f.tokens(), config, correction, ppo_clip), *f.weights(mode))
 
 
 def test_golden_token_mean(f, clip_higher) -> None:  # type: ignore[no-untyped-def]
@@ -69,24 +66,6 @@ def test_an_anchor_made_from_the_sampler_hides_no_mismatch(f, clip_higher) -> No
     assert found["train/tis"] == 1.0
 
 
-def test_split_into_micro_batches_changes_nothing(f, clip_higher) -> None:  # type: ignore[no-untyped-def]
-    weights, divisor = f.weights("rollout_mean")
-    totals = MetricTotals()
-    for which in (1, 0):
-        part = f.sequence == which
-        tokens = PolicyTokens(
-            log_probs=f.theta[part],
-            old_log_probs=f.old[part],
-            rollout_log_probs=f.mu[part],
-            advantages=f.advantages[part],
-            mask=f.mask[part],
-            sequence=torch.zeros(int(part.sum()), dtype=torch.int64),
-            n_sequences=1,
-        )
-        totals.add(policy_objective(tokens, clip_higher, TIS, ppo_clip).metrics, weights[part])
-    assert totals.result(divisor) == pytest.approx(metrics(f, clip_higher, TIS, "rollout_mean"), abs=1e-9)
-
-
 def test_losses_with_a_second_bound_tell_how_often_it_holds(f) -> None:  # type: ignore[no-untyped-def]
     config = AlgorithmConfig(policy_loss="ppo", eps_clip=0.2, eps_clip_high=0.28, eps_clip_c=1.5)
     found = metrics(f, config, TIS, "token_mean")
@@ -96,11 +75,9 @@ def test_losses_with_a_second_bound_tell_how_often_it_holds(f) -> None:  # type:
 
 def test_buckets_of_staleness(f, clip_higher) -> None:  # type: ignore[no-untyped-def]
     """Ages 0 2 . 3 4 of the first sequence, 5 9 0 of the second; token 2 is masked."""
-    totals = MetricTotals()
-    staleness = torch.tensor([0, 2, 1, 3, 4, 5, 9, 0])
-    tokens = f.tokens(staleness=staleness)
-    totals.add(policy_objective(tokens, clip_higher, TIS, ppo_clip).metrics, f.weights("rollout_mean")[0])
-    found = {name: value for name, value in totals.result(2.0).items() if name.startswith("staleness/")}
+    tokens = f.tokens(staleness=torch.tensor([0, 2, 1, 3, 4, 5, 9, 0]))
+    every = totals_of(policy_objective(tokens, clip_higher, TIS, ppo_clip), *f.weights("rollout_mean"))
+    found = {name: value for name, value in every.items() if name.startswith("staleness/")}
 
     def ess(a: float, b: float) -> float:
         return (math.exp(a) + math.exp(b)) ** 2 / (2 * (math.exp(2 * a) + math.exp(2 * b)))

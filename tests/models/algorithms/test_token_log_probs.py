@@ -10,21 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from configs.plan.memory import log_prob_pass
 from models.algorithms import tokens as module
 from models.algorithms.tokens import OutputLayer, token_log_probs
-
-
-def entropies(logits: Tensor, temperature: float = 1.0) -> Tensor:
-    """Of logits [N, V] as they are; minus infinity by the bias, which no product makes NaN."""
-    layer = OutputLayer(torch.eye(logits.shape[1], dtype=logits.dtype), logits[0])
-    targets = torch.zeros(1, dtype=torch.int64)
-    found = token_log_probs(torch.zeros_like(logits), layer, targets, temperature=temperature, entropy="value")[1]
-    assert found is not None
-    return found
+from tests.models.living import Living
 
 
 @pytest.mark.parametrize("block", [1, 2, 16])
@@ -64,43 +55,10 @@ def test_a_logit_that_is_no_number_is_seen() -> None:
     assert hidden.grad.isnan().all()
 
 
-@pytest.mark.parametrize("cap", [None, 1.5])
-@pytest.mark.parametrize("entropy", ["none", "graph"])
-def test_each_token_may_have_a_temperature_of_its_own(
-    entropy: str, cap: float | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Values and gradients are those of each token alone, at its own temperature."""
-    monkeypatch.setattr(module, "LOGPROB_CHUNK_IDS", 5)
-    generator = torch.Generator().manual_seed(3)
-    hidden, weight = (torch.randn(n, 4, generator=generator, dtype=torch.float64) for n in (7, 13))
-    targets = torch.randint(0, 13, (7,), generator=generator)
-    temperatures = torch.tensor([0.5, 1.0, 2.0, 0.5, 0.7, 1.0, 3.0], dtype=torch.float64)
-    results = []
-    for parts in ([slice(0, 7)], [slice(at, at + 1) for at in range(7)]):
-        inputs = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
-        layer = OutputLayer(inputs[1], multiply=1.2, cap=cap)
-        values = [
-            token_log_probs(
-                inputs[0][own],
-                layer,
-                targets[own],
-                temperature=temperatures[own] if len(parts) == 1 else float(temperatures[own]),
-                entropy=entropy,
-                chunk_tokens=3,
-            )
-            for own in parts
-        ]
-        log_probs = torch.cat([one for one, _ in values])
-        total = log_probs.square().sum() + sum(one.square().sum() for _, one in values if one is not None)
-        total.backward()
-        results.append((log_probs, inputs[0].grad, inputs[1].grad))
-    for left, right in zip(*results, strict=True):
-        torch.testing.assert_close(left, right)
-
-
-def plain(hidden: Tensor, layer: OutputLayer, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """The same from all logits at once."""
-    log_probs = (layer(hidden) / temperature).log_softmax(-1)
+def plain(hidden: Tensor, layer: OutputLayer, targets: Tensor, temperature: float | Tensor) -> tuple[Tensor, Tensor]:
+    """The same from all logits at once; `temperature` is that of all, or [N]."""
+    divisor = temperature if isinstance(temperature, float) else temperature[:, None]
+    log_probs = (layer(hidden) / divisor).log_softmax(-1)
     return log_probs.gather(-1, targets.unsqueeze(-1)).squeeze(-1), -(log_probs.exp() * log_probs).sum(-1)
 
 
@@ -113,11 +71,14 @@ def plain(hidden: Tensor, layer: OutputLayer, targets: Tensor, temperature: floa
     st.sampled_from(["none", "value", "graph"]),
     st.sampled_from([(1.0, None), (0.5, None), (2.0, 1.5)]),
     st.booleans(),
+    st.booleans(),
 )
 def test_blocks_change_nothing(
-    count: int, ids: int, chunk: int, block: int, entropy: str, form: tuple[float, float | None], bias: bool
+    count: int, ids: int, chunk: int, block: int, entropy: str, form: tuple[float, float | None], bias: bool, each: bool
 ) -> None:
-    """Values and gradients are those of all logits at once, whatever is computed at one time."""
+    """Values and gradients are those of all logits at once, whatever is computed at one time, and also where each token
+    has a temperature of its own."""
+    temperature = torch.linspace(0.5, 3.0, count, dtype=torch.float64) if each else 0.7
     generator = torch.Generator().manual_seed(count * ids)
 
     def made(*shape: int) -> Tensor:
@@ -130,13 +91,15 @@ def test_blocks_change_nothing(
     weights = torch.linspace(0.5, 2.0, count, dtype=torch.float64)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "LOGPROB_CHUNK_IDS", block)
-        log_probs, found = token_log_probs(hidden, layer, targets, temperature=0.7, entropy=entropy, chunk_tokens=chunk)
+        log_probs, found = token_log_probs(
+            hidden, layer, targets, temperature=temperature, entropy=entropy, chunk_tokens=chunk
+        )
         loss = (log_probs * weights).sum()
         if entropy == "graph":
             assert found is not None
             loss = loss + (found * weights.flip(0)).sum()
         gradients = torch.autograd.grad(loss, inputs)
-    expected_log_probs, expected_entropies = plain(hidden, layer, targets, 0.7)
+    expected_log_probs, expected_entropies = plain(hidden, layer, targets, temperature)
     expected = (expected_log_probs * weights).sum()
     if entropy == "graph":
         expected = expected + (expected_entropies * weights.flip(0)).sum()
@@ -163,25 +126,6 @@ def test_autocast_computes_logits_in_its_precision_and_sums_in_fp32(half: bool) 
     found.sum().backward()
     assert hidden.grad is not None
     assert hidden.grad.dtype == torch.float32
-
-
-class Living(TorchDispatchMode):
-    """The most bytes that were alive at one time of tensors made within it. `known`: made before."""
-
-    def __init__(self, *known: Tensor) -> None:
-        super().__init__()
-        self.peak = 0
-        self._known = {tensor.untyped_storage()._cdata for tensor in known}
-        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = function(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(tensor, Tensor) and (storage := tensor.untyped_storage())._cdata not in self._known:
-                self._alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-        self._alive = {key: one for key, one in self._alive.items() if not one[0].expired()}
-        self.peak = max(self.peak, sum(size for _, size in self._alive.values()))
-        return out
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

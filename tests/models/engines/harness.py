@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
+import shutil
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +16,7 @@ import numpy as np
 
 from configs.schema.rollout import EngineConfig, SimulatedEngineConfig
 from models.engines.client import EngineClient
-from models.engines.core import Completion
+from models.engines.core import Completion, SamplingRule
 from models.engines.embedded.engine import EmbeddedEngine
 from models.engines.embedded.stepper import Stepper
 from models.engines.intake import Intake
@@ -81,6 +83,31 @@ def ask(prompt: list[int] | list[list[int]], rid: str | None = None, **params: o
         rid=rid,
         sampling_params=msgspec.convert(params, SamplingParams),
         return_logprob=True,
+    )
+
+
+def one_completion(
+    ids: list[int], *, seed: int = 1, max_new: int = 1, score_from: int = -1, **rule: float
+) -> Completion:
+    """One response to make, as an engine has it."""
+    prompt = np.array(ids, dtype=np.int32)
+    return Completion(
+        rid="r",
+        group=0,
+        sample=0,
+        prompt=prompt,
+        prompt_key=prompt.tobytes(),
+        rule=SamplingRule(**{"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, **rule}),  # type: ignore[arg-type]
+        seed=seed,
+        max_new=max_new,
+        min_new=0,
+        stop_ids=(),
+        stop_strings=(),
+        skip_special=True,
+        trim_stop=True,
+        stream=False,
+        extra_key="",
+        score_from=score_from,
     )
 
 
@@ -162,6 +189,14 @@ class Bench:
     def swap(self, path: Path, label: str | None) -> None:
         weights = self.engine._weights  # the engine swaps in its thread, which does not run here
         self.stepper.swap(lambda: weights.load(path), label)
+
+
+def variant(source: Path, target: Path, **config: object) -> Path:
+    """A copy of a checkpoint with another configuration."""
+    shutil.copytree(source, target, dirs_exist_ok=True)
+    values = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps({**values, **config}))
+    return target
 
 
 async def idle(target: Target) -> bool:

@@ -13,12 +13,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models.engines.core import Completion, SamplingRule
+from models.engines.core import Completion
 from models.engines.embedded import batch as prefill
 from models.engines.embedded.batch import SamplingBatch, draw, forbid, signed
 from models.engines.embedded.batch import uniform as torch_uniform
 from models.engines.noise import mix, sample_seed, uniform, uniforms
-from tests.models.engines.harness import Bench
+from tests.models.engines.harness import Bench, one_completion
 
 Checkpoints = Callable[..., Path]
 
@@ -98,22 +98,6 @@ def test_min_new_tokens_holds_the_end_back(checkpoints: Checkpoints) -> None:
     assert any(len(completion.output_ids) < 100 for completion in done)
 
 
-def test_stop_strings_are_found_across_tokens_and_cut_from_the_text(bench: Bench) -> None:
-    greedy = {"temperature": 0.0, "max_new_tokens": 40}
-    vocabulary = list(range(32, 127))  # printable bytes
-    prompt = vocabulary[:5]
-    [free] = bench.run(bench.make(prompt, **greedy))
-    text = bench.codec.decode(free.output_ids, True)
-    start = next(index for index in range(4, len(text) - 2) if "\ufffd" not in text[index : index + 2])
-    stop = text[start : start + 2]
-    [output] = bench.run(bench.make(prompt, stop=[stop, "never"], **greedy))
-    assert output.finish is not None
-    assert (output.finish.type, output.finish.matched) == ("stop", stop)
-    assert output.output_ids == free.output_ids[: len(output.output_ids)]
-    assert bench.codec.decode(output.output_ids, True).endswith(stop)
-    assert stop not in bench.codec.decode(output.output_ids[:-1], True)
-
-
 def test_retraction_keeps_the_order_of_the_queue(checkpoints: Checkpoints) -> None:
     bench = Bench(checkpoints(), engine_slots=3)
     work = [bench.make([index], max_new_tokens=20) for index in range(1, 6)]
@@ -152,32 +136,10 @@ async def test_requests_to_an_engine_that_ends_are_answered(checkpoints: Checkpo
 CPU = torch.device("cpu")
 
 
-def completion(seed: int, **rule: float) -> Completion:
-    values = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, **rule}
-    return Completion(
-        rid="r",
-        group=0,
-        sample=0,
-        prompt=np.zeros(1, dtype=np.int32),
-        prompt_key=b"",
-        rule=SamplingRule(**values),  # type: ignore[arg-type]
-        seed=seed,
-        max_new=1,
-        min_new=0,
-        stop_ids=(),
-        stop_strings=(),
-        skip_special=True,
-        trim_stop=True,
-        stream=False,
-        extra_key="",
-        score_from=-1,
-    )
-
-
 def sample(logits: torch.Tensor, positions: range, **rule: float) -> torch.Tensor:
     """Tokens [len(positions)] drawn from one row of logits at many positions."""
     count = len(positions)
-    batch = SamplingBatch.of([completion(seed=9, **rule)] * count, CPU)
+    batch = SamplingBatch.of([one_completion([0], seed=9, **rule)] * count, CPU)
     return draw(logits.expand(count, -1).clone(), batch, torch.tensor(list(positions)))[0].long()
 
 
@@ -213,7 +175,7 @@ def test_a_row_does_not_depend_on_its_batch(rows: int, seed: int) -> None:
         {"min_p": 0.3},
         {},
     ]
-    members = [completion(seed + row, **rules[row]) for row in range(rows)]
+    members = [one_completion([0], seed=seed + row, **rules[row]) for row in range(rows)]
     positions = torch.arange(rows) + 5
     together = draw(logits, SamplingBatch.of(members, CPU), positions)
     for row in range(rows):
@@ -225,7 +187,7 @@ def test_a_row_does_not_depend_on_its_batch(rows: int, seed: int) -> None:
 def test_forbidden_tokens_are_never_drawn() -> None:
     logits = torch.zeros(400, 4)
     forbid(logits, np.arange(400), np.full(400, 2))
-    tokens = draw(logits, SamplingBatch.of([completion(3)] * 400, CPU), torch.arange(400))[0].long()
+    tokens = draw(logits, SamplingBatch.of([one_completion([0], seed=3)] * 400, CPU), torch.arange(400))[0].long()
     assert set(tokens.tolist()) == {0, 1, 3}
 
 

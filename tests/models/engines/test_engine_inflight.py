@@ -7,7 +7,7 @@ For in_place, where versions share a KV cache, so do the models of the reference
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -17,38 +17,21 @@ import pytest
 import torch
 
 from models.engines.client import EngineClient
-from models.engines.protocol import EXPECTED_SGLANG, ErrorDetail, PauseMode, VersionSpan
-from models.engines.serve import EngineServer
+from models.engines.protocol import ErrorDetail, PauseMode, VersionSpan
 from models.engines.streamed import PartialOutputs
-from tests.models.engines.conftest import REAL
+from tests.models.engines.conftest import on_sglang, opened
 from tests.models.engines.forward_reference import by_one, by_spans
-from tests.models.engines.harness import EMBEDDED, Capabilities, Target, ask, until
-from tests.sglang_server import CONTEXT, ON_SGLANG, RealServer
+from tests.models.engines.harness import Target, ask, until
 
 TOLERANCE = 1e-5
 APART = 1e-3  # what two versions differ by, at the least, in most tokens
 LENGTH = 900  # no response is meant to get there: after the last update all are ended
-ENGINES = ["embedded"] + [
-    pytest.param(name, marks=ON_SGLANG, id=f"{name}-{EXPECTED_SGLANG}") for name in ("sglang", "sglang_overlap")
-]  # fmt: skip
 
 
-@pytest.fixture(params=ENGINES)
-async def engine(request: pytest.FixtureRequest, checkpoints: Callable[..., Path]) -> AsyncIterator[Target]:
-    if request.param != "embedded":
-        server: RealServer = request.getfixturevalue(request.param)
-        async with EngineClient(server.url, timeout_s=120) as client:
-            await server.fresh(client, "v0")
-            yield Target(client, REAL, str(server.model), str(server.other), "v0")
-        return
-    model, other = str(checkpoints()), str(checkpoints(seed=1))
-    async with (
-        EngineServer(
-            EMBEDDED, model, max_context_len=CONTEXT, seed=3, weight_version="v0", stream_interval=8
-        ) as running,
-        EngineClient(running.url, timeout_s=60) as client,
-    ):
-        yield Target(client, Capabilities(), model, other, "v0")
+@pytest.fixture(params=["embedded", *on_sglang("sglang", "sglang_overlap")])
+async def engine(request: pytest.FixtureRequest) -> AsyncIterator[Target]:
+    async with opened(request.param, request, "v0", stream_interval=8) as made:
+        yield made
 
 
 class LabelledChunks(PartialOutputs):

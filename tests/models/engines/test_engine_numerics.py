@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,54 +12,46 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
 from configs.schema.rollout import SimulatedEngineConfig
-from models.engines.core import Completion, SamplingRule
+from models.engines.core import Completion
 from models.engines.embedded import batch as prefill
 from models.engines.protocol import PauseMode
 from models.engines.simulated.responses import simulated_scores
 from models.engines.simulated.schedule import Schedule
-from tests.models.engines.harness import EMBEDDED, Bench
+from tests.models.engines.forward_reference import by_one, model_of
+from tests.models.engines.harness import EMBEDDED, Bench, one_completion, variant
 
 TOLERANCE = 1e-5
 Checkpoints = Callable[..., Path]
-
-
-def reference(path: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-
-
-def log_probs(model: Any, prompt: list[int], output: list[int], temperature: float = 1.0) -> torch.Tensor:
-    """[len(output)] log-probs of the output tokens by the Hugging Face forward."""
-    with torch.no_grad():
-        logits = model(torch.tensor([[*prompt, *output]])).logits[0].float() / temperature
-    table = logits.log_softmax(-1)[len(prompt) - 1 : -1]
-    return table.gather(-1, torch.tensor(output)[:, None])[:, 0]
 
 
 def gap(values: list[float], expected: torch.Tensor) -> float:
     return float((torch.tensor(values) - expected).abs().max())
 
 
+def off(path: Path, completion: Completion, temperature: float = 1.0) -> float:
+    """The largest distance of its log-probs from those of the Hugging Face forward."""
+    expected = by_one(path, completion.prompt.tolist(), completion.output_ids, temperature)
+    return gap(completion.log_probs, expected)
+
+
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("architecture", ["qwen3", "qwen2", "llama"])
 def test_log_probs_equal_hugging_face(checkpoints: Checkpoints, architecture: str, tied: bool) -> None:
     path = checkpoints(architecture=architecture, tie_word_embeddings=tied)
-    bench, model = Bench(path), reference(path)
+    bench = Bench(path)
     prompts = [[7], [1, 2, 3, 4, 5], list(range(10, 60))]
     done = bench.run(*[bench.make(prompt, n=2, max_new_tokens=20 + 7 * len(prompt) % 40) for prompt in prompts])
     assert len(done) == 6
     for completion in done:
-        expected = log_probs(model, completion.prompt.tolist(), completion.output_ids)
-        assert gap(completion.log_probs, expected) < TOLERANCE
+        assert off(path, completion) < TOLERANCE
 
 
 def test_random_biases_are_applied(checkpoints: Checkpoints, tmp_path: Path) -> None:
     """A fresh checkpoint has biases of zero, which would hide a forward that forgets them."""
     source = checkpoints(architecture="qwen2")
-    for file in source.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
+    variant(source, tmp_path)
     generator = torch.Generator().manual_seed(5)
     tensors = load_file(source / "model.safetensors")
     for name, tensor in tensors.items():
@@ -68,9 +59,8 @@ def test_random_biases_are_applied(checkpoints: Checkpoints, tmp_path: Path) -> 
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     bench = Bench(tmp_path)
     [completion] = bench.run(bench.make([1, 2, 3], max_new_tokens=30))
-    expected = log_probs(reference(tmp_path), [1, 2, 3], completion.output_ids)
-    assert gap(completion.log_probs, expected) < TOLERANCE
-    assert gap(completion.log_probs, log_probs(reference(source), [1, 2, 3], completion.output_ids)) > 1e-2
+    assert off(tmp_path, completion) < TOLERANCE
+    assert off(source, completion) > 1e-2
 
 
 @pytest.mark.parametrize(
@@ -90,44 +80,37 @@ def test_random_biases_are_applied(checkpoints: Checkpoints, tmp_path: Path) -> 
 )
 def test_stretched_rotary_embeddings(checkpoints: Checkpoints, tmp_path: Path, rope: dict[str, Any]) -> None:
     source = checkpoints(architecture="llama")
-    for file in source.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    config = json.loads((source / "config.json").read_text())
-    config["rope_parameters"] = rope
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    bench = Bench(tmp_path)
+    bench = Bench(variant(source, tmp_path, rope_parameters=rope))
     [completion] = bench.run(bench.make([1, 2, 3], max_new_tokens=90))
-    expected = log_probs(reference(tmp_path), [1, 2, 3], completion.output_ids)
-    assert gap(completion.log_probs, expected) < TOLERANCE
-    assert gap(completion.log_probs, log_probs(reference(source), [1, 2, 3], completion.output_ids)) > 1e-4
+    assert off(tmp_path, completion) < TOLERANCE
+    assert off(source, completion) > 1e-4
 
 
 def test_log_probs_are_after_temperature_and_before_truncation(checkpoints: Checkpoints) -> None:
     path = checkpoints()
-    bench, model = Bench(path), reference(path)
+    bench = Bench(path)
     cases = [{"temperature": 0.5}, {"top_k": 5}, {"top_p": 0.3}, {"min_p": 0.5, "temperature": 2.0}]
     done = bench.run(*[bench.make([3, 1, 4], max_new_tokens=25, **case) for case in cases])
     for completion, case in zip(done, cases, strict=True):
-        expected = log_probs(model, [3, 1, 4], completion.output_ids, float(case.get("temperature", 1.0)))
-        assert gap(completion.log_probs, expected) < TOLERANCE
+        assert off(path, completion, float(case.get("temperature", 1.0))) < TOLERANCE
 
 
 def test_greedy_is_argmax_with_raw_log_probs(checkpoints: Checkpoints) -> None:
     path = checkpoints()
-    bench, model = Bench(path), reference(path)
+    bench = Bench(path)
     greedy = bench.make([3, 1, 4], temperature=0.0, max_new_tokens=20)
     [completion, _] = bench.run(greedy, bench.make([5], max_new_tokens=20))
     context = [3, 1, 4]
     for token in completion.output_ids:
         with torch.no_grad():
-            assert int(model(torch.tensor([context])).logits[0, -1].argmax()) == token
+            assert int(model_of(path)(torch.tensor([context])).logits[0, -1].argmax()) == token
         context.append(token)
-    assert gap(completion.log_probs, log_probs(model, [3, 1, 4], completion.output_ids)) < TOLERANCE
+    assert off(path, completion) < TOLERANCE
 
 
 def test_cached_prefixes_change_no_log_prob(checkpoints: Checkpoints) -> None:
     path = checkpoints()
-    bench, model = Bench(path), reference(path)
+    bench = Bench(path)
     prompt = list(range(5, 45))
     [first] = bench.run(bench.make(prompt, max_new_tokens=10))
     turn_two = [*prompt, *first.output_ids, 1, 2, 3]
@@ -138,14 +121,12 @@ def test_cached_prefixes_change_no_log_prob(checkpoints: Checkpoints) -> None:
     )
     assert [completion.cached_tokens for completion in done] == [49, 40, 41, 0]
     for completion in done:
-        expected = log_probs(model, completion.prompt.tolist(), completion.output_ids)
-        assert gap(completion.log_probs, expected) < TOLERANCE
+        assert off(path, completion) < TOLERANCE
 
 
-@pytest.mark.parametrize("n", [1, 3])
-def test_retract_recomputes_under_the_new_weights(checkpoints: Checkpoints, n: int) -> None:
-    old, new = checkpoints(), checkpoints(seed=1)
-    bench, before, after = Bench(old), reference(old), reference(new)
+def test_retract_recomputes_under_the_new_weights(checkpoints: Checkpoints) -> None:
+    n, old, new = 3, checkpoints(), checkpoints(seed=1)
+    bench = Bench(old)
     work = [bench.make([1, 2, 3], n=n, max_new_tokens=40), bench.make([9, 8], max_new_tokens=30)]
     bench.submit(*work)
     bench.steps(11)
@@ -161,46 +142,9 @@ def test_retract_recomputes_under_the_new_weights(checkpoints: Checkpoints, n: i
         ]
         assert completion.retractions == 1
         prompt, output = completion.prompt.tolist(), completion.output_ids
-        assert gap(completion.log_probs[:12], log_probs(before, prompt, output)[:12]) < TOLERANCE
-        assert gap(completion.log_probs[12:], log_probs(after, prompt, output)[12:]) < TOLERANCE
-        assert gap(completion.log_probs[12:], log_probs(before, prompt, output)[12:]) > 1e-2
-
-
-def test_in_place_keeps_the_old_cache_and_the_boundary_is_exact(checkpoints: Checkpoints) -> None:
-    old, new = checkpoints(), checkpoints(seed=1)
-    bench, before, after = Bench(old), reference(old), reference(new)
-    bench.submit(bench.make([1, 2, 3], max_new_tokens=40))
-    bench.steps(9)
-    bench.stepper.pause("in_place")
-    bench.swap(new, "w2")
-    bench.stepper.resume()
-    [completion] = bench.finish()
-    assert [(span.version, span.start, span.end) for span in completion.spans_over(len(completion.output_ids))] == [
-        ("w1", 0, 10),
-        ("w2", 10, 40),
-    ]
-    by_old = log_probs(before, [1, 2, 3], completion.output_ids)
-    assert gap(completion.log_probs[:10], by_old[:10]) < TOLERANCE
-    # The first token after the boundary is made by the new weights over the old cache: neither model alone.
-    for model in (before, after):
-        assert abs(completion.log_probs[10] - float(log_probs(model, [1, 2, 3], completion.output_ids)[10])) > 1e-3
-    [fresh] = bench.run(bench.make([1, 2, 3], max_new_tokens=10))
-    assert gap(fresh.log_probs, log_probs(after, [1, 2, 3], fresh.output_ids)) < TOLERANCE
-
-
-def test_prompt_scores_are_raw_log_probs(checkpoints: Checkpoints) -> None:
-    path = checkpoints()
-    bench = Bench(path)
-    prompt = [3, 1, 4, 1, 5, 9]
-    [whole, part] = bench.run(
-        bench.make(prompt, max_new_tokens=0, score_from=0),
-        bench.make(prompt, max_new_tokens=4, score_from=3, temperature=0.5),
-    )
-    expected = log_probs(reference(path), prompt[:1], prompt[1:])
-    assert whole.prompt_log_probs[0] is None
-    assert gap([value for value in whole.prompt_log_probs if value is not None], expected) < TOLERANCE
-    assert part.prompt_log_probs[0] is None
-    assert gap([value for value in part.prompt_log_probs if value is not None], expected[3:]) < TOLERANCE
+        assert gap(completion.log_probs[:12], by_one(old, prompt, output)[:12]) < TOLERANCE
+        assert gap(completion.log_probs[12:], by_one(new, prompt, output)[12:]) < TOLERANCE
+        assert gap(completion.log_probs[12:], by_one(old, prompt, output)[12:]) > 1e-2
 
 
 def test_bfloat16_is_close(checkpoints: Checkpoints) -> None:
@@ -208,7 +152,7 @@ def test_bfloat16_is_close(checkpoints: Checkpoints) -> None:
     bench = Bench(path, engine_dtype="bfloat16")
     assert EMBEDDED.engine_dtype == "auto"
     [completion] = bench.run(bench.make([1, 2, 3], max_new_tokens=30))
-    assert gap(completion.log_probs, log_probs(reference(path), [1, 2, 3], completion.output_ids)) < 0.1
+    assert off(path, completion) < 0.1
 
 
 # Scoring in the embedded engine against Hugging Face, in bounded memory; and in the simulated one in virtual time.
@@ -216,10 +160,7 @@ def test_bfloat16_is_close(checkpoints: Checkpoints) -> None:
 
 def expected(path: Path, ids: list[int], temperature: float = 1.0) -> torch.Tensor:
     """[len(ids) - 1] log-probs of all tokens but the first by the Hugging Face forward."""
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    with torch.no_grad():
-        table = (model(torch.tensor([ids])).logits[0].float() / temperature).log_softmax(-1)
-    return table[:-1].gather(-1, torch.tensor(ids[1:])[:, None])[:, 0]
+    return by_one(path, ids[:1], ids[1:], temperature)
 
 
 def score_gap(completion: Completion, reference: torch.Tensor) -> float:
@@ -285,15 +226,6 @@ def test_a_cached_prefix_changes_no_score(checkpoints: Checkpoints) -> None:
     assert whole.cached_tokens == 0, "all logits are read, so nothing can come from the cache"
 
 
-def test_temperature_of_scores_is_their_own(checkpoints: Checkpoints) -> None:
-    path = checkpoints()
-    bench = Bench(path)
-    [completion] = bench.make(tokens(30), max_new_tokens=0, score_from=0, temperature=3.0)
-    completion.score_temperature = 0.5
-    [done] = bench.run([completion])
-    assert score_gap(done, expected(path, tokens(30), temperature=0.5)) < 1e-4
-
-
 def test_scores_survive_a_retraction(checkpoints: Checkpoints) -> None:
     path = checkpoints()
     bench = Bench(path)
@@ -318,15 +250,6 @@ def test_equal_prompts_are_scored_each(checkpoints: Checkpoints) -> None:
     assert done[3].prompt_log_probs == []
 
 
-def completion(ids: list[int], *, max_new: int, start: int = -1) -> Completion:
-    prompt = np.array(ids, dtype=np.int32)
-    return Completion(
-        rid="r", group=0, sample=0, prompt=prompt, prompt_key=prompt.tobytes(), rule=SamplingRule(1.0, 1.0, -1, 0.0),
-        seed=1, max_new=max_new, min_new=0, stop_ids=(), stop_strings=(), skip_special=True, trim_stop=True,
-        stream=False, extra_key="", score_from=start,
-    )  # fmt: skip
-
-
 def schedule(**settings: float) -> Schedule:
     times = {"a_ms": 10.0, "c_ms": 1.0, "prefill_ms_per_token": 2.0, **settings}
     return Schedule(SimulatedEngineConfig(**times), 8, False, "w1", "some/model")  # type: ignore[arg-type]
@@ -334,7 +257,7 @@ def schedule(**settings: float) -> Schedule:
 
 def test_a_simulated_scoring_takes_a_step_with_its_prefill_and_makes_no_token() -> None:
     timed = schedule()
-    scoring = completion(tokens(50), max_new=0, start=9)
+    scoring = one_completion(tokens(50), max_new=0, score_from=9)
     timed.submit(0.0, [scoring])
     assert timed.next_event() == pytest.approx(0.010 + 0.001 + 50 * 0.002)
     assert (timed.running, timed.used_tokens) == (1, 50)
@@ -362,7 +285,9 @@ def test_simulated_scorings_among_generations_keep_the_books(
     jobs: list[tuple[int, int, float]], looks: list[float], kv_tokens: int, pauses: list[tuple[float, PauseMode]]
 ) -> None:
     timed = schedule(kv_tokens=kv_tokens)
-    made = [completion(tokens(length, seed=i), max_new=new, start=0) for i, (length, new, _) in enumerate(jobs)]
+    made = [
+        one_completion(tokens(length, seed=i), max_new=new, score_from=0) for i, (length, new, _) in enumerate(jobs)
+    ]
     events: list[tuple[float, int, Callable[[float], object]]] = []
     for i, (_, _, at) in enumerate(jobs):
         events.append((at, i, lambda now, i=i: timed.submit(now, [made[i]])))  # type: ignore[misc]
@@ -385,7 +310,7 @@ def test_simulated_scorings_among_generations_keep_the_books(
 def test_an_aborted_simulated_scoring_has_no_scores() -> None:
     timed = schedule()
     timed.pause(0.0, "in_place")
-    scoring = completion(tokens(50), max_new=0, start=9)
+    scoring = one_completion(tokens(50), max_new=0, score_from=9)
     timed.submit(0.0, [scoring])
     timed.cancel(1.0, [scoring])
     assert scoring.prompt_log_probs == []

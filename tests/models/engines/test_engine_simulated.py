@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
-from collections.abc import AsyncIterator, Callable, Sequence
+import math
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from hypothesis import given, settings
@@ -17,70 +16,15 @@ from hypothesis import strategies as st
 
 from configs.schema.rollout import SimulatedEngineConfig
 from models.engines.client import EngineClient, UpdateClient
-from models.engines.core import Completion, EngineFacts, MemoryAccount
+from models.engines.core import Completion, MemoryAccount
 from models.engines.embedded.engine import EmbeddedEngine
-from models.engines.intake import Intake
 from models.engines.noise import sample_seed
-from models.engines.protocol import GenerateRequest, SamplingParams, VersionSpan
+from models.engines.protocol import VersionSpan
 from models.engines.serve import EngineServer
 from models.engines.simulated.responses import simulated_log_prob
 from models.engines.simulated.schedule import Schedule
-from models.engines.text import TextCodec
 from models.errors import EngineRefused, RequestRefused, WeightsRefused
-from tests.models.engines.harness import EMBEDDED, SIMULATED, Target, ask, generating, simulated_token
-
-FACTS = EngineFacts(
-    engine="simulated",
-    model_path="m",
-    model_type="simulated",
-    architecture="Simulated",
-    vocab_size=256,
-    context_length=1 << 20,
-    slots=64,
-    kv_tokens=1 << 20,
-    device="",
-    dtype="",
-    eos_ids=frozenset({255}),
-)
-
-
-class Clocked:
-    """A schedule with a clock that jumps from event to event."""
-
-    def __init__(self, slots: int = 64, prefix_cache: bool = False, **config: object) -> None:
-        settings = {"a_ms": 10.0, "c_ms": 1.0, "prefill_ms_per_token": 0.0, **config}
-        self.config = msgspec.convert(settings, SimulatedEngineConfig)
-        self.schedule = Schedule(self.config, slots, prefix_cache, "w1")
-        seeds = itertools.count(1)
-        self._intake = Intake(FACTS, TextCodec(None, None), lambda: next(seeds))
-        self.now = 0.0
-        self.ended: dict[str, float] = {}
-
-    def make(self, prompt: Sequence[int], rid: str = "r", **params: object) -> list[Completion]:
-        values = {"ignore_eos": True, **params}
-        request = GenerateRequest(
-            input_ids=list(prompt), rid=rid, sampling_params=msgspec.convert(values, SamplingParams)
-        )
-        return self._intake.expand(request)[0]
-
-    def until(self, time_s: float) -> None:
-        """Let the engine work until a time; its events come at their own times."""
-        while (event := self.schedule.next_event()) is not None and event <= time_s:
-            self.now = max(self.now, event)
-            self._advance()
-        self.now = time_s
-        self._advance()
-
-    def _advance(self) -> None:
-        self.schedule.advance(self.now)
-        for completion in self.schedule.take_finished():
-            self.ended[completion.rid] = self.now
-
-    def drain(self) -> dict[str, float]:
-        """Work to the end; when each request ended, in seconds."""
-        while self.schedule.next_event() is not None:
-            self.until(self.schedule.next_event() or 0.0)
-        return self.ended
+from tests.models.engines.harness import EMBEDDED, SIMULATED, Target, ask, generating, one_completion, simulated_token
 
 
 @given(
@@ -90,21 +34,25 @@ class Clocked:
 )
 @settings(max_examples=60, deadline=None)
 def test_capacity_is_kept_and_nothing_is_lost(jobs: list[tuple[int, int, float]], capacity: int, slots: int) -> None:
-    sim = Clocked(slots=slots, kv_tokens=capacity)
+    config = SimulatedEngineConfig(a_ms=10.0, c_ms=1.0, prefill_ms_per_token=0.0, kv_tokens=capacity)
+    schedule = Schedule(config, slots, False, "w1")
+
+    def work(until_s: float) -> None:
+        while (event := schedule.next_event()) is not None and event <= until_s:
+            schedule.advance(event)
+            assert schedule.used_tokens <= capacity
+            assert schedule.running <= slots
+
     made: list[Completion] = []
     for index, (prompt, new, arrival) in enumerate(sorted(jobs, key=lambda job: job[2])):
-        sim.until(arrival)
-        completions = sim.make([index + 1] * prompt, f"r{index}", max_new_tokens=new)
-        made += completions
-        sim.schedule.submit(arrival, completions)
-        assert sim.schedule.used_tokens <= capacity
-    while (event := sim.schedule.next_event()) is not None:
-        sim.until(event)
-        assert sim.schedule.used_tokens <= capacity
-        assert sim.schedule.running <= slots
+        work(arrival)
+        made.append(one_completion([index + 1] * prompt, max_new=new))
+        schedule.submit(arrival, made[-1:])
+        assert schedule.used_tokens <= capacity
+    work(math.inf)
     assert [len(completion.output_ids) for completion in made] == [completion.max_new for completion in made]
-    assert sim.schedule.used_tokens == sim.schedule.running == sim.schedule.waiting == 0
-    assert sim.schedule.totals.generated_tokens == sum(completion.max_new for completion in made)
+    assert schedule.used_tokens == schedule.running == schedule.waiting == 0
+    assert schedule.totals.generated_tokens == sum(completion.max_new for completion in made)
 
 
 async def test_tokens_and_versions_can_be_recomputed() -> None:
@@ -219,7 +167,10 @@ async def test_the_embedded_engine_frees_what_it_gives_back(checkpoints: Checkpo
     try:
         checksums = await engine.checksums()
         await engine.pause("abort")
+        table = engine.stepper._table
+        table._retained[table._empty.pop()] = None
         await engine.release_memory(("kv_cache", "weights"))
+        assert not table._retained, "a prefix would be read from a cache of zeros"
         assert [storage.nbytes() for storage in held] == [0] * len(held)
         assert engine._cache.k.numel() == engine._cache._v_flat.numel() == 0
         await engine.resume_memory(("weights",))
@@ -230,23 +181,6 @@ async def test_the_embedded_engine_frees_what_it_gives_back(checkpoints: Checkpo
         await engine.resume_memory(("kv_cache",))
         assert engine._cache.k.shape == cache_shape
         assert torch.count_nonzero(engine._cache.v) == 0, "a masked NaN would poison a softmax"
-        await engine.resume()
-    finally:
-        await engine.stop()
-
-
-async def test_prefixes_do_not_outlive_the_cache(checkpoints: Checkpoints) -> None:
-    """Weights stay, the cache goes: a retained prefix would be read from a cache of zeros."""
-    path = checkpoints()
-    engine = EmbeddedEngine(EMBEDDED, str(path), max_context_len=256)
-    table = engine.stepper._table
-    engine.start(lambda done: None, lambda error: None)
-    try:
-        await engine.pause("abort")
-        table._retained[table._empty.pop()] = None
-        await engine.release_memory(("kv_cache",))
-        assert not table._retained
-        await engine.resume_memory(("kv_cache",))
         await engine.resume()
     finally:
         await engine.stop()

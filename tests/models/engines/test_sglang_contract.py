@@ -16,13 +16,12 @@ import msgspec
 import pytest
 import torch
 
-from models.engines.client import EngineClient
 from models.engines.protocol import EXPECTED_SGLANG, GenerateOutput, GenerateRequest, VersionSpan
 from models.engines.streamed import PartialOutputs
-from tests.models.engines.conftest import REAL
+from tests.models.engines.conftest import opened
 from tests.models.engines.forward_reference import by_one
 from tests.models.engines.harness import Target, ask, generating, idle, post, until
-from tests.sglang_server import CONTEXT, ON_SGLANG, RealServer
+from tests.sglang_server import CONTEXT, ON_SGLANG
 
 pytestmark = ON_SGLANG
 TOLERANCE = 1e-5
@@ -32,23 +31,17 @@ def pinned(holds: bool, behaviour: str) -> None:
     assert holds, f"SGLang {EXPECTED_SGLANG}: {behaviour}"
 
 
-async def _open(server: RealServer) -> AsyncIterator[Target]:
-    async with EngineClient(server.url, timeout_s=120) as client:
-        await server.fresh(client)
-        yield Target(client, REAL, str(server.model), str(server.other), "first")
-
-
 @pytest.fixture(params=[pytest.param("sglang", id=f"sglang-{EXPECTED_SGLANG}")])
 async def real(request: pytest.FixtureRequest) -> AsyncIterator[Target]:
     """Without overlap scheduling."""
-    async for target in _open(request.getfixturevalue(request.param)):
+    async with opened(request.param, request) as target:
         yield target
 
 
 @pytest.fixture(params=[pytest.param("sglang_overlap", id=f"sglang-{EXPECTED_SGLANG}")])
 async def overlapping(request: pytest.FixtureRequest) -> AsyncIterator[Target]:
     """With overlap scheduling, SGLang's default."""
-    async for target in _open(request.getfixturevalue(request.param)):
+    async with opened(request.param, request) as target:
         yield target
 
 

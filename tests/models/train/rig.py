@@ -9,7 +9,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import multiprocessing
-from collections.abc import Callable, Iterator, Sequence
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -17,8 +19,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from configs.schema.algorithm import AlgorithmConfig, CorrectionConfig, CriticConfig, DistillConfig
 from configs.schema.train import FsdpConfig, LoraConfig, MegatronConfig, ParallelConfig, TrainConfig
@@ -33,6 +36,15 @@ from tests.models.corrections import corrected
 VOCABULARY = 32
 Tensors = dict[str, torch.Tensor]
 Trained = tuple[dict[str, float], Tensors, Tensors]
+PPO: dict[str, Any] = {
+    "advantage_estimator": "ppo",
+    "normalize_advantages": True,
+    "bootstrap_truncated": True,
+    "critic_lr": 1e-3,
+    "gamma": 0.97,
+    "lambd": 0.9,
+}
+TINY: dict[str, Any] = {"hidden_size": 32, "num_layers": 2, "intermediate_size": 64, "max_position_embeddings": 128}
 # Metrics that depend on how micro-batches were packed.
 PACKING = frozenset(("train/micro_batches", "train/padding_frac", "train/shared_prompt_frac"))
 
@@ -216,6 +228,33 @@ def weights_of(backend: Trainer) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in backend.export_weights()}
 
 
+def same(left: Tensors, right: Tensors, atol: float = 1e-6, rtol: float = 1e-4) -> None:
+    assert left.keys() == right.keys()
+    for name in left:
+        torch.testing.assert_close(left[name], right[name], atol=atol, rtol=rtol, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def same_metrics(
+    found: Sequence[dict[str, float]],
+    wanted: Sequence[dict[str, float]],
+    *,
+    rel: float = 1e-5,
+    abs: float = 1e-6,
+    but: Set[str] = PACKING,
+) -> None:
+    """The metrics of several steps, but for those that depend on how micro-batches were packed."""
+    for step, (have, want) in enumerate(zip(found, wanted, strict=True)):
+        assert have.keys() == want.keys(), step
+        for key in want.keys() - but:
+            assert have[key] == pytest.approx(want[key], rel=rel, abs=abs), (step, key)
+
+
+def differing(left: Tensors, right: Tensors) -> list[str]:
+    """Names of tensors that are not equal bit by bit, or that one side lacks."""
+    lacking = left.keys() ^ right.keys()
+    return sorted(lacking) + [name for name in left.keys() & right.keys() if not torch.equal(left[name], right[name])]
+
+
 # ---------------------------------------------------------------------- processes
 
 
@@ -238,8 +277,11 @@ def run_ranks(
         context.Process(target=target, args=(*map(str, arguments), rank, world, str(meeting)), daemon=True)
         for rank in range(world)
     ]
-    for process in processes:
-        process.start()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))  # for the process that forks
+        patch.setenv("PYTHONWARNINGS", "ignore")
+        for process in processes:
+            process.start()
     for process in processes:
         process.join(deadline_s)
     left = [process for process in processes if process.is_alive()]
@@ -266,3 +308,8 @@ def write(out: Path, name: str, found: Any, tensors: Tensors) -> None:
     """What a process found, where its parent reads it."""
     save_file({key: value.contiguous() for key, value in tensors.items()}, out / f"{name}.safetensors")
     (out / f"{name}.json").write_text(json.dumps(found))
+
+
+def read(out: Path, name: str) -> tuple[Any, Tensors]:
+    """What `write` wrote."""
+    return json.loads((out / f"{name}.json").read_text()), load_file(out / f"{name}.safetensors")

@@ -12,7 +12,7 @@ import torch
 from models.algorithms.returns import gae
 from models.errors import TrainStateUnreadable
 from models.train.step.critic import value_loss
-from tests.models.train.rig import state_of, with_rewards
+from tests.models.train.rig import differing, make_sequences, state_of, weights_of, with_rewards
 
 PPO = {"advantage_estimator": "ppo", "critic_lr": 3e-3, "gamma": 0.9, "lambd": 0.8}
 
@@ -45,8 +45,8 @@ def trained_examples(backend, sequences):  # type: ignore[no-untyped-def]
     return [example for rollout in batch._rollouts for example in rollout.examples]
 
 
-def test_values_are_read_before_each_token_and_behind_a_truncated_end(backend, sequences) -> None:  # type: ignore[no-untyped-def]
-    batch = with_rewards(sequences(1))
+def test_values_are_read_before_each_token_and_behind_a_truncated_end(backend) -> None:  # type: ignore[no-untyped-def]
+    batch = with_rewards(make_sequences(1))
     made, plain = backend(**PPO, bootstrap_truncated=True), backend(**PPO)
     expected = {id(s): values_of(made, s, after=True) for s in batch}  # before the step
     trained, others = trained_examples(made, batch), trained_examples(plain, batch)
@@ -68,32 +68,31 @@ def test_values_are_read_before_each_token_and_behind_a_truncated_end(backend, s
 
 
 @pytest.mark.parametrize("steps", [1, 2])
-def test_at_first_only_the_critic_is_trained(backend, sequences, weights, steps: int) -> None:  # type: ignore[no-untyped-def]
-    batch = with_rewards(sequences(4))
+def test_at_first_only_the_critic_is_trained(backend, steps: int) -> None:  # type: ignore[no-untyped-def]
+    batch = with_rewards(make_sequences(4))
     made = backend(**PPO, num_critic_only_steps=2, lr_warmup_iters=3)
-    before = weights(made)
+    before = weights_of(made)
     for number in range(3):
         head = made._models.critic.model.value_head.weight.detach().clone()
         made.begin_batch(rollouts=12, steps=steps)
         made.accumulate(batch)
         metrics = [made.step() for _ in range(steps)][-1]
         assert not torch.equal(head, made._models.critic.model.value_head.weight)
-        same = all(torch.equal(before[name], tensor) for name, tensor in weights(made).items())
-        assert same is (number < 2)
+        assert (differing(weights_of(made), before) == []) is (number < 2)
         assert ("train/critic_only" in metrics) is (number < 2)
         assert metrics["train/empty_steps"] == metrics["train/skipped_steps"] == 0.0
     assert made._models.updater.updates == steps  # the policy's warm-up begins with its first update
 
 
-def test_warm_up_of_the_critic_is_its_own(backend, sequences) -> None:  # type: ignore[no-untyped-def]
+def test_warm_up_of_the_critic_is_its_own(backend) -> None:  # type: ignore[no-untyped-def]
     made = backend(**PPO, critic_lr_warmup_iters=4)
-    made.accumulate(with_rewards(sequences(4)))
+    made.accumulate(with_rewards(make_sequences(4)))
     assert made.step()["train/critic_lr"] == pytest.approx(3e-3 / 4)
 
 
-def test_the_critic_is_part_of_a_checkpoint(backend, sequences, weights, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_the_critic_is_part_of_a_checkpoint(backend, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     """A resumed run makes the same steps, bit for bit."""
-    batches = [with_rewards(sequences(seed), seed) for seed in range(4)]
+    batches = [with_rewards(make_sequences(seed), seed) for seed in range(4)]
     options = {**PPO, "num_critic_only_steps": 1, "normalize_advantages": True}
 
     def go(made, some):  # type: ignore[no-untyped-def]
@@ -111,22 +110,20 @@ def test_the_critic_is_part_of_a_checkpoint(backend, sequences, weights, tmp_pat
     resumed.load(tmp_path / "state")
     last = go(resumed, batches[2:])
     assert "train/critic_only" not in last
-    for name, tensor in state_of(unbroken, "critic").items():
-        assert torch.equal(tensor, state_of(resumed, "critic")[name]), name
-    for name, tensor in weights(unbroken).items():
-        assert torch.equal(tensor, weights(resumed)[name]), name
+    assert differing(state_of(resumed, "critic"), state_of(unbroken, "critic")) == []
+    assert differing(weights_of(resumed), weights_of(unbroken)) == []
 
 
-def test_a_state_without_critic_is_refused(backend, sequences, weights, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_a_state_without_critic_is_refused(backend, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     plain = backend()
-    plain.accumulate(sequences(0))
+    plain.accumulate(make_sequences(0))
     plain.step()
     plain.save(tmp_path / "plain")
     made = backend(**PPO)
-    before = weights(made)
+    before = weights_of(made)
     with pytest.raises(TrainStateUnreadable, match="holds no critic, which this run needs"):
         made.load(tmp_path / "plain")
-    assert all(torch.equal(before[name], tensor) for name, tensor in weights(made).items())
+    assert differing(weights_of(made), before) == []
     small = backend(**PPO)
     small.save(tmp_path / "small")
     made._models.critic.model.value_head = torch.nn.Linear(7, 1)
@@ -134,16 +131,16 @@ def test_a_state_without_critic_is_refused(backend, sequences, weights, tmp_path
         made.load(tmp_path / "small")
 
 
-def test_a_discarded_batch_leaves_no_gradient_behind(backend, sequences, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+def test_a_discarded_batch_leaves_no_gradient_behind(backend, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     """Its gradients are there when a step breaks off; the batch that comes next is as good as a first one."""
-    made, fresh, batch = backend(**PPO), backend(**PPO), with_rewards(sequences(1))
+    made, fresh, batch = backend(**PPO), backend(**PPO), with_rewards(make_sequences(1))
     critic = made._models.critic
 
     def breaks_off(batches):  # type: ignore[no-untyped-def]
         type(critic).backward(critic, batches)
         raise RuntimeError("out of memory")
 
-    made.accumulate(with_rewards(sequences(0)))
+    made.accumulate(with_rewards(make_sequences(0)))
     monkeypatch.setattr(critic, "backward", breaks_off)
     with pytest.raises(RuntimeError, match="out of memory"):
         made.step()
@@ -152,20 +149,17 @@ def test_a_discarded_batch_leaves_no_gradient_behind(backend, sequences, monkeyp
     made.accumulate(batch)
     fresh.accumulate(batch)
     assert made.step() == fresh.step()
-    expected = state_of(fresh, "critic")
-    for name, tensor in state_of(made, "critic").items():
-        assert torch.equal(tensor, expected[name]), name
+    assert differing(state_of(made, "critic"), state_of(fresh, "critic")) == []
 
 
-def test_a_value_that_is_not_finite_reaches_neither_optimizer(backend, sequences, weights) -> None:  # type: ignore[no-untyped-def]
-    batch = with_rewards(sequences(0))
+def test_a_value_that_is_not_finite_reaches_neither_optimizer(backend) -> None:  # type: ignore[no-untyped-def]
+    batch = with_rewards(make_sequences(0))
     made = backend(**PPO)
     made.accumulate(batch)
     made.step()
-    before, critic = weights(made), {k: v.clone() for k, v in state_of(made, "critic").items()}
+    before, critic = weights_of(made), {k: v.clone() for k, v in state_of(made, "critic").items()}
     made.accumulate([dataclasses.replace(s, reward=float("inf")) for s in batch])
     metrics = made.step()
     assert metrics["train/skipped_steps"] == 2.0  # the policy's and the critic's
-    assert all(torch.equal(before[name], tensor) for name, tensor in weights(made).items())
-    for name, tensor in state_of(made, "critic").items():
-        assert torch.equal(critic[name], tensor), name
+    assert differing(weights_of(made), before) == []
+    assert differing(state_of(made, "critic"), critic) == []

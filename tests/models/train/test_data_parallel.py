@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
-import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +13,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file
 
 from models.train import dp_group
 from models.train.dp_group import DistributedDpGroup, DpGroup
@@ -24,11 +20,15 @@ from models.train.interface import TrainSequence
 from models.train.trainer import Trainer
 from tests.models.train.rig import (
     PACKING,
+    PPO,
     Trained,
     joined,
     make_backend,
     make_sequences,
+    read,
     run_ranks,
+    same,
+    same_metrics,
     state_of,
     train_step,
     write,
@@ -37,49 +37,24 @@ from tests.models.train.rig import (
 DEADLINE_S = 150
 # What depends on how micro-batches were formed; and a threshold at 0 of a margin that is 0 but for rounding.
 LAYOUT = PACKING | {"custom/accuracy"}
+WHITENED = {"advantage_estimator": "reinforce_plus_plus", "normalize_advantages": True}
+REJECTING = {"rollout_rs": ("seq_mean_k2=0.09",)}
+DPO = {"loss_type": "custom_loss", "custom_loss_function_path": "models.algorithms.dpo:dpo"}
 # name -> (number of optimizer steps, how many sequences, options)
 CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "rollout_mean": (1, "all", {}),
     "token_mean": (2, "all", {"loss_aggregation": "token_mean", "entropy_coef": 0.01}),
     "seq_mean": (1, "all", {"loss_aggregation": "seq_mean", "staleness_lr_decay": 0.5}),
     "constant": (1, "few", {"loss_aggregation": "constant", "use_kl_loss": True, "kl_loss_coef": 0.1}),
-    "whitening": (
-        2,
-        "all",
-        {"advantage_estimator": "reinforce_plus_plus", "normalize_advantages": True, "kl_coef": 0.1},
-    ),
-    "critic": (
-        2,
-        "all",
-        {
-            "advantage_estimator": "ppo",
-            "normalize_advantages": True,
-            "bootstrap_truncated": True,
-            "critic_lr": 1e-3,
-            "gamma": 0.97,
-            "lambd": 0.9,
-        },
-    ),
+    "whitening": (2, "all", WHITENED | {"kl_coef": 0.1}),
+    "critic": (2, "all", PPO),
     "distillation": (1, "all", {"use_opd": True, "opd_kl_coef": 0.3, "normalize_advantages": True}),
     "m2po": (2, "all", {"policy_loss": "m2po", "m2po_threshold": 0.1}),
     "normalised_weights": (1, "all", {"tis_batch_normalize": True, "tis_level": "sequence"}),
-    "rejected_rollouts": (
-        1,
-        "all",
-        {"rollout_rs": ("seq_mean_k2=0.09",), "rs_unit": "rollout", "renormalize_after_rejection": True},
-    ),
+    "rejected_rollouts": (1, "all", REJECTING | {"rs_unit": "rollout", "renormalize_after_rejection": True}),
     "all_rejected": (1, "all", {"rollout_rs": ("token_k2=1e-12",)}),
     "nothing_here": (1, "one", {}),
-    "preferences": (
-        2,
-        "all",
-        {
-            "loss_type": "custom_loss",
-            "custom_loss_function_path": "models.algorithms.dpo:dpo",
-            "use_kl_loss": True,
-            "kl_loss_coef": 0.5,
-        },
-    ),
+    "preferences": (2, "all", DPO | {"use_kl_loss": True, "kl_loss_coef": 0.5}),
 }
 
 
@@ -113,40 +88,22 @@ def run(checkpoint: str, out: str, rank: int, world: int, rendezvous: str) -> No
         train(Path(checkpoint), Path(out), rank, DistributedDpGroup(dp_rank=rank, dp_size=world, is_mp_src_rank=True))
 
 
-def start(checkpoint: Path, out: Path, world: int) -> None:
-    imports = ["test_data_parallel", "transformers.models.qwen3.modeling_qwen3"]
-    run_ranks(run, (checkpoint, out), world, out / "rendezvous", imports=imports, deadline_s=DEADLINE_S)
-
-
 @pytest.mark.slow
-def test_shares_make_the_update_of_the_whole(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))  # for the process that forks
+def test_shares_make_the_update_of_the_whole(tiny: Path, tmp_path: Path) -> None:
     alone = tmp_path / "alone"
     alone.mkdir()
     train(tiny, alone, 0, None)
     for world in (2, 4):
         out = tmp_path / str(world)
         out.mkdir()
-        start(tiny, out, world)
+        imports = ["test_data_parallel", "transformers.models.qwen3.modeling_qwen3"]
+        run_ranks(run, (tiny, out), world, out / "rendezvous", imports=imports, deadline_s=DEADLINE_S)
         for name in CASES:
-            expected, wanted = (
-                load_file(alone / f"{name}-0.safetensors"),
-                json.loads((alone / f"{name}-0.json").read_text()),
-            )
+            wanted, expected = read(alone, f"{name}-0")
             for rank in range(world):
-                found, metrics = (
-                    load_file(out / f"{name}-{rank}.safetensors"),
-                    json.loads((out / f"{name}-{rank}.json").read_text()),
-                )
-                assert found.keys() == expected.keys(), name
-                for key, value in expected.items():
-                    torch.testing.assert_close(
-                        found[key], value, atol=1e-6, rtol=1e-5, msg=lambda text, k=key, n=name: f"{n} {k}: {text}"
-                    )
-                for step, (have, want) in enumerate(zip(metrics, wanted, strict=True)):
-                    assert have.keys() == want.keys(), (name, step)
-                    for key in want.keys() - LAYOUT:
-                        assert have[key] == pytest.approx(want[key], rel=1e-5, abs=1e-6), (name, world, step, key)
+                metrics, found = read(out, f"{name}-{rank}")
+                same(found, expected, 1e-6, 1e-5)
+                same_metrics(metrics, wanted, but=LAYOUT)
             if name == "all_rejected":
                 assert wanted[0]["correction/all_rejected"] == 1.0
                 assert not any(key.startswith("gradient/") for key in expected)
@@ -188,11 +145,13 @@ def test_what_a_process_does_not_speak_for_is_left_out(trio: Trio) -> None:
 
 # ---------------------------------------------------------------------- how a batch is computed
 
-VARIANTS: dict[str, dict[str, Any]] = {
-    "small": {"max_tokens": 32},
-    "unpacked": {"pack": False},
-    "unshared": {"share_prompts": False, "max_tokens": 64},
-    "one row": {"share_prompts": False, "single_row": True, "max_tokens": 40},
+# name -> changes of the packing, options
+VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "one by one": ({}, {"max_tokens_per_gpu": 1}),
+    "small, eager": ({"max_tokens": 32}, {"attn_implementation": "eager"}),
+    "unpacked, in small chunks": ({"pack": False}, {"logprob_chunk_tokens": 5}),
+    "unshared, checkpointed": ({"share_prompts": False, "max_tokens": 64}, {"gradient_checkpointing": True}),
+    "one row": ({"share_prompts": False, "single_row": True, "max_tokens": 40}, {}),
 }
 
 
@@ -217,19 +176,15 @@ def test_how_a_batch_is_computed_changes_nothing(tiny, name: str) -> None:  # ty
     steps, how, fields = CASES[name]
     sequences = sequences_of(how)
     expected = update(make_backend(tiny, **fields), sequences, steps, backwards=False)
-    for variant, changes in VARIANTS.items():
-        made = make_backend(tiny, **fields)
+    for changes, options in VARIANTS.values():
+        made = make_backend(tiny, **fields, **options)
         models = made._models
         models.packing = dataclasses.replace(models.packing, **changes)
         found = update(made, sequences, steps, backwards=True)
-        for step, (have, want) in enumerate(zip(found, expected, strict=True)):
-            assert have[0].keys() == want[0].keys(), variant
-            for key in want[0].keys() - LAYOUT:
-                assert have[0][key] == pytest.approx(want[0][key], rel=1e-4, abs=2e-6), (variant, step, key)
-            for left, right in zip(have[1:], want[1:], strict=True):  # gradient, weights
-                assert left.keys() == right.keys()
-                for key, value in right.items():
-                    torch.testing.assert_close(left[key], value, atol=3e-6, rtol=1e-4)
+        for have, want in zip(found, expected, strict=True):
+            same_metrics(have[:1], want[:1], rel=1e-4, abs=2e-6, but=LAYOUT)
+            same(have[1], want[1], 3e-6)  # gradient
+            same(have[2], want[2], 3e-6)  # weights
 
 
 @pytest.mark.slow

@@ -39,7 +39,7 @@ from models.train.step.micro_batches import (
     pack_rows,
 )
 from models.train.step.packing import Layout, Packing, Unit, plan, units_of
-from tests.models.train.rig import scored
+from tests.models.train.rig import scored, train_step
 
 packings = st.builds(
     Packing,
@@ -393,10 +393,10 @@ def test_ppo_golden() -> None:
         {"rollout_rs": ("token_k2=0.05",), "use_tis": True, "renormalize_after_rejection": True},
     ],
 )
-def test_branches_train_as_the_flat_batch_does(backend, run_step, fields: dict[str, Any]) -> None:  # type: ignore[no-untyped-def]
+def test_branches_train_as_the_flat_batch_does(backend, fields: dict[str, Any]) -> None:  # type: ignore[no-untyped-def]
     branched, by_hand = taught(branched_batch(3, VOCABULARY)), taught(branched_batch(3, VOCABULARY, as_flat=True))
-    metrics, gradient, _ = run_step(backend(**fields, clip_grad=0.0), [branched])
-    expected, flat_gradient, _ = run_step(backend(**fields, clip_grad=0.0), [by_hand])
+    metrics, gradient, _ = train_step(backend(**fields, clip_grad=0.0), [branched])
+    expected, flat_gradient, _ = train_step(backend(**fields, clip_grad=0.0), [by_hand])
     assert metrics["train/trained_tokens"] == expected["train/trained_tokens"]
     assert metrics["train/loss"] == pytest.approx(expected["train/loss"], abs=1e-6)
     for name, value in flat_gradient.items():
@@ -413,7 +413,7 @@ def taught(sequences: list[TrainSequence]) -> list[TrainSequence]:
 
 
 @pytest.mark.parametrize("estimator", ["ppo", "reinforce_plus_plus"])
-def test_episodes_of_branches_run_over_what_they_share(backend, run_step, tmp_path: Path, estimator: str) -> None:  # type: ignore[no-untyped-def]
+def test_episodes_of_branches_run_over_what_they_share(backend, tmp_path: Path, estimator: str) -> None:  # type: ignore[no-untyped-def]
     """KL in the reward, whitening, a critic: as advantages that are worked out branch by branch and handed over."""
     batch = branched_batch(5, VOCABULARY)
     moved = backend(lr=5e-2)
@@ -447,8 +447,8 @@ def test_episodes_of_branches_run_over_what_they_share(backend, run_step, tmp_pa
     for one in handed:
         one.advantages[one.loss_mask > 0] -= every.mean()
         one.advantages[:] /= every.std(ddof=1)
-    metrics, gradient, _ = run_step(made, [batch])
-    expected, flat_gradient, _ = run_step(backend(), [handed])
+    metrics, gradient, _ = train_step(made, [batch])
+    expected, flat_gradient, _ = train_step(backend(), [handed])
     assert metrics["train/pg_loss"] == pytest.approx(expected["train/pg_loss"], abs=1e-6)
     for name, value in flat_gradient.items():
         torch.testing.assert_close(gradient[name], value, atol=1e-5, rtol=1e-4)

@@ -11,7 +11,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from configs.schema.algorithm import AlgorithmConfig, CorrectionConfig, DistillConfig
 from configs.schema.train import TrainConfig
@@ -28,23 +27,15 @@ from models.train.step.micro_batches import MicroBatch, pack_rows
 from models.train.step.packing import Layout, Packing, Unit
 from models.train.trainer import Trainer
 from tests.models.corrections import corrected
-from tests.models.train.rig import behind, sequence
+from tests.models.living import Living
+from tests.models.train.rig import TINY, behind, sequence
 
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("architectures")
-    return {
-        name: make_tiny_checkpoint(
-            root / name,
-            architecture=name,  # type: ignore[arg-type]
-            hidden_size=32,
-            num_layers=2,
-            intermediate_size=64,
-            max_position_embeddings=128,
-        )
-        for name in ("qwen3", "qwen2", "llama")
-    }
+    names: tuple[Any, ...] = ("qwen3", "qwen2", "llama")
+    return {name: make_tiny_checkpoint(root / name, architecture=name, **TINY) for name in names}
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -166,61 +157,6 @@ def test_chunks_of_the_head_change_nothing(chunk: int, entropy: str) -> None:
         torch.testing.assert_close(left, right, atol=1e-5, rtol=1e-5)
 
 
-def test_logits_never_exceed_a_chunk() -> None:
-    """The largest matrix with the vocabulary as its width is a chunk, forward and backward."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Widest(TorchDispatchMode):
-        rows = 0
-
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-            out = function(*args, **(kwargs or {}))
-            if isinstance(out, torch.Tensor) and out.ndim == 2 and out.shape[1] == 11:
-                Widest.rows = max(Widest.rows, out.shape[0])
-            return out
-
-    model = Model()
-    ids = np.arange(38, dtype=np.int32) % 11
-    rows = pack_rows(Layout(((Unit((0,), 0, 37),),), 37), [ids], [np.arange(1, 38)])
-    score = Scorer(model, Passes(torch.device("cpu")), temperature=1.0, chunk_tokens=7)
-    with Widest():
-        log_probs, entropies = score(rows, entropy="value")
-        (log_probs.sum() + 0.0).backward()
-    assert entropies is not None
-    assert Widest.rows == 7
-
-
-class LivingLogits:
-    """The most bytes of [tokens, vocabulary] matrices that were alive at one time."""
-
-    def __init__(self) -> None:
-        from torch.utils._python_dispatch import TorchDispatchMode
-
-        outer = self
-        self.peak = 0
-        self.shapes: set[int] = set()
-        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
-
-        class Watch(TorchDispatchMode):
-            def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-                out = function(*args, **(kwargs or {}))
-                for tensor in out if isinstance(out, tuple | list) else (out,):
-                    if isinstance(tensor, torch.Tensor):
-                        outer.note(tensor)
-                return out
-
-        self.watch = Watch()
-
-    def note(self, tensor: torch.Tensor) -> None:
-        if tensor.ndim < 2 or tensor.shape[-1] != 11 or tensor.shape[-2] in (1, 6):  # the head's bias and weights
-            return
-        self.shapes.add(tensor.shape[-2])
-        storage = tensor.untyped_storage()
-        self._alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-        self._alive = {key: one for key, one in self._alive.items() if not one[0].expired()}
-        self.peak = max(self.peak, sum(size for _, size in self._alive.values()))
-
-
 @pytest.mark.parametrize("entropy", ["none", "value", "graph"])
 def test_one_chunk_of_logits_lives_at_a_time(entropy: str) -> None:
     """Six chunks need no more memory for logits than one, in the forward pass and in the backward pass."""
@@ -230,14 +166,14 @@ def test_one_chunk_of_logits_lives_at_a_time(entropy: str) -> None:
         ids = np.arange(tokens + 1, dtype=np.int32) % 11
         rows = pack_rows(Layout(((Unit((0,), 0, tokens),),), tokens), [ids], [np.arange(1, tokens + 1)])
         score = Scorer(model, Passes(torch.device("cpu")), temperature=0.7, chunk_tokens=7)
-        living = LivingLogits()
-        with living.watch:
+        living = Living(model.head.weight, model.head.bias, width=11)
+        with living:
             log_probs, entropies = score(rows, entropy=entropy)
             loss = log_probs.sum() if entropies is None else log_probs.sum() + entropies.sum()
             del log_probs, entropies
             forward = living.peak
             loss.backward()
-        assert max(living.shapes) == 7
+        assert living.rows == 7
         assert forward > 0
         peaks.append((forward, living.peak))
     (_, lone), (forward, whole) = peaks

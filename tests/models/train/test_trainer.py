@@ -17,28 +17,15 @@ from msgspec.structs import replace
 from configs.resolve import resolve
 from configs.schema import CheckpointConfig, Config, RunConfig, TrainConfig
 from configs.schema.algorithm import AlgorithmConfig
-from models.algorithms.correction import Correction
 from models.errors import BackendMisuse, CheckpointUnavailable, InvalidSequence, TrainConfigInvalid, UnsupportedModel
 from models.train.build import build_backend, build_member
 from models.train.dp_group import DpGroup
 from models.train.huggingface.loading import check_head, pick_device
 from models.train.spec import TrainSpec
 from models.train.trainer import Trainer
-from tests.models.train.rig import scored
+from tests.models.train.rig import differing, make_sequences, same, scored, sequence, train_step, weights_of
 
 AGGREGATIONS = ["rollout_mean", "token_mean", "seq_mean", "constant"]
-
-
-def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor], atol: float = 1e-6) -> None:
-    assert left.keys() == right.keys()
-    for name in left:
-        torch.testing.assert_close(left[name], right[name], atol=atol, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
-
-
-def repack(backend, **changes) -> None:  # type: ignore[no-untyped-def]
-    models = backend._models
-    models.packing = dataclasses.replace(models.packing, **changes)
-    backend.discard()  # a batch keeps the plan that it was begun with
 
 
 def by_rollout(sequences):  # type: ignore[no-untyped-def]
@@ -76,83 +63,18 @@ def reference_gradient(backend, sequences, aggregation, anchors=None):  # type: 
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-def test_gradient_is_that_of_the_definition(backend, sequences, run_step, aggregation) -> None:  # type: ignore[no-untyped-def]
+def test_gradient_is_that_of_the_definition(backend, aggregation) -> None:  # type: ignore[no-untyped-def]
     made = backend(loss_aggregation=aggregation)
-    batch = sequences()
+    batch = make_sequences()
     loss, expected = reference_gradient(made, batch, aggregation)
-    metrics, gradient, _ = run_step(made, [batch])
+    metrics, gradient, _ = train_step(made, [batch])
     assert metrics["train/loss"] == pytest.approx(loss, abs=1e-6)
     same(gradient, expected)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
-def test_splits_order_packing_and_padding_change_nothing(backend, sequences, run_step, aggregation) -> None:  # type: ignore[no-untyped-def]
-    batch = sequences()
-    fields = {"loss_aggregation": aggregation, "entropy_coef": 0.01, "use_kl_loss": True, "kl_loss_coef": 0.1}
-    metrics, gradient, weights = run_step(backend(**fields), [batch])
-    assert metrics["train/micro_batches"] == 1
-    rollouts = by_rollout(batch)
-    variants = {
-        "small budget": (backend(**fields, max_tokens_per_gpu=24), [batch], False),
-        "one sequence at a time": (backend(**fields, max_tokens_per_gpu=1), [batch], False),
-        "as they arrive": (backend(**fields, max_tokens_per_gpu=40), rollouts, False),
-        "last first": (backend(**fields), rollouts[::-1], False),
-        "flushed": (backend(**fields), rollouts[1:] + rollouts[:1], True),
-        "small chunks": (backend(**fields, logprob_chunk_tokens=5), [batch], False),
-        "eager": (backend(**fields, attn_implementation="eager"), [batch], False),
-        "checkpointed": (backend(**fields, gradient_checkpointing=True), [batch], False),
-    }
-    unpacked = backend(**fields)
-    repack(unpacked, pack=False)
-    unshared = backend(**fields)
-    repack(unshared, share_prompts=False)
-    variants["unshared"] = (unshared, [batch], False)
-    flat = backend(**fields)
-    repack(flat, share_prompts=False, single_row=True)
-    variants["single row"] = (flat, [batch], False)
-    variants["unpacked"] = (unpacked, [batch], False)
-    for name, (made, calls, flush) in variants.items():
-        found, other_gradient, other_weights = run_step(made, calls, flush=flush)
-        same(other_gradient, gradient)
-        same(other_weights, weights)
-        for key in set(metrics) - {"train/micro_batches", "train/padding_frac", "train/shared_prompt_frac"}:
-            assert found[key] == pytest.approx(metrics[key], abs=2e-6, rel=1e-4), (name, key)
-
-
-def test_modes_give_the_same_gradient_without_staleness(backend, sequences, run_step) -> None:  # type: ignore[no-untyped-def]
-    results = []
-    for correction in (
-        Correction(policy_mode="decoupled", use_tis=True),
-        Correction(policy_mode="bypass", use_tis=False),
-        Correction(policy_mode="onpolicy", use_tis=False),
-    ):
-        made = backend(correction=correction)
-        batch = sequences()
-        for item, log_probs in zip(batch, made.logprobs(batch), strict=True):
-            item.rollout_log_probs[item.prompt_length :] = log_probs
-        metrics, gradient, _ = run_step(made, [batch])
-        assert metrics["train/train_rollout_logprob_abs_diff"] < 1e-5
-        results.append(gradient)
-    same(results[0], results[1])
-    same(results[0], results[2])
-
-
-def test_log_probs_follow_temperature_and_length(backend, sequences) -> None:  # type: ignore[no-untyped-def]
-    batch = [*sequences(), *sequences(seed=5, groups=1)]
-    cold, warm = backend(temperature=0.5), backend(temperature=1.0)
-    small = backend(temperature=0.5, max_tokens_per_gpu=10)
-    for item, a, b, c in zip(batch, cold.logprobs(batch), warm.logprobs(batch), small.logprobs(batch), strict=True):
-        assert len(a) == item.response_length
-        assert (a < 0).all()
-        assert not np.allclose(a, b)
-        np.testing.assert_allclose(a, c, atol=1e-5)
-    assert cold.logprobs([]) == []
-
-
-def test_sequences_of_two_temperatures_are_each_scored_at_their_own(backend, sequences) -> None:  # type: ignore[no-untyped-def]
+def test_sequences_of_two_temperatures_are_each_scored_at_their_own(backend) -> None:  # type: ignore[no-untyped-def]
     """Also where they share a micro-batch, a row, a prompt; those that say nothing are as configured."""
-    batch = [*sequences(groups=2, per_group=3), *sequences(seed=5, groups=1)]
+    batch = [*make_sequences(groups=2, per_group=3), *make_sequences(seed=5, groups=1)]
     drawn = [(0.5, None, 2.0)[at % 3] for at in range(len(batch))]
     mixed = [dataclasses.replace(one, temperature=t) for one, t in zip(batch, drawn, strict=True)]
     alone = {t: backend(temperature=t).logprobs(batch) for t in (0.5, 0.9, 2.0)}
@@ -160,14 +82,15 @@ def test_sequences_of_two_temperatures_are_each_scored_at_their_own(backend, seq
         found = backend(temperature=0.9, max_tokens_per_gpu=budget).logprobs(mixed)
         for at, (one, t) in enumerate(zip(found, drawn, strict=True)):
             np.testing.assert_allclose(one, alone[t or 0.9][at], atol=1e-5)
+    assert backend().logprobs([]) == []
     with pytest.raises(InvalidSequence, match=r"drawn at temperature 0\.0, by which logits cannot be divided"):
         backend().logprobs([dataclasses.replace(batch[0], temperature=0.0)])
 
 
 @pytest.mark.parametrize("steps", [2, 4])
-def test_every_step_of_a_batch_is_anchored_on_its_first_weights(backend, sequences, run_step, steps) -> None:  # type: ignore[no-untyped-def]
+def test_every_step_of_a_batch_is_anchored_on_its_first_weights(backend, steps) -> None:  # type: ignore[no-untyped-def]
     """The gradient of each step is that of the definition, with anchors of the batch start and its own divisor."""
-    batch = sequences(groups=4, per_group=4)
+    batch = make_sequences(groups=4, per_group=4)
     made = backend(lr=3e-2, max_tokens_per_gpu=64)
     anchors = dict(zip([id(s) for s in batch], scored(made, batch), strict=True))
     made.begin_batch(rollouts=16, steps=steps)
@@ -177,7 +100,7 @@ def test_every_step_of_a_batch_is_anchored_on_its_first_weights(backend, sequenc
     for number in range(steps):
         part = [s for members in ordered[number * 16 // steps : (number + 1) * 16 // steps] for s in members]
         loss, expected = reference_gradient(made, part, "rollout_mean", anchors)
-        metrics, gradient, _ = run_step(made, [])
+        metrics, gradient, _ = train_step(made, [])
         assert metrics["train/rollouts"] == 16 / steps
         assert metrics["train/trained_tokens"] == sum(int(s.loss_mask.sum()) for s in part)
         assert metrics["train/loss"] == pytest.approx(loss, abs=1e-5)
@@ -186,24 +109,9 @@ def test_every_step_of_a_batch_is_anchored_on_its_first_weights(backend, sequenc
     made.begin_batch(rollouts=1, steps=1)
 
 
-def test_several_steps_do_not_depend_on_the_order_of_arrival(backend, sequences, weights) -> None:  # type: ignore[no-untyped-def]
-    batch = sequences(groups=4, per_group=4)
-    results = []
-    for calls in (by_rollout(batch), by_rollout(batch)[::-1], [batch]):
-        made = backend(max_tokens_per_gpu=64, use_kl_loss=True, kl_loss_coef=0.1)
-        made.begin_batch(rollouts=16, steps=4)
-        for call in calls:
-            made.accumulate(call)
-        for _ in range(4):
-            made.step()
-        results.append(weights(made))
-    same(results[0], results[1])
-    same(results[0], results[2])
-
-
-def test_supervised_loss_falls_and_ignores_advantages(backend, sequences) -> None:  # type: ignore[no-untyped-def]
+def test_supervised_loss_falls_and_ignores_advantages(backend) -> None:  # type: ignore[no-untyped-def]
     made = backend(loss_type="sft_loss", lr=1e-2, temperature=0.3)
-    batch = sequences(groups=6)
+    batch = make_sequences(groups=6)
     losses = []
     for _ in range(30):
         made.accumulate(batch)
@@ -212,9 +120,9 @@ def test_supervised_loss_falls_and_ignores_advantages(backend, sequences) -> Non
     assert losses[-1] < 0.6 * losses[0]
 
 
-def test_calls_without_meaning_are_refused(backend, sequences) -> None:  # type: ignore[no-untyped-def]
+def test_calls_without_meaning_are_refused(backend) -> None:  # type: ignore[no-untyped-def]
     made = backend()
-    batch = sequences()
+    batch = make_sequences()
     made.accumulate(batch[:4])
     with pytest.raises(BackendMisuse, match="handed over twice"):
         made.accumulate(batch[:1])
@@ -227,15 +135,15 @@ def test_calls_without_meaning_are_refused(backend, sequences) -> None:  # type:
     made.accumulate(batch)
     made.step()
     with pytest.raises(BackendMisuse, match="call step\\(\\) 1 more times"):
-        made.accumulate(sequences(seed=3))
+        made.accumulate(make_sequences(seed=3))
     made.step()
     made.accumulate(batch)  # a new batch may train the same rollouts again
 
 
-def test_half_precision_trains_fp32_weights(backend, sequences, run_step, tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_half_precision_trains_fp32_weights(backend, tmp_path) -> None:  # type: ignore[no-untyped-def]
     full, half = backend(lr=1e-2), backend(lr=1e-2, train_dtype="bfloat16")
-    exact = run_step(full, [sequences()])
-    rough = run_step(half, [sequences()])
+    exact = train_step(full, [make_sequences()])
+    rough = train_step(half, [make_sequences()])
     assert rough[0]["train/loss"] == pytest.approx(exact[0]["train/loss"], abs=0.02)
     assert {tensor.dtype for tensor in rough[1].values()} == {torch.float32}
     assert {tensor.dtype for tensor in rough[2].values()} == {torch.bfloat16}  # exported as the forward pass sees them
@@ -247,25 +155,25 @@ def test_half_precision_trains_fp32_weights(backend, sequences, run_step, tmp_pa
         assert torch.equal(left, right)
 
 
-def test_common_prompts_leave_room_in_the_budget(backend, one) -> None:  # type: ignore[no-untyped-def]
+def test_common_prompts_leave_room_in_the_budget(backend) -> None:  # type: ignore[no-untyped-def]
     """Eight responses to a prompt of 20 need 20 + 8 * 3 inputs, so they fit one micro-batch of 64."""
     made = backend(max_tokens_per_gpu=64)
     prompt = list(range(1, 21))
     for index in range(8):
-        made.accumulate([one(rollout=index, tokens=[*prompt, 1, 2, 3, index + 4], mask=[1, 1, 1, 1])])
+        made.accumulate([sequence(rollout=index, tokens=[*prompt, 1, 2, 3, index + 4], mask=[1, 1, 1, 1])])
     metrics = made.step()
     assert metrics["train/micro_batches"] == 1
     assert metrics["train/shared_prompt_frac"] == pytest.approx(1 - 44 / 184)
     assert metrics["train/padding_frac"] == 0
 
 
-def test_temperature_divides_the_logits_of_rollouts_only(backend, sequences) -> None:  # type: ignore[no-untyped-def]
+def test_temperature_divides_the_logits_of_rollouts_only(backend) -> None:  # type: ignore[no-untyped-def]
     def first_loss(**fields):  # type: ignore[no-untyped-def]
         made = backend(**fields)
         with torch.no_grad():
             for parameter in made._models.model.parameters():
                 parameter.mul_(3.0)  # logits that are far from uniform
-        made.accumulate(sequences())
+        made.accumulate(make_sequences())
         return made.step()
 
     cold, warm = (first_loss(loss_type="sft_loss", temperature=t)["train/loss"] for t in (0.3, 1.0))
@@ -314,30 +222,26 @@ def test_what_a_loss_of_the_user_draws_begins_with_the_seed_of_the_run(member: b
 # What is not finite, empty, inconsistent or missing: no update, a count, or an error that names the cure.
 
 
-def unchanged(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> bool:
-    return all(torch.equal(tensor, after[name]) for name, tensor in before.items())
-
-
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf")])
-def test_a_gradient_that_is_not_finite_changes_nothing(backend, sequences, weights, poison: float) -> None:  # type: ignore[no-untyped-def]
+def test_a_gradient_that_is_not_finite_changes_nothing(backend, poison: float) -> None:  # type: ignore[no-untyped-def]
     made = backend(lr_warmup_iters=3)
-    made.accumulate(sequences())
+    made.accumulate(make_sequences())
     made.step()
-    before, moments = weights(made), {k: v.clone() for k, v in made._models.updater.state_tensors().items()}
-    batch = sequences(seed=1)
+    before, moments = weights_of(made), {k: v.clone() for k, v in made._models.updater.state_tensors().items()}
+    batch = make_sequences(seed=1)
     batch[0].advantages[batch[0].loss_mask == 1] = poison
     made.accumulate(batch)
     metrics = made.step()
     assert metrics["train/skipped_steps"] == 1
     assert not np.isfinite(metrics["train/grad_norm"])
-    assert unchanged(before, weights(made))
-    assert unchanged(moments, made._models.updater.state_tensors())
-    made.accumulate(sequences(seed=2))
+    assert differing(weights_of(made), before) == []
+    assert differing(made._models.updater.state_tensors(), moments) == []
+    made.accumulate(make_sequences(seed=2))
     metrics = made.step()
     assert metrics["train/skipped_steps"] == 1  # counted once, and training goes on
     assert metrics["train/lr"] == pytest.approx(2e-3 / 3)  # the warm-up counts updates
     assert np.isfinite(metrics["train/loss"])
-    assert not unchanged(before, weights(made))
+    assert differing(weights_of(made), before)
 
 
 @pytest.mark.parametrize(
@@ -353,12 +257,12 @@ def test_a_gradient_that_is_not_finite_changes_nothing(backend, sequences, weigh
     ids=["k1", "k3", "low_var_kl", "bypass", "m2po", "opsm"],
 )
 def test_a_loss_that_is_no_number_changes_nothing_whatever_its_gradient(  # type: ignore[no-untyped-def]
-    backend, sequences, weights, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    backend, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A clamp has gradient 0 where its input is NaN: the norm of the gradient alone would let the step pass."""
     made = backend(**fields)
-    before = weights(made)
-    batch = sequences(dark=False)
+    before = weights_of(made)
+    batch = make_sequences(dark=False)
     negative = next(one for one in batch if one.loss_mask.any() and one.advantages[one.loss_mask == 1].max() < 0)
     if "use_kl_loss" in fields:
         score = made._models.reference.score
@@ -377,24 +281,24 @@ def test_a_loss_that_is_no_number_changes_nothing_whatever_its_gradient(  # type
     assert np.isnan(metrics["train/loss"])
     assert metrics["train/skipped_steps"] == 1
     assert np.isnan(metrics["train/grad_norm"])
-    assert unchanged(before, weights(made))
+    assert differing(weights_of(made), before) == []
 
 
-def test_nan_behind_the_mask_is_harmless(backend, sequences, run_step) -> None:  # type: ignore[no-untyped-def]
-    clean = run_step(backend(), [sequences()])
-    batch = sequences()
+def test_nan_behind_the_mask_is_harmless(backend) -> None:  # type: ignore[no-untyped-def]
+    clean = train_step(backend(), [make_sequences()])
+    batch = make_sequences()
     for item in batch:
         item.advantages[item.loss_mask == 0] = np.nan
         item.rollout_log_probs[item.loss_mask == 0] = -np.inf
-    dirty = run_step(backend(), [batch])
+    dirty = train_step(backend(), [batch])
     assert dirty[0] == clean[0]
-    assert unchanged(clean[2], dirty[2])
+    assert differing(dirty[2], clean[2]) == []
 
 
-def test_steps_without_a_trainable_token_change_nothing(backend, sequences, weights) -> None:  # type: ignore[no-untyped-def]
+def test_steps_without_a_trainable_token_change_nothing(backend) -> None:  # type: ignore[no-untyped-def]
     made = backend()
-    before = weights(made)
-    batch = sequences()
+    before = weights_of(made)
+    batch = make_sequences()
     for item in batch:
         item.loss_mask[:] = 0
     for calls in ([], [[]], [batch]):
@@ -405,7 +309,7 @@ def test_steps_without_a_trainable_token_change_nothing(backend, sequences, weig
         assert metrics["train/grad_norm"] == 0
     assert metrics["train/empty_steps"] == 3
     assert metrics["train/rollouts"] == 12
-    assert unchanged(before, weights(made))
+    assert differing(weights_of(made), before) == []
 
 
 @pytest.mark.parametrize(
@@ -422,11 +326,9 @@ def test_steps_without_a_trainable_token_change_nothing(backend, sequences, weig
         ({"tokens": np.array([1, -1, 3, 4], np.int32)}, "token ids -1 to 4"),
     ],
 )
-def test_inconsistent_sequences_are_refused(backend, one, changes: dict[str, Any], words: str) -> None:  # type: ignore[no-untyped-def]
-    import dataclasses
-
+def test_inconsistent_sequences_are_refused(backend, changes: dict[str, Any], words: str) -> None:  # type: ignore[no-untyped-def]
     made = backend()
-    bad = dataclasses.replace(one(group=7, rollout=5, tokens=[1, 2, 3, 4], mask=[1, 1]), **changes)
+    bad = dataclasses.replace(sequence(group=7, rollout=5, tokens=[1, 2, 3, 4], mask=[1, 1]), **changes)
     for method in (made.accumulate, made.logprobs):
         with pytest.raises(InvalidSequence, match=f"rollout 5 of group 7: .*{words}"):
             method([bad])
@@ -488,7 +390,7 @@ def test_a_head_that_cannot_be_reproduced_is_refused(backend, monkeypatch: pytes
         check_head(model, torch.device("cpu"))
 
 
-def test_logit_caps_and_scales_are_reproduced(backend, tmp_path: Path, sequences) -> None:  # type: ignore[no-untyped-def]
+def test_logit_caps_and_scales_are_reproduced(backend, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, GraniteConfig
 
     shape = {
@@ -511,7 +413,7 @@ def test_logit_caps_and_scales_are_reproduced(backend, tmp_path: Path, sequences
                 parameter.mul_(3.0)
         model.save_pretrained(tmp_path / name)
         made = backend(hf_checkpoint=str(tmp_path / name), temperature=1.0)
-        batch = sequences()
+        batch = make_sequences()
         assert made._models.packing.pack, name
         assert made._models.packing.share_prompts is (name != "gemma2"), name
         model.eval()
@@ -522,14 +424,14 @@ def test_logit_caps_and_scales_are_reproduced(backend, tmp_path: Path, sequences
             np.testing.assert_allclose(found, every[-item.response_length :].numpy(), atol=2e-5, err_msg=name)
 
 
-def test_recurrent_models_are_not_packed(backend, tmp_path: Path, sequences) -> None:  # type: ignore[no-untyped-def]
+def test_recurrent_models_are_not_packed(backend, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     from transformers import AutoModelForCausalLM, MambaConfig
 
     config = MambaConfig(vocab_size=32, hidden_size=16, num_hidden_layers=1, state_size=4)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "mamba")
     made = backend(hf_checkpoint=str(tmp_path / "mamba"))
     assert not made._models.packing.pack
-    batch = sequences()
+    batch = make_sequences()
     alone = [made.logprobs([item])[0] for item in batch]
     for left, right in zip(alone, made.logprobs(batch), strict=True):
         np.testing.assert_allclose(left, right, atol=1e-5)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -30,8 +30,10 @@ from models.train.huggingface.hf_files import (
 )
 from models.train.huggingface.optimizer import Updater, move
 from models.train.spec import check_schedule, learning_rate
+from models.train.trainer import Trainer
 from tests.models.test_checkpoint import check_every_flip_is_noticed
-from tests.models.train.rig import make_backend, make_sequences, train_step, weights_of
+from tests.models.train.families.family_models import save_model
+from tests.models.train.rig import differing, make_backend, make_sequences, train_step, weights_of
 
 
 def rates(total: int | None, steps: int, **fields: object) -> list[float]:
@@ -67,35 +69,33 @@ def test_no_gradient_at_all_is_no_update() -> None:
 SCHEDULE = {"lr_decay_style": "cosine", "lr_warmup_iters": 2, "min_lr": 1e-5, "lr": 1e-2, "weight_decay": 0.1}
 
 
-def train(backend, sequences, steps) -> list[dict[str, float]]:  # type: ignore[no-untyped-def]
+def train(backend: Trainer, steps: Iterable[int]) -> list[dict[str, float]]:
     found = []
     for seed in steps:
         backend.begin_batch(rollouts=12, steps=1)
-        backend.accumulate(sequences(seed=seed))
+        backend.accumulate(make_sequences(seed))
         found.append(backend.step())
     return found
 
 
-def test_resuming_is_bit_identical_to_not_stopping(backend, sequences, weights, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_resuming_is_bit_identical_to_not_stopping(backend, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     unbroken = backend(total_steps=6, **SCHEDULE)
-    train(unbroken, sequences, range(3))
+    train(unbroken, range(3))
     unbroken.save(tmp_path / "state")
-    expected = train(unbroken, sequences, range(3, 6))
+    expected = train(unbroken, range(3, 6))
 
     resumed = backend(total_steps=6, **SCHEDULE)
     resumed.load(tmp_path / "state")
-    assert train(resumed, sequences, range(3, 6)) == expected
-    left, right = weights(unbroken), weights(resumed)
-    assert all(torch.equal(left[name], right[name]) for name in left)
-    for name, tensor in unbroken._models.updater.state_tensors().items():
-        assert torch.equal(tensor, resumed._models.updater.state_tensors()[name])
+    assert train(resumed, range(3, 6)) == expected
+    assert differing(weights_of(resumed), weights_of(unbroken)) == []
+    assert differing(resumed._models.updater.state_tensors(), unbroken._models.updater.state_tensors()) == []
 
 
-def test_what_is_on_disk(backend, sequences, weights, tiny: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_what_is_on_disk(backend, tiny: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
     made = backend()
-    train(made, sequences, range(1))
+    train(made, range(1))
     made.save(tmp_path / "state")
     files = {str(path.relative_to(tmp_path / "state")) for path in (tmp_path / "state").rglob("*") if path.is_file()}
     assert {"hf/model.safetensors", "hf/config.json", "trainer/optimizer.safetensors", "trainer/state.json"} <= files
@@ -104,19 +104,18 @@ def test_what_is_on_disk(backend, sequences, weights, tiny: Path, tmp_path: Path
 
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "state/hf")
     assert loaded.config.use_cache is True  # training leaves no trace in what generates
-    for name, tensor in loaded.state_dict().items():
-        assert torch.equal(tensor, made._models.model.state_dict()[name])
+    assert differing(loaded.state_dict(), made._models.model.state_dict()) == []
     old, new = AutoTokenizer.from_pretrained(tiny), AutoTokenizer.from_pretrained(tmp_path / "state/hf")
     assert new("1+2=3\n")["input_ids"] == old("1+2=3\n")["input_ids"]
     assert GenerationConfig.from_pretrained(tmp_path / "state/hf").eos_token_id == new.eos_token_id
     # The saved model starts another run.
     again = backend(hf_checkpoint=str(tmp_path / "state/hf"))
-    assert all(torch.equal(tensor, weights(made)[name]) for name, tensor in weights(again).items())
+    assert differing(weights_of(again), weights_of(made)) == []
 
 
-def test_a_flipped_byte_in_any_file_is_noticed(backend, sequences, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_a_flipped_byte_in_any_file_is_noticed(backend, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     made = backend(advantage_estimator="ppo")
-    train(made, sequences, range(1))
+    train(made, range(1))
     made.save(tmp_path / "state")
     files = check_every_flip_is_noticed(tmp_path / "state", tmp_path / "checkpoints")
     assert {"hf/model.safetensors", "trainer/optimizer.safetensors", "trainer/critic.safetensors"} < set(files)
@@ -137,22 +136,7 @@ def test_export_is_what_save_pretrained_writes(backend, tmp_path: Path, tie: boo
 
 
 def test_fused_experts_are_exported_one_by_one(tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
-
-    config = Qwen3MoeConfig(
-        vocab_size=32,
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        intermediate_size=16,
-        moe_intermediate_size=8,
-        num_experts=4,
-        num_experts_per_tok=2,
-    )
-    model = AutoModelForCausalLM.from_config(config)
-    model.save_pretrained(tmp_path / "moe")
+    model = save_model("qwen3_moe", tmp_path / "moe")
     with safe_open(tmp_path / "moe/model.safetensors", framework="pt") as stored:
         exported = dict(hf_tensors(model, device=model.device, dtype=None, sort=converts(model)))
         assert sorted(exported) == sorted(stored.keys())
@@ -161,20 +145,20 @@ def test_fused_experts_are_exported_one_by_one(tmp_path: Path) -> None:
     assert {tensor.dtype for tensor in half.values()} == {torch.bfloat16}
 
 
-def test_nothing_is_saved_in_the_middle_of_a_batch(backend, sequences, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_nothing_is_saved_in_the_middle_of_a_batch(backend, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     made = backend()
-    made.accumulate(sequences())
+    made.accumulate(make_sequences())
     with pytest.raises(BackendMisuse, match="finish the batch with step"):
         made.save(tmp_path / "state")
     with pytest.raises(BackendMisuse, match="load while"):
         made.load(tmp_path / "state")
 
 
-def test_incomplete_states_are_refused(backend, sequences, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_incomplete_states_are_refused(backend, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     made = backend()
     with pytest.raises(TrainStateUnreadable, match="resume from another checkpoint"):
         made.load(tmp_path / "nowhere")
-    train(made, sequences, range(1))
+    train(made, range(1))
     made.save(tmp_path / "state")
     for damage in ("trainer/state.json", "trainer/optimizer.safetensors"):
         shutil.copytree(tmp_path / "state", tmp_path / "broken")
@@ -190,28 +174,28 @@ def test_incomplete_states_are_refused(backend, sequences, tmp_path: Path) -> No
 
 
 def test_state_of_another_model_is_refused_and_changes_nothing(  # type: ignore[no-untyped-def]
-    backend, sequences, weights, tmp_path: Path
+    backend, tmp_path: Path
 ) -> None:
     other = make_tiny_checkpoint(tmp_path / "other", tokenizer="arithmetic", hidden_size=48, num_layers=1)
     stranger = backend(hf_checkpoint=str(other))
-    train(stranger, sequences, range(1))
+    train(stranger, range(1))
     stranger.save(tmp_path / "state")
     made = backend()
-    before = weights(made)
+    before = weights_of(made)
     with pytest.raises(TrainStateUnreadable, match="has other names or shapes"):
         made.load(tmp_path / "state")
-    assert all(torch.equal(tensor, before[name]) for name, tensor in weights(made).items())
+    assert differing(weights_of(made), before) == []
 
 
 def test_a_state_that_lacks_what_a_run_goes_on_from_changes_nothing(  # type: ignore[no-untyped-def]
-    backend, sequences, weights, tmp_path: Path
+    backend, tmp_path: Path
 ) -> None:
     options = {"advantage_estimator": "ppo"}
     saved = backend(**options)
-    train(saved, sequences, range(1))
+    train(saved, range(1))
     saved.save(tmp_path / "state")
     made = backend(**options)
-    before = weights(made)
+    before = weights_of(made)
     for file, name in (("optimizer", "rng/cpu"), ("critic", "updates"), ("critic", "weights/value_head.bias")):
         path = tmp_path / f"state/trainer/{file}.safetensors"
         tensors = load_file(path)
@@ -219,7 +203,7 @@ def test_a_state_that_lacks_what_a_run_goes_on_from_changes_nothing(  # type: ig
         with pytest.raises(TrainStateUnreadable, match=r"no complete training state|the critic in .* has other names"):
             made.load(tmp_path / "state")
         save_file(tensors, path)
-        assert all(torch.equal(tensor, before[name]) for name, tensor in weights(made).items())
+        assert differing(weights_of(made), before) == []
     made.load(tmp_path / "state")
 
 
@@ -234,16 +218,16 @@ def test_a_full_disk_is_an_error_of_the_system(backend, tmp_path: Path, monkeypa
         save(tensors, path, **more)
 
     monkeypatch.setattr(safetensors.torch, "save_file", full)
-    with pytest.raises(OSError, match="No space left") as caught:
+    with pytest.raises(OSError, match=r"cannot be written.*No space left.*optimizer\.safetensors") as caught:
         backend().save(tmp_path / "state")
     assert caught.value.errno == errno.ENOSPC
     assert not (tmp_path / "state/trainer/state.json").exists()
 
 
-def test_saving_again_replaces_the_state(backend, sequences, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_saving_again_replaces_the_state(backend, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     made = backend()
     made.save(tmp_path / "state")
-    train(made, sequences, range(2))
+    train(made, range(2))
     made.save(tmp_path / "state")
     fresh = backend()
     fresh.load(tmp_path / "state")
@@ -263,8 +247,7 @@ def test_training_goes_on_as_if_nothing_had_moved(tiny: Path, tmp_path: Path) ->
     held = list(moved._models.model.parameters())
     moved.offload()
     moved.save(tmp_path / "state")
-    for name, tensor in weights_of(moved).items():
-        assert torch.equal(tensor, weights_of(stayed)[name])
+    assert differing(weights_of(moved), weights_of(stayed)) == []
     moved.onload()
     assert all(one is other for one, other in zip(held, moved._models.model.parameters(), strict=True))
     results = []
@@ -272,8 +255,7 @@ def test_training_goes_on_as_if_nothing_had_moved(tiny: Path, tmp_path: Path) ->
         backend.begin_batch(rollouts=12, steps=1, version=2)
         results.append(train_step(backend, [batch]))
     assert results[0][0] == pytest.approx(results[1][0])
-    for name, tensor in results[0][2].items():
-        assert torch.equal(tensor, results[1][2][name])
+    assert differing(results[0][2], results[1][2]) == []
 
 
 def test_everything_that_takes_memory_moves() -> None:
@@ -327,7 +309,7 @@ def test_files_hold_no_more_than_requested_and_the_index_names_every_weight(sour
         f"model-0000{n}-of-00004.safetensors" for n in (1, 2, 3, 4)
     ]
     assert not (out / WEIGHTS).exists()
-    assert all(torch.equal(tensor, written[name]) for name, tensor in stored(out).items())
+    assert differing(stored(out), written) == []
     # However it is cut, it is the same checkpoint.
     write_hf(tmp_path / "whole", iter(written.items()), source)
     assert checksums(out) == checksums(tmp_path / "whole")
@@ -408,19 +390,6 @@ def test_a_rank_that_does_not_write_runs_the_tensors_to_their_end(source: Path, 
     assert write_hf(tmp_path / "out", left, source, writes=False) == 0
     assert list(left) == []
     assert not (tmp_path / "out").exists()
-
-
-def test_a_full_disk_is_an_error_of_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import safetensors.torch
-    from safetensors import SafetensorError
-
-    def full(*args: object, **kwargs: object) -> None:
-        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
-
-    monkeypatch.setattr(safetensors.torch, "save_file", full)
-    with pytest.raises(OSError, match=r"cannot be written.*No space left.*w\.safetensors") as caught:
-        hf_files.write_tensors(tmp_path / "w.safetensors", tensors())
-    assert caught.value.errno == errno.ENOSPC
 
 
 def test_names_come_once_and_the_source_stays(source: Path) -> None:

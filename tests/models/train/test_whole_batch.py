@@ -15,15 +15,9 @@ from models.algorithms.advantages import Episode, batch_advantages
 from models.errors import InvalidSequence, TrainConfigInvalid, TrainStateUnreadable
 from models.train.spec import BatchNeeds
 from models.train.step import running_batch
-from tests.models.train.rig import make_sequences, scored, state_of, with_rewards
+from tests.models.train.rig import differing, make_sequences, same, scored, sequence, state_of, train_step, weights_of
 
 GROUPS_SEEN: list[list[tuple[int, int]]] = []
-
-
-def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor], atol: float = 1e-6) -> None:
-    assert left.keys() == right.keys()
-    for name in left:
-        torch.testing.assert_close(left[name], right[name], atol=atol, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def counted(backend: Any) -> list[bool]:
@@ -43,15 +37,15 @@ def counted(backend: Any) -> list[bool]:
 # ---------------------------------------------------------------------- the two ways
 
 
-def test_both_ways_make_the_same_update(backend, sequences, run_step, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
-    batch = sequences(7)
-    streaming = run_step(backend(max_tokens_per_gpu=48), [batch[:4], batch[4:]], flush=True)
+def test_both_ways_make_the_same_update(backend, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    batch = make_sequences(7)
+    streaming = train_step(backend(max_tokens_per_gpu=48), [batch[:4], batch[4:]], flush=True)
     for recomputed in (False, True):
         monkeypatch.setattr(
             "models.train.trainer.batch_needs",
             lambda *_, recomputed=recomputed, **__: BatchNeeds(whole_batch=True, old_log_probs=recomputed),
         )
-        whole = run_step(backend(max_tokens_per_gpu=64), [batch[:4], batch[4:]])
+        whole = train_step(backend(max_tokens_per_gpu=64), [batch[:4], batch[4:]])
         assert whole[0]["train/loss"] == pytest.approx(streaming[0]["train/loss"], abs=1e-6)
         same(whole[1], streaming[1])
 
@@ -77,12 +71,10 @@ def test_no_forward_pass_is_made_without_need(backend, fields: dict[str, Any], f
     assert (len(calls), sum(calls)) == (forwards, graphs)
 
 
-def test_later_steps_look_at_the_weights_of_their_own_start(
-    backend, sequences, monkeypatch: pytest.MonkeyPatch
-) -> None:  # type: ignore[no-untyped-def]
+def test_later_steps_look_at_the_weights_of_their_own_start(backend, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
     """The threshold of m2po is of theta as it is when the step begins; the sampler's and the ages stay."""
     made = backend(policy_loss="m2po", m2po_threshold=0.05, lr=1e-2)
-    batch = sequences(8, groups=2)
+    batch = make_sequences(8, groups=2)
     by_ids = {s.tokens.tobytes(): s for s in batch}
     seen = []
     original = running_batch.write_step_statistics
@@ -120,9 +112,7 @@ def test_later_steps_look_at_the_weights_of_their_own_start(
     ids=lambda fields: "-".join(map(str, fields.values())),
 )
 @pytest.mark.parametrize("steps", [1, 2])
-def test_advantages_of_tokens_reach_the_loss(
-    backend, run_step, tmp_path: Path, fields: dict[str, Any], steps: int
-) -> None:  # type: ignore[no-untyped-def]
+def test_advantages_of_tokens_reach_the_loss(backend, tmp_path: Path, fields: dict[str, Any], steps: int) -> None:  # type: ignore[no-untyped-def]
     """The same gradients as with the advantages worked out sequence by sequence and handed over."""
     moved = backend(lr=5e-2)  # a reference that is not the policy
     moved.accumulate(make_sequences(2))
@@ -156,8 +146,8 @@ def test_advantages_of_tokens_reach_the_loss(
     for one in (made, plain):
         one.begin_batch(rollouts=12, steps=steps)
     for step in range(steps):
-        metrics, gradient, _ = run_step(made, [batch[:4], batch[4:]] if step == 0 else [])
-        _, expected, _ = run_step(plain, [handed] if step == 0 else [])
+        metrics, gradient, _ = train_step(made, [batch[:4], batch[4:]] if step == 0 else [])
+        _, expected, _ = train_step(plain, [handed] if step == 0 else [])
         same(gradient, expected, atol=2e-5)
     assert ("train/opd_reverse_kl" in metrics) is distills
     assert ("train/reward_kl" in metrics) is ("kl_coef" in fields)
@@ -176,13 +166,13 @@ def test_distillation_names_the_sequence_that_has_no_teacher(backend) -> None:  
 # ---------------------------------------------------------------------- versions
 
 
-def test_only_the_newest_version_is_trained(backend, one, run_step) -> None:  # type: ignore[no-untyped-def]
+def test_only_the_newest_version_is_trained(backend) -> None:  # type: ignore[no-untyped-def]
     tokens = [3, 4, 5, 6, 7, 8]
-    mixed = one(tokens=tokens, mask=[1, 1, 0, 1, 1], rollout_log_probs=[-3.0] * 5)
+    mixed = sequence(tokens=tokens, mask=[1, 1, 0, 1, 1], rollout_log_probs=[-3.0] * 5)
     mixed = dataclasses.replace(mixed, versions=np.array([-1, 1, 1, 9, 2, 2], dtype=np.int32))
     dark = dataclasses.replace(mixed, loss_mask=np.array([0, 0, 0, 0, 1, 1], dtype=np.uint8))
-    metrics, gradient, _ = run_step(backend(mask_offpolicy_in_partial_rollout=True), [[mixed]])
-    expected = run_step(backend(), [[dark]])
+    metrics, gradient, _ = train_step(backend(mask_offpolicy_in_partial_rollout=True), [[mixed]])
+    expected = train_step(backend(), [[dark]])
     assert metrics["train/trained_tokens"] == 2
     assert metrics["train/loss"] == pytest.approx(expected[0]["train/loss"], abs=1e-7)
     same(gradient, expected[1])
@@ -192,47 +182,45 @@ def test_only_the_newest_version_is_trained(backend, one, run_step) -> None:  # 
 
 
 @pytest.mark.parametrize("aggregation", ["rollout_mean", "token_mean", "seq_mean", "constant"])
-def test_renormalised_steps_divide_by_what_is_left(backend, sequences, run_step, aggregation: str) -> None:  # type: ignore[no-untyped-def]
+def test_renormalised_steps_divide_by_what_is_left(backend, aggregation: str) -> None:  # type: ignore[no-untyped-def]
     """As if the rejected tokens had been masked beforehand, but for rollouts and sequences that still count."""
-    batch = sequences(6, dark=False)
+    batch = make_sequences(6, dark=False)
     probe = backend()
     alive = []
-    for sequence, now in zip(batch, scored(probe, batch), strict=True):
-        gap = now - sequence.rollout_log_probs
-        alive.append(
-            dataclasses.replace(sequence, loss_mask=(sequence.loss_mask * (gap**2 / 2 <= 0.05)).astype(np.uint8))
-        )
+    for made, now in zip(batch, scored(probe, batch), strict=True):
+        kept = (now - made.rollout_log_probs) ** 2 / 2 <= 0.05
+        alive.append(dataclasses.replace(made, loss_mask=(made.loss_mask * kept).astype(np.uint8)))
     assert 0 < sum(int(s.loss_mask.sum()) for s in alive) < sum(int(s.loss_mask.sum()) for s in batch)
     fields = {"rollout_rs": ("token_k2=0.05",), "use_tis": True, "loss_aggregation": aggregation, "clip_grad": 0.0}
-    _, gradient, _ = run_step(backend(renormalize_after_rejection=True, **fields), [batch])
-    _, expected, _ = run_step(backend(use_tis=True, loss_aggregation=aggregation, clip_grad=0.0), [alive])
+    _, gradient, _ = train_step(backend(renormalize_after_rejection=True, **fields), [batch])
+    _, expected, _ = train_step(backend(use_tis=True, loss_aggregation=aggregation, clip_grad=0.0), [alive])
     same(gradient, expected)
-    _, kept, _ = run_step(backend(**fields), [batch])
+    _, kept, _ = train_step(backend(**fields), [batch])
     name = next(iter(kept))
     assert torch.allclose(kept[name], expected[name], atol=1e-6) is (aggregation == "constant")
 
 
 @pytest.mark.parametrize("steps", [1, 2])
-def test_a_step_of_which_nothing_is_left_changes_nothing(backend, sequences, weights, steps: int) -> None:  # type: ignore[no-untyped-def]
+def test_a_step_of_which_nothing_is_left_changes_nothing(backend, steps: int) -> None:  # type: ignore[no-untyped-def]
     """Not even through KL to the reference, weight decay or Adam's momentum; and it is counted."""
-    batch = sequences(6)
+    batch = make_sequences(6)
     made = backend(rollout_rs=("token_k2=1e-12",), use_kl_loss=True, kl_loss_coef=0.1, weight_decay=0.1)
-    before = weights(made)
+    before = weights_of(made)
     made.begin_batch(rollouts=12, steps=steps)
     made.accumulate(batch)
     metrics = [made.step() for _ in range(steps)][-1]
     assert metrics["correction/all_rejected"] == 1.0
     assert metrics["train/empty_steps"] == steps
     assert metrics["train/loss"] == pytest.approx(0.0, abs=1e-6)
-    assert all(torch.equal(before[name], tensor) for name, tensor in weights(made).items())
+    assert differing(weights_of(made), before) == []
     assert made._models.updater.updates == 0
 
 
 # ---------------------------------------------------------------------- the reference
 
 
-def test_the_reference_becomes_the_policy_every_so_many_batches(backend, sequences, weights, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    batch = sequences(6)
+def test_the_reference_becomes_the_policy_every_so_many_batches(backend, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    batch = make_sequences(6)
     options = {"use_kl_loss": True, "kl_loss_coef": 0.1, "ref_update_interval": 2, "lr": 1e-2}
     made = backend(**options)
 
@@ -246,8 +234,7 @@ def test_the_reference_becomes_the_policy_every_so_many_batches(backend, sequenc
     made.save(tmp_path / "state")
     resumed = backend(**options)
     resumed.load(tmp_path / "state")
-    for name, tensor in state_of(made, "reference").items():
-        assert torch.equal(tensor, state_of(resumed, "reference")[name])
+    assert differing(state_of(made, "reference"), state_of(resumed, "reference")) == []
     expected = kl()
     assert expected > 1e-6
     made = resumed
@@ -256,7 +243,7 @@ def test_the_reference_becomes_the_policy_every_so_many_batches(backend, sequenc
     same(renewed, dict(made._models.model.named_parameters()), atol=0.0)  # the sixth batch
 
 
-def test_a_renewed_reference_belongs_to_the_checkpoint(backend, sequences, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_a_renewed_reference_belongs_to_the_checkpoint(backend, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     plain = backend()
     plain.save(tmp_path / "plain")
     assert not (tmp_path / "plain" / "trainer" / "reference.safetensors").exists()
@@ -314,21 +301,3 @@ def test_groups_are_never_split(backend, steps: int) -> None:  # type: ignore[no
 def test_a_loss_of_ones_own_must_be_named(backend) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(TrainConfigInvalid, match="--custom-loss-function-path"):
         backend(loss_type="custom_loss")
-
-
-def test_preferences_are_learned(backend) -> None:  # type: ignore[no-untyped-def]
-    batch = with_rewards(make_sequences(4, groups=2, dark=False), 4)
-    made = backend(
-        loss_type="custom_loss",
-        custom_loss_function_path="models.algorithms.dpo:dpo",
-        use_kl_loss=True,
-        kl_loss_coef=0.5,
-        lr=3e-3,
-    )
-    history = []
-    for _ in range(8):
-        made.begin_batch(rollouts=6, steps=1)
-        made.accumulate(batch)
-        history.append(made.step())
-    assert history[-1]["custom/margin"] > 0.5 > history[0]["custom/margin"]
-    assert history[-1]["train/loss"] < history[0]["train/loss"]

@@ -68,19 +68,27 @@ def other_end(target: Callable[[int, Connection], None], port: int) -> tuple[Any
 
 
 @pytest.mark.slow
-def test_tensors_arrive_at_a_group_that_torch_made() -> None:
-    group = WeightGroup("g", 2, "gloo", "127.0.0.1", timeout_s=LIMIT_S)
-    process, pipe = other_end(receive, group.port)
-    group.join()
+def test_tensors_arrive_at_groups_that_torch_made() -> None:
+    """At two, side by side."""
+    groups = [WeightGroup("g", 2, "gloo", "127.0.0.1", timeout_s=LIMIT_S) for _ in range(2)]
+    assert groups[0].port != groups[1].port
+    ends = [other_end(receive, group.port) for group in groups]
+    threads = [threading.Thread(target=group.join) for group in groups]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT_S)
     for values in ([1.0, 2.0, 3.0, 4.0, 5.0], [7.0, 8.0, 9.0]):
-        group.broadcast(torch.tensor(values))
-        assert pipe.recv() == values
-    process.join(LIMIT_S)
-    group.close()
-    group.close()
+        for at, (group, (_, pipe)) in enumerate(zip(groups, ends, strict=True)):
+            group.broadcast(torch.tensor(values) + at)
+            assert pipe.recv() == [value + at for value in values]
+    for group, (process, _) in zip(groups, ends, strict=True):
+        process.join(LIMIT_S)
+        group.close()
+        group.close()
+        with pytest.raises(GroupError, match="is closed; make a new one"):
+            group.broadcast(torch.zeros(1))
     assert not dist.is_initialized(), "torch's default group is nobody's business here"
-    with pytest.raises(GroupError, match="is closed; make a new one"):
-        group.broadcast(torch.zeros(1))
 
 
 @pytest.mark.slow
@@ -102,25 +110,6 @@ def test_a_partner_that_never_comes_is_an_error_in_time() -> None:
     group = WeightGroup("g", 2, "gloo", "127.0.0.1", timeout_s=0.2)
     with pytest.raises(GroupError, match=r"not all 2 ranks met on 127\.0\.0\.1"):
         group.join()
-
-
-@pytest.mark.slow
-def test_many_groups_live_side_by_side() -> None:
-    groups = [WeightGroup("g", 2, "gloo", "127.0.0.1", timeout_s=LIMIT_S) for _ in range(2)]
-    assert groups[0].port != groups[1].port
-    ends = [other_end(receive, group.port) for group in groups]
-    threads = [threading.Thread(target=group.join) for group in groups]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(LIMIT_S)
-    for value, group in enumerate(groups):
-        group.broadcast(torch.full((5,), float(value)))
-    assert [pipe.recv() for _, pipe in ends] == [[0.0] * 5, [1.0] * 5]
-    for group in groups:
-        group.close()
-    for process, _ in ends:
-        process.join(LIMIT_S)
 
 
 @pytest.mark.slow

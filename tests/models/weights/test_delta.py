@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -79,25 +79,22 @@ def test_a_file_holds_what_changed_and_says_from_where(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [tmp_path / "d"]
 
 
-@pytest.mark.parametrize("damage", ["cut", "flipped", "foreign", "gone", "empty"])
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "cut": lambda path: path.write_bytes(path.read_bytes()[:-5]),
+    "flipped": lambda path: path.write_bytes(b"\xff" * 60 + path.read_bytes()[60:]),
+    "gone": Path.unlink,
+    "empty": lambda path: path.write_bytes(b""),
+}
+
+
+@pytest.mark.parametrize("damage", [*DAMAGE, "foreign"])
 def test_a_damaged_file_is_reported(damage: str, tmp_path: Path) -> None:
     path = tmp_path / "d"
     old, new = np.zeros(N, "<f4"), np.random.default_rng(1).normal(size=N).astype("<f4")
     write_delta(path, Memory(a=old), Memory(a=new), labels=("0.1", "0.2"), digests=("b", "r"))
-    whole = path.read_bytes()
-    base = Memory(a=old)
-    if damage == "cut":
-        path.write_bytes(whole[:-5])
-    elif damage == "flipped":
-        path.write_bytes(b"\xff" * 100 + whole[100:])
-    elif damage == "foreign":
-        base = Memory(b=old)
-    elif damage == "gone":
-        path.unlink()
-    else:
-        path.write_bytes(b"")
+    DAMAGE.get(damage, str)(path)
     with pytest.raises(DeltaError, match="take the full weights"):
-        list(apply_delta(path, base))
+        list(apply_delta(path, Memory(b=old) if damage == "foreign" else Memory(a=old)))
 
 
 class Trainer:
@@ -198,10 +195,8 @@ async def test_a_broken_chain_is_left_for_full_weights(damage: str, trainer: Tra
     for version in (1, 2, 3):
         manifest = trainer.publish(version)
     path = trainer.directory / "0.2-from-0.1.delta"
-    if damage == "flipped":
-        path.write_bytes(b"\xff" * 60 + path.read_bytes()[60:])
-    elif damage == "gone":
-        path.unlink()
+    if damage in DAMAGE:
+        DAMAGE[damage](path)
     else:  # a whole file of another pair: its base is not what lies here after version 1
         path.write_bytes((trainer.directory / "0.3-from-0.2.delta").read_bytes())
     await take(mirror, trainer, manifest)

@@ -9,7 +9,7 @@ import torch
 
 VOCAB = 97  # odd: padded as soon as there are two tensor-parallel processes
 
-_SIZES = dict(
+SIZES = dict(
     vocab_size=VOCAB,
     hidden_size=32,
     intermediate_size=48,
@@ -44,7 +44,7 @@ _YARN = dict(
     rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=16, beta_fast=32, beta_slow=1
 )
 
-# name -> (class of the configuration, its fields beyond _SIZES)
+# name -> (class of the configuration, its fields beyond SIZES)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2Config", {}),
     "qwen2_tied": ("Qwen2Config", {"tie_word_embeddings": True}),
@@ -107,12 +107,23 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+# Trained in shards only: caps its logits, has sliding windows.
+ONLY_IN_SHARDS: dict[str, tuple[str, dict[str, Any]]] = {"gemma2": ("Gemma2Config", {"head_dim": 8})}
+
+
+def config_of(name: str, **changes: Any) -> Any:
+    """The configuration of a family."""
+    import transformers
+
+    kind, fields = (FAMILIES | ONLY_IN_SHARDS)[name]
+    return getattr(transformers, kind)(**{**SIZES, **fields, **changes})
+
+
 def make_model(name: str, *, dtype: torch.dtype = torch.float32) -> Any:
     """The model in fp32 arithmetic (or bf16), weights spread so that every one of them shows in the logits."""
     import transformers
 
-    config_class, fields = FAMILIES[name]
-    config = getattr(transformers, config_class)(**{**_SIZES, **fields})
+    config = config_of(name)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(len(name))
         model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()

@@ -75,18 +75,10 @@ def check(result: dict[str, torch.Tensor], reference: Any, checkpoint: Path) -> 
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("families")
-@pytest.mark.parametrize(("case", "name"), [(case, name) for case, name, _options in ONE])
+@pytest.mark.parametrize(("case", "name"), [(case, name) for case, name, _options in [*ONE, *TWO, *FOUR]])
 def test_a_family_scores_as_transformers_does_and_comes_back(
     case: str, name: str, results: Any, checkpoints: Any
 ) -> None:
-    root, reference = checkpoints
-    check(results[case], reference[name], root / name)
-
-
-@pytest.mark.slow
-@pytest.mark.xdist_group("families")
-@pytest.mark.parametrize(("case", "name"), [(case, name) for case, name, _options in [*TWO, *FOUR]])
-def test_several_processes_score_and_export_as_one(case: str, name: str, results: Any, checkpoints: Any) -> None:
     root, reference = checkpoints
     check(results[case], reference[name], root / name)
 

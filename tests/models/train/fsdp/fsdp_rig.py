@@ -22,22 +22,14 @@ from models.train.model_set import ModelSet
 from models.train.spec import TrainSpec
 from models.train.trainer import Trainer
 from tests.models.train import rig
+from tests.models.train.families.family_models import config_of
 from tests.models.train.rig import VOCABULARY, joined, make_spec
 
 STEPS = 5
 Fields = dict[str, Any]
 
-PPO: Fields = {
-    "advantage_estimator": "ppo",
-    "normalize_advantages": True,
-    "bootstrap_truncated": True,
-    "critic_lr": 1e-3,
-    "use_kl_loss": True,
-    "kl_loss_coef": 0.1,
-    "entropy_coef": 0.01,
-    "use_tis": True,
-}
 GRPO: Fields = {"use_kl_loss": True, "kl_loss_coef": 0.1, "entropy_coef": 0.01}
+PPO: Fields = rig.PPO | GRPO | {"use_tis": True}
 LORA: Fields = GRPO | {"lora_rank": 2, "lora_alpha": 8.0, "lr": 1e-2}
 TIED, UNTIED, EXPERTS = "tied", "untied", "experts"
 
@@ -63,51 +55,17 @@ CASES: dict[int, dict[str, tuple[str, int | None, Fields]]] = {
 }
 
 
-_SHAPE: Fields = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "intermediate_size": 64,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-_EXPERTS: Fields = {"moe_intermediate_size": 16, "num_experts_per_tok": 2, "n_shared_experts": 1}
-ARCHITECTURES: dict[str, Fields] = {
-    "glm4": _SHAPE,
-    "gemma2": _SHAPE,  # caps its logits, sliding windows
-    "qwen3_moe": _SHAPE | _EXPERTS | {"num_experts": 4, "norm_topk_prob": True},
-    "glm4_moe": _SHAPE | _EXPERTS | {"n_routed_experts": 4, "first_k_dense_replace": 1, "use_qk_norm": True},
-    "deepseek_v3": _SHAPE
-    | _EXPERTS
-    | {
-        "head_dim": 4,
-        "num_key_value_heads": 4,
-        "n_routed_experts": 4,
-        "first_k_dense_replace": 1,
-        "n_group": 2,
-        "topk_group": 1,
-        "q_lora_rank": 16,
-        "kv_lora_rank": 16,
-        "qk_nope_head_dim": 8,
-        "qk_rope_head_dim": 4,
-        "v_head_dim": 8,
-    },
-}
+ARCHITECTURES = ("glm4", "gemma2", "qwen3_moe", "glm4_moe", "deepseek_v3")
 
 
 def make_architecture(name: str, directory: Path) -> Path:
     """A small random checkpoint of an architecture."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        config = AutoConfig.for_model(name, **ARCHITECTURES[name])
-        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
+        model = AutoModelForCausalLM.from_config(config_of(name, vocab_size=VOCABULARY), dtype=torch.float32)
+        model.save_pretrained(directory)
     return directory
 
 

@@ -25,15 +25,6 @@ from tests.models.train.rig import joined, weights_of
 
 AFTER = range(2, 5)  # batches behind the save
 
-_PPO = {
-    "advantage_estimator": "ppo",
-    "critic_lr": 1e-3,
-    "gamma": 0.97,
-    "lambd": 0.9,
-    "use_kl_loss": True,
-    "kl_loss_coef": 0.1,
-    "ref_update_interval": 2,
-}
 TP: dict[str, Any] = {"tensor_model_parallel_size": 2}
 PP: dict[str, Any] = {"pipeline_model_parallel_size": 2}
 EP: dict[str, Any] = {"expert_model_parallel_size": 2}
@@ -71,7 +62,8 @@ def resumed(saved: str, name: str, layout: dict[str, Any], **others: Any) -> Run
 
 MOE: dict[str, Any] = {"model": "experts"}
 TIED: dict[str, Any] = {"model": "tied"}
-CRITIC: dict[str, Any] = {"model": "tied", "fields": _PPO}
+_RENEWED: dict[str, Any] = {"use_kl_loss": True, "kl_loss_coef": 0.1, "ref_update_interval": 2}
+CRITIC: dict[str, Any] = {"model": "tied", "fields": rig.PPO | _RENEWED}
 # By the number of processes. A run whose name holds "_at_" is compared with the one that it goes on from.
 RUNS: dict[int, list[Run]] = {
     2: [

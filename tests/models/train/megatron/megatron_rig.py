@@ -18,6 +18,7 @@ from models.train.spec import TrainSpec
 from models.train.trainer import Trainer
 from tests.models.train import rig
 from tests.models.train.branches import branched_batch
+from tests.models.train.families.family_models import config_of
 
 VOCABULARY = 33  # odd: matrices are padded wherever they are split
 
@@ -43,19 +44,7 @@ RECIPES: dict[str, Recipe] = {
     "chunked": Recipe("untied", 1, fields={**_POLICY, "logprob_chunk_tokens": 5}),
     "renewed": Recipe("untied", 3, fields={**_POLICY, "ref_update_interval": 1, "ref_load": "other"}),
     "broken": Recipe("untied", 3, broken=(1,), fields={"entropy_coef": 0.01}),
-    "ppo": Recipe(
-        "tied",
-        4,
-        2,
-        fields={
-            "advantage_estimator": "ppo",
-            "normalize_advantages": True,
-            "bootstrap_truncated": True,
-            "critic_lr": 1e-3,
-            "gamma": 0.97,
-            "lambd": 0.9,
-        },
-    ),
+    "ppo": Recipe("tied", 4, 2, fields=rig.PPO),
     **{f"five_{family}": Recipe(family, 5, fields=_POLICY) for family in _FAMILIES},
     "branches": Recipe("untied", 3, batches="branches", fields=_POLICY),
     "branches_flat": Recipe("untied", 3, batches="flat", fields=_POLICY),
@@ -63,51 +52,18 @@ RECIPES: dict[str, Recipe] = {
 }
 
 
-_COMMON = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 48,
-    "max_position_embeddings": 128,
-    "pad_token_id": None,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
 _QWEN = {"head_dim": 8, "num_hidden_layers": 4}
-_EXPERTS = {
-    "n_routed_experts": 8,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 4,
-    "moe_intermediate_size": 24,
-    "routed_scaling_factor": 1.5,
-    "first_k_dense_replace": 1,
-}
-_LATENT = {
-    "num_key_value_heads": 4,
-    "kv_lora_rank": 16,
-    "q_lora_rank": 24,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 12,
-    "n_group": 4,
-    "topk_group": 2,
-}
-# name -> (class of the configuration, its fields beyond _COMMON)
+# name -> (family, changes of its configuration)
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "tied": ("Qwen3Config", {**_QWEN, "tie_word_embeddings": True}),
-    "untied": ("Qwen3Config", _QWEN),
-    "other": ("Qwen3Config", _QWEN),
-    "experts": (
-        "Qwen3MoeConfig",
-        {**_QWEN, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True},
-    ),
-    "qwen2": ("Qwen2Config", {}),
-    "llama": ("LlamaConfig", {}),
-    "glm4": ("Glm4Config", {"head_dim": 16}),
-    "glm4_moe": ("Glm4MoeConfig", {**_EXPERTS, "head_dim": 16, "use_qk_norm": True, "attention_bias": True}),
-    "deepseek": ("DeepseekV3Config", {**_EXPERTS, **_LATENT}),
+    "tied": ("qwen3", {**_QWEN, "tie_word_embeddings": True}),
+    "untied": ("qwen3", _QWEN),
+    "other": ("qwen3", _QWEN),
+    "experts": ("qwen3_moe", {**_QWEN, "mlp_only_layers": []}),
+    "qwen2": ("qwen2", {}),
+    "llama": ("llama3", {}),
+    "glm4": ("glm4", {}),
+    "glm4_moe": ("glm4_moe", {"num_hidden_layers": 2}),
+    "deepseek": ("deepseek_v3", {"num_hidden_layers": 2}),
 }
 
 
@@ -116,8 +72,8 @@ def make_models(directory: Path) -> None:
     import transformers
 
     generator = torch.Generator().manual_seed(7)
-    for name, (kind, fields) in MODELS.items():
-        config = getattr(transformers, kind)(**{**_COMMON, **fields})
+    for name, (family, changes) in MODELS.items():
+        config = config_of(family, vocab_size=VOCABULARY, max_position_embeddings=128, **changes)
         model = transformers.AutoModelForCausalLM.from_config(config)
         with torch.no_grad():
             for key, tensor in [*model.named_parameters(), *model.named_buffers()]:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from megatron_rig import Recipe, make_spec
 
-from models.errors import BackendMisuse, CheckpointUnavailable, TrainConfigInvalid, TrainStateUnreadable
+from models.errors import BackendMisuse, TrainConfigInvalid, TrainStateUnreadable
 from models.train.megatron import processes
 from models.train.megatron.inputs import RowForm, context_columns, hidden_mask, lengthened, model_inputs
 from models.train.megatron.processes import (
@@ -27,7 +27,6 @@ from models.train.megatron.processes import (
     shim_installed,
 )
 from models.train.megatron.trained_models import SwappedReference, ValueHead, check_optimizer
-from models.train.megatron.weights import read_source
 from models.train.spec import TrainSpec
 from models.train.step.critic import ValueModel
 from models.train.step.micro_batches import PackedRows, attention_allowed, pack_rows
@@ -70,15 +69,6 @@ def test_an_optimizer_on_the_host_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -
 def test_without_a_trainer_group_there_is_no_layout() -> None:
     with pytest.raises(BackendMisuse, match="no default group"):
         build_layout(spec())
-
-
-def test_missing_checkpoints_are_named(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointUnavailable, match="hf_checkpoint='/no/such/place' does not exist"):
-        read_source("/no/such/place", "hf_checkpoint")
-    with pytest.raises(CheckpointUnavailable, match=r"without config\.json"):
-        read_source(str(tmp_path), "ref_load")
-    with pytest.raises(CheckpointUnavailable, match="has to be made first"):
-        read_source("tiny", "hf_checkpoint")
 
 
 def test_the_shim_leaves_a_machine_with_a_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:

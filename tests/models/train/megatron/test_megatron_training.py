@@ -17,14 +17,12 @@ import torch
 from checkpoint_rig import RUNS, work
 from megatron_cases import DEADLINE_S, SELECTIONS, Case
 from megatron_rig import RECIPES, make_models, make_spec, train
-from safetensors.torch import load_file
 
 from models.train.huggingface.models import TorchModels
 from models.train.trainer import Trainer
 from tests.models.test_checkpoint import check_every_flip_is_noticed
-from tests.models.train.rig import PACKING, run_ranks
+from tests.models.train.rig import PACKING, read, run_ranks
 
-SHARED = ("branches", "branches_flat")
 Expected = dict[str, tuple[dict[str, Any], dict[str, torch.Tensor]]]
 
 
@@ -49,8 +47,7 @@ def differences(case: Case, recipe: str, out: Path, expected: Expected) -> list[
     wrong = []
     for rank in range(case.world):
         where = f"{case.name} {recipe} rank {rank}"
-        found = json.loads((out / f"{case.name}-{recipe}-{rank}.json").read_text())
-        numbers = load_file(out / f"{case.name}-{recipe}-{rank}.safetensors")
+        found, numbers = read(out, f"{case.name}-{recipe}-{rank}")
         names = sorted(wanted["names"]) if rank == 0 else []
         if sorted(found["names"]) != names:
             wrong.append(f"{where}: exported {sorted(set(found['names']) ^ set(names))}")
@@ -115,12 +112,10 @@ def check_passes(out: Path, cases: Sequence[Case]) -> None:
 
 def check_branches(out: Path) -> None:
     """On Megatron, rollouts that share tokens train as the flat batch that was written by hand."""
-    found, flat = (json.loads((out / f"one-{name}-0.json").read_text())["metrics"] for name in SHARED)
-    assert [one["train/loss"] for one in found] == pytest.approx([one["train/loss"] for one in flat], abs=1e-6)
-    assert [one["train/grad_norm"] for one in found] == pytest.approx(
-        [one["train/grad_norm"] for one in flat], abs=1e-6
-    )
-    branches, by_hand = (load_file(out / f"one-{name}-0.safetensors") for name in SHARED)
+    (found, branches), (flat, by_hand) = (read(out, f"one-{name}-0") for name in ("branches", "branches_flat"))
+    for key in ("train/loss", "train/grad_norm"):
+        ours, wanted = ([one[key] for one in made["metrics"]] for made in (found, flat))
+        assert ours == pytest.approx(wanted, abs=1e-6)
     for key, tensor in by_hand.items():
         if key.startswith("weights/"):
             torch.testing.assert_close(branches[key], tensor, atol=1e-6, rtol=0)
@@ -144,25 +139,19 @@ def check_expectations(expected: Expected) -> None:
 CHECKPOINT_DEADLINE_S = 240
 
 
-def start(root: Path, world: int) -> None:
-    imports = ["checkpoint_rig", "transformers.models.qwen3_moe.modeling_qwen3_moe"]
-    places = [root / name for name in ("models", "states", "out")]
-    run_ranks(work, places, world, root / f"rendezvous-{world}", imports=imports, deadline_s=CHECKPOINT_DEADLINE_S)
-
-
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All runs of two processes, then those of one that resume them."""
     root = tmp_path_factory.mktemp("runs")
-    for name in ("models", "states", "out"):
-        (root / name).mkdir()
+    places = [root / name for name in ("models", "states", "out")]
+    for place in places:
+        place.mkdir()
     make_models(root / "models")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))  # for the process that forks
-        patch.setenv("PYTHONWARNINGS", "ignore")
-        start(root, 2)
-        damage(root / "states")
-        start(root, 1)
+    imports = ["checkpoint_rig", "transformers.models.qwen3_moe.modeling_qwen3_moe"]
+    for world in (2, 1):
+        run_ranks(work, places, world, root / f"rendezvous-{world}", imports=imports, deadline_s=CHECKPOINT_DEADLINE_S)
+        if world == 2:
+            damage(root / "states")
     return root
 
 
@@ -204,13 +193,12 @@ RESUMED = [run.name for world in RUNS for run in RUNS[world] if run.loads and no
 def checkpoint_differences(root: Path, name: str) -> dict[str, float]:
     """Of a resumed run from the one that was not broken, relative to 1 or the value if it is larger."""
     base = name.partition("_at_")[0]
-    expected, found = (json.loads((root / f"out/{one}.json").read_text()) for one in (base, name))
+    (expected, wanted), (found, weights) = (read(root / "out", one) for one in (base, name))
     out = {}
     for batch, metrics in found.items():
         assert metrics.keys() == expected[batch].keys()
         for key in metrics.keys() - PACKING:
             out[f"{batch}/{key}"] = abs(metrics[key] - expected[batch][key]) / max(1.0, abs(expected[batch][key]))
-    weights, wanted = (load_file(root / f"out/{one}.safetensors") for one in (name, base))
     assert weights.keys() == wanted.keys()
     out |= {key: float((weights[key].float() - wanted[key].float()).abs().max()) for key in weights}
     return out

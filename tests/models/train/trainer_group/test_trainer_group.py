@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from trainer_group_rig import Ranks, Slots, Tensors, by_group, small_config, small_sequences, train_batch, until
+from trainer_group_rig import Ranks, Slots, by_group, small_config, small_sequences, train_batch, until
 
 from configs.schema import Config
 from models import errors
@@ -40,6 +40,7 @@ from models.train.trainer_group.calls import (
     raised,
 )
 from models.train.trainer_group.rank_spec import PeerGone, Rendezvous, TrainerGroupClosed, needs_trainer_group
+from tests.models.train.rig import differing, same_metrics
 from tests.models.weights.made_up import checkpoint
 
 
@@ -165,9 +166,6 @@ def test_which_runs_need_a_trainer_group(backend: str, processes: int, expected:
 
 pytestmark = pytest.mark.slow
 
-# What depends on how the shares were packed.
-LAYOUT = {"train/micro_batches", "train/padding_frac", "train/shared_prompt_frac"}
-
 
 @pytest.fixture(autouse=True)
 def _paths(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,12 +186,6 @@ def slots(tiny: Path, tmp_path: Path) -> Iterator[Slots]:
     made.close()
 
 
-def equal(found: Tensors, expected: Tensors) -> None:
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert torch.equal(found[name], tensor), name
-
-
 def test_two_ranks_train_as_one_process(ranks: Ranks, slots: Slots, tiny: Path, tmp_path: Path) -> None:
     alone, trainer_group = build_backend(small_config(tiny), 4), ranks.backend()
     assert isinstance(alone, Trainer)
@@ -201,10 +193,7 @@ def test_two_ranks_train_as_one_process(ranks: Ranks, slots: Slots, tiny: Path, 
     trainer_group.setup()
     for number, steps in ((0, 1), (1, 2)):
         wanted, found = train_batch(alone, number, steps=steps), train_batch(trainer_group, number, steps=steps)
-        for want, have in zip(wanted, found, strict=True):
-            assert have.keys() == want.keys()
-            for key in want.keys() - LAYOUT:
-                assert have[key] == pytest.approx(want[key], rel=1e-5, abs=1e-6), key
+        same_metrics(found, wanted)
     sequences = small_sequences(5)
     for one, other in zip(trainer_group.logprobs(sequences), alone.logprobs(sequences), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5)
@@ -223,7 +212,7 @@ def test_two_ranks_train_as_one_process(ranks: Ranks, slots: Slots, tiny: Path, 
     trainer_group.save(tmp_path / "saved")
     train_batch(trainer_group, 2)
     trainer_group.load(tmp_path / "saved")
-    equal(slots.weights(trainer_group), before)
+    assert differing(slots.weights(trainer_group), before) == []
     for name, tensor in alone.export_weights():
         if name in before:  # all but what is tied
             torch.testing.assert_close(before[name], tensor, atol=1e-5, rtol=1e-4)
@@ -275,7 +264,7 @@ def test_a_lost_rank_ends_the_call_and_the_next_incarnation_trains_the_same(
     again.setup()
     again.load(tmp_path / "saved")
     train_batch(again, 1, steps=2)
-    equal(fresh.weights(again), unbroken)
+    assert differing(fresh.weights(again), unbroken) == []
     again.close()
     fresh.close()
 
@@ -304,29 +293,14 @@ def test_a_model_that_cannot_be_loaded_is_the_users_error(tmp_path: Path) -> Non
         assert [one.exitcode for one in ended] == [0] * len(ended)
 
 
-def test_closing_wakes_a_caller_that_waits_for_a_trainer_group() -> None:
-    backend, raised = TrainerGroupBackend(lambda: None), list[BaseException]()
-
-    def wait() -> None:
-        try:
-            backend.setup()
-        except TrainerGroupClosed as error:
-            raised.append(error)
-
-    waiting = threading.Thread(target=wait)
-    waiting.start()
-    until(backend._calling.locked)
-    backend.close()
-    waiting.join(10)
-    assert len(raised) == 1
-
-
-def test_closing_breaks_off_a_call_that_lasts(tmp_path: Path) -> None:
+@pytest.mark.parametrize("announced", [False, True])
+def test_closing_wakes_a_caller_that_waits(tmp_path: Path, announced: bool) -> None:
+    """For a trainer group that never comes, or for the answer of one that is silent."""
     address, raised = str(tmp_path / "s"), list[BaseException]()
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as silent:
         silent.bind(address)
         silent.listen(1)
-        backend = TrainerGroupBackend(lambda: Rendezvous(0, address))
+        backend = TrainerGroupBackend(lambda: Rendezvous(0, address) if announced else None)
 
         def wait() -> None:
             try:
@@ -336,7 +310,7 @@ def test_closing_breaks_off_a_call_that_lasts(tmp_path: Path) -> None:
 
         waiting = threading.Thread(target=wait)
         waiting.start()
-        until(lambda: backend._link is not None)
+        until((lambda: backend._link is not None) if announced else backend._calling.locked)
         backend.close()
         waiting.join(10)
         assert len(raised) == 1
