@@ -45,6 +45,7 @@ SINGLE: Final[Mapping[str, str]] = {
     "evaluate": "it joins the answers of one version, which must meet in one place",
 }
 
+MOST_REPLICAS: Final = 1024  # of a stage: a larger number is a slip, and holds up the controller
 AUTOSCALE_LIMIT: Final = re.compile(r"([^=]+)=(\d{1,6})\.\.(\d{1,6})", re.ASCII)  # stage=LEAST..MOST
 
 PROMPT: Final = "stages.messages:PromptGroup"

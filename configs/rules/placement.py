@@ -32,6 +32,11 @@ def scale_faults(config: Config) -> Iterator[str]:
         elif name in graph.SINGLE and count > 1:
             why = graph.SINGLE[name]
             yield f"--scale {name}={count} is too many, for there can be only one: {why}; leave {name} out"
+        elif count > graph.MOST_REPLICAS:
+            yield (
+                f"--scale {name}={count} is more than {graph.MOST_REPLICAS} replicas, the most of a stage, for each is a "
+                f"process; set {name}={graph.MOST_REPLICAS} or less"
+            )
         elif name == "group" and count > 1 and "duplicate_prompt" in config.filter.dynamic_sampling_filter:
             yield (
                 f"--scale group={count} shares groups out, but --dynamic-sampling-filter duplicate_prompt compares "
@@ -42,6 +47,9 @@ def scale_faults(config: Config) -> Iterator[str]:
                 f"--scale agents={count} scales a stage that this run does not have; add an [[environment]] or "
                 "--tools, or leave agents out"
             )
+    for stage in config.stage:
+        if stage.replicas > graph.MOST_REPLICAS:
+            yield f"stage.{stage.name}.replicas is {stage.replicas}, above {graph.MOST_REPLICAS}, the most; set fewer"
     started = sum(not graph.is_address(place.partition("=")[2]) for place in config.engine.frozen_engine)
     last = config.engine.engine_port + graph.engine_count(config) + started - 1
     if config.engine.engine_port and last > 65535:
@@ -130,8 +138,12 @@ def autoscale_faults(config: Config) -> Iterator[str]:
             yield f"--autoscale {text} cannot be, for there is only one: {graph.SINGLE[name]}; leave {name} out"
         elif name not in there:
             yield f"--autoscale {text} scales a stage that this run does not have; leave {name} out"
-        elif not 1 <= least <= most:
-            yield f"--autoscale {text} must have 1 <= LEAST <= MOST; write for example {name}=1..{max(least, most, 2)}"
+        elif not 1 <= least <= most <= graph.MOST_REPLICAS:
+            upper = min(max(least, most, 2), graph.MOST_REPLICAS)
+            yield (
+                f"--autoscale {text} must have 1 <= LEAST <= MOST <= {graph.MOST_REPLICAS}; write for example "
+                f"{name}=1..{upper}"
+            )
         elif not least <= there[name] <= most:
             near = min(max(there[name], least), most)
             yield (
