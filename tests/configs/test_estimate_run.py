@@ -152,15 +152,15 @@ def test_activations_of_a_pipeline() -> None:
 @pytest.mark.parametrize(
     ("argv", "layers", "stages"),
     [
-        (("4",), 8, (2, 2, 2, 2)),
-        (("4",), 10, None),
-        (("4", "--decoder-last-pipeline-num-layers", "13"), 61, (16, 16, 16, 13)),
-        (("2", "--decoder-first-pipeline-num-layers", "3", "--decoder-last-pipeline-num-layers", "5"), 8, (3, 5)),
-        (("2", "--decoder-first-pipeline-num-layers", "3", "--decoder-last-pipeline-num-layers", "4"), 8, None),
-        (("2", "--virtual-pipeline-model-parallel-size", "2"), 8, (4, 4)),
-        (("2", "--virtual-pipeline-model-parallel-size", "3"), 8, None),
-        (("2", "--decoder-first-pipeline-num-layers", "9"), 8, None),
-        (("1",), 8, (8,)),
+        ("4", 8, (2, 2, 2, 2)),
+        ("4", 10, None),
+        ("4 --decoder-last-pipeline-num-layers 13", 61, (16, 16, 16, 13)),
+        ("2 --decoder-first-pipeline-num-layers 3 --decoder-last-pipeline-num-layers 5", 8, (3, 5)),
+        ("2 --decoder-first-pipeline-num-layers 3 --decoder-last-pipeline-num-layers 4", 8, None),
+        ("2 --virtual-pipeline-model-parallel-size 2", 8, (4, 4)),
+        ("2 --virtual-pipeline-model-parallel-size 3", 8, None),
+        ("2 --decoder-first-pipeline-num-layers 9", 8, None),
+        ("1", 8, (8,)),
     ],
 )
 def test_layers_of_the_stages(argv: tuple[str, ...], layers: int, stages: tuple[int, ...] | None) -> None:

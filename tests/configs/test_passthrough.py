@@ -62,21 +62,14 @@ def test_a_repeated_option_counts_once_but_prefill_and_decode_add_up() -> None:
 @pytest.mark.parametrize(
     ("argv", "sentence"),
     [
-        (["--sglang-pyton", "x"], "--sglang-pyton is no flag; did you mean --sglang-python?"),
-        (["--router-polcy", "random"], "--router-polcy is no flag; did you mean --router-policy?"),
-        (["--router-adress", "http://h:1"], "--router-adress is no flag; did you mean --router-address?"),
-        (["--sgalng-python", "x"], "--sgalng-python is no flag; did you mean --sglang-python?"),
-        (
-            ["--no-sglang-enable-metrics"],
-            "--no-sglang-enable-metrics turns an option off, but only what is given is passed on; leave it out, or "
-            "write sglang.sglang_args.enable_metrics=false",
-        ),
-        (["--router-no-enable-igw"], "or write router.router_args.enable_igw=false"),
-        (
-            ["--sglang_page_size", "1"],
-            "--sglang_page_size is no flag, for names are written with dashes; write --sglang-pa",
-        ),
-        (["--sglang-", "3"], "--sglang- is no flag"),
+        ("--sglang-pyton x", "--sglang-pyton is no flag; did you mean --sglang-python?"),
+        ("--router-polcy random", "--router-polcy is no flag; did you mean --router-policy?"),
+        ("--router-adress http://h:1", "--router-adress is no flag; did you mean --router-address?"),
+        ("--sgalng-python x", "--sgalng-python is no flag; did you mean --sglang-python?"),
+        ("--no-sglang-enable-metrics", "is passed on; leave it out, or write sglang.sglang_args.enable_metrics=false"),
+        ("--router-no-enable-igw", "or write router.router_args.enable_igw=false"),
+        ("--sglang_page_size 1", "--sglang_page_size is no flag, for names are written with dashes; write --sglang-pa"),
+        ("--sglang- 3", "--sglang- is no flag"),
     ],
 )
 def test_slips_near_a_flag_of_our_own_are_refused(argv: list[str], sentence: str) -> None:
@@ -101,58 +94,24 @@ def test_right_combinations_pass() -> None:
 @pytest.mark.parametrize(
     ("argv", "sentence"),
     [
-        (
-            ["--rollout-num-gpus", "7", "--rollout-num-gpus-per-engine", "2"],
-            "--rollout-num-gpus is 7, but must be divisible by --rollout-num-gpus-per-engine 2, for an engine takes "
-            "whole GPUs; set it to 6",
-        ),
-        (["--rollout-num-gpus", "1", "--rollout-num-gpus-per-engine", "2"], "set it to 2"),
-        (["--rollout-num-gpus", "4", "--scale", "engine=3"], "gives 4 engines of 1 GPUs, but --scale says engine=3"),
-        (
-            ["--rollout-external-engine-addrs", "127.0.0.1:31000"],
-            "holds '127.0.0.1:31000', but an address must have the",
-        ),
-        (["--rollout-external-engine-addrs", "http://h"], "holds 'http://h', but an address must have the form"),
-        (["--rollout-external-engine-addrs", "http://h:99999"], "holds 'http://h:99999', but an address must have"),
-        (
-            ["--rollout-external-engine-addrs", "http://h:1/", "http://h:1"],
-            "holds 'http://h:1' 2 times, but each is one",
-        ),
-        (
-            [*ADDRESSES, "--engine", "embedded"],
-            "--engine is embedded, whose engines are started with the run; add --engine",
-        ),
-        ([*ADDRESSES, "--rollout-num-gpus", "2"], "no engine is started; leave one of them out"),
-        ([*ADDRESSES, "--scale", "engine=3"], "--scale engine=3 contradicts the 2 addresses"),
-        (
-            [*ADDRESSES, "--mode", "sync", "--colocate"],
-            "but engines that run already keep theirs; leave out --colocate",
-        ),
-        (
-            ["--router-address", "h:1"],
-            "--router-address holds 'h:1', but an address must have the form http://host:port",
-        ),
-        (["--router-address", "http://h:1", "--router", "none"], "--router is none, but --router-address names one"),
-        (
-            ["--router-policy", "least_loaded"],
-            "but a router (sglang) stands in front of the engines; add --router none",
-        ),
-        (
-            ["--engine", "simulated", "--update-weight-transport", "tensor"],
-            "but the simulated engine takes weights by disk and delta only; choose one of these, or --engine sglang",
-        ),
-        (
-            ["--engine", "embedded", "--update-weight-transport", "distributed"],
-            "but the embedded engine takes weights by",
-        ),
-        (
-            ["--update-weight-delta-dir", "/d"],
-            "--update-weight-delta-dir is /d, but only --update-weight-transport delta reads it",
-        ),
-        (
-            ["--group-deadline-secs", "9", "--sample-deadline-secs", "9"],
-            "--group-deadline-secs is 9, but must be less than --sample-deadline-secs 9, which would end each rollout",
-        ),
+        ("--rollout-num-gpus 7 --rollout-num-gpus-per-engine 2", "for an engine takes whole GPUs; set it to 6"),
+        ("--rollout-num-gpus 1 --rollout-num-gpus-per-engine 2", "set it to 2"),
+        ("--rollout-num-gpus 4 --scale engine=3", "gives 4 engines of 1 GPUs, but --scale says engine=3"),
+        ("--rollout-external-engine-addrs 127.0.0.1:31000", "holds '127.0.0.1:31000', but an address must have the"),
+        ("--rollout-external-engine-addrs http://h", "holds 'http://h', but an address must have the form"),
+        ("--rollout-external-engine-addrs http://h:99999", "holds 'http://h:99999', but an address must have"),
+        ("--rollout-external-engine-addrs http://h:1/ http://h:1", "holds 'http://h:1' 2 times, but each is one"),
+        (f"{ADDRESSES} --engine embedded", "whose engines are started with the run; add --engine"),
+        (f"{ADDRESSES} --rollout-num-gpus 2", "no engine is started; leave one of them out"),
+        (f"{ADDRESSES} --scale engine=3", "--scale engine=3 contradicts the 2 addresses"),
+        (f"{ADDRESSES} --mode sync --colocate", "but engines that run already keep theirs; leave out --colocate"),
+        ("--router-address h:1", "--router-address holds 'h:1', but an address must have the form http://host:port"),
+        ("--router-address http://h:1 --router none", "--router is none, but --router-address names one"),
+        ("--router-policy least_loaded", "but a router (sglang) stands in front of the engines; add --router none"),
+        ("--engine simulated --update-weight-transport tensor", "takes weights by disk and delta only; choose"),
+        ("--engine embedded --update-weight-transport distributed", "but the embedded engine takes weights by"),
+        ("--update-weight-delta-dir /d", "is /d, but only --update-weight-transport delta reads it"),
+        ("--group-deadline-secs 9 --sample-deadline-secs 9", "is 9, but must be less than --sample-deadline"),
     ],
 )
 def test_each_refusal_in_its_words(argv: list[str], sentence: str) -> None:
@@ -163,23 +122,14 @@ def test_each_refusal_in_its_words(argv: list[str], sentence: str) -> None:
 @pytest.mark.parametrize(
     ("argv", "sentence"),
     [
-        ((*BASE, "--sglang-dtype", "half"), "--sglang-dtype has no effect: --engine is embedded"),
-        ((*SGLANG, *ADDRESSES, "--sglang-dtype", "half"), "--sglang-dtype has no effect: the engines run already"),
-        ((*BASE, "--rollout-num-gpus", "2"), "have no effect with --engine embedded; use --scale engine=N"),
-        ((*BASE, "--router-dp-aware"), "--router-dp-aware has no effect: this run has no router"),
-        (
-            (*SGLANG, "--router-address", "http://h:1", "--router-dp-aware"),
-            "--router-dp-aware has no effect: the router runs already",
-        ),
-        (
-            (*SGLANG, "--router-address", "http://h:1", "--router-policy", "random"),
-            "--router-address has its own policy",
-        ),
-        (
-            (*SGLANG, "--rollout-external-engine-addrs", "http://10.0.0.1:1"),
-            "goes through this machine's memory, which http://10.0.0.1:1 cannot read if it is another machine",
-        ),
-        ((*SGLANG, "--update-weight-rolling", "2"), "--update-weight-rolling 2 lets all 1 engines stand still at once"),
+        (f"{BASE} --sglang-dtype half", "--sglang-dtype has no effect: --engine is embedded"),
+        (f"{SGLANG} {ADDRESSES} --sglang-dtype half", "--sglang-dtype has no effect: the engines run already"),
+        (f"{BASE} --rollout-num-gpus 2", "have no effect with --engine embedded; use --scale engine=N"),
+        (f"{BASE} --router-dp-aware", "--router-dp-aware has no effect: this run has no router"),
+        (f"{SGLANG} --router-address http://h:1 --router-dp-aware", "has no effect: the router runs"),
+        (f"{SGLANG} --router-address http://h:1 --router-policy random", "--router-address has its own policy"),
+        (f"{SGLANG} --rollout-external-engine-addrs http://10.0.0.1:1", "memory, which http://10.0.0.1:1 cannot read"),
+        (f"{SGLANG} --update-weight-rolling 2", "--update-weight-rolling 2 lets all 1 engines stand still at once"),
     ],
 )
 def test_each_warning_in_its_words(argv: tuple[str, ...], sentence: str) -> None:
@@ -239,27 +189,23 @@ def test_typed_values_of_a_recipe() -> None:
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["--megatron-atention-backend", "flash"], "did you mean --megatron-attention-backend?"),
-        (["--megatron-qqq", "1"], "is no field of the installed megatron-core's TransformerConfig, OptimizerConfig or"),
-        (
-            ["--megatron-attention-backend", "flas"],
-            "--megatron-attention-backend is flas, but must be flash or fused or unfused or local or auto; give for "
-            "example flash",
-        ),
-        (["--megatron-bucket-size", "big"], "is big, but must be a whole number or none; give for example 1"),
-        (["--megatron-exp-avg-dtype", "int4"], "is int4, but must be fp32, bf16, fp16 or fp8; give for example bf16"),
-        (["--megatron-fp8-margin", "1", "2"], "--megatron-fp8-margin is ['1', '2'], but must be a whole number"),
-        (["--megatron-tp-comm-overlap", "1"], "is 1, but must be true or false; give for example true"),
-        (["--megatron-hidden-size", "64"], "is 64, but that is what the model is, and comes from its config.json"),
-        (["--megatron-kv-lora-rank", "64"], "comes from its config.json; leave it out"),
-        (["--megatron-lr", "1"], "is 1, but Sluice has a flag of its own for it; use --lr"),
-        (["--megatron-bf16"], "--megatron-bf16 is true, but Sluice has a flag of its own for it; use --train-dtype"),
-        (["--megatron-params-dtype", "bf16"], "use --train-dtype"),
-        (["--megatron-use-megatron-fsdp"], "use --train-backend fsdp"),
-        (["--megatron-hidden-dropout", "0.1"], "dropout is 0"),
-        (["--megatron-moe-aux-loss-coeff", "0.01"], "an auxiliary loss would get a wrong weight"),
-        (["--megatron-average-in-collective"], "gradients are sums that the trainer itself divides"),
-        (["--megatron-grad-scale-func", "f"], "takes an object of Python, not text; leave it out"),
+        ("--megatron-atention-backend flash", "did you mean --megatron-attention-backend?"),
+        ("--megatron-qqq 1", "is no field of the installed megatron-core's TransformerConfig, OptimizerConfig or"),
+        ("--megatron-attention-backend flas", "is flas, but must be flash or fused or unfused or local or"),
+        ("--megatron-bucket-size big", "is big, but must be a whole number or none; give for example 1"),
+        ("--megatron-exp-avg-dtype int4", "is int4, but must be fp32, bf16, fp16 or fp8; give for example bf16"),
+        ("--megatron-fp8-margin 1 2", "--megatron-fp8-margin is ['1', '2'], but must be a whole number"),
+        ("--megatron-tp-comm-overlap 1", "is 1, but must be true or false; give for example true"),
+        ("--megatron-hidden-size 64", "is 64, but that is what the model is, and comes from its config.json"),
+        ("--megatron-kv-lora-rank 64", "comes from its config.json; leave it out"),
+        ("--megatron-lr 1", "is 1, but Sluice has a flag of its own for it; use --lr"),
+        ("--megatron-bf16", "--megatron-bf16 is true, but Sluice has a flag of its own for it; use --train-dtype"),
+        ("--megatron-params-dtype bf16", "use --train-dtype"),
+        ("--megatron-use-megatron-fsdp", "use --train-backend fsdp"),
+        ("--megatron-hidden-dropout 0.1", "dropout is 0"),
+        ("--megatron-moe-aux-loss-coeff 0.01", "an auxiliary loss would get a wrong weight"),
+        ("--megatron-average-in-collective", "gradients are sums that the trainer itself divides"),
+        ("--megatron-grad-scale-func f", "takes an object of Python, not text; leave it out"),
     ],
 )
 @needs_megatron
@@ -330,13 +276,13 @@ def test_what_may_be_none_may_be_null_in_a_recipe() -> None:
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["--num-layers", "36"], "--num-layers is no flag, for what the model is comes from the config.json of"),
-        (["--swiglu"], "(and --model); leave it out"),
-        (["--moe-layer-freq", "0", "1"], "--moe-layer-freq is no flag"),
-        (["--no-masked-softmax-fusion"], "write megatron.megatron_args.masked_softmax_fusion=false"),
-        (["--attention-dropout", "0.0"], "--attention-dropout is no flag: there is no dropout; leave it out"),
-        (["--bf16"], "that is --train-dtype bfloat16"),
-        (["--no-megatron-tp-comm-overlap"], "write megatron.megatron_args.tp_comm_overlap=false"),
+        ("--num-layers 36", "--num-layers is no flag, for what the model is comes from the config.json of"),
+        ("--swiglu", "(and --model); leave it out"),
+        ("--moe-layer-freq 0 1", "--moe-layer-freq is no flag"),
+        ("--no-masked-softmax-fusion", "write megatron.megatron_args.masked_softmax_fusion=false"),
+        ("--attention-dropout 0.0", "--attention-dropout is no flag: there is no dropout; leave it out"),
+        ("--bf16", "that is --train-dtype bfloat16"),
+        ("--no-megatron-tp-comm-overlap", "write megatron.megatron_args.tp_comm_overlap=false"),
     ],
 )
 @needs_megatron
