@@ -32,6 +32,11 @@ def resolved(*argv: str) -> Config:
     return resolve(loaded.config, loaded.given)
 
 
+def planned(*argv: str) -> Config:
+    """Of a run of ten batches whose model is given, or none."""
+    return resolved("--prompt-data arithmetic --num-rollout 10", *argv)
+
+
 def settled(*argv: str) -> tuple[Config, tuple[str, ...]]:
     """The configuration and its warnings. Raises `ConfigError`."""
     loaded = read(*argv)

@@ -14,7 +14,7 @@ import pytest
 
 from configs.command_line import parse
 from configs.layers import ConfigError
-from configs.load import dump_toml, load, read_recipe
+from configs.load import dump_toml, read_recipe
 from configs.schema import Config, MegatronConfig, TrainConfig
 from models.errors import TrainConfigInvalid
 from models.train.megatron import option_fields
@@ -22,28 +22,27 @@ from models.train.megatron.option_fields import DATACLASSES, fields_of
 from models.train.megatron.options import MegatronOptions, option_faults, split_options
 from pipeline.errors import UsageError
 from pipeline.preflight.refusals import check_trainer
-from tests.configs.config_rig import faults_of, warnings_of
+from tests.configs.config_rig import BASE, faults_of, read, warnings_of
 
-BASE = ("--prompt-data", "arithmetic", "--num-rollout", "3", "--hf-checkpoint", "tiny-arithmetic")
-SGLANG = (*BASE, "--engine", "sglang")
-ADDRESSES = ("--rollout-external-engine-addrs", "http://127.0.0.1:31000", "http://127.0.0.1:31001")
+SGLANG = f"{BASE} --engine sglang"
+ADDRESSES = "--rollout-external-engine-addrs http://127.0.0.1:31000 http://127.0.0.1:31001"
 
 
-def values(*argv: str) -> dict[str, Any]:
-    return dict(parse(argv).layer.values)
+def values(argv: str) -> dict[str, Any]:
+    return dict(parse(argv.split()).layer.values)
 
 
 def test_all_ways_of_writing_an_option_meet(tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.toml"
     recipe.write_text('[sglang.sglang_args]\ndtype = "auto"\nmax_total_tokens = 4096\n')
-    config = load(["--config", str(recipe), "sglang.sglang_args.page_size=16", "--sglang-dtype", "float32"]).config
+    config = read(f"--config {recipe} sglang.sglang_args.page_size=16 --sglang-dtype float32").config
     assert config.sglang.sglang_args == {"dtype": "float32", "max_total_tokens": 4096, "page_size": 16}
 
 
 def test_options_survive_the_run_directory(tmp_path: Path) -> None:
     """A resumed run reads them from its config.toml."""
-    argv = ["--sglang-lora-paths", "a", "b", "--sglang-disable-radix-cache", "--router-prefill", "http://p:1", "9000"]
-    config = load([*SGLANG, *argv]).config
+    argv = "--sglang-lora-paths a b --sglang-disable-radix-cache --router-prefill http://p:1 9000"
+    config = read(SGLANG, argv).config
     file = tmp_path / "again.toml"
     file.write_text(dump_toml(config))
     assert read_recipe(str(file)).values["sglang.sglang_args"] == config.sglang.sglang_args
@@ -51,12 +50,12 @@ def test_options_survive_the_run_directory(tmp_path: Path) -> None:
 
 
 def test_a_repeated_option_counts_once_but_prefill_and_decode_add_up() -> None:
-    argv = ["--router-prefill", "http://p:1", "9000", "--router-prefill", "http://q:1", "--router-decode", "http://d:1"]
-    assert values(*argv)["router.router_args"] == {
+    argv = "--router-prefill http://p:1 9000 --router-prefill http://q:1 --router-decode http://d:1"
+    assert values(argv)["router.router_args"] == {
         "prefill": ["http://p:1 9000", "http://q:1"],
         "decode": ["http://d:1"],
     }
-    assert values("--sglang-dtype", "auto", "--sglang-dtype", "half")["sglang.sglang_args"] == {"dtype": "half"}
+    assert values("--sglang-dtype auto --sglang-dtype half")["sglang.sglang_args"] == {"dtype": "half"}
 
 
 @pytest.mark.parametrize(
@@ -72,23 +71,23 @@ def test_a_repeated_option_counts_once_but_prefill_and_decode_add_up() -> None:
         ("--sglang- 3", "--sglang- is no flag"),
     ],
 )
-def test_slips_near_a_flag_of_our_own_are_refused(argv: list[str], sentence: str) -> None:
+def test_slips_near_a_flag_of_our_own_are_refused(argv: str, sentence: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        parse([*argv, "--seed", "1"])
+        parse([*argv.split(), "--seed", "1"])
     (fault,) = caught.value.faults
     assert sentence in fault
 
 
 def test_right_combinations_pass() -> None:
-    assert warnings_of(*SGLANG) == ()
-    assert warnings_of(*SGLANG, "--router", "none", "--router-policy", "session") == ()
-    assert warnings_of(*SGLANG, "--router", "none", "--router-policy", "least_loaded") == ()
-    assert warnings_of(*SGLANG, *ADDRESSES, "--router-address", "http://[::1]:30000/") == ()
-    assert warnings_of(*BASE, "--router", "sglang") == ()  # a router in front of the embedded engine
-    assert warnings_of(*BASE, "--router-policy", "least_loaded") == ()
-    assert warnings_of(*SGLANG, "--update-weight-transport", "distributed", "--rollout-num-gpus", "4") == ()
-    assert warnings_of(*BASE, "--update-weight-transport", "delta", "--update-weight-delta-dir", "/shared") == ()
-    assert warnings_of(*BASE, "--group-deadline-secs", "5", "--sample-deadline-secs", "9") == ()
+    assert warnings_of(SGLANG) == ()
+    assert warnings_of(SGLANG, "--router", "none", "--router-policy", "session") == ()
+    assert warnings_of(SGLANG, "--router", "none", "--router-policy", "least_loaded") == ()
+    assert warnings_of(SGLANG, ADDRESSES, "--router-address", "http://[::1]:30000/") == ()
+    assert warnings_of(BASE, "--router", "sglang") == ()  # a router in front of the embedded engine
+    assert warnings_of(BASE, "--router-policy", "least_loaded") == ()
+    assert warnings_of(SGLANG, "--update-weight-transport", "distributed", "--rollout-num-gpus", "4") == ()
+    assert warnings_of(BASE, "--update-weight-transport", "delta", "--update-weight-delta-dir", "/shared") == ()
+    assert warnings_of(BASE, "--group-deadline-secs", "5", "--sample-deadline-secs", "9") == ()
 
 
 @pytest.mark.parametrize(
@@ -114,8 +113,8 @@ def test_right_combinations_pass() -> None:
         ("--group-deadline-secs 9 --sample-deadline-secs 9", "is 9, but must be less than --sample-deadline"),
     ],
 )
-def test_each_refusal_in_its_words(argv: list[str], sentence: str) -> None:
-    (fault,) = faults_of(*SGLANG, *argv)
+def test_each_refusal_in_its_words(argv: str, sentence: str) -> None:
+    (fault,) = faults_of(SGLANG, argv)
     assert sentence in fault
 
 
@@ -132,35 +131,32 @@ def test_each_refusal_in_its_words(argv: list[str], sentence: str) -> None:
         (f"{SGLANG} --update-weight-rolling 2", "--update-weight-rolling 2 lets all 1 engines stand still at once"),
     ],
 )
-def test_each_warning_in_its_words(argv: tuple[str, ...], sentence: str) -> None:
-    (warning,) = warnings_of(*argv)
+def test_each_warning_in_its_words(argv: str, sentence: str) -> None:
+    (warning,) = warnings_of(argv)
     assert sentence in warning
 
 
 def test_colocated_engines_are_no_second_rank_of_a_gpu() -> None:
-    argv = (*SGLANG, "--mode", "sync", "--colocate", "--update-weight-transport", "distributed")
-    assert any(
-        "cannot join two processes on one GPU; with --colocate use tensor" in text for text in warnings_of(*argv)
-    )
+    found = warnings_of(SGLANG, "--mode sync --colocate --update-weight-transport distributed")
+    assert any("cannot join two processes on one GPU; with --colocate use tensor" in text for text in found)
 
 
 needs_megatron = pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def given(*argv: str) -> dict[str, Any]:
+def given(argv: str) -> dict[str, Any]:
     """The object of options that a command line makes."""
-    found: dict[str, Any] = parse(argv).layer.values["megatron.megatron_args"]
+    found: dict[str, Any] = values(argv)["megatron.megatron_args"]
     return found
 
 
 @needs_megatron
 def test_options_by_dataclass_and_type() -> None:
     args = given(
-        *("--megatron-bucket-size", "40000000", "--megatron-fp8", "none", "--megatron-moe-router-dtype", "fp32"),
-        *("--megatron-recompute-modules", "core_attn", "moe", "--megatron-cp-comm-type", "p2p"),
-        *("--megatron-moe-expert-capacity-factor", "1", "--megatron-tp-comm-overlap"),
-        *("--megatron-delay-wgrad-compute", "true", "--megatron-cuda-graph-impl", "none"),
+        "--megatron-bucket-size 40000000 --megatron-fp8 none --megatron-moe-router-dtype fp32 "
+        "--megatron-recompute-modules core_attn moe --megatron-cp-comm-type p2p --megatron-tp-comm-overlap "
+        "--megatron-moe-expert-capacity-factor 1 --megatron-delay-wgrad-compute true --megatron-cuda-graph-impl none"
     )
     assert split_options(args) == MegatronOptions(
         transformer={
@@ -208,12 +204,11 @@ def test_typed_values_of_a_recipe() -> None:
         ("--megatron-grad-scale-func f", "takes an object of Python, not text; leave it out"),
     ],
 )
-@needs_megatron
-def test_refusals(argv: list[str], words: str) -> None:
-    (fault,) = option_faults(given(*argv))
+def test_refusals(argv: str, words: str) -> None:
+    (fault,) = option_faults(given(argv))
     assert words in fault
     with pytest.raises(TrainConfigInvalid, match="--megatron-"):
-        split_options(given(*argv))
+        split_options(given(argv))
 
 
 @needs_megatron
@@ -285,25 +280,21 @@ def test_what_may_be_none_may_be_null_in_a_recipe() -> None:
         ("--no-megatron-tp-comm-overlap", "write megatron.megatron_args.tp_comm_overlap=false"),
     ],
 )
-@needs_megatron
-def test_flags_of_megatron_lms_own_scripts(argv: list[str], words: str) -> None:
-    (fault,) = faults_of(*argv)
+def test_flags_of_megatron_lms_own_scripts(argv: str, words: str) -> None:
+    (fault,) = faults_of(argv)
     assert words in fault
 
 
 @needs_megatron
 def test_a_script_for_megatron_lm_says_all_that_is_to_be_left_out() -> None:
-    assert (
-        len(faults_of("--num-layers", "36", "--hidden-size", "64", "--swiglu", "--lr", "1", "--rotary-base", "1")) == 4
-    )
-    args = given("--moe-permute-fusion", "--attention-backend", "flash", "--accumulate-allreduce-grads-in-fp32")
+    assert len(faults_of("--num-layers 36 --hidden-size 64 --swiglu --lr 1 --rotary-base 1")) == 4
+    args = given("--moe-permute-fusion --attention-backend flash --accumulate-allreduce-grads-in-fp32")
     assert args == {"moe_permute_fusion": True, "attention_backend": "flash", "grad_reduce_in_fp32": True}
     assert given("megatron.megatron_args.masked_softmax_fusion=false") == {"masked_softmax_fusion": False}
 
 
 @needs_megatron
 @pytest.mark.slow
-@needs_megatron
 def test_the_fields_are_those_of_the_dataclasses() -> None:
     """The source says what the imported classes are, and the converted values are what they take."""
     code = """
