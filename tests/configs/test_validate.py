@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from configs.layers import ConfigError
-from configs.load import dump_toml, load, recipe_names
+from configs.load import dump_toml
 from configs.resolve import resolve
 from configs.rules.validate import unread_faults, validate
 from tests.configs.config_rig import BASE, WORK, faults_of, read, resolved, warnings_of
@@ -334,14 +334,3 @@ def test_a_recipe_may_keep_what_a_flag_above_it_switches_off(tmp_path: Path) -> 
     assert unread("--resume", str(run)) == (), "a run that was started can go on"
     recipe.write_text("[warm_start]\nwarm_start_lr = 0.5\n", encoding="utf-8")
     assert len(unread("--config", str(recipe))) == 1, "nothing ever reads it"
-
-
-@pytest.mark.parametrize("name", recipe_names())
-def test_recipes_hold_nothing_unread(name: str, tmp_path: Path) -> None:
-    """Nor does a recipe that spells out all derived values."""
-    loaded = load(["--config", "toy", name])
-    config = resolve(loaded.config, loaded.given)
-    assert tuple(unread_faults(config, loaded.given)) == ()
-    (tmp_path / "whole.toml").write_text(dump_toml(config), encoding="utf-8")
-    again = load(["--config", str(tmp_path / "whole.toml")])
-    assert tuple(unread_faults(resolve(again.config, again.given), again.given)) == ()

@@ -12,11 +12,13 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import msgspec
+from launching import alive
 
 from configs.schema import Config
 from models.engines.client import EngineClient
 from pipeline.facts.servers import EngineSpec
 from pipeline.supervise.health_probe import HttpProbe
+from stages.base import TrainOptions
 from stages.topic_values import RouterAddress
 
 PATIENCE_S = 20.0
@@ -53,7 +55,8 @@ http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
 class Told:
     """A controller that writes down what it is told."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, resumable: bool = True) -> None:
+        self.resumable = resumable
         self.events: list[tuple[str, ...]] = []
         self.lines: list[str] = []
         self.is_loading = False
@@ -79,6 +82,9 @@ class Told:
 
     def complaint(self, name: str, incarnation: int) -> str | None:
         return self.complaints.get((name, incarnation))
+
+    async def trainer_state(self, lost: TrainOptions) -> TrainOptions | None:
+        return msgspec.structs.replace(lost, incarnation=lost.incarnation + 1) if self.resumable else None
 
     def say(self, line: str) -> None:
         self.lines.append(line)
@@ -107,16 +113,13 @@ def configured(**health: float) -> Config:
     return msgspec.structs.replace(config, health=settings)
 
 
+def gone(pid: int) -> bool:
+    return not alive(pid)
+
+
 async def scheduler(client: EngineClient) -> int:
     """Number of the fake's second process."""
     return int(msgspec.json.decode(await client.call("GET", "/server_info", None, 5.0))["child"])
-
-
-def gone(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] in "ZX"
-    except OSError:
-        return True
 
 
 @contextlib.asynccontextmanager

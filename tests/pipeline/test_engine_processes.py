@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from fake_servers import FAKE, PATIENCE_S, Told, configured, gone, outside, scheduler
+from fake_servers import PATIENCE_S, Told, configured, gone, outside, scheduler
 from launching import ROOT, SIMULATED, SMALL, check_token, files_with, finish, here, made_model, start, succeed_here
 
 from configs.schema import Config
@@ -37,13 +37,6 @@ from pipeline.supervise.health_probe import HealthProbe, HttpProbe, SchedulerPro
 from pipeline.supervise.restarts import Restarts, ServerSupervisor, StartCommand, SupervisedServer
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture
-def fake(tmp_path: Path) -> Path:
-    path = tmp_path / "fake.py"
-    path.write_text(FAKE)
-    return path
 
 
 class FakeCharge(SupervisedServer):

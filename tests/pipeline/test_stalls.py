@@ -12,6 +12,7 @@ import json
 import re
 import threading
 from collections.abc import Iterator, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -38,7 +39,6 @@ from stages.group.stage import GroupStage
 from stages.messages import RolloutSlice, Settled
 from stages.staleness_gate import StalenessGate
 from tests.hostile_engine import SpoiltEngine, never, serving
-from tests.served_app import served_app
 from tests.stages.stage_rig import join, make_context, make_sample, make_slice, open_rig, running, take
 from transport import DeadLetter, Node, StreamSpec
 
@@ -133,29 +133,20 @@ def test_a_stage_that_hangs_is_named_and_the_run_ends_by_the_limit(tmp_path: Pat
 @contextlib.contextmanager
 def deaf_service() -> Iterator[tuple[str, threading.Event]]:
     """A reward service that accepts requests and answers none until the event is set."""
-    answers, up = threading.Event(), threading.Event()
-    urls: list[str] = []
-    loops: list[asyncio.AbstractEventLoop] = []
+    answers = threading.Event()
 
-    async def grade(request: web.Request) -> web.Response:
-        while not answers.is_set():  # noqa: ASYNC110  (it is set in another thread)
-            await asyncio.sleep(0.05)
-        return web.json_response(0.5)
+    class Grader(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            answers.wait(60)
+            with contextlib.suppress(OSError):  # whoever asked has gone
+                self.send_response(200)
+                self.end_headers()
+                self.wfile.write(b"0.5")
 
-    async def main() -> None:
-        app, stop = web.Application(), asyncio.Event()
-        loops.append(asyncio.get_running_loop())
-        app.router.add_post("/", grade)
-        async with served_app(app, handler_cancellation=True, shutdown_timeout=0.1) as url:
-            urls.append(f"{url}/")
-            up.set()
-            with contextlib.suppress(asyncio.CancelledError):
-                await stop.wait()
-
-    thread = threading.Thread(target=lambda: asyncio.run(main()), daemon=True)
-    thread.start()
-    assert up.wait(60)
-    yield urls[0], answers
+    with ThreadingHTTPServer(("127.0.0.1", 0), Grader) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/", answers
+        server.shutdown()
 
 
 @pytest.mark.slow
@@ -255,15 +246,8 @@ class Part(msgspec.Struct, frozen=True, array_like=True):
 
 
 def config_of(batch: int, members: int, context: int | None) -> Config:
-    replace, config = msgspec.structs.replace, Config()
-    rollout = replace(
-        config.rollout,
-        rollout_batch_size=batch,
-        n_samples_per_prompt=members,
-        rollout_max_context_len=context,
-        num_rollout=10,
-    )
-    return replace(config, rollout=rollout)
+    rollout = {"rollout_batch_size": batch, "n_samples_per_prompt": members, "rollout_max_context_len": context}
+    return msgspec.convert({"rollout": {**rollout, "num_rollout": 10}}, Config)
 
 
 @given(
