@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -80,86 +81,81 @@ def test_a_dry_run_of_the_quickstart(tmp_path: Path) -> None:
 
 def test_mistakes_are_one_line_each_without_traceback(tmp_path: Path) -> None:
     done = start("--mdoe", "sync", "--lr", "-1", cwd=tmp_path)
-    assert done.returncode == 2
-    assert done.stdout == ""
+    assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.splitlines() == [
         "error: --mdoe is no flag; did you mean --mode?",
         "error: --lr is '-1', but must be a number >= 0; give for example 1e-06",
     ]
 
 
-@pytest.mark.parametrize("plan", [["--dry-run"], []])
-def test_flags_that_cannot_be_read_are_reported_with_all_other_faults(
-    plan: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """What rests on such a flag is not judged: with the right spelling it may be right."""
+@pytest.fixture
+def errors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[[str], list[str]]:
+    """What the command refuses, line by line, in a directory of its own."""
     monkeypatch.chdir(tmp_path)
-    argv = ["--hf-checkpiont", "tiny", "--prompt-data", "nowhere.jsonl", "--num-rollout", "x", "--scale", "train=2"]
-    assert launch.main([*argv, "--rm-type", "remote_rm", *plan]) == 2
-    lines = capsys.readouterr().err.splitlines()
-    words = [
-        "--hf-checkpiont is no flag; did you mean --hf-checkpoint?",
-        "--num-rollout is 'x', but must be",
-        "nowhere.jsonl",
-        "--scale train=2",
-        "rm_type 'remote_rm' is no grader",
-    ]
+
+    def refused(argv: str) -> list[str]:
+        capsys.readouterr()
+        assert launch.main(argv.split()) == 2
+        return [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+
+    return refused
+
+
+Errors = Callable[[str], list[str]]
+
+
+def each_once(lines: list[str], *words: str) -> None:
     for word in words:
         assert sum(word in line for line in lines) == 1, (word, lines)
     assert len(lines) == len(words), lines
 
 
-def test_faults_of_recipes_are_reported_with_those_of_the_command_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize("plan", ["--dry-run", ""])
+def test_flags_that_cannot_be_read_are_reported_with_all_other_faults(plan: str, errors: Errors) -> None:
+    """What rests on such a flag is not judged: with the right spelling it may be right."""
+    each_once(
+        errors(
+            "--hf-checkpiont tiny --prompt-data nowhere.jsonl --num-rollout x --scale train=2 "
+            f"--rm-type remote_rm {plan}"
+        ),
+        "--hf-checkpiont is no flag; did you mean --hf-checkpoint?", "--num-rollout is 'x', but must be",
+        "nowhere.jsonl", "--scale train=2", "rm_type 'remote_rm' is no grader",
+    )  # fmt: skip
+
+
+def test_faults_of_recipes_are_reported_with_those_of_the_command_line(tmp_path: Path, errors: Errors) -> None:
     for name, text in (("one", "[train]\nlrr = 1"), ("two", "[rollout]\nnum_rollout = 'x'")):
         (tmp_path / f"{name}.toml").write_text(text, encoding="utf-8")
-    assert launch.main(["--config", *map(str, tmp_path.glob("*.toml")), "ppoo", "--lrr", "1", "--dry-run"]) == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 4, lines
-    for word in ("--lrr is no flag", "train.lrr in one.toml", "rollout.num_rollout in two.toml", "--config is 'ppoo'"):
-        assert sum(word in line for line in lines) == 1, (word, lines)
+    lines = errors("--config one.toml two.toml ppoo --lrr 1 --dry-run")
+    each_once(
+        lines, "--lrr is no flag", "train.lrr in one.toml", "rollout.num_rollout in two.toml", "--config is 'ppoo'"
+    )
 
 
-def test_everything_that_a_run_refuses_is_reported_together_and_by_a_plan(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_everything_that_a_run_refuses_is_reported_together_and_by_a_plan(tmp_path: Path, errors: Errors) -> None:
     (tmp_path / "rows.jsonl").write_text('{"input": "1+1=", "label": "2"}\n{broken\n', encoding="utf-8")
-    model = ["--hf-checkpoint", "tiny-arithmetic", "--prompt-data", "rows.jsonl", "--label-key", "label"]
-    wrong = ["--strict-data", "--rm-type", "remote_rm", "--dynamic-sampling-filter", "nonzero_sd"]
+    wrong = "--hf-checkpoint tiny-arithmetic --prompt-data rows.jsonl --label-key label --strict-data "
+    wrong += "--rm-type remote_rm --dynamic-sampling-filter nonzero_sd"
     words = ("rows.jsonl:2: ", "rm_type 'remote_rm' is no grader", "--dynamic-sampling-filter 'nonzero_sd' is unknown")
-
-    def said(*argv: str) -> list[str]:
-        assert launch.main([*model, *wrong, *argv]) == 2
-        return [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-
-    for argv in (["--dry-run", "--num-rollout", "2"], ["--num-rollout", "2", "--runner", "inprocess"]):
-        lines = said(*argv)
-        assert len(lines) == 3, lines
-        assert all(any(word in line for line in lines) for word in words)
+    for more in ("--dry-run --num-rollout 2", "--num-rollout 2 --runner inprocess"):
+        each_once(errors(f"{wrong} {more}"), *words)
     assert not list(tmp_path.glob("runs/*/logs/*")), "nothing was started"
-    for argv in (["--dry-run"], []):
-        lines = said(*argv)
-        assert len(lines) == 4, lines
-        assert "--num-rollout is not set" in lines[0]
+    for more in ("--dry-run", ""):
+        each_once(errors(f"{wrong} {more}"), "--num-rollout is not set", *words)
 
 
-def test_rows_name_graders_and_held_out_files_are_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_rows_name_graders_and_held_out_files_are_read(tmp_path: Path, errors: Errors) -> None:
     row = '{"input": "1+1=", "label": "2", "metadata": {"rm_type": "mathh"}}'
     (tmp_path / "rows.jsonl").write_text(row, encoding="utf-8")
     (tmp_path / "held.jsonl").write_text('{"question": "1+1="}', encoding="utf-8")
-    argv = ["--hf-checkpoint", "tiny", "--prompt-data", "rows.jsonl", "--num-rollout", "2", "--dry-run"]
-    assert launch.main(argv) == 2
-    assert "rm_type 'mathh' is no grader; did you mean 'math'?" in capsys.readouterr().err
+    argv = "--hf-checkpoint tiny --prompt-data rows.jsonl --num-rollout 2 --dry-run"
+    assert "rm_type 'mathh' is no grader; did you mean 'math'?" in errors(argv)[0]
     (tmp_path / "rows.jsonl").write_text('{"input": "1+1=", "label": "2"}', encoding="utf-8")
-    assert launch.main(argv) == 0
-    capsys.readouterr()
-    assert launch.main([*argv, "--eval-interval", "1", "--eval-prompt-data", "h=held.jsonl@[0:1]"]) == 2
-    assert "no usable prompt in held.jsonl@[0:1]" in capsys.readouterr().err
+    assert launch.main(argv.split()) == 0
+    lines = errors(f"{argv} --eval-interval 1 --eval-prompt-data h=held.jsonl@[0:1]")
+    assert "no usable prompt in held.jsonl@[0:1]" in lines[0]
 
 
 def test_warnings_do_not_stop(capsys: pytest.CaptureFixture[str]) -> None:

@@ -91,14 +91,17 @@ class Told:
 
     async def until(self, what: str, times: int = 1) -> tuple[str, ...]:
         """Wait for the n-th event of a kind."""
-        return await eventually(lambda: [e for e in self.events if e[0] == what][times - 1 : times])
+        await eventually(lambda: len(self._of(what)) >= times)
+        return self._of(what)[times - 1]
+
+    def _of(self, what: str) -> list[tuple[str, ...]]:
+        return [event for event in self.events if event[0] == what]
 
 
-async def eventually(find: Callable[[], list[tuple[str, ...]]]) -> tuple[str, ...]:
+async def eventually(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(PATIENCE_S):
-        while not (found := find()):  # noqa: ASYNC110  (what is waited for announces nothing)
+        while not condition():  # noqa: ASYNC110  (what is waited for announces nothing)
             await asyncio.sleep(0.02)
-    return found[0]
 
 
 def configured(**health: float) -> Config:
@@ -129,7 +132,7 @@ async def outside(script: Path, port: int, mode: str = "Tiny") -> AsyncIterator[
     try:
         async with EngineClient(f"http://127.0.0.1:{port}") as client:
             look = HttpProbe(client, 1.0)
-            await eventually(lambda: [("up",)] if connects(port) else [])
+            await eventually(lambda: connects(port))
             assert await look() is None
         yield process
     finally:

@@ -114,19 +114,6 @@ async def test_an_engine_that_takes_no_weights_is_started_anew_and_its_next_life
     assert [event[0] for event in kept.told.events] == ["up", "lost", "up"]
 
 
-async def test_engines_that_take_no_weights_end_the_run_when_the_budget_of_restarts_is_spent(
-    rundir: RunDir, fake: Path
-) -> None:
-    kept = Kept(rundir, fake, restarts=1)
-    for incarnation in range(3):
-        kept.told.complaints["engine-0", incarnation] = "5 failures in a row: no room for them"
-    try:
-        with pytest.raises(ReplicaFailed, match=r"engine-0 ended 2 times .*, last with 5 failures in a row: no room"):
-            await kept.keeper.run()
-    finally:
-        await kept.launcher.stop_all()
-
-
 # ------------------------------------------------------------------ one server
 
 

@@ -155,21 +155,6 @@ def test_tensorboard_hides_the_steps_after_the_resumed_one(tmp_path: Path) -> No
     assert [(event.step, event.value) for event in accumulator.Scalars("x")] == [(1, 1), (2, 2), (3, 3), (4, 40)]
 
 
-def test_no_torch_and_no_tensorboard_at_import_and_no_torch_in_use(tmp_path: Path) -> None:
-    program = (
-        "import sys\nfrom pathlib import Path\n"
-        "import pipeline.observe.metrics, pipeline.facts.trace, pipeline.observe.summary\n"
-        "import pipeline.observe.view, pipeline.observe.table, pipeline.observe.plot\n"
-        "heavy = {'torch', 'tensorboard', 'matplotlib', 'tensorflow', 'zmq'} & set(sys.modules)\n"
-        "assert not heavy, heavy\n"
-        "from pipeline.observe.metrics import Metrics\n"
-        "fan = Metrics(Path(sys.argv[1]), tensorboard=True)\n"
-        "fan.write(1, {'a': 1.0}, wall_s=0, trained_tokens=0)\nfan.close()\n"
-        "assert not {'torch', 'tensorflow'} & set(sys.modules)\n"
-    )
-    subprocess.run([sys.executable, "-c", program, str(tmp_path)], cwd=ROOT, check=True)
-
-
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_a_full_disk_is_named_with_its_cure(tmp_path: Path) -> None:
     writer = JsonlMetrics(tmp_path / "m.jsonl")
