@@ -342,6 +342,11 @@ def test_vocabularies_of_other_forms(tmp_path: Path) -> None:
     assert vocabulary(tmp_path) is None
 
 
+async def test_an_address_where_nothing_answers_is_one_sentence(policy_model: Path) -> None:
+    with pytest.raises(UsageError, match=r"--frozen-engine far=http://127.0.0.1:9: no healthy engine answers there"):
+        await check(make(policy_model, "far=http://127.0.0.1:9", distill={"use_opd": False}))
+
+
 @pytest.mark.parametrize("engine", ["embedded", "simulated"])
 async def test_a_running_engine_shows_how_it_splits_text(policy_model: Path, tmp_path: Path, engine: Any) -> None:
     settings = EngineConfig(engine=engine, engine_slots=4, engine_device="cpu")
