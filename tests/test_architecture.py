@@ -104,6 +104,16 @@ def check_words(path: Path, text: str) -> None:
         ),
         ("import transport", ("torch", "stages", "models")),
         ("import pipeline.hosts.worker", ("torch", "transformers")),
+        (
+            "import pipeline.record.metrics, pipeline.facts.trace, pipeline.observe.summary, pipeline.record.view; "
+            "import pipeline.observe.table, pipeline.observe.plot",
+            ("torch", "tensorboard", "matplotlib", "tensorflow", "zmq"),
+        ),
+        (
+            "from pipeline.record.metrics import *; import tempfile; "
+            "Metrics(Path(tempfile.mkdtemp()), tensorboard=True).close()",
+            ("torch", "tensorflow"),
+        ),
         ("import stages.train.stage, stages.train.weights, models.train.build", ("torch",)),
         ("import stages.group.stage, stages.reward.stage, stages.train.batch", ("aiohttp",)),
         ("import launch, pipeline.supervise.auto_resume", ("torch", "zmq", "ray", "numpy", "asyncio", "pipeline.run")),

@@ -34,8 +34,8 @@ def scale_faults(config: Config) -> Iterator[str]:
             yield f"--scale {name}={count} is too many, for there can be only one: {why}; leave {name} out"
         elif count > graph.MOST_REPLICAS:
             yield (
-                f"--scale {name}={count} is more than {graph.MOST_REPLICAS} replicas, the most of a stage, for each is a "
-                f"process; set {name}={graph.MOST_REPLICAS} or less"
+                f"--scale {name}={count} is more than {graph.MOST_REPLICAS} replicas, the most of a stage, for each is "
+                f"a process; set {name}={graph.MOST_REPLICAS} or less"
             )
         elif name == "group" and count > 1 and "duplicate_prompt" in config.filter.dynamic_sampling_filter:
             yield (

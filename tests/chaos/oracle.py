@@ -42,6 +42,11 @@ class Fault:
     text: str
 
 
+class Faults(list[Fault]):
+    def add(self, kind: str, text: str) -> None:
+        self.append(Fault(kind, text))
+
+
 @dataclass
 class State:
     """The books after some lines of the journal."""
@@ -69,13 +74,13 @@ class State:
 
 def judge(run_dir: Path, expected: Expected) -> list[Fault]:
     """All faults of a run that is said to be complete."""
-    faults: list[Fault] = []
+    faults = Faults()
     history = replay(list(journal(run_dir / "ledger.jsonl", faults)), expected, faults)
     last = history[-1]
     for group in sorted(last.open):
-        faults.append(Fault(LOST, f"group {group} has no end"))
+        faults.add(LOST, f"group {group} has no end")
     if last.step != expected.steps:
-        faults.append(Fault(LOST, f"the last step of the journal is {last.step} of {expected.steps}"))
+        faults.add(LOST, f"the last step of the journal is {last.step} of {expected.steps}")
     judge_metrics(run_dir / "metrics.jsonl", history, expected, faults)
     judge_checkpoints(run_dir / "checkpoints", history, expected, faults)
     return faults
@@ -84,17 +89,17 @@ def judge(run_dir: Path, expected: Expected) -> list[Fault]:
 # ---------------------------------------------------------------------- the journal
 
 
-def journal(path: Path, faults: list[Fault]) -> Iterator[dict[str, Any]]:
+def journal(path: Path, faults: Faults) -> Iterator[dict[str, Any]]:
     """Its lines; one that cannot be read is a fault, wherever it stands."""
     for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
         before, mark, after = line.rpartition(b',"crc":')
         if not mark or after != b'"%08x"}\n' % zlib.crc32(before + b"}"):
-            faults.append(Fault(DISAGREE, f"line {number} of the journal is damaged"))
+            faults.add(DISAGREE, f"line {number} of the journal is damaged")
             continue
         yield json.loads(line)
 
 
-def replay(events: Iterable[dict[str, Any]], expected: Expected, faults: list[Fault]) -> list[State]:
+def replay(events: Iterable[dict[str, Any]], expected: Expected, faults: Faults) -> list[State]:
     """The states that the surviving history went through, from the empty one on."""
     history = [State()]
     for event in events:
@@ -107,7 +112,7 @@ def replay(events: Iterable[dict[str, Any]], expected: Expected, faults: list[Fa
     return history
 
 
-def _apply(event: dict[str, Any], state: State, expected: Expected, faults: list[Fault]) -> None:
+def _apply(event: dict[str, Any], state: State, expected: Expected, faults: Faults) -> None:
     match event["type"]:
         case "admit":
             _admit(event, state, faults)
@@ -118,35 +123,31 @@ def _apply(event: dict[str, Any], state: State, expected: Expected, faults: list
         case "commit":
             state.committed = True
             if event["step"] != state.step:
-                faults.append(
-                    Fault(DISAGREE, f"a checkpoint of step {event['step']} is written down in step {state.step}")
-                )
+                faults.add(DISAGREE, f"a checkpoint of step {event['step']} is written down in step {state.step}")
         case "begin" | "change":  # of a start of the program, and by the user: neither touches the books
             pass
         case other:
-            faults.append(Fault(DISAGREE, f"the journal knows no line of type {other}"))
+            faults.add(DISAGREE, f"the journal knows no line of type {other}")
 
 
-def _admit(event: dict[str, Any], state: State, faults: list[Fault]) -> None:
+def _admit(event: dict[str, Any], state: State, faults: Faults) -> None:
     group, position = event["group"], event["position"]
     if group != state.next_group:
-        faults.append(Fault(LOST, f"group {group} is admitted where group {state.next_group} was next"))
+        faults.add(LOST, f"group {group} is admitted where group {state.next_group} was next")
     if position != state.cursor and not event["requeued"]:
-        faults.append(Fault(LOST, f"group {group} asks position {position} where {state.cursor} was next"))
+        faults.add(LOST, f"group {group} asks position {position} where {state.cursor} was next")
     state.next_group = max(state.next_group, group + 1)
     state.cursor = max(state.cursor, position + 1)
     state.open[group] = (position, event["requeued"])
 
 
-def _settle(event: dict[str, Any], state: State, faults: list[Fault]) -> None:
+def _settle(event: dict[str, Any], state: State, faults: Faults) -> None:
     group, outcome = event["group"], event["outcome"]
     if outcome == "trained":
         if group in state.ended:
-            faults.append(
-                Fault(TWICE, f"group {group} is trained in step {event['step']} and was {state.ended[group]} before")
-            )
+            faults.add(TWICE, f"group {group} is trained in step {event['step']} and was {state.ended[group]} before")
         if event["step"] != state.step + 1:
-            faults.append(Fault(DISAGREE, f"group {group} is trained for step {event['step']} after step {state.step}"))
+            faults.add(DISAGREE, f"group {group} is trained for step {event['step']} after step {state.step}")
         state.batch.append(group)
     if group in state.ended:  # the first end counts; a second one is only told of again
         state.duplicates += 1
@@ -154,27 +155,27 @@ def _settle(event: dict[str, Any], state: State, faults: list[Fault]) -> None:
         del state.open[group]
         state.ended[group] = outcome
     else:
-        faults.append(Fault(DISAGREE, f"group {group} ends as {outcome} and was never admitted"))
+        faults.add(DISAGREE, f"group {group} ends as {outcome} and was never admitted")
 
 
-def _step(event: dict[str, Any], state: State, expected: Expected, faults: list[Fault]) -> None:
+def _step(event: dict[str, Any], state: State, expected: Expected, faults: Faults) -> None:
     step, token_hash = event["step"], event["token_hash"]
     if step <= state.step:
-        faults.append(Fault(TWICE, f"step {step} is there again after step {state.step}"))
+        faults.add(TWICE, f"step {step} is there again after step {state.step}")
     elif step > state.step + 1:
-        faults.append(Fault(LOST, f"step {step} follows step {state.step}"))
+        faults.add(LOST, f"step {step} follows step {state.step}")
     if len(state.batch) != expected.groups_per_step:
-        faults.append(Fault(LOST, f"step {step} trained {len(state.batch)} groups of {expected.groups_per_step}"))
+        faults.add(LOST, f"step {step} trained {len(state.batch)} groups of {expected.groups_per_step}")
     if token_hash in state.hashes:
-        faults.append(Fault(TWICE, f"steps {state.hashes[token_hash]} and {step} trained the same tokens"))
+        faults.add(TWICE, f"steps {state.hashes[token_hash]} and {step} trained the same tokens")
     if event["oldest"] > expected.bound:
-        faults.append(Fault(STALE, f"step {step} trained tokens {event['oldest']} versions old, over {expected.bound}"))
+        faults.add(STALE, f"step {step} trained tokens {event['oldest']} versions old, over {expected.bound}")
     state.step, state.batch, state.committed = step, [], False
     state.hashes[token_hash] = step
     state.oldest[step] = event["oldest"]
 
 
-def rolled_back(history: list[State], event: dict[str, Any], faults: list[Fault]) -> list[State]:
+def rolled_back(history: list[State], event: dict[str, Any], faults: Faults) -> list[State]:
     """The history up to the state from which a run was resumed."""
     step, next_group, reopened = event["step"], event["next_group"], set(event["reopened"])
     for place in reversed(range(len(history))):
@@ -182,87 +183,82 @@ def rolled_back(history: list[State], event: dict[str, Any], faults: list[Fault]
         if (state.step, state.next_group, set(state.open), state.batch) == (step, next_group, reopened, []):
             break
     else:
-        faults.append(
-            Fault(
-                DISAGREE,
-                f"a run went on from step {step} with other groups in flight than there were: {sorted(reopened)}",
-            )
+        faults.add(
+            DISAGREE, f"a run went on from step {step} with other groups in flight than there were: {sorted(reopened)}"
         )
         place = max((i for i, state in enumerate(history) if state.step <= step), default=0)
         state = history[place]
     if any(later.committed for later in history[place:] if later.step > step):
         newest = max(later.step for later in history[place:] if later.committed)
-        faults.append(Fault(LOST, f"a run went on from step {step} although step {newest} was in a checkpoint"))
+        faults.add(LOST, f"a run went on from step {step} although step {newest} was in a checkpoint")
     if not set(event["restored"]) <= reopened:
-        faults.append(Fault(DISAGREE, f"groups restored in step {step} were not open: {event['restored']}"))
+        faults.add(DISAGREE, f"groups restored in step {step} were not open: {event['restored']}")
     resumed = state.copy()
     resumed.run_generation = event["run_generation"]
     if step and resumed.run_generation <= state.run_generation:
         now, before = resumed.run_generation, state.run_generation
-        faults.append(
-            Fault(DISAGREE, f"run generation {now} follows run generation {before}: labels of weights repeat")
-        )
+        faults.add(DISAGREE, f"run generation {now} follows run generation {before}: labels of weights repeat")
     return [*history[: place + 1], resumed]
 
 
 # ---------------------------------------------------------------------- metrics
 
 
-def judge_metrics(path: Path, history: list[State], expected: Expected, faults: list[Fault]) -> None:
+def judge_metrics(path: Path, history: list[State], expected: Expected, faults: Faults) -> None:
     """One row of training per step, in order, with the books of the journal after that step."""
     lines = path.read_bytes().splitlines(keepends=True)
     if lines and not lines[-1].endswith(b"\n"):
-        faults.append(Fault(DISAGREE, f"the last line of {path.name} is torn"))
+        faults.add(DISAGREE, f"the last line of {path.name} is torn")
         lines.pop()
     rows = [json.loads(line) for line in lines]
     trained = [row for row in rows if "ledger/trained" in row]
     steps = [row["step"] for row in trained]
     for step in range(1, expected.steps + 1):
         if steps.count(step) != 1:
-            faults.append(Fault(LOST if step not in steps else TWICE, f"{steps.count(step)} rows of step {step}"))
+            faults.add(LOST if step not in steps else TWICE, f"{steps.count(step)} rows of step {step}")
     if steps != sorted(steps):
-        faults.append(Fault(DISAGREE, f"rows are out of order: {steps}"))
+        faults.add(DISAGREE, f"rows are out of order: {steps}")
     after: dict[int, State] = {}
     for state in history:
         after.setdefault(state.step, state)  # the first state of a step is the one that its line made
     for row in trained:
         if row["step"] not in after or row["step"] == 0:
-            faults.append(Fault(DISAGREE, f"a row of step {row['step']}, which the journal does not know"))
+            faults.add(DISAGREE, f"a row of step {row['step']}, which the journal does not know")
             continue
         state = after[row["step"]]
         messages = {name: row[f"ledger/{name}"] for name in ("trained", "stale", "failed", "filtered", "discarded")}
         messages |= {"open": row["ledger/open"], "duplicates": row["ledger/duplicates"]}
         known = dict.fromkeys(messages, 0) | state.counts | {"open": len(state.open), "duplicates": state.duplicates}
         if messages != known:
-            faults.append(Fault(DISAGREE, f"row of step {row['step']} has {messages}, the journal {known}"))
+            faults.add(DISAGREE, f"row of step {row['step']} has {messages}, the journal {known}")
         oldest = row["staleness/max"]
         if oldest > expected.bound:
-            faults.append(Fault(STALE, f"row of step {row['step']}: {oldest:g} versions, over {expected.bound}"))
+            faults.add(STALE, f"row of step {row['step']}: {oldest:g} versions, over {expected.bound}")
         if oldest != state.oldest.get(row["step"]):
-            faults.append(Fault(DISAGREE, f"row of step {row['step']}: staleness {oldest:g}, the journal says another"))
+            faults.add(DISAGREE, f"row of step {row['step']}: staleness {oldest:g}, the journal says another")
 
 
 # ---------------------------------------------------------------------- checkpoints
 
 
-def judge_checkpoints(root: Path, history: list[State], expected: Expected, faults: list[Fault]) -> None:
+def judge_checkpoints(root: Path, history: list[State], expected: Expected, faults: Faults) -> None:
     """Each is whole, and holds a state that the journal knows; the newest one is that of the last step."""
     newest, count = 0, 0
     for directory in sorted(root.iterdir()):
         if directory.name.startswith("."):
-            faults.append(Fault(DISAGREE, f"{directory.name} was left behind"))
+            faults.add(DISAGREE, f"{directory.name} was left behind")
             continue
         manifest = _manifest(directory, faults)
         if manifest is not None:
             newest, count = max(newest, manifest["step"]), count + 1
             _judge_ledger(directory, manifest, history, faults)
     if newest != expected.steps:
-        faults.append(Fault(LOST, f"the newest checkpoint is of step {newest}, the run ended with {expected.steps}"))
+        faults.add(LOST, f"the newest checkpoint is of step {newest}, the run ended with {expected.steps}")
     if count > expected.keep_last_n:
-        faults.append(Fault(DISAGREE, f"{count} checkpoints were kept, {expected.keep_last_n} asked for"))
+        faults.add(DISAGREE, f"{count} checkpoints were kept, {expected.keep_last_n} asked for")
 
 
-def _manifest(directory: Path, faults: list[Fault]) -> dict[str, Any] | None:
+def _manifest(directory: Path, faults: Faults) -> dict[str, Any] | None:
     """The manifest, if it and the files that it lists are as they were written."""
     try:
         data = (directory / "manifest.json").read_bytes()
@@ -277,16 +273,16 @@ def _manifest(directory: Path, faults: list[Fault]) -> dict[str, Any] | None:
             if (len(content), xxhash.xxh3_128(content).hexdigest()) != (files[name]["size"], files[name]["xxh3"]):
                 wrong.append(name)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        faults.append(Fault(DISAGREE, f"{directory.name} cannot be read: {error!r}"))
+        faults.add(DISAGREE, f"{directory.name} cannot be read: {error!r}")
         return None
     if wrong:
-        faults.append(Fault(DISAGREE, f"{directory.name} is damaged: {', '.join(wrong)}"))
+        faults.add(DISAGREE, f"{directory.name} is damaged: {', '.join(wrong)}")
         return None
     manifest: dict[str, Any] = sealed["manifest"]
     return manifest
 
 
-def _judge_ledger(directory: Path, manifest: dict[str, Any], history: list[State], faults: list[Fault]) -> None:
+def _judge_ledger(directory: Path, manifest: dict[str, Any], history: list[State], faults: Faults) -> None:
     ledger = json.loads(manifest["ledger"])
     open_ = {group: (position, requeued) for group, position, requeued in ledger["open"]}
     counts = {outcome: n for outcome, n in ledger["counts"].items() if n}
@@ -296,14 +292,12 @@ def _judge_ledger(directory: Path, manifest: dict[str, Any], history: list[State
         if (known, state.duplicates, state.batch) == (held, ledger["duplicates"], []):
             break
     else:
-        faults.append(Fault(DISAGREE, f"{directory.name} holds books that the journal never had: {held}"))
+        faults.add(DISAGREE, f"{directory.name} holds books that the journal never had: {held}")
     if manifest["version"] != manifest["step"]:
-        faults.append(Fault(DISAGREE, f"{directory.name} holds version {manifest['version']}"))
+        faults.add(DISAGREE, f"{directory.name} holds version {manifest['version']}")
     waiting = _groups_kept(directory / "buffer.msgpack")
     if len(waiting) != len(set(waiting)) or not set(waiting) <= set(open_):
-        faults.append(
-            Fault(DISAGREE, f"{directory.name} keeps groups {waiting} for the trainer, open are {sorted(open_)}")
-        )
+        faults.add(DISAGREE, f"{directory.name} keeps groups {waiting} for the trainer, open are {sorted(open_)}")
 
 
 def _groups_kept(path: Path) -> list[int]:

@@ -11,6 +11,7 @@ import itertools
 import json
 import os
 import random
+import re
 import struct
 import subprocess
 import sys
@@ -187,13 +188,7 @@ def test_a_run_without_fault_has_none(tmp_path: Path) -> None:
 def test_each_fault_is_seen(tmp_path: Path, name: str) -> None:
     change, kind, words = MUTANTS[name]
     faults = found(tmp_path, change)
-    assert [text for of, text in faults if of == kind and matches(words, text)], faults
-
-
-def matches(words: str, text: str) -> bool:
-    import re
-
-    return re.search(words, text) is not None
+    assert [text for of, text in faults if of == kind and re.search(words, text)], faults
 
 
 def test_a_group_that_is_reported_twice_is_no_fault(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.chaos.oracle import Expected, Fault, journal, replay
+from tests.chaos.oracle import Expected, Fault, Faults, journal, replay
 
 OTHERWISE = "trained otherwise"
 
@@ -25,7 +25,7 @@ class Trained:
 
 def trained_by(run_dir: Path, expected: Expected) -> Trained:
     """By the history that survived."""
-    faults: list[Fault] = []
+    faults = Faults()
     last = replay(list(journal(run_dir / "ledger.jsonl", faults)), expected, faults)[-1]
     if faults:
         raise ValueError(f"the journal of {run_dir} is not one to compare with: {faults[0].text}")

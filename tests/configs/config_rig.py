@@ -1,8 +1,12 @@
-"""A command line, settled as `launch.py` does; its faults and warnings; and values for every flag."""
+"""A command line, settled as `launch.py` does; its faults and warnings; and values for every flag.
+
+A command line is given in pieces, each of which is split into words as a shell does.
+"""
 
 from __future__ import annotations
 
 import re
+import shlex
 from typing import Any
 
 import pytest
@@ -10,14 +14,32 @@ from hypothesis import strategies as st
 
 from configs.flags import Flag, flags
 from configs.layers import ConfigError
-from configs.load import load
+from configs.load import Loaded, load
+from configs.resolve import resolve
 from configs.rules.validate import checked
 from configs.schema import Config
+
+WORK = "--prompt-data arithmetic --num-rollout 3"
+BASE = f"{WORK} --hf-checkpoint tiny-arithmetic"
+
+
+def read(*argv: str) -> Loaded:
+    return load([word for text in argv for word in shlex.split(text)])
+
+
+def resolved(*argv: str) -> Config:
+    loaded = read(*argv)
+    return resolve(loaded.config, loaded.given)
+
+
+def planned(*argv: str) -> Config:
+    """Of a run of ten batches whose model is given, or none."""
+    return resolved("--prompt-data arithmetic --num-rollout 10", *argv)
 
 
 def settled(*argv: str) -> tuple[Config, tuple[str, ...]]:
     """The configuration and its warnings. Raises `ConfigError`."""
-    loaded = load(argv)
+    loaded = read(*argv)
     return checked(loaded.config, loaded.given)
 
 

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from configs.load import load, read_preset
+from configs.load import read_preset
 from configs.plan.gpus import layout_of, stage_layers
 from configs.plan.memory import Form, TrainerMemory, layer_activations, trainer_memory
 from configs.plan.plan import make_plan, render
-from configs.plan.run_estimate import RunEstimate, estimate_run
-from configs.resolve import resolve
+from configs.plan.run_estimate import EngineMemory, RunEstimate, estimate_run
 from configs.schema import Config
 from configs.schema.model_shapes import (
+    ModelShape,
     active_parameters,
     adapter_parameters,
     forward_flops,
@@ -22,68 +22,66 @@ from configs.schema.model_shapes import (
     parameters,
     total_parameters,
 )
+from tests.configs.config_rig import planned
 
 TINY = {"model_type": "qwen3", "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
 TINY |= {"num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 96, "vocab_size": 256}
 EXPERTS = TINY | {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 
-def resolved(*argv: str) -> Config:
-    loaded = load(["--prompt-data", "arithmetic", "--num-rollout", "10", *argv])
-    return resolve(loaded.config, loaded.given)
-
-
 def trainer_group(backend: str, processes: int, *argv: str) -> Config:
-    return resolved("--train-backend", backend, "--actor-num-gpus-per-node", str(processes), *argv)
+    return planned(f"--train-backend {backend} --actor-num-gpus-per-node {processes}", *argv)
+
+
+def shape_of(model: dict[str, Any]) -> ModelShape:
+    shape = known_shape(model)
+    assert shape is not None, model
+    return shape
 
 
 def trainer(model: dict[str, Any], config: Config) -> TrainerMemory:
-    shape = known_shape(model)
-    assert shape is not None
-    found = trainer_memory(config, shape)
+    found = trainer_memory(config, shape_of(model))
     assert found is not None
     return found
 
 
-def estimate(model: dict[str, Any], config: Config) -> RunEstimate:
-    found = estimate_run(config, model)
+def estimate(model: dict[str, Any], *argv: str) -> RunEstimate:
+    found = estimate_run(planned(*argv), model)
     assert found is not None
     return found
 
 
-def count(model: dict[str, Any]) -> int:
-    shape = known_shape(model)
-    assert shape is not None
-    return total_parameters(shape)
+def engine(model: dict[str, Any], *argv: str) -> EngineMemory:
+    found = estimate(model, *argv).engine
+    assert found is not None
+    return found
 
 
 def test_one_process_of_torch() -> None:
-    total = count(TINY)
-    found = trainer(TINY, resolved())
+    total = total_parameters(shape_of(TINY))
+    found = trainer(TINY, planned())
     assert (found.weights, found.gradients, found.optimizer) == (4 * total, 4 * total, 8 * total)
     assert trainer(TINY, trainer_group("torch", 4)).state == found.state, "copies, not parts"
-    assert trainer(TINY, resolved("--use-kl-loss", "--kl-loss-coef", "0.1")).weights == 8 * total
-    assert trainer(TINY, resolved("--advantage-estimator", "ppo")).state == 32 * total, "policy and critic"
-    half = trainer(TINY, resolved("--train-dtype", "bfloat16"))
+    assert trainer(TINY, planned("--use-kl-loss --kl-loss-coef 0.1")).weights == 8 * total
+    assert trainer(TINY, planned("--advantage-estimator ppo")).state == 32 * total, "policy and critic"
+    half = trainer(TINY, planned("--train-dtype bfloat16"))
     assert (half.state, half.gathered) == (16 * total, 2 * total)
-    shape = known_shape(TINY)
-    assert shape is not None
+    shape = shape_of(TINY)
     assert found.activations == 16384 * 4 * layer_activations(shape, 0, "float32")
     head = 64 * (4 * 16384 + 8 * 256 + 4 * (256 + 16384))
     assert found.logits == 1024 * 256 * 9 + head
-    recomputed = trainer(TINY, resolved("--gradient-checkpointing"))
+    recomputed = trainer(TINY, planned("--gradient-checkpointing"))
     assert recomputed.activations == 16384 * (4 * 64 * 4 + layer_activations(shape, 0, "float32"))
 
 
 def test_fsdp_divides_the_state_by_the_shard() -> None:
-    total = count(TINY)
+    total = total_parameters(shape_of(TINY))
     whole = trainer(TINY, trainer_group("fsdp", 8))
     assert whole.weights == 4 * -(-total // 8)
     assert whole.state == 16 * -(-total // 8)
-    assert trainer(TINY, trainer_group("fsdp", 8, "--fsdp-shard-size", "2")).state == 16 * -(-total // 2)
-    assert trainer(TINY, trainer_group("fsdp", 8, "--fsdp-shard-size", "1")).state == 16 * total
-    shape = known_shape(TINY)
-    assert shape is not None
+    assert trainer(TINY, trainer_group("fsdp", 8, "--fsdp-shard-size 2")).state == 16 * -(-total // 2)
+    assert trainer(TINY, trainer_group("fsdp", 8, "--fsdp-shard-size 1")).state == 16 * total
+    shape = shape_of(TINY)
     layer = layer_share(shape, 0).total
     root = total - 4 * layer
     assert whole.gathered == 2 * (root + 2 * layer) + 4 * layer
@@ -92,57 +90,52 @@ def test_fsdp_divides_the_state_by_the_shard() -> None:
     offloaded = trainer(TINY, trainer_group("fsdp", 8, "--fsdp-cpu-offload"))
     assert (offloaded.state, offloaded.host) == (0, whole.state)
     assert (
-        trainer(TINY, trainer_group("fsdp", 8, "--fsdp-context-parallel-size", "2")).activations * 2
-        == whole.activations
+        trainer(TINY, trainer_group("fsdp", 8, "--fsdp-context-parallel-size 2")).activations * 2 == whole.activations
     )
 
 
 def test_adapters_alone_have_gradients() -> None:
     adapters = 4 * 4 * ((64 + 64) + 2 * (64 + 32) + (64 + 64) + 3 * (64 + 96))
-    found = trainer(TINY, trainer_group("fsdp", 1, "--lora-rank", "4"))
+    found = trainer(TINY, trainer_group("fsdp", 1, "--lora-rank 4"))
     assert found.gradients == 4 * adapters
     assert found.optimizer == 8 * adapters
-    assert found.weights == 4 * (count(TINY) + adapters)
+    assert found.weights == 4 * (total_parameters(shape_of(TINY)) + adapters)
 
 
 def test_megatron_in_two_precisions() -> None:
-    total = count(TINY)
+    total = total_parameters(shape_of(TINY))
     half = trainer(TINY, trainer_group("megatron", 1))
     assert (half.weights, half.gradients, half.optimizer) == (2 * total, 4 * total, 12 * total)
-    single = trainer(TINY, trainer_group("megatron", 1, "--train-dtype", "float32"))
+    single = trainer(TINY, trainer_group("megatron", 1, "--train-dtype float32"))
     assert (single.weights, single.gradients, single.optimizer) == (4 * total, 4 * total, 8 * total)
     spread = trainer(TINY, trainer_group("megatron", 4))
     assert spread.optimizer == 12 * -(-total // 4)
     assert trainer(TINY, trainer_group("megatron", 4, "--no-use-distributed-optimizer")).optimizer == 12 * total
-    offloaded = trainer(
-        TINY, trainer_group("megatron", 1, "--optimizer-cpu-offload", "--optimizer-offload-fraction", "0.5")
-    )
+    offloaded = trainer(TINY, trainer_group("megatron", 1, "--optimizer-cpu-offload --optimizer-offload-fraction 0.5"))
     assert (offloaded.optimizer, offloaded.host) == (6 * total, 6 * total)
 
 
 def test_experts_have_data_parallelism_of_their_own() -> None:
-    shape = known_shape(EXPERTS)
-    assert shape is not None
+    shape = shape_of(EXPERTS)
     layer = layer_share(shape, 0)
-    argv = ("--expert-model-parallel-size", "4", "--expert-tensor-parallel-size", "1")
-    found = trainer(EXPERTS, trainer_group("megatron", 8, *argv))
+    argv = "--expert-model-parallel-size 4 --expert-tensor-parallel-size 1"
+    found = trainer(EXPERTS, trainer_group("megatron", 8, argv))
     dense = 4 * (layer.tensor + layer.whole) + 2 * 256 * 64 + 64
     expert = 4 * layer.expert // 4
     assert found.parameters == dense + expert
     assert found.optimizer == 12 * (-(-dense // 8) + expert // 2), "8 copies of what is dense, 2 of an expert"
-    layout = layout_of(trainer_group("megatron", 8, *argv))
+    layout = layout_of(trainer_group("megatron", 8, argv))
     assert (layout.data, layout.expert_data) == (8, 2)
 
 
 def test_activations_of_a_pipeline() -> None:
-    shape = known_shape(TINY)
-    assert shape is not None
+    shape = shape_of(TINY)
     one = layer_activations(shape, 0, "fused")
-    argv = ("--pipeline-model-parallel-size", "2", "--max-tokens-per-gpu", "100", "--logprob-chunk-tokens", "1")
-    assert trainer(TINY, trainer_group("megatron", 2, *argv)).activations == 100 * 2 * 2 * one, (
+    argv = "--pipeline-model-parallel-size 2 --max-tokens-per-gpu 100 --logprob-chunk-tokens 1"
+    assert trainer(TINY, trainer_group("megatron", 2, argv)).activations == 100 * 2 * 2 * one, (
         "two micro-batches in flight"
     )
-    full = trainer(TINY, trainer_group("megatron", 2, *argv, "--recompute-granularity", "full"))
+    full = trainer(TINY, trainer_group("megatron", 2, argv, "--recompute-granularity full"))
     assert full.activations == 100 * (2 * 2 * 64 + one), "of the last stage, which has the head besides"
     by_sequence = layer_activations(shape, 0, "fused", tensor=2, sequence=True)
     assert by_sequence * 2 == one
@@ -152,96 +145,85 @@ def test_activations_of_a_pipeline() -> None:
 @pytest.mark.parametrize(
     ("argv", "layers", "stages"),
     [
-        (("4",), 8, (2, 2, 2, 2)),
-        (("4",), 10, None),
-        (("4", "--decoder-last-pipeline-num-layers", "13"), 61, (16, 16, 16, 13)),
-        (("2", "--decoder-first-pipeline-num-layers", "3", "--decoder-last-pipeline-num-layers", "5"), 8, (3, 5)),
-        (("2", "--decoder-first-pipeline-num-layers", "3", "--decoder-last-pipeline-num-layers", "4"), 8, None),
-        (("2", "--virtual-pipeline-model-parallel-size", "2"), 8, (4, 4)),
-        (("2", "--virtual-pipeline-model-parallel-size", "3"), 8, None),
-        (("2", "--decoder-first-pipeline-num-layers", "9"), 8, None),
-        (("1",), 8, (8,)),
+        ("4", 8, (2, 2, 2, 2)),
+        ("4", 10, None),
+        ("4 --decoder-last-pipeline-num-layers 13", 61, (16, 16, 16, 13)),
+        ("2 --decoder-first-pipeline-num-layers 3 --decoder-last-pipeline-num-layers 5", 8, (3, 5)),
+        ("2 --decoder-first-pipeline-num-layers 3 --decoder-last-pipeline-num-layers 4", 8, None),
+        ("2 --virtual-pipeline-model-parallel-size 2", 8, (4, 4)),
+        ("2 --virtual-pipeline-model-parallel-size 3", 8, None),
+        ("2 --decoder-first-pipeline-num-layers 9", 8, None),
+        ("1", 8, (8,)),
     ],
 )
-def test_layers_of_the_stages(argv: tuple[str, ...], layers: int, stages: tuple[int, ...] | None) -> None:
-    assert stage_layers(trainer_group("megatron", 4, "--pipeline-model-parallel-size", *argv), layers) == stages
+def test_layers_of_the_stages(argv: str, layers: int, stages: tuple[int, ...] | None) -> None:
+    assert stage_layers(trainer_group("megatron", 4, "--pipeline-model-parallel-size", argv), layers) == stages
 
 
 def test_one_embedded_engine() -> None:
     model = read_preset("qwen3-0.6b").values["model.architecture"]
-    found = estimate(model, resolved("--engine-slots", "64", "--rollout-max-context-len", "2048")).engine
-    assert found is not None
+    found = engine(model, "--engine-slots 64 --rollout-max-context-len 2048")
     assert found.weights == 596_049_920 * 4
     assert found.kv_bytes_per_token == 2 * 28 * 8 * 128 * 4
     assert found.kv_tokens == 64 * 2048
     assert found.total == found.weights + found.kv_bytes_per_token * found.kv_tokens
-    half = estimate(model, resolved("--engine-dtype", "bfloat16")).engine
-    assert half is not None
+    half = engine(model, "--engine-dtype bfloat16")
     assert (half.weights, half.kv_tokens) == (596_049_920 * 2, 256 * 40960), "the model's own limit"
-    short = estimate(model, resolved("--rollout-max-prompt-len", "100")).engine
-    assert short is not None
-    assert short.kv_tokens == 256 * 612
-    assert estimate(model, resolved("--loss-type", "sft_loss")).engine is None
+    assert engine(model, "--rollout-max-prompt-len 100").kv_tokens == 256 * 612
+    assert estimate(model, "--loss-type sft_loss").engine is None
 
 
 def test_one_gpu_of_an_sglang_engine() -> None:
     model = read_preset("qwen3-8b").values["model.architecture"]
-    argv = ("--engine", "sglang", "--rollout-num-gpus-per-engine")
-    found = {gpus: estimate(model, resolved(*argv, str(gpus))).engine for gpus in (1, 4, 16)}
-    one, four, many = (found[gpus] for gpus in (1, 4, 16))
-    assert one is not None
-    assert four is not None
-    assert many is not None
+    argv = "--engine sglang --rollout-num-gpus-per-engine"
+    one, four, many = (engine(model, argv, str(gpus)) for gpus in (1, 4, 16))
     assert one.kv_bytes_per_token == 36 * 2 * 8 * 128 * 2
     assert four.kv_bytes_per_token * 4 == one.kv_bytes_per_token
     assert many.kv_bytes_per_token * 8 == one.kv_bytes_per_token, "each GPU has one key head at least"
     assert four.weights == -(-one.weights // 4)
     assert one.kv_tokens == (int(80e9 * 0.88) - one.weights) // one.kv_bytes_per_token
-    less = estimate(model, resolved(*argv, "1", "--sglang-mem-fraction-static", "0.5")).engine
-    assert less is not None
+    less = engine(model, argv, "1 --sglang-mem-fraction-static 0.5")
     assert less.kv_tokens == (int(80e9 * 0.5) - one.weights) // one.kv_bytes_per_token
     latent = read_preset("deepseek-v3").values["model.architecture"]
     for gpus in ("16", "32"):
-        compressed = estimate(latent, resolved(*argv, gpus)).engine
-        assert compressed is not None
-        assert compressed.kv_bytes_per_token == 61 * (512 + 64) * 2, "whole on every GPU"
+        assert engine(latent, argv, gpus).kv_bytes_per_token == 61 * (512 + 64) * 2, "whole on every GPU"
 
 
 def test_work_of_a_batch() -> None:
-    argv = ("--rollout-max-response-len", "100", "--rollout-max-prompt-len", "28", "--mode", "sync")
-    plain = estimate(TINY, resolved(*argv)).work
+    argv = "--rollout-max-response-len 100 --rollout-max-prompt-len 28 --mode sync"
+    plain = estimate(TINY, argv).work
     assert (plain.length, plain.passes) == (128, 3)
     assert plain.forward_token == pytest.approx(plain.batch / (3 * 256 * 128), abs=1)
-    assert estimate(TINY, resolved(*argv, "--gradient-checkpointing")).work.passes == 4
-    assert estimate(TINY, resolved(*argv[:4])).work.passes == 4, "stale tokens need an anchor"
-    assert estimate(TINY, resolved(*argv, "--use-kl-loss", "--kl-loss-coef", "0.1")).work.passes == 4
-    assert estimate(TINY, trainer_group("megatron", 1, *argv, "--recompute-granularity", "full")).work.passes == 4
-    assert estimate(TINY, resolved(*argv, "--loss-type", "sft_loss")).work.passes == 3
+    assert estimate(TINY, argv, "--gradient-checkpointing").work.passes == 4
+    assert estimate(TINY, argv.removesuffix(" --mode sync")).work.passes == 4, "stale tokens need an anchor"
+    assert estimate(TINY, argv, "--use-kl-loss --kl-loss-coef 0.1").work.passes == 4
+    assert estimate(TINY, argv, "--train-backend megatron --recompute-granularity full").work.passes == 4
+    assert estimate(TINY, argv, "--loss-type sft_loss").work.passes == 3
     assert plain.seconds(4) == pytest.approx(plain.batch / (4 * 989e12 * 0.4))
 
 
 def plan_text(*argv: str) -> str:
-    return render(make_plan(resolved(*argv)))
+    return render(make_plan(planned(*argv)))
 
 
 def test_the_plan_warns_of_what_does_not_fit() -> None:
-    one = plan_text("--model", "qwen3-32b", "--train-backend", "torch")
+    one = plan_text("--model qwen3-32b --train-backend torch")
     assert "divide the model with --train-backend fsdp" in one
-    small = ("--model", "qwen3-32b", "--train-backend", "fsdp", "--actor-num-nodes", "1", "--actor-num-gpus-per-node")
-    assert "do not fit into 80 GB; raise --actor-num-nodes" in plan_text(*small, "4")
-    assert "warning" not in plan_text(*small, "16")
-    offloaded = plan_text(*small, "8", "--fsdp-cpu-offload")
+    small = "--model qwen3-32b --train-backend fsdp --actor-num-nodes 1 --actor-num-gpus-per-node"
+    assert "do not fit into 80 GB; raise --actor-num-nodes" in plan_text(small, "4")
+    assert "warning" not in plan_text(small, "16")
+    offloaded = plan_text(small, "8", "--fsdp-cpu-offload")
     assert "warning" not in offloaded
     assert "on the host" in offloaded
-    long = ("--max-tokens-per-gpu", "400000", "--no-gradient-checkpointing", "--actor-num-gpus-per-node", "8")
-    activations = plan_text("--model", "qwen3-0.6b", "--train-backend", "fsdp", *long)
+    long = "--max-tokens-per-gpu 400000 --no-gradient-checkpointing --actor-num-gpus-per-node 8"
+    activations = plan_text("--model qwen3-0.6b --train-backend fsdp", long)
     assert "lower --max-tokens-per-gpu, or add --gradient-checkpointing" in activations
-    engine = plan_text("--model", "llama3.1-70b", "--rollout-num-gpus-per-engine", "1")
+    engine = plan_text("--model llama3.1-70b --rollout-num-gpus-per-engine 1")
     assert "leave no room for a KV cache in 80 GB; divide them with --engine sglang and a larger" in engine
 
 
 def test_the_plan_of_a_trainer_group() -> None:
-    text = plan_text("--model", "qwen3-30b-a3b")
+    text = plan_text("--model qwen3-30b-a3b")
     assert "30,532,122,624 parameters, 3,353,032,704 of them active per token" in text
     assert "train        x1   process and a trainer group of 4 processes (TP 4, EP 4)" in text
     assert "each of 4 processes, megatron: weights" in text
@@ -251,11 +233,11 @@ def test_the_plan_of_a_trainer_group() -> None:
 
 
 def test_a_trainer_group_is_counted() -> None:
-    one = make_plan(resolved()).processes
+    one = make_plan(planned()).processes
     assert make_plan(trainer_group("fsdp", 4)).processes == one + 4
     assert make_plan(trainer_group("fsdp", 1)).processes == one + 1, "the train stage itself does not train then"
     assert make_plan(trainer_group("torch", 2)).processes == one + 2
-    assert make_plan(resolved("--train-backend", "simulated")).processes == one
+    assert make_plan(planned("--train-backend simulated")).processes == one
     assert "a trainer group of 1 process (one process)" in render(make_plan(trainer_group("megatron", 1)))
 
 
@@ -307,8 +289,7 @@ def test_a_layer_keeps_what_is_estimated(kind: str, shape: dict[str, Any]) -> No
     forms: tuple[Form, ...] = ("float32", "bfloat16")
     for form in forms:
         one, three = (make(**{**SHAPE, **shape}, num_hidden_layers=layers, attention_dropout=0.0) for layers in (1, 3))
-        known = known_shape(three.to_dict())
-        assert known is not None
+        known = shape_of(three.to_dict())
         measured = (kept(three, form) - kept(one, form)) / 2
         assert layer_activations(known, 2, form) == pytest.approx(measured, rel=0.06), form
 
@@ -356,8 +337,7 @@ def preset(name: str) -> dict[str, Any]:
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_parameters_of_published_models(name: str) -> None:
     total, active = PUBLISHED[name]
-    shape = known_shape(preset(name))
-    assert shape is not None
+    shape = shape_of(preset(name))
     assert parameters(preset(name)) == total_parameters(shape) == total
     if active is None:
         assert active_parameters(shape) == total
@@ -396,29 +376,24 @@ def test_experts_under_the_name_that_transformers_saves() -> None:
 
 
 def test_adapters() -> None:
-    shape = known_shape(preset("qwen3-0.6b"))
-    assert shape is not None
+    shape = shape_of(preset("qwen3-0.6b"))
     attention = (1024 + 2048) + 2 * (1024 + 1024) + (2048 + 1024)
     assert adapter_parameters(shape, 16, ("q_proj",)) == 28 * 16 * (1024 + 2048)
     assert adapter_parameters(shape, 16, ("all-linear",)) == 28 * 16 * (attention + 3 * (1024 + 3072))
-    experts = known_shape(preset("qwen3-30b-a3b"))
-    assert experts is not None
+    experts = shape_of(preset("qwen3-30b-a3b"))
     assert adapter_parameters(experts, 8, ("gate_proj", "up_proj", "down_proj")) == 0
 
 
 def test_operations_of_a_sequence() -> None:
-    shape = known_shape(preset("qwen3-8b"))
-    assert shape is not None
+    shape = shape_of(preset("qwen3-8b"))
     table = 151936 * 4096
     one = 2 * (8_190_735_360 - table) + 4 * 4096 * 36
     assert forward_flops(shape, 1) == one
     # Each later token also looks at all before it.
     assert forward_flops(shape, 3) == 3 * one + (1 + 2) * 4 * 4096 * 36
-    tied = known_shape(preset("qwen3-0.6b"))
-    assert tied is not None
+    tied = shape_of(preset("qwen3-0.6b"))
     assert forward_flops(tied, 1) == 2 * 596_049_920 + 4 * 2048 * 28  # the table is the head
-    latent = known_shape(preset("deepseek-v3"))
-    assert latent is not None
+    latent = shape_of(preset("deepseek-v3"))
     pairs = forward_flops(latent, 2) - 2 * forward_flops(latent, 1)
     assert pairs == 2 * 128 * (192 + 128) * 61
 
@@ -467,8 +442,7 @@ def test_tiny_models_against_transformers() -> None:
     transformers = pytest.importorskip("transformers")
     for number, (kind, shape) in enumerate(VARIANTS):
         config = getattr(transformers, f"{kind}Config")(**{**TINY_SHAPES, **shape}, tie_word_embeddings=number % 2 == 0)
-        known = known_shape(config.to_dict())
-        assert known is not None, kind
+        known = shape_of(config.to_dict())
         assert total_parameters(known) == parameter_count(config), (kind, shape)
 
 
@@ -485,6 +459,5 @@ def test_published_models_against_transformers() -> None:
         if kind != "DeepseekV3":
             shape.pop("q_lora_rank")
         config = getattr(transformers, f"{kind}Config")(**shape)
-        known = known_shape(preset(name))
-        assert known is not None
+        known = shape_of(preset(name))
         assert total_parameters(known) == parameter_count(config), name

@@ -29,7 +29,7 @@ from configs.plan.run_estimate import estimate_run
 from configs.resolve import resolve
 from configs.rules.validate import checked
 from configs.schema import Config, StageConfig
-from tests.configs.config_rig import NAMED, NESTED, faults_of, values
+from tests.configs.config_rig import NAMED, NESTED, WORK, faults_of, read, settled, values
 
 
 def recipe(tmp_path: Path, text: str, name: str = "mine.toml") -> str:
@@ -118,20 +118,6 @@ def test_resume_reads_the_configuration_of_the_run(tmp_path: Path) -> None:
     assert config.run.run_dir == config.run.resume == str(run)
 
 
-RUN = ("--prompt-data", "arithmetic", "--num-rollout", "3")
-
-
-def with_preset(*argv: str) -> tuple[Config, tuple[str, ...]]:
-    loaded = load([*RUN, *argv])
-    return checked(loaded.config, loaded.given)
-
-
-def preset_faults(*argv: str) -> tuple[str, ...]:
-    with pytest.raises(ConfigError) as caught:
-        with_preset(*argv)
-    return caught.value.faults
-
-
 def checkpoint(folder: Path, name: str, **changes: Any) -> str:
     """A directory with the config.json of a preset, changed."""
     model = {**read_preset(name).values["model.architecture"], **changes}
@@ -145,7 +131,7 @@ def checkpoint(folder: Path, name: str, **changes: Any) -> str:
 def test_precedence(tmp_path: Path) -> None:
     recipe = tmp_path / "mine.toml"
     recipe.write_text('[model]\nmodel = "qwen3-8b"\n[megatron]\ntensor_model_parallel_size = 2\n', encoding="utf-8")
-    loaded = load([*RUN, "--config", str(recipe), "--actor-num-gpus-per-node", "8"])
+    loaded = read(WORK, f"--config {recipe} --actor-num-gpus-per-node 8")
     config = loaded.config
     assert config.parallel.actor_num_gpus_per_node == 8  # command line
     assert config.megatron.tensor_model_parallel_size == 2  # recipe
@@ -154,9 +140,9 @@ def test_precedence(tmp_path: Path) -> None:
     assert config.model.architecture["hidden_size"] == 4096
     assert loaded.given["train.hf_checkpoint"] == "train.hf_checkpoint in --model qwen3-8b"
     assert loaded.given["megatron.tensor_model_parallel_size"] == "megatron.tensor_model_parallel_size in mine.toml"
-    above = load([*RUN, "--config", str(recipe), "--model", "qwen3-0.6b"]).config
+    above = read(WORK, f"--config {recipe} --model qwen3-0.6b").config
     assert above.model.architecture["hidden_size"] == 1024
-    none = load([*RUN, "--config", str(recipe), "--model", "none"]).config
+    none = read(WORK, f"--config {recipe} --model none").config
     assert none.model.architecture == {}
     assert none.train.hf_checkpoint == "tiny"
 
@@ -171,49 +157,49 @@ def test_precedence(tmp_path: Path) -> None:
     ],
 )
 def test_a_wrong_name(name: str, words: str) -> None:
-    (fault,) = preset_faults("--model", name)
+    (fault,) = faults_of(WORK, "--model", name)
     assert fault.startswith(f"--model is {name!r}, but there is no such preset")
     assert words in fault
 
 
 @pytest.mark.parametrize("name", preset_names())
 def test_each_preset_is_right_and_fits(name: str) -> None:
-    config, warnings = with_preset("--model", name)
+    config, warnings = settled(WORK, "--model", name)
     several = config.parallel.actor_num_nodes > 1
     assert [warning for warning in warnings if "--actor-num-nodes" not in warning] == []
     assert bool(warnings) is several, "no runner starts processes on several machines yet"
     found = estimate_run(config, config.model.architecture)
     assert found is not None
     assert found.trainer is not None
-    assert found.trainer.fits
     assert found.engine is not None
+    assert found.trainer.fits
     assert found.engine.kv_tokens > 200_000
     # One node's host holds what its eight processes offload.
     assert found.trainer.host * 8 < 1000 * 2**30
 
 
 def test_what_falls_away() -> None:
-    config, _ = with_preset("--model", "qwen3-8b", "--train-backend", "torch")
+    config, _ = settled(WORK, "--model qwen3-8b --train-backend torch")
     assert config.parallel == Config().parallel
     assert config.megatron == Config().megatron
-    config, _ = with_preset("--model", "qwen3-8b", "--engine", "embedded")
+    config, _ = settled(WORK, "--model qwen3-8b --engine embedded")
     assert config.sglang == Config().sglang
-    config, _ = with_preset("--model", "qwen3-8b", "--tensor-model-parallel-size", "1")
+    config, _ = settled(WORK, "--model qwen3-8b --tensor-model-parallel-size 1")
     assert not config.megatron.sequence_parallel
-    config, _ = with_preset("--model", "deepseek-v3", "--pipeline-model-parallel-size", "1")
+    config, _ = settled(WORK, "--model deepseek-v3 --pipeline-model-parallel-size 1")
     assert config.megatron.decoder_last_pipeline_num_layers is None
-    config, _ = with_preset("--model", "qwen3-8b", "--recompute-activations")
+    config, _ = settled(WORK, "--model qwen3-8b --recompute-activations")
     assert config.megatron.recompute_granularity == "selective"
     assert config.megatron.recompute_method is None
-    config, _ = with_preset("--model", "qwen3-8b", "--scale", "engine=3")
+    config, _ = settled(WORK, "--model qwen3-8b --scale engine=3")
     assert config.sglang.rollout_num_gpus is None
-    config, _ = with_preset("--model", "qwen3-8b", "--rollout-external-engine-addrs", "http://127.0.0.1:30000")
+    config, _ = settled(WORK, "--model qwen3-8b --rollout-external-engine-addrs http://127.0.0.1:30000")
     assert config.sglang.rollout_num_gpus is None
 
 
 def test_a_runs_own_configuration_is_read_back_as_it_was(tmp_path: Path) -> None:
     """Also where the command line took something away that the preset says."""
-    config, _ = with_preset("--model", "qwen3-30b-a3b", "--rollout-num-gpus", "none", "--scale", "engine=1")
+    config, _ = settled(WORK, "--model qwen3-30b-a3b --rollout-num-gpus none --scale engine=1")
     file = tmp_path / "saved.toml"
     file.write_text(dump_toml(config), encoding="utf-8")
     assert load(["--config", str(file)]).config == config
@@ -221,7 +207,7 @@ def test_a_runs_own_configuration_is_read_back_as_it_was(tmp_path: Path) -> None
 
 def test_a_checkpoint_that_is_another_model_is_refused(tmp_path: Path) -> None:
     directory = checkpoint(tmp_path, "qwen3-8b", hidden_size=2560, intermediate_size=9728)
-    (fault,) = preset_faults("--model", "qwen3-8b", "--hf-checkpoint", directory)
+    (fault,) = faults_of(WORK, "--model", "qwen3-8b", "--hf-checkpoint", directory)
     assert "whose config.json differs from --model qwen3-8b in" in fault
     assert "hidden_size (2560, not 4096), intermediate_size (9728, not 12288)" in fault
     assert "correct the directory, or leave --model qwen3-8b out" in fault
@@ -244,21 +230,20 @@ def test_a_checkpoint_that_is_another_model_is_refused(tmp_path: Path) -> None:
 def test_which_keys_may_differ(tmp_path: Path, name: str, changes: dict[str, Any], words: str | None) -> None:
     argv = ("--model", name, "--hf-checkpoint", checkpoint(tmp_path, name, **changes))
     if words is None:
-        with_preset(*argv)
+        settled(WORK, *argv)
     else:
-        assert any(words in fault for fault in preset_faults(*argv))
+        assert any(words in fault for fault in faults_of(WORK, *argv))
 
 
 def test_a_small_built_in_model_is_no_published_one() -> None:
-    (fault,) = preset_faults("--model", "qwen3-0.6b", "--hf-checkpoint", "tiny")
+    (fault,) = faults_of(WORK, "--model qwen3-0.6b --hf-checkpoint tiny")
     assert "--hf-checkpoint is 'tiny', a small built-in one; leave one of them out" in fault
 
 
 ENVIRONMENTS = ("guess_number", "maze", "multi_agent", "python_tool", "reasoning_gym", "search")
 PROBLEMS = ("agent_openai", "gsm8k", "quickstart", "tools", "toy", *ENVIRONMENTS)
 ALGORITHMS = tuple(name for name in recipe_names() if name not in PROBLEMS)
-REAL = ("--hf-checkpoint", "Qwen/Qwen3-0.6B", "--prompt-data", "train.jsonl", "--label-key", "answer",
-        "--num-rollout", "9")  # fmt: skip
+REAL = "--hf-checkpoint Qwen/Qwen3-0.6B --prompt-data train.jsonl --label-key answer --num-rollout 9"
 
 
 @pytest.fixture
@@ -305,7 +290,7 @@ def test_an_algorithm_on_a_real_model(name: str, order: int) -> None:
 @pytest.mark.usefixtures("place")
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_an_algorithm_beside_flags(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert launch.main(["--config", name, *REAL, *teacher(name), "--dry-run"]) == 0
+    assert launch.main(["--config", name, *REAL.split(), *teacher(name), "--dry-run"]) == 0
     output = capsys.readouterr()
     assert output.err == ""
     lines = output.out.splitlines()

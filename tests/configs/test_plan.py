@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from configs.graph import path
-from configs.load import load
+from configs.load import read_preset
 from configs.plan.plan import (
     capped_lognormal_mean,
     make_plan,
@@ -25,33 +25,9 @@ from configs.plan.plan import (
     staleness_line,
 )
 from configs.plan.run_estimate import estimate_run, size_text
-from configs.resolve import resolve
-from configs.schema import Config
+from tests.configs.config_rig import planned
 
-QWEN3_06B = {
-    "model_type": "qwen3",
-    "hidden_size": 1024,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "intermediate_size": 3072,
-    "vocab_size": 151936,
-    "tie_word_embeddings": True,
-    "max_position_embeddings": 40960,
-}
-QWEN3_8B = QWEN3_06B | {
-    "hidden_size": 4096,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "intermediate_size": 12288,
-    "tie_word_embeddings": False,
-}
-
-
-def resolved(*argv: str) -> Config:
-    loaded = load(["--prompt-data", "arithmetic", "--num-rollout", "10", *argv])
-    return resolve(loaded.config, loaded.given)
+QWEN3_06B, QWEN3_8B = (read_preset(f"qwen3-{size}").values["model.architecture"] for size in ("0.6b", "8b"))
 
 
 def simulate_gate(batch: int, bound: int, interval: int, batches: int) -> list[int]:
@@ -72,8 +48,8 @@ def simulate_gate(batch: int, bound: int, interval: int, batches: int) -> list[i
 @settings(max_examples=60, deadline=None)
 @given(batch=st.integers(1, 5), ahead=st.integers(0, 5), interval=st.integers(1, 4))
 def test_the_predicted_mean_is_what_the_gate_does(batch: int, ahead: int, interval: int) -> None:
-    argv = ["--rollout-batch-size", str(batch), "--async-buffer-size", str(ahead)]
-    found = predicted_staleness(resolved(*argv, "--update-weights-interval", str(interval)))
+    argv = f"--rollout-batch-size {batch} --async-buffer-size {ahead} --update-weights-interval {interval}"
+    found = predicted_staleness(planned(argv))
     trained = simulate_gate(batch, found.bound, interval, 60 * interval)
     assert max(trained) == found.bound == ahead + interval - 1
     steady = trained[20 * interval * batch : 50 * interval * batch]
@@ -89,23 +65,23 @@ def test_a_bound_below_interval_minus_one_would_close_the_gate() -> None:
 def test_staleness_of_known_cases() -> None:
     assert mean_staleness(in_flight=48, queued=16, batch=32) == 2.0
     assert mean_staleness(in_flight=32, queued=0, batch=32, interval=3) == 2.0
-    found = predicted_staleness(resolved("--engine-slots", "128"))  # 128 slots / 8 per group = half a batch
+    found = predicted_staleness(planned("--engine-slots 128"))  # 128 slots / 8 per group = half a batch
     assert (found.bound, found.mean_low, found.mean_high, found.useful) == (2, 0.5, 2.0, 1)
-    found = predicted_staleness(resolved("--engine-slots", "128", "--scale", "engine=8"))
+    found = predicted_staleness(planned("--engine-slots 128 --scale engine=8"))
     assert (found.mean_low, found.useful) == (2.0, 4)
-    found = predicted_staleness(resolved("--engine-slots", "512", "--server-concurrency", "64"))
+    found = predicted_staleness(planned("--engine-slots 512 --server-concurrency 64"))
     assert found.mean_low == 0.25
 
 
 def test_the_line_that_a_run_prints() -> None:
-    assert staleness_line(resolved("--engine-slots", "128")) == (
+    assert staleness_line(planned("--engine-slots 128")) == (
         "staleness: at most 2 versions (N + K - 1 with N = 2, K = 1); predicted mean 2 if training is the slower side, "
         "about 0.5 if generation is"
     )
-    assert staleness_line(resolved("--mode", "sync")) == (
+    assert staleness_line(planned("--mode sync")) == (
         "staleness: 0, every token is trained by the weights version that made it"
     )
-    assert "at most 1 version (" in staleness_line(resolved("--mode", "one_step"))
+    assert "at most 1 version (" in staleness_line(planned("--mode one_step"))
 
 
 def test_capped_lognormal_against_sampling() -> None:
@@ -119,40 +95,41 @@ def test_capped_lognormal_against_sampling() -> None:
 
 
 def test_time_of_a_simulated_batch() -> None:
-    argv = ["--engine", "simulated", "engine.simulated.length_sigma=0", "--rollout-max-response-len", "1000"]
-    config = resolved(*argv, "--engine-slots", "64")
+    argv = "--engine simulated engine.simulated.length_sigma=0 --rollout-max-response-len 1000"
+    config = planned(argv, "--engine-slots 64")
     # 256 rollouts x 400 tokens, 64 at a time, (8 + 0.1 x 64) ms a step
     assert simulated_generation_s(config) == pytest.approx(256 * 400 / 64 * 0.0144)
-    assert simulated_generation_s(resolved(*argv, "--engine-slots", "64", "--scale", "engine=2")) == pytest.approx(
+    assert simulated_generation_s(planned(argv, "--engine-slots 64 --scale engine=2")) == pytest.approx(
         256 * 400 / 128 * 0.0144
     )
-    few = resolved(*argv, "--mode", "sync", "--rollout-batch-size", "2")  # only 16 rollouts are ever out
+    few = planned(argv, "--mode sync --rollout-batch-size 2")  # only 16 rollouts are ever out
     assert simulated_generation_s(few) == pytest.approx(400 * (8 + 1.6) / 1000)
 
 
 def test_the_bound_of_a_step() -> None:
-    trainer = ["--train-backend", "simulated", "--simulated-step-s", "2", "--num-steps-per-rollout", "4"]
-    assert simulated_times(resolved()) == {}
-    assert simulated_times(resolved(*trainer)) == {"training": 8.0}
-    both = resolved(*trainer, "--engine", "simulated", "engine.simulated.a_ms=0", "engine.simulated.c_ms=0")
+    trainer = "--train-backend simulated --simulated-step-s 2 --num-steps-per-rollout 4"
+    assert simulated_times(planned()) == {}
+    assert simulated_times(planned(trainer)) == {"training": 8.0}
+    both = planned(trainer, "--engine simulated engine.simulated.a_ms=0 engine.simulated.c_ms=0")
     assert simulated_times(both) == {"generation": 0.0, "training": 8.0}
     assert "generation 0 s, training 8 s: no step can take less than 8 s" in render(make_plan(both))
-    assert "the other side is measured during the run" in render(make_plan(resolved("--engine", "simulated")))
+    assert "the other side is measured during the run" in render(make_plan(planned("--engine simulated")))
 
 
 def stages(*names: tuple[str, str]) -> str:
-    return json.dumps([{"name": name, "path": "json:JSONDecoder", "after": after} for name, after in names])
+    tables = [{"name": name, "path": "json:JSONDecoder", "after": after} for name, after in names]
+    return f"'stage={json.dumps(tables)}'"
 
 
 def test_a_circle_of_custom_stages_is_left_out_and_ends() -> None:
-    config = resolved(f"stage={stages(('a', 'generate'), ('b', 'a'), ('a', 'b'), ('x', 'y'), ('y', 'x'))}")
+    config = planned(stages(("a", "generate"), ("b", "a"), ("a", "b"), ("x", "y"), ("y", "x")))
     assert {"x", "y"}.isdisjoint(path(config))
 
 
 def test_the_plan_as_text() -> None:
-    judge = '[{"name": "judge", "path": "json:JSONDecoder", "after": "reward", "replicas": 2}]'
-    argv = ["--tools", "calculator", "--scale", "engine=2", "reward=2", "--reward-workers", "3", f"stage={judge}"]
-    plan = make_plan(resolved(*argv, "--eval-interval", "5", "--eval-prompt-data", "arithmetic"))
+    judge = f"{stages(('judge', 'reward'))} stage.judge.replicas=2"
+    argv = f"--tools calculator --scale engine=2 reward=2 --reward-workers 3 {judge}"
+    plan = make_plan(planned(argv, "--eval-interval 5 --eval-prompt-data arithmetic"))
     text = render(plan)
     assert "prompts -> generate -> reward x2 -> judge x2 -> group -> train" in text
     assert "generate -> agents -> generate" in text
@@ -164,62 +141,56 @@ def test_the_plan_as_text() -> None:
     assert "= 256 rollouts = global_batch_size 256 x num_steps_per_rollout 1" in text
     assert "2,560 rollouts and 10 steps in all" in text
     assert "process and 3 grader processes each" in text
-    assert make_plan(resolved(*argv, "--runner", "inprocess")).processes == 1 + 6
+    assert make_plan(planned(argv, "--runner inprocess")).processes == 1 + 6
     assert all(len(line) <= 200 for line in text.splitlines())
 
 
 def test_the_plan_of_supervised_training_has_no_engine() -> None:
-    plan = make_plan(resolved("--loss-type", "sft_loss"))
+    plan = make_plan(planned("--loss-type sft_loss"))
     assert "  prompts -> train\n" in render(plan)
     assert plan.processes == 2
 
 
 def test_memory_in_the_plan(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_06B), encoding="utf-8")
-    text = render(make_plan(resolved("--hf-checkpoint", str(tmp_path), "--engine-slots", "8")))
+    text = render(make_plan(planned("--hf-checkpoint", str(tmp_path), "--engine-slots 8")))
     assert "596,049,920 parameters" in text
     assert "trainer            8.882 GiB" in text
-    assert "memory: not estimated" in render(make_plan(resolved()))
+    assert "memory: not estimated" in render(make_plan(planned()))
 
 
 def test_a_hub_id_that_a_preset_has_is_estimated() -> None:
-    plan = make_plan(resolved("--hf-checkpoint", "Qwen/Qwen3-0.6B", "--frozen-engine", "t=Qwen/Qwen3-8B", "--use-opd"))
+    plan = make_plan(planned("--hf-checkpoint Qwen/Qwen3-0.6B --frozen-engine t=Qwen/Qwen3-8B --use-opd"))
     assert "596,049,920 parameters" in render(plan)
     assert plan.frozen[0].nbytes is not None
-    text = render(make_plan(resolved("--hf-checkpoint", "some/model-of-its-own")))
+    text = render(make_plan(planned("--hf-checkpoint some/model-of-its-own")))
     assert "memory: not estimated, for some/model-of-its-own is no checkpoint of a preset" in text
 
 
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["--model", "qwen3-8b"], "8 in all, 4 of the trainer and 4 of engines: 1 node of 8"),
-        (
-            ["--model", "qwen3-8b", "--rollout-num-gpus", "6"],
-            "10 in all, 4 of the trainer and 6 of engines: 2 nodes of 8",
-        ),
-        (["--model", "llama3.1-70b"], "48 in all, 32 of the trainer and 16 of engines: 6 nodes of 8"),
-        (["--hf-checkpoint", "Qwen/Qwen3-0.6B", "--scale", "engine=3"], "4 in all, 1 of the trainer and 3 of engines"),
-        (
-            ["--hf-checkpoint", "Qwen/Qwen3-0.6B", "--engine-device", "cpu"],
-            "1 in all, 1 of the trainer and 0 of engines",
-        ),
-        (["--model", "qwen3-8b", "--engine", "simulated"], "4 in all, 4 of the trainer and 0 of engines: 1 node of 8"),
+        ("--model qwen3-8b", "8 in all, 4 of the trainer and 4 of engines: 1 node of 8"),
+        ("--model qwen3-8b --rollout-num-gpus 6", "10 in all, 4 of the trainer and 6 of engines: 2 nodes of 8"),
+        ("--model llama3.1-70b", "48 in all, 32 of the trainer and 16 of engines: 6 nodes of 8"),
+        ("--hf-checkpoint Qwen/Qwen3-0.6B --scale engine=3", "4 in all, 1 of the trainer and 3 of engines"),
+        ("--hf-checkpoint Qwen/Qwen3-0.6B --engine-device cpu", "1 in all, 1 of the trainer and 0 of engines"),
+        ("--model qwen3-8b --engine simulated", "4 in all, 4 of the trainer and 0 of engines: 1 node of 8"),
     ],
 )
-def test_the_plan_counts_all_gpus(argv: list[str], words: str) -> None:
-    assert f"GPUs               {words}" in render(make_plan(resolved(*argv)))
+def test_the_plan_counts_all_gpus(argv: str, words: str) -> None:
+    assert f"GPUs               {words}" in render(make_plan(planned(argv)))
 
 
 def test_the_plan_of_a_run_on_a_cpu_counts_no_gpus() -> None:
-    cpu = ("--train-device", "cpu", "--engine-device", "cpu")
-    assert "GPUs               " not in render(make_plan(resolved("--hf-checkpoint", "Qwen/Qwen3-0.6B", *cpu)))
+    cpu = "--train-device cpu --engine-device cpu"
+    assert "GPUs               " not in render(make_plan(planned("--hf-checkpoint Qwen/Qwen3-0.6B", cpu)))
 
 
 def test_a_colocated_run_is_planned_with_both() -> None:
-    argv = ["--hf-checkpoint", "Qwen/Qwen3-0.6B", "--mode", "sync", "--colocate", "--engine-slots", "8"]
-    argv += ["--rollout-max-context-len", "2048", "--gradient-checkpointing"]
-    plan = make_plan(resolved(*argv))
+    argv = "--hf-checkpoint Qwen/Qwen3-0.6B --mode sync --colocate --engine-slots 8 --rollout-max-context-len 2048"
+    argv += " --gradient-checkpointing"
+    plan = make_plan(planned(argv))
     assert plan.estimate is not None
     assert plan.estimate.trainer is not None
     assert plan.estimate.engine is not None
@@ -230,15 +201,15 @@ def test_a_colocated_run_is_planned_with_both() -> None:
     assert f"{size_text(trainer.weights + trainer.optimizer)} of the trainer on the host" in text
     assert "1 in all, on which trainer and engines take turns: 1 node of 8" in text
     assert "the larger of both" not in text
-    wide = render(make_plan(resolved(*argv, "--max-tokens-per-gpu", "2000000")))
+    wide = render(make_plan(planned(argv, "--max-tokens-per-gpu 2000000")))
     assert "warning: the larger of both and about 4 GiB of the runtime do not fit into 80 GB" in wide
-    assert "trainer and engine " not in render(make_plan(resolved("--hf-checkpoint", "Qwen/Qwen3-0.6B")))
+    assert "trainer and engine " not in render(make_plan(planned("--hf-checkpoint Qwen/Qwen3-0.6B")))
 
 
 def test_frozen_engines_are_planned_and_counted() -> None:
-    one = make_plan(resolved("--use-opd", "--frozen-engine", "t=tiny"))
-    two = make_plan(resolved("--use-opd", "--frozen-engine", "t=tiny", "judge=http://localhost:3000"))
-    none = make_plan(resolved())
+    one = make_plan(planned("--use-opd --frozen-engine t=tiny"))
+    two = make_plan(planned("--use-opd --frozen-engine t=tiny judge=http://localhost:3000"))
+    none = make_plan(planned())
     assert (one.processes, two.processes) == (none.processes + 2, none.processes + 2), "the stage and its engine"
     assert [(engine.name, engine.started) for engine in two.frozen] == [("t", True), ("judge", False)]
     text = render(two)
@@ -252,8 +223,8 @@ def test_the_memory_of_a_frozen_engine_is_that_of_its_own_model(tmp_path: Path) 
     for name, shape in (("policy", QWEN3_06B), ("teacher", QWEN3_8B)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(shape))
-    flags = ["--hf-checkpoint", str(tmp_path / "policy"), "--engine-slots", "8", "--rollout-max-context-len", "2048"]
-    config = resolved(*flags, "--use-opd", "--frozen-engine", f"t={tmp_path / 'teacher'}", "far=http://localhost:1")
+    flags = ["--hf-checkpoint", str(tmp_path / "policy"), "--engine-slots 8 --rollout-max-context-len 2048"]
+    config = planned(*flags, "--use-opd --frozen-engine", f"t={tmp_path / 'teacher'}", "far=http://localhost:1")
     plan = make_plan(config)
     expected = estimate_run(config, QWEN3_8B)
     assert expected is not None

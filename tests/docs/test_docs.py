@@ -32,12 +32,8 @@ FLAG = re.compile(r"(?<![\w-])--([a-z][a-z0-9-]*)")
 
 # Flags of other programs, of the engine server's own command line, and of `launch.py samples` and `status`.
 FOREIGN = {"logdir", "quick", "strict", "local-dir", "model-path", "port", "hf", "megatron", "out"}
-FOREIGN |= {f.name.replace("_", "-") for f in msgspec.structs.fields(Job)} | {
-    "published",
-    "in-flight",
-    "replicas",
-    "reward-s",
-}
+FOREIGN |= {f.name.replace("_", "-") for f in msgspec.structs.fields(Job)}
+FOREIGN |= {"published", "in-flight", "replicas", "reward-s"}
 FOREIGN |= {"system-prompt", "output-format", "host", "token-file"}
 FOREIGN |= {"address", "head", "labels", "working-dir"}  # of Ray
 FOREIGN |= {"step", "group", "reward", "failed", "untrained", "json"}
@@ -141,13 +137,9 @@ def python_blocks(page: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
-def test_python_blocks_parse(page: Path) -> None:
+def test_code_blocks_are_closed_and_named_and_those_of_python_parse(page: Path) -> None:
     for block in python_blocks(page):
         ast.parse(block, filename=page_id(page))
-
-
-@pytest.mark.parametrize("page", PAGES, ids=page_id)
-def test_fences_are_closed_and_named(page: Path) -> None:
     fences = re.findall(r"^```(\w*)$", page.read_text(), re.MULTILINE)
     assert len(fences) % 2 == 0, f"{page_id(page)} has a code block that is not closed"
     for opening, closing in zip(fences[::2], fences[1::2], strict=True):

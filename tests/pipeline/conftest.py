@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from fake_servers import FAKE
 
 from pipeline.facts.run_directory import RunDir
 
@@ -14,3 +15,11 @@ from pipeline.facts.run_directory import RunDir
 def rundir(tmp_path: Path) -> Iterator[RunDir]:
     with RunDir(tmp_path / "run").open(resume=False) as opened:
         yield opened
+
+
+@pytest.fixture
+def fake(tmp_path: Path) -> Path:
+    """The program of a fake SGLang server."""
+    path = tmp_path / "fake.py"
+    path.write_text(FAKE)
+    return path

@@ -12,11 +12,13 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import msgspec
+from launching import alive
 
 from configs.schema import Config
 from models.engines.client import EngineClient
 from pipeline.facts.run_directory import EngineSpec
 from pipeline.supervise.health_probe import HttpProbe
+from stages.base import TrainOptions
 from stages.topic_values import RouterAddress
 
 PATIENCE_S = 20.0
@@ -53,7 +55,8 @@ http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
 class Told:
     """A controller that writes down what it is told."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, resumable: bool = True) -> None:
+        self.resumable = resumable
         self.events: list[tuple[str, ...]] = []
         self.lines: list[str] = []
         self.is_loading = False
@@ -80,19 +83,25 @@ class Told:
     def complaint(self, name: str, incarnation: int) -> str | None:
         return self.complaints.get((name, incarnation))
 
+    async def trainer_state(self, lost: TrainOptions) -> TrainOptions | None:
+        return msgspec.structs.replace(lost, incarnation=lost.incarnation + 1) if self.resumable else None
+
     def say(self, line: str) -> None:
         self.lines.append(line)
 
     async def until(self, what: str, times: int = 1) -> tuple[str, ...]:
         """Wait for the n-th event of a kind."""
-        return await eventually(lambda: [e for e in self.events if e[0] == what][times - 1 : times])
+        await eventually(lambda: len(self._of(what)) >= times)
+        return self._of(what)[times - 1]
+
+    def _of(self, what: str) -> list[tuple[str, ...]]:
+        return [event for event in self.events if event[0] == what]
 
 
-async def eventually(find: Callable[[], list[tuple[str, ...]]]) -> tuple[str, ...]:
+async def eventually(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(PATIENCE_S):
-        while not (found := find()):  # noqa: ASYNC110  (what is waited for announces nothing)
+        while not condition():  # noqa: ASYNC110  (what is waited for announces nothing)
             await asyncio.sleep(0.02)
-    return found[0]
 
 
 def configured(**health: float) -> Config:
@@ -107,16 +116,13 @@ def configured(**health: float) -> Config:
     return msgspec.structs.replace(config, health=settings)
 
 
+def gone(pid: int) -> bool:
+    return not alive(pid)
+
+
 async def scheduler(client: EngineClient) -> int:
     """Number of the fake's second process."""
     return int(msgspec.json.decode(await client.call("GET", "/server_info", None, 5.0))["child"])
-
-
-def gone(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] in "ZX"
-    except OSError:
-        return True
 
 
 @contextlib.asynccontextmanager
@@ -126,7 +132,7 @@ async def outside(script: Path, port: int, mode: str = "Tiny") -> AsyncIterator[
     try:
         async with EngineClient(f"http://127.0.0.1:{port}") as client:
             look = HttpProbe(client, 1.0)
-            await eventually(lambda: [("up",)] if connects(port) else [])
+            await eventually(lambda: connects(port))
             assert await look() is None
         yield process
     finally:

@@ -188,18 +188,10 @@ def status(url: str, token: str = "") -> int:
         return error.code
 
 
-def ended(process: int) -> bool:
-    """Also if nobody has waited for it."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return True
-
-
 def server_of(run_dir: Path, name: str, controller: int, timeout_s: float = 300) -> dict[str, Any]:
     """What a run tells of one of its servers, once that serves."""
     deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline and not ended(controller):
+    while time.monotonic() < deadline and alive(controller):
         with contextlib.suppress(OSError, KeyError):
             found: dict[str, Any] = json.loads((run_dir / "replicas" / "fleet.json").read_text())[name]
             return found

@@ -4,49 +4,30 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from launching import NO_DATA, finish, here, launch, made_model, start, succeed_here
+from launching import NO_DATA, SIMULATED_TRAINER, finish, here, launch, made_model, start, succeed_here
 from safetensors.torch import load_file, save_file
 from test_kill import kill, wait_for_steps
 from test_preflight import refused
 
 from models.tiny import make_tiny_checkpoint
 from pipeline.record.metrics import read_metrics
+from stages.messages import Sample
+from stages.train.saved_groups import read_file
 
 pytestmark = pytest.mark.slow
 
-# A custom stage that writes down what the teacher stage left.
-PEEK = """
-import json
-from stages.base import MapStage
-
-
-class Peek(MapStage):
-    async def process(self, message):
-        with open(self.context.run_dir / "peek.jsonl", "a") as file:
-            for s in message.samples:
-                row = {"purpose": message.group.purpose, "teacher": message.group.row_metadata.get("teacher"),
-                       "status": s.status, "mask": s.loss_mask.tolist(), "policy": s.log_probs.tolist(),
-                       "scores": s.teacher_log_probs.tolist()}
-                file.write(json.dumps(row) + "\\n")
-        return message
-"""
-PEEK_RECIPE = '[[stage]]\nname = "peek"\npath = "peek:Peek"\nafter = "teacher"\n'
-
 # The simulated trainer publishes the weights that it began with: a teacher of the same checkpoint stays the policy.
-SAME_POLICY = [
-    *NO_DATA, "--use-opd", "--train-backend", "simulated", "--simulated-step-s", "0.05", "--config", "peek.toml",
-]  # fmt: skip
+SAME_POLICY = [*NO_DATA, *SIMULATED_TRAINER, "--use-opd"]
+SAVED = "{rollout_id}.msgpack"
 
 
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
-    """A directory to start from: the stage, its recipe, a checkpoint of the same tokenizer, rows with teachers."""
-    (tmp_path / "peek.py").write_text(PEEK)
-    (tmp_path / "peek.toml").write_text(PEEK_RECIPE)
+    """A directory to start from: a checkpoint of the same tokenizer, rows with teachers."""
     make_tiny_checkpoint(tmp_path / "other", tokenizer="arithmetic", seed=5)
     rows = [
         {"input": f"{i}+{i}=", "label": str(2 * i), "metadata": {"teacher": name} if name else {}}
@@ -56,33 +37,36 @@ def home(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def peeked(run_dir: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run_dir / "peek.jsonl").read_text().splitlines()]
+def trained_with(home: Path) -> Iterator[tuple[str | None, Sample]]:
+    """Samples as they were trained, with the teacher that their row names."""
+    for path in home.glob("*.msgpack"):
+        for group in read_file(path):
+            for sample in group.samples:
+                yield group.group.row_metadata.get("teacher"), sample
 
 
-def largest_gap(row: dict[str, Any]) -> float:
+def largest_gap(sample: Sample) -> float:
     """Of the policy's and the teacher's log-probs; the teacher has one for every token."""
-    assert len(row["scores"]) == len(row["policy"]) == len(row["mask"]) > 0
-    return max(abs(mine - theirs) for mine, theirs in zip(row["policy"], row["scores"], strict=True))
+    assert len(sample.teacher_log_probs) == len(sample.log_probs) > 0
+    return float(abs(sample.log_probs - sample.teacher_log_probs).max())
 
 
 def test_each_row_is_scored_by_its_own_teacher(home: Path) -> None:
     done = succeed_here(
         home / "run", *SAME_POLICY, "--prompt-data", "rows.jsonl", "--scale", "teacher=2",
         "--frozen-engine", "same=tiny-arithmetic", "other=other", "--num-rollout", "6",
-        "--eval-prompt-data", "held=rows.jsonl@[0:4]", "--eval-interval", "3", cwd=home,
+        "--eval-prompt-data", "held=rows.jsonl@[0:4]", "--eval-interval", "3",
+        "--save-debug-rollout-data", str(home / SAVED), cwd=home,
     )  # fmt: skip
-    rows = peeked(home / "run")
-    trained = [row for row in rows if row["purpose"] == "train"]
-    assert len(trained) >= 6 * 4 * 4
-    for row in trained:
-        assert row["status"] in ("completed", "truncated")
-        if row["teacher"] == "other":
-            assert largest_gap(row) > 1e-2
+    trained = list(trained_with(home))
+    assert len(trained) == 6 * 4 * 4
+    for teacher, sample in trained:
+        assert sample.status in ("completed", "truncated")
+        if teacher == "other":
+            assert largest_gap(sample) > 1e-2
         else:  # also the rows that name none: the first teacher is theirs
-            assert largest_gap(row) < 1e-4, "a teacher that is the policy has a reverse KL of zero"
-    assert {row["teacher"] for row in trained} == {"same", "other", None}
-    assert all(not row["scores"] for row in rows if row["purpose"] == "eval")
+            assert largest_gap(sample) < 1e-4, "a teacher that is the policy has a reverse KL of zero"
+    assert {teacher for teacher, _ in trained} == {"same", "other", None}
     assert done.summary["groups"]["failed"] == 0
     assert done.summary["eval"]["last"] is not None, "frozen engines do not stand in the way of an evaluation"
     assert done.summary["weight_versions"]["last"] == 6, "nor do they hold the gate"
@@ -120,7 +104,7 @@ def test_a_killed_teacher_costs_no_sample(home: Path) -> None:
     run_dir = home / "run"
     process = start(
         run_dir, *SAME_POLICY, *made_model(), "--prompt-data", "arithmetic", "--frozen-engine",
-        f"t={made_model()[1]}", "--num-rollout", "20", cwd=home,
+        f"t={made_model()[1]}", "--num-rollout", "20", "--save-debug-rollout-data", str(home / SAVED), cwd=home,
     )  # fmt: skip
     for steps in (3, 9):
         wait_for_steps(process, run_dir, steps)
@@ -129,7 +113,7 @@ def test_a_killed_teacher_costs_no_sample(home: Path) -> None:
     assert done.summary["groups"]["trained"] == 20 * 4
     assert done.summary["groups"]["failed"] == 0
     assert done.summary["restarts"] == {"frozen-t": 2}
-    assert all(largest_gap(row) < 1e-4 for row in peeked(run_dir))
+    assert all(largest_gap(sample) < 1e-4 for _, sample in trained_with(home))
 
 
 def test_teachers_that_cannot_teach_are_refused_at_the_start(home: Path) -> None:

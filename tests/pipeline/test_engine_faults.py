@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import re
 import signal
 import socket
@@ -32,14 +31,13 @@ from launching import (
     made_model,
     start,
 )
-from test_kill import kill, steps_done, wait_for_steps, wait_until
+from test_kill import kill, nothing_left, steps_done, wait_for_steps, wait_until
 
 import launch as program
 from configs.schema.rollout import EngineConfig, SimulatedEngineConfig
 from models.engines.client import EngineClient, WeightsUpdated
 from models.errors import EngineRefused
 from pipeline.facts.run_directory import ServerInfo
-from pipeline.hosts.machine import living
 from pipeline.record.journal import Ended, audit, read_journal
 from stages.sampling import routes
 from stages.train.saved_groups import read_file
@@ -58,15 +56,6 @@ def fleet(run_dir: Path) -> dict[str, ServerInfo]:
 
 def started_again(run_dir: Path, name: str, incarnation: int) -> Callable[[], bool]:
     return lambda: fleet(run_dir)[name].incarnation >= incarnation
-
-
-def nothing_left(run_dir: Path, patience_s: float = 10) -> None:
-    """Every process of the run has ended, with all that it started."""
-    pids = {file.stem: int(file.read_text()) for file in (run_dir / "replicas").glob("*.pid")}
-    deadline = time.monotonic() + patience_s  # who dies with the controller needs a moment
-    while time.monotonic() < deadline and any(alive(pid) or living(pid) for pid in pids.values()):
-        time.sleep(0.05)
-    assert [name for name, pid in pids.items() if alive(pid) or living(pid)] == []
 
 
 @pytest.mark.slow
@@ -206,14 +195,6 @@ def test_external_engines_are_used_left_and_taken_back(tmp_path: Path, two_outsi
         assert engine.process.poll() is None, "engines of somebody else outlive the run"
     assert not list((run_dir / "replicas").glob("engine-*.pid"))
     nothing_left(run_dir)
-
-
-@pytest.mark.slow
-def test_the_helpers_of_this_file_see_what_is_left(tmp_path: Path) -> None:
-    (tmp_path / "replicas").mkdir()
-    (tmp_path / "replicas" / "me-0.pid").write_text(str(os.getpid()))
-    with pytest.raises(AssertionError, match="me-0"):
-        nothing_left(tmp_path, patience_s=0)
 
 
 # A run whose engine takes no weights: it ends with the reason, in bounded time, instead of standing still.

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from fake_servers import FAKE, PATIENCE_S, Told, configured, gone, outside, scheduler
+from fake_servers import PATIENCE_S, Told, configured, gone, outside, scheduler
 from launching import ROOT, SIMULATED, SMALL, check_token, files_with, finish, here, made_model, start, succeed_here
 
 from configs.schema import Config
@@ -36,13 +36,6 @@ from pipeline.supervise.health_probe import HealthProbe, HttpProbe, SchedulerPro
 from pipeline.supervise.restarts import Restarts, ServerSupervisor, StartCommand, SupervisedServer
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture
-def fake(tmp_path: Path) -> Path:
-    path = tmp_path / "fake.py"
-    path.write_text(FAKE)
-    return path
 
 
 class FakeCharge(SupervisedServer):
@@ -118,19 +111,6 @@ async def test_an_engine_that_takes_no_weights_is_started_anew_and_its_next_life
         assert (await kept.told.until("up", 2))[3] == "1"
         await asyncio.sleep(3 * kept.config.health.rollout_health_check_interval)
     assert [event[0] for event in kept.told.events] == ["up", "lost", "up"]
-
-
-async def test_engines_that_take_no_weights_end_the_run_when_the_budget_of_restarts_is_spent(
-    rundir: RunDir, fake: Path
-) -> None:
-    kept = Kept(rundir, fake, restarts=1)
-    for incarnation in range(3):
-        kept.told.complaints["engine-0", incarnation] = "5 failures in a row: no room for them"
-    try:
-        with pytest.raises(ReplicaFailed, match=r"engine-0 ended 2 times .*, last with 5 failures in a row: no room"):
-            await kept.keeper.run()
-    finally:
-        await kept.launcher.stop_all()
 
 
 # ------------------------------------------------------------------ one server

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from fake_servers import FAKE, Told, configured, eventually, outside
+from fake_servers import Told, configured, eventually, outside
 from msgspec.structs import replace
 
 from configs.schema import Config
@@ -40,13 +40,6 @@ from stages.base import GenerateOptions, TrainOptions
 from stages.chat.tokenizer import load_tokenizer
 from stages.topic_values import Complaint, EngineEntry, RouterAddress, addresses
 from tests.transport.memory_link import MemoryNetwork, MemoryNode
-
-
-@pytest.fixture
-def fake(tmp_path: Path) -> Path:
-    path = tmp_path / "fake.py"
-    path.write_text(FAKE)
-    return path
 
 
 def external(reported: Told, port: int, model: Path, **health: float) -> ExternalEngine:
@@ -88,9 +81,7 @@ async def test_an_external_engine_is_dropped_while_it_is_away_and_taken_back(fak
                 assert (await reported.until("up", 2))[3] == "1"
             await reported.until("away", 2)
             async with outside(fake, port, "Other"):
-                await eventually(
-                    lambda: [("said",)] if any("it is left out" in line for line in reported.lines) else []
-                )
+                await eventually(lambda: any("it is left out" in line for line in reported.lines))
                 assert [e[0] for e in reported.events] == ["up", "away", "up", "away"]
             async with outside(fake, port):
                 assert (await reported.until("up", 3))[3] == "2"
@@ -117,19 +108,32 @@ async def test_an_external_engine_that_takes_no_weights_counts_as_away_and_is_tr
 async def test_an_external_engine_of_another_model_is_refused(fake: Path, policy: Path) -> None:
     with held_port() as port:
         async with outside(fake, port, "Other"):
-            with pytest.raises(
-                UsageError, match="it serves a Other, the policy is a Tiny; start it with the checkpoint"
-            ):
+            with pytest.raises(UsageError, match="serves a Other, the policy is a Tiny; start it with the checkpoint"):
                 await external(Told(), port, policy).run()
 
 
-async def test_an_external_engine_that_is_not_there_is_reported_with_the_cure(policy: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("engine", "--rollout-external-engine-addrs .* no healthy engine answers .* start it"),
+        ("frozen", "--frozen-engine judge=http://127.0.0.1:PORT: no healthy engine answers there .* give a checkpoint"),
+        ("router", "--router-address .*: no router answers there .* one starts with the run"),
+    ],
+)
+async def test_what_is_not_there_is_reported_with_its_own_flag_and_the_cure(
+    kind: str, words: str, policy: Path
+) -> None:
+    config = configured(rollout_health_check_first_wait=0.3)
     with held_port() as port:
-        engine = external(Told(), port, policy, rollout_health_check_first_wait=0.3)
-        with pytest.raises(
-            UsageError, match=r"--rollout-external-engine-addrs .* no healthy engine answers .* start it"
-        ):
-            await engine.run()
+        address = f"http://127.0.0.1:{port}"
+        frozen = ExternalEngine(frozen_spec(config, "judge", f"{address}/"), Told(), config.health)
+        watched = {
+            "engine": external(Told(), port, policy, rollout_health_check_first_wait=0.3),
+            "frozen": frozen,
+            "router": ExternalRouter("sglang", address, Told(), config.health),
+        }[kind]
+        with pytest.raises(UsageError, match=words.replace("PORT", str(port))):
+            await watched.run()
 
 
 @pytest.mark.parametrize(
@@ -166,17 +170,6 @@ async def test_a_frozen_engine_at_an_address_is_watched_too_and_may_serve_any_mo
             assert (await reported.until("up", 2))[3] == "1"
 
 
-async def test_a_frozen_engine_that_is_not_there_is_reported_with_its_own_flag() -> None:
-    config = configured(rollout_health_check_first_wait=0.3)
-    with held_port() as port:
-        spec = frozen_spec(config, "judge", f"http://127.0.0.1:{port}/")
-        reported = (
-            rf"--frozen-engine judge=http://127.0.0.1:{port}: no healthy engine answers there .* give a checkpoint"
-        )
-        with pytest.raises(UsageError, match=reported):
-            await ExternalEngine(spec, Told(), config.health).run()
-
-
 @pytest.mark.slow
 async def test_a_router_at_an_address_is_dropped_while_it_is_away_and_comes_back_anew(fake: Path) -> None:
     reported, config = Told(), configured()
@@ -193,16 +186,6 @@ async def test_a_router_at_an_address_is_dropped_while_it_is_away_and_comes_back
     assert reported.lines == [f"router: {address} answers again"]
 
 
-async def test_a_router_that_is_not_there_is_reported_with_the_cure() -> None:
-    config = configured(rollout_health_check_first_wait=0.3)
-    with held_port() as port:
-        router = ExternalRouter("sglang", f"http://127.0.0.1:{port}", Told(), config.health)
-        with pytest.raises(
-            UsageError, match=r"--router-address .*: no router answers there .* one starts with the run"
-        ):
-            await router.run()
-
-
 def with_addresses(config: Config) -> Config:
     return replace(
         config,
@@ -211,17 +194,16 @@ def with_addresses(config: Config) -> Config:
     )
 
 
-async def test_what_was_given_by_address_is_watched_by_the_fleet(tmp_path: Path) -> None:
+async def test_what_was_given_by_address_is_watched_by_the_fleet(rundir: RunDir) -> None:
     config = with_addresses(configured())
     restarts = Restarts(Told(), 0)
-    with RunDir(tmp_path / "run").open(resume=False) as rundir:
-        specs = [frozen_spec(config, "judge", "http://j:1")]
-        token = TokenFile("f", Token("of-others"))
-        placement: Any = SimpleNamespace(config=config, external_token=token, engines=[])
-        none: Any = None  # nothing here needs topic or entry
-        shared = Supervision(placement, none, LocalLauncher(rundir), restarts, none)
-        found = await Servers(shared, in_process=False).supervisors(specs)
-        engine, router = found.values()
+    specs = [frozen_spec(config, "judge", "http://j:1")]
+    token = TokenFile("f", Token("of-others"))
+    placement: Any = SimpleNamespace(config=config, external_token=token, engines=[])
+    none: Any = None  # nothing here needs topic or entry
+    shared = Supervision(placement, none, LocalLauncher(rundir), restarts, none)
+    found = await Servers(shared, in_process=False).supervisors(specs)
+    engine, router = found.values()
     assert isinstance(engine, ExternalEngine)
     assert (engine.spec.name, engine.spec.frozen, engine.url) == ("frozen-judge", "judge", "http://j:1")
     assert isinstance(router, ExternalRouter)
@@ -320,15 +302,14 @@ def changed(source: Path, target: Path, change: Any) -> Path:
     return target
 
 
-async def test_a_teacher_with_the_same_tokenizer_passes(policy_model: Path, tmp_path: Path) -> None:
-    await check(make(policy_model, f"a={make_tiny_checkpoint(tmp_path / 'other', seed=3)}"))
-
-
-async def test_a_teacher_may_know_more_tokens(policy_model: Path, tmp_path: Path) -> None:
+async def test_a_teacher_with_the_same_tokenizer_passes_and_may_know_more_tokens(
+    policy_model: Path, tmp_path: Path
+) -> None:
     def more(content: Any) -> None:
         added = content["added_tokens"]
         added.append({**added[0], "id": 264, "content": "<|more|>"})
 
+    await check(make(policy_model, f"a={make_tiny_checkpoint(tmp_path / 'other', seed=3)}"))
     await check(make(policy_model, f"a={changed(policy_model, tmp_path / 'more', more)}"))
 
 
@@ -415,30 +396,16 @@ def test_engines_are_added_as_far_as_there_are_gpus(
 
 
 def test_frozen_engines_are_placed_beside_those_that_generate(policy_model: Path, tmp_path: Path) -> None:
-    config = make(
-        policy_model,
-        "t=one",
-        "far=http://localhost:1",
-        "j=two",
-        engine={"engine_port": 7000},
-        run={"scale": {"engine": 2}},
-    )
-    placement = placed(config, tmp_path)
-    assert [(spec.name, spec.frozen, spec.port) for spec in placement.engines] == [
-        ("engine-0", "", 7000),
-        ("engine-1", "", 7001),
-    ]
+    others = {"engine": {"engine_port": 7000}, "run": {"scale": {"engine": 2}}}
+    placement = placed(make(policy_model, "t=one", "far=http://localhost:1", "j=two", **others), tmp_path)
+    engines = [(spec.name, spec.frozen, spec.port) for spec in placement.engines]
+    assert engines == [("engine-0", "", 7000), ("engine-1", "", 7001)]
     running, *started = placement.frozen
     assert (running.name, running.frozen, running.external) == ("frozen-far", "far", "http://localhost:1")
-    assert [(spec.name, spec.frozen, spec.model_path, spec.max_context) for spec in started] == [
-        ("frozen-t", "t", "one", 77),
-        ("frozen-j", "j", "two", 77),
-    ]
+    frozen = [(spec.name, spec.frozen, spec.model_path, spec.max_context) for spec in started]
+    assert frozen == [("frozen-t", "t", "one", 77), ("frozen-j", "j", "two", 77)]
     assert not {spec.port for spec in placement.frozen} & {7000, 7001}
     [generate] = [spec for spec in placement.replicas() if spec.stage == "generate"]
     assert generate.built_in == GenerateOptions(max_context=77)
-
-
-def test_a_supervised_phase_starts_none(policy_model: Path, tmp_path: Path) -> None:
-    placement = placed(make(policy_model, "t=one", train={"loss_type": "sft_loss"}), tmp_path)
-    assert placement.frozen == []
+    supervised = make(policy_model, "t=one", train={"loss_type": "sft_loss"})
+    assert placed(supervised, tmp_path / "supervised").frozen == []

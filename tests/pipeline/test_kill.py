@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
 import signal
 import subprocess
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from launching import NO_DATA, SIMULATED, SMALL, Finished, finish, launch, made_model, start, succeed_here
+from launching import NO_DATA, SIMULATED, SMALL, alive, finish, launch, made_model, start, succeed_here
 
 from configs.schema.run import read_fault
-from models.checkpoint import latest_checkpoint, read_manifest
 from models.fault_injection import FaultPlan, InjectedError, injected
 from pipeline.facts.trace import Span, read_records
+from pipeline.hosts.machine import living
 from pipeline.hosts.worker import FaultyInlet
 from pipeline.record.journal import Admitted, Ended, RolledBack, Stepped, read_journal
 from stages.messages import PromptGroup
@@ -61,6 +63,33 @@ def wait_until(
 
 def kill(run_dir: Path, replica: str, number: int = signal.SIGKILL) -> None:
     os.kill(int((run_dir / "replicas" / f"{replica}.pid").read_text()), number)
+
+
+@contextlib.contextmanager
+def killed_after(run_dir: Path, steps: int, replica: str) -> Iterator[None]:
+    """A replica of a run in this process is killed as soon as there are so many steps."""
+
+    def wait() -> None:
+        deadline = time.monotonic() + 180
+        while steps_done(run_dir) < steps and time.monotonic() < deadline:
+            time.sleep(0.02)
+        kill(run_dir, replica)
+
+    killer = threading.Thread(target=wait)
+    killer.start()
+    try:
+        yield
+    finally:
+        killer.join()
+
+
+def nothing_left(run_dir: Path, patience_s: float = 10) -> None:
+    """Every process of the run has ended, with all that it started."""
+    started = {file.stem: int(file.read_text()) for file in (run_dir / "replicas").glob("*.pid")}
+    deadline = time.monotonic() + patience_s  # who dies with the controller needs a moment
+    while time.monotonic() < deadline and any(alive(pid) or living(pid) for pid in started.values()):
+        time.sleep(0.05)
+    assert [name for name, pid in started.items() if alive(pid) or living(pid)] == []
 
 
 @pytest.mark.slow
@@ -154,19 +183,12 @@ def test_a_killed_run_goes_on_with_the_groups_that_waited_for_its_trainer(tmp_pa
     wait_for_steps(process, run_dir, 5)
     process.kill()
     process.wait()
-    checkpoint = latest_checkpoint(run_dir / "checkpoints")
-    assert checkpoint is not None
-    saved = read_manifest(checkpoint).step
+    saved = int(max((run_dir / "checkpoints").glob("step-*")).name.removeprefix("step-"))
     forget_trace(run_dir)
-    done = resume(run_dir)
+    done = finish(start(None, "--resume", str(run_dir)), run_dir).check()
     assert check_restored(run_dir).step == saved > 0
     assert sorted(done.audit.batches) == list(range(1, 10))
     assert len(done.audit.trained) == 9 * 4
-
-
-def resume(run_dir: Path) -> Finished:
-    process = start(None, "--resume", str(run_dir))
-    return finish(process, run_dir).check()
 
 
 @pytest.mark.slow
@@ -188,7 +210,11 @@ def test_ctrl_c_drains_and_can_be_resumed(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_helpers_of_this_file_see_a_failing_run(tmp_path: Path) -> None:
+def test_the_helpers_of_this_file_see_a_failing_run_and_what_is_left(tmp_path: Path) -> None:
+    (tmp_path / "replicas").mkdir()
+    (tmp_path / "replicas" / "me-0.pid").write_text(str(os.getpid()))
+    with pytest.raises(AssertionError, match="me-0"):
+        nothing_left(tmp_path, patience_s=0)
     with pytest.raises(AssertionError, match="exit code 2"):
         succeed_here(tmp_path / "run", *SMALL, "--rollout-batch-size", "0")
 

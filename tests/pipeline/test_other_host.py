@@ -7,19 +7,17 @@ import contextlib
 import functools
 import json
 import re
-import threading
-import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, closing
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing
 from pathlib import Path
 from uuid import uuid4
 
 import msgspec
 import pytest
-from launching import SIMULATED, SMALL, finish, made_model, start, succeed_here
+from launching import SIMULATED, SMALL, launch, made_model, succeed_here
 from namespace_launcher import THERE, NamespaceLauncher, NamespacesRefused, OtherHost, hidden
 from scripted_run import Scripted, scripted
-from test_kill import kill, steps_done, wait_for_steps
+from test_kill import killed_after
 
 import launch as program
 import pipeline.run
@@ -78,12 +76,6 @@ def test_engines_of_two_hosts_carry_the_same_weights_though_a_fetcher_is_killed(
     """Neither host sees a file of the trainer's or of the other; checksums of the engines' tensors are compared."""
     run_dir = tmp_path / "run"
 
-    def murder() -> None:
-        deadline = time.monotonic() + 120
-        while steps_done(run_dir) < 2 and time.monotonic() < deadline:
-            time.sleep(0.02)
-        kill(run_dir, "fetcher-1")
-
     with contextlib.ExitStack() as stack:
         try:
             hosts = [stack.enter_context(OtherHost(*hidden(run_dir))) for _ in range(2)]
@@ -91,13 +83,9 @@ def test_engines_of_two_hosts_carry_the_same_weights_though_a_fetcher_is_killed(
             pytest.skip(f"this machine has no namespaces for other hosts: {refused}")
         launchers = functools.partial(NamespaceLauncher, dict(zip(hosts, [("engine-0",), ("engine-1",)], strict=True)))
         monkeypatch.setattr(pipeline.run, "run", functools.partial(pipeline.run.run, launchers=launchers))
-        murderer = threading.Thread(target=murder)
-        murderer.start()
-        try:
-            flags = ["--scale", "engine=2", "--check-weight-update-equal", "--num-rollout", "8"]
+        flags = ["--scale", "engine=2", "--check-weight-update-equal", "--num-rollout", "8"]
+        with killed_after(run_dir, 2, "fetcher-1"):
             books = books_of(run_dir, *SMALL, *made_model(), *flags)
-        finally:
-            murderer.join()
     assert books.outcomes["trained"] == 32
     assert json.loads((run_dir / "summary.json").read_text())["restarts"] == {"fetcher-1": 1}
     logs = {name: (run_dir / "logs" / f"{name}.log").read_text() for name in ("engines-0", "fetcher-0", "fetcher-1")}
@@ -157,32 +145,18 @@ def test_sync_trains_the_same_batches_there_though_a_replica_is_killed(
     alone = succeed_here(tmp_path / "alone", *flags).audit.batches
     assert len(alone) == 8
     flags += ["--scale", f"generate={replicas}", "--scale", f"engine={replicas}"]
-
-    def murder() -> None:
-        deadline = time.monotonic() + 120
-        while steps_done(tmp_path / "run") < 2 and time.monotonic() < deadline:
-            time.sleep(0.02)
-        kill(tmp_path / "run", "generate-0")
-
-    murderer = threading.Thread(target=murder)
-    murderer.start()
-    try:
+    with killed_after(tmp_path / "run", 2, "generate-0"):
         assert books_of(tmp_path / "run", *flags).batches == alone
-    finally:
-        murderer.join()
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["restarts"] == {"generate-0": 1}
 
 
 @pytest.mark.slow
 @pytest.mark.full
-@pytest.mark.parametrize("replicas", [2])
-def test_sync_trains_the_same_batches_here_though_a_replica_is_killed(tmp_path: Path, replicas: int) -> None:
+def test_sync_trains_the_same_batches_here_though_a_replica_is_killed(tmp_path: Path) -> None:
     flags = [*SMALL, *made_model(), "--mode", "sync", "--deterministic", "--num-rollout", "8"]
     alone = succeed_here(tmp_path / "alone", *flags).audit.batches
-    process = start(tmp_path / "run", *flags, "--scale", f"generate={replicas}", "--scale", f"engine={replicas}")
-    wait_for_steps(process, tmp_path / "run", 2)
-    kill(tmp_path / "run", "generate-0")
-    done = finish(process, tmp_path / "run")
+    with killed_after(tmp_path / "run", 2, "generate-0"):
+        done = launch(tmp_path / "run", *flags, "--scale", "generate=2", "--scale", "engine=2")
     assert done.code == 0, done.err[-3000:]
     assert done.audit.batches == alone
 
@@ -206,28 +180,34 @@ def contents(announcement: WeightsAnnouncement) -> list[bytes]:
     return [data.tobytes() for _, data in slot.tensors()]
 
 
-@asynccontextmanager
-async def hosts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, apart: bool = True
-) -> AsyncIterator[tuple[OfferedWeights, FetchedWeights]]:
+Hosts = Callable[..., AbstractAsyncContextManager[tuple[OfferedWeights, FetchedWeights]]]
+
+
+@pytest.fixture
+def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hosts:
     """The trainer's side, and the other, on hosts that are `apart` or the same."""
-    async with Node("run", "controller") as home, Node("run", "engines-0", give_up_s=1.0) as away:
-        topic = await home.topic_server(f"ipc://{tmp_path}/topic")
-        offered = OfferedWeights(home, await home.topic(topic.address), "127.0.0.1")
-        fetched = FetchedWeights(away, await away.topic(topic.address), f"copies-of-{uuid4().hex}", tmp_path)
-        original = offered.offer
 
-        async def as_of_its_host(slot: Path) -> None:
-            with monkeypatch.context() as patch:
-                if apart:
-                    patch.setattr(weights_source, "host_id", lambda: "the trainer's")
-                await original(slot)
+    @asynccontextmanager
+    async def opened(*, apart: bool = True) -> AsyncIterator[tuple[OfferedWeights, FetchedWeights]]:
+        async with Node("run", "controller") as home, Node("run", "engines-0", give_up_s=1.0) as away:
+            topic = await home.topic_server(f"ipc://{tmp_path}/topic")
+            offered = OfferedWeights(home, await home.topic(topic.address), "127.0.0.1")
+            fetched = FetchedWeights(away, await away.topic(topic.address), f"copies-of-{uuid4().hex}", tmp_path)
+            original = offered.offer
 
-        monkeypatch.setattr(offered, "offer", as_of_its_host)
-        try:
-            yield offered, fetched
-        finally:
-            fetched.close()
+            async def as_of_its_host(slot: Path) -> None:
+                with monkeypatch.context() as patch:
+                    if apart:
+                        patch.setattr(weights_source, "host_id", lambda: "the trainer's")
+                    await original(slot)
+
+            monkeypatch.setattr(offered, "offer", as_of_its_host)
+            try:
+                yield offered, fetched
+            finally:
+                fetched.close()
+
+    return opened
 
 
 async def fetch(offered: OfferedWeights, fetched: FetchedWeights, one: WeightsAnnouncement) -> WeightsAnnouncement:
@@ -245,10 +225,8 @@ async def offer(offered: OfferedWeights, fetched: FetchedWeights, one: WeightsAn
             revision = await topic.wait(revision, SOURCE)
 
 
-async def test_a_version_is_fetched_once_for_all_engines(
-    slots: SlotWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with hosts(tmp_path, monkeypatch) as (offered, fetched):
+async def test_a_version_is_fetched_once_for_all_engines(slots: SlotWriter, hosts: Hosts) -> None:
+    async with hosts() as (offered, fetched):
         for version in range(4):
             one = write(slots, version)
             first = await fetch(offered, fetched, one)
@@ -261,10 +239,8 @@ async def test_a_version_is_fetched_once_for_all_engines(
             assert (first.label, first.digest, first.generation) == (one.label, one.digest, one.generation)
 
 
-async def test_on_the_trainers_host_a_slot_is_used_as_it_lies(
-    slots: SlotWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with hosts(tmp_path, monkeypatch, apart=False) as (offered, fetched):
+async def test_on_the_trainers_host_a_slot_is_used_as_it_lies(slots: SlotWriter, hosts: Hosts) -> None:
+    async with hosts(apart=False) as (offered, fetched):
         one = write(slots, 0)
         await offer(offered, fetched, one)
         assert await fetched.local(one) is one
@@ -273,10 +249,8 @@ async def test_on_the_trainers_host_a_slot_is_used_as_it_lies(
         assert offered._server.chunks == 0
 
 
-async def test_a_slot_that_is_overwritten_meanwhile_is_refused(
-    slots: SlotWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with hosts(tmp_path, monkeypatch) as (offered, fetched):
+async def test_a_slot_that_is_overwritten_meanwhile_is_refused(slots: SlotWriter, hosts: Hosts) -> None:
+    async with hosts() as (offered, fetched):
         old = write(slots, 0)
         await fetch(offered, fetched, old)
         old = write(slots, 1)
@@ -289,11 +263,9 @@ async def test_a_slot_that_is_overwritten_meanwhile_is_refused(
         assert contents(await fetched.local(newest)) == contents(newest)
 
 
-async def test_a_trainer_that_is_gone_is_an_error_of_the_update(
-    slots: SlotWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_trainer_that_is_gone_is_an_error_of_the_update(slots: SlotWriter, hosts: Hosts) -> None:
     """The engine goes on with what it has, and the update is tried again."""
-    async with hosts(tmp_path, monkeypatch) as (offered, fetched):
+    async with hosts() as (offered, fetched):
         await fetch(offered, fetched, write(slots, 0))
         second = write(slots, 1)
         await offer(offered, fetched, second)
@@ -305,9 +277,9 @@ async def test_a_trainer_that_is_gone_is_an_error_of_the_update(
 
 
 async def test_a_fetch_from_a_trainer_that_is_gone_ends_when_another_one_offers(
-    slots: SlotWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    slots: SlotWriter, hosts: Hosts
 ) -> None:
-    async with hosts(tmp_path, monkeypatch) as (offered, fetched):
+    async with hosts() as (offered, fetched):
         fetched._node._give_up_s = None  # it would wait for ever
         one = write(slots, 0)
         await offer(offered, fetched, one)

@@ -113,20 +113,8 @@ def test_a_wheel_in_an_environment_of_its_own(project: Path, tmp_path: Path) -> 
     (project / "queue.py").unlink()  # `python -c` puts the folder first, before the standard library
     assert run(project, python, "-c", code).splitlines()[-1] == "by-package"
     (tmp_path / "empty").mkdir()
-    quickstart = [
-        "--mode",
-        "async",
-        "--num-rollout",
-        "2",
-        "--warm-start-steps",
-        "2",
-        "--rm-type",
-        "random:0.5",
-        "--no-live",
-        "--run-dir",
-        "quick",
-    ]
-    run(tmp_path / "empty", environment / "bin" / "sluice", *quickstart)
+    quickstart = "--mode async --num-rollout 2 --warm-start-steps 2 --rm-type random:0.5 --no-live --run-dir quick"
+    run(tmp_path / "empty", environment / "bin" / "sluice", *quickstart.split())
     assert (tmp_path / "empty" / "quick" / "summary.json").is_file()
 
 

@@ -9,7 +9,6 @@ import json
 import os
 import signal
 import time
-from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -378,24 +377,6 @@ async def answered_tokens(url: str) -> int:
     async with EngineClient(url) as client, asyncio.timeout(30):
         [output] = await client.generate(request)
     return len(output.output_ids)
-
-
-@pytest.mark.slow
-@pytest.mark.full
-@pytest.mark.xdist_group("sglang")
-@pytest.mark.parametrize("recipe", ["guess_number", "maze", "python_tool", "reasoning_gym", "search"])
-def test_other_recipes_run_too(recipe: str, tmp_path: Path, sglang: RealServer) -> None:
-    needs = {"reasoning_gym": "reasoning_gym", "search": "bm25s"}.get(recipe)
-    if needs is not None and find_spec(needs) is None:
-        pytest.skip(f"the recipe needs the package {needs}, which is not installed")
-    done = succeed(
-        tmp_path / "run", "--config", recipe, *SMALL_WORLD, "--rm-type", "random:0.5", "--engine", "sglang",
-        "--hf-checkpoint", str(sglang.model), "--rollout-external-engine-addrs", sglang.url, cwd=tmp_path,
-    )  # fmt: skip
-    assert done.summary["engine"]["version"] == EXPECTED_SGLANG
-    assert done.summary["groups"]["trained"] == 12
-    assert done.summary["groups"]["failed"] == 0
-    assert any(f"env/{recipe}/turns" in row for row in read_metrics(done.run_dir / "metrics.jsonl"))
 
 
 def _observations(mask: list[int], begin: int) -> list[tuple[int, int]]:

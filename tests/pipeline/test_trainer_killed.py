@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import signal
-import threading
 import time
 from pathlib import Path
 
 import psutil
 import pytest
-from launching import SIMULATED, SMALL, Finished, alive, finish, here, made_model, start, succeed
+from launching import SIMULATED, SMALL, Finished, finish, here, made_model, start, succeed
 
 from pipeline.record.journal import RolledBack, read_journal
 from pipeline.record.metrics import read_metrics
 from tests.chaos.oracle import Expected, judge
-from tests.pipeline import test_kill
-from tests.pipeline.test_kill import kill, pids, steps_done, wait_for_steps, wait_until
+from tests.pipeline.test_kill import kill, killed_after, nothing_left, pids, wait_for_steps, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -117,20 +114,10 @@ def test_a_killed_trainer_trains_the_same(ranks: list[str], tmp_path: Path) -> N
 # balance.
 
 
-runs_wait_for_steps = functools.partial(test_kill.wait_for_steps, timeout_s=180)  # all ranks load torch
-
+RANKS_LOAD_S = 180  # all ranks load torch
 TRAINER_GROUP = ["--actor-num-gpus-per-node", "2", "--train-device", "cpu"]
 ENGINE = SIMULATED[: SIMULATED.index("--train-backend")]
 MEGATRON = ["--train-backend", "megatron", "--tensor-model-parallel-size", "2"]
-
-
-def number_of(run_dir: Path, name: str) -> int:
-    return int((run_dir / "replicas" / f"{name}.pid").read_text())
-
-
-def nothing_left(run_dir: Path) -> None:
-    for path in (run_dir / "replicas").glob("*.pid"):
-        assert not alive(int(path.read_text())), f"{path.stem} outlived its run"
 
 
 def lost_nothing(done: Finished, steps: int, rank: int) -> None:
@@ -160,8 +147,8 @@ def test_a_killed_rank_loses_nothing(tmp_path: Path, flags: list[str]) -> None:
     process = start(
         run_dir, *SMALL, *made_model(), *TRAINER_GROUP, *flags, "--num-rollout", "12", "--save-interval", "4"
     )
-    runs_wait_for_steps(process, run_dir, 6)
-    os.kill(number_of(run_dir, "train-rank-1"), signal.SIGKILL)
+    wait_for_steps(process, run_dir, 6, RANKS_LOAD_S)
+    kill(run_dir, "train-rank-1")
     lost_nothing(finish(process, run_dir), 12, rank=1)
 
 
@@ -170,8 +157,8 @@ def test_a_killed_rank_before_any_save_loses_nothing(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     flags = [*SMALL, *made_model(), *ENGINE, *TRAINER_GROUP, "--train-backend", "fsdp", "--num-rollout", "8"]
     process = start(run_dir, *flags)
-    runs_wait_for_steps(process, run_dir, 2)
-    os.kill(number_of(run_dir, "train-rank-0"), signal.SIGKILL)
+    wait_for_steps(process, run_dir, 2, RANKS_LOAD_S)
+    kill(run_dir, "train-rank-0")
     lost_nothing(finish(process, run_dir), 8, rank=0)
 
 
@@ -180,16 +167,8 @@ def test_a_killed_rank_beside_the_tasks_of_one_process_ends_the_run(tmp_path: Pa
     """A task is not started again."""
     run_dir = tmp_path / "run"
 
-    def kill() -> None:
-        deadline = time.monotonic() + 180
-        while steps_done(run_dir) < 2 and time.monotonic() < deadline:
-            time.sleep(0.02)
-        os.kill(number_of(run_dir, "train-rank-1"), signal.SIGKILL)
-
-    killer = threading.Thread(target=kill)
-    killer.start()
-    done = here(run_dir, *SMALL, *made_model(), *TRAINER_GROUP, "--num-rollout", "2000")
-    killer.join()
+    with killed_after(run_dir, 2, "train-rank-1"):
+        done = here(run_dir, *SMALL, *made_model(), *TRAINER_GROUP, "--num-rollout", "2000")
     assert done.code == 1
     assert "train-rank-1 ended with signal SIGKILL" in done.err
     assert "--resume" in done.err
@@ -208,11 +187,11 @@ def test_a_killed_train_stage_goes_on_with_its_ranks(runner: str, tmp_path: Path
     flags += ["--runner", runner, *(["--ray-cpus", "train=0", "rollout=0"] if runner == "ray" else [])]
     process = start(run_dir, *flags)
     for steps in (2, 5):
-        runs_wait_for_steps(process, run_dir, steps)
-        stage, rank = number_of(run_dir, "train-0"), number_of(run_dir, "train-rank-0")
+        wait_for_steps(process, run_dir, steps, RANKS_LOAD_S)
+        stage, rank = pids(run_dir, "train-0", "train-rank-0")
         os.kill(psutil.Process(stage).ppid() if runner == "ray" and steps == 5 else stage, signal.SIGKILL)
-        wait_until(process, lambda old=stage: number_of(run_dir, "train-0") != old, "the train stage is started anew")
-        wait_until(process, lambda old=rank: number_of(run_dir, "train-rank-0") != old, "its ranks are started anew")
+        wait_until(process, lambda old=stage: pids(run_dir, "train-0") != [old], "the train stage is started anew")
+        wait_until(process, lambda old=rank: pids(run_dir, "train-rank-0") != [old], "its ranks are started anew")
     done = finish(process, run_dir).check()
     assert judge(run_dir, Expected(8, 4, done.summary["staleness"]["bound"])) == []
     assert not any(isinstance(event, RolledBack) for event in read_journal(run_dir / "ledger.jsonl"))

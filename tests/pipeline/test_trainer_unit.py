@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from fake_servers import Told
 
 from configs.schema import Config
 from models.train.trainer_group.rank_spec import PeerGone, RanksDisagree
@@ -93,27 +94,6 @@ def test_several_nodes_are_refused_with_what_would_place_them() -> None:
     check_trainer_group(config_of(nodes=1))
 
 
-class Told:
-    """A `Lifecycle` that remembers what it was told."""
-
-    def __init__(self, *, resumable: bool = True) -> None:
-        self.losses: list[tuple[str, str, str]] = []
-        self.lines: list[str] = []
-        self.resumable = resumable
-
-    def lost(self, stage: str, name: str, why: str) -> None:
-        self.losses.append((stage, name, why))
-
-    async def trainer_state(self, lost: TrainOptions) -> TrainOptions | None:
-        return msgspec.structs.replace(lost, incarnation=lost.incarnation + 1) if self.resumable else None
-
-    def say(self, line: str) -> None:
-        self.lines.append(line)
-
-    def __getattr__(self, name: str) -> Any:
-        raise AssertionError(f"a trainer unit calls no {name}")
-
-
 # One script is stage and ranks: `life` is the incarnation, `name` the process. Ranks end when their stage does.
 PROCESS = """
 import asyncio, os, pathlib, signal, sys, time
@@ -193,7 +173,7 @@ if life < 2:
     time.sleep(60)
 """)
     of = "" if victim == "train-0" else f" of {victim}"
-    assert told.losses == [("train", "train-0", f"signal SIGKILL{of}")] * 2
+    assert told.events == [("lost", "train", "train-0", f"signal SIGKILL{of}")] * 2
     assert lives(tmp_path) == THREE
     assert sum("2 ranks are up again" in line for line in told.lines) == 2
 
@@ -206,30 +186,18 @@ if life == 0:
     if name == "train-rank-1": time.sleep(0.1), die()
     time.sleep(60)
 """)
-    assert told.losses == [("train", "train-0", "signal SIGKILL of train-rank-1")]
+    assert told.events == [("lost", "train", "train-0", "signal SIGKILL of train-rank-1")]
 
 
 async def test_a_stage_that_hangs_is_lost(keep: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trainer_unit, "silence_limit_s", lambda config: 5.0)
     told = await keep("others()\nif life == 0: time.sleep(60)")
-    assert told.losses == [("train", "train-0", "signal SIGKILL")]
+    assert told.events == [("lost", "train", "train-0", "signal SIGKILL")]
 
 
 async def test_ranks_that_never_find_each_other_are_started_twice(keep: Any) -> None:
     with pytest.raises(ReplicaFailed, match=r"exit code 1 of train-rank-. before its ranks .*, 2 times: .*no address"):
-        await keep(
-            "if stage: time.sleep(60)\nraise RuntimeError('no address for this machine')".replace(
-                "stage:", "stage or name == 'train-rank-0':"
-            )
-            if False
-            else NEVER_UP
-        )
-
-
-NEVER_UP = """
-if stage: time.sleep(60)
-raise RuntimeError('no address for this machine')
-"""
+        await keep("if stage: time.sleep(60)\nraise RuntimeError('no address for this machine')")
 
 
 async def test_a_users_mistake_ends_the_run_at_once(keep: Any, tmp_path: Path) -> None:
@@ -265,7 +233,7 @@ async def test_what_only_a_resume_can_mend(keep: Any, behaviour: str, told: Told
 
 async def test_a_unit_that_ends_well_is_not_started_again(keep: Any, tmp_path: Path) -> None:
     told = await keep("others()\nif stage: time.sleep(0.3)")
-    assert told.losses == []
+    assert told.events == []
     assert lives(tmp_path) == THREE[:3]
 
 

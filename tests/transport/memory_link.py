@@ -254,6 +254,10 @@ class Net:
             yield node, await node.hub(spec, self.letters.append)
 
 
+def ignore(letter: DeadLetter) -> None:
+    """Where dead letters are not what is tested."""
+
+
 async def send_jobs(node: Node, hub: Hub, numbers: range) -> None:
     outlet = await node.outlet(hub.address, "jobs", Job)
     async with asyncio.TaskGroup() as group:

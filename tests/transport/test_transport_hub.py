@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from transport.core.custody import ConsumerPeer, ProducerPeer
 from transport.core.hub import HubCore, Send
 from transport.core.session import Capacity, KeyMemory, ReceiveWindow, SendCredit, SeqWindow
-from transport.spec import StreamSpec
+from transport.spec import Routing, StreamSpec
 from transport.wire import PROTOCOL, Accepted, Hello, Put, Report, Role, Settled, Welcome, Work
 
 
@@ -96,8 +96,9 @@ WINDOW = 100
 class Stream:
     """A hub whose consumers only hold: they answer when a test says so."""
 
-    def __init__(self, *consumers: str) -> None:
-        self.hub = HubCore(StreamSpec("jobs", "here", routing="keyed", lease_s=10.0), "run", EPOCH, grace_s=1.0)
+    def __init__(self, *consumers: str, routing: Routing = "keyed", window: int = WINDOW) -> None:
+        self.hub = HubCore(StreamSpec("jobs", "here", routing=routing, lease_s=10.0), "run", EPOCH, grace_s=1.0)
+        self.window = window
         self.held: dict[str, dict[str, int]] = {}  # consumer -> key -> item
         self.sent = 0
         self._hello("producer", "source")
@@ -112,7 +113,7 @@ class Stream:
         self.held[name] = {}
         self._hello("consumer", name)
         session = self.hub.consumers[name].session
-        self.hub.on_message(0.0, name.encode(), Report(EPOCH, session, 0, WINDOW, 1 << 20, (), (), (), None))
+        self.hub.on_message(0.0, name.encode(), Report(EPOCH, session, 0, self.window, 1 << 20, (), (), (), None))
         self.flush()
 
     def flush(self, now: float = 0.0) -> None:
@@ -133,7 +134,7 @@ class Stream:
 
     def done(self, name: str, key: str) -> None:
         session = self.hub.consumers[name].session
-        report = Report(EPOCH, session, 0, WINDOW, 1 << 20, (), (self.held[name].pop(key),))
+        report = Report(EPOCH, session, 0, self.window, 1 << 20, (), (self.held[name].pop(key),))
         self.hub.on_message(0.0, name.encode(), report)
         self.flush()
 
@@ -186,6 +187,31 @@ def test_a_suspect_is_run_where_the_others_of_its_group_are() -> None:
     stream.hub.on_timer(stream.hub.spec.lease_s)
     stream.flush()
     assert stream.held["b"].keys() == {f"{group}/{i}" for i in range(3)}
+
+
+def test_turns_of_a_rollout_meet_one_consumer_until_it_is_lost() -> None:
+    stream = Stream("a", "b", routing="sticky")
+    rollouts = [f"{group}/{index}" for group in range(5) for index in range(3)]  # odd: in turns they would change
+    owners: dict[str, set[str]] = {rollout: set() for rollout in rollouts}
+    for turn in range(5):
+        for rollout in rollouts:
+            stream.put(key := f"{rollout}/{turn}")
+            [name] = [name for name, held in stream.held.items() if key in held]
+            owners[rollout].add(name)
+            stream.done(name, key)
+    assert all(len(names) == 1 for names in owners.values())
+    assert any(len(set.union(*(owners[f"{group}/{index}"] for index in range(3)))) == 2 for group in range(5))
+    stream.put(*(f"{rollout}/5" for rollout in rollouts))
+    assert stream.held["a"]
+    stream.lose("a")
+    stream.put(*(f"{rollout}/6" for rollout in rollouts))
+    assert stream.held["b"].keys() == {f"{rollout}/{turn}" for rollout in rollouts for turn in (5, 6)}
+
+
+def test_a_full_consumer_is_passed_over() -> None:
+    stream = Stream("a", "b", routing="sticky", window=3)
+    stream.put(*(f"1/1/{turn}" for turn in range(6)))
+    assert [len(held) for held in stream.held.values()] == [3, 3]
 
 
 @given(st.lists(st.tuples(st.integers(0, 1000), st.integers(0, 10**6)), min_size=1), st.randoms(use_true_random=False))

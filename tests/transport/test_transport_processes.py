@@ -7,16 +7,15 @@ import contextlib
 import random
 import signal
 import sys
-import tempfile
 from collections import Counter
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
-from tests.transport.memory_link import take_one, until
+from tests.transport.memory_link import ignore, take_one, until
 from transport import DeadLetter, Hub, Inlet, LinkLost, Node, StreamSpec
 
 WORKER = Path(__file__).with_name("transport_worker.py")
@@ -59,14 +58,18 @@ class Fleet:
         return got
 
 
-@asynccontextmanager
-async def fleet(work_s: float, lease_s: float, capacity_items: int = 100) -> AsyncIterator[Fleet]:
-    letters: list[DeadLetter] = []
-    with tempfile.TemporaryDirectory(prefix="t") as directory:
+Fleets = Callable[..., AbstractAsyncContextManager[Fleet]]
+
+
+@pytest.fixture
+def fleet(run_dir: Path) -> Fleets:
+    @asynccontextmanager
+    async def opened(work_s: float, lease_s: float) -> AsyncIterator[Fleet]:
+        letters: list[DeadLetter] = []
         async with asyncio.timeout(100), Node("run", "main") as node:
-            spec = StreamSpec("jobs", f"ipc://{directory}/j", capacity_items, lease_s=lease_s, max_attempts=4)
+            spec = StreamSpec("jobs", f"ipc://{run_dir}/j", 100, lease_s=lease_s, max_attempts=4)
             jobs = await node.hub(spec, letters.append)
-            results = await node.hub(StreamSpec("results", f"ipc://{directory}/r"), letters.append)
+            results = await node.hub(StreamSpec("results", f"ipc://{run_dir}/r"), letters.append)
             inlet = await node.inlet(results.address, "results", bytes, window_items=64)
             made = Fleet(node, jobs, results, letters, inlet, work_s)
             try:
@@ -76,14 +79,16 @@ async def fleet(work_s: float, lease_s: float, capacity_items: int = 100) -> Asy
                     with contextlib.suppress(ProcessLookupError):  # it has ended by itself
                         process.kill()
 
+    return opened
 
-async def feed(fleet: Fleet, count: int, deadly: int = -1) -> None:
-    outlet = await fleet.node.outlet(fleet.jobs.address, "jobs", bytes)
+
+async def feed(made: Fleet, count: int, deadly: int = -1) -> None:
+    outlet = await made.node.outlet(made.jobs.address, "jobs", bytes)
     for number in range(count):
         await outlet.send(b"deadly" if number == deadly else b"x" * 1000, f"job{number}")
 
 
-async def test_a_killed_consumer_loses_nothing_even_unseen() -> None:
+async def test_a_killed_consumer_loses_nothing_even_unseen(fleet: Fleets) -> None:
     """No supervisor: the broken connection alone hands the work over, long before the lease ends."""
     async with fleet(0.02, lease_s=60.0) as f, asyncio.TaskGroup() as group:
         group.create_task(f.keep("victim", supervised=False))
@@ -101,7 +106,7 @@ async def test_a_killed_consumer_loses_nothing_even_unseen() -> None:
 
 
 @pytest.mark.slow
-async def test_a_frozen_consumer_is_replaced_and_its_late_answers_are_suppressed() -> None:
+async def test_a_frozen_consumer_is_replaced_and_its_late_answers_are_suppressed(fleet: Fleets) -> None:
     async with fleet(0.01, lease_s=0.6) as f, asyncio.TaskGroup() as group:
         for replica in ("frozen", "other"):
             group.create_task(f.keep(replica, supervised=True))
@@ -117,7 +122,7 @@ async def test_a_frozen_consumer_is_replaced_and_its_late_answers_are_suppressed
 
 
 @pytest.mark.slow
-async def test_kills_at_random_lose_nothing() -> None:
+async def test_kills_at_random_lose_nothing(fleet: Fleets) -> None:
     rng = random.Random(1)
     async with fleet(0.004, lease_s=5.0) as f, asyncio.TaskGroup() as group:
         for replica in ("a", "b", "c"):
@@ -143,7 +148,7 @@ async def test_kills_at_random_lose_nothing() -> None:
 
 
 @pytest.mark.slow
-async def test_a_deadly_message_is_buried_and_its_neighbours_live() -> None:
+async def test_a_deadly_message_is_buried_and_its_neighbours_live(fleet: Fleets) -> None:
     async with fleet(0.001, lease_s=5.0) as f, asyncio.TaskGroup() as group:
         for replica in ("a", "b"):
             group.create_task(f.keep(replica, supervised=True))
@@ -157,38 +162,36 @@ async def test_a_deadly_message_is_buried_and_its_neighbours_live() -> None:
     assert "of max_attempts=4" in letter.reason
 
 
-async def test_a_lost_hub_is_reported_after_give_up() -> None:
+async def test_a_lost_hub_is_reported_after_give_up(run_dir: Path) -> None:
     """A worker whose hub has gone for good ends by itself with LinkLost."""
-    with tempfile.TemporaryDirectory(prefix="t") as directory:
-        address = f"ipc://{directory}/s"
-        async with asyncio.timeout(20), Node("run", "peer", give_up_s=0.6, close_s=0.3) as peer:
-            async with Node("run", "hub") as host:
-                await host.hub(StreamSpec("s", address), lambda letter: None)
-                inlet = await peer.inlet(address, "s", bytes)
-                outlet = await peer.outlet(address, "s", bytes)
-                await outlet.send(b"x", "k")
-                await take_one(inlet)
-            with pytest.raises(LinkLost, match=r"inlet of stream 's' at .* heard nothing for give_up_s=0\.6"):
-                await inlet.receive()
-            with pytest.raises(LinkLost, match="outlet of stream 's'"):
-                await outlet.send(b"y", "k2")
+    address = f"ipc://{run_dir}/s"
+    async with asyncio.timeout(20), Node("run", "peer", give_up_s=0.6, close_s=0.3) as peer:
+        async with Node("run", "hub") as host:
+            await host.hub(StreamSpec("s", address), ignore)
+            inlet = await peer.inlet(address, "s", bytes)
+            outlet = await peer.outlet(address, "s", bytes)
+            await outlet.send(b"x", "k")
+            await take_one(inlet)
+        with pytest.raises(LinkLost, match=r"inlet of stream 's' at .* heard nothing for give_up_s=0\.6"):
+            await inlet.receive()
+        with pytest.raises(LinkLost, match="outlet of stream 's'"):
+            await outlet.send(b"y", "k2")
 
 
-async def test_an_idle_node_does_nothing() -> None:
+async def test_an_idle_node_does_nothing(run_dir: Path) -> None:
     """Beats aside, owner tasks sleep: no step is taken while nothing happens, and no wake-up comes late."""
-    with tempfile.TemporaryDirectory(prefix="t") as directory:
-        async with Node("run", "node") as node:
-            hub = await node.hub(StreamSpec("s", f"ipc://{directory}/s"), lambda letter: None)
-            inlet = await node.inlet(hub.address, "s", bytes)
-            steps = 0
-            original = inlet.on_step
+    async with Node("run", "node") as node:
+        hub = await node.hub(StreamSpec("s", f"ipc://{run_dir}/s"), ignore)
+        inlet = await node.inlet(hub.address, "s", bytes)
+        steps = 0
+        original = inlet.on_step
 
-            def counted() -> None:
-                nonlocal steps
-                steps += 1
-                original()
+        def counted() -> None:
+            nonlocal steps
+            steps += 1
+            original()
 
-            inlet.on_step = counted  # type: ignore[method-assign]
-            await asyncio.sleep(1.3)
-            assert steps <= 4
-            assert [port.link.late_wakeups for port in (hub, inlet)] == [0, 0]
+        inlet.on_step = counted  # type: ignore[method-assign]
+        await asyncio.sleep(1.3)
+        assert steps <= 4
+        assert [port.link.late_wakeups for port in (hub, inlet)] == [0, 0]

@@ -8,8 +8,8 @@ import pickle
 import random
 import socket
 import stat
-import tempfile
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import msgspec
@@ -18,13 +18,14 @@ import pytest
 import zmq
 
 import transport
-from tests.transport.memory_link import Extra, take_one
+from tests.transport.memory_link import Extra, ignore, take_one
 from transport import (
     AddressInUse,
     AddressInvalid,
     AddressRefused,
     BlobGone,
     DeadLetter,
+    Hub,
     LinkLost,
     LinkRefused,
     MessageInvalid,
@@ -46,14 +47,14 @@ from transport.wire import KEY_LIMIT, Hello, Put, Report
 PACKAGE = Path(transport.__file__).parent
 
 
-@pytest.fixture
-def run_dir() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="t") as directory:
-        yield Path(directory)
-
-
-def ignore(letter: DeadLetter) -> None:
-    """Dead letters are not what is tested."""
+@asynccontextmanager
+async def served(
+    run_dir: Path, letters: list[DeadLetter] | None = None, **limits: int
+) -> AsyncIterator[tuple[Node, Hub]]:
+    """A stream of one node, which does not wait long for peers that are gone."""
+    async with asyncio.timeout(30), Node("run", "node", close_s=0.2) as node:
+        spec = StreamSpec("s", f"ipc://{run_dir}/s", **limits)  # type: ignore[arg-type]
+        yield node, await node.hub(spec, ignore if letters is None else letters.append)
 
 
 def test_the_package_has_no_pickle() -> None:
@@ -63,14 +64,13 @@ def test_the_package_has_no_pickle() -> None:
         assert not any(word in text for word in words), path
 
 
-async def test_nothing_unpickles_at_run_time(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_nothing_unpickles_at_run_time(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def poisoned(*args: object, **kwargs: object) -> None:
         raise AssertionError("something was unpickled")
 
     monkeypatch.setattr(pickle, "loads", poisoned)
     monkeypatch.setattr(pickle, "load", poisoned)
-    async with Node("run", "node") as node:
-        hub = await node.hub(StreamSpec("s", "inproc://x"), ignore)
+    async with served(run_dir) as (node, hub):
         inlet = await node.inlet(hub.address, "s", bytes)
         outlet = await node.outlet(hub.address, "s", bytes)
         await outlet.send(pickle.dumps({"a": 1}), "k")
@@ -81,8 +81,11 @@ async def test_nothing_unpickles_at_run_time(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("place", ["*", "0.0.0.0", "[::]", "192.0.2.1", "example.org"])
 async def test_open_interfaces_need_keys(place: str) -> None:
     async with Node("run", "node") as node:
-        with pytest.raises(AddressRefused, match=r"will not bind tcp://.* without keys: .* give the node Security"):
+        words = r"will not bind tcp://.* without keys: .* give the node Security"
+        with pytest.raises(AddressRefused, match=words):
             await node.hub(StreamSpec("s", f"tcp://{place}:0"), ignore)
+        with pytest.raises(AddressRefused, match=words):
+            await node.byte_server(f"tcp://{place}:0")
 
 
 async def test_connecting_beyond_loopback_needs_keys() -> None:
@@ -184,17 +187,22 @@ def test_the_allow_list_grants_curve_only(run_dir: Path) -> None:
         assert zap_reply(bad, security.clients())[2] == b"400"
 
 
-async def test_unknown_keys_and_plain_peers_are_refused(run_dir: Path) -> None:
+def keys_of(run_dir: Path) -> tuple[Security, Security]:
+    """The server's, and those of somebody who knows the server and is on no list; in `keys` are a worker's."""
     create_keys(run_dir / "keys", ["worker"])
     create_keys(run_dir / "stranger", [])
     security = load_security(run_dir / "keys")
-    stranger = load_security(run_dir / "stranger").own
+    return security, Security(load_security(run_dir / "stranger").own, security.own.public)
+
+
+async def test_unknown_keys_and_plain_peers_are_refused(run_dir: Path) -> None:
+    security, intruding = keys_of(run_dir)
     async with asyncio.timeout(20), Node("run", "hub", security) as node:
         hub = await node.hub(StreamSpec("s", "tcp://127.0.0.1:0"), ignore)
         async with Node("run", "worker", load_security(run_dir / "keys", "worker")) as worker:
             outlet = await worker.outlet(hub.address, "s", bytes)
             await outlet.send(b"x", "k")
-        async with Node("run", "w", Security(stranger, security.own.public)) as intruder:
+        async with Node("run", "w", intruding) as intruder:
             with pytest.raises(LinkRefused, match="allow-list does not contain this node's key; add the key"):
                 await intruder.outlet(hub.address, "s", bytes)
         async with Node("run", "w", give_up_s=0.5) as plain:
@@ -273,9 +281,8 @@ def test_entries_of_a_topic_have_limits() -> None:
             check_entry(key, b"")
 
 
-async def test_a_fork_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with Node("run", "node") as node:
-        hub = await node.hub(StreamSpec("s", "inproc://x"), ignore)
+async def test_a_fork_is_refused(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with served(run_dir) as (node, hub):
         outlet = await node.outlet(hub.address, "s", bytes)
         inlet = await node.inlet(hub.address, "s", bytes)
         with monkeypatch.context() as patch:
@@ -320,9 +327,7 @@ async def test_hostile_frames_harm_nobody(run_dir: Path) -> None:
     rng = random.Random(1)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
-        async with asyncio.timeout(30), Node("run", "node") as node:
-            spec = StreamSpec("s", f"ipc://{run_dir}/s", max_message_bytes=1 << 16)
-            hub = await node.hub(spec, letters.append)
+        async with served(run_dir, letters, max_message_bytes=1 << 16) as (node, hub):
             topic = await node.topic_server(f"ipc://{run_dir}/t")
             outlet = await node.outlet(hub.address, "s", bytes)
             inlet = await node.inlet(hub.address, "s", bytes)
@@ -352,9 +357,7 @@ async def test_hostile_frames_harm_nobody(run_dir: Path) -> None:
 
 
 async def test_a_sender_that_skips_the_size_check_harms_only_itself(run_dir: Path) -> None:
-    async with asyncio.timeout(20), Node("run", "node", close_s=0.2) as node:
-        spec = StreamSpec("s", f"ipc://{run_dir}/s", max_message_bytes=1000)
-        hub = await node.hub(spec, ignore)
+    async with served(run_dir, max_message_bytes=1000) as (node, hub):
         reckless = await node.outlet(hub.address, "s", bytes)
         good = await node.outlet(hub.address, "s", bytes)
         for number, size in enumerate((2000, 2 << 20)):  # beyond the stream's limit, beyond the socket's
@@ -371,8 +374,7 @@ async def test_a_message_of_too_many_frames_is_not_kept(run_dir: Path, monkeypat
     monkeypatch.setattr(zmq_link, "FRAMES_LIMIT", 50)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
-        async with asyncio.timeout(20), Node("run", "node", close_s=0.2) as node:
-            hub = await node.hub(StreamSpec("s", f"ipc://{run_dir}/s", max_message_bytes=1 << 20), letters.append)
+        async with served(run_dir, letters, max_message_bytes=1 << 20) as (node, hub):
             outlet = await node.outlet(hub.address, "s", bytes)
             evil = context.socket(zmq.DEALER)
             evil.set(zmq.LINGER, 0)
@@ -398,8 +400,7 @@ async def test_extras_beyond_the_limit_are_refused_before_they_are_sent(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stream_port, "FRAMES_LIMIT", 3)
-    async with Node("run", "node") as node:
-        hub = await node.hub(StreamSpec("s", f"ipc://{run_dir}/s"), ignore)
+    async with served(run_dir) as (node, hub):
         outlet = await node.outlet(hub.address, "s", list[Extra])
         extra = np.zeros(2).view(Extra)
         await outlet.send([extra, extra], "two")
@@ -409,8 +410,7 @@ async def test_extras_beyond_the_limit_are_refused_before_they_are_sent(
 
 async def test_a_route_to_no_peer_is_reported(run_dir: Path) -> None:
     """ROUTER_MANDATORY: otherwise the message would vanish and the lease would have to run out."""
-    async with Node("run", "node") as node:
-        hub = await node.hub(StreamSpec("s", f"ipc://{run_dir}/s"), ignore)
+    async with served(run_dir) as (_, hub):
         assert hub.link.send(b"nobody", wire.Who()) is False
 
 
@@ -435,14 +435,11 @@ async def test_an_error_in_an_owner_task_ends_the_node(run_dir: Path) -> None:
 
 
 async def test_bytes_go_to_holders_of_a_key_alone(run_dir: Path) -> None:
-    create_keys(run_dir / "keys", ["worker"])
-    create_keys(run_dir / "stranger", [])
-    security = load_security(run_dir / "keys")
-    stranger = load_security(run_dir / "stranger").own
+    security, intruding = keys_of(run_dir)
     async with asyncio.timeout(20), Node("run", "server", security) as node:
         server = await node.byte_server("tcp://127.0.0.1:0")
         blob = server.serve("weights/1", b"secret")
-        async with Node("run", "w", Security(stranger, security.own.public), give_up_s=5) as intruder:
+        async with Node("run", "w", intruding, give_up_s=5) as intruder:
             client = await intruder.byte_client(server.address)
             with pytest.raises(LinkRefused, match=r"refused this node: its allow-list does not contain .* add the key"):
                 await client.stat("weights/1")
@@ -460,6 +457,3 @@ async def test_bytes_go_to_holders_of_a_key_alone(run_dir: Path) -> None:
             buffer = bytearray(blob.size)
             await client.fetch(Transfer(blob, memoryview(buffer)))
         assert (bytes(buffer), server.chunks) == (b"secret", 1)
-    async with Node("run", "node") as node:
-        with pytest.raises(AddressRefused, match=r"will not bind tcp://.* without keys: .* give the node Security"):
-            await node.byte_server("tcp://0.0.0.0:0")

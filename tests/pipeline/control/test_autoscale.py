@@ -156,17 +156,14 @@ def test_the_bottleneck_of_a_known_pipeline_is_found(pipeline: SyntheticPipeline
         assert pipeline.rate() * pipeline.train > 1 / (1 + LEAST_GAIN) - 1e-6
 
 
-def test_no_more_is_promised_than_the_trainer_has_time_for() -> None:
-    pipeline = SyntheticPipeline({"engine": 0.1, "reward": 1.0}, {"engine": 1, "reward": 1}, 0.8)
-    assert said(pipeline) == (
-        "reward is the bottleneck; reward 1 -> 2 would make about 1.25 rollouts/s of 1 (+25%), then train is next"
-    )
-
-
 def test_what_is_reported() -> None:
     pipeline = SyntheticPipeline({"engine": 0.1, "reward": 1.0}, {"engine": 1, "reward": 1}, 0.05)
     assert said(pipeline) == (
         "reward is the bottleneck; reward 1 -> 2 would make about 2 rollouts/s of 1 (+100%), then engine is next"
+    )
+    bounded = SyntheticPipeline({"engine": 0.1, "reward": 1.0}, {"engine": 1, "reward": 1}, 0.8)
+    assert said(bounded) == (
+        "reward is the bottleneck; reward 1 -> 2 would make about 1.25 rollouts/s of 1 (+25%), then train is next"
     )
     trained = SyntheticPipeline({"engine": 0.1, "reward": 0.1}, {"engine": 1, "reward": 4}, 1.0)
     assert said(trained) == (
@@ -383,10 +380,15 @@ def test_two_equal_bottlenecks_are_scaled_together() -> None:
     assert pipeline.replicas == {"engine": 4, "reward": 4} or pipeline.rate() > 0.9 / 0.3
 
 
-def test_what_brings_nothing_is_taken_back_and_not_tried_again() -> None:
-    pipeline = SyntheticPipeline(
+def delayed() -> SyntheticPipeline:
+    """Engines hold what is in flight, and more of them change nothing."""
+    return SyntheticPipeline(
         {"reward": 0.01}, {"reward": 1, "engine": 2}, 0.001, in_flight=100.0, delays={"engine": 5.0}
     )
+
+
+def test_what_brings_nothing_is_taken_back_and_not_tried_again() -> None:
+    pipeline = delayed()
     own = Autoscale(LIMITS)
     assert own.decide(pipeline.window())[0] == {"engine": 4}
     pipeline.replicas["engine"] = 4
@@ -398,9 +400,7 @@ def test_what_brings_nothing_is_taken_back_and_not_tried_again() -> None:
 
 
 def test_what_brought_nothing_is_tried_again_when_the_run_has_become_faster() -> None:
-    held = SyntheticPipeline(
-        {"reward": 0.01}, {"reward": 1, "engine": 2}, 0.001, in_flight=100.0, delays={"engine": 5.0}
-    )
+    held = delayed()
     graded = SyntheticPipeline({"reward": 1.0, "engine": 0.01}, {"reward": 1, "engine": 2}, 0.001)
     own = Autoscale(LIMITS)
     assert own.decide(held.window())[0] == {"engine": 4}

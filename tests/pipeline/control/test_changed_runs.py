@@ -41,21 +41,15 @@ SYNC = [
     "--rollout-max-response-len", "48", "engine.simulated.length_mean=30", "--simulated-step-s", "0.01",
     "--no-partial-rollout", "--dynamic-sampling-filter", "length:20_48",
 ]  # fmt: skip
-LOADED = [
-    *SYNC,
-    "engine.simulated.a_ms=6",
-    "--num-rollout",
-    "4000",
-]  # a batch takes a quarter of a second, so that all this is under load
+# A batch takes a quarter of a second, so that all this is under load.
+LOADED = [*SYNC, "engine.simulated.a_ms=6", "--num-rollout", "4000"]
 FIRST = {"engine": "2", "reward": "4", "group": "2", "generate": "2"}
 
 
 def passed_on(run_dir: Path) -> set[str]:
     """Replicas of the group stage that have put a group together."""
-    spans = [
-        record for record in read_records(run_dir / "trace") if isinstance(record, Span) and record.name == "group"
-    ]
-    return {span.replica for span in spans}
+    records = read_records(run_dir / "trace")
+    return {record.replica for record in records if isinstance(record, Span) and record.name == "group"}
 
 
 def committed(run_dir: Path) -> bool:

@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 import re
 import socket
-import threading
-import time
-import urllib.request
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,10 +16,10 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from launching import SMALL, made_model
+from launching import SMALL, here, made_model
+from scripted_run import Scripted, scripted
 from test_displays import T0, made_up_run
 
-import launch
 from configs.schema import Config
 from configs.schema.rollout import EngineConfig
 from models.engines.serve import EngineServer
@@ -224,13 +221,8 @@ def test_an_engine_that_is_lost_keeps_its_place(tmp_path: Path) -> None:
     teacher = {"engine/frozen-t": msgspec.msgpack.encode(EngineAddress("frozen-t", "http://t", 0, "t"))}
     known = dict(engine | teacher)
     topic = SimpleNamespace(items=lambda prefix: {k: v for k, v in known.items() if k.startswith(prefix)})
-    recorder = SimpleNamespace(
-        config=Config(),
-        view=made_up_run(),
-        restarts={},
-        dead_letters=[],
-        rundir=SimpleNamespace(fleet=tmp_path / "fleet.json"),
-    )
+    recorder = MagicMock(config=Config(), view=made_up_run(), restarts={}, dead_letters=[])
+    recorder.rundir.fleet = tmp_path / "fleet.json"
     parts = MagicMock(recorder=recorder, hubs={}, topic=topic)
     monitor = Monitor(parts)
     assert monitor.facts().engines == {"engine-0": "http://a", "frozen-t": "http://t"}
@@ -245,36 +237,26 @@ def test_an_engine_that_is_lost_keeps_its_place(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_endpoint_of_a_whole_run(tmp_path: Path) -> None:
+def test_the_endpoint_of_a_whole_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    seen: list[dict[str, float]] = []
-    ended = threading.Event()
 
-    def watch() -> None:
-        while not ended.is_set():
-            try:
-                with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
-                    seen.append(checked(answer.read().decode()))
-            except OSError:
-                pass  # before and after the run
-            time.sleep(0.05)
+    async def look(session: aiohttp.ClientSession) -> dict[str, float]:
+        async with session.get(f"http://127.0.0.1:{port}/metrics") as answer:
+            return checked(await answer.text())
 
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    flags = ["--run-dir", str(tmp_path / "run"), *SMALL, "--runner", "inprocess", "--num-rollout", "20"]
-    try:
-        assert launch.main([*flags, "--prometheus-port", str(port)]) == 0
-    finally:
-        ended.set()
-        watcher.join()
-    running = [one for one in seen if one.get('sluice_engine_up{engine="engine-0"}') == 1]
-    assert running, "the engine was seen"
-    last = running[-1]
-    assert last["sluice_step"] > 0
-    assert last['sglang:generation_tokens_total{engine="engine-0"}'] >= last["sluice_trained_tokens_total"] > 0
-    steps = [one["sluice_step"] for one in seen]
-    assert steps == sorted(steps)
+    async def script(run: Scripted) -> None:
+        await run.steps(2)
+        async with aiohttp.ClientSession() as session:
+            first = await look(session)
+            await run.steps(2)
+            last = await look(session)
+        assert last['sluice_engine_up{engine="engine-0"}'] == 1
+        assert last["sluice_step"] > first["sluice_step"] > 0
+        assert last['sglang:generation_tokens_total{engine="engine-0"}'] >= last["sluice_trained_tokens_total"] > 0
+
+    flags = [*SMALL, *made_model(), "--num-rollout", "4000", "--prometheus-port", str(port)]
+    scripted(monkeypatch, tmp_path / "run", script, lambda run_dir: here(run_dir, *flags).code)
 
 
 # Traces: what processes write is what the merged file shows, in the form that Chrome's format demands.
@@ -320,13 +302,8 @@ def test_merge_makes_processes_and_nested_spans(tmp_path: Path) -> None:
     assert document["displayTimeUnit"] == "ms"
     assert (report.spans, report.replicas, report.kept_one_group_in) == (3 * 8, 5, 1)
     titles = [event["args"]["name"] for event in events["M"] if event["name"] == "process_name"]
-    assert titles == [
-        "prompts: prompts-0",
-        "generate: generate-0",
-        "generate: generate-1",
-        "reward: reward-0",
-        "train: train-0",
-    ]
+    replicas = ("prompts-0", "generate-0", "generate-1", "reward-0", "train-0")
+    assert titles == [f"{name.partition('-')[0]}: {name}" for name in replicas]
     assert len(events["b"]) == len(events["e"]) == 24
     rollout = next(event for event in events["b"] if event["name"] == "rollout")
     assert rollout["args"] == {"detail": "turn 1", "group_id": 0, "sample": 0}
@@ -353,13 +330,7 @@ def spans_of(events: dict[str, list[dict]]) -> list[tuple[int, int, float, float
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    st.lists(
-        st.tuples(st.integers(0, 50), st.integers(0, 20), st.integers(-1, 4), st.integers(-1, 2)),
-        min_size=1,
-        max_size=40,
-    )
-)
+@given(st.lists(st.tuples(*(st.integers(*b) for b in ((0, 50), (0, 20), (-1, 4), (-1, 2)))), min_size=1, max_size=40))
 def test_spans_of_an_id_nest_or_do_not_touch(tmp_path_factory, spans) -> None:
     path = tmp_path_factory.mktemp("lanes")
     writer = TraceWriter(path / "trace", "r", stage="s")

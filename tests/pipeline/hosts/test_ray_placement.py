@@ -37,7 +37,7 @@ from pipeline.hosts.worker import TRAINER_LOCK, only_trainer
 
 
 def config(*flags: str) -> Config:
-    return load([*SMALL, "--runner", "ray", *flags]).config
+    return load([*SMALL, "--runner", "ray", *(word for text in flags for word in text.split())]).config
 
 
 def node(name: str, cpus: float = 4, gpus: float = 0, *, free: float | None = None, **labels: str) -> Node:
@@ -57,18 +57,18 @@ def refusal(nodes: list[Node], *flags: str) -> str:
 
 
 def test_a_run_of_defaults_needs_a_cpu_for_the_trainer_and_one_for_each_engine() -> None:
-    found = placements("--scale", "engine=2", "--scale", "reward=3")
+    found = placements("--scale engine=2 --scale reward=3")
     assert found.total == ResourceNeeds(3, 0)
     assert found.of("reward-2").needs == ResourceNeeds()
     assert found.of("train-0").near
     assert [found.of(name).group for name in ("engine-0", "engine-1")] == ["engines"] * 2
     assert found.of("engines-0").here
     assert found.of("engine-7").group == ""  # one that came later
-    assert placements("--ray-cpus", "cpu=2", "--ray-cpus", "train=3").of("generate-0").needs == ResourceNeeds(2, 0)
+    assert placements("--ray-cpus cpu=2 --ray-cpus train=3").of("generate-0").needs == ResourceNeeds(2, 0)
 
 
 def test_the_evaluate_stage_is_where_the_held_out_data_are_whatever_nodes_the_others_want() -> None:
-    found = placements("--eval-prompt-data", "arithmetic", "--eval-interval", "2", "--ray-labels", "cpu=pool:cpu")
+    found = placements("--eval-prompt-data arithmetic --eval-interval 2 --ray-labels cpu=pool:cpu")
     assert "evaluate-0" in found.names()
     assert found.of("evaluate-0").here
     assert found.of("evaluate-0").needs == ResourceNeeds()
@@ -95,7 +95,7 @@ def test_engines_are_divided_among_nodes(strategy: Strategy, room: dict[str, int
 
 def test_an_engine_that_lost_its_node_stays_within_the_domain_of_the_others() -> None:
     config_, one = (
-        config("--ray-labels", "rollout=nvlink:*|zone:near"),
+        config("--ray-labels rollout=nvlink:*|zone:near"),
         PlacementGroup("engine-1", "rollout", ResourceNeeds(1), 1, "PACK"),
     )
 
@@ -114,7 +114,7 @@ def test_what_was_lost_in_silence_goes_to_a_node_that_is_heard_of() -> None:
     """Ray tells that a node is gone only after a while."""
     there: list[Node] = [node("1"), node("2", 2, side="there"), node("3", 8)]
     nowhere: Any = None
-    launcher = RayLauncher(placements("--ray-labels", "cpu=side:there|side:!there"), lambda: there, nowhere)
+    launcher = RayLauncher(placements("--ray-labels cpu=side:there|side:!there"), lambda: there, nowhere)
 
     def room(name: str) -> str | None:
         return launcher._room(name, launcher.placements.of(name))
@@ -130,43 +130,43 @@ def test_what_was_lost_in_silence_goes_to_a_node_that_is_heard_of() -> None:
 
 
 def test_ranks_go_to_as_many_nodes_as_the_trainer_has() -> None:
-    two = ("--train-backend", "fsdp", "--actor-num-nodes", "2", "--actor-num-gpus-per-node", "4")
-    found = placements(*two, gpus=True)
+    two = "--train-backend fsdp --actor-num-nodes 2 --actor-num-gpus-per-node 4"
+    found = placements(two, gpus=True)
     group = found.groups["trainer"]
     assert (group.bundle, group.bundles, group.strategy, group.near) == (ResourceNeeds(4, 4), 2, "STRICT_SPREAD", True)
     assert [found.of(f"train-rank-{rank}").bundle for rank in (0, 3, 4, 7)] == [0, 0, 1, 1]
     stage = found.of("train-0")
     assert (stage.needs, stage.group, stage.bundle) == (ResourceNeeds(), "trainer", 0)  # it only deals batches to them
     assert found.check([node("1", 8, 8), node("2", 8, 4)]) == []
-    message = refusal([node("1", 8, 8)], *two)
+    message = refusal([node("1", 8, 8)], two)
     assert message.startswith(
         "--runner ray: trainer needs 2 x 4 CPU and 4 GPU, each on a node of its own, but the cluster has 10.0.0.1 "
         "(8 CPU, 8 GPU); join more nodes"
     )
     assert found.check([node("1", 8), node("2", 8, 4), node("3", 8, 5)]) == []
-    assert "each on a node of its own" in refusal([node("1", 8), node("2", 8, 8)], *two)
+    assert "each on a node of its own" in refusal([node("1", 8), node("2", 8, 8)], two)
 
 
 @pytest.mark.parametrize(
     ("nodes", "labels", "wanted"),
     [
-        ([node("1", 8, 1), node("2", 8, 1)], (), "1"),  # the controller's node
-        ([node("1", 8, 8), node("2", 8, 1)], (), "1"),  # whatever room it has
-        ([node("1", 8), node("2", 8, 8), node("3", 8, 1)], (), "3"),  # a head without a GPU; the least room elsewhere
-        ([node("1", 1, 1, free=0), node("2", 8, 1)], (), "2"),  # taken by others
-        ([node("1", 1, 1, free=0), node("2", 8, 1, free=0)], (), "1"),  # it waits where it would be best
-        ([node("1", 8, 1), node("2", 8, 1, gpu="H200")], ("train=gpu:H200",), "2"),
-        ([node("1", 8, 1, gpu="A100"), node("2", 8, 1, gpu="H200")], ("train=gpu:H200|gpu:A100",), "2"),
-        ([node("1", 8, 1, gpu="A100"), node("2", 8, 0, gpu="H200")], ("train=gpu:H200|gpu:A100",), "1"),
-        ([node("1", 8, 1, rack="b"), node("2", 2, 1, rack="a")], ("train=rack:*",), "1"),
+        ([node("1", 8, 1), node("2", 8, 1)], "", "1"),  # the controller's node
+        ([node("1", 8, 8), node("2", 8, 1)], "", "1"),  # whatever room it has
+        ([node("1", 8), node("2", 8, 8), node("3", 8, 1)], "", "3"),  # a head without a GPU; the least room elsewhere
+        ([node("1", 1, 1, free=0), node("2", 8, 1)], "", "2"),  # taken by others
+        ([node("1", 1, 1, free=0), node("2", 8, 1, free=0)], "", "1"),  # it waits where it would be best
+        ([node("1", 8, 1), node("2", 8, 1, gpu="H200")], "train=gpu:H200", "2"),
+        ([node("1", 8, 1, gpu="A100"), node("2", 8, 1, gpu="H200")], "train=gpu:H200|gpu:A100", "2"),
+        ([node("1", 8, 1, gpu="A100"), node("2", 8, 0, gpu="H200")], "train=gpu:H200|gpu:A100", "1"),
+        ([node("1", 8, 1, rack="b"), node("2", 2, 1, rack="a")], "train=rack:*", "1"),
     ],
 )
 @pytest.mark.parametrize("ranks", [False, True])
 def test_the_trainer_begins_on_the_controllers_node_or_where_there_is_room(
-    nodes: list[Node], labels: tuple[str, ...], wanted: str, ranks: bool
+    nodes: list[Node], labels: str, wanted: str, ranks: bool
 ) -> None:
-    backend = ("--train-backend", "fsdp") if ranks else ()
-    found = placements(*backend, "--engine-device", "cpu", *(("--ray-labels", *labels) if labels else ()), gpus=True)
+    backend = "--train-backend fsdp" if ranks else ""
+    found = placements(backend, "--engine-device cpu", f"--ray-labels {labels}" if labels else "", gpus=True)
     assert found.trainer.near
     assert found.trainer.bundle == ResourceNeeds(1, 1)
     assert choose(found.config, "train", found.trainer, nodes).node.id == wanted
@@ -174,12 +174,12 @@ def test_the_trainer_begins_on_the_controllers_node_or_where_there_is_room(
 
 
 def test_a_shared_gpu_is_the_trainers() -> None:
-    flags = ("--colocate", "--mode", "sync", "--engine", "embedded", "--ray-labels", "train=side:there")
-    found, nodes = placements(*flags, gpus=True), [node("1", 8, 1), node("2", 8, 1, side="there")]
+    flags = "--colocate --mode sync --engine embedded --ray-labels train=side:there"
+    found, nodes = placements(flags, gpus=True), [node("1", 8, 1), node("2", 8, 1, side="there")]
     assert [found.of(name).group for name in ("train-0", "engine-0")] == ["engines", "engines"]
     assert choose(found.config, found.trainer.role, found.trainer, nodes).node.id == "2"
     assert found.check(nodes) == []
-    message = refusal(nodes, *flags, "rollout=side:here")
+    message = refusal(nodes, flags, "rollout=side:here")
     assert "with --colocate the engine has the trainer's GPU; leave rollout out" in message
 
 
@@ -220,7 +220,7 @@ def test_a_lost_trainer_goes_back_to_its_node_then_to_one_that_sees_its_files() 
 
 def test_engines_leave_the_trainer_its_place() -> None:
     nodes = [node("1", 4, 1), node("2", 8, 8)]
-    launcher = launcher_of(placements("--engine", "embedded", gpus=True), nodes)
+    launcher = launcher_of(placements("--engine embedded", gpus=True), nodes)
     assert asyncio.run(launcher._plan("engine-0", launcher.placements.groups["engines"])) == "2"
     nodes[0] = node("1", 4, 0)
     launcher._planned.clear()
@@ -228,8 +228,8 @@ def test_engines_leave_the_trainer_its_place() -> None:
 
 
 def test_what_is_missing_is_named() -> None:
-    message = refusal([node("1", 8), node("2", 8, 1)], "--engine", "embedded", "--engine-device", "cuda", "--scale",
-                   "engine=2", "--train-device", "cpu")  # fmt: skip
+    flags = "--engine embedded --engine-device cuda --scale engine=2 --train-device cpu"
+    message = refusal([node("1", 8), node("2", 8, 1)], flags)
     assert "engines needs 2 x 1 CPU and 1 GPU, but the cluster has" in message
     assert "2 nodes: 10.0.0.1 (8 CPU, 0 GPU), 10.0.0.2 (8 CPU, 1 GPU)" in message
     assert "all processes of the run together need 6 CPU, but the cluster has 10.0.0.1 (4 CPU" in refusal(
@@ -238,9 +238,9 @@ def test_what_is_missing_is_named() -> None:
 
 
 def test_the_first_labels_with_room_are_taken() -> None:
-    wanted = ("--ray-labels", "rollout=market:spot|market:on-demand")
+    wanted = "--ray-labels rollout=market:spot|market:on-demand"
     spot, demand = node("1", market="on-demand"), node("2", market="spot")
-    found = placements(*wanted)
+    found = placements(wanted)
     group = found.groups["engines"]
 
     def labels(*nodes: Node) -> dict[str, str]:
@@ -252,7 +252,7 @@ def test_the_first_labels_with_room_are_taken() -> None:
     assert labels(node("1", market="on-demand"), busy) == {"market": "on-demand"}
     assert labels(node("1", free=0, market="on-demand"), busy) == {"market": "spot"}  # it waits for the one it prefers
     assert found.check([spot]) == ["--ray-labels: no room for rollout on market=spot; using market=on-demand"]
-    assert "with market=spot or market=on-demand" in refusal([node("1")], *wanted)
+    assert "with market=spot or market=on-demand" in refusal([node("1")], wanted)
 
 
 def domain(number: str, value: str, gpus: float = 4, **more: str) -> Node:
@@ -260,10 +260,9 @@ def domain(number: str, value: str, gpus: float = 4, **more: str) -> Node:
 
 
 def test_all_nodes_of_a_group_are_in_one_domain_the_scarcest_that_holds_it() -> None:
-    flags = ("--engine", "embedded", "--engine-device", "cuda", "--train-device", "cpu", "--scale", "engine=6",
-             "--ray-cpus", "rollout=0", "--update-weight-transport", "delta", "--update-weight-delta-dir", "/shared",
-             "--ray-labels", "rollout=nvlink:*")  # fmt: skip
-    found = placements(*flags, gpus=True)
+    flags = "--engine embedded --engine-device cuda --train-device cpu --scale engine=6 --ray-cpus rollout=0 "
+    flags += "--update-weight-transport delta --update-weight-delta-dir /shared --ray-labels rollout=nvlink:*"
+    found = placements(flags, gpus=True)
     group = found.groups["engines"]
 
     def chosen(*nodes: Node) -> dict[str, str]:
@@ -274,30 +273,29 @@ def test_all_nodes_of_a_group_are_in_one_domain_the_scarcest_that_holds_it() -> 
     assert chosen(*b, domain("1", "a"), domain("2", "c")) == {"nvlink": "b"}  # a and c together are no domain
     assert chosen(*b, node("1", 8, 64)) == {"nvlink": "b"}  # a node without the label is in none
     assert found.check([*a, *b]) == []
-    assert "with nvlink=*, but the cluster has" in refusal([domain("1", "a"), domain("2", "b")], *flags)
+    assert "with nvlink=*, but the cluster has" in refusal([domain("1", "a"), domain("2", "b")], flags)
 
 
 def test_a_domain_has_a_fallback_and_goes_with_other_labels() -> None:
-    two = ("--train-backend", "fsdp", "--actor-num-nodes", "2", "--actor-num-gpus-per-node", "4", "--ray-labels")
+    two = "--train-backend fsdp --actor-num-nodes 2 --actor-num-gpus-per-node 4 --ray-labels"
     apart = [domain("1", "a", gpu="H200"), domain("2", "b", gpu="H200"), domain("3", "b", gpu="H200")]
-    found = placements(*two, "train=nvlink:*,gpu:H200|gpu:H200", gpus=True)
+    found = placements(two, "train=nvlink:*,gpu:H200|gpu:H200", gpus=True)
     alone = [*apart[:2], domain("5", "c", gpu="H200")]
     assert found.check(alone) == ["--ray-labels: no room for train on nvlink=*,gpu=H200; using gpu=H200"]
     assert found.check(apart) == []  # in the domain of two others than the controller's
     for nodes, first in ((apart, "2"), ([*apart, domain("4", "a", gpu="H200")], "1")):
         assert choose(found.config, "train", found.groups["trainer"], nodes).node.id == first
-    assert "nvlink=*" in refusal(alone, *two, "train=nvlink:*,gpu:H200")
+    assert "nvlink=*" in refusal(alone, two, "train=nvlink:*,gpu:H200")
 
 
 def test_labels_of_the_trainer_do_not_move_what_stays_with_the_controller() -> None:
-    wanted = ("--ray-labels", "train=gpu:H200", "cpu=gpu:H200", "--eval-prompt-data", "arithmetic", "--eval-interval",
-              "2", "--ray-cpus", "cpu=2")  # fmt: skip
-    found = placements(*wanted)
+    wanted = "--ray-labels train=gpu:H200 cpu=gpu:H200 --ray-cpus cpu=2 --eval-prompt-data arithmetic --eval-interval 2"
+    found = placements(wanted)
     assert all(found.of(name).here for name in ("evaluate-0", "engines-0"))
     assert found.check([node("1"), node("2", 32, gpu="H200")]) == []
-    message = refusal([node("1", 1), node("2", 32, gpu="H200")], *wanted)
+    message = refusal([node("1", 1), node("2", 32, gpu="H200")], wanted)
     assert "evaluate-0 needs 2 CPU on the controller's node, but the cluster has 2 nodes: 10.0.0.1 (1 CPU" in message
-    assert "with gpu=H200, but the cluster has" in refusal([node("1")], *wanted)
+    assert "with gpu=H200, but the cluster has" in refusal([node("1")], wanted)
 
 
 @pytest.mark.parametrize(
