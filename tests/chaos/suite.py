@@ -26,8 +26,7 @@ from pathlib import Path
 from tests.chaos import calls
 from tests.chaos.kills import EVERYTHING, FATAL, MAY_END, MOMENTS, PRUNE, RUNNING, SAVE, Kill, Seen, draw, draw_fatal
 from tests.chaos.leftovers import MARK, Watch, command, marked
-from tests.chaos.oracle import KINDS, Expected, Fault, judge
-from tests.chaos.trained import Trained, judge_same, trained_by
+from tests.chaos.oracle import KINDS, Expected, Fault, Trained, judge, judge_same, trained_by
 
 ROOT = Path(__file__).parent.parent.parent
 LEFT, BROKEN = "left over", "did not end"

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.kills import CONTROLLER, END, EVERYTHING, PRUNE, RESUME, RUNNING, SAVE, TRAIN, Kill
+from tests.chaos.oracle import trained_by
 from tests.chaos.suite import AUTO, Case, Running, flags, sync_flags
-from tests.chaos.trained import trained_by
 
 pytestmark = pytest.mark.slow
 

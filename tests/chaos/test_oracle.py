@@ -28,9 +28,8 @@ from tests.chaos import leftovers, oracle
 from tests.chaos.calls import UNSURE, judge_calls
 from tests.chaos.kills import CONTROLLER, FATAL, MOMENTS, RESUME, RUNNING, WARM, Kill, Seen, draw
 from tests.chaos.leftovers import MARK, SHARED, Watch
-from tests.chaos.oracle import DISAGREE, LOST, STALE, TWICE, Expected, judge
+from tests.chaos.oracle import DISAGREE, LOST, OTHERWISE, STALE, TWICE, Expected, Trained, judge, judge_same, trained_by
 from tests.chaos.suite import Case, Running, calls_flags, cases
-from tests.chaos.trained import OTHERWISE, Trained, judge_same, trained_by
 
 EXPECTED = Expected(steps=3, groups_per_step=2, bound=2)
 Event = dict[str, Any]
