@@ -200,7 +200,7 @@ SEEN_BY_THE_ORACLE: dict[str, tuple[Patch, str, str]] = {
     "rows of undone steps stay": (keeps_rows, TWICE, "2 rows of step 2"),
     "consumption off by one": (ages_late, STALE, "trained tokens 3 versions old, over 2"),
     "half a checkpoint is left": (
-        lambda patch: patch.setattr("tests.chaos.test_mutants.remove_leftovers", lambda root: None),
+        lambda patch: patch.setattr(f"{__name__}.remove_leftovers", lambda root: None),
         DISAGREE,
         ".step-00000004.draft was left behind",
     ),
