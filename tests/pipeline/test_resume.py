@@ -108,16 +108,15 @@ def test_a_run_that_is_stopped_at_once_leaves_no_weights_in_shared_memory(
     process = start(run_dir, *SMALL, *made_model(), *slow, XDG_RUNTIME_DIR=str(runtime))
     wait_for_steps(process, run_dir, 1)
     (sockets,) = runtime.iterdir()
-    slots = Path("/dev/shm") / sockets.name
-    assert slots.is_dir() or (run_dir / sockets.name).is_dir()
+    slots = [*Path("/dev/shm").glob(f"{sockets.name}-*"), *run_dir.glob(f"{sockets.name}-*")]
+    assert [path.is_dir() for path in slots] == [True]
     for number in numbers:
         process.send_signal(number)
         time.sleep(0.2)  # two signals at once are one
     done = finish(process, run_dir, 60)
     assert done.code == 130, done.err[-2000:]
     assert "stopped at once" in done.err
-    assert not slots.exists()
-    assert not (run_dir / sockets.name).exists()
+    assert not slots[0].exists()
     assert not sockets.exists()
     runtime.rmdir()
 
@@ -351,7 +350,7 @@ def test_a_server_goes_from_one_start_to_the_next_and_ends_with_the_last(tmp_pat
     assert times == 2
     assert missing is None
     assert "No such file" in why
-    assert members(first) == [], "with what it had started"
+    until(lambda: members(first) == [])  # with what it had started
 
 
 @pytest.mark.slow
