@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.multiprocessing import spawn
+from torch import multiprocessing
 
 from bench.report import Machine, Series, arguments, finish, machine
 from bench.train_work import (
@@ -64,9 +64,10 @@ def measure(setting: Setting, contenders: list[Contender], root: Path, deadline_
     out = root / f"world-{world}"
     out.mkdir()
     names = [one.name for one in contenders]
-    started = spawn.start_processes(_work, (setting, names, str(out), world), world, join=False, daemon=True)
+    started = multiprocessing.start_processes(_work, (setting, names, str(out), world), world, join=False, daemon=True)
     ends = time.monotonic() + deadline_s
-    with suppress(spawn.ProcessException):  # the file of the one that failed says why; the others are ended
+    # The file of the process that failed says why; the others are ended.
+    with suppress(multiprocessing.ProcessRaisedException, multiprocessing.ProcessExitedException):
         while not started.join(timeout=1.0) and time.monotonic() < ends:
             continue
     for process in started.processes:
