@@ -220,7 +220,7 @@ async def offer(offered: OfferedWeights, fetched: FetchedWeights, one: WeightsAn
     slot, topic = Path(one.path), fetched._topic
     await offered.offer(slot)
     revision = 0
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         while f"{slot.name}/".encode() not in (topic.get(SOURCE) or b""):
             revision = await topic.wait(revision, SOURCE)
 
@@ -285,7 +285,7 @@ async def test_a_fetch_from_a_trainer_that_is_gone_ends_when_another_one_offers(
         await offer(offered, fetched, one)
         assert offered._server is not None
         offered._server.shut(0)
-        async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
+        async with asyncio.timeout(120), asyncio.TaskGroup() as tasks:
             task = tasks.create_task(expect_gone(fetched, one))
             while not fetched._turn.locked():  # noqa: ASYNC110  (a lock announces nothing)
                 await asyncio.sleep(0.01)

@@ -272,7 +272,7 @@ def members(group: int) -> list[str]:
 
 
 def until(there: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while not there():
         assert time.monotonic() < deadline
         time.sleep(0.01)

@@ -374,7 +374,7 @@ def test_turns_in_an_environment_have_exact_tokens(tmp_path: Path, sglang: RealS
 async def answered_tokens(url: str) -> int:
     """The length of a short response. Waits at most 30 s for it."""
     request = GenerateRequest(input_ids=[5, 6, 7], sampling_params=SamplingParams(max_new_tokens=4, ignore_eos=True))
-    async with EngineClient(url) as client, asyncio.timeout(30):
+    async with EngineClient(url) as client, asyncio.timeout(120):
         [output] = await client.generate(request)
     return len(output.output_ids)
 

@@ -190,7 +190,7 @@ class MemoryNode(Node):
 # Common ground of the conformance tests: how to reach a kind of link, a few message types, a stream made ready.
 
 
-LIMIT_S = 20.0
+LIMIT_S = 120.0
 T = TypeVar("T")
 
 

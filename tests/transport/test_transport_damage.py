@@ -304,7 +304,7 @@ async def test_a_waiter_is_not_even_woken_by_keys_that_it_does_not_read() -> Non
         looks += 1
 
     waiters = Waiters(entries)
-    async with asyncio.timeout(20), asyncio.TaskGroup() as group:
+    async with asyncio.timeout(120), asyncio.TaskGroup() as group:
         waiting = group.create_task(waiters.wait(0, ("drain",), look))
         await asyncio.sleep(0)
         for number in range(100):

@@ -52,7 +52,7 @@ async def served(
     run_dir: Path, letters: list[DeadLetter] | None = None, **limits: int
 ) -> AsyncIterator[tuple[Node, Hub]]:
     """A stream of one node, which does not wait long for peers that are gone."""
-    async with asyncio.timeout(30), Node("run", "node", close_s=0.2) as node:
+    async with asyncio.timeout(120), Node("run", "node", close_s=0.2) as node:
         spec = StreamSpec("s", f"ipc://{run_dir}/s", **limits)  # type: ignore[arg-type]
         yield node, await node.hub(spec, ignore if letters is None else letters.append)
 
@@ -197,7 +197,7 @@ def keys_of(run_dir: Path) -> tuple[Security, Security]:
 
 async def test_unknown_keys_and_plain_peers_are_refused(run_dir: Path) -> None:
     security, intruding = keys_of(run_dir)
-    async with asyncio.timeout(20), Node("run", "hub", security) as node:
+    async with asyncio.timeout(120), Node("run", "hub", security) as node:
         hub = await node.hub(StreamSpec("s", "tcp://127.0.0.1:0"), ignore)
         async with Node("run", "worker", load_security(run_dir / "keys", "worker")) as worker:
             outlet = await worker.outlet(hub.address, "s", bytes)
@@ -217,7 +217,7 @@ async def test_unknown_keys_and_plain_peers_are_refused(run_dir: Path) -> None:
 async def test_a_key_is_for_one_name(run_dir: Path) -> None:
     create_keys(run_dir / "keys", [])
     security = load_security(run_dir / "keys")
-    async with asyncio.timeout(20), Node("run", "hub", security) as node:
+    async with asyncio.timeout(120), Node("run", "hub", security) as node:
         hub = await node.hub(StreamSpec("s", "tcp://127.0.0.1:0"), ignore)
         topic = await node.topic_server("tcp://127.0.0.1:0")
         add_client(run_dir / "keys", "reward-0", run_dir / "its")  # the server listens already
@@ -235,7 +235,7 @@ async def test_a_key_is_for_one_name(run_dir: Path) -> None:
 
 
 async def test_streams_and_keys_of_the_topic_are_for_certain_stages(run_dir: Path) -> None:
-    async with asyncio.timeout(10), Node("run", "hub") as node:
+    async with asyncio.timeout(120), Node("run", "hub") as node:
         stages = {"producers": frozenset({"generate", "tools"}), "consumers": frozenset({"reward"})}
         hub = await node.hub(StreamSpec("s", f"ipc://{run_dir}/s", **stages), ignore)
         writers = {"weights": frozenset({"train"}), "config": frozenset[str]()}
@@ -262,7 +262,7 @@ async def test_streams_and_keys_of_the_topic_are_for_certain_stages(run_dir: Pat
 
 
 async def test_another_run_is_refused(run_dir: Path) -> None:
-    async with asyncio.timeout(10), Node("run", "hub") as node:
+    async with asyncio.timeout(120), Node("run", "hub") as node:
         hub = await node.hub(StreamSpec("s", f"ipc://{run_dir}/s"), ignore)
         topic = await node.topic_server(f"ipc://{run_dir}/t")
         async with Node("other", "w") as other:
@@ -419,7 +419,7 @@ async def test_an_error_in_an_owner_task_ends_the_node(run_dir: Path) -> None:
         raise RuntimeError("the dead-letter callback is broken")
 
     async def run() -> None:
-        async with asyncio.timeout(20), Node("run", "node", close_s=0.2) as node:
+        async with asyncio.timeout(120), Node("run", "node", close_s=0.2) as node:
             hub = await node.hub(StreamSpec("s", f"ipc://{run_dir}/s"), broken)
             inlet = await node.inlet(hub.address, "s", bytes)
             outlet = await node.outlet(hub.address, "s", bytes)
@@ -436,7 +436,7 @@ async def test_an_error_in_an_owner_task_ends_the_node(run_dir: Path) -> None:
 
 async def test_bytes_go_to_holders_of_a_key_alone(run_dir: Path) -> None:
     security, intruding = keys_of(run_dir)
-    async with asyncio.timeout(20), Node("run", "server", security) as node:
+    async with asyncio.timeout(120), Node("run", "server", security) as node:
         server = await node.byte_server("tcp://127.0.0.1:0")
         blob = server.serve("weights/1", b"secret")
         async with Node("run", "w", intruding, give_up_s=5) as intruder:

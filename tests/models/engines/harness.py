@@ -111,7 +111,7 @@ def one_completion(
     )
 
 
-async def until(condition: Callable[[], Awaitable[bool]], timeout_s: float = 20.0) -> None:
+async def until(condition: Callable[[], Awaitable[bool]], timeout_s: float = 120.0) -> None:
     """Wait until a condition holds; polls, for tests look from outside."""
     async with asyncio.timeout(timeout_s):
         while not await condition():  # noqa: ASYNC110 - looks from outside

@@ -123,7 +123,7 @@ async def test_requests_to_an_engine_that_ends_are_answered(checkpoints: Checkpo
     end = asyncio.create_task(engine.stop())
     await asyncio.sleep(0)
     busy.set()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(120):
         await asyncio.gather(end, update)
     assert delivered == requested
     assert requested[0].finish is not None

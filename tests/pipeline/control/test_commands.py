@@ -130,7 +130,7 @@ async def test_connections_beyond_the_bound_are_turned_away_and_block_no_other(t
         assert "requests are being answered" in reply.lines[0]
         for _, writer in silent:
             writer.close()
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             while not (await run.send(line(run.address.token))).ok:  # noqa: ASYNC110  (a place that is free announces nothing)
                 await asyncio.sleep(0.01)
 

@@ -344,7 +344,7 @@ class Silent:
 async def test_a_silent_fetcher_is_ended_and_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(restarts, "HANG_S", 1.0)
     started: Any = Silent()
-    async with asyncio.timeout(30), Node("run", "controller") as node, asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(120), Node("run", "controller") as node, asyncio.TaskGroup() as tasks:
         topic = await node.topic_server("inproc://silent-fetcher")
         spec = ReplicaSpec("fetcher", "fetcher-0", "", 0, 1, 1, str(tmp_path), {}, {})
         placement: Any = SimpleNamespace(rundir=SimpleNamespace(path=tmp_path), replica=lambda *_: spec)

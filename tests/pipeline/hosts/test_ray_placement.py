@@ -365,7 +365,7 @@ async def actor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
 @pytest.mark.parametrize("how", ["stop", "kill"])
 async def test_a_process_that_is_being_started_when_the_run_ends_is_ended(actor: ProcessActor, how: str) -> None:
     """The run would wait for its end for ever."""
-    async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(120), asyncio.TaskGroup() as tasks:
         starting = tasks.create_task(actor.spawn(msgspec.msgpack.encode(SLEEPS)))
         await asyncio.sleep(0)  # it has begun
         assert not starting.done()
@@ -443,7 +443,7 @@ async def test_a_train_stage_waits_for_the_end_of_the_one_before(
             with (tmp_path / TRAINER_LOCK).open("w") as other, pytest.raises(BlockingIOError):
                 fcntl.flock(other, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
-    async with asyncio.TaskGroup() as tasks, asyncio.timeout(20):
+    async with asyncio.TaskGroup() as tasks, asyncio.timeout(120):
         with (tmp_path / TRAINER_LOCK).open("w") as zombie:
             fcntl.flock(zombie, fcntl.LOCK_EX)
             tasks.create_task(train())

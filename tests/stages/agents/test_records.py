@@ -110,7 +110,7 @@ async def test_a_call_that_was_cut_off_is_uncertain(tmp_path: Path) -> None:
     assert made.uncertain == 1
     again = life(tmp_path)
     with pytest.raises(Uncertain, match="whether this call took effect is not known") as raised:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             await again(world.wait, "rent")
     assert [raised.value.call_id] == world.call_ids, "to ask the other side with"
     with pytest.raises(LookupError):
