@@ -28,7 +28,7 @@ from models.errors import SlotDirectoryError
 PREFIX: Final = "sluice-"
 OWNER_FILE: Final = "owner.pid"
 LEFT_BEHIND_FILE: Final = "left_behind"
-SWEPT_S: Final = 10.0  # for the removal of a directory of this size
+SWEPT_S: Final = 10.0  # wait at most so long for another process that removes the directory
 DRAFT_S: Final = 60.0  # a younger draft may be about to be locked
 SHARED_MEMORY: Final = Path("/dev/shm")
 
