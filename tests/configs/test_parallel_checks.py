@@ -50,25 +50,54 @@ SP = "--sequence-parallel"
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (f"6 {sizes(tp=4)}", "multiple of --tensor-model-parallel-size 4 x --pipeline-model-parallel"),
+        (
+            f"6 {sizes(tp=4)}",
+            "--actor-num-nodes x --actor-num-gpus-per-node is 6, but must be a multiple of "
+            "--tensor-model-parallel-size 4 x --pipeline-model-parallel-size 1 x --context-parallel-size 1 "
+            "= 4; set --actor-num-gpus-per-node",
+        ),
         (f"8 {sizes(tp=2, pp=3)}", "= 6; set --actor-num-gpus-per-node so that it is, for example 6 on one node"),
         (f"2 {sizes(tp=1)} {SP}", "--tensor-model-parallel-size is 1; set that to 2 or more, or leave --sequence-"),
-        (f"2 {sizes(cp=2)} --transformer-impl local", "but --transformer-impl is local, and only Transformer Engine's"),
+        (
+            f"2 {sizes(cp=2)} --transformer-impl local",
+            "--context-parallel-size is 2, but --transformer-impl is local, and only Transformer Engine's attention",
+        ),
         ("2 --overlap-param-gather", "needs --use-distributed-optimizer and --overlap-grad-reduce: set both"),
         (
             "2 --overlap-param-gather --overlap-grad-reduce --no-use-distributed-optimizer",
-            "--overlap-param-gather gathers",
+            "--overlap-param-gather gathers what the distributed optimizer has spread",
         ),
-        ("1 --optimizer-cpu-offload --no-use-distributed-optimizer", "works on the state that the"),
-        ("1 --virtual-pipeline-model-parallel-size 2", "interleaves pipeline stages, and --pipeline-model-parallel"),
+        (
+            "1 --optimizer-cpu-offload --no-use-distributed-optimizer",
+            "--optimizer-cpu-offload works on the state that the distributed optimizer has spread",
+        ),
+        (
+            "1 --virtual-pipeline-model-parallel-size 2",
+            "--virtual-pipeline-model-parallel-size is 2, but interleaves pipeline stages, and "
+            "--pipeline-model-parallel-size is 1",
+        ),
         ("1 --decoder-last-pipeline-num-layers 2", "is 2, but --pipeline-model-parallel-size is 1, so that"),
-        (f"4 {sizes(pp=4)}", "is 4, but the model's 6 layers do not divide into such stages; choose a size"),
-        (f"2 {sizes(pp=2)} --virtual-pipeline-model-parallel-size 2", "into such stages of 2 chunks"),
-        (f"2 {sizes(pp=2)} --decoder-first-pipeline-num-layers 7", "is 2, --decoder-first-pipeline-num-layers 7"),
+        (
+            f"4 {sizes(pp=4)}",
+            "--pipeline-model-parallel-size is 4, but the model's 6 layers do not divide into such stages; "
+            "choose a size that divides 6, or set --decoder-last-pipeline-num-layers to what is left of 2 "
+            "for each of the",
+        ),
+        (
+            f"2 {sizes(pp=2)} --virtual-pipeline-model-parallel-size 2",
+            "is 2, but the model's 6 layers do not divide into such stages of 2 chunks",
+        ),
+        (
+            f"2 {sizes(pp=2)} --decoder-first-pipeline-num-layers 7",
+            "is 2, --decoder-first-pipeline-num-layers 7, but the model's 6 layers",
+        ),
         (f"16 {sizes(tp=16)} {SP}", "is 16, but must divide the model's 8 attention heads; set it to 8"),
         (f"8 {sizes(tp=8)} {SP}", "is 8, but must divide the model's 4 key and value heads; set it to 4"),
         (f"2 {sizes(ep=2)}", "--expert-model-parallel-size is 2, but the model (qwen3) has no experts; leave it out"),
-        ("1 --recompute-activations --recompute-granularity full", "means --recompute-granularity selective, but"),
+        (
+            "1 --recompute-activations --recompute-granularity full",
+            "--recompute-activations means --recompute-granularity selective, but that is full",
+        ),
     ],
 )
 def test_refusals_of_a_dense_model(dense: str, argv: str, words: str) -> None:
@@ -79,7 +108,12 @@ def test_refusals_of_a_dense_model(dense: str, argv: str, words: str) -> None:
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (f"4 {sizes(ep=3, etp=1)}", "multiple of --expert-model-parallel-size 3 x --expert-tensor-parallel"),
+        (
+            f"4 {sizes(ep=3, etp=1)}",
+            "is 4, but must be a multiple of --expert-model-parallel-size 3 x --expert-tensor-parallel-size "
+            "1 x --pipeline-model-parallel-size 1 = 3; lower --expert-model-parallel-size, or set "
+            "--expert-tensor-",
+        ),
         (f"8 {sizes(ep=8, etp=1)}", "must divide the model's 12 experts; set it to 6"),
         (f"2 {sizes(tp=2)}", "for a model with experts, which Megatron-core trains only together with sequence"),
         (f"3 {sizes(ep=3, etp=3)}", "= 9; lower --expert-model-parallel-size"),
@@ -137,10 +171,21 @@ def test_options_of_recomputation_follow_from_each_other(dense: str) -> None:
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        ("--tensor-model-parallel-size 2 --megatron-moe-permute-fusion", "true}, but only --train-backend"),
+        (
+            "--tensor-model-parallel-size 2 --megatron-moe-permute-fusion",
+            '{"moe_permute_fusion":true}, but only --train-backend megatron reads it',
+        ),
         (f"{FSDP} 6 --fsdp-shard-size 4", "--fsdp-shard-size is 4, but must divide the trainer's 6 processes"),
-        (f"{FSDP} 4 --fsdp-context-parallel-size 3", "is 3, but must divide the trainer's 4 processes (--actor"),
-        ("--lora-rank 8", "--lora-rank is 8, but --train-backend is torch, which trains all weights"),
+        (
+            f"{FSDP} 4 --fsdp-context-parallel-size 3",
+            "--fsdp-context-parallel-size is 3, but must divide the trainer's 4 processes "
+            "(--actor-num-nodes x --actor-num-gpus-per-node); set it to 2",
+        ),
+        (
+            "--lora-rank 8",
+            "--lora-rank is 8, but --train-backend is torch, which trains all weights (fsdp does it in one "
+            "process too); use --train-backend fsdp",
+        ),
         ("--lora-rank 8 --train-backend megatron", "is megatron, whose layers get no adapters; use"),
         ("--lora-rank 8 --train-backend simulated", "is simulated, which trains nothing; use"),
         (
@@ -149,7 +194,7 @@ def test_options_of_recomputation_follow_from_each_other(dense: str) -> None:
         ),
         (
             f"{FSDP} 2 --fsdp-context-parallel-size 2 --attn-implementation eager",
-            "is eager, but --fsdp-context-parallel-size 2",
+            "--attn-implementation is eager, but --fsdp-context-parallel-size 2 needs attention whose mask",
         ),
         ("--save-hf out/{stepp} --save-interval 1", "the only name in braces is {step}, not {stepp}"),
         ("--save-hf o --train-backend simulated", "--save-hf writes weights, but --train-backend simulated"),
@@ -175,8 +220,14 @@ def test_options_that_are_read() -> None:
     ("argv", "words"),
     [
         ("--actor-num-gpus-per-node 2", "in each of 2 processes; --train-backend fsdp divides them"),
-        ("--train-backend fsdp --actor-num-nodes 2", "but --runner local starts all processes on this"),
-        (f"{FSDP} 8 --rollout-batch-size 2 --n-samples-per-prompt 2", "is less than the 8 data-parallel"),
+        (
+            "--train-backend fsdp --actor-num-nodes 2",
+            "--actor-num-nodes is 2, but --runner local starts all processes on this machine",
+        ),
+        (
+            f"{FSDP} 8 --rollout-batch-size 2 --n-samples-per-prompt 2",
+            "--global-batch-size 4 is less than the 8 data-parallel shares of the trainer",
+        ),
         ("--train-backend fsdp --async-save", "--async-save has no effect: the run writes no checkpoints"),
         ("--save-hf out/{step}", "--save-hf has no effect: the run writes no checkpoints; add --save-interval"),
         ("--save-hf out --save-interval 2", "--save-hf out has no {step} in it: each checkpoint replaces"),
@@ -226,18 +277,27 @@ def test_every_estimator_is_accepted_as_it_is() -> None:
         ("--advantage-estimator no_such_pkg:f", "--advantage-estimator is 'no_such_pkg:f', but no package"),
         ("--policy-loss no_such_pkg:f", "no package 'no_such_pkg' is found"),
         ("--n-samples-per-prompt 1 --advantage-estimator gspo", "but gspo compares the rollouts"),
-        ("--n-samples-per-prompt 1 --advantage-estimator ppo --dynamic-sampling-filter nonzero_std", "group of one"),
+        (
+            "--n-samples-per-prompt 1 --advantage-estimator ppo --dynamic-sampling-filter nonzero_std",
+            "drops every group of one",
+        ),
         ("--disable-rewards-normalization --advantage-estimator rloo", "baseline is all that this estimator is"),
         ("--advantage-estimator on_policy_distillation", "every advantage is 0; add --use-opd"),
         (f"{OPD} --dynamic-sampling-filter nonzero_std", "which this estimator never reads"),
         ("--kl-coef 0.1", "--kl-coef is 0.1, but --advantage-estimator grpo has no reward per token"),
-        ("--kl-coef 0.1 --advantage-estimator ppo --use-kl-loss --kl-loss-coef 0.1", "and once in the loss"),
+        (
+            "--kl-coef 0.1 --advantage-estimator ppo --use-kl-loss --kl-loss-coef 0.1",
+            "once in the reward and once in the loss",
+        ),
         ("--loss-type custom_loss", "give --custom-loss-function-path"),
         (
             f"--loss-type custom_loss --custom-loss-function-path json:loads {SYNC} --policy-loss cispo",
             "--policy-loss cispo with --loss-type custom_loss",
         ),
-        ("--loss-type custom_loss --custom-loss-function-path json:loads", "whether your loss corrects stale"),
+        (
+            "--loss-type custom_loss --custom-loss-function-path json:loads",
+            "whether your loss corrects stale tokens cannot be seen",
+        ),
         ("--eps-clip 1", "must stay above 0"),
         ("--policy-loss dppo --use-tis", "the correction would count twice"),
         ("--policy-loss topr --policy-mode decoupled", "measures its ratio to the sampler"),
@@ -275,9 +335,18 @@ def test_every_estimator_is_accepted_as_it_is() -> None:
         ("--reward-component a=math@1 --custom-rm-path json:loads", "both say how to grade"),
         ("--group-rm", "--group-rm needs a function over whole groups"),
         ("--overlong-buffer-len 600", "must be below --rollout-max-response-len 512"),
-        ("--custom-reward-post-process-path json:loads --advantage-estimator ppo", "which --advantage-est"),
-        ("--over-sampling-batch-size 16 --dynamic-sampling-filter nonzero_std", "set it to at least 32"),
-        ("--over-sampling-batch-size 64 --dynamic-sampling-filter nonzero_std --deterministic", "the order in"),
+        (
+            "--custom-reward-post-process-path json:loads --advantage-estimator ppo",
+            "which --advantage-estimator ppo does not have",
+        ),
+        (
+            "--over-sampling-batch-size 16 --dynamic-sampling-filter nonzero_std",
+            "a batch of 32 groups needs as many in flight anyway; set it to at least 32",
+        ),
+        (
+            "--over-sampling-batch-size 64 --dynamic-sampling-filter nonzero_std --deterministic",
+            "depends on the order in which they finish",
+        ),
         ("--dynamic-sampling-filter nonzero_std nonzero_std_fallback", "leave one of them out"),
         ("--buffer-order oldest", "did you mean oldest_first?"),
         ("--curriculum pass_rate --curriculum-low 0.95", "must not be above --curriculum-high"),
@@ -344,7 +413,7 @@ def a_config(**sections: Any) -> Config:
         ({"debug": {"fault_inject": ["reward:0.1:drop"]}}, "only engine has it; choose another kind"),
         (
             {"debug": {"fault_inject": ["engine:0.1:hang"]}, "engine": {"engine": "sglang"}},
-            "servers can only be killed",
+            "SGLang's servers can only be killed on purpose; choose kill, --engine simulated, or disturb generate",
         ),
         (
             {
@@ -354,7 +423,10 @@ def a_config(**sections: Any) -> Config:
             "engines that are not started by the run have no faults on purpose",
         ),
         ({"debug": {"fault_inject": ["rank:0.1:kill"]}}, "no stage rank in this run that takes messages"),
-        ({"debug": {"fault_inject": ["reward:0.1:kill"]}, "run": {"runner": "inprocess"}}, "choose --runner"),
+        (
+            {"debug": {"fault_inject": ["reward:0.1:kill"]}, "run": {"runner": "inprocess"}},
+            "would be of the whole run; choose --runner local",
+        ),
     ],
 )
 def test_faults(sections: dict[str, Any], words: str) -> None:
