@@ -475,11 +475,19 @@ async def test_prompts_of_groups_that_have_ended_are_not_kept(tmp_path: Path) ->
         ("Empty", r"get_samples\(1\) gave no group"),
         ("Short", "a group of 1 samples, but --n-samples-per-prompt is 2"),
         ("Broken", "get_samples raised OSError: the disk is gone"),
+        ("NamesCode", "generate_function_path is 'os.system', which no setting of this run names"),
     ],
 )
 async def test_what_is_wrong_with_a_source_is_one_sentence(tmp_path: Path, name: str, words: str) -> None:
     with pytest.raises(DataSourceError, match=words):
         await drained(tmp_path, name)
+
+
+async def test_the_code_of_a_source_may_name_a_function(tmp_path: Path) -> None:
+    """It is the user's own, unlike what its data say."""
+    prompts = prompts_of(tmp_path, "ChoosesFunction")
+    await prompts.reach(1)
+    assert "too_few" in prompts.get(0).metadata
 
 
 async def test_a_prompt_that_is_too_long_is_named(tmp_path: Path) -> None:

@@ -148,6 +148,26 @@ class Broken(Counting):
         raise OSError("the disk is gone")
 
 
+class NamesCode(Counting):
+    """By its data: the metadata, as rows of a file would have it."""
+
+    def get_samples(self, num_samples: int) -> list[list[Sample]]:
+        groups = super().get_samples(num_samples)
+        for sample in (sample for group in groups for sample in group):
+            sample.metadata["generate_function_path"] = "os.system"
+        return groups
+
+
+class ChoosesFunction(Counting):
+    """By its code: the attribute of the sample."""
+
+    def get_samples(self, num_samples: int) -> list[list[Sample]]:
+        groups = super().get_samples(num_samples)
+        for sample in (sample for group in groups for sample in group):
+            sample.generate_function_path = f"{__name__}.too_few"
+        return groups
+
+
 class NoLoad:
     def get_samples(self, num_samples: int) -> list[list[Sample]]:
         return []
