@@ -16,6 +16,7 @@ Glossary
     topic        newest value of each key, shared by all processes of a run
 """
 
+from transport.awake import awake_clock
 from transport.byte_transfer import ByteClient, ByteServer
 from transport.core.byte_transfer import Transfer
 from transport.errors import (
@@ -66,4 +67,5 @@ __all__ = [
     "Transfer",
     "TransportError",
     "UsageError",
+    "awake_clock",
 ]

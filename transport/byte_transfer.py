@@ -147,7 +147,7 @@ class ByteClient(CorePort):
 
     def on_message(self, route: bytes, message: AnyMessage, body: Body) -> None:
         assert isinstance(message, ByteChunk | ByteRefusal)
-        self.core.on_message(self.loop.time(), message, body_buffer(body))
+        self.core.on_message(self.now(), message, body_buffer(body))
 
     def on_link_up(self) -> None:
         super().on_link_up()
@@ -169,7 +169,7 @@ class ByteClient(CorePort):
     async def _finish(self, call: Call) -> None:
         """Waits for the last answer; closing and refused keys unblock it too."""
         self.check_process()
-        self.core.begin(self.loop.time(), call)
+        self.core.begin(self.now(), call)
         waiter = self._waiters[call] = self.loop.create_future()
         self.link.wake()
         try:

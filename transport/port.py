@@ -18,6 +18,7 @@ from typing import Generic, TypeVar
 
 import zmq
 
+from transport.awake import awake_clock
 from transport.codec import Buffer, Frames
 from transport.core.session import PeerCore
 from transport.errors import LinkError, LinkLost, LinkRefused, StreamFinished, UsageError
@@ -94,12 +95,13 @@ def body_buffer(body: Body) -> Buffer:
 
 
 class CorePort(ABC):
-    """Drives one core with the loop's clock. The timer only wakes the owner task, which does everything else."""
+    """Drives one core with the clock of the time awake. The timer only wakes the owner task, which does the rest."""
 
     link: Link
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
+        self.clock = awake_clock()
         self.closed = False
         self.malformed = 0
         self.link_ups = 0
@@ -115,9 +117,13 @@ class CorePort(ABC):
     async def close(self, *, blame: bool = False, timeout_s: float = 1.5) -> None:
         """Leave in good order, within the time."""
 
+    def now(self) -> float:
+        """Seconds, without the time in which this process could not listen."""
+        return self.clock.now(self.loop.time())
+
     def on_step(self) -> None:
         """Everything that had arrived was handed over: run due timers and send what is due."""
-        now = self.loop.time()
+        now = self.now()
         deadline = self.core_deadline()
         if deadline is not None and deadline <= now:
             self.core_timer(now)
@@ -145,10 +151,10 @@ class CorePort(ABC):
         if deadline is None:
             return
         if self._timer is not None:
-            if self._timer.when() <= deadline:
+            if self._timer.when() <= deadline + self.clock.asleep_s:
                 return
             self._timer.cancel()
-        self._timer = self.loop.call_at(deadline, self._alarm)
+        self._timer = self.loop.call_at(deadline + self.clock.asleep_s, self._alarm)
 
     def _alarm(self) -> None:
         self._timer = None
@@ -196,7 +202,7 @@ class PeerPort(CorePort, Generic[C]):
     def on_link_up(self) -> None:
         super().on_link_up()
         if self.link_ups > 1:  # the first connection is greeted by `opened`, and may have been welcomed by now
-            self.core.on_link_up(self.loop.time())
+            self.core.on_link_up(self.now())
 
     def send_all(self, out: list[tuple[ToHub, Body]] | list[tuple[ToTopic, Body]]) -> None:
         for message, body in out:
@@ -238,7 +244,7 @@ class PeerPort(CorePort, Generic[C]):
 
     async def opened(self) -> None:
         """Wait for the welcome. Unblocked by it, by a refusal, or by give_up_s."""
-        self.core.start(self.loop.time())
+        self.core.start(self.now())
         self.link.wake()
         await self._opened.wait()
         fault = self.fault()
@@ -252,7 +258,7 @@ class PeerPort(CorePort, Generic[C]):
 
     async def leave(self, timeout_s: float) -> None:
         """Send the goodbye that the core has ready, wait `timeout_s` at most for its answer, and shut."""
-        self.flush(self.loop.time())
+        self.flush(self.now())
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self.left()

@@ -70,8 +70,8 @@ class Outlet(PeerPort[ProducerCore], Generic[T]):
                 if self.fault() is None:
                     self._note_idle()
                     await self._idle.wait()
-                self.core.fin(self.loop.time())
-                self.flush(self.loop.time())
+                self.core.fin(self.now())
+                self.flush(self.now())
                 await self.left()
         self.shut(1000)
         self._fail_senders(UsageError(f"{self.name} at {self.address} was closed while sending"))
@@ -79,7 +79,7 @@ class Outlet(PeerPort[ProducerCore], Generic[T]):
     # Driven by the owner task.
 
     def on_message(self, route: bytes, message: AnyMessage, body: Body) -> None:
-        self.core.on_message(self.loop.time(), cast(FromHub, message))
+        self.core.on_message(self.now(), cast(FromHub, message))
 
     def flush(self, now: float) -> None:
         self.send_all(self.core.flush(now))
@@ -179,14 +179,14 @@ class Inlet(PeerPort[ConsumerCore], Generic[T]):
         """Hand everything back and leave, waiting `timeout_s` at most. `blame`: what was started here has failed."""
         if self.closed:
             return
-        self.core.fin(self.loop.time(), blame=blame)
+        self.core.fin(self.now(), blame=blame)
         await self.leave(timeout_s)  # if the hub is gone, the lease settles it
         self._wake(None)
 
     # Driven by the owner task.
 
     def on_message(self, route: bytes, message: AnyMessage, body: Body) -> None:
-        self.core.on_message(self.loop.time(), cast(FromHub, message), body)
+        self.core.on_message(self.now(), cast(FromHub, message), body)
 
     def flush(self, now: float) -> None:
         self.send_all(self.core.flush(now))
@@ -221,7 +221,7 @@ class Inlet(PeerPort[ConsumerCore], Generic[T]):
 
     def _open_lease(self, delivery: Delivery) -> LeaseHandle[T] | None:
         if self.core.urgent:
-            self.flush(self.loop.time())  # before the application can block or kill this process
+            self.flush(self.now())  # before the application can block or kill this process
         self.link.wake()
         work = delivery.work
         try:
@@ -256,7 +256,7 @@ class Hub(CorePort):
 
     def held(self) -> list[Held]:
         """All messages in custody, and who has had each of them for how long."""
-        return self.core.custody.held(self.loop.time())
+        return self.core.custody.held(self.now())
 
     def finish(self) -> None:
         """Nothing more will be sent: consumers get END as soon as everything is settled."""
@@ -298,7 +298,7 @@ class Hub(CorePort):
                 reason = f"body is not of the {size} bytes that its header says"
                 self._quarantine(message.key, encode(message), body, reason)
             return
-        self.core.on_message(self.loop.time(), route, cast(ToHub, message), body)
+        self.core.on_message(self.now(), route, cast(ToHub, message), body)
 
     def on_malformed(self, route: bytes, frame: bytes) -> None:
         self.core.malformed += 1
@@ -333,7 +333,7 @@ class Hub(CorePort):
 
     def _probe(self) -> None:
         if not self.closed:
-            self._send_all(self.loop.time(), self.core.probe())
+            self._send_all(self.now(), self.core.probe())
             self.link.wake()
 
     def _quarantine(self, key: str, header: bytes, body: Body, reason: str) -> None:

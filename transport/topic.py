@@ -165,14 +165,14 @@ class TopicClient(PeerPort[TopicClientCore], TopicReader):
     async def close(self, *, blame: bool = False, timeout_s: float = 1.5) -> None:
         if self.closed:
             return
-        self.core.fin(self.loop.time())
+        self.core.fin(self.now())
         await self.leave(timeout_s)  # if the server is gone, nothing here is owed to it
         self._fail(UsageError(f"the topic at {self.address} was closed while publishing"))
 
     # Driven by the owner task.
 
     def on_message(self, route: bytes, message: AnyMessage, body: Body) -> None:
-        self.core.on_message(self.loop.time(), cast(FromTopic, message), _bytes(body))
+        self.core.on_message(self.now(), cast(FromTopic, message), _bytes(body))
 
     def flush(self, now: float) -> None:
         self.send_all(self.core.flush(now))

@@ -37,7 +37,9 @@ Keys = tuple[Path, Path] | None  # as `make_keys` returns them; None where all a
 CONFIG: Final = "config"
 SERVING: Final = "server"  # name of the directory of what binds
 ADMITTED: Final = "client/"  # + name: public key of a process of the run, where there are keys
-GIVE_UP_S: Final = 30.0  # a topic or hub that is silent for so long is gone, and its run with it
+# A topic or hub on another host that is silent for so long is gone, and its run with it. On one host the kernel ends a
+# process with its parent, so silence only says that the controller is stopped: it may go on at any time.
+GIVE_UP_S: Final = 300.0
 
 
 class Entry(Struct, frozen=True):
@@ -73,7 +75,8 @@ class Entry(Struct, frozen=True):
 
     def node(self, name: str) -> Node:
         security = load_security(Path(self.keys), SERVER if self._serves else name) if self.keys else None
-        return Node(self.run_id, name, security, give_up_s=GIVE_UP_S)
+        local = self.topic.startswith("ipc:") and sys.platform == "linux"
+        return Node(self.run_id, name, security, give_up_s=None if local else GIVE_UP_S)
 
     def serving_node(self, name: str, topic: Callable[[], TopicClient]) -> Node:
         """For a process that binds addresses with its own key. `topic`: lists the clients that may connect."""

@@ -26,6 +26,7 @@ from typing import Literal
 from models.engines.client import EngineClient
 from models.errors import EngineError, EngineTimeout, EngineUnauthorized, EngineUnreachable
 from pipeline.hosts.launcher import Handle
+from transport import awake_clock
 
 Change = Literal["lost", "recovered"]
 HealthProbe = Callable[[], Awaitable[str | None]]  # one look, within its timeout: a fault in words, or None
@@ -80,12 +81,17 @@ async def until(
     Waits for the clock and for each look; unblocked by that change, by a complaint of the engines stage about an engine
     that answers and yet takes no weights, or by cancellation.
     """
+    clock = awake_clock()
     while True:
         await asyncio.sleep(interval_s)
         if (why := complaint()) is not None:
             account.mark_down()
             return why
-        if account.saw(await look()) == change:
+        asleep_s = clock.slept()
+        fault = await look()
+        if fault is not None and clock.slept() > asleep_s:
+            continue  # this process was stopped meanwhile: the look's time limit ran, the engine may have answered
+        if account.saw(fault) == change:
             return account.why if change == "lost" else ""
 
 

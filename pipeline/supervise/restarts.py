@@ -38,7 +38,7 @@ from pipeline.hosts.rendezvous import Entry
 from pipeline.supervise.auto_resume import WINDOW_S, RestartBudget, backoff_s
 from pipeline.supervise.health_probe import HealthProbe, HealthTracker, HttpProbe, until
 from pipeline.supervise.lifecycle import Lifecycle
-from transport import TopicServer
+from transport import TopicServer, awake_clock
 
 log = logging.getLogger("sluice.controller")
 
@@ -68,10 +68,14 @@ async def end_if_silent(topic: TopicServer, key: str, name: str, process: Handle
     """End a process that hangs. Waits while news of a key of the topic come at least each `limit_s` (`HANG_S`); then
     kills the process and waits for its end."""
     revision, limit_s = topic.revision, HANG_S if limit_s is None else limit_s
-    with contextlib.suppress(TimeoutError):
-        while True:
+    clock, silent = awake_clock(), False
+    while not silent:
+        asleep_s = clock.slept()
+        try:
             async with asyncio.timeout(limit_s):
                 revision = await topic.wait(revision, key)
+        except TimeoutError:
+            silent = clock.slept() == asleep_s  # else this process was stopped, and the news wait to be read
     log.warning("%s has published nothing for %g s, it is ended", name, limit_s)
     await process.kill()
 

@@ -18,12 +18,11 @@ import os
 import select
 import signal
 import sys
-import time
 import types
 from contextlib import suppress
 from typing import Any, TypedDict
 
-from stages.sandbox.lockdown import LOOK_S, confine, exceeds, hide, is_full, preparation, text_stream
+from stages.sandbox.lockdown import LOOK_S, Deadline, confine, exceeds, hide, is_full, preparation, text_stream
 from stages.workers.guard import die_with
 
 _RESULT_FD = 3
@@ -60,16 +59,16 @@ def main(parent: int) -> None:
         first_to_go.write("1000")  # where memory runs out, the kernel takes the largest of these: the program
     hide()
     job: Job = json.load(sys.stdin.buffer)
-    deadline = time.monotonic() + job["total_s"]
+    deadline = Deadline(job["total_s"])
     results: list[Result] = []
     output_left = 8 * job["output_bytes"]  # of all cases together
     full = False
     for case in job["cases"]:
-        allowed_s = min(job["case_s"], deadline - time.monotonic())
+        allowed_s = min(job["case_s"], deadline.left_s())
         if full or allowed_s <= 0:
             results.append(Result(how="killed" if full else "timeout", stdout="", value=""))
             continue
-        result = _run(job, case, allowed_s)
+        result = _run(job, case, allowed_s, deadline)
         output_left -= len(result["stdout"]) + len(result["value"])
         full = is_full(job["directory"])  # a quick program may have ended between two looks
         if full or output_left < 0:
@@ -79,7 +78,7 @@ def main(parent: int) -> None:
     sys.stdout.flush()
 
 
-def _run(job: Job, case: dict[str, Any], allowed_s: float) -> Result:
+def _run(job: Job, case: dict[str, Any], allowed_s: float, deadline: Deadline) -> Result:
     """One case, in a fork with files in memory for its input and output."""
     files = source, output, value = [os.memfd_create(name) for name in ("input", "output", "value")]
     report, ready = os.pipe()
@@ -95,7 +94,7 @@ def _run(job: Job, case: dict[str, Any], allowed_s: float) -> Result:
         if refusal:
             os.waitpid(child, 0)
             return Result(how="isolation", stdout="", value=refusal)
-        how = _wait(child, allowed_s, job["directory"])
+        how = _wait(child, allowed_s, deadline, job["directory"])
         text, returned = _content(output, job["output_bytes"]), _content(value, job["output_bytes"])
         if how == "ok" and (text is None or returned is None):
             how = "output"
@@ -105,15 +104,15 @@ def _run(job: Job, case: dict[str, Any], allowed_s: float) -> Result:
             os.close(descriptor)
 
 
-def _wait(child: int, allowed_s: float, directory: str) -> str:
+def _wait(child: int, allowed_s: float, deadline: Deadline, directory: str) -> str:
     """Waits for the end of the fork. Kills the fork at its time limit, or if it exceeds its threads or files."""
-    end = time.monotonic() + allowed_s
+    end_s = deadline.left_s() - allowed_s
     poll = select.poll()
     with open(os.pidfd_open(child), "rb", buffering=0) as handle:
         poll.register(handle, select.POLLIN)
         ended, broken = poll.poll(_milliseconds(min(allowed_s, LOOK_S))), ""
         while not (ended or broken):
-            left_s = end - time.monotonic()
+            left_s = deadline.left_s() - end_s
             if left_s <= 0:
                 broken = "timeout"
             elif exceeds(child, directory):

@@ -26,6 +26,7 @@ import os
 import platform
 import resource
 import struct
+import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Final, TextIO, cast
@@ -52,6 +53,7 @@ FILE_BYTES: Final = 4 << 20
 DIRECTORY_BYTES, DIRECTORY_ENTRIES = 16 << 20, 200
 THREADS: Final = 256
 LOOK_S: Final = 0.025
+_STOPPED_S: Final = 1.0  # a look that comes so late means that this process was stopped too
 _LIBRARIES = ("/usr/lib", "/usr/lib64", "/lib", "/lib64", "/usr/share/zoneinfo", "/etc/localtime", "/dev/urandom")
 _ABOVE, _HIGHEST_FD = 100, 1024  # this process opens a handful
 
@@ -102,6 +104,20 @@ def preparation(report: int) -> str:
     with open(report, "rb") as stream:
         prepared = stream.read(REASON_BYTES)
     return "" if prepared == READY else prepared.decode(errors="replace") or "it ended unprepared"
+
+
+class Deadline:
+    """The end of a program's time. Time in which the watching process was stopped, as in a paused container, is added:
+    the program did not run either. `left_s` is called every LOOK_S."""
+
+    def __init__(self, seconds: float) -> None:
+        self._end, self._looked = time.monotonic() + seconds, time.monotonic()
+
+    def left_s(self) -> float:
+        now = time.monotonic()
+        late_s, self._looked = now - self._looked - LOOK_S, now
+        self._end += late_s if late_s > _STOPPED_S else 0.0
+        return self._end - now
 
 
 def exceeds(child: int, directory: str) -> bool:

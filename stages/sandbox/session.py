@@ -27,13 +27,22 @@ import signal
 import socket
 import sys
 import tempfile
-import time
 import traceback
 import types
 from contextlib import suppress
 from typing import Any, Final, NoReturn, TypedDict
 
-from stages.sandbox.lockdown import FILE_BYTES, LOOK_S, confine, exceeds, hide, is_full, preparation, text_stream
+from stages.sandbox.lockdown import (
+    FILE_BYTES,
+    LOOK_S,
+    Deadline,
+    confine,
+    exceeds,
+    hide,
+    is_full,
+    preparation,
+    text_stream,
+)
 from stages.workers.guard import die_with
 
 _OUTPUT_BYTES: Final = 256 << 10  # of one piece of code, beginning and end; the rest is counted
@@ -183,7 +192,7 @@ class _Program:
         return refusal
 
     def _wait(self, seconds: float, link: socket.socket) -> str:
-        end = time.monotonic() + seconds
+        deadline = Deadline(seconds)
         poll = select.poll()
         poll.register(self._channel, select.POLLIN)
         poll.register(link, _HANGUP)
@@ -193,7 +202,7 @@ class _Program:
         except OSError:
             return self._ending()
         while True:
-            left_s = end - time.monotonic()
+            left_s = deadline.left_s()
             events = dict(poll.poll(max(1.0, 1000 * min(left_s, LOOK_S))))
             if link.fileno() in events:
                 self.end()

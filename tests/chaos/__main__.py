@@ -9,7 +9,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.chaos.suite import Running, Verdict, auto_cases, calls_cases, cases, sync_cases, table
+from tests.chaos.suite import Running, Verdict, auto_cases, calls_cases, cases, stop_cases, sync_cases, table
 
 
 def main() -> int:
@@ -20,6 +20,7 @@ def main() -> int:
     parser.add_argument("--calls", action="store_true", help="an environment with calls that change the world")
     parser.add_argument("--sync", action="store_true", help="sync runs, compared with undisturbed ones bit for bit")
     parser.add_argument("--auto", action="store_true", help="runs with --auto-resume, each kill ends the whole run")
+    parser.add_argument("--stops", action="store_true", help="processes are stopped for 45 or 90 s, not killed")
     arguments = parser.parse_args()
     sys.stdout.write(f"make chaos KILLS={arguments.kills} SEED={arguments.seed}\n")
     home = arguments.keep or Path(tempfile.mkdtemp(prefix="chaos-"))
@@ -29,7 +30,8 @@ def main() -> int:
         if arguments.sync
         else (calls_cases if arguments.calls else cases)(arguments.seed, arguments.kills)
     )
-    for number, case in enumerate(auto_cases(made) if arguments.auto else made):
+    made = auto_cases(made) if arguments.auto else stop_cases(made) if arguments.stops else made
+    for number, case in enumerate(made):
         started, place = time.monotonic(), home / f"{arguments.seed}-{number}"
         verdict = Running(case, place).run()
         verdicts.append(verdict)

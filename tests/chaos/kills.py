@@ -15,6 +15,7 @@ WITHIN = ("generate-0", "generate-1", "reward-0", "group-0", "evaluate-0", "engi
 FATAL = (CONTROLLER, EVERYTHING)  # the run ends and is resumed
 MAY_END = (TRAIN,)  # it does if the newest step is not in a checkpoint
 WORST = (CONTROLLER, *MAY_END)
+STOP_S, STOP_ALL_S = 90.0, 45.0
 
 
 @dataclass(frozen=True)
@@ -23,9 +24,11 @@ class Kill:
     moment: str
     step: int  # batches that the journal has by then, of the phase that is meant
     delay_s: float  # after the moment was seen
+    stop_s: float = 0.0  # stopped for so long (SIGSTOP) in place of killed
 
     def __str__(self) -> str:
-        return f"{self.victim} at {self.moment} (step {self.step} + {self.delay_s * 1000:.0f} ms)"
+        stopped = f" stopped for {self.stop_s:.0f} s" if self.stop_s else ""
+        return f"{self.victim}{stopped} at {self.moment} (step {self.step} + {self.delay_s * 1000:.0f} ms)"
 
 
 def draw(rng: random.Random, *, steps: int, warm_steps: int, kills: int) -> list[Kill]:
@@ -58,6 +61,14 @@ def draw_fatal(rng: random.Random, *, steps: int, kills: int) -> list[Kill]:
     """So many kills at such moments, each of the controller or of everything."""
     plan = draw(rng, steps=steps, warm_steps=0, kills=kills)
     return [replace(kill, victim=rng.choice((CONTROLLER, EVERYTHING))) for kill in plan]
+
+
+def draw_stops(rng: random.Random, *, steps: int) -> list[Kill]:
+    """Two processes are stopped, one after the other, or all of them at once: no run may end by it."""
+    victims = rng.choice(((EVERYTHING,), tuple(rng.sample((*WORST, *WITHIN), 2))))
+    stop_s = STOP_ALL_S if victims == (EVERYTHING,) else STOP_S
+    at = sorted(rng.randrange(1, steps - 4) for _ in victims)
+    return [Kill(who, RUNNING, step, rng.uniform(0, 0.3), stop_s) for who, step in zip(victims, at, strict=True)]
 
 
 class Seen:

@@ -24,7 +24,20 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tests.chaos import calls
-from tests.chaos.kills import EVERYTHING, FATAL, MAY_END, MOMENTS, PRUNE, RUNNING, SAVE, Kill, Seen, draw, draw_fatal
+from tests.chaos.kills import (
+    EVERYTHING,
+    FATAL,
+    MAY_END,
+    MOMENTS,
+    PRUNE,
+    RUNNING,
+    SAVE,
+    Kill,
+    Seen,
+    draw,
+    draw_fatal,
+    draw_stops,
+)
 from tests.chaos.leftovers import MARK, Watch, command, marked
 from tests.chaos.oracle import KINDS, Expected, Fault, Trained, judge, judge_same, trained_by
 
@@ -147,6 +160,12 @@ def auto_cases(made: Iterable[Case]) -> Iterable[Case]:
         yield replace(case, flags=(*case.flags, *AUTO), kills=tuple(drawn), auto=True)
 
 
+def stop_cases(made: Iterable[Case]) -> Iterable[Case]:
+    """The same runs with processes that are stopped for a while: none may end."""
+    for case in made:
+        yield replace(case, kills=tuple(draw_stops(random.Random(case.name), steps=STEPS)))
+
+
 class Running:
     """A case while it runs. `home`: an empty directory."""
 
@@ -240,11 +259,17 @@ class Running:
             return False
         try:
             for pid in victims:
-                os.kill(pid, signal.SIGKILL)
+                os.kill(pid, signal.SIGSTOP if kill.stop_s else signal.SIGKILL)
         except ProcessLookupError:  # it is just being started anew, or ends by the first of these kills
             if kill.victim != EVERYTHING:
                 return False
         self.verdict.done.append(self._left.pop(0))
+        if kill.stop_s:
+            time.sleep(kill.stop_s)
+            for pid in victims:
+                with contextlib.suppress(ProcessLookupError):  # its supervisor has replaced it
+                    os.kill(pid, signal.SIGCONT)
+            return False
         self._may_end = self._may_end or kill.victim in MAY_END
         return kill.victim in FATAL and not self.verdict.case.auto
 

@@ -341,3 +341,28 @@ async def test_a_message_may_meet_a_fault_at_each_delivery(tmp_path: Path) -> No
     assert 0 < len(met) < 40
     assert injected(tmp_path) == {"reward error": len(met)}
     assert await FaultyInlet(Fixed(), plan).receive() is None
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("victim", "stop_s"), [("controller", 40.0), ("train-0", 90.0), ("everything", 45.0)])
+def test_a_run_that_stands_still_goes_on(tmp_path: Path, victim: str, stop_s: float) -> None:
+    """As under Ctrl-Z, `docker pause`, or on a machine that sleeps."""
+    run_dir = tmp_path / "run"
+    process = start(run_dir, *SMALL, *made_model(), *SIMULATED, "--num-rollout", "60")
+    wait_for_steps(process, run_dir, 3)
+    named = {path.stem: int(path.read_text()) for path in (run_dir / "replicas").glob("*.pid")}
+    pids = (
+        [process.pid]
+        if victim == "controller"
+        else [named[victim]]
+        if victim in named
+        else [process.pid, *named.values()]
+    )
+    for number in (signal.SIGSTOP, signal.SIGCONT):
+        for pid in pids:
+            os.kill(pid, number)
+        time.sleep(stop_s if number == signal.SIGSTOP else 0.0)
+    done = finish(process, run_dir).check()
+    done.check_books()
+    assert judge(run_dir, Expected(60, 4, 2)) == []
+    assert done.summary["restarts"] == {}

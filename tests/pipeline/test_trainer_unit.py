@@ -23,7 +23,8 @@ from pipeline.hosts.machine import check_trainer_group, engines_gpus, trainer_gr
 from pipeline.hosts.rendezvous import CONFIG, Entry
 from pipeline.hosts.worker import ReplicaSpec
 from pipeline.supervise import trainer_unit as trainer_unit
-from pipeline.supervise.restarts import Restarts, Supervision
+from pipeline.supervise.health_probe import HealthTracker, until
+from pipeline.supervise.restarts import Restarts, Supervision, end_if_silent
 from pipeline.supervise.trainer_unit import Loss, Ranks, TrainerUnit, first_lost
 from stages.base import TrainOptions
 from transport import Node
@@ -193,6 +194,33 @@ async def test_a_stage_that_hangs_is_lost(keep: Any, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(trainer_unit, "silence_limit_s", lambda config: 5.0)
     told = await keep("others()\nif life == 0: time.sleep(60)")
     assert told.events == [("lost", "train", "train-0", "signal SIGKILL")]
+
+
+async def test_a_controller_that_was_stopped_ends_no_other_process_for_it(tmp_path: Path) -> None:
+    """Its time limits ran, but it did not listen: news wait to be read, and a look that failed is taken again."""
+    loop = asyncio.get_running_loop()
+    real, ahead_s = loop.time, 0.0
+    loop.time = lambda: real() + ahead_s  # type: ignore[method-assign]
+    killed, looks = asyncio.Event(), 0
+
+    async def kill() -> None:
+        killed.set()
+
+    async def look() -> str | None:
+        nonlocal ahead_s, looks
+        looks += 1
+        ahead_s += 100.0 if looks < 4 else 0.0
+        await asyncio.sleep(0)
+        return "no answer within 5 s"
+
+    tracker = HealthTracker(2)
+    async with asyncio.timeout(None), Node("run", "controller") as node:
+        topic = await node.topic_server(f"ipc://{tmp_path}/t")
+        watch = loop.create_task(end_if_silent(topic, "figures", "train-0", SimpleNamespace(kill=kill), 3.0))  # type: ignore[arg-type]
+        await until("lost", tracker, look, 0.0)
+        assert (looks, killed.is_set()) == (5, False), "three looks during a stop count nothing"
+        await watch
+    assert killed.is_set(), "silence while awake still counts"
 
 
 async def test_ranks_that_never_find_each_other_are_started_twice(keep: Any) -> None:

@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from tests.transport.memory_link import ignore, take_one, until
-from transport import DeadLetter, Hub, Inlet, LinkLost, Node, StreamSpec
+from transport import DeadLetter, Hub, Inlet, LinkLost, Node, StreamSpec, awake_clock
+from transport.awake import AwakeClock
 
 WORKER = Path(__file__).with_name("transport_worker.py")
 
@@ -176,6 +177,40 @@ async def test_a_lost_hub_is_reported_after_give_up(run_dir: Path) -> None:
             await inlet.receive()
         with pytest.raises(LinkLost, match="outlet of stream 's'"):
             await outlet.send(b"y", "k2")
+
+
+async def test_the_time_in_which_a_process_was_stopped_is_no_silence(run_dir: Path) -> None:
+    """After 45 s without a step, as in a stopped process, leases and links hold. Silence while awake still counts."""
+    loop = asyncio.get_running_loop()
+    real, ahead_s = loop.time, 0.0
+    loop.time = lambda: real() + ahead_s  # type: ignore[method-assign]
+    node = Node("run", "node", give_up_s=30.0, close_s=0.3)
+    async with node:
+        hub = await node.hub(StreamSpec("s", f"ipc://{run_dir}/s", lease_s=10.0), ignore)
+        topic = await node.topic_server(f"ipc://{run_dir}/t")
+        client = await node.topic(topic.address)
+        inlet, outlet = await node.inlet(hub.address, "s", bytes), await node.outlet(hub.address, "s", bytes)
+        await outlet.send(b"x", "k")
+        lease = await take_one(inlet)
+        for _ in range(3):
+            ahead_s += 45.0
+            await client.publish("key", b"value")
+            await outlet.send(b"y", f"k{ahead_s}")
+            await asyncio.sleep(0.05)
+        assert (hub.stats().consumers, hub.stats().redelivered) == (1, 0)
+        lease.done()
+        hub.finish()
+        for _ in range(3):
+            (await take_one(inlet)).done()
+        await hub.wait_empty()
+    assert awake_clock().slept() == pytest.approx(135.0, abs=10.0)
+
+
+def test_the_clock_of_the_time_awake_leaves_out_late_ticks() -> None:
+    clock = AwakeClock(0.0)
+    assert [clock.now(time) for time in (0.5, 1.9, 2.9)] == [0.5, 1.9, 2.9]  # a busy loop is not a stopped one
+    assert [clock.now(time) for time in (95.0, 95.5)] == pytest.approx([2.9, 3.4])
+    assert clock.asleep_s == pytest.approx(92.1)
 
 
 async def test_an_idle_node_does_nothing(run_dir: Path) -> None:

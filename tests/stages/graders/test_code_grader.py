@@ -21,6 +21,7 @@ from stages.graders.grade import Grade, GradeRequest
 from stages.graders.pool import GraderPool
 from stages.graders.registry import find_grader
 from stages.sandbox import run as sandbox
+from stages.sandbox.lockdown import Deadline
 from stages.sandbox.run import CaseResult, Limits, SandboxError, StdinCase, run_cases
 
 SUMS = [{"input": "1 2\n", "output": "3\n"}, {"input": "5 6", "output": "11"}]
@@ -52,6 +53,18 @@ def test_input_and_output() -> None:
     assert run("print('3  \\n\\n')", SUMS[:1]).score == 1.0
     assert run("import sys\nprint(sum(map(int, sys.stdin.read().split())))").score == 1.0
     assert run(f"if __name__ == '__main__':\n    {ADD.replace(chr(10), chr(10) + '    ')}").score == 1.0
+
+
+def test_a_deadline_leaves_out_the_time_in_which_the_watcher_was_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    deadline = Deadline(10.0)
+    now += 0.5  # a busy machine
+    assert deadline.left_s() == 9.5
+    now += 45.0
+    assert deadline.left_s() == pytest.approx(9.5, abs=0.1)
+    now += 0.9
+    assert deadline.left_s() == pytest.approx(8.6, abs=0.1)
 
 
 def test_a_program_that_ends_badly_fails_though_it_printed_the_answer() -> None:
