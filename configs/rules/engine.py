@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Final
 from urllib.parse import urlsplit
 
-from configs.graph import engine_count
+from configs.graph import engine_count, frozen_engines, is_address
 from configs.schema import Config, router_kind
 
 _ADDRESS: Final = re.compile(r"https?://[^\s/:@]+:\d{1,5}/?|https?://\[[0-9a-fA-F:]+\]:\d{1,5}/?")
@@ -36,6 +36,7 @@ def fleet_faults(config: Config) -> Iterator[str]:
             "leave one of them out"
         )
     yield from _addresses("--rollout-external-engine-addrs", external)
+    yield from _plain_faults(config)
     if not external:
         return
     if config.engine.engine != "sglang":
@@ -58,6 +59,23 @@ def fleet_faults(config: Config) -> Iterator[str]:
             "--colocate lets engine and trainer take turns on their devices, but engines that run already keep theirs; "
             "leave out --colocate or --rollout-external-engine-addrs"
         )
+
+
+def _plain_faults(config: Config) -> Iterator[str]:
+    """Addresses of other machines without TLS."""
+    places = {
+        "--rollout-external-engine-addrs": config.sglang.rollout_external_engine_addrs,
+        "--router-address": filter(None, [config.router.router_address]),
+        "--frozen-engine": filter(is_address, frozen_engines(config).values()),
+    }
+    for name, addresses in places.items():
+        for address in addresses:
+            if _remote(address) and address.startswith("http:") and not config.engine.allow_plain_engines:
+                yield (
+                    f"{name} {address} is another machine without TLS: whoever can read its network reads prompts, "
+                    "responses and the engines' token; give an https:// address, or --allow-plain-engines on a "
+                    "network that you trust"
+                )
 
 
 def router_faults(config: Config) -> Iterator[str]:
@@ -124,11 +142,7 @@ def warnings(config: Config) -> Iterator[str]:
 def _reach_warnings(config: Config) -> Iterator[str]:
     """Routes that need more than an address in common."""
     route = config.update.update_weight_transport
-    remote = [
-        address
-        for address in config.sglang.rollout_external_engine_addrs
-        if _ADDRESS.fullmatch(address) and urlsplit(address).hostname not in _LOOPBACK
-    ]
+    remote = [address for address in config.sglang.rollout_external_engine_addrs if _remote(address)]
     if remote and route in ("disk", "tensor"):
         yield (
             f"--update-weight-transport {route} goes through this machine's memory, which {remote[0]} cannot read if "
@@ -136,6 +150,11 @@ def _reach_warnings(config: Config) -> Iterator[str]:
         )
     if config.asynchrony.colocate and route == "distributed":
         yield "--update-weight-transport distributed cannot join two processes on one GPU; with --colocate use tensor"
+
+
+def _remote(address: str) -> bool:
+    """Whether an address is well formed and not of this machine by its name."""
+    return bool(_ADDRESS.fullmatch(address)) and urlsplit(address).hostname not in _LOOPBACK
 
 
 def _addresses(label: str, addresses: tuple[str, ...]) -> Iterator[str]:

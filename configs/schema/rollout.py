@@ -133,6 +133,9 @@ class EngineConfig(Section, frozen=True, kw_only=True):
     """most requests that one engine decodes together"""
     engine_port: Port = 0
     """first port of the engines' HTTP servers; 0 = any free port"""
+    allow_plain_engines: bool = False
+    """let requests to engines on other machines go as plain HTTP, which their network can read: prompts, responses and
+    the token of the engines; for a network that you trust. https:// addresses need no leave"""
     engine_device: str = "auto"
     """device of the embedded engine: auto, cpu, cuda, cuda:1"""
     engine_dtype: Literal["auto", "float32", "bfloat16"] = "auto"

@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import msgspec
 
-from configs.schema import Config
+from configs.schema import Config, generates
 from pipeline.errors import UsageError
 from pipeline.hosts.launcher import SharedFiles
 from pipeline.hosts.machine import ROOT
@@ -53,6 +53,12 @@ def connected(config: Config) -> Iterator[RayPlacement]:
         signal.signal(signal.SIGTERM, before)  # Ray sets its own
         found = nodes()
         placements = RayPlacement(config, gpus=any(node.total["GPU"] for node in found))
+        if len(found) > 1 and generates(config) and not config.engine.allow_plain_engines:
+            raise UsageError(
+                f"--runner ray: the cluster has {len(found)} nodes, and requests to engines cross its network as plain "
+                "HTTP: whoever can read it reads prompts, responses and the engines' token; add --allow-plain-engines "
+                "on a network that you trust"
+            )
         sys.stderr.write(f"ray: {'; '.join(node.words() for node in found)}\n")
         for note in placements.check(found):
             sys.stderr.write(f"warning: {note}\n")

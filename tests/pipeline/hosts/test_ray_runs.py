@@ -236,7 +236,9 @@ def test_all_but_the_controller_on_the_other_host_where_the_trainer_is_killed(
     """One of two engines is on the controller's node, whose weights come from the trainer's. What is not shared is a
     private run directory of the other host."""
     flags = [*SMALL, *made_model(), *SIMULATED, "--runner", "ray", "--ray-address", f"{cluster.here}:{PORT}"]
-    flags += ["--ray-labels", "train=side:there", "cpu=side:there"]
+    plain = finish(start(tmp_path / "plain", *flags), tmp_path / "plain")
+    assert (plain.code, "2 nodes, and requests to engines cross its network as plain HTTP" in plain.err) == (2, True)
+    flags += ["--allow-plain-engines", "--ray-labels", "train=side:there", "cpu=side:there"]
     run_dir, unseen = tmp_path / "run", tmp_path / "unseen"
     refused = finish(start(unseen, *flags), unseen)
     assert refused.code == 2, refused.err
@@ -276,7 +278,15 @@ def test_all_but_the_controller_on_the_other_host_where_the_trainer_is_killed(
 def test_a_node_is_gone_in_the_middle_of_a_run_and_another_joins(cluster: OtherHost, tmp_path: Path) -> None:
     """As when the power is cut: nobody says good-bye. One of two engines and the other stages were there."""
     flags = [*SMALL, *made_model(), *SIMULATED, "--num-rollout", "4000", "--scale", "engine=2", "--runner", "ray"]
-    flags += ["--ray-address", f"{HEAD}:{PORT}", "--ray-placement", "spread", "--ray-cpus", "rollout=2"]
+    flags += [
+        "--allow-plain-engines",
+        "--ray-address",
+        f"{HEAD}:{PORT}",
+        "--ray-placement",
+        "spread",
+        "--ray-cpus",
+        "rollout=2",
+    ]
     flags += ["--ray-labels", "cpu=side:there|side:!there", "--simulated-step-s", "0.5", "--log-interval", "50"]
     run_dir = tmp_path / "run"
 
@@ -321,6 +331,7 @@ def test_a_node_is_gone_in_the_middle_of_a_run_and_another_joins(cluster: OtherH
 def test_the_quickstart_learns_with_engines_on_the_other_host(cluster: OtherHost, tmp_path: Path) -> None:
     flags = ["--mode", "async", "--num-rollout", "100", "--eval-interval", "50", "--runner", "ray"]
     flags += ["--ray-address", f"{cluster.here}:{PORT}", "--ray-labels", "rollout=side:there", "cpu=side:there"]
+    flags.append("--allow-plain-engines")
     done = finish(start(tmp_path / "run", *flags), tmp_path / "run", timeout_s=1500)
     assert done.code == 0, done.err[-3000:]
     done.check_books()
@@ -342,7 +353,7 @@ def test_the_quickstart_learns_with_engines_on_the_other_host(cluster: OtherHost
 )
 def test_ranks_of_one_trainer_on_both_hosts_or_the_other(layout: list[str], cluster: OtherHost, tmp_path: Path) -> None:
     flags = [*SMALL, *made_model(), "--num-rollout", "3", "--runner", "ray", "--ray-address", f"{cluster.here}:{PORT}"]
-    flags += ["--train-backend", *layout, "--train-device", "cpu", "--save-interval", "2"]
+    flags += ["--train-backend", *layout, "--train-device", "cpu", "--save-interval", "2", "--allow-plain-engines"]
     done = finish(start(tmp_path / "run", *flags), tmp_path / "run")
     assert done.code == 0, done.err[-3000:]
     done.check_books()
