@@ -79,6 +79,7 @@ TOPIC_WRITERS: Final[Mapping[str, frozenset[str]]] = {
 
 log = logging.getLogger("sluice.controller")
 EMPTY_POLL_S: Final = 0.02
+HOLDS_RESULTS: Final = ("train-", "evaluate-")  # replicas that may still write what the run is for
 
 
 class Controller:
@@ -213,9 +214,11 @@ class Controller:
         topic.publish(END, b"")  # for the engines stage, which has no stream: no requests follow
         await asyncio.wait({replicas}, timeout=limit_s)  # unlike a timeout, this leaves the runner alone
         if not replicas.done():
-            raise DrainTimeout(
-                f"{', '.join(runner.alive())} did not end within --drain-s {limit_s:g}; {self._remaining()}"
-            )
+            late = f"{', '.join(runner.alive())} did not end within --drain-s {limit_s:g}"
+            if any(name.startswith(HOLDS_RESULTS) for name in runner.alive()):
+                raise DrainTimeout(f"{late}; {self._remaining()}")
+            self.recorder.say(f"{late}, as a stopped or hanging process: every stream is empty, so it is killed")
+            replicas.cancel()
         self.hubs["settle"].finish()
         await stage
 

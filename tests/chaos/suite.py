@@ -45,6 +45,7 @@ ROOT = Path(__file__).parent.parent.parent
 LEFT, BROKEN = "left over", "did not end"
 STEPS, WARM_STEPS, BATCH, BOUND, KEEP = 20, 4, 4, 2, 2
 AUTO = ("--auto-resume", "50")
+STOPPED_STEP_S = "6"  # in place of 0.1: 20 steps outlast a stop
 LIMIT_S = 600.0  # of one start of the program: only what hangs meets it
 
 _EVERY_RUN = [
@@ -161,9 +162,10 @@ def auto_cases(made: Iterable[Case]) -> Iterable[Case]:
 
 
 def stop_cases(made: Iterable[Case]) -> Iterable[Case]:
-    """The same runs with processes that are stopped for a while: none may end."""
+    """The same runs, longer than a stop, with processes that are stopped for a while: none may end."""
     for case in made:
-        yield replace(case, kills=tuple(draw_stops(random.Random(case.name), steps=STEPS)))
+        flags = tuple(STOPPED_STEP_S if flag == "0.1" else flag for flag in case.flags)
+        yield replace(case, flags=flags, kills=tuple(draw_stops(random.Random(case.name), steps=STEPS)))
 
 
 class Running:

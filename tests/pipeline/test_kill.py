@@ -351,6 +351,20 @@ async def test_a_message_may_meet_a_fault_at_each_delivery(tmp_path: Path) -> No
     assert await FaultyInlet(Fixed(), plan).receive() is None
 
 
+@pytest.mark.slow
+def test_a_stopped_replica_does_not_fail_a_run_that_is_complete(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    flags = ["--num-rollout", "12", "--scale", "generate=2", "--drain-s", "3", "--max-staleness", "4"]
+    process = start(run_dir, *SMALL, *made_model(), *SIMULATED, *flags)
+    wait_for_steps(process, run_dir, 11)
+    pid = int((run_dir / "replicas" / "generate-1.pid").read_text())
+    os.kill(pid, signal.SIGSTOP)
+    done = finish(process, run_dir)
+    assert (done.code, "generate-1 did not end within --drain-s 3" in done.out) == (0, True), done.err
+    done.check_books()
+    assert not alive(pid)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(("victim", "stop_s"), [("controller", 40.0), ("train-0", 90.0), ("everything", 45.0)])
 def test_a_run_that_stands_still_goes_on(tmp_path: Path, victim: str, stop_s: float) -> None:
