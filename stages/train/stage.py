@@ -28,6 +28,7 @@ from configs.schema import generates
 from models.train.trainer_group.rank_spec import MEETING, Rendezvous, needs_trainer_group
 from stages.base import Stage, StageContext, TrainOptions, beside
 from stages.engines.colocation import TrainerTurn
+from stages.engines.policy_proof import prover_of
 from stages.errors import UntrainableGroup
 from stages.messages import CheckpointReady, Outcome, RolloutSlice, StepDone
 from stages.ports import Lease, Ports, Topic, read_value
@@ -85,7 +86,8 @@ class TrainStage(Stage):
         if self.generates:
             source = Path(self.config.train.hf_checkpoint)
             slots, run_dir = Path(self.options.slots), self.context.run_dir
-            self.weights = WeightPublisher(self.config, slots, source, run_dir, self.backend.write_slot)
+            prove = prover_of(self.config, self.backend)
+            self.weights = WeightPublisher(self.config, slots, source, run_dir, self.backend.write_slot, prove)
 
     def _make_backend(self, topic: Topic) -> TrainBackend:
         """The trainer, here or in the ranks of a trainer group. Torch is imported only in the processes that train."""

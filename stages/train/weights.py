@@ -21,7 +21,7 @@ from configs.schema import Config
 from models.weights.delta import DeltaStore, Published
 from models.weights.shared_memory_reader import SlotManifest
 from models.weights.slot_directory import DirectoryLease
-from stages.messages import WeightsAnnouncement
+from stages.messages import PolicyProof, WeightsAnnouncement
 from stages.ports import Topic, WeightsSource, wait_at_most
 from stages.topic_values import KEYS, POLICY, carrying, entries
 
@@ -58,13 +58,21 @@ async def await_landing(
 class WeightPublisher:
     """Slots and, for the route delta, the directory of differences. Blocking: use it from the thread of torch."""
 
-    def __init__(self, config: Config, slots: Path, source: Path, run_dir: Path, write_slot: WriteSlot) -> None:
-        """`source`: the checkpoint whose layout the slots have; `write_slot`: the backend's. Raises
-        SlotDirectoryError."""
+    def __init__(
+        self,
+        config: Config,
+        slots: Path,
+        source: Path,
+        run_dir: Path,
+        write_slot: WriteSlot,
+        prove: Callable[[], PolicyProof] | None = None,
+    ) -> None:
+        """`source`: the checkpoint whose layout the slots have; `write_slot`: the backend's; `prove`: scores the canary
+        sequences with the backend's weights. Raises SlotDirectoryError."""
         self.transport = config.update.update_weight_transport
         self.newest = -1  # version of the last announcement
         self.delta_ratio = 0.0  # bytes of the weights by bytes of the last difference; 0: none was written
-        self._write_slot, self._slots, self._source = write_slot, slots, source
+        self._write_slot, self._slots, self._source, self._prove = write_slot, slots, source, prove
         self._lease = DirectoryLease(slots)
         self._deltas: DeltaStore | None = None
         if self.transport == "delta":
@@ -79,6 +87,7 @@ class WeightPublisher:
             pinned=pinned,
             transport="disk" if self.transport == "delta" and published is None else self.transport,
             delta=published.path if published is not None else "",
+            proof=self._prove() if self._prove is not None else None,
         )
 
     async def announce(self, topic: Topic, weights: WeightsSource, announcement: WeightsAnnouncement) -> None:

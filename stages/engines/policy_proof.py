@@ -1,0 +1,202 @@
+"""The proof of the policy: an engine that is about to serve a version must score canary sequences as the trainer does.
+
+A label and a digest say which bytes were sent. Neither shows that the engine computes with them: an engine may load a
+stale directory, leave out a layer, reuse keys and values of earlier weights, or name itself after weights that it never
+took. The trainer therefore scores a few fixed sequences with the weights that it has just written, and announces the
+log-probs with the version. After the load, each engine is asked for the log-probs of the same sequences, by one request
+to its own address, and gets no requests before the two agree.
+
+The canaries are random tokens: most are improbable, so that their log-probs move with every weight of the model. Only
+their second half is compared. The first half may come from the engine's prefix cache, under the key that rollouts use,
+so that keys and values of earlier weights are found as well.
+
+Invariants:
+- the trainer computes one forward pass of at most 100 tokens for each version, by the path that scores log-probs for
+  training, on all its ranks;
+- an engine that disagrees is paused, gets all weights once more, is then restarted by its supervisor, and ends the run
+  if it disagrees again; a version that agrees resets this count;
+- the limits follow the coarsest type of trainer, slot and engine. What is smaller than its rounding stays unseen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import msgspec
+import numpy as np
+
+from configs.schema import Config
+from models.engines.client import EngineClient
+from models.engines.protocol import ServerInfo
+from models.errors import EngineAborted, EngineError, EngineProtocolError, EngineRefused, NotVerified
+from models.train.interface import TrainBackend, TrainSequence
+from stages.errors import UnprovenPolicy
+from stages.messages import PolicyProof, WeightsAnnouncement
+from stages.ports import Topic
+from stages.topic_values import PolicyDifference
+
+log = logging.getLogger("sluice.policy_proof")
+
+CANARIES: Final = 4
+CANARY_TOKENS: Final = 24
+FIRST_SCORED: Final = 13  # the tokens before it may come from the prefix cache, but for the last of them
+SEED: Final = 20_251_125
+REAL_SHARE: Final = 0.75  # of the vocabulary: special tokens and padding rows are at its end
+
+Precision = Literal["float32", "half", "quantised"]
+THRESHOLDS: Final[dict[Precision, float]] = {"float32": 1e-3, "half": 1.0, "quantised": 4.0}  # nats
+MEAN_SHARE: Final = 1 / 8  # of the threshold: the limit of the mean difference
+RESTARTS_AT: Final = 2  # disagreements in a row; the next one ends the run
+
+
+class PolicyDiffers(NotVerified):
+    """An engine does not score as the trainer does. `again`: also after all weights were loaded a second time."""
+
+    again = False
+
+
+def prover_of(config: Config, backend: TrainBackend) -> Callable[[], PolicyProof] | None:
+    """What scores the canaries with the trainer's current weights, None if the run proves nothing. Collective, as
+    `TrainBackend.logprobs`."""
+    if not config.update.policy_proof:
+        return None
+    if "simulated" in (config.train.train_backend, config.engine.engine):
+        log.info("the policy is not proven: a simulated trainer or engine computes no log-probs")
+        return None
+    facts = msgspec.json.decode((Path(config.train.hf_checkpoint) / "config.json").read_bytes(), type=dict[str, Any])
+    vocabulary = facts.get("vocab_size") or facts.get("text_config", {}).get("vocab_size")
+    if vocabulary is None:
+        log.warning("the policy is not proven: config.json of %s has no vocab_size", config.train.hf_checkpoint)
+        return None
+    real = max(2, int(REAL_SHARE * vocabulary))
+    tokens = np.random.default_rng(SEED).integers(0, real, (CANARIES, CANARY_TOKENS), dtype=np.int32)
+    sequences = [_sequence(number, row) for number, row in enumerate(tokens)]
+
+    def prove() -> PolicyProof:
+        started = time.perf_counter()
+        found = backend.logprobs(sequences)
+        scores = tuple(tuple(row.tolist()) for row in found)
+        return PolicyProof(tuple(tuple(row.tolist()) for row in tokens), scores, time.perf_counter() - started)
+
+    return prove
+
+
+def _sequence(number: int, tokens: np.ndarray[Any, np.dtype[np.int32]]) -> TrainSequence:
+    """Scored from its second token on, at temperature 1, as engines score."""
+    zeros = np.zeros(len(tokens), dtype=np.float32)
+    return TrainSequence(
+        group_id=0,
+        rollout_id=number,
+        tokens=tokens,
+        prompt_length=1,
+        loss_mask=np.zeros(len(tokens), dtype=np.uint8),
+        rollout_log_probs=zeros,
+        advantages=zeros,
+        versions=np.full(len(tokens), -1, dtype=np.int32),
+        temperature=1.0,
+    )
+
+
+class PolicyProver:
+    """Proves the weights of one engine, through all its incarnations."""
+
+    def __init__(self, engine: str, threshold: float | None) -> None:
+        self.engine, self.threshold = engine, threshold
+        self.disagreements = 0  # in a row
+        self._facts: tuple[EngineClient, ServerInfo] | None = None  # of the incarnation that the client talks to
+
+    async def prove(
+        self, topic: Topic, client: EngineClient, announcement: WeightsAnnouncement
+    ) -> PolicyDifference | None:
+        """Compare the engine that has just loaded these weights, and is not paused; None if it is not to be proven.
+
+        Waits for one answer, which may queue behind running requests. Pauses the engine before it raises PolicyDiffers,
+        an EngineError, or UnprovenPolicy, which ends the run.
+        """
+        if announcement.proof is None:
+            return None
+        try:
+            facts = await self._ask_facts(client)
+            if _unable(facts) is not None:
+                return None
+            return await self._compare(client, facts, announcement, announcement.proof)
+        except EngineAborted:
+            if topic.get("drain") is not None:  # which ends all requests; nothing is generated any more
+                return None
+            await _pause(client)
+            raise
+        except (EngineError, PolicyDiffers, UnprovenPolicy):
+            await _pause(client)
+            raise
+
+    async def _ask_facts(self, client: EngineClient) -> ServerInfo:
+        if self._facts is None or self._facts[0] is not client:
+            self._facts = client, await client.server_info()
+            if (reason := _unable(self._facts[1])) is not None:
+                log.info("%s is not proven: %s", self.engine, reason)
+        return self._facts[1]
+
+    async def _compare(
+        self, client: EngineClient, facts: ServerInfo, announcement: WeightsAnnouncement, proof: PolicyProof
+    ) -> PolicyDifference:
+        started = time.perf_counter()
+        length = min(CANARY_TOKENS, (facts.context_length or CANARY_TOKENS + 1) - 1)
+        first = min(FIRST_SCORED, max(1, length // 2))
+        precision = precision_of(facts, announcement.element_bytes)
+        limit = self.threshold or THRESHOLDS[precision]
+        wanted = np.array([row[first - 1 : length - 1] for row in proof.log_probs])
+        try:
+            tokens = np.array(proof.tokens, dtype=np.int32)[:, :length]
+            found = await client.score_all(tokens, first, extra_key=announcement.label)
+        except (EngineProtocolError, EngineRefused) as error:
+            raise self._differs(f"{self.engine} does not score at version {announcement.version}: {error}") from error
+        apart = np.abs(found - wanted)
+        largest, mean = float(apart.max()), float(apart.mean())
+        if largest <= limit and mean <= MEAN_SHARE * limit:  # false for NaN
+            self.disagreements = 0
+            return PolicyDifference(largest, mean, proof.seconds + time.perf_counter() - started)
+        raise self._differs(
+            f"{self.engine} does not sample with version {announcement.version}: of {apart.size} canary tokens its "
+            f"log-probs differ from the trainer's by {largest:.3g} at most and by {mean:.3g} on average; the limits "
+            f"({precision}) are {limit:.3g} and {MEAN_SHARE * limit:.3g}"
+        )
+
+    def _differs(self, reason: str) -> PolicyDiffers:
+        """Count a disagreement. Raises UnprovenPolicy after the last that is allowed."""
+        self.disagreements += 1
+        if self.disagreements > RESTARTS_AT:
+            raise UnprovenPolicy(
+                f"{reason}, also after all weights were loaded again and after a restart. If engine and trainer differ "
+                "from the first version on, check that both have the same checkpoint and the same options of rope and "
+                "precision, or raise --policy-proof-threshold; --no-policy-proof turns the proof off"
+            )
+        error = PolicyDiffers(reason)
+        error.again = self.disagreements == RESTARTS_AT
+        return error
+
+
+def precision_of(facts: ServerInfo, element_bytes: int) -> Precision:
+    """The coarsest of the engine's weights and cache and of the weights' bytes; what is not known counts as half."""
+    if facts.quantization or (facts.kv_cache_dtype or "").startswith(("fp8", "fp4", "int8")):
+        return "quantised"
+    return "float32" if facts.dtype == "float32" and element_bytes >= 4 else "half"
+
+
+def _unable(facts: ServerInfo) -> str | None:
+    """Why an engine cannot be asked for log-probs, None if it can."""
+    if facts.dtype == "none":
+        return "it is simulated"
+    if facts.disaggregation_mode != "null":
+        return f"it does {facts.disaggregation_mode} only, and answers no request by itself"
+    return None
+
+
+async def _pause(client: EngineClient) -> None:
+    """Nothing more is generated with weights in doubt; requests in flight return what they have."""
+    with contextlib.suppress(EngineError):  # one that does not answer is not served either
+        await client.pause("abort")
