@@ -130,14 +130,15 @@ class EngineClient(HttpClient):
         SGLang always scores at temperature 1, the embedded engine at the given one. Raises `EngineAborted` if another
         client ended the request, and the errors of `generate`.
         """
-        [ids] = np.asarray([token_ids], dtype=np.int64).tolist()
-        return (await self._score(ids, len(ids), start, rid=rid, temperature=temperature))[0]
+        ids: list[int | list[int]] = np.asarray(token_ids, dtype=np.int64).tolist()
+        [scores] = await self._score(ids, len(ids), start, rid=rid, temperature=temperature)
+        return scores
 
     async def score_all(
         self, token_ids: npt.NDArray[np.int32], start: int, *, extra_key: str
     ) -> npt.NDArray[np.float32]:
-        """[S, n - start] as `score` at temperature 1, of S sequences [S, n] by one request. The first `start` - 1 tokens
-        may come from the engine's prefix cache, if they are there under `extra_key`."""
+        """[S, n - start], as `score` at temperature 1, of S sequences [S, n] by one request. The first `start` - 1
+        tokens may come from the engine's prefix cache, if they are there under `extra_key`."""
         return await self._score(token_ids.tolist(), token_ids.shape[1], start, extra_key=extra_key)
 
     async def _score(
