@@ -15,7 +15,8 @@ Invariants:
   training, on all its ranks;
 - an engine that disagrees is paused, gets all weights once more, is then restarted by its supervisor, and ends the run
   if it disagrees again; a version that agrees resets this count;
-- the limits follow the coarsest type of trainer, slot and engine. What is smaller than its rounding stays unseen.
+- the limits follow the coarsest type of trainer, slot and engine. What is smaller than its rounding stays unseen, with
+  one exception: an engine whose scores stand still while the trainer's move, which needs no comparison of kernels.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from typing import Any, Final, Literal
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from configs.schema import Config
 from models.engines.client import EngineClient
@@ -48,9 +50,13 @@ FIRST_SCORED: Final = 13  # the tokens before it may come from the prefix cache,
 SEED: Final = 20_251_125
 REAL_SHARE: Final = 0.75  # of the vocabulary: special tokens and padding rows are at its end
 
+Scores = npt.NDArray[np.float64]
 Precision = Literal["float32", "half", "quantised"]
-THRESHOLDS: Final[dict[Precision, float]] = {"float32": 1e-3, "half": 1.0, "quantised": 4.0}  # nats
-MEAN_SHARE: Final = 1 / 8  # of the threshold: the limit of the mean difference
+THRESHOLDS: Final[dict[Precision, float]] = {"float32": 1e-4, "half": 2.0, "quantised": 6.0}  # nats
+MEAN_SHARE: Final = 1 / 4  # of the threshold: the limit of the mean difference
+MOVED_SHARE: Final = 1 / 20  # of the threshold: how far the trainer moves before an engine that stands still is seen
+STANDS_STILL: Final = 3.0  # an engine moved so many times less than it is away from where the trainer moved
+KEPT: Final = 8  # earlier versions to compare with: the first, and the newest ones
 RESTARTS_AT: Final = 2  # disagreements in a row; the next one ends the run
 
 
@@ -86,7 +92,7 @@ def prover_of(config: Config, backend: TrainBackend) -> Callable[[], PolicyProof
     return prove
 
 
-def _sequence(number: int, tokens: np.ndarray[Any, np.dtype[np.int32]]) -> TrainSequence:
+def _sequence(number: int, tokens: npt.NDArray[np.int32]) -> TrainSequence:
     """Scored from its second token on, at temperature 1, as engines score."""
     zeros = np.zeros(len(tokens), dtype=np.float32)
     return TrainSequence(
@@ -108,6 +114,7 @@ class PolicyProver:
     def __init__(self, engine: str, threshold: float | None) -> None:
         self.engine, self.threshold = engine, threshold
         self.disagreements = 0  # in a row
+        self._agreed: list[tuple[int, Scores, Scores]] = []  # version, the trainer's scores, the engine's
         self._facts: tuple[EngineClient, ServerInfo] | None = None  # of the incarnation that the client talks to
 
     async def prove(
@@ -145,26 +152,40 @@ class PolicyProver:
         self, client: EngineClient, facts: ServerInfo, announcement: WeightsAnnouncement, proof: PolicyProof
     ) -> PolicyDifference:
         started = time.perf_counter()
-        length = min(CANARY_TOKENS, (facts.context_length or CANARY_TOKENS + 1) - 1)
-        first = min(FIRST_SCORED, max(1, length // 2))
         precision = precision_of(facts, announcement.element_bytes)
         limit = self.threshold or THRESHOLDS[precision]
-        wanted = np.array([row[first - 1 : length - 1] for row in proof.log_probs])
+        tokens, wanted = np.array(proof.tokens, dtype=np.int32), np.array(proof.log_probs)[:, FIRST_SCORED - 1 :]
         try:
-            tokens = np.array(proof.tokens, dtype=np.int32)[:, :length]
-            found = await client.score_all(tokens, first, extra_key=announcement.label)
+            scores = await client.score_all(tokens, FIRST_SCORED, extra_key=announcement.label)
         except (EngineProtocolError, EngineRefused) as error:
             raise self._differs(f"{self.engine} does not score at version {announcement.version}: {error}") from error
+        found = scores.astype(np.float64)
         apart = np.abs(found - wanted)
         largest, mean = float(apart.max()), float(apart.mean())
-        if largest <= limit and mean <= MEAN_SHARE * limit:  # false for NaN
-            self.disagreements = 0
-            return PolicyDifference(largest, mean, proof.seconds + time.perf_counter() - started)
-        raise self._differs(
-            f"{self.engine} does not sample with version {announcement.version}: of {apart.size} canary tokens its "
-            f"log-probs differ from the trainer's by {largest:.3g} at most and by {mean:.3g} on average; the limits "
-            f"({precision}) are {limit:.3g} and {MEAN_SHARE * limit:.3g}"
-        )
+        if not (largest <= limit and mean <= MEAN_SHARE * limit):  # true for NaN
+            raise self._differs(
+                f"{self.engine} does not sample with version {announcement.version}: of {apart.size} canary tokens its "
+                f"log-probs differ from the trainer's by {largest:.3g} at most and by {mean:.3g} on average; the "
+                f"limits ({precision}) are {limit:.3g} and {MEAN_SHARE * limit:.3g}"
+            )
+        self._check_movement(announcement.version, wanted, found, MOVED_SHARE * limit)
+        self.disagreements = 0
+        self._agreed.append((announcement.version, wanted, found))
+        del self._agreed[1:-KEPT]
+        return PolicyDifference(largest, mean, proof.seconds + time.perf_counter() - started)
+
+    def _check_movement(self, version: int, wanted: Scores, found: Scores, least: float) -> None:
+        """Raise PolicyDiffers if the trainer's scores moved since an earlier version by more than `least`, and the
+        engine's stayed where they were: it serves that version still, though the two are closer than the limits."""
+        for earlier, trainers, engines in self._agreed:
+            moved, engine_moved = wanted - trainers, found - engines
+            stays = np.linalg.norm(engine_moved - moved) > STANDS_STILL * np.linalg.norm(engine_moved)
+            if stays and (most := float(np.abs(moved).max())) > least:
+                raise self._differs(
+                    f"{self.engine} does not sample with version {version}: since version {earlier} the trainer's "
+                    f"log-probs of canary tokens moved by {most:.3g} (limit {least:.3g}), and the engine's by "
+                    f"{np.abs(engine_moved).max():.3g}, not with them"
+                )
 
     def _differs(self, reason: str) -> PolicyDiffers:
         """Count a disagreement. Raises UnprovenPolicy after the last that is allowed."""
@@ -181,10 +202,14 @@ class PolicyProver:
 
 
 def precision_of(facts: ServerInfo, element_bytes: int) -> Precision:
-    """The coarsest of the engine's weights and cache and of the weights' bytes; what is not known counts as half."""
+    """The coarsest of the engine's weights and cache and of the weights' bytes.
+
+    What is not known counts as half, and so does float32 on a GPU, whose kernels may round to TF32.
+    """
     if facts.quantization or (facts.kv_cache_dtype or "").startswith(("fp8", "fp4", "int8")):
         return "quantised"
-    return "float32" if facts.dtype == "float32" and element_bytes >= 4 else "half"
+    exact = facts.dtype == "float32" and facts.device == "cpu" and element_bytes >= 4
+    return "float32" if exact else "half"
 
 
 def _unable(facts: ServerInfo) -> str | None:
@@ -193,6 +218,8 @@ def _unable(facts: ServerInfo) -> str | None:
         return "it is simulated"
     if facts.disaggregation_mode != "null":
         return f"it does {facts.disaggregation_mode} only, and answers no request by itself"
+    if facts.context_length is not None and facts.context_length <= CANARY_TOKENS:
+        return f"its context of {facts.context_length} tokens has no room for sequences of {CANARY_TOKENS}"
     return None
 
 
