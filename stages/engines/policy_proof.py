@@ -67,8 +67,10 @@ class PolicyDiffers(NotVerified):
 
 
 def prover_of(config: Config, backend: TrainBackend) -> Callable[[], PolicyProof] | None:
-    """What scores the canaries with the trainer's current weights, None if the run proves nothing. Collective, as
-    `TrainBackend.logprobs`."""
+    """What scores the canaries with the trainer's current weights, None if the run proves nothing.
+
+    Collective, as `TrainBackend.logprobs`. Raises UnprovenPolicy for weights that are not finite.
+    """
     if not config.update.policy_proof:
         return None
     if "simulated" in (config.train.train_backend, config.engine.engine):
@@ -86,6 +88,11 @@ def prover_of(config: Config, backend: TrainBackend) -> Callable[[], PolicyProof
     def prove() -> PolicyProof:
         started = time.perf_counter()
         found = backend.logprobs(sequences)
+        if not np.isfinite(found).all():
+            raise UnprovenPolicy(
+                "the trainer's log-probs of the canary sequences are not finite, so its weights hold infinity or NaN; "
+                "resume from a checkpoint with a lower --lr or --clip-grad"
+            )
         scores = tuple(tuple(row.tolist()) for row in found)
         return PolicyProof(tuple(tuple(row.tolist()) for row in tokens), scores, time.perf_counter() - started)
 

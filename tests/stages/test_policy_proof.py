@@ -346,6 +346,15 @@ def test_the_limits_follow_the_coarsest_type(facts: dict[str, str], element_byte
     assert precision_of(ServerInfo(**facts), element_bytes) == expected  # type: ignore[arg-type]
 
 
+async def test_weights_that_are_not_finite_are_the_trainers_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with proven(tmp_path, monkeypatch, engines=0) as run:
+        run.move(float("nan"))
+        with pytest.raises(UnprovenPolicy, match="the trainer's log-probs of the canary sequences are not finite"):
+            run.publish(0)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 async def test_hundreds_of_versions_raise_no_alarm(dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
