@@ -46,11 +46,12 @@ from models.weights.delta_mirror import DeltaMirror
 from models.weights.shared_memory_writer import SlotWriter
 from stages.base import StageContext
 from stages.engines.engine_control import EngineControl
-from stages.engines.policy_proof import FIRST_SCORED, prover_of
+from stages.engines.policy_proof import FIRST_SCORED
 from stages.engines.stage import EnginesStage
 from stages.messages import PolicyProof
 from stages.ports import SameHost
 from stages.topic_values import EngineAddress, carrying
+from stages.train.weights import prover_of
 from transport import Node
 
 BASELINE = "memcpy"

@@ -24,19 +24,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from configs.schema import Config
 from models.engines.client import EngineClient
 from models.engines.protocol import ServerInfo
 from models.errors import EngineAborted, EngineError, EngineProtocolError, EngineRefused, NotVerified
-from models.train.interface import TrainBackend, TrainSequence
 from stages.errors import UnprovenPolicy
 from stages.messages import PolicyProof, WeightsAnnouncement
 from stages.ports import Topic
@@ -44,11 +39,7 @@ from stages.topic_values import PolicyDifference
 
 log = logging.getLogger("sluice.policy_proof")
 
-CANARIES: Final = 4
-CANARY_TOKENS: Final = 24
 FIRST_SCORED: Final = 13  # the tokens before it may come from the prefix cache, but for the last of them
-SEED: Final = 20_251_125
-REAL_SHARE: Final = 0.75  # of the vocabulary: special tokens and padding rows are at its end
 
 Scores = npt.NDArray[np.float64]
 Precision = Literal["float32", "half", "quantised"]
@@ -64,55 +55,6 @@ class PolicyDiffers(NotVerified):
     """An engine does not score as the trainer does. `again`: also after all weights were loaded a second time."""
 
     again = False
-
-
-def prover_of(config: Config, backend: TrainBackend) -> Callable[[], PolicyProof] | None:
-    """What scores the canaries with the trainer's current weights, None if the run proves nothing.
-
-    Collective, as `TrainBackend.logprobs`. Raises UnprovenPolicy for weights that are not finite.
-    """
-    if not config.update.policy_proof:
-        return None
-    if "simulated" in (config.train.train_backend, config.engine.engine):
-        log.info("the policy is not proven: a simulated trainer or engine computes no log-probs")
-        return None
-    facts = msgspec.json.decode((Path(config.train.hf_checkpoint) / "config.json").read_bytes(), type=dict[str, Any])
-    vocabulary = facts.get("vocab_size") or facts.get("text_config", {}).get("vocab_size")
-    if vocabulary is None:
-        log.warning("the policy is not proven: config.json of %s has no vocab_size", config.train.hf_checkpoint)
-        return None
-    real = max(2, int(REAL_SHARE * vocabulary))
-    tokens = np.random.default_rng(SEED).integers(0, real, (CANARIES, CANARY_TOKENS), dtype=np.int32)
-    sequences = [_sequence(number, row) for number, row in enumerate(tokens)]
-
-    def prove() -> PolicyProof:
-        started = time.perf_counter()
-        found = backend.logprobs(sequences)
-        if not np.isfinite(found).all():
-            raise UnprovenPolicy(
-                "the trainer's log-probs of the canary sequences are not finite, so its weights hold infinity or NaN; "
-                "resume from a checkpoint with a lower --lr or --clip-grad"
-            )
-        scores = tuple(tuple(row.tolist()) for row in found)
-        return PolicyProof(tuple(tuple(row.tolist()) for row in tokens), scores, time.perf_counter() - started)
-
-    return prove
-
-
-def _sequence(number: int, tokens: npt.NDArray[np.int32]) -> TrainSequence:
-    """Scored from its second token on, at temperature 1, as engines score."""
-    zeros = np.zeros(len(tokens), dtype=np.float32)
-    return TrainSequence(
-        group_id=0,
-        rollout_id=number,
-        tokens=tokens,
-        prompt_length=1,
-        loss_mask=np.zeros(len(tokens), dtype=np.uint8),
-        rollout_log_probs=zeros,
-        advantages=zeros,
-        versions=np.full(len(tokens), -1, dtype=np.int32),
-        temperature=1.0,
-    )
 
 
 class PolicyProver:
@@ -135,8 +77,8 @@ class PolicyProver:
         if announcement.proof is None:
             return None
         try:
-            facts = await self._ask_facts(client)
-            if _unable(facts) is not None:
+            facts = await self._ask_facts(client, announcement.proof)
+            if _unable(facts, announcement.proof) is not None:
                 return None
             return await self._compare(client, facts, announcement, announcement.proof)
         except EngineAborted:
@@ -148,10 +90,10 @@ class PolicyProver:
             await _pause(client)
             raise
 
-    async def _ask_facts(self, client: EngineClient) -> ServerInfo:
+    async def _ask_facts(self, client: EngineClient, proof: PolicyProof) -> ServerInfo:
         if self._facts is None or self._facts[0] is not client:
             self._facts = client, await client.server_info()
-            if (reason := _unable(self._facts[1])) is not None:
+            if (reason := _unable(self._facts[1], proof)) is not None:
                 log.info("%s is not proven: %s", self.engine, reason)
         return self._facts[1]
 
@@ -219,14 +161,14 @@ def precision_of(facts: ServerInfo, element_bytes: int) -> Precision:
     return "float32" if exact else "half"
 
 
-def _unable(facts: ServerInfo) -> str | None:
+def _unable(facts: ServerInfo, proof: PolicyProof) -> str | None:
     """Why an engine cannot be asked for log-probs, None if it can."""
     if facts.dtype == "none":
         return "it is simulated"
     if facts.disaggregation_mode != "null":
         return f"it does {facts.disaggregation_mode} only, and answers no request by itself"
-    if facts.context_length is not None and facts.context_length <= CANARY_TOKENS:
-        return f"its context of {facts.context_length} tokens has no room for sequences of {CANARY_TOKENS}"
+    if facts.context_length is not None and facts.context_length <= (length := len(proof.tokens[0])):
+        return f"its context of {facts.context_length} tokens has no room for sequences of {length}"
     return None
 
 

@@ -28,7 +28,6 @@ from configs.schema import generates
 from models.train.trainer_group.rank_spec import MEETING, Rendezvous, needs_trainer_group
 from stages.base import Stage, StageContext, TrainOptions, beside
 from stages.engines.colocation import TrainerTurn
-from stages.engines.policy_proof import prover_of
 from stages.errors import UntrainableGroup
 from stages.messages import CheckpointReady, Outcome, RolloutSlice, StepDone
 from stages.ports import Lease, Ports, Topic, read_value
@@ -40,7 +39,7 @@ from stages.train.held_groups import HeldGroups
 from stages.train.recovery import Recovery
 from stages.train.saved_groups import RestoredLease, read_groups
 from stages.train.schedule import Due, Schedule, TargetLoss
-from stages.train.weights import WeightPublisher, await_landing
+from stages.train.weights import WeightPublisher, await_landing, prover_of
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -26,13 +26,13 @@ from models.train.build import SimulatedBackend, build_member
 from models.train.huggingface.models import TorchModels
 from models.train.trainer import Trainer
 from pipeline.errors import EXIT_USER_ERROR, exit_code, leaf
-from stages.engines.policy_proof import KEPT, precision_of, prover_of
+from stages.engines.policy_proof import KEPT, precision_of
 from stages.engines.weight_routes import WeightRoutes
 from stages.engines.weight_transfer import BucketTransfer
 from stages.errors import UnprovenPolicy
 from stages.ports import read_value
 from stages.topic_values import Complaint
-from stages.train.weights import WeightPublisher
+from stages.train.weights import WeightPublisher, prover_of
 from tests.sglang_server import RealServer
 from tests.stages.fleet_rig import Fleet, open_fleet
 from tests.stages.stage_rig import make_config, until
