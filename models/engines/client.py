@@ -131,8 +131,7 @@ class EngineClient(HttpClient):
         client ended the request, and the errors of `generate`.
         """
         ids: list[int | list[int]] = np.asarray(token_ids, dtype=np.int64).tolist()
-        [scores] = await self._score(ids, len(ids), start, rid=rid, temperature=temperature)
-        return scores
+        return (await self._score(ids, len(ids), start, rid=rid, temperature=temperature)).reshape(-1)
 
     async def score_all(
         self, token_ids: npt.NDArray[np.int32], start: int, *, extra_key: str

@@ -367,7 +367,7 @@ async def test_hundreds_of_versions_raise_no_alarm(dtype: str, tmp_path: Path, m
         assert len(run.one.control()._prover._agreed) == KEPT + 1
 
 
-VERSIONS = 300
+VERSIONS = 200
 
 
 SGLANG_FAULTS = {"disk": "the old slot under the new label", "tensor": "the first bucket is not sent"}
