@@ -8,6 +8,7 @@ StageError
 ├── NoVerdicts           the curriculum waits for pass rates, and the grader gives none
 ├── SavedBatchError      a saved rollout batch cannot be trained
 ├── Starved              group after group was not trained
+├── UnprovenPolicy       an engine does not sample with the published weights
 └── UntrainableGroup     the rewards of a group do not become advantages; it ends the group, not the run
 DataError
 ├── SourceError          a path, a slice or a file format cannot be used
@@ -50,6 +51,10 @@ class SavedBatchError(StageError):
 
 class Starved(StageError):
     """Group after group was not trained."""
+
+
+class UnprovenPolicy(StageError):
+    """An engine does not sample with the published weights, also after a second load and after a restart."""
 
 
 class UntrainableGroup(StageError):

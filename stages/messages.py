@@ -329,9 +329,18 @@ class EvalDone(Struct, frozen=True, array_like=True, tag=True):
 Report = Settled | StepDone | CheckpointReady | EvalDone
 
 
+class PolicyProof(Struct, frozen=True):
+    """S canary sequences of T tokens, and the trainer's log-probs of them under the announced weights."""
+
+    tokens: tuple[tuple[int, ...], ...]  # [S][T]
+    log_probs: tuple[tuple[float, ...], ...]  # [S][T - 1], of all tokens but the first, at temperature 1
+    seconds: float = 0.0  # that the trainer needed for them
+
+
 class WeightsAnnouncement(SlotManifest, frozen=True):
     """Topic value `weights`: the newest weights and where they lie."""
 
     pinned: bool = False  # an evaluation needs this version: apply no other until it is released
     transport: str = "disk"  # route to the engines: disk, distributed, tensor, delta
     delta: str = ""  # delta route: manifest of this version's difference
+    proof: PolicyProof | None = None  # None: not proven

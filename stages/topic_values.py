@@ -65,6 +65,14 @@ class EngineAddress(Server, frozen=True):
     taken_over: bool = False
 
 
+class PolicyDifference(Struct, frozen=True):
+    """How far an engine's log-probs of the canary sequences are from the trainer's, in nats."""
+
+    largest: float
+    mean: float
+    seconds: float  # for both scores
+
+
 class EngineEntry(EngineAddress, frozen=True):
     """Topic value `directory/<engine>`: the engines stage's entry of one engine; clients read nothing else.
 
@@ -81,6 +89,7 @@ class EngineEntry(EngineAddress, frozen=True):
     update_s: float = 0.0
     stall_s: float = 0.0
     checksum: str = ""  # over the engine's tensors, if they are compared
+    proof: PolicyDifference | None = None  # of its weights; None: not proven
     detail: str = ""  # why it is away, or lacks the newest weights; for people
 
     @property

@@ -215,5 +215,10 @@ class UpdateConfig(Section, frozen=True, kw_only=True):
     update_weight_max_failures: Count = 5
     """consecutive failed updates after which an engine is started again; an external engine counts as away for a
     while instead, and an engine in this process ends the run"""
+    policy_proof: bool = True
+    """before an engine serves a version, compare its log-probs of a few fixed sequences with the trainer's"""
+    policy_proof_threshold: Annotated[Positive | None, ReadBy("--policy-proof")] = None
+    """largest difference of a log-prob, in nats, and four times the largest mean difference; default: by the types of
+    trainer and engine (0.0001 for float32 on CPUs, 2 for bfloat16, 6 for quantised engines)"""
     check_weight_update_equal: Annotated[bool, ReadBy("several engines")] = False
     """after an update, compare the engines' tensor checksums with each other"""

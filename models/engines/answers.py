@@ -10,9 +10,12 @@ from collections.abc import Sequence
 from typing import Final
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 from msgspec import Struct
 
 from models.engines.protocol import GenerateOutput, GenerateRequest, LogprobEntry, SamplingParams, VersionSpan
+from models.errors import EngineAborted, EngineProtocolError
 
 # Errors of decoding a hostile text: bad UTF-8 is a ValueError, deep nesting a RecursionError, a number of a million
 # digits an OverflowError.
@@ -96,6 +99,20 @@ def check_log_probs(name: str, entries: Sequence[LogprobEntry]) -> None:
     for value, token, _ in entries:
         if value is None or not -math.inf < value <= ROUNDING:
             raise ValueError(f"{name}: token {token} has the log-prob {value}; it must be finite and at most 0")
+
+
+def input_scores(url: str, output: GenerateOutput, count: int) -> npt.NDArray[np.float32]:
+    """[count] log-probs of the last tokens of a scored prompt, by the engine at `url`. Raises EngineAborted if another
+    client ended the request, and EngineProtocolError for log-probs that are missing or impossible."""
+    if output.aborted:
+        reason = output.meta_info.finish_reason
+        raise EngineAborted(url, (reason and reason.message) or "no reason was given")
+    try:
+        scored = [entry for entry in output.meta_info.input_token_logprobs or () if entry[0] is not None]
+        check_log_probs(f"response {output.meta_info.id[:80]!r}", scored)
+        return np.asarray(output.input_log_probs(count), dtype=np.float32)
+    except ValueError as error:
+        raise EngineProtocolError(url, str(error)) from error
 
 
 # --------------------------------------------------------------------------------------------------

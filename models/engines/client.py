@@ -11,7 +11,7 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -20,12 +20,12 @@ import xxhash
 from msgspec import Struct
 
 from models.engines import protocol
-from models.engines.answers import AnswerLimits, RequestLimits, check_log_probs, with_spans
+from models.engines.answers import AnswerLimits, RequestLimits, input_scores, with_spans
 from models.engines.core import ALL_TAGS, MemoryRequest, MemoryTag
 from models.engines.http_client import HttpClient, T
 from models.engines.streamed import PartialOutputs, StreamBroken
 from models.engines.token import Token
-from models.errors import EngineAborted, EngineProtocolError, EngineRefused, EngineUnreachable, RequestNotSent
+from models.errors import EngineProtocolError, EngineRefused, EngineUnreachable, RequestNotSent
 
 # SGLang's words for "the weights did change, the cache was not emptied", sent with status 400.
 _UPDATED_BUT_NOT_FLUSHED: Final = "Weights were updated"
@@ -130,31 +130,37 @@ class EngineClient(HttpClient):
         SGLang always scores at temperature 1, the embedded engine at the given one. Raises `EngineAborted` if another
         client ended the request, and the errors of `generate`.
         """
-        ids: list[int] = np.asarray(token_ids, dtype=np.int64).tolist()
-        if not 1 <= start <= len(ids):
+        ids: list[int | list[int]] = np.asarray(token_ids, dtype=np.int64).tolist()
+        return (await self._score(ids, len(ids), start, rid=rid, temperature=temperature)).reshape(-1)
+
+    async def score_all(
+        self, token_ids: npt.NDArray[np.int32], start: int, *, extra_key: str
+    ) -> npt.NDArray[np.float32]:
+        """[S, n - start], as `score` at temperature 1, of S sequences [S, n] by one request. The first `start` - 1
+        tokens may come from the engine's prefix cache, if they are there under `extra_key`."""
+        return await self._score(token_ids.tolist(), token_ids.shape[1], start, extra_key=extra_key)
+
+    async def _score(
+        self, input_ids: list[int | list[int]], length: int, start: int, *, temperature: float = 1.0, **options: Any
+    ) -> npt.NDArray[np.float32]:
+        if not 1 <= start <= length:
             raise ValueError(
-                f"start={start} of {len(ids)} tokens must be from 1 to their number: the first token has no log-prob"
+                f"start={start} of {length} tokens must be from 1 to their number: the first token has no log-prob"
             )
-        if start == len(ids):
-            return np.empty(0, dtype=np.float32)
+        if start == length:
+            return np.empty((1, 0), dtype=np.float32)
         request = protocol.GenerateRequest(
-            input_ids=[*ids],
-            rid=rid,
+            input_ids=input_ids,
             sampling_params=protocol.SamplingParams(max_new_tokens=0),
             return_logprob=True,
             logprob_start_len=start - 1,
             input_logprob_temperature=temperature if temperature != 1.0 else None,
+            **options,
         )
-        [output] = await self.generate(request)
-        if output.aborted:
-            reason = output.meta_info.finish_reason
-            raise EngineAborted(self.base_url, (reason and reason.message) or "no reason was given")
-        try:
-            scored = [entry for entry in output.meta_info.input_token_logprobs or () if entry[0] is not None]
-            check_log_probs(f"response {output.meta_info.id[:80]!r}", scored)
-            return np.asarray(output.input_log_probs(len(ids) - start), dtype=np.float32)
-        except ValueError as error:
-            raise EngineProtocolError(self.base_url, str(error)) from error
+        outputs = await self.generate(request)
+        if len(outputs) != max(1, len(request.prompts)):
+            raise EngineProtocolError(self.base_url, f"{len(outputs)} answers to {len(request.prompts)} prompts")
+        return np.stack([input_scores(self.base_url, output, length - start) for output in outputs])
 
     async def tokenize(self, text: str) -> list[int]:
         """Token ids of a text as the server sees it; a beginning-of-text token may come first. /generate reports them,

@@ -275,6 +275,8 @@ class ServerInfo(Struct, frozen=True, kw_only=True):
     served_model_name: str | None = None
     device: str | None = None
     dtype: str | None = None
+    quantization: str | None = None
+    kv_cache_dtype: str | None = None
     context_length: int | None = None
     max_running_requests: int | None = None
     max_total_num_tokens: int | None = None

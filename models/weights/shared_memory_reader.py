@@ -40,6 +40,7 @@ class SlotManifest(Struct, frozen=True):
     path: str  # Hugging Face directory in shared memory
     digest: str  # xxh3_128 of the tensor bytes in file order, 32 hexadecimal digits
     generation: int  # even counter of the slot
+    element_bytes: int = 0  # of the coarsest tensor, as it was offered and as it is stored; 0: not known
 
     @property
     def label(self) -> str:

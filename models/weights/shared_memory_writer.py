@@ -28,6 +28,7 @@ from msgspec import Struct
 from models.errors import LayoutMismatch, SlotSpaceError, SourceError
 from models.families.source import copy_all_but_weights, files_by_name
 from models.weights.layout import (
+    ELEMENT_BYTES,
     TORCH_NAMES,
     WEIGHTS_FILE,
     Layout,
@@ -124,12 +125,15 @@ class SlotWriter:
         slot = self._slots[self._next]
         slot.begin()
         seen: set[str] = set()
+        coarsest = 8
         with _no_gradients():
             for name, tensor in tensors:
                 if name in self._tied:
                     continue  # shares the storage of a tensor that is written under its own name
-                slot.put(_place(slot, name, tensor, seen, version), tensor)
+                place = _place(slot, name, tensor, seen, version)
+                slot.put(place, tensor)
                 seen.add(name)
+                coarsest = min(coarsest, ELEMENT_BYTES[place.spec.dtype], _element_bytes(tensor))
         missing = slot.tensors.keys() - seen
         if missing:
             raise LayoutMismatch(
@@ -137,7 +141,7 @@ class SlotWriter:
                 "export exactly the names of the source checkpoint"
             )
         digest = digest_of(slot.data)
-        manifest = SlotManifest(run_generation, version, str(slot.path), digest, slot.finish())
+        manifest = SlotManifest(run_generation, version, str(slot.path), digest, slot.finish(), coarsest)
         self._next = (self._next + 1) % SLOTS
         return manifest
 
@@ -186,6 +190,10 @@ def _place(slot: _Slot, name: str, tensor: torch.Tensor | StoredTensor, seen: se
             f"{place.spec.dtype}; only tensors of torch are cast"
         )
     return place
+
+
+def _element_bytes(tensor: torch.Tensor | StoredTensor) -> int:
+    return ELEMENT_BYTES[tensor.spec.dtype] if isinstance(tensor, StoredTensor) else tensor.element_size()
 
 
 def _slot_specs(source: Path) -> list[TensorSpec]:

@@ -29,7 +29,7 @@ from pipeline.record.stalls import OutageWatch, StallWatch
 from pipeline.record.view import RunView
 from stages.messages import CheckpointReady, EvalDone, Settled, StepDone
 from stages.prompts.ledger import Ledger, LedgerSnapshot, OpenGroup
-from stages.topic_values import POLICY, addresses, carrying
+from stages.topic_values import POLICY, PolicyDifference, addresses, carrying
 from stages.train.recovery import remove_superseded
 from transport import TopicServer
 
@@ -102,6 +102,7 @@ class Recorder:
         self.staleness_bound = config.asynchrony.max_staleness  # the largest that applied
         self.changes: list[Changed] = []  # by the user, also before a resume
         self.delta_ratios: list[float] = []  # per step, where weights travel as differences
+        self._differences: list[PolicyDifference] = []  # of the engines that serve
         self.lines: Callable[[str], None] = lambda line: None  # takes a message for the user
         self.begun: Callable[[], None] = lambda: None  # called once the trainer has its weights, after all refusals
         self._resume_step = resume_step
@@ -284,6 +285,7 @@ class Recorder:
         self.view.gate = (self.ledger.open, capacity)
         self.view.version = version
         self.view.engines(_engines(topic))
+        self._differences = [entry.proof for entry in carrying(topic).values() if entry.proof is not None]
 
     def eval_points(self) -> list[tuple[str, int, float]]:
         """(data set, version, score) of every complete evaluation, in order."""
@@ -302,7 +304,14 @@ class Recorder:
             "perf/publish_weights_time": self.view.extra("train", "publish_s"),
             "perf/update_weights_time": max((row.update_s or 0.0 for row in self.view.engine_rows()), default=0.0),
         }
-        return {name: value for name, value in values.items() if value > 0}
+        proven = {
+            "train/policy_proof_max_diff": max((found.largest for found in self._differences), default=None),
+            "train/policy_proof_mean_diff": max((found.mean for found in self._differences), default=None),
+            "train/policy_proof_time": max((found.seconds for found in self._differences), default=None),
+        }
+        return {name: value for name, value in values.items() if value > 0} | {
+            name: value for name, value in proven.items() if value is not None
+        }
 
     def _ledger_metrics(self) -> dict[str, float]:
         counts = {f"ledger/{name}": float(n) for name, n in self.ledger.counts.items()}

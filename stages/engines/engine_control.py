@@ -1,10 +1,11 @@
 """One engine in the hands of the engines stage: its weights, its memory, and the directory entry that tells of both.
 
-An update goes: verify the announced slot, wait for the engine's turn, pause, load, verify, resume, tell. The order has
-reasons. The slot is verified while the engine still generates, for reading gigabytes takes long. It is paused before
-the first tensor is replaced: a request that runs meanwhile would compute one token with layers of two versions. Version
-and checksum are read back before it goes on: an engine that says yes and kept its old weights would stamp its tokens
-with a version that did not make them. Weights are called `run_generation.version`: a resumed run trains step 7 a second
+An update goes: verify the announced slot, wait for the engine's turn, pause, load, verify, resume, prove, tell. The
+order has reasons. The slot is verified while the engine still generates, for reading gigabytes takes long. It is paused
+before the first tensor is replaced: a request that runs meanwhile would compute one token with layers of two versions.
+Version and checksum are read back before it goes on: an engine that says yes and kept its old weights would stamp its
+tokens with a version that did not make them. The proof (stages/engines/policy_proof.py) follows the resume, because a
+paused engine answers no request. Weights are called `run_generation.version`: a resumed run trains step 7 a second
 time, with other content, and a prefix cache or a trainer that knew them as "7" alone would take one for the other.
 
 Invariants:
@@ -29,14 +30,15 @@ import time
 
 import msgspec
 
-from models.engines.client import EngineClient, UpdateClient
+from models.engines.client import EngineClient
 from models.errors import EngineError, WeightsError
 from models.weights.delta_mirror import DeltaMirror
 from stages.base import Stage
 from stages.engines.colocation import MemoryKeeper, trainers_turn
+from stages.engines.policy_proof import PolicyDiffers, PolicyProver
 from stages.engines.router_workers import hand_over
 from stages.engines.weight_routes import FetcherRoute, WeightRoute, WeightRoutes, withdraw_order
-from stages.engines.weight_transfer import ChecksumDiffers, Transfer, await_turn, check_equal, check_label
+from stages.engines.weight_transfer import ChecksumDiffers, Transfer, await_turn, verify
 from stages.messages import WeightsAnnouncement
 from stages.ports import Topic, WeightsSource, read_value
 from stages.topic_values import (
@@ -75,6 +77,7 @@ class EngineControl:
         self._in_full = False  # its weights are in doubt: the next update must replace all of them
         self._in_a_row = 0  # failures since the last success
         self._paused = False
+        self._prover = PolicyProver(name, self.update.policy_proof_threshold)
 
     @property
     def serving(self) -> bool:
@@ -223,28 +226,28 @@ class EngineControl:
         try:
             await self._update(topic, client, announcement)
         except (EngineError, WeightsError) as error:
-            self._in_full = self._in_full or isinstance(error, ChecksumDiffers)
+            self._in_full = self._in_full or isinstance(error, ChecksumDiffers | PolicyDiffers)
             if self._paused:  # else it keeps serving its weights
                 self.current = None
             reason = f"the update to version {announcement.version} failed: {error}"
             state = "serving" if self.current is not None else "loading"
             await self.publish(topic, state=state, fetching=-1, detail=reason[:MOST_DETAIL])
-            await self._failed(topic, reason)
+            await self._failed(topic, reason, restart=isinstance(error, PolicyDiffers) and error.again)
         else:
             self._in_a_row = 0
 
-    async def _failed(self, topic: Topic, reason: str) -> None:
+    async def _failed(self, topic: Topic, reason: str, *, restart: bool = False) -> None:
         """Count a failure and wait for the next attempt, longer after each in a row.
 
-        After the last allowed failure the supervisor is asked to restart the engine, and the wait ends with the
-        incarnation. Both waits end when the engine is lost.
+        After the last allowed failure, or with `restart`, the supervisor is asked to restart the engine, and the wait
+        ends with the incarnation. Both waits end when the engine is lost.
         """
         log.warning("%s: %s", self.name, reason)
         self.failures += 1
         self.activity.failures += 1
         self._in_a_row += 1
         limit_s: float | None = RETRY_S * min(2**self._in_a_row, MOST_RETRY)
-        if self._in_a_row >= self.update.update_weight_max_failures:
+        if restart or self._in_a_row >= self.update.update_weight_max_failures:
             limit_s, why = None, f"{self._in_a_row} failures in a row: {reason}"
             self.current = None
             await self.publish(topic, state="away", detail=why)
@@ -273,12 +276,13 @@ class EngineControl:
                     await client.pause(self.pause_mode)
                 await self.memory.take(topic, client, "weights")
                 await self._transfer(client, transfer, announcement.label)
-                checksum = await self._verify(topic, client, announcement)
+                checksum = await verify(topic, self.name, client, announcement, self.update.check_weight_update_equal)
                 # The cache's memory comes last: loading may need the space.
                 await self.memory.take(topic, client, "kv_cache")
                 await client.resume()
-                self._paused = False
                 stall_s = time.perf_counter() - paused
+        proof = await self._prover.prove(topic, client, announcement)  # needs an engine that answers
+        self._paused = False
         self.current, self._in_full = announcement, False
         self.updates += 1
         update_s = time.perf_counter() - started
@@ -296,6 +300,7 @@ class EngineControl:
             update_s=update_s,
             stall_s=stall_s,
             checksum=checksum,
+            proof=proof,
             detail="",
         )
 
@@ -320,15 +325,6 @@ class EngineControl:
                 # SGLang's tensor and group routes then keep the old label in /model_info; without the flush they set it
                 await transfer.apply(False)
 
-    async def _verify(self, topic: Topic, client: EngineClient, announcement: WeightsAnnouncement) -> str:
-        """The engine's checksum if checksums are compared, else "". Raises NotVerified."""
-        await check_label(self.name, client, announcement.label)
-        if not self.update.check_weight_update_equal:
-            return ""
-        checksum = await UpdateClient(client).checksum()
-        check_equal(topic, self.name, announcement, checksum)
-        return checksum
-
 
 async def _carries(client: EngineClient, label: str | None) -> bool:
     """Whether the engine itself reports these weights and takes requests."""
@@ -341,4 +337,4 @@ async def _carries(client: EngineClient, label: str | None) -> bool:
 def _announced(topic: Topic, entry: EngineEntry) -> WeightsAnnouncement:
     """What the engine was given, as far as it matters afterwards: its version, and whether an evaluation pins it."""
     pinned = topic.get(f"weights/pinned/{entry.version}") is not None
-    return WeightsAnnouncement(entry.run_generation, entry.version, "", "", 0, pinned)
+    return WeightsAnnouncement(entry.run_generation, entry.version, "", "", 0, pinned=pinned)

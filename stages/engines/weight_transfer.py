@@ -188,6 +188,18 @@ class ChecksumDiffers(NotVerified):
     """Two engines at one version hold different tensors."""
 
 
+async def verify(
+    topic: Topic, engine: str, client: EngineClient, announcement: WeightsAnnouncement, checksums: bool
+) -> str:
+    """The engine's checksum if checksums are compared, else "". Raises NotVerified."""
+    await check_label(engine, client, announcement.label)
+    if not checksums:
+        return ""
+    checksum = await UpdateClient(client).checksum()
+    check_equal(topic, engine, announcement, checksum)
+    return checksum
+
+
 async def check_label(engine: str, client: EngineClient, label: str) -> None:
     """Raise NotVerified unless the engine reports this label. Asks a few times, because a different process of the
     server answers than the process that loaded the weights."""

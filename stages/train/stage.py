@@ -39,7 +39,7 @@ from stages.train.held_groups import HeldGroups
 from stages.train.recovery import Recovery
 from stages.train.saved_groups import RestoredLease, read_groups
 from stages.train.schedule import Due, Schedule, TargetLoss
-from stages.train.weights import WeightPublisher, await_landing
+from stages.train.weights import WeightPublisher, await_landing, prover_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -85,7 +85,8 @@ class TrainStage(Stage):
         if self.generates:
             source = Path(self.config.train.hf_checkpoint)
             slots, run_dir = Path(self.options.slots), self.context.run_dir
-            self.weights = WeightPublisher(self.config, slots, source, run_dir, self.backend.write_slot)
+            prove = prover_of(self.config, self.backend)
+            self.weights = WeightPublisher(self.config, slots, source, run_dir, self.backend.write_slot, prove)
 
     def _make_backend(self, topic: Topic) -> TrainBackend:
         """The trainer, here or in the ranks of a trainer group. Torch is imported only in the processes that train."""

@@ -4,6 +4,8 @@ Invariants:
 - a version is announced only when its bytes lie complete in a slot, and its difference, if that is the route, in the
   shared directory;
 - the announcement names the route: engines need no configuration of their own to follow it;
+- with the weights go the trainer's log-probs of a few canary sequences, which engines must agree with
+  (stages/engines/policy_proof.py): one forward pass of at most 100 tokens, by the path that scores for training;
 - this process holds the lease of the slots' directory; the process that has the weights, this one or rank 0 on the same
   host, writes them.
 """
@@ -14,14 +16,20 @@ import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Final
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
+from msgspec import Struct
 
 from configs.schema import Config
+from models.train.interface import TrainBackend, TrainSequence
 from models.weights.delta import DeltaStore, Published
 from models.weights.shared_memory_reader import SlotManifest
 from models.weights.slot_directory import DirectoryLease
-from stages.messages import WeightsAnnouncement
+from stages.errors import UnprovenPolicy
+from stages.messages import PolicyProof, WeightsAnnouncement
 from stages.ports import Topic, WeightsSource, wait_at_most
 from stages.topic_values import KEYS, POLICY, carrying, entries
 
@@ -55,16 +63,87 @@ async def await_landing(
         )
 
 
+CANARIES: Final = 4
+CANARY_TOKENS: Final = 24
+SEED: Final = 20_251_125
+REAL_SHARE: Final = 0.75  # of the vocabulary: special tokens and padding rows are at its end
+
+
+class _ModelConfig(Struct):
+    """Of config.json."""
+
+    vocab_size: int | None = None
+    text_config: _ModelConfig | None = None
+
+
+def prover_of(config: Config, backend: TrainBackend) -> Callable[[], PolicyProof] | None:
+    """What scores the canary sequences with the trainer's current weights, None if the run proves nothing.
+
+    Collective, as `TrainBackend.logprobs`. Raises UnprovenPolicy for weights that are not finite.
+    """
+    if not config.update.policy_proof:
+        return None
+    if "simulated" in (config.train.train_backend, config.engine.engine):
+        log.info("the policy is not proven: a simulated trainer or engine computes no log-probs")
+        return None
+    file = Path(config.train.hf_checkpoint) / "config.json"
+    model = msgspec.json.decode(file.read_bytes(), type=_ModelConfig)
+    vocabulary = model.vocab_size or (model.text_config or model).vocab_size
+    if vocabulary is None:
+        log.warning("the policy is not proven: %s has no vocab_size", file)
+        return None
+    real = max(2, int(REAL_SHARE * vocabulary))
+    tokens = np.random.default_rng(SEED).integers(0, real, (CANARIES, CANARY_TOKENS), dtype=np.int32)
+    sequences = [_sequence(number, row) for number, row in enumerate(tokens)]
+
+    def prove() -> PolicyProof:
+        started = time.perf_counter()
+        found = backend.logprobs(sequences)
+        if not np.isfinite(found).all():
+            raise UnprovenPolicy(
+                "the trainer's log-probs of the canary sequences are not finite, so its weights hold infinity or NaN; "
+                "resume from a checkpoint with a lower --lr or --clip-grad"
+            )
+        scores = tuple(tuple(row.tolist()) for row in found)
+        return PolicyProof(tuple(tuple(row.tolist()) for row in tokens), scores, time.perf_counter() - started)
+
+    return prove
+
+
+def _sequence(number: int, tokens: npt.NDArray[np.int32]) -> TrainSequence:
+    """Scored from its second token on, at temperature 1, as engines score."""
+    zeros = np.zeros(len(tokens), dtype=np.float32)
+    return TrainSequence(
+        group_id=0,
+        rollout_id=number,
+        tokens=tokens,
+        prompt_length=1,
+        loss_mask=np.zeros(len(tokens), dtype=np.uint8),
+        rollout_log_probs=zeros,
+        advantages=zeros,
+        versions=np.full(len(tokens), -1, dtype=np.int32),
+        temperature=1.0,
+    )
+
+
 class WeightPublisher:
     """Slots and, for the route delta, the directory of differences. Blocking: use it from the thread of torch."""
 
-    def __init__(self, config: Config, slots: Path, source: Path, run_dir: Path, write_slot: WriteSlot) -> None:
-        """`source`: the checkpoint whose layout the slots have; `write_slot`: the backend's. Raises
-        SlotDirectoryError."""
+    def __init__(
+        self,
+        config: Config,
+        slots: Path,
+        source: Path,
+        run_dir: Path,
+        write_slot: WriteSlot,
+        prove: Callable[[], PolicyProof] | None = None,
+    ) -> None:
+        """`source`: the checkpoint whose layout the slots have; `write_slot`: the backend's; `prove`: scores the canary
+        sequences with the backend's weights. Raises SlotDirectoryError."""
         self.transport = config.update.update_weight_transport
         self.newest = -1  # version of the last announcement
         self.delta_ratio = 0.0  # bytes of the weights by bytes of the last difference; 0: none was written
-        self._write_slot, self._slots, self._source = write_slot, slots, source
+        self._write_slot, self._slots, self._source, self._prove = write_slot, slots, source, prove
         self._lease = DirectoryLease(slots)
         self._deltas: DeltaStore | None = None
         if self.transport == "delta":
@@ -79,6 +158,7 @@ class WeightPublisher:
             pinned=pinned,
             transport="disk" if self.transport == "delta" and published is None else self.transport,
             delta=published.path if published is not None else "",
+            proof=self._prove() if self._prove is not None else None,
         )
 
     async def announce(self, topic: Topic, weights: WeightsSource, announcement: WeightsAnnouncement) -> None:

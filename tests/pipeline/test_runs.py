@@ -41,6 +41,9 @@ def test_an_async_run_leaves_everything_behind(tmp_path: Path) -> None:
     assert summary["eval"]["sets"]["held"]["evaluations"] == 3, "versions 0, 2 and 4"
     rows = list(read_metrics(run_dir / "metrics.jsonl"))
     assert [int(r["step"]) for r in rows if "perf/step_time" in r] == [1, 2, 3, 4]
+    proven = [r["train/policy_proof_max_diff"] for r in rows if "train/policy_proof_max_diff" in r]
+    assert len(proven) >= 3
+    assert max(proven) < 1e-5
     evaluated = [r for r in rows if "eval/held" in r]
     assert [int(r["eval/version"]) for r in evaluated] == [0, 2, 4]
     assert all(r["eval/complete"] == 1 and r["eval/held-mixed_versions"] == 0 for r in evaluated)

@@ -40,7 +40,7 @@ from pipeline.record.metrics import JsonlMetrics, Metrics, TensorBoardMetrics, r
 from pipeline.record.recorder import Recorder
 from stages.messages import Settled, StepDone
 from stages.prompts.ledger import Ledger, LedgerSnapshot
-from stages.topic_values import EngineAddress, EngineEntry
+from stages.topic_values import EngineAddress, EngineEntry, PolicyDifference
 from tests.stages.stage_rig import make_config
 from tests.transport.memory_link import MemoryNetwork, MemoryNode
 
@@ -410,6 +410,7 @@ async def test_the_recorder_tells_of_the_weights_on_their_way(recorder: Recorder
         topic.publish("stats/train-0", StageStats(stage="train", replica="train-0", unix_s=1.0, extra=extra).encode())
         for i, update_s in enumerate((0.25, 0.75)):
             entry = EngineEntry(f"engine-{i}", "", 0, state="serving", run_generation=0, version=1, update_s=update_s)
+            entry = msgspec.structs.replace(entry, proof=PolicyDifference(0.02 * i, 0.01 - 0.01 * i, 0.005))
             topic.publish(f"directory/engine-{i}", msgspec.msgpack.encode(entry))
         for i in range(3):
             address = EngineAddress(f"engine-{i}", "", 0)
@@ -426,6 +427,9 @@ async def test_the_recorder_tells_of_the_weights_on_their_way(recorder: Recorder
     first, second = map(json.loads, recorder.rundir.metrics.read_text().splitlines())
     names = ("perf/delta_ratio", "perf/publish_weights_time", "perf/update_weights_time")
     assert [second[name] for name in names] == [12.5, 0.5, 0.75]
+    proof = ("train/policy_proof_max_diff", "train/policy_proof_mean_diff", "train/policy_proof_time")
+    assert [second[name] for name in proof] == [0.02, 0.01, 0.005], "of the worst engine"
+    assert first.keys().isdisjoint(proof)
     assert first.keys().isdisjoint(names), "nothing is told of what was not seen"
 
 
