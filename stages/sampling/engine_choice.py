@@ -3,8 +3,8 @@
 Behind a router the router chooses; requests that bypass it follow the same policy. No I/O, no clock.
 
 Invariants:
-- every ranking holds each engine once; `session` moves only the keys of an engine that joined or left, `sticky` also the
-  keys of an engine that has more than its share;
+- every ranking holds each engine once; `session` moves only the keys of an engine that joined or left, `sticky` also
+  those of an engine that has more than its share;
 - slots are granted in order: resumed samples (with tokens, and often a cache, behind them) before fresh ones, then
   the smaller `order`, then first come;
 - a request for more samples than there are slots is granted when half of them are free. Waiting for all would make a

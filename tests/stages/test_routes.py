@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import pytest
@@ -39,15 +39,7 @@ from tests.stages.stage_rig import (
     until,
 )
 
-POLICIES: tuple[Policy, ...] = (
-    "least_loaded",
-    "round_robin",
-    "random",
-    "power_of_two",
-    "session",
-    "cache_aware",
-    "sticky",
-)
+POLICIES: tuple[Policy, ...] = get_args(Policy)
 LOADS = st.dictionaries(st.sampled_from([f"engine-{i}" for i in range(8)]), st.integers(0, 50), min_size=1)
 
 
