@@ -65,16 +65,19 @@ def board_of(url: str) -> Board:
 # much processor time it has taken so far.
 
 
-def serve_gateway(checkpoint: str, engine: str, link: Connection) -> None:
-    uvloop.run(_serve_gateway(checkpoint, engine, link))
+def serve_gateway(checkpoint: str, engine: str, link: Connection, context: int) -> None:
+    uvloop.run(_serve_gateway(checkpoint, engine, link, context))
 
 
-async def _serve_gateway(checkpoint: str, engine: str, link: Connection) -> None:
-    sections = {"train": {"hf_checkpoint": checkpoint}, "rollout": {"rollout_max_response_len": 8192, "max_turns": 99}}
+async def _serve_gateway(checkpoint: str, engine: str, link: Connection, context: int) -> None:
+    sections = {
+        "train": {"hf_checkpoint": checkpoint},
+        "rollout": {"rollout_max_response_len": 8192, "max_turns": 9999},
+    }
     config = msgspec.convert(sections, Config)
     chat = load_chat_format(checkpoint)
     sampler = Sampler(config, replica="agents-0", stage="agents")
-    answers = Answers(sampler, Requests(config, 1 << 20), chat)
+    answers = Answers(sampler, Requests(config, context), chat)
     async with asyncio.TaskGroup() as tasks, Gateway(answers) as gateway:
         following = tasks.create_task(sampler.follow(board_of(engine)))
         await sampler.ready()
@@ -161,9 +164,10 @@ def engine(checkpoint: Path, home: Path, a_ms: float, c_ms: float) -> Iterator[s
 
 
 @contextlib.asynccontextmanager
-async def gateway(checkpoint: Path, engine_url: str) -> AsyncIterator[tuple[str, Connection]]:
+async def gateway(checkpoint: Path, engine_url: str, context: int = 1 << 20) -> AsyncIterator[tuple[str, Connection]]:
+    """The address of a gateway whose model has a context of so many tokens, and the link to its process."""
     parent, child = SPAWN.Pipe()
-    process = SPAWN.Process(target=serve_gateway, args=(str(checkpoint), engine_url, child), daemon=True)
+    process = SPAWN.Process(target=serve_gateway, args=(str(checkpoint), engine_url, child, context), daemon=True)
     process.start()
     try:
         yield await asyncio.to_thread(parent.recv), parent

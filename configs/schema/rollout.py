@@ -175,8 +175,8 @@ class RouterConfig(Section, frozen=True, kw_only=True):
     chooses); auto = sglang with SGLang engines, else none"""
     router_policy: RouterPolicy = "auto"
     """how an engine is chosen; session keeps the turns of a rollout on one engine; least_loaded is for --router none;
-    auto = session where a loop stage sends rollouts round, else round_robin behind a router, least_loaded without
-    one"""
+    auto, for rollouts of several turns (tools, environments, agents, generate functions, loops) = session behind a
+    router, without one session until an engine has 1.25 times its share; for others round_robin and least_loaded"""
     router_address: str | None = None
     """a router that runs already, as http://host:port; none is started then"""
     router_args: dict[str, Any] = {}

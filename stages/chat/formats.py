@@ -83,13 +83,15 @@ class PlainFormat:
         self._tokenizer = tokenizer
         self._reader = TurnReader(tokenizer, parser, frozenset(tokenizer.eos_ids))
 
-    def start(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> list[int]:
+    def start(self, messages: Sequence[Message], tools: Sequence[ToolSchema], most: int | None = None) -> list[int]:
         """Tokens of a text, with the tokenizer's special tokens (a BOS)."""
-        return self._tokenizer.encode(_joined(messages), add_special_tokens=True)
+        return self._tokenizer.encode(_joined(messages), add_special_tokens=True, most=most)
 
-    def append(self, ids: Sequence[int], messages: Sequence[Message], tools: Sequence[ToolSchema]) -> list[int]:
+    def append(
+        self, ids: Sequence[int], messages: Sequence[Message], tools: Sequence[ToolSchema], most: int | None = None
+    ) -> list[int]:
         """Tokens of the text alone: no markup closes a turn."""
-        return self._tokenizer.encode(_joined(messages))
+        return self._tokenizer.encode(_joined(messages), most=most)
 
     def reply(self, ids: Sequence[int], tools: Sequence[ToolSchema]) -> Reply:
         return self._reader.read(ids, tools)
@@ -163,15 +165,17 @@ class TemplateFormat:
         self._tokenizer, self._template, self._bridge = tokenizer, template, bridge
         self._reader, self._end = reader, end
 
-    def start(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> list[int]:
-        """Tokens of the whole conversation, by the template. Raises ChatFormatError."""
+    def start(self, messages: Sequence[Message], tools: Sequence[ToolSchema], most: int | None = None) -> list[int]:
+        """Tokens of the whole conversation, by the template. Raises ChatFormatError, TooLong."""
         if tools and self.tool_fault:
             raise ChatFormatError(self.tool_fault)
-        return self._tokenizer.encode(self._template.render(messages, tools))
+        return self._tokenizer.encode(self._template.render(messages, tools), most=most)
 
-    def append(self, ids: Sequence[int], messages: Sequence[Message], tools: Sequence[ToolSchema]) -> list[int]:
-        """Tokens of the template's text after a turn. Raises ChatFormatError."""
-        behind = self._tokenizer.encode(self._bridge.between(messages, tools).text)
+    def append(
+        self, ids: Sequence[int], messages: Sequence[Message], tools: Sequence[ToolSchema], most: int | None = None
+    ) -> list[int]:
+        """Tokens of the template's text after a turn. Raises ChatFormatError, TooLong."""
+        behind = self._tokenizer.encode(self._bridge.between(messages, tools).text, most=most)
         return behind[self._end.written(ids, behind) :]
 
     def reply(self, ids: Sequence[int], tools: Sequence[ToolSchema]) -> Reply:

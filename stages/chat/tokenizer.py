@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stages.chat.messages import TokenizerError
+from stages.chat.messages import PIECE, TokenizerError, refuse_longer
 
 if TYPE_CHECKING:
     import tokenizers
@@ -216,9 +216,15 @@ class LightTokenizer:
         """Number of ids, added tokens included."""
         return int(self._backend.get_vocab_size(with_added_tokens=True))
 
-    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        """Token ids of a text. Only the start of a plain-text prompt needs special tokens (a BOS)."""
-        return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+    def encode(self, text: str, add_special_tokens: bool = False, most: int | None = None) -> list[int]:
+        """Token ids of a text. Only the start of a plain-text prompt needs special tokens (a BOS).
+
+        Raises TooLong for surely more than `most` tokens."""
+        refuse_longer(self.encode, text, most)
+        if len(text) < PIECE:
+            return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        # The call for batches lets other threads run, and takes less memory, for it records no places in the text.
+        return list(self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return str(self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
@@ -258,7 +264,8 @@ class TransformersTokenizer:
     def vocab_size(self) -> int:
         return len(self._tokenizer)
 
-    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = False, most: int | None = None) -> list[int]:
+        refuse_longer(self.encode, text, most)
         return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:

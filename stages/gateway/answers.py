@@ -30,7 +30,9 @@ from stages.sampling.rollout_requests import Requests
 from stages.sampling.sampler import Sampler
 
 Finish = Literal["stop", "length", "calls", "stop_text"]
-Reason = Literal["invalid", "too_long", "no_session", "not_found", "too_large", "busy", "unavailable", "internal"]
+Reason = Literal[
+    "invalid", "too_long", "no_session", "not_found", "slow", "too_large", "busy", "unavailable", "internal"
+]
 Json = Mapping[str, object]
 T = TypeVar("T")
 
@@ -39,6 +41,7 @@ STATUS: Mapping[Reason, int] = {
     "too_long": 400,
     "no_session": 401,
     "not_found": 404,
+    "slow": 408,
     "too_large": 413,
     "busy": 429,
     "unavailable": 503,
@@ -52,6 +55,13 @@ class Refused(Exception):
     def __init__(self, reason: Reason, message: str) -> None:
         super().__init__(message)
         self.reason, self.message = reason, message
+
+
+class Constraint(Struct, frozen=True):
+    """The JSON schema that an answer must have, and the field of the request that wants it."""
+
+    field: str
+    json_schema: str
 
 
 class Sampling(Struct, frozen=True):
@@ -74,6 +84,8 @@ class Ask(Struct, frozen=True):
     stop_token_ids: tuple[int, ...] = ()
     keep_stop: bool = False  # for a text to continue: the answer keeps the stop text that ended it
     sampling: Sampling = Sampling()
+    constraint: Constraint | None = None
+    one_call: bool = False  # the client sees the first call alone
     stream: bool = False
     stream_usage: bool = False
     log_probs: bool = False
@@ -128,16 +140,6 @@ def event(data: Json, name: str = "") -> bytes:
     return head + b"data: " + msgspec.json.encode(data) + b"\n\n"
 
 
-def decode(body: bytes, kind: type[T]) -> T:
-    """The body of a request. Raises Refused."""
-    try:
-        return msgspec.json.decode(body, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:  # validation errors are decode errors
-        raise Refused("invalid", f"the request cannot be read: {error}") from error
-    except RecursionError:
-        raise Refused("invalid", "the request is nested too deeply; send plain messages") from None
-
-
 @dataclass(eq=False)
 class OpenSession:
     """A rollout while its agent runs."""
@@ -150,6 +152,7 @@ class OpenSession:
     whole_batch: bool = False  # session of many rollouts: no limit of turns; equal prompts go to one engine
     unanswered: dict[bytes, str] = field(default_factory=dict)  # reasons of requests that engines failed
     under_way: set[asyncio.Task[Any]] = field(default_factory=set)
+    body_bytes: int = 0  # of its bodies that are being read or made tokens of
 
 
 class Answers:
@@ -161,13 +164,13 @@ class Answers:
         requests: Requests,
         chat: ChatFormat,
         *,
-        encode: Callable[[str], Sequence[int]] | None = None,
+        encode: Callable[..., Sequence[int]] | None = None,
         vocab_size: int | None = None,
         client_sampling: bool = False,
     ) -> None:
         """
         Args:
-            encode: tokenises texts to continue; without it they are refused.
+            encode: tokenises texts to continue, up to `most` tokens; without it they are refused.
             vocab_size: token ids from this value on are refused.
             client_sampling: obey the client's sampling parameters; such turns are not trained.
         """
@@ -175,20 +178,33 @@ class Answers:
         self._encode, self._vocab_size, self._client_sampling = encode, vocab_size, client_sampling
         self.max_context = requests.max_context
 
-    def count(self, place: OpenSession, ask: Ask) -> int:
-        """Length of the context in tokens."""
-        assert ask.conversation is not None
-        return place.session.count(ask.conversation)
+    def context(self, session: Session, ask: Ask, *, answered: bool = True) -> Sequence[int]:
+        """The context of a request in tokens. `answered`: an answer is wanted. Changes nothing: a thread may call it.
 
-    async def answer(self, place: OpenSession, ask: Ask) -> Answer:
-        """Waits for the engines. Raises Refused."""
+        Raises Refused, ChatFormatError, and TooLong for a context that surely has no room for an answer.
+        """
+        if ask.conversation is not None:
+            messages = ask.conversation.messages
+            if answered and not messages:
+                raise Refused("invalid", "messages is empty; send at least one")
+            if answered and messages[-1].role == "assistant":
+                raise Refused("invalid", "the last message is the assistant's; the gateway cannot continue a message")
+            return session.context(ask.conversation, self.max_context)
+        if not ask.text:
+            return ask.ids
+        if self._encode is None:
+            raise Refused("invalid", "texts are not tokenised here; send input_ids")
+        return self._encode(ask.text, most=self.max_context)
+
+    async def answer(self, place: OpenSession, ask: Ask, context: Sequence[int]) -> Answer:
+        """The answer to a request with this context. Waits for the engines. Raises Refused."""
         if place.session.started >= self._requests.rollout.max_turns and not place.whole_batch:
             place.truncated = True
             raise Refused("invalid", f"this episode has had its {place.session.started} turns (--max-turns)")
         if self._sampler.draining:
             place.drained = True
             raise Refused("unavailable", "the run is ending")
-        turn = self._open(place.session, ask)
+        turn = self._open(place.session, ask, context)
         request, trained = self._request(place, turn, ask)
         key = turn.ids.tobytes()
         [result] = await self._sampler.sample(request)
@@ -204,23 +220,11 @@ class Answers:
 
     # ------------------------------------------------------------------ requests
 
-    def _open(self, session: Session, ask: Ask) -> Turn:
-        if ask.conversation is not None:
-            messages = ask.conversation.messages
-            if not messages:
-                raise Refused("invalid", "messages is empty; send at least one")
-            if messages[-1].role == "assistant":
-                raise Refused("invalid", "the last message is the assistant's; the gateway cannot continue a message")
-            return session.open(ask.conversation)
-        ids = ask.ids
-        if ask.text:
-            if self._encode is None:
-                raise Refused("invalid", "texts are not tokenised here; send input_ids")
-            ids = tuple(self._encode(ask.text))
+    def _open(self, session: Session, ask: Ask, context: Sequence[int]) -> Turn:
         highest = self._vocab_size or 1 << 31
-        if not ids or not 0 <= min(ids) <= max(ids) < highest:
+        if ask.conversation is None and (not context or not 0 <= min(context) <= max(context) < highest):
             raise Refused("invalid", f"token ids must be at least one, from 0 to {highest - 1}")
-        return session.open_ids(ids)
+        return session.open_ids(context, ask.conversation)
 
     def _request(self, place: OpenSession, turn: Turn, ask: Ask) -> tuple[SampleRequest, bool]:
         """The request to the engines, and whether its sampling parameters are those of training."""
@@ -246,8 +250,10 @@ class Answers:
             stop=[*_texts(params.stop), *self._chat.stop, *ask.stop] or None,
             stop_token_ids=sorted(stop_ids) or None,
             **(_drawn(ask.sampling) if self._client_sampling else {}),
+            json_schema=self._schema(ask.constraint),
         )
-        trained = all(getattr(drawn, name) == getattr(params, name) for name in Sampling.__struct_fields__)
+        names = ("json_schema", *Sampling.__struct_fields__)
+        trained = all(getattr(drawn, name) == getattr(params, name) for name in names)
         own = hash(draft.token_ids[: draft.prompt_length].tobytes()) if place.whole_batch else place.sample.index
         session = f"{place.group.key}/{own}"
         return SampleRequest(
@@ -260,6 +266,15 @@ class Answers:
             pinned_version=request.pinned_version,
             engine_s=request.engine_s,
         ), trained
+
+    def _schema(self, constraint: Constraint | None) -> str | None:
+        """The schema that engines keep the answer to. Raises Refused where they cannot."""
+        if constraint is None:
+            return None
+        if (engine := self._requests.config.engine.engine) != "sglang":
+            why = f"an answer is constrained only with --engine sglang, and this run has {engine}; leave it out"
+            raise Refused("invalid", f"{constraint.field}: {why}")
+        return constraint.json_schema
 
     # ------------------------------------------------------------------ answers
 
@@ -276,7 +291,7 @@ class Answers:
                     if ask.object_arguments and isinstance(call.arguments, str)
                     else call.arguments,
                 )
-                for number, call in enumerate(message.tool_calls)
+                for number, call in enumerate(message.tool_calls[: 1 if ask.one_call else None])
             )
             message = msgspec.structs.replace(message, tool_calls=calls)
         stop_found = find_stop(message.content, ask.stop) if ended else None

@@ -1,7 +1,7 @@
 """The dialect of Anthropic's messages (POST /v1/messages), and its count_tokens.
 
-Unknown fields are ignored (thinking, context_management, output_config, metadata, cache_control). Only text is
-supported. Tools with an `input_schema` are offered to the model; tools that a provider runs itself are not.
+Only text is supported. Tools with an `input_schema` are offered to the model; tools that a provider runs itself are
+not. docs/gateway.md says what becomes of every field.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ import msgspec
 from msgspec import Struct
 
 from stages.chat.messages import Message, ToolCall
-from stages.gateway.answers import Answer, Ask, Json, Reason, Refused, Sampling, decode, event
+from stages.gateway.answers import Answer, Ask, Json, Reason, Refused, Sampling, event
 from stages.gateway.chat_completions import function_tool, role, texts
+from stages.gateway.fields import decode, form, offered
 from stages.gateway.sessions import Conversation
 
+_REFUSED: Final = dict.fromkeys(("container", "mcp_servers"))
 _STOP: Final = {"stop": "end_turn", "stop_text": "stop_sequence", "length": "max_tokens", "calls": "tool_use"}
 _KINDS: Final[dict[Reason, str]] = {
     "no_session": "authentication_error",
@@ -44,12 +46,19 @@ class SentMessage(Struct, frozen=True):
     content: str | list[Block] = ""
 
 
+class OutputConfig(Struct, frozen=True):
+    format: dict[str, Any] | None = None
+
+
 class MessagesRequest(Struct, frozen=True):
     messages: list[SentMessage]
     model: str = "policy"
     max_tokens: int | None = None
     system: str | list[Block] | None = None
     tools: list[dict[str, Any]] | None = None
+    tool_choice: dict[str, Any] | None = None
+    output_config: OutputConfig | None = None
+    output_format: dict[str, Any] | None = None  # its older name
     stop_sequences: list[str] | None = None
     stream: bool | None = None
     temperature: float | None = None
@@ -59,7 +68,7 @@ class MessagesRequest(Struct, frozen=True):
 
 class AnthropicMessages:
     def read(self, body: bytes) -> Ask:
-        parsed = decode(body, MessagesRequest)
+        parsed = decode(body, MessagesRequest, _REFUSED)
         system = _text(parsed.system)
         messages = [Message("system", system)] if system else []
         for sent in parsed.messages:
@@ -69,9 +78,14 @@ class AnthropicMessages:
             for tool in parsed.tools or ()
             if "input_schema" in tool
         )
+        tools = offered(parsed.tool_choice, tools)
+        config = parsed.output_config or OutputConfig()
         return Ask(
             parsed.model,
             Conversation(tuple(messages), tools),
+            constraint=form("output_config.format", config.format, tools)
+            or form("output_format", parsed.output_format, tools),
+            one_call=bool((parsed.tool_choice or {}).get("disable_parallel_tool_use")),
             max_tokens=parsed.max_tokens,
             stop=texts(parsed.stop_sequences),
             sampling=Sampling(parsed.temperature, parsed.top_p, parsed.top_k),

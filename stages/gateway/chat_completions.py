@@ -1,6 +1,6 @@
 """The dialect of OpenAI's chat completions (POST /v1/chat/completions), with vLLM's fields for tokens.
 
-Unknown fields are ignored. Only text is supported, and one answer to a request.
+Only text is supported, and one answer to a request. docs/gateway.md says what becomes of every field.
 """
 
 from __future__ import annotations
@@ -12,12 +12,21 @@ import msgspec
 from msgspec import Struct
 
 from stages.chat.messages import Message, Role, ToolCall, ToolSchema
-from stages.gateway.answers import STATUS, Answer, Ask, Json, Refused, Sampling, decode, event
+from stages.gateway.answers import STATUS, Answer, Ask, Json, Refused, Sampling, event
+from stages.gateway.fields import decode, form, offered
 from stages.gateway.sessions import Conversation
 
 FINISH: Final = {"stop": "stop", "stop_text": "stop", "length": "length", "calls": "tool_calls"}
 _ROLES: Final[Mapping[str, Role]] = {**{role: role for role in get_args(Role)}, "function": "tool"}
 _TEXTS: Final = ("text", "input_text", "output_text", "refusal", "reasoning_text", "summary_text")
+# Fields of OpenAI, then of vLLM and SGLang, that are refused unless they are empty or have the value given here.
+_REFUSED: Final[Mapping[str, object]] = {
+    **dict.fromkeys(("audio", "functions", "logit_bias", "top_logprobs", "web_search_options", "bad_words", "ebnf")),
+    **dict.fromkeys(("chat_template", "chat_template_kwargs", "continue_final_message", "echo", "ignore_eos", "regex")),
+    **dict.fromkeys(("guided_choice", "guided_grammar", "guided_json", "guided_regex", "input_ids", "lora_path")),
+    **dict.fromkeys(("logits_processors", "min_tokens", "prompt_logprobs", "stop_regex", "structured_outputs")),
+    **{"add_generation_prompt": True, "function_call": "none", "modalities": ["text"], "stop_token_ids": None},
+}
 _KINDS: Final = {"no_session": "invalid_api_key", "too_long": "context_length_exceeded"}
 
 
@@ -55,6 +64,9 @@ class ChatRequest(Struct, frozen=True):
     messages: list[ChatMessage]
     model: str = "policy"
     tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: dict[str, Any] | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     stop: str | list[str] | None = None
@@ -83,14 +95,17 @@ class OpenAIErrors:
 
 class ChatCompletions(OpenAIErrors):
     def read(self, body: bytes) -> Ask:
-        parsed = decode(body, ChatRequest)
+        parsed = decode(body, ChatRequest, _REFUSED)
         if (parsed.n or 1) != 1:
             raise Refused("invalid", f"n is {parsed.n}; the gateway gives one answer to a request: ask again for more")
         tools = tuple(_tool(tool["function"]) for tool in parsed.tools or () if isinstance(tool.get("function"), dict))
+        tools = offered(parsed.tool_choice, tools)
         limits = (parsed.max_completion_tokens, parsed.max_tokens)
         return Ask(
             parsed.model,
             Conversation(tuple(map(_message, parsed.messages)), tools),
+            constraint=form("response_format", parsed.response_format, tools),
+            one_call=parsed.parallel_tool_calls is False,
             max_tokens=next((limit for limit in limits if limit is not None), None),
             stop=texts(parsed.stop),
             sampling=Sampling(parsed.temperature, parsed.top_p, parsed.top_k),

@@ -11,14 +11,18 @@ import base64
 import binascii
 import itertools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Final
 
 from msgspec import Struct
 
 from stages.chat.messages import Message, ToolCall
-from stages.gateway.answers import Answer, Ask, Json, Refused, Sampling, decode, event
+from stages.gateway.answers import Answer, Ask, Json, Refused, Sampling, event
 from stages.gateway.chat_completions import OpenAIErrors, Part, arguments_text, content_text, function_tool, role
+from stages.gateway.fields import decode, form, offered, unserved
 from stages.gateway.sessions import Conversation
+
+_REFUSED: Final = dict.fromkeys(("background", "conversation", "prompt", "top_logprobs"))
+_LOGPROBS: Final = "message.output_text.logprobs"
 
 
 class Item(Struct, frozen=True):
@@ -33,11 +37,19 @@ class Item(Struct, frozen=True):
     encrypted_content: str | None = None
 
 
+class TextOptions(Struct, frozen=True):
+    format: dict[str, Any] | None = None
+
+
 class ResponsesRequest(Struct, frozen=True):
     input: str | list[Item] = ""
     model: str = "policy"
     instructions: str | None = None
     tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    include: list[str] | None = None
     max_output_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -47,9 +59,11 @@ class ResponsesRequest(Struct, frozen=True):
 
 class Responses(OpenAIErrors):
     def read(self, body: bytes) -> Ask:
-        parsed = decode(body, ResponsesRequest)
+        parsed = decode(body, ResponsesRequest, _REFUSED)
         if parsed.previous_response_id:
             raise Refused("invalid", "previous_response_id is not supported; send the whole conversation as input")
+        if _LOGPROBS in (parsed.include or ()):
+            raise unserved("include", [_LOGPROBS])
         items = [Item(content=parsed.input)] if isinstance(parsed.input, str) else parsed.input
         system = [Message("system", parsed.instructions)] if parsed.instructions else []
         tools = tuple(
@@ -57,9 +71,12 @@ class Responses(OpenAIErrors):
             for tool in parsed.tools or ()
             if tool.get("type") == "function"
         )
+        tools = offered(parsed.tool_choice, tools)
         return Ask(
             parsed.model,
             Conversation((*system, *_messages(items)), tools),
+            constraint=form("text.format", parsed.text.format if parsed.text else None, tools),
+            one_call=parsed.parallel_tool_calls is False,
             max_tokens=parsed.max_output_tokens,
             sampling=Sampling(parsed.temperature, parsed.top_p),
             stream=bool(parsed.stream),
@@ -202,10 +219,10 @@ def _response(ask: Ask, answer: Answer, output: list[dict[str, Any]]) -> dict[st
         "metadata": {},
         "model": ask.model,
         "output": output,
-        "parallel_tool_calls": True,
+        "parallel_tool_calls": not ask.one_call,
         "temperature": None,
         "top_p": None,
-        "tool_choice": "auto",
+        "tool_choice": "auto" if functions else "none",
         "tools": [{"type": "function", "strict": False, **function} for function in functions],
         "usage": {
             "input_tokens": prompt,

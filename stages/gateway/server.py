@@ -4,7 +4,7 @@ An agent gets an address and a key (`Endpoint` of stages/agents/environment.py).
 requests with it, in any dialect, belong to one rollout.
 
 Invariants: a request without the key of an open session is refused; a disconnected client ends its request; refusals
-have the form of the request's dialect; request size and concurrent requests are bounded.
+have the form of the request's dialect; connections, requests and (in stages/gateway/bodies.py) bodies are bounded.
 """
 
 from __future__ import annotations
@@ -15,18 +15,19 @@ import contextlib
 import hashlib
 import logging
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Final
 
 import msgspec
 from aiohttp import web
-from msgspec import Struct
 
 from stages.base import outcome_of
-from stages.chat.messages import ChatFormatError
+from stages.chat.messages import ChatFormatError, TooLong
 from stages.gateway.answers import STATUS, Answers, Ask, Dialect, Json, OpenSession, Refused
 from stages.gateway.anthropic_messages import AnthropicMessages
+from stages.gateway.bodies import Bodies, Full, Limits
 from stages.gateway.chat_completions import ChatCompletions
 from stages.gateway.responses import Responses
 from stages.gateway.token_routes import SglangGenerate, VllmGenerate
@@ -44,17 +45,7 @@ HOST: Final = "127.0.0.1"
 COUNT: Final = "/v1/messages/count_tokens"
 COMMENT_S: Final = 10.0  # interval of keep-alive comments in a stream
 _SHUTDOWN_S: Final = 1.0
-
-
-class Limits(Struct, frozen=True):
-    """Limits of one client."""
-
-    body_bytes: int = 64 << 20
-    messages: int = 10_000
-    tools: int = 1_000
-    in_flight: int = 64  # concurrent requests of a session
-
-
+_LINGER_S: Final = 2.0  # for which the rest of a refused body is read and dropped, so that its client reads the refusal
 DEFAULT_LIMITS: Final = Limits()
 
 
@@ -67,26 +58,43 @@ class Gateway:
         self.url = ""
         self._answers, self._limits = answers, limits
         self._sessions: dict[bytes, OpenSession] = {}  # by the digest of the key
+        self._bodies = Bodies(limits, answers.max_context)
         self._runner: web.AppRunner | None = None
+        self._listener: asyncio.Server | None = None
 
     async def __aenter__(self) -> Gateway:
-        app = web.Application(client_max_size=self._limits.body_bytes)
+        app = web.Application()
         app.add_routes([web.route("*", "/{path:.*}", self._serve)])
-        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=_SHUTDOWN_S)
+        self._runner = web.AppRunner(
+            app,
+            handler_cancellation=True,
+            access_log=None,
+            shutdown_timeout=_SHUTDOWN_S,
+            keepalive_timeout=self._limits.head_s,
+            lingering_time=_LINGER_S,
+        )
         await self._runner.setup()
-        try:
-            await web.TCPSite(self._runner, HOST, 0).start()  # any free port
+        try:  # any free port
+            self._listener = await asyncio.get_running_loop().create_server(self._connected, HOST, 0, backlog=1024)
         except BaseException:
             await self._runner.cleanup()
             raise
-        self.url = f"http://{HOST}:{self._runner.addresses[0][1]}"
+        self.url = f"http://{HOST}:{self._listener.sockets[0].getsockname()[1]}"
         return self
+
+    def _connected(self) -> asyncio.Protocol:
+        """What answers a new connection."""
+        server = self._runner.server if self._runner is not None else None
+        return Full() if server is None or len(server.connections) >= self._limits.connections else server()
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._listener is not None:
+            self._listener.close()
         if self._runner is not None:
             await self._runner.cleanup()
+        self._bodies.close()
 
     @contextlib.contextmanager
     def session(self, place: OpenSession) -> Iterator[str]:
@@ -108,10 +116,8 @@ class Gateway:
         dialect = DIALECTS.get(path) or DIALECTS["/v1/messages" if path == COUNT else "/v1/chat/completions"]
         try:
             place = self._place(http)
-            if http.method == "POST" and path in DIALECTS:
-                return await self._answered(http, dialect, place)
-            if http.method == "POST" and path == COUNT:
-                return _json({"input_tokens": self._answers.count(place, await self._read(http, dialect))})
+            if http.method == "POST" and (path in DIALECTS or path == COUNT):
+                return await self._answered(http, dialect, place, answered=path != COUNT)
             if http.method == "GET" and path.startswith("/v1/models"):
                 return self._models(path)
             raise Refused(
@@ -119,7 +125,10 @@ class Gateway:
             )
         except Exception as error:
             refused = as_refused(error)
-            return _json(dialect.error(refused), STATUS[refused.reason])
+            answer = _json(dialect.error(refused), STATUS[refused.reason])
+            if answer.status in (429, 503):
+                answer.headers["Retry-After"] = "1"
+            return answer
 
     def _place(self, http: web.Request) -> OpenSession:
         """The session of a request's key. Raises Refused."""
@@ -128,13 +137,11 @@ class Gateway:
             raise Refused("no_session", "no open session has this key; send the key of the endpoint as a bearer token")
         return place
 
-    async def _read(self, http: web.Request, dialect: Dialect) -> Ask:
-        """Waits for the body. Raises Refused."""
-        limits = self._limits
-        try:
-            ask = dialect.read(await http.read())
-        except web.HTTPRequestEntityTooLarge:
-            raise Refused("too_large", f"a request may have {limits.body_bytes} bytes") from None
+    def _understood(
+        self, dialect: Dialect, place: OpenSession, body: bytes, *, answered: bool
+    ) -> tuple[Ask, Sequence[int]]:
+        """The request and its context in tokens. Changes nothing, so a thread may call it. Raises Refused."""
+        limits, ask = self._limits, dialect.read(body)
         if ask.conversation is not None:
             for what, n, most in (
                 ("messages", len(ask.conversation.messages), limits.messages),
@@ -142,24 +149,41 @@ class Gateway:
             ):
                 if n > most:
                     raise Refused("too_large", f"a request has {n} {what}; at most {most} are taken")
-        return ask
+        return ask, self._answers.context(place.session, ask, answered=answered)
 
-    async def _answered(self, http: web.Request, dialect: Dialect, place: OpenSession) -> web.StreamResponse:
-        """Answer a request. Waits for the engines; a disconnected client cancels it."""
-        ask = await self._read(http, dialect)
+    async def _received(
+        self, http: web.Request, dialect: Dialect, place: OpenSession, *, answered: bool
+    ) -> tuple[Ask, Sequence[int]]:
+        """The request and its context. Waits for the client and for a thread; the body is gone afterwards."""
+        async with self._bodies.read(http, place) as body:
+            work = partial(self._understood, dialect, place, body, answered=answered)
+            return await self._bodies.work(len(body), work)
+
+    async def _answered(
+        self, http: web.Request, dialect: Dialect, place: OpenSession, *, answered: bool
+    ) -> web.StreamResponse:
+        """Answer a request, or count its tokens. Waits for client and engines; a client that disconnects cancels it."""
         if len(place.under_way) >= self._limits.in_flight:
             raise Refused("busy", f"this session has {len(place.under_way)} requests under way; wait for one of them")
         task = asyncio.current_task()
         assert task is not None
         place.under_way.add(task)
         try:
+            ask, context = await self._received(http, dialect, place, answered=answered)
+            if not answered:
+                return _json({"input_tokens": len(context)})
             if ask.stream:
-                return await self._streamed(http, dialect, place, ask)
-            return _json(dialect.answer(ask, await self._answers.answer(place, ask)))
+                return await self._streamed(http, dialect, place, ask, context)
+            return _json(dialect.answer(ask, await self._answers.answer(place, ask, context)))
+        except (Refused, TooLong) as error:
+            place.truncated |= answered and as_refused(error).reason == "too_long"
+            raise
         finally:
             place.under_way.discard(task)
 
-    async def _streamed(self, http: web.Request, dialect: Dialect, place: OpenSession, ask: Ask) -> web.StreamResponse:
+    async def _streamed(
+        self, http: web.Request, dialect: Dialect, place: OpenSession, ask: Ask, context: Sequence[int]
+    ) -> web.StreamResponse:
         """The whole answer as events after it is complete: clients never see a part of a trained turn. Until then the
         stream sends keep-alive comments."""
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
@@ -174,7 +198,7 @@ class Gateway:
 
         async with asyncio.TaskGroup() as tasks:
             waiting = tasks.create_task(wait())
-            outcome = await outcome_of(self._answers.answer(place, ask))
+            outcome = await outcome_of(self._answers.answer(place, ask, context))
             waiting.cancel()
         if isinstance(outcome, Exception):
             if not response.prepared:
@@ -212,6 +236,8 @@ def as_refused(error: Exception) -> Refused:
     """The refusal for an exception."""
     if isinstance(error, Refused):
         return error
+    if isinstance(error, TooLong):
+        return Refused("too_long", str(error))
     if isinstance(error, ChatFormatError | RecursionError):
         return Refused("invalid", f"the conversation cannot be written for this model: {error}")
     log.error("a request failed", exc_info=error)

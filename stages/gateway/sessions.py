@@ -72,15 +72,13 @@ class Session:
 
     def open(self, conversation: Conversation) -> Turn:
         """The turn for a conversation. Raises ChatFormatError if the chat format cannot write it."""
-        return self._turn(self._context(conversation), conversation)
+        return self.open_ids(self.context(conversation), conversation)
 
-    def open_ids(self, ids: Sequence[int]) -> Turn:
-        """The turn for a client that sends tokens."""
-        return self._turn(ids, None)
-
-    def count(self, conversation: Conversation) -> int:
-        """Length of the context in tokens; nothing is recorded."""
-        return len(self._context(conversation))
+    def open_ids(self, ids: Sequence[int], conversation: Conversation | None = None) -> Turn:
+        """The turn for a client that sends tokens, or for a conversation with this context."""
+        turn = Turn(self.started, self._drafted(wire(ids, Int32Array)), conversation)
+        self.started += 1
+        return turn
 
     def land(self, turn: Turn, result: SampleResult, reply: Message | None = None, *, trained: bool = True) -> None:
         """Record the engine's result.
@@ -132,7 +130,12 @@ class Session:
 
     # ------------------------------------------------------------------ contexts
 
-    def _context(self, conversation: Conversation) -> Sequence[int]:
+    def context(self, conversation: Conversation, most: int | None = None) -> Sequence[int]:
+        """The context of a conversation in tokens.
+
+        Any thread may call it while the session goes on: recorded sequences only grow, and replies are only added.
+        Raises ChatFormatError if the chat format cannot write it, TooLong if it surely has more than `most` tokens.
+        """
         messages, tools = conversation.messages, conversation.tools
         digests = self._digests(conversation)
         for n in range(len(messages) - 1, 0, -1):
@@ -141,8 +144,8 @@ class Session:
                 continue
             ids = self._sequences[reply.sequence].token_ids[: reply.length].tolist()
             with contextlib.suppress(ChatFormatError):  # some messages can be written only after their predecessors
-                return [*ids, *self._chat.append(ids, messages[n:], tools)]
-        return self._chat.start(messages, tools)
+                return [*ids, *self._chat.append(ids, messages[n:], tools, most)]
+        return self._chat.start(messages, tools, most)
 
     def _digests(self, conversation: Conversation) -> list[bytes]:
         """Digests of the conversation's first 0, 1, 2, ... messages."""
@@ -167,11 +170,6 @@ class Session:
         )
 
     # ------------------------------------------------------------------ sequences
-
-    def _turn(self, ids: Sequence[int], conversation: Conversation | None) -> Turn:
-        turn = Turn(self.started, self._drafted(wire(ids, Int32Array)), conversation)
-        self.started += 1
-        return turn
 
     def _drafted(self, ids: Int32Array) -> Sample:
         """The sequence to which a context belongs, with the context appended; `sequence` is its place."""

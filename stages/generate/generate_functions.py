@@ -25,7 +25,8 @@ from stages.base import Activity, outcome_of
 from stages.chat.messages import ChatFormatError, Message, ToolSchema
 from stages.chat.tokenizer import Tokenizer, load_tokenizer
 from stages.gateway.answers import Answers, OpenSession
-from stages.gateway.server import Gateway, Limits
+from stages.gateway.bodies import Limits
+from stages.gateway.server import Gateway
 from stages.gateway.sessions import Session
 from stages.messages import PromptGroup, Sample
 from stages.ports import Topic, wait_value
@@ -47,10 +48,12 @@ class NoChat:
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
 
-    def start(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> list[int]:
+    def start(self, messages: Sequence[Message], tools: Sequence[ToolSchema], most: int | None = None) -> list[int]:
         raise ChatFormatError("a generate function sends input_ids to POST /generate")
 
-    def append(self, ids: Sequence[int], messages: Sequence[Message], tools: Sequence[ToolSchema]) -> list[int]:
+    def append(
+        self, ids: Sequence[int], messages: Sequence[Message], tools: Sequence[ToolSchema], most: int | None = None
+    ) -> list[int]:
         return self.start(messages, tools)
 
     def reply(self, ids: Sequence[int], tools: Sequence[ToolSchema]) -> Any:
@@ -153,10 +156,10 @@ class GenerateFunctions:
             raise returned
         return returned
 
-    def _encode(self, text: str) -> Sequence[int]:
+    def _encode(self, text: str, most: int | None = None) -> Sequence[int]:
         """Tokens of a text, for functions that send texts instead of ids."""
         self._tokenizer = self._tokenizer or load_tokenizer(self.config.train.hf_checkpoint)
-        return self._tokenizer.encode(text)
+        return self._tokenizer.encode(text, most=most)
 
     async def open_gateway(self) -> Gateway:
         """The gateway. The first rollout of a function starts it."""

@@ -3,7 +3,8 @@
 Behind a router the router chooses; requests that bypass it follow the same policy. No I/O, no clock.
 
 Invariants:
-- every ranking holds each engine once; `session` moves only the keys of an engine that joined or left;
+- every ranking holds each engine once; `session` moves only the keys of an engine that joined or left, `sticky` also
+  those of an engine that has more than its share;
 - slots are granted in order: resumed samples (with tokens, and often a cache, behind them) before fresh ones, then
   the smaller `order`, then first come;
 - a request for more samples than there are slots is granted when half of them are free. Waiting for all would make a
@@ -98,7 +99,7 @@ class _Waiter:
     granted: asyncio.Future[None] = field(compare=False)
 
 
-CROWDED: Final = 1.25  # cache_aware leaves an engine with more than this share of the mean load
+CROWDED: Final = 1.25  # cache_aware and sticky leave an engine with more than this share of the mean load
 
 
 @dataclass(frozen=True)
@@ -129,6 +130,7 @@ class Ranking:
             "random": self._shuffled,
             "power_of_two": self._power_of_two,
             "session": lambda choice: _rendezvous(choice.names, choice.key.encode()),
+            "sticky": self._sticky,
             "cache_aware": _cache_aware,
         }[policy]
 
@@ -146,6 +148,15 @@ class Ranking:
         names = choice.names
         first = self._first % len(names) if names else 0
         return sorted(names[first:] + names[:first], key=lambda name: choice.loads[name])
+
+    def _sticky(self, choice: Choice) -> Sequence[str]:
+        """The engine of the session, unless it has more than its share already: then the least loaded engine.
+
+        A request cannot be divided, so its own samples do not count against the engine.
+        """
+        names = _rendezvous(choice.names, choice.key.encode())
+        share = CROWDED * (sum(choice.loads.values()) + choice.n) / max(len(names), 1)
+        return self._least_loaded(choice) if names and choice.loads[names[0]] > share else names
 
     def _shuffled(self, choice: Choice) -> Sequence[str]:
         return self._random.sample(choice.names, len(choice.names))

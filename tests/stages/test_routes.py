@@ -7,18 +7,20 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from configs.schema import Config, RouterConfig
 from models.engines.http_client import HttpClient
-from models.engines.launch.command import Policy
+from models.engines.launch.command import Policy, policy_of
 from models.errors import RequestNotSent
 from stages.generate.stage import GenerateStage
 from stages.messages import PromptGroup, RolloutSlice
+from stages.rollouts import append_untrained
 from stages.sampling.engine_choice import CROWDED, FIRST_COME, Choice, Ranking, Slots
 from stages.sampling.engine_directory import EngineDirectory
 from stages.sampling.rollout_requests import Requests
@@ -37,7 +39,7 @@ from tests.stages.stage_rig import (
     until,
 )
 
-POLICIES: tuple[Policy, ...] = ("least_loaded", "round_robin", "random", "power_of_two", "session", "cache_aware")
+POLICIES: tuple[Policy, ...] = get_args(Policy)
 LOADS = st.dictionaries(st.sampled_from([f"engine-{i}" for i in range(8)]), st.integers(0, 50), min_size=1)
 
 
@@ -77,6 +79,51 @@ def test_cache_aware_never_prefers_a_crowded_engine(loads: dict[str, int], n: in
     first = Ranking("cache_aware", 0).rank(choice(loads, prompt=prompt, n=n))[0]
     bound = CROWDED * (sum(loads.values()) + n) / len(loads)
     assert loads[first] == 0 or loads[first] + n <= bound or all(load + n > bound for load in loads.values())
+
+
+@settings(max_examples=60, deadline=None)
+@given(loads=LOADS, key=st.text(max_size=8), n=st.integers(1, 8))
+def test_turns_stay_on_their_engine_until_it_has_more_than_its_share(loads: dict[str, int], key: str, n: int) -> None:
+    own = Ranking("session", 0).rank(choice(loads, key))[0]
+    first = Ranking("sticky", 0).rank(choice(loads, key, n=n))[0]
+    if loads[own] <= CROWDED * (sum(loads.values()) + n) / len(loads):
+        assert first == own
+    else:
+        assert loads[first] == min(loads.values())
+
+
+SEVERAL_TURNS: dict[str, dict[str, Any]] = {
+    "tools": {"tools": {"tools": ("calculator",)}},
+    "environment or agent": {"environment": [{"name": "guess_number"}]},
+    "loop": {"stage": [{"name": "critic", "path": "a:B", "loop": "generate"}]},
+    "generate function": {"rollout": {"custom_generate_function_path": "a:b"}},
+    "rollout function": {"rollout": {"rollout_function_path": "a:b"}},
+}
+
+
+@pytest.mark.parametrize("work", SEVERAL_TURNS)
+def test_work_of_several_turns_is_sticky_by_default(work: str) -> None:
+    config = msgspec.convert(SEVERAL_TURNS[work], Config)
+    assert policy_of(config) == "sticky"
+    assert policy_of(msgspec.structs.replace(config, router=RouterConfig(router="sglang"))) == "session"
+    assert policy_of(msgspec.structs.replace(config, router=RouterConfig(router_policy="random"))) == "random"
+    assert policy_of(Config()) == "least_loaded"
+
+
+async def test_turns_of_an_environment_find_their_earlier_turns_cached(tmp_path: Path) -> None:
+    """Eight rollouts at a time on two engines; the second turns come in another order."""
+    asked = {"engines": 2, "engine": simulated(SLOW_MS, 4), "rollout": {"max_turns": 9}, **ONCE}
+    async with started(tmp_path, environment=[{"name": "guess_number"}], **asked) as world:
+        back = await world.rig.outlet("generate.return")
+        rollouts = {group: make_sample(prompt=[group % 16] * 200) for group in range(8)}
+        for order in (range(8), [7, *range(7)]):
+            for group in order:
+                single = RolloutSlice(make_group(group, 1), (rollouts[group],))
+                await back.send(single, single.key)
+            for _ in order:
+                came = await world.answer()
+                rollouts[came.group.group_id] = append_untrained(came.samples[0], [1], "")
+    assert sum(sample.cached_tokens >= 192 for sample in rollouts.values()) >= 6
 
 
 def test_power_of_two_takes_the_less_loaded_of_those_drawn() -> None:

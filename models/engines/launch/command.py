@@ -214,7 +214,8 @@ def _on_cpu(given: Arguments, config: Config, max_context: int | None) -> None:
 # generate stage would. It starts without workers: the owner of an engine adds it once it has the published weights.
 
 
-Policy = Literal["round_robin", "random", "power_of_two", "cache_aware", "session", "least_loaded"]
+# `sticky` is what `auto` gives to work of several turns where no router stands before the engines.
+Policy = Literal["round_robin", "random", "power_of_two", "cache_aware", "session", "least_loaded", "sticky"]
 
 # Beyond the generate stage's own deadline of a request, so that it is always the generate stage that ends one.
 TIMEOUT_MARGIN_S: Final = 60
@@ -226,13 +227,15 @@ _NAMES: Final = {"session": "manual"}  # ours -> theirs, where they differ
 
 
 def policy_of(config: Config) -> Policy:
-    """How an engine is chosen, with `auto` decided: the turns of a rollout stay together where there are turns."""
+    """How an engine is chosen, with `auto` decided: turns of one rollout go to one engine, whoever asks for them."""
     policy = config.router.router_policy
     if policy != "auto":
         return policy
-    if config.tools.tools or any(stage.loop is not None for stage in config.stage):
-        return "session"
-    return "least_loaded" if router_kind(config) == "none" else "round_robin"
+    routed, rollout = router_kind(config) != "none", config.rollout
+    turns = config.tools.tools or config.environment or any(stage.loop is not None for stage in config.stage)
+    if turns or rollout.custom_generate_function_path or rollout.rollout_function_path:
+        return "session" if routed else "sticky"
+    return "round_robin" if routed else "least_loaded"
 
 
 def router_part(config: Config) -> Part | None:

@@ -12,7 +12,7 @@ import pytest
 
 from configs.schema import Config
 from configs.schema.data import DataConfig
-from stages.chat.messages import TokenizerError
+from stages.chat.messages import PIECE, TokenizerError, TooLong
 from stages.chat.tokenizer import LightTokenizer, TransformersTokenizer, load_tokenizer
 from stages.data.prompt_set import load_train_prompts
 
@@ -189,3 +189,21 @@ def test_broken_files(tmp_path: Path) -> None:
 def test_directory_without_any_tokenizer(tmp_path: Path) -> None:
     with pytest.raises(TokenizerError, match="has no tokenizer that can be loaded"):
         load_tokenizer(str(tmp_path))
+
+
+def test_a_text_that_cannot_fit_is_never_tokenised_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_checkpoint(tmp_path / "long")
+    tokenizer = load_tokenizer(str(tmp_path / "long"))
+    sizes: list[int] = []
+    original = type(tokenizer).encode
+
+    def encode(self: Any, text: str, add_special_tokens: bool = False, most: int | None = None) -> list[int]:
+        sizes.append(len(text))
+        return original(self, text, add_special_tokens, most)
+
+    monkeypatch.setattr(type(tokenizer), "encode", encode)
+    with pytest.raises(TooLong, match="over 70000 tokens, which leaves no room for an answer"):
+        tokenizer.encode("12+34=" * 2_000_000, most=70_000)
+    assert sizes == [12_000_000, PIECE, PIECE]
+    fits = "12+34=" * 20_000
+    assert tokenizer.encode(fits, most=120_000) == tokenizer.encode("12+34=") * 20_000, "by the call for batches"

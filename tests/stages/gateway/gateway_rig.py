@@ -23,7 +23,8 @@ from models.tiny import build_tokenizer
 from stages.agents.environment import Endpoint
 from stages.chat.messages import ChatFormat, Message, Reply, ToolCall, ToolSchema
 from stages.gateway.answers import Answers, OpenSession
-from stages.gateway.server import DEFAULT_LIMITS, Gateway, Limits
+from stages.gateway.bodies import Limits
+from stages.gateway.server import DEFAULT_LIMITS, Gateway
 from stages.gateway.sessions import Session
 from stages.messages import Sample
 from stages.rollouts import new_sample, rollout_fault
@@ -45,11 +46,13 @@ class ToyChat:
     def __init__(self) -> None:
         self.tokenised: list[Message] = []  # all that was ever made tokens of
 
-    def start(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> list[int]:
+    def start(self, messages: Sequence[Message], tools: Sequence[ToolSchema], most: int | None = None) -> list[int]:
         offered = [BEGIN, *b"tools\n", *json.dumps(list(tools)).encode(), END] if tools else []
         return [*offered, *self._written(messages)]
 
-    def append(self, ids: Sequence[int], messages: Sequence[Message], tools: Sequence[ToolSchema]) -> list[int]:
+    def append(
+        self, ids: Sequence[int], messages: Sequence[Message], tools: Sequence[ToolSchema], most: int | None = None
+    ) -> list[int]:
         return [*([] if ids[-1] == END else [END]), *self._written(messages)]
 
     def reply(self, ids: Sequence[int], tools: Sequence[ToolSchema]) -> Reply:
@@ -212,7 +215,7 @@ async def opened(
             Requests(world.stage.config, max_context),
             chat,
             vocab_size=VOCABULARY,
-            encode=lambda text: list(text.encode()),
+            encode=lambda text, most: list(text.encode()),
             **(answers or {}),
         )
         place = OpenSession(

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
+import threading
+import tracemalloc
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +16,10 @@ import pytest
 
 from models.engines.client import EngineClient
 from models.errors import EngineUnreachable
+from stages.chat.messages import TooLong
 from stages.gateway import server
 from stages.gateway.answers import OpenSession
-from stages.gateway.server import Limits
+from stages.gateway.bodies import Limits
 from stages.gateway.sessions import Session
 from stages.rollouts import new_sample
 from tests.stages.engine_rig import core_of
@@ -103,6 +108,141 @@ async def test_sizes_are_limited(tmp_path: Path) -> None:
             assert status == 413
             assert words(path, answer)
         assert (await rig.get("/v1/nothing"))[0] == 404
+
+
+async def talked(rig: Rig, *pieces: bytes, closes: bool = True) -> bytes:
+    """What the gateway sends to a client that sends this and no more, until it closes (or the first piece)."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(rig.gateway.url.rpartition(":")[2]))
+    for piece in pieces:
+        writer.write(piece.replace(b"KEY", rig.endpoint.api_key.encode()))
+    try:
+        return await (reader.read() if closes else reader.read(1 << 16))
+    finally:
+        writer.close()
+
+
+HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer KEY\r\n"
+BOMB = gzip.compress(bytes(100 << 20))
+
+
+async def test_a_body_that_cannot_fit_is_refused_before_it_is_read_as_json(tmp_path: Path) -> None:
+    chat = ToyChat()
+    async with opened(tmp_path, hello, chat=chat, max_context=40) as rig:
+        status, answer = await rig.post(CHAT, {"messages": [{"role": "user", "content": "a" * (2 << 20)}]})
+        assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+        assert rig.place.truncated
+        said = await talked(rig, HEAD + b"Content-Length: 99000000\r\n\r\n", closes=False)
+        assert b" 400 " in said, "before any of the body has come"
+        assert chat.tokenised == []
+        assert (await rig.post(CHAT, {**QUESTION, "metadata": {"a": "b" * (1 << 20)}}))[0] == 200, (
+            "1 MiB and 32 a token"
+        )
+
+
+@pytest.mark.parametrize(
+    ("packing", "packed", "status", "said"),
+    [
+        ("gzip", gzip.compress(json.dumps(QUESTION).encode()), 200, ""),
+        ("deflate", zlib.compress(json.dumps(QUESTION).encode()), 200, ""),
+        ("gzip", BOMB, 400, "over 1179648 bytes"),
+        ("deflate", zlib.compress(bytes(100 << 20)), 400, "over 1179648 bytes"),
+        ("gzip", b"no gzip", 400, "the body is not what its headers say"),
+        ("gzip", gzip.compress(json.dumps(QUESTION).encode())[:30], 400, "cannot be read"),
+        ("br", b"\x00", 400, "Content-Encoding is 'br'; send gzip, deflate or no encoding"),
+    ],
+)
+async def test_a_packed_body_is_unpacked_as_far_as_it_is_taken(
+    packing: str, packed: bytes, status: int, said: str, tmp_path: Path
+) -> None:
+    async with opened(tmp_path, hello) as rig:
+        headers = {"Authorization": f"Bearer {rig.endpoint.api_key}", "Content-Encoding": packing}
+        tracemalloc.start()
+        async with rig.http.post(rig.endpoint.base_url + CHAT, data=packed, headers=headers) as response:
+            answer = await response.json()
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert (response.status, said in str(answer)) == (status, True), answer
+        assert peak < 16 << 20
+        assert rig.gateway._bodies.held == rig.place.body_bytes == 0
+
+
+async def test_bytes_of_bodies_in_memory_are_bounded(tmp_path: Path) -> None:
+    """A session may have a quarter; what slow clients have announced and not sent takes no room."""
+    async with opened(tmp_path, hello, limits=Limits(all_bodies=8000)) as rig, asyncio.TaskGroup() as tasks:
+        half = HEAD + b"Content-Length: 3000\r\n\r\n" + b"a" * 600
+        slow = [tasks.create_task(talked(rig, half)) for _ in range(3)]
+        await until(lambda: rig.gateway._bodies.held == 1800)
+        said = await talked(rig, HEAD + b"Content-Length: 500\r\n\r\n" + b"a" * 500)
+        assert said.startswith(b"HTTP/1.1 503 ")
+        assert b"Retry-After: 1\r\n" in said
+        assert b"send it later" in said
+        other = OpenSession(make_group(1), new_sample((1,), 0), Session(ToyChat()))
+        with rig.gateway.session(other) as other_key:
+            assert (await rig.post(CHAT, QUESTION, key=other_key))[0] == 200, "it has a share of its own"
+            rig.gateway._bodies.held = 8000
+            assert (await rig.post(CHAT, QUESTION, key=other_key))[0] == 503
+            rig.gateway._bodies.held = 1800
+        for task in slow:
+            task.cancel()
+        await until(lambda: rig.gateway._bodies.held == rig.place.body_bytes == 0)
+
+
+async def test_half_requests_end_and_connections_are_counted(tmp_path: Path) -> None:
+    async with opened(tmp_path, hello, limits=Limits(body_s=0.05, head_s=0.05, connections=2)) as rig:
+        said = await talked(rig, HEAD + b"Content-Length: 3000\r\n\r\n", b"{", closes=False)
+        assert said.startswith(b"HTTP/1.1 408 ")
+        assert await talked(rig, HEAD) == b"", "half a head is closed"
+    (tmp_path / "more").mkdir()
+    async with opened(tmp_path / "more", hello, limits=Limits(connections=2)) as rig, asyncio.TaskGroup() as tasks:
+        open_ones = [tasks.create_task(talked(rig, HEAD)) for _ in range(2)]
+        runner = rig.gateway._runner
+        assert runner is not None
+        assert runner.server is not None
+        await until(lambda: runner.server is not None and len(runner.server.connections) == 2)
+        said = await talked(rig, b"")
+        assert said.startswith(b"HTTP/1.1 503 ")
+        assert b"Retry-After" in said
+        for task in open_ones:
+            task.cancel()
+
+
+async def test_requests_that_are_read_count_among_those_of_a_session(tmp_path: Path) -> None:
+    async with opened(tmp_path, hello, limits=Limits(in_flight=1)) as rig, asyncio.TaskGroup() as tasks:
+        slow = tasks.create_task(talked(rig, HEAD + b"Content-Length: 3000\r\n\r\n{"))
+        await until(lambda: bool(rig.place.under_way))
+        assert (await rig.post(CHAT, QUESTION))[0] == 429
+        slow.cancel()
+
+
+class Stuck(ToyChat):
+    """Takes long for long texts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun, self.go_on = threading.Event(), threading.Event()
+
+    def start(self, messages: Any, tools: Any, most: int | None = None) -> list[int]:
+        if len(messages[0].content) > 1 << 19:
+            self.begun.set()
+            self.go_on.wait(60)
+            raise TooLong("over 4096 tokens")
+        return super().start(messages, tools, most)
+
+
+async def test_other_sessions_are_answered_while_a_long_text_is_tokenised(tmp_path: Path) -> None:
+    chat = Stuck()
+    async with opened(tmp_path, hello, chat=chat) as rig, asyncio.TaskGroup() as tasks:
+        other = OpenSession(make_group(1), new_sample((1,), 0), Session(chat))
+        with rig.gateway.session(other) as other_key:
+            long = tasks.create_task(rig.post(CHAT, {"messages": [{"role": "user", "content": "a" * 1_000_000}]}))
+            await until(chat.begun.is_set)
+            for size in (1, 3000):  # read by the event loop, and by the thread of short bodies
+                body = {"messages": [{"role": "user", "content": "Hi"}], "user": "b" * 16 * size}
+                assert (await rig.post(CHAT, body, key=other_key))[0] == 200
+            assert not long.done()
+            chat.go_on.set()
+            assert (await long)[1]["error"]["code"] == "context_length_exceeded"
+    assert rig.place.truncated
 
 
 async def test_a_conversation_that_is_too_long_ends_as_truncated(tmp_path: Path) -> None:

@@ -180,7 +180,7 @@ def test_what_was_not_sampled_as_in_training_is_recorded_and_not_trained(asked: 
 
 
 def test_counting_records_nothing(asked: Asked) -> None:
-    assert asked.session.count(Conversation((USER,))) == len(asked.session.open(Conversation((USER,))).ids)
+    assert len(asked.session.context(Conversation((USER,)))) == len(asked.session.open(Conversation((USER,))).ids)
     assert asked.session.samples() == ()
 
 

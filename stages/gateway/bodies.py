@@ -1,0 +1,109 @@
+"""Bodies of requests on their way into memory: how large, how many at a time, how slowly; and threads that read them.
+
+Invariants:
+- a body is refused at the first byte beyond its limit; a packed body is unpacked in pieces, as far as it is read;
+- the bytes of all bodies in memory stay below a bound, those of one session below a quarter of it. Only bytes that have
+  arrived count, so slow clients take no room from others;
+- a body that has not arrived in time is refused;
+- neither JSON nor a tokenizer holds up the event loop for a long body, and a short body never waits for a long one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from typing import Final, TypeVar
+
+from aiohttp import web
+from msgspec import Struct
+
+from stages.gateway.answers import OpenSession, Refused
+
+T = TypeVar("T")
+LEAST_BODY: Final = 1 << 20  # bytes of a body that any context allows
+BYTES_PER_TOKEN: Final = 32  # of a body, for each token of the context: JSON of text has 4 to 12
+SHARE: Final = 4  # one session may have this part of all bytes
+_INLINE: Final = 1 << 14  # bytes of a body that the event loop itself may read
+_SHORT: Final = 1 << 18  # bytes of a body that no long one may hold up
+
+
+class Limits(Struct, frozen=True):
+    """Limits of one gateway; counts are of one request or session unless stated otherwise."""
+
+    body_bytes: int = 64 << 20
+    body_s: float = 60.0  # until the whole body is there
+    all_bodies: int = 256 << 20  # bytes of all bodies that are being read or made tokens of
+    connections: int = 4096  # of all clients
+    head_s: float = 75.0  # a connection that has sent no whole head for so long is closed
+    messages: int = 10_000
+    tools: int = 1_000
+    in_flight: int = 64  # concurrent requests of a session
+
+
+class Bodies:
+    """Reads the bodies of one gateway. `max_context`: tokens of the longest conversation."""
+
+    def __init__(self, limits: Limits, max_context: int) -> None:
+        self.held = 0  # bytes of all bodies in memory
+        self._limits = limits
+        self._most = min(limits.body_bytes, LEAST_BODY + BYTES_PER_TOKEN * max_context)
+        # Two threads: short bodies in the first, long ones in the second. Threads start when they are needed.
+        self._lanes = [ThreadPoolExecutor(1, "gateway-short"), ThreadPoolExecutor(1, "gateway-long")]
+
+    def close(self) -> None:
+        for lane in self._lanes:
+            lane.shutdown(wait=False, cancel_futures=True)
+
+    @asynccontextmanager
+    async def read(self, http: web.Request, place: OpenSession) -> AsyncIterator[bytes]:
+        """The body, which counts until the block ends. Waits for the client at most `body_s`. Raises Refused."""
+        self._check(http.content_length or 0)
+        if (packing := http.headers.get("Content-Encoding", "identity").lower()) not in ("identity", "gzip", "deflate"):
+            raise Refused("invalid", f"Content-Encoding is {packing[:40]!r}; send gzip, deflate or no encoding")
+        body, size = bytearray(), 0
+        try:
+            try:
+                async with asyncio.timeout(self._limits.body_s):
+                    while piece := await http.content.readany():
+                        self.held += len(piece)
+                        place.body_bytes += len(piece)
+                        size += len(piece)
+                        body += piece
+                        self._check(size)
+                        most = self._limits.all_bodies
+                        if self.held > most or place.body_bytes > most // SHARE:
+                            raise Refused("unavailable", f"bodies of {self.held} bytes are being read; send it later")
+            except TimeoutError:
+                raise Refused("slow", f"the body did not arrive within {self._limits.body_s:g} s") from None
+            except web.RequestPayloadError as error:
+                raise Refused("invalid", f"the body is not what its headers say: {error}") from None
+            whole = bytes(body)
+            del body
+            yield whole
+        finally:
+            self.held -= size
+            place.body_bytes -= size
+
+    async def work(self, size: int, work: Callable[[], T]) -> T:
+        """The result of work on a body of so many bytes. Waits for its thread; cancelled before, it is never done."""
+        if size <= _INLINE:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._lanes[size > _SHORT], work)
+
+    def _check(self, size: int) -> None:
+        if size <= self._most:
+            return
+        if self._most == self._limits.body_bytes:
+            raise Refused("too_large", f"a request may have {self._most} bytes")
+        raise Refused("too_long", f"the request has over {self._most} bytes, more than the context can hold")
+
+
+class Full(asyncio.Protocol):
+    """Answers a connection beyond the limit, and closes it."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        transport.write(b"HTTP/1.1 503 Full\r\nRetry-After: 1\r\nConnection: close\r\nContent-Length: 0\r\n\r\n")
+        transport.close()
