@@ -232,6 +232,8 @@ def _tables(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path.name} is not valid TOML: {error}; correct that place") from error
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror}); make it a file that you may read") from error
 
 
 def layer_from_tables(tables: dict[str, Any], file: str, *, origin: Origin = "recipe") -> Layer:

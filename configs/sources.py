@@ -141,7 +141,7 @@ def model_config(name: str) -> dict[str, Any] | None:
         return None
     try:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    except msgspec.MsgspecError:
+    except (OSError, msgspec.MsgspecError):
         return None
 
 

@@ -25,7 +25,7 @@ import msgspec
 import xxhash
 from msgspec import Struct
 
-from models.disk import sync, sync_tree
+from models.disk import open_file, read_file, sync, sync_tree
 
 MANIFEST_FILE: Final = "manifest.json"
 FORMAT_VERSION: Final = 2
@@ -103,12 +103,12 @@ def read_manifest(directory: Path) -> Manifest:
     """
     path = directory / MANIFEST_FILE
     try:
-        sealed = msgspec.json.decode(path.read_bytes(), type=_Sealed)
+        sealed = msgspec.json.decode(read_file(path), type=_Sealed)
     except FileNotFoundError as error:
         raise CheckpointError(
             f"{directory} has no {MANIFEST_FILE}: it is no complete checkpoint; use another one of this run"
         ) from error
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path} is damaged ({error}); use another checkpoint of this run") from error
     found = xxhash.xxh3_128(sealed.manifest).hexdigest()
     if found != sealed.xxh3:
@@ -238,7 +238,7 @@ def explain_disk_errors(path: Path, *, remove: Path | None = None) -> Iterator[N
 
 def file_xxh3(path: Path) -> str:
     """xxh3_128 of a file, as 32 hexadecimal digits."""
-    with path.open("rb") as file:
+    with open_file(path) as file:
         return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 

@@ -1,11 +1,55 @@
-"""Files that appear whole or not at all, and bytes that must be on the disk when a function returns. No torch."""
+"""Files that appear whole or not at all, bytes that must be on the disk when a function returns, and files that are
+read although anything may lie in their place. No torch."""
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 from pathlib import Path
+from typing import BinaryIO, Final
 
 import msgspec
+
+MOST_BYTES: Final = 256 << 20  # of a file that is read at once: manifests, tables, configurations
+_KINDS: Final = {
+    stat.S_IFDIR: "a directory",
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+class UnreadableFile(OSError):
+    """Something else lies where a file of bounded size belongs. `str(error)` names the path, the fault and the cure."""
+
+    def __init__(self, path: Path, fault: str) -> None:
+        super().__init__(errno.EINVAL, f"it {fault}; put the right file there, or move it away", str(path))
+
+    def __str__(self) -> str:
+        return f"{self.filename}: {self.strerror}"
+
+
+def open_file(path: Path) -> BinaryIO:
+    """A regular file, open for reading; a link is followed. Never waits, as opening a named pipe would.
+
+    Raises UnreadableFile for a directory, a named pipe or a device, and OSError.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    kind = stat.S_IFMT(os.fstat(descriptor).st_mode)
+    if kind != stat.S_IFREG:
+        os.close(descriptor)
+        raise UnreadableFile(path, f"is {_KINDS.get(kind, 'something else')} and should be a regular file")
+    return os.fdopen(descriptor, "rb")
+
+
+def read_file(path: Path, at_most: int = MOST_BYTES) -> bytes:
+    """All bytes of a regular file. Raises as `open_file`, and UnreadableFile for one of more than `at_most` bytes."""
+    with open_file(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > at_most:
+            raise UnreadableFile(path, f"has {size} bytes and should have at most {at_most}")
+        return file.read(at_most)
 
 
 def sync(path: Path) -> None:

@@ -23,6 +23,7 @@ from msgspec import Struct
 
 from configs.schema import Config
 from configs.schema.run import FaultKind, FaultSpec, read_fault
+from models.disk import read_file
 
 FAULTS_FILE: Final = "faults.jsonl"
 log = logging.getLogger("sluice.faults")
@@ -116,7 +117,7 @@ def injected(run_dir: Path) -> dict[str, int]:
     """How many faults of each kind there were in all starts of a run, as `reward kill`. A torn last line, whose writer
     was killed, is left out."""
     path, found = run_dir / FAULTS_FILE, Counter[str]()
-    for line in path.read_bytes().splitlines() if path.exists() else ():
+    for line in read_file(path).splitlines() if path.exists() else ():
         with contextlib.suppress(msgspec.DecodeError):
             fault = msgspec.json.decode(line, type=InjectedFault)
             found[f"{fault.stage} {fault.kind}"] += 1

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from models.checkpoint import CheckpointError
+from models.disk import UnreadableFile
 from models.errors import (
     AlgorithmError,
     CheckpointUnavailable,
@@ -48,6 +49,7 @@ USER_ERRORS: tuple[type[BaseException], ...] = (
     ToolError,
     TrainConfigInvalid,
     TrainStateUnreadable,
+    UnreadableFile,
     UnsupportedModel,
 )
 

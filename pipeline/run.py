@@ -86,12 +86,18 @@ def run(config: Config, launchers: Launchers | None = None, *, resumed: Resumed 
         cause = leaf(error)
         if isinstance(cause, RunError):
             raise cause from error
-        if isinstance(cause, OSError) and cause.errno is not None and cause.filename is None:
+        if isinstance(cause, OSError) and cause.errno is not None and _of(directory, cause):
             raise disk_error(directory, cause) from error
         sentence = user_error(cause)
         if sentence is None:
             raise
         raise UsageError(sentence) from error
+
+
+def _of(directory: Path, error: OSError) -> bool:
+    """Whether the files of a run are at fault: no path is named, or one inside that is there."""
+    inside = directory.absolute() in Path(str(error.filename)).absolute().parents
+    return error.filename is None or (inside and not isinstance(error, FileNotFoundError))
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ from typing import Final
 
 from msgspec import Struct
 
+from models.disk import open_file
 from models.errors import EngineStartError
 
 OPEN_ROUTES: Final = ("/health", "/ready", "/metrics")  # and routes that begin with one of them
@@ -66,7 +67,7 @@ def run_token(path: Path) -> TokenFile:
 def read_token(path: Path) -> TokenFile:
     """Read a token file; refuse one that others can read. Raises EngineStartError."""
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             found, text = os.fstat(file.fileno()), file.read(_LONGEST + 1).strip()
     except OSError as error:
         raise EngineStartError(

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from configs.schema.model_shapes import Latent, ModelShape
 from configs.schema.notation import did_you_mean
+from models.disk import read_file
 from models.errors import CheckpointUnavailable, UnsupportedModel
 from models.families import decoder
 from models.families.config_json import Rope, check_keys, need, read_rope, renamed, shape_of
@@ -249,7 +250,7 @@ def read_hf_config(directory: Path) -> dict[str, Any]:
     """The `config.json` of a checkpoint. Raises `CheckpointUnavailable`."""
     path = directory / "config.json"
     try:
-        found = json.loads(path.read_text())
+        found = json.loads(read_file(path))
     except OSError as error:
         raise CheckpointUnavailable(
             f"{path} cannot be read ({error.strerror}); give a directory in Hugging Face format"

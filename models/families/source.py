@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from configs.schema import Config
+from models.disk import read_file
 from models.errors import CheckpointUnavailable, first_line
 
 if TYPE_CHECKING:
@@ -190,7 +191,7 @@ def context_limit(config: Config) -> int | None:
     if config.rollout.rollout_max_context_len is not None:
         return config.rollout.rollout_max_context_len
     try:
-        text = Path(config.train.hf_checkpoint, "config.json").read_bytes()
+        text = read_file(Path(config.train.hf_checkpoint, "config.json"))
         found = msgspec.json.decode(text, type=dict[str, Any])
     except (OSError, msgspec.MsgspecError):
         return None  # a hub id, or its reader reports the fault

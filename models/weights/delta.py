@@ -28,6 +28,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
+from models.disk import open_file
 from models.errors import DeltaError, WeightsError
 from models.weights.layout import ELEMENT_BYTES, TensorSpec
 from models.weights.shared_memory_reader import SlotManifest, SlotReader
@@ -150,7 +151,7 @@ def write_delta(
 def read_header(path: Path) -> DeltaHeader:
     """What a difference leads from and to. Raises DeltaError, also if the file is gone or cut short."""
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - _TAIL))
             tail = file.read(_TAIL)
@@ -169,7 +170,7 @@ def apply_delta(path: Path, base: TensorSource) -> Iterator[tuple[TensorSpec, By
     """Tensors of the new version, one after the other, from an open base. Raises DeltaError."""
     header = read_header(path)
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             for entry, (spec, data) in zip(header.tensors, base.tensors(), strict=True):
                 if (entry.name, entry.dtype, entry.nbytes) != (spec.name, spec.dtype, spec.nbytes):
                     raise DeltaError(f"{path} is of another model: tensor {entry.name!r}; take the full weights")

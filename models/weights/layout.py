@@ -19,6 +19,7 @@ from typing import Final
 import msgspec
 from msgspec import Struct
 
+from models.disk import open_file
 from models.errors import SourceError
 
 WEIGHTS_FILE: Final = "model.safetensors"
@@ -112,7 +113,7 @@ def lay_out(specs: Iterable[TensorSpec]) -> Layout:
 def read_layout(path: Path) -> Layout:
     """Read the layout of an existing safetensors file. Raises SourceError if it is not one."""
     size = path.stat().st_size
-    with path.open("rb") as file:
+    with open_file(path) as file:
         prefix = file.read(8)
         length = int.from_bytes(prefix, "little")
         if len(prefix) < 8 or length > min(size - 8, _MAX_HEADER):
@@ -140,7 +141,7 @@ def read_layout(path: Path) -> Layout:
 
 def stored_tensors(path: Path) -> Iterator[StoredTensor]:
     """The tensors of a safetensors file, in file order. Raises SourceError if it is not one."""
-    with path.open("rb") as file:
+    with open_file(path) as file:
         for item in read_layout(path).tensors:
             file.seek(item.start)
             yield StoredTensor(item.spec, file.read(item.spec.nbytes))

@@ -25,6 +25,7 @@ import numpy.typing as npt
 import xxhash
 from msgspec import Struct
 
+from models.disk import open_file
 from models.errors import DigestMismatch, TornWeights
 from models.weights.layout import WEIGHTS_FILE, TensorSpec, read_layout
 from models.weights.slot_directory import DirectoryLease
@@ -109,7 +110,7 @@ def digest_of(data: npt.NDArray[np.uint8]) -> str:
 
 
 def _map(path: Path) -> npt.NDArray[np.uint8]:
-    with path.open("rb") as file:
+    with open_file(path) as file:
         return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), dtype=np.uint8)
 
 

@@ -23,6 +23,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
+from models.disk import read_file
 from models.errors import SlotDirectoryError
 
 PREFIX: Final = "sluice-"
@@ -126,7 +127,7 @@ def _foreign(directory: Path) -> bool:
     try:
         if directory.is_symlink() or directory.stat().st_uid != os.getuid():
             return True
-        os.kill(int((directory / OWNER_FILE).read_text()), 0)
+        os.kill(int(read_file(directory / OWNER_FILE)), 0)
         return True
     except ProcessLookupError:
         return False
@@ -176,7 +177,7 @@ def list_left_behind(directory: Path, files: Iterable[Path]) -> None:
 def remove_listed(directory: Path) -> None:
     """Remove the files of shared memory that were listed in a directory: their processes have ended."""
     with contextlib.suppress(OSError):  # none was listed
-        for path in map(Path, (directory / LEFT_BEHIND_FILE).read_text().splitlines()):
+        for path in map(Path, read_file(directory / LEFT_BEHIND_FILE).decode().splitlines()):
             if path.parent == SHARED_MEMORY:
                 with contextlib.suppress(OSError):  # it is gone already
                     path.unlink()
@@ -194,6 +195,6 @@ def _abandoned_drafts(root: Path) -> list[Path]:
 
 
 def _owner(directory: Path) -> str:
-    with contextlib.suppress(OSError):  # the number is only for the message
-        return f"process {(directory / OWNER_FILE).read_text().strip()}"
+    with contextlib.suppress(OSError, ValueError):  # the number is only for the message
+        return f"process {int(read_file(directory / OWNER_FILE))}"
     return "another program"

@@ -15,6 +15,7 @@ from typing import Final
 
 import msgspec
 
+from models.disk import read_file
 from pipeline.control.endpoint import (
     CONTROL_FILE,
     Command,
@@ -173,7 +174,7 @@ def _exchange(address: ControlAddress, command: Command) -> Reply | None:
 
 def _address(directory: Path) -> ControlAddress | None:
     try:
-        return msgspec.json.decode((directory / CONTROL_FILE).read_bytes(), type=ControlAddress)
+        return msgspec.json.decode(read_file(directory / CONTROL_FILE), type=ControlAddress)
     except FileNotFoundError:
         return None
     except OSError as error:

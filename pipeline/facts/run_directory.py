@@ -34,7 +34,7 @@ import msgspec
 from msgspec import Struct
 
 from configs.schema import EngineConfig
-from models.disk import write_whole
+from models.disk import read_file, write_whole
 from models.engines.token import TokenFile
 from models.fault_injection import FaultPlan
 from models.weights.slot_directory import PREFIX, DirectoryLease, remove_stale
@@ -55,7 +55,11 @@ def disk_error(path: Path, error: OSError) -> UsageError:
         return UsageError(str(user_error(error)))
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return UsageError(f"the disk of the run directory {path} is full; free some space or choose another --run-dir")
-    return UsageError(f"the run directory {path} cannot be used: {error.strerror or error}; choose another --run-dir")
+    file = "" if error.filename is None else f"{error.filename}: "
+    return UsageError(
+        f"the run directory {path} cannot be used: {file}{error.strerror or error}; mend that, or choose another "
+        "--run-dir"
+    )
 
 
 def _home_of_sockets(homes: Sequence[Path]) -> Path:
@@ -234,4 +238,4 @@ class ServerInfo(Struct, frozen=True):
 def read_fleet(rundir: RunDir) -> dict[str, ServerInfo]:
     """The servers of a run by name; empty if none came up."""
     path = rundir.fleet
-    return msgspec.json.decode(path.read_bytes(), type=dict[str, ServerInfo]) if path.exists() else {}
+    return msgspec.json.decode(read_file(path), type=dict[str, ServerInfo]) if path.exists() else {}

@@ -30,6 +30,7 @@ from typing import BinaryIO, Final
 import msgspec
 from msgspec import Struct
 
+from models.disk import open_file
 from pipeline.errors import UsageError
 from stages.evaluate import EVAL_BASE
 
@@ -144,10 +145,11 @@ class TraceWriter:
 
 
 def read_records(directory: Path) -> Iterator[Record]:
-    """All records of a trace directory, file by file. Lines that do not decode (torn by a kill) are skipped."""
+    """All records of a trace directory, file by file. Lines that do not decode (torn by a kill) are skipped, and so is a file that
+    cannot be read."""
     decoder: msgspec.json.Decoder[Record] = msgspec.json.Decoder(Record)
     for path in sorted(directory.glob("*.jsonl")):
-        with path.open("rb") as file:
+        with contextlib.suppress(OSError), open_file(path) as file:
             for line in file:
                 with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):  # torn, as documented
                     yield decoder.decode(line)

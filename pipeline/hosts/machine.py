@@ -31,6 +31,7 @@ from msgspec import Struct
 
 import pipeline
 from configs.schema import Config
+from models.disk import open_file
 from models.train.trainer_group.rank_spec import needs_trainer_group
 from pipeline.errors import UsageError, file_limit
 from pipeline.facts.stats import visible
@@ -199,7 +200,7 @@ def _last_of(lines: Sequence[str]) -> str:
 
 
 def _lines(log: Path, start: int) -> list[str]:
-    with contextlib.suppress(OSError), log.open("rb") as file:  # no log, no lines
+    with contextlib.suppress(OSError), open_file(log) as file:  # no log, no lines
         end = file.seek(0, os.SEEK_END)
         file.seek(max(start, end - _TAIL_BYTES))
         text = file.read().decode(errors="replace")

@@ -17,6 +17,7 @@ from typing import Final
 import msgspec
 from msgspec import Struct
 
+from models.disk import read_file
 from pipeline.errors import UsageError
 from pipeline.facts.stats import Changed, LedgerCounts
 from pipeline.observe.table import duration, number, quantity
@@ -189,10 +190,10 @@ def package_versions() -> dict[str, str]:
 def read_summary(path: Path) -> RunSummary:
     """The summary that a run has written. Raises UsageError."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=RunSummary)
+        return msgspec.json.decode(read_file(path), type=RunSummary)
     except FileNotFoundError as error:
         raise UsageError(f"{path} does not exist: the run has not ended, or not by itself; see its log") from error
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise UsageError(f"{path} is no run summary ({error}); it was edited or is of another version") from error
 
 

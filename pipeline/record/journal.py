@@ -26,6 +26,7 @@ from typing import Final
 import msgspec
 from msgspec import Struct
 
+from models.disk import open_file
 from pipeline.errors import UsageError
 from pipeline.facts.stats import Changed
 
@@ -143,7 +144,7 @@ def _refuse_other_format(path: Path, first: bytes) -> None:
 def _cut_torn_tail(path: Path) -> None:
     """Remove the torn last lines of a crash: lines behind them would never be read."""
     kept, torn = 0, False
-    with path.open("r+b") as file:
+    with open_file(path) as file:
         _refuse_other_format(path, file.readline())
         file.seek(0)
         for number, line in enumerate(file, start=1):
@@ -155,13 +156,13 @@ def _cut_torn_tail(path: Path) -> None:
             torn = torn or not _whole(line)
             kept += 0 if torn else len(line)
         if torn:
-            file.truncate(kept)
+            os.truncate(path, kept)
 
 
 def read_journal(path: Path) -> Iterator[Event]:
     """Events in order, up to the end or the first damaged line. Raises JournalDamaged for another version's file."""
     decoder = msgspec.json.Decoder(Event)
-    with path.open("rb") as file:
+    with open_file(path) as file:
         for number, line in enumerate(file):
             if not number:
                 _refuse_other_format(path, line)

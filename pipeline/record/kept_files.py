@@ -25,7 +25,7 @@ import msgspec
 
 from configs.schema import Config, generates
 from models.checkpoint import CheckpointError, Manifest, explain_disk_errors
-from models.disk import write_whole
+from models.disk import read_file, write_whole
 from stages.prompts.ledger import LedgerSnapshot
 from stages.records.growing_records import RESPONSES
 from stages.records.once import ENDED_FILE, Ended, forget, groups_in, home_of, uncertain_calls
@@ -47,7 +47,7 @@ def keeps_responses(config: Config) -> bool:
 def read_lives(directory: Path) -> tuple[int, ...]:
     """Steps from which the run was started until now; none for a new one."""
     path = directory / LIVES_FILE
-    return msgspec.json.decode(path.read_bytes(), type=tuple[int, ...]) if path.exists() else ()
+    return msgspec.json.decode(read_file(path), type=tuple[int, ...]) if path.exists() else ()
 
 
 def write_lives(directory: Path, lives: tuple[int, ...]) -> None:

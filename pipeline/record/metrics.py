@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from models.disk import write_whole
+from models.disk import open_file, write_whole
 from pipeline.errors import UsageError
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ class _Row(msgspec.Struct):
 
 def _rows(path: Path) -> Iterator[tuple[int, bytes]]:
     """Step and line of each row, up to a torn last line."""
-    with path.open("rb") as file:
+    with open_file(path) as file:
         for number, line in enumerate(file, start=1):
             if not line.endswith(b"\n"):
                 return

@@ -18,6 +18,7 @@ import msgspec
 from msgspec import Struct
 
 from configs.schema.rollout import HealthConfig
+from models.disk import read_file
 from models.engines.client import EngineClient
 from models.engines.protocol import ModelInfo
 from models.engines.token import Token
@@ -46,7 +47,7 @@ class PolicyConfig(Struct, frozen=True):
 def read_policy_config(directory: Path) -> PolicyConfig | None:
     """None where there is no config.json on this machine, or none that can be read."""
     try:
-        return msgspec.json.decode((directory / "config.json").read_bytes(), type=PolicyConfig)
+        return msgspec.json.decode(read_file(directory / "config.json"), type=PolicyConfig)
     except (OSError, msgspec.MsgspecError):
         return None
 

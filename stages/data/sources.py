@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from models.disk import open_file
 from stages.errors import RowError, SourceError
 
 _SLICED = re.compile(r"(?P<path>.*)@\[(?P<body>[^\[\]]*)\]", re.DOTALL)
@@ -74,7 +75,7 @@ class JsonLines:
 
     def __init__(self, file: str, path: Path) -> None:
         self.file = file
-        self._handle = path.open("rb")
+        self._handle = open_file(path)
         self._starts, self._ends, self._lines = self._scan()
         self._decoder = msgspec.json.Decoder()
 

@@ -18,6 +18,7 @@ import errno
 import logging
 import math
 import os
+import re
 import secrets
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -33,7 +34,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from configs.schema import Config
-from models.disk import sync
+from models.disk import open_file, sync
 from stages.messages import PromptGroup, RolloutSlice, joined
 from stages.records.once import home_of
 from stages.topic_values import sampling
@@ -78,12 +79,12 @@ class GrowingRecords(Generic[Body]):
     def __init__(self, directory: Path, kind: Kind[Body], config: Config, lives: Sequence[int]) -> None:
         self.directory, self.kind, self.lives = directory, kind, lives
         self.writes = bool(lives) and config.checkpoint.save_interval is not None
-        self._settings, self._rollout = about_settings(config), config.rollout
+        self._settings, self._rollout = about_settings(config, directory.parent), config.rollout
         self._name = f"{kind.name}-{len(lives) - 1}-{secrets.token_hex(6)}.log"
         self._encoder = message_encoder()
         self._decoder: msgspec.msgpack.Decoder[Piece[Body]] = message_decoder(Piece[kind.body])  # type: ignore[name-defined]
         self._previous: OrderedDict[tuple[bytes, Key], tuple[int, int, int]] = OrderedDict()  # tokens, hash, characters
-        self._warned = False
+        self._warned = self._others = False
         self._damaged: set[Path] = set()
 
     def about(self, group: PromptGroup) -> bytes:
@@ -129,38 +130,48 @@ class GrowingRecords(Generic[Body]):
                 if body is not None:
                     bodies[piece.key] = body
                     yield newest, piece.key, body
+                if piece.about != about and not self._others:
+                    self._others = True  # for all groups
+                    log.info("%s of group %s are not continued: prompt or settings differ", self.kind.name, group.key)
 
     def pieces(self, group: PromptGroup, *, this_life: bool) -> Iterator[tuple[float, Iterator[Piece[Body]]]]:
         """The files of a group from other processes, each with the newest valid version."""
-        home = home_of(self.directory, group.key)
-        if not home.is_dir():
+        home, name = home_of(self.directory, group.key), re.compile(rf"{self.kind.name}-(\d+)-.*\.log")
+        try:
+            found = [(path, match) for path in sorted(home.iterdir()) if (match := name.fullmatch(path.name))]
+        except FileNotFoundError:
             return
-        for path in sorted(home.glob(f"{self.kind.name}-*.log")):
-            life = int(path.name.split("-")[1])
+        except OSError as error:
+            self._pass_over(home, "", error)
+            return
+        for path, match in found:
+            life = int(match[1])
             earlier = life < len(self.lives) - 1
             if earlier or (this_life and path.name != self._name):
                 yield min(self.lives[life + 1 :], default=math.inf), self._pieces_of(path)
 
     def _pieces_of(self, path: Path) -> Iterator[Piece[Body]]:
         """The records of a file, up to its end or the first incomplete record."""
-        data = path.read_bytes()
         place = 0
-        while place < len(data):
-            start, body = place + _HEAD.size, b""
-            if start <= len(data):
-                size, checksum = _HEAD.unpack_from(data, place)
-                body = data[start : start + size]
-            try:
-                if not body or len(body) < size or xxhash.xxh3_64_intdigest(body) != checksum:
-                    raise ValueError("it is not whole")
-                piece = self._decoder.decode(body)
-            except ValueError as error:  # includes msgspec's errors, for records of another version of the program
-                if path not in self._damaged:
-                    log.warning("%s: ignored from byte %d on, the record there cannot be read: %s", path, place, error)
-                self._damaged.add(path)
-                return
-            yield piece
-            place = start + size
+        try:
+            with open_file(path) as file:
+                end = os.fstat(file.fileno()).st_size
+                while place < end:
+                    head = file.read(_HEAD.size)
+                    size, checksum = _HEAD.unpack(head) if len(head) == _HEAD.size else (0, 0)
+                    body = file.read(size) if size <= end - place else b""
+                    if not body or xxhash.xxh3_64_intdigest(body) != checksum:
+                        raise ValueError("it is not whole")
+                    yield self._decoder.decode(body)
+                    place = file.tell()
+        except (OSError, ValueError) as error:  # ValueErrors of msgspec: records of another version of the program
+            self._pass_over(path, f" from byte {place} on", error)
+
+    def _pass_over(self, path: Path, where: str, error: Exception) -> None:
+        """Say once what is not read, and why."""
+        if path not in self._damaged:
+            log.warning("%s: ignored%s, the record there cannot be read: %s", path, where, error)
+        self._damaged.add(path)
 
     def _length(self, body: Body) -> int:
         return len(getattr(body, self.kind.arrays[0]))
@@ -193,13 +204,16 @@ def _joined(before: Any, behind: Any) -> Any:
     return before + behind if isinstance(before, tuple) else joined(before, behind)
 
 
-def about_settings(config: Config) -> bytes:
-    """Digest of the settings that, with the weights, decide the tokens of a turn."""
+def about_settings(config: Config, run_dir: Path) -> bytes:
+    """Digest of the settings that, with the weights, decide the tokens of a turn. Paths in the run directory count from
+    there, so that a run which was moved continues."""
     # num_rollout may change at a resume; temperature and top-p belong to the group.
     rollout = replace(config.rollout, num_rollout=None, num_epoch=None, rollout_temperature=1.0, rollout_top_p=1.0)
     data, tools = config.data, config.tools.tools
     settings = config.environment, rollout, config.train.hf_checkpoint, data.chat_template_path, tools
-    return xxhash.xxh3_128_digest(fingerprint(RolloutSlice) + msgspec.json.encode(settings, order="sorted"))
+    inside = msgspec.json.encode(str(run_dir.absolute()))[:-1] + b"/"
+    written = msgspec.json.encode(settings, order="sorted").replace(inside, b'"RUN/')
+    return xxhash.xxh3_128_digest(fingerprint(RolloutSlice) + written)
 
 
 def _append(path: Path, body: bytes, synced: bool) -> None:

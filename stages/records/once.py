@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote, unquote
 
-from models.disk import sync, write_whole
+from models.disk import read_file, sync, write_whole
 
 EPISODES_DIR: Final = "episodes"  # in the run directory
 ENDED_FILE: Final = "ended.json"  # there
@@ -194,7 +194,7 @@ def _begin(path: Path, text: str) -> dict[str, Any] | None:
         os.fsync(begun.fileno())
     sync(path.parent)
     ended = path.parents[1] / ENDED_FILE
-    if ended.exists() and Ended(**json.loads(ended.read_bytes())).has(unquote(path.parent.name)):
+    if ended.exists() and Ended(**json.loads(read_file(ended))).has(unquote(path.parent.name)):
         _forget(path)
         raise GroupEnded(f"group {unquote(path.parent.name)} has ended, so its episodes may make no calls")
     return None
@@ -214,8 +214,13 @@ def _has_ended(path: Path) -> bool:
 
 
 def _ended(path: Path) -> dict[str, Any]:
-    """The recorded end of a call. Raises Uncertain for an incomplete record."""
-    text = path.read_bytes()
+    """The recorded end of a call. Raises Uncertain for a record that is incomplete or cannot be read."""
+    try:
+        text = read_file(path)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise Uncertain(f"whether this call took effect is not known: its record cannot be read ({error})") from error
     checksum, _, body = text.partition(b" ")
     if checksum != b"%08x" % zlib.crc32(body):
         raise _uncertain(text)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from configs.schema.data import RewardConfig
+from models.disk import read_file
 from models.engines.protocol import SamplingParams
 from models.errors import EngineTimeout, EngineUnreachable
 from stages.graders.grade import Grade, UnknownGraderError, clean, failed
@@ -55,7 +56,7 @@ def load_template(path: str | None) -> str:
     if path is None:
         return DEFAULT_TEMPLATE
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = read_file(Path(path)).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise UnknownGraderError(f"--judge-prompt-path is {path!r}, which cannot be read ({error})") from error
     if "{response}" not in text:

@@ -1,7 +1,8 @@
 """Complete groups in files: those that wait at a checkpoint (`buffer.msgpack`), and whole rollout batches.
 
 A file is the fingerprint of the message format, then one record per group: its id, how many rollouts were wanted,
-the length, and the msgpack of its `RolloutSlice`. It is written and read group by group. Batches are those of
+the length, and the msgpack of its `RolloutSlice`; then the xxh3_128 of all that. It is written and read group by group.
+Files of earlier versions end without a checksum. Batches are those of
 `--save-debug-rollout-data` and `--load-debug-rollout-data`, and those that a restarted trainer trains again
 (stages/train/recovery.py).
 
@@ -9,13 +10,15 @@ Invariants:
 - a group of a checkpoint is restored by exactly one of two: the trainer, which finds it here, or the prompt stage,
   which submits its prompt again; the controller decides which (`restorable`) and passes it to both. A file of other
   messages, or for another number of rollouts, restores none;
-- a batch file is there whole or not at all;
+- a batch file is there whole or not at all, and loads only with the bytes that were written;
 - a run that loads trains batch t on exactly the groups of file t, in their order; its group ids are dense, so those of
   a run that dropped groups are numbered anew; no token is trained that the bound of staleness forbids.
 """
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +34,7 @@ import xxhash
 from configs.schema import Config
 from configs.schema.run import batch_file
 from models.checkpoint import CheckpointError, explain_disk_errors
+from models.disk import open_file
 from stages.errors import SavedBatchError
 from stages.messages import Extra, RolloutSlice, WireArray
 from stages.rollouts import oldest_version
@@ -56,7 +60,10 @@ def fingerprint(kind: type[msgspec.Struct]) -> bytes:
     return xxhash.xxh3_128("\n".join(_fields(kind)).encode()).digest()
 
 
-_FORMAT: Final = fingerprint(RolloutSlice)
+_UNSEALED: Final = fingerprint(RolloutSlice)  # begins a file without a checksum
+_FORMAT: Final = xxhash.xxh3_128_digest(_UNSEALED + b"sealed")
+_SEAL_BYTES: Final = 16
+log = logging.getLogger("sluice.train")
 
 
 def _encode_array(array: WireArray | Extra) -> Any:
@@ -106,12 +113,15 @@ def write_groups(directory: Path, groups: Iterable[RolloutSlice]) -> None:
 
 def write_file(path: Path, groups: Iterable[RolloutSlice]) -> None:
     """One file of groups."""
+    seal = xxhash.xxh3_128(_FORMAT)
     with path.open("wb") as file:
         file.write(_FORMAT)
         for slice_ in groups:
             body = _encoder.encode(slice_)
-            file.write(_RECORD.pack(slice_.group.group_id, slice_.group.n_samples, len(body)))
-            file.write(body)
+            for part in (_RECORD.pack(slice_.group.group_id, slice_.group.n_samples, len(body)), body):
+                seal.update(part)
+                file.write(part)
+        file.write(seal.digest())
 
 
 def restorable(checkpoint: Path, n_samples: int) -> frozenset[int]:
@@ -119,10 +129,12 @@ def restorable(checkpoint: Path, n_samples: int) -> frozenset[int]:
     path = checkpoint / BUFFER_FILE
     if not path.exists():
         return frozenset()
-    with path.open("rb") as file:
-        if file.read(len(_FORMAT)) != _FORMAT:
+    with open_file(path) as file:
+        try:
+            end = _begin(file)
+        except ValueError:
             return frozenset()
-        return frozenset(group_id for group_id, wanted, _ in _records(file) if wanted == n_samples)
+        return frozenset(group_id for group_id, wanted, _ in _records(file, end) if wanted == n_samples)
 
 
 def read_groups(checkpoint: Path, wanted: Collection[int]) -> list[RestoredLease]:
@@ -130,9 +142,8 @@ def read_groups(checkpoint: Path, wanted: Collection[int]) -> list[RestoredLease
     found = []
     path = checkpoint / BUFFER_FILE
     try:
-        with path.open("rb") as file:
-            file.seek(len(_FORMAT))
-            for group_id, _, size in _records(file):
+        with open_file(path) as file:
+            for group_id, _, size in _records(file, _begin(file)):
                 if group_id in wanted:
                     found.append(RestoredLease(_decoder.decode(file.read(size))))
     except (OSError, ValueError, LayoutError, msgspec.MsgspecError) as error:
@@ -146,22 +157,44 @@ def read_groups(checkpoint: Path, wanted: Collection[int]) -> list[RestoredLease
 
 def read_file(path: Path) -> list[RolloutSlice]:
     """All groups of a file. Raises ValueError, OSError or MsgspecError for one that cannot be read."""
-    with path.open("rb") as file:
-        if file.read(len(_FORMAT)) != _FORMAT:
-            raise ValueError("its messages are others")
+    with open_file(path) as file:
+        end = _begin(file)
+        if end < os.fstat(file.fileno()).st_size:
+            _check_seal(file, end)
+        else:
+            log.warning("%s has no checksum, since an earlier version wrote it: damage would not be seen", path)
         try:
-            return [_decoder.decode(file.read(size)) for _, _, size in _records(file)]
+            return [_decoder.decode(file.read(size)) for _, _, size in _records(file, end)]
         except LayoutError as error:
             raise ValueError("it is cut short") from error
 
 
-def _records(file: BinaryIO) -> Iterator[tuple[int, int, int]]:
-    """(group id, rollouts wanted, bytes) of each record, the file standing before the message."""
-    while head := file.read(_RECORD.size):
-        group_id, n_samples, size = _RECORD.unpack(head)
-        end = file.tell() + size
+def _begin(file: BinaryIO) -> int:
+    """Go to the first record; where the last one ends. Raises ValueError for a file of other messages."""
+    form, size = file.read(len(_FORMAT)), os.fstat(file.fileno()).st_size
+    if form not in (_FORMAT, _UNSEALED):
+        raise ValueError("its messages are others")
+    return size - _SEAL_BYTES if form == _FORMAT else size
+
+
+def _check_seal(file: BinaryIO, end: int) -> None:
+    """Compare the checksum of all records, and go back to the first one. Raises ValueError."""
+    seal, left = xxhash.xxh3_128(_FORMAT), end - len(_FORMAT)
+    while left > 0 and (part := file.read(min(left, 1 << 20))):
+        seal.update(part)
+        left -= len(part)
+    if file.read() != seal.digest():
+        raise ValueError("its checksum differs from its content: it is damaged")
+    file.seek(len(_FORMAT))
+
+
+def _records(file: BinaryIO, end: int) -> Iterator[tuple[int, int, int]]:
+    """(group id, rollouts wanted, bytes) of each record up to `end`, the file standing before the message."""
+    while file.tell() < end:
+        group_id, n_samples, size = _RECORD.unpack(file.read(_RECORD.size))
+        behind = file.tell() + size
         yield group_id, n_samples, size
-        file.seek(end)
+        file.seek(behind)
 
 
 def write_batch(path: Path, groups: Iterable[RolloutSlice]) -> None:

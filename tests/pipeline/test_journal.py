@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import resource
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -21,9 +24,18 @@ import pytest
 from launching import SMALL, here, made_model
 
 from configs.schema import Config
-from models.checkpoint import CheckpointError, draft_path, final_path
-from pipeline.errors import UsageError
-from pipeline.facts.run_directory import RunDir
+from models.checkpoint import CheckpointError, draft_path, final_path, read_manifest
+from models.engines.token import read_token
+from models.errors import DeltaError
+from models.families.registry import read_hf_config
+from models.fault_injection import injected
+from models.weights.delta import read_header
+from models.weights.layout import read_layout
+from pipeline.control.client import _address
+from pipeline.errors import USER_ERRORS, UsageError
+from pipeline.facts.run_directory import RunDir, read_fleet
+from pipeline.facts.trace import read_records
+from pipeline.observe.summary import read_summary
 from pipeline.record.journal import (
     Admitted,
     Audit,
@@ -40,10 +52,17 @@ from pipeline.record.journal import (
     read_journal,
     resumed_time,
 )
-from pipeline.record.kept_files import save_hf
+from pipeline.record.kept_files import read_lives, save_hf
+from pipeline.record.metrics import JsonlMetrics, read_metrics
 from pipeline.record.recorder import Recorder
+from pipeline.supervise.external_servers import read_policy_config
+from stages.data.sources import open_source
+from stages.errors import SavedBatchError
+from stages.graders.grade import UnknownGraderError
 from stages.messages import CheckpointReady, Settled, StepDone
 from stages.prompts.ledger import Ledger
+from stages.reward.judge import load_template
+from stages.train.saved_groups import load_batch, read_groups, restorable
 
 
 def audited(tmp_path: Path, *events: Event) -> Audit:
@@ -220,6 +239,87 @@ async def test_the_recorder_writes_it_down_and_a_resume_goes_on_with_it(
         with Recorder(Config(), rundir, resume_step=1) as resumed:
             assert resumed.began == Began(1900.0, 1127.0)
             assert (resumed.effective.former_s, resumed.effective.steps) == (27.0, {1: 10.0})
+
+
+# What lies where a file of a run belongs: nobody waits for it, and nobody reads it without end.
+
+
+def rows(path: Path) -> int:
+    return len(list(read_metrics(path)))
+
+
+READERS: dict[str, Callable[[Path], object]] = {
+    "ledger.jsonl": lambda path: list(read_journal(path)),
+    "again/ledger.jsonl": Journal,
+    "metrics.jsonl": rows,
+    "again/metrics.jsonl": JsonlMetrics,
+    "trace/engine-0.jsonl": lambda path: list(read_records(path.parent)),
+    "replicas/fleet.json": lambda path: read_fleet(RunDir(path.parents[1])),
+    "summary.json": read_summary,
+    "faults.jsonl": lambda path: injected(path.parent),
+    "lives.json": lambda path: read_lives(path.parent),
+    "control.json": lambda path: _address(path.parent),
+    "manifest.json": lambda path: read_manifest(path.parent),
+    "buffer.msgpack": lambda path: restorable(path.parent, 2),
+    "again/buffer.msgpack": lambda path: read_groups(path.parent, {1}),
+    "batch-0": lambda path: load_batch(str(path.with_name("batch-{rollout_id}")), 0),
+    "model.safetensors": read_layout,
+    "step.delta": read_header,
+    "token": read_token,
+    "model/config.json": lambda path: read_hf_config(path.parent),
+    "config.json": lambda path: read_policy_config(path.parent),
+    "train.jsonl": lambda path: open_source(str(path), ("prompt",)),
+    "judge.txt": lambda path: load_template(str(path)),
+}
+REFUSED = (*USER_ERRORS, UsageError, OSError, UnknownGraderError, SavedBatchError, DeltaError)
+NOTHING: tuple[object, ...] = (None, [], {}, frozenset())
+
+
+def endless(*_: object) -> None:
+    raise AssertionError("it waits")
+
+
+def outcome(read: Callable[[Path], object], path: Path) -> object:
+    try:
+        return read(path)
+    except REFUSED as error:
+        return error
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_nothing_that_lies_in_place_of_a_file_is_waited_for_or_read_without_end(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    before = signal.signal(signal.SIGALRM, endless)
+    try:
+        resource.setrlimit(resource.RLIMIT_AS, (used + (2 << 30), hard))
+        for make in (path.mkdir, partial(os.mkfifo, path), partial(path.symlink_to, "/dev/zero")):
+            make()
+            signal.alarm(60)
+            found = outcome(READERS[name], path)
+            if isinstance(found, BaseException):
+                assert str(path) in str(found)
+                assert re.search("is a (directory|named pipe|device)|there is no file or directory", str(found))
+            else:
+                assert found in NOTHING
+            signal.alarm(0)
+            if make == path.mkdir:
+                path.rmdir()
+            else:
+                path.unlink()
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+def test_a_file_of_a_terabyte_is_not_read_into_memory(tmp_path: Path) -> None:
+    with (tmp_path / "manifest.json").open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(CheckpointError, match=r"has 1099511627776 bytes and should have at most 268435456; put the"):
+        read_manifest(tmp_path)
 
 
 HOLD = "import sys; from pathlib import Path; from pipeline.facts.run_directory import RunDir; "

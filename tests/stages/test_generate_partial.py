@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import io
 import logging
+import os
 import resource
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,12 +20,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from models.disk import open_file
 from models.engines.client import EngineClient
 from models.engines.noise import sample_seed
 from models.errors import EngineTimeout
 from pipeline.record.kept_files import forget_responses
 from stages.messages import PromptGroup, Sample, VersionRun
 from stages.ports import read_value
+from stages.records import growing_records
 from stages.records.once import EPISODES_DIR, groups_in
 from stages.records.unfinished import ResponseJournal
 from stages.rollouts import join_runs, new_sample
@@ -360,6 +366,68 @@ def _ends(whole: bytes) -> Iterator[int]:
     while place < len(whole):
         place += 16 + int.from_bytes(whole[place : place + 8], "little")
         yield place
+
+
+def in_place_of_a_file(path: Path, kind: str) -> None:
+    """What is no file, or one that cannot be read."""
+    path.unlink(missing_ok=True)
+    if kind == "directory":
+        path.mkdir()
+    elif kind == "named pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/dev/zero")
+
+
+class _Broken(io.BytesIO):
+    """A file whose disk fails."""
+
+    def fileno(self) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+@pytest.mark.parametrize("kind", ["directory", "named pipe", "endless", "bad sector"])
+async def test_an_unreadable_file_is_passed_over_and_named_once(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await write(journal(tmp_path, 0), response(0, 0, 0, 0, 0))
+    good = pieces(tmp_path)
+    bad = good.with_name("responses-0-000000000000.log")
+    if kind == "bad sector":
+        shutil.copyfile(good, bad)
+        real = open_file
+        monkeypatch.setattr(growing_records, "open_file", lambda path: _Broken() if path == bad else real(path))
+    else:
+        in_place_of_a_file(bad, kind)
+    good.with_name("responses-old.log").write_bytes(b"of nobody")
+    reader = journal(tmp_path, 0, 0)
+    async with asyncio.timeout(120):
+        for _ in range(2):
+            [found] = await reader.restore(GROUP, [TURN], 0)
+            assert found == kept(response(0, 0, 0, 0, 0))
+    [line] = [record.getMessage() for record in caplog.records if str(bad) in record.getMessage()]
+    reason = {"named pipe": "it is a named pipe", "directory": "it is a directory", "endless": "it is a device"}
+    assert reason.get(kind, "Input/output error") in line
+    shutil.rmtree(good.parent)
+    in_place_of_a_file(good.parent, "named pipe")
+    assert await restored(tmp_path, 0, 0) is None, "no directory of a group either"
+
+
+async def test_a_run_directory_that_was_moved_restores_its_responses(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def model(run_dir: Path) -> dict[str, object]:
+        return {"train": {"hf_checkpoint": str(run_dir / "assets" / "tiny")}}
+
+    here, there = tmp_path / "run", tmp_path / "moved" / "run"
+    (here / EPISODES_DIR).mkdir(parents=True)
+    there.parent.mkdir()
+    await write(journal(here / EPISODES_DIR, 0, **model(here)), response(0, 0, 0, 0, 0))
+    here.rename(there)
+    assert await restored(there / EPISODES_DIR, 0, 0, **model(there)) == kept(response(0, 0, 0, 0, 0))
+    caplog.set_level(logging.INFO, "sluice.records")
+    assert await restored(there / EPISODES_DIR, 0, 0, **model(here)) is None, "that is another model now"
+    assert "responses of group 0 are not continued: prompt or settings differ" in caplog.text
 
 
 @contextmanager

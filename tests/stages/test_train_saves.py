@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from models.checkpoint import CheckpointError, draft_path
 from stages.base import TrainOptions
@@ -308,6 +311,37 @@ def test_a_damaged_file_is_reported_as_damaged(tmp_path: Path, damage: Any) -> N
         load_batch(template, 0)
     with pytest.raises(SavedBatchError, match="cannot be read"):
         load_batch(template, 1)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_no_flipped_bit_of_a_batch_loads(data: st.DataObject) -> None:
+    with tempfile.TemporaryDirectory() as place:
+        template = f"{place}/{{rollout_id}}"
+        save_batch(template, 0, groups(4, 9))
+        file = Path(place, "0")
+        whole = file.read_bytes()
+        bit = data.draw(st.integers(0, 8 * len(whole) - 1))
+        file.write_bytes(whole[: bit // 8] + bytes([whole[bit // 8] ^ (1 << bit % 8)]) + whole[bit // 8 + 1 :])
+        with pytest.raises(SavedBatchError, match=r"its messages are others|its checksum differs"):
+            load_batch(template, 0)
+        file.write_bytes(whole[: bit // 8])
+        with pytest.raises(SavedBatchError, match="cannot be read"):
+            load_batch(template, 0)
+
+
+def test_files_of_before_the_checksum_load_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    template = str(tmp_path / "{rollout_id}")
+    save_batch(template, 0, groups(4, 9))
+    write_groups(tmp_path, groups(4, 9))
+    load_batch(template, 0)
+    assert caplog.text == ""
+    for file in (tmp_path / "0", tmp_path / BUFFER_FILE):
+        file.write_bytes(saved_groups.fingerprint(RolloutSlice) + file.read_bytes()[16:-16])
+    assert [slice_.group.group_id for slice_ in load_batch(template, 0)] == [4, 9]
+    assert f"{tmp_path / '0'} has no checksum" in caplog.text
+    assert restorable(tmp_path, 2) == {4, 9}
+    assert [lease.message.group.group_id for lease in read_groups(tmp_path, {9})] == [9]
 
 
 def test_the_format_names_the_messages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ import msgspec
 from msgspec import Struct
 
 from configs.schema import SglangConfig
-from models.disk import write_whole
+from models.disk import read_file, write_whole
 from models.errors import EnvironmentBroken, EnvironmentMissing, LaunchError
 
 Part = Literal["server", "router", "smg"]
@@ -189,7 +189,7 @@ def _cache_directory() -> Path:
 def _kept(place: Path) -> _Options | None:
     """A kept answer, or None if there is none that can be read."""
     try:
-        return msgspec.json.decode(place.read_bytes(), type=_Options)
+        return msgspec.json.decode(read_file(place), type=_Options)
     except (OSError, msgspec.DecodeError):
         return None
 

@@ -15,7 +15,7 @@ from msgspec import Struct
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from models.disk import sync
+from models.disk import read_file, sync
 from models.errors import TrainStateUnreadable
 from models.train.huggingface.hf_files import local, model_tensors, write_hf, write_tensors
 from models.train.huggingface.optimizer import Updater
@@ -210,7 +210,7 @@ def load_state(directory: Path, parts: StateParts, device: torch.device) -> Coun
     from safetensors import SafetensorError
 
     try:
-        state = msgspec.json.decode((directory / _STATE).read_bytes(), type=TrainerState)
+        state = msgspec.json.decode(read_file(directory / _STATE), type=TrainerState)
         check_format(directory, state.format_version, FORMAT_VERSION)
         present = ("policy", *state.parts)
         tensors = _read(directory, [part for part in parts if part in present])

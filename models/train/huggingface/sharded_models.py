@@ -24,7 +24,7 @@ import torch.distributed.checkpoint as dcp
 from msgspec import Struct
 from torch import Tensor
 
-from models.disk import sync, sync_tree
+from models.disk import read_file, sync, sync_tree
 from models.errors import TrainStateUnreadable
 from models.train.dp_group import together
 from models.train.huggingface import checkpoint
@@ -196,7 +196,7 @@ def _of_shards(name: str, tensor: Tensor) -> Tensor:
 
 
 def _read_state(directory: Path) -> FsdpState:
-    state = msgspec.json.decode((directory / STATE).read_bytes(), type=FsdpState)
+    state = msgspec.json.decode(read_file(directory / STATE), type=FsdpState)
     checkpoint.check_format(directory, state.format_version, FORMAT_VERSION)
     found = {file.name: file.stat().st_size for file in (directory / SHARDS).iterdir()}
     wrong = [name for name, size in state.files.items() if found.get(name) != size]

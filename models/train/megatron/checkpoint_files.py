@@ -25,7 +25,7 @@ import torch
 from msgspec import Struct
 from torch import Tensor
 
-from models.disk import sync, sync_tree
+from models.disk import read_file, sync, sync_tree
 from models.errors import TrainStateUnreadable
 from models.train.dp_group import gather_bytes
 from models.train.huggingface.checkpoint import MODEL_DIR, TRAINER_DIR, check_format
@@ -143,14 +143,14 @@ def read_state(directory: Path) -> tuple[MegatronState, Index]:
             f"{directory / MODEL_DIR}"
         )
     try:
-        data = (files / STATE).read_bytes()
+        data = read_file(files / STATE)
         check_format(directory, msgspec.json.decode(data, type=_Version).format_version, FORMAT_VERSION)
         state = msgspec.json.decode(data, type=MegatronState)
         for name, size in state.sizes.items():
             found = (files / name).stat().st_size
             if found != size:
                 raise OSError(f"{name} has {found} bytes instead of {size}")
-        index = msgspec.json.decode((files / INDEX).read_bytes(), type=Index)
+        index = msgspec.json.decode(read_file(files / INDEX), type=Index)
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise TrainStateUnreadable(
             f"{directory} holds no complete training state ({error}); resume from another checkpoint"

@@ -173,10 +173,18 @@ KILLED: Final = -9
 
 @cache
 def gone() -> tuple[type[BaseException], ...]:
-    """What Ray raises where an actor is not there any more, or not heard of; and our own timeout."""
-    from ray.exceptions import RayActorError, WorkerCrashedError
+    """What Ray raises where an actor is not there any more, or not heard of: it crashed, it was killed for memory, its
+    node or placement is gone; and our own timeout. Not what code of an actor raises, which another start repeats."""
+    from ray import exceptions as ray
 
-    return RayActorError, WorkerCrashedError, TimeoutError
+    code = ray.RayTaskError, ray.CrossLanguageError, ray.UserCodeException, ray.UnserializableException
+    start = ray.AuthenticationError, ray.RuntimeEnvSetupError
+    return (*(kind for kind in ray.RayError.__subclasses__() if kind not in (*code, *start)), TimeoutError)
+
+
+def first_line(error: BaseException) -> str:
+    """Of what Ray says, which can be a page."""
+    return next(iter(str(error).strip().splitlines()), "")
 
 
 class PlacedActor:
@@ -251,7 +259,7 @@ class RayHandle(Handle):
         self._code = code
 
     def _lose(self, error: BaseException) -> None:
-        why = next(iter(str(error).strip().splitlines()), "") or f"no answer for {ANSWER_TIMEOUT_S:g} s"
+        why = first_line(error) or f"no answer for {ANSWER_TIMEOUT_S:g} s"
         with self.log.open("a") as file:
             file.write(f"the Ray actor of {self.spec.name} is gone: {why}\n")
         self._placed.silent = isinstance(error, TimeoutError)

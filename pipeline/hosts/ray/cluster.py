@@ -22,7 +22,7 @@ from configs.schema import Config, generates
 from pipeline.errors import UsageError
 from pipeline.hosts.launcher import SharedFiles
 from pipeline.hosts.machine import ROOT
-from pipeline.hosts.ray.actor import ANSWER_TIMEOUT_S, PlacedActor, ProcessActor, gone
+from pipeline.hosts.ray.actor import ANSWER_TIMEOUT_S, PlacedActor, ProcessActor, first_line, gone
 from pipeline.hosts.ray.placement import NODE_ID, Node, RayPlacement, ResourceNeeds
 
 STORE_BYTES: Final = 100 << 20  # of a cluster of our own: only logs and small files go through it
@@ -141,6 +141,7 @@ async def start_actor(
 ) -> PlacedActor:  # fmt: skip
     """Waits for Ray; raises NotStarted after the limit, or when the node is gone. `options`: where it is to be."""
     import ray
+    from ray.exceptions import RuntimeEnvSetupError
 
     options |= {"num_cpus": needs.cpus, "num_gpus": needs.gpus, "max_restarts": 0}
     if ray.get_runtime_context().runtime_env.get("working_dir"):  # instead of where this program lies
@@ -159,8 +160,8 @@ async def start_actor(
             if answer is None and (away or asyncio.get_running_loop().time() > deadline):
                 raise NotStarted
     except gone() as error:
-        raise NotStarted from error
-    except RuntimeError as error:  # how Ray reports a failed import there
+        raise NotStarted(first_line(error)) from error
+    except (RuntimeError, RuntimeEnvSetupError) as error:  # how Ray reports a failed import there
         raise UsageError(
             f"--runner ray: the actor of {name} could not be started ({_last(error)}); each node needs this "
             f"project at {ROOT}, and the Python that it is installed for"

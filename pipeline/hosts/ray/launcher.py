@@ -105,9 +105,9 @@ class RayLauncher(Launcher):
                     options = await self._where(name, placement, beside, again=again)
                     if options is not None and await self._started(name, placement, options, again=again):
                         break
-                except NotStarted:
+                except NotStarted as error:
                     if not again and not beside:
-                        raise self._waited(name, placement) from None
+                        raise self._waited(name, placement, str(error)) from None
             await asyncio.sleep(ROOM_POLL_S)
         self._expected.discard(name)
         address, waited = self._placed[name].address, self.waiting.pop(name, None) is not None
@@ -318,9 +318,9 @@ class RayLauncher(Launcher):
             self._groups[group.name] = made
         return PlacementGroupSchedulingStrategy(self._groups[group.name], placement.bundle)
 
-    def _waited(self, name: str, placement: ActorPlacement) -> UsageError:
+    def _waited(self, name: str, placement: ActorPlacement, why: str = "") -> UsageError:
         return UsageError(
-            f"--runner ray: Ray started no actor for {name} within {PLACEMENT_TIMEOUT_S:g} s: "
+            f"--runner ray: Ray started no actor for {name} within {PLACEMENT_TIMEOUT_S:g} s{why and f' ({why})'}: "
             f"{self._lack(placement, self._nodes())}; wait for what others use, or join more nodes (ray start "
             "--address)"
         )

@@ -144,6 +144,7 @@ _FROM_RAISED = str.maketrans(_SUPERSCRIPT, "0123456789+-=()in")
 _FROM_LOWERED = str.maketrans(_SUBSCRIPT, "0123456789+-=()")
 _VULGAR = re.compile("[\u00bc-\u00be\u2150-\u215e\u2189]")  # 1/2 and the like as one character
 _ROOT_SIGN = re.compile(r"√\s*(?:\(([^()]*)\)|(\d+|[A-Za-z]))")
+_THIN_SPACE = re.compile("(?<=[0-9])[\u2009\u202f\u00a0](?=[0-9]{3}(?![0-9]))")  # between groups of digits
 _SIGNS = str.maketrans(
     dict.fromkeys("\u2010\u2011\u2012\u2013\u2014\u2015\u2212\ufe63\uff0d", "-")
     | dict.fromkeys("×·⋅∙", "*")
@@ -156,6 +157,7 @@ _SIGNS = str.maketrans(
 def plain_form(text: str) -> str:
     """The text in one Unicode form, without control and invisible characters; trimmed."""
     if not text.isascii():
+        text = _THIN_SPACE.sub(r"\\,", text)
         text = _RAISED.sub(lambda found: "^{" + found[0].translate(_FROM_RAISED) + "}", text)
         text = _LOWERED.sub(lambda found: "_{" + found[0].translate(_FROM_LOWERED) + "}", text)
         text = _VULGAR.sub(_fraction, text)

@@ -38,6 +38,7 @@ from stages.workers.serve import CpuLimitError, cpu_limit
 
 _LIBRARY_LOGGER = "math_verify"
 _NOT_A_NUMBER = re.compile(r"[-+]?\s*\\?(?:text\{)?\s*(?:nan|inf|infty|infinity)\s*\}?", re.IGNORECASE)
+_PLUS = re.compile(r"^\+\s*(?=\\infty$)")
 _INTEGER = re.compile(r"-?[0-9]{1,100}")
 
 SYMBOLIC_S = 1.5  # of processor time for one comparison; a text that takes longer is wrong
@@ -155,7 +156,8 @@ def _grade(request: GradeRequest, *, equal: Equal, fbox: bool) -> Grade:
     if _INTEGER.fullmatch(given) and _INTEGER.fullmatch(label):
         return verdict(int(given) == int(label), answer)  # the common case: no dialect disagrees, none is needed
     if _NOT_A_NUMBER.fullmatch(given) or _NOT_A_NUMBER.fullmatch(label):
-        return verdict(False, answer)
+        same = equal is not _compat_equal and _PLUS.sub("", given) == _PLUS.sub("", label)
+        return verdict(same, answer)
     prepare()
     try:
         with cpu_limit(SYMBOLIC_S):

@@ -29,6 +29,8 @@ _SPELLINGS = (
     (r"\degree", r"^\circ"),
     (r"\geqslant", r"\ge"),
     (r"\leqslant", r"\le"),
+    (">=", r"\ge "),
+    ("<=", r"\le "),
     (r"\lg", r"\log"),
     ("{:}", ":"),
     ("**", "^"),
@@ -38,7 +40,7 @@ _SPELLED = [
     (re.compile(re.escape(old) + (_COMMAND_END if old[-1].isalpha() else "")), new.replace("\\", "\\\\"))
     for old, new in _SPELLINGS
 ]
-_GAP = r"(?:\{,\}|,\\!|\{\\,\}|\\[,!;: ]|~)"
+_GAP = r"(?:\{,\}|,\\! ?|\{\\,\}|\\[,!;: ]|~)"
 _SPACED_GROUPS = re.compile(rf"(?<![\d.,])\d{{1,3}}(?:{_GAP}\d{{3}})+(?!\d)", re.ASCII)
 _COMMA_GROUPS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?!\d|,\d)", re.ASCII)
 _NOT_DIGITS = re.compile(r"\D", re.ASCII)
@@ -53,8 +55,9 @@ _FUNCTIONS = frozenset(
     ("sin", "cos", "tan", "cot", "sec", "csc", "arcsin", "arccos", "arctan", "sinh", "cosh", "tanh", "ln", "log", "exp")
 )
 _PLAIN_WORD = re.compile(r"\s*(?:[A-Za-z]|\([A-Za-z]\)|[-+0-9., ]*[0-9][-+0-9., ]*)\s*")
-_JOINED = re.compile(r"\s+(?:or|and)\s+|\s*,?\s*\\text\{\s*,?\s*(?:or|and)\s*\}\s*")
+_JOINED = re.compile(r"(?:,\s*|\s+)(?:or|and)\s+|\s*,?\s*\\text\{\s*,?\s*(?:or|and)\s*\}\s*")
 _SHORT = re.compile(r"\\(frac|binom)\s*(?:\{|(?P<over>[0-9A-Za-z]))")
+_PLAIN_ROOT = re.compile(r"(?<![\\A-Za-z])sqrt\s*\(")
 _SHORT_ROOT = re.compile(r"\\sqrt\s*([0-9A-Za-z])")
 _CHOOSE = re.compile(r"\{([^{}]*)\\choose" + _COMMAND_END + r"([^{}]*)\}")
 _PERIODIC = re.compile(r"(?<![\d.])(\d{1,12})\.(\d{0,12})\\(?:overline|dot|bar)\s*\{(\d{1,12})\}", re.ASCII)
@@ -79,7 +82,7 @@ def canonical(text: str, *, commas_group: bool = True) -> str:
     text = _TRAILING.sub("", text).strip()
     if commas_group:
         text = _grouped(text)
-    text = _SHORT_ROOT.sub(r"\\sqrt{\1}", _braced(text))
+    text = _SHORT_ROOT.sub(r"\\sqrt{\1}", _braced(_rooted(text)))
     text = _SCIENTIFIC.sub(r"\1\\cdot 10^{\2}", _PERIODIC.sub(_periodic, text))
     if _ANGLE.search(text):
         text = _IN_DEGREES.sub(r"(\1\\cdot\\frac{\\pi}{180})", text)
@@ -129,11 +132,21 @@ def _braced(text: str) -> str:
     return text
 
 
-def _group_end(text: str, start: int) -> int:
+def _rooted(text: str) -> str:
+    """sqrt(2) as a command."""
+    while (found := _PLAIN_ROOT.search(text)) is not None:
+        end = _group_end(text, found.end() - 1, "()")
+        if text[end - 1] != ")":
+            break
+        text = rf"{text[: found.start()]}\sqrt{{{text[found.end() : end - 1]}}}{text[end:]}"
+    return text
+
+
+def _group_end(text: str, start: int, pair: str = "{}") -> int:
     """Behind the brace that closes the one at `start`."""
     depth = 0
     for position in range(start, len(text)):
-        depth += (text[position] == "{") - (text[position] == "}")
+        depth += (text[position] == pair[0]) - (text[position] == pair[1])
         if depth == 0:
             return position + 1
     return len(text)

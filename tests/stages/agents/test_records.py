@@ -192,6 +192,19 @@ def test_a_damaged_file_is_never_a_result_nor_a_reason_to_call_again(data: st.Da
         asyncio.run(played(Path(place)))
 
 
+@pytest.mark.parametrize("link", ["/dev/zero", "/proc/self/mem", "/"])
+async def test_an_unreadable_record_is_no_reason_to_call_again(tmp_path: Path, link: str) -> None:
+    world = World()
+    await life(tmp_path)(world.pay, "rent")
+    [file] = groups_in(tmp_path)["held@4:3"].iterdir()
+    file.unlink()
+    file.symlink_to(link)
+    with pytest.raises(Uncertain, match="its record cannot be read"):
+        await life(tmp_path)(world.pay, "rent")
+    assert world.paid == ["rent"]
+    assert uncertain_in(tmp_path) == 1
+
+
 class Bank(ToolEpisode):
     """Its tool changes the world, and answers in all the ways that a tool can."""
 
