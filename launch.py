@@ -50,6 +50,10 @@ def _main(argv: Sequence[str]) -> int:
         from pipeline.observe.samples import main as show_samples
 
         return show_samples(argv[1:])
+    if argv[:1] == ["export"]:
+        from pipeline.record.best import main as export
+
+        return export(argv[1:])
     if argv and argv[0] in CONTROL:
         from pipeline.control.client import main as control
 
@@ -61,7 +65,9 @@ def _main(argv: Sequence[str]) -> int:
         sys.stdout.write(render_help())
         return 0
     if arguments.version:
-        sys.stdout.write(f"sluice {_version()}\n")
+        from pipeline.facts.run_log import release
+
+        sys.stdout.write(f"sluice {release()}\n")
         return 0
     from pipeline.supervise.auto_resume import facts_from_parent
 
@@ -128,16 +134,6 @@ def _refuse(faults: Sequence[str], code: int) -> int:
     for fault in faults:
         sys.stderr.write(f"error: {fault}\n")
     return code
-
-
-def _version() -> str:
-    import tomllib
-    from importlib.metadata import version
-
-    project = Path(__file__).resolve().parent / "pyproject.toml"
-    if not project.is_file():  # installed from a wheel
-        return version("sluice")
-    return str(tomllib.loads(project.read_text(encoding="utf-8"))["project"]["version"])
 
 
 if __name__ == "__main__":

@@ -10,9 +10,11 @@ import importlib.util
 import inspect
 import os
 import sys
+import sysconfig
+import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, Final, TypeVar, cast
 
 from configs.schema.notation import did_you_mean
 from models.errors import UnknownAlgorithm
@@ -64,6 +66,21 @@ def _hidden(module_name: str) -> str | None:
     if not there or not known or known.startswith(there[0]):
         return None
     return f"{top!r} is {known}, which your own {there[0]} does not replace; give yours another name"
+
+
+PROJECT: Final = Path(__file__).parent.parent
+OURS: Final = tuple(f"{PROJECT / name}{os.sep}" for name in ("configs", "models", "pipeline", "stages", "transport"))
+
+
+def raised(error: BaseException) -> str:
+    """An exception in words, with the line of the user's code that raised it, or that called the library that did."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    frames = traceback.extract_tb(error.__traceback__)
+    libraries = (*OURS, sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<")
+    own = [frame for frame in frames if not frame.filename.startswith(libraries)]
+    place = f" ({own[-1].filename}:{own[-1].lineno} in {own[-1].name})" if own else ""
+    return f"{type(error).__name__}: {error}{place}"
 
 
 def import_function(path: str, *parameters: str, optional: tuple[str, ...] = ()) -> Callable[..., Any]:

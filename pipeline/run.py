@@ -10,8 +10,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import os
 import secrets
 import shutil
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -31,6 +33,7 @@ from models.weights.slot_directory import SHARED_MEMORY, remove_if_stale, remove
 from pipeline.controller import Controller
 from pipeline.errors import Interrupted, RunError, UsageError, leaf, user_error
 from pipeline.facts.run_directory import RunDir, disk_error
+from pipeline.facts.run_log import named, release, run_log, said, tell
 from pipeline.graph import Placement, build, threads
 from pipeline.hosts.launcher import Launcher
 from pipeline.hosts.local_launcher import KeptProcesses, LocalLauncher
@@ -67,9 +70,12 @@ def run(config: Config, launchers: Launchers | None = None, *, resumed: Resumed 
     try:
         with interruptible(), RunDir(directory).open(resume=config.run.resume is not None) as rundir:
             try:
-                refuse(config)  # now, not after a warm start
-                with _connected(config, launchers, resumed) as connected_launchers:
-                    return _run(config, rundir, connected_launchers, resumed.times if resumed else 0)
+                with run_log(rundir.path):
+                    said(f"starts: pid {os.getpid()} on {socket.gethostname()}, sluice {release()}")
+                    with named("functions, environments and options are checked; ended by a limit of 120 s for each"):
+                        refuse(config)  # now, not after a warm start
+                    with _connected(config, launchers, resumed) as connected_launchers:
+                        return _run(config, rundir, connected_launchers, resumed.times if resumed else 0)
             except Exception as error:
                 if rundir.gone:  # the cause of any other error
                     raise UsageError(
@@ -120,10 +126,11 @@ def _run(config: Config, rundir: RunDir, launchers: Launchers, resumed: int) -> 
     for place in (SHARED_MEMORY, rundir.path):
         remove_stale(place)  # weight slots that killed runs left
     experiment = config_hash(config)
-    config = prepare(config, rundir.path / "assets")
-    if config.engine.frozen_engine and generates(config):
-        asyncio.run(check_frozen(config, load_tokenizer(config.train.hf_checkpoint)))
-    checkpoint = resumable_checkpoint(rundir.checkpoints, _print)
+    with named(f"models, tasks and checkpoints in {rundir.path} are made ready and verified; slow disks take longest"):
+        config = prepare(config, rundir.path / "assets")
+        if config.engine.frozen_engine and generates(config):
+            asyncio.run(check_frozen(config, load_tokenizer(config.train.hf_checkpoint)))
+        checkpoint = resumable_checkpoint(rundir.checkpoints, tell)
     if config.warm_start.warm_start_steps and checkpoint is None:
         if config.run.resume is None:
             rundir.write_config(resolved)
@@ -145,10 +152,6 @@ def _run(config: Config, rundir: RunDir, launchers: Launchers, resumed: int) -> 
             raise
         conclude(phase.recorder, phase.config, reason)
     return 130 if reason == "interrupted" else 0
-
-
-def _print(line: str) -> None:
-    sys.stderr.write(f"{line}\n")
 
 
 def _warm_start(config: Config, rundir: RunDir, launchers: Launchers) -> Config:
@@ -186,9 +189,10 @@ class Phase:
         checkpoint, manifest = resumed if resumed is not None else (None, None)
         self.checkpoint, self.manifest = checkpoint, manifest
         tokenizer = self.tokenizer = load_tokenizer(config.train.hf_checkpoint, config.data.chat_template_path)
-        self.prompts = training_prompts(config, tokenizer, rundir)
+        with named("rows of --prompt-data are read and counted; fewer rows take less: path@[0:1000]"):
+            self.prompts = training_prompts(config, tokenizer, rundir)
         self.eos_id = tokenizer.eos_ids[0] if tokenizer.eos_ids else None
-        self.config = with_stops(with_data(config, self.prompts, _print))
+        self.config = with_stops(with_data(config, self.prompts, tell))
         known = max(manifest.run_generation if manifest else 0, last_run_generation(rundir.ledger))
         self.run_generation = known + 1 if config.run.resume else 0
         self.snapshot = msgspec.json.decode(manifest.ledger, type=LedgerSnapshot) if manifest else None
@@ -241,7 +245,7 @@ class Phase:
 
         warming = self.config.train.loss_type == "sft_loss" and self.config.warm_start.warm_start_steps
         what = f"warm start of {self.config.rollout.num_rollout} supervised steps at the most" if warming else "run"
-        _print(f"{what} in {self.rundir.path}: starting its processes, which log to {self.rundir.logs}")
+        tell(f"{what} in {self.rundir.path}: starting its processes, which log to {self.rundir.logs}")
         try:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 return runner.run(self._main())

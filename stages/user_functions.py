@@ -1,26 +1,45 @@
-"""`python -m stages.user_functions grader=my_code:score filter=my_code:keep`: can a run call these functions?
+"""`python -m stages.user_functions try grader=my_code:score filter=my_code:keep`: can a run call these functions?
 
-Runs in a separate process, because a user's module may take memory, print, or end the process. Writes a JSON list of
-faults as the only line of its standard output.
+Runs in a separate process, because a user's module may take memory, print, or end the process. Writes the JSON lists of
+faults and of warnings as the only line of its standard output.
+
+With `try` each function is called once on a made-up group; with `import` none is. What works on tensors or rewards
+alone must not fail. Graders, filters and post-processing may rightly fail on made-up texts, or for want of a service:
+an exception is then a warning, unless it can come of nothing but the code.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import inspect
 import json
 import os
+import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final, NoReturn
 
-from models.import_path import ImportPathError, add_working_directory
-from stages.graders.grade import UnknownGraderError
-from stages.graders.registry import custom_grader
+from configs.schema import Config
+from configs.schema.algorithm import AlgorithmConfig
+from models.import_path import ImportPathError, add_working_directory, import_path, raised
+from stages.errors import UntrainableGroup
+from stages.graders.grade import GradeRequest, UnknownGraderError
+from stages.graders.registry import custom_grader, is_import_path
 from stages.group.filters import import_filter
+from stages.messages import Float32Array as Floats
+from stages.messages import Int32Array as Ids
+from stages.messages import PromptGroup, RolloutSlice, Sample, UInt8Array, VersionRun, wire
+from stages.reward.components import Row, Selection
 from stages.slime import hooks
+from stages.slime.types import SlimeArguments
+
+TRY_S: Final = 20  # for one call
 
 # kind -> (how to import it, what a fault begins with)
 KINDS: dict[str, tuple[Callable[[str], object], str]] = {
     "grader": (custom_grader, ""),
+    "group_grader": (custom_grader, ""),
     "filter": (import_filter, "--dynamic-sampling-filter-path: "),
     "generate": (hooks.generate_function, "--custom-generate-function-path: "),
     "source": (hooks.data_source, "--data-source-path: "),
@@ -29,31 +48,165 @@ KINDS: dict[str, tuple[Callable[[str], object], str]] = {
     "log": (hooks.rollout_log, "--custom-rollout-log-function-path: "),
     "eval_log": (hooks.eval_log, "--custom-eval-rollout-log-function-path: "),
     "rollout": (hooks.rollout_function, "--rollout-function-path: "),
+    "advantage": (import_path, "--advantage-estimator: "),
+    "policy_loss": (import_path, "--policy-loss: "),
+    "loss": (import_path, "--custom-loss-function-path: "),
+    "tis": (import_path, "--custom-tis-function-path: "),
 }
 
 
-def faults(functions: Sequence[str]) -> list[str]:
-    """One sentence for each of `kind=package.module:function` that cannot be imported or called."""
-    problems = []
+def functions_of(config: Config) -> tuple[str, ...]:
+    """Functions of the flags, as `kind=package.module:function`."""
+    selection, algorithm = Selection(config.reward), config.algorithm
+    names = [*selection.configured(), *([selection.group_grader(Row())] if config.reward.group_rm else [])]
+    paths = {
+        "filter": config.filter.dynamic_sampling_filter_path,
+        "generate": config.rollout.custom_generate_function_path,
+        "rollout": config.rollout.rollout_function_path,
+        "sample_filter": config.filter.rollout_sample_filter_path,
+        "post_process": config.reward.custom_reward_post_process_path,
+        "log": config.observe.custom_rollout_log_function_path,
+        "eval_log": config.observe.custom_eval_rollout_log_function_path,
+        "source": config.data.data_source_path,
+        "advantage": algorithm.advantage_estimator if ":" in algorithm.advantage_estimator else None,
+        "policy_loss": algorithm.policy_loss if ":" in algorithm.policy_loss else None,
+        "loss": algorithm.custom_loss_function_path,
+        "tis": config.correction.custom_tis_function_path,
+    }
+    found = (f"{kind}={path}" for kind, path in paths.items() if path is not None)
+    return (*graders_of(names, config), *found)
+
+
+def graders_of(names: Iterable[str], config: Config) -> tuple[str, ...]:
+    """Graders of the user among these names."""
+    kind = "group_grader" if config.reward.group_rm else "grader"
+    return tuple(dict.fromkeys(f"{kind}={name}" for name in names if is_import_path(name)))
+
+
+def made_up() -> RolloutSlice:
+    """A graded group of four rollouts, two of them right."""
+    group = PromptGroup(0, 0, 0, "1 + 1 =", wire([], Ids), "2", 4, 0)
+    samples = (
+        Sample(
+            index, "completed", "2" if index % 2 else "3", wire([1, 2, 3], Ids), 1, wire([0, 1, 1], UInt8Array),
+            wire([0.0, -0.5, -0.25], Floats), (VersionRun(-1, 1), VersionRun(0, 2)), turns=1, reward=index % 2 * 1.0,
+        )
+        for index in range(4)
+    )  # fmt: skip
+    return RolloutSlice(group, tuple(samples))
+
+
+def _grade(path: str, responses: tuple[str, ...] = ()) -> None:
+    request = GradeRequest(path, "" if responses else "2", "2", responses=responses, n_tokens=2, prompt="1 + 1 =")
+    grade = custom_grader(path)(request)
+    if grade.error is not None:
+        raise TypeError(grade.error)
+
+
+def _filter(path: str) -> None:
+    if inspect.iscoroutine(decision := import_filter(path)(made_up())):
+        asyncio.run(decision)
+
+
+def _sample_filter(path: str) -> None:
+    hooks.removed(hooks.sample_filter(path), SlimeArguments(), made_up())
+
+
+def _post_process(path: str) -> None:
+    from stages.train.batch import post_processed
+
+    slice_ = made_up()
+    post_processed(Config(), import_path(path), path, slice_, [(sample,) for sample in slice_.samples])
+
+
+def _advantage(path: str) -> None:
+    from models.algorithms.advantages import advantages
+
+    advantages(path, [0.0, 1.0, 0.0, 1.0], range(4))
+
+
+def _on_tokens(kind: str, path: str) -> None:
+    import torch
+
+    from models.algorithms.correction import custom_weights
+    from models.algorithms.losses import policy_loss_of
+    from models.algorithms.objective import GroupColumns, group_loss_of, group_objective
+    from models.algorithms.tokens import PolicyTokens
+
+    new = torch.linspace(-2.0, -0.5, 8, requires_grad=True)
+    old, each, rows = new.detach(), torch.ones(8), torch.arange(4)
+    mask, sequence = each.bool(), rows.repeat_interleave(2)
+    tokens = PolicyTokens(new, old, old - 0.1, each, mask, sequence, 4, old, each, each.long())
+    match kind:
+        case "policy_loss":
+            policy_loss_of(path)(tokens, AlgorithmConfig())
+        case "tis":
+            custom_weights(path, old * 0.1, tokens)
+        case _:
+            columns = GroupColumns(rows // 2, rows, rows % 2 * 1.0, 2, 4)
+            group_objective(tokens, columns, AlgorithmConfig(), group_loss_of(path))
+
+
+# kind -> (how to try it, whether any exception is a fault)
+TRIALS: Final[dict[str, tuple[Callable[[str], None], bool]]] = {
+    "grader": (_grade, False),
+    "group_grader": (lambda path: _grade(path, ("2", "3")), False),
+    "filter": (_filter, False),
+    "sample_filter": (_sample_filter, False),
+    "post_process": (_post_process, False),
+    "advantage": (_advantage, True),
+    "policy_loss": (lambda path: _on_tokens("policy_loss", path), True),
+    "loss": (lambda path: _on_tokens("loss", path), True),
+    "tis": (lambda path: _on_tokens("tis", path), True),
+}
+
+
+def _too_long(*_: object) -> NoReturn:
+    raise TimeoutError(f"it took longer than {TRY_S} s")
+
+
+def tried(kind: str, path: str) -> tuple[str, bool] | None:
+    """Call a function on a made-up group. What it raised, if anything, and whether that refuses the run."""
+    call, strict = TRIALS[kind]
+    signal.signal(signal.SIGALRM, _too_long)
+    signal.alarm(TRY_S)
+    try:
+        call(path)
+        return None
+    except Exception as error:
+        rejected = isinstance(error, UntrainableGroup) and error.__cause__ is None
+        broken = isinstance(error.__cause__ or error, NameError | ImportError)
+        sentence = f"{path} failed on a made-up group of 4 rollouts for the prompt '1 + 1 =': {raised(error)}"
+    finally:
+        signal.alarm(0)
+    refused = strict or rejected or broken
+    return f"{sentence}; mend it, or start with --no-try-functions" if refused else sentence, refused
+
+
+def faults(functions: Sequence[str], *, tries: bool = False) -> tuple[list[str], list[str]]:
+    """Faults and warnings, one sentence for each `kind=package.module:function` that cannot be imported or called."""
+    problems, warnings = list[str](), list[str]()
     for kind, _, path in (function.partition("=") for function in functions):
         importer, option = KINDS[kind]
         try:
             importer(path)
+            if tries and kind in TRIALS and (found := tried(kind, path)):
+                (problems if found[1] else warnings).append(f"{option}{found[0]}")
         except (ImportPathError, UnknownGraderError) as error:
             problems.append(f"{option}{error}")
         except SystemExit as error:
             problems.append(f"{kind} {path!r}: its module ended the process ({error}); import must only define things")
-    return problems
+    return problems, warnings
 
 
-def main(functions: Sequence[str]) -> int:
-    """Write the faults; what the user's modules print goes to the error output."""
+def main(arguments: Sequence[str]) -> int:
+    """Write faults and warnings; what the user's modules print goes to the error output."""
     add_working_directory()
     answers = os.dup(1)
     os.dup2(2, 1)
     with contextlib.redirect_stdout(sys.stderr):
-        problems = faults(functions)
-    os.write(answers, json.dumps(problems).encode() + b"\n")
+        found = faults(arguments[1:], tries=arguments[0] == "try")
+    os.write(answers, json.dumps(found).encode() + b"\n")
     return 0
 
 

@@ -28,6 +28,8 @@ class RunConfig(Section, frozen=True, kw_only=True):
     """continue the run in this directory from its last checkpoint"""
     runner: Literal["local", "inprocess", "ray"] = "local"
     """a process per stage replica, all in one process, or a process each on a Ray cluster"""
+    try_functions: bool = True
+    """call the user's graders, filters, advantages and losses once on a made-up group before anything starts"""
     deadline_s: Positive | None = None
     """finish in-flight work and stop after this many seconds"""
     drain_s: Positive = 30.0

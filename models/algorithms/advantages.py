@@ -48,7 +48,7 @@ from models.algorithms.returns import (
     whiten,
 )
 from models.errors import AlgorithmError, InconsistentGroup, InsufficientMembers
-from models.import_path import pick
+from models.import_path import pick, raised
 
 STD_EPSILON: Final = 1e-6
 
@@ -104,7 +104,7 @@ def advantages(
     except Exception as error:
         if ":" not in estimator:
             raise
-        raise InconsistentGroup(f"--advantage-estimator {estimator} raised {type(error).__name__}: {error}") from error
+        raise InconsistentGroup(f"--advantage-estimator {estimator} raised {raised(error)}") from error
     if result.shape != per_rollout.shape:
         raise InconsistentGroup(
             f"estimator {estimator!r} returned shape {list(result.shape)} for {per_rollout.size} rollouts: return one "

@@ -151,7 +151,7 @@ def importance_weights(tokens: PolicyTokens, correction: Correction, log_weight:
     exponent = spread(log_weight, tokens, correction.tis_level)
     raw = bounded_exp(exponent)
     if correction.custom_tis_function_path is not None:
-        weight = _custom(correction.custom_tis_function_path, log_weight, tokens)
+        weight = custom_weights(correction.custom_tis_function_path, log_weight, tokens)
     else:
         weight = _bounded(raw, log_weight, tokens, correction)
     weight = torch.where(tokens.mask, weight, torch.ones_like(weight))
@@ -187,7 +187,8 @@ def _bounded(raw: Tensor, log_weight: Tensor, tokens: PolicyTokens, correction: 
     return weight
 
 
-def _custom(path: str, log_weight: Tensor, tokens: PolicyTokens) -> Tensor:
+def custom_weights(path: str, log_weight: Tensor, tokens: PolicyTokens) -> Tensor:
+    """Weights [N] of the user's function. Raises `AlgorithmError` for another shape."""
     weight = pick("importance_weights", path, CUSTOM_WEIGHTS)(log_weight, tokens)
     if not isinstance(weight, Tensor) or weight.shape != log_weight.shape:
         shape = list(weight.shape) if isinstance(weight, Tensor) else type(weight).__name__

@@ -57,8 +57,8 @@ def table(status: RunStatus) -> str:
         ("groups", _groups(run.ledger)),
     ]
     lines = [_cut(f"{name:<10} {value}") for name, value in rows]
-    if run.advice:
-        lines += textwrap.wrap(run.advice, COLUMNS, initial_indent=f"{'advice':<11}", subsequent_indent=" " * 11)
+    for name, text in (("waits", status.waits), *(("alarm", alarm) for alarm in run.alarms), ("advice", run.advice)):
+        lines += textwrap.wrap(text, COLUMNS, initial_indent=f"{name:<11}", subsequent_indent=" " * 11)
     lines += ["", *_columns(_STAGES, [_stage(row, status.replicas.get(row.stage)) for row in run.stages])]
     if status.engines:
         lines += ["", *_columns(_ENGINES, [_engine(engine) for engine in status.engines])]

@@ -107,6 +107,7 @@ class RunStatus(Struct, frozen=True):
     replicas: dict[str, int] = {}  # by stage, as scaled; more may still be ending
     changes: tuple[Changed, ...] = ()
     advice: Advice | None = None  # None until enough was measured
+    waits: str = ""  # what waits for what, where nothing was trained for longer than --stall-notice-s
 
 
 class Reply(Struct, frozen=True):

@@ -139,7 +139,9 @@ class Waits:
         found, known = addresses(self.topic), entries(self.topic)
         newest = read_value(self.topic, "weights", WeightsAnnouncement)
         pending_s = self.view.pending_s()
-        for name in (spec.name for spec in self.placement.engines):
+        engines = [spec.name for spec in self.placement.engines]
+        yield from (f"{name} is not up: {why}" for name, why in self.lacking.items() if name not in engines)
+        for name in engines:
             if name not in found:
                 yield f"{name} is not up" + (f": {why}" if (why := self.lacking.get(name)) else "")
             elif (trouble := _trouble(known.get(name), newest)) is not None:
@@ -218,7 +220,9 @@ class Monitor:
             queues[stage] = queues.get(stage, 0) + hub.stats().queued
         self.recorder.observe(self.topic, queues, self.stage.capacity, self.stage.version)
         self.advice = self._advise()
-        self.recorder.view.advice = self.advice.sentence if self.advice is not None else ""
+        parts = [alarm.cure for alarm in self.recorder.health.active.values()]
+        parts += [self.advice.sentence] if self.advice is not None else []
+        self.recorder.view.advice = "; ".join(parts)
         self.display.update(self.recorder.view.snapshot(time.monotonic()))
         self._watch_engines()
         self._watch_progress()
@@ -247,6 +251,7 @@ class Monitor:
             replicas={row.stage: len(self.runner.replicas(row.stage)) for row in snapshot.stages},
             changes=tuple(self.recorder.changes),
             advice=self.advice,
+            waits=self.recorder.stalls.waits,
         )
 
     def _engine_statuses(self) -> tuple[EngineStatus, ...]:

@@ -128,6 +128,7 @@ class RunSnapshot:
     busiest: tuple[str, float] | None  # stage with the largest busy share now, and that share
     engines: tuple[EngineRow, ...] = ()
     advice: str = ""  # which stage to scale; empty until enough was measured
+    alarms: tuple[str, ...] = ()  # what goes wrong with the training: its name, a colon, the sentence
     supervised: bool = False  # labels are learnt: there is a loss, and neither reward nor staleness
     loss: float | None = None
 

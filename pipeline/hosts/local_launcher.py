@@ -19,6 +19,8 @@ import resource
 import signal
 import socket
 import sys
+import time
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -238,6 +240,7 @@ class LocalLauncher(Launcher):
         self.say = lambda line: None
         self.waiting = {}
         self.handles: dict[str, LocalHandle] = {}
+        self._starts = Counter[str]()
 
     def address(self, name: str) -> str:
         return HOST
@@ -275,6 +278,10 @@ class LocalLauncher(Launcher):
         if spec.gpus:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(spec.gpus)
         path = _log(self.rundir, spec.name)
+        self._starts[spec.name] += 1
+        with contextlib.suppress(OSError), path.open("a") as log:
+            now = time.strftime("%Y-%m-%d %H:%M:%S")
+            log.write(f"{now} controller {os.getpid()} starts {spec.name}, start {self._starts[spec.name]}\n")
         if self._kept is not None and spec.note:
             start = path.stat().st_size if path.exists() else 0
             kept = await self._kept.start(spec.name, spec.argv, env, path, spec.note)

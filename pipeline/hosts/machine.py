@@ -204,7 +204,8 @@ def _lines(log: Path, start: int) -> list[str]:
         end = file.seek(0, os.SEEK_END)
         file.seek(max(start, end - _TAIL_BYTES))
         text = file.read().decode(errors="replace")
-        return [visible(line.strip()) for line in text.splitlines() if line.strip()]
+        lines = (line.strip() for line in text.splitlines())  # the line of a start tells nothing of the end
+        return [visible(line) for line in lines if line and " starts: pid " not in line]
     return []
 
 

@@ -18,6 +18,7 @@ import fcntl
 import logging
 import os
 import secrets
+import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Collection
@@ -29,9 +30,10 @@ from msgspec import Struct
 
 from configs.schema import Config
 from models.fault_injection import FaultPlan, fault_plan
-from models.import_path import add_working_directory, import_path
+from models.import_path import add_working_directory, import_path, raised
 from models.train.trainer_group.rank_spec import MEETING, RankSpec, Rendezvous
 from pipeline.errors import exit_code, leaf, user_error
+from pipeline.facts.run_log import release
 from pipeline.facts.stats import CPU, STATS_PREFIX, StageStats
 from pipeline.facts.trace import TraceWriter
 from pipeline.hosts.launcher import SOCKETS
@@ -248,6 +250,8 @@ def main(argv: list[str]) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     add_working_directory()
     entry, name = from_command(argv)
+    where = f"pid {os.getpid()} on {socket.gethostname()}"
+    logging.info("%s starts: %s, sluice %s", name, where, release())
     is_rank = name.startswith("train-rank-")
     try:
         if is_rank:
@@ -256,13 +260,15 @@ def main(argv: list[str]) -> int:
             import uvloop
 
             uvloop.run(_run_replica_process(entry, name))
+        logging.info("%s ends: its work is done, or it is not needed any more", name)
     except BaseException as error:
         cause = leaf(error)
         if isinstance(cause, StreamFinished):  # other replicas took the work of this one, and the run is complete
             logging.info("%s ends: %s", name, cause)
             return 0
         logging.exception("%s failed", name)
-        logging.error("%s: %s", type(cause).__name__, user_error(cause) or cause)
+        known = user_error(cause)
+        logging.error("%s", raised(cause) if known is None else f"{type(cause).__name__}: {known}")
         if is_rank:
             logging.shutdown()
             os._exit(exit_code(cause))  # at once: threads of a broken process group may wait for ever

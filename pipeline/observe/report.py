@@ -12,6 +12,7 @@ from models.checkpoint import latest_checkpoint
 from models.disk import write_json
 from models.fault_injection import injected
 from pipeline.facts.run_directory import read_fleet
+from pipeline.facts.run_log import said
 from pipeline.facts.stats import visible
 from pipeline.facts.trace import merge
 from pipeline.observe.plot import plot_metrics_file
@@ -27,6 +28,7 @@ from pipeline.observe.summary import (
     summarise_reward,
     summarise_staleness,
 )
+from pipeline.record.best import best_text
 from pipeline.record.kept_files import uncertain_in
 from pipeline.record.recorder import Recorder
 from stages.sample_log import SAMPLES_FILE
@@ -63,6 +65,7 @@ def conclude(recorder: Recorder, config: Config, reason: str) -> RunSummary:
         resume_command=f"python launch.py --resume {rundir.path}" if reason != "finished" else None,
     )
     sys.stdout.write(f"{visible(text)}\n")
+    said(visible(text))
     return summary
 
 
@@ -98,7 +101,9 @@ def summarise(recorder: Recorder, config: Config, reason: str) -> RunSummary:
         groups=recorder.counts(),
         staleness=summarise_staleness(view.staleness, recorder.staleness_bound),
         reward=summarise_reward(recorder.rewards),
-        eval=summarise_evals(recorder.eval_points()),
+        eval=summarise_evals(recorder.points),
+        best=best_text(recorder.points, recorder.rundir.checkpoints),
+        alarms=tuple(recorder.health.active.values()),
         tokens_per_s=round(trained / training_s, 1) if training_s > 0 else 0.0,
         generated_tokens_per_s=round((trained + wasted) / training_s, 1) if training_s > 0 else 0.0,
         effective_training_time=round(recorder.effective.share(time.time()), 4),

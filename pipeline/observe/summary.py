@@ -21,6 +21,7 @@ from models.disk import read_file
 from pipeline.errors import UsageError
 from pipeline.facts.stats import Changed, LedgerCounts
 from pipeline.observe.table import duration, number, quantity
+from pipeline.record.health import Alarm
 from pipeline.record.stalls import OutageSummary, Stall
 from stages.train.batch_metrics import quantile
 
@@ -110,6 +111,8 @@ class RunSummary(Struct, frozen=True, kw_only=True):
     staleness: StalenessSummary
     reward: RewardSummary
     eval: EvalSummary = EvalSummary()
+    best: str = ""  # version by evaluation, with its checkpoint
+    alarms: tuple[Alarm, ...] = ()  # what goes wrong with the training at the end
     tokens_per_s: float = 0.0  # trained
     generated_tokens_per_s: float = 0.0
     effective_training_time: float | None = None  # share of the wall clock of all starts that ended in a step
@@ -227,6 +230,9 @@ def _results(summary: RunSummary) -> list[tuple[str, str]]:
     for name, found in summary.eval.sets.items():
         best = f" (best {number(found.best)} at version {found.best_version})" if found.best > found.last else ""
         rows.append((f"eval {name}", f"{number(found.first)} -> {number(found.last)}{best}"))
+    if summary.best:
+        rows.append(("best", summary.best))
+    rows += [("alarm", alarm.sentence) for alarm in summary.alarms]
     staleness = summary.staleness
     if staleness.mean is not None:
         bound = "" if staleness.bound is None else f", bound {staleness.bound}"

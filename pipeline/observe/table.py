@@ -7,6 +7,7 @@ gives it back whatever happens; a narrow terminal loses columns, never the step,
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
 from collections.abc import Sequence
 from statistics import fmean
@@ -18,6 +19,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from pipeline.facts.run_log import said
 from pipeline.facts.stats import EngineRow, RunSnapshot, StageRow
 
 _WIDE: Final = 108  # columns from which the table shows everything
@@ -49,12 +51,17 @@ class LiveTable:
 
     def note(self, message: str) -> None:
         """Show one line about something that happened: an evaluation, a checkpoint, a restart."""
-        self._notes.append(message)
+        self._notes.append(f"{clock()} {message}")
         self._draw()
 
     def _draw(self) -> None:
         if self._snapshot is not None:
             self._live.update(render(self._snapshot, self._console.width, tuple(self._notes)))
+
+
+def clock() -> str:
+    """The time of day."""
+    return time.strftime("%H:%M:%S")
 
 
 class PlainLog:
@@ -75,13 +82,11 @@ class PlainLog:
         due = snapshot.step // self._every > self._shown // self._every or snapshot.step == snapshot.total_steps
         if (due or not self._shown) and snapshot.step != self._shown:  # the first step too, long before the next line
             self._shown = snapshot.step
-            self._line(plain_line(snapshot))
+            said(line := plain_line(snapshot))
+            self.note(line)
 
     def note(self, message: str) -> None:
-        self._line(message)
-
-    def _line(self, text: str) -> None:
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self._console.print(f"{clock()} {message}", markup=False, highlight=False, soft_wrap=True)
 
 
 def open_display(live: bool | None, *, log_interval: int, console: Console | None = None) -> LiveTable | PlainLog:
@@ -109,6 +114,8 @@ def plain_line(snapshot: RunSnapshot) -> str:
     parts.append(f"wasted {snapshot.wasted_share:.1%}")
     if snapshot.ledger.failed:
         parts.append(f"failed {snapshot.ledger.failed}")
+    if snapshot.alarms:
+        parts.append(f"alarm {', '.join(alarm.partition(':')[0] for alarm in snapshot.alarms)}")
     return " | ".join([*parts, *_times(snapshot)])
 
 
@@ -255,7 +262,8 @@ def _footer(snapshot: RunSnapshot) -> list[RenderableType]:
     groups.append(f"{counts.failed} failed", style="bold red" if counts.failed else "")
     groups.append(f", {counts.discarded} discarded, {counts.open} in flight")
     advice = [Text(f"advice {snapshot.advice}", overflow="fold")] if snapshot.advice else []
-    return [reward, flow, groups, *advice]
+    alarms = [Text(f"alarm {alarm}", style="bold red", overflow="fold") for alarm in snapshot.alarms]
+    return [reward, flow, groups, *alarms, *advice]
 
 
 def _staleness(snapshot: RunSnapshot) -> str:

@@ -33,14 +33,16 @@ from models.engines.launch.options import dashed, router_faults, server_faults
 from models.errors import LaunchError
 from models.train.megatron.options import option_faults
 from pipeline.errors import Refused, UsageError, user_error
+from pipeline.facts.run_log import tell
 from pipeline.hosts.machine import ROOT, child_environment
 from stages.agents.worker import Hosted
 from stages.data.prompt_set import PromptSet
 from stages.data.rows import trusted_functions
 from stages.errors import FilterNameError
-from stages.graders.registry import is_import_path, listed_grader, outside, refusal
+from stages.graders.registry import listed_grader, outside, refusal
 from stages.group.filters import parse_filters
-from stages.reward.components import Row, Selection
+from stages.reward.components import Selection
+from stages.user_functions import functions_of, graders_of
 
 LIMIT_S = 120.0  # to import modules of the user, as a grader process has
 
@@ -153,11 +155,11 @@ def check_names(config: Config) -> None:
     except FilterNameError as error:
         faults.append(str(error))
     for rule in parse_rules(config.correction.rollout_rs):
-        sys.stderr.write(f"rejection: {rule.meaning}\n")  # the bounds of k1 are easily read the wrong way round
+        tell(f"rejection: {rule.meaning}")  # the bounds of k1 are easily read the wrong way round
     named = Selection(config.reward).configured()
     faults += _name_faults(config, named)
     if not faults:
-        check_functions(functions_of(config))
+        check_functions(functions_of(config), tries=config.run.try_functions)
     if faults:
         raise Refused(faults)
 
@@ -171,7 +173,8 @@ def check_graders(config: Config, names: Iterable[str]) -> None:
     if faults := [*_name_faults(config, named)]:
         raise Refused(faults)
     known = functions_of(config)  # functions of the flags were checked before the data
-    check_functions(tuple(function for function in graders_of(named) if function not in known))
+    found = tuple(function for function in graders_of(named, config) if function not in known)
+    check_functions(found, tries=config.run.try_functions)
 
 
 def _name_faults(config: Config, names: Iterable[str]) -> Iterator[str]:
@@ -193,39 +196,20 @@ def _needs_process(name: str) -> bool:
     return outside(name) is None and (grader is None or not grader.in_stage)
 
 
-def functions_of(config: Config) -> tuple[str, ...]:
-    """Functions of the flags, as `kind=package.module:function`."""
-    selection = Selection(config.reward)
-    names = [*selection.configured(), *([selection.group_grader(Row())] if config.reward.group_rm else [])]
-    paths = {
-        "filter": config.filter.dynamic_sampling_filter_path,
-        "generate": config.rollout.custom_generate_function_path,
-        "rollout": config.rollout.rollout_function_path,
-        "sample_filter": config.filter.rollout_sample_filter_path,
-        "post_process": config.reward.custom_reward_post_process_path,
-        "log": config.observe.custom_rollout_log_function_path,
-        "eval_log": config.observe.custom_eval_rollout_log_function_path,
-        "source": config.data.data_source_path,
-    }
-    return (*graders_of(names), *(f"{kind}={path}" for kind, path in paths.items() if path is not None))
-
-
-def graders_of(names: Iterable[str]) -> tuple[str, ...]:
-    """Graders of the user among these names."""
-    return tuple(dict.fromkeys(f"grader={name}" for name in names if is_import_path(name)))
-
-
-def check_functions(functions: tuple[str, ...]) -> None:
-    """Raises UsageError with all faults. Imports in another process, with the environment of the stages."""
+def check_functions(functions: tuple[str, ...], *, tries: bool) -> None:
+    """Raises UsageError with all faults. Imports in another process, with the environment of the stages; `tries`: and
+    calls each function there."""
     if not functions:
         return
-    command = [sys.executable, "-P", "-m", "stages.user_functions", *functions]
+    command = [sys.executable, "-P", "-m", "stages.user_functions", "try" if tries else "import", *functions]
     what = f"importing {', '.join(functions)}"
     output = _output(command, child_environment(1), what, "models or data at the first call")
     try:
-        faults = msgspec.json.decode(output, type=list[str])
+        faults, warnings = msgspec.json.decode(output, type=tuple[list[str], list[str]])
     except msgspec.DecodeError:
         raise UsageError(f"{what} ended its process without an answer; its error output stands above") from None
+    for warning in warnings:
+        tell(f"warning: {warning}; the run starts all the same")
     if faults:
         raise Refused(faults)
 
@@ -287,7 +271,7 @@ def prepare_sglang(config: Config, *, warn: bool = True) -> Installed:
     except LaunchError as error:
         raise UsageError(str(error)) from error
     for line in sglang_warnings(config, installed) if warn and "server" in wanted else ():
-        sys.stderr.write(f"warning: {line}\n")
+        tell(f"warning: {line}")
     return installed
 
 
@@ -332,7 +316,7 @@ def refusals(config: Config) -> list[str]:
         try:
             prepare_sglang(config)
         except NoSglang as error:
-            sys.stderr.write(f"warning: a run is refused here: {error}\n")
+            tell(f"warning: a run is refused here: {error}")
 
     return _faults(config, (check_names, check_trainer, check_environments, sglang, check_rows))
 

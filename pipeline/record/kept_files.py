@@ -90,7 +90,7 @@ def uncertain_in(directory: Path) -> int:
 MODEL_DIR: Final = "hf"
 
 
-def save_hf(checkpoint: Path, pattern: str, step: int) -> Path:
+def save_hf(checkpoint: Path, pattern: str, step: int, flag: str = "--save-hf") -> Path:
     """Copy the policy of a committed checkpoint to `pattern`, with `{step}` replaced; where it is now.
 
     Raises CheckpointError if the disk fails, or if something that is no such copy is in the way.
@@ -98,7 +98,7 @@ def save_hf(checkpoint: Path, pattern: str, step: int) -> Path:
     target = Path(pattern.replace("{step}", str(step))).expanduser()
     if target.exists() and not (target / "config.json").is_file():
         raise CheckpointError(
-            f"--save-hf {target} exists and is no model in Hugging Face format; move it away, or choose another place"
+            f"{flag} {target} exists and is no model in Hugging Face format; move it away, or choose another place"
         )
     draft, old = target.with_name(f".{target.name}.draft"), target.with_name(f".{target.name}.replaced")
     with explain_disk_errors(target, remove=draft):

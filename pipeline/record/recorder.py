@@ -19,12 +19,15 @@ from configs.graph import loops, path
 from configs.schema import Config
 from models.checkpoint import Manifest, commit_directory, final_path, manifests, prune, write_manifest
 from pipeline.facts.run_directory import RunDir
+from pipeline.facts.run_log import named, said
 from pipeline.facts.stats import STATS_PREFIX, Changed, LedgerCounts, StageStats, outage_text, visible
 from pipeline.facts.trace import TraceWriter
 from pipeline.record import journal
+from pipeline.record.best import VERSION, Point, best_text, evaluations, scores
 from pipeline.record.group_outcomes import GroupOutcomes
+from pipeline.record.health import Alarm, HealthWatch
 from pipeline.record.kept_files import forget_ended, forget_responses, keeps_responses, keeps_rollouts, save_hf
-from pipeline.record.metrics import Metrics
+from pipeline.record.metrics import Metrics, read_metrics
 from pipeline.record.stalls import OutageWatch, StallWatch
 from pipeline.record.view import RunView
 from stages.messages import CheckpointReady, EvalDone, Settled, StepDone
@@ -34,13 +37,6 @@ from stages.train.recovery import remove_superseded
 from transport import TopicServer
 
 BIAS_FILE = "bias.json"
-ESS_PAUSE_STEPS = 50  # between two warnings about the effective sample size
-
-
-def scores(report: EvalDone) -> list[tuple[str, int, float]]:
-    """(data set, version, score) of one evaluation; companions such as `eval/x-truncated_ratio` are left out."""
-    names = [n for n in report.metrics if n != "eval/time_s" and "-" not in n]
-    return [(name.removeprefix("eval/"), report.version, report.metrics[name]) for name in names]
 
 
 def _phase(config: Config) -> str:
@@ -94,8 +90,9 @@ class Recorder:
         )
         self.rewards: list[float] = []  # per step, over all groups graded for it, trained or not
         self.group_outcomes = GroupOutcomes(config.rollout.n_samples_per_prompt)
-        self._ess_warned_step: int | None = None
         self.evals: list[EvalDone] = []
+        self.points: list[Point] = []  # scores of complete evaluations, also before a resume
+        self.health = HealthWatch(config)
         self.versions: list[int] = []
         self.restarts: dict[str, int] = {}
         self.dead_letters: list[str] = []
@@ -116,6 +113,13 @@ class Recorder:
         if self._metrics is None:
             tensorboard = self.config.observe.use_tensorboard
             self._metrics = Metrics(self.rundir.path, tensorboard=tensorboard, resume_step=self._resume_step)
+            for row in read_metrics(self.rundir.metrics):  # of the starts before
+                points = evaluations([row])
+                self.points += points
+                for point in points:
+                    self.health.evaluated(*point)
+                if VERSION not in row:
+                    self.health.step(int(row["step"]), row)
         return self._metrics
 
     def __enter__(self) -> Recorder:
@@ -144,6 +148,7 @@ class Recorder:
 
     def say(self, line: str) -> None:
         """A line for the user."""
+        said(visible(line))
         self.lines(visible(line))
 
     # ------------------------------------------------------------------ RunHooks
@@ -160,6 +165,7 @@ class Recorder:
             self.group_outcomes.settled(report)
             if report.outcome != "trained":
                 self.view.wasted_tokens += report.tokens
+                self._report(self.health.ended(report.outcome, report.detail))
 
     async def step(self, report: StepDone) -> None:
         now = time.monotonic()
@@ -188,7 +194,7 @@ class Recorder:
         self._open_metrics().write(
             report.step, metrics, wall_s=self.wall_s, trained_tokens=self.view.snapshot(now).trained_tokens
         )
-        self._watch_ess(report)
+        self._report(self.health.step(report.step, metrics))
         await self._forget_responses()
 
     async def _forget_responses(self) -> None:
@@ -200,18 +206,10 @@ class Recorder:
             self._ended = [(step, group) for step, group in self._ended if step <= last]
             await asyncio.to_thread(forget_responses, self.rundir.episodes, ended)
 
-    def _watch_ess(self, report: StepDone) -> None:
-        """Warn, at intervals, when few of the trained tokens carry nearly all of the weight."""
-        bound, ess = self.config.correction.ess_warn, report.metrics.get("train/ess")
-        if ess is None or not ess < bound:
-            return
-        if self._ess_warned_step is not None and report.step - self._ess_warned_step < ESS_PAUSE_STEPS:
-            return
-        self._ess_warned_step = report.step
-        self.say(
-            f"step {report.step}: train/ess is {ess:.2f}, below --ess-warn {bound:g}: the policy is far from the one "
-            "that sampled; lower --async-buffer-size or --lr, or bound the weights more tightly with --tis-clip"
-        )
+    def _report(self, alarms: Sequence[Alarm]) -> None:
+        for alarm in alarms:
+            best = best_text(self.points, self.rundir.checkpoints)
+            self.say(f"step {self.health.at}: alarm {alarm.sentence}" + (f"; best so far: {best}" if best else ""))
 
     async def evaluated(self, report: EvalDone) -> None:
         self.evals.append(report)
@@ -219,8 +217,11 @@ class Recorder:
         values = {**report.metrics, "eval/version": float(report.version), "eval/complete": float(report.complete)}
         values["eval/lag_steps"] = float(max(snapshot.step - report.version, 0))
         self._open_metrics().write(report.version, values, wall_s=self.wall_s, trained_tokens=snapshot.trained_tokens)
-        for name, version, value in scores(report):
-            self.view.evaluated(name, version, value)
+        for point in scores(report.metrics, report.version):
+            self.view.evaluated(*point)
+            if report.complete:
+                self.points.append(point)
+                self._report(self.health.evaluated(*point))
         if not report.complete:
             self.say(f"evaluation of version {report.version} is incomplete: {report.detail}")
 
@@ -245,8 +246,9 @@ class Recorder:
             if keeps_rollouts(self.config):
                 forget_ended(self.rundir.episodes, manifests(self.rundir.checkpoints))
 
-        await asyncio.to_thread(self.journal.sync)  # after a kill behind the rename, a resume takes this checkpoint
-        await asyncio.to_thread(seal)
+        with named(f"checkpoint {final} is written; if its disk hangs, a kill and --resume end it"):
+            await asyncio.to_thread(self.journal.sync)  # after a kill behind the rename, a resume takes this checkpoint
+            await asyncio.to_thread(seal)
         self.journal.write(journal.Committed(report.step))
         self.committed, self._ended = report.step, []  # checkpoints decide on groups that ended before
         await asyncio.to_thread(self.journal.sync)
@@ -284,12 +286,9 @@ class Recorder:
         self.view.ledger = self.counts()
         self.view.gate = (self.ledger.open, capacity)
         self.view.version = version
+        self.view.alarms = tuple(alarm.sentence for alarm in self.health.active.values())
         self.view.engines(_engines(topic))
         self._differences = [entry.proof for entry in carrying(topic).values() if entry.proof is not None]
-
-    def eval_points(self) -> list[tuple[str, int, float]]:
-        """(data set, version, score) of every complete evaluation, in order."""
-        return [point for report in self.evals if report.complete for point in scores(report)]
 
     def counts(self) -> LedgerCounts:
         return LedgerCounts(admitted=self.ledger.admitted, open=self.ledger.open, **self.ledger.counts)

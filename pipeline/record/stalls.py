@@ -72,6 +72,11 @@ class StallWatch:
         self._waits = waits(quiet_s)
         return f"nothing was trained for {quiet_s:.0f} s: {self._waits}"
 
+    @property
+    def waits(self) -> str:
+        """The newest report, if nothing was trained since."""
+        return self._waits if self._reports else ""
+
     def stalls(self, now_s: float) -> tuple[Stall, ...]:
         """All reported stalls in their order, the present stall included."""
         self._close(now_s)

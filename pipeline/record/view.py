@@ -107,6 +107,7 @@ class RunView:
         self.most_engines = 0  # at once
         self.staleness: dict[int, int] = {}  # trained tokens by staleness, all steps
         self.advice = ""  # which stage to scale, in a sentence
+        self.alarms: tuple[str, ...] = ()
 
     def stage(self, stats: StageStats) -> None:
         """Take a replica's report."""
@@ -242,6 +243,7 @@ class RunView:
             busiest=busiest,
             engines=self.engine_rows(),
             advice=self.advice,
+            alarms=self.alarms,
         )
 
     def engine_rows(self) -> tuple[EngineRow, ...]:

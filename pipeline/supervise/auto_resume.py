@@ -27,6 +27,7 @@ from types import FrameType
 from typing import Final, NamedTuple
 
 from models.errors import SlotDirectoryError
+from pipeline.facts.run_log import run_log, tell
 from pipeline.hosts.die_with_parent import die_with
 from pipeline.hosts.kept_servers import KeptServers
 
@@ -112,6 +113,10 @@ class AutoResume:
         self._stop_signal = 0  # the newest signal by which the user wants it to end
         self._unsent: list[int] = []  # such signals that the child was not sent yet
 
+    def _say(self, line: str) -> None:
+        with run_log(self._run_dir, "auto-resume") if self._run_dir.is_dir() else contextlib.nullcontext():
+            tell(f"auto-resume: {line}")
+
     def run(self) -> int:
         """Wait for the end of the run; its exit code, 128 and its number for a signal."""
         for number in _PASSED_ON:
@@ -134,15 +139,19 @@ class AutoResume:
                 return _shell_code(code)
             lost, limit, window = self._budget.lost(), self._budget.limit, f"{WINDOW_S / 60:g} minutes"
             if lost > limit:
-                _say(f"the run ended {lost} times within {window}, last with {why}; it is not started again: continue "
-                     f"with --resume {self._run_dir}, or raise --auto-resume")  # fmt: skip
+                self._say(
+                    f"the run ended {lost} times within {window}, last with {why}; it is not started again: continue "
+                    f"with --resume {self._run_dir}, or raise --auto-resume"
+                )
                 return _shell_code(code)
             times += 1
             note, saved = "", self._saved()
             if self._servers is not None and saved == saved_before and self._servers.end():
                 note = ", with new engines, since it has saved nothing after its last start"  # one may be why
             saved_before = saved
-            _say(f"the run ended with {why}; {self._doing()}{note} (start {lost} of at most {limit} within {window})")
+            self._say(
+                f"the run ended with {why}; {self._doing()}{note} (start {lost} of at most {limit} within {window})"
+            )
             time.sleep(backoff_s(lost))
             if self._stopping():
                 return _shell_code(-self._stop_signal)
@@ -197,8 +206,3 @@ class AutoResume:
 
 def _shell_code(code: int) -> int:
     return code if code >= 0 else 128 - code
-
-
-def _say(line: str) -> None:
-    sys.stderr.write(f"auto-resume: {line}\n")
-    sys.stderr.flush()

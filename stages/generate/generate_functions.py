@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 
 from configs.schema import Config
+from models.import_path import raised
 from stages.base import Activity, outcome_of
 from stages.chat.messages import ChatFormatError, Message, ToolSchema
 from stages.chat.tokenizer import Tokenizer, load_tokenizer
@@ -127,7 +128,7 @@ class GenerateFunctions:
                 return (replace(sample, status="failed", error=f"{path} took longer than {limit_s:g} s"),)
             except Exception as error:
                 log.warning("%s failed on group %d: %r", path, group.group_id, error, exc_info=True)
-                return (replace(sample, status="failed", error=f"{path} raised {type(error).__name__}: {error}"),)
+                return (replace(sample, status="failed", error=f"{path} raised {raised(error)}"),)
         try:
             return returned_rollout(returned, session.samples(), sample, reward_key=self.config.reward.reward_key)
         except ReturnedError as error:

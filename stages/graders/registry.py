@@ -23,7 +23,7 @@ from functools import lru_cache, partial
 import msgspec
 
 from configs.schema.notation import nearest
-from models.import_path import ImportPathError, import_function
+from models.import_path import ImportPathError, import_function, raised
 from stages.graders import synthetic
 from stages.graders.code import code_grader
 from stages.graders.grade import (
@@ -279,7 +279,7 @@ def grade_request(request: GradeRequest) -> Grade:
             return failed(f"the sample has no label, which {request.grader!r} needs; check --label-key and the data")
         return grader.run(request)
     except (Exception, SystemExit) as error:  # a grader is the user's program; the sample fails with its error
-        return failed(f"{type(error).__name__}: {error}")
+        return failed(f"{raised(error)}")
 
 
 def choose_auto(labels: Iterable[str | None]) -> tuple[str, str]:

@@ -20,6 +20,7 @@ import numpy as np
 
 from configs.schema import Config
 from configs.schema.algorithm import ESTIMATORS, GROUP_RELATIVE
+from models.import_path import raised
 from stages.base import Stage, beside
 from stages.errors import FilterError
 from stages.group.filters import FilterDecision, FilterState, GroupFilter, resolve_filter
@@ -225,7 +226,7 @@ class GroupStage(Stage):
                 decision = await _decide(filter_, kept)
             except Exception as error:
                 self.activity.failures += 1
-                return settlement(slice_, "failed", f"group filter: {type(error).__name__}: {error}")
+                return settlement(slice_, "failed", f"group filter: {raised(error)}")
             if not decision.keep:
                 self.activity.count("filtered")
                 return settlement(slice_, "filtered", decision.reason or "filtered")
@@ -233,7 +234,7 @@ class GroupStage(Stage):
             try:
                 kept = removed(self._sample_filter, self._args, kept)
             except Exception as error:
-                detail = f"--rollout-sample-filter-path: {type(error).__name__}: {error}"
+                detail = f"--rollout-sample-filter-path: {raised(error)}"
                 return settlement(slice_, "failed", detail)
         self._state.passes(slice_.group)
         return kept

@@ -35,7 +35,7 @@ import numpy.typing as npt
 
 from configs.schema import Config, DataConfig
 from models.engines.noise import GOLDEN, mix64, mix_array
-from models.import_path import import_path
+from models.import_path import import_path, raised
 from stages.data.prompt_set import PreparedPrompt, Preparer
 from stages.data.rows import BadValue, LoadReport, RowKeys, normal_import_path, parse_row, trusted_functions
 from stages.errors import DataSourceError
@@ -268,6 +268,4 @@ class DrawnPrompts:
         except DataSourceError:
             raise
         except Exception as error:
-            raise DataSourceError(
-                f"--data-source-path {self.path}: {name} raised {type(error).__name__}: {error}"
-            ) from error
+            raise DataSourceError(f"--data-source-path {self.path}: {name} raised {raised(error)}") from error

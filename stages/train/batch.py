@@ -22,7 +22,7 @@ import xxhash
 from configs.schema import Config
 from models.algorithms.advantages import advantages
 from models.errors import InconsistentGroup, InsufficientMembers
-from models.import_path import import_path
+from models.import_path import import_path, raised
 from models.train.interface import TrainSequence
 from stages.base import Spans
 from stages.errors import UntrainableGroup
@@ -90,7 +90,7 @@ def _rollout_values(
         return np.ones(len(members))
     path = config.reward.custom_reward_post_process_path
     if path is not None:
-        return _post_processed(config, import_path(path), path, slice_, members)
+        return post_processed(config, import_path(path), path, slice_, members)
     algorithm = config.algorithm
     try:
         return advantages(
@@ -104,7 +104,7 @@ def _rollout_values(
         raise UntrainableGroup(str(error)) from error
 
 
-def _post_processed(
+def post_processed(
     config: Config, function: PostProcess, path: str, slice_: RolloutSlice, members: Sequence[Sequence[Sample]]
 ) -> npt.NDArray[np.float64]:
     """What the user's function makes of the returns of the rollouts, one number each; with slime's signature it is
@@ -120,9 +120,7 @@ def _post_processed(
             found = function([rollout_return(parts) for parts in members], last)
         values = np.asarray(found, dtype=np.float64)
     except Exception as error:
-        raise UntrainableGroup(
-            f"--custom-reward-post-process-path {path} raised {type(error).__name__}: {error}"
-        ) from error
+        raise UntrainableGroup(f"--custom-reward-post-process-path {path} raised {raised(error)}") from error
     if values.shape != (len(members),) or not np.isfinite(values).all():
         raise UntrainableGroup(
             f"--custom-reward-post-process-path {path} gave {values.tolist()!r:.200} for {len(members)} rollouts; it "

@@ -26,7 +26,7 @@ from typing import Final
 import numpy as np
 
 from configs.schema import Config
-from models.import_path import import_path
+from models.import_path import import_path, raised
 from stages.base import Activity, TrainOptions
 from stages.errors import BufferOrderError
 from stages.group.filters import FALLBACK, zero_std
@@ -163,9 +163,7 @@ class GroupBuffer:
         try:
             chosen = as_index(function(slices, step))
         except Exception as error:
-            raise BufferOrderError(
-                f"--buffer-order {self._order} raised {type(error).__name__}: {error}; {rule}"
-            ) from error
+            raise BufferOrderError(f"--buffer-order {self._order} raised {raised(error)}; {rule}") from error
         if not 0 <= chosen < len(slices):
             raise BufferOrderError(f"--buffer-order {self._order} returned {chosen}; {rule}")
         return chosen

@@ -8,6 +8,7 @@ import importlib
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -117,7 +118,12 @@ def finish(process: subprocess.Popen[str], run_dir: Path, timeout_s: float = 240
         logs = "\n".join(f"--- {p.name}\n{p.read_text()[-1500:]}" for p in sorted(run_dir.glob("logs/*.log")))
         messages = f"{out[-3000:]}\n{err[-3000:]}\n{logs}"
         raise AssertionError(f"the run did not end within {timeout_s} s\n{messages}") from None
-    return Finished(process.returncode, out, err, run_dir)
+    return Finished(process.returncode, untimed(out), err, run_dir)
+
+
+def untimed(out: str) -> str:
+    """What the terminal showed, without the time of day in front of its lines."""
+    return re.sub(r"^\d\d:\d\d:\d\d ", "", out, flags=re.MULTILINE)
 
 
 def launch(run_dir: Path, *flags: str, cwd: Path = ROOT, timeout_s: float = 240, **env: str) -> Finished:
@@ -140,7 +146,7 @@ def here(run_dir: Path, *flags: str, cwd: Path = ROOT) -> Finished:
     command = ["--run-dir", str(run_dir), *flags, "--runner", "inprocess"]
     with contextlib.chdir(cwd), importable(cwd), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = program.main(command)
-    return Finished(code, out.getvalue(), err.getvalue(), run_dir)
+    return Finished(code, untimed(out.getvalue()), err.getvalue(), run_dir)
 
 
 @contextlib.contextmanager

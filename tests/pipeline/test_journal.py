@@ -5,7 +5,9 @@ The journal's audit is the oracle of every fault test, so it has tests of its ow
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import os
 import re
 import resource
@@ -34,6 +36,7 @@ from models.weights.layout import read_layout
 from pipeline.control.client import _address
 from pipeline.errors import USER_ERRORS, UsageError
 from pipeline.facts.run_directory import RunDir, read_fleet
+from pipeline.facts.run_log import run_log, said, tell
 from pipeline.facts.trace import read_records
 from pipeline.observe.summary import read_summary
 from pipeline.record.journal import (
@@ -422,3 +425,36 @@ def test_a_run_leaves_the_weights_of_its_checkpoints_there(tmp_path: Path) -> No
     assert model.num_parameters() > 1000
     kept = (tmp_path / "run" / "checkpoints" / "step-00000004" / "hf" / "model.safetensors").read_bytes()
     assert (tmp_path / "out" / "4" / "model.safetensors").read_bytes() == kept
+
+
+# ------------------------------------------------------------------ run.log
+
+
+def test_the_log_of_a_run_goes_on_over_starts_and_keeps_warnings_and_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with run_log(tmp_path):
+        tell("one")
+        logging.getLogger("some.library").warning("careful")
+    with contextlib.suppress(ZeroDivisionError), run_log(tmp_path):
+        said("two")
+        raise ZeroDivisionError("of a defect")
+    lines = [line.split(" controller: ") for line in (tmp_path / "run.log").read_text().splitlines()]
+    assert [text for _, text in lines] == ["one", "careful", "two", "ends: ZeroDivisionError: of a defect"]
+    assert all(re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3}", time) for time, _ in lines)
+    assert capsys.readouterr().err.startswith("one\n"), "the log stands beside the terminal"
+    monkeypatch.setattr("pipeline.facts.run_log.MOST_BYTES", 1000)
+    with run_log(tmp_path):
+        for number in range(100):
+            said(f"line {number}")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run.log", "run.log.1"]
+    assert all(path.stat().st_size <= 1000 for path in tmp_path.iterdir())
+    assert (tmp_path / "run.log").read_text().endswith("line 99\n")
+
+
+@pytest.mark.parametrize("place", ["/dev/full", "/proc/none/run.log"])
+def test_a_log_without_room_ends_nothing(tmp_path: Path, place: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run.log").symlink_to(place)
+    with run_log(tmp_path):
+        tell("shown")
+    assert capsys.readouterr().err == "shown\n"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -17,7 +18,20 @@ from typing import Any
 import msgspec
 import psutil
 import pytest
-from launching import NO_DATA, ROOT, SIMULATED, SMALL, Finished, finish, here, launch, made_model, start, succeed_here
+from launching import (
+    NO_DATA,
+    ROOT,
+    SIMULATED,
+    SMALL,
+    Finished,
+    finish,
+    here,
+    importable,
+    launch,
+    made_model,
+    start,
+    succeed_here,
+)  # fmt: skip
 from test_kill import wait_for_steps
 
 from configs.command_line import parse
@@ -36,6 +50,7 @@ from pipeline.preflight.refusals import (
     sglang_parts,
     sglang_warnings,
 )
+from stages.user_functions import faults
 from tests.models.engines.launch.fake_environment import FakeEnvironment
 
 MEGATRON = ("--train-backend", "megatron", "--megatron-bucket-sze", "5")
@@ -131,6 +146,85 @@ def test_functions_of_the_user_are_imported_and_inspected_for_their_signature(
     with pytest.raises(UsageError, match=r"ended its process \(exit status 3\)"):
         check_graders(config(), ["my_ending:score"])
     assert "my_code" not in sys.modules
+
+
+FAULTY = """
+import numpy as np
+
+def adv(rewards, *, normalize_std): return np.zeros(7)
+def loss(tokens, groups, config): raise KeyError("my loss is broken")
+def policy_loss(tokens, config): return 1 / 0
+def tis(log_weight, tokens): return log_weight[:2]
+def post(rewards, samples): return [1.0]
+def unknown(response, label, metadata): return undefined_name
+def asks(response, label, metadata): raise ConnectionRefusedError("no service here")
+async def reads(response, label, metadata): return metadata["answer"]
+def hangs(response, label, metadata):
+    import time
+    time.sleep(60)
+def keep(group): return {}["a"]
+async def keep_later(group): return group.samples[9]
+def mark(args, groups): raise ValueError("no such group")
+def good(response, label, metadata): return float(response == label)
+def good_group(responses, label, metadata): return [1.0 for _ in responses]
+def good_adv(rewards, *, normalize_std): return rewards - rewards.mean()
+def good_loss(tokens, groups, config): return -tokens.log_probs * groups.reward[tokens.sequence]
+"""
+
+
+@pytest.mark.parametrize(
+    ("functions", "words"),
+    [
+        (["advantage=my_faults:adv"], "--advantage-estimator: .*adv failed on a made-up group .*shape .7. for 4"),
+        (["loss=my_faults:loss"], "--custom-loss-function-path: .*'my loss is broken' .{here}:5 in loss.; mend it, or"),
+        (["policy_loss=my_faults:policy_loss"], "--policy-loss: .*ZeroDivisionError: .*{here}:6 in policy_loss"),
+        (["tis=my_faults:tis"], r"--custom-tis-function-path: .*returned .2.: return one weight for each of the 8"),
+        (["post_process=my_faults:post"], r"--custom-reward-post-process-path: .*gave .1.0. for 4 rollouts"),
+        (["grader=my_faults:unknown"], "NameError: name 'undefined_name' is not defined .{here}:9 in unknown"),
+        (["loss=my_faults:good_loss", "grader=my_faults:good", "group_grader=my_faults:good_group",
+          "advantage=my_faults:good_adv"], ""),
+    ],
+)  # fmt: skip
+def test_functions_of_the_user_are_tried_before_anything_starts(
+    functions: list[str], words: str, tmp_path: Path
+) -> None:
+    (tmp_path / "my_faults.py").write_text(FAULTY)
+    with importable(tmp_path):
+        found, warnings = faults(functions, tries=True)
+        assert faults(functions) == ([], []), "--no-try-functions"
+    assert not warnings
+    assert len(found) == bool(words)
+    assert not words or re.search(words.replace("{here}", str(tmp_path / "my_faults.py")), found[0]), found
+
+
+def test_what_may_work_in_the_run_is_a_warning_with_the_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A service that does not run yet, rows and responses that no made-up group has."""
+    monkeypatch.setattr("stages.user_functions.TRY_S", 1)
+    (tmp_path / "my_faults.py").write_text(FAULTY)
+    names = ["grader=my_faults:asks", "grader=my_faults:reads", "grader=my_faults:hangs", "filter=my_faults:keep"]
+    names += ["filter=my_faults:keep_later", "sample_filter=my_faults:mark"]
+    with importable(tmp_path):
+        found, warnings = faults(names, tries=True)
+    assert found == []
+    assert [re.sub(r" failed on .*?: (.*) \(.*:(\d+) in .*", r" | \1 | \2", line) for line in warnings] == [
+        "my_faults:asks | ConnectionRefusedError: no service here | 10",
+        "my_faults:reads | KeyError: 'answer' | 11",
+        "my_faults:hangs | TimeoutError: it took longer than 1 s | 14",
+        "--dynamic-sampling-filter-path: my_faults:keep | KeyError: 'a' | 15",
+        "--dynamic-sampling-filter-path: my_faults:keep_later | IndexError: tuple index out of range | 16",
+        "--rollout-sample-filter-path: my_faults:mark | ValueError: no such group | 17",
+    ]
+
+
+@pytest.mark.slow
+def test_a_run_tries_functions_in_a_process_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_faults.py").write_text(FAULTY)
+    monkeypatch.chdir(tmp_path)
+    flags = ["--advantage-estimator", "my_faults:adv"]
+    with pytest.raises(UsageError, match=r"--advantage-estimator: my_faults:adv failed on a made-up group"):
+        check_names(config(*flags))
+    check_names(config(*flags, "--no-try-functions"))
+    assert "my_faults" not in sys.modules
 
 
 def test_right_names_pass_and_rules_are_explained(capsys: pytest.CaptureFixture[str]) -> None:

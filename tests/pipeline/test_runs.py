@@ -52,6 +52,11 @@ def test_an_async_run_leaves_everything_behind(tmp_path: Path) -> None:
     assert {"generate", "group", "train"} <= {e["name"] for e in trace["traceEvents"]}
     assert list((run_dir / "tensorboard").iterdir())
     assert "Next:" in done.out
+    for name in ("generate-0", "train-0", "reward-0"):
+        log = (run_dir / "logs" / f"{name}.log").read_text()
+        assert re.search(rf"^\S+ \S+ controller \d+ starts {name}, start 1$", log, re.MULTILINE)
+        assert re.search(rf"{name} starts: pid \d+ on \S+, sluice \d", log)
+        assert f"{name} ends: its work is done" in log
     assert str(run_dir) in done.out
     check_model_generates(run_dir)
 

@@ -11,7 +11,10 @@ import contextlib
 import json
 import re
 import threading
+import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,17 +33,23 @@ from configs.schema import Config
 from configs.schema.rollout import EngineConfig, SimulatedEngineConfig
 from models.import_path import import_path
 from models.tiny import make_tiny_checkpoint
-from pipeline.graph import STAGES, message_bytes, stream_spec
+from pipeline.control.client import table
+from pipeline.control.monitor import Waits
+from pipeline.facts.run_log import named, run_log
+from pipeline.graph import STAGES, Graph, build, message_bytes, stream_spec
 from pipeline.hosts.worker import ReplicaSpec, run_replica
 from pipeline.record.stalls import MOST_KEPT, Stall, StallWatch
 from pipeline.supervise.lifecycle import DeadLetters
 from stages.base import MapStage
 from stages.group.stage import GroupStage
-from stages.messages import RolloutSlice, Settled
+from stages.messages import RolloutSlice, Settled, WeightsAnnouncement
 from stages.staleness_gate import StalenessGate
+from stages.topic_values import EngineAddress, EngineEntry
 from tests.hostile_engine import SpoiltEngine, never, serving
-from tests.stages.stage_rig import join, make_context, make_sample, make_slice, open_rig, running, take
-from transport import DeadLetter, StreamSpec
+from tests.pipeline.control.test_commands import STATUS
+from tests.stages.stage_rig import join, make_config, make_context, make_sample, make_slice, open_rig, running, take
+from tests.transport.memory_link import MemoryNetwork, MemoryNode
+from transport import DeadLetter, Held, StreamSpec
 
 QUICK = ["--stall-notice-s", "0.4"]
 
@@ -95,6 +104,105 @@ def test_of_many_stalls_the_longest_are_kept() -> None:
     kept = watch.stalls(now_s)
     assert len(kept) == MOST_KEPT
     assert max(stall.seconds for stall in kept) == 3
+
+
+# ------------------------------------------------------------------ each thing that can be waited for has its words
+
+
+@dataclass
+class Scene:
+    """A run that stands still, by what the controller knows of it."""
+
+    trainer_up: bool = True
+    busy: float = 0.0
+    held: dict[str, tuple[str, str]] = field(default_factory=dict)  # stream -> (key, holder) of a message
+    unattended: str = ""  # stream
+    address: bool = True
+    entry: dict[str, Any] | None = field(default_factory=lambda: {"state": "serving", "version": 3})
+    newest: int = 3
+    pending_s: float = 0.0
+    lacking: dict[str, str] = field(default_factory=dict)
+
+    async def sentence(self) -> str:
+        config = make_config()
+        graph = build(config)
+        place = SimpleNamespace(graph=graph, config=config, engines=[SimpleNamespace(name="engine-0")])
+        ledger, gate = SimpleNamespace(open=1), SimpleNamespace(batch=2)
+        stage = SimpleNamespace(
+            trainer_up=self.trainer_up, steps=4, gate=gate, ledger=ledger, capacity=1, version=3, evals_pending=False
+        )
+        row = SimpleNamespace(stage="train", busy=self.busy)
+        snapshot = SimpleNamespace(stages=[row])
+        view = SimpleNamespace(snapshot=lambda _: snapshot, pending_s=lambda: {"engine-0": self.pending_s})
+        async with MemoryNode("run", "test", MemoryNetwork()) as node:
+            topic = await node.topic_server("topic")
+            if self.address:
+                topic.publish("engine/engine-0", msgspec.msgpack.encode(EngineAddress("engine-0", "", 0)))
+            if self.entry is not None:
+                entry = EngineEntry("engine-0", "", 0, run_generation=0, **self.entry)
+                topic.publish("directory/engine-0", msgspec.msgpack.encode(entry))
+            topic.publish("weights", msgspec.msgpack.encode(WeightsAnnouncement(0, self.newest, "", "", 0)))
+            parts: Any = SimpleNamespace(
+                config=config, graph=graph, placement=place, stage=stage, hubs=self.hubs(graph), topic=topic,
+                launcher=SimpleNamespace(waiting=self.lacking), recorder=SimpleNamespace(view=view),
+            )  # fmt: skip
+            return Waits(parts).sentence(1000.0, 60.0)
+
+    def hubs(self, graph: Graph) -> dict[str, Any]:
+        hubs: dict[str, Any] = {}
+        for stream in graph.streams:
+            items = [Held(key, holder, 70.0) for key, holder in [self.held.get(stream.name, ("", ""))] if key]
+            stats = SimpleNamespace(queued=int(stream.name == self.unattended), consumers=0)
+            hubs[stream.name] = SimpleNamespace(held=partial(list, items), stats=partial(lambda found: found, stats))
+        return hubs
+
+
+NODE = "no node of the cluster has 1 GPU free"
+
+
+@pytest.mark.parametrize(
+    ("scene", "words"),
+    [
+        (Scene(trainer_up=False), "train is starting, or loads its model"),
+        (Scene(busy=0.9), "train computes batch 5"),
+        (Scene(held={"group": ("7/0/1", "")}), "train waits for groups, it has 0 of 2; 1 groups are under way"),
+        (Scene(held={"generate": ("7/0/1", "generate-0")}), "generate-0 has had group 7 for 70 s (--request-timeout"),
+        (Scene(held={"reward": ("7/0/1", "reward-0")}), "reward-0 has had group 7 for 70 s (--reward-deadline-s"),
+        (Scene(unattended="reward"), "1 messages wait for reward, of which no replica answers"),
+        (Scene(address=False), "engine-0 is not up"),
+        (Scene(address=False, lacking={"engine-0": NODE}), f"engine-0 is not up: {NODE}"),
+        (Scene(lacking={"reward-1": NODE}), f"reward-1 is not up: {NODE}"),
+        (Scene(entry=None), "engine-0 has no weights yet"),
+        (Scene(entry={"state": "away", "version": 3, "detail": "no answer"}), "engine-0 is left out: no answer"),
+        (Scene(newest=4), "engine-0 has version 3 and lacks version 4"),
+        (Scene(pending_s=70.0), "engine-0 has not answered a request for 70 s"),
+    ],
+)  # fmt: skip
+async def test_what_a_run_waits_for_has_a_name(scene: Scene, words: str) -> None:
+    assert words in await scene.sentence()
+
+
+def test_what_stands_still_outside_the_event_loop_has_a_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The start, and a disk that does not answer: nothing else of the process runs."""
+    with run_log(tmp_path), named("checkpoint 7 is written; a kill ends it", notice_s=0.02):
+        while "waiting for" not in (shown := capsys.readouterr().err):
+            time.sleep(0.01)
+    assert " s: checkpoint 7 is written; a kill ends it\n" in shown
+    assert "controller: waiting for 0 s: checkpoint 7 is written" in (tmp_path / "run.log").read_text()
+    with named("quick", notice_s=60):
+        capsys.readouterr()
+    assert capsys.readouterr().err == ""
+
+
+def test_a_wait_that_lasts_is_in_the_status_until_it_is_over() -> None:
+    watch = StallWatch(60, 1000, started_s=0.0)
+    for now_s, done, waits in ((0, 0, ""), (50, 0, ""), (61, 0, "reward-0 has had group 7"), (70, 1, "")):
+        watch.look(now_s, done, 0, lambda _: "reward-0 has had group 7")
+        assert watch.waits == waits
+    shown = msgspec.structs.replace(STATUS, waits="reward-0 has had group 7")
+    assert "waits      reward-0 has had group 7" in table(shown)
 
 
 # ------------------------------------------------------------------ things that hang
@@ -283,6 +391,12 @@ def test_simulated_engine_and_trainer(tmp_path: Path) -> None:
     ends = [e for e in events if e.get("flow_in") and e["pid"] == train]
     assert len(ends) >= GROUPS, "arrows end where a group is trained"
     assert f"run in {tmp_path / 'run'}: starting its processes, which log to " in done.err
+    log = (tmp_path / "run" / "run.log").read_text().splitlines()
+    stamped = [re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} controller: (.*)", line) for line in log]
+    kept = {match[1] if match else line for match, line in zip(stamped, log, strict=True)}
+    shown = {*done.out.splitlines(), *done.err.splitlines()} - kept
+    assert all(line.startswith(("staleness: ", "warning: ")) for line in shown), "only what comes before the directory"
+    assert any("starts: pid " in line for line in kept)
 
 
 def test_embedded_engine_and_torch(tmp_path: Path) -> None:

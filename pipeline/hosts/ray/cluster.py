@@ -11,7 +11,6 @@ import contextlib
 import os
 import signal
 import socket
-import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any, Final
@@ -20,6 +19,7 @@ import msgspec
 
 from configs.schema import Config, generates
 from pipeline.errors import UsageError
+from pipeline.facts.run_log import tell
 from pipeline.hosts.launcher import SharedFiles
 from pipeline.hosts.machine import ROOT
 from pipeline.hosts.ray.actor import ANSWER_TIMEOUT_S, PlacedActor, ProcessActor, first_line, gone
@@ -59,9 +59,9 @@ def connected(config: Config) -> Iterator[RayPlacement]:
                 "HTTP: whoever can read it reads prompts, responses and the engines' token; add --allow-plain-engines "
                 "on a network that you trust"
             )
-        sys.stderr.write(f"ray: {'; '.join(node.words() for node in found)}\n")
+        tell(f"ray: {'; '.join(node.words() for node in found)}")
         for note in placements.check(found):
-            sys.stderr.write(f"warning: {note}\n")
+            tell(f"warning: {note}")
         yield placements
     finally:
         ray.shutdown()

@@ -6,6 +6,7 @@ Golden numbers over a made-up run, on wide and narrow terminals; colours of toke
 from __future__ import annotations
 
 import io
+import re
 from pathlib import Path
 from typing import Any
 
@@ -194,7 +195,8 @@ def test_plain_lines_come_once_per_interval_and_unwrapped() -> None:
         for step in (9, 10):
             view.step(step, at_s=T0 + 5 * step, metrics={}, tokens=1, staleness={})
             display.update(view.snapshot(T0 + 60))
-    lines = out.getvalue().splitlines()
+    assert all(re.match(r"\d\d:\d\d:\d\d ", line) for line in out.getvalue().splitlines())
+    lines = [line[9:] for line in out.getvalue().splitlines()]
     assert [line.split(" | ")[0] for line in lines] == [
         "step 4/10",
         "replica [reward-1] restarted",

@@ -1,0 +1,92 @@
+"""`run.log` in the run directory: all that the controller's terminal said, with date and time, over all starts.
+
+    2026-11-25 12:00:03.512 controller: step 10/500 | reward 0.412 | ...
+
+Lines come by `tell`, `said` and from the warnings of any logger of this process. A live table is not repeated here.
+Invariants: a line is written once, at once; a disk that is full, or a directory that is gone, loses lines of the log
+and never ends the run; the log and the older file beside it have at most `MOST_BYTES` each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import threading
+import time
+import tomllib
+from collections.abc import Iterator
+from importlib.metadata import version
+from logging.handlers import RotatingFileHandler
+from pathlib import Path
+from typing import Final
+
+RUN_LOG: Final = "run.log"
+MOST_BYTES: Final = 8 << 20
+LINE: Final = "%(asctime)s.%(msecs)03d {}: %(message)s"
+
+_said = logging.getLogger("sluice.said")
+_said.setLevel(logging.INFO)
+
+
+class _Log(RotatingFileHandler):
+    def handleError(self, record: logging.LogRecord) -> None:
+        """A log that cannot be written is lost: the run itself may still go on."""
+
+
+def said(line: str) -> None:
+    """Keep a line that the terminal showed."""
+    _said.info(line)
+
+
+def tell(line: str) -> None:
+    """Show a line on the error output, and keep it."""
+    sys.stderr.write(f"{line}\n")
+    said(line)
+
+
+@contextlib.contextmanager
+def named(what: str, notice_s: float = 60.0) -> Iterator[None]:
+    """Names, each minute, what this process does or waits for in the block, also where its event loop stands still."""
+    began, ended = time.monotonic(), threading.Event()
+
+    def name() -> None:
+        while not ended.wait(notice_s):
+            tell(f"waiting for {time.monotonic() - began:.0f} s: {what}")
+
+    thread = threading.Thread(target=name, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+@contextlib.contextmanager
+def run_log(directory: Path, process: str = "controller") -> Iterator[None]:
+    """Keeps what is said during the block, with warnings of libraries, which also go to the error output."""
+    log, errors, root = _Log(directory / RUN_LOG, "a", MOST_BYTES, 1, delay=True), logging.StreamHandler(), _said.root
+    log.setFormatter(logging.Formatter(LINE.format(process), "%Y-%m-%d %H:%M:%S"))
+    errors.setLevel(logging.WARNING)
+    handlers: tuple[logging.Handler, ...] = (log,) if root.handlers else (log, errors)
+    for handler in handlers:
+        root.addHandler(handler)
+    try:
+        yield
+    except BaseException as error:
+        said(f"ends: {type(error).__name__}: {error}")
+        raise
+    finally:
+        for handler in handlers:
+            root.removeHandler(handler)
+        with contextlib.suppress(OSError):  # what a full disk did not take
+            log.close()
+
+
+def release() -> str:
+    """The version of this program."""
+    project = Path(__file__).resolve().parents[2] / "pyproject.toml"
+    if not project.is_file():  # installed from a wheel
+        return version("sluice")
+    return str(tomllib.loads(project.read_text(encoding="utf-8"))["project"]["version"])
