@@ -6,8 +6,9 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import Final
 
 import msgspec
 
@@ -30,7 +31,7 @@ class UnreadableFile(OSError):
         return f"{self.filename}: {self.strerror}"
 
 
-def open_file(path: Path) -> BinaryIO:
+def open_file(path: Path) -> BufferedReader:
     """A regular file, open for reading; a link is followed. Never waits, as opening a named pipe would.
 
     Raises UnreadableFile for a directory, a named pipe or a device, and OSError.

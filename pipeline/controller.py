@@ -171,10 +171,14 @@ class Controller:
             self._check_drain()
             if self.rundir.gone:  # a write may recreate its directory: no error, and nothing kept
                 raise FileNotFoundError(errno.ENOENT, "the run directory is gone", str(self.rundir.path))
+            if not self._sockets_gone and (fault := self.rundir.keep_sockets()):
+                self._sockets_gone = True
+                self.recorder.say(fault)
             if replicas.done():  # every replica ended although the ledger is open
                 raise DrainTimeout(f"all replicas ended with {self._remaining()}")
 
     _drain_since: float | None = None
+    _sockets_gone = False
 
     def _check_drain(self) -> None:
         if self.stage.draining is None:

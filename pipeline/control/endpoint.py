@@ -201,14 +201,14 @@ class ControlServer:
     async def _answered(self, line: bytes) -> Reply:
         try:
             token = msgspec.json.decode(line, type=UnverifiedRequest).token
-        except (msgspec.MsgspecError, UnicodeDecodeError):
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             return Reply(False, ("a request is one line of JSON with token and command",))
         if not hmac.compare_digest(token.encode(), self._token.encode()):
             log.warning("a request with a wrong token was refused")
             return REFUSED
         try:
             command = msgspec.json.decode(line, type=Request).command
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, RecursionError) as error:
             return Reply(False, (f"the command cannot be read: {error}",))
         try:
             async with asyncio.timeout(ANSWER_S):

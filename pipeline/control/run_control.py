@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Final
@@ -163,7 +164,7 @@ class RunControl:
 
     async def _set(self, changes: Mapping[str, str]) -> tuple[str, ...]:
         self._check_started()
-        config, changed = await asyncio.to_thread(with_settings, self.rundir, changes)
+        config, changed = await asyncio.to_thread(with_settings, self.rundir, changes, self.runner.config)
         if not changed:
             return ("nothing differs from what is set",)
         bound = config.asynchrony.max_staleness or 0
@@ -219,8 +220,9 @@ def keep(rundir: RunDir, config: Config, running: Config) -> None:
     rundir.write_config(dump_toml(msgspec.structs.replace(config, run=run)))
 
 
-def with_settings(rundir: RunDir, changes: Mapping[str, str]) -> tuple[Config, dict[str, object]]:
-    """The changed configuration, and the settings that differ by their key. Raises ConfigError or UsageError."""
+def with_settings(rundir: RunDir, changes: Mapping[str, str], running: Config) -> tuple[Config, dict[str, object]]:
+    """The changed configuration, and the settings that differ by their key. `running`: with which the processes were
+    started. Raises ConfigError or UsageError."""
     names = {name: _name(name) for name in changes}
     given: list[str] = []
     for name, value in changes.items():
@@ -238,7 +240,8 @@ def with_settings(rundir: RunDir, changes: Mapping[str, str]) -> tuple[Config, d
             f"{', '.join(changes)} would change {', '.join(sorted(others))} as well; resume the run with it"
         )
     _check_filters(before, after)
-    _check_learning_rate(before, after)
+    if after.train.lr != before.train.lr:
+        _check_learning_rate(running, after)
     _check_sampling(after, changed.keys())
     return after, {key: value for key, value in changed.items() if key not in FOLLOWS}
 
@@ -284,13 +287,17 @@ def _check_sampling(config: Config, changed: AbstractSet[str]) -> None:
         )
 
 
-def _check_learning_rate(before: Config, after: Config) -> None:
-    """The schedule is scaled as a whole; a resume would move its upper end alone."""
-    train = after.train
-    if train.lr != before.train.lr and train.min_lr and train.lr_decay_style != "constant":
+def _check_learning_rate(running: Config, after: Config) -> None:
+    """The schedule is scaled as a whole, by a factor of what the run was started with; a resume would move its upper
+    end alone."""
+    train, started = after.train, running.train.lr
+    if train.min_lr and train.lr_decay_style != "constant":
         raise UsageError(
             f"lr decays to --min-lr {train.min_lr:g} (--lr-decay-style {train.lr_decay_style}), and would be scaled "
             "together with it; drain the run and resume it with --lr"
         )
-    if train.lr != before.train.lr and not before.train.lr:
-        raise UsageError("lr is 0, of which no factor makes another one; drain the run and resume it with --lr")
+    if train.lr != started and not (started and math.isfinite(train.lr / started)):
+        raise UsageError(
+            f"the run was started with --lr {started:g}, of which no finite factor makes {train.lr:g}; drain the run "
+            f"and resume it with --lr {train.lr:g}"
+        )

@@ -26,6 +26,7 @@ import os
 import secrets
 import stat
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Literal
@@ -37,13 +38,14 @@ from configs.schema import EngineConfig
 from models.disk import read_file, write_whole
 from models.engines.token import TokenFile
 from models.fault_injection import FaultPlan
-from models.weights.slot_directory import PREFIX, DirectoryLease, remove_stale
+from models.weights.slot_directory import OWNER_FILE, PREFIX, DirectoryLease, remove_stale
 from pipeline.errors import UsageError, too_many_files, user_error
 from stages.records.once import EPISODES_DIR
 from transport.security import IPC_PATH_LIMIT
 
 MIN_FREE_BYTES = 64 << 20
 LOCK_FILE = ".lock"
+TOUCH_S = 3600.0
 SEAL_PREFIX = ".seal-"
 # "/sluice-01234567/trainer-group-123456.sock", the longest name of a socket, and some room.
 SOCKET_PATH_BYTES = 48
@@ -153,6 +155,23 @@ class RunDir:
             return not os.path.samestat((self.path / LOCK_FILE).stat(), os.fstat(self._lock.fileno()))
         except OSError:
             return True
+
+    def keep_sockets(self) -> str:
+        """Keep the directory of the sockets young, since programs that clean /tmp go by age. Empty while it is there,
+        else what it means that it is gone."""
+        owner = self.sockets / OWNER_FILE
+        with contextlib.suppress(FileNotFoundError):  # another file may go at any time
+            if self._sockets is None or time.time() - owner.stat().st_mtime < TOUCH_S:
+                return ""
+            for path in (self.sockets, *self.sockets.rglob("*")):
+                os.utime(path, follow_symlinks=False)
+        if owner.exists():
+            return ""
+        return (
+            f"the directory of the run's sockets, {self.sockets}, was removed, perhaps by a program that cleans "
+            "temporary files: no process can be started again and no command is answered. Stop the run with Ctrl-C and "
+            f"continue it with --resume {self.path}; set XDG_RUNTIME_DIR or TMPDIR to a directory that nothing cleans"
+        )
 
     def write_config(self, text: str) -> None:
         """Keep the resolved configuration. Called after all checks: a resume reads it before its own flags."""

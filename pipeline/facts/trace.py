@@ -145,8 +145,8 @@ class TraceWriter:
 
 
 def read_records(directory: Path) -> Iterator[Record]:
-    """All records of a trace directory, file by file. Lines that do not decode (torn by a kill) are skipped, and so is a file that
-    cannot be read."""
+    """All records of a trace directory, file by file. Lines that do not decode (torn by a kill) are skipped, and so is
+    a file that cannot be read."""
     decoder: msgspec.json.Decoder[Record] = msgspec.json.Decoder(Record)
     for path in sorted(directory.glob("*.jsonl")):
         with contextlib.suppress(OSError), open_file(path) as file:

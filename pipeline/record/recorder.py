@@ -239,6 +239,8 @@ class Recorder:
         def seal() -> None:
             write_manifest(draft, manifest)
             commit_directory(draft, final)
+
+        def tidy() -> None:
             if self.config.checkpoint.save_hf is not None and self.config.train.loss_type != "sft_loss":
                 save_hf(final, self.config.checkpoint.save_hf, report.step)
             prune(self.rundir.checkpoints, self.config.checkpoint.keep_last_n)
@@ -249,9 +251,10 @@ class Recorder:
         with named(f"checkpoint {final} is written; if its disk hangs, a kill and --resume end it"):
             await asyncio.to_thread(self.journal.sync)  # after a kill behind the rename, a resume takes this checkpoint
             await asyncio.to_thread(seal)
-        self.journal.write(journal.Committed(report.step))
-        self.committed, self._ended = report.step, []  # checkpoints decide on groups that ended before
-        await asyncio.to_thread(self.journal.sync)
+            self.journal.write(journal.Committed(report.step))  # before what takes long, in which the run may be killed
+            await asyncio.to_thread(self.journal.sync)
+            self.committed, self._ended = report.step, []  # checkpoints decide on groups that ended before
+            await asyncio.to_thread(tidy)
 
     # ------------------------------------------------------------------ from the controller
 

@@ -23,6 +23,7 @@ import msgspec
 
 from models.checkpoint import CheckpointError, final_path, read_manifest, remove_leftovers, verify_files
 from models.disk import write_json
+from pipeline.errors import ReplicaFailed
 from pipeline.facts.run_directory import EngineSpec, ServerInfo
 from pipeline.facts.stats import STATS_PREFIX, StageStats, outage_text, visible
 from pipeline.record.recorder import Recorder
@@ -46,6 +47,8 @@ class Lifecycle:
 
     def lost(self, stage: str, name: str, why: str) -> None:
         """A process ended, or was ended since it hung, and is started again: release its leases, count the restart."""
+        if fault := self.recorder.rundir.keep_sockets():
+            raise ReplicaFailed(f"{name} ended with {why}, and {fault}")
         self.recorder.lost(stage, name, why)
         for hub in self.hubs.values():
             hub.peer_lost(name, blame=stage != "train")  # it held all that waits, to whatever it was that killed it

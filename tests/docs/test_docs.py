@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import importlib
 import re
+import shlex
 import tomllib
 from fnmatch import fnmatch
 from itertools import islice
@@ -14,6 +16,7 @@ from typing import Any
 import msgspec
 import pytest
 
+import launch
 from bench.plan import Job
 from configs.command_line import RESERVED, parse
 from configs.flags import flags
@@ -145,6 +148,54 @@ def test_code_blocks_are_closed_and_named_and_those_of_python_parse(page: Path) 
     for opening, closing in zip(fences[::2], fences[1::2], strict=True):
         assert opening, f"{page_id(page)} has a code block without a language"
         assert not closing
+
+
+def imported(block: str) -> list[tuple[str, str]]:
+    """What a block imports from the packages of the project."""
+    return [
+        (node.module, alias.name)
+        for node in ast.walk(ast.parse(block))
+        if isinstance(node, ast.ImportFrom) and node.module and (ROOT / node.module.partition(".")[0]).is_dir()
+        for alias in node.names
+    ]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_what_python_blocks_import_is_there(page: Path) -> None:
+    for module, name in [pair for block in python_blocks(page) for pair in imported(block)]:
+        assert hasattr(importlib.import_module(module), name), f"{module} has no {name}"
+
+
+# What the reader brings: data, a model, an earlier run, code, GPUs.
+READERS_OWN = re.compile(
+    r"there is no (such )?(file or )?directory|a run to resume holds config\.toml|no package 'my_project' is found|"
+    r"sees no GPU|no checkpoint|has no config\.json"
+)
+
+
+def launches(page: Path) -> list[list[str]]:
+    """Command lines that start a run, without those that leave something out (...)."""
+    found = []
+    for _, block in FENCE.findall(page.read_text()):
+        for line in re.sub(r"\\\n\s*", " ", block).splitlines():
+            if line.strip().startswith("python launch.py -"):
+                words = shlex.split(line, comments=True)[2:]
+                found += [words] if "..." not in words else []
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [page for page in PAGES if launches(page)], ids=page_id)
+def test_commands_of_the_pages_start_a_run(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With `--dry-run`; but for what the reader brings, nothing of a command is refused."""
+    monkeypatch.chdir(tmp_path)
+    for words in launches(page):
+        code = launch.main([*words, "--dry-run"])
+        faults = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+        assert (code == 0) == (faults == [])
+        assert [fault for fault in faults if not READERS_OWN.search(fault)] == [], words
 
 
 def test_custom_stage_examples_run(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import logging
 import os
 import re
 import resource
+import shutil
 import signal
 import socket
 import subprocess
@@ -20,13 +21,14 @@ import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import msgspec
 import pytest
 from launching import SMALL, here, made_model
 
 from configs.schema import Config
-from models.checkpoint import CheckpointError, draft_path, final_path, read_manifest
+from models.checkpoint import CheckpointError, commit_directory, draft_path, final_path, read_manifest
 from models.engines.token import read_token
 from models.errors import DeltaError
 from models.families.registry import read_hf_config
@@ -34,7 +36,7 @@ from models.fault_injection import injected
 from models.weights.delta import read_header
 from models.weights.layout import read_layout
 from pipeline.control.client import _address
-from pipeline.errors import USER_ERRORS, UsageError
+from pipeline.errors import USER_ERRORS, ReplicaFailed, UsageError
 from pipeline.facts.run_directory import RunDir, read_fleet
 from pipeline.facts.run_log import run_log, said, tell
 from pipeline.facts.trace import read_records
@@ -59,6 +61,7 @@ from pipeline.record.kept_files import read_lives, save_hf
 from pipeline.record.metrics import JsonlMetrics, read_metrics
 from pipeline.record.recorder import Recorder
 from pipeline.supervise.external_servers import read_policy_config
+from pipeline.supervise.lifecycle import Lifecycle
 from stages.data.sources import open_source
 from stages.errors import SavedBatchError
 from stages.graders.grade import UnknownGraderError
@@ -66,6 +69,7 @@ from stages.messages import CheckpointReady, Settled, StepDone
 from stages.prompts.ledger import Ledger
 from stages.reward.judge import load_template
 from stages.train.saved_groups import load_batch, read_groups, restorable
+from transport import TopicServer
 
 
 def audited(tmp_path: Path, *events: Event) -> Audit:
@@ -174,9 +178,14 @@ async def test_what_came_before_a_checkpoint_is_in_the_journal_when_the_checkpoi
     """Killed just after the rename, the run is resumed from this checkpoint, and its books must balance."""
     on_disk: list[bytes] = []
 
-    def killed(root: Path, keep: int) -> None:
+    def killed(*_: object) -> None:
         on_disk.append((tmp_path / "run" / "ledger.jsonl").read_bytes())
 
+    def commit(draft: Path, final: Path) -> None:
+        commit_directory(draft, final)
+        killed()
+
+    monkeypatch.setattr("pipeline.record.recorder.commit_directory", commit)
     monkeypatch.setattr("pipeline.record.recorder.prune", killed)
     config = msgspec.convert({"observe": {"use_tensorboard": False, "trace": False}}, Config)
     ledger = Ledger()
@@ -191,6 +200,9 @@ async def test_what_came_before_a_checkpoint_is_in_the_journal_when_the_checkpoi
         draft.mkdir()
         await recorder.commit(CheckpointReady(1, 1, str(draft)), ledger.snapshot())
         assert final_path(rundir.checkpoints, 1).is_dir()
+    assert len(on_disk) == 2
+    (tmp_path / "ledger.jsonl").write_bytes(on_disk[1])
+    assert [*read_journal(tmp_path / "ledger.jsonl")][-1] == Committed(1), "killed while it prunes"
     (tmp_path / "ledger.jsonl").write_bytes(on_disk[0])
     open_ = tuple(group.group_id for group in ledger.open_groups())
     books = audited(tmp_path, RolledBack(1, 1, ledger.next_group, reopened=open_))
@@ -350,6 +362,24 @@ def test_what_a_killed_run_left_of_its_sockets_goes_with_the_next_start(tmp_path
         assert list(runtime.iterdir()) == [rundir.sockets]
         assert rundir.sockets.stat().st_mode & 0o777 == 0o700
     assert list(runtime.iterdir()) == []
+
+
+def test_sockets_stay_young_and_their_loss_is_named(tmp_path: Path, runtime: Path) -> None:
+    config = msgspec.convert({"observe": {"use_tensorboard": False, "trace": False}}, Config)
+    with RunDir(tmp_path / "run").open(resume=False) as rundir, Recorder(config, rundir) as recorder:
+        (rundir.sockets / "keys").mkdir()
+        names = [rundir.sockets, rundir.sockets / "keys", rundir.sockets / "hub.sock", rundir.sockets / "owner.pid"]
+        names[2].touch()
+        for path in names:
+            os.utime(path, (1, 1))
+        assert rundir.keep_sockets() == ""
+        assert [path for path in names if path.stat().st_mtime < 2] == []
+        lifecycle = Lifecycle(cast("TopicServer", None), {}, recorder)
+        shutil.rmtree(rundir.sockets)
+        words = f"reward-0 ended with exit 1, and the directory of the run's sockets, {rundir.sockets}, was removed"
+        with pytest.raises(ReplicaFailed, match=re.escape(words)) as ended:
+            lifecycle.lost("reward", "reward-0", "exit 1")
+        assert f"--resume {rundir.path}; set XDG_RUNTIME_DIR or TMPDIR" in str(ended.value)
 
 
 def test_a_new_directory_is_for_its_owner_alone(tmp_path: Path, runtime: Path) -> None:

@@ -156,8 +156,7 @@ def _grade(request: GradeRequest, *, equal: Equal, fbox: bool) -> Grade:
     if _INTEGER.fullmatch(given) and _INTEGER.fullmatch(label):
         return verdict(int(given) == int(label), answer)  # the common case: no dialect disagrees, none is needed
     if _NOT_A_NUMBER.fullmatch(given) or _NOT_A_NUMBER.fullmatch(label):
-        same = equal is not _compat_equal and _PLUS.sub("", given) == _PLUS.sub("", label)
-        return verdict(same, answer)
+        return verdict(equal is not _compat_equal and _PLUS.sub("", given) == _PLUS.sub("", label), answer)
     prepare()
     try:
         with cpu_limit(SYMBOLIC_S):

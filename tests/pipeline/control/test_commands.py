@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 import socket
 import stat
 import tempfile
@@ -13,6 +14,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import launch
 from configs.layers import ConfigError
@@ -36,7 +39,7 @@ from pipeline.control.endpoint import (
     Status,
     endpoint,
 )
-from pipeline.control.run_control import keep, with_settings
+from pipeline.control.run_control import SETTABLE, keep, with_flags, with_settings
 from pipeline.errors import UsageError
 from pipeline.facts.run_directory import RunDir
 from pipeline.facts.stats import Changed, LedgerCounts, RunSnapshot, StageRow
@@ -113,6 +116,9 @@ async def test_an_invalid_request_is_refused_and_the_next_one_is_answered(
             b"\xff\n": "one line of JSON with token and command",
             b'{"token":"' + token + b'","command":{"type":"explode"}}\n': "the command cannot be read",
             b"x" * (MOST_BYTES + 2): f"at most {MOST_BYTES} bytes",
+            b"[" * 30_000 + b"\n": "one line of JSON with token and command",
+            b'{"token":"' + token + b'","command":' + b'{"a":' * 10_000 + b"\n": "one line of JSON with token",
+            b'{"token":"' + token + b'","command":' + b"[" * 30_000 + b"]" * 30_000 + b"}\n": "one line of JSON",
             b"half a line": "no request came within 0.2 s",
             line(run.address.token, Pause()): "ValueError: it cannot pause",
         }
@@ -221,17 +227,21 @@ def run_of(tmp_path: Path, *flags: str) -> tuple[RunDir, Config]:
     return rundir, config
 
 
+def changed_by(rundir: RunDir, running: Config, changes: dict[str, str]) -> tuple[Config, dict[str, object]]:
+    return with_settings(rundir, changes, running)
+
+
 def test_what_is_set_is_what_a_resume_would_have_and_begins_with(tmp_path: Path) -> None:
     rundir, config = run_of(tmp_path, "--dynamic-sampling-filter", "nonzero_std", "reward:0.1_0.9")
     changes = {"max_staleness": "4", "train.lr": "5e-6", "dynamic-sampling-filter": "nonzero_std,reward:0.2_0.8"}
-    after, changed = with_settings(rundir, changes)
+    after, changed = changed_by(rundir, config, changes)
     assert changed == {
         "asynchrony.max_staleness": 4,
         "train.lr": 5e-6,
         "filter.dynamic_sampling_filter": ("nonzero_std", "reward:0.2_0.8"),
     }
     keep(rundir, after, config)
-    assert with_settings(rundir, changes)[1] == {}, "it is kept"
+    assert changed_by(rundir, config, changes)[1] == {}, "it is kept"
     resumed = load(["--resume", str(rundir.path), "--max-staleness", "3"]).config
     assert (resumed.asynchrony.max_staleness, resumed.train.lr) == (3, 5e-6), "a flag of the resume outranks it"
 
@@ -251,33 +261,84 @@ def test_what_is_set_is_what_a_resume_would_have_and_begins_with(tmp_path: Path)
     ],
 )
 def test_what_cannot_be_set_is_refused_with_the_reason(changes: dict[str, str], words: str, tmp_path: Path) -> None:
-    rundir, _ = run_of(tmp_path, "--dynamic-sampling-filter", "reward:0.1_0.9")
+    rundir, config = run_of(tmp_path, "--dynamic-sampling-filter", "reward:0.1_0.9")
     before = rundir.config.read_bytes()
     with pytest.raises((ConfigError, UsageError), match=words):
-        with_settings(rundir, changes)
+        changed_by(rundir, config, changes)
     assert rundir.config.read_bytes() == before
 
 
 def test_sampling_is_set_by_its_short_or_long_name(tmp_path: Path) -> None:
-    rundir, _ = run_of(tmp_path)
+    rundir, config = run_of(tmp_path)
     for name in ("temperature", "rollout_temperature", "--rollout-temperature", "rollout.rollout_temperature"):
-        assert with_settings(rundir, {name: "0.7"})[1] == {"rollout.rollout_temperature": 0.7}
+        assert changed_by(rundir, config, {name: "0.7"})[1] == {"rollout.rollout_temperature": 0.7}
 
 
 def test_sampling_is_not_set_where_others_go_by_that_of_the_start(tmp_path: Path) -> None:
-    rundir, _ = run_of(tmp_path, "--rollout-function-path", "tests.stages.slime.user_code:whole_batch")
+    rundir, config = run_of(tmp_path, "--rollout-function-path", "tests.stages.slime.user_code:whole_batch")
     with pytest.raises(UsageError, match="--rollout-function-path goes by the temperature and top-p with which"):
-        with_settings(rundir, {"temperature": "0.7"})
+        changed_by(rundir, config, {"temperature": "0.7"})
 
 
 def test_a_bound_without_a_correction_is_refused(tmp_path: Path) -> None:
     """I4 holds for a run that goes on as well."""
-    rundir, _ = run_of(tmp_path, "--max-staleness", "0")
+    rundir, config = run_of(tmp_path, "--max-staleness", "0")
     with pytest.raises((ConfigError, UsageError), match="max_staleness"):
-        with_settings(rundir, {"max_staleness": "2"})
+        changed_by(rundir, config, {"max_staleness": "2"})
 
 
 def test_a_decay_to_a_least_rate_is_not_scaled(tmp_path: Path) -> None:
-    rundir, _ = run_of(tmp_path, "--lr-decay-style", "linear", "--min-lr", "1e-5")
+    rundir, config = run_of(tmp_path, "--lr-decay-style", "linear", "--min-lr", "1e-5")
     with pytest.raises(UsageError, match="lr decays to --min-lr 1e-05"):
-        with_settings(rundir, {"lr": "2e-4"})
+        changed_by(rundir, config, {"lr": "2e-4"})
+
+
+def test_a_learning_rate_of_zero_is_a_pause_that_ends(tmp_path: Path) -> None:
+    rundir, running = run_of(tmp_path)
+    for text in ("0", "1e-6", "0", "1e-4"):
+        after, changed = with_settings(rundir, {"lr": text}, running)
+        assert changed == {"train.lr": float(text)}
+        keep(rundir, after, running)
+    still = msgspec.structs.replace(running, train=msgspec.structs.replace(running.train, lr=0.0))
+    with pytest.raises(UsageError, match=r"started with --lr 0, of which no finite factor makes 1e-06; .* --lr 1e-06"):
+        with_settings(rundir, {"lr": "1e-6"}, still)
+    with pytest.raises(UsageError, match=r"no finite factor makes 1e\+307"):
+        with_settings(rundir, {"lr": "1e307"}, running)
+
+
+NUMBERS = (
+    *("nan", "inf", "-inf", "0", "-0.0", "-1", "1", "3", "0.5", "1e-400", "1e-6", "1e308"),
+    *("9" * 25, "9" * 5000, "1_0", "", " ", "x"),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from([*SETTABLE]), st.sampled_from(NUMBERS) | st.floats().map(repr) | st.integers().map(str))
+def test_whatever_number_is_set_is_refused_or_can_be_set_back(name: str, text: str) -> None:
+    with tempfile.TemporaryDirectory() as place:
+        rundir, running = run_of(Path(place), "--dynamic-sampling-filter", "reward:0.1_0.9")
+        value = f"reward:0.1_{text}" if name == "dynamic_sampling_filter" else text
+        before = str(rundir.config.read_text())
+        try:
+            after, changed = with_settings(rundir, {name: value}, running)
+        except (ConfigError, UsageError):
+            assert rundir.config.read_text() == before
+            return
+        assert all(math.isfinite(number) for number in changed.values() if isinstance(number, float | int))
+        assert math.isfinite(after.train.lr / running.train.lr)
+        keep(rundir, after, running)
+        old = running
+        for part in SETTABLE[name].split("."):
+            old = getattr(old, part)
+        texts = ",".join(old) if isinstance(old, tuple) else repr(old)
+        back, _ = with_settings(rundir, {name: texts}, running)
+        keep(rundir, back, running)
+        assert rundir.config.read_text() == before
+
+
+@pytest.mark.parametrize("count", [-1, 0, 1025, 1 << 62, 1 << 80])
+@pytest.mark.parametrize("stage", ["reward", "engine", "train", "nobody"])
+def test_whatever_count_is_scaled_to_is_refused_in_words(stage: str, count: int, tmp_path: Path) -> None:
+    rundir, _ = run_of(tmp_path)
+    with pytest.raises((ConfigError, UsageError), match=stage):
+        with_flags(rundir, ["--scale", f"{stage}={count}"])

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import ray.exceptions as ray_errors
 from launching import SMALL
 
 import launch as program
@@ -21,7 +22,7 @@ from pipeline.errors import UsageError
 from pipeline.facts.run_directory import RunDir
 from pipeline.hosts.launcher import ProcessSpec, shared_files
 from pipeline.hosts.machine import living
-from pipeline.hosts.ray.actor import PlacedActor, ProcessActor, interface_of
+from pipeline.hosts.ray.actor import PlacedActor, ProcessActor, RayHandle, interface_of
 from pipeline.hosts.ray.launcher import RayLauncher
 from pipeline.hosts.ray.placement import (
     Node,
@@ -373,6 +374,43 @@ async def test_a_process_that_is_being_started_when_the_run_ends_is_ended(actor:
     process, _ = starting.result()
     assert not living(process)
     assert (await actor.output(0))[1] is not None, "whoever waits learns of it"
+
+
+LOST = sorted(
+    (
+        kind
+        for kind in vars(ray_errors).values()
+        if isinstance(kind, type) and issubclass(kind, ray_errors.RayError) and kind is not ray_errors.RayError
+    ),
+    key=lambda kind: kind.__name__,
+)
+CODE = {"CrossLanguageError", "UserCodeException", "UnserializableException", "AuthenticationError", "RayTaskError"}
+CODE |= {"RuntimeEnvSetupError"}
+
+
+@pytest.mark.parametrize("kind", LOST, ids=lambda kind: str(kind.__name__))
+async def test_whatever_ends_an_actor_is_a_loss_with_a_sentence(
+    kind: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loss is a restart. What the code of an actor raises is none: another start would repeat it."""
+    monkeypatch.setattr("ray.kill", lambda *_, **__: None)
+    error = type("Raised", (kind,), {"__init__": lambda self: None, "__str__": lambda self: "the node\nran out"})()
+
+    async def fail(*_: object) -> None:
+        raise error
+
+    remote = SimpleNamespace(remote=fail)
+    placed = PlacedActor(SimpleNamespace(output=remote, spawn=remote, missing=remote, kill=remote), "node", "10.0.0.1")
+    for call in ("start", "wait", "kill"):
+        placed.lost = False
+        handle = RayHandle(SLEEPS, placed, tmp_path / f"{call}.log")
+        if kind.__name__ in CODE:
+            with pytest.raises(kind):
+                await getattr(handle, call)()
+            continue
+        assert await getattr(handle, call)() == (0 if call == "start" else -9)
+        assert (handle.alive, placed.lost) == (False, True)
+        assert handle.log.read_text() == "the Ray actor of one-0 is gone: the node\n"
 
 
 # Whether a node has the run directory and the model of the controller, and one train stage at a time.
