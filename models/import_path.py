@@ -76,10 +76,10 @@ def raised(error: BaseException) -> str:
     """An exception in words, with the line of the user's code that raised it, or that called the library that did."""
     while error.__cause__ is not None:
         error = error.__cause__
-    frames = traceback.extract_tb(error.__traceback__)
+    places = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]  # reads no source
     libraries = (*OURS, sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<")
-    own = [frame for frame in frames if not frame.filename.startswith(libraries)]
-    place = f" ({own[-1].filename}:{own[-1].lineno} in {own[-1].name})" if own else ""
+    own = [(code, line) for code, line in places if not code.co_filename.startswith(libraries)]
+    place = f" ({own[-1][0].co_filename}:{own[-1][1]} in {own[-1][0].co_name})" if own else ""
     return f"{type(error).__name__}: {error}{place}"
 
 

@@ -101,7 +101,7 @@ async def test_a_raising_a_dying_and_a_hanging_grader_fail_their_samples_only() 
         assert [s.status for s in samples] == ["failed", "completed", "failed", "completed", "failed"]
         assert [s.reward for s in samples] == [None, 4.0, None, 4.0, None]
         errors = [s.error or "" for s in samples]
-        assert errors[0] == f"grader {BEHAVE}: ValueError: no such answer"
+        assert errors[0].startswith(f"grader {BEHAVE}: ValueError: no such answer (/")
         assert "the grader process died (exit status 7)" in errors[2]
         assert "no grade within 1 s (--reward-deadline-s)" in errors[4]
         assert found[1].samples[0].reward == 5.0, "the next group is graded as if nothing had happened"
@@ -140,7 +140,7 @@ async def test_errors_may_count_as_zero() -> None:
     async with grading(custom_rm_path=BEHAVE, reward_workers=1, reward_on_error="zero") as (stage, send):
         bad, good = (await send(said(0, "raise", "good")))[0].samples
         assert (bad.status, bad.reward, bad.is_correct) == ("completed", 0.0, None)
-        assert bad.error == f"grader {BEHAVE}: ValueError: no such answer"
+        assert (bad.error or "").startswith(f"grader {BEHAVE}: ValueError: no such answer (/")
         assert (good.reward, good.error) == (4.0, None)
         assert stage.activity.failures == 1
 
