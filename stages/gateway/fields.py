@@ -18,7 +18,10 @@ T = TypeVar("T")
 
 
 def decode(body: bytes, kind: type[T], refused: Mapping[str, object] | None = None) -> T:
-    """The body of a request. `refused`: fields that must be absent, null, or have this value; where it is None, empty. Raises Refused."""
+    """The body of a request. Raises Refused.
+
+    `refused`: fields that must be absent or null, or have this value; where it is None, they may be empty as well.
+    """
     try:
         parsed = msgspec.json.decode(body, type=kind)
         fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw]) if refused else {}
