@@ -18,7 +18,10 @@ T = TypeVar("T")
 
 
 def decode(body: bytes, kind: type[T], refused: Mapping[str, object] | None = None) -> T:
-    """The body of a request. `refused`: fields that must be absent, empty, or have this value. Raises Refused."""
+    """The body of a request. Raises Refused.
+
+    `refused`: fields that must be absent or null, or have this value; where it is None, they may be empty as well.
+    """
     try:
         parsed = msgspec.json.decode(body, type=kind)
         fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw]) if refused else {}
@@ -28,7 +31,8 @@ def decode(body: bytes, kind: type[T], refused: Mapping[str, object] | None = No
     except RecursionError:
         raise Refused("invalid", "the request is nested too deeply; send plain messages") from None
     for name, value in given.items():
-        if refused and value and value != refused[name]:
+        harmless = (refused or {})[name]
+        if value not in (None, harmless) and (value or harmless is not None):
             raise unserved(name, value)
     return parsed
 

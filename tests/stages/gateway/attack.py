@@ -25,7 +25,7 @@ def head(key: str, *lines: str) -> bytes:
 
 
 def text(n: int) -> bytes:
-    return b'{"messages": [{"role": "user", "content": "' + b"The quick brown fox. " * (n // 21) + b'"}]}'
+    return b'{"messages": [{"role": "user", "content": "' + b"12+34=46 " * (n // 9 - 9) + b'"}]}'
 
 
 def bodies(limit: int) -> Iterator[tuple[str, bytes, tuple[str, ...]]]:

@@ -191,7 +191,10 @@ async def test_the_form_of_an_answer(
 
     monkeypatch.setattr(EngineClient, "generate", generate)
     sent = body(path, field, FORMS[path][field])
-    async with opened(tmp_path, lambda prompt: '{"a": 1}', streamed=sglang) as rig:
+    async with opened(tmp_path, lambda prompt: '{"a": 1}') as rig:
+        requests = rig.gateway._answers._requests
+        engine = msgspec.structs.replace(requests.config.engine, engine="sglang" if sglang else "embedded")
+        requests.config = msgspec.structs.replace(requests.config, engine=engine)
         status, answer = await rig.post(path, sent)
         assert (status, f"{field} and tools exclude" in answer["error"]["message"]) == (400, True), answer
         status, answer = await rig.post(path, {**sent, "tools": []})

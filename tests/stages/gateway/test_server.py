@@ -172,10 +172,9 @@ async def test_bytes_of_bodies_in_memory_are_bounded(tmp_path: Path) -> None:
         half = HEAD + b"Content-Length: 3000\r\n\r\n" + b"a" * 600
         slow = [tasks.create_task(talked(rig, half)) for _ in range(3)]
         await until(lambda: rig.gateway._bodies.held == 1800)
-        said = await talked(rig, HEAD + b"Content-Length: 500\r\n\r\n" + b"a" * 500)
+        said = await talked(rig, HEAD + b"Content-Length: 500\r\n\r\n" + b"a" * 500, closes=False)
         assert said.startswith(b"HTTP/1.1 503 ")
         assert b"Retry-After: 1\r\n" in said
-        assert b"send it later" in said
         other = OpenSession(make_group(1), new_sample((1,), 0), Session(ToyChat()))
         with rig.gateway.session(other) as other_key:
             assert (await rig.post(CHAT, QUESTION, key=other_key))[0] == 200, "it has a share of its own"
