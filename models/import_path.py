@@ -74,9 +74,10 @@ OURS: Final = tuple(f"{PROJECT / name}{os.sep}" for name in ("configs", "models"
 
 def raised(error: BaseException) -> str:
     """An exception in words, with the line of the user's code that raised it, or that called the library that did."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    places = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]  # reads no source
+    first = error
+    while first.__cause__ is not None:
+        first = first.__cause__
+    places = [(frame.f_code, line) for frame, line in traceback.walk_tb(first.__traceback__)]  # reads no source
     libraries = (*OURS, sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<")
     own = [(code, line) for code, line in places if not code.co_filename.startswith(libraries)]
     place = f" ({own[-1][0].co_filename}:{own[-1][1]} in {own[-1][0].co_name})" if own else ""

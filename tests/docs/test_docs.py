@@ -39,7 +39,7 @@ FOREIGN |= {f.name.replace("_", "-") for f in msgspec.structs.fields(Job)}
 FOREIGN |= {"published", "in-flight", "replicas", "reward-s"}
 FOREIGN |= {"system-prompt", "output-format", "host", "token-file"}
 FOREIGN |= {"address", "head", "labels", "working-dir"}  # of Ray
-FOREIGN |= {"step", "group", "reward", "failed", "untrained", "json"}
+FOREIGN |= {"step", "group", "reward", "failed", "untrained", "json", "best", "to"}
 # Written on purpose as mistakes, or as a value that looks like a flag.
 WRONG = {"rollout-batch-sise", "rollout-batch", "end", *SLIME}
 
