@@ -15,12 +15,14 @@ import msgspec
 import psutil
 import pytest
 
+from pipeline.record.kept_files import uncertain_in
 from stages.agents.environment import Task
 from stages.agents.packs.command import Command
 from stages.agents.stage import AgentsStage
 from stages.base import GenerateOptions
 from stages.chat.messages import Message
 from stages.messages import Sample
+from stages.records.once import EPISODES_DIR
 from stages.rollouts import rollout_fault, trained_masks
 from stages.workers.process import WorkerProcess
 from tests.agent_clients import interpreter
@@ -141,6 +143,7 @@ async def agents(
     *,
     table: dict[str, Any] | None = None,
     max_context: int = 4096,
+    lives: tuple[int, ...] = (0,),
     **sections: Any,
 ) -> AsyncIterator[tuple[World, ScriptedWriter, AgentsStage]]:
     """Generate and agents stages, and an engine that answers with a number of letters that hangs on the prompt."""
@@ -153,7 +156,8 @@ async def agents(
         **AGENTS,
         **sections,
     ) as (world, writer):
-        yield world, writer, await world.run_agents(limits=GenerateOptions(max_context, VOCABULARY))
+        (tmp_path / EPISODES_DIR).mkdir()
+        yield world, writer, await world.run_agents(limits=GenerateOptions(max_context, VOCABULARY, lives=lives))
 
 
 async def played(world: World, n: int = 1, **metadata: Any) -> list[tuple[Sample, ...]]:
@@ -192,14 +196,21 @@ async def test_agents_make_rollouts_of_several_sequences(tmp_path: Path) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["kill", "away"])
-async def test_an_episode_that_infrastructure_ended_is_begun_anew(fault: str, tmp_path: Path) -> None:
-    once = str(tmp_path / "once")
-    async with agents(tmp_path, {"fault": fault, "once": once}) as (world, writer, stage):
+@pytest.mark.parametrize("lives", [(0,), ()], ids=["recorded", "unrecorded"])
+async def test_an_episode_that_infrastructure_ended_is_begun_again(
+    lives: tuple[int, ...], fault: str, tmp_path: Path
+) -> None:
+    once, known = str(tmp_path / "once"), 2 if lives else 0
+    async with agents(tmp_path, {"fault": fault, "once": once}, lives=lives) as (world, writer, stage):
         [parts] = await played(world)
         assert stage.activity.extra["retried"] == 1.0
-        assert len(writer.answered) == 2 + 3
-    assert sum(int(mask.sum()) for mask in trained_masks(parts)) == sum(len(made) for _, made in writer.answered[2:])
+        assert stage.activity.extra["restored"] == float(known > 0)
+        assert len(writer.answered) == 2 + 3 - known, "what it was answered before, it is answered again"
+    made = writer.answered[2 - known :]
+    assert sum(int(mask.sum()) for mask in trained_masks(parts)) == sum(len(ids) for _, ids in made)
     assert parts[-1].reward == 1.0
+    assert parts[-1].metrics.get("env/asker/uncertain") == (1.0 if known else None)
+    assert uncertain_in(tmp_path / EPISODES_DIR) == (known > 0)
 
 
 @pytest.mark.slow
