@@ -197,10 +197,11 @@ class Answers:
     async def _answered(self, place: OpenSession, turn: Turn, ask: Ask, name: int) -> Answer:
         request, trained = self._request(place, turn, ask, name)
         key = turn.ids.tobytes()
-        result = known = place.record.find(name, self._sampler.oldest)
-        if result is None:
-            [result] = await self._sampler.sample(request)
-        if result.reason == OUT_OF_TIME:
+        made = known = place.record.find(name, self._sampler.oldest)
+        if made is None:
+            [made] = await self._sampler.sample(request)
+        result = made
+        if result.finish == "aborted" and result.reason == OUT_OF_TIME:
             place.truncated = True
             result = msgspec.structs.replace(result, finish="length")
         if result.finish in ("aborted", "failed"):
@@ -209,7 +210,7 @@ class Answers:
             raise Refused("unavailable", f"the engines did not answer: {place.unanswered[key]}")
         place.unanswered.pop(key, None)
         if known is None:
-            await place.record.keep(name, result)
+            await place.record.keep(name, made)
         return self._recorded(place.session, turn, ask, name, result, trained)
 
     # ------------------------------------------------------------------ requests

@@ -132,6 +132,11 @@ class Once:
         self._known: dict[str, object] = {"episode": episode, "about": about}
         self.begin_turn(-1, "")
 
+    @property
+    def place(self) -> str:
+        """A file name for the episode, which no other run has. It stays the same when the episode starts again."""
+        return hashlib.sha256(f"{self._home.absolute()} {self._known['episode']}".encode()).hexdigest()[:16]
+
     def begin_turn(self, number: int, text: str) -> None:
         """Start a turn: the model's text, before the environment answers it."""
         self._known |= {"turn": number, "text": text}

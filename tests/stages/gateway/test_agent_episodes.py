@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -22,7 +24,7 @@ from stages.agents.stage import AgentsStage
 from stages.base import GenerateOptions
 from stages.chat.messages import Message
 from stages.messages import Sample
-from stages.records.once import EPISODES_DIR
+from stages.records.once import EPISODES_DIR, Once
 from stages.rollouts import rollout_fault, trained_masks
 from stages.workers.process import WorkerProcess
 from tests.agent_clients import interpreter
@@ -44,6 +46,11 @@ assert os.getcwd() == os.environ["HOME"] + "/work" and os.listdir() == [], os.ge
 assert open(os.environ["HOME"] + "/.agent/config").read() == "policy {{x}}"
 assert "SECRET" not in os.environ and os.environ["EXTRA"] == "policy", dict(os.environ)
 {ASKS}
+"""
+LEFT_BEHIND = """
+import os, sys
+assert os.listdir() == [], os.listdir()
+open(sys.argv[1], "w").write(os.environ["HOME"])
 """
 LEAVES = """
 import os, subprocess, sys, time
@@ -86,6 +93,28 @@ async def test_no_key_of_a_program_stands_in_a_command_line(tmp_path: Path) -> N
     assert b"stages.workers.guard" in shown
     assert b"sk-mine" not in shown
     assert rig.endpoint.api_key.encode() not in shown
+
+
+async def test_a_program_that_starts_again_has_the_same_path_and_an_empty_home(tmp_path: Path) -> None:
+    """The path is in the prompts of some programs, and a prompt that differs would be a new request."""
+
+    async def home(episode: str, run: Path = tmp_path) -> str:
+        async with opened(Path(tempfile.mkdtemp(dir=tmp_path)), lambda prompt: "four") as rig:
+            command = Command([sys.executable, "-c", LEFT_BEHIND, str(tmp_path / "home")])
+            command.once = Once(run, episode)  # type: ignore[attr-defined]
+            await command.run(TASK, rig.endpoint)
+            found = (tmp_path / "home").read_text()
+            assert not Path(found).exists()
+            Path(found, "work").mkdir(parents=True)  # as if it had been killed
+            Path(found, "work", "result").touch()
+            return found
+
+    first = await home("3/1")
+    assert await home("3/1") == first
+    others = [await home("3/2"), await home("3/1", tmp_path / "other")]
+    assert len({first, *others}) == 3
+    for path in (first, *others):
+        shutil.rmtree(path)
 
 
 async def test_no_option_of_an_environment_stands_in_a_command_line(tmp_path: Path) -> None:
