@@ -90,7 +90,7 @@ full: $(STAMP) sglang-env agents-env
 KILLS ?= 30
 chaos: $(STAMP)
 	$(BIN)/python -m tests.chaos --kills $(KILLS) $(if $(SEED),--seed $(SEED)) $(if $(CALLS),--calls) $(if $(SYNC),--sync) \
-		$(if $(AUTO),--auto) $(if $(STOPS),--stops)
+		$(if $(AUTO),--auto) $(if $(STOPS),--stops) $(if $(AGENTS),--agents)
 
 bench: $(STAMP)
 	$(BIN)/python -m bench.transport --quick

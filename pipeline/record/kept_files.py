@@ -2,12 +2,13 @@
 
     RUN/episodes/lives.json       the step from which each life of the run went on
                  ended.json       groups that no resume can open again
-                 <group>/         responses, turns and calls of its rollouts: stages/records/growing_records.py,
-                                  stages/records/once.py
+                 <group>/         responses, answers, turns and calls of its rollouts:
+                                  stages/records/growing_records.py, stages/records/once.py
 
 Invariants: the files of a group are removed once it has ended in every checkpoint that is there; before that,
 `ended.json` names it, so that none of its calls is made again; a call with an unknown result is never removed.
-Responses are removed as soon as their group has ended, except those that a resume from the newest checkpoint could use.
+Responses and answers are removed as soon as their group has ended, except those that a resume from the newest
+checkpoint could use.
 
 A copy of the weights is made from a committed checkpoint, so it never holds weights from which no resume continues. It
 appears whole or not at all, and replaces the copy of an earlier checkpoint.
@@ -27,7 +28,7 @@ from configs.schema import Config, generates
 from models.checkpoint import CheckpointError, Manifest, explain_disk_errors
 from models.disk import read_file, write_whole
 from stages.prompts.ledger import LedgerSnapshot
-from stages.records.growing_records import RESPONSES
+from stages.records.growing_records import ANSWERS, RESPONSES
 from stages.records.once import ENDED_FILE, Ended, forget, groups_in, home_of, uncertain_calls
 
 LIVES_FILE: Final = "lives.json"
@@ -73,10 +74,10 @@ def forget_ended(directory: Path, checkpoints: Sequence[Manifest]) -> None:
 
 
 def forget_responses(directory: Path, groups: Iterable[int]) -> None:
-    """Remove the responses of groups that have ended."""
+    """Remove the responses and answers of groups that have ended."""
     for group in groups:
         home = home_of(directory, str(group))
-        for path in home.glob(f"{RESPONSES}-*.log"):
+        for path in (*home.glob(f"{RESPONSES}-*.log"), *home.glob(f"{ANSWERS}-*.log")):
             path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # missing, or with turns or calls inside
             home.rmdir()

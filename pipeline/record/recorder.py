@@ -26,7 +26,7 @@ from pipeline.record import journal
 from pipeline.record.best import VERSION, Point, best_text, evaluations, scores
 from pipeline.record.group_outcomes import GroupOutcomes
 from pipeline.record.health import Alarm, HealthWatch
-from pipeline.record.kept_files import forget_ended, forget_responses, keeps_responses, keeps_rollouts, save_hf
+from pipeline.record.kept_files import forget_ended, forget_responses, keeps_rollouts, save_hf
 from pipeline.record.metrics import Metrics, read_metrics
 from pipeline.record.stalls import OutageWatch, StallWatch
 from pipeline.record.view import RunView
@@ -104,7 +104,7 @@ class Recorder:
         self.begun: Callable[[], None] = lambda: None  # called once the trainer has its weights, after all refusals
         self._resume_step = resume_step
         self.committed = resume_step or 0  # step of the newest checkpoint, or of the start
-        self._responses = keeps_responses(config)
+        self._responses = keeps_rollouts(config)
         self._ended: list[tuple[int, int]] = []  # (batches trained, group) since the newest checkpoint
         self._metrics: Metrics | None = None
 
@@ -198,8 +198,8 @@ class Recorder:
         await self._forget_responses()
 
     async def _forget_responses(self) -> None:
-        """Remove responses of groups that ended so long after the newest checkpoint that only newer weights can have
-        made them: a resume from the checkpoint could use none of their tokens."""
+        """Remove responses and answers of groups that ended so long after the newest checkpoint that only newer
+        weights can have made them: a resume from the checkpoint could use none of their tokens."""
         last = self.committed + (self.staleness_bound or 0) + 1
         ended = [group for step, group in self._ended if step > last]
         if ended:

@@ -3,9 +3,9 @@
 In an environment's episode its messages become tokens and the model's text becomes a turn. An agent's episode is one
 session of the gateway and one call of a worker process.
 
-Invariants: a rollout of an agent holds the requests of its last attempt only, none of attempts that an infrastructure
-failure ended; a request that the engines could not answer is never counted against the agent and never becomes a
-reward; all sequences of a rollout leave together, done.
+Invariants: a rollout of an agent holds the requests of its last attempt only, those included that the record of earlier
+attempts answered (stages/records/answered.py); a request that the engines could not answer is never counted against the
+agent and never becomes a reward; all sequences of a rollout leave together, done.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from stages.gateway.server import Gateway
 from stages.gateway.sessions import Session
 from stages.messages import PromptGroup, Sample, TurnReward
 from stages.ports import Topic
+from stages.records.answered import AnswerJournal
 from stages.rollouts import append_untrained, new_sample
 from stages.sampling.rollout_requests import Requests
 from stages.sampling.sampler import Sampler
@@ -199,8 +200,10 @@ class GatewayDoor:
 class AgentEpisodes:
     """The episodes of one agent in one replica."""
 
-    def __init__(self, config: Config, hosting: Hosting, chat: ChatFormat, gateway: Gateway) -> None:
-        self.config, self.hosting, self.chat, self.gateway = config, hosting, chat, gateway
+    def __init__(
+        self, config: Config, hosting: Hosting, chat: ChatFormat, gateway: Gateway, answers: AnswerJournal
+    ) -> None:
+        self.config, self.hosting, self.chat, self.gateway, self._answers = config, hosting, chat, gateway, answers
 
     async def play(self, group: PromptGroup, sample: Sample) -> tuple[Sample, ...]:
         """The rollout that an agent makes, in one or several sequences. Waits for its end. Raises EnvironmentFailed."""
@@ -209,7 +212,8 @@ class AgentEpisodes:
     async def _attempt(self, group: PromptGroup, sample: Sample, ask: Ask) -> tuple[Sample, ...]:
         table = self.hosting.table
         session = Session(self.chat, sample.index, ignore_reasoning=table.ignore_reasoning)
-        place = OpenSession(group, sample, session)
+        record = await self._answers.open(group, sample.index)
+        place = OpenSession(group, sample, session, record)
         outcome, cut = Outcome(), False
         try:
             with self.gateway.session(place) as key:
@@ -227,6 +231,9 @@ class AgentEpisodes:
         parts = session.samples()
         if not parts:
             raise EnvironmentFailed(f"environment {table.name}: the agent sent no request to the policy")
+        if record.restored:
+            uncertain = outcome.metrics.get("uncertain", 0.0) + 1
+            outcome = Outcome(outcome.reward, {**outcome.metrics, "uncertain": uncertain})
         return self._ended(group, session, parts, outcome, cut)
 
     def _ended(

@@ -38,6 +38,7 @@ from stages.chat.tokenizer import load_tokenizer
 from stages.chat.tool_calls import Marked, Offered
 from stages.messages import PromptGroup, RolloutSlice, Sample
 from stages.ports import Ports, Topic, wait_value
+from stages.records.answered import AnswerJournal
 from stages.records.once import EPISODES_DIR
 from stages.records.unfinished import TurnJournal
 from stages.rollouts import append_untrained
@@ -83,7 +84,9 @@ class AgentsStage(LoopStage):
         self._hostings: list[Hosting] = []
         self._tools: dict[str, Tool] = {}  # of --tools
         self._episodes = context.run_dir / EPISODES_DIR
-        self._journal = TurnJournal(self._episodes, context.config, context.given(GenerateOptions).lives)
+        lives = context.given(GenerateOptions).lives
+        self._journal = TurnJournal(self._episodes, context.config, lives)
+        self._answers = AnswerJournal(self._episodes, context.config, lives)
         self._tasks: asyncio.TaskGroup | None = None
         self._ports: Ports | None = None
         self._running: set[asyncio.Timeout] = set()
@@ -114,7 +117,7 @@ class AgentsStage(LoopStage):
         for hosting, opened in zip(hostings, opening, strict=True):
             if opened.result().kind == "agent":
                 gateway = await self._door.open(chat, tokenizer)
-                self._hosts[hosting.table.name] = AgentEpisodes(self.config, hosting, chat, gateway)
+                self._hosts[hosting.table.name] = AgentEpisodes(self.config, hosting, chat, gateway, self._answers)
             else:
                 self._hosts[hosting.table.name] = Episodes(self.config, hosting, chat, tokenizer)
 
@@ -192,7 +195,7 @@ class AgentsStage(LoopStage):
 
     def _count(self) -> None:
         """Metrics of this replica."""
-        self.activity.extra["restored"] = float(self._journal.restored)
+        self.activity.extra["restored"] = float(self._journal.restored + self._answers.restored)
         for name in ("retried", "replayed"):
             self.activity.extra[name] = float(sum(getattr(hosting, name) for hosting in self._hostings))
 

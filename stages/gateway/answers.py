@@ -4,8 +4,9 @@ A dialect reads its JSON into an `Ask`, and writes an `Answer` as its JSON; only
 
 Invariants:
 - Engines are reached through the sampler only.
-- An engine's result is recorded before the client sees any of it. Nothing is recorded of a request that failed or whose
-  client disconnected.
+- An engine's result is recorded, also on the disk, before the client sees any of it. Nothing is recorded of a request
+  that failed or whose client disconnected.
+- A request that the record of its rollout has (stages/records/answered.py) is answered from there, without an engine.
 - Tokens sampled with other parameters than in training are recorded as not trained.
 """
 
@@ -13,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeVar
@@ -25,6 +25,7 @@ from models.engines.text import find_stop
 from stages.chat.messages import ChatFormat, Message
 from stages.gateway.sessions import Conversation, Session, Turn
 from stages.messages import PromptGroup, Sample, VersionRun
+from stages.records.answered import SessionRecord
 from stages.sampling.requests import OUT_OF_TIME, SampleRequest, SampleResult
 from stages.sampling.rollout_requests import Requests
 from stages.sampling.sampler import Sampler
@@ -147,6 +148,7 @@ class OpenSession:
     group: PromptGroup
     sample: Sample  # the sample as it came; identifies the rollout
     session: Session
+    record: SessionRecord = field(default_factory=SessionRecord)
     truncated: bool = False  # it reached a limit of context, turns or time
     drained: bool = False
     whole_batch: bool = False  # session of many rollouts: no limit of turns; equal prompts go to one engine
@@ -205,9 +207,16 @@ class Answers:
             place.drained = True
             raise Refused("unavailable", "the run is ending")
         turn = self._open(place.session, ask, context)
-        request, trained = self._request(place, turn, ask)
+        with place.record.named(turn.ids.tobytes() + _content(ask)) as name:
+            return await self._answered(place, turn, ask, name)
+
+    async def _answered(self, place: OpenSession, turn: Turn, ask: Ask, name: int) -> Answer:
+        request, trained = self._request(place, turn, ask, name)
         key = turn.ids.tobytes()
-        [result] = await self._sampler.sample(request)
+        made = known = place.record.find(name, self._sampler.oldest)
+        if made is None:
+            [made] = await self._sampler.sample(request)
+        result = made
         if result.finish == "aborted" and result.reason == OUT_OF_TIME:
             place.truncated = True
             result = msgspec.structs.replace(result, finish="length")
@@ -216,7 +225,9 @@ class Answers:
             place.unanswered[key] = str(result.error or result.reason)
             raise Refused("unavailable", f"the engines did not answer: {place.unanswered[key]}")
         place.unanswered.pop(key, None)
-        return self._recorded(place.session, turn, ask, result, trained)
+        if known is None:
+            await place.record.keep(name, made)
+        return self._recorded(place.session, turn, ask, name, result, trained)
 
     # ------------------------------------------------------------------ requests
 
@@ -226,7 +237,7 @@ class Answers:
             raise Refused("invalid", f"token ids must be at least one, from 0 to {highest - 1}")
         return session.open_ids(context, ask.conversation)
 
-    def _request(self, place: OpenSession, turn: Turn, ask: Ask) -> tuple[SampleRequest, bool]:
+    def _request(self, place: OpenSession, turn: Turn, ask: Ask, name: int) -> tuple[SampleRequest, bool]:
         """The request to the engines, and whether its sampling parameters are those of training."""
         draft = msgspec.structs.replace(turn.draft, replaced=place.sample.replaced)
         budget = self._requests.budget(place.group, draft)
@@ -235,8 +246,9 @@ class Answers:
             n = draft.length
             raise Refused("too_long", f"the conversation has {n} tokens, which leaves no room for an answer")
         deadline = self._requests.deadline(place.group, draft)
-        # A separate number for the noise: requests that share tokens must get different samples.
-        numbered = msgspec.structs.replace(draft, sequence=turn.number)
+        # A separate number for the noise: requests that share tokens must get different samples, in whatever order
+        # they arrive.
+        numbered = msgspec.structs.replace(draft, sequence=name)
         request = self._requests.of(place.group, (numbered,), budget, deadline)
         if ask.max_tokens is not None:
             if ask.max_tokens < 1:
@@ -278,7 +290,9 @@ class Answers:
 
     # ------------------------------------------------------------------ answers
 
-    def _recorded(self, session: Session, turn: Turn, ask: Ask, result: SampleResult, trained: bool) -> Answer:
+    def _recorded(
+        self, session: Session, turn: Turn, ask: Ask, name: int, result: SampleResult, trained: bool
+    ) -> Answer:
         ended = result.finish == "stop"
         message, stop = Message("assistant", result.text), ""
         if turn.conversation is not None:
@@ -286,7 +300,7 @@ class Answers:
             calls = tuple(
                 msgspec.structs.replace(
                     call,
-                    id=call.id or f"call_{turn.number}_{number}",
+                    id=call.id or f"call_{name:016x}_{number}",
                     arguments={"arguments": call.arguments}
                     if ask.object_arguments and isinstance(call.arguments, str)
                     else call.arguments,
@@ -301,7 +315,7 @@ class Answers:
         finish: Finish = "length" if not ended else "calls" if message.tool_calls else "stop_text" if stop else "stop"
         session.land(turn, result, message if turn.conversation is not None else None, trained=trained)
         return Answer(
-            id=uuid.uuid4().hex[:24],
+            id=f"{name:024x}",
             created=int(time.time()),
             message=message,
             finish=finish,
@@ -317,6 +331,12 @@ class Answers:
 
 def _texts(stop: str | list[str] | None) -> list[str]:
     return [stop] if isinstance(stop, str) else stop or []
+
+
+def _content(ask: Ask) -> bytes:
+    """What decides the answer to a request, apart from its context."""
+    form = {"model": "", "conversation": None, "ids": (), "text": "", "stream": False, "stream_usage": False}
+    return msgspec.json.encode(msgspec.structs.replace(ask, log_probs=False, token_ids=False, **form), order="sorted")
 
 
 def _drawn(sampling: Sampling) -> dict[str, float | int]:

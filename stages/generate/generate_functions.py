@@ -31,6 +31,7 @@ from stages.gateway.server import Gateway
 from stages.gateway.sessions import Session
 from stages.messages import PromptGroup, Sample
 from stages.ports import Topic, wait_value
+from stages.records.answered import AnswerJournal
 from stages.sampling.rollout_requests import Requests
 from stages.sampling.sampler import Sampler
 from stages.slime.client import UserLoop
@@ -74,9 +75,15 @@ class GenerateFunctions:
     """The functions of one replica of the generate stage."""
 
     def __init__(
-        self, config: Config, sampler: Sampler, requests: Requests, activity: Activity, vocab_size: int | None
+        self,
+        config: Config,
+        sampler: Sampler,
+        requests: Requests,
+        activity: Activity,
+        vocab_size: int | None,
+        answers: AnswerJournal,
     ) -> None:
-        self.config, self.activity = config, activity
+        self.config, self.activity, self._answers = config, activity, answers
         self._sampler, self._requests, self._vocab_size = sampler, requests, vocab_size
         self._functions: dict[str, Callable[..., Any]] = {}
         self.loop, self._stack = UserLoop(), AsyncExitStack()
@@ -117,7 +124,8 @@ class GenerateFunctions:
         named = {"evaluation": evaluation} if "evaluation" in inspect.signature(function).parameters else {}
         params = sampling_parameters(self.config, group)
         given = given_sample(self.config, group, sample)
-        with gateway.session(OpenSession(group, sample, session)) as key:
+        record = await self._answers.open(group, sample.index)
+        with gateway.session(OpenSession(group, sample, session, record)) as key:
             args = self.args.with_router(gateway.url, key)
             try:
                 returned = await self.until_drained(self.loop.call(function(args, given, params, **named)))

@@ -26,6 +26,7 @@ from stages.generate.rollout_functions import RolloutFunction
 from stages.generate.turns import Loops, Turns
 from stages.messages import PromptGroup, RolloutSlice, Sample, without_prompt
 from stages.ports import Inlet, Lease, Outlet, Ports, wait_at_most
+from stages.records.answered import AnswerJournal
 from stages.records.once import EPISODES_DIR
 from stages.records.unfinished import ResponseJournal
 from stages.rollouts import new_sample, rollouts
@@ -52,7 +53,8 @@ class GenerateStage(Stage):
         requests, vocab_size = Requests(self.config, self.options.max_context), self.options.vocab_size
         self.journal = ResponseJournal(context.run_dir / EPISODES_DIR, self.config, self.options.lives)
         self.turns = Turns(requests, self.sampler, self.activity, self.journal)
-        self.functions = GenerateFunctions(self.config, self.sampler, requests, self.activity, vocab_size)
+        answers = AnswerJournal(context.run_dir / EPISODES_DIR, self.config, self.options.lives)
+        self.functions = GenerateFunctions(self.config, self.sampler, requests, self.activity, vocab_size, answers)
         path = self.rollout.rollout_function_path
         self.batches = None if path is None else RolloutFunction(self.config, self.functions, path)
 
@@ -64,7 +66,6 @@ class GenerateStage(Stage):
 
     async def run(self, ports: Ports) -> None:
         batches = () if self.batches is None else (self.batches.run(),)
-        self.turns.topic = ports.topic
         follows = self.sampler.follow(ports.topic), self.functions.follow(ports.topic)
         async with beside(*follows, self.journal.run(), *batches):
             await self.sampler.ready()

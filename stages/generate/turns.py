@@ -19,14 +19,12 @@ from configs.schema import Config
 from models.import_path import import_path
 from stages.base import Activity, LoopStage, failed
 from stages.messages import PromptGroup, RolloutSlice, Sample
-from stages.ports import Readable
 from stages.records.unfinished import ResponseJournal
 from stages.rollouts import cut, rollout_fault
 from stages.sampling.attempt import Progress
 from stages.sampling.requests import OUT_OF_TIME
 from stages.sampling.rollout_requests import Deadline, Requests, append_result
 from stages.sampling.sampler import Sampler
-from stages.topic_values import newest_settings
 
 Ended = Callable[[Sample], None]
 
@@ -36,7 +34,6 @@ class Turns:
 
     def __init__(self, requests: Requests, sampler: Sampler, activity: Activity, journal: ResponseJournal) -> None:
         self.requests, self.sampler, self.activity, self.journal = requests, sampler, activity, journal
-        self.topic: Readable | None = None  # settings that the user changes during the run
 
     async def take(self, group: PromptGroup, samples: Sequence[Sample], ended: Ended) -> None:
         """One more turn of each sample.
@@ -68,7 +65,7 @@ class Turns:
                 for sample in samples:
                     tasks.create_task(self._late(group, sample, deadline, done))
                 return
-            restored = await self.journal.restore(group, samples, self._oldest)
+            restored = await self.journal.restore(group, samples, self.sampler.oldest)
             progress = self._progress(group, samples, budget)
             request = self.requests.of(group, samples, budget, deadline)
             async with self.sampler.stream(request, restored, progress) as members:
@@ -87,13 +84,6 @@ class Turns:
         if group.purpose == "eval" or not self.requests.rollout.partial_rollout or not 0 < journal.tokens < budget:
             return None
         return Progress(journal.tokens, lambda place, result: journal.keep(group, samples[place], result))
-
-    @property
-    def _oldest(self) -> int:
-        """The oldest version that later batches may train."""
-        changed = None if self.topic is None else newest_settings(self.topic)
-        bound = self.requests.config.asynchrony.max_staleness if changed is None else changed.max_staleness
-        return (self.sampler.directory.published or 0) - (bound or 0)
 
     async def _late(self, group: PromptGroup, sample: Sample, deadline: Deadline, done: Ended) -> None:
         """A sample reached its deadline: keep it as it is, or restart it."""

@@ -1,7 +1,8 @@
 """Append-only records of growing rollouts on the disk, from which another replica or a resumed run continues.
 
 Files are below the run directory: `episodes/<group>/<kind>-<life>-<process>.log`. A life of the run is one start of it.
-Two kinds use this, both in stages/records/unfinished.py: partial responses and turns of episodes.
+Three kinds use this: partial responses and turns of episodes (stages/records/unfinished.py), and answers to agents and
+generate functions (stages/records/answered.py).
 pipeline/record/kept_files.py removes the files of a group when nothing can need them any more.
 
 Invariants:
@@ -47,6 +48,7 @@ Key = tuple[int, ...]  # identifies a body within its group
 
 RESPONSES: Final = "responses"  # names of kinds
 TURNS: Final = "turns"
+ANSWERS: Final = "answers"
 _REMEMBERED: Final = 65_536  # limit of keys with a known previous record; the next record of another key is complete
 _HEAD: Final = Layout("<QQ")  # bytes of the record, and their xxh3_64
 
@@ -60,6 +62,7 @@ class Kind(Generic[Body]):
     arrays: tuple[str, ...]  # the first one counts the tokens
     text: str
     synced: bool  # `append` returns when the record is on the disk, not only in the operating system's cache
+    own: bool = False  # a process reads its own records, too
 
 
 class Piece(Struct, Generic[Body], frozen=True, array_like=True):
@@ -118,7 +121,7 @@ class GrowingRecords(Generic[Body]):
         return True
 
     def read(self, group: PromptGroup, *, this_life: bool) -> Iterator[tuple[float, Key, Body]]:
-        """Records of other processes for a group: newest valid version, key, body so far.
+        """Records for a group, those of other processes unless `Kind.own`: newest valid version, key, body so far.
 
         `this_life`: include records of the current life."""
         about = self.about(group)
@@ -135,7 +138,7 @@ class GrowingRecords(Generic[Body]):
                     log.info("%s of group %s are not continued: prompt or settings differ", self.kind.name, group.key)
 
     def pieces(self, group: PromptGroup, *, this_life: bool) -> Iterator[tuple[float, Iterator[Piece[Body]]]]:
-        """The files of a group from other processes, each with the newest valid version."""
+        """The files of a group, each with the newest valid version."""
         home, name = home_of(self.directory, group.key), re.compile(rf"{self.kind.name}-(\d+)-.*\.log")
         try:
             found = [(path, match) for path in sorted(home.iterdir()) if (match := name.fullmatch(path.name))]
@@ -147,7 +150,7 @@ class GrowingRecords(Generic[Body]):
         for path, match in found:
             life = int(match[1])
             earlier = life < len(self.lives) - 1
-            if earlier or (this_life and path.name != self._name):
+            if earlier or (this_life and (self.kind.own or path.name != self._name)):
                 yield min(self.lives[life + 1 :], default=math.inf), self._pieces_of(path)
 
     def _pieces_of(self, path: Path) -> Iterator[Piece[Body]]:

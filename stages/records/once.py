@@ -40,6 +40,10 @@ _CALL: Final = re.compile(r"[0-9a-f]{40}")
 _EVALUATED: Final = re.compile(r".*@(\d+):\d+")  # key of an evaluation's group, with its version
 
 _UNCERTAIN = "whether this call took effect is not known: its process was lost before the result was recorded"
+_BEGUN_AGAIN = (
+    "whether what it did outside of the gateway took effect is not known: its process was lost after some answers. It "
+    "is started again, and gets these answers again"
+)
 _call_id: ContextVar[str] = ContextVar("call_id")
 log = logging.getLogger("sluice.agents")
 
@@ -77,7 +81,7 @@ async def once(home: Path, key: Mapping[str, object], call: Callable[[], Awaitab
 
     Raises Uncertain, CallRaised, NoEffect, GroupEnded, and OSError if the begin cannot be recorded: no call then.
     """
-    path = home / hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:40]
+    path = _path(home, key)
     begun = {"key": key, "call_id": secrets.token_hex(16)}
     ended = await asyncio.to_thread(_begin, path, json.dumps(begun))
     if ended is None:
@@ -102,6 +106,19 @@ async def once(home: Path, key: Mapping[str, object], call: Callable[[], Awaitab
     return ended["value"]
 
 
+async def begun_again(home: Path, episode: str) -> None:
+    """Record and log, once, that what a lost program did is uncertain. A disk failure is logged only."""
+    key = {"episode": episode, "function": "run", "arguments": [episode]}
+    text = json.dumps({"key": key, "call_id": secrets.token_hex(16), "reason": _BEGUN_AGAIN})
+    try:
+        await asyncio.to_thread(_begin, _path(home, key), text)
+    except (Uncertain, GroupEnded):
+        return
+    except OSError as error:
+        log.warning("episode %s is not recorded as uncertain: %s", episode, error)
+    log.warning("episode %s: %s", episode, _BEGUN_AGAIN)
+
+
 class Once:
     """The calls of one episode: `self.once` of an environment, which its worker sets.
 
@@ -114,6 +131,11 @@ class Once:
         self._home = home_of(Path(directory), episode.rpartition("/")[0])
         self._known: dict[str, object] = {"episode": episode, "about": about}
         self.begin_turn(-1, "")
+
+    @property
+    def place(self) -> str:
+        """A file name for the episode, which no other run has. It stays the same when the episode starts again."""
+        return hashlib.sha256(f"{self._home.absolute()} {self._known['episode']}".encode()).hexdigest()[:16]
 
     def begin_turn(self, number: int, text: str) -> None:
         """Start a turn: the model's text, before the environment answers it."""
@@ -175,6 +197,10 @@ def forget(home: Path) -> None:
             path.unlink(missing_ok=True)
     with contextlib.suppress(OSError):  # not empty
         home.rmdir()
+
+
+def _path(home: Path, key: Mapping[str, object]) -> Path:
+    return home / hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:40]
 
 
 def _begin(path: Path, text: str) -> dict[str, Any] | None:

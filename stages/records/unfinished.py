@@ -139,7 +139,7 @@ class ResponseJournal:
     def _read(self, group: PromptGroup, turns: set[Key], oldest: int) -> dict[Key, SampleResult]:
         best: dict[Key, SampleResult] = {}
         for newest, turn, result in self._records.read(group, this_life=True):
-            if turn not in turns or not _is_whole(result):
+            if turn not in turns or not is_whole(result):
                 continue
             versions = [run.version for run in result.runs]
             if oldest <= min(versions) and max(versions) <= newest and _better(result, best.get(turn)):
@@ -153,7 +153,7 @@ def _turn(sample: Sample) -> Key:
     return sample.index, sample.sequence, sample.turns, sample.replaced, prefix_hash
 
 
-def _is_whole(result: SampleResult) -> bool:
+def is_whole(result: SampleResult) -> bool:
     n = len(result.token_ids)
     lengths = len(result.log_probs), sum(run.n_tokens for run in result.runs)
     return n > 0 and lengths == (n, n) and result.error is None

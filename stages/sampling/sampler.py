@@ -25,7 +25,7 @@ from configs.schema import Config
 from models.engines.protocol import GenerateRequest
 from models.errors import EngineError, EngineTimeout, EngineUnreachable
 from stages.base import GenerateOptions, StageContext
-from stages.ports import Topic
+from stages.ports import Readable, Topic
 from stages.sampling.attempt import Attempt, Progress, Reports
 from stages.sampling.engine_directory import EngineDirectory
 from stages.sampling.partial_rollouts import LOSSES, Call, Emit, PartialRollouts, RetryState, UnknownPolicy
@@ -44,7 +44,7 @@ from stages.sampling.requests import (
     worth_a_stream,
 )
 from stages.sampling.routes import Route, RouteRequest, Routes
-from stages.topic_values import POLICY
+from stages.topic_values import POLICY, newest_settings
 
 log = logging.getLogger("sluice.sampler")
 
@@ -73,6 +73,8 @@ class Sampler:
             extra: counters for lost requests and saved tokens.
         """
         self.rollout, self.policies = config.rollout, tuple(policies)
+        self._bound = config.asynchrony.max_staleness
+        self._topic: Readable | None = None  # settings that the user changes during the run
         self.directory = EngineDirectory(config.rollout, replicas=replicas, stage=stage, vocab_size=vocab_size)
         self.routes = Routes(config, self.directory, index=index)
         self.reports = Reports(replica, self.directory, self.routes, {} if extra is None else extra)
@@ -105,8 +107,16 @@ class Sampler:
         """Nothing is sent to the policy's engines any more."""
         return self.directory.draining
 
+    @property
+    def oldest(self) -> int:
+        """The oldest version that later batches may train."""
+        changed = None if self._topic is None else newest_settings(self._topic)
+        bound = self._bound if changed is None else changed.max_staleness
+        return (self.directory.published or 0) - (bound or 0)
+
     async def follow(self, topic: Topic) -> None:
         """Follow the topic and publish figures on it. Waits for the topic; runs until cancelled."""
+        self._topic = topic
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.directory.follow(topic))
             tasks.create_task(self.reports.run(topic))

@@ -9,7 +9,17 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.chaos.suite import Running, Verdict, auto_cases, calls_cases, cases, stop_cases, sync_cases, table
+from tests.chaos.suite import (
+    Running,
+    Verdict,
+    agent_cases,
+    auto_cases,
+    calls_cases,
+    cases,
+    stop_cases,
+    sync_cases,
+    table,
+)
 
 
 def main() -> int:
@@ -19,6 +29,7 @@ def main() -> int:
     parser.add_argument("--keep", type=Path, help="where runs with a fault are kept (default: a temporary directory)")
     parser.add_argument("--calls", action="store_true", help="an environment with calls that change the world")
     parser.add_argument("--sync", action="store_true", help="sync runs, compared with undisturbed ones bit for bit")
+    parser.add_argument("--agents", action="store_true", help="as --sync, with agents that ask the gateway")
     parser.add_argument("--auto", action="store_true", help="runs with --auto-resume, each kill ends the whole run")
     parser.add_argument("--stops", action="store_true", help="processes are stopped for 45 or 90 s, not killed")
     arguments = parser.parse_args()
@@ -26,8 +37,8 @@ def main() -> int:
     home = arguments.keep or Path(tempfile.mkdtemp(prefix="chaos-"))
     verdicts: list[Verdict] = []
     made = (
-        sync_cases(arguments.seed, arguments.kills, home)
-        if arguments.sync
+        (agent_cases if arguments.agents else sync_cases)(arguments.seed, arguments.kills, home)
+        if arguments.sync or arguments.agents
         else (calls_cases if arguments.calls else cases)(arguments.seed, arguments.kills)
     )
     made = auto_cases(made) if arguments.auto else stop_cases(made) if arguments.stops else made

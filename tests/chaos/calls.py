@@ -122,7 +122,8 @@ def figures(run_dir: Path, directory: Path) -> str:
     """In one line."""
     answered = Counter(said == UNSURE for _, said in read(directory, "answered"))
     calls = {json.dumps(call) for call, said in read(directory, "answered") if said != UNSURE}
-    restored = sum(path.read_text(errors="replace").count(" continues from turn ") for path in run_dir.glob("logs/*"))
+    logs = [path.read_text(errors="replace") for path in run_dir.glob("logs/*")]
+    restored = sum(text.count(words) for text in logs for words in (" continues from turn ", " starts again with "))
     return (
         f"{len(read(directory, 'counter'))} effects of {len(calls)} calls that were answered, "
         f"{answered[False] - len(calls)} answers given again, {len(left(run_dir))} calls uncertain, "

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from tests.chaos import calls
+from tests.chaos import asking, calls
 from tests.chaos.kills import (
     EVERYTHING,
     FATAL,
@@ -44,6 +44,7 @@ from tests.chaos.oracle import KINDS, Expected, Fault, Trained, judge, judge_sam
 ROOT = Path(__file__).parent.parent.parent
 LEFT, BROKEN = "left over", "did not end"
 STEPS, WARM_STEPS, BATCH, BOUND, KEEP = 20, 4, 4, 2, 2
+AGENT_STEPS = 10
 AUTO = ("--auto-resume", "50")
 STOPPED_STEP_S = "6"  # in place of 0.1: 20 steps outlast a stop
 LIMIT_S = 600.0  # of one start of the program: only what hangs meets it
@@ -127,6 +128,16 @@ def calls_cases(seed: int, kills: int) -> Iterable[Case]:
         yield Case(f"{seed}.{number} calls", tuple(given), tuple(drawn), calls=True)
 
 
+def agent_flags(home: Path, *, seed: int, steps: int) -> list[str]:
+    """Of a sync run that computes, whose rollouts are made by agents of the gateway. `home`: a new directory."""
+    found = sync_flags(seed=seed)
+    left_out = ("--prompt-data", "--label-key", "--eval-prompt-data", "--eval-interval", "--num-rollout")
+    for name in (*left_out, "--rollout-max-response-len"):
+        place = found.index(name)
+        del found[place : place + 2]
+    return [*asking.write(home), *found, "--num-rollout", str(steps)]
+
+
 def cases(seed: int, kills: int) -> Iterable[Case]:
     """Endless; each gets some of the kills that a run with its seed draws."""
     for number in range(10 * kills):
@@ -143,14 +154,31 @@ def sync_cases(seed: int, kills: int, home: Path) -> Iterable[Case]:
         rng = random.Random(seed * 1_000_003 + number)
         given = tuple(sync_flags(seed=rng.randrange(1 << 30), save_interval=rng.randrange(1, 4)))
         alone = Case(f"{seed}.{number} undisturbed", given, (), bound=0)
-        place = home / f"{alone.name}".replace(" ", "-")
-        verdict = Running(alone, place).run()
-        if verdict.faults:
-            raise RuntimeError(f"{alone.name}: {verdict.faults[0].text}; kept in {place}")
-        trained = trained_by(place / "run", alone.expected)
-        shutil.rmtree(place)
+        trained = undisturbed(alone, home)
         drawn = draw(rng, steps=STEPS, warm_steps=0, kills=rng.randrange(4, 8))
         yield Case(f"{seed}.{number} sync", given, tuple(drawn), bound=0, undisturbed=trained)
+
+
+def agent_cases(seed: int, kills: int, home: Path, steps: int = AGENT_STEPS) -> Iterable[Case]:
+    """As `sync_cases`, with agents of the gateway."""
+    for number in range(10 * kills):
+        rng = random.Random(seed * 1_000_003 + number)
+        given = tuple(agent_flags(home / f"asking-{number}", seed=rng.randrange(1 << 30), steps=steps))
+        alone = Case(f"{seed}.{number} undisturbed", given, (), bound=0, steps=steps)
+        trained = undisturbed(alone, home)
+        drawn = calls.draw(rng, steps, rng.randrange(6, 10))
+        yield replace(alone, name=f"{seed}.{number} agents", kills=tuple(drawn), calls=True, undisturbed=trained)
+
+
+def undisturbed(alone: Case, home: Path) -> Trained:
+    """What a run without kills trains, below `home`."""
+    place = home / f"{alone.name}".replace(" ", "-")
+    verdict = Running(alone, place).run()
+    if verdict.faults:
+        raise RuntimeError(f"{alone.name}: {verdict.faults[0].text}; kept in {place}")
+    trained = trained_by(place / "run", alone.expected)
+    shutil.rmtree(place)
+    return trained
 
 
 def auto_cases(made: Iterable[Case]) -> Iterable[Case]:

@@ -243,7 +243,8 @@ class World:
 
     async def run_agents(self, config: Config | None = None, limits: GenerateOptions | None = None) -> AgentsStage:
         """An agents stage that answers what generate sends to it (see `AGENTS`)."""
-        context = make_context(config or self.stage.config, built_in=limits, replica="agents-0")
+        run_dir = self.stage.context.run_dir
+        context = make_context(config or self.stage.config, run_dir, built_in=limits, replica="agents-0")
         agents = AgentsStage(context)
         ports = await self.rig.ports({"in": "agents"}, {"out": "generate.return"}, replica="agents-0")
         await self.stack.enter_async_context(running(agents, ports))

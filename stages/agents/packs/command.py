@@ -8,8 +8,9 @@
 The variables of the OpenAI and Anthropic clients (OPENAI_BASE_URL, ANTHROPIC_API_KEY, ...) name the gateway, which
 records the program's requests. A rollout is graded by the text of its last turn.
 
-Invariants: the program gets a new, empty home and working directory; it inherits only the listed variables of this
-process; when the episode ends, for any reason, the program and all its descendants are killed.
+Invariants: the program gets a new, empty home and working directory; when the same episode starts again they have the
+same path, because programs put it into their prompts (stages/records/answered.py); the program inherits only the listed
+variables of this process; when the episode ends, for any reason, the program and all its descendants are killed.
 """
 
 from __future__ import annotations
@@ -17,15 +18,17 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
 from stages.agents.environment import Endpoint, Outcome, Task, text_of
+from stages.records.once import Once
 from stages.workers.guard import written_arguments
 
 _INHERITED: Final = ("PATH", "LANG", "LC_ALL", "TZ", "SSL_CERT_FILE")
@@ -62,7 +65,7 @@ class Command:
         """Waits for the program's end; unblocked by it or by the deadline."""
         prompt = text_of([message for message in task.messages if message.role == "user"])
         names = {"prompt": prompt, **{name: getattr(endpoint, name) for name in ("model", "base_url", "api_key")}}
-        with tempfile.TemporaryDirectory(prefix="agent-", ignore_cleanup_errors=True) as home:
+        with _new_home(getattr(self, "once", None)) as home:  # set by the worker
             work = Path(home, "work")
             work.mkdir()
             for path, content in self._files.items():
@@ -108,6 +111,21 @@ class Command:
             printed = output.decode(errors="replace")[-_TAIL:]
             raise RuntimeError(f"{argv[0]} ended with status {status}; its last output: {printed}")
         return Outcome(metrics={"seconds": time.monotonic() - begun, "late": float(late), "status": float(status)})
+
+
+@contextmanager
+def _new_home(once: Once | None) -> Iterator[str]:
+    """An empty directory, removed afterwards. A killed attempt of the episode may have left its own there."""
+    home = Path(tempfile.gettempdir(), f"agent-{once.place}") if once else Path(tempfile.mkdtemp(prefix="agent-"))
+    try:
+        shutil.rmtree(home, ignore_errors=True)
+        home.mkdir(mode=0o700)
+    except FileExistsError:  # it is of another user
+        home = Path(tempfile.mkdtemp(prefix="agent-"))
+    try:
+        yield str(home)
+    finally:
+        shutil.rmtree(home, ignore_errors=True)
 
 
 def variables(endpoint: Endpoint) -> dict[str, str]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,12 +17,14 @@ import msgspec
 import psutil
 import pytest
 
+from pipeline.record.kept_files import uncertain_in
 from stages.agents.environment import Task
 from stages.agents.packs.command import Command
 from stages.agents.stage import AgentsStage
 from stages.base import GenerateOptions
 from stages.chat.messages import Message
 from stages.messages import Sample
+from stages.records.once import EPISODES_DIR, Once
 from stages.rollouts import rollout_fault, trained_masks
 from stages.workers.process import WorkerProcess
 from tests.agent_clients import interpreter
@@ -42,6 +46,11 @@ assert os.getcwd() == os.environ["HOME"] + "/work" and os.listdir() == [], os.ge
 assert open(os.environ["HOME"] + "/.agent/config").read() == "policy {{x}}"
 assert "SECRET" not in os.environ and os.environ["EXTRA"] == "policy", dict(os.environ)
 {ASKS}
+"""
+LEFT_BEHIND = """
+import os, sys
+assert os.listdir() == [], os.listdir()
+open(sys.argv[1], "w").write(os.environ["HOME"])
 """
 LEAVES = """
 import os, subprocess, sys, time
@@ -84,6 +93,28 @@ async def test_no_key_of_a_program_stands_in_a_command_line(tmp_path: Path) -> N
     assert b"stages.workers.guard" in shown
     assert b"sk-mine" not in shown
     assert rig.endpoint.api_key.encode() not in shown
+
+
+async def test_a_program_that_starts_again_has_the_same_path_and_an_empty_home(tmp_path: Path) -> None:
+    """The path is in the prompts of some programs, and a prompt that differs would be a new request."""
+
+    async def home(episode: str, run: Path = tmp_path) -> str:
+        async with opened(Path(tempfile.mkdtemp(dir=tmp_path)), lambda prompt: "four") as rig:
+            command = Command([sys.executable, "-c", LEFT_BEHIND, str(tmp_path / "home")])
+            command.once = Once(run, episode)  # type: ignore[attr-defined]
+            await command.run(TASK, rig.endpoint)
+            found = (tmp_path / "home").read_text()
+            assert not Path(found).exists()
+            Path(found, "work").mkdir(parents=True)  # as if it had been killed
+            Path(found, "work", "result").touch()
+            return found
+
+    first = await home("3/1")
+    assert await home("3/1") == first
+    others = [await home("3/2"), await home("3/1", tmp_path / "other")]
+    assert len({first, *others}) == 3
+    for path in (first, *others):
+        shutil.rmtree(path)
 
 
 async def test_no_option_of_an_environment_stands_in_a_command_line(tmp_path: Path) -> None:
@@ -141,6 +172,7 @@ async def agents(
     *,
     table: dict[str, Any] | None = None,
     max_context: int = 4096,
+    lives: tuple[int, ...] = (0,),
     **sections: Any,
 ) -> AsyncIterator[tuple[World, ScriptedWriter, AgentsStage]]:
     """Generate and agents stages, and an engine that answers with a number of letters that hangs on the prompt."""
@@ -153,7 +185,8 @@ async def agents(
         **AGENTS,
         **sections,
     ) as (world, writer):
-        yield world, writer, await world.run_agents(limits=GenerateOptions(max_context, VOCABULARY))
+        (tmp_path / EPISODES_DIR).mkdir()
+        yield world, writer, await world.run_agents(limits=GenerateOptions(max_context, VOCABULARY, lives=lives))
 
 
 async def played(world: World, n: int = 1, **metadata: Any) -> list[tuple[Sample, ...]]:
@@ -192,14 +225,21 @@ async def test_agents_make_rollouts_of_several_sequences(tmp_path: Path) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["kill", "away"])
-async def test_an_episode_that_infrastructure_ended_is_begun_anew(fault: str, tmp_path: Path) -> None:
-    once = str(tmp_path / "once")
-    async with agents(tmp_path, {"fault": fault, "once": once}) as (world, writer, stage):
+@pytest.mark.parametrize("lives", [(0,), ()], ids=["recorded", "unrecorded"])
+async def test_an_episode_that_infrastructure_ended_is_begun_again(
+    lives: tuple[int, ...], fault: str, tmp_path: Path
+) -> None:
+    once, known = str(tmp_path / "once"), 2 if lives else 0
+    async with agents(tmp_path, {"fault": fault, "once": once}, lives=lives) as (world, writer, stage):
         [parts] = await played(world)
         assert stage.activity.extra["retried"] == 1.0
-        assert len(writer.answered) == 2 + 3
-    assert sum(int(mask.sum()) for mask in trained_masks(parts)) == sum(len(made) for _, made in writer.answered[2:])
+        assert stage.activity.extra["restored"] == float(known > 0)
+        assert len(writer.answered) == 2 + 3 - known, "what it was answered before, it is answered again"
+    made = writer.answered[2 - known :]
+    assert sum(int(mask.sum()) for mask in trained_masks(parts)) == sum(len(ids) for _, ids in made)
     assert parts[-1].reward == 1.0
+    assert parts[-1].metrics.get("env/asker/uncertain") == (1.0 if known else None)
+    assert uncertain_in(tmp_path / EPISODES_DIR) == (known > 0)
 
 
 @pytest.mark.slow

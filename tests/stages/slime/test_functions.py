@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from configs.schema import Config, FilterConfig
 from models.import_path import ImportPathError
+from pipeline.record.kept_files import uncertain_in
 from stages.data.prompt_set import Preparer
 from stages.errors import DataSourceError
 from stages.graders.grade import GradeRequest, UnknownGraderError
@@ -24,6 +25,7 @@ from stages.graders.registry import custom_grader
 from stages.group.filters import FilterDecision, resolve_filter
 from stages.messages import NO_IDS, CheckpointReady, Prefix, PromptGroup, RolloutSlice, Sample, Settled
 from stages.prompts.prompt_sources import DrawnPrompts
+from stages.records.once import EPISODES_DIR
 from stages.rollouts import new_sample, rollout_fault, rollouts, trained_masks
 from stages.slime import Sample as Given
 from stages.slime.convert import ReturnedError, returned_rollout
@@ -39,9 +41,9 @@ CODE = "tests.stages.slime.user_code"
 
 
 @asynccontextmanager
-async def world_of(tmp_path: Path, name: str, **rollout: Any) -> AsyncIterator[World]:
+async def world_of(tmp_path: Path, name: str, lives: tuple[int, ...] = (), **rollout: Any) -> AsyncIterator[World]:
     settings = {"custom_generate_function_path": f"{CODE}.{name}", "rollout_max_response_len": 20, **rollout}
-    async with started(tmp_path, engine=simulated(length=8), rollout=settings) as world:
+    async with started(tmp_path, engine=simulated(length=8), rollout=settings, options={"lives": lives}) as world:
         yield world
 
 
@@ -63,6 +65,26 @@ async def test_observations_are_masked_and_versions_change_between_turns(tmp_pat
     assert (sample.reward, sample.response, sample.turns) == (0.25, "label x", 2)
     assert all(sample.log_probs[i] == 0.0 for i in (0, 6, 7))
     assert (sample.log_probs[1:6] < 0).all()
+
+
+async def test_a_function_that_is_called_again_gets_the_answers_that_it_had(tmp_path: Path, log: Log) -> None:
+    """As by another replica after the death of the first, by the files that the first left."""
+    (tmp_path / EPISODES_DIR).mkdir()
+    async with world_of(tmp_path, "with_tools", lives=(0,)) as world:
+        group = make_group(5, 2, label="x")
+        first = await made(world, group)
+        assert len(log) == 4
+        second: list[tuple[Sample, ...]] = []
+        begun = [new_sample(group.prompt_ids.tolist(), index) for index in range(2)]
+        await world.stage.functions.take(f"{CODE}.with_tools", group, begun, lambda *parts: second.append(parts))
+        assert len(log) == 4, "no engine was asked"
+        await made(world, make_group(6, 2, label="x"))
+        assert len(log) == 8, "another group has answers of its own"
+    for (before,), (after,) in zip(first, sorted(second, key=lambda parts: parts[0].index), strict=True):
+        assert before.version_runs == after.version_runs
+        for name in ("token_ids", "loss_mask", "log_probs"):
+            assert getattr(before, name).tolist() == getattr(after, name).tolist()
+    assert uncertain_in(tmp_path / EPISODES_DIR) == 2, "what else the two calls did is not known"
 
 
 async def test_an_evaluation_says_so_to_a_function_that_asks(tmp_path: Path) -> None:
