@@ -30,7 +30,7 @@ TABLE = """
 [[environment]]
 name = "{name}"
 path = "stages.agents.packs.{path}"
-workers = 2
+workers = 1
 memory_gb = 0
 retries = 1000
 {more}

@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import secrets
 import shutil
 import signal
@@ -326,7 +327,8 @@ class Running:
 
     def _pid(self, kill: Kill) -> int | None:
         if kill.victim == "environment":
-            found = [pid for pid in marked(self._mark) if "stages.agents.worker" in command(pid)]
+            hosts = re.compile(r"stages\.agents\.worker \d")  # others only describe a class, before a start
+            found = [pid for pid in marked(self._mark) if hosts.search(command(pid))]
             return found[int(kill.delay_s * 1000) % len(found)] if found else None
         home = self._run_dir / "warm_start" if kill.moment == "warm start" else self._run_dir
         try:
