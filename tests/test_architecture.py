@@ -156,9 +156,9 @@ def test_what_stands_in_one_place(rule: str) -> None:
 
 # Called by a framework, or by whoever writes an environment.
 CALLED_BY_OTHERS = {
-    "CallsOnce", "Snapshots", "add_samples", "connection_made", "convert_tokens_to_ids", "effective_response_length",
-    "from_dict", "get_reward_value", "handleError", "load_common", "record_event", "reducer_override", "update_from_meta_info", "wait_event",
-    "wait_stream", "_get_save_and_finalize_callbacks",
+    "_get_save_and_finalize_callbacks", "add_samples", "CallsOnce", "connection_made", "convert_tokens_to_ids",
+    "effective_response_length", "from_dict", "get_reward_value", "handleError", "load_common", "record_event",
+    "reducer_override", "Snapshots", "update_from_meta_info", "wait_event", "wait_stream",
 }  # fmt: skip
 BY_PATH = ("stages/agents/packs/", "models/engines/launch/shims/")
 
