@@ -76,11 +76,10 @@ async def test_a_leashed_program_dies_with_its_parent(tmp_path: Path) -> None:
 
 async def test_stopping_ends_what_ignores_it(rundir: RunDir) -> None:
     launcher = LocalLauncher(rundir)
-    deaf = (
-        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(600)"
-    )
+    deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); "
+    deaf += "time.sleep(600)"
     process = await launcher.spawn(ProcessSpec("deaf", (sys.executable, "-c", deaf), grace_s=0.3))
-    await eventually(lambda: "deaf" in process.log.read_text())
+    await eventually(lambda: "ready" in process.log.read_text())
     assert process.alive
     await launcher.stop_all()
     assert await process.wait() == -signal.SIGKILL

@@ -150,7 +150,9 @@ async def seen(rig: Rig, path: str, sent: dict[str, Any]) -> tuple[Any, ...]:
     rig.writer.plan = plan  # type: ignore[method-assign]
     assert status == 200, answer
     shown = re.sub(
-        rb"[0-9a-f]{24}|call_\d+|\"created(_at)?\":\d+|\"cached_tokens\":\d+", b"", msgspec.json.encode(answer)
+        rb"[0-9a-f]{24}|call_[0-9a-f]{16}_\d+|\"created(_at)?\":\d+|\"cached_tokens\":\d+",
+        b"",
+        msgspec.json.encode(answer),
     )
     return *made, re.sub(rb"\"(cache_read_)?input_tokens\":\d+", b"", shown)
 

@@ -148,9 +148,19 @@ async def test_a_body_that_cannot_fit_is_refused_before_it_is_read_as_json(tmp_p
         ("deflate", zlib.compress(bytes(100 << 20)), 400, "over 1179648 bytes"),
         ("gzip", b"no gzip", 400, "the body is not what its headers say"),
         ("gzip", gzip.compress(json.dumps(QUESTION).encode())[:30], 400, "cannot be read"),
-        ("br", b"\x00", 400, "Content-Encoding is 'br'; send gzip, deflate or no encoding"),
+        ("br", b"\x00", 400, ""),  # by the HTTP server itself, where it cannot unpack it
+        ("compress", b"\x00", 400, "Content-Encoding is 'compress'; send gzip, deflate or no encoding"),
     ],
-    ids=["gzip", "deflate", "gzip bomb", "deflate bomb", "no gzip", "half a gzip", "br"],  # gzip has the time inside
+    ids=[
+        "gzip",
+        "deflate",
+        "gzip bomb",
+        "deflate bomb",
+        "no gzip",
+        "half a gzip",
+        "br",
+        "compress",
+    ],  # gzip has the time inside
 )
 async def test_a_packed_body_is_unpacked_as_far_as_it_is_taken(
     packing: str, packed: bytes, status: int, said: str, tmp_path: Path
@@ -159,10 +169,10 @@ async def test_a_packed_body_is_unpacked_as_far_as_it_is_taken(
         headers = {"Authorization": f"Bearer {rig.endpoint.api_key}", "Content-Encoding": packing}
         tracemalloc.start()
         async with rig.http.post(rig.endpoint.base_url + CHAT, data=packed, headers=headers) as response:
-            answer = await response.json()
+            answer = await response.text()
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
-        assert (response.status, said in str(answer)) == (status, True), answer
+        assert (response.status, said in answer) == (status, True), answer
         assert peak < 16 << 20
         assert rig.gateway._bodies.held == rig.place.body_bytes == 0
 
