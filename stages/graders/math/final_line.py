@@ -23,13 +23,14 @@ from stages.graders.grade import EXTRACTED_CHARS, Grade, GradeRequest, clean, fa
 TAIL_CHARS = 300
 _LABEL_CHARS = 1024
 
-# Possessive quantifiers keep a failing match from being retried on parts of a number, and the search linear.
-_DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})++|[0-9]++)(?:\.[0-9]++)?+|\.[0-9]++"
-_SIGNED = rf"-?+(?:\$-?+)?+(?:{_DIGITS})"
+# Possessive quantifiers keep the search linear; `_END` refuses a part of a number. Groups have none: in a group that is
+# captured, Python before 3.11.4 leaves a possessive one behind text that it did not match.
+_DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]++)(?:\.[0-9]++)?|\.[0-9]++"
+_SIGNED = rf"-?+(?:\$-?+)?(?:{_DIGITS})"
 _END = r"(?![eE][+-]?[0-9])(?!,?[0-9])(?!\.[0-9])"
 _MARKED = re.compile(rf"####\s*+(?P<number>{_SIGNED}){_END}")
 _ANY = re.compile(
-    rf"(?P<power>[0-9][0-9.,]*+[eE][+-]?[0-9]++)|(?P<number>(?:(?<![0-9A-Za-z.,)\]])-)?+(?:\$-?+)?+(?:{_DIGITS})){_END}"
+    rf"(?P<power>[0-9][0-9.,]*+[eE][+-]?[0-9]++)|(?P<number>(?:(?<![0-9A-Za-z.,)\]])-)?(?:\$-?+)?(?:{_DIGITS})){_END}"
 )
 _LABEL_MARK = "####"
 
