@@ -166,18 +166,14 @@ async def together(blocking: Callable[[], None], call: Coroutine[Any, Any, T]) -
     Waits for both; unblocked by the first error, which is raised. The blocking half runs in a daemon thread, so that it
     cannot delay the end of the process: gloo cannot be interrupted, only timed out.
     """
-    ended = asyncio.wrap_future(in_daemon_thread(blocking, "weights"))
+    halves = asyncio.wrap_future(in_daemon_thread(blocking, "weights")), asyncio.ensure_future(call)
     try:
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(_wait(ended))
-            answer = tasks.create_task(call)
-    except BaseExceptionGroup as group:
-        raise group.exceptions[0] from None
-    return answer.result()
-
-
-async def _wait(ended: asyncio.Future[None]) -> None:
-    await ended
+        # No TaskGroup: after an error in one, Python before 3.11.3 turns the next time limit into a cancellation.
+        return (await asyncio.gather(*halves))[1]
+    finally:
+        for half in halves:
+            half.cancel()
+        await asyncio.wait(halves)
 
 
 LABEL_TRIES = 10

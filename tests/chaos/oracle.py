@@ -301,9 +301,9 @@ def _judge_ledger(directory: Path, manifest: dict[str, Any], history: list[State
 
 
 def _groups_kept(path: Path) -> list[int]:
-    """Group ids: 16 bytes that name the format, then records of id, rollouts, length and that many bytes."""
+    """Group ids: 16 bytes of format, records of id, rollouts, length and that many bytes, 16 bytes of checksum."""
     data, place, found = path.read_bytes(), 16, []
-    while place < len(data):
+    while place < len(data) - 16:
         group, _, size = struct.unpack_from("<qqQ", data, place)
         found.append(group)
         place += 24 + size
