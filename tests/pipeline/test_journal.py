@@ -202,7 +202,7 @@ async def test_what_came_before_a_checkpoint_is_in_the_journal_when_the_checkpoi
         assert final_path(rundir.checkpoints, 1).is_dir()
     assert len(on_disk) == 2
     (tmp_path / "ledger.jsonl").write_bytes(on_disk[1])
-    assert [*read_journal(tmp_path / "ledger.jsonl")][-1] == Committed(1), "killed while it prunes"
+    assert [*read_journal(tmp_path / "ledger.jsonl")][-1:] == [Committed(1)], "killed while it prunes"
     (tmp_path / "ledger.jsonl").write_bytes(on_disk[0])
     open_ = tuple(group.group_id for group in ledger.open_groups())
     books = audited(tmp_path, RolledBack(1, 1, ledger.next_group, reopened=open_))

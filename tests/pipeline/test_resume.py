@@ -25,11 +25,12 @@ from tests.models.test_checkpoint import flip
 
 
 def contents(run_dir: Path) -> dict[str, bytes]:
-    """All that a user would miss: not the lock, what processes say of themselves, or what is fetched again."""
+    """All that a user would miss: not the lock, what processes say of themselves, or what is fetched again. `run.log`
+    has the refusal."""
     return {
         str(p.relative_to(run_dir)): p.read_bytes()
         for p in run_dir.rglob("*")
-        if p.is_file() and p.parent.name not in ("logs", "replicas", "trace")
+        if p.is_file() and p.parent.name not in ("logs", "replicas", "trace") and p.name != "run.log"
     }
 
 
