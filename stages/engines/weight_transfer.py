@@ -166,7 +166,7 @@ async def together(blocking: Callable[[], None], call: Coroutine[Any, Any, T]) -
     Waits for both; unblocked by the first error, which is raised. The blocking half runs in a daemon thread, so that it
     cannot delay the end of the process: gloo cannot be interrupted, only timed out.
     """
-    halves = asyncio.wrap_future(in_daemon_thread(blocking, "weights")), asyncio.ensure_future(call)
+    halves = asyncio.wrap_future(in_daemon_thread(blocking, "weights")), asyncio.get_running_loop().create_task(call)
     try:
         # No TaskGroup: after an error in one, Python before 3.11.3 turns the next time limit into a cancellation.
         return (await asyncio.gather(*halves))[1]
