@@ -190,7 +190,8 @@ def faults(functions: Sequence[str], *, tries: bool = False) -> tuple[list[str],
         importer, option = KINDS[kind]
         try:
             importer(path)
-            if tries and kind in TRIALS and (found := tried(kind, path)):
+            own = path.startswith("models.")
+            if tries and kind in TRIALS and not own and (found := tried(kind, path)):
                 (problems if found[1] else warnings).append(f"{option}{found[0]}")
         except (ImportPathError, UnknownGraderError) as error:
             problems.append(f"{option}{error}")

@@ -169,8 +169,8 @@ def test_what_python_blocks_import_is_there(page: Path) -> None:
 # What the reader brings: data, a model, an earlier run, code, GPUs.
 READERS_OWN = re.compile(
     r"there is no (such )?(file or )?directory|a run to resume holds config\.toml|no package 'my_project' is found|"
-    r"sees no GPU|no checkpoint|has no config\.json|No module named 'my_project'|'\w+\.toml', but there is no such file|"
-    r"but there is no kept/|pip install bm25s"
+    r"sees no GPU|no checkpoint|has no config\.json|No module named 'my_project'|"
+    r"'\w+\.toml', but there is no such file|but there is no kept/|pip install (bm25s|reasoning-gym)"
 )
 
 
