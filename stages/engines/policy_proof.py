@@ -173,6 +173,6 @@ def _unable(facts: ServerInfo, proof: PolicyProof) -> str | None:
 
 
 async def _pause(client: EngineClient) -> None:
-    """Nothing more is generated with weights in doubt; requests in flight return what they have."""
+    """An engine that is not proven generates no more: its running requests end with the tokens that they have."""
     with contextlib.suppress(EngineError):  # one that does not answer is not served either
         await client.pause("abort")
