@@ -3,7 +3,8 @@
 Runs in a separate process, because a user's module may take memory, print, or end the process. Writes the JSON lists of
 faults and of warnings as the only line of its standard output.
 
-With `try` each function is called once on a made-up group; with `import` none is. What works on tensors or rewards
+With `try` each function is called once on a made-up group, with the settings of the run: the standard input has a JSON
+list with its `Config`, as hexadecimal msgpack. With `import` none is called. What works on tensors or rewards
 alone must not fail. Graders, filters and post-processing may rightly fail on made-up texts, or for want of a service:
 an exception is then a warning, unless it can come of nothing but the code.
 """
@@ -18,10 +19,12 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Final, NoReturn
 
+import msgspec
+
 from configs.schema import Config
-from configs.schema.algorithm import AlgorithmConfig
 from models.import_path import ImportPathError, add_working_directory, import_path, raised
 from stages.errors import UntrainableGroup
 from stages.graders.grade import GradeRequest, UnknownGraderError
@@ -96,36 +99,36 @@ def made_up() -> RolloutSlice:
     return RolloutSlice(group, tuple(samples))
 
 
-def _grade(path: str, responses: tuple[str, ...] = ()) -> None:
+def _grade(path: str, config: Config, responses: tuple[str, ...] = ()) -> None:
     request = GradeRequest(path, "" if responses else "2", "2", responses=responses, n_tokens=2, prompt="1 + 1 =")
     grade = custom_grader(path)(request)
     if grade.error is not None:
         raise TypeError(grade.error)
 
 
-def _filter(path: str) -> None:
+def _filter(path: str, config: Config) -> None:
     if inspect.iscoroutine(decision := import_filter(path)(made_up())):
         asyncio.run(decision)
 
 
-def _sample_filter(path: str) -> None:
+def _sample_filter(path: str, config: Config) -> None:
     hooks.removed(hooks.sample_filter(path), SlimeArguments(), made_up())
 
 
-def _post_process(path: str) -> None:
+def _post_process(path: str, config: Config) -> None:
     from stages.train.batch import post_processed
 
     slice_ = made_up()
-    post_processed(Config(), import_path(path), path, slice_, [(sample,) for sample in slice_.samples])
+    post_processed(config, import_path(path), path, slice_, [(sample,) for sample in slice_.samples])
 
 
-def _advantage(path: str) -> None:
+def _advantage(path: str, config: Config) -> None:
     from models.algorithms.advantages import advantages
 
     advantages(path, [0.0, 1.0, 0.0, 1.0], range(4))
 
 
-def _on_tokens(kind: str, path: str) -> None:
+def _on_tokens(kind: str, path: str, config: Config) -> None:
     import torch
 
     from models.algorithms.correction import custom_weights
@@ -139,25 +142,25 @@ def _on_tokens(kind: str, path: str) -> None:
     tokens = PolicyTokens(new, old, old - 0.1, each, mask, sequence, 4, old, each, each.long())
     match kind:
         case "policy_loss":
-            policy_loss_of(path)(tokens, AlgorithmConfig())
+            policy_loss_of(path)(tokens, config.algorithm)
         case "tis":
             custom_weights(path, old * 0.1, tokens)
         case _:
             columns = GroupColumns(rows // 2, rows, rows % 2 * 1.0, 2, 4)
-            group_objective(tokens, columns, AlgorithmConfig(), group_loss_of(path))
+            group_objective(tokens, columns, config.algorithm, group_loss_of(path))
 
 
 # kind -> (how to try it, whether any exception is a fault)
-TRIALS: Final[dict[str, tuple[Callable[[str], None], bool]]] = {
+TRIALS: Final[dict[str, tuple[Callable[[str, Config], None], bool]]] = {
     "grader": (_grade, False),
-    "group_grader": (lambda path: _grade(path, ("2", "3")), False),
+    "group_grader": (lambda path, config: _grade(path, config, ("2", "3")), False),
     "filter": (_filter, False),
     "sample_filter": (_sample_filter, False),
     "post_process": (_post_process, False),
     "advantage": (_advantage, True),
-    "policy_loss": (lambda path: _on_tokens("policy_loss", path), True),
-    "loss": (lambda path: _on_tokens("loss", path), True),
-    "tis": (lambda path: _on_tokens("tis", path), True),
+    "policy_loss": (partial(_on_tokens, "policy_loss"), True),
+    "loss": (partial(_on_tokens, "loss"), True),
+    "tis": (partial(_on_tokens, "tis"), True),
 }
 
 
@@ -165,13 +168,13 @@ def _too_long(*_: object) -> NoReturn:
     raise TimeoutError(f"it took longer than {TRY_S} s")
 
 
-def tried(kind: str, path: str) -> tuple[str, bool] | None:
+def tried(kind: str, path: str, config: Config) -> tuple[str, bool] | None:
     """Call a function on a made-up group. What it raised, if anything, and whether that refuses the run."""
     call, strict = TRIALS[kind]
     signal.signal(signal.SIGALRM, _too_long)
     signal.alarm(TRY_S)
     try:
-        call(path)
+        call(path, config)
         return None
     except Exception as error:
         rejected = isinstance(error, UntrainableGroup) and error.__cause__ is None
@@ -183,15 +186,15 @@ def tried(kind: str, path: str) -> tuple[str, bool] | None:
     return f"{sentence}; mend it, or start with --no-try-functions" if refused else sentence, refused
 
 
-def faults(functions: Sequence[str], *, tries: bool = False) -> tuple[list[str], list[str]]:
-    """Faults and warnings, one sentence for each `kind=package.module:function` that cannot be imported or called."""
+def faults(functions: Sequence[str], tries: Config | None = None) -> tuple[list[str], list[str]]:
+    """Faults and warnings, one sentence for each `kind=package.module:function` that cannot be imported, or called
+    with the settings `tries`."""
     problems, warnings = list[str](), list[str]()
     for kind, _, path in (function.partition("=") for function in functions):
         importer, option = KINDS[kind]
         try:
             importer(path)
-            own = path.startswith("models.")
-            if tries and kind in TRIALS and not own and (found := tried(kind, path)):
+            if tries is not None and kind in TRIALS and (found := tried(kind, path, tries)):
                 (problems if found[1] else warnings).append(f"{option}{found[0]}")
         except (ImportPathError, UnknownGraderError) as error:
             problems.append(f"{option}{error}")
@@ -203,10 +206,14 @@ def faults(functions: Sequence[str], *, tries: bool = False) -> tuple[list[str],
 def main(arguments: Sequence[str]) -> int:
     """Write faults and warnings; what the user's modules print goes to the error output."""
     add_working_directory()
+    tries = None
+    if arguments[0] == "try":
+        (given,) = json.load(sys.stdin)
+        tries = msgspec.msgpack.decode(bytes.fromhex(given), type=Config)
     answers = os.dup(1)
     os.dup2(2, 1)
     with contextlib.redirect_stdout(sys.stderr):
-        found = faults(arguments[1:], tries=arguments[0] == "try")
+        found = faults(arguments[1:], tries)
     os.write(answers, json.dumps(found).encode() + b"\n")
     return 0
 

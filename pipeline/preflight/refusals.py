@@ -159,7 +159,7 @@ def check_names(config: Config) -> None:
     named = Selection(config.reward).configured()
     faults += _name_faults(config, named)
     if not faults:
-        check_functions(functions_of(config), tries=config.run.try_functions)
+        check_functions(functions_of(config), config)
     if faults:
         raise Refused(faults)
 
@@ -174,7 +174,7 @@ def check_graders(config: Config, names: Iterable[str]) -> None:
         raise Refused(faults)
     known = functions_of(config)  # functions of the flags were checked before the data
     found = tuple(function for function in graders_of(named, config) if function not in known)
-    check_functions(found, tries=config.run.try_functions)
+    check_functions(found, config)
 
 
 def _name_faults(config: Config, names: Iterable[str]) -> Iterator[str]:
@@ -196,14 +196,16 @@ def _needs_process(name: str) -> bool:
     return outside(name) is None and (grader is None or not grader.in_stage)
 
 
-def check_functions(functions: tuple[str, ...], *, tries: bool) -> None:
-    """Raises UsageError with all faults. Imports in another process, with the environment of the stages; `tries`: and
-    calls each function there."""
+def check_functions(functions: tuple[str, ...], config: Config) -> None:
+    """Raises UsageError with all faults. Imports in another process, with the environment of the stages; with
+    `--try-functions`, calls each function there."""
     if not functions:
         return
+    tries = config.run.try_functions
     command = [sys.executable, "-P", "-m", "stages.user_functions", "try" if tries else "import", *functions]
+    arguments = (msgspec.msgpack.encode(config).hex(),) if tries else ()
     what = f"importing {', '.join(functions)}"
-    output = _output(command, child_environment(1), what, "models or data at the first call")
+    output = _output(command, child_environment(1), what, "models or data at the first call", arguments)
     try:
         faults, warnings = msgspec.json.decode(output, type=tuple[list[str], list[str]])
     except msgspec.DecodeError:

@@ -190,11 +190,18 @@ def test_functions_of_the_user_are_tried_before_anything_starts(
 ) -> None:
     (tmp_path / "my_faults.py").write_text(FAULTY)
     with importable(tmp_path):
-        found, warnings = faults(functions, tries=True)
+        found, warnings = faults(functions, Config())
         assert faults(functions) == ([], []), "--no-try-functions"
     assert not warnings
     assert len(found) == bool(words)
     assert not words or re.search(words.replace("{here}", str(tmp_path / "my_faults.py")), found[0]), found
+
+
+def test_functions_are_tried_with_the_settings_of_the_run() -> None:
+    dpo = ["loss=models.algorithms.dpo:dpo"]
+    [refused], _ = faults(dpo, Config())
+    assert "add --use-kl-loss and --kl-loss-coef above 0" in refused
+    assert faults(dpo, config("--use-kl-loss", "--kl-loss-coef", "0.1")) == ([], [])
 
 
 def test_what_may_work_in_the_run_is_a_warning_with_the_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,7 +211,7 @@ def test_what_may_work_in_the_run_is_a_warning_with_the_line(tmp_path: Path, mon
     names = ["grader=my_faults:asks", "grader=my_faults:reads", "grader=my_faults:hangs", "filter=my_faults:keep"]
     names += ["filter=my_faults:keep_later", "sample_filter=my_faults:mark"]
     with importable(tmp_path):
-        found, warnings = faults(names, tries=True)
+        found, warnings = faults(names, Config())
     assert found == []
     assert [re.sub(r" failed on .*?: (.*) \(.*:(\d+) in .*", r" | \1 | \2", line) for line in warnings] == [
         "my_faults:asks | ConnectionRefusedError: no service here | 10",
