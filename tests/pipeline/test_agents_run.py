@@ -130,7 +130,7 @@ def test_a_model_learns_through_a_client(pack: str, module: str, tmp_path: Path)
     (tmp_path / "agent.toml").write_text(LEARNING_RECIPE.format(pack=pack, python=interpreter(module)))
     done = succeed_here(
         tmp_path / "run", "--config", str(tmp_path / "agent.toml"), *SMALL, *made_model(),
-        "--custom-rm-path", "sevens:sevens", "--rm-type", "auto", "--num-rollout", "16", "--rollout-batch-size", "4",
+        "--custom-rm-path", "sevens:sevens", "--rm-type", "auto", "--num-rollout", "24", "--rollout-batch-size", "4",
         "--n-samples-per-prompt", "8", "--rollout-max-response-len", "8", "--lr", "2e-3", "--log-interval", "5",
         cwd=tmp_path,
     )  # fmt: skip
