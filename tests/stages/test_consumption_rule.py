@@ -7,6 +7,7 @@ token passes. The rule of the gate is then changed by one, in both directions, a
 from __future__ import annotations
 
 import asyncio
+import re
 import tempfile
 import threading
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
+from hypothesis.errors import FlakyFailure
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 from configs.schema.rollout import EngineConfig
@@ -226,8 +228,11 @@ def test_the_machine_finds_a_rule_that_is_off_by_one(monkeypatch: pytest.MonkeyP
     rule_ = StalenessGate.batches_left
     monkeypatch.setattr(StalenessGate, "batches_left", lambda gate, **requested: rule_(gate, **requested) + by)
     once = settings(QUICK, max_examples=100, phases=[hypothesis.Phase.generate], derandomize=True)
-    with pytest.raises(AssertionError, match=r"the bound is|was refused"):
+    with pytest.raises((AssertionError, FlakyFailure)) as found:
         run_state_machine_as_test(TrainerBuffer, settings=once)
+    # A batch begun early races with its groups, so hypothesis may not see the failure again and wraps the first one.
+    errors = found.value.exceptions if isinstance(found.value, FlakyFailure) else [found.value]
+    assert any(re.search("the bound is|was refused", str(error)) for error in errors), errors
 
 
 # Log-probs of a real model over updates, in rollouts of one turn and in a conversation through the gateway.
