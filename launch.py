@@ -51,7 +51,7 @@ def _main(argv: Sequence[str]) -> int:
 
         return show_samples(argv[1:])
     if argv[:1] == ["export"]:
-        from pipeline.record.best import main as export
+        from pipeline.record.kept_files import main as export
 
         return export(argv[1:])
     if argv and argv[0] in CONTROL:

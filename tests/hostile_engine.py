@@ -23,7 +23,7 @@ from aiohttp import web
 from configs.schema.rollout import EngineConfig
 from models.engines.protocol import GenerateRequest
 from models.engines.serve import EngineServer
-from tests.served_app import served_app
+from tests.other_programs import served_app
 
 Handler = Callable[[web.Request, bytes], Awaitable[web.StreamResponse | None]]
 

@@ -1,6 +1,9 @@
 """How typed messages move between stages: streams with credit and leases, a latest-value topic, bytes by name.
 
-Knows no stage and no tensor. Start at `Node`; `transport.core` has the protocol itself, as state machines without I/O.
+Knows no stage and no tensor. Start at `Node`; `transport.core` has the protocol itself, as state
+machines without I/O, clock, randomness or asyncio. Each machine is fed by `on_message(now, ...)` and `on_timer(now)`,
+gives what it wants sent by `flush(now)`, and says by `deadline()` when it wants its timer. The shells drive them with
+sockets, the tests with virtual time.
 
 Glossary
     stream       one edge of the graph: producers send, consumers receive

@@ -28,8 +28,7 @@ from pipeline.observe.summary import (
     summarise_reward,
     summarise_staleness,
 )
-from pipeline.record.best import best_text
-from pipeline.record.kept_files import uncertain_in
+from pipeline.record.kept_files import best_text, uncertain_in
 from pipeline.record.recorder import Recorder
 from stages.sample_log import SAMPLES_FILE
 

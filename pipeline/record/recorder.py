@@ -23,17 +23,26 @@ from pipeline.facts.run_log import named, said
 from pipeline.facts.stats import STATS_PREFIX, Changed, LedgerCounts, StageStats, outage_text, visible
 from pipeline.facts.trace import TraceWriter
 from pipeline.record import journal
-from pipeline.record.best import VERSION, Point, best_text, evaluations, scores
 from pipeline.record.group_outcomes import GroupOutcomes
 from pipeline.record.health import Alarm, HealthWatch
-from pipeline.record.kept_files import forget_ended, forget_responses, keeps_rollouts, save_hf
+from pipeline.record.kept_files import (
+    VERSION,
+    Point,
+    best_text,
+    evaluations,
+    forget_ended,
+    forget_responses,
+    keeps_rollouts,
+    save_hf,
+    scores,
+)
 from pipeline.record.metrics import Metrics, read_metrics
 from pipeline.record.stalls import OutageWatch, StallWatch
 from pipeline.record.view import RunView
 from stages.messages import CheckpointReady, EvalDone, Settled, StepDone
 from stages.prompts.ledger import Ledger, LedgerSnapshot, OpenGroup
 from stages.topic_values import POLICY, PolicyDifference, addresses, carrying
-from stages.train.recovery import remove_superseded
+from stages.train.checkpoints import remove_superseded
 from transport import TopicServer
 
 BIAS_FILE = "bias.json"

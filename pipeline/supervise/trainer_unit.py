@@ -1,10 +1,11 @@
 """The trainer as one unit: the train stage and, where there are any, its ranks. They start, are lost and end together,
 here or with their node, while engines, prompts and finished groups stay.
 
-The next incarnation loads the newest state: a checkpoint, a recovery point of stages/train/recovery.py, or the initial
-weights. The ledger is not rolled back, for a step counts once it is reported, and only after its batch is on disk. So
-the unit trains those batches again, reports none of them, and announces the version of the ledger's last step. Thus no
-group is trained twice in the ledger, versions never fall, and no engine holds weights of a step that never happened.
+The next incarnation loads the newest state: a checkpoint, a recovery point (stages/train/checkpoints.py), or the
+initial weights. The ledger is not rolled back, for a step counts once it is reported, and only after its batch is on
+disk. So the unit trains those batches again, reports none of them, and announces the version of the ledger's last step.
+Thus no group is trained twice in the ledger, versions never fall, and no engine holds weights of a step that never
+happened.
 
 Invariants:
 - before an incarnation starts, every process of the previous incarnation has ended: a socket, a file or a GPU has one

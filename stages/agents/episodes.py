@@ -4,8 +4,8 @@ In an environment's episode its messages become tokens and the model's text beco
 session of the gateway and one call of a worker process.
 
 Invariants: a rollout of an agent holds the requests of its last attempt only, those included that the record of earlier
-attempts answered (stages/records/answered.py); a request that the engines could not answer is never counted against the
-agent and never becomes a reward; all sequences of a rollout leave together, done.
+attempts answered (stages/records/unfinished.py); a request that the engines could not answer is never counted against
+the agent and never becomes a reward; all sequences of a rollout leave together, done.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from stages.gateway.server import Gateway
 from stages.gateway.sessions import Session
 from stages.messages import PromptGroup, Sample, TurnReward
 from stages.ports import Topic
-from stages.records.answered import AnswerJournal
+from stages.records.unfinished import AnswerJournal
 from stages.rollouts import append_untrained, new_sample
 from stages.sampling.rollout_requests import Requests
 from stages.sampling.sampler import Sampler

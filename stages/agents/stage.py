@@ -38,9 +38,8 @@ from stages.chat.tokenizer import load_tokenizer
 from stages.chat.tool_calls import Marked, Offered
 from stages.messages import PromptGroup, RolloutSlice, Sample
 from stages.ports import Ports, Topic, wait_value
-from stages.records.answered import AnswerJournal
 from stages.records.once import EPISODES_DIR
-from stages.records.unfinished import TurnJournal
+from stages.records.unfinished import AnswerJournal, TurnJournal
 from stages.rollouts import append_untrained
 from stages.tools.registry import Bounded, close_tools, resolve_tools
 from stages.tools.tool import RESULT_CHARS, Tool

@@ -6,7 +6,7 @@ Invariants:
 - Engines are reached through the sampler only.
 - An engine's result is recorded, also on the disk, before the client sees any of it. Nothing is recorded of a request
   that failed or whose client disconnected.
-- A request that the record of its rollout has (stages/records/answered.py) is answered from there, without an engine.
+- A request that the record of its rollout has (stages/records/unfinished.py) is answered from there, without an engine.
 - Tokens sampled with other parameters than in training are recorded as not trained.
 """
 
@@ -25,7 +25,7 @@ from models.engines.text import find_stop
 from stages.chat.messages import ChatFormat, Message
 from stages.gateway.sessions import Conversation, Session, Turn
 from stages.messages import PromptGroup, Sample, VersionRun
-from stages.records.answered import SessionRecord
+from stages.records.unfinished import SessionRecord
 from stages.sampling.requests import OUT_OF_TIME, SampleRequest, SampleResult
 from stages.sampling.rollout_requests import Requests
 from stages.sampling.sampler import Sampler

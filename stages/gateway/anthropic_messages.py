@@ -15,7 +15,7 @@ from msgspec import Struct
 from stages.chat.messages import Message, ToolCall
 from stages.gateway.answers import Answer, Ask, Json, Reason, Refused, Sampling, event
 from stages.gateway.chat_completions import function_tool, role, texts
-from stages.gateway.fields import decode, form, offered
+from stages.gateway.requests import decode, form, offered
 from stages.gateway.sessions import Conversation
 
 _REFUSED: Final = dict.fromkeys(("container", "mcp_servers"))

@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from stages.chat.messages import Message, Role, ToolCall, ToolSchema
 from stages.gateway.answers import STATUS, Answer, Ask, Json, Refused, Sampling, event
-from stages.gateway.fields import decode, form, offered
+from stages.gateway.requests import decode, form, offered
 from stages.gateway.sessions import Conversation
 
 FINISH: Final = {"stop": "stop", "stop_text": "stop", "length": "length", "calls": "tool_calls"}

@@ -18,7 +18,7 @@ from msgspec import Struct
 from stages.chat.messages import Message, ToolCall
 from stages.gateway.answers import Answer, Ask, Json, Refused, Sampling, event
 from stages.gateway.chat_completions import OpenAIErrors, Part, arguments_text, content_text, function_tool, role
-from stages.gateway.fields import decode, form, offered, unserved
+from stages.gateway.requests import decode, form, offered, unserved
 from stages.gateway.sessions import Conversation
 
 _REFUSED: Final = dict.fromkeys(("background", "conversation", "prompt", "top_logprobs"))

@@ -4,7 +4,7 @@ An agent gets an address and a key (`Endpoint` of stages/agents/environment.py).
 requests with it, in any dialect, belong to one rollout.
 
 Invariants: a request without the key of an open session is refused; a disconnected client ends its request; refusals
-have the form of the request's dialect; connections, requests and (in stages/gateway/bodies.py) bodies are bounded.
+have the form of the request's dialect; connections, requests and (in stages/gateway/requests.py) bodies are bounded.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from stages.base import outcome_of
 from stages.chat.messages import ChatFormatError, TooLong
 from stages.gateway.answers import STATUS, Answers, Ask, Dialect, Json, OpenSession, Refused
 from stages.gateway.anthropic_messages import AnthropicMessages
-from stages.gateway.bodies import Bodies, Full, Limits
 from stages.gateway.chat_completions import ChatCompletions
+from stages.gateway.requests import Bodies, Full, Limits
 from stages.gateway.responses import Responses
 from stages.gateway.token_routes import SglangGenerate, VllmGenerate
 

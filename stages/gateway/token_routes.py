@@ -15,7 +15,7 @@ from msgspec import Struct
 from models.engines.protocol import FinishReason, GenerateOutput, MetaInfo, VersionSpan
 from stages.gateway.answers import Answer, Ask, Json, Refused, Sampling, event
 from stages.gateway.chat_completions import OpenAIErrors, texts
-from stages.gateway.fields import decode
+from stages.gateway.requests import decode
 
 
 class SamplingParams(Struct, frozen=True):

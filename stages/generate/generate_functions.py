@@ -26,12 +26,12 @@ from stages.base import Activity, outcome_of
 from stages.chat.messages import ChatFormatError, Message, ToolSchema
 from stages.chat.tokenizer import Tokenizer, load_tokenizer
 from stages.gateway.answers import Answers, OpenSession
-from stages.gateway.bodies import Limits
+from stages.gateway.requests import Limits
 from stages.gateway.server import Gateway
 from stages.gateway.sessions import Session
 from stages.messages import PromptGroup, Sample
 from stages.ports import Topic, wait_value
-from stages.records.answered import AnswerJournal
+from stages.records.unfinished import AnswerJournal
 from stages.sampling.rollout_requests import Requests
 from stages.sampling.sampler import Sampler
 from stages.slime.client import UserLoop

@@ -26,9 +26,8 @@ from stages.generate.rollout_functions import RolloutFunction
 from stages.generate.turns import Loops, Turns
 from stages.messages import PromptGroup, RolloutSlice, Sample, without_prompt
 from stages.ports import Inlet, Lease, Outlet, Ports, wait_at_most
-from stages.records.answered import AnswerJournal
 from stages.records.once import EPISODES_DIR
-from stages.records.unfinished import ResponseJournal
+from stages.records.unfinished import AnswerJournal, ResponseJournal
 from stages.rollouts import new_sample, rollouts
 from stages.sampling.rollout_requests import Requests
 from stages.sampling.sampler import Sampler

@@ -1,9 +1,8 @@
 """Append-only records of growing rollouts on the disk, from which another replica or a resumed run continues.
 
 Files are below the run directory: `episodes/<group>/<kind>-<life>-<process>.log`. A life of the run is one start of it.
-Three kinds use this: partial responses and turns of episodes (stages/records/unfinished.py), and answers to agents and
-generate functions (stages/records/answered.py).
-pipeline/record/kept_files.py removes the files of a group when nothing can need them any more.
+Three kinds use this (stages/records/unfinished.py): partial responses, turns of episodes, and answers to agents and
+generate functions. pipeline/record/kept_files.py removes the files of a group when nothing can need them any more.
 
 Invariants:
 - One process writes a file. A record has only the change since the previous record of the same key, so a file grows

@@ -27,13 +27,12 @@ import msgspec
 
 from configs.schema import Config
 from stages.base import Activity, MapStage, StageContext, beside
-from stages.graders.grade import Grade, GradeRequest, failed
+from stages.graders.grade import CacheKey, Grade, GradeCache, GradeRequest, Observed, failed
 from stages.graders.pool import GraderPool, pool_error_alone
 from stages.graders.registry import is_import_path, listed_grader, outside
 from stages.messages import PromptGroup, RolloutSlice, Sample
 from stages.ports import Ports, Topic
 from stages.reward.components import SINGLE, Component, Overlong, Row, Selection, combined, picked, shaped
-from stages.reward.observed import CacheKey, GradeCache, Observed
 from stages.rollouts import MEMBER_STATUSES, rollouts, trainable_tokens
 
 if TYPE_CHECKING:  # both bring an HTTP client, which most runs do not need

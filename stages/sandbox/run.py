@@ -1,4 +1,9 @@
-"""Runs untrusted Python programs in the jail, from a grader process.
+"""Runs untrusted Python programs in the jail, from a grader process. Linux only.
+
+The jail is a process without files, network, children or signals. `lockdown` takes rights away from the calling
+process, for good: root and capabilities, files (`landlock`), all system calls but a list (`syscalls`). `cases` is the
+program that runs cases, each in a fork that is locked down. They import nothing but the standard library, for the
+interpreter of the jail has nothing else.
 
 Invariants: the jail's environment holds only variables that make Python repeatable; it inherits no descriptor; its
 files are in a new directory that is removed afterwards; its process has ended before `run_cases` returns.

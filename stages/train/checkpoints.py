@@ -1,24 +1,44 @@
-"""The trainer's part of a checkpoint: the state of the backend and the groups in care, in one draft, then reported.
+"""What the trainer writes: its part of a checkpoint, and the files from which a restarted trainer catches up.
 
-Invariants: a checkpoint is reported once all of it is on disk, and before the report of any later step, so that the
-ledger that is committed with it is the ledger after its own step; it holds the groups of the moment of its report.
+Its part of a checkpoint is the state of the backend and the groups in care, in one draft, then reported. Invariants: a
+checkpoint is reported once all of it is on disk, and before the report of any later step, so that the ledger that is
+committed with it is the ledger after its own step; it holds the groups of the moment of its report.
+
+    RUN/trainer/batch-00000012.msgpack   groups of step 12, in the order in which they were trained
+    RUN/trainer/state-00000010/          a recovery point: the state of the backend after step 10
+
+A step is reported only after its batch is written here. A restarted trainer loads the newest state, checkpoint or
+recovery point, and trains the batches after it again: same groups, same versions, the same weights up to rounding. The
+ledger, the engines and the waiting groups are not involved.
+
+Invariants:
+- a committed checkpoint removes all files at or before its step;
+- a recovery point is complete or absent; recovery points take at most `SHARE` of the time;
+- these files never end a run: where the disk has no room they are given up, and a lost trainer then ends the run with
+  the command to resume it;
+- no file here outlives the start of the run that wrote it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import shutil
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from models.checkpoint import draft_path
+import msgspec
+
+from models.checkpoint import CheckpointError, draft_path
 from stages.engines.colocation import InTorch
-from stages.messages import CheckpointReady
+from stages.errors import SavedBatchError
+from stages.messages import CheckpointReady, RolloutSlice
 from stages.ports import Readable
 from stages.train.held_groups import HeldGroups
-from stages.train.saved_groups import write_groups
+from stages.train.saved_groups import read_file, write_batch, write_groups
 
 if TYPE_CHECKING:
     from models.train.interface import TrainBackend
@@ -97,3 +117,121 @@ class Checkpoints:
 
 def _ids(groups: HeldGroups) -> frozenset[int]:
     return frozenset(slice_.group.group_id for slice_ in groups.groups)
+
+
+log = logging.getLogger("sluice.train")
+
+FOLDER: Final = "trainer"
+SHARE: Final = 0.02  # of the time, for recovery points
+SHORTEST_S: Final = 60.0  # between two recovery points
+STATE_FACTOR: Final = 8  # bytes of a saved state by bytes of the model: weights, fp32 master, two moments
+DISK_BYTES_PER_S: Final = 1e9  # guess for the first save
+ROOM_FACTOR: Final = 3  # free bytes by bytes of a state, so that checkpoints and other files have room beside it
+
+
+def remove_superseded(run_dir: Path, step: int) -> None:
+    """Remove the files that the committed checkpoint of `step` replaces."""
+    home = run_dir / FOLDER
+    for kind in ("batch", "state"):
+        for number, path in _entries(home, kind):
+            if number <= step:
+                _remove(path)
+    if home.is_dir() and not any(home.iterdir()):
+        home.rmdir()
+
+
+class Recovery:
+    """Recovery files of one run. `checkpoint`: the model's, for its size. Blocking: use it from a thread."""
+
+    def __init__(self, run_dir: Path, checkpoint: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self.home = run_dir / FOLDER
+        self._clock, self._since = clock, clock()
+        self._state_bytes = STATE_FACTOR * sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))
+        self._cost_s = self._state_bytes / DISK_BYTES_PER_S  # of the newest save
+        self._impossible = False  # no further recovery points
+        self._given_up = False  # no batches either
+
+    def clear(self) -> None:
+        """Forget an earlier start of the run."""
+        shutil.rmtree(self.home, ignore_errors=True)
+
+    def keep(self, step: int, groups: Sequence[RolloutSlice]) -> None:
+        """Write the batch of a step, before the step is reported. Without room, give all recovery files up."""
+        if self._given_up:
+            return
+        try:
+            write_batch(self.home / f"batch-{step:08d}.msgpack", groups)
+        except (CheckpointError, OSError) as error:
+            log.warning(
+                "the batch of step %d could not be kept (%s); from now on a lost trainer ends the run, which then "
+                "resumes from its last checkpoint",
+                step, error,
+            )  # fmt: skip
+            self._given_up = self._impossible = True
+            self.clear()
+
+    def batch(self, step: int) -> list[RolloutSlice]:
+        """The groups of a step. Raises SavedBatchError."""
+        path = self.home / f"batch-{step:08d}.msgpack"
+        try:
+            return read_file(path)
+        except (OSError, ValueError, msgspec.MsgspecError) as error:
+            raise SavedBatchError(
+                f"{path} cannot be read ({error}), so the trainer cannot reach the step that it had reported; continue "
+                f"from the last checkpoint with --resume {self.home.parent}"
+            ) from error
+
+    def newest_state(self, at_most: int) -> tuple[int, Path] | None:
+        """Step and directory of the newest recovery point at or before step `at_most`."""
+        return max(((step, path) for step, path in _entries(self.home, "state") if step <= at_most), default=None)
+
+    def saved(self, took_s: float) -> None:
+        """A checkpoint was saved: the interval to the next recovery point begins here."""
+        self._since, self._cost_s = self._clock(), took_s
+
+    def due(self) -> bool:
+        """Whether a recovery point is worth its time now, and fits on the disk."""
+        if self._impossible or self._clock() - self._since < max(SHORTEST_S, self._cost_s / SHARE):
+            return False
+        free = shutil.disk_usage(self.home).free
+        if free >= ROOM_FACTOR * self._state_bytes:
+            return True
+        self._impossible = True
+        log.warning(
+            "no recovery points: %s has %d bytes free, and one may take %d; a lost trainer repeats all steps since "
+            "the last checkpoint",
+            self.home, free, self._state_bytes,
+        )  # fmt: skip
+        return False
+
+    def save(self, step: int, write: Callable[[Path], None]) -> None:
+        """Write a recovery point; `write` saves the state of the backend. A failure is logged and ends no run."""
+        begun, draft = self._clock(), self.home / f".state-{step:08d}.draft"
+        _remove(draft)
+        try:
+            write(draft)
+        except (CheckpointError, OSError) as error:
+            log.warning("no recovery points: that of step %d could not be written (%s)", step, error)
+            self._impossible = True
+            _remove(draft)
+            return
+        draft.rename(self.home / f"state-{step:08d}")
+        self._state_bytes = sum(file.stat().st_size for file in (self.home / f"state-{step:08d}").rglob("*"))
+        for kind in ("batch", "state"):
+            for number, path in _entries(self.home, kind):
+                if number < step + (kind == "batch"):
+                    _remove(path)
+        self.saved(self._clock() - begun)
+
+
+def _entries(home: Path, kind: str) -> Iterator[tuple[int, Path]]:
+    """(step, path) of all batches or states."""
+    for path in sorted(home.glob(f"{kind}-*")):
+        yield int(path.name.removeprefix(f"{kind}-").removesuffix(".msgpack")), path
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)

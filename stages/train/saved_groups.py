@@ -4,7 +4,7 @@ A file is the fingerprint of the message format, then one record per group: its 
 the length, and the msgpack of its `RolloutSlice`; then the xxh3_128 of all that. It is written and read group by group.
 Files of earlier versions end without a checksum. Batches are those of
 `--save-debug-rollout-data` and `--load-debug-rollout-data`, and those that a restarted trainer trains again
-(stages/train/recovery.py).
+(stages/train/checkpoints.py).
 
 Invariants:
 - a group of a checkpoint is restored by exactly one of two: the trainer, which finds it here, or the prompt stage,

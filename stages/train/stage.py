@@ -8,8 +8,8 @@ Invariants:
   newer is announced before every engine has applied v.
 - Torch runs in one worker thread, so that the event loop keeps renewing leases during a step.
 - A restarted trainer (`TrainOptions.incarnation`) reaches the step that the ledger counts by training the batches since
-  the newest saved state again (stages/train/recovery.py). It reports none of them, announces the version of that step
-  again, and takes no settled group.
+  the newest saved state again (stages/train/checkpoints.py). It reports none of them, announces the version of that
+  step again, and takes no settled group.
 - A checkpoint holds the complete groups that wait here; a resumed run begins with them and checks the gate again.
 """
 
@@ -34,9 +34,8 @@ from stages.ports import Lease, Ports, Topic, read_value
 from stages.sample_log import drop_after
 from stages.topic_values import settings_at, updates_ended
 from stages.train.batch import Batch, BatchLog, slice_sequences
-from stages.train.checkpoints import Checkpoints
+from stages.train.checkpoints import Checkpoints, Recovery
 from stages.train.held_groups import HeldGroups
-from stages.train.recovery import Recovery
 from stages.train.saved_groups import RestoredLease, read_groups
 from stages.train.schedule import Due, Schedule, TargetLoss
 from stages.train.weights import WeightPublisher, await_landing, prover_of

@@ -28,6 +28,7 @@ from tests.chaos import asking, calls
 from tests.chaos.kills import (
     EVERYTHING,
     FATAL,
+    MARK,
     MAY_END,
     MOMENTS,
     PRUNE,
@@ -35,11 +36,13 @@ from tests.chaos.kills import (
     SAVE,
     Kill,
     Seen,
+    Watch,
+    command,
     draw,
     draw_fatal,
     draw_stops,
+    marked,
 )
-from tests.chaos.leftovers import MARK, Watch, command, marked
 from tests.chaos.oracle import KINDS, Expected, Fault, Trained, judge, judge_same, trained_by
 
 ROOT = Path(__file__).parent.parent.parent

@@ -24,10 +24,9 @@ from typing import Any
 import pytest
 import xxhash
 
-from tests.chaos import leftovers, oracle
+from tests.chaos import kills, oracle
 from tests.chaos.calls import UNSURE, judge_calls
-from tests.chaos.kills import CONTROLLER, FATAL, MOMENTS, RESUME, RUNNING, WARM, Kill, Seen, draw
-from tests.chaos.leftovers import MARK, SHARED, Watch
+from tests.chaos.kills import CONTROLLER, FATAL, MARK, MOMENTS, RESUME, RUNNING, SHARED, WARM, Kill, Seen, Watch, draw
 from tests.chaos.oracle import DISAGREE, LOST, OTHERWISE, STALE, TWICE, Expected, Trained, judge, judge_same, trained_by
 from tests.chaos.suite import Case, Running, calls_flags, cases
 
@@ -239,7 +238,7 @@ def test_what_is_left_running_or_in_shared_memory_is_seen(tmp_path: Path) -> Non
     assert watch.left() == []
 
 
-@pytest.mark.parametrize("module", [oracle, leftovers])
+@pytest.mark.parametrize("module", [oracle, kills])
 def test_the_oracle_shares_no_code_with_the_run(module: Any) -> None:
     allowed = {*sys.stdlib_module_names, "xxhash"}
     for node in ast.walk(ast.parse(Path(module.__file__).read_text())):

@@ -17,7 +17,7 @@ from configs.schema import Config, StageConfig
 from pipeline.controller import wait_empty
 from pipeline.graph import build
 from pipeline.record.metrics import read_metrics
-from tests.agent_clients import interpreter
+from tests.other_programs import interpreter
 
 RECIPE = """
 [[environment]]

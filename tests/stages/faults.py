@@ -14,7 +14,7 @@ import aiohttp
 from aiohttp import web
 
 from models.engines.http_client import TRAITS
-from tests.served_app import served_app
+from tests.other_programs import served_app
 
 
 class FaultProxy:

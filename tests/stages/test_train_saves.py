@@ -20,7 +20,7 @@ from stages.messages import CheckpointReady, Extra, Float32Array, RolloutSlice, 
 from stages.prompts.ledger import LedgerSnapshot, OpenGroup
 from stages.train import recovery as recovery_module
 from stages.train import saved_groups
-from stages.train.recovery import Recovery, remove_superseded
+from stages.train.checkpoints import Recovery, remove_superseded
 from stages.train.saved_groups import (
     BUFFER_FILE,
     SavedBatches,

@@ -9,8 +9,8 @@ The variables of the OpenAI and Anthropic clients (OPENAI_BASE_URL, ANTHROPIC_AP
 records the program's requests. A rollout is graded by the text of its last turn.
 
 Invariants: the program gets a new, empty home and working directory; when the same episode starts again they have the
-same path, because programs put it into their prompts (stages/records/answered.py); the program inherits only the listed
-variables of this process; when the episode ends, for any reason, the program and all its descendants are killed.
+same path, because programs put it into their prompts (stages/records/unfinished.py); the program inherits only the
+listed variables of this process; when the episode ends, for any reason, the program and all its descendants are killed.
 """
 
 from __future__ import annotations

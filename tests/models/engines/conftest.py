@@ -23,7 +23,7 @@ from models.engines.protocol import EXPECTED_SGLANG
 from models.engines.serve import EngineServer
 from models.tiny import make_tiny_checkpoint
 from tests.models.engines.harness import EMBEDDED, SIMULATED, Capabilities, Target
-from tests.served_app import served_app
+from tests.other_programs import served_app
 from tests.sglang_server import CONTEXT, ON_SGLANG, RealServer
 
 

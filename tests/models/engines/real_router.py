@@ -19,7 +19,7 @@ from aiohttp import web
 
 from models.engines.launch.command import Launch, with_token
 from models.engines.token import TokenFile
-from tests.served_app import served_app
+from tests.other_programs import served_app
 from tests.sglang_server import needs_sglang
 
 READY_S = 120.0

@@ -52,7 +52,7 @@ from pipeline.supervise.health_probe import HealthTracker, HttpProbe, SchedulerP
 from pipeline.supervise.restarts import Restarts, Supervision
 from pipeline.supervise.servers import WeightFetchers
 from stages.engines.stage import END
-from tests.served_app import served_app
+from tests.other_programs import served_app
 from transport import Node
 
 # ------------------------------------------------------------------ processes, ports, GPUs

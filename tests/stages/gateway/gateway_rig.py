@@ -23,7 +23,7 @@ from models.tiny import build_tokenizer
 from stages.agents.environment import Endpoint
 from stages.chat.messages import ChatFormat, Message, Reply, ToolCall, ToolSchema
 from stages.gateway.answers import Answers, OpenSession
-from stages.gateway.bodies import Limits
+from stages.gateway.requests import Limits
 from stages.gateway.server import DEFAULT_LIMITS, Gateway
 from stages.gateway.sessions import Session
 from stages.messages import Sample

@@ -27,7 +27,7 @@ from stages.messages import Sample
 from stages.records.once import EPISODES_DIR, Once
 from stages.rollouts import rollout_fault, trained_masks
 from stages.workers.process import WorkerProcess
-from tests.agent_clients import interpreter
+from tests.other_programs import interpreter
 from tests.stages.engine_rig import AGENTS, World
 from tests.stages.gateway.gateway_rig import VOCABULARY, ScriptedWriter, opened, scripted
 from tests.stages.stage_rig import make_group, until

@@ -17,7 +17,7 @@ import pytest
 
 from bench.gateway import engine, gateway, opened
 from models.tiny import make_tiny_checkpoint
-from stages.gateway.bodies import BYTES_PER_TOKEN, LEAST_BODY, Limits
+from stages.gateway.requests import BYTES_PER_TOKEN, LEAST_BODY, Limits
 
 CONTEXT = 32_768
 SESSIONS = 64  # of the attackers

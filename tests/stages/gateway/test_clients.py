@@ -1,6 +1,6 @@
 """Unmodified clients and packages of environments, each in a Python environment that has them installed.
 
-Their packages conflict, so they need several environments: see tests/agent_clients.py.
+Their packages conflict, so they need several environments: see tests/other_programs.py.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.agent_clients import interpreter
+from tests.other_programs import interpreter
 from tests.stages.agents.play import playing, world
 from tests.stages.gateway.gateway_rig import Rig, log_prob, opened
 from tests.stages.gateway.test_agent_episodes import agents, played

@@ -22,7 +22,7 @@ from stages.gateway.answers import OpenSession
 from stages.gateway.sessions import Conversation, Session
 from stages.messages import Sample, VersionRun
 from stages.records import answered
-from stages.records.answered import AnswerJournal
+from stages.records.unfinished import AnswerJournal
 from stages.rollouts import new_sample, rollout_fault
 from stages.sampling.requests import SampleResult
 from tests.stages.gateway.gateway_rig import Rig, ToyChat, opened

@@ -19,7 +19,7 @@ from models.errors import EngineUnreachable
 from stages.chat.messages import TooLong
 from stages.gateway import server
 from stages.gateway.answers import OpenSession
-from stages.gateway.bodies import Limits
+from stages.gateway.requests import Limits
 from stages.gateway.sessions import Session
 from stages.rollouts import new_sample
 from tests.stages.engine_rig import core_of

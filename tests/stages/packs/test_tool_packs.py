@@ -23,7 +23,7 @@ from stages.agents.packs.functions import Functions
 from stages.agents.packs.mcp import Mcp
 from stages.agents.packs.search import Search, town_facts, town_names, town_questions
 from stages.tools.tool import UnknownToolError
-from tests.served_app import served_app
+from tests.other_programs import served_app
 from tests.stages.agents.play import Episode, playing, world
 
 TOOLS = "tests.stages.toolkit.sample_tools"

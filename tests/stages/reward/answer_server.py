@@ -8,7 +8,7 @@ from typing import Any
 
 from aiohttp import web
 
-from tests.served_app import served_app
+from tests.other_programs import served_app
 
 Answer = web.Response | Callable[[web.Request], Awaitable[web.StreamResponse]]
 

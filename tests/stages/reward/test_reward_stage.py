@@ -15,9 +15,9 @@ import msgspec
 import pytest
 
 from stages.base import Activity
+from stages.graders.grade import GradeCache
 from stages.graders.pool import Grade
 from stages.messages import RolloutSlice
-from stages.reward.observed import GradeCache
 from stages.reward.stage import Grading, RewardStage
 from tests.stages.reward.answer_server import answering
 from tests.stages.stage_rig import make_config, make_context, make_sample, make_slice, open_rig, running, take

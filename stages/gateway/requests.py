@@ -1,25 +1,30 @@
-"""Bodies of requests on their way into memory: how large, how many at a time, how slowly; and threads that read them.
+"""Requests of all dialects: their bodies on the way into memory, and their fields.
 
-Invariants:
+Bodies are bounded: how large, how many at a time, how slowly. Threads read the long ones. Invariants:
 - a body is refused at the first byte beyond its limit; a packed body is unpacked in pieces, as far as it is read;
 - the bytes of all bodies in memory stay below a bound, those of one session below a quarter of it. Only bytes that have
   arrived count, so slow clients take no room from others;
 - a body that has not arrived in time is refused;
 - neither JSON nor a tokenizer holds up the event loop for a long body, and a short body never waits for a long one.
+
+A field is either honoured, or has no effect and stands so in docs/gateway.md, or is refused with its name. Unknown
+fields have no effect: clients send fields of providers that nobody documents.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
+import msgspec
 from aiohttp import web
 from msgspec import Struct
 
-from stages.gateway.answers import OpenSession, Refused
+from stages.chat.messages import ToolSchema
+from stages.gateway.answers import Constraint, OpenSession, Refused
 
 T = TypeVar("T")
 LEAST_BODY: Final = 1 << 20  # bytes of a body that any context allows
@@ -107,3 +112,53 @@ class Full(asyncio.Protocol):
         assert isinstance(transport, asyncio.Transport)
         transport.write(b"HTTP/1.1 503 Full\r\nRetry-After: 1\r\nConnection: close\r\nContent-Length: 0\r\n\r\n")
         transport.close()
+
+
+def decode(body: bytes, kind: type[T], refused: Mapping[str, object] | None = None) -> T:
+    """The body of a request. Raises Refused.
+
+    `refused`: fields that must be absent or null, or have this value; where it is None, they may be empty as well.
+    """
+    try:
+        parsed = msgspec.json.decode(body, type=kind)
+        fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw]) if refused else {}
+        given = {name: msgspec.json.decode(fields[name]) for name in fields.keys() & (refused or {})}
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:  # validation errors are decode errors
+        raise Refused("invalid", f"the request cannot be read: {error}") from error
+    except RecursionError:
+        raise Refused("invalid", "the request is nested too deeply; send plain messages") from None
+    for name, value in given.items():
+        harmless = (refused or {})[name]
+        if value not in (None, harmless) and (value or harmless is not None):
+            raise unserved(name, value)
+    return parsed
+
+
+def unserved(name: str, value: object) -> Refused:
+    """The refusal of a field."""
+    shown = msgspec.json.encode(value)[:60].decode(errors="replace")
+    return Refused("invalid", f"{name} is {shown}, which this gateway does not serve; leave it out (docs/gateway.md)")
+
+
+def offered(choice: str | Mapping[str, Any] | None, tools: Iterable[ToolSchema]) -> tuple[ToolSchema, ...]:
+    """The tools that `tool_choice` of any dialect leaves. Raises Refused for a call that must be made."""
+    kind = choice.get("type") if isinstance(choice, Mapping) else choice
+    if kind not in (None, "auto", "none"):
+        raise unserved("tool_choice", choice)
+    return () if kind == "none" else tuple(tools)
+
+
+def form(name: str, sent: Mapping[str, Any] | None, tools: Sequence[ToolSchema]) -> Constraint | None:
+    """The form of an answer: `response_format`, `text.format` or `output_config.format`. Raises Refused."""
+    kind = (sent or {}).get("type", "text")
+    if sent is None or kind == "text":
+        return None
+    described = sent.get("json_schema", sent)
+    schema = {"type": "object"} if kind == "json_object" else described.get("schema") if kind == "json_schema" else None
+    if not isinstance(schema, dict):
+        raise unserved(name, sent)
+    if tools:
+        raise Refused(
+            "invalid", f"{name} and tools exclude each other here, for a call has another form; leave one out"
+        )
+    return Constraint(name, msgspec.json.encode(schema).decode())
