@@ -18,7 +18,7 @@ from stages.base import TrainOptions
 from stages.errors import SavedBatchError
 from stages.messages import CheckpointReady, Extra, Float32Array, RolloutSlice, Settled, StepDone, wire
 from stages.prompts.ledger import LedgerSnapshot, OpenGroup
-from stages.train import recovery as recovery_module
+from stages.train import checkpoints
 from stages.train import saved_groups
 from stages.train.checkpoints import Recovery, remove_superseded
 from stages.train.saved_groups import (
@@ -481,7 +481,7 @@ def test_recovery_points_take_at_most_a_fiftieth_of_the_time(tmp_path: Path) -> 
 def test_the_first_recovery_point_of_a_large_model_waits_for_its_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recovery_module, "DISK_BYTES_PER_S", 100.0)
+    monkeypatch.setattr(checkpoints, "DISK_BYTES_PER_S", 100.0)
     clock = Clock()
     kept = made(tmp_path, clock, model_bytes=1000)  # 8000 bytes, 80 s, so every 4000 s
     kept.keep(1, [make_slice(0)])
@@ -505,9 +505,9 @@ def test_no_recovery_point_fills_the_disk_or_ends_the_run(tmp_path: Path, monkey
     clock.now = 1e6
     assert not kept.due(), "it is not tried again"
 
-    monkeypatch.setattr(recovery_module, "STATE_FACTOR", 1 << 60)
+    monkeypatch.setattr(checkpoints, "STATE_FACTOR", 1 << 60)
     (tmp_path / "model" / "model.safetensors").write_bytes(b"\0" * 1000)
-    monkeypatch.setattr(recovery_module, "DISK_BYTES_PER_S", 1e300)
+    monkeypatch.setattr(checkpoints, "DISK_BYTES_PER_S", 1e300)
     small = Recovery(tmp_path / "run", tmp_path / "model", clock)
     clock.now = 2e6
     assert not small.due()
@@ -518,16 +518,16 @@ def test_a_full_disk_costs_the_recovery_and_not_the_run(
 ) -> None:
     recovery = Recovery(tmp_path, tmp_path)
     recovery.keep(1, [])
-    files = recovery_module.write_batch
+    files = checkpoints.write_batch
 
     def full(path: Path, groups: object) -> None:
         raise CheckpointError(f"no room for {path}")
 
-    monkeypatch.setattr(recovery_module, "write_batch", full)
+    monkeypatch.setattr(checkpoints, "write_batch", full)
     recovery.keep(2, [])
     assert not recovery.home.exists(), "its room is free for the run"
     assert "step 2 could not be kept" in caplog.text
-    monkeypatch.setattr(recovery_module, "write_batch", files)
+    monkeypatch.setattr(checkpoints, "write_batch", files)
     recovery.keep(3, [])
     assert not recovery.home.exists(), "without batch 2, batch 3 is of no use"
     assert not recovery.due()

@@ -21,7 +21,7 @@ from pipeline.record.kept_files import forget_responses, uncertain_in
 from stages.gateway.answers import OpenSession
 from stages.gateway.sessions import Conversation, Session
 from stages.messages import Sample, VersionRun
-from stages.records import answered
+from stages.records import unfinished
 from stages.records.unfinished import AnswerJournal
 from stages.rollouts import new_sample, rollout_fault
 from stages.sampling.requests import SampleResult
@@ -243,7 +243,7 @@ async def test_a_damaged_record_is_passed_over_and_an_ended_group_leaves_none(tm
 async def test_a_record_is_bounded_and_what_follows_works_without(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(answered, "MOST_BYTES", 16 * 10)
+    monkeypatch.setattr(unfinished, "MOST_BYTES", 16 * 10)
     record = await (made := journal(tmp_path, 0)).open(GROUP, 2)
     for number, text in enumerate(("four", "four", "more")):  # five tokens each
         with record.named(b"%d" % number) as name:
