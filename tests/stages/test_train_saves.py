@@ -18,8 +18,7 @@ from stages.base import TrainOptions
 from stages.errors import SavedBatchError
 from stages.messages import CheckpointReady, Extra, Float32Array, RolloutSlice, Settled, StepDone, wire
 from stages.prompts.ledger import LedgerSnapshot, OpenGroup
-from stages.train import checkpoints
-from stages.train import saved_groups
+from stages.train import checkpoints, saved_groups
 from stages.train.checkpoints import Recovery, remove_superseded
 from stages.train.saved_groups import (
     BUFFER_FILE,
