@@ -14,7 +14,8 @@ fields have no effect: clients send fields of providers that nobody documents.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+import zlib
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any, Final, TypeVar
@@ -31,6 +32,7 @@ LEAST_BODY: Final = 1 << 20  # bytes of a body that any context allows
 BYTES_PER_TOKEN: Final = 32  # of a body, for each token of the context: JSON of text has 4 to 12
 SHARE: Final = 4  # one session may have this part of all bytes
 _INLINE: Final = 1 << 14  # bytes of a body that the event loop itself may read
+_PIECE: Final = 1 << 16  # bytes that are unpacked at a time
 _SHORT: Final = 1 << 18  # bytes of a body that no long one may hold up
 
 
@@ -67,22 +69,23 @@ class Bodies:
         self._check(http.content_length or 0)
         if (packing := http.headers.get("Content-Encoding", "identity").lower()) not in ("identity", "gzip", "deflate"):
             raise Refused("invalid", f"Content-Encoding is {packing[:40]!r}; send gzip, deflate or no encoding")
-        body, size = bytearray(), 0
+        unpack, body, size = _unpacker(packing), bytearray(), 0
         try:
             try:
                 async with asyncio.timeout(self._limits.body_s):
-                    while piece := await http.content.readany():
-                        self.held += len(piece)
-                        place.body_bytes += len(piece)
-                        size += len(piece)
-                        body += piece
-                        self._check(size)
-                        most = self._limits.all_bodies
-                        if self.held > most or place.body_bytes > most // SHARE:
-                            raise Refused("unavailable", f"bodies of {self.held} bytes are being read; send it later")
+                    while packed := await http.content.readany():
+                        for piece in unpack(packed):
+                            self.held += len(piece)
+                            place.body_bytes += len(piece)
+                            size += len(piece)
+                            body += piece
+                            self._check(size)
+                            most = self._limits.all_bodies
+                            if self.held > most or place.body_bytes > most // SHARE:
+                                raise Refused("unavailable", f"bodies have {self.held} bytes now; send it later")
             except TimeoutError:
                 raise Refused("slow", f"the body did not arrive within {self._limits.body_s:g} s") from None
-            except web.RequestPayloadError as error:
+            except (web.RequestPayloadError, zlib.error) as error:
                 raise Refused("invalid", f"the body is not what its headers say: {error}") from None
             whole = bytes(body)
             del body
@@ -103,6 +106,21 @@ class Bodies:
         if self._most == self._limits.body_bytes:
             raise Refused("too_large", f"a request may have {self._most} bytes")
         raise Refused("too_long", f"the request has over {self._most} bytes, more than the context can hold")
+
+
+def _unpacker(packing: str) -> Callable[[bytes], Iterator[bytes]]:
+    """Unpacks what has arrived in pieces, so that a bomb is refused before it takes memory or time."""
+    if packing == "identity":
+        return lambda packed: iter((packed,))
+    unpacker = zlib.decompressobj(wbits=32 + zlib.MAX_WBITS)  # 32: by its header gzip or zlib
+
+    def unpack(packed: bytes) -> Iterator[bytes]:
+        piece = bytes(_PIECE)
+        while packed or len(piece) == _PIECE:
+            yield (piece := unpacker.decompress(packed, _PIECE))
+            packed = unpacker.unconsumed_tail
+
+    return unpack
 
 
 class Full(asyncio.Protocol):

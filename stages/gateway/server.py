@@ -69,6 +69,7 @@ class Gateway:
             app,
             handler_cancellation=True,
             access_log=None,
+            auto_decompress=False,  # it would unpack refused bodies too, and hold up the loop
             shutdown_timeout=_SHUTDOWN_S,
             keepalive_timeout=self._limits.head_s,
             lingering_time=_LINGER_S,

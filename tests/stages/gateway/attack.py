@@ -71,8 +71,8 @@ async def large(host: str, port: int, key: str, kind: tuple[str, bytes, tuple[st
 
 async def attack(url: str, count: int, seconds: float, limit: int, keys: list[str]) -> dict[str, int]:
     place, seen = urlsplit(url), Counter[str]()
+    kinds = list(bodies(limit))  # takes seconds
     host, port, until = str(place.hostname), int(place.port or 0), time.monotonic() + seconds
-    kinds = list(bodies(limit))
 
     async def slowly(number: int) -> None:
         key = keys[number % len(keys)]
@@ -80,8 +80,10 @@ async def attack(url: str, count: int, seconds: float, limit: int, keys: list[st
         seen["slow: " + await slow(host, port, key, whole, until)] += 1
 
     async def largely(number: int) -> None:
-        while time.monotonic() < until:
+        while True:  # each kind at least once, however busy the machine is
             seen[await large(host, port, keys[number % len(keys)], kinds[number % len(kinds)])] += 1
+            if time.monotonic() > until:
+                return
 
     async with asyncio.TaskGroup() as tasks:
         for number in range(count):
