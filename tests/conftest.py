@@ -48,6 +48,12 @@ def sglang(sglang_pool: ServerPool) -> RealServer:
 
 
 @pytest.fixture(scope="session")
+def sglang_bfloat16(sglang_pool: ServerPool) -> RealServer:
+    """As `sglang`, in bfloat16. Started by the tests that ask for it by name."""
+    return sglang_pool.get("bfloat16")
+
+
+@pytest.fixture(scope="session")
 def sglang_overlap(sglang_pool: ServerPool) -> RealServer:
     """A real SGLang server with its default scheduling, and with cumulative streams."""
     return sglang_pool.get("overlap")

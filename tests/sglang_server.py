@@ -1,7 +1,8 @@
-"""Real SGLang servers for tests: two kinds, each started at most once per test session.
+"""Real SGLang servers for tests: three kinds, each started at most once per test session.
 
 - `exact`: no overlap scheduling (version boundaries are exact), streams of what is new, every 8 tokens;
-- `overlap`: SGLang's defaults, overlap scheduling and cumulative streams.
+- `overlap`: SGLang's defaults, overlap scheduling and cumulative streams;
+- `bfloat16`: as `exact`, with weights and activations of 16 bits.
 
 The interpreter is the environment variable SLUICE_SGLANG_PYTHON, else `.venv-sglang/bin/python` of the project; without
 either, the tests that need a server are skipped. A start takes 40 s, so servers that the collected tests need are
@@ -29,7 +30,7 @@ from models.engines.client import EngineClient
 from models.engines.launch.environment import SHIMS
 from models.engines.protocol import EXPECTED_SGLANG
 
-Kind = Literal["exact", "overlap"]
+Kind = Literal["exact", "overlap", "bfloat16"]
 # The tests that share these servers run on one worker of pytest-xdist, so that they are started once.
 ON_SGLANG: Final = [pytest.mark.slow, pytest.mark.xdist_group("sglang")]
 FIXTURES: Final[dict[str, Kind]] = {"sglang": "exact", "sglang_overlap": "overlap"}
@@ -37,9 +38,11 @@ ROOT: Final = Path(__file__).resolve().parent.parent
 CONTEXT: Final = 1024  # tokens
 READY_S: Final = 300.0
 _PR_SET_PDEATHSIG: Final = 1
+_EXACT: Final = ("--disable-overlap-schedule", "--incremental-streaming-output", "--stream-interval", "8")
 _OF_KIND: Final[dict[Kind, tuple[str, ...]]] = {
-    "exact": ("--disable-overlap-schedule", "--incremental-streaming-output", "--stream-interval", "8"),
-    "overlap": ("--stream-interval", "8"),
+    "exact": ("--dtype", "float32", *_EXACT),
+    "overlap": ("--dtype", "float32", "--stream-interval", "8"),
+    "bfloat16": ("--dtype", "bfloat16", *_EXACT),
 }
 
 
@@ -166,7 +169,7 @@ _ENVIRONMENT: Final = {
     "PYTHONDONTWRITEBYTECODE": "",
 }
 _COMMON: Final = (
-    *("--device", "cpu", "--attention-backend", "torch_native", "--disable-cuda-graph", "--dtype", "float32"),
+    *("--device", "cpu", "--attention-backend", "torch_native", "--disable-cuda-graph"),
     *("--max-total-tokens", "65536", "--mem-fraction-static", "0.3", "--sleep-on-idle", "--host", "127.0.0.1"),
     *("--context-length", str(CONTEXT), "--grammar-backend", "none", "--enable-metrics"),
 )

@@ -12,7 +12,7 @@ import sysconfig
 from pathlib import Path
 
 import pytest
-from launching import NO_DATA, ROOT, SMALL
+from launching import NO_DATA, ROOT, SIMULATED, SMALL, made_model
 
 from models.import_path import ImportPathError, import_path
 
@@ -74,10 +74,11 @@ def test_a_function_in_the_folder_is_known_before_a_run(project: Path) -> None:
 
 @pytest.mark.slow
 def test_all_processes_find_what_is_in_the_folder(project: Path) -> None:
-    launch = [sys.executable, ROOT / "launch.py"]
-    run(project, *launch, *SMALL, "--custom-rm-path", "my_code:score", "--reward-workers", "1", "--run-dir", "graded")
+    graded = [*SMALL, "--custom-rm-path", "my_code:score", "--reward-workers", "1", "--run-dir", "graded"]
     (project / "echo.toml").write_text('[[environment]]\nname = "echo"\npath = "my_environment:Echo"\n')
-    run(project, *launch, "--config", "echo.toml", *NO_DATA, "--prompt-data", "echo", "--run-dir", "acted")
+    acted = ["--config", "echo.toml", *NO_DATA, "--prompt-data", "echo", "--run-dir", "acted"]
+    for flags in (graded, acted):
+        run(project, sys.executable, ROOT / "launch.py", *flags, *made_model(), *SIMULATED)
 
 
 def test_another_module_of_the_same_name_is_named(project: Path) -> None:

@@ -355,19 +355,31 @@ async def test_weights_that_are_not_finite_are_the_trainers_fault(
             run.publish(0)
 
 
+ON_SGLANG = [pytest.mark.xdist_group("sglang"), pytest.mark.full]
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("versions", [50, pytest.param(2000, marks=pytest.mark.full)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-async def test_hundreds_of_versions_raise_no_alarm(dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with proven(tmp_path, monkeypatch, dtype=dtype) as run:
-        for version in range(VERSIONS):
+@pytest.mark.parametrize("engine", ["embedded", pytest.param("sglang", marks=ON_SGLANG)])
+async def test_no_version_raises_an_alarm(
+    engine: str,
+    dtype: str,
+    versions: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+) -> None:
+    server = "sglang" if dtype == "float32" else "sglang_bfloat16"
+    real: RealServer | None = request.getfixturevalue(server) if engine == "sglang" else None
+    async with proven(tmp_path, monkeypatch, dtype=dtype, real=real) as run:
+        for version in range(versions):
             run.move(10.0 ** -(3 + version % 4), seed=version)
             run.publish(version)
             await run.one.weights.landed(version)
             assert run.one.failures() == 0
+            assert run.one.entry().proof is not None
         assert len(run.one.control()._prover._agreed) == KEPT + 1
-
-
-VERSIONS = 200
 
 
 SGLANG_FAULTS = {"disk": "the old slot under the new label", "tensor": "the first bucket is not sent"}
