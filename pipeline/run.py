@@ -33,7 +33,7 @@ from models.weights.slot_directory import SHARED_MEMORY, remove_if_stale, remove
 from pipeline.controller import Controller
 from pipeline.errors import Interrupted, RunError, UsageError, leaf, user_error
 from pipeline.facts.run_directory import RunDir, disk_error
-from pipeline.facts.run_log import named, release, run_log, said, tell
+from pipeline.facts.run_log import loop_watched, named, release, run_log, said, tell
 from pipeline.graph import Placement, build, threads
 from pipeline.hosts.launcher import Launcher
 from pipeline.hosts.local_launcher import KeptProcesses, LocalLauncher
@@ -319,5 +319,6 @@ class Phase:
         )
         self.recorder.ledger = stage.ledger
         controller = Controller(self.placement, stage, self.recorder, self.launcher)
-        await controller.run()
+        with loop_watched():
+            await controller.run()
         return controller.reason

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from configs.graph import loops
+from configs.plan.gpus import trainer_processes
 from configs.schema import Config
 from pipeline.control.advice import Advice
 from pipeline.control.endpoint import EngineStatus, QueueStatus, RunStatus
@@ -93,7 +94,8 @@ class Waits:
             return "train is starting, or loads its model"
         rows = {row.stage: row for row in self.view.snapshot(now_s).stages}
         if "train" in rows and rows["train"].busy > 0.5:
-            return f"train computes batch {self.stage.steps + 1}"
+            bound = bound_of(self.config, "train")
+            return f"train computes batch {self.stage.steps + 1}" + (f" ({bound})" if bound else "")
         here, batch = sum(stage == "train" for stage in places.values()), self.stage.gate.batch
         if here >= batch:
             return f"train has {here} groups and stands still"
@@ -180,6 +182,9 @@ def bound_of(config: Config, stage: str) -> str:
             return f"--tool-deadline-s {config.tools.tool_deadline_s:g}"
         case "agents":
             return "step_deadline_s and retries of its environment"
+        case "train" if trainer_processes(config):
+            minutes = config.parallel.distributed_timeout_minutes
+            return f"a silent rank ends by --distributed-timeout-minutes {minutes:g}"
     return ""
 
 

@@ -9,20 +9,25 @@ and never ends the run; the log and the older file beside it have at most `MOST_
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import sys
 import threading
 import time
 import tomllib
+import traceback
 from collections.abc import Iterator
 from importlib.metadata import version
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
+from types import FrameType
 from typing import Final
 
 RUN_LOG: Final = "run.log"
 MOST_BYTES: Final = 8 << 20
+LOOKS: Final = 4  # at the event loop, for a notice
+PROJECT: Final = Path(__file__).resolve().parents[2]
 LINE: Final = "%(asctime)s.%(msecs)03d {}: %(message)s"
 
 _said = logging.getLogger("sluice.said")
@@ -64,6 +69,44 @@ def named(what: str, notice_s: float = 60.0) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def loop_watched(notice_s: float = 60.0) -> Iterator[None]:
+    """Names, each minute, the place where the running event loop stands still, such as a write to a disk that hangs.
+
+    The thread counts its own waits, so the time in which the whole process was stopped does not count.
+    """
+    loop, loop_thread = asyncio.get_running_loop(), threading.get_ident()
+    ended, moved = threading.Event(), threading.Event()
+
+    def watch() -> None:
+        quiet = 0
+        while not ended.wait(notice_s / LOOKS):
+            quiet = 0 if moved.is_set() else quiet + 1
+            moved.clear()
+            loop.call_soon_threadsafe(moved.set)
+            if quiet and quiet % LOOKS == 0:
+                place = _place(sys._current_frames()[loop_thread])
+                tell(
+                    f"waiting for {quiet // LOOKS * notice_s:.0f} s: {place} does not return, and the controller "
+                    "stands still; if its disk hangs, a kill and --resume end it"
+                )
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _place(frame: FrameType) -> str:
+    """The innermost function of this project."""
+    stack = traceback.extract_stack(frame)
+    ours = [entry for entry in stack if PROJECT in Path(entry.filename).parents] or stack
+    return f"{ours[-1].name} ({ours[-1].filename.removeprefix(f'{PROJECT}/')}:{ours[-1].lineno})"
+
+
+@contextlib.contextmanager
 def run_log(directory: Path, process: str = "controller") -> Iterator[None]:
     """Keeps what is said during the block, with warnings of libraries, which also go to the error output."""
     log, errors, root = _Log(directory / RUN_LOG, "a", MOST_BYTES, 1, delay=True), logging.StreamHandler(), _said.root
@@ -86,7 +129,7 @@ def run_log(directory: Path, process: str = "controller") -> Iterator[None]:
 
 def release() -> str:
     """The version of this program."""
-    project = Path(__file__).resolve().parents[2] / "pyproject.toml"
+    project = PROJECT / "pyproject.toml"
     if not project.is_file():  # installed from a wheel
         return version("sluice")
     return str(tomllib.loads(project.read_text(encoding="utf-8"))["project"]["version"])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import re
 import threading
 import time
@@ -35,9 +36,10 @@ from models.import_path import import_path
 from models.tiny import make_tiny_checkpoint
 from pipeline.control.client import table
 from pipeline.control.monitor import Waits
-from pipeline.facts.run_log import named, run_log
+from pipeline.facts.run_log import loop_watched, named, run_log
 from pipeline.graph import STAGES, Graph, build, message_bytes, stream_spec
 from pipeline.hosts.worker import ReplicaSpec, run_replica
+from pipeline.record.journal import Journal, RolledBack
 from pipeline.record.stalls import MOST_KEPT, Stall, StallWatch
 from pipeline.supervise.lifecycle import DeadLetters
 from stages.base import MapStage
@@ -122,9 +124,10 @@ class Scene:
     newest: int = 3
     pending_s: float = 0.0
     lacking: dict[str, str] = field(default_factory=dict)
+    ranks: int = 1
 
     async def sentence(self) -> str:
-        config = make_config()
+        config = make_config(parallel={"actor_num_gpus_per_node": self.ranks})
         graph = build(config)
         place = SimpleNamespace(graph=graph, config=config, engines=[SimpleNamespace(name="engine-0")])
         ledger, gate = SimpleNamespace(open=1), SimpleNamespace(batch=2)
@@ -165,6 +168,7 @@ NODE = "no node of the cluster has 1 GPU free"
     [
         (Scene(trainer_up=False), "train is starting, or loads its model"),
         (Scene(busy=0.9), "train computes batch 5"),
+        (Scene(busy=0.9, ranks=2), "batch 5 (a silent rank ends by --distributed-timeout-minutes 10)"),
         (Scene(held={"group": ("7/0/1", "")}), "train waits for groups, it has 0 of 2; 1 groups are under way"),
         (Scene(held={"generate": ("7/0/1", "generate-0")}), "generate-0 has had group 7 for 70 s (--request-timeout"),
         (Scene(held={"reward": ("7/0/1", "reward-0")}), "reward-0 has had group 7 for 70 s (--reward-deadline-s"),
@@ -194,6 +198,22 @@ def test_what_stands_still_outside_the_event_loop_has_a_name(
     with named("quick", notice_s=60):
         capsys.readouterr()
     assert capsys.readouterr().err == ""
+
+
+async def test_an_event_loop_that_stands_still_has_a_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Here in the journal, whose disk does not answer. Other tasks, the control endpoint's too, stand still with it."""
+    journal = Journal(tmp_path / "ledger.jsonl")
+    disk, end = os.pipe()
+    os.dup2(end, journal._file.fileno())
+    with run_log(tmp_path), loop_watched(0.1):
+        await asyncio.sleep(0.5)
+        assert capsys.readouterr().err == "", "it moves"
+        threading.Timer(0.5, partial(os.close, disk)).start()
+        with pytest.raises(BrokenPipeError):
+            journal.write(*[RolledBack(step, 0, 0) for step in range(10_000)])  # more than a pipe holds
+    shown = capsys.readouterr().err
+    assert re.search(r"waiting for 0 s: \w+ \(pipeline/record/journal.py:\d+\) does not return, and", shown), shown
+    assert shown.splitlines()[0] in (tmp_path / "run.log").read_text()
 
 
 def test_a_wait_that_lasts_is_in_the_status_until_it_is_over() -> None:
