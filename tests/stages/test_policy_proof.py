@@ -35,7 +35,7 @@ from stages.topic_values import Complaint
 from stages.train.weights import WeightPublisher, prover_of
 from tests.sglang_server import RealServer
 from tests.stages.fleet_rig import Fleet, open_fleet
-from tests.stages.stage_rig import make_config, until
+from tests.stages.stage_rig import LIMIT_S, make_config, until
 
 Weights = dict[str, torch.Tensor]
 Fault = Callable[[Weights, Weights], None]  # changes what was loaded, given what was there before
@@ -372,6 +372,7 @@ async def test_no_version_raises_an_alarm(
 ) -> None:
     server = "sglang" if dtype == "float32" else "sglang_bfloat16"
     real: RealServer | None = request.getfixturevalue(server) if engine == "sglang" else None
+    monkeypatch.setattr("tests.stages.stage_rig.LIMIT_S", LIMIT_S + versions)
     async with proven(tmp_path, monkeypatch, dtype=dtype, real=real) as run:
         for version in range(versions):
             run.move(10.0 ** -(3 + version % 4), seed=version)
