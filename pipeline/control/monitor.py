@@ -68,12 +68,13 @@ class Waits:
         self.lacking = parts.launcher.waiting  # processes for which no host has room, and what they need
 
     def sentence(self, now_s: float, quiet_s: float) -> str:
-        """The sentence for a stall of `quiet_s` seconds. A message that was held for less than half of it is left
-        out."""
+        """The sentence for a stall of `quiet_s` seconds. A message that was held for less than half of it, and for
+        less than --stall-notice-s, is left out."""
+        least_s = min(quiet_s / 2, self.config.run.stall_notice_s)
         held = {name: hub.held() for name, hub in self.hubs.items() if name != "settle"}
         places = self._places(held)
-        parts = [self._trainer(places, now_s), self._groups(places), *self._holders(held, quiet_s / 2)]
-        return "; ".join([*parts, *self._unattended(), *self._engines(quiet_s / 2)])
+        parts = [self._trainer(places, now_s), self._groups(places), *self._holders(held, least_s)]
+        return "; ".join([*parts, *self._unattended(), *self._engines(least_s)])
 
     def _places(self, held: Mapping[str, list[Held]]) -> dict[str, str]:
         """Group -> the earliest stage with a part of it, because the whole group waits there."""

@@ -52,7 +52,7 @@ def draw(rng: random.Random, *, steps: int, warm_steps: int, kills: int) -> list
             plan.append(Kill(CONTROLLER, RUNNING, step, rng.uniform(0, 0.3)))
             plan.append(Kill(rng.choice((CONTROLLER, CONTROLLER, TRAIN, *WITHIN)), RESUME, 0, rng.uniform(0, 8.0)))
         elif moment == START:
-            plan.append(Kill(CONTROLLER, START, 0, rng.uniform(0, 8.0)))
+            plan.append(Kill(rng.choice((CONTROLLER, CONTROLLER, TRAIN, *WITHIN)), START, 0, rng.uniform(0, 8.0)))
         elif moment == WARM:
             plan.append(Kill(rng.choice((CONTROLLER, TRAIN)), WARM, rng.randrange(warm_steps), rng.uniform(0, 0.2)))
         elif moment in (SAVE, PRUNE):

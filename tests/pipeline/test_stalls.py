@@ -125,6 +125,7 @@ class Scene:
     pending_s: float = 0.0
     lacking: dict[str, str] = field(default_factory=dict)
     ranks: int = 1
+    quiet_s: float = 60.0
 
     async def sentence(self) -> str:
         config = make_config(parallel={"actor_num_gpus_per_node": self.ranks})
@@ -149,7 +150,7 @@ class Scene:
                 config=config, graph=graph, placement=place, stage=stage, hubs=self.hubs(graph), topic=topic,
                 launcher=SimpleNamespace(waiting=self.lacking), recorder=SimpleNamespace(view=view),
             )  # fmt: skip
-            return Waits(parts).sentence(1000.0, 60.0)
+            return Waits(parts).sentence(1000.0, self.quiet_s)
 
     def hubs(self, graph: Graph) -> dict[str, Any]:
         hubs: dict[str, Any] = {}
@@ -172,6 +173,7 @@ NODE = "no node of the cluster has 1 GPU free"
         (Scene(held={"group": ("7/0/1", "")}), "train waits for groups, it has 0 of 2; 1 groups are under way"),
         (Scene(held={"generate": ("7/0/1", "generate-0")}), "generate-0 has had group 7 for 70 s (--request-timeout"),
         (Scene(held={"reward": ("7/0/1", "reward-0")}), "reward-0 has had group 7 for 70 s (--reward-deadline-s"),
+        (Scene(held={"reward": ("7/0/1", "reward-0")}, quiet_s=900), "reward-0 has had group 7 for 70 s"),
         (Scene(unattended="reward"), "1 messages wait for reward, of which no replica answers"),
         (Scene(address=False), "engine-0 is not up"),
         (Scene(address=False, lacking={"engine-0": NODE}), f"engine-0 is not up: {NODE}"),
