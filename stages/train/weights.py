@@ -24,6 +24,7 @@ import numpy.typing as npt
 from msgspec import Struct
 
 from configs.schema import Config
+from models.disk import read_file
 from models.train.interface import TrainBackend, TrainSequence
 from models.weights.delta import DeltaStore, Published
 from models.weights.shared_memory_reader import SlotManifest
@@ -87,7 +88,7 @@ def prover_of(config: Config, backend: TrainBackend) -> Callable[[], PolicyProof
         log.info("the policy is not proven: a simulated trainer or engine computes no log-probs")
         return None
     file = Path(config.train.hf_checkpoint) / "config.json"
-    model = msgspec.json.decode(file.read_bytes(), type=_ModelConfig)
+    model = msgspec.json.decode(read_file(file), type=_ModelConfig)
     vocabulary = model.vocab_size or (model.text_config or model).vocab_size
     if vocabulary is None:
         log.warning("the policy is not proven: %s has no vocab_size", file)

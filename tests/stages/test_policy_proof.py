@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -220,6 +221,25 @@ async def test_a_planted_fault_is_named_and_never_served(
         difference = run.one.entry().proof
         assert difference is not None
         assert difference.mean < difference.largest < 1e-5
+
+
+async def test_a_proof_costs_a_forward_pass_and_a_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For each version, whatever there are of canaries; the engine's facts are asked for once."""
+    async with proven(tmp_path, monkeypatch) as run:
+        models, counts, asked = run.trainer._models, Counter[str](), EngineClient._answer
+        assert isinstance(models, TorchModels)
+        models.model.model.layers[0].register_forward_pre_hook(lambda *_: counts.update(["forward"]))
+
+        def ask(client: EngineClient, method: str, path: str, *args: Any) -> Any:
+            counts[path] += 1
+            return asked(client, method, path, *args)
+
+        monkeypatch.setattr(EngineClient, "_answer", ask)
+        for version in range(3):
+            run.publish(version)
+            await run.one.landed(version)
+    assert counts["forward"] == counts["/generate"] == 3, counts
+    assert counts["/server_info"] == 1, counts
 
 
 async def test_an_adapter_that_the_engine_lacks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
