@@ -247,8 +247,7 @@ def _by_prompt(answers: Mapping[tuple[str, int, int], Rollout], name: str, versi
     for (dataset, prompt, _), parts in answers.items():
         if dataset == name and _is_of(parts, version):
             found.setdefault(prompt, []).append(parts[-1])
-    judged = any(sample.is_correct is not None for samples in found.values() for sample in samples)
-    if not judged:
+    if not any(sample.is_correct is not None for samples in found.values() for sample in samples):
         return list(found.values())
     return [
         [msgspec.structs.replace(s, is_correct=False) if s.status == "failed" else s for s in samples]

@@ -49,10 +49,9 @@ class StalenessGate:
     def of(cls, config: Config) -> StalenessGate:
         """The gate of a resolved configuration."""
         rollout = config.rollout
-        staleness = config.asynchrony.max_staleness or 0
         return cls(
             rollout.rollout_batch_size,
-            staleness,
+            config.asynchrony.max_staleness or 0,
             rollout.num_rollout,
             over_sampling(config),
             ages=config.train.loss_type != "sft_loss",

@@ -95,8 +95,7 @@ class TeacherStage(MapStage):
         if not len(trained):
             return wire(found, Float32Array)
         first, end = int(trained[0]), int(trained[-1]) + 1
-        ids = sample.token_ids[:end]
-        found[first:end] = await self._log_probs(name, ids, first, self.temperature)
+        found[first:end] = await self._log_probs(name, sample.token_ids[:end], first, self.temperature)
         found[sample.loss_mask == 0] = 0.0
         return wire(found, Float32Array)
 

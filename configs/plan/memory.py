@@ -237,8 +237,7 @@ def _stage_activations(config: Config, shape: ModelShape, layout: Layout, stage:
     """Of all micro-batches that a pipeline stage has in flight at one time (1F1B; interleaved: Narayanan et al.)."""
     megatron = config.megatron
     half = config.train.train_dtype != "float32"
-    fused = megatron.transformer_impl != "local"
-    form: Form = "fused" if fused else "bfloat16" if half else "float32"
+    form: Form = "fused" if megatron.transformer_impl != "local" else "bfloat16" if half else "float32"
     width = 2 if half else 4
     each = [
         layer_activations(

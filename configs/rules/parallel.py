@@ -93,8 +93,7 @@ def pipeline_faults(config: Config) -> Iterator[str]:
                     "set that to 2 or more, or leave it out"
                 )
         return
-    model = known_model(config)
-    layers = (model or {}).get("num_hidden_layers")
+    layers = (known_model(config) or {}).get("num_hidden_layers")
     if isinstance(layers, int) and stage_layers(config, layers) is None and not own_stages(config):
         named = "".join(f", {label} {value}" for label, value in uneven.items() if value is not None)
         of_chunks = f" of {chunks} chunks" if chunks is not None and chunks > 1 else ""
@@ -181,8 +180,7 @@ def recompute_faults(config: Config) -> Iterator[str]:
     if config.train.train_backend != "megatron":
         return
     megatron = config.megatron
-    granularity = megatron.recompute_granularity
-    if megatron.recompute_activations and granularity == "full":
+    if megatron.recompute_activations and megatron.recompute_granularity == "full":
         yield (
             "--recompute-activations means --recompute-granularity selective, but that is full; leave one of them out"
         )

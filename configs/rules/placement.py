@@ -139,16 +139,14 @@ def autoscale_faults(config: Config) -> Iterator[str]:
         elif name not in there:
             yield f"--autoscale {text} scales a stage that this run does not have; leave {name} out"
         elif not 1 <= least <= most <= graph.MOST_REPLICAS:
-            upper = min(max(least, most, 2), graph.MOST_REPLICAS)
             yield (
                 f"--autoscale {text} must have 1 <= LEAST <= MOST <= {graph.MOST_REPLICAS}; write for example "
-                f"{name}=1..{upper}"
+                f"{name}=1..{min(max(least, most, 2), graph.MOST_REPLICAS)}"
             )
         elif not least <= there[name] <= most:
-            near = min(max(there[name], least), most)
             yield (
                 f"--autoscale {text} does not hold the {there[name]} replicas that --scale gives {name}; widen it, or "
-                f"set --scale {name}={near}"
+                f"set --scale {name}={min(max(there[name], least), most)}"
             )
         elif name == "engine" and (why := _fixed_engines(config)):
             yield f"--autoscale {text} cannot be with {why}, which fixes the number of engines; leave one of them out"
@@ -187,8 +185,7 @@ def labels_of(text: str) -> tuple[str, tuple[Labels, ...]]:
 
 def alternatives(config: Config, role: str) -> tuple[Labels, ...]:
     """Labels that a node for this role must have: the first of these sets that can be met. Any node: one empty set."""
-    found = dict(labels_of(text) for text in config.ray.ray_labels)
-    return found.get(role, ({},))
+    return dict(labels_of(text) for text in config.ray.ray_labels).get(role, ({},))
 
 
 def ray_faults(config: Config) -> Iterator[str]:

@@ -169,8 +169,7 @@ def _table_faults(table: EnvironmentConfig) -> Iterator[str]:
             table.name, pack_names(), otherwise
         )
     if table.python is not None:
-        found = shutil.which(os.path.expanduser(table.python))
-        if found is None:
+        if shutil.which(os.path.expanduser(table.python)) is None:
             yield f"{key}.python is {table.python!r}, but that is no program; give the path of a Python interpreter"
 
 

@@ -148,8 +148,7 @@ def mismatch_of(tokens: PolicyTokens, correction: Correction) -> Tensor:
 
 def importance_weights(tokens: PolicyTokens, correction: Correction, log_weight: Tensor) -> ImportanceWeights:
     """Bounded weights [N] from D [N]. Raises `UnknownAlgorithm` or `AlgorithmError` for a wrong custom function."""
-    exponent = spread(log_weight, tokens, correction.tis_level)
-    raw = bounded_exp(exponent)
+    raw = bounded_exp(spread(log_weight, tokens, correction.tis_level))
     if correction.custom_tis_function_path is not None:
         weight = custom_weights(correction.custom_tis_function_path, log_weight, tokens)
     else:

@@ -30,8 +30,7 @@ def dpo(tokens: PolicyTokens, groups: GroupColumns, config: AlgorithmConfig) -> 
     """
     if tokens.ref_log_probs is None or config.kl_loss_coef <= 0:
         raise MissingColumn("dpo needs a reference policy and beta: add --use-kl-loss and --kl-loss-coef above 0")
-    log_ratios = log_ratio(tokens.log_probs, tokens.ref_log_probs, tokens.mask)
-    per_sequence = sequence_sum(log_ratios, tokens)
+    per_sequence = sequence_sum(log_ratio(tokens.log_probs, tokens.ref_log_probs, tokens.mask), tokens)
     per_rollout = torch.zeros(groups.n_rollouts, dtype=per_sequence.dtype, device=per_sequence.device)
     per_rollout = per_rollout.index_add(0, groups.rollout, per_sequence)
     reward = groups.reward.new_zeros(groups.n_rollouts).index_put((groups.rollout,), groups.reward)

@@ -78,8 +78,7 @@ def sequence_sum(values: Tensor, tokens: PolicyTokens) -> Tensor:
 
 def sequence_mean(values: Tensor, tokens: PolicyTokens) -> Tensor:
     """Mean of values [N] over each sequence's trainable tokens, [S], 0 where there is none; differentiable."""
-    counts = sequence_sum(torch.ones_like(values), tokens)
-    return sequence_sum(values, tokens) / counts.clamp(min=1.0)
+    return sequence_sum(values, tokens) / sequence_sum(torch.ones_like(values), tokens).clamp(min=1.0)
 
 
 def sequence_max(values: Tensor, tokens: PolicyTokens) -> Tensor:

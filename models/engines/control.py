@@ -56,8 +56,7 @@ class ControlRoutes:
         return [web.post(path, handler) for path, handler in post.items()] + [*tensors, flush]
 
     async def _pause(self, http: web.Request) -> web.Response:
-        request = await _body(http, protocol.PauseRequest)
-        await self._core.pause(request.mode)
+        await self._core.pause((await _body(http, protocol.PauseRequest)).mode)
         return send({"message": "Generation paused successfully.", "status": "ok"})
 
     async def _continue(self, http: web.Request) -> web.Response:

@@ -236,8 +236,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a server process until its end; the exit status: 2 if the user must change something, 1 if it failed."""
-    parent = os.getppid()
-    _die_with_parent(parent)
+    _die_with_parent(os.getppid())
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # The engine's thread and the HTTP loop share the interpreter: short turns keep requests from waiting for 5 ms each.
     sys.setswitchinterval(_SWITCH_S)

@@ -85,8 +85,7 @@ class QueryGroups:
         rest = pieces[0].shape[1:]
         per_group = self.heads // self.groups * self.width
         groups = pieces[0].shape[0] // per_group
-        by_group = [piece.reshape(groups, -1, *rest) for piece in pieces]
-        return torch.cat(by_group, dim=1).reshape(-1, *rest)
+        return torch.cat([piece.reshape(groups, -1, *rest) for piece in pieces], dim=1).reshape(-1, *rest)
 
     def split(self, whole: Tensor) -> list[Tensor]:
         rest = whole.shape[1:]

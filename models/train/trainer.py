@@ -157,8 +157,7 @@ class Trainer(WeightExporter):
             metrics["train/critic_only"] = 1.0
             return self._models.refuse()
         tokens, totals = self._batch.size.tokens, self._batch.totals
-        rejected = self._spec.correction.rejects and not totals.kept
-        if rejected or tokens == 0:
+        if tokens == 0 or (self._spec.correction.rejects and not totals.kept):
             self._counters.empty_steps += 1
             return self._models.refuse()
         # Tested apart from the gradient: behind a clamp or a maximum that is finite where the loss is not.

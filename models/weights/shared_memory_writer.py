@@ -79,8 +79,7 @@ class _Slot:
             return
         from models.weights.transfer import tensor_view  # torch, loaded already by the maker of the tensor
 
-        view = tensor_view(self._map, TORCH_NAMES[place.spec.dtype], place.spec.shape, place.start)
-        view.copy_(tensor)
+        tensor_view(self._map, TORCH_NAMES[place.spec.dtype], place.spec.shape, place.start).copy_(tensor)
 
     def finish(self) -> int:
         """The new generation."""

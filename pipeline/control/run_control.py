@@ -193,8 +193,7 @@ class RunControl:
     def _check_room(self, bound: int) -> None:
         """Raises UsageError if groups in flight would exceed the room that the stages which join got at the start."""
         gate = dataclasses.replace(self.stage.gate, max_staleness=bound)
-        members = self.runner.config.rollout.n_samples_per_prompt
-        room = self.runner.placement.room // (2 * members)
+        room = self.runner.placement.room // (2 * self.runner.config.rollout.n_samples_per_prompt)
         if gate.most_open > room:
             raise UsageError(
                 f"max_staleness {bound} lets {gate.most_open} groups out, and the streams of this run have room for "

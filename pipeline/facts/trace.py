@@ -203,8 +203,7 @@ def merge(trace_dir: Path, out: Path, *, max_events: int = 400_000) -> MergeRepo
     origin_s = min(span.start_s for span in spans)
     pids, names = _processes(spans)
     placed = _nested(spans, pids)
-    arrows = _link(placed)
-    report = MergeReport(len(spans), arrows, len(pids), stride, dropped)
+    report = MergeReport(len(spans), _link(placed), len(pids), stride, dropped)
     _write(out, _events(placed, pids, names, origin_s), report)
     return report
 
@@ -265,8 +264,7 @@ def _link(placed: list[_Placed]) -> int:
     arrow = ends = 0
     for items in groups.values():
         items.sort(key=lambda item: item.span.start_s)
-        samples = sorted({item.span.sample for item in items} - {NO_SAMPLE}) or [NO_SAMPLE]
-        for sample in samples:
+        for sample in sorted({item.span.sample for item in items} - {NO_SAMPLE}) or [NO_SAMPLE]:
             chain = [item for item in items if item.span.sample in (sample, NO_SAMPLE)]
             chain = [item for i, item in enumerate(chain) if i == 0 or item.pid != chain[i - 1].pid]
             if len(chain) < 2:

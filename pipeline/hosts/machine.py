@@ -201,8 +201,7 @@ def _last_of(lines: Sequence[str]) -> str:
 
 def _lines(log: Path, start: int) -> list[str]:
     with contextlib.suppress(OSError), open_file(log) as file:  # no log, no lines
-        end = file.seek(0, os.SEEK_END)
-        file.seek(max(start, end - _TAIL_BYTES))
+        file.seek(max(start, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
         text = file.read().decode(errors="replace")
         lines = (line.strip() for line in text.splitlines())  # the line of a start tells nothing of the end
         return [visible(line) for line in lines if line and " starts: pid " not in line]
@@ -290,13 +289,12 @@ def engines_gpus(config: Config, visible: Sequence[str], engines: int) -> tuple[
 
 def child_environment(threads: int) -> dict[str, str]:
     """Environment of worker processes: our modules come first, few threads each."""
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
         "OMP_NUM_THREADS": str(threads),
         **PASSIVE,
         "TOKENIZERS_PARALLELISM": "false",
         **os.environ,
-        "PYTHONPATH": os.pathsep.join(paths),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
     }
 
 

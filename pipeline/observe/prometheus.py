@@ -292,8 +292,7 @@ async def endpoint(host: str, port: int, facts: Callable[[], Facts]) -> AsyncIte
     if port == 0:
         yield
         return
-    timeout = aiohttp.ClientTimeout(total=SCRAPE_S)
-    async with aiohttp.ClientSession(timeout=timeout) as session:
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=SCRAPE_S)) as session:
 
         async def answer(request: web.Request) -> web.Response:
             if host in LOOPBACK and not by_address(request.host):

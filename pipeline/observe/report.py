@@ -74,9 +74,8 @@ def engines_of(recorder: Recorder, config: Config) -> EngineSummary:
         return EngineSummary()
     count = len(recorder.view.engine_rows()) or engine_count(config)
     up = {name: facts for name, facts in read_fleet(recorder.rundir).items() if facts.role == "engine"}
-    kinds = sorted({facts.kind for facts in up.values()}) or [config.engine.engine]
     return EngineSummary(
-        kind=", ".join(kinds),
+        kind=", ".join(sorted({facts.kind for facts in up.values()}) or [config.engine.engine]),
         version=", ".join(sorted({facts.version for facts in up.values() if facts.version})),
         count=count,
         restarts=sum(n for name, n in recorder.restarts.items() if name.startswith("engine-")),

@@ -292,7 +292,6 @@ def quantity(value: float) -> str:
 
 def duration(seconds: float) -> str:
     """0:07, 12:03, 3:04:05."""
-    total = max(0, round(seconds))
-    hours, rest = divmod(total, 3600)
+    hours, rest = divmod(max(0, round(seconds)), 3600)
     minutes, second = divmod(rest, 60)
     return f"{hours}:{minutes:02}:{second:02}" if hours else f"{minutes}:{second:02}"

@@ -227,12 +227,11 @@ def audit(path: Path) -> Audit:
     outcomes: dict[str, int] = {}
     for end in ended.values():
         outcomes[end.outcome] = outcomes.get(end.outcome, 0) + 1
-    trained = {g: e.step for g, e in ended.items() if e.outcome == "trained"}
     return Audit(
         admitted=len(admitted),
         outcomes=outcomes,
         open=len(admitted) - len(ended),
-        trained=trained,
+        trained={g: e.step for g, e in ended.items() if e.outcome == "trained"},
         twice=tuple(twice),
         batches={step: e.token_hash for step, e in sorted(batches.items())},
         staleness_max=max((e.oldest for e in batches.values()), default=0),

@@ -325,9 +325,8 @@ class Recorder:
         }
 
     def _ledger_metrics(self) -> dict[str, float]:
-        counts = {f"ledger/{name}": float(n) for name, n in self.ledger.counts.items()}
         return {
-            **counts,
+            **{f"ledger/{name}": float(n) for name, n in self.ledger.counts.items()},
             "ledger/open": float(self.ledger.open),
             "ledger/duplicates": float(self.ledger.duplicates),
             "ledger/skipped": float(self.ledger.skipped),

@@ -38,8 +38,7 @@ class _Replica:
     def feed(self, stats: StageStats) -> None:
         if stats.unix_s < self.newest.unix_s:
             return
-        fallen = any(getattr(stats, name) < getattr(self.newest, name) for name in COUNTERS)
-        if fallen:
+        if any(getattr(stats, name) < getattr(self.newest, name) for name in COUNTERS):
             self.base = self.total()
             self.restarts += 1
         self.newest = stats

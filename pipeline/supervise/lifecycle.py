@@ -153,8 +153,7 @@ class Lifecycle:
         self.recorder.say(line)
 
     def _away(self, name: str, url: str, why: str, kind: str) -> None:
-        what = outage_text(self.config, kind)
-        self.recorder.say(f"{name}: {url} is lost after {why}; {what}")
+        self.recorder.say(f"{name}: {url} is lost after {why}; {outage_text(self.config, kind)}")
 
     def _drop_engine(self, name: str) -> None:
         for kind in ("engine", "directory", "device", "complaint", "slow"):

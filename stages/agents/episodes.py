@@ -98,8 +98,7 @@ class Episodes:
                 f"in a context of {self._context}; shorten it, or raise --rollout-max-context-len"
             )
         episode = Episode(len(ids), start.tools, answers=(digest(start),), snapshot=begun.state, spent_s=record.spent_s)
-        fresh = new_sample(ids, sample.index)
-        return LoopStage.write_state(fresh, episode)
+        return LoopStage.write_state(new_sample(ids, sample.index), episode)
 
     def _turn(self, sample: Sample, episode: Episode, span: tuple[int, int], number: int) -> Turn:
         ids = sample.token_ids[span[0] : span[1]].tolist()

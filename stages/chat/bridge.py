@@ -164,10 +164,9 @@ class Bridge:
 
 def _turns(messages: Sequence[Message], mark: str, reasoning: str) -> Iterator[Message]:
     """Candidates for the model's turn before the messages; the first that the template accepts is used."""
-    answers = [message for message in messages if message.role == "tool"]
     calls = tuple(
         ToolCall(answer.name or "tool", {"mark": mark}, answer.tool_call_id or f"call{place:05d}")
-        for place, answer in enumerate(answers)
+        for place, answer in enumerate(message for message in messages if message.role == "tool")
     )
     if calls and messages[0].role == "tool":
         for some in (calls, calls[:1]):  # some templates allow one call a turn, some no text beside a call

@@ -70,8 +70,7 @@ class Mistral:
         calls: list[ToolCall | str] = []
         while (start := text.find(self.opening, place)) >= 0:
             content += text[place:start]
-            inner = start + len(self.opening)
-            read, end = self._read(text, inner, offered)
+            read, end = self._read(text, start + len(self.opening), offered)
             calls += read
             if not all(isinstance(call, ToolCall) for call in read):
                 content += text[start:end]
@@ -90,10 +89,9 @@ class Mistral:
             return [offered.call(compact[1], value, compact[2] or "")], end
         if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
             return [form], end
-        ids = [item.get("id") for item in value]
         return [
             offered.call(one.get("name"), one.get("arguments", {}), id if isinstance(id, str) else "")
-            for one, id in zip(value, ids, strict=True)
+            for one, id in zip(value, [item.get("id") for item in value], strict=True)
         ], end
 
 

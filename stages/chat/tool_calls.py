@@ -121,8 +121,7 @@ def blocks(
             content.append(text[start:again])
             start, inner = again, again + len(opening)
         stop = len(text) if end < 0 else end + len(closing)
-        written = text[inner : len(text) if end < 0 else end].strip()
-        call = read(written)
+        call = read(text[inner : len(text) if end < 0 else end].strip())
         if not isinstance(call, ToolCall):
             call = f"the tool call is not closed: end it with {closing}" if end < 0 else call
             content.append(text[start:stop])

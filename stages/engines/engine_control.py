@@ -143,8 +143,7 @@ class EngineControl:
         service and loaded in full. The same holds for an engine left by an earlier start of the run: its label may
         equal a coming version, but of a training that never happened.
         """
-        most = self.config.rollout.server_concurrency
-        fresh = EngineEntry(**msgspec.structs.asdict(address), limit=most)
+        fresh = EngineEntry(**msgspec.structs.asdict(address), limit=self.config.rollout.server_concurrency)
         found = entries(topic).get(self.name)
         if address.policy != POLICY:
             self.entry = fresh

@@ -123,8 +123,7 @@ class RouterWorkers:
     def _unwanted(self, workers: Sequence[RouterWorker], known: Set[str], wanted: frozenset[str]) -> list[RouterWorker]:
         """Workers to remove now: engines of this run that must not serve, and workers that stayed unknown."""
         plain = [worker for worker in workers if worker.worker_type == REGULAR]
-        strangers = urls(plain) - known
-        self._strange = {url: self._strange.get(url, 0) + 1 for url in strangers}
+        self._strange = {url: self._strange.get(url, 0) + 1 for url in urls(plain) - known}
         gone = {url for url, looks in self._strange.items() if looks >= STRANGE_LOOKS}
         doomed = ((known | self._added) - wanted | gone) - self._removing.keys()
         return [worker for worker in workers if worker.url.rstrip("/") in doomed]
@@ -175,8 +174,7 @@ async def hand_over(client: EngineClient, stands: Callable[[], bool]) -> None:
     empty = 0
     while empty < EMPTY_LOOKS and stands():
         with contextlib.suppress(EngineError):  # lost, or busy: checked again
-            loads = await client.loads()
-            busy = any(load.num_running_reqs + load.num_waiting_reqs for load in loads)
+            busy = any(load.num_running_reqs + load.num_waiting_reqs for load in await client.loads())
             empty = 0 if busy else empty + 1
             if busy:
                 await client.abort()

@@ -267,12 +267,11 @@ class Answers:
         names = ("json_schema", *Sampling.__struct_fields__)
         trained = all(getattr(drawn, name) == getattr(params, name) for name in names)
         own = hash(draft.token_ids[: draft.prompt_length].tobytes()) if place.whole_batch else place.sample.index
-        session = f"{place.group.key}/{own}"
         return SampleRequest(
             drawn,
             token_ids=request.token_ids,
             prompt_length=request.prompt_length,
-            session=session,
+            session=f"{place.group.key}/{own}",
             returning=turn.number > 0,
             order=self._requests.order(place.group, turn.draft),
             pinned_version=request.pinned_version,

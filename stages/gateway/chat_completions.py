@@ -84,8 +84,7 @@ class OpenAIErrors:
     """The errors of OpenAI's dialects."""
 
     def error(self, refused: Refused) -> Json:
-        status = STATUS[refused.reason]
-        kind = "server_error" if status >= 500 else "invalid_request_error"
+        kind = "server_error" if STATUS[refused.reason] >= 500 else "invalid_request_error"
         code = _KINDS.get(refused.reason, refused.reason)
         return {"error": {"message": refused.message, "type": kind, "param": None, "code": code}}
 

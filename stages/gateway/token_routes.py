@@ -93,12 +93,11 @@ class SglangGenerate:
 def _ask(model: str, params: SamplingParams, ids: Sequence[int], text: str = "", *, stream: bool = False) -> Ask:
     if (params.n or 1) != 1:
         raise Refused("invalid", f"n is {params.n}; the gateway gives one answer to a request: send more requests")
-    limit = params.max_new_tokens if params.max_tokens is None else params.max_tokens
     return Ask(
         model,
         ids=tuple(ids),
         text=text,
-        max_tokens=limit,
+        max_tokens=params.max_new_tokens if params.max_tokens is None else params.max_tokens,
         stop=texts(params.stop),
         stop_token_ids=tuple(params.stop_token_ids or ()),
         keep_stop=bool(params.no_stop_trim),

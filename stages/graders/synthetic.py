@@ -103,8 +103,7 @@ def parse_durations(text: str) -> Draw:
     if matched is None:
         seconds = _seconds(text)
         return lambda _u, _v: seconds
-    numbers = [_seconds(part) for part in matched["arguments"].split(",")]
-    match matched["name"], numbers:
+    match matched["name"], [_seconds(part) for part in matched["arguments"].split(",")]:
         case "uniform", [low, high] if low <= high:
             return lambda u, _: low + (high - low) * u
         case "exponential", [mean]:

@@ -184,8 +184,7 @@ class GroupStage(Stage):
 
     async def _finish(self, open_: _Open, ports: Ports) -> None:
         slice_ = open_.slice
-        group_id = open_.group.group_id
-        with self.span("group", group=group_id):
+        with self.span("group", group=open_.group.group_id):
             if self._grading is not None:
                 slice_ = await self._grading.grade(slice_)
             if open_.group.purpose == "eval":

@@ -202,8 +202,7 @@ def _answer(data: bytes | None, reward_key: str | None) -> Grade | _Fault:
 
 
 def _fault_of(value: object, name: str) -> _Fault:
-    shown = json.dumps(value)[:80]
-    return _Fault(f"{name} is {shown}; a score must be one finite number", again=False)
+    return _Fault(f"{name} is {json.dumps(value)[:80]}; a score must be one finite number", again=False)
 
 
 def _number(value: object) -> float | None:

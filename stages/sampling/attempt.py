@@ -185,8 +185,7 @@ class Attempt:
         """Record a member that the engine has ended."""
         if place not in self.left:
             return  # the end of the stream repeats members that ended before
-        had = self.left[place]
-        result = extended(self.request, had, output, self._spent_s, self._known)
+        result = extended(self.request, self.left[place], output, self._spent_s, self._known)
         if result.error is not None:
             self.refused = result.error
         if result.finish == "aborted" and self._stopped:

@@ -104,9 +104,8 @@ def run_cases(program: str, cases: Sequence[Case], limits: Limits) -> list[CaseR
 
 
 def _run_jail(job: bytes, timeout_s: float) -> list[CaseResult]:
-    command = _PROGRAM.format(root=str(_ROOT), parent=os.getpid())
     with subprocess.Popen(
-        [*PYTHON, command],
+        [*PYTHON, _PROGRAM.format(root=str(_ROOT), parent=os.getpid())],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

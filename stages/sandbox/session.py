@@ -112,8 +112,7 @@ def _keep(parent: int, link: socket.socket, setup: Setup) -> NoReturn:
         try:
             with link.makefile("rb") as lines:
                 for line in lines:
-                    answer = program.run(json.loads(line), link)
-                    link.sendall(json.dumps(answer).encode() + b"\n")
+                    link.sendall(json.dumps(program.run(json.loads(line), link)).encode() + b"\n")
         finally:
             program.end()
             shutil.rmtree(directory, ignore_errors=True)

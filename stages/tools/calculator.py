@@ -53,8 +53,7 @@ def format_number(value: Number) -> str:
     decimals = _finite_decimals(value.denominator)
     if decimals is None:
         return _rounded(value)
-    scaled = abs(value.numerator) * 10**decimals // value.denominator
-    digits = str(scaled).rjust(decimals + 1, "0")
+    digits = str(abs(value.numerator) * 10**decimals // value.denominator).rjust(decimals + 1, "0")
     return f"{'-' if value < 0 else ''}{digits[:-decimals]}.{digits[-decimals:]}"
 
 

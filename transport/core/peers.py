@@ -110,8 +110,7 @@ class ConsumerCore(PeerCore):
 
     def flush(self, now: float) -> list[tuple[wire.ToHub, wire.Body]]:
         """All that is due: verdicts and starts since the last report with the new credit, or a beat."""
-        beat = self.session.beat_due(now)
-        if beat:
+        if self.session.beat_due(now):
             self._report(beat=True)
         elif self._fresh or self._started:
             self._report()

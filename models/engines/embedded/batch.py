@@ -103,8 +103,7 @@ def _context(completion: Completion, across_requests: bool) -> tuple[npt.NDArray
     group = -1 if across_requests else completion.group
     if not completion.output_ids:
         return completion.prompt, (group, completion.extra_key, completion.prompt_key)
-    output = np.asarray(completion.output_ids, dtype=np.int32)
-    context = np.concatenate((completion.prompt, output))
+    context = np.concatenate((completion.prompt, np.asarray(completion.output_ids, dtype=np.int32)))
     return context, (group, completion.extra_key, context.tobytes())
 
 
@@ -126,8 +125,7 @@ class Prefill:
             if indices:
                 row_of.update({index: len(row_of) + row for row, index in enumerate(indices)})
                 last.append(self._compute([admissions[index] for index in indices]))
-        hidden = torch.cat(last) if len(last) > 1 else last[0]
-        logits = self._transformer.logits(hidden)
+        logits = self._transformer.logits(torch.cat(last) if len(last) > 1 else last[0])
         followers = [admission for admission in admissions if admission.shared]
         if followers:
             sources = [admissions[admission.leader].slot for admission in followers]
@@ -257,8 +255,7 @@ class Truncation:
         before = ordered.cumsum(dim=-1, dtype=torch.float64) - ordered
         ranks = torch.arange(part.shape[-1], device=part.device)
         kept = (ranks < self.top_k) & (before < self.top_p) & (ordered >= self.min_p * ordered[:, :1])
-        mask = torch.zeros_like(kept).scatter_(-1, order, kept)
-        probabilities[self.rows] = part * mask
+        probabilities[self.rows] = part * torch.zeros_like(kept).scatter_(-1, order, kept)
 
 
 def draw(logits: torch.Tensor, batch: SamplingBatch, positions: torch.Tensor) -> torch.Tensor:

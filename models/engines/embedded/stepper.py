@@ -229,11 +229,10 @@ class Stepper:
             reason = FinishReason(type="stop", matched=int(tokens[index]))
             if not stopped[index]:
                 matched = self._stop_string(slot) if slot in self._watched else None
-                completion = self._table.owners[slot]
                 reason = (
                     FinishReason(type="stop", matched=matched)
                     if matched is not None
-                    else FinishReason(type="length", length=completion.max_new)
+                    else FinishReason(type="length", length=self._table.owners[slot].max_new)
                 )
             self._finish(slot, reason)
         if self._watched:

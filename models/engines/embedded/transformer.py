@@ -63,8 +63,7 @@ class ModelSpec:
                 f"model_path={directory} has no config.json; give a Hugging Face checkpoint directory"
             )
         config: dict[str, Any] = json.loads(path.read_text())
-        names = config.get("architectures") or ["(none)"]
-        architecture = str(names[0])
+        architecture = str((config.get("architectures") or ["(none)"])[0])
         if architecture not in ARCHITECTURES:
             raise EngineStartError(
                 f"architectures=['{architecture}'] of {directory} is not served by the embedded engine, which knows "

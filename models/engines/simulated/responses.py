@@ -40,8 +40,7 @@ def simulated_tokens(
     `noise.sample_seed(s, i)`. The last token of a response that ended by itself is not drawn: it is the request's first
     stop token id, else `vocab_size - 1`.
     """
-    drawn = uniforms(_stream(key, seed, version), positions) * (vocab_size - 1)
-    return drawn.astype(np.int32)
+    return (uniforms(_stream(key, seed, version), positions) * (vocab_size - 1)).astype(np.int32)
 
 
 def simulated_length(config: SimulatedEngineConfig, seed: int) -> int:
@@ -118,8 +117,7 @@ class Writer:
             completion.prompt_log_probs = [None, *scores.tolist()]
 
     def _remember(self, completion: Completion, count: int) -> None:
-        key = xxhash.xxh3_64_intdigest(completion.prompt_key)
-        natural = self._left.get(key)
+        natural = self._left.get(xxhash.xxh3_64_intdigest(completion.prompt_key))
         if natural is None:
             natural = simulated_length(self._config, completion.seed)
         context = completion.prompt_key + np.asarray(completion.output_ids, dtype="<i4").tobytes()

@@ -82,8 +82,7 @@ def hf_tensors(
     if merged is None:
         state = _holders(model)
         merged = {name: partial(whole, state[name], device, dtype) for name in stored_names(model)}
-    names = sorted(merged, key=dot_natural_key) if sort else list(merged)
-    for bucket in buckets(names):
+    for bucket in buckets(sorted(merged, key=dot_natural_key) if sort else list(merged)):
         # All gather before one converts: what the first process does with them must not hold up the others.
         found = {name: _cast(merged[name](), dtype) for name in bucket}
         if first:

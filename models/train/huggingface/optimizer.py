@@ -93,16 +93,14 @@ def gradient_scale(norm: float, denominator: float, clip_grad: float) -> float:
 
     `norm`: of the gradient after the division.
     """
-    clipped = clip_grad > 0 and norm > clip_grad
-    return (clip_grad / norm if clipped else 1.0) / denominator
+    return (clip_grad / norm if clip_grad > 0 and norm > clip_grad else 1.0) / denominator
 
 
 def _sum_of_squares(gradients: list[torch.Tensor]) -> float:
     """Over all gradients; summed in fp64 so that many parameters do not overflow."""
     if not gradients:
         return 0.0
-    norms = torch.stack([norm.double() for norm in torch._foreach_norm(gradients)])
-    return float(norms.square().sum())
+    return float(torch.stack([norm.double() for norm in torch._foreach_norm(gradients)]).square().sum())
 
 
 # --------------------------------------------------------------------------------------------------

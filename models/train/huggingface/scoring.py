@@ -250,8 +250,7 @@ class Backbone(torch.nn.Module):  # type: ignore[misc]
             name: self._mask(array) if name == "attention_mask" else self._to_device(array)
             for name, array in inputs.items()
         }
-        output = self._decoder_unregistered[0](**tensors, use_cache=False)
-        hidden: Tensor = output.last_hidden_state
+        hidden: Tensor = self._decoder_unregistered[0](**tensors, use_cache=False).last_hidden_state
         return hidden.reshape(-1, hidden.shape[-1]).index_select(0, self._to_device(source))
 
     def _mask(self, allowed: npt.NDArray[np.bool_]) -> Tensor:

@@ -208,8 +208,7 @@ def load(models: SavedModels, directory: Path) -> Counters:
     with together(TrainStateUnreadable(f"another process cannot read {directory}; let all see the same files")):
         state, index = read_state(directory)
         _check(directory, state, index, held, wanted)
-    loaded = read_tensors(directory, index, wanted)
-    held.put(loaded, state)
+    held.put(read_tensors(directory, index, wanted), state)
     _load_random(directory / STATE_DIR, state, models.device)
     return Counters(state.batches, state.steps, state.skipped_steps, state.empty_steps)
 

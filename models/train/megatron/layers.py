@@ -193,8 +193,7 @@ def layer_submodules(
     make = _engine_layer if transformer_engine else _local_layer
     kinds = {moe: make(architecture, config, moe=moe) for moe in set(architecture.moe_layers)}
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
-    count = get_num_layers_to_build(config, vp_stage=vp_stage)
-    own = architecture.moe_layers[first : first + count]
+    own = architecture.moe_layers[first : first + get_num_layers_to_build(config, vp_stage=vp_stage)]
     final: Any = RmsNorm
     if transformer_engine:
         from megatron.core.extensions.transformer_engine import TENorm

@@ -242,8 +242,7 @@ def _ends_of_model(sizes: ParallelSizes, stage: int) -> tuple[bool, bool]:
 
     chunks = sizes.virtual_pipeline or 1
     first = ps.is_pipeline_first_stage(ignore_virtual=True) and stage == 0
-    last = ps.is_pipeline_last_stage(ignore_virtual=True) and stage == chunks - 1
-    return first, last
+    return first, ps.is_pipeline_last_stage(ignore_virtual=True) and stage == chunks - 1
 
 
 def _rows(chunk: Any, spec: TrainSpec, sizes: ParallelSizes, device: torch.device) -> tuple[RowForm, Packing]:

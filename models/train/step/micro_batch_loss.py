@@ -165,8 +165,7 @@ class StepTotals:
 
 
 def _combined(values: dict[str, torch.Tensor], dp_group: DpGroup, *, largest: bool = False) -> dict[str, torch.Tensor]:
-    numbers = {name: float(value) for name, value in values.items()}
-    found = dp_group.merge(numbers, largest=largest)
+    found = dp_group.merge({name: float(value) for name, value in values.items()}, largest=largest)
     return {name: torch.tensor(value, dtype=torch.float64) for name, value in found.items()}
 
 

@@ -56,8 +56,7 @@ class Member:
         if self._faults is not None and not isinstance(call, calls.End):
             self._faults.meet_blocking(f"{self._faults.replica}/{next(self._calls)} {type(call).__name__}")
         if isinstance(call, calls.Setup):
-            total = self._config.rollout.num_rollout or 0
-            made = build_member(self._config, total, self._dp_group)
+            made = build_member(self._config, self._config.rollout.num_rollout or 0, self._dp_group)
             made.setup()
             self._trainer = made
             return calls.Done()
@@ -189,8 +188,7 @@ def _find_others(spec: RankSpec, config: Config, timeout_s: float) -> ControlGro
         world_size=spec.processes,
         timeout=timedelta(seconds=timeout_s),
     )
-    gloo = distributed.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-    control_group = ControlGroup(gloo)
+    control_group = ControlGroup(distributed.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)))
     control_group.endings(NOTHING_RAISED)  # all have come this far
     return control_group
 

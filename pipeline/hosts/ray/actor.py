@@ -97,8 +97,7 @@ class ProcessActor:
         copy = self._copies.setdefault(path, str(self._lease.directory / f"file-{len(self._copies)}"))
         target = Path(copy, file) if file else Path(copy)
         target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        handle = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_APPEND, mode)
-        with os.fdopen(handle, "ab") as opened:
+        with os.fdopen(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_APPEND, mode), "ab") as opened:
             opened.write(content)
 
     async def spawn(self, encoded: bytes) -> tuple[int, int]:

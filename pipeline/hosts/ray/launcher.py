@@ -189,8 +189,7 @@ class RayLauncher(Launcher):
         handle = self.handles[spec.name] = RayHandle(
             spec, self._placed[spec.name], self.rundir.logs / f"{spec.name}.log"
         )
-        number = await handle.start()
-        self.rundir.write_pid(spec.name, number)
+        self.rundir.write_pid(spec.name, await handle.start())
         return handle
 
     async def stop_all(self) -> None:

@@ -93,8 +93,7 @@ class Gymnasium(Seeded):
 
         seed = self.begin(task)
         with self._random.drawn_from():
-            modes = gymnasium.spec(self._game)
-            drawn = {"render_mode": "ansi"} if "ansi" in _render_modes(modes) else {}
+            drawn = {"render_mode": "ansi"} if "ansi" in _render_modes(gymnasium.spec(self._game)) else {}
             self._world = gymnasium.make(self._game, **{**drawn, **self._settings})
             if not isinstance(self._world.action_space, gymnasium.spaces.Discrete):
                 raise ValueError(

@@ -214,8 +214,7 @@ def _bubblewrap(directory: str, paths: Sequence[str]) -> list[str]:
         else:
             command += ["--ro-bind-try", path, path]
     python = {sys.prefix, sys.base_prefix, str(Path(os.path.realpath(sys.executable)).parents[1])}
-    readable = [*sorted(python), *paths, *(str(_ROOT / "stages" / name) for name in _NEEDED)]
-    for path in readable:
+    for path in [*sorted(python), *paths, *(str(_ROOT / "stages" / name) for name in _NEEDED)]:
         if not path.startswith("/usr/"):
             command += ["--ro-bind", path, path]
     return [*command, "--bind", directory, directory, "--"]

@@ -144,9 +144,8 @@ class Server:
         """The server's results."""
         order = {"queries": [query[:QUERY_CHARS]], "topk": topk, "return_scores": True}
         try:
-            timeout = aiohttp.ClientTimeout(total=self._timeout_s)
             async with (
-                aiohttp.ClientSession(timeout=timeout) as session,
+                aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=self._timeout_s)) as session,
                 session.post(self._url, json=order, allow_redirects=False) as answer,
             ):
                 if answer.status != 200:
@@ -168,8 +167,7 @@ class Server:
 
 def _decoded(data: bytes) -> list[list[str]]:
     """Texts by query. In answers with scores, an object wraps each document. Raises ValueError."""
-    answer = msgspec.json.decode(data, type=dict[str, list[list[dict[str, Any]]]])
-    entries = answer.get("result")
+    entries = msgspec.json.decode(data, type=dict[str, list[list[dict[str, Any]]]]).get("result")
     if entries is None:
         raise ValueError("no 'result'")
     return [

@@ -81,8 +81,7 @@ def _expression(text: str) -> sympy.Expr:
     if len(text) > _MAX_CHARS or _BAD_POWER.search(text) or _SIGN_RUN.search(text):
         raise NotArithmetic("a power or a length that is not allowed")
     try:
-        tree = ast.parse(_python(text), mode="eval")
-        return _value(tree.body)
+        return _value(ast.parse(_python(text), mode="eval").body)
     except (SyntaxError, RecursionError) as error:
         raise NotArithmetic(str(error)) from None
 

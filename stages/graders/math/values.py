@@ -146,8 +146,7 @@ def _coordinate(name: str, point: int) -> sympy.Rational:
     """A fixed number between 0.2 and 2.2 for a symbol; below 0 at the third point, and for half of them at the last."""
     import sympy
 
-    digest = hashlib.blake2b(f"{name}/{point}".encode(), digest_size=8).digest()
-    drawn = int.from_bytes(digest, "little")
+    drawn = int.from_bytes(hashlib.blake2b(f"{name}/{point}".encode(), digest_size=8).digest(), "little")
     sign = -1 if point == 2 or (point == 3 and drawn & 1) else 1
     return sign * (sympy.Rational(1, 5) + sympy.Rational(drawn % 999_983, 499_979))
 
@@ -226,5 +225,4 @@ def _mixed(found: re.Match[str]) -> str:
 
 
 def _as_fraction(found: re.Match[str]) -> str:
-    digits = found[1] + found[2]
-    return rf"(\frac{{{int(digits)}}}{{{10 ** len(found[2])}}})"
+    return rf"(\frac{{{int(found[1] + found[2])}}}{{{10 ** len(found[2])}}})"

@@ -180,8 +180,7 @@ def _highlights(response: str, arguments: Arguments) -> bool:
 
 def _sections(response: str, arguments: Arguments) -> bool:
     splitter = re.escape(arguments.text("section_spliter").strip())  # the data's own spelling of the key
-    sections = sum(1 for _ in re.finditer(rf"{splitter}\s?\d+", response))
-    return sections >= arguments.count("num_sections")
+    return sum(1 for _ in re.finditer(rf"{splitter}\s?\d+", response)) >= arguments.count("num_sections")
 
 
 def _json(response: str, arguments: Arguments) -> bool:
