@@ -230,9 +230,8 @@ class Simulation:
             async with turns:
                 await self.engines[name].update(version, self.cluster.update_s if version else 0.0)
             self.board.put(ADDRESS + name, EngineAddress(name, "", 1))
-            self.board.put(
-                DIRECTORY + name, EngineEntry(name, "", 1, state="serving", run_generation=0, version=version)
-            )
+            entry = EngineEntry(name, "", 1, state="serving", run_generation=0, version=version)
+            self.board.put(DIRECTORY + name, entry)
 
         async with asyncio.TaskGroup() as tasks:
             for name in names:

@@ -181,9 +181,7 @@ def _steps(metrics: Path, child: subprocess.Popen[bytes]) -> Iterator[tuple[int,
         if len(lines) > seen:
             seen = len(lines)
             row: Mapping[str, float] = msgspec.json.decode(lines[-1])
-            ended = sum(
-                row.get(f"ledger/{end}", 0.0) for end in ("trained", "stale", "filtered", "failed", "discarded")
-            )
+            ended = sum(row.get(f"ledger/{end}", 0) for end in ("trained", "stale", "filtered", "failed", "discarded"))
             yield int(row["step"]), int(ended) * MEMBERS
         if over:
             return

@@ -161,9 +161,8 @@ class _Reader:
         if (fault := retired(key)) is not None:
             self.faults.append(fault)
         elif name in _by_name():
-            self.faults.append(
-                f"{key} is no key, but {_by_name()[name].key} is; write {_by_name()[name].key} or --{name}"
-            )
+            right = _by_name()[name].key
+            self.faults.append(f"{key} is no key, but {right} is; write {right} or --{name}")
         else:
             self.faults.append(f"{key} is no key of the configuration; {suggestion(key, flags_by_key())}")
         if inline is None:
@@ -264,9 +263,8 @@ class _Reader:
 
 def _stray(token: str) -> str:
     if token.startswith("-"):
-        return (
-            f"{token} is no flag, for flags begin with two dashes; {suggestion(token.strip('-'), _all_names(), '--')}"
-        )
+        near = suggestion(token.strip("-"), _all_names(), "--")
+        return f"{token} is no flag, for flags begin with two dashes; {near}"
     key, equals, _ = token.partition("=")
     if equals and "." in key:
         return f"{key} is no key of the configuration; {suggestion(key, flags_by_key())}"

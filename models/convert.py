@@ -182,9 +182,8 @@ def _build(source: Path, sizes: dict[str, int] | None, checksums: dict[str, str]
 
     from models.train.megatron.build import build_gpt
 
-    chunk = build_gpt(
-        hf_config, spec, pre_process=ps.is_pipeline_first_stage(), post_process=ps.is_pipeline_last_stage()
-    )
+    first, last = ps.is_pipeline_first_stage(), ps.is_pipeline_last_stage()
+    chunk = build_gpt(hf_config, spec, pre_process=first, post_process=last)
     dtypes = {name: one.partition(":")[0] for name, one in checksums.items()}
     return Loaded(chunk, hf_config, torch.distributed.get_rank(), dtypes)
 

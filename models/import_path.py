@@ -97,10 +97,9 @@ def import_function(path: str, *parameters: str, optional: tuple[str, ...] = ())
         signature = inspect.signature(function)
     except ValueError:
         return function  # a builtin has no signature: a call will show
+    named = set(optional).intersection(list(signature.parameters)[len(parameters) :])
     try:
-        signature.bind(
-            *parameters, **dict.fromkeys(set(optional).intersection(list(signature.parameters)[len(parameters) :]))
-        )
+        signature.bind(*parameters, **dict.fromkeys(named))
     except TypeError as error:
         raise ImportPathError(
             f"import path {path!r} cannot be called as function({', '.join(parameters)}) ({error}); "

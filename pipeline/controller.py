@@ -144,14 +144,12 @@ class Controller:
 
     async def _ports(self, node: Node, topic: TopicServer) -> Ports:
         """Ports of the prompt stage."""
-        name, addresses, schemas = "prompts-0", self.placement.addresses, self.placement.schemas
-        settle: Inlet[Any] = await node.inlet(
-            addresses["settle"], "settle", schemas["settle"], window_items=256, replica=name
-        )
+        name, at, schemas = "prompts-0", self.placement.addresses, self.placement.schemas
+        settle: Inlet[Any] = await node.inlet(at["settle"], "settle", schemas["settle"], window_items=256, replica=name)
         if (faults := self.placement.faults("prompts", name)) is not None:
             settle = FaultyInlet(settle, faults)
         out = self.graph.outlets("prompts")["out"].name
-        outlet = await node.outlet(addresses[out], out, schemas[out], replica=name)
+        outlet = await node.outlet(at[out], out, schemas[out], replica=name)
         return Ports(name, {"settle": settle}, {"out": outlet}, await node.topic(topic.address, replica=name))
 
     async def _until_completed(self, replicas: asyncio.Task[None]) -> None:

@@ -157,9 +157,8 @@ class EvaluateStage(Stage):
                 late = await self._await_results(ports, version, wanted, started)
         metrics, complete = self._score(version)
         metrics["eval/time_s"] = time.monotonic() - started
-        detail = (
-            "" if complete else ("drained" if self._drain else late or "some answers are missing or of another version")
-        )
+        missing = "drained" if self._drain else late or "some answers are missing or of another version"
+        detail = "" if complete else missing
         if (path := self.config.observe.custom_eval_rollout_log_function_path) is not None:
             given = {name: self._graded(version, name) for name in self.sets}
             call = ("--custom-eval-rollout-log-function-path", eval_log(path), version, self.config)

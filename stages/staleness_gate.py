@@ -71,9 +71,7 @@ class StalenessGate:
 
         `oldest_version`: of its trained tokens, None if none is trained. Infinite for what does not grow old.
         """
-        if oldest_version is None or not self.ages:
-            return math.inf
-        return self.max_staleness - (step - oldest_version)
+        return math.inf if oldest_version is None or not self.ages else self.max_staleness - (step - oldest_version)
 
     def fresh(self, *, step: int, oldest_version: int | None) -> bool:
         """Whether batch `step` may train a group whose oldest trained token has this version (I2)."""

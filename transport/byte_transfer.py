@@ -33,9 +33,7 @@ class _Source:
 
     def read(self, offset: int, size: int) -> Buffer:
         size = max(0, min(size, self.size - offset))
-        if self._file < 0:
-            return self._buffer[offset : offset + size]
-        return os.pread(self._file, size, offset)
+        return self._buffer[offset : offset + size] if self._file < 0 else os.pread(self._file, size, offset)
 
     def close(self) -> None:
         if self._file >= 0:

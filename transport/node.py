@@ -23,7 +23,7 @@ from transport.core.hub import HubCore
 from transport.core.peers import ConsumerCore, ProducerCore
 from transport.core.topic import TopicClientCore, TopicServerCore
 from transport.errors import AddressInUse, SecurityError, UsageError
-from transport.port import CorePort, Decode, Link, PeerPort
+from transport.port import FORKED, CorePort, Decode, Link, PeerPort
 from transport.security import KEY_MARK, ZAP_ADDRESS, Address, Security, check_exposure, parse_address, zap_reply
 from transport.spec import DeadLetter, StreamSpec
 from transport.stream import Hub, Inlet, Outlet
@@ -274,9 +274,7 @@ class Node:
         if self._fabric is None or self._tasks is None:
             raise UsageError("the node is not open; use it inside `async with Node(...)`")
         if os.getpid() != self._pid:
-            raise UsageError(
-                "this process was forked after its node was opened, so nothing would arrive; spawn instead"
-            )
+            raise UsageError(FORKED)
         return self._fabric
 
     def _hello(self, stream: str, role: wire.Role, schema: str, digest: str, replica: str | None) -> Hello:

@@ -27,6 +27,7 @@ from transport.wire import AnyMessage, Body, Hello, ToHub, TopicHello, ToTopic
 Decode = Callable[[bytes], AnyMessage]
 
 STEP_LIMIT = 256  # messages taken before other tasks get their turn
+FORKED = "this process was forked after its node was opened, so nothing would arrive; spawn instead"
 
 
 class Link(ABC):
@@ -162,9 +163,7 @@ class CorePort(ABC):
 
     def check_process(self) -> None:
         if os.getpid() != self._pid:
-            raise UsageError(
-                "this process was forked after its node was opened, so nothing would arrive; spawn instead"
-            )
+            raise UsageError(FORKED)
 
     def shut(self, linger_ms: int) -> None:
         """Release the link for good, without handshake. Nothing happens the second time."""

@@ -163,10 +163,8 @@ def _has_reference(config: Config) -> bool:
 
 
 def _logits(config: Config, shape: ModelShape, vocabulary: int, *, half: bool) -> int:
-    train = config.train
-    return log_prob_pass(
-        train.max_tokens_per_gpu, train.logprob_chunk_tokens, vocabulary, shape.hidden, 2 if half else 4
-    )
+    tokens, chunk = config.train.max_tokens_per_gpu, config.train.logprob_chunk_tokens
+    return log_prob_pass(tokens, chunk, vocabulary, shape.hidden, 2 if half else 4)
 
 
 def log_prob_pass(tokens: int, chunk: int, vocabulary: int, hidden: int, width: int) -> int:

@@ -102,9 +102,8 @@ def _engine(config: Config, shape: ModelShape, count: int) -> EngineMemory:
     weights = -(-count * width // gpus)
     fraction = _number(config.sglang.sglang_args.get("mem_fraction_static")) or STATIC_FRACTION
     room = int(GPU_BYTES * fraction) - weights
-    return EngineMemory(
-        gpus=gpus, weights=weights, kv_bytes_per_token=per_token, kv_tokens=max(0, room) // max(1, per_token)
-    )
+    tokens = max(0, room) // max(1, per_token)
+    return EngineMemory(gpus=gpus, weights=weights, kv_bytes_per_token=per_token, kv_tokens=tokens)
 
 
 def _number(value: Any) -> float | None:

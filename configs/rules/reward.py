@@ -168,9 +168,8 @@ def _table_faults(table: EnvironmentConfig) -> Iterator[str]:
         yield f"{key} has no path, and there is no built-in pack {table.name!r}; " + cure(
             table.name, pack_names(), otherwise
         )
-    if table.python is not None:
-        if shutil.which(os.path.expanduser(table.python)) is None:
-            yield f"{key}.python is {table.python!r}, but that is no program; give the path of a Python interpreter"
+    if table.python is not None and shutil.which(os.path.expanduser(table.python)) is None:
+        yield f"{key}.python is {table.python!r}, but that is no program; give the path of a Python interpreter"
 
 
 def environment_warnings(config: Config) -> Iterator[str]:

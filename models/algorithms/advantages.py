@@ -269,9 +269,7 @@ def _distilled(one: TokenAdvantages, episode: Episode, opd_kl_coef: float | None
 
 def _needed(array: FloatArray | None, key: str, what: str) -> FloatArray:
     if array is None:
-        raise AlgorithmError(
-            f"{key} needs {what} for every sequence, and one has none; hand them over, or leave it out"
-        )
+        raise AlgorithmError(f"{key} needs {what} for every sequence, and one has none; hand them over or leave it out")
     return array
 
 
@@ -295,6 +293,4 @@ ESTIMATORS: Final[Mapping[str, Estimator]] = {
     "on_policy_distillation": Estimator(nothing, zeros),
 }
 # Their advantages of tokens are no copy of a value of the rollout: the trainer decides them over the whole batch.
-TOKEN_ESTIMATORS: Final = frozenset(
-    name for name, estimator in ESTIMATORS.items() if estimator.tokens is not rollout_value
-)
+TOKEN_ESTIMATORS: Final = frozenset(name for name, one in ESTIMATORS.items() if one.tokens is not rollout_value)

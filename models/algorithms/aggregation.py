@@ -139,9 +139,8 @@ def prefix_fault(tokens: Sequence[npt.NDArray[np.int32]], prefixes: Sequence[Pre
             continue
         earlier, length = prefix
         if not 0 <= earlier < place:
-            return (
-                f"the prefix of sequence {place} names sequence {earlier}; it must name an earlier one of its rollout"
-            )
+            names = f"the prefix of sequence {place} names sequence {earlier}"
+            return f"{names}; it must name an earlier one of its rollout"
         if not 0 <= length <= min(len(tokens[place]), len(tokens[earlier])):
             return (
                 f"the prefix of sequence {place} has {length} tokens, but the sequences have {len(tokens[place])} and "

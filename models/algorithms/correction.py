@@ -227,17 +227,13 @@ def loglinear_old_log_probs(tokens: PolicyTokens, kind: Literal["next_version", 
     """log old [N], no gradient, 0 where masked. Without staleness every token counts as fresh."""
     change = log_ratio(tokens.log_probs.detach(), tokens.rollout_log_probs, tokens.mask)
     sampler = torch.where(tokens.mask, tokens.rollout_log_probs, torch.zeros_like(tokens.rollout_log_probs))
-    if tokens.staleness is None:
-        return sampler
-    return sampler + alpha(tokens.staleness, kind).to(change.dtype) * change
+    return sampler if tokens.staleness is None else sampler + alpha(tokens.staleness, kind).to(change.dtype) * change
 
 
 def alpha(staleness: Tensor, kind: Literal["next_version", "areal"]) -> Tensor:
     """Weight [N] of theta in the old log-probs of tokens `staleness` [N] versions old; a negative one counts as 0."""
     age = staleness.clamp(min=0).double()
-    if kind == "next_version":
-        return age / (age + 1.0)
-    return (age - 1.0).clamp(min=0.0) / age.clamp(min=1.0)
+    return age / (age + 1.0) if kind == "next_version" else (age - 1.0).clamp(min=0.0) / age.clamp(min=1.0)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -85,11 +85,8 @@ class ControlRoutes:
             except WeightsRefused as error:
                 return send(protocol.UpdateAnswer(success=False, message=str(error)), status=400)
             self.model_path = request.model_path
-        return send(
-            protocol.UpdateAnswer(
-                success=True, message="Succeeded to update model weights.", num_paused_requests=waiting
-            )
-        )
+        message = "Succeeded to update model weights."
+        return send(protocol.UpdateAnswer(success=True, message=message, num_paused_requests=waiting))
 
     async def _begin(self, http: web.Request) -> web.Response:
         if self._bracket:

@@ -46,10 +46,8 @@ class Intake:
     def __init__(
         self, facts: EngineFacts, text: TextCodec, draw_seed: Callable[[], int], stream_interval: int = 0
     ) -> None:
-        self._facts = facts
-        self._stream_interval = stream_interval
-        self._text = text
-        self._draw_seed = draw_seed
+        self._facts, self._text = facts, text
+        self._stream_interval, self._draw_seed = stream_interval, draw_seed
         self._groups = itertools.count()
         self._decoder = msgspec.json.Decoder(GenerateRequest)
 
@@ -68,19 +66,17 @@ class Intake:
         many = bool(request.text) if isinstance(request.text, list) else len(request.prompts) > 1
         many = many or bool(request.input_ids and isinstance(request.input_ids[0], list))
         params = request.sampling_params
-        by_prompt = params if isinstance(params, list) else [params] * len(prompts)
-        if len(by_prompt) != len(prompts):
-            raise RequestRefused(
-                f"sampling_params has {len(by_prompt)} entries for {len(prompts)} prompts; send one each"
-            )
+        rules = params if isinstance(params, list) else [params] * len(prompts)
+        if len(rules) != len(prompts):
+            raise RequestRefused(f"sampling_params has {len(rules)} entries for {len(prompts)} prompts; send one each")
         for name in _NOT_SERVED_TOP:
             if getattr(request, name) != getattr(_TOP_DEFAULTS, name):
                 raise RequestRefused(f"{name} is not served by the {self._facts.engine} engine; leave it unset")
         rids = self._rids(request, len(prompts))
         completions: list[Completion] = []
-        for rid, prompt, rule in zip(rids, prompts, by_prompt, strict=True):
+        for rid, prompt, rule in zip(rids, prompts, rules, strict=True):
             completions += self._one_prompt(request, rid, prompt, rule)
-        return completions, many or any(rule.n > 1 for rule in by_prompt)
+        return completions, many or any(rule.n > 1 for rule in rules)
 
     def _prompts(self, request: GenerateRequest) -> list[list[int]]:
         if request.input_ids is not None and request.text is not None:

@@ -197,9 +197,8 @@ class EngineApp:
             stream_interval=self._stream_interval,
             incremental_streaming_output=self._incremental,
         )
-        return send(
-            {**msgspec.structs.asdict(info), "internal_states": [self._core.totals().metrics()], "pid": os.getpid()}
-        )
+        states = [self._core.totals().metrics()]
+        return send({**msgspec.structs.asdict(info), "internal_states": states, "pid": os.getpid()})
 
     async def _models(self, http: web.Request) -> web.Response:
         entry = {

@@ -110,9 +110,7 @@ class _Sample:
         ended = meta.finish_reason is not None
         whole = held >= total
         if not whole and total != have and not (have + held == total or (ended and have + held > total)):
-            raise StreamBroken(
-                f"a chunk of response {meta.id} brings {held} tokens and counts {total}, after {have} of them"
-            )
+            raise StreamBroken(f"a chunk of response {meta.id} brings {held} tokens and counts {total}, after {have}")
         self.last, self.finish = raw, meta.finish_reason
         if self.label is None:
             self.label = sent_label if sent_label is not None else meta.weight_version
@@ -172,10 +170,8 @@ class _Sample:
             return self._with_spans(_join(self.parts, self.last, index), early_boundary)
         output = _join(self.sure, self.last, index)
         reason = FinishReason(type="abort", message="the weights changed, and the engine reports no spans")
-        output = msgspec.structs.replace(
-            output, meta_info=msgspec.structs.replace(output.meta_info, finish_reason=reason)
-        )
-        return self._with_spans(output, early_boundary)
+        meta = msgspec.structs.replace(output.meta_info, finish_reason=reason)
+        return self._with_spans(msgspec.structs.replace(output, meta_info=meta), early_boundary)
 
     def _with_spans(self, output: GenerateOutput, early_boundary: bool) -> GenerateOutput:
         count = len(output.output_ids)

@@ -136,9 +136,8 @@ def write_delta(
                 tensors.append(TensorDelta(spec.name, spec.dtype, spec.nbytes, tuple(map(len, chunks))))
                 file.writelines(chunks)
             nbytes = sum(item.nbytes for item in tensors)
-            table = msgspec.msgpack.encode(
-                DeltaHeader(labels[0], digests[0], labels[1], digests[1], nbytes, tuple(tensors))
-            )
+            header = DeltaHeader(labels[0], digests[0], labels[1], digests[1], nbytes, tuple(tensors))
+            table = msgspec.msgpack.encode(header)
             file.write(table + len(table).to_bytes(8, "little") + MAGIC)
         draft.rename(path)
     except ValueError as error:

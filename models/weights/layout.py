@@ -121,9 +121,8 @@ def read_layout(path: Path) -> Layout:
         text = file.read(length)
     try:
         fields = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
-        entries = {
-            name: msgspec.json.decode(raw, type=_HeaderEntry) for name, raw in fields.items() if name != "__metadata__"
-        }
+        fields.pop("__metadata__", None)
+        entries = {name: msgspec.json.decode(raw, type=_HeaderEntry) for name, raw in fields.items()}
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise SourceError(f"{path} is no safetensors file: its header does not decode ({error})") from error
     base = 8 + length

@@ -148,10 +148,8 @@ class FetchedWeights:
 
 async def _copy_all(client: ByteClient, server: WeightsServer, slot: str, directory: Path) -> int:
     """Fetch the files of a slot; their bytes."""
-    sizes = [
-        await _copy(client, name, directory / Path(name).name) for name in server.files if name.startswith(f"{slot}/")
-    ]
-    return sum(sizes)
+    names = [name for name in server.files if name.startswith(f"{slot}/")]
+    return sum([await _copy(client, name, directory / Path(name).name) for name in names])
 
 
 async def _copy(client: ByteClient, name: str, target: Path) -> int:

@@ -137,12 +137,11 @@ async def _serve(stage: Stage, spec: ReplicaSpec, node: Node, topic: TopicClient
         )
         for key, port in spec.inlets.items()
     }  # fmt: skip
-    fetched = FetchedWeights(node, topic, f"{spec.replica}-{secrets.token_hex(4)}", Path(spec.run_dir))
+    run_dir = Path(spec.run_dir)
+    fetched = FetchedWeights(node, topic, f"{spec.replica}-{secrets.token_hex(4)}", run_dir)
     weights = OfferedWeights(node, topic, spec.host) if spec.host else fetched
     taken: dict[str, StageInlet[Any]] = dict(inlets)
-    faults = fault_plan(
-        stage.config, spec.stage, spec.replica, run_generation=spec.run_generation, run_dir=Path(spec.run_dir)
-    )
+    faults = fault_plan(stage.config, spec.stage, spec.replica, run_generation=spec.run_generation, run_dir=run_dir)
     if faults is not None:
         taken = {name: FaultyInlet(inlet, faults) for name, inlet in inlets.items()}
     ports = Ports(spec.replica, taken, outlets, topic, weights)

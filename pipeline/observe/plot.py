@@ -91,9 +91,8 @@ def plot_learning_curve(curve: Curve, out: Path) -> Path:
 
 def plot_metrics_file(metrics: Path, out: Path, *, title: str = "", staleness_bound: float | None = None) -> Path:
     """Draw the learning curve of a metrics file."""
-    return plot_learning_curve(
-        curve_from_rows(read_metrics(metrics), title=title, staleness_bound=staleness_bound), out
-    )
+    curve = curve_from_rows(read_metrics(metrics), title=title, staleness_bound=staleness_bound)
+    return plot_learning_curve(curve, out)
 
 
 def smooth(values: Sequence[float], span: float) -> list[float]:

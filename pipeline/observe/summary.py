@@ -256,9 +256,8 @@ def _results(summary: RunSummary) -> list[tuple[str, str]]:
     if summary.advice:
         rows.append(("advice", summary.advice))
     if summary.effective_training_time is not None:
-        rows.append(
-            ("effective", f"{summary.effective_training_time:.1%} of the wall clock ended in a step that counts")
-        )
+        share = f"{summary.effective_training_time:.1%}"
+        rows.append(("effective", f"{share} of the wall clock ended in a step that counts"))
     rows.append(("wasted", f"{summary.wasted_share:.1%} of the generated tokens"))
     counts = summary.groups
     groups = f"{counts.trained} trained, {counts.filtered} filtered, {counts.stale} stale, {counts.failed} failed"

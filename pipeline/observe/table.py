@@ -226,9 +226,8 @@ def _engines(engines: Sequence[EngineRow], width: int) -> Text:
     updates = [row.update_s for row in up if row.update_s is not None]
     text.append(f"{len(up)}", style="bold").append(f" of {len(engines)} up")
     text.append(f"   idle {_share(fmean(idle) if idle else None)}, most {_share(max(idle, default=None))}")
-    text.append(
-        f"   update {_seconds(fmean(updates) if updates else None)}, most {_seconds(max(updates, default=None))}"
-    )
+    mean_s, most_s = fmean(updates) if updates else None, max(updates, default=None)
+    text.append(f"   update {_seconds(mean_s)}, most {_seconds(most_s)}")
     return text
 
 

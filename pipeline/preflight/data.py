@@ -91,9 +91,8 @@ def _data(config: Config, name: str, directory: Path) -> ArithmeticFiles:
             if name in map(bare, config.eval.eval_prompt_data):
                 write_tasks(config, table, "heldout", HELDOUT_ROWS, files.heldout)
             return files
-    return write_arithmetic(
-        directory / "data", kind=BUILT_IN_DATA[name], train=TRAIN_ROWS, heldout=HELDOUT_ROWS, seed=0
-    )
+    kind = BUILT_IN_DATA[name]
+    return write_arithmetic(directory / "data", kind=kind, train=TRAIN_ROWS, heldout=HELDOUT_ROWS, seed=0)
 
 
 def _model(name: str, directory: Path, seed: int) -> str:

@@ -56,9 +56,8 @@ def check_environments(config: Config) -> None:
     for table in config.environment:
         options = msgspec.json.encode(table.options).decode()
         try:
-            (line,) = _ask(table, "check", table.class_path, options) or (
-                msgspec.Raw(b'"its process printed nothing"'),
-            )
+            lines = _ask(table, "check", table.class_path, options)
+            (line,) = lines or (msgspec.Raw(b'"its process printed nothing"'),)
             hosted = msgspec.json.decode(line, type=Hosted)
         except msgspec.ValidationError:
             faults.append(f"environment.{table.name}: {msgspec.json.decode(line)}")
@@ -88,10 +87,8 @@ def write_tasks(
             task = msgspec.json.decode(line, type=dict[str, object])
         except msgspec.ValidationError:
             raise UsageError(f"environment.{table.name}: tasks({split!r}): {msgspec.json.decode(line)}") from None
-        metadata = {**task, "environment": table.name}
-        rows.append(
-            msgspec.json.encode({config.data.input_key: table.name, **task, config.data.metadata_key: metadata})
-        )
+        row = {config.data.input_key: table.name, **task, config.data.metadata_key: {**task, "environment": table.name}}
+        rows.append(msgspec.json.encode(row))
     if not rows:
         raise UsageError(f"environment.{table.name}: tasks({split!r}) gives none; yield at least one, or give a file")
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -149,9 +149,8 @@ class AutoResume:
             if self._servers is not None and saved == saved_before and self._servers.end():
                 note = ", with new engines, since it has saved nothing after its last start"  # one may be why
             saved_before = saved
-            self._say(
-                f"the run ended with {why}; {self._doing()}{note} (start {lost} of at most {limit} within {window})"
-            )
+            number = f"(start {lost} of at most {limit} within {window})"
+            self._say(f"the run ended with {why}; {self._doing()}{note} {number}")
             time.sleep(backoff_s(lost))
             if self._stopping():
                 return _shell_code(-self._stop_signal)

@@ -110,9 +110,7 @@ class TurnEnd:
 
     def __init__(self, tokenizer: Tokenizer, text: str, others: Sequence[str] = ()) -> None:
         self.ids = tokenizer.encode(text) if text else []
-        special = [
-            [id for id in tokenizer.encode(ending) if is_special(tokenizer, id)][:1] for ending in (text, *others)
-        ]
+        special = [[id for id in tokenizer.encode(end) if is_special(tokenizer, id)][:1] for end in (text, *others)]
         self._place = self.ids.index(special[0][0]) if special[0] else -1
         closers = tuple(dict.fromkeys(id for ids in special for id in ids))
         self.stop_ids = tuple(id for id in closers if id not in tokenizer.eos_ids)
@@ -142,9 +140,8 @@ def is_special(tokenizer: Tokenizer, id: int) -> bool:
 
 def special_pieces(tokenizer: Tokenizer, text: str) -> list[str]:
     """The pieces of a text that are tokens of markup."""
-    return [
-        tokenizer.decode([id], skip_special_tokens=False) for id in tokenizer.encode(text) if is_special(tokenizer, id)
-    ]
+    ids = (id for id in tokenizer.encode(text) if is_special(tokenizer, id))
+    return [tokenizer.decode([id], skip_special_tokens=False) for id in ids]
 
 
 class TemplateFormat:

@@ -215,9 +215,7 @@ def _read(text: str, offered: Offered) -> list[ToolCall | str]:
         tree = ast.parse(text, mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return [f"the tool call is not valid; {form}"]
-    if not isinstance(tree, ast.List):
-        return [form]
-    return [_call(node, offered, form) for node in tree.elts]
+    return [form] if not isinstance(tree, ast.List) else [_call(node, offered, form) for node in tree.elts]
 
 
 def _call(node: ast.expr, offered: Offered, form: str) -> ToolCall | str:

@@ -278,12 +278,8 @@ class TransformersTokenizer:
         **kwargs: Any,
     ) -> str:
         arguments = {"add_generation_prompt": True, **kwargs, "tokenize": False}
-        offered = list(tools) if tools else None
-        return str(
-            self._tokenizer.apply_chat_template(
-                [with_reasoning(message) for message in messages], tools=offered, **arguments
-            )
-        )
+        offered, turns = list(tools) if tools else None, [with_reasoning(message) for message in messages]
+        return str(self._tokenizer.apply_chat_template(turns, tools=offered, **arguments))
 
 
 Tokenizer = LightTokenizer | TransformersTokenizer  # text to token ids and back, as the checkpoint's model was trained

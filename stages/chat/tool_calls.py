@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Final, Protocol
 
 import msgspec
@@ -201,9 +202,8 @@ class Marked:
 
     def parse(self, text: str, offered: Offered) -> Found:
         """All calls of a turn."""
-        return blocks(
-            text, self.opening, self.closing, lambda content: read_call(content, offered), end_of=_end_of_json
-        )
+        read = partial(read_call, offered=offered)
+        return blocks(text, self.opening, self.closing, read, end_of=_end_of_json)
 
     def last(self, text: str, offered: Offered) -> ToolCall | str:
         """The call that ends a text, where generation stopped at the closing mark."""

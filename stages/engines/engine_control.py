@@ -126,9 +126,8 @@ class EngineControl:
             self.client = self.current = None
         address = addresses(topic).get(self.name)
         if address is not None:
-            self.client = EngineClient(
-                address.url, timeout_s=self.config.rollout.request_timeout_secs, token=address.token
-            )
+            timeout_s = self.config.rollout.request_timeout_secs
+            self.client = EngineClient(address.url, timeout_s=timeout_s, token=address.token)
             self._in_a_row, self._in_full, self._paused = 0, False, False
             self.memory.attach(topic, address.incarnation)
             if address.fetcher:

@@ -164,9 +164,8 @@ def _blocks(answer: Answer) -> list[dict[str, Any]]:
         blocks.append({"type": "thinking", "thinking": message.reasoning_content, "signature": ""})
     if message.content or not message.tool_calls:
         blocks.append({"type": "text", "text": message.content})
-    blocks += [
-        {"type": "tool_use", "id": call.id, "name": call.name, "input": call.arguments} for call in message.tool_calls
-    ]
+    for call in message.tool_calls:
+        blocks.append({"type": "tool_use", "id": call.id, "name": call.name, "input": call.arguments})
     return blocks
 
 

@@ -202,11 +202,9 @@ def _shared(numbers: Sequence[IntArray], place: int) -> Prefix | None:
 
     Tokens that are equal by chance, because two branches sampled alike, have different numbers.
     """
-    shares = [
-        (_common(numbers[place], earlier), earlier_place) for earlier_place, earlier in enumerate(numbers[:place])
-    ]
-    length, earlier_place = max(shares, key=lambda share: share[0], default=(0, 0))
-    return Prefix(earlier_place, length) if length else None
+    shares = [(_common(numbers[place], other), at) for at, other in enumerate(numbers[:place])]
+    length, earlier = max(shares, key=lambda share: share[0], default=(0, 0))
+    return Prefix(earlier, length) if length else None
 
 
 def _parsed(call: ToolCall) -> ToolCall:

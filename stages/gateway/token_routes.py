@@ -111,6 +111,7 @@ def _output(answer: Answer) -> GenerateOutput:
     spans = [VersionSpan(str(run.version), end - run.n_tokens, end) for run, end in zip(answer.runs, ends, strict=True)]
     n = len(answer.token_ids)
     ended = FinishReason("length", length=n) if answer.finish == "length" else FinishReason("stop", answer.stop or None)
+    log_probs = zip(answer.log_probs, answer.token_ids, strict=True)
     meta = MetaInfo(
         id=answer.id,
         finish_reason=ended,
@@ -119,9 +120,7 @@ def _output(answer: Answer) -> GenerateOutput:
         cached_tokens=answer.cached_tokens,
         weight_version=spans[-1].version if spans else None,
         weight_versions=spans,
-        output_token_logprobs=[
-            (value, token, None) for value, token in zip(answer.log_probs, answer.token_ids, strict=True)
-        ],
+        output_token_logprobs=[(value, token, None) for value, token in log_probs],
         output_token_logprobs_length=n,
     )
     return GenerateOutput(meta_info=meta, text=answer.text, output_ids=list(answer.token_ids))

@@ -79,9 +79,7 @@ def judged(correct: bool, extracted: str | None) -> Grade:
 
 def clean(text: str) -> str:
     """The text with lone surrogates replaced by question marks."""
-    if text.isascii():
-        return text
-    return text.encode("utf-8", "replace").decode("utf-8")
+    return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
 
 
 def as_grade(value: object, key: str | None = None) -> Grade:

@@ -107,9 +107,7 @@ def _has_prompt(path: str, function: Callable[..., object]) -> bool:
             f"grader {path!r} has 'prompt' among its first three parameters, which get response, label and metadata; "
             "move it behind them: function(response, label, metadata, prompt)"
         )
-    return "prompt" in parameters or any(
-        parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()
-    )
+    return "prompt" in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
 
 
 @lru_cache(maxsize=1)

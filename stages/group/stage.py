@@ -64,11 +64,8 @@ class _Open:
 
 def members_needed(config: Config, n_samples: int) -> int:
     """Fewest rollouts that can be trained on: two if the estimator compares them with each other, else one."""
-    algorithm = config.algorithm
-    estimator = algorithm.advantage_estimator
-    independent = estimator in ESTIMATORS and (
-        estimator not in GROUP_RELATIVE or algorithm.disable_rewards_normalization
-    )
+    estimator, unrelated = config.algorithm.advantage_estimator, config.algorithm.disable_rewards_normalization
+    independent = estimator in ESTIMATORS and (estimator not in GROUP_RELATIVE or unrelated)
     return 1 if independent or n_samples == 1 else 2
 
 

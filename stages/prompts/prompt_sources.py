@@ -229,9 +229,7 @@ class DrawnPrompts:
 
     def kept(self) -> dict[int, DrawnRow]:
         """All rows whose group has not ended."""
-        return {
-            position: DrawnRow(row.prompt, row.label, row.metadata, row.tools) for position, row in self._rows.items()
-        }
+        return {at: DrawnRow(row.prompt, row.label, row.metadata, row.tools) for at, row in self._rows.items()}
 
     def _row(self, group: Any) -> PreparedPrompt:
         """One group of samples as a prompt; its members are begun by the run, all alike."""

@@ -196,10 +196,9 @@ class GrowingRecords(Generic[Body]):
         text = self.kind.text
         if before is None or self._length(before) != piece.tokens or len(getattr(before, text)) != piece.characters:
             return None
-        names: dict[str, Any] = {
-            name: _joined(getattr(before, name), getattr(piece.body, name)) for name in self.kind.arrays
-        }
-        return replace(piece.body, **names, **{text: getattr(before, text) + getattr(piece.body, text)})
+        body = piece.body
+        names: dict[str, Any] = {name: _joined(getattr(before, name), getattr(body, name)) for name in self.kind.arrays}
+        return replace(body, **names, **{text: getattr(before, text) + getattr(body, text)})
 
 
 def _joined(before: Any, behind: Any) -> Any:

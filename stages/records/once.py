@@ -179,9 +179,7 @@ def home_of(directory: Path, group: str) -> Path:
 
 def groups_in(directory: Path) -> dict[str, Path]:
     """The groups with records, and their directories."""
-    if not directory.is_dir():
-        return {}
-    return {unquote(path.name): path for path in directory.iterdir() if path.is_dir()}
+    return {} if not directory.is_dir() else {unquote(path.name): path for path in directory.iterdir() if path.is_dir()}
 
 
 def uncertain_calls(home: Path) -> list[Path]:

@@ -268,9 +268,8 @@ class Reports:
         crawled = attempt.crawled and not attempt.out_of_time and self.directory.turn_s < route.flight.began_s
         if crawled and not route.target.crawled:
             route.target.crawled = True  # reported once per incarnation
-            why = (
-                f"{attempt.reused} new tokens came of a request in --request-timeout-secs {self.directory.timeout_s:g}"
-            )
+            limit = f"--request-timeout-secs {self.directory.timeout_s:g}"
+            why = f"{attempt.reused} new tokens came of a request in {limit}"
             self._complaints[f"{SLOW}{route.target.name}"] = Complaint(route.target.name, route.target.incarnation, why)
         nonsense = crawled or isinstance(attempt.error, EngineProtocolError)
         refused = attempt.error if nonsense else attempt.refused

@@ -97,9 +97,7 @@ def on_the_wire(request: SampleRequest, rid: str, index: int, n: int, made: Sequ
 def with_stream_interval(wire: GenerateRequest, tokens: int) -> GenerateRequest:
     """The request with a report every `tokens` tokens, for an engine that otherwise reports only a member's end."""
     params = wire.sampling_params
-    if isinstance(params, list):
-        return wire
-    return replace(wire, sampling_params=replace(params, stream_interval=tokens))
+    return wire if isinstance(params, list) else replace(wire, sampling_params=replace(params, stream_interval=tokens))
 
 
 def worth_a_stream(request: SampleRequest) -> bool:

@@ -183,9 +183,7 @@ def _execute(program: str, case: dict[str, Any]) -> None:
 
 def _function(scope: dict[str, Any], name: str) -> Any:
     """The function, or the method of a class `Solution`."""
-    if name not in scope and "Solution" in scope:
-        return getattr(scope["Solution"](), name)
-    return scope[name]
+    return getattr(scope["Solution"](), name) if name not in scope and "Solution" in scope else scope[name]
 
 
 def _plain(value: object) -> object:

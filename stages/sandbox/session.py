@@ -223,9 +223,7 @@ class _Program:
             os.kill(self._pid, signal.SIGKILL)
         status = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
         self._pid = 0
-        if status == -signal.SIGXCPU:
-            return "timeout"
-        return "exit" if status >= 0 else "killed"
+        return "timeout" if status == -signal.SIGXCPU else "exit" if status >= 0 else "killed"
 
     def end(self) -> None:
         """Kill it, whatever it does, and begin with an empty directory next time."""

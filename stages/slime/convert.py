@@ -268,8 +268,7 @@ def _with_prefixes(parts: Sequence[Sample]) -> tuple[Sample, ...]:
     for place, part in enumerate(parts):
         shown = np.stack([part.token_ids, part.loss_mask, part.versions], axis=1)
         earlier, n = tree.longest(shown)
-        parts_with.append(
-            msgspec.structs.replace(part, prefix=Prefix(earlier, n) if part.loss_mask[:n].any() else None)
-        )
+        prefix = Prefix(earlier, n) if part.loss_mask[:n].any() else None
+        parts_with.append(msgspec.structs.replace(part, prefix=prefix))
         tree.add(shown, place)
     return tuple(parts_with)

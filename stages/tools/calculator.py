@@ -45,9 +45,7 @@ def evaluate(expression: str) -> str:
 def format_number(value: Number) -> str:
     """Integers as integers, finite decimals exactly, the rest with 15 significant digits."""
     if isinstance(value, float):
-        if value.is_integer() and abs(value) < 1e15:
-            return str(int(value))
-        return f"{value:.{_DIGITS}g}"
+        return str(int(value)) if value.is_integer() and abs(value) < 1e15 else f"{value:.{_DIGITS}g}"
     if value.denominator == 1:
         return str(value.numerator)
     decimals = _finite_decimals(value.denominator)

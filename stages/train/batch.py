@@ -200,9 +200,8 @@ class BatchLog:
         if self._log is not None:
             samples = [sample for slice_ in slices for sample in shown(slice_)]
             reported, wall_s = batch.metrics() | metrics, metrics["perf/step_time"]
-            await logged(
-                "--custom-rollout-log-function-path", self._log, step - 1, self._config, samples, reported, wall_s
-            )
+            flag = "--custom-rollout-log-function-path"
+            await logged(flag, self._log, step - 1, self._config, samples, reported, wall_s)
         for group_id in batch.group_ids:  # where the arrows of a group end in the trace
             self._spans.add("trained", time.time(), 0.0, group=group_id, detail=f"step {step}")
         if self._file is not None:

@@ -229,10 +229,8 @@ class Custody:
         """Undo next_ready for an item for which no consumer has room."""
         (self.redeliveries if item.attempt else self.ready).appendleft(item)
 
-    def _header(self, item: Item, session: int, total_bytes: int) -> Work:
-        return Work(
-            self.epoch, session, item.id, item.serial, total_bytes, item.attempt, item.key, item.size, item.checksum
-        )
+    def _header(self, item: Item, session: int, total: int) -> Work:
+        return Work(self.epoch, session, item.id, item.serial, total, item.attempt, item.key, item.size, item.checksum)
 
     def _queue(self, item: Item) -> None:
         (self.suspects if item.suspect and not item.tried_alone else self.redeliveries).append(item)

@@ -89,9 +89,8 @@ class Dispatch:
             candidates = [peer for peer in self._consumers.values() if peer.connected and not peer.draining]
             if bound_to is None and not candidates:
                 return
-            self._isolated = bound_to or min(
-                candidates, key=lambda peer: (len(peer.held), peer is suspect.previous_holder)
-            )
+            last = suspect.previous_holder
+            self._isolated = bound_to or min(candidates, key=lambda peer: (len(peer.held), peer is last))
             self._isolated_until = now + self._spec.lease_s
         if not self._isolated.held and self._isolated.accepts(suspect.size):
             self.solitary = self._custody.suspects.popleft()

@@ -132,9 +132,7 @@ class Prefill:
             longest = max(admission.length for admission in followers)
             self._cache.copy_prefix(sources, [admission.slot for admission in followers], longest)
         rows = [row_of[admission.leader] for admission in admissions]
-        if rows == list(range(len(row_of))):
-            return logits
-        return logits[torch.tensor(rows, device=logits.device)]
+        return logits if rows == list(range(len(row_of))) else logits[torch.tensor(rows, device=logits.device)]
 
     def _copy_cached(self, leaders: Sequence[Admission]) -> None:
         moved = [admission for admission in leaders if admission.start and admission.source != admission.slot]

@@ -59,9 +59,7 @@ class ModelSpec:
         """Raises `EngineStartError` if the checkpoint cannot be served."""
         path = directory / "config.json"
         if not path.is_file():
-            raise EngineStartError(
-                f"model_path={directory} has no config.json; give a Hugging Face checkpoint directory"
-            )
+            raise EngineStartError(f"model_path={directory} has no config.json; give a Hugging Face checkpoint")
         config: dict[str, Any] = json.loads(path.read_text())
         architecture = str((config.get("architectures") or ["(none)"])[0])
         if architecture not in ARCHITECTURES:

@@ -277,9 +277,8 @@ def router_launch(
     _health(given, config)
     _successor(given, config)
     given.pass_on(config.router.router_args)
-    return Launch(
-        (installed.python, "-m", _MODULE[part], *given.argv), base_environment(installed), f"http://{host}:{port}"
-    )
+    command = (installed.python, "-m", _MODULE[part], *given.argv)
+    return Launch(command, base_environment(installed), f"http://{host}:{port}")
 
 
 def _health(given: Arguments, config: Config) -> None:

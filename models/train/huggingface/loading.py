@@ -57,9 +57,7 @@ def pick_device(name: str) -> torch.device:
 
 def autocast_dtype(train_dtype: str, device: torch.device) -> torch.dtype | None:
     """Precision of the forward pass: bf16 on CUDA and where requested; None is fp32 throughout."""
-    if train_dtype == "bfloat16" or (train_dtype == "auto" and device.type == "cuda"):
-        return torch.bfloat16
-    return None
+    return torch.bfloat16 if train_dtype == "bfloat16" or (train_dtype == "auto" and device.type == "cuda") else None
 
 
 def load_model(checkpoint: str, key: str, train: TrainConfig, device: torch.device, *, seed: int) -> LoadedModel:

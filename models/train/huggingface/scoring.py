@@ -148,10 +148,9 @@ class _Gather(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: Any) -> Tensor:
         ctx.group, ctx.width = group, part.shape[2]
-        parts = [
-            torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size(group))
-        ]
-        dist.all_gather(parts, part.contiguous(), group=group)
+        part = part.contiguous()
+        parts = [torch.empty_like(part) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, part, group=group)
         return torch.cat(parts, dim=2)
 
     @staticmethod

@@ -100,9 +100,8 @@ class Checkpoints:
             (directory / SHARDS).mkdir(parents=True)
         dist.barrier(group=self._mesh.gloo)
         tensors = {name: _of_shards(name, tensor) for name, tensor in parts.tensors().items()}
-        tensors |= {
-            f"rng/{self._mesh.rank}/{kind}": one for kind, one in checkpoint.random_state(self._mesh.device).items()
-        }
+        random = checkpoint.random_state(self._mesh.device)
+        tensors |= {f"rng/{self._mesh.rank}/{kind}": one for kind, one in random.items()}
         state = FsdpState(
             counters=asdict(counters), updates=parts.updates, parts=tuple(parts), world=self._mesh.sizes.world, files={}
         )

@@ -173,9 +173,8 @@ def torch_metadata(index: Index) -> Any:
         properties = metadata.TensorProperties(dtype=getattr(torch, entry.dtype))
         tensors[name] = metadata.TensorStorageMetadata(properties, torch.Size(entry.shape), chunks)
         for one in entry.chunks:
-            places[metadata.MetadataIndex(name, torch.Size(one.offsets))] = _StorageInfo(
-                one.file, one.start, one.length
-            )
+            place = metadata.MetadataIndex(name, torch.Size(one.offsets))
+            places[place] = _StorageInfo(one.file, one.start, one.length)
     return metadata.Metadata(state_dict_metadata=tensors, storage_data=places, storage_meta=metadata.StorageMeta())
 
 

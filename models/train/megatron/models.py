@@ -57,8 +57,7 @@ class MegatronModels:
         Raises `CheckpointUnavailable`, `UnsupportedModel`, `TrainConfigInvalid` or `BackendMisuse`.
         """
         check_optimizer(spec)
-        self._async_save = async_save
-        self.spec = spec
+        self._async_save, self.spec = async_save, spec
         self.sizes = build_layout(spec)
         # A schedule of m micro-batches idles for PP - 1 of m + PP - 1 turns: under 20 % from 4 PP on.
         self.pass_micro_batches = SCHEDULE_TURNS * self.sizes.pipeline if self.sizes.pipeline > 1 else 1
@@ -94,9 +93,8 @@ class MegatronModels:
             theirs = read_source(train.ref_load, "ref_load")
             _check_same_shape(source, theirs)
             load_hf(loaded.chunks, theirs.config, theirs.directory)
-        reference = SwappedReference(
-            loaded.chunks, lambda: self.policy.settle(), renewed=bool(algorithm.ref_update_interval)
-        )
+        renewed = bool(algorithm.ref_update_interval)
+        reference = SwappedReference(loaded.chunks, lambda: self.policy.settle(), renewed=renewed)
         if other:
             load_hf(loaded.chunks, source.config, source.directory)
         return reference

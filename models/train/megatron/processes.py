@@ -314,11 +314,10 @@ def build_dp_group(spec: TrainSpec) -> DistributedDpGroup:
         and ps.get_tensor_model_parallel_rank() == 0
         and ps.get_context_parallel_rank() == 0
     )
+    timeout = timedelta(minutes=spec.parallel.distributed_timeout_minutes)
     return DistributedDpGroup(
         dp_rank=ps.get_data_parallel_rank(),
         dp_size=ps.get_data_parallel_world_size(),
         is_mp_src_rank=is_mp_src_rank,
-        gloo=torch.distributed.new_group(
-            backend="gloo", timeout=timedelta(minutes=spec.parallel.distributed_timeout_minutes)
-        ),
+        gloo=torch.distributed.new_group(backend="gloo", timeout=timeout),
     )

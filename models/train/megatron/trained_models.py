@@ -89,9 +89,8 @@ class TrainedChunks:
     def refuse(self) -> UpdateResult:
         """Make no update: there is nothing to learn from."""
         self.clear()
-        return UpdateResult(
-            applied=False, grad_norm=0.0, lr=learning_rate(self.updates, self._train, self._total_steps)
-        )
+        lr = learning_rate(self.updates, self._train, self._total_steps)
+        return UpdateResult(applied=False, grad_norm=0.0, lr=lr)
 
     def clear(self) -> None:
         """Drop all gradients."""

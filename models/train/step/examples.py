@@ -150,9 +150,7 @@ def _branches(
     column = np.full(1 + max(int(n[-1]) for n in numbers if len(n)), -1)
     order = np.concatenate([n[places] for n, places in zip(numbers, chosen, strict=True)])
     column[order] = np.arange(len(order))
-    shown = [
-        np.flatnonzero((member.loss_mask > 0) & (column[n] >= 0)) for member, n in zip(members, numbers, strict=True)
-    ]
+    shown = [np.flatnonzero((one.loss_mask > 0) & (column[n] >= 0)) for one, n in zip(members, numbers, strict=True)]
     columns = [column[n[places]] for n, places in zip(numbers, shown, strict=True)]
     advantages = [member.advantages[places] for member, places in zip(members, shown, strict=True)]
     means = averaged(columns, advantages, [len(places) for places in chosen])

@@ -309,9 +309,7 @@ def whole_groups(examples: Sequence[Example], packing: Packing, dp_size: int) ->
     """Micro-batches that hold whole groups: as many as the token budget takes, one at least."""
     ordered = sorted(examples, key=lambda example: example.key)
     place = {id(example): at for at, example in enumerate(ordered)}
-    layouts = [
-        layout.renumbered([place[id(example)] for example in held]) for layout, held in _whole_groups(ordered, packing)
-    ]
+    layouts = [layout.renumbered([place[id(one)] for one in held]) for layout, held in _whole_groups(ordered, packing)]
     return Assigned(assign_layouts(layouts, packing, dp_size), ordered)
 
 

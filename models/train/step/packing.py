@@ -211,6 +211,4 @@ def _fit(units: Sequence[Unit], row_length: int, max_rows: int, *, pack: bool) -
 
 
 def _layout(rows: Sequence[Sequence[Unit]]) -> Layout:
-    return Layout(
-        rows=tuple(tuple(row) for row in rows), row_length=max(sum(unit.length for unit in row) for row in rows)
-    )
+    return Layout(rows=tuple(map(tuple, rows)), row_length=max(sum(unit.length for unit in row) for row in rows))

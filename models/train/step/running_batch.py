@@ -87,9 +87,8 @@ class OldLogProbPass:
             self._score(assigned, score, _set("values"))
             return
         # The value behind the end is read at the last token, which is an input only if something follows it.
-        examples = [
-            assigned.examples[item] for layouts in assigned.by_dp_rank for layout in layouts for item in layout.items
-        ]
+        items = (item for layouts in assigned.by_dp_rank for layout in layouts for item in layout.items)
+        examples = [assigned.examples[item] for item in items]
         longer = [_continued(example) if example.truncated else replace(example) for example in examples]
         self._score(self._assigned(longer), score, _set("values"))
         for example, copy in zip(examples, longer, strict=True):

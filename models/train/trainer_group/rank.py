@@ -161,9 +161,8 @@ def run_rank(spec: RankSpec, config: Config, announce: Callable[[Rendezvous], No
     with ExitStack() as stack:
         control_group = _find_others(spec, config, timeout_s)
         stack.callback(distributed.destroy_process_group)
-        dp_group = DistributedDpGroup(
-            dp_rank=spec.rank, dp_size=spec.processes, is_mp_src_rank=True, gloo=control_group.gloo
-        )
+        gloo = control_group.gloo
+        dp_group = DistributedDpGroup(dp_rank=spec.rank, dp_size=spec.processes, is_mp_src_rank=True, gloo=gloo)
         if not control_group.leads:
             _follow(control_group, Member(config, dp_group, leads=False, faults=spec.faults))
             return

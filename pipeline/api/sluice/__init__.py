@@ -99,9 +99,7 @@ def run(config: Config) -> Path:
                     with contextlib.suppress(ProcessLookupError):
                         process.send_signal(signal.SIGINT)
     if process.returncode:
-        raise RuntimeError(
-            f"the run in {directory} ended with exit code {process.returncode}; its output has the reason"
-        )
+        raise RuntimeError(f"the run in {directory} ended with exit code {process.returncode}; its output says why")
     return directory
 
 

@@ -186,9 +186,8 @@ class RayLauncher(Launcher):
 
     async def spawn(self, spec: ProcessSpec) -> RayHandle:
         await self.place(spec.name)
-        handle = self.handles[spec.name] = RayHandle(
-            spec, self._placed[spec.name], self.rundir.logs / f"{spec.name}.log"
-        )
+        log = self.rundir.logs / f"{spec.name}.log"
+        handle = self.handles[spec.name] = RayHandle(spec, self._placed[spec.name], log)
         self.rundir.write_pid(spec.name, await handle.start())
         return handle
 
@@ -308,9 +307,8 @@ class RayLauncher(Launcher):
             seat = choose(self.placements.config, group.role, group, nodes)
             need = {"CPU": group.bundle.cpus or 0.001, **({"GPU": group.bundle.gpus} if group.bundle.gpus else {})}
             selectors = [{NODE_ID: seat.node.id}, *(dict(seat.labels) for _ in range(group.bundles - 1))]
-            made = ray.util.placement_group(
-                [need] * group.bundles, strategy=group.strategy, bundle_label_selector=selectors
-            )
+            bundles = [need] * group.bundles
+            made = ray.util.placement_group(bundles, strategy=group.strategy, bundle_label_selector=selectors)
             if not await asyncio.to_thread(made.wait, PLACEMENT_TIMEOUT_S):
                 ray.util.remove_placement_group(made)
                 raise self._waited(group.name, placement)

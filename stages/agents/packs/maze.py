@@ -92,9 +92,8 @@ class Grid:
         """The whole maze in 2 * size + 1 lines."""
         rows = [["#"] * (2 * self.size + 1) for _ in range(2 * self.size + 1)]
         for (row, column), ways in self._ways.items():
-            rows[2 * row + 1][2 * column + 1] = (
-                "A" if (row, column) == at else "B" if (row, column) == self.goal else "."
-            )
+            mark = "A" if (row, column) == at else "B" if (row, column) == self.goal else "."
+            rows[2 * row + 1][2 * column + 1] = mark
             for way in ways:
                 down, right = STEPS[way]
                 rows[2 * row + 1 + down][2 * column + 1 + right] = "."
@@ -125,9 +124,7 @@ def moves_of(text: str) -> str:
     if not lines:
         return ""
     last = lines[-1].strip()
-    if _RUN.fullmatch(last):
-        return last.lower()
-    return "".join(word[0].lower() for word in _WORD.findall(last))
+    return last.lower() if _RUN.fullmatch(last) else "".join(word[0].lower() for word in _WORD.findall(last))
 
 
 class Maze:

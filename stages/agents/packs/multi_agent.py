@@ -109,9 +109,7 @@ class MultiAgent:
         self._answers += 1
         request = GradeRequest(self._grader, turn.message.content, self._label, self._metadata)
         self._correct = bool(grade_request(request).is_correct)
-        if turn.truncated or turn.last:
-            return self._ended()
-        return Step((Message("user", self._ask),))
+        return self._ended() if turn.truncated or turn.last else Step((Message("user", self._ask),))
 
     def _judged(self, turn: Turn) -> Step:
         """The verifier's turn."""

@@ -170,9 +170,7 @@ def _decoded(data: bytes) -> list[list[str]]:
     entries = msgspec.json.decode(data, type=dict[str, list[list[dict[str, Any]]]]).get("result")
     if entries is None:
         raise ValueError("no 'result'")
-    return [
-        [msgspec.convert(entry.get("document", entry), type=Document).shown() for entry in hits] for hits in entries
-    ]
+    return [[msgspec.convert(one.get("document", one), type=Document).shown() for one in hits] for hits in entries]
 
 
 _QUERY = "query"

@@ -283,6 +283,4 @@ def _words(core: str) -> str | None:
     if "\\" in text or not _WORD.fullmatch(text.strip()):
         return None
     letters = re.sub(r"[^\w]", "", text)
-    if text == core and (len(letters) == 1 or _PRODUCT.fullmatch(letters)):
-        return None
-    return letters.casefold()
+    return None if text == core and (len(letters) == 1 or _PRODUCT.fullmatch(letters)) else letters.casefold()

@@ -175,9 +175,7 @@ DIALECTS: dict[str, Callable[[GradeRequest], Grade]] = {
 
 
 def _content(answer: Answer, *, fbox: bool = True) -> str | None:
-    if answer.box is None or (answer.box.command == "\\fbox" and not fbox):
-        return None
-    return answer.box.content
+    return None if answer.box is None or (answer.box.command == "\\fbox" and not fbox) else answer.box.content
 
 
 def _no_label(request: GradeRequest) -> Grade:
@@ -197,6 +195,4 @@ def grade_deepscaler(request: GradeRequest) -> Grade:
     """Score 1 if the solution's last \\boxed is the label, as `math:compat` judges it."""
     solution = solution_of(request.response)
     judged = DIALECTS["compat"](msgspec.structs.replace(request, response=solution or ""))
-    if solution is None and judged.error is None:
-        return verdict(False, Answer(None))
-    return judged
+    return verdict(False, Answer(None)) if solution is None and judged.error is None else judged

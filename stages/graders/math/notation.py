@@ -106,9 +106,8 @@ def _grouped(text: str) -> str:
     pieces, start, depth = [], 0, 0
     for position, character in enumerate(text):
         escaped = text[position - 1 : position] == "\\"
-        step = (character in "([" or (character == "{" and escaped)) - (
-            character in ")]" or (character == "}" and escaped)
-        )
+        opens, closes = "([{" if escaped else "([", ")]}" if escaped else ")]"
+        step = (character in opens) - (character in closes)
         if step and depth in (0, 1):
             piece = text[start:position]
             pieces.append(piece if depth else _COMMA_GROUPS.sub(lambda found: found[0].replace(",", ""), piece))
