@@ -100,8 +100,7 @@ def loops(config: Config) -> tuple[str, ...]:
 
 def evaluates(config: Config) -> bool:
     """Whether the run has an evaluate stage."""
-    wanted = config.eval.eval_interval is not None and bool(config.eval.eval_prompt_data)
-    return wanted and generates(config)
+    return generates(config) and config.eval.eval_interval is not None and bool(config.eval.eval_prompt_data)
 
 
 def engine_count(config: Config) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import stat
 from io import BufferedReader
 from pathlib import Path
@@ -51,6 +52,14 @@ def read_file(path: Path, at_most: int = MOST_BYTES) -> bytes:
         if size > at_most:
             raise UnreadableFile(path, f"has {size} bytes and should have at most {at_most}")
         return file.read(at_most)
+
+
+def remove(path: Path) -> None:
+    """Remove a file, a link or all of a directory; nothing need lie there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def sync(path: Path) -> None:

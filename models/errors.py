@@ -193,8 +193,7 @@ class EngineTimeout(EngineError):
 
     def __init__(self, url: str, timeout_s: float) -> None:
         super().__init__(url, timeout_s)
-        self.url = url
-        self.timeout_s = timeout_s
+        self.url, self.timeout_s = url, timeout_s
 
     def __str__(self) -> str:
         return (
@@ -207,9 +206,7 @@ class EngineRefused(EngineError):
 
     def __init__(self, url: str, status: int, reason: str) -> None:
         super().__init__(url, status, reason)
-        self.url = url
-        self.status = status
-        self.reason = reason
+        self.url, self.status, self.reason = url, status, reason
 
     def __str__(self) -> str:
         return f"engine {self.url} refused the call with {self.status}: {self.reason}"
@@ -255,9 +252,7 @@ class RequestRefused(EngineServerError):
 
     def __init__(self, message: str, status: int = 400, shaped: bool = True) -> None:
         super().__init__(message, status, shaped)
-        self.message = message
-        self.status = status
-        self.shaped = shaped
+        self.message, self.status, self.shaped = message, status, shaped
 
     def __str__(self) -> str:
         return self.message

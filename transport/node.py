@@ -141,11 +141,8 @@ class Node:
         give_up_s: float | None = None,
         close_s: float = 1.5,
     ) -> None:
-        self.run_id = run_id
-        self.replica = replica
-        self.security = security
-        self._give_up_s = give_up_s
-        self._close_s = close_s
+        self.run_id, self.replica, self.security = run_id, replica, security
+        self._give_up_s, self._close_s = give_up_s, close_s
         self._fabric: ZmqFabric | None = None
         self._tasks: asyncio.TaskGroup | None = None
         self._peers: list[CorePort] = []

@@ -25,8 +25,7 @@ class Outlet(PeerPort[ProducerCore], Generic[T]):
 
     def __init__(self, address: str, stream: str, core: ProducerCore, codec: Codec[T]) -> None:
         super().__init__(address, f"outlet of stream {stream!r}", core)
-        self._stream = stream
-        self._codec = codec
+        self._stream, self._codec = stream, codec
         self._senders: dict[Parcel, asyncio.Future[None]] = {}
         self._idle = asyncio.Event()
 

@@ -158,8 +158,7 @@ def _trained_models(config: Config) -> int:
 
 
 def _has_reference(config: Config) -> bool:
-    kl = config.algorithm.use_kl_loss or config.algorithm.kl_coef > 0
-    return kl and config.train.loss_type != "sft_loss"
+    return config.train.loss_type != "sft_loss" and (config.algorithm.use_kl_loss or config.algorithm.kl_coef > 0)
 
 
 def _logits(config: Config, shape: ModelShape, vocabulary: int, *, half: bool) -> int:

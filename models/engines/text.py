@@ -81,8 +81,7 @@ def _eos_id(directory: Path, tokenizer: Any) -> int | None:
 
 def find_stop(text: str, stops: Sequence[str]) -> str | None:
     """The stop string that occurs first in `text`, None if none does."""
-    found = [(text.find(stop), stop) for stop in stops]
-    hits = [hit for hit in found if hit[0] >= 0]
+    hits = [(place, stop) for stop in stops if (place := text.find(stop)) >= 0]
     return min(hits)[1] if hits else None
 
 

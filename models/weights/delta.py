@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
-from models.disk import open_file
+from models.disk import open_file, remove
 from models.errors import DeltaError, WeightsError
 from models.weights.layout import ELEMENT_BYTES, TensorSpec
 from models.weights.shared_memory_reader import SlotManifest, SlotReader
@@ -231,7 +231,7 @@ class DeltaStore:
         directory.mkdir(parents=True, exist_ok=True)
         for draft in directory.glob(".*"):
             if _is_ours(draft.name.lstrip(".")):
-                _remove(draft)
+                remove(draft)
         self._last: SlotManifest | None = None
         self._since_full = 0
 
@@ -266,21 +266,22 @@ class DeltaStore:
     def _full(self, manifest: SlotManifest) -> Path:
         path = self.directory / f"full-{manifest.label}"
         draft = path.with_name(f".{path.name}")
-        _remove(draft)
-        _remove(path)
+        remove(draft)
+        remove(path)
         shutil.copytree(manifest.path, draft, ignore=shutil.ignore_patterns(*_STATE_FILES))
         draft.rename(path)
         return path
 
     def _retain(self) -> None:
+        """Readers that have a removed file open keep what they read; others find the newer full version."""
         full = sorted(full_versions(self.directory))
         oldest = full[-2] if len(full) > 1 else full[0]
         for label, path in full_versions(self.directory).items():
             if label < oldest:
-                _remove(path)
+                remove(path)
         for label, (_, path) in differences(self.directory).items():
             if label <= oldest:
-                _remove(path)
+                remove(path)
 
 
 def _is_ours(name: str) -> bool:
@@ -289,11 +290,3 @@ def _is_ours(name: str) -> bool:
 
 def _entries(directory: Path) -> list[Path]:
     return sorted(directory.iterdir()) if directory.is_dir() else []
-
-
-def _remove(path: Path) -> None:
-    """Readers that have it open keep what they read; others find the newer full version."""
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)

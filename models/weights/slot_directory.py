@@ -23,7 +23,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
-from models.disk import read_file
+from models.disk import read_file, remove
 from models.errors import SlotDirectoryError
 
 PREFIX: Final = "sluice-"
@@ -139,12 +139,8 @@ def _empty(directory: Path) -> None:
     """Remove all that a dead owner left, but the lock."""
     remove_listed(directory)
     for path in directory.iterdir():
-        if path.name == OWNER_FILE:
-            continue
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
+        if path.name != OWNER_FILE:
+            remove(path)
 
 
 def remove_if_stale(directory: Path) -> bool:

@@ -79,8 +79,7 @@ class TraceWriter:
         self, directory: Path, replica: str, *, stage: str = "", max_bytes: int = 32 << 20, enabled: bool = True
     ) -> None:
         self.path = directory / f"{re.sub(r'[^A-Za-z0-9._-]', '_', replica)}.jsonl"
-        self._replica = replica
-        self._stage = stage
+        self._replica, self._stage = replica, stage
         self._max_bytes = max_bytes
         self._file: BinaryIO | None = None
         self._written = 0

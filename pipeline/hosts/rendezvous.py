@@ -28,6 +28,7 @@ from models.weights.slot_directory import PREFIX, slots_directory
 from pipeline.hosts.launcher import ProcessSpec
 from stages.base import TrainOptions
 from stages.chat.tokenizer import CHECKPOINT_FILES
+from stages.ports import wait_value
 from transport import Node, TopicClient, TopicServer
 from transport.security import SERVER, add_client, create_keys, load_security, with_serving_key
 
@@ -122,18 +123,10 @@ def retire_key(name: str) -> str:
     return f"retire/{name}"
 
 
-async def awaited(topic: Topic, key: str) -> bytes:
-    """The value of a key. Waits until it has one."""
-    revision = 0
-    while (value := topic.get(key)) is None:
-        revision = await topic.wait(revision, key)
-    return value
-
-
 async def read(topic: TopicClient, name: str, kind: type[T]) -> tuple[T, Config]:
     """What a process of that name is to be, and the configuration."""
-    spec = msgspec.msgpack.decode(await awaited(topic, spec_key(name)), type=kind)
-    return spec, msgspec.msgpack.decode(await awaited(topic, CONFIG), type=Config)
+    spec = msgspec.msgpack.decode(await wait_value(topic, spec_key(name)), type=kind)
+    return spec, msgspec.msgpack.decode(await wait_value(topic, CONFIG), type=Config)
 
 
 HOST_KEY: Final = "host"

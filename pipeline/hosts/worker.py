@@ -38,11 +38,11 @@ from pipeline.facts.stats import CPU, STATS_PREFIX, StageStats
 from pipeline.facts.trace import TraceWriter
 from pipeline.hosts.launcher import SOCKETS
 from pipeline.hosts.machine import cpu_seconds
-from pipeline.hosts.rendezvous import Entry, awaited, from_command, read, retire_key, settled, trainers_place
+from pipeline.hosts.rendezvous import Entry, from_command, read, retire_key, settled, trainers_place
 from pipeline.hosts.weights_source import FetchedWeights, OfferedWeights
 from stages.base import Stage, StageContext, StageOptions, TrainOptions, beside
 from stages.ports import Inlet as StageInlet
-from stages.ports import Lease, Ports
+from stages.ports import Lease, Ports, wait_value
 from transport import Inlet, Node, StreamFinished, TopicClient
 
 T_co = TypeVar("T_co", covariant=True)
@@ -178,7 +178,7 @@ def _stats(stage: Stage, spec: ReplicaSpec) -> bytes:
 
 async def _retire(spec: ReplicaSpec, topic: TopicClient, inlets: Collection[Inlet[Any]]) -> None:
     """Waits for the topic `retire/<replica>`. The inlets end then: messages not yet begun return to their hubs."""
-    await awaited(topic, retire_key(spec.replica))
+    await wait_value(topic, retire_key(spec.replica))
     for inlet in inlets:
         await inlet.drain()
 

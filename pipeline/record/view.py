@@ -80,13 +80,11 @@ class RunView:
         first_step: int = 0,
         window_s: float = 15.0,
     ) -> None:
-        self._mode = mode
-        self._supervised = supervised
+        self._mode, self._supervised = mode, supervised
         self._loss: float | None = None
         self._total_steps = total_steps
         self.bound = staleness_bound
-        self._started_s = started_s
-        self._window_s = window_s
+        self._started_s, self._window_s = started_s, window_s
         self._order = list(stages)
         self._replicas: dict[tuple[str, str], _Replica] = {}
         self._retired: set[tuple[str, str]] = set()

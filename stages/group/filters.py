@@ -167,8 +167,7 @@ def parse_filters(names: Sequence[str], state: FilterState | None = None) -> lis
     Raises FilterNameError with the filter, its fault and its form.
     """
     state = state or FilterState()
-    chain = [_parse(text, state) for text in names]
-    return [rule for rule in chain if rule is not None]
+    return [rule for text in names if (rule := _parse(text, state)) is not None]
 
 
 def _parse(text: str, state: FilterState) -> GroupFilter | None:

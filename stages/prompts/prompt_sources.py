@@ -71,9 +71,7 @@ class PromptOrder:
     def __init__(self, n: int, seed: int, shuffle: bool) -> None:
         if n < 1:
             raise ValueError(f"the order needs at least one prompt, got n = {n}")
-        self.n = n
-        self.seed = seed
-        self.shuffle = shuffle
+        self.n, self.seed, self.shuffle = n, seed, shuffle
 
     def index(self, position: int) -> tuple[int, int]:
         """(epoch, prompt index) at a position >= 0. The first call of an epoch costs O(n log n), the others O(1)."""

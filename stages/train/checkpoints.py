@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from models.checkpoint import CheckpointError, draft_path
+from models.disk import remove
 from stages.engines.colocation import InTorch
 from stages.errors import SavedBatchError
 from stages.messages import CheckpointReady, RolloutSlice
@@ -135,7 +136,7 @@ def remove_superseded(run_dir: Path, step: int) -> None:
     for kind in ("batch", "state"):
         for number, path in _entries(home, kind):
             if number <= step:
-                _remove(path)
+                remove(path)
     if home.is_dir() and not any(home.iterdir()):
         home.rmdir()
 
@@ -207,20 +208,20 @@ class Recovery:
     def save(self, step: int, write: Callable[[Path], None]) -> None:
         """Write a recovery point; `write` saves the state of the backend. A failure is logged and ends no run."""
         begun, draft = self._clock(), self.home / f".state-{step:08d}.draft"
-        _remove(draft)
+        remove(draft)
         try:
             write(draft)
         except (CheckpointError, OSError) as error:
             log.warning("no recovery points: that of step %d could not be written (%s)", step, error)
             self._impossible = True
-            _remove(draft)
+            remove(draft)
             return
         draft.rename(self.home / f"state-{step:08d}")
         self._state_bytes = sum(file.stat().st_size for file in (self.home / f"state-{step:08d}").rglob("*"))
         for kind in ("batch", "state"):
             for number, path in _entries(self.home, kind):
                 if number < step + (kind == "batch"):
-                    _remove(path)
+                    remove(path)
         self.saved(self._clock() - begun)
 
 
@@ -228,10 +229,3 @@ def _entries(home: Path, kind: str) -> Iterator[tuple[int, Path]]:
     """(step, path) of all batches or states."""
     for path in sorted(home.glob(f"{kind}-*")):
         yield int(path.name.removeprefix(f"{kind}-").removesuffix(".msgpack")), path
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)

@@ -37,8 +37,7 @@ class HubCore:
 
     def __init__(self, spec: StreamSpec, run_id: str, epoch: int, *, grace_s: float = GRACE_S) -> None:
         self.spec = spec
-        self.run_id = run_id
-        self.epoch = epoch
+        self.run_id, self.epoch = run_id, epoch
         self.grace_s = min(grace_s, spec.lease_s)
         self.custody = Custody(spec, epoch)
         self.capacity = Capacity(spec.capacity_items, spec.capacity_bytes)

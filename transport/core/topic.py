@@ -66,8 +66,7 @@ class TopicServerCore:
     ) -> None:
         """`writers`: the stages whose replicas may write a key, and what stands below it after a slash; `name/` is of
         the latter alone. Any client may write other keys."""
-        self.run_id = run_id
-        self.epoch = epoch
+        self.run_id, self.epoch = run_id, epoch
         self.private, self.writers = private, writers
         self.entries = Entries()
         self.shared_revision = 0  # of what clients see

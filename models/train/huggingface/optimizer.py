@@ -32,8 +32,7 @@ class Updater:
         sum_over_shards: Callable[[float], float] = float,
     ) -> None:
         """`sum_over_shards`: of one number per shard of the model; default: this process holds all of it."""
-        self._train = train
-        self._total_steps = total_steps
+        self._train, self._total_steps = train, total_steps
         self._sum_over_shards = sum_over_shards
         self.named_parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         # Norms and biases are not pulled to zero: their scale is not a measure of complexity.

@@ -270,8 +270,7 @@ class Scorer(Backbone):
     def __init__(self, model: Any, passes: Passes, *, temperature: float, chunk_tokens: int) -> None:
         super().__init__(model, passes)
         self.model = model
-        self._temperature = temperature
-        self._chunk_tokens = chunk_tokens
+        self._temperature, self._chunk_tokens = temperature, chunk_tokens
 
     def forward(self, rows: PackedRows, *, entropy: str = "none") -> tuple[Tensor, Tensor | None]:
         """Log-probs [N] and, unless `entropy` is "none", entropies [N] of the chosen tokens of `rows`, in fp32.

@@ -85,8 +85,7 @@ class TokenScorer:
     def __init__(self, model: Any, *, vocab_size: int, temperature: float, chunk_tokens: int) -> None:
         """`model`: the last chunk. `vocab_size`: ids that exist; the matrices may be padded to more."""
         self._model = model
-        self._temperature = temperature
-        self._chunk_tokens = chunk_tokens
+        self._temperature, self._chunk_tokens = temperature, chunk_tokens
         group = model.pg_collection.tp
         self._vocabulary = Vocabulary(group.rank() * self._weight().shape[0], vocab_size, group)
 
@@ -156,8 +155,7 @@ class Pipeline:
         """`chunks`: wrapped for data parallelism, or bare. `interleaved`: several chunks in each of the `stages`."""
         self._chunks = list(chunks)
         self._form = form
-        self._stages = stages
-        self._interleaved = interleaved
+        self._stages, self._interleaved = stages, interleaved
         for chunk in chunks:
             config = unwrap(chunk).config
             config.variable_seq_lengths = stages > 1

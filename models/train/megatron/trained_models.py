@@ -48,8 +48,7 @@ class TrainedChunks:
 
         Raises `TrainConfigInvalid`.
         """
-        self._train = train
-        self._total_steps = total_steps
+        self._train, self._total_steps = train, total_steps
         self.chunks = list(chunks)
         for chunk in self.chunks:
             chunk.config.calculate_per_token_loss = True  # gradients are summed over replicas, not averaged

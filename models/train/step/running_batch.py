@@ -126,10 +126,8 @@ class RunningBatch:
     ) -> None:
         self._models = models
         self._old_log_probs = OldLogProbPass(models, bootstrap=spec.algorithm.bootstrap_truncated)
-        self._spec = spec
-        self._needs = needs
-        self._steps = steps
-        self._train_policy = train_policy
+        self._spec, self._needs = spec, needs
+        self._steps, self._train_policy = steps, train_policy
         self.seen: set[RolloutKey] = set()
         self._rollouts: list[Rollout] = []  # of a whole batch
         self._parts: list[list[Rollout]] = []  # steps still due, once the batch is cut

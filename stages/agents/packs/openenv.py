@@ -62,8 +62,7 @@ class Openenv:
         except Exception as error:  # its libraries raise many kinds: refusals, closed sockets, time-outs
             raise InfrastructureError(f"the OpenEnv server at {self._url} begins no episode: {error}") from None
         system = (Message("system", self._system),) if self._system else ()
-        shown = (Message("user", self._shown(first.observation)),)
-        return Start((*system, *task.messages, *shown))
+        return Start((*system, *task.messages, Message("user", self._shown(first.observation))))
 
     async def step(self, turn: Turn) -> Step:
         try:
