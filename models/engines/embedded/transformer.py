@@ -59,7 +59,9 @@ class ModelSpec:
         """Raises `EngineStartError` if the checkpoint cannot be served."""
         path = directory / "config.json"
         if not path.is_file():
-            raise EngineStartError(f"model_path={directory} has no config.json; give a Hugging Face checkpoint")
+            raise EngineStartError(
+                f"model_path={directory} has no config.json; give a Hugging Face checkpoint directory"
+            )
         config: dict[str, Any] = json.loads(path.read_text())
         architecture = str((config.get("architectures") or ["(none)"])[0])
         if architecture not in ARCHITECTURES:
