@@ -319,6 +319,6 @@ class Phase:
         )
         self.recorder.ledger = stage.ledger
         controller = Controller(self.placement, stage, self.recorder, self.launcher)
-        with loop_watched():
+        with loop_watched(asyncio.get_running_loop()):
             await controller.run()
         return controller.reason

@@ -9,7 +9,6 @@ and never ends the run; the log and the older file beside it have at most `MOST_
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import sys
@@ -22,7 +21,10 @@ from importlib.metadata import version
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from types import FrameType
-from typing import Final
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:  # the parent of --auto-resume, and --version, need no event loop
+    import asyncio
 
 RUN_LOG: Final = "run.log"
 MOST_BYTES: Final = 8 << 20
@@ -69,13 +71,12 @@ def named(what: str, notice_s: float = 60.0) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def loop_watched(notice_s: float = 60.0) -> Iterator[None]:
-    """Names, each minute, the place where the running event loop stands still, such as a write to a disk that hangs.
+def loop_watched(loop: asyncio.AbstractEventLoop, notice_s: float = 60.0) -> Iterator[None]:
+    """Names, each minute, the place where this thread's event loop stands still, such as a write to a disk that hangs.
 
     The thread counts its own waits, so the time in which the whole process was stopped does not count.
     """
-    loop, loop_thread = asyncio.get_running_loop(), threading.get_ident()
-    ended, moved = threading.Event(), threading.Event()
+    loop_thread, ended, moved = threading.get_ident(), threading.Event(), threading.Event()
 
     def watch() -> None:
         quiet = 0

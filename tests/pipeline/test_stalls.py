@@ -207,7 +207,7 @@ async def test_an_event_loop_that_stands_still_has_a_place(tmp_path: Path, capsy
     journal = Journal(tmp_path / "ledger.jsonl")
     disk, end = os.pipe()
     os.dup2(end, journal._file.fileno())
-    with run_log(tmp_path), loop_watched(0.1):
+    with run_log(tmp_path), loop_watched(asyncio.get_running_loop(), 0.1):
         await asyncio.sleep(0.5)
         assert capsys.readouterr().err == "", "it moves"
         threading.Timer(0.5, partial(os.close, disk)).start()
