@@ -30,6 +30,7 @@ RUN_LOG: Final = "run.log"
 MOST_BYTES: Final = 8 << 20
 LOOKS: Final = 4  # at the event loop, for a notice
 PROJECT: Final = Path(__file__).resolve().parents[2]
+PACKAGES: Final = tuple(f"{PROJECT / name}/" for name in ("configs", "models", "pipeline", "stages", "transport"))
 LINE: Final = "%(asctime)s.%(msecs)03d {}: %(message)s"
 
 _said = logging.getLogger("sluice.said")
@@ -103,7 +104,7 @@ def loop_watched(loop: asyncio.AbstractEventLoop, notice_s: float = 60.0) -> Ite
 def _place(frame: FrameType) -> str:
     """The innermost function of this project."""
     stack = traceback.extract_stack(frame)
-    ours = [entry for entry in stack if PROJECT in Path(entry.filename).parents] or stack
+    ours = [entry for entry in stack if entry.filename.startswith(PACKAGES)] or stack
     return f"{ours[-1].name} ({ours[-1].filename.removeprefix(f'{PROJECT}/')}:{ours[-1].lineno})"
 
 
