@@ -13,7 +13,8 @@ import time
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import psutil
@@ -41,7 +42,7 @@ from configs.schema import Config, EngineConfig, RouterConfig, SglangConfig, Tra
 from models.engines.launch.environment import Installed
 from models.tiny import make_tiny_checkpoint
 from pipeline.errors import Refused, UsageError, user_error
-from pipeline.preflight.data import prepare
+from pipeline.preflight.data import prepare, with_data
 from pipeline.preflight.refusals import (
     check_graders,
     check_names,
@@ -541,3 +542,18 @@ def test_recipe(recipe: str, tmp_path: Path) -> None:
         assert (run_dir / "metrics.jsonl").read_text().count("opd_reverse_kl") == BATCHES
     if recipe == "ppo":
         assert (run_dir / "metrics.jsonl").read_text().count("value_loss") >= BATCHES
+
+
+@pytest.mark.parametrize(("loss_type", "grader"), [("policy_loss", "gsm8k"), ("sft_loss", "auto")])
+def test_only_rollouts_get_a_grader(loss_type: str, grader: str) -> None:
+    class Rows:
+        report = SimpleNamespace(lines=list, rm_types=(), labels=["#### 7", "so it is 8 #### 8"])
+
+        def __len__(self) -> int:
+            return 2
+
+    lines: list[str] = []
+    config = msgspec.convert({"train": {"loss_type": loss_type}, "rollout": {"num_rollout": 3}}, Config)
+    found = with_data(config, cast(Any, Rows()), lines.append)
+    assert found.reward.rm_type == grader
+    assert len(lines) == (loss_type == "policy_loss")

@@ -194,10 +194,13 @@ async def test_the_deadline_gives_up_and_releases() -> None:
     async with open_desk(eval_deadline_s=0.05) as one:
         pin(one.rig, 0)
         one.rig.applied(0)
+        late, *_ = await one.prompts(3)
         done = await one.result()
         assert (done.complete, done.detail) == (False, "--eval-deadline-s 0.05 passed")
         assert "eval/held" not in done.metrics
         await one.released(b"0")
+        await one.answer(late, make_sample(0, reward=1.0))
+        await one.rig.hubs["evaluate"].wait_empty()  # nothing holds an answer that comes too late
         pin(one.rig, 1)
         one.rig.applied(1)
         assert (await one.result()).version == 1

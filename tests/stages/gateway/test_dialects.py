@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from stages.chat.messages import ToolCall
+from stages.gateway.chat_completions import arguments_text
 from tests.stages.gateway.gateway_rig import BEGIN, END, Rig, log_prob, opened
 
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
@@ -351,3 +353,8 @@ async def test_limits_of_the_client_are_kept(path: str, body: dict[str, Any], en
         await rig.post(path, {**body, "messages": [question, {"role": "assistant", "content": text}, question]})
         [sample] = rig.samples()
         assert sample.turns == 2, "what the client has not seen of the first turn is part of it all the same"
+
+
+@pytest.mark.parametrize(("arguments", "text"), [({"a": [1]}, '{"a":[1]}'), ("no JSON", "no JSON")])
+def test_arguments_of_a_call_are_text(arguments: Any, text: str) -> None:
+    assert arguments_text(ToolCall("search", arguments)) == text
