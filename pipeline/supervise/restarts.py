@@ -148,6 +148,7 @@ class ServerSupervisor:
         self.server, self.launcher, self.restarts, self.health = server, launcher, restarts, health
         self.lifecycle = restarts.lifecycle
         self._served = False
+        self._failed_starts = 0
         self._retired = asyncio.Event()
 
     def retire(self) -> None:
@@ -163,10 +164,10 @@ class ServerSupervisor:
             why, process = await self._one_incarnation(incarnation)
             if self._retired.is_set():
                 return
-            words, log = process.last_error(), process.log
-            if not self._served and incarnation + 1 >= STARTS_WITHOUT_SERVING:
+            words, log, failed = process.last_error(), process.log, self._failed_starts
+            if not self._served and failed >= STARTS_WITHOUT_SERVING:
                 raise ReplicaFailed(
-                    f"{self.server.name} ended with {why} before it served, {incarnation + 1} times: {words}; see {log}"
+                    f"{self.server.name} ended with {why} before it served, {failed} times: {words}; see {log}"
                 )
             await self.restarts.again(self.server.kind, self.server.name, why, words, log)
 
@@ -185,6 +186,7 @@ class ServerSupervisor:
             code = await process.kill()
         if verdict is None and code == EXIT_USER_ERROR and not self._retired.is_set():
             raise UsageError(f"{self.server.name}: {process.last_error()}")
+        self._failed_starts += verdict is not None or code > 0  # a kill from outside says nothing about the next start
         return verdict or describe_exit(code), process
 
     @contextlib.asynccontextmanager

@@ -34,6 +34,7 @@ from pipeline.supervise import engine_servers
 from pipeline.supervise.engine_servers import EmbeddedOrSimulatedServer
 from pipeline.supervise.health_probe import HealthProbe, HttpProbe, SchedulerProbe
 from pipeline.supervise.restarts import Restarts, ServerSupervisor, StartCommand, SupervisedServer
+from tests.stages.stage_rig import until
 
 pytestmark = pytest.mark.slow
 
@@ -198,6 +199,24 @@ async def test_restarts_have_a_budget(rundir: RunDir, fake: Path) -> None:
         await killed_twice()
     assert "engine-0 ended 2 times within 60 minutes, last with signal SIGKILL" in str(leaf(raised.value))
     assert "--max-restarts" in str(leaf(raised.value))
+
+
+async def test_a_server_that_is_killed_while_it_starts_is_started_again(rundir: RunDir, fake: Path) -> None:
+    """A kill from outside says nothing about the next start, so only --max-restarts bounds it."""
+    kept, last = Kept(rundir, fake, "never", restarts=2), 0
+
+    async def killed_thrice() -> None:
+        nonlocal last
+        async with kept.running():
+            for _ in range(3):
+                await until(lambda: (rundir.specs / "engine-0.pid").exists() and kept.pid != last)
+                last = kept.pid
+                os.kill(last, signal.SIGKILL)
+            await asyncio.sleep(PATIENCE_S)
+
+    with pytest.raises(BaseExceptionGroup) as raised:
+        await killed_thrice()
+    assert "engine-0 ended 3 times within 60 minutes, last with signal SIGKILL" in str(leaf(raised.value))
 
 
 # The token of a run's servers: wanted by each of them, and seen by nobody.
