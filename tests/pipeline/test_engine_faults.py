@@ -31,6 +31,7 @@ from launching import (
     made_model,
     start,
 )
+from scripted_run import Scripted, scripted
 from test_kill import kill, nothing_left, steps_done, wait_for_steps, wait_until
 
 import launch as program
@@ -43,6 +44,7 @@ from stages.sampling import routes
 from stages.train.saved_groups import read_file
 from tests.hostile_engine import LIES, MARK, NOISE, Liar, SpoiltEngine, serving
 from tests.sglang_server import needs_sglang
+from tests.stages.stage_rig import until
 
 QUICK_LOOKS = [
     "--rollout-health-check-interval", "0.3", "--rollout-health-check-timeout", "1.5", "--max-restarts", "20",
@@ -222,7 +224,6 @@ def test_an_engine_that_refuses_the_second_version_ends_the_run(
 # One engine that works beside one that lies in every way: the run finishes, and nothing of the lies is trained.
 
 
-BATCHES = 8
 REQUEST_S = 1.5  # an answer that drips or never comes costs this
 # What each kind of answer is refused with, in the log and as the reason of what it fails.
 REASONS = {
@@ -280,15 +281,23 @@ def test_nothing_of_a_hostile_engine_is_trained(
     monkeypatch.setattr("stages.sampling.routes.LONGEST_AVOIDED_S", 0.0)  # every second request is its own
     simulated = SimulatedEngineConfig(vocab_size=32, length_mean=6.0, update_s=0.01)
     config, model = EngineConfig(engine="simulated", simulated=simulated), made_model()[1]
-    trained, run_dir = tmp_path / "trained", tmp_path / "run"
+    trained, run_dir, ended = tmp_path / "trained", tmp_path / "run", list[Finished]()
     with serving(SpoiltEngine(config, model, {})) as good, serving(Liar(config, model, seed=3)) as liar:
-        length = ["--num-rollout", str(BATCHES), "--rollout-batch-size", "8"]
-        done = here(run_dir, *SMALL, *made_model(), *SIMULATED_TRAINER, *flags(trained, good, liar), *length)
-    assert done.code == 0, f"{done.out[-2000:]}\n{done.err[-3000:]}"
+
+        async def every_kind_has_its_turn(run: Scripted) -> None:
+            await until(lambda: set(liar.told) == {*LIES, *NOISE})
+            await run.steps(2)  # until then the last one is refused
+
+        def begin(run_dir: Path) -> int:
+            many = ["--num-rollout", "5000", "--rollout-batch-size", "8"]
+            ended.append(here(run_dir, *SMALL, *made_model(), *SIMULATED_TRAINER, *flags(trained, good, liar), *many))
+            return ended[0].code
+
+        scripted(monkeypatch, run_dir, every_kind_has_its_turn, begin)
+    [done] = ended
     done.check_books()
     check(run_dir, trained)
-    assert done.summary["groups"]["trained"] == BATCHES * 8
-    assert set(liar.told) == {*LIES, *NOISE}, "every kind had its turn"
+    assert done.summary["groups"]["trained"] == 8 * len(list(trained.glob("*.bin")))
     refused = [line for line in caplog.messages if line.startswith("an answer of ")]
     assert {kind for kind, words in REASONS.items() if not any(words in line for line in refused)} == set()
     assert [line for line in refused if "engine-1" not in line and "gave no answer" not in line] == []
