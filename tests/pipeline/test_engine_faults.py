@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -274,6 +274,15 @@ def flags(trained: Path, *engines: SpoiltEngine) -> list[str]:
     ]  # fmt: skip
 
 
+def refusals(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [line for line in caplog.messages if line.startswith("an answer of ")]
+
+
+def unnamed(refused: Sequence[str]) -> set[str]:
+    """The kinds of answers that no line gives a reason for."""
+    return {kind for kind, words in REASONS.items() if not any(words in line for line in refused)}
+
+
 @pytest.mark.slow
 def test_nothing_of_a_hostile_engine_is_trained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -286,7 +295,8 @@ def test_nothing_of_a_hostile_engine_is_trained(
 
         async def every_kind_has_its_turn(run: Scripted) -> None:
             await until(lambda: set(liar.told) == {*LIES, *NOISE})
-            await run.steps(2)  # until then the last one is refused
+            while unnamed(refusals(caplog)):  # a slow machine may have met the time limit before it read an answer
+                await run.steps(1)
 
         def begin(run_dir: Path) -> int:
             many = ["--num-rollout", "5000", "--rollout-batch-size", "8"]
@@ -298,8 +308,7 @@ def test_nothing_of_a_hostile_engine_is_trained(
     done.check_books()
     check(run_dir, trained)
     assert done.summary["groups"]["trained"] == 8 * len(list(trained.glob("*.bin")))
-    refused = [line for line in caplog.messages if line.startswith("an answer of ")]
-    assert {kind for kind, words in REASONS.items() if not any(words in line for line in refused)} == set()
+    refused = refusals(caplog)
     assert [line for line in refused if "engine-1" not in line and "gave no answer" not in line] == []
     strange = [why for why in reasons(run_dir) if not any(words in why for words in (*REASONS.values(), *OTHERS))]
     assert strange == [], "nobody else failed"
