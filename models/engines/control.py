@@ -136,6 +136,6 @@ def _bracket_refusal(message: str) -> web.Response:
 async def _body(http: web.Request, kind: type[T]) -> T:
     raw = await http.read() or b"{}"
     try:
-        return msgspec.json.decode(raw, type=kind)
+        return protocol.decoder(kind).decode(raw)
     except msgspec.MsgspecError as error:
         raise RequestRefused(f"the body of {http.path} does not decode: {error}") from error

@@ -10,8 +10,11 @@ Invariants:
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import functools
+import threading
+from typing import Any, Literal, TypeVar
 
+import msgspec
 from msgspec import Struct, field
 
 PauseMode = Literal["abort", "retract", "in_place"]
@@ -334,3 +337,14 @@ class ErrorBody(Struct, frozen=True, kw_only=True):
 def error_words(error: ErrorDetail | str) -> str:
     """The text of an `error`, in either shape."""
     return error.message if isinstance(error, ErrorDetail) else error
+
+
+T = TypeVar("T")
+_building = threading.Lock()
+_decoder = functools.cache(msgspec.json.Decoder)
+
+
+def decoder(kind: type[T]) -> msgspec.json.Decoder[T]:
+    """Of JSON. msgspec learns a type at its first use, and crashes where two threads do that at the same time."""
+    with _building:
+        return _decoder(kind)  # type: ignore[arg-type]  # a class is hashable

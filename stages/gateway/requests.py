@@ -24,6 +24,7 @@ import msgspec
 from aiohttp import web
 from msgspec import Struct
 
+from models.engines.protocol import decoder
 from stages.chat.messages import ToolSchema
 from stages.gateway.answers import Constraint, OpenSession, Refused
 
@@ -138,7 +139,7 @@ def decode(body: bytes, kind: type[T], refused: Mapping[str, object] | None = No
     `refused`: fields that must be absent or null, or have this value; where it is None, they may be empty as well.
     """
     try:
-        parsed = msgspec.json.decode(body, type=kind)
+        parsed = decoder(kind).decode(body)
         fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw]) if refused else {}
         given = {name: msgspec.json.decode(fields[name]) for name in fields.keys() & (refused or {})}
     except (msgspec.DecodeError, UnicodeDecodeError) as error:  # validation errors are decode errors
