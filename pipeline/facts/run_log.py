@@ -16,7 +16,7 @@ import threading
 import time
 import tomllib
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
@@ -56,13 +56,21 @@ def tell(line: str) -> None:
 @contextlib.contextmanager
 def named(what: str, notice_s: float = 60.0) -> Iterator[None]:
     """Names, each minute, what this process does or waits for in the block, also where its event loop stands still."""
-    began, ended = time.monotonic(), threading.Event()
+    began = time.monotonic()
+    with _each(notice_s, lambda: tell(f"waiting for {time.monotonic() - began:.0f} s: {what}")):
+        yield
 
-    def name() -> None:
-        while not ended.wait(notice_s):
-            tell(f"waiting for {time.monotonic() - began:.0f} s: {what}")
 
-    thread = threading.Thread(target=name, daemon=True)
+@contextlib.contextmanager
+def _each(seconds: float, work: Callable[[], None]) -> Iterator[None]:
+    """Does the work again and again in a thread of its own, first after so many seconds."""
+    ended = threading.Event()
+
+    def run() -> None:
+        while not ended.wait(seconds):
+            work()
+
+    thread = threading.Thread(target=run, daemon=True)
     thread.start()
     try:
         yield
@@ -77,28 +85,22 @@ def loop_watched(loop: asyncio.AbstractEventLoop, notice_s: float = 60.0) -> Ite
 
     The thread counts its own waits, so the time in which the whole process was stopped does not count.
     """
-    loop_thread, ended, moved = threading.get_ident(), threading.Event(), threading.Event()
+    loop_thread, moved, quiet = threading.get_ident(), threading.Event(), 0
 
-    def watch() -> None:
-        quiet = 0
-        while not ended.wait(notice_s / LOOKS):
-            quiet = 0 if moved.is_set() else quiet + 1
-            moved.clear()
-            loop.call_soon_threadsafe(moved.set)
-            if quiet and quiet % LOOKS == 0:
-                place = _place(sys._current_frames()[loop_thread])
-                tell(
-                    f"waiting for {quiet // LOOKS * notice_s:.0f} s: {place} does not return, and the controller "
-                    "stands still; if its disk hangs, a kill and --resume end it"
-                )
+    def look() -> None:
+        nonlocal quiet
+        quiet = 0 if moved.is_set() else quiet + 1
+        moved.clear()
+        loop.call_soon_threadsafe(moved.set)
+        if quiet and quiet % LOOKS == 0:
+            place = _place(sys._current_frames()[loop_thread])
+            tell(
+                f"waiting for {quiet // LOOKS * notice_s:.0f} s: {place} does not return, and the controller stands "
+                "still; if its disk hangs, a kill and --resume end it"
+            )
 
-    thread = threading.Thread(target=watch, daemon=True)
-    thread.start()
-    try:
+    with _each(notice_s / LOOKS, look):
         yield
-    finally:
-        ended.set()
-        thread.join()
 
 
 def _place(frame: FrameType) -> str:

@@ -120,6 +120,8 @@ def _unpacker(packing: str) -> Callable[[bytes], Iterator[bytes]]:
         while packed or len(piece) == _PIECE:
             yield (piece := unpacker.decompress(packed, _PIECE))
             packed = unpacker.unconsumed_tail
+            if unpacker.unused_data:  # it would be kept, and counted nowhere
+                raise zlib.error("bytes follow its end")
 
     return unpack
 

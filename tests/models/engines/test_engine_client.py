@@ -7,6 +7,8 @@ import json
 import math
 import os
 import pickle
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -330,3 +332,33 @@ async def test_a_server_without_a_token_stays_on_the_loopback_address(host: str)
     with pytest.raises(EngineStartError, match=r"lets other machines use this server .*; name a file .*--token-file"):
         async with EngineServer(SIMULATED, "none", max_context_len=None, seed=0, host=host):
             raise AssertionError("it serves")
+
+
+FIRST_USES = """
+import sys, threading
+from msgspec import Struct, defstruct
+from models.engines.protocol import decoder
+
+def kind(number):
+    inner = defstruct(f"I{number}", [("a", dict[str, list[int] | None], {}), ("b", int | str | None, None)])
+    return defstruct(f"S{number}", [("x", list[inner], []), ("y", dict[str, inner | None], {})])
+
+def use():
+    for kind in kinds:
+        barrier.wait()
+        decoder(kind).decode(b'{"x":[{"a":{}}]}')
+
+kinds, barrier = [kind(number) for number in range(1000)], threading.Barrier(4)
+sys.setswitchinterval(1e-6)
+threads = [threading.Thread(target=use) for _ in range(4)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+"""
+
+
+def test_threads_may_use_a_type_for_the_first_time_together() -> None:
+    """With msgspec.json.decode(..., type=kind) this program ends with SIGSEGV."""
+    done = subprocess.run([sys.executable, "-c", FIRST_USES], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
