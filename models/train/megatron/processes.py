@@ -56,6 +56,7 @@ def install_shim() -> None:
     _replace_factories()
     _replace_tensor_methods()
     _replace_cuda()
+    _replace_compiler()
     setattr(torch, _MARK, "before")
 
 
@@ -180,6 +181,16 @@ def _replace_cuda() -> None:
         setattr(cuda, name, lambda *args, **kwargs: None)
     for name in ("range_push", "range_pop"):
         setattr(cuda.nvtx, name, lambda *args, **kwargs: None)
+
+
+def _replace_compiler() -> None:
+    """Leave functions as they are. Megatron's decorators would load torch's compiler, two seconds of each start, and
+    have it compile for a CPU what is called a few times."""
+
+    def keep(function: Callable[..., Any] | None = None, **options: Any) -> Any:
+        return keep if function is None else function
+
+    torch.compile = keep
 
 
 class _Stream:

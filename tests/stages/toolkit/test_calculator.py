@@ -204,7 +204,9 @@ async def test_a_tool_that_misbehaves_is_answered_for_and_serves_again(
     monkeypatch.setattr(worker_process, "_CANCEL_S", 0.2)
     async with opened(f"{PATH}:{tool}") as tools, asyncio.timeout(LONG_S):
         for _ in range(2):  # each time after a call that was served
-            assert await ask(tools, text, 0.2 if "within" in answer else LONG_S) == answer
+            # A process that is killed for its deaf call takes the calls along that it serves beside it.
+            while (found := await ask(tools, text, 0.2 if "within" in answer else LONG_S)) != answer:
+                assert found.endswith(CRASHED)
             while (found := await ask(tools, "again", LONG_S)) not in ("again", answer):
                 assert found.endswith(CRASHED)
         assert found == ("again" if text != "x" else answer)

@@ -26,7 +26,6 @@ from models.families.config_json import read_rope
 from models.families.hugging_face_names import Gated, QueryGroups, merge, padded_vocab, part
 from models.families.registry import FAMILIES, architecture_of, read_hf_config
 from models.families.source import CheckpointTensors
-from models.train.megatron.build import check_layout, model_dtype
 from models.train.megatron.parameters import global_name
 from models.train.megatron.weights import check_names, read_part
 from models.train.spec import TrainSpec
@@ -179,6 +178,8 @@ def test_layouts_that_a_model_cannot_be_divided_by_are_refused(
     spec = TrainSpec(
         train=TrainConfig(train_device="cpu"), algorithm=AlgorithmConfig(), megatron=MegatronConfig(**options)
     )
+    from models.train.megatron.build import check_layout  # it loads Megatron-core, two seconds of each worker
+
     with pytest.raises(TrainConfigInvalid, match=words):
         check_layout(architecture_of(config), spec)
 
@@ -186,6 +187,8 @@ def test_layouts_that_a_model_cannot_be_divided_by_are_refused(
 @pytest.mark.parametrize(("wanted", "found"), [("auto", "float32"), ("float32", "float32"), ("bfloat16", "bfloat16")])
 def test_the_precision_is_that_of_the_run(wanted: Any, found: str) -> None:
     spec = TrainSpec(train=TrainConfig(train_device="cpu", train_dtype=wanted), algorithm=AlgorithmConfig())
+    from models.train.megatron.build import model_dtype
+
     assert model_dtype(spec) == getattr(torch, found)
 
 
