@@ -41,7 +41,7 @@ from pipeline.record.stalls import OutageWatch, StallWatch
 from pipeline.record.view import RunView
 from stages.messages import CheckpointReady, EvalDone, Settled, StepDone
 from stages.prompts.ledger import Ledger, LedgerSnapshot, OpenGroup
-from stages.topic_values import POLICY, PolicyDifference, addresses, carrying
+from stages.topic_values import POLICY, addresses, carrying
 from stages.train.checkpoints import remove_superseded
 from transport import TopicServer
 
@@ -108,7 +108,7 @@ class Recorder:
         self.staleness_bound = config.asynchrony.max_staleness  # the largest that applied
         self.changes: list[Changed] = []  # by the user, also before a resume
         self.delta_ratios: list[float] = []  # per step, where weights travel as differences
-        self._differences: list[PolicyDifference] = []  # of the engines that serve
+        self._topic: TopicServer | None = None
         self.lines: Callable[[str], None] = lambda line: None  # takes a message for the user
         self.begun: Callable[[], None] = lambda: None  # called once the trainer has its weights, after all refusals
         self._resume_step = resume_step
@@ -300,7 +300,7 @@ class Recorder:
         self.view.version = version
         self.view.alarms = tuple(alarm.sentence for alarm in self.health.active.values())
         self.view.engines(_engines(topic))
-        self._differences = [entry.proof for entry in carrying(topic).values() if entry.proof is not None]
+        self._topic = topic
 
     def counts(self) -> LedgerCounts:
         return LedgerCounts(admitted=self.ledger.admitted, open=self.ledger.open, **self.ledger.counts)
@@ -315,10 +315,13 @@ class Recorder:
             "perf/publish_weights_time": self.view.extra("train", "publish_s"),
             "perf/update_weights_time": max((row.update_s or 0.0 for row in self.view.engine_rows()), default=0.0),
         }
+        # Read now: steps may be shorter than the time from one observation to the next.
+        serving = {} if self._topic is None else carrying(self._topic)
+        differences = [entry.proof for entry in serving.values() if entry.proof is not None]
         proven = {
-            "train/policy_proof_max_diff": max((found.largest for found in self._differences), default=None),
-            "train/policy_proof_mean_diff": max((found.mean for found in self._differences), default=None),
-            "train/policy_proof_time": max((found.seconds for found in self._differences), default=None),
+            "train/policy_proof_max_diff": max((found.largest for found in differences), default=None),
+            "train/policy_proof_mean_diff": max((found.mean for found in differences), default=None),
+            "train/policy_proof_time": max((found.seconds for found in differences), default=None),
         }
         return {name: value for name, value in values.items() if value > 0} | {
             name: value for name, value in proven.items() if value is not None

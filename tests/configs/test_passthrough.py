@@ -291,6 +291,8 @@ def test_the_fields_are_those_of_the_dataclasses() -> None:
     """The source says what the imported classes are, and the converted values are what they take."""
     code = """
 import dataclasses, json, warnings
+from models.train.megatron.processes import install_shim
+install_shim()
 warnings.simplefilter("ignore")
 from megatron.core.distributed import DistributedDataParallelConfig as D
 from megatron.core.optimizer import OptimizerConfig as O

@@ -122,10 +122,8 @@ python = "{python}"
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("pack", "module"), [("openai_client", "openai"), pytest.param("openai_agents", "agents", marks=pytest.mark.full)]
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("pack", "module"), [("openai_client", "openai"), ("openai_agents", "agents")])
 def test_a_model_learns_through_a_client(pack: str, module: str, tmp_path: Path) -> None:
     """A random model's answers have one seven in twenty characters."""
     (tmp_path / "sevens.py").write_text(SEVENS)

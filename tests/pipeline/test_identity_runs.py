@@ -123,20 +123,20 @@ def test_everything_is_killed_and_the_run_resumed(tmp_path: Path, conversations:
     """Episodes of an environment go on where they were. Agents, which ask through the gateway (branches, requests at a
     time, a compacted context), begin anew, and nothing of what was lost is trained."""
     run_dir, env = tmp_path / "run", noting(tmp_path / "noted")
-    process = start(run_dir, *conversations, "--num-rollout", "9", "--scale", "engine=2", "--max-restarts", "9", **env)
-    wait_for_steps(process, run_dir, 2, timeout_s=300)
+    process = start(run_dir, *conversations, "--num-rollout", "7", "--scale", "engine=2", "--max-restarts", "9", **env)
+    wait_for_steps(process, run_dir, 1, timeout_s=300)
     kill(run_dir, "generate-0")
     kill(run_dir, "engine-0")
     kill_workers(run_dir)
-    wait_for_steps(process, run_dir, 4)
+    wait_for_steps(process, run_dir, 3)
     kill(run_dir, "agents-0")  # with the gateway and all of its sessions
-    wait_for_steps(process, run_dir, 6)
+    wait_for_steps(process, run_dir, 5)
     process.kill()
     process.wait()
     process = start(None, "--resume", str(run_dir), **env)
     done = finish(process, run_dir).check()
     mixed, rollouts_ = check_run(tmp_path, run_dir)
-    assert rollouts_ == 9 * 4 * 4, done.err[-3000:]
+    assert rollouts_ == 7 * 4 * 4, done.err[-3000:]
     assert mixed, "no turn saw the weights change"
     assert done.summary["groups"]["failed"] == 0
     played = [parts for _, parts in trained(tmp_path)]

@@ -229,7 +229,7 @@ FAULTS = ("generate:0.05:kill", "reward:0.05:error", "train:0.05:kill")
 SEED = "8237"  # with it, groups 1 to 4 meet all of them in the first life of the run, and hardly any one in the second
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_faults_in_three_stages_lose_nothing(tmp_path: Path) -> None:
     flags = [flag for fault in FAULTS for flag in ("--fault-inject", fault)]
     first = [*SMALL, *SIMULATED, *made_model(), "--save-interval", "1", "--max-restarts", "20", "--seed", SEED, *flags]

@@ -69,7 +69,7 @@ def test_weights_arrive_where_no_file_of_the_trainer_is_seen(over: OtherHost, tm
     assert not trace & {"generate", "reward"}, "the run directory is the other host's own"
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_engines_of_two_hosts_carry_the_same_weights_though_a_fetcher_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

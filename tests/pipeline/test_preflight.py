@@ -518,12 +518,15 @@ SHORT = [
 ]  # fmt: skip
 # An environment that rewards by itself rewards nothing of what an untrained model does, so every group has to count.
 PACKS = ("maze", "multi_agent", "python_tool", "reasoning_gym", "search")
+# They set another algorithm alone, which golden numbers and a step of each combination show.
+ALGORITHMS = ("cispo", "dr_grpo", "gspo", "reinforce_pp", "rloo")
 NEEDS = {"agent_openai": "openai", "reasoning_gym": "reasoning_gym", "search": "bm25s"}
+FULL = (*PACKS, *ALGORITHMS, *NEEDS)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "recipe", [pytest.param(name, marks=pytest.mark.full if name in (*PACKS, *NEEDS) else []) for name in ARITHMETIC]
+    "recipe", [pytest.param(name, marks=pytest.mark.full if name in FULL else []) for name in ARITHMETIC]
 )
 def test_recipe(recipe: str, tmp_path: Path) -> None:
     if recipe in NEEDS and find_spec(NEEDS[recipe]) is None:

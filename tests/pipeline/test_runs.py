@@ -201,7 +201,7 @@ def test_tasks_come_and_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert done.controller.recorder.restarts == {}
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_retiring_replica_that_dies_is_not_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def script(run: Scripted) -> None:
         await run.until((run.run_dir / "ledger.jsonl").exists)
@@ -261,7 +261,7 @@ def test_nothing_is_unpickled_in_any_process_of_a_run(tmp_path: Path) -> None:
 # A synchronous run whose trainer and engines share their devices in turns.
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_engines_give_their_memory_back_for_every_batch(tmp_path: Path) -> None:
     """Two engines, four batches, an evaluation in between that still needs the older weights."""
     done = succeed(

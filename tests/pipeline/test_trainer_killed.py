@@ -139,17 +139,16 @@ def lost_nothing(done: Finished, steps: int, rank: int) -> None:
     nothing_left(run_dir)
 
 
-@pytest.mark.parametrize(
-    "flags", [pytest.param(ENGINE, id="torch"), pytest.param(MEGATRON, id="megatron", marks=pytest.mark.full)]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("flags", [pytest.param(ENGINE, id="torch"), pytest.param(MEGATRON, id="megatron")])
 def test_a_killed_rank_loses_nothing(tmp_path: Path, flags: list[str]) -> None:
     run_dir = tmp_path / "run"
     process = start(
-        run_dir, *SMALL, *made_model(), *TRAINER_GROUP, *flags, "--num-rollout", "12", "--save-interval", "4"
+        run_dir, *SMALL, *made_model(), *TRAINER_GROUP, *flags, "--num-rollout", "6", "--save-interval", "2"
     )
-    wait_for_steps(process, run_dir, 6, RANKS_LOAD_S)
+    wait_for_steps(process, run_dir, 3, RANKS_LOAD_S)
     kill(run_dir, "train-rank-1")
-    lost_nothing(finish(process, run_dir), 12, rank=1)
+    lost_nothing(finish(process, run_dir), 6, rank=1)
 
 
 @pytest.mark.full

@@ -67,7 +67,7 @@ def other_end(target: Callable[[int, Connection], None], port: int) -> tuple[Any
     return process, mine
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_tensors_arrive_at_groups_that_torch_made() -> None:
     """At two, side by side."""
     groups = [WeightGroup("g", 2, "gloo", "127.0.0.1", timeout_s=LIMIT_S) for _ in range(2)]

@@ -177,7 +177,7 @@ def test_graders_that_run_in_the_stage_are_quick(name: str) -> None:
             check(GradeRequest(name, response), found)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 async def test_hostile_answers() -> None:
     await attack([(wrapped(content), label) for content in CONTENTS.values() for label in ("5", content)])
 

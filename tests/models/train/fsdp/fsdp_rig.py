@@ -25,7 +25,7 @@ from tests.models.train import rig
 from tests.models.train.families.family_models import config_of
 from tests.models.train.rig import VOCABULARY, joined, make_spec
 
-STEPS = 5
+STEPS = 4
 Fields = dict[str, Any]
 
 GRPO: Fields = {"use_kl_loss": True, "kl_loss_coef": 0.1, "entropy_coef": 0.01}
@@ -47,7 +47,6 @@ CASES: dict[int, dict[str, tuple[str, int | None, Fields]]] = {
         "lora": (UNTIED, None, LORA),
     },
     4: {
-        "fsdp": (TIED, None, PPO),
         "hsdp": (UNTIED, None, PPO | {"fsdp_shard_size": 2}),
         "hsdp_context": (UNTIED, 5, GRPO | {"fsdp_shard_size": 2, "fsdp_context_parallel_size": 2}),
         "lora": (UNTIED, None, LORA),  # more processes than rows of an adapter: some shards are empty

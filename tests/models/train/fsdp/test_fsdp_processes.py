@@ -49,7 +49,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.mark.parametrize(("world", "name"), [(world, name) for world, cases in CASES.items() for name in cases])
 def test_shards_make_the_updates_of_one_process(results: Path, world: int, name: str) -> None:
-    """Five steps: metrics, gradient norms, log-probs, exported names, order and values, moments."""
+    """Four steps: metrics, gradient norms, log-probs, exported names, order and values, moments."""
     wanted, expected = read(results / f"alone{world}", f"{name}-0")
     tolerance = 5e-2 if name == "bf16" else 1e-5
     for rank in range(world):

@@ -65,35 +65,35 @@ TIED: dict[str, Any] = {"model": "tied"}
 _RENEWED: dict[str, Any] = {"use_kl_loss": True, "kl_loss_coef": 0.1, "ref_update_interval": 2}
 CRITIC: dict[str, Any] = {"model": "tied", "fields": rig.PPO | _RENEWED}
 # By the number of processes. A run whose name holds "_at_" is compared with the one that it goes on from.
-RUNS: dict[int, list[Run]] = {
+FEW: dict[int, list[Run]] = {
     2: [
         *unbroken("tensor", TP),
         resumed("tensor", "pipeline", PP),
-        resumed("tensor", "data", DP),
-        resumed("tensor", "plain", PLAIN),
         resumed("tensor", "tensor", TP),
         *unbroken("plain", {**PLAIN, "weight_decay": 0.1}),
-        resumed("plain", "tensor", {**TP, "weight_decay": 0.1}),
         *unbroken("buckets", LATE, **TIED),
-        resumed("buckets", "pipeline", PP, **TIED),
         *unbroken("pipeline", {**PP, **PLAIN}, **TIED, asynchronous=True),
         resumed("pipeline", "buckets", BUCKETS, **TIED),
         *unbroken("experts", EP, **MOE),
         resumed("experts", "data", {**DP, **PLAIN}, **MOE),
-        resumed("experts", "pipeline", PP, **MOE),
-        *unbroken("stages", PP, model="deepseek"),  # the first stage has no experts, and no optimizer for them
-        resumed("stages", "experts", EP, model="deepseek"),
         *unbroken("critic", DP, **CRITIC),
         resumed("critic", "tensor", TP, **CRITIC),
         *unbroken("half", {**DP, **BF16}),
+    ],
+    1: [resumed("tensor", "one", DP), resumed("tensor", "spoilt", DP, spoilt=True)],
+}
+MORE: dict[int, list[Run]] = {  # behind those
+    2: [
+        resumed("tensor", "data", DP),
+        resumed("tensor", "plain", PLAIN),
+        resumed("plain", "tensor", {**TP, "weight_decay": 0.1}),
+        resumed("buckets", "pipeline", PP, **TIED),
+        resumed("experts", "pipeline", PP, **MOE),
+        *unbroken("stages", PP, model="deepseek"),  # the first stage has no experts, and no optimizer for them
+        resumed("stages", "experts", EP, model="deepseek"),
         resumed("half", "plain", {**PLAIN, **BF16}),
     ],
-    1: [
-        resumed("tensor", "one", DP),
-        resumed("tensor", "spoilt", DP, spoilt=True),
-        resumed("experts", "one", DP, **MOE),
-        resumed("critic", "one", PLAIN, **CRITIC),
-    ],
+    1: [resumed("experts", "one", DP, **MOE), resumed("critic", "one", PLAIN, **CRITIC)],
 }
 
 
@@ -275,11 +275,13 @@ def meet_others(states: Path) -> None:
     assert tensors["optimizer.state.exp_avg.decoder.final_layernorm.weight"].abs().max() > 0
 
 
-def work(models: str, states: str, out: str, rank: int, world: int, rendezvous: str) -> None:
-    """Entry point of a spawned process: all runs of this number of processes."""
+def work(models: str, states: str, out: str, more: str, rank: int, world: int, rendezvous: str) -> None:
+    """Entry point of a spawned process: all runs of this number of processes; alone those of MORE if `more` is set."""
     with joined(rank, world, rendezvous, 120):
-        for run in RUNS[world]:
+        for run in (MORE if more else FEW)[world]:
             make(run, Path(models), Path(states), Path(out))
+        if more:
+            return
         if world == 2:
             meet_full_disk(Path(models), Path(states))
         if world == 1:

@@ -56,7 +56,6 @@ FEW = {
     "one": ("chunked", "broken", "supervised", "branches", "branches_flat"),
     "tp2": ("five", "ppo", "renewed"),
     "pp2": ("five", "broken"),
-    "pp2_virtual": ("five_untied",),
     "dp2": ("five", "branches"),
     "dp2_overlap": ("five_untied",),
     "ep2": ("experts",),
