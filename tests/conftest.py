@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -16,8 +17,17 @@ from tests.sglang_server import FIXTURES, RealServer, ServerPool, needs_sglang
 ROOT: Final = Path(__file__).resolve().parents[1]
 
 # Examples are judged by their result, never by the time that a busy machine takes.
-settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# `--hypothesis-profile thorough` takes ten times as many.
+UNTIMED: Final = settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("untimed", UNTIMED)
+settings.register_profile("thorough", UNTIMED, max_examples=400)
 settings.load_profile("untimed")
+
+
+def pytest_collection_finish() -> None:
+    """Half a million objects of torch, transformers and the collected tests stay: no collection has to look at them."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -279,6 +279,7 @@ def until(there: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 def test_a_killed_run_begins_again_until_there_is_something_to_resume(tmp_path: Path) -> None:
     code, starts, messages = run(tmp_path, "-9", "begun -11", "saved -9", "0")
     assert code == 0
@@ -295,6 +296,7 @@ def test_an_error_is_followed_by_a_resume_where_there_is_a_checkpoint(tmp_path: 
     assert run(tmp_path, "begun saved 1", "0")[:2] == (0, ["0 --first", "1 --resume RUN"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("end", "code"),
     [
@@ -311,6 +313,7 @@ def test_what_another_start_cannot_mend_ends_it(end: str, code: int, tmp_path: P
     assert "auto-resume" not in messages
 
 
+@pytest.mark.slow
 def test_the_budget_ends_it(tmp_path: Path) -> None:
     code, starts, messages = run(tmp_path, "begun saved -9", "-9", "-9", "0", limit=2)
     assert (code, len(starts)) == (137, 3)
@@ -318,6 +321,7 @@ def test_the_budget_ends_it(tmp_path: Path) -> None:
     assert f"--resume {tmp_path / 'run'}, or raise --auto-resume" in messages
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_what_the_user_asks_for_comes_to_the_run_once_and_is_no_reason_to_start_it_again(
     number: signal.Signals, tmp_path: Path

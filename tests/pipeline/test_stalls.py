@@ -421,6 +421,7 @@ def test_simulated_engine_and_trainer(tmp_path: Path) -> None:
     assert any("starts: pid " in line for line in kept)
 
 
+@pytest.mark.slow
 def test_embedded_engine_and_torch(tmp_path: Path) -> None:
     """What is left behind is a model that moved, by gradients of what the engine made while its weights moved."""
     done = succeed_here(

@@ -460,6 +460,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 def test_a_restarted_owner_gets_its_directory_while_other_runs_start(tmp_path: Path) -> None:
     """The start of a run removes what killed runs left, also between the death of a trainer and its next start."""
     slots = tmp_path / f"{slot_directory.PREFIX}run"

@@ -121,6 +121,7 @@ def test_what_is_expected_is_not_in_the_process_that_runs_the_program() -> None:
     assert run(program, tests).parts["pass_frac"] == 0.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "how"),
     [

@@ -164,6 +164,7 @@ def check(request: GradeRequest, found: Grade) -> None:
         assert (found.score, found.error) == (1.0, None), about
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in names() if find_grader(name).in_stage])
 def test_graders_that_run_in_the_stage_are_quick(name: str) -> None:
     """They have neither a deadline nor a process: a response that is slow to grade would stop the whole stage."""

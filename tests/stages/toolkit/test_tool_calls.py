@@ -407,6 +407,7 @@ async def test_the_markup_of_scripted_turns_to_the_token(tiny: Path) -> None:
     assert stage.activity.failures == sum(result.startswith("error") for _, result in SCRIPT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("response", "words"),
     [
