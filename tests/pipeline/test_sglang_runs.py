@@ -342,7 +342,7 @@ SMALL_WORLD = [
 ]  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.xdist_group("sglang")
 def test_turns_in_an_environment_have_exact_tokens(tmp_path: Path, sglang: RealServer) -> None:
     (tmp_path / "world_tap.py").write_text(WORLD_TAP)

@@ -61,8 +61,9 @@ REAL = Capabilities(
 
 
 def on_sglang(*kinds: str) -> list[Any]:
-    """Parameters of tests on the real servers that these fixtures start."""
-    return [pytest.param(kind, marks=ON_SGLANG, id=f"{kind}-{EXPECTED_SGLANG}") for kind in kinds]
+    """Parameters of tests on the real servers that these fixtures start; a second server is for `make test-full`."""
+    marks = {kind: [*ON_SGLANG, *([pytest.mark.full] if kind != "sglang" else [])] for kind in kinds}
+    return [pytest.param(kind, marks=marks[kind], id=f"{kind}-{EXPECTED_SGLANG}") for kind in kinds]
 
 
 @asynccontextmanager

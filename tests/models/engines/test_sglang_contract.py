@@ -38,7 +38,7 @@ async def real(request: pytest.FixtureRequest) -> AsyncIterator[Target]:
         yield target
 
 
-@pytest.fixture(params=[pytest.param("sglang_overlap", id=f"sglang-{EXPECTED_SGLANG}")])
+@pytest.fixture(params=[pytest.param("sglang_overlap", id=f"sglang-{EXPECTED_SGLANG}", marks=pytest.mark.full)])
 async def overlapping(request: pytest.FixtureRequest) -> AsyncIterator[Target]:
     """With overlap scheduling, SGLang's default."""
     async with opened(request.param, request) as target:

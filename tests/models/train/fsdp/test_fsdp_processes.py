@@ -27,19 +27,14 @@ def make_checkpoints(root: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """`<world>`: of processes in shards; `alone<world>`: the same in one process; `one`: resumed in one process."""
+    """`2`: of two processes in shards; `alone2`: the same in one process; `one`: resumed in one process."""
     torch.set_num_threads(1)
     root = tmp_path_factory.mktemp("fsdp")
     checkpoints = make_checkpoints(root / "checkpoints")
     for name in ("2", "4", "alone2", "alone4", "one", "states", "again"):
         (root / name).mkdir()
-    imports = ["fsdp_rig", "transformers.models.qwen3.modeling_qwen3", "peft"]
     try:
-        for world in CASES:
-            paths = (checkpoints, root / str(world), root / "states")
-            meeting = root / str(world) / "rendezvous"
-            run_ranks(run, paths, world, meeting, imports=imports, deadline_s=DEADLINE_S)
-            expected_of(checkpoints, root / f"alone{world}", world)
+        make_results(root, 2)
         resume(checkpoints, root / "one", root / "states", root / "again")
         yield root
     finally:
@@ -47,8 +42,32 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize(("world", "name"), [(world, name) for world, cases in CASES.items() for name in cases])
-def test_shards_make_the_updates_of_one_process(results: Path, world: int, name: str) -> None:
+@pytest.fixture(scope="module")
+def of_four(results: Path) -> Path:
+    """And `4`, which resumes what the two saved, and `alone4`."""
+    make_results(results, 4)
+    return results
+
+
+def make_results(root: Path, world: int) -> None:
+    paths = (root / "checkpoints", root / str(world), root / "states")
+    imports = ["fsdp_rig", "transformers.models.qwen3.modeling_qwen3", "peft"]
+    run_ranks(run, paths, world, root / str(world) / "rendezvous", imports=imports, deadline_s=DEADLINE_S)
+    expected_of(root / "checkpoints", root / f"alone{world}", world)
+
+
+@pytest.mark.parametrize("name", CASES[2])
+def test_two_shards_make_the_updates_of_one_process(results: Path, name: str) -> None:
+    check_updates(results, 2, name)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", CASES[4])
+def test_four_shards_make_the_updates_of_one_process(of_four: Path, name: str) -> None:
+    check_updates(of_four, 4, name)
+
+
+def check_updates(results: Path, world: int, name: str) -> None:
     """Four steps: metrics, gradient norms, log-probs, exported names, order and values, moments."""
     wanted, expected = read(results / f"alone{world}", f"{name}-0")
     tolerance = 5e-2 if name == "bf16" else 1e-5
@@ -71,9 +90,17 @@ def test_shards_make_the_updates_of_one_process(results: Path, world: int, name:
     assert all(metrics["train/grad_norm"] > 0 for metrics in wanted["metrics"])
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_lora_moves_adapters_alone(results: Path, world: int) -> None:
-    _, tensors = read(results / str(world), "lora-0")
+def test_lora_moves_adapters_alone(results: Path) -> None:
+    check_adapters(results / "2")
+
+
+@pytest.mark.full
+def test_lora_moves_adapters_alone_where_some_shards_are_empty(of_four: Path) -> None:
+    check_adapters(of_four / "4")
+
+
+def check_adapters(directory: Path) -> None:
+    _, tensors = read(directory, "lora-0")
     trained = {key for key in tensors if key.startswith("policy/parameters/")}
     assert trained
     assert all(".lora_" in key for key in trained)
@@ -86,24 +113,32 @@ def test_lora_moves_adapters_alone(results: Path, world: int) -> None:
 
 
 @pytest.mark.parametrize("name", list(RESUMED))
-def test_a_state_of_two_processes_goes_on_in_four_and_in_one(results: Path, name: str) -> None:
-    """Written by a thread while training went on; loaded in other shards, saved again, loaded as HSDP and alone."""
+def test_a_state_of_two_processes_goes_on_in_one(results: Path, name: str) -> None:
+    """Written by a thread while training went on; loaded alone, saved again, loaded again."""
+    check_resumed(results, results / "one", name)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", list(RESUMED))
+def test_a_state_of_two_processes_goes_on_in_four(of_four: Path, name: str) -> None:
+    """Loaded in other shards, saved again, loaded as HSDP."""
+    for rank in range(4):  # each has the random state of one of the two
+        found = read(of_four / "4", f"resumed-{name}-{rank}")
+        wanted = read(of_four / "2", f"unbroken-{name}-{rank % 2}")
+        assert found[0]["draw"] == wanted[0]["draw"]
+    check_resumed(of_four, of_four / "4", name)
+
+
+def check_resumed(results: Path, directory: Path, name: str) -> None:
     wanted, expected = read(results / "2", f"unbroken-{name}-0")
     assert len(wanted["metrics"]) == STEPS - 2
-    for rank in range(4):  # each has the random state of one of the two
-        of_four, of_two = (
-            read(results / "4", f"resumed-{name}-{rank}"),
-            read(results / "2", f"unbroken-{name}-{rank % 2}"),
-        )
-        assert of_four[0]["draw"] == of_two[0]["draw"]
-    for directory in ("4", "one"):
-        found, tensors = read(results / directory, f"resumed-{name}-0")
-        same_metrics(found["metrics"], wanted["metrics"], rel=1e-5, abs=1e-5)
-        same(tensors, expected, 2e-6, 2e-6)
-        assert found["draw"] == wanted["draw"]  # random states
-        steps = [one for key, one in tensors.items() if key.endswith("/step")]
-        assert steps
-        assert all(step == STEPS for step in steps)
+    found, tensors = read(directory, f"resumed-{name}-0")
+    same_metrics(found["metrics"], wanted["metrics"], rel=1e-5, abs=1e-5)
+    same(tensors, expected, 2e-6, 2e-6)
+    assert found["draw"] == wanted["draw"]  # random states
+    steps = [one for key, one in tensors.items() if key.endswith("/step")]
+    assert steps
+    assert all(step == STEPS for step in steps)
 
 
 def test_the_hugging_face_part_of_a_state_is_the_policy(results: Path) -> None:

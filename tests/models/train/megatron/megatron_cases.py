@@ -57,7 +57,6 @@ FEW = {
     "tp2": ("five", "ppo", "renewed"),
     "pp2": ("five", "broken"),
     "dp2": ("five", "branches"),
-    "dp2_overlap": ("five_untied",),
     "ep2": ("experts",),
     "cp2": ("five_untied",),
 }
