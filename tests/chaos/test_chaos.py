@@ -35,6 +35,7 @@ def test_six_kills_lose_nothing(tmp_path: Path) -> None:
 RESUMED_KILLS = (Kill(CONTROLLER, SAVE, 3, 0.002), Kill(EVERYTHING, RUNNING, 12, 0.05))
 
 
+@pytest.mark.full
 def test_a_run_that_is_killed_as_a_whole_comes_back_by_itself(tmp_path: Path) -> None:
     verdict = Running(Case("auto", (*flags(seed=2), *AUTO), RESUMED_KILLS, auto=True), tmp_path).run()
     assert verdict.faults == []

@@ -241,7 +241,7 @@ def test_nested_fields_have_no_flag_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("flag", NAMED, ids=lambda flag: flag.name)
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(data=st.data())
 def test_a_value_given_by_flag_arrives(flag: Flag, data: st.DataObject) -> None:
     value = data.draw(values(flag))
@@ -255,7 +255,7 @@ def test_a_value_given_by_flag_arrives(flag: Flag, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("flag", [*NAMED, *NESTED], ids=lambda flag: flag.key)
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(data=st.data())
 def test_a_value_given_by_its_place_arrives(flag: Flag, data: st.DataObject) -> None:
     value = data.draw(values(flag))

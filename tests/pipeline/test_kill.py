@@ -283,7 +283,7 @@ def still(run_dir: Path) -> dict[tuple[int, int], tuple[list[int], list[int]]]:
     return now
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_tokens_of_before_the_kill_are_trained_with_their_versions(tmp_path: Path) -> None:
     run_dir, batches = tmp_path / "run", str(tmp_path / "batch-{rollout_id}.msgpack")
     flags = [

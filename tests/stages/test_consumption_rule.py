@@ -219,7 +219,7 @@ def test_no_token_older_than_the_bound_is_trained(examples: int) -> None:
     run_state_machine_as_test(TrainerBuffer, settings=settings(QUICK, max_examples=examples))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("by", [1, -1], ids=["one version too many", "one too few"])
 def test_the_machine_finds_a_rule_that_is_off_by_one(monkeypatch: pytest.MonkeyPatch, by: int) -> None:
     rule_ = StalenessGate.batches_left

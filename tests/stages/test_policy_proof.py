@@ -253,7 +253,7 @@ async def test_an_adapter_that_the_engine_lacks_is_named(tmp_path: Path, monkeyp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("step", [1e-4, 1e-3])
+@pytest.mark.parametrize("step", [1e-4, pytest.param(1e-3, marks=pytest.mark.full)])
 async def test_in_bfloat16_an_engine_that_stands_still_is_seen_below_the_limits(
     step: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -324,7 +324,7 @@ def no_rehello(patch: pytest.MonkeyPatch) -> Rules:
     return Rules(consumer=Mute)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("name", MUTANTS)
 def test_the_oracle_catches_the_mutant(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     scenario, patch = MUTANTS[name]

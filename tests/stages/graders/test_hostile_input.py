@@ -183,7 +183,7 @@ async def test_hostile_answers() -> None:
     await attack([(wrapped(content), label) for content in CONTENTS.values() for label in ("5", content)])
 
 
-@pytest.mark.slow
+@pytest.mark.full
 async def test_hostile_responses() -> None:
     await attack([(response, "5") for response in WHOLE.values()])
 
