@@ -7,7 +7,6 @@ import os
 import signal
 import venv
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
