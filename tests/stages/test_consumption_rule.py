@@ -214,7 +214,7 @@ QUICK = settings(
 )
 
 
-@pytest.mark.parametrize("examples", [30, pytest.param(150, marks=pytest.mark.full)], ids=["few", "many"])
+@pytest.mark.parametrize("examples", [20, pytest.param(150, marks=pytest.mark.full)], ids=["few", "many"])
 def test_no_token_older_than_the_bound_is_trained(examples: int) -> None:
     run_state_machine_as_test(TrainerBuffer, settings=settings(QUICK, max_examples=examples))
 

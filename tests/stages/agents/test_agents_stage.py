@@ -7,6 +7,7 @@ import os
 import signal
 import venv
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -21,8 +22,12 @@ from stages.workers.process import PRINTED_BYTES
 from tests.stages.agents.play import WORLD, fresh, playing, world
 from tests.stages.stage_rig import idle, make_sample, make_slice, numbers, until
 
-pytestmark = pytest.mark.slow
 COUNTER, FORGETFUL, SAVED, SLOW = (WORLD.replace("World", name) for name in ("Counter", "Forgetful", "Saved", "Slow"))
+
+
+def slowly(*values: str) -> Any:
+    """A case that starts several processes, or waits for one to be killed."""
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def only(slice_: RolloutSlice) -> Sample:
@@ -79,10 +84,10 @@ async def test_a_row_chooses_its_environment(tiny: Path) -> None:
         ("error", "environment world: RuntimeError: a move that this world cannot make"),
         ("answer", "environment world: the answer has 178"),
         ("infrastructure", "environment world: infrastructure failed 3 times, the last time: the sandbox is away"),
-        ("exit", "infrastructure failed 3 times, the last time: its worker process ended with exit status 3"),
-        ("kill", "its worker process ended with signal SIGKILL"),
-        ("eat", "its worker process ended: this call or another one wanted more memory than it may have"),
-        ("wait", "the last time: no answer within step_deadline_s 0.2 s"),
+        slowly("exit", "infrastructure failed 3 times, the last time: its worker process ended with exit status 3"),
+        slowly("kill", "its worker process ended with signal SIGKILL"),
+        slowly("eat", "its worker process ended: this call or another one wanted more memory than it may have"),
+        slowly("wait", "the last time: no answer within step_deadline_s 0.2 s"),
     ],
 )
 async def test_what_fails_fails_its_rollout_and_earns_nothing(tiny: Path, fault: str, words: str) -> None:
@@ -95,7 +100,7 @@ async def test_what_fails_fails_its_rollout_and_earns_nothing(tiny: Path, fault:
         assert only(await play.turn(neighbour)).response == "7\n[1]", "its neighbour goes on"
 
 
-@pytest.mark.parametrize("fault", ["kill", "infrastructure", "block"])
+@pytest.mark.parametrize("fault", ["kill", slowly("infrastructure"), slowly("block")])
 async def test_an_episode_takes_its_turns_again_where_its_process_was_lost(
     tiny: Path, tmp_path: Path, fault: str
 ) -> None:
