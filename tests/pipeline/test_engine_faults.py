@@ -295,6 +295,7 @@ def test_nothing_of_a_hostile_engine_is_trained(
 
         async def every_kind_has_its_turn(run: Scripted) -> None:
             await until(lambda: set(liar.told) == {*LIES, *NOISE})
+            await run.steps(1)  # something is trained beside them
             while unnamed(refusals(caplog)):  # a slow machine may have met the time limit before it read an answer
                 await run.steps(1)
 
