@@ -262,19 +262,22 @@ def reference(path: Path, prompt: list[int], response: list[int], temperature: f
 
 
 def freeze_after(server: EngineServer, steps: tuple[int, ...], loop: asyncio.AbstractEventLoop) -> list[asyncio.Event]:
-    """Have the engine's own thread pause it after exactly so many steps, each time; the events say that it has."""
+    """Have the engine's own thread pause it after exactly so many steps, each time; the events say that it has. Steps
+    after which no response is half made do not count: on a busy machine requests come one by one."""
     core = server.core
     assert isinstance(core, EmbeddedEngine)
     stepper, original, made = core.stepper, core.stepper.step, 0
     frozen = {count: asyncio.Event() for count in steps}
+    table = stepper._table
 
     def step() -> None:
         nonlocal made
         original()
-        made += 1
-        if made in frozen:
-            stepper.pause("in_place")
-            loop.call_soon_threadsafe(frozen[made].set)
+        if any(table.length[slot] > completion.prompt_tokens for slot, completion in table.owners.items()):
+            made += 1
+            if made in frozen:
+                stepper.pause("in_place")
+                loop.call_soon_threadsafe(frozen[made].set)
 
     stepper.step = step  # type: ignore[method-assign]
     return list(frozen.values())
