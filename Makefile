@@ -69,7 +69,7 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 
-# More workers than cores, for many tests wait. On two cores it takes 100 s to four minutes, by the machine.
+# More workers than cores, for many tests wait. On two cores it takes two to five minutes, by the machine.
 test-fast: $(STAMP)
 	$(BIN)/python -m pytest -q -m "not slow and not full" -n 4 --dist worksteal
 

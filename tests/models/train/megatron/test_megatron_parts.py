@@ -80,6 +80,19 @@ def test_the_shim_leaves_a_machine_with_a_gpu_alone(monkeypatch: pytest.MonkeyPa
     assert not shim_installed()
 
 
+@pytest.mark.slow
+def test_the_shim_keeps_torchs_compiler_out() -> None:
+    program = """
+import sys
+from models.train.megatron.processes import install_shim
+install_shim()
+import models.train.megatron.layers
+assert "torch._dynamo" not in sys.modules
+"""
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stderr
+
+
 @pytest.mark.full
 def test_experts_are_routed_without_transformer_engine_on_a_gpu_too() -> None:
     """In a process that takes its machine for one with a GPU: no shim, and the router on tensors of the CPU."""
