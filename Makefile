@@ -74,7 +74,7 @@ test-fast: $(STAMP)
 	$(BIN)/python -m pytest -q -m "not slow and not full" -n 4 --dist worksteal
 
 # Tests of one xdist_group share what they set up.
-PYTEST_SLOW := $(BIN)/python -m pytest -q -n 4 --dist loadgroup --durations=20
+PYTEST_SLOW := $(BIN)/python -m pytest -q -n 6 --dist loadgroup --durations=20
 
 # Fast suite first, then what starts processes and trains. On two cores, with the environments installed, both take 9 to
 # 20 minutes, by the machine.

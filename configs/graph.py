@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Final, Literal
 
 from msgspec import Struct
@@ -64,13 +64,13 @@ class Stream(Struct, frozen=True):
     routing: Literal["least_loaded", "sticky", "keyed"] = "least_loaded"
 
 
-def chain(config: Config, head: str, passed: frozenset[str] = frozenset()) -> tuple[StageConfig, ...]:
+def behind(config: Config, head: str, passed: frozenset[str] = frozenset()) -> tuple[StageConfig, ...]:
     """Custom stages behind `head`, each with those behind it. `passed` ends the walk where names form a cycle."""
     found: list[StageConfig] = []
     for stage in config.stage:
         if stage.after == head and stage.name != head and stage.name not in passed:
             found.append(stage)
-            found.extend(chain(config, stage.name, passed | {head}))
+            found.extend(behind(config, stage.name, passed | {head}))
     return tuple(found)
 
 
@@ -81,10 +81,10 @@ def path(config: Config) -> tuple[str, ...]:
     """
     if not generates(config):
         return ("prompts", "train")
-    behind = {head: tuple(stage.name for stage in chain(config, head)) for head in FOLLOWED}
+    own = {head: tuple(stage.name for stage in behind(config, head)) for head in FOLLOWED}
     teacher = ("teacher",) if config.distill.use_opd else ()
-    rewarded = ("reward", *behind["reward"], *teacher, *behind["teacher"])
-    return ("prompts", "generate", *behind["generate"], *rewarded, "group", "train")
+    rewarded = ("reward", *own["reward"], *teacher, *own["teacher"])
+    return ("prompts", "generate", *own["generate"], *rewarded, "group", "train")
 
 
 def loops(config: Config) -> tuple[str, ...]:
@@ -173,6 +173,24 @@ def streams(config: Config) -> tuple[Stream, ...]:
         reporters.append("evaluate")
     settle = tuple((name, "settle") for name in reporters)
     return (*found, Stream("settle", REPORT, ("prompts", "settle"), settle))
+
+
+def chains(config: Config, counts: Mapping[str, int]) -> tuple[tuple[str, ...], ...]:
+    """Neighbours on the path that run in one process, two stages at least each. `counts`: replicas by stage.
+
+    A stage with several replicas is in none, for what reaches it may have to go to another process."""
+    between = path(config)[1:-1]  # the ledger lives in the controller, and the trainer keeps its process busy
+    asked = config.run.chain or ("+".join(between),)
+    found: list[tuple[str, ...]] = []
+    for text in asked:
+        runs = groupby(text.split("+"), key=lambda name: counts.get(name, 1) == 1)
+        found += [tuple(names) for single, names in runs if single]
+    return tuple(chained for chained in found if len(chained) > 1)
+
+
+def joined_to(config: Config, counts: Mapping[str, int]) -> dict[str, str]:
+    """Each stage that runs in the process of another one -> that one, the first of its chain."""
+    return {name: chained[0] for chained in chains(config, counts) for name in chained[1:]}
 
 
 def autoscale_limits(config: Config) -> dict[str, tuple[int, int]]:

@@ -22,7 +22,18 @@ from typing import Any, Final
 
 import msgspec
 
-from configs.graph import Stream, engine_count, evaluates, frozen_engines, is_address, loops, path, replicas, streams
+from configs.graph import (
+    Stream,
+    chains,
+    engine_count,
+    evaluates,
+    frozen_engines,
+    is_address,
+    loops,
+    path,
+    replicas,
+    streams,
+)
 from configs.schema import Config, StageConfig
 from models.engines.token import TokenFile, read_token, run_token
 from models.families.source import context_limit
@@ -32,7 +43,7 @@ from models.train.trainer_group.rank_spec import needs_trainer_group, processes_
 from pipeline.errors import UsageError
 from pipeline.facts.run_directory import EngineSpec, RunDir
 from pipeline.hosts.machine import check_trainer_group, engines_gpus, gpus_to_divide
-from pipeline.hosts.worker import PortSpec, ReplicaSpec
+from pipeline.hosts.worker import UNBOUNDED_BYTES, PortSpec, ReplicaSpec
 from stages.base import GenerateOptions, StageOptions, TrainOptions
 from stages.staleness_gate import StalenessGate
 from transport import StreamSpec
@@ -111,7 +122,6 @@ def _node(name: str, custom: StageConfig | None, count: int) -> Node:
     return Node(name, custom.path, count, custom.concurrency, dict(custom.options))
 
 
-UNBOUNDED_BYTES: Final = 1 << 60
 LEAST_MESSAGE_BYTES: Final = 64 << 20
 # Of one token of a sample: id, loss mask, log-prob, a teacher's log-prob, and up to four bytes of text twice (response,
 # and what a tool adds to the row's metadata).
@@ -196,11 +206,13 @@ class Placement:
         generation = GenerateOptions(context_limit(config) or 1 << 30, vocab_size, lives)
         self.built_in: dict[str, StageOptions] = {"train": train, "generate": generation, "agents": generation}
 
-    def replicas(self) -> list[ReplicaSpec]:
-        """One specification per replica, in the order in which they are started: the slow ones first."""
+    def processes(self, counts: Mapping[str, int]) -> list[tuple[str, ...]]:
+        """The stages of each process for so many replicas of each stage, those first that are slow to start."""
+        found = list(chains(self.config, counts))
+        alone = [node.name for node in self.graph.nodes if node.name not in sum(found, ())]
+        found += [(name,) for name in alone for _ in range(counts[name])]
         order = {"train": 0, "engines": 1, "generate": 2}
-        nodes = sorted(self.graph.nodes, key=lambda node: order.get(node.name, 3))
-        return [self.replica(node, i, node.replicas) for node in nodes for i in range(node.replicas)]
+        return sorted(found, key=lambda names: order.get(names[0], 3))
 
     def replica(self, node: Node, index: int, count: int) -> ReplicaSpec:
         """The specification of one replica among `count`."""

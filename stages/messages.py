@@ -211,19 +211,16 @@ class Sample(Struct, frozen=True, array_like=True):
     @property
     def versions(self) -> npt.NDArray[np.int32]:
         """[T] version of each token, -1 where no weights of this run made it."""
-        runs = self.version_runs
-        return np.repeat([r.version for r in runs], [r.n_tokens for r in runs]).astype(np.int32)
+        versions, start = np.empty(sum(run.n_tokens for run in self.version_runs), dtype=np.int32), 0
+        for run in self.version_runs:
+            versions[start : start + run.n_tokens] = run.version
+            start += run.n_tokens
+        return versions
 
     @property
     def model_versions(self) -> tuple[int, ...]:
         """Versions of the runs that the policy made, in their order; the same one again after an observation."""
         return tuple(run.version for run in self.version_runs if run.version >= 0)
-
-    @property
-    def oldest_version(self) -> int | None:
-        """Smallest version among the trainable tokens, None if there are none."""
-        trained = self.versions[self.loss_mask > 0]
-        return int(trained.min()) if len(trained) else None
 
     def fault(self) -> str | None:
         """What is inconsistent in this sample, in one sentence, or None."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from statistics import fmean
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -288,8 +289,18 @@ def trainable_tokens(parts: Sequence[Sample]) -> int:
 
 def oldest_version(samples: Iterable[Sample]) -> int | None:
     """Smallest version among the tokens that are trained, None if none is."""
-    versions = [v for s in samples if not s.remove_sample and (v := s.oldest_version) is not None]
-    return min(versions, default=None)
+    kept = (sample for sample in samples if not sample.remove_sample)
+    return min((version for sample in kept for version, _ in by_version(sample, sample.loss_mask)), default=None)
+
+
+def by_version(sample: Sample, mask: npt.NDArray[Any]) -> Iterator[tuple[int, int]]:
+    """(version, number of its tokens in `mask` [T]) for each version run that has any."""
+    start = 0
+    for run in sample.version_runs:
+        end = start + run.n_tokens
+        if count := int(np.count_nonzero(mask[start:end])):
+            yield run.version, count
+        start = end
 
 
 def settlement(slice_: RolloutSlice, outcome: Outcome, detail: str) -> Settled:

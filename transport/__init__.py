@@ -6,6 +6,7 @@ gives what it wants sent by `flush(now)`, and says by `deadline()` when it wants
 sockets, the tests with virtual time.
 
 Glossary
+    chain        neighbouring stages of one process, whose streams are calls (transport/chain.py)
     stream       one edge of the graph: producers send, consumers receive
     hub          the server of one stream, in the controller's process
     custody      a hub's promise to keep a message from ACCEPTED to its verdict
@@ -21,6 +22,7 @@ Glossary
 
 from transport.awake import awake_clock
 from transport.byte_transfer import ByteClient, ByteServer
+from transport.chain import ChainLink, EntryInlet
 from transport.core.byte_transfer import Transfer
 from transport.errors import (
     AddressInUse,
@@ -50,7 +52,9 @@ __all__ = [
     "BlobGone",
     "ByteClient",
     "ByteServer",
+    "ChainLink",
     "DeadLetter",
+    "EntryInlet",
     "Held",
     "Hub",
     "Inlet",

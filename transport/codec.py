@@ -197,6 +197,11 @@ class Codec(Generic[T]):
         finally:
             self._frames = []
 
+    def copy(self, message: T) -> T:
+        """The message as its receiver would have it. Raises MessageInvalid or DecodeError."""
+        frames = self.encode(message)
+        return self.decode(frames, total(frames), checksum(*frames))
+
     def _encode_custom(self, value: Any) -> Any:
         if not is_extra(value.__class__):
             return _encode_array(value)

@@ -14,7 +14,7 @@ import ipaddress
 import os
 import socket
 import stat
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -138,6 +138,7 @@ def in_use(address: Address) -> AddressInUse:
     return AddressInUse(f"address {address} is in use by another hub or process; {cure}")
 
 
+BESIDE = "+"  # between the names of replicas that share a process and its key
 SERVER = "server"  # name of the key with which the run's addresses are bound
 ZAP_ADDRESS = "inproc://zeromq.zap.01"
 KEY_FILE_LIMIT = 4096  # bytes
@@ -207,14 +208,14 @@ def create_keys(directory: Path, clients: Iterable[str]) -> None:
             _write_private(directory / "server.pub", pair.public.encode())
 
 
-def add_client(serving: Path, name: str, directory: Path) -> str:
-    """Give a client keys of its own in a private directory, and let the server of `serving` know it by that name.
-    Returns its public key."""
+def add_client(serving: Path, name: str, directory: Path, others: Sequence[str] = ()) -> str:
+    """Give a client keys of its own in a private directory, and let the server of `serving` know it by that name, and
+    by the names of other replicas in its process. Returns its public key."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     pair = _new_pair()
     _write_private(directory / f"{name}.key", msgspec.json.encode(pair))
     _write_private(directory / "server.pub", _read_public(serving / "server.pub").encode())
-    _write_private(serving / f"{name}.pub", pair.public.encode())
+    _write_private(serving / f"{BESIDE.join((name, *others))}.pub", pair.public.encode())
     return pair.public
 
 

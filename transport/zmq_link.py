@@ -25,7 +25,7 @@ import zmq.utils.monitor
 
 from transport.errors import AddressInvalid
 from transport.port import CorePort, Decode, Link
-from transport.security import SERVER, Address, in_use, prepare_ipc
+from transport.security import BESIDE, SERVER, Address, in_use, prepare_ipc
 from transport.wire import FRAMES_LIMIT, HEADER_LIMIT, AnyMessage, Body, Hello, Put, TopicHello, Work, encode
 
 COPY_BELOW = 64 << 10  # bytes; smaller bodies are cheaper to copy than to track
@@ -199,7 +199,7 @@ class ZmqLink(Link):
         body = self._take_body(small=getattr(message, "size", 0) < COPY_BELOW)
         if body == () or (isinstance(body, tuple) and not isinstance(message, Put | Work)):
             message, body = None, None  # more than a message may have; nothing else carries extras
-        if isinstance(message, Hello | TopicHello) and key not in (SERVER, message.replica):
+        if isinstance(message, Hello | TopicHello) and key != SERVER and message.replica not in key.split(BESIDE):
             message = None  # it takes another's name
         if message is None:
             self.endpoint.on_malformed(route, header)

@@ -19,7 +19,7 @@ from statistics import NormalDist
 
 from msgspec import Struct
 
-from configs.graph import frozen_engines, is_address, path, replicas, streams
+from configs.graph import frozen_engines, is_address, joined_to, path, replicas, streams
 from configs.load import config_hash
 from configs.plan.gpus import gpus_of, layout_of, trainer_processes
 from configs.plan.run_estimate import RunEstimate, estimate_run, model_lines, size_text
@@ -74,19 +74,19 @@ def _frozen(config: Config, name: str, place: str) -> FrozenPlan:
 
 def _stages(config: Config) -> tuple[StagePlan, ...]:
     local = config.run.runner != "inprocess"
-    own = {stage.name for stage in config.stage}
-    graders = config.reward.reward_workers
-    found = []
+    first, found = joined_to(config, replicas(config)), []
     for name, count in replicas(config).items():
         where = "in the controller's process" if name == "prompts" else "process" if local else "task"
+        if local and name in first:
+            where = f"in the process of {first[name]}"
         if name == "engine":
             where = _engine(config)
         if name == "train" and (trainer_group := trainer_processes(config)):
-            several = "es" if trainer_group > 1 else ""
-            where += f" and a trainer group of {trainer_group} process{several} ({layout_of(config)})"
-        if name == "reward" and graders:
+            processes = "processes" if trainer_group > 1 else "process"
+            where += f" and a trainer group of {trainer_group} {processes} ({layout_of(config)})"
+        if name == "reward" and (graders := config.reward.reward_workers):
             where += f" and {graders} grader process{'es' if graders > 1 else ''} each"
-        if name in own:
+        if name in {stage.name for stage in config.stage}:
             where += " (custom stage)"
         found.append(StagePlan(name, count, where))
     return tuple(found)
@@ -125,8 +125,8 @@ def _processes(config: Config, stages: tuple[StagePlan, ...]) -> int:
     elsewhere = {"prompts"} | ({"engine"} if config.sglang.rollout_external_engine_addrs else set())
     if config.run.runner == "inprocess":  # all but SGLang's servers
         elsewhere |= {stage.name for stage in stages if stage.name != "engine" or config.engine.engine != "sglang"}
-    own = sum(stage.replicas for stage in stages if stage.name not in elsewhere)
-    return 1 + graders + router + trainer_group + own
+    elsewhere |= joined_to(config, replicas(config)).keys()
+    return 1 + graders + router + trainer_group + sum(one.replicas for one in stages if one.name not in elsewhere)
 
 
 def render(plan: Plan) -> str:

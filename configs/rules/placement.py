@@ -59,6 +59,19 @@ def scale_faults(config: Config) -> Iterator[str]:
         )
 
 
+def chain_faults(config: Config) -> Iterator[str]:
+    between, seen = graph.path(config)[1:-1], set[str]()
+    for text in config.run.chain if config.run.chain != ("none",) else ():
+        names = text.split("+")
+        start = between.index(names[0]) if names[0] in between else 0
+        if len(names) < 2 or between[start : start + len(names)] != tuple(names):
+            order = "+".join(between) or "nothing, for this run has no stage between prompts and train"
+            yield f"--chain {text} names no neighbours of this run, which are in their order {order}; or set none"
+        elif twice := sorted(seen & set(names)):
+            yield f"--chain names {twice[0]} twice, but a stage is in one process; leave one of them out"
+        seen |= set(names)
+
+
 def stage_faults(config: Config) -> Iterator[str]:
     names = Counter(stage.name for stage in config.stage)
     for name, count in names.items():
@@ -70,7 +83,7 @@ def stage_faults(config: Config) -> Iterator[str]:
             yield f"stage name {name!r} must be small letters, digits, - and _, with a letter first; rename it"
     for stage in config.stage:
         yield from _place_faults(stage, config)
-    reached = {stage.name for head in graph.FOLLOWED for stage in graph.chain(config, head)}
+    reached = {stage.name for head in graph.FOLLOWED for stage in graph.behind(config, head)}
     for stage in config.stage:
         if stage.after in names and stage.name not in reached and stage.after != stage.name:
             yield (

@@ -170,7 +170,7 @@ _FAULTS: Final[tuple[Check, ...]] = (
     algorithm.correction_faults, algorithm.weight_faults, algorithm.rejection_faults, algorithm.sampling_faults,
     reward.engine_faults, reward.reward_faults, reward.filter_faults,
     files.data_faults, files.checkpoint_faults, files.import_path_faults,
-    placement.scale_faults, placement.autoscale_faults, placement.stage_faults,
+    placement.scale_faults, placement.chain_faults, placement.autoscale_faults, placement.stage_faults,
     reward.tool_faults, reward.environment_faults, placement.device_faults,
     engine.fleet_faults, engine.router_faults, engine.update_faults, engine.deadline_faults,
     files.preset_faults, files.save_faults, placement.ray_faults,

@@ -45,6 +45,9 @@ class RunConfig(Section, frozen=True, kw_only=True):
     within an hour; with --runner local its engines stay up meanwhile; 0 = off"""
     scale: dict[str, int] = {}
     """replicas by stage, as stage=N; repeatable"""
+    chain: tuple[str, ...] = ()
+    """neighbouring stages that run in one process while each has one replica, as first+second+...; none: each stage
+    has a process of its own; default: all stages between prompts and train"""
     autoscale: tuple[str, ...] = ()
     """stages that the run scales by itself, and engine, as stage=LEAST..MOST; default: none"""
     autoscale_window_s: Positive = 30.0

@@ -25,7 +25,7 @@ from msgspec import Struct
 from configs.graph import SINGLE, loops
 from pipeline.control.advice import LEAST_GAIN, Advice, Limits, StageLoad, Window, advise
 from pipeline.control.monitor import RunParts
-from pipeline.facts.stats import CPU, Ring
+from pipeline.facts.stats import CPU, QUEUED, Ring
 from pipeline.graph import JOINERS
 from pipeline.hosts.machine import IdleCores
 from stages.topic_values import POLICY, RUNNING, WAITING, entries
@@ -114,7 +114,10 @@ class Meter:
         sums["watched"] = sums["busy"] + sums["starved"] + view.total(name, "blocked_s") + view.total(name, "stalled_s")
         sums["items"], sums["cpu"] = view.total(name, "items_in"), view.extra(name, CPU)
         stats = [self.hubs[stream.name].stats() for stream in self.graph.inlets(name).values()]
-        queued, leased = sum(s.queued for s in stats), sum(s.leased for s in stats)
+        queued = sum(s.queued for s in stats) + int(view.extra(name, QUEUED))
+        leased = max(
+            sum(s.leased for s in stats), view.in_flight(name)
+        )  # hubs lease nothing to a later stage of a chain
         if name == "generate":  # engines do its work; prompts that wait for full engines do not wait for generate
             here = waiting = 0 if engines_full else queued
         elif name in JOINERS:  # holds parts of groups by its nature

@@ -21,7 +21,7 @@ from configs.schema import Config
 from pipeline.control.advice import Advice
 from pipeline.control.endpoint import EngineStatus, QueueStatus, RunStatus
 from pipeline.facts.run_directory import read_fleet
-from pipeline.facts.stats import EngineRow
+from pipeline.facts.stats import QUEUED, EngineRow
 from pipeline.graph import JOINERS, Graph, Placement
 from pipeline.hosts.launcher import Launcher
 from pipeline.observe.prometheus import Facts
@@ -71,10 +71,27 @@ class Waits:
         """The sentence for a stall of `quiet_s` seconds. A message that was held for less than half of it, and for
         less than --stall-notice-s, is left out."""
         least_s = min(quiet_s / 2, self.config.run.stall_notice_s)
-        held = {name: hub.held() for name, hub in self.hubs.items() if name != "settle"}
+        held = self._held()
         places = self._places(held)
         parts = [self._trainer(places, now_s), self._groups(places), *self._holders(held, least_s)]
         return "; ".join([*parts, *self._unattended(), *self._engines(least_s)])
+
+    def _held(self) -> dict[str, list[Held]]:
+        """The messages of each stream. Hubs know those of a chain by its first stage: its others report what is theirs,
+        and what several have is with the last of them."""
+        held = {name: hub.held() for name, hub in self.hubs.items() if name != "settle"}
+        chained: dict[str, tuple[str, str, float]] = {}
+        reports = {stats.stage: stats for stats in self.view.newest()}
+        for node in self.graph.nodes:
+            if (stats := reports.get(node.name)) is not None:
+                chained |= {group: (node.name, stats.replica, age_s) for group, age_s in stats.held.items()}
+        if chained:
+            held = {
+                name: [item for item in items if group_of(item.key)[0] not in chained] for name, items in held.items()
+            }
+            for group, (stage, replica, age_s) in chained.items():
+                held[stage].append(Held(group, replica, age_s))
+        return held
 
     def _places(self, held: Mapping[str, list[Held]]) -> dict[str, str]:
         """Group -> the earliest stage with a part of it, because the whole group waits there."""
@@ -224,6 +241,8 @@ class Monitor:
         for name, hub in self.hubs.items():
             stage = name.split(".", 1)[0]
             queues[stage] = queues.get(stage, 0) + hub.stats().queued
+        for stage in queues:
+            queues[stage] += int(self.recorder.view.extra(stage, QUEUED))
         self.recorder.observe(self.topic, queues, self.stage.capacity, self.stage.version)
         self.advice = self._advise()
         parts = [alarm.cure for alarm in self.recorder.health.active.values()]

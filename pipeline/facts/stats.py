@@ -19,7 +19,8 @@ from configs.graph import engine_count, replicas
 from configs.schema import Config
 
 STATS_PREFIX: Final = "stats/"  # of their keys; only the controller reads them, so they stay with the topic's server
-CPU: Final = "cpu_s"  # figure of a replica that is a process: its CPU time, with that of its children
+CPU: Final = "cpu_s"  # figure of a replica that is a process: its CPU time, with that of its children and its chain
+QUEUED: Final = "chain_queued"  # figure of a replica in a chain: messages that wait for it
 COUNTERS: Final = ("busy_s", "starved_s", "blocked_s", "stalled_s", "items_in", "items_out", "failures", "tokens")
 
 
@@ -39,6 +40,7 @@ class StageStats(Struct, frozen=True):
     tokens: int = 0
     in_flight: int = 0  # now
     extra: dict[str, float] = {}
+    held: dict[str, float] = {}  # in a chain: groups that wait for it or are in its care, with the seconds since
 
     def encode(self) -> bytes:
         """The bytes of the topic value."""

@@ -53,19 +53,19 @@ class Entry(Struct, frozen=True):
     keys: str = ""
     admit: Callable[[str, str], None] | None = None
 
-    def process(self, name: str) -> ProcessSpec:
-        """How a process of that name is started."""
-        keys = tuple(filter(None, [self._keys_of(name)]))
+    def process(self, name: str, others: Sequence[str] = ()) -> ProcessSpec:
+        """How a process of that name is started. `others`: further replicas in it."""
+        keys = tuple(filter(None, [self._keys_of(name, others)]))
         argv = (sys.executable, "-P", "-m", "pipeline.hosts.worker", self.run_id, self.topic, name, *keys)
         return ProcessSpec(name, argv, files=keys)
 
-    def _keys_of(self, name: str) -> str:
+    def _keys_of(self, name: str, others: Sequence[str]) -> str:
         """The directory with what a process of that name needs; made at its first start."""
         if not self.keys or self._serves:
             return self.keys
         own = Path(self.keys) / name
         if not own.exists():
-            public = add_client(Path(self.keys).with_name(SERVING), name, own)
+            public = add_client(Path(self.keys).with_name(SERVING), name, own, others)
             if self.admit is not None:
                 self.admit(name, public)
         return str(own)

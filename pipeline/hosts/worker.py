@@ -21,7 +21,10 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Callable, Collection
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final, Generic, TypeVar
 
@@ -34,7 +37,7 @@ from models.import_path import add_working_directory, import_path, raised
 from models.train.trainer_group.rank_spec import MEETING, RankSpec, Rendezvous
 from pipeline.errors import exit_code, leaf, user_error
 from pipeline.facts.run_log import release
-from pipeline.facts.stats import CPU, STATS_PREFIX, StageStats
+from pipeline.facts.stats import CPU, QUEUED, STATS_PREFIX, StageStats
 from pipeline.facts.trace import TraceWriter
 from pipeline.hosts.launcher import SOCKETS
 from pipeline.hosts.machine import cpu_seconds
@@ -43,7 +46,7 @@ from pipeline.hosts.weights_source import FetchedWeights, OfferedWeights
 from stages.base import Stage, StageContext, StageOptions, TrainOptions, beside
 from stages.ports import Inlet as StageInlet
 from stages.ports import Lease, Ports, wait_value
-from transport import Inlet, Node, StreamFinished, TopicClient
+from transport import ChainLink, EntryInlet, Inlet, Node, StreamFinished, TopicClient
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -63,6 +66,9 @@ class FaultyInlet(Generic[T_co]):
 
 
 STATS_INTERVAL_S = 0.5
+HELD_S: Final = 2.0  # least age of what is reported as held in a chain; of other streams their hubs know it
+UNBOUNDED_BYTES: Final = 1 << 60
+BUILT_IN: Final = "stages."  # import paths of the project's stages
 
 log = logging.getLogger("sluice.worker")
 
@@ -92,10 +98,47 @@ class ReplicaSpec(Struct, frozen=True):
     built_in: StageOptions | None = None
     run_generation: int = 0
     host: str = ""  # of a train stage: its address for other hosts; empty: there are none
+    chained: tuple[ReplicaSpec, ...] = ()  # of the stages that follow it in the same process
+    room: int = 0  # of a chain: messages that an inlet holds while a later stage works on them, and that a link holds
+
+    @property
+    def members(self) -> tuple[ReplicaSpec, ...]:
+        """The replicas of the process in the order of the flow."""
+        return (self, *self.chained)
+
+    @property
+    def stages(self) -> tuple[str, ...]:
+        """Their stages."""
+        return tuple(member.stage for member in self.members)
+
+
+@dataclass
+class Place:
+    """The place of a replica in its process: the links to its neighbours, None at the ends of a chain."""
+
+    process: ReplicaSpec
+    before: ChainLink[Any] | None = None
+    after: ChainLink[Any] | None = None
 
 
 async def run_replica(spec: ReplicaSpec, node: Node, topic: TopicClient, config: Config) -> None:
-    """Run one replica until its inlets end, or it is retired. Errors of the stage propagate."""
+    """Run a replica, with those that are chained to it, until its inlets end or it is retired. Errors of a stage
+    propagate."""
+    if not spec.chained:
+        await _run_member(spec, node, topic, config, Place(spec))
+        return
+    links = [_link(before, after, spec.room) for before, after in pairwise(spec.members)]
+    async with asyncio.TaskGroup() as tasks:
+        for member, before, after in zip(spec.members, [None, *links], [*links, None], strict=True):
+            tasks.create_task(_run_member(member, node, topic, config, Place(spec, before, after)))
+
+
+def _link(before: ReplicaSpec, after: ReplicaSpec, room: int) -> ChainLink[Any]:
+    custom = not all(member.path.startswith(BUILT_IN) for member in (before, after))
+    return ChainLink(import_path(after.inlets["in"].schema), room, copies=custom)
+
+
+async def _run_member(spec: ReplicaSpec, node: Node, topic: TopicClient, config: Config, place: Place) -> None:
     trace, enabled = Path(spec.run_dir, "trace"), config.observe.trace
     with TraceWriter(trace, spec.replica, stage=spec.stage, enabled=enabled) as spans:
         context = StageContext(
@@ -113,7 +156,7 @@ async def run_replica(spec: ReplicaSpec, node: Node, topic: TopicClient, config:
         stage: Stage = import_path(spec.path)(context)
         try:
             await stage.setup()
-            await _serve(stage, spec, node, topic)
+            await _serve(stage, spec, node, topic, place)
         except BaseException:
             # What went wrong decides whether the replica starts again: an error of the clean-up must not replace it.
             try:
@@ -124,41 +167,63 @@ async def run_replica(spec: ReplicaSpec, node: Node, topic: TopicClient, config:
         await stage.close()
 
 
-async def _serve(stage: Stage, spec: ReplicaSpec, node: Node, topic: TopicClient) -> None:
-    name = spec.replica
-    outlets = {
+async def _serve(stage: Stage, spec: ReplicaSpec, node: Node, topic: TopicClient, place: Place) -> None:
+    name, before, after = spec.replica, place.before, place.after
+    outlets: dict[str, Any] = {
         key: await node.outlet(port.address, port.stream, import_path(port.schema), replica=name)
         for key, port in spec.outlets.items()
+        if after is None or key != "out"
     }
-    inlets: dict[str, Inlet[Any]] = {
-        key: await node.inlet(
-            port.address, port.stream, import_path(port.schema), window_items=port.window_items,
-            window_bytes=port.window_bytes, replica=name,
-        )
-        for key, port in spec.inlets.items()
-    }  # fmt: skip
+    inlets = {key: await _inlet(node, port, name, place) for key, port in spec.inlets.items()}
+    taken: dict[str, StageInlet[Any]] = dict(inlets)
+    merged = []
+    if before is not None:
+        taken["in"] = before
+        merged.append(before.merge(inlets["in"]))
+    if after is not None:
+        outlets["out"] = after
+        taken = {key: EntryInlet(inlet, after, spec.inlets[key].window_items) for key, inlet in taken.items()}
     run_dir = Path(spec.run_dir)
     fetched = FetchedWeights(node, topic, f"{spec.replica}-{secrets.token_hex(4)}", run_dir)
     weights = OfferedWeights(node, topic, spec.host) if spec.host else fetched
-    taken: dict[str, StageInlet[Any]] = dict(inlets)
     faults = fault_plan(stage.config, spec.stage, spec.replica, run_generation=spec.run_generation, run_dir=run_dir)
     if faults is not None:
-        taken = {name: FaultyInlet(inlet, faults) for name, inlet in inlets.items()}
+        taken = {key: FaultyInlet(inlet, faults) for key, inlet in taken.items()}
     ports = Ports(spec.replica, taken, outlets, topic, weights)
-    async with beside(_publish_stats(stage, spec, ports), _retire(spec, topic, inlets.values())):
+    report = partial(_stats, stage, spec, place)
+    retire = _retire(place.process.replica, topic, inlets.values())
+    async with beside(_publish_stats(report, spec.replica, topic), retire), asyncio.TaskGroup() as merging:
+        for merge in merged:
+            merging.create_task(merge)
         try:
             await stage.run(ports)
         finally:
             fetched.close()
+        if after is not None:  # which may still hand on what came in here
+            await after.end()
+            await after.consumed.wait()
         for inlet in inlets.values():  # what a retired replica still holds, parts of groups, goes to another one
             await inlet.close()
-    await ports.topic.publish(STATS_PREFIX + spec.replica, _stats(stage, spec))
+    if before is not None:
+        before.consumed.set()
+    await topic.publish(STATS_PREFIX + spec.replica, report())
 
 
-def _stats(stage: Stage, spec: ReplicaSpec) -> bytes:
+async def _inlet(node: Node, port: PortSpec, name: str, place: Place) -> Inlet[Any]:
+    """Messages that entered a chain stay in the care of their inlet until its last stage has done with them."""
+    items, size = port.window_items, port.window_bytes
+    if place.after is not None:
+        items, size = max(items, place.process.room), UNBOUNDED_BYTES
+    return await node.inlet(
+        port.address, port.stream, import_path(port.schema), window_items=items, window_bytes=size, replica=name
+    )
+
+
+def _stats(stage: Stage, spec: ReplicaSpec, place: Place) -> bytes:
     activity = stage.activity
     seconds = activity.settle()
     own = {} if stage.config.run.runner == "inprocess" else {CPU: cpu_seconds(os.getpid())}
+    own |= {QUEUED: float(place.before.queued)} if place.before is not None else {}
     return StageStats(
         stage=spec.stage,
         replica=spec.replica,
@@ -173,20 +238,21 @@ def _stats(stage: Stage, spec: ReplicaSpec) -> bytes:
         tokens=activity.tokens,
         in_flight=activity.in_flight,
         extra={**activity.extra, **own},
+        held=place.before.held(HELD_S) if place.before is not None else {},
     ).encode()
 
 
-async def _retire(spec: ReplicaSpec, topic: TopicClient, inlets: Collection[Inlet[Any]]) -> None:
-    """Waits for the topic `retire/<replica>`. The inlets end then: messages not yet begun return to their hubs."""
-    await wait_value(topic, retire_key(spec.replica))
+async def _retire(process: str, topic: TopicClient, inlets: Collection[Inlet[Any]]) -> None:
+    """Waits for the topic `retire/<process>`. The inlets end then: messages not yet begun return to their hubs."""
+    await wait_value(topic, retire_key(process))
     for inlet in inlets:
         await inlet.drain()
 
 
-async def _publish_stats(stage: Stage, spec: ReplicaSpec, ports: Ports) -> None:
+async def _publish_stats(report: Callable[[], bytes], replica: str, topic: TopicClient) -> None:
     """Waits for the clock; runs until cancelled."""
     while True:
-        await ports.topic.publish(STATS_PREFIX + spec.replica, _stats(stage, spec))
+        await topic.publish(STATS_PREFIX + replica, report())
         await asyncio.sleep(STATS_INTERVAL_S)
 
 

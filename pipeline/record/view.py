@@ -118,6 +118,10 @@ class RunView:
             replica = self._replicas[key] = _Replica(stats, first_s, Ring(self._window_s))
         replica.feed(stats)
 
+    def newest(self) -> list[StageStats]:
+        """The newest report of each replica that stays."""
+        return [replica.newest for key, replica in self._replicas.items() if key not in self._retired]
+
     def begin(self) -> None:
         """The trainer has its weights: earlier work does not count for the training phase."""
         for replica in self._replicas.values():

@@ -50,12 +50,16 @@ class Lifecycle:
         if fault := self.recorder.rundir.keep_sockets():
             raise ReplicaFailed(f"{name} ended with {why}, and {fault}")
         self.recorder.lost(stage, name, why)
-        for hub in self.hubs.values():
-            hub.peer_lost(name, blame=stage != "train")  # it held all that waits, to whatever it was that killed it
+        self.release(name, blame=stage != "train")  # it held all that waits, to whatever it was that killed it
         if stage in ("engine", "frozen"):
             self._drop_engine(name)
         elif stage == "router":
             self._drop_router()
+
+    def release(self, name: str, *, blame: bool = True) -> None:
+        """A replica has ended with its process: release its leases, and blame what it had started."""
+        for hub in self.hubs.values():
+            hub.peer_lost(name, blame=blame)
         self.topic.drop(STATS_PREFIX + name)
 
     async def trainer_state(self, lost: TrainOptions) -> TrainOptions | None:
@@ -93,7 +97,7 @@ class Lifecycle:
             open=still_open,
         )
 
-    def retired(self, stage: str, name: str) -> None:
+    def retired(self, stage: str, name: str, why: str) -> None:
         """A replica that was scaled away has ended, with or without an error: its messages go to others."""
         for hub in self.hubs.values():
             hub.peer_lost(name)
@@ -101,7 +105,6 @@ class Lifecycle:
             self.recorder.view.stage(StageStats.decode(value))
         self.recorder.view.retire(stage, name)
         self.topic.dismiss(name)
-        why = "no engine is left on its node" if stage == "fetcher" else f"{stage} is scaled down"
         self.recorder.say(f"{name} has ended, {why}")
 
     def engine_up(self, spec: EngineSpec, url: str, incarnation: int, version: str) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
+from collections import Counter
 from functools import partial
 from typing import ClassVar, Final
 
@@ -61,8 +62,9 @@ class Runner(ABC):
         self._servers = Servers(self._shared, in_process=self.in_process)
         self._replicas: asyncio.TaskGroup | None = None  # while it runs
         self._running: dict[str, ReplicaSpec] = {}
-        self._retiring: set[str] = set()
-        self._numbers = {node.name: node.replicas for node in placement.graph.nodes}  # of the next replica
+        self._retiring: dict[str, str] = {}  # with the reason
+        self._counts = {node.name: node.replicas for node in placement.graph.nodes}  # replicas that are to run
+        self._numbers = Counter[str]()  # of the next replica of a stage
 
     def alive(self) -> list[str]:
         """Replicas (not servers) that have not ended."""
@@ -73,8 +75,8 @@ class Runner(ABC):
         try:
             async with beside(self._servers.run()):
                 async with asyncio.TaskGroup() as self._replicas:
-                    for spec in self.placement.replicas():
-                        self._start(spec)
+                    for stages in self.placement.processes(self._counts):
+                        self._start(self._new(stages))
                 self._replicas = None
         except Exception:  # neither a normal end nor a stop by the user: the next start may take over the servers
             self.launcher.leave()
@@ -86,7 +88,8 @@ class Runner(ABC):
         """Replicas of a stage, or engines, that are to stay, the oldest first."""
         if stage == "engine":
             return self._servers.engines
-        return [name for name, spec in self._running.items() if spec.stage == stage and name not in self._retiring]
+        staying = [spec for name, spec in self._running.items() if name not in self._retiring]
+        return [member.replica for spec in staying for member in spec.members if member.stage == stage]
 
     def refusal(self, stage: str, count: int) -> str | None:
         """Why a stage, or the engines, cannot be brought to `count` now; None if they can."""
@@ -100,22 +103,38 @@ class Runner(ABC):
     def scale(self, stage: str, count: int) -> None:
         """Bring a running stage, or the engines, to `count` replicas, and say so on the topic (`scale/<stage>`).
 
-        New ones are started; of surplus ones the youngest take no new work, finish what they hold (an engine gives it
-        back), and end. Raises UsageError.
+        New processes are started; surplus ones, the youngest, take no new work, finish what they hold (an engine gives
+        it back), and end. A chain is surplus where one of its stages gets a second replica; stages with one replica
+        each are chained again. Raises UsageError.
         """
         if (why := self.refusal(stage, count)) is not None:
             raise UsageError(why)
         if stage == "engine":
             self._servers.scale(count)
             return
-        present = self.replicas(stage)
-        for name in present[count:]:
-            self._retiring.add(name)
-            self.topic.publish(retire_key(name), b"")
-        for _ in range(count - len(present)):
-            number, self._numbers[stage] = self._numbers[stage], self._numbers[stage] + 1
-            self._start(self.placement.replica(self.placement.graph.node(stage), number, count))
+        self._counts[stage] = count
+        wanted = Counter(self.placement.processes(self._counts))
+        for name, spec in self._running.items():
+            if name in self._retiring:
+                continue
+            wanted[spec.stages] -= 1
+            if wanted[spec.stages] < 0:
+                down = spec.stages == (stage,)
+                self._retiring[name] = f"{stage} is scaled down" if down else f"for {stage} is scaled"
+                self.topic.publish(retire_key(name), b"")
+        for stages, missing in wanted.items():
+            for _ in range(missing):
+                self._start(self._new(stages))
         self.topic.publish(f"scale/{stage}", str(count).encode())
+
+    def _new(self, stages: tuple[str, ...]) -> ReplicaSpec:
+        """The specification of a further process with these stages."""
+        members = []
+        for stage in stages:
+            number, self._numbers[stage] = self._numbers[stage], self._numbers[stage] + 1
+            members.append(self.placement.replica(self.placement.graph.node(stage), number, self._counts[stage]))
+        first, *others = members
+        return msgspec.structs.replace(first, chained=tuple(others), room=self.placement.room) if others else first
 
     def _start(self, spec: ReplicaSpec) -> None:
         assert self._replicas is not None
@@ -124,12 +143,13 @@ class Runner(ABC):
 
     async def _run(self, spec: ReplicaSpec) -> None:
         await self._supervise(spec)
-        del self._running[spec.replica]
+        spec = self._running.pop(spec.replica)  # apart from its neighbours by now, perhaps
         if spec.replica in self._retiring:
-            self._retiring.remove(spec.replica)
+            why = self._retiring.pop(spec.replica)
             self.topic.drop(retire_key(spec.replica))
             await self.launcher.release(spec.replica)
-            self.lifecycle.retired(spec.stage, spec.replica)
+            for member in spec.members:
+                self.lifecycle.retired(member.stage, member.replica, why)
 
     @abstractmethod
     async def _supervise(self, spec: ReplicaSpec) -> None:
@@ -158,7 +178,8 @@ class ProcessRunner(Runner):
         if isinstance(spec.built_in, TrainOptions):
             await TrainerUnit(self._shared, self._ranks).run(spec)
             return
-        process, name = self.entry.process(spec.replica), spec.replica
+        name = spec.replica
+        process = self.entry.process(name, [member.replica for member in spec.chained])
         self.topic.publish(spec_key(name), msgspec.msgpack.encode(spec))
         while True:
             handle = await run_until(self.launcher.spawn(process), self._until_unwanted(name))
@@ -168,8 +189,21 @@ class ProcessRunner(Runner):
             if code == 0 or name in self._retiring:
                 break
             check_repeatable(name, code, handle.last_line(), self.rundir.path)
+            if spec.chained:
+                spec = self._separate(spec)
             await self._shared.restarts.again(spec.stage, name, describe_exit(code), handle.last_line(), handle.log)
         self.topic.drop(spec_key(name))
+
+    def _separate(self, chain: ReplicaSpec) -> ReplicaSpec:
+        """Start the stages of a chain that was lost in processes of their own, so that the next loss shows which stage
+        it was, and only messages of that stage are blamed. Returns the first stage's specification."""
+        first = self._running[chain.replica] = msgspec.structs.replace(chain, chained=())
+        self.topic.publish(spec_key(first.replica), msgspec.msgpack.encode(first))
+        for member in chain.chained:
+            self.lifecycle.release(member.replica)
+            self._start(member)
+        self.lifecycle.say(f"{', '.join(chain.stages)} shared a process that was lost, they get one each from now on")
+        return first
 
     async def _until_unwanted(self, replica: str) -> None:
         """Waits until a replica for which no host has room is not wanted any more."""

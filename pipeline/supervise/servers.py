@@ -99,7 +99,7 @@ class WeightFetchers:
         if self._by_host.get(host) == name:
             del self._by_host[host]
         if self._topic.get(END) is None:
-            restarts.lifecycle.retired(STAGE, name)
+            restarts.lifecycle.retired(STAGE, name, "no engine is left on its node")
         for key in (spec_key(name), retire_key(name)):
             self._topic.drop(key)
         await self._launcher.release(name)

@@ -29,6 +29,7 @@ from stages.errors import UntrainableGroup
 from stages.messages import RolloutSlice, Sample
 from stages.ports import Lease
 from stages.rollouts import (
+    by_version,
     pass_rate,
     prefixes,
     rollout_return,
@@ -152,9 +153,9 @@ class Batch:
         counts: Counter[int] = Counter(self.staleness)
         for parts in rollouts(lease.message.samples):
             for sample, mask in zip(parts, trained_masks(parts), strict=True):
-                versions, n = np.unique(self.step - sample.versions[mask], return_counts=True)
-                self.trained_tokens += int(n.sum())
-                counts.update(dict(zip(versions.tolist(), n.tolist(), strict=True)))
+                for version, n in by_version(sample, mask):
+                    self.trained_tokens += n
+                    counts[self.step - version] += n
         self.staleness = dict(counts)
 
     @property

@@ -19,6 +19,7 @@ MOMENTS = (START, WARM, RUNNING, SAVE, PRUNE, RESUME, END)
 CONTROLLER, TRAIN = "controller", "train-0"
 EVERYTHING = "everything"  # all processes of the run at once, but the parent of --auto-resume
 WITHIN = ("generate-0", "generate-1", "reward-0", "group-0", "evaluate-0", "engines-0", "engine-0", "engine-1")
+CHAINED = ("generate-1", "reward-0", "group-0")  # may be in the process of another one
 FATAL = (CONTROLLER, EVERYTHING)  # the run ends and is resumed
 MAY_END = (TRAIN,)  # it does if the newest step is not in a checkpoint
 WORST = (CONTROLLER, *MAY_END)

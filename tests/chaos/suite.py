@@ -26,6 +26,7 @@ from pathlib import Path
 
 from tests.chaos import asking, calls
 from tests.chaos.kills import (
+    CHAINED,
     EVERYTHING,
     FATAL,
     MARK,
@@ -58,9 +59,11 @@ _EVERY_RUN = [
     "--rm-type", "random:0.5", "--rollout-batch-size", str(BATCH), "--n-samples-per-prompt", "4",
     "--rollout-max-response-len", "6", "--num-rollout", str(STEPS), "--max-staleness", str(BOUND),
     "--keep-last-n", str(KEEP), "--eval-prompt-data", "held=arithmetic@[0:4]",
-    "--eval-interval", "5", "--scale", "engine=2", "--scale", "generate=2", "--max-restarts", "20",
+    "--eval-interval", "5", "--scale", "engine=2", "--max-restarts", "20",
     "--no-live", "--no-use-tensorboard", "--no-use-plot", "--log-interval", "50",
 ]  # fmt: skip
+# Which stages share a process: reward and group, or generate too, or none.
+_CHAINS = (["--scale", "generate=2"], [], ["--chain", "none", "--scale", "generate=2"])
 _SIMULATED = [
     "--engine", "simulated", "engine.simulated.vocab_size=32", "engine.simulated.length_mean=6",
     "engine.simulated.update_s=0.01", "--train-backend", "simulated", "--simulated-step-s", "0.1",
@@ -100,7 +103,8 @@ class Verdict:
 
 def flags(*, seed: int, save_interval: int = 1, computes: bool = False, warm: bool = False) -> list[str]:
     """Of one run. `computes`: a real model is trained and sampled; `warm`: after a supervised warm start."""
-    found = [*_EVERY_RUN, *([] if computes else _SIMULATED), "--seed", str(seed), "--save-interval", str(save_interval)]
+    found = [*_EVERY_RUN, *([] if computes else _SIMULATED), *_CHAINS[seed % len(_CHAINS)]]
+    found += ["--seed", str(seed), "--save-interval", str(save_interval)]
     if warm:
         found += ["--warm-start-steps", str(WARM_STEPS), "--warm-start-batch-size", str(BATCH)]
     return found
@@ -334,8 +338,11 @@ class Running:
             found = [pid for pid in marked(self._mark) if hosts.search(command(pid))]
             return found[int(kill.delay_s * 1000) % len(found)] if found else None
         home = self._run_dir / "warm_start" if kill.moment == "warm start" else self._run_dir
+        replicas = home / "replicas"
+        shared = ("reward-0", "generate-0") if kill.victim in CHAINED else ()  # the process that it is in
+        name = next((name for name in (kill.victim, *shared) if (replicas / f"{name}.pid").exists()), kill.victim)
         try:
-            pid = int((home / "replicas" / f"{kill.victim}.pid").read_text())
+            pid = int((replicas / f"{name}.pid").read_text())
             ours = f"{MARK}={self._mark}".encode() in Path(f"/proc/{pid}/environ").read_bytes()
         except (OSError, ValueError):
             return None  # not started yet, or ended

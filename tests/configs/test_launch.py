@@ -19,7 +19,7 @@ import configs.help as manual
 import launch
 from configs.command_line import parse
 from configs.flags import SECTIONS, Flag, flags, flags_by_key
-from configs.graph import autoscale_limits
+from configs.graph import autoscale_limits, chains, replicas
 from configs.help import description, section_title
 from configs.layers import merge, value_at
 from configs.load import dump_toml, load, load_arguments, recipe_names, with_work
@@ -274,6 +274,24 @@ def test_limits_of_autoscale_by_stage() -> None:
 def test_scale_is_repeatable_and_takes_dotted_entries() -> None:
     argv = ["--scale", "reward=4", "tools=2", "--scale", "generate=3", "run.scale.reward=5"]
     assert load(argv).config.run.scale == {"reward": 5, "tools": 2, "generate": 3}
+
+
+@pytest.mark.parametrize(
+    ("argv", "wanted"),
+    [
+        ("", "generate+reward+group"),
+        ("--chain none", ""),
+        ("--chain reward+group", "reward+group"),
+        ("--scale generate=2", "reward+group"),
+        ("--scale reward=2", ""),
+        ("--use-opd --scale teacher=2", "generate+reward"),
+        ("--chain generate+reward+group --scale generate=2", "reward+group"),
+        ("--loss-type sft_loss", ""),
+    ],
+)
+def test_neighbours_with_one_replica_each_share_a_process(argv: str, wanted: str) -> None:
+    config = load(argv.split()).config
+    assert ["+".join(stages) for stages in chains(config, replicas(config))] == list(filter(None, [wanted]))
 
 
 def test_objects_take_json_and_dotted_entries() -> None:

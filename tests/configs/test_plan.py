@@ -209,8 +209,10 @@ def test_a_colocated_run_is_planned_with_both() -> None:
 def test_frozen_engines_are_planned_and_counted() -> None:
     one = make_plan(planned("--use-opd --frozen-engine t=tiny"))
     two = make_plan(planned("--use-opd --frozen-engine t=tiny judge=http://localhost:3000"))
-    none = make_plan(planned())
-    assert (one.processes, two.processes) == (none.processes + 2, none.processes + 2), "the stage and its engine"
+    none, apart = make_plan(planned()), make_plan(planned("--chain none"))
+    assert (one.processes, two.processes) == (none.processes + 1, none.processes + 1), "the engine"
+    assert apart.processes == none.processes + 2, "reward and group have a process each"
+    assert make_plan(planned("--use-opd --frozen-engine t=tiny --chain none")).processes == apart.processes + 2
     assert [(engine.name, engine.started) for engine in two.frozen] == [("t", True), ("judge", False)]
     text = render(two)
     assert "reward -> teacher -> group -> train" in text

@@ -405,7 +405,7 @@ def test_frozen_engines_are_placed_beside_those_that_generate(policy_model: Path
     frozen = [(spec.name, spec.frozen, spec.model_path, spec.max_context) for spec in started]
     assert frozen == [("frozen-t", "t", "one", 77), ("frozen-j", "j", "two", 77)]
     assert not {spec.port for spec in placement.frozen} & {7000, 7001}
-    [generate] = [spec for spec in placement.replicas() if spec.stage == "generate"]
+    generate = placement.replica(placement.graph.node("generate"), 0, 1)
     assert generate.built_in == GenerateOptions(max_context=77)
     supervised = make(policy_model, "t=one", train={"loss_type": "sft_loss"})
     assert placed(supervised, tmp_path / "supervised").frozen == []

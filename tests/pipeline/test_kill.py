@@ -16,14 +16,16 @@ from pathlib import Path
 import msgspec
 import pytest
 from launching import NO_DATA, SIMULATED, SMALL, alive, finish, launch, made_model, start, succeed_here
+from scripted_run import Scripted, scripted
 
+import launch as program
 from configs.schema.run import read_fault
 from models.checkpoint import manifests
 from models.fault_injection import FaultPlan, InjectedError, injected
 from pipeline.facts.trace import Span, read_records
 from pipeline.hosts.machine import living
 from pipeline.hosts.worker import FaultyInlet
-from pipeline.record.journal import Admitted, Ended, RolledBack, Stepped, read_journal
+from pipeline.record.journal import Admitted, Ended, RolledBack, Stepped, audit, read_journal
 from stages.messages import PromptGroup
 from stages.prompts.ledger import LedgerSnapshot
 from stages.records.growing_records import RESPONSES, GrowingRecords, Key, Piece
@@ -114,6 +116,32 @@ def test_killed_replicas_lose_nothing(tmp_path: Path) -> None:
     events = read_journal(tmp_path / "run" / "ledger.jsonl")
     trained = [e.group for e in events if isinstance(e, Ended) and e.outcome == "trained"]
     assert len(trained) == len(set(trained)) == 28 * 4
+
+
+@pytest.mark.slow
+def test_a_killed_chain_is_taken_apart_and_joined_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def script(run: Scripted) -> None:
+        await run.until((run.run_dir / "ledger.jsonl").exists)
+        await run.steps(2)
+        assert not {"reward-0", "group-0"} & set(run.runner.alive())
+        run.kill("generate-0", signal.SIGKILL)
+        await run.until(lambda: {"generate-0", "reward-0", "group-0"} <= set(run.runner.alive()))
+        await run.steps(4)
+        run.kill("reward-0", signal.SIGKILL)
+        await run.steps(4)
+        run.runner.scale("reward", 1)
+        await run.until(lambda: run.generating() == ["generate-1"] and "group-0" not in run.runner.alive())
+        await run.steps(4)
+
+    flags = [*SMALL, *made_model(), *SIMULATED, "--num-rollout", "4000"]
+    run = scripted(monkeypatch, tmp_path / "run", script, lambda place: program.main(["--run-dir", str(place), *flags]))
+    assert run.controller.recorder.restarts == {"generate-0": 1, "reward-0": 1}
+    assert run.controller.recorder.dead_letters == []
+    said = (tmp_path / "run" / "run.log").read_text()
+    assert said.count("generate, reward, group shared a process that was lost, they get one each from now on") == 1
+    books = audit(tmp_path / "run" / "ledger.jsonl")
+    assert books.outcomes.keys() <= {"trained", "discarded"}, books
+    assert books.staleness_max <= 2
 
 
 def pids(run_dir: Path, *names: str) -> list[int]:

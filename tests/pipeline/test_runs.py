@@ -52,7 +52,8 @@ def test_an_async_run_leaves_everything_behind(tmp_path: Path) -> None:
     assert {"generate", "group", "train"} <= {e["name"] for e in trace["traceEvents"]}
     assert list((run_dir / "tensorboard").iterdir())
     assert "Next:" in done.out
-    for name in ("generate-0", "train-0", "reward-0"):
+    assert not (run_dir / "logs" / "reward-0.log").exists(), "it shares a process with generate"
+    for name in ("generate-0", "train-0", "evaluate-0"):
         log = (run_dir / "logs" / f"{name}.log").read_text()
         assert re.search(rf"^\S+ \S+ controller \d+ starts {name}, start 1$", log, re.MULTILINE)
         assert re.search(rf"{name} starts: pid \d+ on \S+, sluice \d", log)
@@ -76,9 +77,13 @@ def check_model_generates(run_dir: Path) -> None:
 def test_sync_trains_the_same_batches_on_every_runner(tmp_path: Path) -> None:
     flags = [*SMALL, *made_model(), "--mode", "sync", "--deterministic", "--dynamic-sampling-filter", "nonzero_std"]
     batches = []
-    for runner, replicas in ((succeed, 1), (succeed_here, 1), (succeed_here, 3)):
-        scale = ("--scale", f"generate={replicas}", "--num-rollout", "5")
-        done = runner(tmp_path / f"{runner.__name__}-{replicas}", *flags, *scale)
+    scaled, apart = ["--scale", "generate=3"], ["--chain", "none"]
+    for name, runner, how in (
+        ("processes", succeed, []),
+        ("apart", succeed_here, apart),
+        ("scaled", succeed_here, scaled),
+    ):
+        done = runner(tmp_path / name, *flags, *how, "--num-rollout", "5")
         assert done.summary["staleness"]["max"] == 0
         batches.append(done.audit.batches)
         assert len(done.audit.batches) == 5
@@ -181,14 +186,16 @@ FLAGS = [*SMALL, *made_model(), *SIMULATED, "--scale", "engine=2", "--num-rollou
 async def one_three_one(run: Scripted) -> None:
     await run.until(lambda: run.generating() == ["generate-0"] and (run.run_dir / "ledger.jsonl").exists())
     await run.steps(2)
-    run.runner.scale("generate", 3)
-    assert run.generating() == ["generate-0", "generate-1", "generate-2"]
+    run.runner.scale("generate", 3)  # what was one task with reward and group
+    several = ["generate-1", "generate-2", "generate-3"]
+    assert run.runner.replicas("generate") == several
     assert run.runner.topic.get("scale/generate") == b"3"
-    await run.until(lambda: run.answered("generate-1") > 0 and run.answered("generate-2") > 0)
+    await run.until(lambda: run.generating() == several and all(run.answered(name) > 0 for name in several))
     run.runner.scale("generate", 1)
-    await run.until(lambda: run.generating() == ["generate-0"])
+    await run.until(lambda: run.generating() == ["generate-4"])
+    assert [run.runner.replicas(stage) for stage in ("reward", "group")] == [["reward-2"], ["group-2"]]
     assert run.runner.topic.get("scale/generate") == b"1"
-    assert not [key for key in run.runner.topic.items("") if key.endswith(("generate-1", "generate-2"))]
+    assert not [key for key in run.runner.topic.items("") if key.endswith(tuple(several))]
     await run.steps(2)
     for stage, count in (("generate", 0), ("train", 2), ("nothing", 1)):
         with pytest.raises(UsageError, match=f"{stage} cannot be scaled"):
@@ -254,7 +261,7 @@ def test_nothing_is_unpickled_in_any_process_of_a_run(tmp_path: Path) -> None:
     done = finish(start(None, *resume, **env), tmp_path / "run")
     assert done.code == 0, done.err[-2000:]
     messages = notes.read_text()
-    assert all(name in messages for name in ("launch.py", "models.engines.serve", "train-0", "generate-0", "reward-0"))
+    assert all(name in messages for name in ("launch.py", "models.engines.serve", "train-0", "generate-0", "engines-0"))
     assert [line for line in messages.splitlines() if line.startswith("refused")] == []
 
 

@@ -37,6 +37,7 @@ from models.tiny import make_tiny_checkpoint
 from pipeline.control.client import table
 from pipeline.control.monitor import Waits
 from pipeline.facts.run_log import loop_watched, named, run_log
+from pipeline.facts.stats import StageStats
 from pipeline.graph import STAGES, Graph, build, message_bytes, stream_spec
 from pipeline.hosts.worker import ReplicaSpec, run_replica
 from pipeline.record.journal import Journal, RolledBack
@@ -118,6 +119,7 @@ class Scene:
     trainer_up: bool = True
     busy: float = 0.0
     held: dict[str, tuple[str, str]] = field(default_factory=dict)  # stream -> (key, holder) of a message
+    chained: list[str] = field(default_factory=list)  # stages behind another in its process that have group 7
     unattended: str = ""  # stream
     address: bool = True
     entry: dict[str, Any] | None = field(default_factory=lambda: {"state": "serving", "version": 3})
@@ -137,7 +139,9 @@ class Scene:
         )
         row = SimpleNamespace(stage="train", busy=self.busy)
         snapshot = SimpleNamespace(stages=[row])
-        view = SimpleNamespace(snapshot=lambda _: snapshot, pending_s=lambda: {"engine-0": self.pending_s})
+        reports = [StageStats(stage, f"{stage}-0", 0.0, held={"7": 66.0}) for stage in self.chained]
+        pending = {"engine-0": self.pending_s}
+        view = SimpleNamespace(snapshot=lambda _: snapshot, pending_s=lambda: pending, newest=lambda: reports)
         async with MemoryNode("run", "test", MemoryNetwork()) as node:
             topic = await node.topic_server("topic")
             if self.address:
@@ -173,6 +177,8 @@ NODE = "no node of the cluster has 1 GPU free"
         (Scene(held={"group": ("7/0/1", "")}), "train waits for groups, it has 0 of 2; 1 groups are under way"),
         (Scene(held={"generate": ("7/0/1", "generate-0")}), "generate-0 has had group 7 for 70 s (--request-timeout"),
         (Scene(held={"reward": ("7/0/1", "reward-0")}), "reward-0 has had group 7 for 70 s (--reward-deadline-s"),
+        (Scene(held={"generate": ("7", "generate-0")}, chained=["reward"]), "reward-0 has had group 7 for 66 s (--rew"),
+        (Scene(held={"generate": ("7", "generate-0")}, chained=["group", "reward"]), "are under way (1 in group)"),
         (Scene(held={"reward": ("7/0/1", "reward-0")}, quiet_s=900), "reward-0 has had group 7 for 70 s"),
         (Scene(unattended="reward"), "1 messages wait for reward, of which no replica answers"),
         (Scene(address=False), "engine-0 is not up"),

@@ -18,7 +18,7 @@ from models.engines.simulated.responses import simulated_log_prob
 from models.errors import EngineProtocolError
 from stages.messages import PromptGroup, Settled, VersionRun
 from stages.ports import read_value
-from stages.rollouts import new_sample
+from stages.rollouts import new_sample, oldest_version
 from stages.sampling.engine_choice import Slots
 from stages.sampling.engine_directory import Target
 from stages.sampling.requests import (
@@ -175,7 +175,7 @@ def test_version_runs_are_the_engines_spans_and_neighbours_are_joined() -> None:
     first = extended(ASKED, SampleResult(), answer("abort", [("0.3", 0, 3), ("0.4", 3, 4)]), 1.0)
     sample = append_result(new_sample([4, 5], 0), first)
     assert sample.version_runs[1:] == (VersionRun(3, 3), VersionRun(4, 1))
-    assert (sample.status, sample.oldest_version) == ("aborted", 3)
+    assert (sample.status, oldest_version([sample])) == ("aborted", 3)
     again = answer("length", [("0.4", 0, 2), ("0.6", 2, 4)])
     one_turn = append_result(new_sample([4, 5], 0), extended(ASKED, first, again, 0.5))
     two_turns = append_result(sample, extended(ASKED, SampleResult(), again, 0.5))

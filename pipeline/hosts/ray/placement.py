@@ -17,7 +17,7 @@ from typing import Final, Literal
 
 from msgspec import Struct
 
-from configs.graph import engine_count, frozen_engines, is_address, replicas
+from configs.graph import engine_count, frozen_engines, is_address, joined_to, replicas
 from configs.rules.placement import Labels, alternatives
 from configs.schema import Config
 from models.train.trainer_group.rank_spec import needs_trainer_group, processes_of
@@ -293,10 +293,10 @@ class RayPlacement:
 
     def names(self) -> list[str]:
         """Processes that the run starts with."""
-        counts = {name: count for name, count in replicas(self.config).items() if name != "prompts"}
-        if self.config.sglang.rollout_external_engine_addrs:
-            counts.pop("engine", None)
-        found = [f"{name}-{i}" for name, count in counts.items() for i in range(count)]
+        counts = replicas(self.config)
+        elsewhere = {"prompts", *joined_to(self.config, counts)}
+        elsewhere |= {"engine"} if self.config.sglang.rollout_external_engine_addrs else set()
+        found = [f"{name}-{i}" for name, count in counts.items() if name not in elsewhere for i in range(count)]
         found += [f"train-rank-{rank}" for rank in range(self._ranks)]
         frozen = frozen_engines(self.config).items()
         return found + [f"frozen-{name}" for name, place in frozen if not is_address(place)]

@@ -52,6 +52,10 @@ def passed_on(run_dir: Path) -> set[str]:
     return {record.replica for record in records if isinstance(record, Span) and record.name == "group"}
 
 
+def joined(run_dir: Path, replica: str) -> bool:
+    return not (run_dir / "replicas" / f"{replica}.pid").exists()
+
+
 def committed(run_dir: Path) -> bool:
     return any(isinstance(event, Committed) for event in read_journal(run_dir / "ledger.jsonl"))
 
@@ -74,6 +78,8 @@ def test_scaled_up_and_down_under_load_the_same_is_trained(tmp_path: Path) -> No
         until(process, run_dir, lambda s: {r.stage: r.replicas for r in s.snapshot.stages}["group"] == 1)
         done(run_dir, Scale({"engine": 2}))
         until(process, run_dir, lambda s: [engine.name for engine in s.engines] == ["engine-0", "engine-2"])
+        done(run_dir, Scale({"reward": 1}))  # all three stages are in one process again
+        until(process, run_dir, lambda _: any(joined(run_dir, name) for name in passed_on(run_dir) - {"group-0"}))
         until(process, run_dir, lambda _: committed(run_dir))  # as was asked: nothing else saves before the end
         done(run_dir, Drain())  # however quick or slow the machine is, all of this was within the run
     except BaseException:
@@ -104,7 +110,7 @@ def test_a_paused_run_admits_nothing_and_a_resumed_one_begins_with_what_was_chan
         await run.steps(2)
         assert (await control(Scale({"generate": 2}))).ok
         assert not (await control(Scale({"train": 2, "generate": 3}))).ok
-        assert len(run.generating()) == 2, "of what is refused nothing is done"
+        assert len(run.runner.replicas("generate")) == 2, "of what is refused nothing is done"
         assert (await control(Pause())).ok
         await run.until(lambda: run.controller.stage.ledger.open == 0)
         admitted = run.controller.stage.ledger.admitted

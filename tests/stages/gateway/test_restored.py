@@ -23,7 +23,7 @@ from stages.gateway.sessions import Conversation, Session
 from stages.messages import Sample, VersionRun
 from stages.records import unfinished
 from stages.records.unfinished import AnswerJournal
-from stages.rollouts import new_sample, rollout_fault
+from stages.rollouts import new_sample, oldest_version, rollout_fault
 from stages.sampling.requests import SampleResult
 from tests.stages.gateway.gateway_rig import Rig, ToyChat, opened
 from tests.stages.gateway.test_sessions import result
@@ -187,7 +187,7 @@ async def test_an_answer_that_later_batches_may_not_train_is_made_anew(tmp_path:
                 await program.rig.post(path, BODIES[path])
                 assert program.asked == asked
                 [sample] = place.session.samples()
-                assert sample.oldest_version == (0 if version < 2 else 2)
+                assert oldest_version([sample]) == (0 if version < 2 else 2)
 
 
 def answer(text: str, *versions: int) -> SampleResult:

@@ -1,0 +1,211 @@
+"""Links between neighbouring stages of one process: what is acknowledged when, and what a stage of the user gets."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stages.messages import PromptGroup, RolloutSlice, Sample
+from tests.stages.stage_rig import idle, make_group, make_sample
+from transport import ChainLink, EntryInlet, MessageInvalid, UsageError
+
+
+@dataclass
+class Entry:
+    """A message that a hub has delivered."""
+
+    key: str
+    message: int = 0
+    attempt: int = 1
+    verdicts: list[str] = field(default_factory=list)
+
+    def done(self) -> None:
+        self.verdicts.append("done")
+
+    def poison(self, reason: str) -> None:
+        self.verdicts.append(reason)
+
+
+class Arrivals:
+    """An inlet with these messages, which then ends."""
+
+    def __init__(self, *entries: Entry) -> None:
+        self.entries = list(entries)
+
+    async def receive(self) -> Entry | None:
+        return self.entries.pop(0) if self.entries else None
+
+
+def make_link(window: int = 100) -> ChainLink[int]:
+    return ChainLink(int, window, copies=False)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["enter", "send", "release", "settle"]), st.integers(0, 2)), max_size=60))
+async def test_an_entry_is_acknowledged_once_it_and_all_behind_it_are(operations: list[tuple[str, int]]) -> None:
+    link, behind, sent = make_link(), Counter[int](), 0
+    entries: list[Entry] = []
+    held: dict[int, list[Entry]] = {part: [] for part in range(3)}
+    released: dict[int, list[Entry]] = {part: [] for part in range(3)}
+    wanted: list[Entry] = []
+    messages = {part: [] for part in range(3)}
+    for operation, part in operations:
+        if operation == "enter":
+            entries.append(Entry(f"{part}/{len(entries)}"))
+            held[part].append(entries[-1])
+            link.entered(entries[-1])
+        elif operation == "send" and held[part]:
+            sent += 1
+            await link.send(sent, f"{part}/{sent}")
+            lease = await link.receive()
+            assert lease is not None
+            assert lease.message == sent
+            messages[part].append(lease)
+            behind[part] += 1
+        elif operation == "release" and held[part]:
+            released[part].append(held[part].pop(0))
+            link.released(released[part][-1])
+        elif operation == "settle" and messages[part]:
+            messages[part].pop(0).done()
+            behind[part] -= 1
+        for number, waiting in released.items():
+            if not behind[number]:
+                wanted += waiting
+                waiting.clear()
+        assert [entry for entry in entries if entry.verdicts == ["done"]] == sorted(wanted, key=entries.index)
+        assert all(len(entry.verdicts) <= 1 for entry in entries)
+    assert set(link.held(0.0)) == {str(part) for part in range(3) if behind[part] and not held[part]}
+
+
+async def test_a_refused_message_makes_dead_letters_of_its_part_alone() -> None:
+    link = make_link()
+    entries = [Entry("1/a"), Entry("1/b"), Entry("2/a")]
+    for entry in entries:
+        link.entered(entry)
+        await link.send(0, entry.key)
+    first, second, other = [await link.receive() for _ in entries]
+    assert first is not None
+    assert second is not None
+    assert other is not None
+    link.released(entries[0])
+    link.released(entries[2])
+    second.poison("it is spoilt")
+    assert entries[0].verdicts == ["it is spoilt"]  # at once, though the first message is not settled
+    link.released(entries[1])
+    assert entries[1].verdicts == ["it is spoilt"]
+    first.done()
+    other.done()
+    assert entries[2].verdicts == ["done"]
+    with pytest.raises(UsageError, match="settled before"):
+        other.done()
+
+
+async def test_a_chain_of_three_stages_acknowledges_at_its_end_and_counts_the_attempt() -> None:
+    first, second = make_link(), make_link()
+    entry = Entry("7", attempt=3)
+    begin = EntryInlet(Arrivals(entry), first, 5)
+    middle = EntryInlet(first, second, 5)
+    lease = await begin.receive()
+    assert lease is not None
+    await first.send(1, "7/0")
+    lease.done()
+    between = await middle.receive()
+    assert between is not None
+    assert between.attempt == 3
+    await second.send(2, "7/0")
+    between.done()
+    last = await second.receive()
+    assert last is not None
+    assert last.attempt == 3
+    assert not entry.verdicts
+    assert first.held(0.0).keys() == second.held(0.0).keys() == {"7"}
+    last.done()
+    assert entry.verdicts == ["done"]
+    assert not first.held(0.0)
+
+
+async def test_a_stage_has_no_more_in_work_than_its_window_though_its_inlet_holds_more() -> None:
+    link = make_link()
+    inlet = EntryInlet(Arrivals(*(Entry(str(number)) for number in range(3))), link, 2)
+    leases = [await inlet.receive(), await inlet.receive()]
+    third = asyncio.ensure_future(inlet.receive())
+    await idle()
+    assert not third.done()
+    await link.send(0, "0/0")
+    assert leases[0] is not None
+    leases[0].done()  # it is not acknowledged, and yet makes room
+    lease = await third
+    assert lease is not None
+    assert lease.key == "2"
+    assert leases[1] is not None
+    leases[1].done()
+    assert await inlet.receive() is None
+
+
+async def test_send_waits_for_room_and_the_end_comes_to_all_receivers_after_every_source() -> None:
+    link = make_link(window=1)
+    await link.send(1, "1")
+    second = asyncio.ensure_future(link.send(2, "2"))
+    merging = asyncio.ensure_future(link.merge(Arrivals(Entry("3", message=3))))
+    await idle()
+    assert not second.done()
+    assert not merging.done()
+    seen = []
+    for _ in range(3):
+        lease = await link.receive()
+        assert lease is not None
+        seen.append(lease.message)
+    await second
+    receivers = [asyncio.ensure_future(link.receive()) for _ in range(3)]
+    await merging  # its hub has ended, the stage before has not
+    await idle()
+    assert not any(receiver.done() for receiver in receivers)
+    await link.end()
+    assert await asyncio.gather(*receivers) == [None, None, None]
+    assert sorted(seen) == [1, 2, 3]
+
+
+async def test_a_send_that_is_cancelled_leaves_nothing_to_wait_for() -> None:
+    link, entry = make_link(window=1), Entry("1")
+    await link.send(0, "0")
+    link.entered(entry)
+    sending = asyncio.ensure_future(link.send(1, "1/0"))
+    await idle()
+    sending.cancel()
+    await idle()
+    link.released(entry)
+    assert entry.verdicts == ["done"]
+
+
+async def test_a_stage_of_the_user_gets_a_copy_that_is_checked() -> None:
+    link = ChainLink(RolloutSlice, 10, copies=True)
+    group: PromptGroup = make_group(5)
+    sample: Sample = make_sample(0)
+    entry = Entry(group.key)
+    link.entered(entry)
+    sent = RolloutSlice(group, (sample,))
+    await link.send(sent, sent.key)
+    lease = await link.receive()
+    assert lease is not None
+    assert lease.message is not sent
+    [copy] = lease.message.samples
+    np.testing.assert_array_equal(copy.token_ids, sample.token_ids)
+    with pytest.raises(ValueError, match="read-only"):
+        copy.token_ids[0] = 1
+    lease.done()
+    with pytest.raises(MessageInvalid, match="was sent where RolloutSlice is declared"):
+        await link.send(sample, sent.key)  # type: ignore[arg-type]
+    from msgspec.structs import replace
+
+    wrong = RolloutSlice(group, (replace(sample, reward="much"),))  # type: ignore[arg-type]
+    await link.send(wrong, wrong.key)
+    link.released(entry)
+    [reason] = entry.verdicts
+    assert "quarantined in a chain of stages: not a RolloutSlice" in reason
+    with pytest.raises(MessageInvalid, match="belongs to none that its stage works on"):
+        await link.send(wrong, "99/0")
