@@ -152,6 +152,9 @@ MEMBER_STATUSES = ("completed", "truncated")
 
 def rollouts(samples: Iterable[Sample]) -> list[tuple[Sample, ...]]:
     """Samples by rollout, in the order of `index`; sequences in their own order."""
+    samples = tuple(samples)
+    if all(sample.sequences == 1 and sample.index == place for place, sample in enumerate(samples)):
+        return [(sample,) for sample in samples]  # most groups, and each is asked for many times
     by_index: dict[int, list[Sample]] = {}
     for sample in samples:
         by_index.setdefault(sample.index, []).append(sample)

@@ -42,6 +42,7 @@ class Trainer(WeightExporter):
         self._make_models = models
         self._counters = Counters()
         self._steps_per_batch = 1
+        self._expected = 0  # rollouts of the batch
         self._version = 0
         self._lr_scale = 1.0
 
@@ -76,9 +77,9 @@ class Trainer(WeightExporter):
     # ------------------------------------------------------------------ the batch
 
     def begin_batch(self, *, rollouts: int, steps: int, version: int = 0, lr_scale: float = 1.0) -> None:
-        """Announce a rollout batch. `rollouts` is a hint; what arrives counts. `steps`: calls of `step` it gets;
-        `version`: of the weights, from which the staleness of each token is counted; `lr_scale`: factor of the learning
-        rate.
+        """Announce a rollout batch. `rollouts` is a hint for when to begin; what arrives counts. `steps`: calls of
+        `step` it gets; `version`: of the weights, from which the staleness of each token is counted; `lr_scale`: factor
+        of the learning rate.
 
         Raises `BackendMisuse` if the batch before is not finished.
         """
@@ -91,7 +92,7 @@ class Trainer(WeightExporter):
                 f"begin_batch while {len(self._batch.seen)} rollouts wait for step() and {self._batch.steps_due} steps "
                 "are due; finish the batch before with step()"
             )
-        self._steps_per_batch = steps
+        self._steps_per_batch, self._expected = steps, rollouts
         self._version, self._lr_scale = version, lr_scale
         self._begin()
 
@@ -106,7 +107,8 @@ class Trainer(WeightExporter):
         self._batch = RunningBatch(models, spec, needed, steps=self._steps_per_batch, train_policy=self._trains_policy)
 
     def accumulate(self, sequences: Sequence[TrainSequence]) -> None:
-        """Take sequences into the running batch; work is done at once whenever the token budget is full.
+        """Take sequences into the running batch. Work is done at once whenever the token budget is full, but not with
+        the last rollouts: then `step` deals all that is left to the ranks at once, which balances it best.
 
         All sequences of a rollout come in the same call. Raises `InvalidSequence`, `BackendMisuse`.
         """
@@ -123,7 +125,8 @@ class Trainer(WeightExporter):
             needs_teacher=self._spec.opd_kl_coef is not None,
         )
         self._batch.add(rollouts_of(sequences, intake))
-        self._batch.work(everything=False)
+        if len(self._batch.seen) < self._expected:
+            self._batch.work(everything=False)
 
     def flush(self) -> None:
         """Do all work that is possible now, even in small micro-batches: for a caller that would be idle."""

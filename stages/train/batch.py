@@ -140,15 +140,14 @@ class Batch:
         self.staleness: dict[int, int] = {}
         self.trained_tokens = 0
         self.compute_s = 0.0
-        self.pending = 0  # groups handed to the backend since it last ran them through
+        self.pending = 0  # groups since the backend last ran all of its own through
         members = 1 if config.train.loss_type == "sft_loss" else config.rollout.n_samples_per_prompt
         self.expected_rollouts = config.rollout.rollout_batch_size * members
 
-    def add(self, lease: Lease[RolloutSlice], sequences: list[TrainSequence] | None = None) -> None:
+    def add(self, lease: Lease[RolloutSlice], sequences: list[TrainSequence]) -> None:
         """Take a group; `sequences` are kept until they are handed to the backend."""
         self.leases.append(lease)
-        if sequences is not None:
-            self.sequences[lease.message.group.group_id] = sequences
+        self.sequences[lease.message.group.group_id] = sequences
         self.pending += 1
         counts: Counter[int] = Counter(self.staleness)
         for parts in rollouts(lease.message.samples):

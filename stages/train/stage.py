@@ -44,7 +44,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 if TYPE_CHECKING:
-    from models.train.interface import TrainBackend, TrainSequence
+    from models.train.interface import TrainBackend
 
 
 class TrainStage(Stage):
@@ -169,6 +169,9 @@ class TrainStage(Stage):
         while len(batch.leases) < self.batch_groups:
             clock, missing = time.perf_counter(), self.batch_groups - len(batch.leases)
             waits = not self.groups.ready(missing) and not self._waits_for_all
+            if waits and batch.sequences:
+                await self._accumulate(batch)
+                continue
             if waits and batch.pending >= max(1, self.batch_groups // 4):
                 await self._compute(batch, self.backend.flush)  # compute while the next group is on its way
                 continue
@@ -199,8 +202,7 @@ class TrainStage(Stage):
 
     async def _stepped(self, batch: Batch) -> dict[str, float]:
         """The optimizer's steps of a batch that is complete."""
-        for _, sequences in sorted(batch.sequences.items()):
-            await self._compute(batch, self.backend.accumulate, sequences)
+        await self._accumulate(batch)
         metrics: dict[str, float] = {}
         for _ in range(self.config.train.num_steps_per_rollout or 1):
             metrics = await self._compute(batch, self.backend.step)
@@ -213,7 +215,7 @@ class TrainStage(Stage):
         while self.steps < self.options.trained:
             batch = await self._begun(ports)
             for slice_ in await asyncio.to_thread(self.recovery.batch, self.steps + 1):
-                await self._add(batch, RestoredLease(slice_), slice_sequences(self.config, slice_))
+                batch.add(RestoredLease(slice_), slice_sequences(self.config, slice_))
             await self._stepped(batch)
             self.steps += 1
         if self.steps > loaded and self.schedule.due(self.steps).save:
@@ -265,13 +267,13 @@ class TrainStage(Stage):
         except UntrainableGroup as error:
             await self.groups.settle(lease, "failed", str(error))
             return
-        await self._add(batch, lease, sequences)
+        batch.add(lease, sequences)
 
-    async def _add(self, batch: Batch, lease: Lease[RolloutSlice], sequences: list[TrainSequence]) -> None:
-        if self._waits_for_all:
-            batch.add(lease, sequences)
-        else:
-            batch.add(lease)
+    async def _accumulate(self, batch: Batch) -> None:
+        """Hand over all groups that have come in one call: what comes at once is dealt to the ranks by cost."""
+        groups = sorted(batch.sequences) if self._waits_for_all else list(batch.sequences)
+        sequences = [sequence for group_id in groups for sequence in batch.sequences.pop(group_id)]
+        if sequences:
             await self._compute(batch, self.backend.accumulate, sequences)
 
     async def _finish(self, ports: Ports, batch: Batch, metrics: dict[str, float], started_s: float) -> None:

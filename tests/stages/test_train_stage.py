@@ -28,7 +28,7 @@ async def test_the_oldest_groups_here_are_trained_first(training: Training) -> N
         one.backend.begin.set()
         assert (await one.report(StepDone)).groups == (1, 3)
         assert (await one.report(StepDone)).groups == (4, 5)
-        assert one.backend.batches == [[1, 3], [4, 5]]
+        assert (one.backend.batches, one.backend.calls) == ([[1, 3], [4, 5]], 2), "what is there goes in one call"
 
 
 async def test_a_group_is_refused_exactly_beyond_the_bound(training: Training) -> None:

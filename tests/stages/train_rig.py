@@ -37,6 +37,7 @@ class Recorder(WeightExporter):
     may_step: threading.Event = field(default_factory=threading.Event)
     may_export: threading.Event = field(default_factory=threading.Event)
     steps: int = 0
+    calls: int = 0  # of accumulate
 
     def setup(self) -> None:
         self.log.append("setup")
@@ -50,7 +51,8 @@ class Recorder(WeightExporter):
 
     def accumulate(self, sequences: Sequence[TrainSequence]) -> None:
         self.sequences += sequences
-        self.log.append(f"group {sequences[0].group_id}")
+        self.calls += 1
+        self.log += [f"group {group_id}" for group_id in dict.fromkeys(one.group_id for one in sequences)]
 
     def step(self) -> dict[str, float]:
         self.log.append("step")

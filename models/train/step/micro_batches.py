@@ -185,8 +185,13 @@ def assign(tokens: Sequence[Ids], prompts: Sequence[int], packing: Packing, dp_s
     assigned = []
     for items in balance(tokens, prompts, packing, dp_size):
         layouts = plan([tokens[item] for item in items], [prompts[item] for item in items], packing)
+        layouts.sort(key=lambda layout: -_cost(layout, packing))  # ranks that meet in each pass then wait least
         assigned.append([layout.renumbered(items) for layout in layouts])
     return assigned
+
+
+def _cost(layout: Layout, packing: Packing) -> float:
+    return len(layout.rows) * packing.cost(layout.row_length)
 
 
 def balance(tokens: Sequence[Ids], prompts: Sequence[int], packing: Packing, dp_size: int) -> list[list[int]]:
@@ -207,7 +212,7 @@ def balance(tokens: Sequence[Ids], prompts: Sequence[int], packing: Packing, dp_
 
 def assign_layouts(layouts: Sequence[Layout], packing: Packing, dp_size: int) -> list[list[Layout]]:
     """Micro-batches that are there already, equally many to each rank, in turns and back from the costliest on."""
-    ordered = sorted(layouts, key=lambda layout: -len(layout.rows) * packing.cost(layout.row_length))
+    ordered = sorted(layouts, key=lambda layout: -_cost(layout, packing))
     assigned: list[list[Layout]] = [[] for _ in range(dp_size)]
     for at, layout in enumerate(ordered):
         turn, place = divmod(at, dp_size)

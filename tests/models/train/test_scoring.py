@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from models.train.huggingface.scoring import Passes, Scorer, output_layer
 from models.train.interface import TrainSequence
 from models.train.model_set import Scored, UpdateResult
 from models.train.spec import TrainSpec
+from models.train.step import running_batch
 from models.train.step.micro_batch_loss import StepTotals
 from models.train.step.micro_batches import MicroBatch, pack_rows
 from models.train.step.packing import Layout, Packing, Unit
@@ -250,6 +252,37 @@ def groups(count: int) -> list[list[TrainSequence]]:
             ]
         )
     return made
+
+
+def test_a_batch_that_is_there_is_dealt_to_the_ranks_by_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight data-parallel ranks meet after each call; the mean of their costs, as a share of the largest. Lengths are
+    lognormal with a long tail, a sixteenth of a mean of 5k and a cap of 32k."""
+    rng, packing = np.random.default_rng(0), Packing(max_tokens=1024, quadratic_tokens=512)
+    sizes = np.minimum(rng.lognormal(math.log(200), 1.0, (64, 8)), 2048).astype(int)
+    batch = [
+        [
+            sequence(group=g, rollout=8 * g + at, tokens=[g + 1, *range(size)], mask=[1] * size)
+            for at, size in enumerate(row)
+        ]
+        for g, row in enumerate(sizes.tolist())
+    ]
+    deal, costs = running_batch.micro_batches, list[list[float]]()
+
+    def noted(assigned: Sequence[Sequence[Layout]], *rest: Any) -> list[MicroBatch]:
+        ranks = [sum(len(one.rows) * packing.cost(one.row_length) for one in layouts) for layouts in assigned]
+        costs.append(ranks)
+        return deal(assigned, *rest)
+
+    def balance(calls: Sequence[Sequence[TrainSequence]]) -> float:
+        costs.clear()
+        models = Recorder(8, 1)
+        models.packing = packing
+        trained(models, calls)
+        return sum(sum(ranks) / len(ranks) for ranks in costs) / sum(max(ranks) for ranks in costs)
+
+    monkeypatch.setattr(running_batch, "micro_batches", noted)
+    assert balance([[one for group in batch for one in group]]) > 0.99
+    assert balance(batch) < 0.9, "group by group, as it comes, it cannot be"
 
 
 @pytest.mark.parametrize("stages", [2, 4, 8])
