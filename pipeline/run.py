@@ -37,7 +37,7 @@ from pipeline.facts.run_log import loop_watched, named, release, run_log, said, 
 from pipeline.graph import Placement, build, threads
 from pipeline.hosts.launcher import Launcher
 from pipeline.hosts.local_launcher import KeptProcesses, LocalLauncher
-from pipeline.hosts.machine import interruptible, raise_file_limit
+from pipeline.hosts.machine import collect_less, interruptible, raise_file_limit
 from pipeline.observe.report import conclude, summarise
 from pipeline.preflight.data import check_frozen, prepare, training_prompts, with_data
 from pipeline.preflight.refusals import refuse
@@ -244,6 +244,8 @@ class Phase:
         import uvloop
 
         warming = self.config.train.loss_type == "sft_loss" and self.config.warm_start.warm_start_steps
+        if self.config.run.runner != "inprocess":
+            collect_less()
         what = f"warm start of {self.config.rollout.num_rollout} supervised steps at the most" if warming else "run"
         tell(f"{what} in {self.rundir.path}: starting its processes, which log to {self.rundir.logs}")
         try:

@@ -177,26 +177,23 @@ class ZmqLink(Link):
         for taken in range(limit):
             if not readable(self._socket):
                 return taken
-            try:
-                first = receive(NOBLOCK)
+            try:  # a frame says whether another follows: to ask the socket costs more than the rest
+                first = receive(NOBLOCK, copy=False)
             except zmq.Again:  # it broke off just now
                 return taken
-            if self._guarded:
-                frame = self._socket.recv(copy=False)
-                self._hand_over(first, frame.bytes, cast(str, frame.get("User-Id")))
-            else:
-                self._hand_over(*((first, receive()) if self._router else (b"", first)))
+            self._hand_over(*((first.bytes, receive(copy=False)) if self._router else (b"", first)))
         self._arrived = True
         return limit
 
-    def _hand_over(self, route: bytes, header: bytes, key: str = SERVER) -> None:
-        """`key`: the name of the peer's key, where keys are required."""
+    def _hand_over(self, route: bytes, frame: zmq.Frame) -> None:
+        header = frame.bytes
+        key = cast(str, frame.get("User-Id")) if self._guarded else SERVER  # the name of the peer's key
         message: AnyMessage | None = None
         if len(header) <= HEADER_LIMIT:
             # Bad UTF-8 is a ValueError and deep nesting a RecursionError, neither is a MsgspecError.
             with contextlib.suppress(msgspec.MsgspecError, ValueError, RecursionError, MemoryError):
                 message = self._decode(header)
-        body = self._take_body(small=getattr(message, "size", 0) < COPY_BELOW)
+        body = self._take_body(small=getattr(message, "size", 0) < COPY_BELOW) if frame.more else None
         if body == () or (isinstance(body, tuple) and not isinstance(message, Put | Work)):
             message, body = None, None  # more than a message may have; nothing else carries extras
         if isinstance(message, Hello | TopicHello) and key != SERVER and message.replica not in key.split(BESIDE):
@@ -210,14 +207,15 @@ class ZmqLink(Link):
         """The frames behind the header; an empty tuple if they are more, or larger, than those of a message may be.
         They are read to the end in any case: the next message begins behind them."""
         frames: list[bytes | zmq.Frame] = []
-        count, left = 0, self._most_bytes
-        while self._socket.get(zmq.RCVMORE):
-            frame = self._socket.recv(copy=True) if small else self._socket.recv(copy=False)
+        count, left, more = 0, self._most_bytes, True
+        while more:
+            frame = self._socket.recv(copy=False)
+            more = frame.more
             count, left = count + 1, left - len(frame)
             if count > FRAMES_LIMIT or left < 0:
                 frames = []
             else:
-                frames.append(frame)
+                frames.append(frame.bytes if small else frame)
         if count > FRAMES_LIMIT or left < 0:
             return ()
         return tuple(frames) if count > 1 else frames[0] if frames else None

@@ -18,6 +18,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import re
 import resource
@@ -95,6 +96,15 @@ def living(group: int) -> bool:
     return any(fields[0] not in "ZX" for _, _, fields in _members(group))
 
 
+def collect_less() -> None:
+    """Take all that is loaded out of the collection of garbage, and collect more rarely. Called when a process is set
+    up: half a million objects of its libraries would be looked at again and again. Not for a trainer, whose garbage
+    may hold tensors."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(GARBAGE_OBJECTS, 20, 20)
+
+
 def cpu_seconds(pid: int) -> float:
     """User and system time of a process, of its descendants that live, and of those whose end was waited for."""
     place = Path("/proc", str(pid))
@@ -124,6 +134,7 @@ class IdleCores:
         return sum((int(line[4]) + int(line[5])) / TICKS_PER_S for line in lines if line and line[0] in self._cores)
 
 
+GARBAGE_OBJECTS: Final = 20_000  # new objects, those that are gone not counted, before some are looked at
 ENOUGH_FILES: Final = 1 << 16
 # What the controller itself was seen to open, and what each process that it starts adds, with some room.
 _OWN_FILES, _FILES_EACH = 72, 4

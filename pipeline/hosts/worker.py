@@ -40,7 +40,7 @@ from pipeline.facts.run_log import release
 from pipeline.facts.stats import CPU, QUEUED, STATS_PREFIX, StageStats
 from pipeline.facts.trace import TraceWriter
 from pipeline.hosts.launcher import SOCKETS
-from pipeline.hosts.machine import cpu_seconds
+from pipeline.hosts.machine import collect_less, cpu_seconds
 from pipeline.hosts.rendezvous import Entry, from_command, read, retire_key, settled, trainers_place
 from pipeline.hosts.weights_source import FetchedWeights, OfferedWeights
 from stages.base import Stage, StageContext, StageOptions, TrainOptions, beside
@@ -156,6 +156,8 @@ async def _run_member(spec: ReplicaSpec, node: Node, topic: TopicClient, config:
         stage: Stage = import_path(spec.path)(context)
         try:
             await stage.setup()
+            if config.run.runner != "inprocess" and spec.stage != "train":
+                collect_less()
             await _serve(stage, spec, node, topic, place)
         except BaseException:
             # What went wrong decides whether the replica starts again: an error of the clean-up must not replace it.
