@@ -96,6 +96,7 @@ chaos: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python -m bench.transport --quick
 	$(BIN)/python -m bench.modes --quick
+	$(BIN)/python -m bench.control_plane --quick
 	$(BIN)/python -m bench.reward --quick
 	$(BIN)/python -m bench.off_policy --quick
 	$(BIN)/python -m bench.weights --quick

@@ -1,0 +1,82 @@
+"""CPU of each process per batch, with stages in processes of their own and chained: `python -m bench.control_plane`.
+
+The production graph with simulated engine and trainer, which compute nothing: what is left is messages, requests and
+books. Batches of 32 groups of 8 rollouts. Both contenders alternate; the first tenth of the batches is not counted, and
+neither are the starts of processes.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from bench.report import Series, arguments, finish, machine
+from pipeline.hosts.machine import ROOT, TICKS_PER_S, cpu_seconds
+
+APART = "a process for each stage"
+CONTENDERS = {APART: ["--chain", "none"], "chained": []}
+FLAGS = [
+    "--mode", "async", "--hf-checkpoint", "tiny-arithmetic", "--prompt-data", "arithmetic", "--label-key", "label",
+    "--rm-type", "random:0.5", "--rollout-batch-size", "32", "--n-samples-per-prompt", "8",
+    "--rollout-max-response-len", "32", "--engine", "simulated", "engine.simulated.vocab_size=32",
+    "engine.simulated.length_mean=8", "--train-backend", "simulated", "--simulated-step-s", "0.05", "--no-live",
+    "--no-use-plot", "--log-interval", "1000",
+]  # fmt: skip
+LOOK_S = 0.1
+
+
+def measure(flags: list[str], batches: int) -> dict[str, float]:
+    """CPU-ms per batch by process, and their sum as `all`."""
+    with tempfile.TemporaryDirectory(prefix="sluice-bench-") as home:
+        run_dir, log = Path(home) / "run", Path(home) / "log"
+        argv = [sys.executable, "launch.py", *FLAGS, *flags, "--num-rollout", str(batches), "--run-dir", str(run_dir)]
+        with log.open("w") as output:
+            process = subprocess.Popen(argv, cwd=ROOT, stdout=output, stderr=output)
+        looks: list[tuple[int, dict[str, float]]] = []
+        while process.poll() is None:
+            time.sleep(LOOK_S)
+            if (done := _batches(run_dir)) > (looks[-1][0] if looks else 0):
+                looks.append((done, _spent(process.pid, run_dir)))
+        if process.returncode != 0:
+            sys.exit(f"exit code {process.returncode}\n{log.read_text()[-2000:]}")
+    (first, before), (last, after) = next(look for look in looks if look[0] >= batches // 10), looks[-2]
+    spent = {name: 1e3 * (seconds - before.get(name, 0.0)) / (last - first) for name, seconds in after.items()}
+    return spent | {"all": sum(spent.values())}
+
+
+def _batches(run_dir: Path) -> int:
+    metrics = run_dir / "metrics.jsonl"
+    return metrics.read_text().count('"perf/step_time"') if metrics.exists() else 0
+
+
+def _spent(controller: int, run_dir: Path) -> dict[str, float]:
+    """CPU seconds of each process that there is, with its own children; the controller without its processes."""
+    fields = Path("/proc", str(controller), "stat").read_text().rpartition(")")[2].split()
+    spent = {"controller": sum(map(int, fields[11:13])) / TICKS_PER_S}
+    for file in (run_dir / "replicas").glob("*.pid"):
+        spent[file.stem.rpartition("-")[0]] = cpu_seconds(int(file.read_text()))
+    return spent
+
+
+def main() -> None:
+    options = arguments(__doc__, "control_plane", "1 round of 40 batches").parse_args()
+    rounds, batches = options.rounds or (1 if options.quick else 5), 40 if options.quick else 120
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    about = machine(["pyzmq", "msgspec", "aiohttp"])
+    found: dict[tuple[str, str], list[float]] = {}
+    for number in range(rounds):
+        for name, flags in CONTENDERS.items():
+            print(f"round {number + 1} of {rounds}: {name}", flush=True)
+            for process, spent in measure(flags, batches).items():
+                found.setdefault((process, name), []).append(spent)
+    series = [Series(process, name, "CPU-ms/batch", values) for (process, name), values in sorted(found.items())]
+    remarks = [f"{rounds} rounds of {batches} batches of 32 groups of 8 rollouts, alternating", about.load]
+    finish(options.output, about, remarks, series, baseline=APART)
+
+
+if __name__ == "__main__":
+    main()
