@@ -62,6 +62,10 @@ class DeltaHeader(Struct, frozen=True):
     tensors: tuple[TensorDelta, ...]
 
 
+# Made here: engines read headers in several threads, and msgspec crashes where two of them learn a type at once.
+_decode_header: Final = msgspec.msgpack.Decoder(DeltaHeader).decode
+
+
 class TensorSource(Protocol):
     """An open slot: `SlotReader`."""
 
@@ -158,7 +162,7 @@ def read_header(path: Path) -> DeltaHeader:
             if len(tail) < _TAIL or tail[8:] != MAGIC or length > size - _TAIL:
                 raise DeltaError(f"{path} is no whole difference of weights; take the full weights")
             file.seek(size - _TAIL - length)
-            return msgspec.msgpack.decode(file.read(length), type=DeltaHeader)
+            return _decode_header(file.read(length))
     except OSError as error:
         raise DeltaError(f"{path} cannot be read ({error.strerror}); take the full weights") from error
     except msgspec.MsgspecError as error:

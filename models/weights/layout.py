@@ -85,6 +85,11 @@ class _HeaderEntry(Struct):
     data_offsets: tuple[int, int]
 
 
+# Made here: engines read headers in several threads, and msgspec crashes where two of them learn a type at once.
+_decode_fields: Final = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+_decode_entry: Final = msgspec.json.Decoder(_HeaderEntry).decode
+
+
 def lay_out(specs: Iterable[TensorSpec]) -> Layout:
     """Place tensors in one file. Raises SourceError for no tensor, or a name given twice."""
     wanted = list(specs)
@@ -120,9 +125,9 @@ def read_layout(path: Path) -> Layout:
             raise SourceError(f"{path} is no safetensors file: its header claims {length} bytes, the file has {size}")
         text = file.read(length)
     try:
-        fields = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
+        fields = _decode_fields(text)
         fields.pop("__metadata__", None)
-        entries = {name: msgspec.json.decode(raw, type=_HeaderEntry) for name, raw in fields.items()}
+        entries = {name: _decode_entry(raw) for name, raw in fields.items()}
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise SourceError(f"{path} is no safetensors file: its header does not decode ({error})") from error
     base = 8 + length

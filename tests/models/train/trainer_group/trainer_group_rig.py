@@ -7,6 +7,7 @@ import itertools
 import logging
 import multiprocessing
 import os
+import random
 import signal
 import socket
 import threading
@@ -100,8 +101,12 @@ class Meeting:
 
 
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
+    """Below the ports that the system gives to connections: one of those may be taken by the time that a rank binds
+    it."""
+    while True:
+        port = random.randrange(10_000, 32_000)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 def rank_main(home: str, path: str) -> None:
