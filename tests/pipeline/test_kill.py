@@ -382,9 +382,9 @@ async def test_a_message_may_meet_a_fault_at_each_delivery(tmp_path: Path) -> No
 @pytest.mark.slow
 def test_a_stopped_replica_does_not_fail_a_run_that_is_complete(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    flags = ["--num-rollout", "12", "--scale", "generate=2", "--drain-s", "3", "--max-staleness", "4"]
-    process = start(run_dir, *SMALL, *made_model(), *SIMULATED, *flags)
-    wait_for_steps(process, run_dir, 11)
+    flags = ["--num-rollout", "6", "--scale", "generate=2", "--drain-s", "3", "--max-staleness", "4"]
+    process = start(run_dir, *SMALL, *made_model(), *SIMULATED, "--simulated-step-s", "1", *flags)
+    wait_for_steps(process, run_dir, 5)  # a second before the last one ends
     pid = int((run_dir / "replicas" / "generate-1.pid").read_text())
     os.kill(pid, signal.SIGSTOP)
     done = finish(process, run_dir)
