@@ -69,14 +69,14 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 
-# More workers than cores, for many tests wait. On two cores it takes two to five minutes, by the machine.
+# More workers than cores, for many tests wait. On two cores it takes one and a half to five minutes, by the machine.
 test-fast: $(STAMP)
 	$(BIN)/python -m pytest -q -m "not slow and not full" -n 4 --dist worksteal
 
 # Tests of one xdist_group share what they set up.
 PYTEST_SLOW := $(BIN)/python -m pytest -q -n 6 --dist loadgroup --durations=20
 
-# Fast suite first, then what starts processes and trains. On two cores, with the environments installed, both take 9 to
+# Fast suite first, then what starts processes and trains. On two cores, with the environments installed, both take 8 to
 # 20 minutes, by the machine.
 test: lint types test-fast sglang-env agents-env
 	$(PYTEST_SLOW) -m "slow and not full"
