@@ -220,12 +220,11 @@ def test_a_retiring_replica_that_dies_is_not_started_again(tmp_path: Path, monke
         run.kill("generate-1", signal.SIGKILL)
         await run.until(lambda: run.generating() == ["generate-0"])
 
-    done = scripted(monkeypatch, tmp_path / "run", script, as_processes)
+    flags = [*FLAGS, "--chain", "reward+group"]
+    done = scripted(
+        monkeypatch, tmp_path / "run", script, lambda place: program.main(["--run-dir", str(place), *flags])
+    )
     assert done.controller.recorder.restarts == {}
-
-
-def as_processes(run_dir: Path) -> int:
-    return program.main(["--run-dir", str(run_dir), *FLAGS])
 
 
 # Python runs it at its start, before any module has taken hold of what is replaced here.
