@@ -81,15 +81,16 @@ class ChainLink(Generic[T]):
         """Hand over. Waits for room. Raises MessageInvalid, with nothing sent."""
         if not key or len(key) > KEY_LIMIT:
             raise MessageInvalid(f"key {key[:40]!r} has {len(key)} characters; use 1 to {KEY_LIMIT}")
-        part = self._parts.setdefault(_part_of(key), _Part())
         if self._codec is not None:
             try:
                 message = self._codec.copy(message)
             except DecodeError as error:
-                if not part.entered:
+                known = self._parts.get(_part_of(key))
+                if known is None or not known.entered:
                     raise MessageInvalid(f"message {key!r} belongs to none that its stage works on: {error}") from error
-                part.refused = f"quarantined in a chain of stages: {error}"
+                known.refused = f"quarantined in a chain of stages: {error}"
                 return
+        part = self._parts.setdefault(_part_of(key), _Part())
         part.behind += 1
         part.since = part.since or time.monotonic()
         try:
@@ -195,10 +196,10 @@ class _Linked(Generic[T]):
 class _Entered(Generic[T]):
     """A message in the care of a stage with a link behind it."""
 
-    __slots__ = ("_lease", "_link", "_release")
+    __slots__ = ("_lease", "_link", "_release", "_released")
 
     def __init__(self, lease: Lease[T], link: ChainLink[Any], release: Callable[[], None]) -> None:
-        self._lease, self._link, self._release = lease, link, release
+        self._lease, self._link, self._release, self._released = lease, link, release, False
 
     @property
     def message(self) -> T:
@@ -213,12 +214,17 @@ class _Entered(Generic[T]):
         return self._lease.attempt
 
     def done(self) -> None:
-        self._release()
-        self._link.released(self._lease)
+        self._settle(None)
 
     def poison(self, reason: str) -> None:
+        self._settle(reason)
+
+    def _settle(self, refused: str | None) -> None:
+        if self._released:
+            raise UsageError(f"message {self.key!r} was settled before; give each lease exactly one verdict")
+        self._released = True
         self._release()
-        self._link.released(self._lease, refused=reason)
+        self._link.released(self._lease, refused=refused)
 
 
 class EntryInlet(Generic[T]):

@@ -25,6 +25,7 @@ from stages.rollouts import (
     branch,
     raw_returns,
     rollout_fault,
+    rollouts,
     token_rewards,
     trained_masks,
 )
@@ -289,3 +290,10 @@ def test_each_token_is_compared_twice_at_the_most(part: str, monkeypatch: pytest
         tree.add(row, number)
     looks = 2  # to look for it, and to add it
     assert compared[0] <= looks * 2 * sum(map(len, rows))
+
+
+def test_rollouts_come_by_their_index_in_whatever_order_their_samples_lie() -> None:
+    one, two, three = (make_sample(index) for index in range(3))
+    assert rollouts([three, one, two]) == [(one,), (two,), (three,)]
+    assert rollouts([one, three]) == [(one,), (three,)]
+    assert rollouts([one, two]) == [(one,), (two,)]

@@ -139,6 +139,8 @@ async def test_a_stage_has_no_more_in_work_than_its_window_though_its_inlet_hold
     await link.send(0, "0/0")
     assert leases[0] is not None
     leases[0].done()  # it is not acknowledged, and yet makes room
+    with pytest.raises(UsageError, match="settled before"):
+        leases[0].done()  # which would make room for one more
     lease = await third
     assert lease is not None
     assert lease.key == "2"
@@ -209,3 +211,11 @@ async def test_a_stage_of_the_user_gets_a_copy_that_is_checked() -> None:
     assert "quarantined in a chain of stages: not a RolloutSlice" in reason
     with pytest.raises(MessageInvalid, match="belongs to none that its stage works on"):
         await link.send(wrong, "99/0")
+
+
+async def test_a_stage_before_a_link_may_refuse_what_it_received() -> None:
+    link, entry = make_link(), Entry("3")
+    lease = await EntryInlet(Arrivals(entry), link, 1).receive()
+    assert lease is not None
+    lease.poison("it cannot be read")
+    assert entry.verdicts == ["it cannot be read"]

@@ -234,6 +234,22 @@ async def test_a_key_is_for_one_name(run_dir: Path) -> None:
         assert hub.stats().accepted == 1
 
 
+async def test_the_key_of_a_chain_is_for_the_names_of_its_replicas_alone(run_dir: Path) -> None:
+    create_keys(run_dir / "keys", [])
+    async with asyncio.timeout(120), Node("run", "hub", load_security(run_dir / "keys")) as node:
+        hub = await node.hub(StreamSpec("s", "tcp://127.0.0.1:0"), ignore)
+        add_client(run_dir / "keys", "generate-0", run_dir / "its", ["reward-0"])
+        own = load_security(run_dir / "its", "generate-0")
+        async with Node("run", "generate-0", own) as chain:
+            for name in ("generate-0", "reward-0"):
+                await (await chain.outlet(hub.address, "s", bytes, replica=name)).send(b"x", name)
+        for name in ("train-0", "reward-0+generate-0", "generate-0+reward-0"):
+            async with Node("run", name, own, give_up_s=0.5) as liar:
+                with pytest.raises(LinkLost, match=r"heard nothing for give_up_s=0\.5"):
+                    await liar.outlet(hub.address, "s", bytes)
+        assert hub.stats().accepted == 2
+
+
 async def test_streams_and_keys_of_the_topic_are_for_certain_stages(run_dir: Path) -> None:
     async with asyncio.timeout(120), Node("run", "hub") as node:
         stages = {"producers": frozenset({"generate", "tools"}), "consumers": frozenset({"reward"})}
