@@ -98,7 +98,7 @@ class Flag(Struct, frozen=True, kw_only=True):
 
     def example(self) -> str:
         """A value that is certainly accepted, for the cure in an error message."""
-        if self.choices:
+        if self.choices and self.default in (None, *self.choices):
             return self.choices[0]
         if self.default not in (None, (), {}) or isinstance(self.default, int | float):
             return show(self.default)
@@ -257,13 +257,13 @@ def _rule(kind: Kind, members: tuple[Any, ...], meta: Meta, choices: tuple[str, 
         text = words[kind]
     elif kind == "list":
         text = "a list of whole numbers" if int in get_args(members[0]) else "a list of texts"
-    elif choices:
+    elif choices and int not in members:
         text = f"one of {', '.join(choices)}"
     else:
         text = "a whole number" if int in members else "a number" if float in members else "text"
         signs = ((">=", meta.ge), (">", meta.gt), ("<=", meta.le), ("<", meta.lt))
         bounds = [f"{sign} {show(bound)}" for sign, bound in signs if bound is not None]
-        text = " ".join([text, " and ".join(bounds)]).strip()
+        text = " or ".join([" ".join([text, " and ".join(bounds)]).strip(), *choices])
     return f"must be {text}" + (" or none" if optional and "none" not in choices else "")
 
 

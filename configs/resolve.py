@@ -19,6 +19,7 @@ from typing import Any, Final
 from msgspec import Struct
 
 from configs.layers import ConfigError, build, given_by_difference, preset_values, value_at
+from configs.plan.goodput import choose_ahead, planned_workload
 from configs.schema import Config
 from configs.schema.algorithm import LOSS_OF_ESTIMATOR, SAMPLER_LOSSES, WHITENED
 from configs.sources import BUILT_IN_LABEL, IMPORT_PATHS, parse_source
@@ -184,7 +185,9 @@ def _staleness(config: Config, written: set[str]) -> dict[str, Any]:
     """The bound from buffer and interval; or the buffer from the bound, if only that was written."""
     gate = config.asynchrony
     if gate.max_staleness is None:
-        return {"asynchrony.max_staleness": gate.async_buffer_size + gate.update_weights_interval - 1}
+        planned = gate.async_buffer_size == "auto"
+        ahead = choose_ahead(planned_workload(config))[0] if planned else int(gate.async_buffer_size)
+        return {"asynchrony.max_staleness": ahead + gate.update_weights_interval - 1}
     ahead = gate.max_staleness - gate.update_weights_interval + 1
     if "asynchrony.async_buffer_size" not in written and ahead >= 0:
         return {"asynchrony.async_buffer_size": ahead}

@@ -239,7 +239,7 @@ class Placement:
     @property
     def room(self) -> int:
         """The number of messages that a stage which joins may hold."""
-        most = StalenessGate.of(self.config).most_open * self.config.rollout.n_samples_per_prompt
+        most = StalenessGate.widest(self.config).most_open * self.config.rollout.n_samples_per_prompt
         return max(4096, most * 4)
 
     def lacks_gpus(self, engines: int) -> str | None:

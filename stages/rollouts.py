@@ -296,6 +296,29 @@ def oldest_version(samples: Iterable[Sample]) -> int | None:
     return min((version for sample in kept for version, _ in by_version(sample, sample.loss_mask)), default=None)
 
 
+def newest_version(samples: Iterable[Sample]) -> int | None:
+    """Largest version among the tokens that are trained, None if none is."""
+    kept = (sample for sample in samples if not sample.remove_sample)
+    return max((version for sample in kept for version, _ in by_version(sample, sample.loss_mask)), default=None)
+
+
+def without_older(slice_: RolloutSlice, oldest: int) -> tuple[RolloutSlice, int]:
+    """The group with loss mask 0 at tokens of versions before `oldest`, and how many tokens that were."""
+    samples, masked = [], 0
+    for sample in slice_.samples:
+        mask, start = np.array(sample.loss_mask, dtype=np.uint8), 0
+        for run in sample.version_runs:
+            end = start + run.n_tokens
+            if run.version < oldest:
+                mask[start:end] = 0
+            start = end
+        if lost := int(np.count_nonzero(sample.loss_mask)) - int(np.count_nonzero(mask)):
+            sample = msgspec.structs.replace(sample, loss_mask=wire(mask, UInt8Array))
+        samples.append(sample)
+        masked += lost
+    return (msgspec.structs.replace(slice_, samples=tuple(samples)) if masked else slice_), masked
+
+
 def by_version(sample: Sample, mask: npt.NDArray[Any]) -> Iterator[tuple[int, int]]:
     """(version, number of its tokens in `mask` [T]) for each version run that has any."""
     start = 0

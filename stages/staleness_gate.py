@@ -5,6 +5,9 @@ A *version* counts the rollout batches that the weights were trained on. With B 
     admission    capacity = (v + eta + 1) * B + extra - trained - open,   v = version that every live engine has applied
     consumption  batch t takes a group only if t - (oldest version among its trainable tokens) <= eta
 
+With `--async-unused-samples-handler train_masked` batch t takes a group if any trainable token is that young, and masks
+the others: "newest" in the place of "oldest".
+
 Invariant I2: no token older than eta versions is trained. Admission is the pace, consumption the guarantee: a group
 that needs many turns can outlive any admission rule. A slot frees when new weights have landed in the engines, since
 until then a new prompt would be born old. The consumption rule stands here alone (`batches_left`); the buffer and the
@@ -18,9 +21,9 @@ eta is 0 and every leftover is too old, as discarded.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from configs.schema import Config, generates
+from configs.schema import AUTO_MOST, Config, generates
 from stages.group.filters import filters_on
 
 
@@ -37,6 +40,7 @@ class StalenessGate:
     """`batch`: groups per rollout batch (B). `total`: rollout batches of the whole run, None = open end.
 
     `extra`: groups that may be open beyond the batches' own, see `over_sampling`. `ages`: whether tokens grow old.
+    `masks`: stale tokens are masked, and do not keep the rest of their group from being trained.
     """
 
     batch: int
@@ -44,6 +48,7 @@ class StalenessGate:
     total: int | None = None
     extra: int = 0
     ages: bool = True
+    masks: bool = False
 
     @classmethod
     def of(cls, config: Config) -> StalenessGate:
@@ -55,7 +60,17 @@ class StalenessGate:
             rollout.num_rollout,
             over_sampling(config),
             ages=config.train.loss_type != "sft_loss",
+            masks=config.asynchrony.async_unused_samples_handler == "train_masked",
         )
+
+    @classmethod
+    def widest(cls, config: Config) -> StalenessGate:
+        """The gate with the largest bound that `--async-buffer-size auto` may choose."""
+        gate = cls.of(config)
+        if config.asynchrony.async_buffer_size != "auto":
+            return gate
+        largest = AUTO_MOST + config.asynchrony.update_weights_interval - 1
+        return replace(gate, max_staleness=max(gate.max_staleness, largest))
 
     def capacity(self, *, version: int, trained: int, open_groups: int) -> int:
         """Groups that may be admitted now (never negative). `trained` counts groups."""
@@ -66,16 +81,17 @@ class StalenessGate:
             return 0  # nothing is needed, so nothing is over-sampled either
         return max(needed + self.extra - trained - open_groups, 0)
 
-    def batches_left(self, *, step: int, oldest_version: int | None) -> float:
+    def batches_left(self, *, step: int, version: int | None) -> float:
         """How many batches after `step` (0 = the first) could still train a group: negative if `step` itself may not.
 
-        `oldest_version`: of its trained tokens, None if none is trained. Infinite for what does not grow old.
+        `version`: the smallest of its trained tokens, with `masks` the largest; None if none is trained. Infinite for
+        what does not grow old.
         """
-        return math.inf if oldest_version is None or not self.ages else self.max_staleness - (step - oldest_version)
+        return math.inf if version is None or not self.ages else self.max_staleness - (step - version)
 
-    def fresh(self, *, step: int, oldest_version: int | None) -> bool:
-        """Whether batch `step` may train a group whose oldest trained token has this version (I2)."""
-        return self.batches_left(step=step, oldest_version=oldest_version) >= 0
+    def fresh(self, *, step: int, version: int | None) -> bool:
+        """Whether batch `step` may train a group (I2). `version`: as in `batches_left`."""
+        return self.batches_left(step=step, version=version) >= 0
 
     @property
     def most_open(self) -> int:

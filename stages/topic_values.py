@@ -38,11 +38,22 @@ SLOW: Final = "slow/"  # topic `slow/<engine>`: a `Complaint` for the user alone
 IDLE: Final = "/idle"
 RUNNING: Final = "/running"
 WAITING: Final = "/waiting"
+LENGTH: Final = "length/"  # prefix of figures of generate: training rollouts that ended, by `length_place`
 LEAVE: Final = "leave/"  # topic `leave/<engine>`: it must end; clients send elsewhere, its requests move
 ORDER: Final = "order/"  # topic `order/<fetcher>/<engine>`: weights for an engine of the fetcher's node
 BROUGHT: Final = "brought/"  # topic `brought/<fetcher>/<engine>`: the progress of that order
 KEYS: Final = (ADDRESS, DIRECTORY)  # what to wait for: an entry begins and ceases to count with its address
 POLICY: Final = "policy"  # the policy that the run trains; every frozen model has its own name
+
+
+def length_place(tokens: int) -> int:
+    """The bucket of a response's length: four buckets for each factor of 2."""
+    return int(4 * math.log2(max(tokens, 1)))
+
+
+def length_of(place: int) -> int:
+    """A length in the middle of a bucket."""
+    return round(2 ** ((place + 0.5) / 4))
 
 
 class Server(Struct, frozen=True, kw_only=True):

@@ -15,12 +15,13 @@ batches between publications of weights, C groups in flight, Q groups finished a
 from __future__ import annotations
 
 import math
-from statistics import NormalDist
+from statistics import NormalDist, fmean
 
 from msgspec import Struct
 
 from configs.graph import frozen_engines, is_address, joined_to, path, replicas, streams
 from configs.load import config_hash
+from configs.plan.goodput import attainable, planned_workload
 from configs.plan.gpus import gpus_of, layout_of, trainer_processes
 from configs.plan.run_estimate import RunEstimate, estimate_run, model_lines, size_text
 from configs.schema import Config, router_kind
@@ -227,9 +228,11 @@ def _bounds(plan: Plan) -> list[str]:
     stale, times = predicted_staleness(plan.config), simulated_times(plan.config)
     lines = ["asynchrony", f"  {staleness_line(plan.config)}"]
     if stale.bound:
+        work = planned_workload(plan.config)
+        shares = ", ".join(f"{attainable(work, ahead).goodput:.2f} at {ahead}" for ahead in (1, 2, 4, 6, 8))
         lines.append(
-            f"  a staleness bound of {stale.useful} keeps all engine slots busy (chosen: {stale.bound}); a higher one "
-            "only makes what is trained older"
+            f"  attainable goodput by N: {shares}; assumed: {work.slots} slots, a trainer as fast as these, "
+            f"responses of {fmean(work.lengths):.0f} tokens on average"
         )
     known = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in times.items())
     lines.append("  step time bound = max(generation, training) per batch; efficiency = bound / measured step time")
@@ -266,7 +269,6 @@ class Staleness(Struct, frozen=True):
     interval: int  # K
     mean_low: float
     mean_high: float
-    useful: int  # smallest bound that keeps all engine slots busy
 
 
 def mean_staleness(in_flight: float, queued: float, batch: int, interval: int = 1) -> float:
@@ -282,8 +284,7 @@ def predicted_staleness(config: Config) -> Staleness:
     gate admits.
     """
     gate, rollout = config.asynchrony, config.rollout
-    interval = gate.update_weights_interval
-    bound = gate.max_staleness if gate.max_staleness is not None else gate.async_buffer_size + interval - 1
+    interval, bound = gate.update_weights_interval, gate.max_staleness or 0
     batch = rollout.rollout_batch_size
     slots = replicas(config).get("engine", 0) * min(config.engine.engine_slots, rollout.server_concurrency)
     running = slots / rollout.n_samples_per_prompt
@@ -295,7 +296,6 @@ def predicted_staleness(config: Config) -> Staleness:
         interval=interval,
         mean_low=min(high, mean_staleness(running, 0, batch, interval)),
         mean_high=high,
-        useful=math.ceil(running / batch) + interval - 1,
     )
 
 

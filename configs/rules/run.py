@@ -87,12 +87,13 @@ def resume_faults(config: Config) -> Iterator[str]:
 
 def run_warnings(config: Config) -> Iterator[str]:
     gate, run = config.asynchrony, config.run
-    natural = gate.async_buffer_size + gate.update_weights_interval - 1
-    if gate.max_staleness is not None and gate.max_staleness != natural:
-        yield (
-            f"max_staleness {gate.max_staleness} outranks async_buffer_size {gate.async_buffer_size} (which alone "
-            f"would give {natural}): the gate follows max_staleness"
-        )
+    if gate.async_buffer_size != "auto" and gate.max_staleness is not None:
+        natural = gate.async_buffer_size + gate.update_weights_interval - 1
+        if gate.max_staleness != natural:
+            yield (
+                f"max_staleness {gate.max_staleness} outranks async_buffer_size {gate.async_buffer_size} (which alone "
+                f"would give {natural}): the gate follows max_staleness"
+            )
     if run.resume is not None and config.checkpoint.save_interval is None:
         yield (
             "--save-interval is not set: the resumed run saves when it ends or is stopped, and killed before that it "

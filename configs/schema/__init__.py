@@ -20,6 +20,7 @@ from configs.schema.data import (
 )
 from configs.schema.notation import Section
 from configs.schema.rollout import (
+    AUTO_MOST,
     AsyncConfig,
     EngineConfig,
     HealthConfig,
@@ -41,7 +42,7 @@ from configs.schema.run import (
 from configs.schema.train import FsdpConfig, LoraConfig, MegatronConfig, ParallelConfig, TrainConfig
 
 __all__ = [
-    "AlgorithmConfig", "AsyncConfig", "CheckpointConfig", "Config", "CorrectionConfig", "CriticConfig",
+    "AUTO_MOST", "AlgorithmConfig", "AsyncConfig", "CheckpointConfig", "Config", "CorrectionConfig", "CriticConfig",
     "DataConfig", "DebugConfig", "DistillConfig", "EngineConfig", "EnvironmentConfig", "EvalConfig", "FilterConfig",
     "FsdpConfig", "HealthConfig", "LoraConfig", "MegatronConfig", "ModelConfig", "ObserveConfig", "ParallelConfig",
     "RayConfig", "RewardConfig", "RolloutConfig", "RouterConfig", "RunConfig", "SglangConfig",

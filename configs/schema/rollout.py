@@ -6,7 +6,7 @@ Owners: `stages/generate`, `stages/staleness_gate`, `stages/engines`, `stages/sa
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 from msgspec import Meta
 
@@ -73,17 +73,22 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     """continue an aborted response from its partial output instead of starting it again"""
 
 
+AUTO_MOST: Final = 8  # largest N that `--async-buffer-size auto` takes
+
+
 class AsyncConfig(Section, frozen=True, kw_only=True):
     """Asynchrony: how far generation may run ahead."""
 
-    async_buffer_size: Natural = 2
-    """rollout batches that may be out beyond the one in training (N)"""
+    async_buffer_size: Natural | Literal["auto"] = 2
+    """rollout batches that may be out beyond the one in training (N). auto: the smallest N from 1 to 8 with nearly the
+    best goodput, first by the plan, then by the measured lengths and times"""
     update_weights_interval: Count = 1
     """publish weights every K rollout batches"""
     max_staleness: Natural | None = None
     """no token older than this many versions is trained; default: N + K - 1"""
-    async_unused_samples_handler: Literal["requeue", "drop"] = "requeue"
-    """prompt of a group that became too stale: requeue = submit it once more, drop = do not"""
+    async_unused_samples_handler: Literal["requeue", "drop", "train_masked"] = "requeue"
+    """a group that became too stale: requeue = submit its prompt once more, drop = do not, train_masked = train the
+    group without its stale tokens"""
     buffer_order: str = "oldest_first"
     """which finished group is trained next: oldest_first, ready_first, priority (strongest learning signal), or
     package.module:function"""

@@ -35,7 +35,7 @@ from pipeline.control.endpoint import (
 )
 from pipeline.errors import Refused, UsageError
 from pipeline.facts.stats import LedgerCounts, StageRow
-from pipeline.observe.table import duration, number, quantity
+from pipeline.observe.table import duration, goodput_text, number, quantity
 
 COLUMNS: Final = 80
 
@@ -57,7 +57,13 @@ def table(status: RunStatus) -> str:
         ("groups", _groups(run.ledger)),
     ]
     lines = [_cut(f"{name:<10} {value}") for name, value in rows]
-    for name, text in (("waits", status.waits), *(("alarm", alarm) for alarm in run.alarms), ("advice", run.advice)):
+    goodput = "" if run.goodput.goodput is None else goodput_text(run.goodput)
+    for name, text in (
+        ("goodput", goodput),
+        ("waits", status.waits),
+        *(("alarm", alarm) for alarm in run.alarms),
+        ("advice", run.advice),
+    ):
         lines += textwrap.wrap(text, COLUMNS, initial_indent=f"{name:<11}", subsequent_indent=" " * 11)
     lines += ["", *_columns(_STAGES, [_stage(row, status.replicas.get(row.stage)) for row in run.stages])]
     if status.engines:

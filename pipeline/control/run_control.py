@@ -21,6 +21,7 @@ import msgspec
 from configs.flags import flags
 from configs.layers import ConfigError, value_at
 from configs.load import dump_toml, load
+from configs.plan.goodput import choose_ahead, chosen_line
 from configs.rules.validate import checked
 from configs.schema import Config
 from configs.schema.notation import cure
@@ -36,6 +37,7 @@ from stages.train.checkpoints import SAVE
 
 AUTOSCALE_LOOK_S: Final = 1.0
 STALENESS: Final = "asynchrony.max_staleness"
+BY_USER: Final = "set max_staleness"  # what a change of the bound is called in the journal
 LEARNING_RATE: Final = "train.lr"
 FILTER: Final = "filter.dynamic_sampling_filter"
 FOLLOWS: Final = frozenset({"asynchrony.async_buffer_size"})  # derived from settable keys
@@ -55,7 +57,7 @@ class RunControl:
         self.stage, self.recorder, self.runner = parts.stage, parts.recorder, parts.runner
         self.topic, self.rundir = parts.topic, parts.recorder.rundir
         self.monitor, self.adviser, self.drain = monitor, adviser, drain
-        self._saves = 0
+        self._saves = self._steps_at_change = 0
         self._settings: tuple[Settings, ...] = ()
         self._one_at_a_time = asyncio.Lock()
 
@@ -92,6 +94,27 @@ class RunControl:
                 except (ConfigError, UsageError) as error:
                     autoscale.refused(counts)
                     self.recorder.say(f"autoscale: {why}; but {error}")
+
+    async def follow_lengths(self) -> None:
+        """Choose N again by what was measured, for `--async-buffer-size auto`. Waits for the clock and for a running
+        command; runs until cancelled, or until the user sets the bound."""
+        gate = self.runner.config.asynchrony
+        while gate.async_buffer_size == "auto" and not any(one.what == BY_USER for one in self.recorder.changes):
+            await asyncio.sleep(AUTOSCALE_LOOK_S)
+            if (work := self.recorder.goodput.take_workload()) is None:
+                continue
+            ahead, found = await asyncio.to_thread(choose_ahead, work)
+            now = self.stage.gate.max_staleness - gate.update_weights_interval + 1
+            line = chosen_line(work, found, now, ahead)
+            async with self._one_at_a_time:
+                settled = self.stage.steps > self.stage.gate.max_staleness + self._steps_at_change
+                if line is None or not settled or self.stage.draining is not None:
+                    continue
+                self._steps_at_change = self.stage.steps
+                await self._set({"max_staleness": str(ahead + gate.update_weights_interval - 1)}, by="auto")
+                self.recorder.say(line)
+                if self.adviser.autoscale is not None:
+                    self.adviser.autoscale.forget()
 
     def _tell_autoscale(self, command: Command) -> None:
         """`--autoscale` does not judge changes of the user, and leaves stages alone that the user scales."""
@@ -162,7 +185,7 @@ class RunControl:
 
     # ------------------------------------------------------------------ settings
 
-    async def _set(self, changes: Mapping[str, str]) -> tuple[str, ...]:
+    async def _set(self, changes: Mapping[str, str], by: str = "set") -> tuple[str, ...]:
         self._check_started()
         config, changed = await asyncio.to_thread(with_settings, self.rundir, changes, self.runner.config)
         if not changed:
@@ -186,7 +209,7 @@ class RunControl:
         for key, value in changed.items():
             shown = " ".join(value) if isinstance(value, tuple) else f"{value:g}"
             when = f"for groups {groups[key]} from now on" if key in groups else f"from step {step} on"
-            self.recorder.changed(f"set {key.rpartition('.')[2]}", f"{shown} {when}")
+            self.recorder.changed(f"{by} {key.rpartition('.')[2]}", f"{shown} {when}")
             lines.append(f"{key.rpartition('.')[2]}: {shown}, {when}")
         return tuple(lines)
 

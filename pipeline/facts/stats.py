@@ -61,6 +61,19 @@ class Changed(Struct, frozen=True, tag="change"):
     value: str
 
 
+class GoodputFigures(Struct, frozen=True):
+    """What became of the engines' slot time. `lost`: shares by cause, of empty slots and of wasted work."""
+
+    goodput: float | None = None  # share that made trained tokens; None before anything was measured
+    attainable: float | None = None  # by a perfect scheduler with this N; None until enough was measured
+    lost: dict[str, float] = {}
+    waste: dict[str, int] = {}  # tokens by cause
+    recomputed_tokens: int = 0  # read again by an engine that continued a response
+
+
+NOTHING_MEASURED: Final = GoodputFigures()
+
+
 class LedgerCounts(Struct, frozen=True):
     """Groups by state. admitted == the sum of all others."""
 
@@ -133,6 +146,7 @@ class RunSnapshot:
     alarms: tuple[str, ...] = ()  # what goes wrong with the training: its name, a colon, the sentence
     supervised: bool = False  # labels are learnt: there is a loss, and neither reward nor staleness
     loss: float | None = None
+    goodput: GoodputFigures = NOTHING_MEASURED
 
 
 class Ring:

@@ -185,6 +185,8 @@ def progress(run: RunSnapshot) -> list[Family]:
         single(
             "sluice_wasted_tokens_total", "counter", "Generated for groups that were not trained.", run.wasted_tokens
         ),
+        single("sluice_goodput", "gauge", "Slot time that made trained tokens, a share.", run.goodput.goodput),
+        single("sluice_goodput_attainable", "gauge", "By a perfect scheduler.", run.goodput.attainable),
     ]
 
 

@@ -107,6 +107,7 @@ def summarise(recorder: Recorder, config: Config, reason: str) -> RunSummary:
         effective_training_time=round(recorder.effective.share(time.time()), 4),
         efficiency_vs_bound=efficiency_vs_bound(shares),
         busiest_stage=max(shares, key=shares.__getitem__, default=""),
+        goodput=recorder.goodput.figures(),
         wasted_tokens=wasted,
         wasted_share=snapshot.wasted_share,
         weight_versions=WeightVersions(

@@ -19,8 +19,8 @@ from msgspec import Struct
 
 from models.disk import read_file
 from pipeline.errors import UsageError
-from pipeline.facts.stats import Changed, LedgerCounts
-from pipeline.observe.table import duration, number, quantity
+from pipeline.facts.stats import NOTHING_MEASURED, Changed, GoodputFigures, LedgerCounts
+from pipeline.observe.table import duration, goodput_text, largest, number, quantity
 from pipeline.record.health import Alarm
 from pipeline.record.stalls import OutageSummary, Stall
 from stages.train.batch_metrics import quantile
@@ -118,6 +118,7 @@ class RunSummary(Struct, frozen=True, kw_only=True):
     effective_training_time: float | None = None  # share of the wall clock of all starts that ended in a step
     efficiency_vs_bound: float | None = None
     busiest_stage: str = ""
+    goodput: GoodputFigures = NOTHING_MEASURED
     wasted_tokens: int = 0  # generated for groups that were not trained
     wasted_share: float = 0.0  # of all tokens generated for settled groups
     weight_versions: WeightVersions = WeightVersions()
@@ -258,7 +259,10 @@ def _results(summary: RunSummary) -> list[tuple[str, str]]:
     if summary.effective_training_time is not None:
         share = f"{summary.effective_training_time:.1%}"
         rows.append(("effective", f"{share} of the wall clock ended in a step that counts"))
-    rows.append(("wasted", f"{summary.wasted_share:.1%} of the generated tokens"))
+    if summary.goodput.goodput is not None:
+        rows.append(("goodput", goodput_text(summary.goodput)))
+    wasted = ", ".join(f"{cause.replace('_', ' ')} {quantity(n)}" for cause, n in largest(summary.goodput.waste))
+    rows.append(("wasted", f"{summary.wasted_share:.1%} of the generated tokens" + (f" ({wasted})" if wasted else "")))
     counts = summary.groups
     groups = f"{counts.trained} trained, {counts.filtered} filtered, {counts.stale} stale, {counts.failed} failed"
     rows.append(("groups", f"{groups}, {counts.discarded} discarded, {counts.open} in flight"))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Final
 
@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pipeline.facts.run_log import said
-from pipeline.facts.stats import EngineRow, RunSnapshot, StageRow
+from pipeline.facts.stats import EngineRow, GoodputFigures, RunSnapshot, StageRow
 
 _WIDE: Final = 108  # columns from which the table shows everything
 _MEDIUM: Final = 78  # here no heading is cut
@@ -111,6 +111,8 @@ def plain_line(snapshot: RunSnapshot) -> str:
     parts.append(f"v{snapshot.version}")
     parts.append(f"{quantity(snapshot.trained_tokens_per_s)} trained tok/s")
     parts.append(_in_flight(snapshot))
+    if snapshot.goodput.goodput is not None:
+        parts.append(f"goodput {snapshot.goodput.goodput:.2f}")
     parts.append(f"wasted {snapshot.wasted_share:.1%}")
     if snapshot.ledger.failed:
         parts.append(f"failed {snapshot.ledger.failed}")
@@ -262,7 +264,19 @@ def _footer(snapshot: RunSnapshot) -> list[RenderableType]:
     groups.append(f", {counts.discarded} discarded, {counts.open} in flight")
     advice = [Text(f"advice {snapshot.advice}", overflow="fold")] if snapshot.advice else []
     alarms = [Text(f"alarm {alarm}", style="bold red", overflow="fold") for alarm in snapshot.alarms]
-    return [reward, flow, groups, *alarms, *advice]
+    goodput = [] if snapshot.goodput.goodput is None else [Text(f"goodput {goodput_text(snapshot.goodput)}")]
+    return [reward, flow, groups, *goodput, *alarms, *advice]
+
+
+def goodput_text(found: GoodputFigures) -> str:
+    """The share of the slot time that made trained tokens, and what took the rest, the largest first."""
+    attainable = "" if found.attainable is None else f", attainable {found.attainable:.2f}"
+    lost = ", ".join(f"{cause.replace('_', ' ')} {share:.2f}" for cause, share in largest(found.lost) if share >= 0.005)
+    return f"{number(found.goodput)} of the slot time{attainable}" + (f"; lost to {lost}" if lost else "")
+
+
+def largest(parts: Mapping[str, float]) -> list[tuple[str, float]]:
+    return sorted(parts.items(), key=lambda part: -part[1])
 
 
 def _staleness(snapshot: RunSnapshot) -> str:

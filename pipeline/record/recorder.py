@@ -23,6 +23,7 @@ from pipeline.facts.run_log import named, said
 from pipeline.facts.stats import STATS_PREFIX, Changed, LedgerCounts, StageStats, outage_text, visible
 from pipeline.facts.trace import TraceWriter
 from pipeline.record import journal
+from pipeline.record.goodput import Goodput
 from pipeline.record.group_outcomes import GroupOutcomes
 from pipeline.record.health import Alarm, HealthWatch
 from pipeline.record.kept_files import (
@@ -97,6 +98,7 @@ class Recorder:
             started_s=self.started,
             first_step=resume_step or 0,
         )
+        self.goodput = Goodput(config, self.view)
         self.rewards: list[float] = []  # per step, over all groups graded for it, trained or not
         self.group_outcomes = GroupOutcomes(config.rollout.n_samples_per_prompt)
         self.evals: list[EvalDone] = []
@@ -173,7 +175,7 @@ class Recorder:
         for _, report in groups:
             self.group_outcomes.settled(report)
             if report.outcome != "trained":
-                self.view.wasted_tokens += report.tokens
+                self.goodput.settled(report)
                 self._report(self.health.ended(report.outcome, report.detail))
 
     async def step(self, report: StepDone) -> None:
@@ -193,7 +195,9 @@ class Recorder:
         took_s, self.last_step_s = now - self.last_step_s, now
         self.effective.steps[report.step] = took_s
         outcomes = {} if self.config.train.loss_type == "sft_loss" else self.group_outcomes.step(report)
+        self.goodput.step(report.metrics)
         metrics = {**report.metrics, **outcomes, **self._ledger_metrics(), **self._weights_metrics()}
+        metrics |= self.goodput.metrics()
         metrics["perf/effective_training_time"] = self.effective.share(time.time())
         if "reward/mean" in metrics:
             self.rewards.append(metrics["reward/mean"])
@@ -300,6 +304,9 @@ class Recorder:
         self.view.version = version
         self.view.alarms = tuple(alarm.sentence for alarm in self.health.active.values())
         self.view.engines(_engines(topic))
+        if self.training_started is not None:
+            self.goodput.look(time.monotonic(), carrying(topic), capacity)
+        self.view.goodput = self.goodput.figures()
         self._topic = topic
 
     def counts(self) -> LedgerCounts:

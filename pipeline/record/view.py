@@ -9,11 +9,20 @@ Invariants:
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from pipeline.facts.stats import COUNTERS, EngineRow, LedgerCounts, Ring, RunSnapshot, StageRow, StageStats
+from pipeline.facts.stats import (
+    COUNTERS,
+    EngineRow,
+    GoodputFigures,
+    LedgerCounts,
+    Ring,
+    RunSnapshot,
+    StageRow,
+    StageStats,
+)
 from stages.topic_values import ASKED, IDLE
 
 ENGINE_BUSY = "engine_busy_s"  # busy seconds of all engines, as the engines stage reports them
@@ -94,8 +103,9 @@ class RunView:
         self.gate: tuple[int, int | None] = (0, None)  # groups in flight, and how many more may enter
         self._steps = Ring(0.0, step=20)
         self.version = 0  # of the weights that all engines carry
-        self.wasted_tokens = 0  # generated for groups that were not trained
-        self._step, self._trained_tokens = first_step, 0
+        self.waste: Counter[str] = Counter()  # tokens that were generated and not trained, by cause
+        self.goodput = GoodputFigures()
+        self._step, self.trained_tokens = first_step, 0
         self._rewards: deque[float] = deque(maxlen=20)
         self._evals: dict[str, tuple[int, float]] = {}
         self._up: frozenset[str] = frozenset()
@@ -151,8 +161,8 @@ class RunView:
     ) -> None:
         """A rollout batch was trained: `tokens` of it, `staleness` their histogram."""
         self._step = step
-        self._trained_tokens += tokens
-        self._steps.add(at_s, {"step": step, "tokens": self._trained_tokens})
+        self.trained_tokens += tokens
+        self._steps.add(at_s, {"step": step, "tokens": self.trained_tokens})
         self._loss = metrics.get("train/loss")
         reward = metrics.get("reward/mean")
         if reward is not None and math.isfinite(reward):
@@ -196,6 +206,13 @@ class RunView:
         replicas = [replica for key, replica in self._replicas.items() if key[0] == stage]
         return sum(replica.newest.extra.get(name, 0.0) for replica in replicas)
 
+    def extras(self, stage: str, prefix: str) -> dict[str, float]:
+        """The figures whose names begin with `prefix`, without it, each as `extra`."""
+        names = {
+            n for key, r in self._replicas.items() if key[0] == stage for n in r.newest.extra if n.startswith(prefix)
+        }
+        return {name.removeprefix(prefix): self.extra(stage, name) for name in names}
+
     def total(self, stage: str, name: str) -> float:
         """A counter, summed over all past and present replicas of the stage."""
         return sum(replica.total()[name] for key, replica in self._replicas.items() if key[0] == stage)
@@ -215,7 +232,8 @@ class RunView:
         """The run at `now_s`."""
         total = sum(self.staleness.values())
         weighted = sum(lag * count for lag, count in self.staleness.items())
-        generated = self._trained_tokens + self.wasted_tokens
+        wasted = sum(self.waste.values())
+        generated = self.trained_tokens + wasted
         rows = tuple(self._row(stage) for stage in self._order)
         busiest = max(((row.stage, row.busy) for row in rows if row.replicas), key=lambda pair: pair[1], default=None)
         return RunSnapshot(
@@ -237,14 +255,15 @@ class RunView:
             staleness_mean=weighted / total if total else None,
             staleness_max=max((lag for lag, count in self.staleness.items() if count), default=None),
             staleness_bound=self.bound,
-            trained_tokens=self._trained_tokens,
+            trained_tokens=self.trained_tokens,
             trained_tokens_per_s=self._token_rate(),
-            wasted_tokens=self.wasted_tokens,
-            wasted_share=self.wasted_tokens / generated if generated else 0.0,
+            wasted_tokens=wasted,
+            wasted_share=wasted / generated if generated else 0.0,
             busiest=busiest,
             engines=self.engine_rows(),
             advice=self.advice,
             alarms=self.alarms,
+            goodput=self.goodput,
         )
 
     def engine_rows(self) -> tuple[EngineRow, ...]:

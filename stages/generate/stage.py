@@ -31,6 +31,7 @@ from stages.records.unfinished import AnswerJournal, ResponseJournal
 from stages.rollouts import new_sample, rollouts
 from stages.sampling.rollout_requests import Requests
 from stages.sampling.sampler import Sampler
+from stages.topic_values import LENGTH, length_place
 
 # How long a finished rollout waits for others of its group. A slice is one message, and its cost for each later stage
 # hardly depends on the number of rollouts in it; a quarter of a second is little beside the time of a rollout.
@@ -165,6 +166,9 @@ class _Leaving:
         if port != "out":
             self._tasks.create_task(self.stage.emit(self.ports.outlets[port], slice_))
             return
+        if self.group.purpose == "train":
+            figure = f"{LENGTH}{length_place(sum(sample.new_tokens for sample in parts))}"
+            self.stage.activity.count(figure)
         if not self._ended:
             self._tasks.create_task(self._flush())
         self._ended.append(slice_)

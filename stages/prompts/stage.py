@@ -276,7 +276,7 @@ class PromptStage(Stage):
                 continue
             self.idle_groups += 1
             self.reasons[f"{report.outcome}: {report.detail}"] += 1
-            requeue = self.config.asynchrony.async_unused_samples_handler == "requeue"
+            requeue = self.config.asynchrony.async_unused_samples_handler != "drop"
             if report.outcome in ("stale", "discarded") and requeue and group.requeued == 0:
                 self._requeue.append(group.position)
             elif self.drawn is not None:

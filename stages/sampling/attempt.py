@@ -69,6 +69,7 @@ class Attempt:
     out_of_time: bool = False  # the caller's deadline passed, not the request's
     least_per_s: float = 0.0  # tokens per second of a member, below which a timed-out request counts as lost
     reused: int = 0  # tokens saved from a lost request
+    recomputed: int = 0  # tokens that the engine had to read again to continue responses
     retractions: int = 0
     _release: Callable[[], None] = lambda: None
     _started: float = 0.0
@@ -216,7 +217,11 @@ class Attempt:
                 self._settle(place, kept)
 
     def _settle(self, place: int, result: SampleResult) -> None:
-        self.retractions += result.retractions - self.had[place].retractions
+        had, context = self.had[place], len(self.request.token_ids)
+        self.retractions += result.retractions - had.retractions
+        if had.token_ids and len(result.token_ids) > len(had.token_ids):  # it was continued
+            cached = result.cached_tokens - had.cached_tokens
+            self.recomputed += max(0, context + len(had.token_ids) - cached)
         del self.left[place]
         self._release()
         self.ended(place, result)

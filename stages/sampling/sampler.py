@@ -277,6 +277,7 @@ class Sampler:
             )
         self.reports.retractions += attempt.retractions if trained else 0
         self.reports.add("reused_tokens", attempt.reused)
+        self.reports.add("recomputed_tokens", attempt.recomputed)
         self.reports.judge(route, attempt)
         if isinstance(attempt.error, LOSSES):
             self._lost(route, retries)

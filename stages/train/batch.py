@@ -43,7 +43,7 @@ from stages.sample_log import SampleLog
 from stages.slime.hooks import has_args, logged, rollout_log, shown
 from stages.slime.types import slime_arguments
 from stages.topic_values import sampling
-from stages.train.batch_metrics import batch_metrics
+from stages.train.batch_metrics import MASKED, batch_metrics
 from stages.train.saved_groups import save_batch
 
 PostProcess = Callable[[Any, Any], Any]
@@ -136,6 +136,8 @@ class Batch:
     def __init__(self, config: Config, step: int) -> None:
         self.config, self.step = config, step
         self.leases: list[Lease[RolloutSlice]] = []
+        self.slices: list[RolloutSlice] = []  # what is trained of each group
+        self.masked_tokens = 0  # too old, in groups that are trained
         self.sequences: dict[int, list[TrainSequence]] = {}  # by group, while they wait for their turn
         self.staleness: dict[int, int] = {}
         self.trained_tokens = 0
@@ -144,13 +146,14 @@ class Batch:
         members = 1 if config.train.loss_type == "sft_loss" else config.rollout.n_samples_per_prompt
         self.expected_rollouts = config.rollout.rollout_batch_size * members
 
-    def add(self, lease: Lease[RolloutSlice], sequences: list[TrainSequence]) -> None:
-        """Take a group; `sequences` are kept until they are handed to the backend."""
-        self.leases.append(lease)
-        self.sequences[lease.message.group.group_id] = sequences
+    def add(self, slice_: RolloutSlice, sequences: list[TrainSequence], masked: int = 0) -> None:
+        """Take a group; `sequences` are kept until they are handed to the backend. `masked`: its stale tokens."""
+        self.slices.append(slice_)
+        self.sequences[slice_.group.group_id] = sequences
+        self.masked_tokens += masked
         self.pending += 1
         counts: Counter[int] = Counter(self.staleness)
-        for parts in rollouts(lease.message.samples):
+        for parts in rollouts(slice_.samples):
             for sample, mask in zip(parts, trained_masks(parts), strict=True):
                 for version, n in by_version(sample, mask):
                     self.trained_tokens += n
@@ -159,21 +162,21 @@ class Batch:
 
     @property
     def group_ids(self) -> tuple[int, ...]:
-        return tuple(lease.message.group.group_id for lease in self.leases)
+        return tuple(slice_.group.group_id for slice_ in self.slices)
 
     @property
     def pass_rates(self) -> dict[int, float]:
         """Share of correct rollouts of each group with verdicts."""
-        rates = {lease.message.group.group_id: pass_rate(lease.message.samples) for lease in self.leases}
+        rates = {slice_.group.group_id: pass_rate(slice_.samples) for slice_ in self.slices}
         return {group_id: rate for group_id, rate in rates.items() if rate is not None}
 
     def token_hash(self) -> str:
         """xxh3 of the trained ids and masks in group order: equal batches have equal hashes."""
         digest = xxhash.xxh3_128()
-        for lease in sorted(self.leases, key=lambda one: one.message.group.group_id):
-            group = lease.message.group
+        for slice_ in sorted(self.slices, key=lambda one: one.group.group_id):
+            group = slice_.group
             digest.update(f"{group.group_id}:{group.prompt_index}".encode())
-            for parts in rollouts(lease.message.samples):
+            for parts in rollouts(slice_.samples):
                 for sample, mask in zip(parts, trained_masks(parts), strict=True):
                     digest.update(np.ascontiguousarray(sample.token_ids).tobytes())
                     digest.update(mask.astype(np.uint8).tobytes())
@@ -181,7 +184,8 @@ class Batch:
 
     def metrics(self) -> dict[str, float]:
         """Rollout-side metrics, under the names of docs/metrics.md."""
-        return batch_metrics(self.config, self.step, [lease.message for lease in self.leases], self.staleness)
+        metrics = batch_metrics(self.config, self.step, self.slices, self.staleness)
+        return metrics | ({MASKED: float(self.masked_tokens)} if self.masked_tokens else {})
 
 
 class BatchLog:
@@ -195,8 +199,9 @@ class BatchLog:
         self._log = rollout_log(path) if path is not None and rollouts_trained else None
         self._file = config.debug.save_debug_rollout_data if rollouts_trained else None
 
-    async def trained(self, step: int, batch: Batch, slices: list[RolloutSlice], metrics: dict[str, float]) -> None:
+    async def trained(self, step: int, batch: Batch, metrics: dict[str, float]) -> None:
         """Of the batch whose report is step `step`."""
+        slices = batch.slices
         if self._log is not None:
             samples = [sample for slice_ in slices for sample in shown(slice_)]
             reported, wall_s = batch.metrics() | metrics, metrics["perf/step_time"]

@@ -7,6 +7,7 @@ unit of `staleness/*` is the trained token; names are those of docs/metrics.md.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +19,7 @@ from stages.messages import RolloutSlice, Sample
 from stages.rollouts import closing, oldest_version, raw_reward, raw_rewards, rollout_return, rollouts, trained_masks
 
 Rollout = tuple[Sample, ...]
+MASKED: Final = "rollout/masked_stale_tokens"  # of groups that were trained without them
 
 
 def batch_metrics(

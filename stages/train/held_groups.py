@@ -32,7 +32,7 @@ from stages.errors import BufferOrderError
 from stages.group.filters import FALLBACK, zero_std
 from stages.messages import Outcome, RolloutSlice
 from stages.ports import Lease, Ports, Topic, wait_value
-from stages.rollouts import oldest_version, rollout_return, rollouts, settlement
+from stages.rollouts import newest_version, oldest_version, rollout_return, rollouts, settlement, without_older
 from stages.staleness_gate import StalenessGate
 
 OrderFunction = Callable[[Sequence[RolloutSlice], int], int]
@@ -45,7 +45,7 @@ class Waiting:
     lease: Lease[RolloutSlice]
     arrival: int
     group_id: int
-    oldest: int | None  # version among its trainable tokens
+    version: int | None  # that decides on its age: smallest of its trainable tokens, or the largest if they are masked
     signal: float  # standard deviation of its rewards
     spare: str | None  # the reason why it is a spare, if it is
 
@@ -77,7 +77,7 @@ class GroupBuffer:
             lease,
             self._arrivals,
             slice_.group.group_id,
-            oldest_version(slice_.samples),
+            (newest_version if self.gate.masks else oldest_version)(slice_.samples),
             float(rewards.std()) if len(rewards) else 0.0,
             zero_std(slice_) if self._has_spares else None,
         )
@@ -108,8 +108,8 @@ class GroupBuffer:
 
     def take_old(self, step: int) -> list[Lease[RolloutSlice]]:
         """Remove the groups that are too old for batch `step`, oldest first."""
-        old = [w for *_, w in self._groups if not self.gate.fresh(step=step, oldest_version=w.oldest)]
-        self._groups = [p for p in self._groups if self.gate.fresh(step=step, oldest_version=p[-1].oldest)]
+        old = [w for *_, w in self._groups if not self.gate.fresh(step=step, version=w.version)]
+        self._groups = [p for p in self._groups if self.gate.fresh(step=step, version=p[-1].version)]
         heapq.heapify(self._groups)
         return [w.lease for w in sorted(old, key=lambda w: w.group_id)]
 
@@ -134,7 +134,7 @@ class GroupBuffer:
 
     def _slack(self, waiting: Waiting, step: int) -> float:
         """Batches after `step` that could still take the group."""
-        return self.gate.batches_left(step=step, oldest_version=waiting.oldest)
+        return self.gate.batches_left(step=step, version=waiting.version)
 
     def _deadline(self, step: int, missing: int) -> float:
         """Only groups with this slack or less may be taken now, or some would become too old for lack of a place.
@@ -259,15 +259,20 @@ class HeldGroups:
             detail = f"a token has version {newest}, but the newest weights are version {step}; no engine can have it"
             await self.settle(lease, "failed", detail)
             return True
-        oldest = oldest_version(lease.message.samples)
-        if self.gate.fresh(step=step, oldest_version=oldest):
+        which = "newest" if self.gate.masks else "oldest"
+        version = (newest_version if self.gate.masks else oldest_version)(lease.message.samples)
+        if self.gate.fresh(step=step, version=version):
             return False
-        detail = f"oldest token has version {oldest}, batch {step}, bound {self.gate.max_staleness}"
+        detail = f"{which} token has version {version}, batch {step}, bound {self.gate.max_staleness}"
         if self.gate.max_staleness == 0 and self.gate.extra > 0:
             await self.settle(lease, "discarded", f"over-sampled: {detail}")
         else:
             await self.settle(lease, "stale", detail)
         return True
+
+    def trained_part(self, slice_: RolloutSlice, step: int) -> tuple[RolloutSlice, int]:
+        """What batch `step` trains of a group that was not refused, and the number of its tokens that are masked."""
+        return without_older(slice_, step - self.gate.max_staleness) if self.gate.masks else (slice_, 0)
 
     async def clear(self, step: int) -> None:
         """Before batch `step`: settle groups that it could not take, so that new prompts replace them."""

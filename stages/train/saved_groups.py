@@ -256,7 +256,7 @@ class SavedBatches:
                     f"{file} holds groups of {wanted} rollouts, but --n-samples-per-prompt is {self._members}; set it "
                     f"to {wanted}"
                 )
-            if not self._gate.fresh(step=step, oldest_version=oldest):
+            if not self._gate.fresh(step=step, version=oldest):
                 raise SavedBatchError(
                     f"{file} holds a token of version {oldest}, and batch {step} may be trained with a staleness of "
                     f"{self._gate.max_staleness}; set --max-staleness to at least {step - (oldest or 0)}"

@@ -36,7 +36,7 @@ from stages.topic_values import settings_at, updates_ended
 from stages.train.batch import Batch, BatchLog, slice_sequences
 from stages.train.checkpoints import Checkpoints, Recovery
 from stages.train.held_groups import HeldGroups
-from stages.train.saved_groups import RestoredLease, read_groups
+from stages.train.saved_groups import read_groups
 from stages.train.schedule import Due, Schedule, TargetLoss
 from stages.train.weights import WeightPublisher, await_landing, prover_of
 
@@ -215,7 +215,7 @@ class TrainStage(Stage):
         while self.steps < self.options.trained:
             batch = await self._begun(ports)
             for slice_ in await asyncio.to_thread(self.recovery.batch, self.steps + 1):
-                batch.add(RestoredLease(slice_), slice_sequences(self.config, slice_))
+                batch.add(slice_, slice_sequences(self.config, slice_))
             await self._stepped(batch)
             self.steps += 1
         if self.steps > loaded and self.schedule.due(self.steps).save:
@@ -262,12 +262,14 @@ class TrainStage(Stage):
         """Add a group to the batch, or settle it if it is too old or has no advantages."""
         if await self.groups.refused(lease, self.steps):
             return
+        slice_, masked = self.groups.trained_part(lease.message, self.steps)
         try:
-            sequences = slice_sequences(self.config, lease.message)
+            sequences = slice_sequences(self.config, slice_)
         except UntrainableGroup as error:
             await self.groups.settle(lease, "failed", str(error))
             return
-        batch.add(lease, sequences)
+        batch.leases.append(lease)
+        batch.add(slice_, sequences, masked)
 
     async def _accumulate(self, batch: Batch) -> None:
         """Hand over all groups that have come in one call: what comes at once is dealt to the ranks by cost."""
@@ -285,11 +287,10 @@ class TrainStage(Stage):
             target_reached=self._target.reached(metrics),
             save_requested=self.checkpoints.requested(ports.topic),
         )
-        slices = [lease.message for lease in batch.leases]
-        await asyncio.to_thread(self.recovery.keep, self.steps, slices)
+        await asyncio.to_thread(self.recovery.keep, self.steps, batch.slices)
         metrics["perf/step_time"] = time.perf_counter() - started_s
         await self._report(ports, self._step_report(batch, metrics, due))
-        await self.log.trained(self.steps, batch, slices, metrics)
+        await self.log.trained(self.steps, batch, metrics)
         self.groups.ended(batch.leases)
         self.activity.items_out += len(batch.leases)
         self.activity.tokens += batch.trained_tokens

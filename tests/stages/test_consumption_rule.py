@@ -53,13 +53,13 @@ def group(group_id: int, step: int, ages: list[tuple[int, int]], tool: bool) -> 
     )
 
 
-def oldest_trained(slice_: RolloutSlice) -> int:
-    """Counted token by token, as a reader of the rule would."""
+def trainable_versions(slice_: RolloutSlice) -> list[list[int]]:
+    """Of each sample, counted token by token, as a reader of the rule would."""
     versions = []
     for sample in slice_.samples:
         of_token = [run.version for run in sample.version_runs for _ in range(run.n_tokens)]
-        versions += [version for version, on in zip(of_token, sample.loss_mask, strict=True) if on]
-    return min(versions)
+        versions.append([version for version, on in zip(of_token, sample.loss_mask, strict=True) if on])
+    return versions
 
 
 class Given(Recorder):
@@ -99,10 +99,14 @@ class TrainerBuffer(RuleBasedStateMachine):
         deterministic=st.booleans(),
         start=st.integers(0, 3),
         restored=st.lists(GROUP, max_size=3),
+        masked=st.booleans(),
     )
-    def begin(self, order: str, eta: int, batch: int, deterministic: bool, start: int, restored: list[Any]) -> None:
+    def begin(
+        self, order: str, eta: int, batch: int, deterministic: bool, start: int, restored: list[Any], masked: bool
+    ) -> None:
         """A run, perhaps one that is resumed with groups in its checkpoint."""
-        self.eta, self.batch, self.step = eta, batch, start
+        self.eta, self.batch, self.step, self.masked = eta, batch, start, masked
+        handler = "train_masked" if masked else "requeue"
         path = Path(self.place.name)
         self.backend = Given()
         groups = [self.made(*one) for one in restored]
@@ -115,7 +119,11 @@ class TrainerBuffer(RuleBasedStateMachine):
             total=TOTAL,
             eta=eta,
             options=TrainOptions(start, 1, str(path), frozenset(self.sent)),
-            asynchrony={"buffer_order": order, "update_weights_interval": TOTAL},
+            asynchrony={
+                "buffer_order": order,
+                "update_weights_interval": TOTAL,
+                "async_unused_samples_handler": handler,
+            },
             run={"deterministic": deterministic},
         )
         ready = self.loop.create_future()
@@ -169,7 +177,8 @@ class TrainerBuffer(RuleBasedStateMachine):
                 self.end(report.group_id, report.outcome)
                 # Nothing that could be trained is refused: the batch in hand is the one after the last report.
                 sent = self.sent[report.group_id]
-                too_old = self.step - oldest_trained(sent) > self.eta
+                versions = [version for of_sample in trainable_versions(sent) for version in of_sample]
+                too_old = self.step - (max if self.masked else min)(versions) > self.eta
                 made_up = max(run.version for sample in sent.samples for run in sample.version_runs) > self.step
                 reported = report.outcome == "discarded" or (report.outcome == "failed" and made_up)
                 assert too_old or reported, f"group {report.group_id} was refused: {report.detail}"
@@ -203,6 +212,9 @@ class TrainerBuffer(RuleBasedStateMachine):
             ages = batch - sequence.versions[sequence.loss_mask > 0]
             assert np.all(ages >= 0), f"batch {batch} trains tokens of weights that nobody has made"
             assert np.all(ages <= self.eta), f"batch {batch} trains tokens of ages {ages}, the bound is {self.eta}"
+            versions = trainable_versions(self.sent[sequence.group_id])[sequence.rollout_id % 2]
+            fresh = sum(batch - version <= self.eta for version in versions)
+            assert len(ages) == fresh, f"batch {batch} trains {len(ages)} of {fresh} tokens within the bound"
 
     async def all_ended(self) -> None:
         while len(self.ended) < len(self.sent):

@@ -371,7 +371,7 @@ def test_simulated_runs_never_train_beyond_the_bound_and_never_stall(
         ready.sort(reverse=newest_first)
         while ready and len(taken) < batch:
             group_id, version = ready.pop(0)
-            if gate.fresh(step=step, oldest_version=version):
+            if gate.fresh(step=step, version=version):
                 assert step - version <= eta
                 taken.append(group_id)
             else:
@@ -382,7 +382,7 @@ def test_simulated_runs_never_train_beyond_the_bound_and_never_stall(
             taken, step = [], step + 1
             if step % interval == 0 or step == total:
                 publications.append((clock + rng.randint(1, 6), step))
-            for entry in [e for e in ready if not gate.fresh(step=step, oldest_version=e[1])]:
+            for entry in [e for e in ready if not gate.fresh(step=step, version=e[1])]:
                 ready.remove(entry)
                 ledger.settle(entry[0], refused)
         if step == total:

@@ -36,7 +36,6 @@ from tests.stages.custom_parts import SHARED, Agents, Game
 from tests.stages.engine_rig import LENGTH, generating, record_exchanges, tensors_of
 from tests.stages.stage_rig import (
     REPORT,
-    Held,
     make_config,
     make_context,
     make_group,
@@ -165,7 +164,7 @@ async def test_a_branch_a_compaction_and_sub_agents_are_trained_once(
     for name, value in expected[1].items():
         torch.testing.assert_close(found[1][name], value, atol=1e-6, rtol=1e-6)
     batch = Batch(config, 0)
-    batch.add(Held(slice_), [])
+    batch.add(slice_, [])
     assert batch.trained_tokens == sum(batch.staleness.values()) == tokens
     assert batch.metrics()["rollout/effective_response_len/mean"] == tokens / 3
 

@@ -111,7 +111,7 @@ def test_an_estimator_that_does_not_exist_is_no_fault_of_a_group() -> None:
 def batch_of(*slices: RolloutSlice, step: int = 6, **sections: Any) -> Batch:
     batch = Batch(make_config(**sections), step)
     for slice_ in slices:
-        batch.add(Held(slice_), [])
+        batch.add(slice_, [])
     return batch
 
 

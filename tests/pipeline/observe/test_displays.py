@@ -61,7 +61,7 @@ def made_up_run() -> RunView:
         )
     view.version = 4
     view.gate = (6, 12)
-    view.wasted_tokens = 100
+    view.waste["stale"] = 100
     view.ledger = LedgerCounts(admitted=30, trained=16, filtered=3, stale=1, failed=2, discarded=0, open=8)
     view.evaluated("heldout", 3, 0.625)
     view.advice = "train is the bottleneck"

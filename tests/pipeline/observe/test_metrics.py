@@ -442,6 +442,6 @@ def test_the_waste_of_a_resumed_run_is_counted_from_its_resume_on(tmp_path: Path
         recorder = Recorder(make_config(), rundir, resume_step=4)
         recorder.ledger = Ledger(LedgerSnapshot(4, 4, {"filtered": 4}, (), tokens={"filtered": 4000}))
         recorder.view.step(5, at_s=1.0, metrics={}, tokens=300, staleness={0: 300})
-        recorder.view.wasted_tokens += 100
+        recorder.view.waste["stale"] += 100
         summary = summarise(recorder, recorder.config, "finished")
     assert (summary.wasted_tokens, summary.wasted_share) == (100, 0.25)

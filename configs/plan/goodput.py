@@ -1,0 +1,212 @@
+"""How much of what the engines could make is trained: a pure simulation of gate, slots and trainer. No I/O, no clock.
+
+    goodput = trained tokens within the staleness bound / tokens that the slots can make in the same time
+
+It knows lengths, slots, batch, N, the rule for stale tokens and the speed of the trainer, and nothing that costs time
+beyond these: no transport, no weight update, no grading, one turn per rollout. So it gives the share that a perfect
+scheduler would attain. The planner, `--async-buffer-size auto`, a running run and `bench.modes` use the same function.
+
+Time is counted in decode steps of full engines: a running rollout makes one token per step. A response that lives for
+many batches is the reason why a small N costs goodput: the gate lets (N + 1) B groups out, each of which waits for its
+longest member, and what is older than N versions is not trained.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Mapping, Sequence
+from statistics import NormalDist, fmean
+from typing import Final
+
+import msgspec
+from msgspec import Struct
+
+from configs.graph import replicas
+from configs.schema import AUTO_MOST, Config
+
+BATCHES: Final = 96  # that a simulation counts, after a quarter as many for its beginning
+LEAST_GAIN: Final = 0.03  # of goodput, for a larger N in a running run
+ROLLOUTS: Final = 128  # of a batch that are simulated
+TOLERANCE: Final = 0.02  # of goodput, that a smaller N may cost: fresher tokens learn better
+
+
+class Workload(Struct, frozen=True, kw_only=True):
+    """`lengths`: of responses in tokens, from which the simulation draws. `slots`: rollouts that all engines decode at
+    once. `train_ratio`: W_t / W_g, the trainer's time per batch by that of full engines for as many rollouts.
+    `growth`: share of the time of a full decode step that grows with the running rollouts; 0: a step takes always as
+    long. `masked`: stale tokens are masked, instead of dropping their groups."""
+
+    lengths: Sequence[int]
+    slots: int
+    groups: int
+    members: int
+    train_ratio: float = 1.0
+    growth: float = 0.0
+    interval: int = 1
+    masked: bool = False
+
+
+class Attained(Struct, frozen=True, kw_only=True):
+    """`stale`: share of the made tokens that were too old. `staleness`: mean versions of trained tokens."""
+
+    goodput: float
+    stale: float
+    staleness: float
+
+
+class _Simulation:
+    def __init__(self, work: Workload, ahead: int, seed: int) -> None:
+        self.work, self.bound = work, ahead + work.interval - 1
+        self._random = random.Random(seed)
+        self.now = self._tokens = 0.0  # decode steps of full engines; tokens that a rollout running since 0 would have
+        self._landed = [0.0]  # such tokens when each version reached the engines
+        self._versions = [0]
+        self._queue: deque[tuple[int, int]] = deque()  # (group, length)
+        self._running: list[tuple[float, float, int]] = []  # (end, start, group), both in such tokens
+        self._spans: list[list[tuple[float, float]]] = []  # of the ended members of each group
+        self._ended: deque[int] = deque()  # groups of which all members have ended
+        self._open = 0
+        self._batch: list[dict[int, float]] = []  # trained tokens of each group by age
+        self.batches = 0
+        self.trained: dict[int, float] = {}  # tokens by age
+        self.stale = 0.0
+        mean = sum(work.lengths) / len(work.lengths)
+        self._train_s = work.train_ratio * work.groups * work.members * mean / work.slots
+        self._until = math.inf  # the end of the batch in training
+
+    def run(self, batches: int) -> None:
+        """Until so many batches are trained in all."""
+        while self.batches < batches:
+            self._admit()
+            if self._until == math.inf and self._take():
+                self._until = self.now + self._train_s
+            step = 1 - self.work.growth * (1 - len(self._running) / self.work.slots)
+            end = self.now + (self._running[0][0] - self._tokens) * step if self._running else math.inf
+            if self._until <= end:
+                self._tokens += (self._until - self.now) / step if self._running else 0.0
+                self.now, self._until = self._until, math.inf
+                self._train()
+            else:
+                self.now, (self._tokens, start, group) = end, heapq.heappop(self._running)
+                self._spans[group].append((start, self._tokens))
+                if len(self._spans[group]) == self.work.members:
+                    self._ended.append(group)
+
+    def _admit(self) -> None:
+        work = self.work
+        while self._open < (self._versions[-1] + self.bound + 1 - self.batches) * work.groups:
+            self._open += 1
+            self._queue += [(len(self._spans), self._random.choice(work.lengths)) for _ in range(work.members)]
+            self._spans.append([])
+        while self._queue and len(self._running) < work.slots:
+            group, length = self._queue.popleft()
+            heapq.heappush(self._running, (self._tokens + length, self._tokens, group))
+
+    def _take(self) -> bool:
+        """Whether the next batch is complete, after it has taken what has ended."""
+        while self._ended and len(self._batch) < self.work.groups:
+            ages: dict[int, float] = {}
+            for start, end in self._spans[self._ended.popleft()]:
+                self._add_ages(ages, start, end)
+            fresh = {age: tokens for age, tokens in ages.items() if age <= self.bound}
+            if not self.work.masked and len(fresh) < len(ages):
+                fresh = {}
+            self.stale += sum(ages.values()) - sum(fresh.values())
+            if fresh:
+                self._batch.append(fresh)
+            else:
+                self._open -= 1
+                self._admit()
+        return len(self._batch) == self.work.groups
+
+    def _add_ages(self, ages: dict[int, float], start: float, end: float) -> None:
+        place = bisect_right(self._landed, start) - 1
+        while start < end:
+            until = min(end, self._landed[place + 1]) if place + 1 < len(self._landed) else end
+            age = self.batches - self._versions[place]
+            ages[age] = ages.get(age, 0.0) + until - start
+            start, place = until, place + 1
+
+    def _train(self) -> None:
+        for ages in self._batch:
+            for age, tokens in ages.items():
+                self.trained[age] = self.trained.get(age, 0.0) + tokens
+        self._open -= len(self._batch)
+        self._batch.clear()
+        self.batches += 1
+        if self.batches % self.work.interval == 0:
+            self._versions.append(self.batches)
+            self._landed.append(self._tokens)
+
+
+def attainable(work: Workload, ahead: int, *, batches: int = BATCHES, seed: int = 0) -> Attained:
+    """What is attainable with N = `ahead`. Takes 10 to 20 ms on one core: a larger batch is simulated by a part of its
+    groups and of the slots, which changes the result by about 0.01."""
+    groups = min(work.groups, max(8, ROLLOUTS // work.members))
+    slots = max(1, round(work.slots * groups / work.groups))
+    work = msgspec.structs.replace(work, groups=groups, slots=slots)
+    simulation = _Simulation(work, ahead, seed)
+    simulation.run(batches // 4)
+    before_s, before, stale = simulation.now, dict(simulation.trained), simulation.stale
+    simulation.run(batches // 4 + batches)
+    ages = {age: tokens - before.get(age, 0.0) for age, tokens in simulation.trained.items()}
+    trained, made = sum(ages.values()), (simulation.now - before_s) * work.slots
+    return Attained(
+        goodput=trained / made,
+        stale=(simulation.stale - stale) / (trained + simulation.stale - stale),
+        staleness=sum(age * tokens for age, tokens in ages.items()) / trained,
+    )
+
+
+def choose_ahead(work: Workload, most: int = AUTO_MOST) -> tuple[int, dict[int, Attained]]:
+    """The smallest N of 1 to `most` whose goodput is within `TOLERANCE` of the best, and what each N attains."""
+    found = {ahead: attainable(work, ahead) for ahead in range(1, most + 1)}
+    best = max(one.goodput for one in found.values())
+    return min(ahead for ahead, one in found.items() if one.goodput >= best - TOLERANCE), found
+
+
+def chosen_line(work: Workload, found: Mapping[int, Attained], now: int, ahead: int) -> str | None:
+    """What a change from N = `now` to `ahead` brings; None where it is not worth one. Going down must cost nothing."""
+    before, after = found.get(now) or attainable(work, now), found[ahead]
+    least = LEAST_GAIN if ahead > now else -LEAST_GAIN / 3
+    if ahead == now or after.goodput - before.goodput < least:
+        return None
+    return (
+        f"--async-buffer-size auto: N {now} to {ahead}, attainable goodput {before.goodput:.2f} to {after.goodput:.2f}"
+        f"; trained tokens {before.staleness:.1f} to {after.staleness:.1f} versions old on average, too old "
+        f"{before.stale:.0%} to {after.stale:.0%} (responses of {fmean(work.lengths):.0f} tokens on average, "
+        f"{max(work.lengths)} at most; training takes {work.train_ratio:.2f} times as long as generation)"
+    )
+
+
+def planned_workload(config: Config) -> Workload:
+    """Before anything was measured: lognormal lengths (sigma 1) with a quarter of the longest response as mean, or
+    those of the simulated engine; a trainer as fast as the engines."""
+    rollout, model = config.rollout, config.engine.simulated
+    longest, growth = rollout.rollout_max_response_len, 0.0
+    lengths = lognormal_lengths(longest / 4, 1.0, longest)
+    slots = min(config.engine.engine_slots, rollout.server_concurrency)
+    if config.engine.engine == "simulated":
+        lengths = lognormal_lengths(model.length_mean, model.length_sigma, min(longest, model.length_cap))
+        growth = model.c_ms * slots / max(model.a_ms + model.c_ms * slots, 1e-9)
+    return Workload(
+        lengths=lengths,
+        slots=slots * max(1, replicas(config).get("engine", 1)),
+        groups=rollout.rollout_batch_size,
+        members=rollout.n_samples_per_prompt,
+        growth=growth,
+        interval=config.asynchrony.update_weights_interval,
+        masked=config.asynchrony.async_unused_samples_handler == "train_masked",
+    )
+
+
+def lognormal_lengths(mean: float, sigma: float, cap: int, count: int = 512) -> tuple[int, ...]:
+    """Quantiles of a lognormal whose mean before the cap is `mean`; `sigma`: of its logarithm."""
+    mu = math.log(max(mean, 1.0)) - sigma * sigma / 2
+    normal = NormalDist()
+    values = (mu + sigma * normal.inv_cdf((place + 0.5) / count) for place in range(count))
+    return tuple(min(cap, max(1, round(math.exp(value)))) for value in values)

@@ -1,0 +1,157 @@
+"""Goodput of a running run: the share of the engines' slot time that made trained tokens, and what took the rest.
+
+Every look adds the time since the previous look to one account for each slot: it works, or it is empty because
+
+- `update`: its engine stands still for new weights,
+- `trainer`: the gate is closed, and the trainer computes: it is the slower side,
+- `tail`: the gate is closed, and the trainer waits for the longest responses of the groups that are out,
+- `starved`: the gate is open, and no prompt comes, or rollouts wait for tools or graders.
+
+Tokens of groups that were not trained, and stale tokens that were masked, are counted by cause; so a working slot is
+`trained`, or wasted. `attainable` is what a perfect scheduler would reach with the measured lengths and times.
+
+Invariant: nothing here reads a clock, so the figures are functions of what was observed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from configs.plan.goodput import Workload, attainable
+from configs.schema import Config
+from pipeline.facts.stats import GoodputFigures
+from pipeline.record.view import RunView
+from stages.messages import Settled
+from stages.topic_values import LENGTH, RUNNING, EngineEntry, length_of
+from stages.train.batch_metrics import MASKED
+
+LEAST_RESPONSES: Final = 64
+LEAST_BATCHES: Final = 4  # between two estimates of what is attainable
+
+
+def wasted_by(report: Settled) -> str:
+    """Why the tokens of a group that is not trained were made for nothing."""
+    if report.outcome == "filtered":
+        return "no_variance" if report.detail.startswith("zero_std") else "filtered"
+    if report.outcome == "discarded" and report.detail.startswith("over-sampled"):
+        return "over_sampled"
+    return report.outcome
+
+
+class Goodput:
+    """The accounts of one phase of a run, which goes by `view`."""
+
+    def __init__(self, config: Config, view: RunView) -> None:
+        self.view, self.waste = view, view.waste
+        self._rollout, self._most = config.rollout, config.rollout.server_concurrency
+        if config.engine.engine != "sglang":
+            self._most = min(self._most, config.engine.engine_slots)
+        self._asynchrony = config.asynchrony
+        self._slot_s = dict.fromkeys(("working", "update", "trainer", "tail", "starved"), 0.0)
+        self._last_s: float | None = None
+        self._train = (0.0, 0.0)  # busy and watched seconds of the trainer
+        self._train_busy = 0.0  # share between its newest two reports
+        self._versions: dict[str, int] = {}
+        self._slots = 0
+        self._batches = 0  # since the newest estimate
+        self._train_s = 0.0  # of these batches
+        self._before: dict[str, float] = {}  # figures at the newest estimate
+        self._work: Workload | None = None
+        self._attainable: float | None = None
+
+    def look(self, now_s: float, engines: Mapping[str, EngineEntry], capacity: int) -> None:
+        """Add the time since the previous look. `engines`: that carry weights; `capacity`: groups that may enter."""
+        passed, self._last_s = 0.0 if self._last_s is None else now_s - self._last_s, now_s
+        slots = {name: min(entry.limit or self._most, self._most) for name, entry in engines.items()}
+        self._slots = sum(slots.values())
+        working = sum(min(self.view.extra("engines", f"{name}{RUNNING}"), n) for name, n in slots.items())
+        stalled = 0.0
+        for name, entry in engines.items():  # an engine that stands still keeps what runs
+            newer = max(entry.version - self._versions.get(name, entry.version), 0)
+            self._versions[name] = entry.version
+            stalled += newer * entry.stall_s * working / max(self._slots, 1) * slots[name]
+        self._slot_s["update"] += stalled
+        self._slot_s["working"] += working * passed - stalled
+        empty, busy = (self._slots - working) * passed, self._busy()
+        if capacity > 0:
+            self._slot_s["starved"] += empty
+        else:
+            self._slot_s["trainer"] += empty * busy
+            self._slot_s["tail"] += empty * (1 - busy)
+
+    def _busy(self) -> float:
+        """Share of its time in which the trainer computed, between its newest two reports."""
+        busy = self.view.total("train", "busy_s")
+        watched = busy + sum(self.view.total("train", name) for name in ("starved_s", "blocked_s", "stalled_s"))
+        before = self._train
+        if watched > before[1]:
+            self._train, self._train_busy = (busy, watched), (busy - before[0]) / (watched - before[1])
+        return self._train_busy
+
+    def settled(self, report: Settled) -> None:
+        """A group ended without being trained."""
+        self.waste[wasted_by(report)] += report.tokens
+
+    def step(self, metrics: Mapping[str, float]) -> None:
+        """A batch was trained."""
+        self.waste["stale"] += int(metrics.get(MASKED, 0))
+        self._batches += 1
+        self._train_s += metrics.get("perf/train_time", 0.0)
+        if self._batches >= LEAST_BATCHES:
+            self._estimate()
+
+    def take_workload(self) -> Workload | None:
+        """The newest measured workload, once."""
+        work, self._work = self._work, None
+        return work
+
+    def _estimate(self) -> None:
+        """Simulate what the newest batches would have attained."""
+        figures = self.view.extras("generate", LENGTH) | {
+            "tokens": self.view.total("generate", "tokens"),
+            "working": self._slot_s["working"],
+        }
+        grown = {name: value - self._before.get(name, 0.0) for name, value in figures.items()}
+        counts = {int(name): int(n) for name, n in grown.items() if name.isdigit() and n > 0}
+        if sum(counts.values()) < LEAST_RESPONSES or grown["tokens"] <= 0 or grown["working"] <= 0:
+            return
+        lengths = [length_of(place) for place, n in sorted(counts.items()) for _ in range(n)]
+        rollouts = self._rollout.rollout_batch_size * self._rollout.n_samples_per_prompt
+        # Seconds that full engines take for a batch, at the speed of a slot as it was.
+        generate_s = rollouts * sum(lengths) / len(lengths) / (grown["tokens"] / grown["working"]) / self._slots
+        work = Workload(
+            lengths=lengths,
+            slots=self._slots,
+            groups=self._rollout.rollout_batch_size,
+            members=self._rollout.n_samples_per_prompt,
+            train_ratio=self._train_s / self._batches / generate_s,
+            interval=self._asynchrony.update_weights_interval,
+            masked=self._asynchrony.async_unused_samples_handler == "train_masked",
+        )
+        self._work, self._before, self._batches, self._train_s = work, figures, 0, 0.0
+        ahead = max((self.view.bound or 0) - self._asynchrony.update_weights_interval + 1, 0)
+        self._attainable = attainable(work, ahead).goodput
+
+    def figures(self) -> GoodputFigures:
+        """The shares so far."""
+        whole, waste = sum(self._slot_s.values()), {cause: n for cause, n in self.waste.items() if n}
+        recomputed = int(self.view.extra("generate", "recomputed_tokens"))
+        if whole <= 0:
+            return GoodputFigures(waste=waste, recomputed_tokens=recomputed)
+        trained = self.view.trained_tokens
+        made, working = max(trained + sum(waste.values()), 1), self._slot_s["working"] / whole
+        lost = {name: seconds / whole for name, seconds in self._slot_s.items() if name != "working" and seconds > 0}
+        lost |= {cause: working * n / made for cause, n in waste.items()}
+        return GoodputFigures(working * trained / made, self._attainable, lost, waste, recomputed)
+
+    def metrics(self) -> dict[str, float]:
+        """The same under the names of docs/metrics.md."""
+        found = self.figures()
+        shares = {"goodput/share": found.goodput, "goodput/attainable": found.attainable}
+        return (
+            {name: value for name, value in shares.items() if value is not None}
+            | {f"goodput/lost_{cause}": share for cause, share in found.lost.items()}
+            | {f"waste/{cause}": float(n) for cause, n in found.waste.items()}
+            | {"waste/recomputed_prefill": float(found.recomputed_tokens)}
+        )

@@ -1,0 +1,116 @@
+"""What became of the engines' slot time: accounts of a made-up run, second by second."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from configs.plan.goodput import attainable
+from configs.schema import AsyncConfig, Config, RolloutConfig
+from pipeline.facts.stats import StageStats
+from pipeline.record.goodput import Goodput, wasted_by
+from pipeline.record.view import RunView
+from stages.messages import Settled
+from stages.topic_values import EngineEntry, length_of, length_place
+
+CONFIG = Config(
+    rollout=RolloutConfig(rollout_batch_size=4, n_samples_per_prompt=4, server_concurrency=16),
+    asynchrony=AsyncConfig(max_staleness=2),
+)
+
+
+class Run:
+    """One engine of 16 slots and a trainer, of which every second is reported."""
+
+    def __init__(self) -> None:
+        self.view = RunView(mode="async", total_steps=None, staleness_bound=2, started_s=0.0)
+        self.goodput = Goodput(CONFIG, self.view)
+        self.now = self.busy = self.starved = 0.0
+        self.version = 0
+        self.seconds(1, running=0)
+        for name in self.goodput._slot_s:
+            self.goodput._slot_s[name] = 0.0  # until here the engine was not seen
+
+    def seconds(self, n: int, *, running: int, capacity: int = 0, trains: bool = False, stall_s: float = 0.0) -> None:
+        for _ in range(n):
+            self.now += 1
+            self.busy, self.starved = self.busy + trains, self.starved + (not trains)
+            self.report("train", busy_s=self.busy, starved_s=self.starved)
+            self.report("engines", extra={"engine-0/running": float(running)})
+            entry = EngineEntry(engine="engine-0", url="", incarnation=1, version=self.version, stall_s=stall_s)
+            self.goodput.look(self.now, {"engine-0": entry}, capacity)
+
+    def report(self, stage: str, **fields: Any) -> None:
+        self.view.stage(StageStats(stage, f"{stage}-0", self.now, **fields))
+
+    def lost(self) -> dict[str, float]:
+        return {name: round(share, 6) for name, share in self.goodput.figures().lost.items()}
+
+
+def test_empty_slots_are_counted_by_what_they_wait_for() -> None:
+    run = Run()
+    run.view.trained_tokens = 100
+    run.seconds(4, running=16)
+    assert run.goodput.figures().goodput == 1.0
+    run.seconds(2, running=8, trains=True)  # the gate is closed, and the trainer computes
+    run.seconds(2, running=8)  # it waits
+    run.seconds(2, running=0, capacity=3)  # the gate is open
+    assert run.lost() == {"trainer": 0.1, "tail": 0.1, "starved": 0.2}
+    assert run.goodput.figures().goodput == pytest.approx(0.6)
+
+
+def test_a_weight_update_takes_its_time_from_what_runs() -> None:
+    run = Run()
+    run.view.trained_tokens = 100
+    run.seconds(9, running=16)
+    run.version = 2
+    run.seconds(1, running=16, stall_s=0.5)  # two versions in this second
+    assert run.lost() == {"update": 0.1}
+    assert run.goodput.figures().goodput == pytest.approx(0.9)
+
+
+def test_work_that_is_not_trained_is_lost_by_its_cause() -> None:
+    run = Run()
+    run.view.trained_tokens = 500
+    run.seconds(10, running=8)
+    run.goodput.settled(Settled(1, "stale", tokens=200))
+    run.goodput.settled(Settled(2, "filtered", "zero_std_1.0", tokens=100))
+    run.goodput.settled(Settled(3, "filtered", "too_long", tokens=50))
+    run.goodput.settled(Settled(4, "discarded", "over-sampled: oldest token has version 1", tokens=50))
+    run.goodput.step({"rollout/masked_stale_tokens": 100.0})
+    found = run.goodput.figures()
+    assert found.waste == {"stale": 300, "no_variance": 100, "filtered": 50, "over_sampled": 50}
+    assert found.goodput == pytest.approx(0.5 * 500 / 1000)
+    assert sum(found.lost.values()) + (found.goodput or 0.0) == pytest.approx(1.0)
+    metrics = run.goodput.metrics()
+    assert (metrics["waste/stale"], metrics["goodput/lost_stale"]) == (300.0, pytest.approx(0.15))
+    assert wasted_by(Settled(5, "failed", "x")) == "failed"
+
+
+def test_what_is_attainable_follows_measured_lengths_and_times() -> None:
+    run = Run()
+    counts: dict[str, float] = {}
+    for length, n in ((100, 90), (1600, 10)):
+        counts[f"length/{length_place(length)}"] = float(n)
+    run.seconds(250, running=16)
+    run.report("generate", tokens=100 * 90 + 1600 * 10, extra=counts)
+    assert run.goodput.take_workload() is None
+    for _ in range(4):
+        run.goodput.step({"perf/train_time": 20.0})
+    work = run.goodput.take_workload()
+    assert work is not None
+    assert run.goodput.take_workload() is None, "each workload once"
+    assert sorted(set(work.lengths)) == [length_of(length_place(100)), length_of(length_place(1600))]
+    assert (work.slots, work.groups, work.members) == (16, 4, 4)
+    # 25,000 tokens in 250 s of 16 slots: a batch of 16 rollouts of 250 tokens takes 40 s, and training half as long.
+    assert work.train_ratio == pytest.approx(0.5, rel=0.1)
+    assert run.goodput.figures().attainable == attainable(work, 2).goodput
+    for _ in range(4):  # nothing new was generated
+        run.goodput.step({"perf/train_time": 20.0})
+    assert run.goodput.take_workload() is None
+
+
+def test_lengths_are_kept_within_a_tenth() -> None:
+    for length in (1, 2, 3, 10, 100, 999, 32_000):
+        assert length_of(length_place(length)) == pytest.approx(length, rel=0.1, abs=0.5)
