@@ -54,6 +54,10 @@ def _main(argv: Sequence[str]) -> int:
         from pipeline.record.kept_files import main as export
 
         return export(argv[1:])
+    if argv[:1] == ["compare"]:
+        from pipeline.observe.compare_modes import main as compare
+
+        return compare(argv[1:], __file__)
     if argv and argv[0] in CONTROL:
         from pipeline.control.client import main as control
 
