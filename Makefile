@@ -20,7 +20,7 @@ LAUNCH := models/engines/launch
 AGENTS_VENV := .venv-agents
 AGENTS_LIST := stages/agents/packs/requirements-openai-agents.txt
 
-.PHONY: install quickstart sglang-env agents-env test test-fast test-full full lint types bench chaos clean
+.PHONY: gpu-env gpu-smoke gpu-wheels install quickstart sglang-env agents-env test test-fast test-full full lint types bench chaos clean
 
 install: $(STAMP)
 
@@ -105,6 +105,26 @@ bench: $(STAMP)
 	$(BIN)/python -m bench.gateway --quick
 	$(BIN)/python -m bench.plan --quick
 	$(BIN)/python -m bench.scale --quick
+
+# Kernels for the trainer, built for the installed torch: minutes to an hour. Runs work without them, more slowly.
+gpu-env: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation -e ".[gpu]"
+
+# On a machine with a GPU: everything that it can show in nine minutes, written to bench_results/gpu_smoke.txt. It takes the
+# torch and transformers that are there. `make gpu-wheels`, where packages can be downloaded, puts the small packages
+# that such a machine may lack into wheels/, for Python 3.12.
+GPU_PYTHON ?= python3
+GPU_PACKAGES := pyzmq msgspec uvloop xxhash six math-verify latex2sympy2_extended antlr4-python3-runtime \
+	tensorboard tensorboard-data-server
+GPU_PLATFORMS := manylinux_2_28 manylinux_2_27 manylinux_2_17 manylinux2014
+gpu-wheels:
+	@mkdir -p wheels && echo '*' >wheels/.gitignore
+	@for name in $(GPU_PACKAGES); do $(PYTHON) -m pip download --quiet --no-deps --only-binary=:all: --python-version 3.12 \
+		--implementation cp $(GPU_PLATFORMS:%=--platform %_x86_64) -c constraints.txt -d wheels $$name || echo "$$name: no wheel"; done
+
+gpu-smoke:
+	@test ! -d wheels || $(GPU_PYTHON) -m pip install --quiet --no-index --no-deps --no-compile --upgrade --target wheels/site wheels/*.whl
+	PYTHONPATH=wheels/site:. $(GPU_PYTHON) -m bench.gpu_smoke
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

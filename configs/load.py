@@ -22,6 +22,7 @@ from configs.command_line import Arguments, parse
 from configs.flags import TABLES, RefusedValue, flags, flags_by_key
 from configs.layers import ConfigError, Layer, Loaded, Origin, merge, refusal, value_at
 from configs.passthrough import RETIRED, retired
+from configs.plan.gpus import has_transformer_engine
 from configs.schema import Config
 from configs.schema.notation import cure
 
@@ -104,6 +105,8 @@ def _outranked(preset: Layer, written: Mapping[str, Any], final: Mapping[str, An
     """Keys that make sense only with a size or a choice that was changed above."""
     if final.get(_TENSOR, 1) == 1:
         yield "megatron.sequence_parallel"
+    if not has_transformer_engine():
+        yield "megatron.moe_grouped_gemm"
     if _PIPELINE in written:
         yield "megatron.virtual_pipeline_model_parallel_size"
         yield "megatron.decoder_first_pipeline_num_layers"

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from configs.plan.gpus import layout_of, own_stages, stage_layers
+from configs.plan.gpus import has_transformer_engine, layout_of, own_stages, stage_layers
 from configs.schema import Config
 from configs.schema.model_shapes import ModelShape, known_shape
 from configs.sources import known_model
@@ -224,6 +224,12 @@ def warnings(config: Config) -> Iterator[str]:
         yield (
             f"--global-batch-size {size} is less than the {layout.data} data-parallel shares of the trainer: some of "
             "its processes have nothing to do"
+        )
+    shape, preset = known_shape(known_model(config) or {}), config.model.model
+    if backend == "megatron" and preset and shape is not None and shape.experts and not has_transformer_engine():
+        yield (
+            f"--model {preset} computes its experts in one grouped matrix product where Transformer Engine is "
+            "installed. It is not here, so the experts are computed one after the other; make gpu-env installs it"
         )
     if backend == "megatron" and config.train.attn_implementation != "auto":
         yield "--attn-implementation has no effect: --train-backend megatron has attention of its own"

@@ -163,7 +163,9 @@ def test_a_wrong_name(name: str, words: str) -> None:
 
 
 @pytest.mark.parametrize("name", preset_names())
-def test_each_preset_is_right_and_fits(name: str) -> None:
+def test_each_preset_is_right_and_fits(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    for module in ("configs.load", "configs.rules.parallel"):
+        monkeypatch.setattr(f"{module}.has_transformer_engine", lambda: True)
     config, warnings = settled(WORK, "--model", name)
     several = config.parallel.actor_num_nodes > 1
     assert [warning for warning in warnings if "--actor-num-nodes" not in warning] == []
@@ -324,3 +326,16 @@ def test_the_model_of_the_command_line_outranks_the_checkpoint_of_a_recipe() -> 
     assert config.train.hf_checkpoint == config.train.ref_load == "Qwen/Qwen3-4B"
     own, _ = stacked("--config", "gsm8k", "--model", "qwen3-4b", "--hf-checkpoint", "me/my-qwen3-4b")
     assert own.train.hf_checkpoint == "me/my-qwen3-4b", "beside --model it says where that model lies"
+
+
+def test_a_preset_of_a_model_with_experts_runs_without_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = ["--model", "qwen3-30b-a3b", "--prompt-data", "arithmetic", "--num-rollout", "1"]
+    for present in (False, True):
+        for module in ("configs.load", "configs.rules.parallel"):
+            monkeypatch.setattr(f"{module}.has_transformer_engine", lambda present=present: present)
+        loaded = load(flags)
+        config, warnings = checked(loaded.config, loaded.given)
+        assert config.megatron.moe_grouped_gemm is present
+        assert any("experts are computed one after the other" in line for line in warnings) is not present
+    monkeypatch.setattr("configs.load.has_transformer_engine", lambda: False)
+    assert load([*flags, "--moe-grouped-gemm"]).config.megatron.moe_grouped_gemm, "what the user writes stays"
