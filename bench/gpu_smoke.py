@@ -15,8 +15,11 @@ tests them and says nothing about speed.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
+import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -191,15 +194,21 @@ def run_check(name: str, device: str, limit_s: float) -> Outcome:
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="gpu-smoke-") as home:
         command = [sys.executable, "-m", "bench.gpu_smoke", "--device", device, "--check", name, "--home", home]
+        # With its own processes it is a process group, of which nothing may hold the GPU in the next check.
+        process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True)
         try:
-            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit_s, check=False)
+            _, errors = process.communicate(timeout=limit_s)
         except subprocess.TimeoutExpired:
             return Outcome(name, time.monotonic() - started, failure=f"not done within {limit_s:.0f} s")
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
         seconds, result = time.monotonic() - started, Path(home) / "figures.json"
-        if done.returncode == 0 and result.exists():
+        if process.returncode == 0 and result.exists():
             return Outcome(name, seconds, json.loads(result.read_text()))
-    last = [line for line in done.stderr.splitlines() if line.strip()][-12:]
-    return Outcome(name, seconds, failure="\n".join(last) or f"exit code {done.returncode}")
+    last = [line for line in errors.splitlines() if line.strip()][-12:]
+    return Outcome(name, seconds, failure="\n".join(last) or f"exit code {process.returncode}")
 
 
 def text_of(found: Document) -> str:
