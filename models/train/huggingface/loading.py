@@ -19,13 +19,13 @@ from configs.schema.train import TrainConfig
 from models.errors import CheckpointUnavailable, TrainConfigInvalid, UnsupportedModel, first_line
 from models.families.source import local_directory, not_fetched
 from models.train.dp_group import DpGroup, Float32Array
+from models.train.huggingface.attention import FLASH_ATTENTION, PACKED_SDPA, register_packed_sdpa
 from models.train.huggingface.hf_files import converts
 from models.train.huggingface.scoring import Backbone, Passes, Scorer, output_layer
 from models.train.spec import TrainSpec
 from models.train.step.micro_batches import MicroBatch, PackedRows, pack_rows
 from models.train.step.packing import Layout, Packing, Unit
 
-FLASH_ATTENTION: Final = "flash_attention_2"
 FLASH_PACKING: Final = Packing(max_tokens=1, share_prompts=False, single_row=True)
 _PROBE_TOKENS: Final = 5
 
@@ -142,7 +142,7 @@ def find_packing(model: Any, device: torch.device) -> Packing:
     """Try on a few tokens what the model allows: sequences side by side in one row, responses after one prompt.
 
     In fp32, so that a difference is a leak and not rounding. Recurrent layers fail the first. Sliding windows and
-    chunks need masks of their own, and rule out the second.
+    chunks need masks of their own, and rule out the second. Where both are allowed, `sdpa` becomes `PACKED_SDPA`.
     """
     text = model.config.get_text_config()
     attention = getattr(model.config, "_attn_implementation", "eager")
@@ -156,21 +156,24 @@ def find_packing(model: Any, device: torch.device) -> Packing:
     apart = Layout(((Unit((0,), 0, size), Unit((1,), 0, size)),), 2 * size)
     shared = Layout(((Unit((0, 1), _PROBE_TOKENS, 2 * size - _PROBE_TOKENS),),), 2 * size - _PROBE_TOKENS)
     # transformers marks recurrent architectures; the trial finds those that it does not mark.
-    pack = not getattr(model, "_is_stateful", False) and _agrees(backbone, apart, [one, two], first=1)
+    pack = not getattr(model, "_is_stateful", False) and _agrees(backbone, apart, [one, two], 1)
     windows = set(getattr(text, "layer_types", None) or ()) - {"full_attention"} or any(
         getattr(text, name, None) for name in ("sliding_window", "attention_chunk_size")
     )
     share = (
-        pack
-        and not windows
-        and attention in ("sdpa", "eager")
-        and _agrees(backbone, shared, [one, two], first=_PROBE_TOKENS)
+        pack and not windows and attention in ("sdpa", "eager") and _agrees(backbone, shared, [one, two], _PROBE_TOKENS)
     )
+    if share and attention == "sdpa":
+        register_packed_sdpa()
+        model.set_attn_implementation(PACKED_SDPA)
+        backbone = Backbone(model, Passes(device, mask_tokens=0))
+        if not (_agrees(backbone, apart, [one, two], 1) and _agrees(backbone, shared, [one, two], _PROBE_TOKENS)):
+            model.set_attn_implementation(attention)
     # Attention with a mask runs at about half the speed of the dense layers, whose cost is 6 * hidden per token.
     return Packing(max_tokens=1, pack=pack, share_prompts=share, quadratic_tokens=3 * int(text.hidden_size))
 
 
-def _agrees(backbone: Backbone, layout: Layout, tokens: list[npt.NDArray[np.int32]], *, first: int) -> bool:
+def _agrees(backbone: Backbone, layout: Layout, tokens: list[npt.NDArray[np.int32]], first: int) -> bool:
     """Whether hidden states, from token `first` on, are those of each sequence in a row of its own."""
     chosen = [np.arange(first, len(ids), dtype=np.int64) for ids in tokens]
     with torch.no_grad():

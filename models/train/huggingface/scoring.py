@@ -23,7 +23,15 @@ from torch import Tensor
 
 from models.algorithms.tokens import OutputLayer, token_log_probs
 from models.errors import UnsupportedModel
-from models.train.step.micro_batches import Float32Array, Int64Array, PackedRows, attention_allowed
+from models.train.huggingface.attention import (
+    FLASH_ATTENTION,
+    MASK_TOKENS,
+    PACKED_SDPA,
+    attention_allowed,
+    flash_arguments,
+    segments,
+)
+from models.train.step.micro_batches import Float32Array, Int64Array, PackedRows
 from models.train.step.packing import Packing
 
 # --------------------------------------------------------------------------------------------------
@@ -67,7 +75,7 @@ class ContextParallel:
         if self._group is None:
             return
         attention = getattr(model.config, "_attn_implementation", None)
-        if attention != "sdpa":
+        if attention not in ("sdpa", PACKED_SDPA):
             raise UnsupportedModel(
                 f"--fsdp-context-parallel-size {self.size} is implemented for --attn-implementation sdpa, and "
                 f"{type(model).__name__} runs with {attention}; set one of the two"
@@ -107,8 +115,8 @@ class ContextParallel:
             return values
         return spread(values, torch.from_numpy(part.own).to(values.device), len(part.rows.targets), self._group)
 
-    def inputs(self, rows: PackedRows, columns: slice) -> dict[str, npt.NDArray[Any]]:
-        """Ids and positions [B, l] of these columns, and whom they may see [B, 1, l, L]; the size divides L."""
+    def inputs(self, rows: PackedRows, columns: slice, device: torch.device) -> dict[str, Tensor]:
+        """Ids and positions [B, l] of these columns, and whom they may see, bool [B, 1, l, L]; the size divides L."""
         count, length = rows.input_ids.shape
         missing = -length % self.size
         ids = np.pad(rows.input_ids, ((0, 0), (0, missing)))
@@ -123,11 +131,10 @@ class ContextParallel:
             branch = np.pad(rows.branch, ((0, 0), (0, missing)))
         else:
             unit, branch = np.cumsum(positions == 0, axis=1), np.zeros_like(ids)
-        return {
-            "input_ids": np.ascontiguousarray(ids[:, columns]),
-            "position_ids": np.ascontiguousarray(positions[:, columns]),
-            "attention_mask": attention_allowed(unit, branch, columns),
-        }
+        whole = {"input_ids": ids[:, columns], "position_ids": positions[:, columns], "unit": unit, "branch": branch}
+        tensors = {name: to_device(np.ascontiguousarray(array), device) for name, array in whole.items()}
+        tensors["attention_mask"] = attention_allowed(tensors.pop("unit"), tensors.pop("branch"), columns)
+        return tensors
 
 
 def _register(group: Any) -> None:
@@ -183,6 +190,11 @@ class _Spread(torch.autograd.Function):  # type: ignore[misc]
         return gradient.index_select(0, own), None, None, None
 
 
+def to_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
+    """Without waiting for it."""
+    return torch.from_numpy(array).to(device, non_blocking=True)
+
+
 def output_layer(model: Any) -> OutputLayer:
     """The output embedding, with its weights of this moment, and what the model's configuration adds.
 
@@ -206,6 +218,7 @@ class Passes:
     autocast_dtype: torch.dtype | None = None
     mask_dtype: torch.dtype = torch.float32  # of additive attention masks
     context: ContextParallel = field(default_factory=lambda: ContextParallel(None))  # who shares the tokens of a row
+    mask_tokens: int = MASK_TOKENS  # longest rows that get a mask where sequences could be attended one by one
 
 
 class Backbone(torch.nn.Module):  # type: ignore[misc]
@@ -227,41 +240,46 @@ class Backbone(torch.nn.Module):  # type: ignore[misc]
 
     def chosen_hidden(self, rows: PackedRows) -> Tensor:
         """Last hidden states [N, H] that predict the chosen tokens."""
-        inputs: dict[str, npt.NDArray[Any]] = {"input_ids": rows.input_ids}
+        inputs = {"input_ids": self._to_device(rows.input_ids)}
         if rows.position_ids is not None:
-            inputs["position_ids"] = rows.position_ids
-        if rows.unit is not None and rows.branch is not None:
-            inputs["attention_mask"] = attention_allowed(rows.unit, rows.branch)
-        return self.hidden_at(inputs, rows.source)
+            inputs["position_ids"] = self._to_device(rows.position_ids)
+        return self.hidden_at({**inputs, **self._seen(rows)}, rows.source)
 
     def own_hidden(self, part: Part) -> Tensor:
         """Last hidden states [n, H] that predict this process's tokens."""
         if part.source is None or part.columns is None:
             return self.chosen_hidden(part.rows)
-        return self.hidden_at(self._context.inputs(part.rows, part.columns), part.source)
+        return self.hidden_at(self._context.inputs(part.rows, part.columns, self._passes.device), part.source)
 
-    def hidden_at(self, inputs: Mapping[str, npt.NDArray[Any]], source: npt.NDArray[np.int64]) -> Tensor:
-        """Last hidden states [n, H] at the flat positions `source` [n] of the decoder's inputs [B, L].
-
-        `attention_mask`: which keys each position may attend to, boolean, [B, 1, L, keys].
-        """
-        tensors = {
-            name: self._mask(array) if name == "attention_mask" else self._to_device(array)
-            for name, array in inputs.items()
-        }
-        hidden: Tensor = self._decoder_unregistered[0](**tensors, use_cache=False).last_hidden_state
+    def hidden_at(self, inputs: Mapping[str, Any], source: npt.NDArray[np.int64]) -> Tensor:
+        """Last hidden states [n, H] at the flat positions `source` [n] of the decoder's inputs [B, L]."""
+        hidden: Tensor = self._decoder_unregistered[0](**inputs, use_cache=False).last_hidden_state
         return hidden.reshape(-1, hidden.shape[-1]).index_select(0, self._to_device(source))
 
-    def _mask(self, allowed: npt.NDArray[np.bool_]) -> Tensor:
-        """The mask [B, 1, L, L] in the form that the attention takes: boolean for sdpa, additive for eager."""
-        mask = self._to_device(allowed)
-        if str(getattr(self._config, "_attn_implementation", "eager")).startswith("sdpa"):
-            return mask
+    def _seen(self, rows: PackedRows) -> dict[str, Any]:
+        """Arguments of the decoder that say whom each token sees, unless that is all before it in its row."""
+        attention = str(getattr(self._config, "_attn_implementation", "eager"))
+        if attention == FLASH_ATTENTION:
+            return flash_arguments(rows, self._passes.device)
+        if rows.position_ids is None:
+            return {}
+        packed = attention == PACKED_SDPA
+        if packed and rows.input_ids.shape[1] > self._passes.mask_tokens:
+            return {"segments": segments(rows)}
+        if rows.unit is not None and rows.branch is not None:
+            mask = attention_allowed(self._to_device(rows.unit), self._to_device(rows.branch))
+        elif packed:
+            mask = attention_allowed(self._to_device(np.cumsum(rows.position_ids == 0, axis=1)))
+        else:
+            return {}  # transformers' masks follow from the restarts of the positions
+        if attention.startswith("sdpa"):
+            return {"attention_mask": mask}
         dtype = self._passes.mask_dtype
-        return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)
+        additive = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
+        return {"attention_mask": additive.masked_fill(~mask, torch.finfo(dtype).min)}
 
     def _to_device(self, array: Any) -> Tensor:
-        return torch.from_numpy(array).to(self._passes.device, non_blocking=True)
+        return to_device(array, self._passes.device)
 
 
 class Scorer(Backbone):

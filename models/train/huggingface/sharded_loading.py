@@ -34,6 +34,7 @@ from models import errors
 from models.errors import TrainConfigInvalid, TrainError, UnsupportedModel
 from models.train.dp_group import DistributedDpGroup, DpGroup, gather_bytes
 from models.train.huggingface import loading
+from models.train.huggingface.attention import FLASH_ATTENTION, PACKED_SDPA, register_packed_sdpa
 from models.train.huggingface.scoring import ContextParallel, Passes
 from models.train.spec import TrainSpec
 from models.train.step.micro_batches import MicroBatch
@@ -172,11 +173,14 @@ class Shards(loading.Placement):
                 with torch.random.fork_rng(devices=[]):
                     torch.manual_seed(seed)
                     prepare(loaded.model)
+            attention = FLASH_ATTENTION if flash else loaded.model.config._attn_implementation
+            if self.spec.fsdp.fsdp_compile and attention == PACKED_SDPA:
+                attention = "sdpa"  # the lengths of a micro-batch's sequences would be compiled in
         except TrainError as error:
             return None, {"error": type(error).__name__, "text": str(error)}
         return loaded, {
             "config": config,
-            "attention": loading.FLASH_ATTENTION if flash else loaded.model.config._attn_implementation,
+            "attention": attention,
             "vocab_size": loaded.vocab_size,
             "packing": asdict(loading.FLASH_PACKING if flash else loaded.packing),
             "converts": loaded.converts,
@@ -186,7 +190,7 @@ class Shards(loading.Placement):
         train, context = self.spec.train, self.mesh.sizes.context
         if self.device.type != "cuda" or (context > 1 and train.attn_implementation == "auto"):
             return False  # it takes no mask
-        return loading.attention_of(train, self.device) == loading.FLASH_ATTENTION
+        return loading.attention_of(train, self.device) == FLASH_ATTENTION
 
     def _shard(self, module: torch.nn.Module, *, root: bool = False, precise: bool = False, keep: bool = True) -> None:
         """Shard what no submodule has sharded before.
@@ -265,6 +269,7 @@ def _skeleton(config_json: str, attention: str) -> Any:
     """The architecture, without memory."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    register_packed_sdpa()
     fields = json.loads(config_json)
     config = AutoConfig.for_model(fields.pop("model_type"), **fields)
     with torch.device("meta"):

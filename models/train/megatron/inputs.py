@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from models.errors import UnsupportedModel
+from models.train.huggingface.attention import attention_allowed
 from models.train.step.micro_batches import Int64Array, PackedRows
 
 
@@ -118,17 +119,9 @@ def hidden_mask(rows: PackedRows, device: torch.device) -> Tensor | None:
     """Forbidden pairs of positions, bool [B, 1, L, L]; None where causal attention suffices."""
     if rows.position_ids is None:
         return None
-    length = rows.input_ids.shape[1]
-    if rows.unit is not None:
-        unit = torch.from_numpy(rows.unit).to(device)
-    else:
-        unit = torch.from_numpy(rows.position_ids).to(device).eq(0).cumsum(dim=1)
-    allowed = unit[:, :, None] == unit[:, None, :]
-    if rows.branch is not None:
-        branch = torch.from_numpy(rows.branch).to(device)
-        allowed &= (branch[:, None, :] == 0) | (branch[:, :, None] == branch[:, None, :])
-    allowed &= torch.ones((length, length), dtype=torch.bool, device=device).tril()
-    return ~allowed[:, None]
+    if rows.unit is not None and rows.branch is not None:
+        return ~attention_allowed(torch.from_numpy(rows.unit).to(device), torch.from_numpy(rows.branch).to(device))
+    return ~attention_allowed(torch.from_numpy(rows.position_ids).to(device).eq(0).cumsum(dim=1))
 
 
 def context_columns(length: int, rank: int, size: int) -> Int64Array:
@@ -239,6 +232,8 @@ class SdpaCoreAttention(torch.nn.Module):  # type: ignore[misc]
                 "use --transformer-impl transformer_engine for cu_seqlens"
             )
         length, rows, heads, _width = query.shape
+        if attention_mask is not None:  # with a mask some of torch's kernels take no shared heads, and keep all scores
+            key, value = (one.repeat_interleave(heads // one.shape[2], dim=2) for one in (key, value))
         attended: Tensor = scaled_dot_product_attention(
             query.permute(1, 2, 0, 3),
             key.permute(1, 2, 0, 3),

@@ -2,10 +2,8 @@
 
 How sequences of one row are kept apart:
 - one sequence in every row: nothing is needed, padding stands at the right end, where causal attention cannot see it;
-- several units: position ids restart at 0; transformers' masks (eager, sdpa) and FlashAttention 2 derive the
-  block-diagonal causal mask from the restarts;
-- responses after a common prompt: `branch` tells who may be seen, and `attention_allowed` spells the mask out. Each
-  response continues the positions of its prompt.
+- several units: position ids restart at 0; whom a token sees follows from the restarts;
+- responses after a common prompt: `unit` and `branch` tell who may be seen. Each continues the positions of its prompt.
 
 No torch here.
 """
@@ -105,18 +103,6 @@ def _of_tokens(
         return None
     own = [temperatures[item] or math.nan for item in layout.items]
     return np.repeat(np.array(own, dtype=np.float32), [len(chosen[item]) for item in layout.items])
-
-
-def attention_allowed(unit: Int64Array, branch: Int64Array, columns: slice = slice(None)) -> npt.NDArray[np.bool_]:
-    """Allowed attention, [B, 1, L, L]: earlier tokens of the same unit, of its prompt or of the same branch.
-
-    `columns`: of the tokens that see. Padding sees earlier padding, so that no row of the mask is empty.
-    """
-    places = np.arange(unit.shape[1])
-    same_unit = unit[:, columns, None] == unit[:, None, :]
-    same_path = (branch[:, None, :] == 0) | (branch[:, columns, None] == branch[:, None, :])
-    allowed: npt.NDArray[np.bool_] = (same_unit & same_path & (places[columns, None] >= places))[:, None]
-    return allowed
 
 
 def _segments(

@@ -22,22 +22,14 @@ from configs.schema.algorithm import AlgorithmConfig
 from models.algorithms.aggregation import StepSize, prefix_fault
 from models.algorithms.returns import gae
 from models.errors import InvalidSequence
+from models.train.huggingface.attention import attention_allowed
 from models.train.huggingface.optimizer import gradient_scale
 from models.train.interface import TrainSequence
 from models.train.spec import BatchNeeds
 from models.train.step.critic import decide_advantages
 from models.train.step.examples import Example, Intake, Rollout, partition, rollouts_of
 from models.train.step.micro_batch_loss import StepTotals
-from models.train.step.micro_batches import (
-    Assigned,
-    Pending,
-    assign,
-    assign_layouts,
-    attention_allowed,
-    balance,
-    micro_batches,
-    pack_rows,
-)
+from models.train.step.micro_batches import Assigned, Pending, assign, assign_layouts, balance, micro_batches, pack_rows
 from models.train.step.packing import Layout, Packing, Unit, plan, units_of
 from tests.models.train.rig import scored, train_step
 
@@ -114,7 +106,7 @@ def test_arrays_show_each_sequence_its_own_past_and_nothing_else(
         assert rows.input_ids.shape == shape
         positions = np.tile(np.arange(shape[1]), (shape[0], 1)) if rows.position_ids is None else rows.position_ids
         if rows.unit is not None and rows.branch is not None:
-            allowed = attention_allowed(rows.unit, rows.branch)[:, 0]
+            allowed = attention_allowed(torch.from_numpy(rows.unit), torch.from_numpy(rows.branch))[:, 0].numpy()
         else:  # what transformers derives from restarts
             number = np.cumsum(np.diff(positions, axis=1, prepend=positions[:, :1] - 1) != 1, axis=1)
             allowed = (number[:, :, None] == number[:, None, :]) & np.tril(np.ones((shape[1], shape[1]), bool))

@@ -40,10 +40,10 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: make_tiny_checkpoint(root / name, architecture=name, **TINY) for name in names}
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize(("attention", "mask_tokens"), [("sdpa", 1000), ("sdpa", 0), ("eager", 0)])
 @pytest.mark.parametrize("architecture", ["qwen3", "qwen2", "llama"])
 def test_packed_log_probs_are_those_of_each_sequence_alone(
-    checkpoints: dict[str, Path], architecture: str, attention: str
+    checkpoints: dict[str, Path], architecture: str, attention: str, mask_tokens: int
 ) -> None:
     config = TrainConfig(hf_checkpoint=str(checkpoints[architecture]), attn_implementation=attention)
     device = torch.device("cpu")
@@ -54,7 +54,7 @@ def test_packed_log_probs_are_those_of_each_sequence_alone(
     with torch.no_grad():
         for parameter in loaded.model.parameters():
             parameter.mul_(3.0)
-    score = Scorer(loaded.model, Passes(device), temperature=0.7, chunk_tokens=16)
+    score = Scorer(loaded.model, Passes(device, mask_tokens=mask_tokens), temperature=0.7, chunk_tokens=16)
     rng = np.random.default_rng(1)
     prompt = rng.integers(0, 256, 6)
     sizes = [17, 8, 12, 6, 1, 3, 9, 5]  # the first four share a prompt of 6; the fourth has one response token

@@ -17,12 +17,13 @@ from torch.nn import Linear, Sequential
 
 from configs.schema.train import FsdpConfig
 from models.errors import CheckpointUnavailable, TrainConfigInvalid, TrainStateUnreadable, UnsupportedModel
+from models.train.huggingface.attention import attention_allowed
 from models.train.huggingface.hf_files import buckets
 from models.train.huggingface.models import TorchModels
 from models.train.huggingface.scoring import ContextParallel
 from models.train.huggingface.sharded_loading import _compare, sizes_of
 from models.train.huggingface.sharded_models import SHARDS, STATE, FsdpModels
-from models.train.step.micro_batches import attention_allowed, pack_rows
+from models.train.step.micro_batches import pack_rows
 from models.train.step.packing import Layout, Packing, Unit
 from models.train.trainer import Trainer
 from tests.models.test_checkpoint import check_every_flip_is_noticed
@@ -96,7 +97,9 @@ def test_parts_of_rows_are_the_rows() -> None:
             part = context.part(rows)
             assert part.columns is not None
             assert part.source is not None
-            parts.append(context.inputs(rows, part.columns))
+            parts.append(
+                {name: one.numpy() for name, one in context.inputs(rows, part.columns, torch.device("cpu")).items()}
+            )
             targets[part.own] = part.targets
             ids = parts[-1]["input_ids"].reshape(-1)[part.source]
             np.testing.assert_array_equal(ids, rows.input_ids.reshape(-1)[rows.source[part.own]])
@@ -109,7 +112,7 @@ def test_parts_of_rows_are_the_rows() -> None:
         np.testing.assert_array_equal(whole["position_ids"][:, :length], rows.position_ids)
         unit = np.cumsum(rows.position_ids == 0, axis=1) if rows.unit is None else rows.unit
         branch = np.zeros_like(unit) if rows.branch is None else rows.branch
-        allowed = attention_allowed(unit, branch)
+        allowed = attention_allowed(torch.from_numpy(unit), torch.from_numpy(branch)).numpy()
         np.testing.assert_array_equal(whole["attention_mask"][:, :, :length, :length], allowed)
         assert whole["attention_mask"].shape[-1] == -(-length // size) * size
 

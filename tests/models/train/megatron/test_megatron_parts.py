@@ -6,17 +6,25 @@ import importlib.metadata
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from megatron_rig import Recipe, make_spec
+from torch.nn.functional import scaled_dot_product_attention
 
 from models.errors import BackendMisuse, TrainConfigInvalid, TrainStateUnreadable
-from models.train.megatron import processes
-from models.train.megatron.inputs import RowForm, context_columns, hidden_mask, lengthened, model_inputs
+from models.train.megatron import inputs, processes
+from models.train.megatron.inputs import (
+    RowForm,
+    SdpaCoreAttention,
+    context_columns,
+    hidden_mask,
+    lengthened,
+    model_inputs,
+)
 from models.train.megatron.processes import (
     SHIM_VERSION,
     ParallelSizes,
@@ -29,7 +37,7 @@ from models.train.megatron.processes import (
 from models.train.megatron.trained_models import SwappedReference, ValueHead, check_optimizer
 from models.train.spec import TrainSpec
 from models.train.step.critic import ValueModel
-from models.train.step.micro_batches import PackedRows, attention_allowed, pack_rows
+from models.train.step.micro_batches import PackedRows, pack_rows
 from models.train.step.packing import Layout, Unit
 
 
@@ -162,7 +170,11 @@ def test_responses_after_a_common_prompt_do_not_see_each_other() -> None:
     assert rows.branch is not None
     mask = hidden_mask(rows, CPU)
     assert mask is not None
-    assert torch.equal(~mask, torch.from_numpy(attention_allowed(rows.unit, rows.branch)))
+    expected = torch.ones(7, 7).tril().bool()
+    expected[3:, 2] = False  # the second response begins behind a token of the first, which only that one sees
+    expected[5:] = torch.eye(7).bool()[5:]
+    expected[6, 5] = True
+    assert torch.equal(~mask[0, 0], expected)
 
 
 def test_sequences_of_one_row_do_not_see_each_other() -> None:
@@ -174,11 +186,30 @@ def test_sequences_of_one_row_do_not_see_each_other() -> None:
     assert torch.equal(~mask[0, 0], expected)
 
 
+def test_heads_share_keys_where_there_is_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a mask each has its own: some of torch's kernels for a mask know no shared ones."""
+    config = SimpleNamespace(context_parallel_size=1, kv_channels=8)
+    attend = SdpaCoreAttention(config, 1, None, "self")
+    query, key, value = (torch.randn(7, 2, heads, 8) for heads in (6, 2, 2))
+    calls: list[tuple[int, bool]] = []
+
+    def note(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **rest: Any) -> torch.Tensor:
+        assert key.shape == value.shape
+        calls.append((key.shape[1], rest["enable_gqa"]))
+        return scaled_dot_product_attention(query, key, value, **rest)
+
+    monkeypatch.setattr(inputs, "scaled_dot_product_attention", note)
+    causal = attend(query, key, value, None)
+    masked = attend(query, key, value, ~torch.ones(1, 1, 7, 7).tril().bool())
+    torch.testing.assert_close(masked, causal)
+    assert calls == [(2, True), (6, False)]
+
+
 def test_one_sequence_in_a_row_needs_no_mask() -> None:
-    inputs = model_inputs(single(), RowForm(CPU))
-    assert inputs.mask is None
-    assert inputs.position_ids is None
-    assert inputs.kept is None
+    made = model_inputs(single(), RowForm(CPU))
+    assert made.mask is None
+    assert made.position_ids is None
+    assert made.kept is None
 
 
 @pytest.mark.parametrize("rows", [shared(), apart(), single()])

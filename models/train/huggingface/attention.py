@@ -1,0 +1,128 @@
+"""Who sees whom in packed rows, in the form that a model's attention takes. Made once per micro-batch, for all layers.
+
+    attention           packed rows                                          memory
+    sdpa_packed         each sequence for itself, without a mask             sum of L_i, and r x (p + r) for a response
+                        of r tokens after a common prompt of p, where the kernel knows no causal mask of that shape
+    flash_attention_2   ends of the sequences (`cu_seq_lens_q`, ...)         sum of L_i
+    sdpa, eager         a mask, made on the device                           L x L
+
+`sdpa_packed` is torch's scaled_dot_product_attention, called for one sequence after the other. It takes the place of
+`sdpa` in models all of whose layers may see all that a mask allows (`loading.find_packing`). Rows of at most
+`MASK_TOKENS` get a mask there too: many short sequences are one call then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from models.train.step.micro_batches import Int64Array, PackedRows
+
+PACKED_SDPA: Final = "sdpa_packed"
+FLASH_ATTENTION: Final = "flash_attention_2"
+MASK_TOKENS: Final = 256  # of a row
+
+
+def attention_allowed(unit: Tensor, branch: Tensor | None = None, columns: slice = slice(None)) -> Tensor:
+    """Allowed attention, bool [B, 1, L, L]: earlier tokens of the same unit [B, L], of its prompt or of the same branch
+    [B, L].
+
+    `columns`: of the tokens that see. Padding sees earlier padding, so that no row of the mask is empty.
+    """
+    places = torch.arange(unit.shape[1], device=unit.device)
+    allowed = unit[:, columns, None] == unit[:, None, :]
+    if branch is not None:
+        allowed &= (branch[:, None, :] == 0) | (branch[:, columns, None] == branch[:, None, :])
+    allowed &= places[columns, None] >= places
+    return allowed[:, None]
+
+
+class Segment(NamedTuple):
+    """Consecutive tokens that see themselves, causally, and all of their prompt."""
+
+    length: int
+    prompt: int | None = None  # number of the segment that is its prompt
+
+
+def segments(rows: PackedRows) -> tuple[Segment, ...]:
+    """All [B * L] tokens of rows that hold several sequences. Padding is a segment too."""
+    if rows.unit is None or rows.branch is None:
+        return tuple(map(Segment, np.diff(_ends(rows)).tolist()))
+    unit, branch = rows.unit, rows.branch
+    begins = (np.diff(unit, axis=1, prepend=-2) != 0) | (np.diff(branch, axis=1, prepend=-1) != 0)
+    starts = np.flatnonzero(begins)
+    found: list[Segment] = []
+    prompt = 0
+    lengths = np.diff(starts, append=unit.size).tolist()
+    for length, of_branch in zip(lengths, branch.reshape(-1)[starts].tolist(), strict=True):
+        prompt = prompt if of_branch else len(found)
+        found.append(Segment(length, prompt if of_branch else None))
+    return tuple(found)
+
+
+def _ends(rows: PackedRows) -> Int64Array:
+    """Cumulated lengths [sequences + 1] of all rows without common prompts, one behind the other; padding is one more
+    sequence, but in rows that hold one alone."""
+    height, length = rows.input_ids.shape
+    starts = np.arange(height) * length if rows.position_ids is None else np.flatnonzero(rows.position_ids == 0)
+    return np.append(starts, height * length)
+
+
+def flash_arguments(rows: PackedRows, device: torch.device) -> dict[str, Any]:
+    """What FlashAttention's kernels for sequences of different lengths want: without it, transformers looks for the
+    ends in every layer, and waits for the device each time."""
+    ends = _ends(rows)
+    on_device = torch.from_numpy(ends.astype(np.int32)).to(device, non_blocking=True)
+    longest = int(np.diff(ends).max())
+    return {"cu_seq_lens_q": on_device, "cu_seq_lens_k": on_device, "max_length_q": longest, "max_length_k": longest}
+
+
+def register_packed_sdpa() -> None:
+    """Let models of transformers be set to `PACKED_SDPA`."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(PACKED_SDPA, _attend)
+
+
+def _attend(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    segments: Sequence[Segment] | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """[B, L, heads, v] from query [B, heads, L, d], key and value [B, groups, L, d or v]; `segments` of the B rows."""
+    from torch.nn.attention.bias import causal_lower_right
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    if segments is None:
+        attended: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+        return attended
+    # Split at one time: the gradient of a slice would be as large as the whole, for each of them.
+    queries, keys, values = (_split(one, segments) for one in (query, key, value))
+    parts = []
+    for own, seen, said, segment in zip(queries, keys, values, segments, strict=True):
+        mask = None
+        if segment.prompt is not None:
+            seen = torch.cat([keys[segment.prompt], seen], dim=2)
+            said = torch.cat([values[segment.prompt], said], dim=2)
+            # A single token sees all; a mask would only keep it from the faster kernels.
+            mask = causal_lower_right(segment.length, seen.shape[2]) if segment.length > 1 else None
+        parts.append(sdpa_attention_forward(module, own, seen, said, mask, **kwargs)[0])
+    return torch.cat(parts, dim=1).unflatten(1, (query.shape[0], query.shape[2]))[0], None
+
+
+def _split(states: Tensor, segments: Sequence[Segment]) -> tuple[Tensor, ...]:
+    """[B, heads, L, d] -> [1, heads, length, d] of each segment, in the precision that autocast gives attention."""
+    if torch.is_autocast_enabled(states.device.type):  # it does not see into the kernel of `causal_lower_right`
+        states = states.to(torch.get_autocast_dtype(states.device.type))
+    row_after_row = states.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None]
+    parts: tuple[Tensor, ...] = row_after_row.split([segment.length for segment in segments], dim=2)
+    return parts
