@@ -15,6 +15,7 @@ from configs.graph import evaluates, path
 from configs.plan.gpus import Gpus, Layout
 from configs.plan.memory import GPU_BYTES, RUNTIME_BYTES, TrainerMemory, trainer_memory
 from configs.schema import Config
+from configs.schema.algorithm import needs, scores_old
 from configs.schema.model_shapes import ModelShape, active_parameters, forward_flops, known_shape, total_parameters
 
 PEAK_FLOPS: Final = 989e12  # per second, H100 SXM, dense bfloat16 (its data sheet)
@@ -146,14 +147,16 @@ def _recomputed(config: Config) -> int:
     return int(config.train.gradient_checkpointing)
 
 
-def _scored(config: Config) -> int:
-    """Forward passes before the update: for the old log-probs, of the reference."""
-    if config.train.loss_type == "sft_loss":
+def _scored(config: Config) -> float:
+    """Forward passes before the update: for the old log-probs, again for those of later steps, of the reference."""
+    algorithm, correction, loss_type = config.algorithm, config.correction, config.train.loss_type
+    if loss_type == "sft_loss":
         return 0
-    correction, algorithm = config.correction, config.algorithm
-    old = correction.policy_mode == "decoupled" and correction.prox == "recompute"
-    reference = algorithm.use_kl_loss or algorithm.kl_coef > 0
-    return int(old) + int(reference)
+    steps = config.train.num_steps_per_rollout or 1
+    old = scores_old(algorithm, correction, config.distill, loss_type=loss_type, steps=steps)
+    again = loss_type == "policy_loss" and needs(algorithm, correction) == "current"
+    reference = (algorithm.use_kl_loss and algorithm.kl_loss_coef > 0) or algorithm.kl_coef > 0
+    return old + again * (steps - 1) / steps + reference
 
 
 # --------------------------------------------------------------------------------------------------

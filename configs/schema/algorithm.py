@@ -95,6 +95,9 @@ class AlgorithmConfig(Section, frozen=True, kw_only=True):
     """the reference becomes the current policy every this many rollout batches; default: never"""
     entropy_coef: NonNegative = 0.0
     """weight of the entropy bonus"""
+    entropy_interval: Count = 1
+    """rollout batches from one measurement of the entropy to the next, in the last step of the batch; with an entropy
+    bonus or a loss of your own every step computes it"""
     loss_aggregation: Literal["rollout_mean", "token_mean", "seq_mean", "constant"] = "rollout_mean"
     """how token losses become one number, always with the step's global denominators"""
 
@@ -157,6 +160,29 @@ class CorrectionConfig(Section, frozen=True, kw_only=True):
     allow_uncorrected: bool = False
     """train stale tokens without any correction, e.g. as the baseline of a comparison"""
 
+    @property
+    def rejects(self) -> bool:
+        """Whether a rejection rule or the veto is on."""
+        return bool(self.rollout_rs) or self.rs_veto is not None
+
+    @property
+    def loglinear(self) -> bool:
+        """Whether the old log-probs are interpolated from theta, so that no forward pass is spent on it."""
+        return self.policy_mode == "decoupled" and self.prox == "loglinear"
+
+    @property
+    def against_current(self) -> bool:
+        """Whether D = log theta - log mu instead of log old - log mu.
+
+        By the configuration, or because in bypass mode old is mu itself and log old - log mu is always 0.
+        """
+        return self.correction_ratio == "current" or self.policy_mode == "bypass"
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether old log-probs are those of a forward pass of the trainer, where it makes one; else the sampler's."""
+        return self.policy_mode != "bypass" and not self.loglinear
+
 
 class CriticConfig(Section, frozen=True, kw_only=True):
     """Critic of PPO."""
@@ -186,6 +212,48 @@ class DistillConfig(Section, frozen=True, kw_only=True):
     """frozen engines that teach, by the names of --frozen-engine; default: all of them"""
     opd_teacher_key: Annotated[str, ReadBy("--use-opd")] = "teacher"
     """metadata field that names a row's teacher; rows without it take the first"""
+
+
+# What a batch needs before its first backward pass. The trainer and the estimate of its work read the same rules.
+
+
+Need = Literal["none", "old", "current"]
+
+
+def needs(algorithm: AlgorithmConfig, correction: CorrectionConfig) -> Need:
+    """Which log-probs of the whole step must be known before its first backward pass.
+
+    "old": `old_log_probs`, `log_probs` may hold anything; "current": `log_probs` under the weights of this very
+    step, too.
+    """
+    if algorithm.policy_loss == "m2po":
+        return "current"
+    normalises = correction.use_tis and correction.tis_batch_normalize
+    counts = correction.rejects and (correction.renormalize_after_rejection or correction.rs_unit == "rollout")
+    if not (normalises or counts):
+        return "none"
+    # A function of the user's own may read any column.
+    theta = (
+        correction.against_current
+        or correction.loglinear
+        or (normalises and correction.custom_tis_function_path is not None)
+    )
+    return "current" if theta else "old"
+
+
+def scores_old(
+    algorithm: AlgorithmConfig, correction: CorrectionConfig, distill: DistillConfig, *, loss_type: str, steps: int
+) -> bool:
+    """Whether a batch of `steps` optimizer steps takes a forward pass for the log-probs at its start.
+
+    With one step they are those of the pass that trains, unless something reads them before.
+    """
+    if loss_type != "policy_loss":
+        return loss_type == "custom_loss" and correction.recomputes and steps > 1
+    estimator = algorithm.advantage_estimator
+    student = distill.use_opd or estimator == "on_policy_distillation"
+    student |= algorithm.kl_coef > 0 and estimator in KL_IN_REWARD
+    return needs(algorithm, correction) != "none" or (correction.recomputes and (steps > 1 or student))
 
 
 RuleLevel = Literal["token", "seq_sum", "seq_mean", "seq_max"]

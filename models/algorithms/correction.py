@@ -56,24 +56,6 @@ class Correction(CorrectionConfig, frozen=True):
         return parse_rules(self.rollout_rs)
 
     @property
-    def rejects(self) -> bool:
-        """Whether a rejection rule or the veto is on."""
-        return bool(self.rules) or self.rs_veto is not None
-
-    @property
-    def loglinear(self) -> bool:
-        """Whether the old log-probs are interpolated from theta, so that no forward pass is spent on it."""
-        return self.policy_mode == "decoupled" and self.prox == "loglinear"
-
-    @property
-    def against_current(self) -> bool:
-        """Whether D = log theta - log mu instead of log old - log mu.
-
-        By the configuration, or because in bypass mode old is mu itself and log old - log mu is always 0.
-        """
-        return self.correction_ratio == "current" or self.policy_mode == "bypass"
-
-    @property
     def measures_current(self) -> bool:
         """Whether the mismatch with the sampler is logged of theta: where old log-probs are not the trainer's own."""
         return self.against_current or self.loglinear

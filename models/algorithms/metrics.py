@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Final, Literal
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -130,30 +130,6 @@ def _by_staleness(sums: Mapping[str, float]) -> dict[str, float]:
 # every micro-batch: `PolicyTokens.statistics`, and its sequences' part of the columns [S] `rejected` and `kept_scale`.
 #
 # Invariant: a result depends neither on the order of the tokens nor on the split into micro-batches.
-
-
-Need = Literal["none", "old", "current"]
-
-
-def needs(algorithm: AlgorithmConfig, correction: Correction) -> Need:
-    """Which log-probs of the whole step must be known before its first backward pass.
-
-    "old": `old_log_probs`, `log_probs` may hold anything; "current": `log_probs` under the weights of this very
-    step, too.
-    """
-    if algorithm.policy_loss == "m2po":
-        return "current"
-    normalises = correction.use_tis and correction.tis_batch_normalize
-    counts = correction.rejects and (correction.renormalize_after_rejection or correction.rs_unit == "rollout")
-    if not (normalises or counts):
-        return "none"
-    # A function of the user's own may read any column.
-    theta = (
-        correction.against_current
-        or correction.loglinear
-        or (normalises and correction.custom_tis_function_path is not None)
-    )
-    return "current" if theta else "old"
 
 
 def step_statistics(tokens: PolicyTokens, algorithm: AlgorithmConfig, correction: Correction) -> StepStatistics:

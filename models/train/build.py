@@ -6,6 +6,7 @@ Each branch imports what its backend needs: the simulated one does without torch
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import time
 from collections.abc import Iterator, Sequence
@@ -95,10 +96,25 @@ class SimulatedBackend(WeightExporter):
         self._steps = int(json.loads((directory / "simulated.json").read_text())["steps"])
 
 
+def set_cuda_defaults(config: Config) -> None:
+    """Environment that torch and CUDA read when this process first uses a GPU; what the user has set stays.
+
+    Micro-batches differ in size, so that memory which cannot grow falls to pieces. Megatron-core overlaps communication
+    only if kernels run in the order in which they were started: one queue.
+    """
+    if config.train.train_device == "cpu":
+        return
+    if not os.environ.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}:
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+    if config.train.train_backend == "megatron":
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+
+
 def build_backend(config: Config, total_batches: int) -> TrainBackend:
     """The configured backend for one process alone, not yet set up. `total_batches`: rollout batches of the run."""
     if config.train.train_backend == "simulated":
         return SimulatedBackend(config.train, steps=config.train.num_steps_per_rollout or 1)
+    set_cuda_defaults(config)
     return build_member(config, total_batches)
 
 

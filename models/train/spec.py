@@ -6,12 +6,11 @@ import math
 from dataclasses import dataclass, field, replace
 
 from configs.schema import Config
-from configs.schema.algorithm import KL_IN_REWARD, AlgorithmConfig, CriticConfig, DistillConfig
+from configs.schema.algorithm import KL_IN_REWARD, AlgorithmConfig, CriticConfig, DistillConfig, Need, needs, scores_old
 from configs.schema.train import FsdpConfig, LoraConfig, MegatronConfig, ParallelConfig, TrainConfig
 from models.algorithms.advantages import TOKEN_ESTIMATORS
 from models.algorithms.aggregation import Aggregation
 from models.algorithms.correction import Correction, correction_of
-from models.algorithms.metrics import Need, needs
 from models.algorithms.objective import GroupLossFunction, group_loss_of
 from models.errors import TrainConfigInvalid
 
@@ -180,22 +179,20 @@ def batch_needs(spec: TrainSpec, *, steps: int, reference_apart: bool = False) -
     several = steps > 1 or reference_apart
     if spec.supervised:
         return BatchNeeds(whole_batch=several)
-    recomputes = correction.policy_mode != "bypass" and not correction.loglinear
+    old_log_probs = scores_old(algorithm, correction, spec.distill, loss_type=spec.train.loss_type, steps=steps)
     if spec.whole_groups:  # its groups stay together, which only the whole batch shows
-        return BatchNeeds(whole_batch=True, old_log_probs=recomputes and steps > 1)
+        return BatchNeeds(whole_batch=True, old_log_probs=old_log_probs)
     opd, subtracts_kl, values = spec.opd_kl_coef is not None, spec.reward_kl, spec.uses_critic
     advantages = (
         opd or subtracts_kl or bool(algorithm.normalize_advantages) or algorithm.advantage_estimator in TOKEN_ESTIMATORS
     )
-    statistics = needs(algorithm, correction)
-    old_log_probs = statistics != "none" or (recomputes and (steps > 1 or opd or subtracts_kl))
     return BatchNeeds(
         whole_batch=several or old_log_probs or advantages or values,
         old_log_probs=old_log_probs,
         values=values,
         advantages=advantages,
-        student_is_sampler=not recomputes,
-        statistics=statistics,
+        student_is_sampler=not correction.recomputes,
+        statistics=needs(algorithm, correction),
     )
 
 

@@ -104,7 +104,8 @@ class Trainer(WeightExporter):
         if critic_alone:
             needed = critic_only(needed, spec)
         self._trains_policy = not critic_alone
-        self._batch = RunningBatch(models, spec, needed, steps=self._steps_per_batch, train_policy=self._trains_policy)
+        steps, index = self._steps_per_batch, self._counters.batches
+        self._batch = RunningBatch(models, spec, needed, steps=steps, index=index, train_policy=self._trains_policy)
 
     def accumulate(self, sequences: Sequence[TrainSequence]) -> None:
         """Take sequences into the running batch. Work is done at once whenever the token budget is full, but not with

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 
 from configs.load import read_preset
 from configs.plan.gpus import layout_of, stage_layers
 from configs.plan.memory import Form, TrainerMemory, layer_activations, trainer_memory
 from configs.plan.plan import make_plan, render
-from configs.plan.run_estimate import EngineMemory, RunEstimate, estimate_run
+from configs.plan.run_estimate import EngineMemory, RunEstimate, _scored, estimate_run
 from configs.schema import Config
 from configs.schema.model_shapes import (
     ModelShape,
@@ -22,6 +25,7 @@ from configs.schema.model_shapes import (
     parameters,
     total_parameters,
 )
+from models.train.spec import batch_needs, train_spec
 from tests.configs.config_rig import planned
 
 TINY = {"model_type": "qwen3", "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
@@ -195,11 +199,40 @@ def test_work_of_a_batch() -> None:
     assert (plain.length, plain.passes) == (128, 3)
     assert plain.forward_token == pytest.approx(plain.batch / (3 * 256 * 128), abs=1)
     assert estimate(TINY, argv, "--gradient-checkpointing").work.passes == 4
-    assert estimate(TINY, argv.removesuffix(" --mode sync")).work.passes == 4, "stale tokens need an anchor"
+    stale = argv.removesuffix(" --mode sync")
+    assert estimate(TINY, stale).work.passes == 3, "with one step the anchor is the pass that trains"
+    assert estimate(TINY, stale, "--num-steps-per-rollout 2").work.passes == 4
+    assert estimate(TINY, stale, "--num-steps-per-rollout 4 --policy-loss m2po").work.passes == 4.75, "each start anew"
     assert estimate(TINY, argv, "--use-kl-loss --kl-loss-coef 0.1").work.passes == 4
     assert estimate(TINY, argv, "--train-backend megatron --recompute-granularity full").work.passes == 4
     assert estimate(TINY, argv, "--loss-type sft_loss").work.passes == 3
     assert plain.seconds(4) == pytest.approx(plain.batch / (4 * 989e12 * 0.4))
+
+
+SETTINGS = (
+    "--mode sync|--use-rollout-logprobs||--prox loglinear --use-tis|--tis-batch-normalize --use-tis",
+    "|--num-steps-per-rollout 4",
+    "|--policy-loss m2po|--rs-veto 1e-4 --rs-unit rollout|--rs-veto 1e-4|--correction-ratio current",
+    "|--loss-type sft_loss|--loss-type custom_loss --custom-loss-function-path a:b|--use-opd"
+    "|--advantage-estimator ppo --kl-coef 0.1|--advantage-estimator ppo|--use-kl-loss --kl-loss-coef 0.1"
+    "|--use-kl-loss --kl-loss-coef 0",
+)
+
+
+def test_the_work_is_that_of_the_passes_that_the_trainer_makes() -> None:
+    """Log-probs at the start of the batch, and of later steps' starts; the reference."""
+    found = set()
+    for parts in itertools.product(*(one.split("|") for one in SETTINGS)):
+        config = planned(*parts)
+        spec = train_spec(config, 10)
+        spec = replace(spec, algorithm=msgspec.structs.replace(spec.algorithm, custom_loss_function_path="a:b"))
+        steps = config.train.num_steps_per_rollout or 1
+        needed = batch_needs(spec, steps=steps)
+        again = (steps - 1) / steps if needed.statistics == "current" else 0
+        expected = needed.old_log_probs + again + spec.uses_reference
+        assert _scored(config) == expected, parts
+        found.add(expected)
+    assert found == {0, 1, 2, 1.75, 2.75}
 
 
 def plan_text(*argv: str) -> str:

@@ -55,6 +55,11 @@ def pick_device(name: str) -> torch.device:
     return device
 
 
+def row_multiple(device: torch.device) -> int:
+    """Row lengths that suit the device: kernels for products of matrices on a GPU want multiples of 16."""
+    return 16 if device.type == "cuda" else 1
+
+
 def autocast_dtype(train_dtype: str, device: torch.device) -> torch.dtype | None:
     """Precision of the forward pass: bf16 on CUDA and where requested; None is fp32 throughout."""
     return torch.bfloat16 if train_dtype == "bfloat16" or (train_dtype == "auto" and device.type == "cuda") else None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from models.errors import BackendMisuse, TrainConfigInvalid
 from models.train.dp_group import DpGroup, Float32Array
 from models.train.huggingface.checkpoint import StatePart, StateParts, load_state, save_state
 from models.train.huggingface.hf_files import hf_tensors, local, model_tensors
-from models.train.huggingface.loading import PlacedModel, Placement
+from models.train.huggingface.loading import PlacedModel, Placement, row_multiple
 from models.train.huggingface.lora import Adapters
 from models.train.huggingface.optimizer import Updater, move
 from models.train.huggingface.scoring import Backbone, Passes
@@ -188,7 +189,8 @@ class HfModels:
         self.vocab_size = min(one.vocab_size for one in placed)  # that all models know
         packing = reduce(Packing.both, [one.packing for one in placed])
         placement.passes.context.check(packing)
-        self.packing = with_budget(packing, train, spec.parallel)
+        packing = with_budget(packing, train, spec.parallel)
+        self.packing = replace(packing, row_multiple=row_multiple(self.device))
         self._numerator = PolicyNumerator(algorithm, spec.correction, sft=spec.supervised, group_loss=spec.group_loss)
         self.updater = Updater(self.model, train, spec.total_steps, placement.sum_over_shards)
 
@@ -212,7 +214,7 @@ class HfModels:
             totals = StepTotals()
         for batch in self._placement.runs(batches):
             ref_log_probs = None if reference is None else reference.score(batch.rows)
-            log_probs, entropy = self._score(batch.rows, entropy=self._numerator.entropy)
+            log_probs, entropy = self._score(batch.rows, entropy=self._numerator.entropy(statistics))
             if batch.blank:
                 log_probs.backward(torch.zeros_like(log_probs))  # the others wait for this process's part of the sums
                 continue

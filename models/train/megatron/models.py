@@ -164,7 +164,7 @@ class MegatronModels:
             batch = batches[number]
             if batch.blank:
                 return self._log_probs(hidden, inputs).sum() * 0.0
-            log_probs, entropy = self._score(hidden, inputs, entropy=self._numerator.entropy)
+            log_probs, entropy = self._score(hidden, inputs, entropy=self._numerator.entropy(statistics))
             return self._numerator(batch.members, log_probs, entropy, statistics, sums)
 
         self._pipeline.train(batches, numerator)

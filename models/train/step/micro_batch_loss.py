@@ -224,8 +224,13 @@ class PolicyNumerator:
         )
         self._sft = sft
         self._group_loss = group_loss
-        # A graph through the whole vocabulary is paid for only if the bonus is on.
-        self.entropy = "graph" if algorithm.entropy_coef > 0 and not sft else "value"
+
+    def entropy(self, statistics: StepStatistics) -> str:
+        """How it is computed with the log-probs. A graph through the whole vocabulary is paid for only if the bonus is
+        on, values only where they are measured, or a loss of the user's own may read them."""
+        if self._algorithm.entropy_coef > 0 and not self._sft:
+            return "graph"
+        return "value" if statistics.entropy or self._group_loss is not None else "none"
 
     def __call__(
         self,

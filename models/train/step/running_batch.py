@@ -122,12 +122,13 @@ class RunningBatch:
     """A rollout batch from its first sequence to its last optimizer step."""
 
     def __init__(
-        self, models: ModelSet, spec: TrainSpec, needs: BatchNeeds, *, steps: int, train_policy: bool = True
+        self, models: ModelSet, spec: TrainSpec, needs: BatchNeeds, *, steps: int, index: int, train_policy: bool = True
     ) -> None:
+        """`steps`: of this batch; `index`: among all batches, from 0."""
         self._models = models
         self._old_log_probs = OldLogProbPass(models, bootstrap=spec.algorithm.bootstrap_truncated)
         self._spec, self._needs = spec, needs
-        self._steps, self._train_policy = steps, train_policy
+        self._steps, self._index, self._train_policy = steps, index, train_policy
         self.seen: set[RolloutKey] = set()
         self._rollouts: list[Rollout] = []  # of a whole batch
         self._parts: list[list[Rollout]] = []  # steps still due, once the batch is cut
@@ -143,7 +144,9 @@ class RunningBatch:
         self.totals = StepTotals()
         self.staleness_sum = 0.0  # over its trainable tokens
         self._examples: list[Example] = []  # of the running step of a whole batch
-        self._statistics = StepStatistics()
+        measures = self._index % self._spec.algorithm.entropy_interval == 0
+        # The metrics of a batch are those of its last step.
+        self._statistics = StepStatistics(entropy=measures and len(self._parts) <= 1)
 
     @property
     def steps_due(self) -> int:
@@ -233,7 +236,8 @@ class RunningBatch:
             return
         if self._needs.statistics == "current" and not self._first:
             self._old_log_probs.refresh(self._examples)
-        self._statistics = write_step_statistics(self._examples, spec.algorithm, spec.correction, spec.aggregation)
+        found = write_step_statistics(self._examples, spec.algorithm, spec.correction, spec.aggregation)
+        self._statistics = replace(found, entropy=self._statistics.entropy)
 
     def decided_metrics(self, mean_denominator: float) -> dict[str, float]:
         """Metrics of the batch's advantages, for the running step."""

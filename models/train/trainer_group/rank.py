@@ -29,7 +29,7 @@ from torch import distributed
 from configs.schema import Config
 from models.errors import WeightsError
 from models.fault_injection import FaultPlan
-from models.train.build import build_member
+from models.train.build import build_member, set_cuda_defaults
 from models.train.dp_group import DistributedDpGroup, DpGroup, gather_bytes
 from models.train.trainer import Trainer
 from models.train.trainer_group import calls
@@ -158,6 +158,7 @@ def run_rank(spec: RankSpec, config: Config, announce: Callable[[Rendezvous], No
     `announce`: called by rank 0 when it listens for the stage.
     """
     timeout_s = config.parallel.distributed_timeout_minutes * 60
+    set_cuda_defaults(config)
     with ExitStack() as stack:
         control_group = _find_others(spec, config, timeout_s)
         stack.callback(distributed.destroy_process_group)

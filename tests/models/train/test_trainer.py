@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,11 +19,15 @@ from configs.resolve import resolve
 from configs.schema import CheckpointConfig, Config, RunConfig, TrainConfig
 from configs.schema.algorithm import AlgorithmConfig
 from models.errors import BackendMisuse, CheckpointUnavailable, InvalidSequence, TrainConfigInvalid, UnsupportedModel
+from models.train import build
 from models.train.build import build_backend, build_member
 from models.train.dp_group import DpGroup
+from models.train.huggingface import loading
+from models.train.huggingface import models as huggingface_models
 from models.train.huggingface.loading import check_head, pick_device
 from models.train.spec import TrainSpec
 from models.train.trainer import Trainer
+from models.train.trainer_group import rank
 from tests.models.train.rig import differing, make_sequences, same, scored, sequence, train_step, weights_of
 
 AGGREGATIONS = ["rollout_mean", "token_mean", "seq_mean", "constant"]
@@ -217,6 +222,57 @@ def test_what_a_loss_of_the_user_draws_begins_with_the_seed_of_the_run(member: b
 
     with torch.random.fork_rng(devices=[]):
         assert drawn(7) == drawn(7) != drawn(8)
+
+
+@pytest.mark.parametrize(
+    ("train", "before", "after"),
+    [
+        ({}, {}, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}),
+        ({}, {"PYTORCH_ALLOC_CONF": "backend:native"}, {"PYTORCH_ALLOC_CONF": "backend:native"}),
+        (
+            {"train_backend": "megatron"},
+            {"PYTORCH_CUDA_ALLOC_CONF": ""},
+            {"PYTORCH_CUDA_ALLOC_CONF": "", "CUDA_DEVICE_MAX_CONNECTIONS": "1"},
+        ),
+        (
+            {"train_backend": "megatron", "train_device": "cuda:1"},
+            {"CUDA_DEVICE_MAX_CONNECTIONS": "8"},
+            {"CUDA_DEVICE_MAX_CONNECTIONS": "8", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
+        ),
+        ({"train_backend": "megatron", "train_device": "cpu"}, {}, {}),
+    ],
+)
+def test_gpus_are_set_up_where_the_user_has_not_done_so(
+    train: dict[str, Any], before: dict[str, str], after: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By each rank before it finds the others, which is its first use of a GPU; and by the only process."""
+    config = Config(train=TrainConfig(**train))
+
+    def stop(*_: Any) -> None:
+        raise ZeroDivisionError(dict(os.environ))
+
+    monkeypatch.setattr(rank, "_find_others", stop)
+    monkeypatch.setattr(build, "build_member", stop)
+    for start in (lambda: rank.run_rank(None, config, lambda _: None), lambda: build.build_backend(config, 1)):
+        monkeypatch.setattr(os, "environ", before.copy())
+        with pytest.raises(ZeroDivisionError) as seen:
+            start()
+        assert seen.value.args[0] == os.environ == after
+
+
+def test_rows_suit_the_device(backend, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    """Longer rows change no number."""
+    plain, batch = train_step(backend(), [make_sequences()]), make_sequences()
+    assert [loading.row_multiple(torch.device(name)) for name in ("cpu", "cuda")] == [1, 16]
+    monkeypatch.setattr(huggingface_models, "row_multiple", lambda device: 16)
+    made, shapes = backend(), list[int]()
+    chosen = made._models._score.chosen_hidden
+    made._models._score.chosen_hidden = lambda rows: shapes.append(rows.input_ids.shape[1]) or chosen(rows)
+    rounded = train_step(made, [batch])
+    assert shapes
+    assert all(length % 16 == 0 for length in shapes)
+    for left, right in zip(plain[1:], rounded[1:], strict=True):
+        same(left, right)
 
 
 # What is not finite, empty, inconsistent or missing: no update, a count, or an error that names the cure.

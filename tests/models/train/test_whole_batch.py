@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from configs.schema.algorithm import AlgorithmConfig
+from models.algorithms import tokens as token_module
 from models.algorithms.advantages import Episode, batch_advantages
 from models.errors import InvalidSequence, TrainConfigInvalid, TrainStateUnreadable
 from models.train.spec import BatchNeeds
@@ -301,3 +302,49 @@ def test_groups_are_never_split(backend, steps: int) -> None:  # type: ignore[no
 def test_a_loss_of_ones_own_must_be_named(backend) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(TrainConfigInvalid, match="--custom-loss-function-path"):
         backend(loss_type="custom_loss")
+
+
+def entropies(backend, monkeypatch: pytest.MonkeyPatch, batches: int, *, steps: int = 1):  # type: ignore[no-untyped-def]
+    """Of each optimizer step: whether entropies were computed, and whether the metric is there."""
+    calls: list[int] = []
+    mean = token_module._mean
+    monkeypatch.setattr(token_module, "_mean", lambda *args: calls.append(1) or mean(*args))
+    found = []
+    for number in range(batches):
+        backend.begin_batch(rollouts=12, steps=steps)
+        backend.accumulate(make_sequences(number))
+        for _ in range(steps):
+            metrics = backend.step()
+            found.append((bool(calls), "train/entropy_loss" in metrics))
+            calls.clear()
+    monkeypatch.undo()
+    return found
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_the_entropy_is_computed_in_the_steps_that_report_it(  # type: ignore[no-untyped-def]
+    backend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int
+) -> None:
+    every, third = backend(), backend(entropy_interval=3)
+    last = [at % steps == steps - 1 for at in range(6 * steps)]
+    assert entropies(every, monkeypatch, 6, steps=steps) == [(one, one) for one in last]
+    expected = [(one and at // steps % 3 == 0,) * 2 for at, one in enumerate(last)]
+    assert entropies(third, monkeypatch, 6, steps=steps) == expected
+    same(weights_of(third), weights_of(every))  # it is no part of the loss
+    third.save(tmp_path / "state")
+    resumed = backend(entropy_interval=4)
+    resumed.load(tmp_path / "state")  # of six batches
+    found = entropies(resumed, monkeypatch, 4, steps=steps)[steps - 1 :: steps]
+    assert found == [(False, False), (False, False), (True, True), (False, False)]
+
+
+def surprise(tokens: Any, groups: Any, config: AlgorithmConfig) -> torch.Tensor:
+    assert tokens.entropy is not None
+    return -tokens.log_probs * tokens.entropy
+
+
+def test_what_reads_the_entropy_always_has_it(backend, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    bonus = backend(entropy_interval=100, entropy_coef=0.01)
+    assert entropies(bonus, monkeypatch, 3) == [(True, True)] * 3
+    own = backend(entropy_interval=100, loss_type="custom_loss", custom_loss_function_path=f"{__name__}:surprise")
+    assert [computed for computed, _ in entropies(own, monkeypatch, 3)] == [True] * 3

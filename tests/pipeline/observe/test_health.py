@@ -102,6 +102,16 @@ def test_a_planted_collapse_is_reported_soon_and_not_at_each_step(what: str, ala
     assert alarm in watch.active
 
 
+def test_an_entropy_that_is_measured_now_and_then_is_watched_too() -> None:
+    """`--entropy-interval 4`: a mean is over as many measurements, so the alarm comes later."""
+    watch, told = HealthWatch(make_config()), []
+    for step, row in enumerate(healthy(3, 400, 0.1, 0.7, 60, 0.02), 1):
+        row = row if step <= 200 else collapse("entropy", row, step - 200)
+        told += watch.step(step, row if step % 4 == 0 else {name: row[name] for name in row if name != ENTROPY})
+    (alarm, *_) = [one for one in told if one.what == "entropy"]
+    assert 200 < alarm.since <= 200 + 4 * 16
+
+
 @pytest.mark.parametrize(
     ("values", "at"),
     [
