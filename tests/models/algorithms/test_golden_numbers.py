@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from configs.schema.algorithm import AlgorithmConfig, CorrectionConfig, RejectionRule
+from configs.schema.algorithm import AlgorithmConfig, CorrectionConfig, RejectionRule, needs
 from models.algorithms.correction import Correction, alpha, log_weight_of, rejection_of, statistic, with_old_log_probs
 from models.algorithms.losses import kl_to_reference, policy_loss_of
-from models.algorithms.metrics import kept_scale, needs, step_statistics
+from models.algorithms.metrics import kept_scale, step_statistics
 from models.algorithms.objective import policy_objective, sampling_ratio
 from models.algorithms.tokens import PolicyTokens
 from tests.models.corrections import corrected, weights_of

@@ -9,10 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from configs.schema.algorithm import AlgorithmConfig
+from configs.schema.algorithm import AlgorithmConfig, needs
 from models.algorithms.correction import Correction
 from models.algorithms.losses import ppo_clip
-from models.algorithms.metrics import m2po_bound, needs, step_statistics
+from models.algorithms.metrics import m2po_bound, step_statistics
 from models.algorithms.objective import policy_objective
 from tests.models.corrections import totals_of
 

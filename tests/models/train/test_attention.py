@@ -25,6 +25,7 @@ from models.train.huggingface.attention import (
     FLASH_ATTENTION,
     MASK_TOKENS,
     PACKED_SDPA,
+    Segment,
     attention_allowed,
     flash_arguments,
     segments,
@@ -48,6 +49,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def scorer_of(checkpoint: Path, **passes: Any) -> Scorer:
     train = TrainConfig(hf_checkpoint=str(checkpoint))
     model = load_model(str(checkpoint), "hf_checkpoint", train, CPU, seed=0).model
+    assert model.config._attn_implementation == PACKED_SDPA
     return Scorer(model, Passes(CPU, **passes), temperature=1.0, chunk_tokens=1024)
 
 
@@ -189,6 +191,14 @@ def test_short_rows_get_one_mask(checkpoint: Path, monkeypatch: pytest.MonkeyPat
         assert (len(of_segments), len(masks)) == (1, 1)
 
 
+def test_each_response_has_its_own_prompt() -> None:
+    tokens = [np.full(size + 1, 7, dtype=np.int32) for size in (3, 6, 5, 4, 3, 5)]
+    units = (Unit((0,), 0, 3), Unit((1, 2), 4, 7), Unit((3, 4, 5), 3, 6))
+    rows = pack_rows(Layout((units, (Unit((0,), 0, 3),)), 17), tokens, [np.array([len(ids) - 1]) for ids in tokens])
+    first = [Segment(3), Segment(4), Segment(2, 1), Segment(1, 1), Segment(3), Segment(1, 4), Segment(2, 4), Segment(1)]
+    assert list(segments(rows)) == [*first, Segment(3), Segment(14)]  # the fifth has one token behind the prompt
+
+
 @given(batches(), packings)
 def test_segments_say_the_same_as_the_mask(batch: Any, packing: Any) -> None:
     tokens, prompts = batch
@@ -299,9 +309,10 @@ def test_a_model_that_loses_the_segments_keeps_the_mask(checkpoint: Path, monkey
     """Some architectures do not pass further arguments on to their attention."""
     attend = attention._attend
     monkeypatch.setattr(attention, "_attend", lambda *args, segments=None, **rest: attend(*args, segments=None, **rest))
-    assert scorer_of(checkpoint).model.config._attn_implementation == "sdpa"
-    monkeypatch.undo()
-    assert scorer_of(checkpoint).model.config._attn_implementation == PACKED_SDPA
+    train = TrainConfig(hf_checkpoint=str(checkpoint))
+    loaded = load_model(str(checkpoint), "hf_checkpoint", train, CPU, seed=0)
+    assert loaded.model.config._attn_implementation == "sdpa"
+    assert loaded.packing.share_prompts
 
 
 def test_context_parallelism_takes_the_place_of_both() -> None:
