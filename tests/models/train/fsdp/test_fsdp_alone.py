@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -17,7 +18,7 @@ from torch.nn import Linear, Sequential
 
 from configs.schema.train import FsdpConfig
 from models.errors import CheckpointUnavailable, TrainConfigInvalid, TrainStateUnreadable, UnsupportedModel
-from models.train.huggingface.attention import attention_allowed
+from models.train.huggingface.attention import PACKED_SDPA, attention_allowed
 from models.train.huggingface.hf_files import buckets
 from models.train.huggingface.models import TorchModels
 from models.train.huggingface.scoring import ContextParallel
@@ -130,6 +131,31 @@ def test_a_checkpoint_that_is_not_there_is_named(make: Make) -> None:
         make(hf_checkpoint="/does/not/exist")
     with pytest.raises(CheckpointUnavailable, match=r"ref_load='/nor/this/one' does not exist"):
         make(ref_load="/nor/this/one", **GRPO)
+
+
+def test_layers_that_are_compiled_keep_their_masks(make: Make) -> None:
+    """The lengths of a micro-batch's sequences would be compiled in."""
+    for compiled, attention in ((False, PACKED_SDPA), (True, "sdpa")):
+        assert made_model(make(fsdp_compile=compiled)).config._attn_implementation == attention
+
+
+@pytest.mark.parametrize("fields", [{}, {"train_dtype": "bfloat16"}, {"gradient_checkpointing": True}])
+def test_sequences_are_attended_one_by_one_in_shards_too(make: Make, fields: dict[str, Any]) -> None:
+    """Their lengths pass through the hooks of each sharded layer."""
+    found = []
+    for tokens in (0, 1000):
+        trainer = make(max_tokens_per_gpu=64, **fields)
+        score = cast("Any", trainer)._models._score
+        score._passes = dataclasses.replace(score._passes, mask_tokens=tokens)
+        trainer.accumulate(make_sequences(0))
+        found.append(trainer.step())
+    for name in ("train/loss", "train/grad_norm"):
+        assert found[0][name] == pytest.approx(found[1][name], rel=0.02 if "train_dtype" in fields else 1e-4), name
+    assert found[0] != found[1], "the two ways round differently"
+
+
+def made_model(trainer: Trainer) -> Any:
+    return cast("Any", trainer)._models.model
 
 
 def test_what_was_gathered_for_scoring_is_not_used_after_an_update(make: Make) -> None:
