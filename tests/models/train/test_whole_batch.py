@@ -321,18 +321,18 @@ def entropies(backend, monkeypatch: pytest.MonkeyPatch, batches: int, *, steps: 
     return found
 
 
-@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize(("steps", "fields"), [(1, {}), (2, {}), (2, {"use_tis": True, "tis_batch_normalize": True})])
 def test_the_entropy_is_computed_in_the_steps_that_report_it(  # type: ignore[no-untyped-def]
-    backend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int
+    backend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int, fields: dict[str, Any]
 ) -> None:
-    every, third = backend(), backend(entropy_interval=3)
+    every, third = backend(**fields), backend(entropy_interval=3, **fields)
     last = [at % steps == steps - 1 for at in range(6 * steps)]
     assert entropies(every, monkeypatch, 6, steps=steps) == [(one, one) for one in last]
     expected = [(one and at // steps % 3 == 0,) * 2 for at, one in enumerate(last)]
     assert entropies(third, monkeypatch, 6, steps=steps) == expected
     same(weights_of(third), weights_of(every))  # it is no part of the loss
     third.save(tmp_path / "state")
-    resumed = backend(entropy_interval=4)
+    resumed = backend(entropy_interval=4, **fields)
     resumed.load(tmp_path / "state")  # of six batches
     found = entropies(resumed, monkeypatch, 4, steps=steps)[steps - 1 :: steps]
     assert found == [(False, False), (False, False), (True, True), (False, False)]
