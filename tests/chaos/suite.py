@@ -104,6 +104,7 @@ class Verdict:
 def flags(*, seed: int, save_interval: int = 1, computes: bool = False, warm: bool = False) -> list[str]:
     """Of one run. `computes`: a real model is trained and sampled; `warm`: after a supervised warm start."""
     found = [*_EVERY_RUN, *([] if computes else _SIMULATED), *_CHAINS[seed % len(_CHAINS)]]
+    found += ["--async-unused-samples-handler", ("requeue", "train_masked")[seed % 2]]
     found += ["--seed", str(seed), "--save-interval", str(save_interval)]
     if warm:
         found += ["--warm-start-steps", str(WARM_STEPS), "--warm-start-batch-size", str(BATCH)]
