@@ -101,6 +101,7 @@ bench: $(STAMP)
 	$(BIN)/python -m bench.off_policy --quick
 	$(BIN)/python -m bench.weights --quick
 	$(BIN)/python -m bench.train --quick
+	$(BIN)/python -m bench.engine --quick
 	$(BIN)/python -m bench.tools --quick
 	$(BIN)/python -m bench.gateway --quick
 	$(BIN)/python -m bench.plan --quick

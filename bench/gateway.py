@@ -32,7 +32,7 @@ import msgspec
 import numpy as np
 import uvloop
 
-from bench.plan_world import Board
+from bench.planner.world import Board
 from bench.report import Series, arguments, finish, machine
 from configs.schema import Config
 from models.tiny import make_tiny_checkpoint

@@ -27,8 +27,8 @@ from typing import Final
 import msgspec
 from msgspec.structs import replace
 
-from bench.plan_cluster import simulate
-from bench.plan_world import Cluster, Result
+from bench.planner.cluster import simulate
+from bench.planner.world import Cluster, Result
 from bench.report import Series, arguments, finish, machine
 from configs.help import preset_config
 from configs.plan.gpus import NODE_GPUS

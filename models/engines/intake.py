@@ -7,8 +7,9 @@ does not serve is refused if it is set, never silently ignored.
 from __future__ import annotations
 
 import itertools
-import uuid
+import os
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Final
 
 import msgspec
@@ -36,6 +37,10 @@ _NOT_SERVED: Final = (
 _NOT_SERVED_TOP: Final = ("top_logprobs_num", "token_ids_logprob", "return_routed_experts", "return_hidden_states")
 _DEFAULTS: Final = SamplingParams()
 _TOP_DEFAULTS: Final = GenerateRequest()
+# All of them in one call: a request is checked at once, and field by field only to say which one is wrong.
+_unserved: Final = attrgetter(*_NOT_SERVED)
+_unserved_top: Final = attrgetter(*_NOT_SERVED_TOP)
+_UNSET: Final = (_unserved(_DEFAULTS), _unserved_top(_TOP_DEFAULTS))
 
 
 class Intake:
@@ -69,7 +74,7 @@ class Intake:
         rules = params if isinstance(params, list) else [params] * len(prompts)
         if len(rules) != len(prompts):
             raise RequestRefused(f"sampling_params has {len(rules)} entries for {len(prompts)} prompts; send one each")
-        for name in _NOT_SERVED_TOP:
+        for name in _NOT_SERVED_TOP if _unserved_top(request) != _UNSET[1] else ():
             if getattr(request, name) != getattr(_TOP_DEFAULTS, name):
                 raise RequestRefused(f"{name} is not served by the {self._facts.engine} engine; leave it unset")
         rids = self._rids(request, len(prompts))
@@ -90,14 +95,14 @@ class Intake:
             prompts = request.prompts
         if not prompts or not all(prompts):
             raise RequestRefused("a prompt is empty; input_ids or text must hold at least one token")
-        if not all(isinstance(token, int) for prompt in prompts for token in prompt):
+        if any(set(map(type, prompt)) != {int} for prompt in prompts):
             raise RequestRefused("input_ids mixes token ids and lists; send one list of ids, or a list of such lists")
         return prompts
 
     def _rids(self, request: GenerateRequest, count: int) -> list[str]:
         rid = request.rid
         if rid is None:
-            return [uuid.uuid4().hex for _ in range(count)]
+            return [os.urandom(16).hex() for _ in range(count)]
         if isinstance(rid, str):
             return [rid] if count == 1 else [f"{rid}_{index}" for index in range(count)]
         if len(rid) != count:
@@ -164,7 +169,7 @@ class Intake:
         return start if start < prompt_tokens else -1
 
     def _check_params(self, params: SamplingParams) -> None:
-        for name in _NOT_SERVED:
+        for name in _NOT_SERVED if _unserved(params) != _UNSET[0] else ():
             if getattr(params, name) != getattr(_DEFAULTS, name):
                 raise RequestRefused(f"{name} is not served by the {self._facts.engine} engine; leave it unset")
         checks = (

@@ -3,8 +3,7 @@
 A sample therefore depends on its own seed only, never on which requests share its batch, and a response that was
 aborted and sent again with the same seed continues with the same noise: `position` counts from the start of the prompt.
 The mixer is SplitMix64's finaliser (Steele, Lea, Flood 2014), written out here and nowhere else, not taken from a
-library's generator: runs resumed under another numpy version draw the same. The torch version of `uniform` lives in
-`embedded.batch` and gives the same bits.
+library's generator: runs resumed under another numpy version draw the same.
 """
 
 from __future__ import annotations
@@ -56,5 +55,14 @@ def uniform(seed: int, position: int) -> float:
 
 def uniforms(seed: int, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
     """`uniform(seed, p)` for each p."""
-    mixed = mix_array(positions.astype("uint64") * GOLDEN + mix(seed))
+    return mixed_uniforms(mix(seed), positions)
+
+
+def mixed_uniforms(
+    mixed_seeds: int | npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]
+) -> npt.NDArray[np.float64]:
+    """`uniform` of each pair of a seed, `mix`ed already, and a position."""
+    import numpy as np
+
+    mixed = mix_array(positions.astype(np.uint64) * np.uint64(GOLDEN) + np.asarray(mixed_seeds, dtype=np.uint64))
     return (mixed >> 11).astype("float64") * 2.0**-53

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from bench.plan import QUICK, Efficiency, Job, Plan, bounds, changes, cluster_of, search, shape_of, splits, weight_bytes
-from bench.plan_cluster import simulate
-from bench.plan_world import Cluster, Result
+from bench.planner.cluster import simulate
+from bench.planner.world import Cluster, Result
 from bench.scale import Cost, Point, points, report, usage
 from configs.schema.model_shapes import total_parameters
 

@@ -30,7 +30,7 @@ import torch
 from models.engines.core import Completion
 from models.engines.embedded.kv_cache import KVCache, SlotTable
 from models.engines.embedded.transformer import Transformer
-from models.engines.noise import GOLDEN, MASK, MIX_1, MIX_2, mix
+from models.engines.noise import MASK, mix_array, mixed_uniforms
 
 PREFILL_TOKENS: Final = 16_384
 SCORED_LOGITS: Final = 1 << 25  # numbers; 128 MiB
@@ -70,8 +70,8 @@ def plan(waiting: deque[Completion], table: SlotTable, generation: int) -> list[
     """Take from the queue what fits into free slots and one prefill, and give out the slots."""
     admissions: list[Admission] = []
     leaders: dict[_Key, int] = {}
-    rows, widest = 0, 0
-    while waiting and len(admissions) < table.free:
+    rows, widest, free = 0, 0, table.free
+    while waiting and len(admissions) < free:
         completion = waiting[0]
         context, key = _context(completion, across_requests=table.retains)
         leader = leaders.get(key) if not completion.to_score else None
@@ -142,29 +142,31 @@ class Prefill:
 
     def _compute(self, admissions: Sequence[Admission]) -> torch.Tensor:
         """Hidden states [R, hidden] of the last tokens; keys and values go to the slots."""
-        device = self._cache.device
-        counts = [admission.length - admission.start for admission in admissions]
-        width = max(counts)
-        tokens = np.zeros((len(counts), width), dtype=np.int64)
-        written = np.full((len(counts), width), self._cache.scratch, dtype=np.int64)
-        seen = np.zeros((len(counts), width), dtype=np.int64)
-        for row, (admission, count) in enumerate(zip(admissions, counts, strict=True)):
-            tokens[row, :count] = admission.context[admission.start :]
-            written[row, :count] = seen[row, :count] = np.arange(admission.start, admission.length)
-        token_rows, written_rows, seen_rows = torch.from_numpy(np.stack((tokens, written, seen))).to(device)
-        slots = torch.tensor([admission.slot for admission in admissions], device=device)
-        flat = self._cache.flat_index(slots[:, None].expand(-1, width), written_rows)
+        cache, rows = self._cache, len(admissions)
+        starts, lengths, slots = np.array([(a.start, a.length, a.slot) for a in admissions], dtype=np.int64).T
+        width = int((lengths - starts).max())
+        steps = np.arange(width)
+        used = steps < (lengths - starts)[:, None]
+        tokens = np.zeros((rows, width), dtype=np.int64)
+        tokens[used] = np.concatenate([a.context[a.start :] for a in admissions])
+        seen = np.where(used, starts[:, None] + steps, 0)
+        written = slots[:, None] * cache.capacity + np.where(used, seen, cache.scratch)
+        host = torch.from_numpy(np.stack((tokens, seen, written)).reshape(3, -1))
+        token_ids, positions, places = host.to(cache.device).unbind()
         if admissions[0].start:
-            longest = max(admission.length for admission in admissions)
-            attend = self._cache.extend(flat, slots, seen_rows, longest)
+            slots_there = torch.from_numpy(slots.copy()).to(cache.device)
+            attend = cache.extend(places, slots_there, positions.view(rows, width), int(lengths.max()))
         else:
-            attend = self._cache.prefill(flat)
-        hidden = self._transformer.hidden(token_rows, seen_rows, attend)
-        for row, admission in enumerate(admissions):
-            if admission.completion.to_score:
-                self._score(admission, hidden[row], token_rows[row])
-        ends = torch.tensor(counts, device=device) - 1
-        return hidden[torch.arange(len(counts), device=device), ends]
+            attend = cache.prefill(places, rows)
+        ends = torch.from_numpy(np.arange(rows) * width + lengths - starts - 1).to(cache.device)
+        scored = [row for row, admission in enumerate(admissions) if admission.completion.to_score]
+        if not scored:
+            return self._transformer.hidden(token_ids, positions, attend, ends)
+        hidden = self._transformer.hidden(token_ids, positions, attend)
+        for row in scored:
+            part = slice(row * width, (row + 1) * width)
+            self._score(admissions[row], hidden[part], token_ids[part])
+        return hidden.index_select(0, ends)
 
     def _score(self, admission: Admission, hidden: torch.Tensor, tokens: torch.Tensor) -> None:
         """Log-probs of the prompt's tokens behind `score_from`, whose own entry is None, as SGLang has it.
@@ -186,41 +188,25 @@ class Prefill:
         completion.prompt_log_probs = values
 
 
-def signed(x: int) -> int:
-    """The 64 bits of `x` as torch's int64 has them."""
-    x &= MASK
-    return x - (1 << 64) if x >> 63 else x
-
-
-def uniform(mixed_seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """`noise.uniform` for int64 tensors [B]; `mixed_seeds` are mixed already. Returns float64 [B]."""
-    x = mixed_seeds + positions * signed(GOLDEN)
-    x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * signed(MIX_1)
-    x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * signed(MIX_2)
-    x = x ^ ((x >> 31) & ((1 << 33) - 1))
-    return ((x >> 11) & ((1 << 53) - 1)).to(torch.float64) * 2.0**-53
-
-
 @dataclass(frozen=True)
 class SamplingBatch:
-    """Rules of the rows of a batch on the device; None where no row needs it."""
+    """Rules of the rows of a batch; on the device but for the seeds. None where no row needs it."""
 
-    mixed_seeds: torch.Tensor  # [B] int64
+    mixed_seeds: npt.NDArray[np.uint64]  # [B]
     inverse_temperature: torch.Tensor | None  # [B, 1]
-    greedy: torch.Tensor | None  # [B] bool
+    greedy: torch.Tensor | None  # [B, 1] bool
+    samples: bool  # some row is not greedy
     truncation: Truncation | None
 
     @classmethod
     def of(cls, completions: Sequence[Completion], device: torch.device) -> SamplingBatch:
-        rules = [c.rule for c in completions]
-        seeds = torch.tensor([signed(mix(c.seed)) for c in completions], dtype=torch.int64)
-        inverse: torch.Tensor | None = None
-        greedy: torch.Tensor | None = None
-        if any(rule.temperature != 1.0 for rule in rules):
-            inverse = torch.tensor([[1.0 if rule.greedy else 1.0 / rule.temperature] for rule in rules]).to(device)
-        if any(rule.greedy for rule in rules):
-            greedy = torch.tensor([rule.greedy for rule in rules]).to(device)
-        return cls(seeds.to(device), inverse, greedy, Truncation.of(completions, device))
+        seeds = mix_array(np.array([c.seed & MASK for c in completions], dtype=np.uint64))
+        temperatures = np.array([[c.rule.temperature] for c in completions])
+        is_greedy = temperatures == 0.0
+        temperatures[is_greedy] = 1.0
+        inverse = torch.from_numpy(1.0 / temperatures).float().to(device) if (temperatures != 1.0).any() else None
+        greedy = torch.from_numpy(is_greedy).to(device) if is_greedy.any() else None
+        return cls(seeds, inverse, greedy, not is_greedy.all(), Truncation.of(completions, device))
 
 
 @dataclass(frozen=True)
@@ -256,23 +242,26 @@ class Truncation:
         probabilities[self.rows] = part * torch.zeros_like(kept).scatter_(-1, order, kept)
 
 
-def draw(logits: torch.Tensor, batch: SamplingBatch, positions: torch.Tensor) -> torch.Tensor:
+def draw(logits: torch.Tensor, batch: SamplingBatch, positions: npt.NDArray[np.int64]) -> torch.Tensor:
     """Tokens and log-probs of fp32 logits [B, V], as float64 [2, B] so that one transfer brings both.
 
     `positions` [B]: where the new token will stand, counted from the start of the prompt.
     """
     scaled = logits if batch.inverse_temperature is None else logits * batch.inverse_temperature
     log_probs = torch.log_softmax(scaled, dim=-1)
-    probabilities = log_probs.exp()
-    if batch.truncation is not None:
-        batch.truncation.apply(probabilities)
-    cumulative = probabilities.cumsum(dim=-1, dtype=torch.float64)
-    target = uniform(batch.mixed_seeds, positions).unsqueeze(-1) * cumulative[:, -1:]
-    tokens = (cumulative <= target).sum(dim=-1).clamp_(max=logits.shape[-1] - 1)
-    if batch.greedy is not None:
-        tokens = torch.where(batch.greedy, logits.argmax(dim=-1), tokens)
-    chosen = log_probs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
-    return torch.stack((tokens.to(torch.float64), chosen.to(torch.float64)))
+    if batch.samples:
+        probabilities = log_probs.exp()
+        if batch.truncation is not None:
+            batch.truncation.apply(probabilities)
+        cumulative = probabilities.cumsum(dim=-1, dtype=torch.float64)
+        noise = torch.from_numpy(mixed_uniforms(batch.mixed_seeds, positions)).to(logits.device).unsqueeze(-1)
+        target = noise * cumulative[:, -1:]
+        tokens = torch.searchsorted(cumulative, target, right=True).clamp_(max=logits.shape[-1] - 1)
+        if batch.greedy is not None:
+            tokens = torch.where(batch.greedy, logits.argmax(dim=-1, keepdim=True), tokens)
+    else:
+        tokens = logits.argmax(dim=-1, keepdim=True)
+    return torch.cat((tokens, log_probs.gather(-1, tokens).double()), dim=1).t()
 
 
 def forbid(logits: torch.Tensor, rows: npt.NDArray[np.int64], tokens: npt.NDArray[np.int64]) -> None:

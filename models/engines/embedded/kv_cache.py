@@ -3,7 +3,7 @@
 Invariants:
 - a slot's positions [0, length - 1) hold keys and values of its tokens; later positions are garbage that no mask shows;
 - the last position of every row is scratch: padding and idle rows write there, so they cannot hurt a retained prefix;
-- nothing outside keeps a reference to `k` and `v`, so that `free` gives their memory back;
+- nothing outside keeps a reference to `kv`, so that `free` gives their memory back;
 - memory starts at zero (a masked NaN would still poison a softmax) and on a CPU is committed only when touched.
 """
 
@@ -23,11 +23,11 @@ import torch.nn.functional as F
 from models.engines.core import Completion
 from models.engines.embedded.transformer import Attend, ModelSpec
 
-KEY_BLOCK = 32  # key lengths are rounded up to this, so that few shapes occur
+KEY_BLOCK = 16  # key lengths are rounded up to this, so that few shapes occur
 
 
 class KVCache:
-    """Keys and values [layers, slots, kv_heads, capacity, head_dim]."""
+    """Keys and values [layers, slots, capacity, 2 * kv_heads, head_dim]: those of a token lie together, keys first."""
 
     def __init__(self, spec: ModelSpec, slots: int, max_len: int, device: torch.device, dtype: torch.dtype) -> None:
         self.spec = spec
@@ -36,96 +36,85 @@ class KVCache:
         self.capacity = max_len + 1
         self.dtype = dtype
         self.allocate()
-        self._heads = torch.arange(spec.shape.kv_heads, device=device)
         self._arange = torch.arange(self.capacity, device=device)
-        self._scale = spec.shape.head**-0.5
 
     def allocate(self) -> None:
         """Allocate the memory, all zero."""
-        spec = self.spec
-        shape = (spec.shape.layers, self.slots, spec.shape.kv_heads, self.capacity, spec.shape.head)
-        self.k, self.v = _zeros(shape, self.device, self.dtype), _zeros(shape, self.device, self.dtype)
-        self._k_flat = self.k.view(spec.shape.layers, -1, spec.shape.head)
-        self._v_flat = self.v.view(spec.shape.layers, -1, spec.shape.head)
+        shape = self.spec.shape
+        sizes = (shape.layers, self.slots, self.capacity, 2 * shape.kv_heads, shape.head)
+        self.kv = _zeros(sizes, self.device, self.dtype)
+        # By layer: token by token, as [slots * capacity, ...], to write; [slots, kv_heads, capacity, head_dim] to read.
+        self._written = list(self.kv.flatten(1, 2).unbind())
+        self._read = [tuple(layer.transpose(1, 2).chunk(2, dim=1)) for layer in self.kv.unbind()]
+        self._window = slice(0), 0
+        self._windows: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def free(self) -> None:
         """Release the memory until `allocate`. Nothing may be in the cache."""
-        self.k = self.v = self._k_flat = self._v_flat = torch.empty(0, device=self.device, dtype=self.dtype)
+        self.kv = torch.empty(0, device=self.device, dtype=self.dtype)
+        self._written, self._read, self._windows = [], [], []
 
     def copy_prefix(self, sources: list[int], targets: list[int], length: int) -> None:
         """Copy the first `length` positions of slots to other slots, all at once (a target may be a source too)."""
-        src, dst = self._index(sources), self._index(targets)
-        for cache in (self.k, self.v):
-            cache[:, dst, :, :length] = cache[:, src, :, :length]
+        src, dst = torch.tensor((sources, targets), device=self.device)
+        self.kv[:, dst, :length] = self.kv[:, src, :length]
 
-    def flat_index(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Rows of the flattened cache for (slot, position) pairs of equal shape [...]: [... * kv_heads]."""
-        heads = slots.unsqueeze(-1) * self.spec.shape.kv_heads + self._heads
-        return (heads * self.capacity + positions.unsqueeze(-1)).flatten()
+    def prefill(self, places: torch.Tensor, rows: int) -> Attend:
+        """Whole prompts from position 0: `rows` right-padded rows attend causally to themselves. `places` [N], here and
+        below: where the tokens go, slot * capacity + position."""
 
-    def prefill(self, flat: torch.Tensor) -> Attend:
-        """Whole prompts from position 0: right-padded rows attend causally to themselves."""
-
-        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            self._store(layer, flat, k, v)
-            q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-            return out.transpose(1, 2).flatten(2)
+        def attend(layer: int, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+            self._written[layer].index_copy_(0, places, kv)
+            k, v = _by_head(kv, rows).chunk(2, dim=1)
+            out = F.scaled_dot_product_attention(_by_head(q, rows), k, v, is_causal=True, enable_gqa=True)
+            return out.transpose(1, 2).reshape(len(q), -1)
 
         return attend
 
-    def extend(self, flat: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, longest: int) -> Attend:
+    def extend(self, places: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, longest: int) -> Attend:
         """Rows that begin behind a cached prefix: [R, T] new tokens attend to their slot up to their own position."""
-        keys = min(-(-longest // KEY_BLOCK) * KEY_BLOCK, self.capacity)
+        keys = self._rounded(longest)
         mask = (self._arange[:keys] <= positions.unsqueeze(-1)).unsqueeze(1)  # [R, 1, T, keys]
 
-        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            self._store(layer, flat, k, v)
-            seen_k = self.k[layer, :, :, :keys].index_select(0, slots)
-            seen_v = self.v[layer, :, :, :keys].index_select(0, slots)
-            out = F.scaled_dot_product_attention(q.transpose(1, 2), seen_k, seen_v, attn_mask=mask, enable_gqa=True)
-            return out.transpose(1, 2).flatten(2)
+        def attend(layer: int, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+            self._written[layer].index_copy_(0, places, kv)
+            k, v = (part[:, :, :keys].index_select(0, slots) for part in self._read[layer])
+            out = F.scaled_dot_product_attention(_by_head(q, len(slots)), k, v, attn_mask=mask, enable_gqa=True)
+            return out.transpose(1, 2).reshape(len(q), -1)
 
         return attend
 
-    def decode(self, flat: torch.Tensor, slots: torch.Tensor | int, positions: torch.Tensor, longest: int) -> Attend:
-        """One new token per row. `slots` as a number n means slots 0 to n - 1, which needs no gathering copy."""
-        keys = min(-(-longest // KEY_BLOCK) * KEY_BLOCK, self.capacity)
-        rows = positions.shape[0]
+    def decode(
+        self, places: torch.Tensor, slots: torch.Tensor | slice, positions: torch.Tensor, longest: int
+    ) -> Attend:
+        """One new token per row. A slice of the slots needs no gathering copy."""
+        keys = self._rounded(longest)
         kv_heads, width = self.spec.shape.kv_heads, self.spec.shape.head
-        shares = self.spec.shape.heads // kv_heads
+        if isinstance(slots, slice) and self._window != (slots, keys):  # they stay the same for many steps
+            self._window = slots, keys
+            self._windows = [(k[slots, :, :keys], v[slots, :, :keys]) for k, v in self._read]
         hidden = self._arange[:keys] > positions.unsqueeze(-1)
-        mask = torch.zeros(hidden.shape, device=self.device).masked_fill_(hidden, float("-inf")).view(rows, 1, 1, keys)
-        on_cpu = self.device.type == "cpu"
-        sdpa_mask = mask.to(self.k.dtype)
+        mask = torch.zeros_like(hidden, dtype=self.dtype).masked_fill_(hidden, float("-inf"))[:, None, None]
 
-        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            self._store(layer, flat, k, v)
-            seen_k, seen_v = self.k[layer, :, :, :keys], self.v[layer, :, :, :keys]
-            if isinstance(slots, int):
-                seen_k, seen_v = seen_k[:slots], seen_v[:slots]
+        def attend(layer: int, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+            self._written[layer].index_copy_(0, places, kv)
+            if isinstance(slots, slice):
+                k, v = self._windows[layer]
             else:
-                seen_k, seen_v = seen_k.index_select(0, slots), seen_v.index_select(0, slots)
-            # Heads that share keys stand in the place of query positions: a batched product without copies of K.
-            grouped = q.view(rows, kv_heads, shares, width)
-            if not on_cpu:
-                out = F.scaled_dot_product_attention(grouped, seen_k, seen_v, attn_mask=sdpa_mask)
-                return out.reshape(rows, 1, kv_heads * shares * width)
-            folded = (rows * kv_heads, shares, width)
-            scores = torch.bmm(grouped.reshape(folded), seen_k.view(rows * kv_heads, keys, width).transpose(1, 2))
-            scores = torch.add(mask, scores.view(rows, kv_heads, shares, keys), alpha=self._scale)
-            weights = torch.softmax(scores, dim=-1).to(seen_v.dtype)
-            out = torch.bmm(weights.view(rows * kv_heads, shares, keys), seen_v.view(rows * kv_heads, keys, width))
-            return out.view(rows, 1, kv_heads * shares * width)
+                k, v = (part[:, :, :keys].index_select(0, slots) for part in self._read[layer])
+            # Heads that share keys stand in the place of query positions: no key is read twice.
+            grouped = q.view(len(q), kv_heads, -1, width)
+            return F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask).reshape(len(q), -1)
 
         return attend
 
-    def _store(self, layer: int, flat: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        self._k_flat[layer].index_copy_(0, flat, k.reshape(-1, self.spec.shape.head))
-        self._v_flat[layer].index_copy_(0, flat, v.reshape(-1, self.spec.shape.head))
+    def _rounded(self, length: int) -> int:
+        return min(-(-length // KEY_BLOCK) * KEY_BLOCK, self.capacity)
 
-    def _index(self, values: list[int]) -> torch.Tensor:
-        return torch.tensor(values, device=self.device)
+
+def _by_head(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+    """[rows, heads, T, head_dim] of [rows * T, heads, head_dim]."""
+    return tensor.unflatten(0, (rows, -1)).transpose(1, 2)
 
 
 def _zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> torch.Tensor:
@@ -149,7 +138,9 @@ def _zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> 
 #   context spans a swap belongs to no generation but its first, and is never found again.
 
 
-WORTHWHILE = 16  # tokens of prefix that always pay for the second kind of prefill
+# Tokens. A shorter prefix costs more to find, to copy and to prefill apart than to compute again. No longer than that of
+# the canaries of `stages.engines.policy_proof`, which look for keys and values of earlier weights.
+WORTHWHILE = 12
 
 
 class SlotTable:
@@ -192,11 +183,13 @@ class SlotTable:
         """Slot and length of the longest prefix of `context` with KV to use again; (-1, 0) if none is worth it.
 
         At least one token is always left to compute, for its logits are needed; `limit` bounds the prefix further."""
+        longest = min(len(context) - 1, limit)
+        if not self.retains or longest < WORTHWHILE:
+            return -1, 0
         key = self._keys.get(extra_key, -1)
         usable = (self.generation == generation) & (self.key == key) & (self.tokens[:, 0] == context[0])
-        candidates = np.flatnonzero(usable & (self.length > 1))
-        longest = min(len(context) - 1, limit)
-        if not self.retains or not candidates.size or not longest:
+        candidates = np.flatnonzero(usable & (self.length > WORTHWHILE))
+        if not candidates.size:
             return -1, 0
         known = np.minimum(self.length[candidates] - 1, longest)
         differs = self.tokens[candidates, :longest] != context[:longest]
@@ -204,7 +197,7 @@ class SlotTable:
         shared = np.minimum(first, known)
         best = int(shared.argmax())
         length = int(shared[best])
-        if length < WORTHWHILE and 2 * length < len(context):
+        if length < WORTHWHILE:
             return -1, 0
         return int(candidates[best]), length
 

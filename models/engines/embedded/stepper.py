@@ -28,10 +28,14 @@ from models.engines.text import TextCodec, find_stop, tail_tokens
 
 @dataclass(frozen=True)
 class _Batch:
-    """Device state of a decode batch; valid until its members change. `rows` gives the rows of active slots."""
+    """What stays the same in a decode batch of R rows until its members change."""
 
-    slots: torch.Tensor | int
-    rows: npt.NDArray[np.int64] | None
+    slots: torch.Tensor | slice  # of the rows
+    rows: npt.NDArray[np.int64] | slice  # rows of the active slots
+    kept: torch.Tensor | None  # the same on the device; None: all rows
+    idle: npt.NDArray[np.int64]  # [3, R] token, position and place of rows that have nothing to do
+    first: npt.NDArray[np.int64]  # [active] place of position 0
+    held_back: bool  # some response must not stop yet
     sampling: SamplingBatch
 
 
@@ -171,52 +175,57 @@ class Stepper:
     def _decode(self) -> None:
         slots = self._table.active
         batch = self._batch_of(slots)
-        lengths = self._table.length[slots]
-        last = self._table.tokens[slots, lengths - 1].astype(np.int64)
-        positions = lengths - 1
-        if batch.rows is None:
-            tokens, seen, written = last, positions, positions
-        else:
-            # Idle rows of the slice compute garbage at position 0 and store it in the scratch position.
-            tokens, seen = np.zeros(batch.slots, dtype=np.int64), np.zeros(batch.slots, dtype=np.int64)
-            written = np.full(batch.slots, self._cache.scratch, dtype=np.int64)
-            tokens[batch.rows], seen[batch.rows], written[batch.rows] = last, positions, positions
-        device = self._cache.device
-        host = torch.from_numpy(np.stack((tokens, seen, written)))
-        token_rows, seen_rows, written_rows = host.to(device)
-        in_slots = batch.slots if isinstance(batch.slots, torch.Tensor) else torch.arange(batch.slots, device=device)
-        flat = self._cache.flat_index(in_slots, written_rows)
-        attend = self._cache.decode(flat, batch.slots, seen_rows, int(lengths.max()))
-        hidden = self._transformer.hidden(token_rows[:, None], seen_rows[:, None], attend)[:, 0]
-        if batch.rows is not None:
-            hidden = hidden[torch.from_numpy(batch.rows).to(device)]
-        self._emit(slots, self._draw(self._transformer.logits(hidden), slots, batch.sampling))
+        positions = self._table.length[slots] - 1
+        host = batch.idle.copy()
+        host[0, batch.rows] = self._table.tokens[slots, positions]
+        host[1, batch.rows] = positions
+        host[2, batch.rows] = batch.first + positions
+        token_ids, seen, places = torch.from_numpy(host).to(self._cache.device).unbind()
+        attend = self._cache.decode(places, batch.slots, seen, int(positions.max()) + 1)
+        hidden = self._transformer.hidden(token_ids, seen, attend)
+        if batch.kept is not None:
+            hidden = hidden.index_select(0, batch.kept)
+        logits = self._transformer.logits(hidden)
+        self._emit(slots, self._draw(logits, slots, batch.sampling, batch.held_back))
 
     def _batch_of(self, slots: npt.NDArray[np.int64]) -> _Batch:
-        """The decode batch of these slots: a plain slice of the cache if half of it is in use, else gathered."""
+        """The decode batch of these slots: a plain slice of the cache if half of that is in use, else gathered."""
         if self._batch is not None and self._batch[0] is slots:
             return self._batch[1]
-        device = self._cache.device
-        sampling = SamplingBatch.of([self._table.owners[slot] for slot in slots.tolist()], device)
-        span = int(slots[-1]) + 1
-        if len(slots) == span:
-            batch = _Batch(span, None, sampling)
-        elif 2 * len(slots) > span:
-            batch = _Batch(span, slots, sampling)
+        device, first, span = self._cache.device, int(slots[0]), int(slots[-1] - slots[0]) + 1
+        rows: npt.NDArray[np.int64] | slice = slice(None)
+        kept: torch.Tensor | None = None
+        if 2 * len(slots) <= span:
+            used: torch.Tensor | slice = torch.from_numpy(slots).to(device)
+            of_rows = slots
         else:
-            batch = _Batch(torch.from_numpy(slots).to(device), None, sampling)
+            used, of_rows = slice(first, first + span), np.arange(first, first + span)
+            if len(slots) < span:
+                rows = slots - first
+                kept = torch.from_numpy(rows).to(device)
+        # Idle rows of the slice compute garbage at position 0 and store it in the scratch position.
+        idle = np.zeros((3, len(of_rows)), dtype=np.int64)
+        idle[2] = of_rows * self._cache.capacity + self._cache.scratch
+        batch = _Batch(
+            slots=used,
+            rows=rows,
+            kept=kept,
+            idle=idle,
+            first=slots * self._cache.capacity,
+            held_back=self._table.forbidden(slots) is not None,
+            sampling=SamplingBatch.of([self._table.owners[slot] for slot in slots.tolist()], device),
+        )
         self._batch = (slots, batch)
         return batch
 
     def _draw(
-        self, logits: torch.Tensor, slots: npt.NDArray[np.int64], batch: SamplingBatch
+        self, logits: torch.Tensor, slots: npt.NDArray[np.int64], batch: SamplingBatch, held_back: bool = True
     ) -> npt.NDArray[np.float64]:
-        forbidden = self._table.forbidden(slots)
+        forbidden = self._table.forbidden(slots) if held_back else None
         if forbidden is not None:
             logits = logits.clone()
             forbid(logits, *forbidden)
-        positions = torch.from_numpy(self._table.length[slots]).to(logits.device)
-        drawn: npt.NDArray[np.float64] = draw(logits, batch, positions).cpu().numpy()
+        drawn: npt.NDArray[np.float64] = draw(logits, batch, self._table.length[slots]).cpu().numpy()
         return drawn
 
     def _emit(self, slots: npt.NDArray[np.int64], drawn: npt.NDArray[np.float64]) -> None:

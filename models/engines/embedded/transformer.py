@@ -136,7 +136,8 @@ _SHOWN: Final = 3  # names listed in a refusal
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """Parameters of one decoder layer; rows of `qkv` are q, k, v and rows of `gate_up` are gate, up."""
+    """Parameters of one decoder layer. Matrices are views [inputs, outputs] of the checkpoint's [outputs, inputs];
+    columns of `qkv` are q, k, v and columns of `gate_up` are gate, up."""
 
     input_norm: torch.Tensor
     qkv: torch.Tensor
@@ -231,15 +232,15 @@ class LiveWeights:
         gate_up = [("mlp.gate_proj", inner), ("mlp.up_proj", inner)]
         return LayerWeights(
             input_norm=self._whole(prefix + "input_layernorm.weight", hidden),
-            qkv=self._stacked(prefix, qkv, "weight", hidden),
+            qkv=self._stacked(prefix, qkv, "weight", hidden).t(),
             qkv_bias=self._stacked(prefix, qkv, "bias") if spec.shape.qkv_bias else None,
             qk_norm=self._spread_norms(prefix, spec) if spec.shape.qk_norm else None,
-            o=self._whole(prefix + "self_attn.o_proj.weight", hidden, queries),
+            o=self._whole(prefix + "self_attn.o_proj.weight", hidden, queries).t(),
             o_bias=self._whole(prefix + "self_attn.o_proj.bias", hidden) if spec.shape.out_bias else None,
             post_norm=self._whole(prefix + "post_attention_layernorm.weight", hidden),
-            gate_up=self._stacked(prefix, gate_up, "weight", hidden),
+            gate_up=self._stacked(prefix, gate_up, "weight", hidden).t(),
             gate_up_bias=self._stacked(prefix, gate_up, "bias") if spec.shape.ffn_bias else None,
-            down=self._whole(prefix + "mlp.down_proj.weight", hidden, inner),
+            down=self._whole(prefix + "mlp.down_proj.weight", hidden, inner).t(),
             down_bias=self._whole(prefix + "mlp.down_proj.bias", hidden) if spec.shape.ffn_bias else None,
         )
 
@@ -266,10 +267,10 @@ class LiveWeights:
 
 
 class Attend(Protocol):
-    """Stores keys and values of a layer and returns the attention's output [R, T, heads * head_dim]."""
+    """Stores keys and values of a layer and returns the attention's output [N, heads * head_dim]."""
 
-    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """`q` [R, T, heads, head_dim], `k` and `v` [R, T, kv_heads, head_dim], positions already rotated in."""
+    def __call__(self, layer: int, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+        """`q` [N, heads, head_dim], `kv` [N, 2 * kv_heads, head_dim], keys first; positions already rotated in."""
 
 
 class Transformer:
@@ -281,37 +282,56 @@ class Transformer:
         device, dtype = weights.embed.device, weights.embed.dtype
         frequencies = torch.tensor(spec.inverse_frequencies, dtype=torch.float32)
         angles = torch.arange(positions, dtype=torch.float32)[:, None] * frequencies[None, :]
-        self._cos = torch.cat((angles.cos(), angles.cos()), dim=-1).to(device, dtype)  # [positions, head_dim]
         # The sign of "rotate half" is in the table, which leaves a plain swap of halves to the forward.
-        self._sin = torch.cat((-angles.sin(), angles.sin()), dim=-1).to(device, dtype)
+        halves = (angles.cos(), angles.cos(), -angles.sin(), angles.sin())
+        self._rotations = torch.cat(halves, dim=-1).to(device, dtype)  # [positions, 2 * head_dim], cosines first
+        # On a CPU the operation of torch is a chain of eight; elsewhere, and to be exact in half precision, it is one.
+        self._by_hand = device.type == "cpu" and dtype == torch.float32
+        self._floors = {n: torch.tensor((n * spec.norm_eps) ** 0.5) for n in (spec.shape.hidden, spec.shape.head)}
+        self._head = weights.head.t()
 
-    def hidden(self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """Final hidden states [R, T, hidden] of token ids [R, T] at `positions` [R, T]."""
+    def hidden(
+        self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend, wanted: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Final hidden states [N, hidden] of token ids [N] at `positions` [N]; or only [W, hidden] of those at the
+        indices `wanted` [W]: of the others the last layer has to make keys and values alone."""
         x = F.embedding(tokens, self.weights.embed)
-        cos, sin = self._cos[positions].unsqueeze(2), self._sin[positions].unsqueeze(2)
+        heads, width = self.spec.shape.heads, self.spec.shape.head
+        turned, kept = heads + self.spec.shape.kv_heads, heads + 2 * self.spec.shape.kv_heads
+        cos, sin = self._rotations.index_select(0, positions).unsqueeze(1).split(width, dim=-1)
         for index, layer in enumerate(self.weights.layers):
-            q, k, v = self._project(self._norm(x, layer.input_norm), layer, cos, sin)
-            x = x + F.linear(attend(index, q, k, v), layer.o, layer.o_bias)
-            gate, up = F.linear(self._norm(x, layer.post_norm), layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
-            x = x + F.linear(F.silu(gate) * up, layer.down, layer.down_bias)
+            qkv = _project(self._norm(x, layer.input_norm), layer.qkv, layer.qkv_bias).view(-1, kept, width)
+            q, kv = qkv.split((heads, kept - heads), dim=1)
+            qk = qkv[:, :turned]
+            normed = qk if layer.qk_norm is None else self._norm(qk, layer.qk_norm)
+            torch.addcmul(normed * cos, normed.roll(width // 2, -1), sin, out=qk)
+            attended = attend(index, q, kv)
+            if wanted is not None and index == len(self.weights.layers) - 1:
+                x, attended = x.index_select(0, wanted), attended.index_select(0, wanted)
+            x = _project(attended, layer.o, layer.o_bias, x)
+            gate, up = _project(self._norm(x, layer.post_norm), layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
+            x = _project(F.silu(gate).mul_(up), layer.down, layer.down_bias, x)
         return self._norm(x, self.weights.norm)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """fp32 logits [N, vocabulary] of hidden states [N, hidden]."""
-        return F.linear(hidden, self.weights.head).float()
+        return torch.mm(hidden, self._head).float()
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, (x.shape[-1],), weight, self.spec.norm_eps)
+        """Root-mean-square norm over the last dimension, times `weight`."""
+        width = x.shape[-1]
+        if not self._by_hand:
+            return F.rms_norm(x, (width,), None, self.spec.norm_eps) * weight
+        # sqrt(mean(x^2) + eps) = hypot(|x|, sqrt(width * eps)) / sqrt(width)
+        size = torch.linalg.vector_norm(x, 2, -1, True).hypot_(self._floors[width])
+        return (x * weight).div_(size.mul_(width**-0.5))
 
-    def _project(
-        self, x: torch.Tensor, layer: LayerWeights, cos: torch.Tensor, sin: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        rows, length = x.shape[:2]
-        heads, kv_heads, width = self.spec.shape.heads, self.spec.shape.kv_heads, self.spec.shape.head
-        qkv = F.linear(x, layer.qkv, layer.qkv_bias).view(rows, length, heads + 2 * kv_heads, width)
-        qk = qkv[:, :, : heads + kv_heads]
-        if layer.qk_norm is not None:
-            qk = F.rms_norm(qk, (width,), None, self.spec.norm_eps) * layer.qk_norm
-        swapped = torch.cat((qk[..., width // 2 :], qk[..., : width // 2]), dim=-1)
-        qk = torch.addcmul(qk * cos, swapped, sin)
-        return qk[:, :, :heads], qk[:, :, heads:], qkv[:, :, heads + kv_heads :]
+
+def _project(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`x` [N, inputs] times `weight` [inputs, outputs], with what is added to it."""
+    if residual is None:
+        return torch.mm(x, weight) if bias is None else torch.addmm(bias, x, weight)
+    out = torch.addmm(residual, x, weight)
+    return out if bias is None else out.add_(bias)

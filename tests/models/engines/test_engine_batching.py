@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,11 +14,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.engine import OperationCount
 from models.engines.core import Completion
 from models.engines.embedded import batch as prefill
-from models.engines.embedded.batch import SamplingBatch, draw, forbid, signed
-from models.engines.embedded.batch import uniform as torch_uniform
-from models.engines.noise import mix, sample_seed, uniform, uniforms
+from models.engines.embedded.batch import SamplingBatch, draw, forbid
+from models.engines.noise import mix, mixed_uniforms, sample_seed, uniform, uniforms
 from tests.models.engines.harness import Bench, one_completion
 
 Checkpoints = Callable[..., Path]
@@ -149,8 +150,8 @@ def test_three_implementations_of_the_noise_agree(seed: int, start: int) -> None
     positions = np.arange(start, start + 5)
     scalar = [uniform(seed, int(position)) for position in positions]
     assert uniforms(seed, positions).tolist() == scalar
-    mixed = torch.full((5,), signed(mix(seed)), dtype=torch.int64)
-    assert torch_uniform(mixed, torch.from_numpy(positions)).tolist() == scalar
+    mixed = np.full(5, mix(seed), dtype=np.uint64)
+    assert mixed_uniforms(mixed, positions).tolist() == scalar
     assert all(0.0 <= value < 1.0 for value in scalar)
 
 
@@ -176,7 +177,7 @@ def test_a_row_does_not_depend_on_its_batch(rows: int, seed: int) -> None:
         {},
     ]
     members = [one_completion([0], seed=seed + row, **rules[row]) for row in range(rows)]
-    positions = torch.arange(rows) + 5
+    positions = np.arange(rows) + 5
     together = draw(logits, SamplingBatch.of(members, CPU), positions)
     for row in range(rows):
         alone = draw(logits[row : row + 1], SamplingBatch.of(members[row : row + 1], CPU), positions[row : row + 1])
@@ -187,7 +188,7 @@ def test_a_row_does_not_depend_on_its_batch(rows: int, seed: int) -> None:
 def test_forbidden_tokens_are_never_drawn() -> None:
     logits = torch.zeros(400, 4)
     forbid(logits, np.arange(400), np.full(400, 2))
-    tokens = draw(logits, SamplingBatch.of([one_completion([0], seed=3)] * 400, CPU), torch.arange(400))[0].long()
+    tokens = draw(logits, SamplingBatch.of([one_completion([0], seed=3)] * 400, CPU), np.arange(400))[0].long()
     assert set(tokens.tolist()) == {0, 1, 3}
 
 
@@ -199,3 +200,49 @@ def test_a_resumed_sample_meets_the_noise_it_would_have_met(checkpoints) -> None
         context = [1, 2, 3, *completion_.output_ids[:13]]
         [rest] = bench.run(bench.make(context, max_new_tokens=17, sampling_seed=sample_seed(5, index)))
         assert rest.output_ids == completion_.output_ids[13:]
+
+
+# Operations of torch: on a small model they, and not the arithmetic, are what a step costs.
+
+
+def test_operations_of_a_decode_step_by_layer(checkpoints: Checkpoints) -> None:
+    """Views count as well. More requests, and other rules for each, make no more operations."""
+
+    def operations(layers: int, requests: int) -> int:
+        bench = Bench(checkpoints(num_layers=layers))
+        bench.submit(*[bench.make([index + 1, 2], max_new_tokens=20) for index in range(requests)])
+        bench.steps(3)
+        with OperationCount() as count:
+            bench.steps(1)
+        return sum(count.counts.values())
+
+    two, three = operations(2, 3), operations(3, 3)
+    assert three - two <= 34
+    assert two - 2 * (three - two) <= 44
+    assert operations(2, 20) == two
+
+
+def test_the_last_layer_computes_what_is_sampled_from(checkpoints: Checkpoints) -> None:
+    """Of the other prompt tokens it makes keys and values alone."""
+
+    class Rows(OperationCount):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = super().__torch_dispatch__(func, types, args, kwargs)
+            if func is torch.ops.aten.addmm.default:
+                rows.append(len(out))
+            return out
+
+    rows: list[int] = []
+    bench = Bench(checkpoints(num_layers=2))
+    bench.submit(bench.make(list(range(1, 31)), max_new_tokens=1), bench.make([5, 6], max_new_tokens=1))
+    with Rows():
+        bench.steps(1)
+    assert rows == [60, 60, 2, 2]
+
+
+def test_a_short_prefix_is_computed_again(bench: Bench) -> None:
+    """It would cost a second prefill and a copy, and save next to nothing."""
+    prompt = list(range(1, 13))
+    bench.run(bench.make(prompt, max_new_tokens=1))
+    done = bench.run(bench.make([*prompt[:11], 40], max_new_tokens=1), bench.make([*prompt, 41], max_new_tokens=1))
+    assert [completion.cached_tokens for completion in done] == [0, 12]

@@ -162,7 +162,7 @@ async def test_the_embedded_engine_frees_what_it_gives_back(checkpoints: Checkpo
     sizes = [storage.nbytes() for storage in held]
     assert derived
     assert min(sizes) > 0
-    cache_shape = engine._cache.k.shape
+    cache_shape = engine._cache.kv.shape
     engine.start(lambda done: None, lambda error: None)
     try:
         checksums = await engine.checksums()
@@ -172,15 +172,15 @@ async def test_the_embedded_engine_frees_what_it_gives_back(checkpoints: Checkpo
         await engine.release_memory(("kv_cache", "weights"))
         assert not table._retained, "a prefix would be read from a cache of zeros"
         assert [storage.nbytes() for storage in held] == [0] * len(held)
-        assert engine._cache.k.numel() == engine._cache._v_flat.numel() == 0
+        assert engine._cache.kv.numel() == len(engine._cache._written) == len(engine._cache._read) == 0
         await engine.resume_memory(("weights",))
         assert [storage.nbytes() for storage in held] == sizes
-        assert engine._cache.k.numel() == 0
+        assert engine._cache.kv.numel() == 0
         await engine.update_weights(str(path), "again", False)
         assert await engine.checksums() == checksums
         await engine.resume_memory(("kv_cache",))
-        assert engine._cache.k.shape == cache_shape
-        assert torch.count_nonzero(engine._cache.v) == 0, "a masked NaN would poison a softmax"
+        assert engine._cache.kv.shape == cache_shape
+        assert torch.count_nonzero(engine._cache.kv) == 0, "a masked NaN would poison a softmax"
         await engine.resume()
     finally:
         await engine.stop()

@@ -17,8 +17,8 @@ from launching import here as run_here
 from msgspec.structs import replace
 from scripted_run import Scripted, done, scripted, until
 
-from bench.plan_cluster import simulate
-from bench.plan_world import Cluster
+from bench.planner.cluster import simulate
+from bench.planner.world import Cluster
 from configs.load import load
 from pipeline.control.client import NotRunning, ask
 from pipeline.control.endpoint import Command, Drain, Pause, Reply, Resume, Save, Scale, Set, Status

@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 
-from bench import plan_world as world
+from bench.planner import world
 from bench.report import NoSpans
 from configs.schema import Config
 from configs.schema.rollout import SimulatedEngineConfig
