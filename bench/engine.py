@@ -12,20 +12,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import os
 import queue
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.report import Series, arguments, finish, machine
 from configs.schema.rollout import EngineConfig
@@ -40,121 +34,83 @@ BASELINE, ENGINE = "transformers.generate", "embedded engine"
 # Tokenizer of the checkpoint: "arithmetic" is the quickstart's model, with 32 ids; "bytes" has 264.
 MODELS: dict[str, TokenizerKind] = {"quickstart": "arithmetic", "bytes": "bytes"}
 SHAPES = ((1, 1), (8, 1), (32, 1), (256, 1), (64, 4))  # prompts and samples of each; the quickstart has 64 x 4
-LENGTHS, TEMPERATURES = {"2 to 4": (2, 3, 4), "128": (128,)}, (1.0, 0.0)
-CONTEXT = 256
-PAD = 0
+LENGTHS, TEMPERATURES = {"2 to 4": (2, 3, 4), "128": (128,)}, {"sampled": 1.0, "greedy": 0.0}
+PAD, CONTEXT = 0, 256
 
-Answer = Callable[[], int]  # answers all prompts once; returns the number of tokens that were asked for
-
-
-class OperationCount(TorchDispatchMode):  # type: ignore[misc]  # torch has no types for it
-    """Counts the operations that torch dispatches in this thread, views among them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.counts[str(func)] += 1
-        return func(*args, **(kwargs or {}))
+Answer = Callable[[], object]  # answers all prompts once
 
 
-def prompts_of(count: int) -> list[list[int]]:
-    """`count` different prompts of 4 to 6 tokens, as sums have."""
-    return [[1 + n % 11, 1 + n // 11 % 11, 12, 1 + n // 121, *[13, 14][: n % 3]] for n in range(count)]
+def request_of(count: int, samples: int, lengths: Sequence[int], temperature: float) -> GenerateRequest:
+    """`count` different prompts of 4 to 6 tokens, as sums have, and answers of `lengths` in turn."""
+    prompts = [[1 + n % 11, 1 + n // 11 % 11, 12, 1 + n // 121, *[13, 14][: n % 3]] for n in range(count)]
+    rules = [
+        SamplingParams(max_new_tokens=lengths[n % len(lengths)], temperature=temperature, ignore_eos=True, n=samples)
+        for n in range(count)
+    ]
+    return GenerateRequest(input_ids=list(prompts), sampling_params=rules, return_logprob=True)
 
 
-@dataclass(frozen=True)
-class Work:
-    """What both answer: `samples` answers of `lengths` tokens to each prompt."""
-
-    prompts: list[list[int]]
-    lengths: list[int]
-    samples: int
-    temperature: float
-
-    @property
-    def answers(self) -> int:
-        return len(self.prompts) * self.samples
-
-    @property
-    def tokens(self) -> int:
-        return sum(self.lengths) * self.samples
-
-
-def by_engine(path: Path, work: Work) -> Iterator[Answer]:
-    """One request for all prompts, to an engine with a slot for each answer."""
+def by_engine(path: Path, request: GenerateRequest) -> Iterator[Answer]:
+    """With a slot for each answer."""
     codec = TextCodec.load(path)
-    config = EngineConfig(engine="embedded", engine_device="cpu", engine_slots=work.answers)
+    config = EngineConfig(engine="embedded", engine_device="cpu", engine_slots=request.samples)
     engine = EmbeddedEngine(config, str(path), max_context_len=CONTEXT, codec=codec)
     intake = Intake(engine.facts, codec, lambda: 0)
     done: queue.SimpleQueue[Sequence[Completion]] = queue.SimpleQueue()
     engine.start(done.put, lambda error: None)
-    rules = [
-        SamplingParams(max_new_tokens=length, temperature=work.temperature, ignore_eos=True, n=work.samples)
-        for length in work.lengths
-    ]
-    request = GenerateRequest(input_ids=list(work.prompts), sampling_params=rules, return_logprob=True)
 
-    def answer() -> int:
+    def answer() -> None:
         engine.submit(intake.expand(request)[0])
-        answers: list[Completion] = []
-        while len(answers) < work.answers:
-            answers += done.get()
-        return sum(len(completion.output_ids) for completion in answers)
+        left = request.samples
+        while left:
+            left -= len(done.get())
 
     yield answer
     asyncio.run(engine.stop())
 
 
-def by_generate(path: Path, work: Work) -> Answer:
+def by_generate(path: Path, request: GenerateRequest) -> Answer:
     from transformers import AutoModelForCausalLM, GenerationConfig
 
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa").eval()
-    width, longest = max(map(len, work.prompts)), max(work.lengths)
-    rows = [prompt for prompt in work.prompts for _ in range(work.samples)]
+    rules: Any = request.sampling_params
+    rows = [prompt for prompt in request.prompts for _ in range(rules[0].n)]
+    width, longest = max(map(len, rows)), max(rule.max_new_tokens for rule in rules)
     ids = torch.tensor([[PAD] * (width - len(row)) + row for row in rows])
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
-    sampling: dict[str, Any] = {"do_sample": work.temperature > 0.0, "use_cache": True}
-    if work.temperature > 0.0:
-        sampling |= {"temperature": work.temperature, "top_k": 0}
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa").eval()
+    drawn = {"temperature": rules[0].temperature, "top_k": 0} if rules[0].temperature else {}
     # Without an end of sequence, so that each answer has its length.
-    model.generation_config = GenerationConfig(pad_token_id=PAD, max_new_tokens=longest, **sampling)
+    model.generation_config = GenerationConfig(
+        pad_token_id=PAD, max_new_tokens=longest, use_cache=True, do_sample=bool(drawn), **drawn
+    )
 
-    def answer() -> int:
+    def answer() -> torch.Tensor:
         with torch.inference_mode():
-            made = model.generate(ids, attention_mask=mask)
-        if made.shape != (work.answers, width + longest):
-            raise RuntimeError(f"generate made {tuple(made.shape)}")
-        return work.tokens
+            made: torch.Tensor = model.generate(ids, attention_mask=mask)
+        return made
 
     return answer
 
 
-def tokens_per_cpu_second(answer: Answer, least_s: float) -> float:
-    tokens, began = 0, time.process_time()
-    while (spent := time.process_time() - began) < least_s:
-        tokens += answer()
-    return tokens / spent
-
-
-def operations(path: Path, requests: int = 8) -> int:
-    """Operations of torch in one decode step."""
-    codec = TextCodec.load(path)
-    config = EngineConfig(engine="embedded", engine_device="cpu", engine_slots=requests)
-    engine = EmbeddedEngine(config, str(path), max_context_len=CONTEXT, codec=codec)
-    rule = SamplingParams(max_new_tokens=8, ignore_eos=True)
-    request = GenerateRequest(input_ids=list(prompts_of(requests)), sampling_params=rule)
-    engine.stepper.submit(Intake(engine.facts, codec, lambda: 0).expand(request)[0])
-    engine.stepper.step()
-    with OperationCount() as count:
-        engine.stepper.step()
-    return sum(count.counts.values())
+def compare(setting: str, path: Path, request: GenerateRequest, rounds: int, least_s: float) -> list[Series]:
+    """Both contenders in turns, after a first answer of each that is not counted."""
+    rules: Any = request.sampling_params
+    tokens = sum(rule.max_new_tokens * rule.n for rule in rules)
+    engine = by_engine(path, request)
+    contenders = {BASELINE: by_generate(path, request), ENGINE: next(engine)}
+    values: dict[str, list[float]] = {name: [] for name in contenders}
+    for number, (name, answer) in itertools.product(range(rounds + 1), contenders.items()):
+        answers, began, spent = 0, time.process_time(), 0.0
+        while spent < (least_s if number else 1e-6):
+            answer()
+            answers, spent = answers + 1, time.process_time() - began
+        values[name] += [answers * tokens / spent] if number else []
+    next(engine, None)
+    return [Series(setting, name, "tokens/CPU-s", found) for name, found in values.items()]
 
 
 def main() -> None:
-    parser = arguments(__doc__, "engine", "1 round of 0.1 s for each contender, not 5 of 0.5 s")
-    options = parser.parse_args()
+    options = arguments(__doc__, "engine", "1 round of 0.1 CPU-s for each contender, not 5 of 0.5 s").parse_args()
     rounds, least_s = options.rounds or (1 if options.quick else 5), 0.1 if options.quick else 0.5
     about = machine(["torch", "transformers", "numpy"])
     torch.set_num_threads(1)
@@ -162,38 +118,15 @@ def main() -> None:
     series: list[Series] = []
     with tempfile.TemporaryDirectory(prefix="sluice-bench-") as home:
         paths = {
-            name: make_tiny_checkpoint(Path(home) / name, tokenizer=tokenizer) for name, tokenizer in MODELS.items()
+            name: make_tiny_checkpoint(Path(home, name), tokenizer=tokenizer) for name, tokenizer in MODELS.items()
         }
-        shallow = make_tiny_checkpoint(Path(home) / "shallow", tokenizer="arithmetic", num_layers=2)
-        deep, less = operations(paths["quickstart"]), operations(shallow)
-        for name, path in paths.items():
-            shapes = itertools.product(LENGTHS.items(), TEMPERATURES, SHAPES)
-            for (answers, cycle), temperature, (prompts, samples) in shapes:
-                work = Work(prompts_of(prompts), [cycle[n % len(cycle)] for n in range(prompts)], samples, temperature)
-                drawn = "sampled" if temperature else "greedy"
-                setting = f"{name}, {prompts} prompts x {samples}, {answers} tokens, {drawn}"
-                print(setting, flush=True)
-                series += compare(setting, path, work, rounds, least_s)
-    remarks = [
-        f"{rounds} rounds of at least {least_s:g} CPU-s, contenders alternate, one thread of torch",
-        f"a decode step of the engine: {deep - less} operations of torch per layer, {3 * less - 2 * deep} beside them",
-        about.load,
-    ]
+        settings = itertools.product(paths.items(), LENGTHS.items(), TEMPERATURES.items(), SHAPES)
+        for (name, path), (answers, lengths), (drawn, temperature), (prompts, samples) in settings:
+            setting = f"{name}, {prompts} prompts x {samples}, {answers} tokens, {drawn}"
+            print(setting, flush=True)
+            series += compare(setting, path, request_of(prompts, samples, lengths, temperature), rounds, least_s)
+    remarks = [f"{rounds} rounds of at least {least_s:g} CPU-s, contenders alternate, one thread of torch", about.load]
     finish(options.output, about, remarks, series, baseline=BASELINE)
-
-
-def compare(setting: str, path: Path, work: Work, rounds: int, least_s: float) -> list[Series]:
-    """Both contenders in turns, after a first answer of each that is not counted."""
-    engine = by_engine(path, work)
-    contenders = {BASELINE: by_generate(path, work), ENGINE: next(engine)}
-    values: dict[str, list[float]] = {name: [] for name in contenders}
-    for answer in contenders.values():
-        answer()
-    for _ in range(rounds):
-        for name, answer in contenders.items():
-            values[name].append(tokens_per_cpu_second(answer, least_s))
-    next(engine, None)
-    return [Series(setting, name, "tokens/CPU-s", found) for name, found in values.items()]
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from statistics import fmean
 import msgspec
 
 from stages.base import Stage, StageContext, beside
-from stages.messages import EvalDone, PromptGroup, RolloutSlice, Sample
+from stages.messages import EVAL_BASE, EvalDone, PromptGroup, RolloutSlice, Sample
 from stages.ports import Lease, Ports, wait_at_most
 from stages.prompts.stage import sampling_seed
 from stages.rollouts import closing, raw_rewards, rollouts, verdicts
@@ -84,7 +84,6 @@ def estimates(groups: Iterable[Sequence[Sample]]) -> dict[str, float]:
 
 Rollout = tuple[Sample, ...]  # its sequences
 SENDS_AT_ONCE = 64
-EVAL_BASE = 1 << 40  # evaluation groups are numbered from here, apart from the ledger's dense ids
 
 
 def dataset_name(entry: str) -> tuple[str, str]:

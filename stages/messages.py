@@ -314,6 +314,9 @@ class CheckpointReady(Struct, frozen=True, array_like=True, tag=True):
     path: str
 
 
+EVAL_BASE = 1 << 40  # evaluation groups are numbered from here, apart from the ledger's dense ids
+
+
 class EvalDone(Struct, frozen=True, array_like=True, tag=True):
     """Result of one evaluation over all held-out data sets."""
 

@@ -17,7 +17,7 @@ from msgspec import Struct
 
 from models import errors
 from models.engines.answers import UNDECODABLE
-from models.engines.protocol import ErrorBody, ErrorDetail, GenerateRequest, SamplingParams, error_words
+from models.engines.protocol import ErrorBody, ErrorDetail, GenerateRequest, SamplingParams, decoder, error_words
 from models.engines.streamed import DONE, EventLines, PartialOutputs, StreamBroken
 from models.engines.token import Token
 
@@ -35,6 +35,7 @@ class HttpClient:
     def __init__(self, base_url: str, *, connect_timeout_s: float, token: Token | None = None) -> None:
         """`token`: sent with each request."""
         self.base_url, self._token = base_url.rstrip("/"), token
+        self._headers = _JSON_HEADERS | ({"Authorization": token.header} if token is not None else {})
         self._connect_timeout_s = connect_timeout_s
         self._session: aiohttp.ClientSession | None = None
 
@@ -79,7 +80,7 @@ class HttpClient:
     def decode(self, path: str, body: bytes, kind: type[T]) -> T:
         """The JSON that `path` answered. Raises `EngineProtocolError`."""
         try:
-            return msgspec.json.decode(body, type=kind)
+            return decoder(kind).decode(body)
         except UNDECODABLE as error:
             raise errors.EngineProtocolError(
                 self.base_url, f"{path} answered {body[:200]!r}, which does not decode: {error}"
@@ -139,9 +140,7 @@ class HttpClient:
         """A successful answer whose body is still to be read."""
         data = None if payload is None else msgspec.json.encode(payload)
         limits = aiohttp.ClientTimeout(total=timeout_s, connect=None, sock_connect=self._connect_timeout_s)
-        sent = {**_JSON_HEADERS, **(headers or {})}
-        if self._token is not None:
-            sent["Authorization"] = self._token.header
+        sent = {**headers, **self._headers} if headers else self._headers
         with self._typed(path, timeout_s):
             async with self._open().request(
                 method, self.base_url + path, data=data, headers=sent, timeout=limits

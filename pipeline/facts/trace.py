@@ -32,7 +32,7 @@ from msgspec import Struct
 
 from models.disk import open_file
 from pipeline.errors import UsageError
-from stages.evaluate import EVAL_BASE
+from stages.messages import EVAL_BASE
 
 NO_GROUP: Final = -1
 NO_SAMPLE: Final = -1

@@ -15,8 +15,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stages.data.prompt_set import PreparedPrompt
-from stages.evaluate import EVAL_BASE, EvaluateStage, best_at_k, dataset_name, estimates, pass_at_k, powers_of_two
-from stages.messages import EvalDone, Int32Array, PromptGroup, RolloutSlice, Sample, WeightsAnnouncement, wire
+from stages.evaluate import EvaluateStage, best_at_k, dataset_name, estimates, pass_at_k, powers_of_two
+from stages.messages import (
+    EVAL_BASE,
+    EvalDone,
+    Int32Array,
+    PromptGroup,
+    RolloutSlice,
+    Sample,
+    WeightsAnnouncement,
+    wire,
+)
 from stages.ports import Ports
 from tests.stages.slime import user_code
 from tests.stages.stage_rig import (

@@ -138,8 +138,8 @@ def _zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> 
 #   context spans a swap belongs to no generation but its first, and is never found again.
 
 
-# Tokens. A shorter prefix costs more to find, to copy and to prefill apart than to compute again. No longer than that of
-# the canaries of `stages.engines.policy_proof`, which look for keys and values of earlier weights.
+# Tokens. A shorter prefix costs more to find, to copy and to prefill apart than to compute again. No longer than that
+# of the canaries of `stages.engines.policy_proof`, which look for keys and values of earlier weights.
 WORTHWHILE = 12
 
 

@@ -29,7 +29,7 @@ from pipeline.facts.run_directory import ServerInfo
 from pipeline.facts.stats import StageStats
 from pipeline.facts.trace import Dropped, Span, TraceWriter, merge, read_records
 from pipeline.observe.prometheus import Facts, Family, endpoint, families, joined, read, write
-from stages.evaluate import EVAL_BASE
+from stages.messages import EVAL_BASE
 from stages.topic_values import EngineAddress
 
 LINE = re.compile(r'^([a-zA-Z_:][\w:]*)(?:\{((?:[a-zA-Z_]\w*="(?:[^"\\\n]|\\["\\n])*",?)*)\})? (\S+)$')
