@@ -141,7 +141,7 @@ def sample(logits: torch.Tensor, positions: range, **rule: float) -> torch.Tenso
     """Tokens [len(positions)] drawn from one row of logits at many positions."""
     count = len(positions)
     batch = SamplingBatch.of([one_completion([0], seed=9, **rule)] * count, CPU)
-    return draw(logits.expand(count, -1).clone(), batch, torch.tensor(list(positions)))[0].long()
+    return draw(logits.expand(count, -1).clone(), batch, np.array(positions))[0].long()
 
 
 @given(seed=st.integers(0, 2**63 - 1), start=st.integers(0, 2**40))
@@ -161,6 +161,11 @@ def test_noise_is_pinned() -> None:
     assert sample_seed(7, 0) == 7
     assert sample_seed(7, 1) != sample_seed(7, 2)
     assert 0 <= sample_seed(2**62, 3) < 2**63
+
+
+def test_tokens_are_drawn_by_the_pinned_noise() -> None:
+    drawn = sample(torch.zeros(1, 8), range(3, 60))
+    assert drawn.tolist() == [int(uniform(9, position) * 8) for position in range(3, 60)]
 
 
 @given(st.integers(1, 6), st.integers(0, 2**32))
