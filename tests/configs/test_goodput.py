@@ -45,6 +45,13 @@ def test_equal_lengths_attain_what_the_slower_side_allows(ratio: float, ahead: i
     assert found.stale == 0
 
 
+def test_versions_that_are_published_seldom_make_tokens_older() -> None:
+    """By (K - 1) / 2 versions on average."""
+    every = attainable(Workload(lengths=[100], slots=64, groups=8, members=8), 1).staleness
+    fourth = attainable(Workload(lengths=[100], slots=64, groups=8, members=8, interval=4), 1).staleness
+    assert fourth - every == pytest.approx(1.5, abs=0.3)
+
+
 def test_fewer_running_rollouts_decode_faster_where_a_step_grows_with_them() -> None:
     alone = msgspec.structs.replace(LONG_TAIL, growth=0.5)
     assert attainable(alone, 1).goodput > attainable(LONG_TAIL, 1).goodput + 0.05
@@ -91,6 +98,9 @@ def test_the_smallest_n_is_chosen_that_costs_next_to_nothing() -> None:
     best = max(one.goodput for one in found.values())
     assert found[ahead].goodput >= best - TOLERANCE
     assert all(found[less].goodput < best - TOLERANCE for less in range(1, ahead))
+    easier = msgspec.structs.replace(MASKED, train_ratio=0.25)
+    ahead, found = choose_ahead(easier)
+    assert found[ahead].goodput < max(one.goodput for one in found.values()), "a little goodput for fresher tokens"
     assert choose_ahead(Workload(lengths=[100], slots=64, groups=8, members=8))[0] == 1, "nothing is gained by more"
 
 

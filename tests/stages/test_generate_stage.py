@@ -32,7 +32,7 @@ from stages.sampling.requests import (
 )
 from stages.sampling.rollout_requests import append_result
 from stages.sampling.routes import REFUSED_LIMIT, RouteRequest, Routes, _misgiving
-from stages.topic_values import Complaint, EngineEntry
+from stages.topic_values import Complaint, EngineEntry, length_place
 from stages.train.batch_metrics import batch_metrics
 from tests.stages.engine_rig import (
     LENGTH,
@@ -71,7 +71,11 @@ async def test_an_update_during_generation_loses_no_token_and_names_each_ones_ve
         made = core_of(world.engines[0]).totals().generated_tokens // 3
         world.weights.publish(1)
         slice_ = await world.answer()
+        await until(lambda: world.extra(f"length/{length_place(LENGTH)}") == 3)
+        recomputed = world.extra("recomputed_tokens")
     first, *again = log
+    cached = sum(one.outputs[0].meta_info.cached_tokens or 0 for one in again)
+    assert recomputed == (3 * (2 + made) - cached if mode == "abort" else 0), "prompt and response, but for the cache"
     assert first.params.n == 3
     assert len(again) == (3 if mode == "abort" else 0)
     for sample in slice_.samples:

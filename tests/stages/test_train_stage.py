@@ -52,6 +52,29 @@ async def test_a_group_is_refused_exactly_beyond_the_bound(training: Training) -
         await one.rig.hubs["train"].wait_empty()
 
 
+async def test_a_group_that_waited_too_long_is_trained_without_its_stale_tokens(training: Training) -> None:
+    masks = {"async_unused_samples_handler": "train_masked"}
+    async with training(total=8, eta=2, hold=["begin"], options=TrainOptions(start_step=5), asynchrony=masks) as one:
+        mixed = [make_sample(i, runs=[(2, 1), (3, 2), (5, 1)], reward=float(i)) for i in range(2)]
+        # The two that are wholly too old are settled; `mixed` waits for the second batch, where version 3 is too old too.
+        await one.send(old(0, 5), old(1, 2), old(2, 2), old(3, 4), make_slice(4, *mixed))
+        await one.arrived(5)
+        one.backend.begin.set()
+        for group_id in (1, 2):
+            stale = await one.report(Settled)
+            assert (stale.group_id, stale.outcome) == (group_id, "stale")
+            assert stale.detail == "newest token has version 2, batch 5, bound 2"
+        done = await one.report(StepDone)
+        assert (done.groups, "rollout/masked_stale_tokens" in done.metrics) == ((0, 3), False)
+        await one.send(old(5, 6))
+        done = await one.report(StepDone)
+        assert (done.step, done.groups) == (7, (4, 5))
+        assert done.staleness == {1: 2, 0: 8}, "of each member of group 4 one token is left"
+        assert done.metrics["rollout/masked_stale_tokens"] == 6
+        trained = [s for s in one.backend.sequences if s.group_id == 4]
+        assert [s.loss_mask[s.prompt_length :].tolist() for s in trained] == [[0, 0, 0, 1]] * 2
+
+
 async def test_a_group_is_trained_once_however_often_it_is_delivered(training: Training) -> None:
     async with training(batch=1, total=2, hold=["begin"]) as one:
         await one.send(make_slice(0), make_slice(0))
