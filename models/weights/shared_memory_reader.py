@@ -2,6 +2,8 @@
 
 Invariants:
 - a `SlotReader` exists only if the slot held exactly the announced bytes and was not touched meanwhile;
+- the digest is a fold of the digests of pieces of `PIECE_BYTES`, so that pieces are digested beside each other, and
+  beside the copies that fill the next ones; a process may share one verification among its engines (`anew=False`);
 - a copy of its tensors may be used only after its `check()`: the counter shows whether a writer was active between the
   verification and the end of the copy.
 
@@ -15,7 +17,10 @@ make a `SlotReader` before the load, and call its `check` after it.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator
+import os
+import threading
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
 
@@ -31,6 +36,11 @@ from models.weights.layout import WEIGHTS_FILE, TensorSpec, read_layout
 from models.weights.slot_directory import DirectoryLease
 
 STATE_FILE: Final = "slot.state"  # the generation, one uint64
+PIECE_BYTES: Final = 16 << 20  # of the tensor bytes; part of the definition of the digest
+_WORKERS: Final = min(4, os.cpu_count() or 1)  # threads that verify
+
+_verifying: Final = threading.Lock()
+_verified: Final[dict[str, tuple[object, ...]]] = {}  # by path: the version last verified there, and the file
 
 
 class SlotManifest(Struct, frozen=True):
@@ -39,7 +49,7 @@ class SlotManifest(Struct, frozen=True):
     run_generation: int  # of this start of the run: 0, and one more at each resume
     version: int  # rollout batches trained
     path: str  # Hugging Face directory in shared memory
-    digest: str  # xxh3_128 of the tensor bytes in file order, 32 hexadecimal digits
+    digest: str  # `fold_digests` of the pieces of the tensor bytes in file order
     generation: int  # even counter of the slot
     element_bytes: int = 0  # of the coarsest tensor, as it was offered and as it is stored; 0: not known
 
@@ -58,21 +68,27 @@ class SlotReader:
     slot.check()                         # raises TornWeights: discard the copy
     """
 
-    def __init__(self, claim: SlotManifest) -> None:
+    def __init__(self, claim: SlotManifest, *, anew: bool = True) -> None:
+        """`anew=False`: what this process has verified already is not read again. Of several that ask at once, one
+        reads and the others wait for it."""
         self._claim = claim
         self._directory = Path(claim.path)
         try:
-            self._state = _map(self._directory / STATE_FILE).view(np.uint64)
+            self._state = _map(self._directory / STATE_FILE)[0].view(np.uint64)
             self.layout = read_layout(self._directory / WEIGHTS_FILE)
-            self._data = _map(self._directory / WEIGHTS_FILE)
+            self._data, file = _map(self._directory / WEIGHTS_FILE)
         except FileNotFoundError as error:
             raise TornWeights(
                 f"{self._directory}: {error.filename} is gone, the run that published version {claim.version} "
                 "has ended or cleaned up; wait for its next announcement"
             ) from error
         self.check()
-        self._check_digest()
-        self.check()
+        with _verifying:
+            version = (claim.label, claim.digest, claim.generation, file)
+            if anew or _verified.get(claim.path) != version:
+                self._check_digest()
+                self.check()
+                _verified[claim.path] = version
 
     def tensors(self) -> Iterator[tuple[TensorSpec, npt.NDArray[np.uint8]]]:
         """Every tensor in file order with its raw little-endian bytes, a read-only view of the mapping."""
@@ -95,7 +111,10 @@ class SlotReader:
         )
 
     def _check_digest(self) -> None:
-        found = digest_of(self._data[self.layout.data_start :])
+        data = self._data[self.layout.data_start :]
+        with ThreadPoolExecutor(_WORKERS, "verify") as pool:
+            starts = range(0, len(data), PIECE_BYTES)
+            found = fold_digests(pool.map(lambda start: digest_of(data[start : start + PIECE_BYTES]), starts))
         if found != self._claim.digest:
             self.check()  # a writer at work explains the difference; that is no corruption
             raise DigestMismatch(
@@ -104,14 +123,22 @@ class SlotReader:
             )
 
 
-def digest_of(data: npt.NDArray[np.uint8]) -> str:
-    """xxh3_128 of raw bytes, as 32 hexadecimal digits."""
-    return xxhash.xxh3_128(data.data).hexdigest()
+def digest_of(piece: npt.NDArray[np.uint8]) -> bytes:
+    """xxh3_128 of raw bytes. Other threads run meanwhile."""
+    return xxhash.xxh3_128_digest(piece.data)
 
 
-def _map(path: Path) -> npt.NDArray[np.uint8]:
+def fold_digests(digests: Iterable[bytes]) -> str:
+    """One digest of consecutive pieces, in their order: xxh3_128 of their digests, 32 hexadecimal digits."""
+    return xxhash.xxh3_128_hexdigest(b"".join(digests))
+
+
+def _map(path: Path) -> tuple[npt.NDArray[np.uint8], tuple[int, ...]]:
+    """A file's bytes, and what tells this file from a later one of the same name."""
     with open_file(path) as file:
-        return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), dtype=np.uint8)
+        status = os.fstat(file.fileno())
+        mapped = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=mmap.PROT_READ)
+        return np.frombuffer(mapped, dtype=np.uint8), (status.st_dev, status.st_ino, status.st_ctime_ns)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -9,19 +9,24 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import closing
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
+import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from made_up import ROOT, SHAPES, checkpoint, publish, values
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from models.errors import (
@@ -44,7 +49,7 @@ from models.weights.layout import (
     read_layout,
     stored_tensors,
 )
-from models.weights.shared_memory_reader import SlotManifest, SlotReader
+from models.weights.shared_memory_reader import SlotManifest, SlotReader, digest_of
 from models.weights.shared_memory_writer import SlotWriter
 from models.weights.slot_directory import (
     SHARED_MEMORY,
@@ -265,12 +270,151 @@ def test_damage_is_found_by_the_digest(writer: SlotWriter) -> None:
         SlotReader(manifest)
 
 
-def flip(manifest: SlotManifest) -> None:
+def flip(manifest: SlotManifest, place: int = -3) -> None:
+    """Change one bit of a byte, counted from the end of the file."""
     with (Path(manifest.path) / "model.safetensors").open("r+b") as file:
-        file.seek(-3, os.SEEK_END)
+        file.seek(place, os.SEEK_END)
         byte = file.read(1)[0]
-        file.seek(-3, os.SEEK_END)
+        file.seek(place, os.SEEK_END)
         file.write(bytes([byte ^ 1]))
+
+
+# Tensors that end in the middle of a piece, span pieces, and are empty where one begins; 1,000 bytes in all.
+PIECED = {"a": (4, 30), "b": (0,), "c": (8,), "d": (25, 4), "e": (22,)}
+SMALL_PIECE = 64
+
+
+def pieced(root: Path, monkeypatch: pytest.MonkeyPatch) -> closing[SlotWriter]:
+    """Slots whose digest has 16 pieces, the last of 40 bytes."""
+    for module in ("reader", "writer"):
+        monkeypatch.setattr(f"models.weights.shared_memory_{module}.PIECE_BYTES", SMALL_PIECE)
+    return slots_of(root, {name: torch.zeros(shape) for name, shape in PIECED.items()})
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+def test_the_digest_is_of_all_pieces_in_their_order(
+    backwards: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However the tensors come, each byte is digested once, and only when it is there."""
+    with pieced(tmp_path, monkeypatch) as writer:
+        tensors = [(name, torch.randn(shape)) for name, shape in PIECED.items()]
+        manifest = writer.write(1, 0, iter(tensors[::-1] if backwards else tensors))
+        data = b"".join(tensor.numpy().tobytes() for _, tensor in tensors)
+        assert len(data) == 1000
+        pieces = [data[start : start + SMALL_PIECE] for start in range(0, 1000, SMALL_PIECE)]
+        assert manifest.digest == xxhash.xxh3_128_hexdigest(b"".join(map(xxhash.xxh3_128_digest, pieces)))
+        SlotReader(manifest)
+
+
+def test_a_flipped_bit_in_any_piece_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pieced(tmp_path, monkeypatch) as writer:
+        manifest = writer.write(1, 0, iter((name, torch.randn(shape)) for name, shape in PIECED.items()))
+        for place in (-1, *range(-20, -1000, -SMALL_PIECE), -1000):
+            flip(manifest, place)
+            for anew in (True, False):
+                with pytest.raises(DigestMismatch):
+                    SlotReader(manifest, anew=anew)
+            flip(manifest, place)
+            SlotReader(manifest)
+
+
+def test_pieces_that_changed_places_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pieced(tmp_path, monkeypatch) as writer:
+        manifest = writer.write(1, 0, iter((name, torch.randn(shape)) for name, shape in PIECED.items()))
+        path = Path(manifest.path) / "model.safetensors"
+        start = writer.layout.data_start
+        data = path.read_bytes()
+        first, second = data[start : start + SMALL_PIECE], data[start + SMALL_PIECE : start + 2 * SMALL_PIECE]
+        with path.open("r+b") as file:
+            file.seek(start)
+            file.write(second + first)
+        with pytest.raises(DigestMismatch):
+            SlotReader(manifest)
+
+
+def test_a_version_is_verified_once_for_all_that_share_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for those who ask anew, and not a later version, other claims, or another file under the same name."""
+    digested = count_digests(monkeypatch, "reader")
+    with slots_of(tmp_path) as writer:
+        manifests = [publish(writer, version) for version in range(2)]
+        nbytes = writer.layout.data_bytes
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(lambda _: SlotReader(manifests[0], anew=False), range(8)))
+        assert sum(digested) == nbytes, "those that come meanwhile wait for the first"
+        SlotReader(manifests[1], anew=False)
+        assert sum(digested) == 2 * nbytes
+        SlotReader(manifests[1])
+        assert sum(digested) == 3 * nbytes
+        for wrong in ({"digest": "0" * 32}, {"version": 7}):
+            before = sum(digested)
+            with suppress(DigestMismatch):
+                SlotReader(msgspec.structs.replace(manifests[1], **wrong), anew=False)
+            assert sum(digested) == before + nbytes
+        publish(writer, 2)
+        with pytest.raises(TornWeights):
+            SlotReader(manifests[0], anew=False)
+        SlotReader(manifests[1], anew=False)
+        before, path = sum(digested), Path(manifests[1].path) / "model.safetensors"
+        content = path.read_bytes()
+        path.unlink()
+        path.write_bytes(content)
+        SlotReader(manifests[1], anew=False)
+        assert sum(digested) == before + nbytes
+
+
+def count_digests(monkeypatch: pytest.MonkeyPatch, end: str) -> list[int]:
+    """Bytes that the reading or the writing end digests from now on."""
+    digested: list[int] = []
+
+    def digest(piece: npt.NDArray[np.uint8]) -> bytes:
+        digested.append(len(piece))
+        return digest_of(piece)
+
+    monkeypatch.setattr(f"models.weights.shared_memory_{end}.digest_of", digest)
+    return digested
+
+
+class CopiedBytes(TorchDispatchMode):
+    """Bytes that operations of torch write into memory, views apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and not func.is_view:
+            self.count += out.nbytes
+        return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_version_is_copied_once_and_digested_once_on_its_way_out(
+    dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the types: a cast happens in the copy."""
+    digested, copies = count_digests(monkeypatch, "writer"), CopiedBytes()
+    copied, by_numpy = [], np.copyto
+
+    def copyto(target: npt.NDArray[Any], source: npt.NDArray[Any]) -> None:
+        copied.append(target.nbytes)
+        by_numpy(target, source)
+
+    with slots_of(tmp_path) as writer:  # of float32
+        tensors = {name: value.to(dtype) for name, value in values(3).items()}
+        monkeypatch.setattr(np, "copyto", copyto)
+        with copies:
+            manifest = writer.write(1, 0, iter(tensors.items()))
+        monkeypatch.undo()
+        nbytes = writer.layout.data_bytes
+        assert sum(copied) + copies.count == nbytes
+        assert bool(copied) == (dtype == torch.float32), "bytes that stay as they are need no operation of torch"
+        assert sum(digested) == nbytes
+        assert {name: float(value.flatten()[0]) for name, value in loaded(manifest).items()} == dict.fromkeys(
+            SHAPES, 3.0
+        )
 
 
 def test_sources_that_cannot_serve_are_named(tmp_path: Path) -> None:
