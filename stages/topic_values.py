@@ -61,6 +61,7 @@ class Server(Struct, frozen=True, kw_only=True):
 
     token: Token | None = None  # that requests to it must carry
     fetcher: str = ""  # that brings weights to the engine's node; empty: not needed
+    gpus: tuple[int, ...] = ()  # an engine's, by their place among those that the engines stage sees; empty: not known
 
 
 class EngineAddress(Server, frozen=True):

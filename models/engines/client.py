@@ -203,6 +203,10 @@ class EngineClient(HttpClient):
             await self.call("POST", "/update_weight_version", rename, self._control_timeout_s)
         return updated
 
+    async def prepare_weights(self, path: str, label: str) -> None:
+        """Have one of our engines load the next update beside its weights. Raises `EngineRefused`."""
+        await self.update("/prepare_weights", {"model_path": path, "weight_version": label}, self._control_timeout_s)
+
     async def update(
         self, path: str, payload: Struct | Mapping[str, object], timeout_s: float, flush_cache: bool = False
     ) -> WeightsUpdated:
@@ -252,7 +256,6 @@ class EngineClient(HttpClient):
 
 # --------------------------------------------------------------------------------------------------
 # Weight updates beyond the disk route: the bracket, process groups, tensors, checksums, memory.
-
 
 _ALREADY_OPEN: Final = "already"  # both SGLang and our engines use the word
 

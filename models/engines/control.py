@@ -43,6 +43,7 @@ class ControlRoutes:
             "/continue_generation": self._continue,
             "/abort_request": self._abort,
             "/flush_cache": self._flush,
+            "/prepare_weights": self._prepare,
             "/update_weights_from_disk": self._update_from_disk,
             "/begin_weight_update": self._begin,
             "/end_weight_update": self._end,
@@ -75,6 +76,15 @@ class ControlRoutes:
         if not await self._core.flush_cache():
             return web.Response(text="Flush cache failed.", status=400)
         return web.Response(text="Cache flushed.")
+
+    async def _prepare(self, http: web.Request) -> web.Response:
+        request = await _body(http, protocol.UpdateWeightsRequest)
+        async with self._updating:
+            try:
+                await self._core.prepare_weights(request.model_path, request.weight_version)
+            except WeightsRefused as error:
+                return send(protocol.UpdateAnswer(success=False, message=str(error)), status=400)
+        return send(protocol.UpdateAnswer(success=True))
 
     async def _update_from_disk(self, http: web.Request) -> web.Response:
         request = await _body(http, protocol.UpdateWeightsRequest)
@@ -120,7 +130,8 @@ class ControlRoutes:
         return send(protocol.CheckerAnswer(ranks=[protocol.RankChecksums(await self._core.checksums())]))
 
     async def _release_memory(self, http: web.Request) -> web.Response:
-        await self._core.release_memory((await _body(http, MemoryRequest)).wanted)
+        async with self._updating:  # else weights that are being prepared would take memory after it was given back
+            await self._core.release_memory((await _body(http, MemoryRequest)).wanted)
         return web.Response()
 
     async def _resume_memory(self, http: web.Request) -> web.Response:

@@ -303,6 +303,10 @@ class EngineCore(Protocol):
         """Load new weights and call them `label`. Unpaused, waits until the running requests have finished on the old
         weights, and meanwhile holds new requests back. Raises `WeightsRefused`, with nothing changed."""
 
+    async def prepare_weights(self, path: str, label: str | None) -> None:
+        """Load what the next `update_weights` of this path and label will take, while generation goes on. An engine
+        without the memory for it does nothing. Raises `WeightsRefused`."""
+
     async def relabel(self, label: str) -> None:
         """Change the label only."""
 

@@ -86,20 +86,25 @@ class SharedBuffer:
         self.memory = torch.empty(0, dtype=torch.uint8).set_(storage)
 
     @contextlib.contextmanager
-    def lent(self, bucket: Bucket, ranks: int, device: str = "cpu") -> Iterator[list[str]]:
+    def lent(self, bucket: Bucket, devices: Sequence[str]) -> Iterator[list[str]]:
         """What each rank gets: the bucket's tensors as views of the memory, whose first bytes must be the bucket's.
+        `devices`: of each rank, as this process names them.
 
-        On a GPU they are views of a copy there, a new one for each bucket: its answer may come before the engine's
-        stream has read it, and torch keeps memory that others hold a handle of.
+        On a GPU they are views of a copy on the rank's own one, the only one that it can open. There is a new copy for
+        each bucket: its answer may come before the engine's stream has read it, and torch keeps memory that others hold
+        a handle of.
         """
+        views = {device: self._views(bucket, device) for device in dict.fromkeys(devices)}
+        yield [_write(views[device]) for device in devices]
+
+    def _views(self, bucket: Bucket, device: str) -> list[tuple[str, torch.Tensor]]:
         flat = self.memory if device == "cpu" else self.memory[: bucket.nbytes].to(device)
         if flat.is_cuda:
-            torch.cuda.current_stream().synchronize()
-        named = [
+            torch.cuda.current_stream(flat.device).synchronize()
+        return [
             (item.spec.name, _view(flat[item.start - bucket.start : item.end - bucket.start], dtype, item.spec.shape))
             for item, dtype in zip(bucket.tensors, bucket.dtypes, strict=True)
         ]
-        yield [_write(named) for _ in range(ranks)]
 
 
 def _write(named: list[tuple[str, torch.Tensor]]) -> str:

@@ -26,6 +26,7 @@ from models.disk import write_json
 from pipeline.errors import ReplicaFailed
 from pipeline.facts.run_directory import EngineSpec, ServerInfo
 from pipeline.facts.stats import STATS_PREFIX, StageStats, outage_text, visible
+from pipeline.hosts.machine import visible_gpus
 from pipeline.record.recorder import Recorder
 from stages.base import TrainOptions
 from stages.messages import Settled, group_of
@@ -111,7 +112,11 @@ class Lifecycle:
         """An engine serves. `version`: as the server itself names it."""
         token = spec.token.token if spec.token is not None else None
         policy, given = spec.frozen or POLICY, spec.taken_over
-        address = EngineAddress(spec.name, url, incarnation, policy, given, fetcher=spec.fetcher, token=token)
+        seen = visible_gpus() if spec.gpus else ()  # by the engines stage, too
+        gpus = tuple(seen.index(gpu) for gpu in spec.gpus if gpu in seen)
+        address = EngineAddress(
+            spec.name, url, incarnation, policy, given, fetcher=spec.fetcher, token=token, gpus=gpus
+        )
         self.topic.publish(f"engine/{spec.name}", msgspec.msgpack.encode(address))
         kind = _kind(version) if spec.external else spec.config.engine
         file = spec.token.path if spec.token is not None else ""

@@ -1,7 +1,8 @@
 """One engine in the hands of the engines stage: its weights, its memory, and the directory entry that tells of both.
 
 An update goes: verify the announced slot, wait for the engine's turn, pause, load, verify, resume, prove, tell. The
-order has reasons. The slot is verified while the engine still generates, for reading gigabytes takes long. It is paused
+order has reasons. The slot is verified while the engine still generates, for reading gigabytes takes long, and so does
+one of our engines load it into a second set of tensors; all engines do this beside each other. An engine is paused
 before the first tensor is replaced: a request that runs meanwhile would compute one token with layers of two versions.
 Version and checksum are read back before it goes on: an engine that says yes and kept its old weights would stamp its
 tokens with a version that did not make them. The proof (stages/engines/policy_proof.py) follows the resume, because a
@@ -130,6 +131,7 @@ class EngineControl:
             self.client = EngineClient(address.url, timeout_s=timeout_s, token=address.token)
             self._in_a_row, self._in_full, self._paused = 0, False, False
             self.memory.attach(topic, address.incarnation)
+            self._routes.tensor.gpus = address.gpus
             if address.fetcher:
                 await withdraw_order(topic, address)  # an order of an earlier process of this stage
             await self._adopt(topic, address, self.client)
@@ -218,6 +220,7 @@ class EngineControl:
     async def _bring(self, topic: Topic, client: EngineClient, announcement: WeightsAnnouncement) -> None:
         """One attempt to load a version. Waits for its turn and, after a failure, for the next attempt."""
         if self.current is not None:  # an engine that does not serve needs no turn
+            await self._prepare(topic, client, announcement)
             await await_turn(topic, self.name, announcement, self.update.update_weight_rolling)
             # If a newer version came meanwhile, the trainer writes into the slot of this version next, or already does.
             announcement = self._due(topic) or announcement
@@ -233,6 +236,13 @@ class EngineControl:
             await self._failed(topic, reason, restart=isinstance(error, PolicyDiffers) and error.again)
         else:
             self._in_a_row = 0
+
+    async def _prepare(self, topic: Topic, client: EngineClient, announcement: WeightsAnnouncement) -> None:
+        """Do ahead of the turn what does not stop the engine. Nothing is published, so the trainer may overwrite the
+        slot meanwhile: what goes wrong is found, and told, in the turn."""
+        with contextlib.suppress(EngineError, WeightsError):
+            route, here = await self._route(topic, announcement)
+            await route.ahead(client, here)
 
     async def _failed(self, topic: Topic, reason: str, *, restart: bool = False) -> None:
         """Count a failure and wait for the next attempt, longer after each in a row.

@@ -1,14 +1,16 @@
 """The routes of weights into one engine: disk, tensor, distributed, delta, and through the fetcher of another node.
 
 Each route has two halves. `open` runs while the engine generates: verify the slot, assemble the version, join the
-engine's process group. `apply` runs while the engine is paused. A failure in `open` leaves the engine as it was;
-after a failure in `apply` it may hold a mixture, so it stays paused until an update succeeds.
+engine's process group, have one of our engines load the version beside its weights. `apply` runs while the engine is
+paused. A failure in `open` leaves the engine as it was; after a failure in `apply` it may hold a mixture, so it stays
+paused until an update succeeds. What `open` does is kept where it can be, so that it is quick once it was done ahead.
 
 A fetcher's route uses two values of the topic: `order/<fetcher>/<engine>`, what the engine is to get (empty: nothing
 any more), and `brought/<fetcher>/<engine>`, the progress. Both hold the newest value, so either side may restart.
 
 Invariants:
 - only bytes that were verified against the announced digest are sent, and a slot that changed meanwhile is noticed;
+- a process verifies a version once for all its engines, but anew for an engine whose weights are in doubt;
 - an opened bracket is closed, so that any route may follow;
 - a process group belongs to one incarnation of an engine, is made anew after a failure, and is destroyed at the end.
 """
@@ -35,7 +37,7 @@ from models.engines.protocol import ServerInfo
 from models.errors import DeltaError, DigestMismatch, EngineError, EngineUnreachable, NotBrought, RouteUnfit
 from models.weights.delta_mirror import DeltaMirror
 from models.weights.shared_memory_reader import SlotReader
-from stages.engines.weight_transfer import DiskTransfer, GroupTransfer, TensorTransfer, Transfer, together
+from stages.engines.weight_transfer import DiskTransfer, GroupTransfer, Preparation, TensorTransfer, Transfer, together
 from stages.messages import WeightsAnnouncement
 from stages.ports import Topic, read_value
 from stages.topic_values import ADDRESS, BROUGHT, ORDER, EngineAddress
@@ -57,18 +59,29 @@ class WeightRoute(ABC):
     def open(self, client: EngineClient, announcement: WeightsAnnouncement) -> AbstractAsyncContextManager[Transfer]:
         """Prepare while the engine generates. Raises WeightsError or EngineError; the engine is then unchanged."""
 
+    async def ahead(self, client: EngineClient, announcement: WeightsAnnouncement) -> None:
+        """Do before the engine's turn what the next `open` need not do again. Raises as `open` does."""
+        async with self.open(client, announcement):
+            pass
+
 
 class DiskRoute(WeightRoute):
     """The engine loads the slot, a Hugging Face directory in shared memory."""
 
+    def __init__(self, preparation: Preparation, *, anew: bool = False) -> None:
+        self.preparation, self.anew = preparation, anew
+
     @contextlib.asynccontextmanager
     async def open(self, client: EngineClient, announcement: WeightsAnnouncement) -> AsyncIterator[Transfer]:
-        slot = await asyncio.to_thread(SlotReader, announcement)
+        slot = await asyncio.to_thread(SlotReader, announcement, anew=self.anew)
+        await self.preparation.make(client, announcement, slot.check)
         yield DiskTransfer(client, announcement.path, announcement.label, slot.check)
 
 
 class TensorRoute(WeightRoute):
     """This process passes the slot bucket by bucket, in shared memory or as a CUDA handle. Same machine only."""
+
+    gpus: tuple[int, ...] = ()  # the engine's, as this process counts them
 
     def __init__(self, bucket_bytes: int) -> None:
         self.bucket_bytes = bucket_bytes
@@ -78,10 +91,27 @@ class TensorRoute(WeightRoute):
         update = UpdateClient(client)
         ranks = await client.server_info()
         _check_ranks("tensor", client, ranks)
-        slot = await asyncio.to_thread(SlotReader, announcement)
-        yield await asyncio.to_thread(
-            TensorTransfer, update, announcement.label, slot, self.bucket_bytes, ranks.tp_size or 1, _device(ranks)
-        )
+        devices = self._devices(client, ranks)
+        slot = await asyncio.to_thread(SlotReader, announcement, anew=False)
+        transfer = await asyncio.to_thread(TensorTransfer, update, announcement.label, slot, self.bucket_bytes, devices)
+        await asyncio.to_thread(transfer.fill, 0)
+        yield transfer
+
+    async def ahead(self, client: EngineClient, announcement: WeightsAnnouncement) -> None:
+        await asyncio.to_thread(SlotReader, announcement, anew=False)
+
+    def _devices(self, client: EngineClient, ranks: ServerInfo) -> list[str]:
+        """Where each rank of the engine takes its tensors from. A rank sees the engine's own GPUs only."""
+        count = ranks.tp_size or 1
+        if _device(ranks) == "cpu":
+            return ["cpu"] * count
+        if len(self.gpus) < count:
+            raise RouteUnfit(
+                f"engine {client.base_url} has {count} tensor-parallel ranks on GPUs, and this run knows the places of "
+                f"{len(self.gpus)}: the route tensor must copy to each of them; it works for engines that the run "
+                "starts on this machine's GPUs itself, else use --update-weight-transport disk"
+            )
+        return [f"cuda:{gpu}" for gpu in self.gpus[:count]]
 
 
 class DistributedRoute(WeightRoute):
@@ -95,14 +125,19 @@ class DistributedRoute(WeightRoute):
 
     @contextlib.asynccontextmanager
     async def open(self, client: EngineClient, announcement: WeightsAnnouncement) -> AsyncIterator[Transfer]:
-        slot = await asyncio.to_thread(SlotReader, announcement)
+        slot = await asyncio.to_thread(SlotReader, announcement, anew=False)
         group, update = await self._joined(client)
         transfer = GroupTransfer(update, announcement.label, slot, self.bucket_bytes, group, self._device)
         try:
+            await asyncio.to_thread(transfer.fill, 0)
             yield transfer
         except BaseException:
             await self.close()  # the two ends may be at different broadcasts now
             raise
+
+    async def ahead(self, client: EngineClient, announcement: WeightsAnnouncement) -> None:
+        await asyncio.to_thread(SlotReader, announcement, anew=False)
+        await self._joined(client)
 
     async def _joined(self, client: EngineClient) -> tuple[WeightGroup, UpdateClient]:
         """The group with this client's engine, created at the first update of an incarnation and after a failure."""
@@ -144,8 +179,8 @@ class DistributedRoute(WeightRoute):
 class DeltaRoute(WeightRoute):
     """The version is assembled beside the engine from compressed differences; the engine loads it from there."""
 
-    def __init__(self, mirror: DeltaMirror, *, anew: bool = False) -> None:
-        self.mirror, self.anew = mirror, anew
+    def __init__(self, mirror: DeltaMirror, preparation: Preparation, *, anew: bool = False) -> None:
+        self.mirror, self.preparation, self.anew = mirror, preparation, anew
 
     @contextlib.asynccontextmanager
     async def open(self, client: EngineClient, announcement: WeightsAnnouncement) -> AsyncIterator[Transfer]:
@@ -157,8 +192,10 @@ class DeltaRoute(WeightRoute):
                 if not Path(announcement.path).is_dir():
                     raise
                 log.warning("version %s is loaded from its slot on this machine: %s", announcement.label, error)
-                yield await stack.enter_async_context(DiskRoute().open(client, announcement))
+                disk = DiskRoute(self.preparation, anew=self.anew)
+                yield await stack.enter_async_context(disk.open(client, announcement))
             else:
+                await self.preparation.make(client, manifest, lambda: None)
                 yield DiskTransfer(client, manifest.path, announcement.label, lambda: None)
 
 
@@ -167,12 +204,15 @@ class WeightRoutes:
 
     def __init__(self, engine: str, update: UpdateConfig, mirror: DeltaMirror) -> None:
         bucket_bytes = update.update_weight_buffer_size
-        self._disk, self._distributed = DiskRoute(), DistributedRoute(engine, bucket_bytes, GROUP_TIMEOUT_S)
+        preparation = Preparation()
+        self._in_full = DiskRoute(preparation, anew=True)
+        self._distributed = DistributedRoute(engine, bucket_bytes, GROUP_TIMEOUT_S)
+        self.tensor = TensorRoute(bucket_bytes)
         self._routes: dict[str, WeightRoute] = {
-            "disk": self._disk,
+            "disk": DiskRoute(preparation),
             "distributed": self._distributed,
-            "tensor": TensorRoute(bucket_bytes),
-            "delta": DeltaRoute(mirror),
+            "tensor": self.tensor,
+            "delta": DeltaRoute(mirror, preparation),
         }
 
     def choose(self, announcement: WeightsAnnouncement, *, in_full: bool = False) -> WeightRoute:
@@ -185,8 +225,8 @@ class WeightRoutes:
         if not in_full:
             return route
         if isinstance(route, DeltaRoute) and not Path(announcement.path).is_dir():
-            return DeltaRoute(route.mirror, anew=True)
-        return self._disk
+            return DeltaRoute(route.mirror, route.preparation, anew=True)
+        return self._in_full
 
     async def close(self) -> None:
         """Release what is kept between updates. May be called twice."""
@@ -246,6 +286,9 @@ class FetcherRoute(WeightRoute):
             yield self
         finally:
             await withdraw_order(self.topic, self.engine)
+
+    async def ahead(self, client: EngineClient, announcement: WeightsAnnouncement) -> None:
+        """Nothing: an order brings the weights, in the turn."""
 
     async def apply(self, flush_cache: bool) -> WeightsUpdated:
         applies = self._order.applies + 1

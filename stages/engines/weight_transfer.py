@@ -5,6 +5,8 @@ Engines update in the order of their names, `--update-weight-rolling` at a time;
 Invariants:
 - the label goes with the last bucket, and so does the flush of the cache: until then the weights do not count as new;
 - a bucket is copied out of the slot, the slot is checked, then the copy is sent: no torn byte leaves this process;
+- the next bucket is copied while one is sent, the first before the engine is paused; a buffer is written again only
+  after the engine has answered for what it held;
 - an opened bracket is closed, also after a failure;
 - an engine is admitted at a version only if it reports that version itself and, where checksums are compared, if its
   tensors have the checksum that other engines reported for the same version.
@@ -16,15 +18,17 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 
 from models.engines.client import EngineClient, UpdateClient, WeightsUpdated
-from models.errors import EngineError, NotVerified
-from models.weights.layout import Bucket, plan_buckets
-from models.weights.shared_memory_reader import SlotReader
+from models.engines.http_client import NOT_FOUND
+from models.errors import EngineError, EngineRefused, NotVerified
+from models.weights.layout import plan_buckets
+from models.weights.shared_memory_reader import SlotManifest, SlotReader
 from stages.base import in_daemon_thread
 from stages.messages import WeightsAnnouncement
 from stages.ports import Topic, wait_at_most
@@ -79,6 +83,28 @@ class Transfer(Protocol):
         """Load them. Raises EngineError or WeightsError: the engine may hold a mixture then. May be called again."""
 
 
+class Preparation:
+    """Has one engine load a directory beside its weights, once for each version, if it is one of ours."""
+
+    def __init__(self) -> None:
+        self._unable: EngineClient | None = None
+        self._loaded: tuple[EngineClient, SlotManifest] | None = None
+
+    async def make(self, client: EngineClient, claim: SlotManifest, check: Callable[[], None]) -> None:
+        """`check` raises if the directory changed meanwhile. Raises EngineError."""
+        if client is self._unable or self._loaded == (client, claim):
+            return
+        try:
+            await client.prepare_weights(claim.path, claim.label)
+        except EngineRefused as error:
+            if error.status != NOT_FOUND:
+                raise
+            self._unable = client  # another kind of engine
+            return
+        check()
+        self._loaded = client, claim
+
+
 class DiskTransfer:
     """A directory that the engine loads by itself; `check` raises if the directory changed meanwhile."""
 
@@ -92,19 +118,25 @@ class DiskTransfer:
 
 
 class BucketTransfer:
-    """Buckets of a verified slot, sent in order inside a bracket. Subclasses send one bucket."""
+    """Buckets of a verified slot, sent in order inside a bracket. Subclasses own two buffers, and send one bucket."""
+
+    memories: list[torch.Tensor]  # flat host tensors; bucket n goes through the one of n % 2
 
     def __init__(self, update: UpdateClient, label: str, slot: SlotReader, bucket_bytes: int) -> None:
         self.update, self.label, self.slot = update, label, slot
         self.buckets = plan_buckets(slot.layout, bucket_bytes)
         self.largest = max(bucket.nbytes for bucket in self.buckets)
+        self.parts = range(min(2, len(self.buckets)))  # the buffers
+        self._held = [-1, -1]  # number of the bucket that lies in each buffer
 
     async def apply(self, flush_cache: bool) -> WeightsUpdated:
+        last = len(self.buckets) - 1
         await self.update.begin()
         try:
-            for bucket in self.buckets[:-1]:
-                await self._send(bucket, None, False)
-            done = await self._send(self.buckets[-1], self.label, flush_cache)
+            await asyncio.to_thread(self.fill, 0)  # again, if these weights were sent before
+            for number in range(last):
+                await together(partial(self.fill, number + 1), self._send(number, None, False))
+            done = await self._send(last, self.label, flush_cache)
         except BaseException:
             with contextlib.suppress(EngineError):  # the first error counts; the next update closes the bracket
                 await self.update.end()
@@ -112,30 +144,35 @@ class BucketTransfer:
         await self.update.end()
         return done
 
-    async def _send(self, bucket: Bucket, label: str | None, flush_cache: bool) -> WeightsUpdated:
+    async def _send(self, number: int, label: str | None, flush_cache: bool) -> WeightsUpdated:
         raise NotImplementedError
 
-    def _fill(self, target: torch.Tensor, bucket: Bucket) -> None:
-        """Copy a bucket out of the slot to the start of a flat host tensor. Raises TornWeights."""
-        np.copyto(target.numpy()[: bucket.nbytes], self.slot.between(bucket.start, bucket.end))
+    def fill(self, number: int) -> None:
+        """Copy a bucket out of the slot to the start of its buffer, if it is not there. Raises TornWeights."""
+        if self._held[number % 2] == number:
+            return
+        bucket, self._held[number % 2] = self.buckets[number], -1
+        np.copyto(self.memories[number % 2].numpy()[: bucket.nbytes], self.slot.between(bucket.start, bucket.end))
         self.slot.check()
+        self._held[number % 2] = number
 
 
 class TensorTransfer(BucketTransfer):
     """Through memory that the engine's ranks map."""
 
     def __init__(
-        self, update: UpdateClient, label: str, slot: SlotReader, bucket_bytes: int, ranks: int, device: str
+        self, update: UpdateClient, label: str, slot: SlotReader, bucket_bytes: int, devices: Sequence[str]
     ) -> None:
+        """`devices`: of each rank of the engine, as this process counts them."""
         super().__init__(update, label, slot, bucket_bytes)
         from models.weights.transfer import SharedBuffer  # torch
 
-        self.ranks, self.device = ranks, device
-        self.buffer = SharedBuffer(self.largest)
+        self.devices = devices
+        self.buffers = [SharedBuffer(self.largest) for _ in self.parts]
+        self.memories = [buffer.memory for buffer in self.buffers]
 
-    async def _send(self, bucket: Bucket, label: str | None, flush_cache: bool) -> WeightsUpdated:
-        await asyncio.to_thread(self._fill, self.buffer.memory, bucket)
-        with self.buffer.lent(bucket, self.ranks, self.device) as payloads:
+    async def _send(self, number: int, label: str | None, flush_cache: bool) -> WeightsUpdated:
+        with self.buffers[number % 2].lent(self.buckets[number], self.devices) as payloads:
             return await self.update.update_from_tensor(payloads, label=label, flush_cache=flush_cache)
 
 
@@ -149,11 +186,12 @@ class GroupTransfer(BucketTransfer):
         import torch
 
         self.group, self.device = group, device
-        self.host = torch.empty(self.largest, dtype=torch.uint8, pin_memory=device == "cuda")
+        pinned = device == "cuda"
+        self.memories = [torch.empty(self.largest, dtype=torch.uint8, pin_memory=pinned) for _ in self.parts]
 
-    async def _send(self, bucket: Bucket, label: str | None, flush_cache: bool) -> WeightsUpdated:
-        await asyncio.to_thread(self._fill, self.host, bucket)
-        staged = self.host[: bucket.nbytes]
+    async def _send(self, number: int, label: str | None, flush_cache: bool) -> WeightsUpdated:
+        bucket = self.buckets[number]
+        staged = self.memories[number % 2][: bucket.nbytes]
         receiving = self.update.update_from_distributed(
             self.group.name, bucket.names, bucket.dtypes, bucket.shapes, label=label, flush_cache=flush_cache
         )

@@ -210,6 +210,21 @@ async def test_what_was_given_by_address_is_watched_by_the_fleet(rundir: RunDir)
     assert (router.kind, router.url, router.token) == ("smg", "http://r:2", Token("of-others"))
 
 
+async def test_an_engines_gpus_are_told_by_their_places_among_the_visible_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the engines stage, which sees them all, counts them."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-x,7,GPU-y")
+    with RunDir(tmp_path / "run").open(resume=False) as rundir:
+        async with MemoryNode("run", "test", MemoryNetwork()) as node:
+            topic, config = await node.topic_server("topic"), configured()
+            announcer = Lifecycle(topic, {}, Recorder(config, rundir))
+            for index, gpus in enumerate([("7", "GPU-x"), ()]):
+                spec = EngineSpec(f"engine-{index}", config.engine, "", None, 0, 0, gpus=gpus)
+                announcer.engine_up(spec, "http://e:3", 0, "0.5.23")
+            assert [address.gpus for address in addresses(topic).values()] == [(2, 1), ()]
+
+
 async def test_what_is_away_leaves_the_topic_and_the_words_say_what_follows(tmp_path: Path) -> None:
     config = with_addresses(configured())
     lines: list[str] = []

@@ -21,6 +21,7 @@ from models.errors import EngineRefused, GroupError
 from models.weights.transfer import WeightGroup
 from stages.engines.stage import FetcherStage
 from stages.engines.weight_routes import DiskRoute, TensorRoute, WeightRoute
+from stages.engines.weight_transfer import Preparation
 from stages.ports import Ports
 from tests.sglang_server import ON_SGLANG, RealServer
 from tests.stages.fleet_rig import Fleet, TensorPublisher, open_fleet
@@ -218,7 +219,7 @@ async def test_an_engine_that_dies_in_an_update_is_reported_and_another_takes_it
         await one.landed(1)
 
 
-@pytest.mark.parametrize(("route", "named"), [(DiskRoute(), "0.1"), (TensorRoute(BUCKET_BYTES), "0.0")])
+@pytest.mark.parametrize(("route", "named"), [(DiskRoute(Preparation()), "0.1"), (TensorRoute(BUCKET_BYTES), "0.0")])
 async def test_updated_but_not_flushed_counts_as_updated(
     route: WeightRoute, named: str, sglang: RealServer, wanted: str, tmp_path: Path
 ) -> None:

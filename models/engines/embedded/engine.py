@@ -7,6 +7,8 @@ is one step of continuous batching (no thread).
 Invariants:
 - only the worker thread touches the stepper; everything else reaches it as a command that runs between two steps;
 - an idle engine sleeps on a condition: no polling;
+- another thread may prepare a second set of weights, and a forward over it, which the worker takes between two steps:
+  whatever keeps a tensor of the weights must be part of `Transformer`;
 - completions are delivered once per step, all together;
 - if the thread dies, every open request is delivered as aborted with the reason, and `on_crash` is called.
 """
@@ -68,7 +70,9 @@ class EmbeddedEngine:
         table = SlotTable(slots, length, retain=config.prefix_cache)
         self._cache = KVCache(spec, slots, length, device, dtype)
         self._memory = MemoryAccount()
-        self.stepper = Stepper(Transformer(spec, self._weights, length), self._cache, table, codec, label)
+        self._transformer = Transformer(spec, self._weights, length)
+        self._prepared: tuple[str, str | None, Transformer] | None = None  # path, label, what computes with them
+        self.stepper = Stepper(self._transformer, self._cache, table, codec, label)
         self._facts = EngineFacts(
             engine="embedded",
             model_path=model_path,
@@ -140,10 +144,22 @@ class EmbeddedEngine:
     async def update_weights(self, path: str, label: str | None, abort_all: bool) -> None:
         def change() -> None:
             self._memory.check_load()
-            self.stepper.swap(lambda: self._weights.load(Path(path)), label)
+            prepared, self._prepared = self._prepared, None
+            if prepared is not None and prepared[:2] == (path, label):
+                self.stepper.swap(lambda: self._transformer.become(prepared[2]), label)
+                self._weights = self._transformer.weights
+            else:
+                self.stepper.swap(lambda: self._weights.load(Path(path)), label)
             self._memory.loaded()
 
         await self._between_requests(change, abort_all)
+
+    async def prepare_weights(self, path: str, label: str | None) -> None:
+        self._prepared = None
+        if self.paused or self._memory.away or not self._weights.has_room():
+            return
+        length = self._facts.context_length
+        self._prepared = path, label, await asyncio.to_thread(self._transformer.beside, Path(path), length)
 
     async def relabel(self, label: str) -> None:
         await self._ask(lambda: self.stepper.relabel(label))
@@ -176,6 +192,7 @@ class EmbeddedEngine:
         return self.stepper.totals
 
     def _release(self, tags: Sequence[MemoryTag]) -> None:
+        self._prepared = None
         news = self._memory.release(tags, paused=self.stepper.paused, running=self.stepper.running)
         if "kv_cache" in news:
             self.stepper.flush()  # retained prefixes are gone with the cache

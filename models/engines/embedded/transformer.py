@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -182,6 +183,14 @@ class LiveWeights:
         except (SafetensorError, OSError) as error:
             raise WeightsRefused(f"model_path={directory} cannot be read: {error}; write it again") from error
 
+    def has_room(self) -> bool:
+        """Whether the device has memory for a second set of these weights, and as much again for all else."""
+        nbytes: int = sum(tensor.nbytes for tensor in self.names.values())
+        if self._device.type == "cuda":
+            return bool(torch.cuda.mem_get_info(self._device)[0] > 2 * nbytes)
+        found = re.search(r"MemAvailable: *(\d+) kB", Path("/proc/meminfo").read_text())
+        return found is not None and 1024 * int(found[1]) > 2 * nbytes
+
     def free(self) -> None:
         """Give the memory back; names, shapes and views stay. Until `allocate` no tensor may be touched."""
         tensors = [*self.names.values(), *(spread for spread, _ in self._derived)]
@@ -289,6 +298,16 @@ class Transformer:
         self._by_hand = device.type == "cpu" and dtype == torch.float32
         self._floors = {n: torch.tensor((n * spec.norm_eps) ** 0.5) for n in (spec.shape.hidden, spec.shape.head)}
         self._head = weights.head.t()
+
+    def beside(self, directory: Path, positions: int) -> Transformer:
+        """The same forward over a second set of weights, loaded from a checkpoint. Raises `WeightsRefused`."""
+        weights = LiveWeights(self.spec, self.weights.embed.device, self.weights.embed.dtype)
+        weights.load(directory)
+        return Transformer(self.spec, weights, positions)
+
+    def become(self, other: Transformer) -> None:
+        """Compute with its weights, for all that hold this forward."""
+        self.__dict__.update(other.__dict__)
 
     def hidden(
         self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend, wanted: torch.Tensor | None = None

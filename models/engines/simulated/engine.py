@@ -127,6 +127,9 @@ class SimulatedEngine:
                 self.schedule.release(self._now)
                 self._pump()
 
+    async def prepare_weights(self, path: str, label: str | None) -> None:
+        """There are no tensors."""
+
     async def relabel(self, label: str) -> None:
         self.schedule.relabel(self._now, label)
         self._pump()

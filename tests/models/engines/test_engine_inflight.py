@@ -8,20 +8,26 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
+from threading import current_thread
+from typing import Any
 
 import msgspec
 import pytest
 import torch
 
 from models.engines.client import EngineClient
+from models.engines.core import Completion
+from models.engines.embedded.transformer import LiveWeights
 from models.engines.protocol import ErrorDetail, PauseMode, VersionSpan
 from models.engines.streamed import PartialOutputs
+from models.errors import WeightsRefused
 from tests.models.engines.conftest import on_sglang, opened
 from tests.models.engines.forward_reference import by_one, by_spans
-from tests.models.engines.harness import Target, ask, until
+from tests.models.engines.harness import Bench, Target, ask, until
 
 TOLERANCE = 1e-5
 APART = 1e-3  # what two versions differ by, at the least, in most tokens
@@ -78,8 +84,10 @@ class Rollout:
 
 
 async def roll(target: Target, mode: PauseMode, rollouts: list[Rollout]) -> dict[str, Path]:
-    """Run the rollouts through three updates; the checkpoints by label."""
+    """Run the rollouts through three updates, of which one of our engines has prepared two; the checkpoints by
+    label."""
     client = target.client
+    ours = "+embedded" in (await client.server_info()).version
     client.early_boundary = await client.has_early_boundaries(mode)
     paths = {"v0": target.model, "v1": target.other, "v2": target.model, "v3": target.other}
     async with asyncio.TaskGroup() as group:
@@ -87,6 +95,9 @@ async def roll(target: Target, mode: PauseMode, rollouts: list[Rollout]) -> dict
             group.create_task(rollout.run(client))
         for before, label in pairwise(paths):
             await longer(rollouts, before)
+            if ours and label != "v2":
+                await client.prepare_weights(paths[label], label)
+                await longer(rollouts, before, 60)  # by the weights in use
             await client.pause(mode)
             await client.update_weights_from_disk(paths[label], label, flush_cache=mode != "in_place")
             await client.resume()
@@ -139,3 +150,106 @@ async def test_log_probs_are_those_of_the_recorded_versions(
             wrong = by_spans(paths, moved, rollout.prompt, rollout.ids, recomputed=mode != "in_place")
             assert float((recorded - wrong).abs().max()) > APART
     assert max(apart) > APART, "the first token after the boundary is not of the old version"
+
+
+# Weights that were prepared: loaded beside those in use, and taken in the pause without a copy.
+
+
+@pytest.fixture
+def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The threads that load weights from now on."""
+    found: list[str] = []
+    original = LiveWeights.load
+
+    def load(weights: LiveWeights, directory: Path) -> None:
+        found.append(current_thread().name)
+        original(weights, directory)
+
+    monkeypatch.setattr(LiveWeights, "load", load)
+    return found
+
+
+async def _finished(completion: Completion) -> bool:
+    return completion.finish is not None
+
+
+@asynccontextmanager
+async def started(checkpoints: Any) -> AsyncIterator[Bench]:
+    bench = Bench(checkpoints())
+    bench.engine.start(lambda completions: None, lambda error: None)
+    yield bench
+    await bench.engine.stop()
+
+
+async def test_prepared_weights_are_taken_without_a_load(checkpoints: Any, loads: list[str]) -> None:
+    """And all of them: the engine then has the checksums, and the log-probs, of one that began with them."""
+    other = str(checkpoints(seed=1))
+    fresh = Bench(Path(other))
+    async with started(checkpoints) as bench:
+        engine = bench.engine
+        before = await engine.checksums()
+        loads.clear()
+        await engine.prepare_weights(other, "w2")
+        assert len(loads) == 1
+        assert loads[0] != "embedded-engine", "the thread that generates"
+        assert (await engine.checksums(), engine.label) == (before, "w1")
+        await engine.pause("in_place")
+        await engine.update_weights(other, "w2", False)
+        await engine.resume()
+        assert len(loads) == 1
+        assert engine._prepared is None
+        assert engine.label == "w2"
+        assert await engine.checksums() == fresh.engine._weights.checksums()
+        [found], [wanted] = [one.make([5, 6, 7], max_new_tokens=9, temperature=0.0) for one in (bench, fresh)]
+        engine.submit([found])
+        fresh.run([wanted])
+        await until(lambda: _finished(found))
+        assert found.log_probs == wanted.log_probs
+        await engine.update_weights(str(checkpoints()), "w3", False)
+        assert (await engine.checksums(), loads[1:]) == (before, ["embedded-engine"])
+
+
+@pytest.mark.parametrize("update", [("path", "w3"), ("other", "w2")])
+async def test_only_the_prepared_version_is_taken(update: tuple[str, str], checkpoints: Any, loads: list[str]) -> None:
+    paths = {"path": str(checkpoints(seed=1)), "other": str(checkpoints())}
+    async with started(checkpoints) as bench:
+        await bench.engine.prepare_weights(paths["path"], "w2")
+        await bench.engine.update_weights(paths[update[0]], update[1], False)
+        assert loads[-1] == "embedded-engine"
+        assert bench.engine.label == update[1]
+        assert await bench.engine.checksums() == Bench(Path(paths[update[0]])).engine._weights.checksums()
+        await bench.engine.update_weights(paths["path"], "w2", False)
+        assert loads.count("embedded-engine") == 2, "what another update did not take is gone"
+
+
+async def test_without_room_or_work_to_keep_up_nothing_is_prepared(
+    checkpoints: Any, loads: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = str(checkpoints(seed=1))
+    async with started(checkpoints) as bench:
+        engine = bench.engine
+        loads.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "read_text", lambda path: "MemAvailable:   5 kB")
+            await engine.prepare_weights(other, "w2")
+        await engine.pause("in_place")
+        await engine.prepare_weights(other, "w2")
+        assert loads == []
+        await engine.resume()
+        await engine.prepare_weights(other, "w2")
+        assert engine._prepared is not None
+        await engine.pause("abort")
+        await engine.release_memory(("weights",))
+        assert engine._prepared is None, "the memory is another process's now"
+        await engine.resume_memory(("weights",))
+        await engine.update_weights(other, "w2", False)
+        assert loads[1:] == ["embedded-engine"]
+
+
+async def test_weights_that_do_not_fit_are_refused_while_the_engine_goes_on(checkpoints: Any, tmp_path: Path) -> None:
+    async with started(checkpoints) as bench:
+        await bench.engine.prepare_weights(str(checkpoints(seed=1)), "w2")
+        with pytest.raises(WeightsRefused, match="model_path"):
+            await bench.engine.prepare_weights(str(tmp_path), "w3")
+        assert bench.engine._prepared is None, "what the last call named counts"
+        assert bench.engine.label == "w1"

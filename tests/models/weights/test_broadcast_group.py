@@ -156,7 +156,7 @@ def test_another_process_sees_the_tensors_and_nothing_is_left(tmp_path: Path) ->
     raw = b"".join(value.view(torch.uint8).numpy().tobytes() for value in values)
     np.copyto(buffer.memory.numpy()[: bucket.nbytes], np.frombuffer(raw, np.uint8))
     before = {path.name for path in Path("/dev/shm").glob("torch_*")}
-    with buffer.lent(bucket, ranks=2) as payloads:
+    with buffer.lent(bucket, ["cpu", "cpu"]) as payloads:
         assert len(payloads) == 2
         assert all(len(payload) < 2000 for payload in payloads), "handles travel, not weights"
         for payload in payloads:  # each rank is a process of its own

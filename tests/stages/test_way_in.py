@@ -1,0 +1,238 @@
+"""The way of a version into engines of one host: what is read how often, what is done before an engine stands still,
+and on which devices tensors are lent."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from configs.schema.rollout import UpdateConfig
+from models.engines.client import EngineClient, UpdateClient, WeightsUpdated
+from models.engines.protocol import ServerInfo, UpdateVersionRequest
+from models.errors import TornWeights
+from models.weights import shared_memory_reader
+from models.weights.layout import Bucket
+from models.weights.shared_memory_reader import SlotReader
+from models.weights.transfer import SharedBuffer
+from stages.engines.weight_transfer import BucketTransfer
+from stages.topic_values import EngineAddress
+from tests.stages.fleet_rig import Fleet, hold_updates, open_fleet
+from tests.stages.stage_rig import idle, until
+
+
+def count_verified(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Bytes that are digested for a verification from now on."""
+    digested: list[int] = []
+    original = shared_memory_reader.digest_of
+
+    def digest(piece: npt.NDArray[np.uint8]) -> bytes:
+        digested.append(len(piece))
+        return original(piece)
+
+    monkeypatch.setattr(shared_memory_reader, "digest_of", digest)
+    return digested
+
+
+@pytest.mark.parametrize("engines", [1, 3])
+async def test_engines_of_one_process_share_one_verification(
+    fleet: Fleet, engines: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await fleet.serving(engines)
+    digested = count_verified(monkeypatch)
+    for version in (1, 2):
+        fleet.weights.publish(version)
+        await fleet.all_landed(version)
+        assert sum(digested) == version * fleet.weights.slots.layout.data_bytes
+
+
+async def test_an_engine_in_doubt_gets_bytes_that_were_verified_for_it(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await fleet.serving(2)
+    digested = count_verified(monkeypatch)
+    fleet.control(1)._in_full = True
+    fleet.weights.publish(1)
+    await fleet.all_landed(1)
+    assert sum(digested) > fleet.weights.slots.layout.data_bytes
+    assert fleet.labels() == ["0.1", "0.1"]
+
+
+async def test_engines_prepare_before_their_turn_and_go_on_serving(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both of two verify and prepare while the first is being updated; the second is not asked to pause."""
+    servers = await fleet.serving(2)
+    asked: list[tuple[str, str]] = []
+    original = EngineClient.call
+
+    async def call(client: EngineClient, method: str, path: str, *args: Any, **options: Any) -> Any:
+        asked.append((client.base_url, path))
+        return await original(client, method, path, *args, **options)
+
+    monkeypatch.setattr(EngineClient, "call", call)
+    loading, go, _ = hold_updates(monkeypatch, servers[0].url)
+    fleet.weights.publish(1)
+    await loading.wait()
+    await until(lambda: (servers[1].url, "/prepare_weights") in asked)
+    await idle()
+    assert (servers[1].url, "/pause_generation") not in asked
+    assert (fleet.entry(1).state, fleet.entry(1).fetching, fleet.entry(1).version) == ("serving", -1, 0)
+    go.set()
+    await fleet.all_landed(1)
+    for server in servers:
+        calls = [path for url, path in asked if url == server.url]
+        assert calls.count("/prepare_weights") == 1, "once for each version"
+        assert calls.index("/prepare_weights") < calls.index("/pause_generation")
+
+
+async def test_a_slot_that_was_overwritten_ahead_of_the_turn_stops_no_engine(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was prepared from it is never taken."""
+    servers = await fleet.serving(2)
+    loading, go, asked = hold_updates(monkeypatch, servers[0].url)
+    fleet.weights.publish(1)
+    await loading.wait()
+    await idle()
+    for version in (2, 3):  # 3 into the slot of version 1
+        fleet.weights.publish(version)
+    go.set()
+    await fleet.all_landed(3)
+    assert [update.label for update in asked if update.url == servers[1].url] == ["0.3"]
+    assert fleet.failures(1) == 0
+
+
+# Buckets: the next one is copied while one is sent.
+
+
+class Sent(BucketTransfer):
+    """Remembers what the receiver of each bucket finds in its buffer at the end of the call."""
+
+    def __init__(self, slot: SlotReader, update: UpdateClient) -> None:
+        super().__init__(update, "0.1", slot, bucket_bytes=100)
+        self.memories = [torch.zeros(self.largest, dtype=torch.uint8) for _ in self.parts]
+        self.received = b""
+        self.filled: list[int] = []
+        self.next_is_there = threading.Event()
+
+    def fill(self, number: int) -> None:
+        super().fill(number)
+        self.filled.append(number)
+        self.next_is_there.set()
+
+    async def _send(self, number: int, label: str | None, flush_cache: bool) -> WeightsUpdated:
+        assert (label is not None) == (number == len(self.buckets) - 1)
+        if number + 1 < len(self.buckets):  # while this one is being sent
+            assert await asyncio.to_thread(self.next_is_there.wait, 60)
+        self.next_is_there.clear()
+        self.received += self.memories[number % 2].numpy()[: self.buckets[number].nbytes].tobytes()
+        return WeightsUpdated("", cache_flushed=flush_cache)
+
+
+class NoBracket(UpdateClient):
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    async def begin(self) -> None:
+        self.calls.append("begin")
+
+    async def end(self) -> None:
+        self.calls.append("end")
+
+
+async def test_the_next_bucket_is_copied_while_one_is_sent(fleet: Fleet) -> None:
+    slot = SlotReader(fleet.weights.write(1))
+    sent = Sent(slot, bracket := NoBracket())
+    assert len(sent.buckets) > 2
+    sent.fill(0)
+    sent.next_is_there.clear()
+    sent.filled.clear()
+    for time in range(2):  # the second with another choice of flushing, as for SGLang's label
+        sent.received = b""
+        await sent.apply(False)
+        assert sent.received == slot.between(slot.layout.data_start, slot.layout.file_bytes).tobytes()
+        assert bracket.calls == ["begin", "end"] * (time + 1)
+
+
+async def test_each_bucket_is_copied_once(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    slot = SlotReader(fleet.weights.write(1))
+    sent = Sent(slot, NoBracket())
+    copied, copyto = [], np.copyto
+
+    def copy(target: npt.NDArray[Any], source: npt.NDArray[Any]) -> None:
+        copied.append(source.nbytes)
+        copyto(target, source)
+
+    monkeypatch.setattr(np, "copyto", copy)
+    sent.fill(0)
+    sent.next_is_there.clear()
+    await sent.apply(False)
+    assert copied == [bucket.nbytes for bucket in sent.buckets]
+
+
+async def test_a_slot_that_is_torn_while_a_bucket_is_copied_ends_the_transfer(fleet: Fleet) -> None:
+    sent = Sent(SlotReader(fleet.weights.write(1)), bracket := NoBracket())
+    sent.fill(0)
+    for version in (2, 3):
+        fleet.weights.write(version)
+    with pytest.raises(TornWeights):
+        await sent.apply(False)
+    assert sent.received in (b"", sent.memories[0].numpy()[: sent.buckets[0].nbytes].tobytes())
+    assert bracket.calls == ["begin", "end"], "an opened bracket is closed"
+
+
+# Devices of the route tensor. There is no GPU here: what is asked for is recorded, and lies on the CPU.
+
+
+async def test_tensors_are_lent_on_the_engines_own_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lent: list[str] = []
+    given: dict[str, list[str]] = {}
+    views = SharedBuffer._views
+
+    def view(buffer: SharedBuffer, bucket: Bucket, device: str) -> Any:
+        lent.append(device)
+        return views(buffer, bucket, "cpu")
+
+    async def facts(client: EngineClient) -> ServerInfo:
+        return ServerInfo(device="cuda", tp_size=2)
+
+    async def update(
+        self: UpdateClient, payloads: list[str], *, label: str | None, flush_cache: bool
+    ) -> WeightsUpdated:
+        assert len(payloads) == 2
+        given.setdefault(self.client.base_url, []).extend(lent)
+        lent.clear()
+        if label is not None:
+            rename = UpdateVersionRequest(new_version=label, abort_all_requests=False)
+            await self.client.call("POST", "/update_weight_version", rename, 60.0)
+        return WeightsUpdated("", cache_flushed=False)
+
+    monkeypatch.setattr(SharedBuffer, "_views", view)
+    monkeypatch.setattr(EngineClient, "server_info", facts)
+    monkeypatch.setattr(UpdateClient, "update_from_tensor", update)
+    settings = UpdateConfig(update_weight_transport="tensor", update_weight_buffer_size=300)
+    async with open_fleet(tmp_path, monkeypatch, update=settings) as fleet:
+        gpus = [(4, 5), (6, 7), ()]
+        servers = await fleet.serving(3)
+        given.clear()
+        for index, own in enumerate(gpus):
+            address = EngineAddress(f"engine-{index}", servers[index].url, 1, gpus=own)
+            fleet.rig.topic.publish(f"engine/engine-{index}", msgspec.msgpack.encode(address))
+        fleet.weights.announce(msgspec.structs.replace(fleet.weights.write(1), transport="tensor"))
+        for index in range(2):
+            await fleet.landed(1, engine=index)
+            own = [f"cuda:{gpu}" for gpu in gpus[index]]
+            found = given[servers[index].url]
+            assert len(found) > 2
+            assert found == own * (len(found) // 2), "both ranks, each bucket"
+        await until(lambda: fleet.failures(2) > 0)
+        assert "knows the places of 0" in fleet.entry(2).detail
+        assert servers[2].url not in given
