@@ -1,8 +1,9 @@
 """From trainer to engines, by each route, next to a copy of the same bytes: `python -m bench.weights [--quick]`.
 
-Two receivers. *recorder*: engines of this process that do the least a receiver can do by the route (map the file, map
-the shared memory, receive the broadcast) and copy every byte once; what is timed is the transfer itself. *sglang*: real
-servers, if SLUICE_SGLANG_PYTHON or .venv-sglang is there.
+Three receivers. *recorder*: engines of this process that do the least a receiver can do by the route (map the file,
+map the shared memory, receive the broadcast) and copy every byte once; what is timed is the transfer itself.
+*embedded*: our own engine, idle, by the routes that it serves. *sglang*: real servers, if SLUICE_SGLANG_PYTHON or
+.venv-sglang is there. Beside the stall stands how often the project, but for its engines, copies and digests the bytes.
 
 `landed` is the time from the begin of the trainer's write to the last engine's report; `stall` how long one engine
 stood still; `memcpy` one copy of the same bytes by one thread, in the same round. Engines take their turns, so `landed`
@@ -25,7 +26,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, closing, suppress
 from pathlib import Path
-from typing import Final
+from typing import Final, get_args
 
 import msgspec
 import numpy as np
@@ -33,13 +34,14 @@ import torch
 from aiohttp import web
 
 from bench.report import NoSpans, Series, arguments, finish, machine
-from bench.weights_rig import LIMIT_S, Fleet, Kind, Recorder, Versions, make_model
+from bench.weights_rig import LIMIT_S, Fleet, Kind, Recorder, Versions, count_touched, make_model
 from configs.resolve import resolve
 from configs.schema import Config, RunConfig, TrainConfig
 from configs.schema.rollout import EngineConfig, RolloutConfig, UpdateConfig
 from models.engines.client import EngineClient
 from models.engines.launch.command import server_launch
 from models.engines.launch.environment import probe
+from models.engines.serve import EngineServer
 from models.train.build import build_member
 from models.weights.delta import DeltaStore
 from models.weights.delta_mirror import DeltaMirror
@@ -58,6 +60,7 @@ BASELINE = "memcpy"
 ROUTES = ("disk", "tensor", "distributed", "delta")
 SIZES_MB = (10, 100, 1000)
 QUICK_MB = (10, 100)
+TOUCHED = count_touched()
 BUCKET_BYTES = 128 << 20
 
 
@@ -78,17 +81,23 @@ async def measure(kind: Kind, versions: Versions, engines: int, rounds: int, roo
     setting = f"{kind}, {nbytes / 1e6:,.0f} MB, {engines} engine{'s' if engines > 1 else ''}"
     values: dict[tuple[str, str], list[float]] = {}
     ratios: list[float] = []
+    touched: dict[str, str] = {}
     prove = prover(versions)
+    routes = ("disk", "delta") if kind == "embedded" else ROUTES
     async with fleet(kind, versions, engines, BUCKET_BYTES, root / f"{kind}-{nbytes}") as one:
-        for route in ROUTES:  # the warm-up: groups are made, pages touched, the copy beside the engines begins
+        for route in routes:  # the warm-up: groups are made, pages touched, the copy beside the engines begins
             await one.publish(route)
         for number in range(rounds):
             print(f"{setting}: round {number + 1} of {rounds}", flush=True)
             values.setdefault((BASELINE, ""), []).append(1e3 * copy_s(nbytes))
-            for route in ROUTES:
+            for route in routes:
+                TOUCHED.clear()
                 landed_s, stall_s = await one.publish(route)
                 values.setdefault((route, "landed"), []).append(1e3 * landed_s)
                 values.setdefault((route, "stall"), []).append(1e3 * stall_s)
+                touched[f"{route} stall"] = ", ".join(
+                    f"{what} {n / nbytes:.3g}x" for what, n in sorted(TOUCHED.items())
+                )
                 if route == "delta":
                     ratios.append(one.delta_ratio)
             values.setdefault(("proof", ""), []).append(1e3 * await proof_s(one, prove, kind))
@@ -96,9 +105,9 @@ async def measure(kind: Kind, versions: Versions, engines: int, rounds: int, roo
         f"(moves 1/{statistics.median(ratios):.1f} of the bytes; of bfloat16 weights 1/{versions.bfloat16_ratio():.0f})"
     )
     share = statistics.median(values["proof", ""]) / statistics.median(values["disk", "landed"])
-    notes = {"delta": note, "proof": f"({share:.0%} of an update by disk)"}
+    notes = touched | {"delta landed": note, "proof": f"({share:.0%} of an update by disk)"}
     return [
-        Series(setting, f"{name} {what}".strip(), "ms", found, notes.get(name, ""))
+        Series(setting, series := f"{name} {what}".strip(), "ms", found, notes.get(series, ""))
         for (name, what), found in values.items()
     ]
 
@@ -128,9 +137,9 @@ async def proof_s(one: Fleet, prove: Callable[[], PolicyProof], kind: Kind) -> f
 
 def main() -> None:
     parser = arguments(__doc__, "weights", "10 and 100 MB only, 3 rounds instead of 5")
-    parser.add_argument("--engines", type=int, default=2, help="recording engines; one real server is used")
+    parser.add_argument("--engines", type=int, default=2, help="recording or embedded engines; one real server is used")
     parser.add_argument("--sizes", type=int, nargs="+", help="megabytes of the model")
-    parser.add_argument("--receivers", nargs="+", choices=["recorder", "sglang"], help="default: the installed ones")
+    parser.add_argument("--receivers", nargs="+", choices=get_args(Kind), help="default: the installed ones")
     options = parser.parse_args()
     rounds = options.rounds or (3 if options.quick else 5)
     sizes = options.sizes or (QUICK_MB if options.quick else SIZES_MB)
@@ -138,7 +147,7 @@ def main() -> None:
     # The base of a difference is long overwritten by the other routes; each is therefore written twice, timed once.
     logging.getLogger("sluice.weights").setLevel(logging.ERROR)
     about = machine(["torch", "aiohttp", "pyarrow", "safetensors"])
-    kinds: list[Kind] = options.receivers or ["recorder", "sglang"]
+    kinds: list[Kind] = options.receivers or [*get_args(Kind)]
     if "sglang" in kinds and sglang_python() is None:
         print("no SGLang (SLUICE_SGLANG_PYTHON, .venv-sglang): recording engines only")
         kinds.remove("sglang")
@@ -147,7 +156,7 @@ def main() -> None:
         for megabytes in sizes:
             versions = make_model(Path(directory, f"model-{megabytes}"), megabytes)
             for kind in kinds:
-                engines = options.engines if kind == "recorder" else 1
+                engines = 1 if kind == "sglang" else options.engines
                 series += asyncio.run(measure(kind, versions, engines, rounds, Path(directory)))
     remarks = [
         f"{rounds} interleaved rounds, medians; everything on one machine of {about.cores} cores, load "
@@ -185,7 +194,8 @@ async def fleet(kind: Kind, versions: Versions, engines: int, bucket_bytes: int,
         controls = [EngineControl(f"engine-{index}", stage, mirror, SameHost()) for index in range(engines)]
         one = Fleet(topic, engines, slots, DeltaStore(root / "deltas"), versions)
         for control in controls:
-            url = await stack.enter_async_context(_recording(one) if kind == "recorder" else _serving(versions, root))
+            serving = {"recorder": _recording(one), "embedded": _embedded(versions), "sglang": _serving(versions, root)}
+            url = await stack.enter_async_context(serving[kind])
             server.publish(f"engine/{control.name}", msgspec.msgpack.encode(EngineAddress(control.name, url, 0)))
         async with asyncio.TaskGroup() as tasks:
             following = [
@@ -219,6 +229,13 @@ async def _recording(one: Fleet) -> AsyncIterator[str]:
         await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(runner.cleanup(), loop))
         loop.call_soon_threadsafe(loop.stop)
         thread.join(10)
+
+
+@asynccontextmanager
+async def _embedded(versions: Versions) -> AsyncIterator[str]:
+    engine = EngineConfig(engine_device="cpu", engine_dtype="float32", engine_slots=1)
+    async with EngineServer(engine, str(versions.path), max_context_len=CONTEXT, seed=0) as server:
+        yield server.url
 
 
 def sglang_python() -> Path | None:

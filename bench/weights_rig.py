@@ -2,7 +2,8 @@
 
 The models are Qwen3-shaped and random. Their two versions differ as one optimizer step makes them differ. The recording
 engine serves the calls of a weight update and copies each byte once, into its own memory. It does not unpickle: from a
-payload of the tensor route it takes only the name of the shared memory.
+payload of the tensor route it takes only the name of the shared memory. `count_touched` counts what the project's own
+code reads or writes on the way.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import base64
 import mmap
 import re
 import shutil
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -26,6 +28,7 @@ from aiohttp import web
 from safetensors.torch import load_file
 
 from models.tiny import make_tiny_checkpoint
+from models.weights import shared_memory_reader, shared_memory_writer
 from models.weights.delta import DeltaStore, compress
 from models.weights.layout import TORCH_NAMES, read_layout
 from models.weights.shared_memory_writer import SlotWriter
@@ -90,11 +93,31 @@ def make_model(path: Path, megabytes: int) -> Versions:
     return Versions(path)
 
 
-Kind = Literal["recorder", "sglang"]
+Kind = Literal["recorder", "embedded", "sglang"]
 LIMIT_S: Final = 600.0
 ITEM_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 assert set(ITEM_BYTES) == set(TORCH_NAMES.values())
 SHARED: Final = re.compile(rb"/(torch_\d+_\d+_\d+)")
+
+
+def count_touched() -> Counter[str]:
+    """Bytes that are copied on their way out, digested, and copied on their way in, from now on."""
+    counts: Counter[str] = Counter()
+
+    def counted(owner: Any, name: str, what: str, nbytes: Callable[..., int]) -> None:
+        original = getattr(owner, name)
+
+        def call(*given: Any) -> Any:
+            counts[what] += nbytes(*given)
+            return original(*given)
+
+        setattr(owner, name, call)
+
+    counted(shared_memory_writer._Slot, "put", "copied out", lambda slot, place, tensor: place.end - place.start)
+    counted(shared_memory_writer, "digest_of", "digested out", len)
+    counted(shared_memory_reader, "digest_of", "digested in", len)
+    counted(shared_memory_reader.SlotReader, "between", "copied in", lambda slot, start, end: end - start)
+    return counts
 
 
 class Recorder:
@@ -142,7 +165,7 @@ class Recorder:
     def _load(self, path: Path) -> None:
         layout = read_layout(path)
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-            self._take(np.frombuffer(memoryview(mapped)[layout.data_start :], np.uint8).copy())
+            self._take(mapped, layout.data_start)
 
     async def _tensor(self, http: web.Request) -> web.Response:
         body = await http.json()
@@ -154,7 +177,7 @@ class Recorder:
 
     def _map(self, path: Path) -> None:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-            self._take(np.frombuffer(mapped, np.uint8).copy())
+            self._take(mapped)
 
     async def _init(self, http: web.Request) -> web.Response:
         await asyncio.to_thread(self._join, await http.json())
@@ -184,9 +207,10 @@ class Recorder:
         options = dist.BroadcastOptions()
         options.rootRank = 0
         self._group.broadcast([arrived], options).wait()
-        self._take(arrived.numpy())
+        self._take(memoryview(arrived.numpy()))
 
-    def _take(self, data: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
+    def _take(self, memory: mmap.mmap | memoryview, start: int = 0) -> None:
+        data = np.frombuffer(memory, np.uint8)[start:]  # not kept: the map is closed
         end = min(self.at + len(data), len(self.received))
         np.copyto(self.received[self.at : end], data[: end - self.at])
         self.at = end

@@ -101,6 +101,11 @@ def update_faults(config: Config) -> Iterator[str]:
             f"--update-weight-transport is {update.update_weight_transport}, but the {engine} engine takes weights by "
             f"{' and '.join(_OWN_ROUTES)} only; choose one of these, or --engine sglang"
         )
+    elif update.update_weight_transport == "tensor" and config.run.runner == "ray" and config.sglang.rollout_num_gpus:
+        yield (
+            "--update-weight-transport is tensor, which copies to each engine's own GPUs, but with --runner ray the "
+            "cluster assigns them and the run does not know which; choose disk, distributed or delta"
+        )
 
 
 def deadline_faults(config: Config) -> Iterator[str]:

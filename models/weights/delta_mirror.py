@@ -74,6 +74,7 @@ class DeltaMirror:
         self._slots: SlotWriter | None = None
         self._held: SlotManifest | None = None
         self._moving = asyncio.Lock()
+        self.preparing = asyncio.Lock()  # held while an engine loads beside its weights
         self._lent: Counter[str] = Counter()
         self._returned = asyncio.Condition()
 

@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 from msgspec import Struct
 
 from models.errors import LayoutMismatch, SlotSpaceError, SourceError
@@ -81,12 +80,15 @@ class _Slot:
         if isinstance(tensor, StoredTensor):
             self._map[place.start : place.end] = tensor.data
             return
-        from models.weights.transfer import tensor_view  # torch, loaded already by the maker of the tensor
+        import torch  # loaded already by the maker of the tensor
+
+        from models.weights.transfer import tensor_view
 
         target = tensor_view(self._map, TORCH_NAMES[place.spec.dtype], place.spec.shape, place.start)
         if tensor.device.type == "cpu" and tensor.dtype == target.dtype and tensor.is_contiguous():
             # One thread of numpy copies twice as fast as one of torch.
-            np.copyto(_bytes_of(target), _bytes_of(tensor))
+            base = self.data_start
+            np.copyto(self.data[place.start - base : place.end - base], tensor.reshape(-1).view(torch.uint8).numpy())
         else:
             target.copy_(tensor)
 
@@ -195,14 +197,6 @@ class SlotWriter:
                     "slots into a directory on disk"
                 ) from error
             raise
-
-
-def _bytes_of(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
-    """The bytes of a contiguous tensor on the host, as they lie there."""
-    import torch
-
-    data: npt.NDArray[np.uint8] = tensor.reshape(-1).view(torch.uint8).numpy()
-    return data
 
 
 def _no_gradients() -> AbstractContextManager[object]:

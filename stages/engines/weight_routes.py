@@ -204,7 +204,7 @@ class WeightRoutes:
 
     def __init__(self, engine: str, update: UpdateConfig, mirror: DeltaMirror) -> None:
         bucket_bytes = update.update_weight_buffer_size
-        preparation = Preparation()
+        preparation = Preparation(mirror.preparing)
         self._in_full = DiskRoute(preparation, anew=True)
         self._distributed = DistributedRoute(engine, bucket_bytes, GROUP_TIMEOUT_S)
         self.tensor = TensorRoute(bucket_bytes)

@@ -86,7 +86,9 @@ class Transfer(Protocol):
 class Preparation:
     """Has one engine load a directory beside its weights, once for each version, if it is one of ours."""
 
-    def __init__(self) -> None:
+    def __init__(self, one_at_a_time: asyncio.Lock) -> None:
+        """`one_at_a_time`: shared by the engines, of which each must see how much memory those before it took."""
+        self._one_at_a_time = one_at_a_time
         self._unable: EngineClient | None = None
         self._loaded: tuple[EngineClient, SlotManifest] | None = None
 
@@ -95,7 +97,8 @@ class Preparation:
         if client is self._unable or self._loaded == (client, claim):
             return
         try:
-            await client.prepare_weights(claim.path, claim.label)
+            async with self._one_at_a_time:
+                await client.prepare_weights(claim.path, claim.label)
         except EngineRefused as error:
             if error.status != NOT_FOUND:
                 raise

@@ -112,6 +112,10 @@ def test_right_combinations_pass() -> None:
         ("--router-policy least_loaded", "but a router (sglang) stands in front of the engines; add --router none"),
         ("--engine simulated --update-weight-transport tensor", "takes weights by disk and delta only; choose"),
         ("--engine embedded --update-weight-transport distributed", "but the embedded engine takes weights by"),
+        (
+            "--engine sglang --update-weight-transport tensor --runner ray --rollout-num-gpus 2",
+            "copies to each engine's own GPUs, but with --runner ray",
+        ),
         ("--update-weight-delta-dir /d", "is /d, but only --update-weight-transport delta reads it"),
         ("--group-deadline-secs 9 --sample-deadline-secs 9", "is 9, but must be less than --sample-deadline"),
     ],

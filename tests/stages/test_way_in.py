@@ -93,6 +93,25 @@ async def test_engines_prepare_before_their_turn_and_go_on_serving(
         assert calls.index("/prepare_weights") < calls.index("/pause_generation")
 
 
+async def test_engines_prepare_one_after_the_other(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else each would find the memory free that all of them are about to take."""
+    await fleet.serving(3)
+    at_work, most, original = 0, 0, EngineClient.prepare_weights
+
+    async def prepare(client: EngineClient, path: str, label: str) -> None:
+        nonlocal at_work, most
+        at_work += 1
+        most = max(most, at_work)
+        await idle()
+        await original(client, path, label)
+        at_work -= 1
+
+    monkeypatch.setattr(EngineClient, "prepare_weights", prepare)
+    fleet.weights.publish(1)
+    await fleet.all_landed(1)
+    assert most == 1
+
+
 async def test_a_slot_that_was_overwritten_ahead_of_the_turn_stops_no_engine(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -219,7 +219,9 @@ async def test_an_engine_that_dies_in_an_update_is_reported_and_another_takes_it
         await one.landed(1)
 
 
-@pytest.mark.parametrize(("route", "named"), [(DiskRoute(Preparation()), "0.1"), (TensorRoute(BUCKET_BYTES), "0.0")])
+@pytest.mark.parametrize(
+    ("route", "named"), [(DiskRoute(Preparation(asyncio.Lock())), "0.1"), (TensorRoute(BUCKET_BYTES), "0.0")]
+)
 async def test_updated_but_not_flushed_counts_as_updated(
     route: WeightRoute, named: str, sglang: RealServer, wanted: str, tmp_path: Path
 ) -> None:

@@ -8,6 +8,7 @@ import signal
 import socket
 import sys
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -40,6 +41,7 @@ from models.train.trainer_group.calls import (
     raised,
 )
 from models.train.trainer_group.rank_spec import PeerGone, Rendezvous, TrainerGroupClosed, needs_trainer_group
+from models.weights.layout import WEIGHTS_FILE, read_layout
 from tests.models.train.rig import differing, same_metrics
 from tests.models.weights.made_up import checkpoint
 
@@ -240,6 +242,27 @@ def ranks_of(tiny: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Iter
     """Ranks of the backend that is the test's parameter."""
     with Ranks(tmp_path, small_config(tiny, train_backend=request.param)) as running:
         yield running
+
+
+@pytest.mark.parametrize("ranks_of", ["torch", "fsdp", "megatron"], indirect=True)
+def test_a_version_is_copied_once_and_digested_once_by_one_rank(ranks_of: Ranks, slots: Slots, tmp_path: Path) -> None:
+    """However the weights are spread: what is gathered goes into the slot without a stop."""
+    (touched := tmp_path / "touched").mkdir()
+    trainer_group = ranks_of.backend()
+    trainer_group.setup()
+    nbytes = 0
+    for version in range(2):
+        for file in touched.iterdir():
+            file.unlink()
+        manifest = trainer_group.write_slot(slots.directory, slots.source, version, 0)
+        nbytes = read_layout(Path(manifest.path) / WEIGHTS_FILE).data_bytes
+        [counted] = touched.iterdir()  # of rank 0 alone
+        found: Counter[str] = Counter()
+        for line in counted.read_text().splitlines():
+            what, count = line.split()
+            found[what] += int(count)
+        assert found == {"copied": nbytes, "digested": nbytes}
+    trainer_group.close()
 
 
 @pytest.mark.parametrize(

@@ -119,9 +119,33 @@ def rank_main(home: str, path: str) -> None:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
     logging.basicConfig(level=logging.INFO, force=True)
+    if (counted := Path(home, "touched")).is_dir():
+        count_touched(counted / str(os.getpid()))
     config = msgspec.json.decode(Path(home, "config.json").read_bytes(), type=Config)
     spec = msgspec.json.decode(Path(path).read_bytes(), type=RankSpec)
     run_rank(spec, config, Meeting(Path(home, "met.json")).announce)
+
+
+def count_touched(file: Path) -> None:
+    """Add to a file the bytes that this process copies into slots and digests, a line for each call."""
+    from models.weights import shared_memory_reader, shared_memory_writer
+
+    copy, digest = np.copyto, shared_memory_writer.digest_of
+
+    def note(what: str, nbytes: int) -> None:
+        with file.open("a") as out:
+            out.write(f"{what} {nbytes}\n")
+
+    def copyto(target: Any, source: Any, *args: Any, **options: Any) -> None:
+        note("copied", target.nbytes)
+        copy(target, source, *args, **options)
+
+    def digest_of(piece: Any) -> bytes:
+        note("digested", len(piece))
+        return digest(piece)
+
+    np.copyto = copyto
+    shared_memory_writer.digest_of = shared_memory_reader.digest_of = digest_of
 
 
 class Ranks:
