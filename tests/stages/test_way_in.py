@@ -17,7 +17,7 @@ import torch
 from configs.schema.rollout import UpdateConfig
 from models.engines.client import EngineClient, UpdateClient, WeightsUpdated
 from models.engines.protocol import ServerInfo, UpdateVersionRequest
-from models.errors import TornWeights
+from models.errors import EngineRefused, TornWeights
 from models.weights import shared_memory_reader
 from models.weights.layout import Bucket
 from models.weights.shared_memory_reader import SlotReader
@@ -110,6 +110,26 @@ async def test_engines_prepare_one_after_the_other(fleet: Fleet, monkeypatch: py
     fleet.weights.publish(1)
     await fleet.all_landed(1)
     assert most == 1
+
+
+@pytest.mark.parametrize("refusals", [1, 2])
+async def test_what_goes_wrong_ahead_of_the_turn_is_judged_in_the_turn(
+    fleet: Fleet, refusals: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await fleet.serving()
+    left, original = refusals, EngineClient.prepare_weights
+
+    async def prepare(client: EngineClient, path: str, label: str) -> None:
+        nonlocal left
+        if left:
+            left -= 1
+            raise EngineRefused(client.base_url, 400, "a checkpoint of another model")
+        await original(client, path, label)
+
+    monkeypatch.setattr(EngineClient, "prepare_weights", prepare)
+    fleet.weights.publish(1)
+    await fleet.landed(1)
+    assert fleet.failures() == refusals - 1
 
 
 async def test_a_slot_that_was_overwritten_ahead_of_the_turn_stops_no_engine(
