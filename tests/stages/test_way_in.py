@@ -4,7 +4,6 @@ and on which devices tensors are lent."""
 from __future__ import annotations
 
 import asyncio
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -160,19 +159,12 @@ class Sent(BucketTransfer):
         super().__init__(update, "0.1", slot, bucket_bytes=100)
         self.memories = [torch.zeros(self.largest, dtype=torch.uint8) for _ in self.parts]
         self.received = b""
-        self.filled: list[int] = []
-        self.next_is_there = threading.Event()
-
-    def fill(self, number: int) -> None:
-        super().fill(number)
-        self.filled.append(number)
-        self.next_is_there.set()
 
     async def _send(self, number: int, label: str | None, flush_cache: bool) -> WeightsUpdated:
         assert (label is not None) == (number == len(self.buckets) - 1)
         if number + 1 < len(self.buckets):  # while this one is being sent
-            assert await asyncio.to_thread(self.next_is_there.wait, 60)
-        self.next_is_there.clear()
+            async with asyncio.timeout(20):
+                await until(lambda: self._held[(number + 1) % 2] == number + 1)
         self.received += self.memories[number % 2].numpy()[: self.buckets[number].nbytes].tobytes()
         return WeightsUpdated("", cache_flushed=flush_cache)
 
@@ -194,8 +186,6 @@ async def test_the_next_bucket_is_copied_while_one_is_sent(fleet: Fleet) -> None
     sent = Sent(slot, bracket := NoBracket())
     assert len(sent.buckets) > 2
     sent.fill(0)
-    sent.next_is_there.clear()
-    sent.filled.clear()
     for time in range(2):  # the second with another choice of flushing, as for SGLang's label
         sent.received = b""
         await sent.apply(False)
@@ -214,7 +204,6 @@ async def test_each_bucket_is_copied_once(fleet: Fleet, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(np, "copyto", copy)
     sent.fill(0)
-    sent.next_is_there.clear()
     await sent.apply(False)
     assert copied == [bucket.nbytes for bucket in sent.buckets]
 
