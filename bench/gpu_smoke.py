@@ -33,7 +33,7 @@ import numpy as np
 import torch
 
 from bench.report import Machine, machine
-from bench.train_work import make_checkpoint, model_config
+from bench.rigs.train_work import make_checkpoint, model_config
 from configs.load import load
 from configs.plan.memory import trainer_memory
 from configs.resolve import resolve

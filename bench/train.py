@@ -1,7 +1,7 @@
 """Training: speed and weight export of every backend: `python -m bench.train [--quick] [--size 0.6B]`.
 
 One recorded batch of rollouts, trained again and again by each backend. `share of peak` is the FLOPs that the
-mathematics needs (see bench.train_work), by time, by the speed of matrix products of the same dtype in the
+mathematics needs (see bench.rigs.train_work), by time, by the speed of matrix products of the same dtype in the
 same processes; on a GPU also by the maker's figure (MFU).
 
 Without a GPU, small models; with one, --size takes the shapes of Qwen3 in bfloat16, with random weights. A backend that
@@ -31,7 +31,7 @@ import torch
 from torch import multiprocessing
 
 from bench.report import Machine, Series, arguments, finish, machine
-from bench.train_work import (
+from bench.rigs.train_work import (
     CONTENDERS,
     PUBLISHED,
     RECOMPUTE,

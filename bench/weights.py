@@ -34,7 +34,7 @@ import torch
 from aiohttp import web
 
 from bench.report import NoSpans, Series, arguments, finish, machine
-from bench.weights_rig import LIMIT_S, Fleet, Kind, Recorder, Versions, count_touched, make_model
+from bench.rigs.weights_rig import LIMIT_S, Fleet, Kind, Recorder, Versions, count_touched, make_model
 from configs.resolve import resolve
 from configs.schema import Config, RunConfig, TrainConfig
 from configs.schema.rollout import EngineConfig, RolloutConfig, UpdateConfig

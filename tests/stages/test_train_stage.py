@@ -56,7 +56,7 @@ async def test_a_group_that_waited_too_long_is_trained_without_its_stale_tokens(
     masks = {"async_unused_samples_handler": "train_masked"}
     async with training(total=8, eta=2, hold=["begin"], options=TrainOptions(start_step=5), asynchrony=masks) as one:
         mixed = [make_sample(i, runs=[(2, 1), (3, 2), (5, 1)], reward=float(i)) for i in range(2)]
-        # The two that are wholly too old are settled; `mixed` waits for the second batch, where version 3 is too old too.
+        # The two that are wholly too old are settled; the last waits for the second batch, where version 3 is too old.
         await one.send(old(0, 5), old(1, 2), old(2, 2), old(3, 4), make_slice(4, *mixed))
         await one.arrived(5)
         one.backend.begin.set()
