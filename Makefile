@@ -106,6 +106,7 @@ bench: $(STAMP)
 	$(BIN)/python -m bench.gateway --quick
 	$(BIN)/python -m bench.plan --quick
 	$(BIN)/python -m bench.scale --quick
+	$(BIN)/python -m bench.peers --quick
 
 # Kernels for the trainer, built for the installed torch: minutes to an hour. Runs work without them, more slowly.
 gpu-env: $(STAMP)

@@ -22,9 +22,9 @@ from configs.command_line import Arguments, parse
 from configs.flags import TABLES, RefusedValue, flags, flags_by_key
 from configs.layers import ConfigError, Layer, Loaded, Origin, merge, refusal, value_at
 from configs.passthrough import RETIRED, retired
-from configs.plan.gpus import has_transformer_engine
 from configs.schema import Config
 from configs.schema.notation import cure
+from configs.schema.train import has_transformer_engine
 
 MODELS: Final = Path(__file__).resolve().parent / "models"
 

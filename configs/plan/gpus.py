@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Final
 
 from msgspec import Struct
@@ -27,11 +26,6 @@ _OWN_STAGES: Final = (
     "account_for_loss_in_pipeline_split",
     "pipeline_model_parallel_layout",
 )
-
-
-def has_transformer_engine() -> bool:
-    """Whether Transformer Engine is installed here, which grouped matrix products of experts need."""
-    return importlib.util.find_spec("transformer_engine") is not None
 
 
 class Layout(Struct, frozen=True, kw_only=True):

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from configs.plan.gpus import has_transformer_engine, layout_of, own_stages, stage_layers
+from configs.plan.gpus import layout_of, own_stages, stage_layers
 from configs.schema import Config
 from configs.schema.model_shapes import ModelShape, known_shape
+from configs.schema.train import has_transformer_engine
 from configs.sources import known_model
 
 _WORLD = "--actor-num-nodes x --actor-num-gpus-per-node"

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Annotated, Any, ClassVar, Final, Literal
 
 from configs.schema.notation import Count, Decay, Natural, NonNegative, Positive, ReadBy, Section, Share
 
 LOGPROB_CHUNK_IDS: Final = 16_384  # ids of the vocabulary whose logits exist at one time
+
+
+def has_transformer_engine() -> bool:
+    """Whether Transformer Engine is installed here, which grouped matrix products of experts need."""
+    return importlib.util.find_spec("transformer_engine") is not None
 
 
 class TrainConfig(Section, frozen=True, kw_only=True):

@@ -30,8 +30,9 @@ import torch
 from configs.schema.rollout import EngineConfig
 from models.engines.core import Completion, Deliver, EngineFacts, MemoryAccount, MemoryTag, Totals, load_of, nowhere
 from models.engines.embedded.kv_cache import KVCache, SlotTable
+from models.engines.embedded.model_spec import ModelSpec
 from models.engines.embedded.stepper import Stepper
-from models.engines.embedded.transformer import LiveWeights, ModelSpec, Transformer
+from models.engines.embedded.transformer import LiveWeights, Transformer
 from models.engines.protocol import DEFAULT_LABEL, Load, PauseMode
 from models.engines.text import TextCodec
 from models.errors import EngineServerError, EngineStartError, WeightsRefused

@@ -21,7 +21,8 @@ import torch
 import torch.nn.functional as F
 
 from models.engines.core import Completion
-from models.engines.embedded.transformer import Attend, ModelSpec
+from models.engines.embedded.model_spec import ModelSpec
+from models.engines.embedded.transformer import Attend
 
 KEY_BLOCK = 16  # key lengths are rounded up to this, so that few shapes occur
 

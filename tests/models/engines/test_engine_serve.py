@@ -17,7 +17,8 @@ import xxhash
 from safetensors.torch import load_file, save_file
 
 from models.engines.client import EngineClient
-from models.engines.embedded.transformer import LiveWeights, ModelSpec
+from models.engines.embedded.model_spec import ModelSpec
+from models.engines.embedded.transformer import LiveWeights
 from models.engines.protocol import VersionSpan
 from models.engines.serve import EngineServer
 from models.engines.streamed import PartialOutputs
