@@ -28,9 +28,9 @@ from msgspec import Struct
 from configs.graph import replicas
 from configs.schema import AUTO_MOST, Config
 
-BATCHES: Final = 96  # that a simulation counts, after a quarter as many for its beginning
+BATCHES: Final = 64  # that a simulation counts, after a quarter as many for its beginning
 LEAST_GAIN: Final = 0.03  # of goodput, for a larger N in a running run
-ROLLOUTS: Final = 128  # of a batch that are simulated
+ROLLOUTS: Final = 64  # of a batch that are simulated
 TOLERANCE: Final = 0.02  # of goodput, that a smaller N may cost: fresher tokens learn better
 
 
@@ -144,8 +144,8 @@ class _Simulation:
 
 
 def attainable(work: Workload, ahead: int, *, batches: int = BATCHES, seed: int = 0) -> Attained:
-    """What is attainable with N = `ahead`. Takes 10 to 20 ms on one core: a larger batch is simulated by a part of its
-    groups and of the slots, which changes the result by about 0.01."""
+    """What is attainable with N = `ahead`. Takes 5 to 10 ms on one core: a larger batch is simulated by a part of its
+    groups and of the slots, which changes the result by about 0.02."""
     groups = min(work.groups, max(8, ROLLOUTS // work.members))
     slots = max(1, round(work.slots * groups / work.groups))
     work = msgspec.structs.replace(work, groups=groups, slots=slots)
