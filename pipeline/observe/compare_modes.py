@@ -44,7 +44,6 @@ class Segment(Struct, frozen=True, kw_only=True):
 
     mode: str
     rollouts_per_s: float
-    seconds: float
     staleness: float
     wasted: float
     goodput: GoodputFigures
@@ -128,7 +127,6 @@ def _measured(mode: str, place: Path, config: Config) -> Segment:
     return Segment(
         mode=mode,
         rollouts_per_s=rollouts * (len(counted) - 1) / seconds,
-        seconds=steps[-1]["wall_s"],
         staleness=summary.staleness.mean or 0.0,
         wasted=summary.wasted_share,
         goodput=summary.goodput,

@@ -114,7 +114,7 @@ class Goodput:
         }
         grown = {name: value - self._before.get(name, 0.0) for name, value in figures.items()}
         counts = {int(name): int(n) for name, n in grown.items() if name.isdigit() and n > 0}
-        if sum(counts.values()) < LEAST_RESPONSES or grown["tokens"] <= 0 or grown["working"] <= 0:
+        if sum(counts.values()) < LEAST_RESPONSES or min(grown["tokens"], grown["working"], self._slots) <= 0:
             return
         lengths = [length_of(place) for place, n in sorted(counts.items()) for _ in range(n)]
         rollouts = self._rollout.rollout_batch_size * self._rollout.n_samples_per_prompt

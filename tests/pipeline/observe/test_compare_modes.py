@@ -19,9 +19,7 @@ from tests.pipeline.launching import NO_DATA, ROOT, SIMULATED, environment, made
 
 def segment(mode: str, rate: float, scores: list[tuple[float, float]] | None = None) -> Segment:
     figures = GoodputFigures(0.5, 0.6, {"tail": 0.3, "stale": 0.2})
-    return Segment(
-        mode=mode, rollouts_per_s=rate, seconds=10.0, staleness=1.0, wasted=0.2, goodput=figures, scores=scores or []
-    )
+    return Segment(mode=mode, rollouts_per_s=rate, staleness=1.0, wasted=0.2, goodput=figures, scores=scores or [])
 
 
 def test_asynchrony_is_taken_only_where_it_pays() -> None:

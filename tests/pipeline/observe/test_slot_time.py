@@ -109,6 +109,11 @@ def test_what_is_attainable_follows_measured_lengths_and_times() -> None:
     for _ in range(4):  # nothing new was generated
         run.goodput.step({"perf/train_time": 20.0})
     assert run.goodput.take_workload() is None
+    run.report("generate", tokens=100_000, extra={name: 2 * n for name, n in counts.items()})
+    run.seconds(1, running=16)
+    run.goodput.look(run.now + 1, {}, 0)  # no engine has weights
+    run.goodput.step({"perf/train_time": 20.0})
+    assert run.goodput.take_workload() is None
 
 
 def test_lengths_are_kept_within_a_tenth() -> None:
