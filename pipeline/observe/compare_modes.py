@@ -62,10 +62,16 @@ def main(argv: Sequence[str], program: str) -> int:
     own, flags = _parser().parse_known_args(argv)
     if own.batches <= WARM_UP + 1 or own.rounds < 1:
         raise UsageError(f"--batches {own.batches} --rounds {own.rounds}: at least {WARM_UP + 2} batches and one round")
-    taken = [label for key, label in parse(flags).layer.labels.items() if key in OWN]
+    if wrong := [text for text in own.buffers if text != "auto" and not text.isdecimal()]:
+        raise UsageError(f"--buffers {wrong[0]}: each must be a whole number or auto")
+    given = parse(flags)
+    taken = [label for key, label in given.layer.labels.items() if key in OWN]
     if taken:
         raise UsageError(f"{', '.join(taken)} is what is compared; leave it out (see --batches, --buffers, --output)")
-    loaded = load_arguments(with_work(parse([*flags, "--num-rollout", str(own.batches)]))[0])
+    recipes = with_work(given)[0].config
+    if len(recipes) > len(given.config):  # a segment names a model, so it would not get the quickstart's recipe itself
+        flags = ["--config", *recipes[: len(recipes) - len(given.config)], *flags]
+    loaded = load_arguments(parse([*flags, "--num-rollout", str(own.batches)]))
     config = checked(loaded.config, loaded.given)[0]
     flags += ["--no-live", "--no-use-tensorboard", "--no-use-plot", "--no-trace"]
     with tempfile.TemporaryDirectory(prefix="sluice-compare-") as temporary:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from configs.layers import ConfigError
+from configs.load import load
 from pipeline.errors import UsageError
 from pipeline.facts.stats import GoodputFigures
 from pipeline.observe.compare_modes import Segment, main, report
@@ -48,8 +49,31 @@ def test_what_is_compared_is_not_a_flag_and_a_fault_of_the_user_is_one_sentence(
         main(["--mode", "sync", "--num-rollout", "5"], "launch.py")
     with pytest.raises(UsageError, match="--batches 4 --rounds 2: at least 5 batches"):
         main(["--batches", "4"], "launch.py")
+    with pytest.raises(UsageError, match=r"--buffers lr=1: each must be a whole number or auto"):
+        main(["--buffers", "2", "lr=1"], "launch.py")
     with pytest.raises(ConfigError, match="no-such-flag"):
         main(["--no-such-flag"], "launch.py")
+
+
+def test_segments_of_the_quickstart_get_its_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A segment names the model of the warm start, and a command line that names one gets no recipe by itself."""
+    runs: list[list[str]] = []
+
+    def stop(program: str, flags: list[str], place: Path, name: str) -> None:
+        runs.append(list(flags))
+        raise UsageError("stopped")
+
+    monkeypatch.setattr("pipeline.observe.compare_modes._run", stop)
+    for given, recipes in (
+        ([], ["quickstart"]),
+        (["--config", "async_tis"], ["toy"]),
+        (["--config", "quickstart"], []),
+    ):
+        with pytest.raises(UsageError, match="stopped"):
+            main(given, "launch.py")
+        flags = runs.pop()
+        assert flags[2 : 2 + 2 * len(recipes)] == (["--config", *recipes] if recipes else [])
+        load([*flags, "--hf-checkpoint", "tiny-arithmetic"])
 
 
 @pytest.mark.slow
