@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from bench.report import Series, arguments, finish, machine
+from bench.rigs.train_work import quiet
 from configs.schema.rollout import EngineConfig
 from models.engines.core import Completion
 from models.engines.embedded.engine import EmbeddedEngine
@@ -115,6 +116,7 @@ def main() -> None:
     about = machine(["torch", "transformers", "numpy"])
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
+    quiet()
     series: list[Series] = []
     with tempfile.TemporaryDirectory(prefix="sluice-bench-") as home:
         paths = {
