@@ -61,6 +61,7 @@ class RayLauncher(Launcher):
         self._unfit: set[str] = set()  # nodes that have not what must be there
         self._placing = asyncio.Lock()
         self._expected: set[str] = set()
+        self._began = False  # an actor was lost, so that others may be placed for the first time in a run that goes on
         self.handles: dict[str, RayHandle] = {}
 
     def address(self, name: str) -> str:
@@ -84,10 +85,11 @@ class RayLauncher(Launcher):
             actor.release_port.remote(answer)
 
     async def place(self, name: str, beside: str = "", sees: SharedFiles | None = None) -> None:
-        """See the Protocol. Waits for Ray to start the actor, `PLACEMENT_TIMEOUT_S` at most; one that was placed before
-        and lost waits for room without a limit."""
+        """See the Protocol. Waits for Ray to start the actor, `PLACEMENT_TIMEOUT_S` at most; without a limit in a run
+        that has begun, where an actor was lost or is added."""
         placement = self.placements.of(name)
-        again = name in self._placed and not self._at_once(placement)
+        self._began |= any(placed.lost for placed in self._placed.values())
+        again = (self._began or name in self._expected) and not self._at_once(placement)
         if sees is not None:
             self._sees[name] = sees
         # A placement must see the room that the previous one took; one that takes no room does not wait.

@@ -23,6 +23,7 @@ from pipeline.facts.run_directory import RunDir
 from pipeline.hosts.launcher import ProcessSpec, shared_files
 from pipeline.hosts.machine import living
 from pipeline.hosts.ray.actor import PlacedActor, ProcessActor, RayHandle, interface_of
+from pipeline.hosts.ray.cluster import NotStarted
 from pipeline.hosts.ray.launcher import RayLauncher
 from pipeline.hosts.ray.placement import (
     Node,
@@ -491,3 +492,30 @@ async def test_a_train_stage_waits_for_the_end_of_the_one_before(
         await begun.wait()
     with (tmp_path / TRAINER_LOCK).open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+@pytest.mark.parametrize("begun", [False, True])
+async def test_an_actor_that_joins_a_run_after_a_loss_is_tried_again(
+    begun: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A chain that was lost is taken apart, and Ray may kill the new processes for memory before they have started."""
+    tries: list[str] = []
+
+    async def start_actor(name: str, *_: Any) -> PlacedActor:
+        tries.append(name)
+        if len(tries) < 3:
+            raise NotStarted("a worker was killed due to the node running low on memory")
+        return PlacedActor(None, "1", "10.0.0.1")
+
+    monkeypatch.setattr("pipeline.hosts.ray.launcher.start_actor", start_actor)
+    monkeypatch.setattr("pipeline.hosts.ray.launcher.ROOM_POLL_S", 0.0)
+    launcher = RayLauncher(placements(), lambda: [node("1")], RunDir(tmp_path))
+    if begun:
+        launcher._placed["generate-0"] = PlacedActor(None, "1", "10.0.0.1")
+        launcher._placed["generate-0"].lost = True
+        await launcher.place("group-0")
+        assert (tries, launcher.address("group-0")) == (["group-0"] * 3, "10.0.0.1")
+    else:
+        with pytest.raises(UsageError, match=r"Ray started no actor for group-0 within 120 s .*low on memory"):
+            await launcher.place("group-0")
+        assert tries == ["group-0"], "nothing has begun, so the user is asked"
