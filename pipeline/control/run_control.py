@@ -111,8 +111,11 @@ class RunControl:
                 if line is None or not settled or self.stage.draining is not None:
                     continue
                 self._steps_at_change = self.stage.steps
-                await self._set({"max_staleness": str(ahead + gate.update_weights_interval - 1)}, by="auto")
-                self.recorder.say(line)
+                try:
+                    await self._set({"max_staleness": str(ahead + gate.update_weights_interval - 1)}, by="auto")
+                    self.recorder.say(line)
+                except (ConfigError, UsageError) as error:
+                    self.recorder.say(f"{line}; but {error}")
                 if self.adviser.autoscale is not None:
                     self.adviser.autoscale.forget()
 

@@ -112,7 +112,10 @@ class Goodput:
             "tokens": self.view.total("generate", "tokens"),
             "working": self._slot_s["working"],
         }
-        grown = {name: value - self._before.get(name, 0.0) for name, value in figures.items()}
+        # A replica that was started again counts its lengths from 0.
+        grown = {
+            n: value - (before if (before := self._before.get(n, 0.0)) <= value else 0) for n, value in figures.items()
+        }
         counts = {int(name): int(n) for name, n in grown.items() if name.isdigit() and n > 0}
         if sum(counts.values()) < LEAST_RESPONSES or min(grown["tokens"], grown["working"], self._slots) <= 0:
             return

@@ -11,6 +11,8 @@ import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -20,8 +22,9 @@ from hypothesis import strategies as st
 import launch
 from configs.layers import ConfigError
 from configs.load import dump_toml, load
+from configs.plan.goodput import Workload, lognormal_lengths
 from configs.rules.validate import checked
-from configs.schema import Config
+from configs.schema import AsyncConfig, Config
 from pipeline.control import endpoint as module
 from pipeline.control.client import NotRunning, ask, table
 from pipeline.control.endpoint import (
@@ -39,7 +42,7 @@ from pipeline.control.endpoint import (
     Status,
     endpoint,
 )
-from pipeline.control.run_control import SETTABLE, keep, with_flags, with_settings
+from pipeline.control.run_control import SETTABLE, RunControl, keep, with_flags, with_settings
 from pipeline.errors import UsageError
 from pipeline.facts.run_directory import RunDir
 from pipeline.facts.stats import Changed, LedgerCounts, RunSnapshot, StageRow
@@ -342,3 +345,35 @@ def test_whatever_count_is_scaled_to_is_refused_in_words(stage: str, count: int,
     rundir, _ = run_of(tmp_path)
     with pytest.raises((ConfigError, UsageError), match=stage):
         with_flags(rundir, ["--scale", f"{stage}={count}"])
+
+
+async def test_a_choice_of_n_that_is_refused_is_said_and_the_run_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A change is checked as a resume is, so a file that the user has moved meanwhile refuses it."""
+    work = Workload(lengths=lognormal_lengths(460, 1.0, 3200), slots=64, groups=8, members=8)
+    said: list[str] = []
+    spoken = asyncio.Event()
+
+    def say(line: str) -> None:
+        said.append(line)
+        spoken.set()
+
+    control: Any = RunControl.__new__(RunControl)
+    control._one_at_a_time, control._steps_at_change = asyncio.Lock(), 0
+    control.runner = SimpleNamespace(config=Config(asynchrony=AsyncConfig(async_buffer_size="auto", max_staleness=1)))
+    control.stage = SimpleNamespace(gate=SimpleNamespace(max_staleness=1), steps=9, draining=None)
+    control.recorder = SimpleNamespace(changes=[], goodput=SimpleNamespace(take_workload=lambda: work), say=say)
+    control.adviser = SimpleNamespace(autoscale=None)
+
+    async def refused(changes: object, by: str) -> None:
+        raise ConfigError(["there is no file or directory 'moved.jsonl'"])
+
+    control._set = refused
+    monkeypatch.setattr("pipeline.control.run_control.AUTOSCALE_LOOK_S", 0.0)
+    following = asyncio.create_task(control.follow_lengths())
+    heard = asyncio.create_task(spoken.wait())
+    await asyncio.wait({following, heard}, return_when=asyncio.FIRST_COMPLETED)
+    assert not following.done()
+    assert "N 1 to 8" in said[0]
+    assert "but there is no file or directory 'moved.jsonl'" in said[0]
+    following.cancel()
+    heard.cancel()

@@ -119,3 +119,21 @@ def test_what_is_attainable_follows_measured_lengths_and_times() -> None:
 def test_lengths_are_kept_within_a_tenth() -> None:
     for length in (1, 2, 3, 10, 100, 999, 32_000):
         assert length_of(length_place(length)) == pytest.approx(length, rel=0.1, abs=0.5)
+
+
+def test_lengths_are_measured_on_after_the_replica_was_started_again() -> None:
+    run = Run()
+    run.seconds(100, running=16)
+    run.report("generate", tokens=500_000, extra={f"length/{length_place(100)}": 5000.0})
+    for _ in range(4):
+        run.goodput.step({"perf/train_time": 20.0})
+    assert run.goodput.take_workload() is not None
+    run.seconds(100, running=16)
+    run.report(
+        "generate", tokens=20_000, extra={f"length/{length_place(200)}": 60.0, f"length/{length_place(100)}": 80.0}
+    )
+    for _ in range(4):
+        run.goodput.step({"perf/train_time": 20.0})
+    work = run.goodput.take_workload()
+    assert work is not None
+    assert len(work.lengths) == 140
