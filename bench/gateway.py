@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,6 @@ import msgspec
 import numpy as np
 import uvloop
 
-from bench.planner.world import Board
 from bench.report import Series, arguments, finish, machine
 from configs.schema import Config
 from models.tiny import make_tiny_checkpoint
@@ -52,13 +51,25 @@ SETTINGS = {"engine with 20 ms per token": (20.0, 0.1), "engine that takes no ti
 CONTENDERS = ("direct", "gateway, token ids", "gateway, chat")
 
 
-def board_of(url: str) -> Board:
+class FixedTopic:
     """A topic with the entries of one engine, which never change."""
-    board = Board()
-    board.put(f"{ADDRESS}engine-0", EngineAddress("engine-0", url, 0))
-    entry = EngineEntry("engine-0", url, 0, state="serving", run_generation=0, version=0, limit=SLOTS)
-    board.put(f"{DIRECTORY}engine-0", entry)
-    return board
+
+    def __init__(self, url: str) -> None:
+        entry = EngineEntry("engine-0", url, 0, state="serving", run_generation=0, version=0, limit=SLOTS)
+        entries = {f"{ADDRESS}engine-0": EngineAddress("engine-0", url, 0), f"{DIRECTORY}engine-0": entry}
+        self._values = {key: msgspec.msgpack.encode(value) for key, value in entries.items()}
+
+    def get(self, key: str) -> bytes | None:
+        return self._values.get(key)
+
+    def items(self, prefix: str) -> Mapping[str, bytes]:
+        return {key: value for key, value in self._values.items() if key.startswith(prefix)}
+
+    async def publish(self, key: str, value: bytes) -> None:
+        raise AssertionError(f"nothing here publishes, and {key} was published")
+
+    async def wait(self, revision: int, *prefixes: str) -> int:
+        return 1 if revision == 0 else await asyncio.Future[int]()
 
 
 # The gateway's process: it opens the requested number of sessions, forgets the previous sessions, and reports how
@@ -79,7 +90,7 @@ async def _serve_gateway(checkpoint: str, engine: str, link: Connection, context
     sampler = Sampler(config, replica="agents-0", stage="agents")
     answers = Answers(sampler, Requests(config, context), chat)
     async with asyncio.TaskGroup() as tasks, Gateway(answers) as gateway:
-        following = tasks.create_task(sampler.follow(board_of(engine)))
+        following = tasks.create_task(sampler.follow(FixedTopic(engine)))
         await sampler.ready()
         link.send(gateway.url)
         sessions = contextlib.ExitStack()

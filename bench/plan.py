@@ -1,10 +1,9 @@
-"""Plans a cluster: simulates its splits in virtual time with the production scheduling code, and names the best.
+"""Plans a cluster: simulates every split of its GPUs between trainer and engines, and names the best.
 
     python -m bench.plan [--model qwen3-32b --gpu h100 --gpus 64 --engine-gpus 4 ...] [--quick]
 
-Arithmetic bounds every split of the GPUs between trainer and engines whose memory suffices. The splits near the best
-bound are simulated. Printed: the best splits with step time, staleness and idle shares, the same GPUs in turns without
-asynchrony, and the effect of each single change. All figures are simulated; no GPU takes part.
+Printed: the best splits with step time, staleness and what stands idle, the same GPUs in turns without asynchrony, and
+the effect of each single change. All figures are simulated (`configs.plan.goodput`); no GPU takes part.
 
 Seconds follow from the model and the GPUs:
 
@@ -27,10 +26,9 @@ from typing import Final
 import msgspec
 from msgspec.structs import replace
 
-from bench.planner.cluster import simulate
-from bench.planner.world import Cluster, Result
 from bench.report import Series, arguments, finish, machine
 from configs.help import preset_config
+from configs.plan.goodput import Attained, Workload, attainable, lognormal_lengths
 from configs.plan.gpus import NODE_GPUS
 from configs.plan.plan import capped_lognormal_mean
 from configs.plan.run_estimate import STATIC_FRACTION
@@ -82,15 +80,12 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     cap: int = 16384
     staleness: int = 2
     interval: int = 1
-    turns: int = 1
-    tool_s: float = 0.0
-    filtered: float = 0.0
+    tool_s: float = 0.0  # that a rollout waits for its tools and its grader, in all
+    filtered: float = 0.0  # share of the groups
     passes: float = 4.0  # forward passes that a trained token costs: 3 and one to recompute; each log-prob pass is 1
-    update_s: float = 2.0
-    rolling: int = 1
-    slots: int = 256
-    fixed_s: float = 0.0  # of a batch, whatever its size
-    streams: bool = True
+    update_s: float = 2.0  # that an engine stands still for new weights
+    slots: int = 256  # of one engine
+    fixed_s: float = 0.0  # of the trainer for a batch, whatever its size
     efficiency: Efficiency = Efficiency()
 
     @property
@@ -123,8 +118,19 @@ def kv_tokens(job: Job) -> int:
     return max(0, int(room / (2 * shape.key_values * shape.layers)))
 
 
-def cluster_of(job: Job, engines: int, trainer_gpus: int, *, colocated: bool = False, batches: int = 10) -> Cluster:
-    """The cluster of a split. Raises ValueError where an engine has no room for one rollout of full length."""
+class Speed(msgspec.Struct, frozen=True):
+    """Of a split: `slots` of one engine, whose decode step takes `a_s` + `c_s` for each rollout; `prefill_s` of a
+    rollout's prompt; `token_s`: the trainer's time per token."""
+
+    slots: int
+    a_s: float
+    c_s: float
+    prefill_s: float
+    token_s: float
+
+
+def speed_of(job: Job, engines: int, trainer_gpus: int) -> Speed:
+    """Raises ValueError where an engine has no room for one rollout of full length."""
     shape, gpu, share = shape_of(job.model), GPUS[job.gpu], job.efficiency
     room = kv_tokens(job)
     if room < job.prompt + job.cap:
@@ -133,31 +139,21 @@ def cluster_of(job: Job, engines: int, trainer_gpus: int, *, colocated: bool = F
             f"one rollout may have {job.prompt + job.cap:,}; raise --engine-gpus"
         )
     context = job.prompt + _mean_context(job)
-    wanted = job.groups * job.members * (1 if colocated else job.staleness / job.interval + 1) / engines
     slots = max(1, min(job.slots, int(room / context)))
-    running = max(1.0, min(slots, wanted))
+    running = max(1.0, min(slots, job.groups * job.members * (job.staleness / job.interval + 1) / engines))
     bandwidth = gpu.bandwidth * share.bandwidth * job.engine_gpus
-    one = forward_flops(shape, int(context)) / context  # operations of a token
     # A step of the matrices takes max(weights read, b * operations): a line through both ends of it.
     weights_s = weight_bytes(shape, running) / bandwidth
-    token_s = one / (gpu.flops * share.prefill * job.engine_gpus)
-    return Cluster(
-        engines=engines,
+    prefill_s = forward_flops(shape, int(context)) / context / (gpu.flops * share.prefill * job.engine_gpus)
+    whole = job.prompt + job.length
+    peak = trainer_gpus * gpu.flops * (share.train_experts if shape.experts else share.train)
+    return Speed(
         slots=slots,
         a_s=weights_s + share.overhead_s + _reduce_s(shape, job.engine_gpus, share),
-        c_s=2 * shape.key_values * shape.layers * context / bandwidth + max(0.0, token_s - weights_s / running),
-        # The members of a group share their prompt's prefill.
-        prefill_s=token_s / job.members,
-        kv_tokens=room,
-        token_s=job.passes * forward_flops(shape, int(job.prompt + job.length)) / (job.prompt + job.length)
-        / (trainer_gpus * gpu.flops * (share.train_experts if shape.experts else share.train)),
-        colocated=colocated,
-        batches=batches,
-        **{name: getattr(job, name) for name in COMMON},
-    )  # fmt: skip
-
-
-COMMON: Final = tuple(set(Job.__struct_fields__) & set(Cluster.__struct_fields__) - {"slots"})
+        c_s=2 * shape.key_values * shape.layers * context / bandwidth + max(0.0, prefill_s - weights_s / running),
+        prefill_s=prefill_s * job.prompt / job.members,  # the members of a group share it
+        token_s=job.passes * forward_flops(shape, int(whole)) / whole / peak,
+    )
 
 
 def _reduce_s(shape: ModelShape, gpus: int, share: Efficiency) -> float:
@@ -174,29 +170,28 @@ def _mean_context(job: Job) -> float:
 
 def bounds(job: Job, engines: int, trainer_gpus: int) -> tuple[float, float]:
     """Seconds of a batch that the engines need at full slots, and the trainer: no schedule of this split is faster."""
-    c = cluster_of(job, engines, trainer_gpus)
-    rollouts = job.groups * job.members
-    running = min(c.slots, rollouts * (job.staleness / job.interval + 1) / engines)
-    generate = rollouts * job.length * (c.a_s + c.c_s * running) / running / engines
-    return generate, rollouts * (job.length + job.prompt) * c.token_s + job.fixed_s
+    speed, rollouts = speed_of(job, engines, trainer_gpus), job.groups * job.members
+    running = min(speed.slots, rollouts * (job.staleness / job.interval + 1) / engines)
+    token_s = (speed.a_s + speed.c_s * running) / running
+    generate = rollouts * (job.length * token_s + speed.prefill_s) / engines / (1 - job.filtered)
+    return generate, rollouts * (job.length + job.prompt) * speed.token_s + job.fixed_s
 
 
 STATE_BYTES = 18  # of the trainer for each parameter: bfloat16 weights, fp32 gradients, weights and moments
-NEAR = 1.4  # splits whose bound is within this of the best one are simulated
 QUICK = Job(gpus=8, groups=16, members=8, mean=1000.0, cap=8192, slots=64, update_s=0.5)
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """One split and what came of it. `bound_s`: no schedule of this split is faster, were all slots always full."""
+    """One split and what came of it. `step_s`: of a publication; `bound_s`: no schedule of this split is faster, were
+    all slots always full; `train_s`: of it, what the trainer works; `unused`: share of what full engines could make."""
 
     engines: int
     trainer_gpus: int
+    step_s: float
     bound_s: float
-    result: Result
-
-    @property
-    def of_bound(self) -> float:
-        return self.bound_s / self.result.step_s
+    train_s: float
+    unused: float
+    attained: Attained
 
 
 def splits(job: Job) -> Iterator[tuple[int, int]]:
@@ -208,23 +203,39 @@ def splits(job: Job) -> Iterator[tuple[int, int]]:
             yield engines, trainer
 
 
-def measure(job: Job, engines: int, trainer_gpus: int, batches: int) -> Plan:
-    result = simulate(cluster_of(job, engines, trainer_gpus, batches=batches * job.interval))
-    return Plan(engines, trainer_gpus, max(bounds(job, engines, trainer_gpus)) * job.interval, result)
+def measure(job: Job, engines: int, trainer_gpus: int, *, turns: bool = False) -> Plan:
+    """Simulates one split. `turns`: engines and trainer have the same GPUs, and one of them works at a time."""
+    job = replace(job, staleness=0, interval=1) if turns else job
+    speed, (_, train_s) = speed_of(job, engines, trainer_gpus), bounds(job, engines, trainer_gpus)
+    slots, full_s = engines * speed.slots, speed.a_s + speed.c_s * speed.slots
+    lengths = lognormal_lengths(job.mean, job.sigma, job.cap)
+    # What else takes time of the engines makes their decode steps longer: prefill and new weights.
+    mean = sum(lengths) / len(lengths)
+    batch_s = job.groups * job.members * mean / slots * full_s
+    prefill_s = job.groups * job.members * speed.prefill_s / engines
+    engines_s = batch_s + prefill_s + job.update_s / job.interval
+    work = Workload(
+        lengths=lengths, slots=slots, groups=job.groups, members=job.members, train_ratio=train_s / engines_s,
+        growth=speed.c_s * speed.slots / full_s, interval=job.interval, wait=job.tool_s / full_s * batch_s / engines_s,
+        filtered=job.filtered, streams=not turns,
+    )  # fmt: skip
+    attained = attainable(work, max(0, job.staleness - job.interval + 1))
+    bound_s = sum(bounds(job, engines, trainer_gpus)) if turns else max(bounds(job, engines, trainer_gpus))
+    step_s = engines_s / attained.goodput
+    unused = max(0.0, 1 - attained.goodput / (1 - attained.stale) / (1 - job.filtered))
+    step_s, bound_s, train_s = (seconds * job.interval for seconds in (step_s, bound_s, train_s))
+    return Plan(engines, trainer_gpus, step_s, bound_s, train_s, unused, attained)
 
 
-def search(job: Job, *, most: int, batches: int) -> list[Plan]:
-    """The simulated splits, the fastest first. Raises ValueError where no split has the memory."""
-    found = {split: max(bounds(job, *split)) for split in splits(job)}
-    if not found:
+def search(job: Job) -> list[Plan]:
+    """All splits, the fastest first. Raises ValueError where none has the memory."""
+    plans = [measure(job, *split) for split in splits(job)]
+    if not plans:
         raise ValueError(
             f"{job.gpus} x {job.gpu} have no room for a trainer of {job.model} ({STATE_BYTES} bytes each parameter) "
             f"beside an engine of {job.engine_gpus}; raise --gpus or choose a smaller --model"
         )
-    least = min(found.values())
-    near = sorted((bound, split) for split, bound in found.items() if bound <= NEAR * least)[:most]
-    plans = [measure(job, *split, batches) for _, split in near]
-    return sorted(plans, key=lambda plan: (plan.result.step_s, plan.result.staleness_mean))
+    return sorted(plans, key=lambda plan: (plan.step_s, plan.attained.staleness))
 
 
 def changes(job: Job, best: Plan) -> Iterator[tuple[str, Job, int, int]]:
@@ -241,62 +252,53 @@ def changes(job: Job, best: Plan) -> Iterator[tuple[str, Job, int, int]]:
         yield f"staleness bound {job.staleness - 1}", replace(job, staleness=job.staleness - 1), engines, trainer
     yield f"staleness bound {job.staleness + 1}", replace(job, staleness=job.staleness + 1), engines, trainer
     yield "weights twice as slow", replace(job, update_s=2 * job.update_s), engines, trainer
-    if job.turns > 1:
+    if job.tool_s:
         yield "tools twice as slow", replace(job, tool_s=2 * job.tool_s), engines, trainer
 
 
 HEAD = (
-    f"{'':34} {'s/step':>8} {'of bound':>8} {'staleness mean':>14} {'p99':>4} {'max':>4} {'engines idle':>12} "
-    f"{'slots empty':>11} {'trainer idle':>12} {'wasted':>7}"
+    f"{'':34} {'s/step':>8} {'of bound':>8} {'goodput':>8} {'staleness mean':>14} {'engines unused':>14} "
+    f"{'trainer idle':>12} {'too old':>8}"
 )
 
 
 def line(name: str, plan: Plan, base: Plan | None = None) -> str:
-    r = plan.result
-    against = "" if base is None else f"  {r.step_s / base.result.step_s - 1:+.1%}"
+    against = "" if base is None else f"  {plan.step_s / base.step_s - 1:+.1%}"
     return (
-        f"{name:34} {r.step_s:8.1f} {plan.of_bound:8.0%} {r.staleness_mean:14.2f} {r.staleness_at(0.99):4} "
-        f"{r.staleness_at(1.0):4} {1 - r.engine_busy:12.0%} {1 - r.slots_busy:11.0%} {1 - r.trainer_busy:12.0%} "
-        f"{r.wasted:7.1%}{against}"
+        f"{name:34} {plan.step_s:8.1f} {plan.bound_s / plan.step_s:8.0%} {plan.attained.goodput:8.2f} "
+        f"{plan.attained.staleness:14.2f} {plan.unused:14.0%} {max(0.0, 1 - plan.train_s / plan.step_s):12.0%} "
+        f"{plan.attained.stale:8.1%}{against}"
     )
 
 
-def report(job: Job, *, most: int, batches: int) -> list[Series]:
+def report(job: Job, most: int) -> list[Series]:
     """Search, print, and return what the JSON file holds."""
-    plans = search(job, most=most, batches=batches)
+    plans = search(job)
     best = plans[0]
     print(f"\n{HEAD}")
     series: list[Series] = []
 
     def add(setting: str, name: str, plan: Plan, base: Plan | None = None) -> None:
         print(line(name, plan, base))
-        series.append(Series(setting, name, "s/step", [plan.result.step_s]))
-        series.append(Series(setting, name, "staleness", [plan.result.staleness_mean]))
+        series.append(Series(setting, name, "s/step", [plan.step_s]))
+        series.append(Series(setting, name, "staleness", [plan.attained.staleness]))
 
-    for plan in plans:
+    for plan in plans[:most]:
         add("split", f"{plan.engines} x {job.engine_gpus} engines, {plan.trainer_gpus} trainer", plan)
-    turns = replace(job, staleness=0, interval=1)
     engines, trainer = job.gpus // job.engine_gpus, job.gpus // job.trainer_unit * job.trainer_unit
-    sync = simulate(cluster_of(turns, engines, trainer, colocated=True, batches=batches))
-    add(
-        "split",
-        f"all {job.gpus} in turns, synchronous",
-        Plan(engines, trainer, sum(bounds(turns, engines, trainer)), sync),
-    )
-    shares = ", ".join(f"{s}: {n / sum(best.result.staleness.values()):.0%}" for s, n in best.result.staleness.items())
+    add("split", f"all {job.gpus} in turns, synchronous", measure(job, engines, trainer, turns=True))
     print(
-        f"\nbest split: {best.engines} engines of {job.engine_gpus} GPU and {best.trainer_gpus} for the trainer; "
-        f"trained tokens by staleness: {shares} (bound {job.staleness})\n\nand with one change:"
+        f"\nbest split: {best.engines} engines of {job.engine_gpus} GPU and {best.trainer_gpus} for the trainer"
+        f"\n\nand with one change:"
     )
     for name, changed, engines, trainer in changes(job, best):
-        add("sensitivity", name, measure(changed, engines, trainer, batches), best)
+        add("sensitivity", name, measure(changed, engines, trainer), best)
     return series
 
 
 def parse() -> argparse.Namespace:
     parser = arguments(__doc__, "plan", "a small cluster", rounds="")
-    parser.add_argument("--most", type=int, default=6, help="splits that are simulated")
-    parser.add_argument("--batches", type=int, default=12, help="publications of each simulation, 3 of them warm-up")
+    parser.add_argument("--most", type=int, default=6, help="splits that are printed")
     for field in msgspec.structs.fields(Job):
         if field.type in (int, float, str):
             flag = "--" + field.name.replace("_", "-")
@@ -312,7 +314,7 @@ def main() -> None:
         raise SystemExit(f"--gpu is {job.gpu}; choose one of {', '.join(GPUS)}")
     about = machine(["msgspec", "numpy"])
     try:
-        series = report(job, most=3 if options.quick else options.most, batches=options.batches)
+        series = report(job, 3 if options.quick else options.most)
     except ValueError as error:
         raise SystemExit(str(error)) from None
     remarks = [

@@ -3,8 +3,8 @@
     goodput = trained tokens within the staleness bound / tokens that the slots can make in the same time
 
 It knows lengths, slots, batch, N, the rule for stale tokens and the speed of the trainer, and nothing that costs time
-beyond these: no transport, no weight update, no grading, one turn per rollout. So it gives the share that a perfect
-scheduler would attain. The planner, `--async-buffer-size auto`, a running run and `bench.modes` use the same function.
+beyond these: no transport, no weight update. So it gives the share that a perfect scheduler would attain. The planners,
+`--async-buffer-size auto`, a running run and `bench.modes` use the same function.
 
 Time is counted in decode steps of full engines: a running rollout makes one token per step. A response that lives for
 many batches is the reason why a small N costs goodput: the gate lets (N + 1) B groups out, each of which waits for its
@@ -38,7 +38,10 @@ class Workload(Struct, frozen=True, kw_only=True):
     """`lengths`: of responses in tokens, from which the simulation draws. `slots`: rollouts that all engines decode at
     once. `train_ratio`: W_t / W_g, the trainer's time per batch by that of full engines for as many rollouts.
     `growth`: share of the time of a full decode step that grows with the running rollouts; 0: a step takes always as
-    long. `masked`: stale tokens are masked, instead of dropping their groups."""
+    long. `masked`: stale tokens are masked, instead of dropping their groups. `wait`: mean decode steps that a rollout
+    waits for tools or its grader, without a slot; exponential, and put behind its tokens. `filtered`: share
+    of the groups that are not trained, for their rewards are equal. `streams`: groups are trained as they arrive, and
+    not when the batch is complete."""
 
     lengths: Sequence[int]
     slots: int
@@ -48,6 +51,9 @@ class Workload(Struct, frozen=True, kw_only=True):
     growth: float = 0.0
     interval: int = 1
     masked: bool = False
+    wait: float = 0.0
+    filtered: float = 0.0
+    streams: bool = False
 
 
 class Attained(Struct, frozen=True, kw_only=True):
@@ -67,6 +73,7 @@ class _Simulation:
         self._versions = [0]
         self._queue: deque[tuple[int, int]] = deque()  # (group, length)
         self._running: list[tuple[float, float, int]] = []  # (end, start, group), both in such tokens
+        self._waiting: list[tuple[float, float, float, int]] = []  # (until, start, end, group); the first in steps
         self._spans: list[list[tuple[float, float]]] = []  # of the ended members of each group
         self._ended: deque[int] = deque()  # groups of which all members have ended
         self._open = 0
@@ -74,8 +81,9 @@ class _Simulation:
         self.batches = 0
         self.trained: dict[int, float] = {}  # tokens by age
         self.stale = 0.0
-        mean = sum(work.lengths) / len(work.lengths)
-        self._train_s = work.train_ratio * work.groups * work.members * mean / work.slots
+        self._batch_tokens = work.groups * work.members * sum(work.lengths) / len(work.lengths)
+        self._train_s = work.train_ratio * self._batch_tokens / work.slots
+        self._ahead = 0.0  # until when the trainer works on groups of a batch that is not complete
         self._until = math.inf  # the end of the batch in training
 
     def run(self, batches: int) -> None:
@@ -83,18 +91,30 @@ class _Simulation:
         while self.batches < batches:
             self._admit()
             if self._until == math.inf and self._take():
-                self._until = self.now + self._train_s
+                self._until = max(self._ahead, self.now) + (0.0 if self.work.streams else self._train_s)
             step = 1 - self.work.growth * (1 - len(self._running) / self.work.slots)
             end = self.now + (self._running[0][0] - self._tokens) * step if self._running else math.inf
-            if self._until <= end:
-                self._tokens += (self._until - self.now) / step if self._running else 0.0
-                self.now, self._until = self._until, math.inf
+            ready = self._waiting[0][0] if self._waiting else math.inf
+            self._tokens += (min(self._until, ready, end) - self.now) / step if self._running else 0.0
+            self.now = min(self._until, ready, end)
+            if self._until == self.now:
+                self._until = math.inf
                 self._train()
+            elif ready == self.now:
+                _, start, end, group = heapq.heappop(self._waiting)
+                self._end(start, end, group)
             else:
-                self.now, (self._tokens, start, group) = end, heapq.heappop(self._running)
-                self._spans[group].append((start, self._tokens))
-                if len(self._spans[group]) == self.work.members:
-                    self._ended.append(group)
+                self._tokens, start, group = heapq.heappop(self._running)
+                if self.work.wait:
+                    until = self.now + self._random.expovariate(1 / self.work.wait)
+                    heapq.heappush(self._waiting, (until, start, self._tokens, group))
+                else:
+                    self._end(start, self._tokens, group)
+
+    def _end(self, start: float, end: float, group: int) -> None:
+        self._spans[group].append((start, end))
+        if len(self._spans[group]) == self.work.members:
+            self._ended.append(group)
 
     def _admit(self) -> None:
         work = self.work
@@ -116,8 +136,11 @@ class _Simulation:
             if not self.work.masked and len(fresh) < len(ages):
                 fresh = {}
             self.stale += sum(ages.values()) - sum(fresh.values())
-            if fresh:
+            if fresh and not (self.work.filtered and self._random.random() < self.work.filtered):
                 self._batch.append(fresh)
+                if self.work.streams:
+                    share = sum(ages.values()) / self._batch_tokens
+                    self._ahead = max(self._ahead, self.now) + share * self._train_s
             else:
                 self._open -= 1
                 self._admit()

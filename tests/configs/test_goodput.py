@@ -57,6 +57,28 @@ def test_fewer_running_rollouts_decode_faster_where_a_step_grows_with_them() -> 
     assert attainable(alone, 1).goodput > attainable(LONG_TAIL, 1).goodput + 0.05
 
 
+def test_a_trainer_that_begins_before_the_batch_is_complete_trains_more() -> None:
+    streams = msgspec.structs.replace(LONG_TAIL, streams=True)
+    for ahead in (1, 4):
+        assert attainable(streams, ahead).goodput > attainable(LONG_TAIL, ahead).goodput + 0.03
+    # Where one group is the batch there is nothing to begin with.
+    single = Workload(lengths=[100], slots=8, groups=1, members=8)
+    assert attainable(msgspec.structs.replace(single, streams=True), 0) == attainable(single, 0)
+
+
+def test_a_rollout_that_waits_holds_no_slot() -> None:
+    """In turns the slowest of eight waits is waited for; with other groups beside it a wait costs nothing."""
+    work = Workload(lengths=[100], slots=8, groups=1, members=8, train_ratio=0.001)
+    waits = msgspec.structs.replace(work, wait=100.0)
+    assert attainable(waits, 0, batches=400).goodput == pytest.approx(1 / (1 + 2.72), rel=0.1)  # 1 + 1/2 + ... + 1/8
+    assert attainable(waits, 15).goodput > 0.9
+
+
+def test_filtered_groups_are_made_and_not_trained() -> None:
+    work = Workload(lengths=[100], slots=64, groups=8, members=8, filtered=0.4)
+    assert attainable(work, 4, batches=200).goodput == pytest.approx(0.6, abs=0.03)
+
+
 @settings(max_examples=25, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 400), min_size=1, max_size=5),
@@ -67,10 +89,13 @@ def test_fewer_running_rollouts_decode_faster_where_a_step_grows_with_them() -> 
     ahead=st.integers(0, 4),
     interval=st.integers(1, 2),
     masked=st.booleans(),
+    wait=st.sampled_from([0.0, 50.0]),
+    streams=st.booleans(),
 )
 def test_the_simulation_keeps_its_bounds(
-    lengths: list[int], slots: int, groups: int, members: int, ratio: float, ahead: int, interval: int, masked: bool
-) -> None:
+    lengths: list[int], slots: int, groups: int, members: int, ratio: float, ahead: int, interval: int, masked: bool,
+    wait: float, streams: bool,
+) -> None:  # fmt: skip
     work = Workload(
         lengths=lengths,
         slots=slots,
@@ -79,6 +104,8 @@ def test_the_simulation_keeps_its_bounds(
         train_ratio=ratio,
         interval=interval,
         masked=masked,
+        wait=wait,
+        streams=streams,
     )
     found = attainable(work, ahead, batches=24)
     # Tokens are counted where they are trained, so what was made before the count began may add some batches.

@@ -1,7 +1,7 @@
 """Whole runs that change while they run: replicas come and go by command and by `--autoscale`, sampling is set.
 
 No group is lost; replicas do not change what a synchronous run trains; each token is trained at its own temperature. A
-run that scales itself comes as far as the planner's split.
+run that scales itself becomes as fast as the simulation says.
 """
 
 from __future__ import annotations
@@ -14,12 +14,10 @@ from pathlib import Path
 import pytest
 from launching import SIMULATED, SMALL, finish, made_model, start, succeed_here
 from launching import here as run_here
-from msgspec.structs import replace
 from scripted_run import Scripted, done, scripted, until
 
-from bench.planner.cluster import simulate
-from bench.planner.world import Cluster
 from configs.load import load
+from configs.plan.goodput import Workload, attainable, lognormal_lengths
 from pipeline.control.client import NotRunning, ask
 from pipeline.control.endpoint import Command, Drain, Pause, Reply, Resume, Save, Scale, Set, Status
 from pipeline.facts.run_directory import read_fleet
@@ -222,35 +220,37 @@ def test_the_slow_stage_is_scaled_and_the_user_outranks(tmp_path: Path) -> None:
 
 # Seconds and tokens of a job that is slow with one engine and one grader. An engine has 8 slots, a batch 8 groups of 4.
 STEP_S, BATCHES, COUNTED = 1.2, 57, 12
-JOB = Cluster(
-    engines=1, slots=8, a_s=0.01, c_s=0.00025, prefill_s=0.00001, groups=8, members=4, mean=64.0, sigma=0.5, cap=256,
-    staleness=2, update_s=0.05, graders=1, reward_s=0.1, batches=16, warm_up=4, token_s=STEP_S / (8 * 4 * 64),
-)  # fmt: skip
+GROUPS, MEMBERS, SLOTS, A_S, C_S, REWARD_S, CAP, AHEAD = 8, 4, 8, 0.01, 0.00025, 0.1, 256, 2
 
 
 def planned_rate() -> float:
-    """Rollouts per second of the fastest split within the limits of the run, in virtual time."""
-    splits = ((engines, graders) for engines in (1, 2, 4, 6) for graders in (1, 2, 4, 8))
-    steps = (simulate(replace(JOB, engines=engines, graders=graders)).step_s for engines, graders in splits)
-    return JOB.groups * JOB.members / min(steps)
+    """Rollouts per second that the simulation attains with six engines and graders enough."""
+    full_s, growth = A_S + C_S * SLOTS, C_S * SLOTS / (A_S + C_S * SLOTS)
+    lengths = lognormal_lengths(64.0, 0.5, CAP)
+    batch_s = GROUPS * MEMBERS * sum(lengths) / len(lengths) / (6 * SLOTS) * full_s
+    work = Workload(
+        lengths=lengths, slots=6 * SLOTS, groups=GROUPS, members=MEMBERS, train_ratio=STEP_S / batch_s, growth=growth,
+        wait=REWARD_S / full_s, streams=True,
+    )  # fmt: skip
+    return GROUPS * MEMBERS * attainable(work, AHEAD).goodput / batch_s
 
 
 @pytest.mark.full
 def test_a_run_that_scales_itself_becomes_as_fast_as_the_planners_split(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     simulated = {
-        "a_ms": 1e3 * JOB.a_s, "c_ms": 1e3 * JOB.c_s, "prefill_ms_per_token": 1e3 * JOB.prefill_s,
-        "length_mean": JOB.mean, "length_sigma": JOB.sigma, "length_cap": JOB.cap, "update_s": JOB.update_s,
+        "a_ms": 1e3 * A_S, "c_ms": 1e3 * C_S, "prefill_ms_per_token": 0.01,
+        "length_mean": 64, "length_sigma": 0.5, "length_cap": CAP, "update_s": 0.05,
         "vocab_size": 32,
     }  # fmt: skip
     flags = [
-        "--mode", "async", "--async-buffer-size", str(JOB.staleness), *made_model(), "--prompt-data", "arithmetic",
-        "--label-key", "label", "--engine", "simulated", "--engine-slots", str(JOB.slots),
+        "--mode", "async", "--async-buffer-size", str(AHEAD), *made_model(), "--prompt-data", "arithmetic",
+        "--label-key", "label", "--engine", "simulated", "--engine-slots", str(SLOTS),
         "--scale", "engine=1", "reward=1", "--autoscale", "engine=1..6", "reward=1..8", "--autoscale-window-s", "5",
-        "--train-backend", "simulated", "--simulated-step-s", str(STEP_S), "--rm-type", f"sleep:{JOB.reward_s}",
-        "--rollout-batch-size", str(JOB.groups), "--n-samples-per-prompt", str(JOB.members),
-        "--num-rollout", str(BATCHES), "--rollout-max-response-len", str(JOB.cap),
-        "--rollout-max-context-len", str(4 * JOB.cap), "--seed", "1", "--rollout-seed", "1", "--samples-interval", "0",
+        "--train-backend", "simulated", "--simulated-step-s", str(STEP_S), "--rm-type", f"sleep:{REWARD_S}",
+        "--rollout-batch-size", str(GROUPS), "--n-samples-per-prompt", str(MEMBERS),
+        "--num-rollout", str(BATCHES), "--rollout-max-response-len", str(CAP),
+        "--rollout-max-context-len", str(4 * CAP), "--seed", "1", "--rollout-seed", "1", "--samples-interval", "0",
         "--no-live", "--no-trace", "--no-use-tensorboard", "--no-use-plot", "--log-interval", "100",
         *(f"engine.simulated.{key}={value:g}" for key, value in simulated.items()),
     ]  # fmt: skip
@@ -260,7 +260,7 @@ def test_a_run_that_scales_itself_becomes_as_fast_as_the_planners_split(tmp_path
     rows = [row for row in read_metrics(run_dir / "metrics.jsonl") if "ledger/trained" in row]
     first, last = rows[-COUNTED - 1], rows[-1]
     groups = last["ledger/trained"] - first["ledger/trained"]
-    rate = groups * JOB.members / (last["wall_s"] - first["wall_s"])
+    rate = groups * MEMBERS / (last["wall_s"] - first["wall_s"])
     assert ended.summary["changes"], "one of each is too few"
     assert rate >= 0.8 * planned_rate()
 
