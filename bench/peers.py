@@ -1,18 +1,23 @@
 """Sluice beside TRL's GRPOTrainer on the same cores, from the same weights, on the same prompts and batches.
 
     python -m bench.peers [--trl DIRECTORY] [--quick] [--rounds N] [--output FILE]
+    python -m bench.peers --plot FILE.png [--rounds N]      accuracy over time of sync and of async with several N
 
 Two-digit sums with the quickstart's model (3 layers, width 96) after its warm start: 32 prompts x 8 rollouts, one
 update per batch, learning rate 2e-4, no filter. The contenders take turns, a seed per round. TRL has its best settings
 for a CPU: plain generate, no gradient checkpointing, no bfloat16, as many threads as cores. It is installed into the
-directory by pip, without its dependencies, which this project's environment has.
+directory by pip, without its dependencies, which this project's environment has. The bare loop is the floor: our engine
+and our trainer in one process on all cores, with a loop around them and nothing between them.
 
-Reported: seconds per batch after the first ten, and the share of right answers over the last quarter of the batches.
+Reported: time per batch after the first ten, and the share of right answers over the last quarter of the batches. With
+`--plot`, all of ours and no other: right answers to held-out sums by the weights of every twentieth batch, over the
+time at which these weights were there.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
 import statistics
@@ -24,21 +29,37 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
+import torch
+
+from bench.off_policy import Row, Sampler, graded
 from bench.report import Series, arguments, finish, machine
+from configs.load import load
+from configs.rules.validate import checked
 from models.checkpoint import latest_checkpoint
+from models.engines.text import TextCodec
+from models.train.build import build_backend
 from pipeline.record.metrics import read_metrics
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 PROMPTS, MEMBERS, LR, LONGEST, WARM_UP = 32, 8, 2e-4, 8, 10
-OURS: Final = ("sluice, sync", "sluice, async N=1")
+SYNC: Final = "sluice, sync"
+OURS: Final = {SYNC: ["--mode", "sync"]} | {
+    f"sluice, async N={n}": ["--mode", "async", "--async-buffer-size", n] for n in ("1", "2", "4", "8", "auto")
+}
+TIMED: Final = (SYNC, "sluice, async N=1")
+BARE: Final = "bare loop"
+HELD_OUT: Final = ["--eval-interval", "20"]  # the recipe names the sums
 FLAGS: Final = [
     "--config", "quickstart", "--no-live", "--no-trace", "--no-use-tensorboard", "--no-use-plot",
 ]  # fmt: skip
 BATCH: Final = [
     "--warm-start-steps", "0", "--rollout-batch-size", str(PROMPTS), "--n-samples-per-prompt", str(MEMBERS), "--lr",
-    str(LR), "--num-steps-per-rollout", "1", "filter.dynamic_sampling_filter=[]", "eval.eval_prompt_data=[]",
-    "--eval-interval", "none",
+    str(LR), "--num-steps-per-rollout", "1", "filter.dynamic_sampling_filter=[]",
 ]  # fmt: skip
+NOT_HELD_OUT: Final = ["eval.eval_prompt_data=[]", "--eval-interval", "none"]
+Figures = tuple[list[float], list[float]]
+Curve = list[tuple[float, float]]  # (seconds, accuracy)
 
 
 def start(home: Path) -> tuple[Path, Path]:
@@ -58,28 +79,65 @@ def _launch(flags: list[str]) -> None:
         )
 
 
-def ours(mode: str, model: Path, batches: int, seed: int, home: Path) -> tuple[list[float], list[float]]:
-    """Seconds and share of right answers of each batch."""
-    run = home / f"{mode.partition(', ')[2].partition(' ')[0]}-{seed}"
-    flags = ["--mode", "sync"] if mode.endswith("sync") and "async" not in mode else ["--mode", "async"]
-    flags += [*FLAGS, *BATCH, "--hf-checkpoint", str(model), "--num-rollout", str(batches), "--seed", str(seed)]
-    _launch([*flags, "--rollout-seed", str(seed), "--run-dir", str(run)])
-    rows = [row for row in read_metrics(run / "metrics.jsonl") if "perf/step_time" in row]
-    ends = [0.0, *(row["wall_s"] for row in rows)]
-    return [end - begin for begin, end in pairwise(ends)], [row["reward/mean"] for row in rows]
+def ours(name: str, flags: list[str], model: Path, batches: int, seed: int, home: Path) -> tuple[Figures, Curve]:
+    """Seconds and share of right answers of each batch; accuracy over time, where it is evaluated."""
+    run = home / f"{name.replace(' ', '')}-{seed}"
+    flags = [*OURS[name], *FLAGS, *BATCH, *flags, "--hf-checkpoint", str(model), "--num-rollout", str(batches)]
+    _launch([*flags, "--seed", str(seed), "--rollout-seed", str(seed), "--run-dir", str(run)])
+    rows = list(read_metrics(run / "metrics.jsonl"))
+    steps = [row for row in rows if "perf/step_time" in row]
+    ends = [0.0, *(row["wall_s"] for row in steps)]
+    curve = [(ends[int(row["eval/version"])], row["eval/sums"]) for row in rows if "eval/sums" in row]
+    return ([end - begin for begin, end in pairwise(ends)], [row["reward/mean"] for row in steps]), curve
 
 
-def trl(site: Path, model: Path, prompts: Path, batches: int, seed: int, home: Path) -> tuple[list[float], list[float]]:
-    """The same of TRL, in a process of its own."""
-    result = home / f"trl-{seed}.json"
+def in_child(name: str, path: str, model: Path, prompts: Path, batches: int, seed: int, home: Path) -> Figures:
+    """The same of TRL or of the bare loop, in a process of its own. `path`: PYTHONPATH."""
+    result = home / f"{name}-{seed}.json"
     given = {"model": str(model), "prompts": str(prompts), "batches": batches, "seed": seed, "result": str(result)}
-    environment = {**os.environ, "PYTHONPATH": f"{site}:{ROOT}", "OMP_NUM_THREADS": str(os.cpu_count())}
-    command = [sys.executable, "-m", "bench.peers", "--child", json.dumps(given)]
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": str(os.cpu_count())}
+    command = [sys.executable, "-m", "bench.peers", "--child", json.dumps({"name": name, **given})]
     done = subprocess.run(command, cwd=home, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
-        sys.exit(f"TRL: exit code {done.returncode}\n{done.stderr[-3000:]}")
+        sys.exit(f"{name}: exit code {done.returncode}\n{done.stderr[-3000:]}")
     seconds, rewards = json.loads(result.read_text())
     return seconds, rewards
+
+
+def train_in_a_bare_loop(given: dict[str, Any]) -> None:
+    """In a process of its own: sample, grade, train, write the weights, load them."""
+    flags = ["--mode", "sync", "--config", "quickstart", *BATCH, *NOT_HELD_OUT, "--hf-checkpoint", given["model"]]
+    loaded = load([*flags, "--num-rollout", str(given["batches"]), "--seed", str(given["seed"])])
+    config, model = checked(loaded.config, loaded.given)[0], Path(given["model"])
+    backend, codec = build_backend(config, given["batches"]), TextCodec.load(model)
+    backend.setup()
+    torch.set_num_threads(os.cpu_count() or 1)
+    assert codec.eos_id is not None
+    lines = [json.loads(line) for line in Path(given["prompts"]).read_text().splitlines()]
+    rows = [
+        Row(np.array(codec.encode(line["input"]), np.int32), (*codec.encode(str(line["label"])), codec.eos_id))
+        for line in lines
+    ]
+    order = np.random.default_rng(given["seed"]).integers(0, len(rows), (given["batches"], PROMPTS))
+
+    async def loop() -> tuple[list[float], list[float]]:
+        ends, right = [time.perf_counter()], list[float]()
+        with tempfile.TemporaryDirectory() as slots:
+            async with Sampler(config, model, codec.eos_id or 0) as sampler:
+                for number, chosen in enumerate(order):
+                    batch = [rows[place] for place in chosen]
+                    answers = await sampler.sample(batch, [number * PROMPTS + i for i in range(PROMPTS)], MEMBERS, 1.0)
+                    sequences, reward = graded(config, batch, answers, number * PROMPTS, number)
+                    backend.begin_batch(rollouts=len(sequences), steps=1, version=number)
+                    backend.accumulate(sequences)
+                    backend.step()
+                    manifest = backend.write_slot(Path(slots), model, number + 1, 0)
+                    await sampler.engine.update_weights(manifest.path, str(number + 1), abort_all=False)
+                    right.append(reward)
+                    ends.append(time.perf_counter())
+        return [end - begin for begin, end in pairwise(ends)], right
+
+    Path(given["result"]).write_text(json.dumps(asyncio.run(loop())))
 
 
 def train_with_trl(given: dict[str, Any]) -> None:
@@ -109,49 +167,71 @@ def train_with_trl(given: dict[str, Any]) -> None:
     Path(given["result"]).write_text(json.dumps([seconds, rewards]))
 
 
+def draw(curves: dict[str, list[Curve]], path: Path) -> None:
+    """Mean over the seeds of accuracy and of the time at which it was reached, each seed as thin lines."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(9, 5), constrained_layout=True)
+    for place, (name, seeds) in enumerate(curves.items()):
+        points = np.array([curve[: min(map(len, seeds))] for curve in seeds])  # [seeds, evaluations, 2]
+        axis.plot(*points.mean(axis=0).T, color=f"C{place}", label=name, linewidth=1.8)
+        for curve in points:
+            axis.plot(*curve.T, color=f"C{place}", alpha=0.2, linewidth=0.8)
+    axis.set(xlabel="seconds", ylabel="right answers to held-out sums", title=f"{PROMPTS} x {MEMBERS} rollouts a batch")
+    axis.grid(alpha=0.25)
+    axis.legend(frameon=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+
+
 def main() -> None:
     parser = arguments(__doc__, "peers", "one round of 30 batches")
     parser.add_argument("--trl", type=Path, help="where TRL is, or is to be installed; without it TRL is left out")
     parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--plot", type=Path, help="accuracy over time of sync and of async with several N, as a picture"
+    )
     options = parser.parse_args()
     if options.child:
-        train_with_trl(json.loads(options.child))
+        given = json.loads(options.child)
+        train_with_trl(given) if given["name"] == "TRL" else train_in_a_bare_loop(given)
         return
     rounds, batches = options.rounds or (1 if options.quick else 3), 30 if options.quick else 200
+    contenders = list(OURS) if options.plot else [*TIMED, BARE, *(["TRL"] if options.trl is not None else [])]
     if options.trl is not None and not (options.trl / "trl").is_dir():
-        pip = [
-            sys.executable,
-            "-m",
-            "pip",
-            "install",
-            "--quiet",
-            "--no-deps",
-            "--target",
-            str(options.trl),
-            "trl",
-            "jinja2",
-        ]
-        subprocess.run(pip, check=True)
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(options.trl)]
+        subprocess.run([*pip, "trl", "jinja2"], check=True)
     about = machine(["torch", "transformers"])
     seconds: dict[str, list[float]] = {}
     right: dict[str, list[float]] = {}
+    curves: dict[str, list[Curve]] = {}
     with tempfile.TemporaryDirectory(prefix="peers-") as place:
         home = Path(place)
         model, prompts = start(home)
         for seed in range(1, rounds + 1):
-            for name in (*OURS, *(["TRL"] if options.trl is not None else [])):
+            for name in contenders:
                 print(f"round {seed} of {rounds}: {name}", flush=True)
-                if name == "TRL":
-                    found = trl(options.trl.resolve(), model, prompts, batches, seed, home)
+                if name in OURS:
+                    found, curve = ours(name, HELD_OUT if options.plot else NOT_HELD_OUT, model, batches, seed, home)
+                    curves.setdefault(name, []).append(curve)
                 else:
-                    found = ours(name, model, batches, seed, home)
+                    path = f"{options.trl.resolve()}:{ROOT}" if name == "TRL" else str(ROOT)
+                    found = in_child(name, path, model, prompts, batches, seed, home)
                 seconds.setdefault(name, []).append(statistics.median(found[0][WARM_UP:]))
                 right.setdefault(name, []).append(statistics.fmean(found[1][-batches // 4 :]))
     setting = f"{PROMPTS} x {MEMBERS} sums"
-    series = [Series(setting, name, "s/batch", values) for name, values in seconds.items()]
-    series += [Series(setting, name, "right, last quarter", values) for name, values in right.items()]
+    series = [Series(setting, name, "ms/batch", [1e3 * value for value in values]) for name, values in seconds.items()]
+    series += [
+        Series(f"{setting}, last quarter", name, "% right", [100 * value for value in values])
+        for name, values in right.items()
+    ]
     remarks = [f"{rounds} rounds of {batches} batches, the first {WARM_UP} are not counted", about.load]
-    finish(options.output, about, remarks, series, baseline="TRL" if options.trl is not None else OURS[0])
+    finish(options.output, about, remarks, series, baseline=contenders[0] if options.plot else contenders[-1])
+    if options.plot:
+        draw(curves, options.plot)
 
 
 if __name__ == "__main__":

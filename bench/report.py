@@ -1,6 +1,7 @@
 """What every benchmark writes: the machine, all values of all rounds, a table with median and range.
 
-No figure is printed without its range and a baseline of the same run.
+No figure is printed without its range and a baseline of the same run. `python -m bench.report` writes the tables of
+docs/benchmarks.md again from the documents in docs/benchmarks; copy the one that a benchmark wrote there first.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import argparse
 import importlib.metadata
 import os
 import platform
+import re
 import statistics
 import sys
 import time
@@ -53,6 +55,7 @@ class Document(msgspec.Struct, frozen=True):
     command: list[str]
     remarks: list[str]
     series: list[Series]
+    baseline: str | None = None
 
 
 class NoSpans:
@@ -101,6 +104,38 @@ def _cpu_name() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
+def markdown(document: Document) -> str:
+    """The table of a document, with what it was measured on."""
+    about, lines = (
+        document.machine,
+        ["| | contender | median | lowest | highest | by baseline |", "|---|---|---|---|---|---|"],
+    )
+    for one in document.series:
+        base = next(
+            (row.median for row in document.series if (row.setting, row.name) == (one.setting, document.baseline)), None
+        )
+        figures = [f"{value:.3g}" for value in (one.median, min(one.values), max(one.values))]
+        ratio = f"{one.median / base:.2f}" if base else ""
+        lines.append(
+            f"| {one.setting} | {one.name} | {figures[0]} {one.unit} | {figures[1]} | {figures[2]} | {ratio} |"
+        )
+    return "\n".join([
+        *lines,
+        "",
+        f"`{' '.join(document.command)}`, {about.load}, Python {about.python}; {'; '.join(document.remarks)}.",
+    ])  # fmt: skip
+
+
+def rendered(page: str, documents: Path) -> str:
+    """A page whose tables between `<!-- NAME -->` and `<!-- end -->` are those of NAME.json in the folder."""
+
+    def table(match: re.Match[str]) -> str:
+        document = msgspec.json.decode((documents / f"{match[1]}.json").read_bytes(), type=Document)
+        return f"<!-- {match[1]} -->\n{markdown(document)}\n<!-- end -->"
+
+    return re.sub(r"<!-- (\w+) -->\n.*?<!-- end -->", table, page, flags=re.DOTALL)
+
+
 def print_table(series: Sequence[Series], baseline: str) -> None:
     """One block per setting; the last column is the ratio of medians to the baseline of the same setting."""
     width = max(len(one.name) for one in series)
@@ -126,8 +161,13 @@ def finish(
     if baseline is not None and series:
         print_table(series, baseline)
     name = Path(sys.argv[0]).stem
-    document = Document(name, about, ["python", "-m", f"bench.{name}", *sys.argv[1:]], remarks, series)
+    document = Document(name, about, ["python", "-m", f"bench.{name}", *sys.argv[1:]], remarks, series, baseline)
     print("\n" + "\n".join(remarks))
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_bytes(msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n")
     print(f"written to {output}")
+
+
+if __name__ == "__main__":
+    PAGE = Path(__file__).resolve().parent.parent / "docs" / "benchmarks.md"
+    PAGE.write_text(rendered(PAGE.read_text(), PAGE.with_suffix("")))
