@@ -133,6 +133,7 @@ class Dialect(Protocol):
 
     def error_event(self, refused: Refused) -> bytes:
         """The error in the middle of a stream."""
+        return event(self.error(refused))
 
 
 def event(data: Json, name: str = "") -> bytes:

@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Struct
 
 from stages.chat.messages import Message, ToolCall
-from stages.gateway.answers import Answer, Ask, Json, Reason, Refused, Sampling, event
+from stages.gateway.answers import Answer, Ask, Dialect, Json, Reason, Refused, Sampling, event
 from stages.gateway.chat_completions import function_tool, role, texts
 from stages.gateway.requests import decode, form, offered
 from stages.gateway.sessions import Conversation
@@ -66,19 +66,15 @@ class MessagesRequest(Struct, frozen=True):
     top_k: int | None = None
 
 
-class AnthropicMessages:
+class AnthropicMessages(Dialect):
     def read(self, body: bytes) -> Ask:
         parsed = decode(body, MessagesRequest, _REFUSED)
         system = _text(parsed.system)
         messages = [Message("system", system)] if system else []
         for sent in parsed.messages:
             messages += _messages(sent)
-        tools = tuple(
-            function_tool(tool.get("name"), tool.get("description"), tool["input_schema"])
-            for tool in parsed.tools or ()
-            if "input_schema" in tool
-        )
-        tools = offered(parsed.tool_choice, tools)
+        sent_tools = (function_tool(tool, "input_schema") for tool in parsed.tools or () if "input_schema" in tool)
+        tools = offered(parsed.tool_choice, sent_tools)
         config = parsed.output_config or OutputConfig()
         return Ask(
             parsed.model,

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Struct
 
 from stages.chat.messages import Message, Role, ToolCall, ToolSchema
-from stages.gateway.answers import STATUS, Answer, Ask, Json, Refused, Sampling, event
+from stages.gateway.answers import STATUS, Answer, Ask, Dialect, Json, Refused, Sampling, event
 from stages.gateway.requests import decode, form, offered
 from stages.gateway.sessions import Conversation
 
@@ -80,7 +80,7 @@ class ChatRequest(Struct, frozen=True):
     top_k: int | None = None
 
 
-class OpenAIErrors:
+class OpenAIErrors(Dialect):
     """The errors of OpenAI's dialects."""
 
     def error(self, refused: Refused) -> Json:
@@ -88,17 +88,14 @@ class OpenAIErrors:
         code = _KINDS.get(refused.reason, refused.reason)
         return {"error": {"message": refused.message, "type": kind, "param": None, "code": code}}
 
-    def error_event(self, refused: Refused) -> bytes:
-        return event(self.error(refused))
-
 
 class ChatCompletions(OpenAIErrors):
     def read(self, body: bytes) -> Ask:
         parsed = decode(body, ChatRequest, _REFUSED)
         if (parsed.n or 1) != 1:
             raise Refused("invalid", f"n is {parsed.n}; the gateway gives one answer to a request: ask again for more")
-        tools = tuple(_tool(tool["function"]) for tool in parsed.tools or () if isinstance(tool.get("function"), dict))
-        tools = offered(parsed.tool_choice, tools)
+        functions = (tool.get("function") for tool in parsed.tools or ())
+        tools = offered(parsed.tool_choice, (function_tool(one) for one in functions if isinstance(one, dict)))
         limits = (parsed.max_completion_tokens, parsed.max_tokens)
         return Ask(
             parsed.model,
@@ -202,17 +199,14 @@ def role(name: str) -> Role:
     return _ROLES[name]
 
 
-def function_tool(name: object, description: object, parameters: object) -> ToolSchema:
-    """A tool in the form of chat templates, without other fields of the client."""
+def function_tool(sent: Mapping[str, object], schema: str = "parameters") -> ToolSchema:
+    """A tool in the form of chat templates, without other fields of the client. `schema`: the field that has it."""
+    name, description, parameters = sent.get("name"), sent.get("description"), sent.get(schema)
     function: dict[str, object] = {"name": name if isinstance(name, str) else ""}
     if isinstance(description, str) and description:
         function["description"] = description
     function["parameters"] = parameters if isinstance(parameters, dict) else {"type": "object", "properties": {}}
     return {"type": "function", "function": function}
-
-
-def _tool(function: Mapping[str, object]) -> ToolSchema:
-    return function_tool(function.get("name"), function.get("description"), function.get("parameters"))
 
 
 def _message(sent: ChatMessage) -> Message:

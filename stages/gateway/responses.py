@@ -66,12 +66,8 @@ class Responses(OpenAIErrors):
             raise unserved("include", [_LOGPROBS])
         items = [Item(content=parsed.input)] if isinstance(parsed.input, str) else parsed.input
         system = [Message("system", parsed.instructions)] if parsed.instructions else []
-        tools = tuple(
-            function_tool(tool.get("name"), tool.get("description"), tool.get("parameters"))
-            for tool in parsed.tools or ()
-            if tool.get("type") == "function"
-        )
-        tools = offered(parsed.tool_choice, tools)
+        functions = (function_tool(tool) for tool in parsed.tools or () if tool.get("type") == "function")
+        tools = offered(parsed.tool_choice, functions)
         return Ask(
             parsed.model,
             Conversation((*system, *_messages(items)), tools),
@@ -96,23 +92,23 @@ class Responses(OpenAIErrors):
         yield emit("response.in_progress", response=opening)
         for index, item in enumerate(_output(answer)):
             where = {"item_id": item["id"], "output_index": index}
-            begun = {**item, "status": "in_progress"}
+            place = {**where, "content_index": 0}
+            empty: Json = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
+            yield emit(
+                "response.output_item.added", output_index=index, item={**item, "status": "in_progress", **empty}
+            )
             if item["type"] == "message":
                 [part] = item["content"]
-                yield emit("response.output_item.added", output_index=index, item={**begun, "content": []})
-                place = {**where, "content_index": 0}
                 yield emit("response.content_part.added", **place, part={**part, "text": ""})
                 yield emit("response.output_text.delta", **place, delta=part["text"], logprobs=[])
                 yield emit("response.output_text.done", **place, text=part["text"], logprobs=[])
                 yield emit("response.content_part.done", **place, part=part)
             elif item["type"] == "function_call":
                 arguments = item["arguments"]
-                yield emit("response.output_item.added", output_index=index, item={**begun, "arguments": ""})
                 yield emit("response.function_call_arguments.delta", **where, delta=arguments)
                 yield emit("response.function_call_arguments.done", **where, arguments=arguments, name=item["name"])
             else:
-                yield emit("response.output_item.added", output_index=index, item={**begun, "content": []})
-                place, thought = {**where, "content_index": 0}, item["content"][0]["text"]
+                thought = item["content"][0]["text"]
                 yield emit("response.reasoning_text.delta", **place, delta=thought)
                 yield emit("response.reasoning_text.done", **place, text=thought)
             yield emit("response.output_item.done", output_index=index, item=item)

@@ -17,7 +17,6 @@ import logging
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from types import TracebackType
 from typing import Final
 
 import msgspec
@@ -88,9 +87,7 @@ class Gateway:
         server = self._runner.server if self._runner is not None else None
         return Full() if server is None or len(server.connections) >= self._limits.connections else server()
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         if self._listener is not None:
             self._listener.close()
         if self._runner is not None:

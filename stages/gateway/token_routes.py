@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Struct
 
 from models.engines.protocol import FinishReason, GenerateOutput, MetaInfo, VersionSpan
-from stages.gateway.answers import Answer, Ask, Json, Refused, Sampling, event
+from stages.gateway.answers import Answer, Ask, Dialect, Json, Refused, Sampling, event
 from stages.gateway.chat_completions import OpenAIErrors, texts
 from stages.gateway.requests import decode
 
@@ -66,7 +66,7 @@ class VllmGenerate(OpenAIErrors):
         raise NotImplementedError("`read` refuses streams")
 
 
-class SglangGenerate:
+class SglangGenerate(Dialect):
     """One prompt to a request. A stream is one cumulative chunk, as in SGLang."""
 
     def read(self, body: bytes) -> Ask:
@@ -85,9 +85,6 @@ class SglangGenerate:
 
     def error(self, refused: Refused) -> Json:
         return {"error": {"message": refused.message}}
-
-    def error_event(self, refused: Refused) -> bytes:
-        return event(self.error(refused))
 
 
 def _ask(model: str, params: SamplingParams, ids: Sequence[int], text: str = "", *, stream: bool = False) -> Ask:
