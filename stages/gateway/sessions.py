@@ -52,13 +52,6 @@ class Turn(Struct, frozen=True):
         return self.draft.token_ids
 
 
-class _Reply(Struct, frozen=True):
-    """The end of the model's reply to a conversation: place of the sequence, tokens."""
-
-    sequence: int
-    length: int
-
-
 class Session:
     """The requests of one rollout."""
 
@@ -68,7 +61,8 @@ class Session:
         self._chat, self._index, self._ignore_reasoning = chat, index, ignore_reasoning
         self._sequences: list[Sample] = []
         self._last = 0  # the sequence of the newest turn
-        self._replies: dict[bytes, _Reply] = {}  # by digest of the conversation up to the reply, inclusive
+        # (place of the sequence, tokens up to the reply's end), by digest of the conversation up to it, inclusive
+        self._replies: dict[bytes, tuple[int, int]] = {}
 
     def open(self, conversation: Conversation) -> Turn:
         """The turn for a conversation. Raises ChatFormatError if the chat format cannot write it."""
@@ -99,7 +93,7 @@ class Session:
         self.turns += 1
         if turn.conversation is not None and reply is not None:
             answered = replace(turn.conversation, messages=(*turn.conversation.messages, reply))
-            self._replies[self._digests(answered)[-1]] = _Reply(place, after.length)
+            self._replies[self._digests(answered)[-1]] = place, after.length
 
     @property
     def cut(self) -> bool:
@@ -113,19 +107,10 @@ class Session:
 
     def samples(self) -> tuple[Sample, ...]:
         """The rollout. The sequence with the newest turn comes last, because graders read the last sequence."""
-        order = [place for place in range(len(self._sequences)) if place != self._last]
-        order = [*order, self._last] if self._sequences else []
-        parts = [self._sequences[place] for place in order]
-        if not any(part.prefix is not None and part.prefix.sequence == self._last for part in parts[:-1]):
-            where = {place: new for new, place in enumerate(order)}
-            parts = [
-                replace(part, prefix=part.prefix and Prefix(where[part.prefix.sequence], part.prefix.length))
-                for part in parts
-            ]
-        else:
-            numbers = token_numbers([s.length for s in self._sequences], prefixes(self._sequences))
-            shown = [numbers[place] for place in order]
-            parts = [replace(part, prefix=_shared(shown, new)) for new, part in enumerate(parts)]
+        order = sorted(range(len(self._sequences)), key=lambda place: place == self._last)
+        numbers = token_numbers([s.length for s in self._sequences], prefixes(self._sequences))
+        shown = [numbers[place] for place in order]
+        parts = [replace(self._sequences[place], prefix=_shared(shown, new)) for new, place in enumerate(order)]
         return as_rollout(*parts) if parts else ()
 
     # ------------------------------------------------------------------ contexts
@@ -139,10 +124,10 @@ class Session:
         messages, tools = conversation.messages, conversation.tools
         digests = self._digests(conversation)
         for n in range(len(messages) - 1, 0, -1):
-            reply = self._replies.get(digests[n])
-            if reply is None:
+            if digests[n] not in self._replies:
                 continue
-            ids = self._sequences[reply.sequence].token_ids[: reply.length].tolist()
+            sequence, length = self._replies[digests[n]]
+            ids = self._sequences[sequence].token_ids[:length].tolist()
             with contextlib.suppress(ChatFormatError):  # some messages can be written only after their predecessors
                 return [*ids, *self._chat.append(ids, messages[n:], tools, most)]
         return self._chat.start(messages, tools, most)
