@@ -14,8 +14,11 @@ Invariant: for a grader process only, as sympy may take long; sympy is imported 
 from __future__ import annotations
 
 import ast
+import operator
 import re
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
 
 from stages.graders.math.answer import math_style, untexted
 
@@ -127,24 +130,9 @@ def _value(node: ast.expr) -> sympy.Expr:
             return _value(operand)
         case ast.Call(func=ast.Name(id="sqrt"), args=[argument], keywords=[]):
             return sympy.sqrt(_value(argument))
-        case ast.BinOp(left=left, op=operator, right=right):
-            return _binary(_value(left), operator, _value(right))
+        case ast.BinOp(left=left, op=sign, right=right) if type(sign) in _OPERATIONS:
+            return _OPERATIONS[type(sign)](_value(left), _value(right))
     raise NotArithmetic("something that is no arithmetic")
-
-
-def _binary(left: sympy.Expr, operator: ast.operator, right: sympy.Expr) -> sympy.Expr:
-    match operator:
-        case ast.Add():
-            return left + right
-        case ast.Sub():
-            return left - right
-        case ast.Mult():
-            return left * right
-        case ast.Div():
-            return left / right
-        case ast.Pow():
-            return _power(left, right)
-    raise NotArithmetic("an operator that is no arithmetic")
 
 
 def _power(base: sympy.Expr, exponent: sympy.Expr) -> sympy.Expr:
@@ -155,6 +143,15 @@ def _power(base: sympy.Expr, exponent: sympy.Expr) -> sympy.Expr:
     elif base.is_Pow and not base.is_Atom and base.free_symbols and exponent.is_Integer and abs(int(exponent)) > 9:
         raise NotArithmetic("a power of a power")
     return base**exponent
+
+
+_OPERATIONS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.Pow: _power,
+}
 
 
 def compat_equal(answer: str, label: str) -> bool:
@@ -197,10 +194,7 @@ def plain_arithmetic(text: str) -> str:
     text = _MIXED.sub(r"(\1+\2)", text)
     text = re.sub(r"\s+", "", text)
     text = _outer_braces_off(text)
-    if _THOUSANDS.fullmatch(text):
-        text = text.replace(",", "")
-    integral = _INTEGRAL.fullmatch(text)
-    return integral[1] if integral else text
+    return _integral(text.replace(",", "") if _THOUSANDS.fullmatch(text) else text)
 
 
 def _without_commands(text: str) -> str:
@@ -246,12 +240,8 @@ def _is_bracketed(text: str) -> bool:
     """Whether the first bracket is closed by the last character."""
     if len(text) < 2 or text[0] not in _OPEN or text[-1] not in _CLOSE:
         return False
-    depth = 0
-    for position, character in enumerate(text):
-        depth += (character in _OPEN) - (character in _CLOSE)
-        if depth == 0:
-            return position == len(text) - 1
-    return False
+    depths = accumulate((character in _OPEN) - (character in _CLOSE) for character in text)
+    return next((position for position, depth in enumerate(depths) if depth == 0), -1) == len(text) - 1
 
 
 def _brackets(text: str) -> tuple[str, str]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import re
+from itertools import accumulate
 
 import msgspec
 from msgspec import Struct
@@ -90,14 +91,7 @@ def refusal_of(text: str, *, evaluates: bool = True) -> str | None:
 
 def nesting(text: str) -> int:
     """How deep the brackets of a text are nested."""
-    depth = deepest = 0
-    for character in text:
-        if character in "({[":
-            depth += 1
-            deepest = max(deepest, depth)
-        elif character in ")}]":
-            depth -= 1
-    return deepest
+    return max(accumulate(((character in "({[") - (character in ")}]") for character in text), initial=0))
 
 
 def _check_shape(text: str) -> None:

@@ -13,7 +13,7 @@ is an error: the checkers would draw one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Collection
 from functools import lru_cache
 from typing import Any
 
@@ -35,26 +35,25 @@ class _Metadata(Struct):
 
 def grade_ifeval(request: GradeRequest) -> Grade:
     """Score 1 if the response follows all instructions of the row."""
-    try:
-        instructions = read_instructions(request.metadata, "ifeval", RULES)
-        return judge_instructions(
-            request.response, instructions, lambda response, item: RULES[item.instruction](response, item)
-        )
-    except RuleError as error:
-        return failed(str(error))
+    return _graded(request, "ifeval", RULES, lambda response, item: RULES[item.instruction](response, item))
 
 
-def judge_instructions(response: str, instructions: Sequence[Arguments], follows: Rule) -> Grade:
+def _graded(request: GradeRequest, grader: str, names: Collection[str], follows: Rule) -> Grade:
     """1 if all instructions hold for the text after the reasoning; the part `followed` is the share that holds.
 
-    The rules run on an empty response too, so that an error in the data shows, but it follows none. Raises RuleError.
+    `names` are those that the grader knows. The rules run on an empty response too, so that an error in the data shows,
+    but it follows none.
     """
-    text = after_thought(response) or ""
-    held = [follows(text, item) and bool(text.strip()) for item in instructions]
+    text = after_thought(request.response) or ""
+    try:
+        instructions = read_instructions(request.metadata, grader, names)
+        held = [follows(text, item) and bool(text.strip()) for item in instructions]
+    except RuleError as error:
+        return failed(str(error))
     return Grade(float(all(held)), all(held), {"followed": sum(held) / len(held)})
 
 
-def read_instructions(metadata: str, grader: str, names: Iterable[str]) -> list[Arguments]:
+def read_instructions(metadata: str, grader: str, names: Collection[str]) -> list[Arguments]:
     """The instructions of a row; `names` are those that the grader knows. Raises RuleError."""
     try:
         row = msgspec.json.decode(metadata, type=_Metadata)
@@ -67,24 +66,15 @@ def read_instructions(metadata: str, grader: str, names: Iterable[str]) -> list[
         raise RuleError(
             f"{grader} finds {len(row.instruction_id_list)} instructions and {len(given)} kwargs; give one for each"
         )
-    known = _finder(grader, names)
+    known = {short: name for name in names for short in (name, name.partition(":")[2])}
+    for name in row.instruction_id_list:
+        if name not in known:
+            guess = did_you_mean(name, known, otherwise=f"; known: {', '.join(names)}")
+            raise RuleError(f"{grader} has no instruction {name[:80]!r}{guess}")
     return [
-        Arguments(known(name), {key: value for key, value in (values or {}).items() if value is not None})
+        Arguments(known[name], {key: value for key, value in (values or {}).items() if value is not None})
         for name, values in zip(row.instruction_id_list, given, strict=True)
     ]
-
-
-def _finder(grader: str, names: Iterable[str]) -> Callable[[str], str]:
-    full = list(names)
-    short = {name.partition(":")[2]: name for name in full}
-
-    def known(name: str) -> str:
-        if name in full or name in short:
-            return short.get(name, name)
-        guess = did_you_mean(name, [*full, *short], otherwise=f"; known: {', '.join(full)}")
-        raise RuleError(f"{grader} has no instruction {name[:80]!r}{guess}")
-
-    return known
 
 
 @lru_cache(maxsize=1)
@@ -109,11 +99,7 @@ def _checkers() -> dict[str, Any]:
 def grade_ifbench(request: GradeRequest) -> Grade:
     """Score 1 if the response follows all instructions of the row."""
     prepare_ifbench()
-    try:
-        instructions = read_instructions(request.metadata, "ifbench", _checkers())
-        return judge_instructions(request.response, instructions, _follows)
-    except RuleError as error:
-        return failed(str(error))
+    return _graded(request, "ifbench", _checkers(), _follows)
 
 
 def _follows(response: str, item: Arguments) -> bool:

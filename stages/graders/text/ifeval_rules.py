@@ -57,6 +57,7 @@ class Arguments(Struct, frozen=True):
 Rule = Callable[[str, Arguments], bool]
 
 _WORD = re.compile(r"\w+")
+_PLACEHOLDER = re.compile(r"\[[^][\n]*\]")
 _TOKEN = re.compile(r"\w+(?:[-./]\w+)*|(?<=\w)'\w+")  # as word_tokenize has it: TO-DO is one, IT'S are two
 _SENTENCE_END = re.compile(r"(?<![.!?])[.!?]++[\"'”’)\]]{0,3}(?=\s|$)")
 _TITLES = frozenset(("mr", "mrs", "ms", "dr", "prof", "st", "vs", "jr", "sr", "fig", "gen", "rev", "e.g", "i.e"))
@@ -84,17 +85,6 @@ def _sentences(response: str) -> int:
         count += 1
         begin = found.end()
     return count + bool(response[begin:].strip())
-
-
-def _between(response: str, opening: str, closing: str) -> list[str]:
-    """The shortest texts between two marks on one line."""
-    texts = []
-    for line in response.split("\n"):
-        position = 0
-        while (start := line.find(opening, position)) >= 0 and (end := line.find(closing, start + 1)) >= 0:
-            texts.append(line[start + 1 : end])
-            position = end + 1
-    return texts
 
 
 def _divided(response: str, divider: str) -> list[str] | None:
@@ -241,7 +231,7 @@ RULES: dict[str, Rule] = {
     "length_constraints:number_paragraphs": _number_paragraphs,
     "length_constraints:nth_paragraph_first_word": _first_word,
     "detectable_content:number_placeholders": lambda response, given: (
-        len(_between(response, "[", "]")) >= given.count("num_placeholders")
+        len(_PLACEHOLDER.findall(response)) >= given.count("num_placeholders")
     ),
     "detectable_content:postscript": _postscript,
     "detectable_format:number_bullet_lists": _number_bullets,
