@@ -152,6 +152,11 @@ def need_package(package: str, pack: str, install: str) -> None:
         raise ValueError(f"the pack {pack} needs its package: pip install {install}")
 
 
+def system_message(text: str) -> tuple[Message, ...]:
+    """What stands before the other messages of a first prompt: nothing without a text."""
+    return (Message("system", text),) if text else ()
+
+
 def text_of(messages: Sequence[Message]) -> str:
     """The contents of messages, joined by line breaks."""
     return "\n".join(message.content for message in messages if message.content)

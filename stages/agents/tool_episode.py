@@ -24,8 +24,8 @@ from collections.abc import Sequence
 from typing import Final, Protocol, runtime_checkable
 from weakref import WeakValueDictionary
 
-from configs.schema.notation import nearest
-from stages.agents.environment import InfrastructureError, Start, Step, Task, Turn
+from configs.schema.notation import did_you_mean
+from stages.agents.environment import InfrastructureError, Start, Step, Task, Turn, system_message
 from stages.chat.messages import Message, ToolCall
 from stages.records.once import NoEffect, Once, Uncertain
 from stages.tools.tool import Arguments, NoAnswer, Tool, ToolCallError, shortened
@@ -95,8 +95,9 @@ class ToolEpisode:
 
     async def reset(self, task: Task) -> Start:
         self._tools = {tool.name: tool for tool in await self.open_tools(task)}
-        system = (Message("system", self._system),) if self._system else ()
-        return Start((*system, *task.messages), tuple(tool.schema for tool in self._tools.values()))
+        return Start(
+            (*system_message(self._system), *task.messages), tuple(tool.schema for tool in self._tools.values())
+        )
 
     async def step(self, turn: Turn) -> Step:
         if turn.truncated or not (turn.message.tool_calls or turn.malformed):
@@ -125,9 +126,8 @@ class ToolEpisode:
             raise ToolCallError(f"all {self._max_calls} calls are used up; give the answer")
         tool = self._tools.get(call.name)
         if tool is None:
-            near = nearest(call.name, self._tools)
-            hint = f"did you mean {near!r}?" if near else f"there are: {', '.join(self._tools)}"
-            raise ToolCallError(f"there is no tool {call.name[:100]!r}; {hint}")
+            hint = did_you_mean(call.name, self._tools, otherwise=f"; there are: {', '.join(self._tools)}")
+            raise ToolCallError(f"there is no tool {call.name[:100]!r}{hint}")
         if not getattr(tool, "effects", False):
             answer, kept = await _ANSWERS.call(tool, call.arguments)
             self._cached += kept

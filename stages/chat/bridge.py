@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import takewhile
 
 import msgspec
@@ -98,7 +99,6 @@ class Bridge:
 
     def __init__(self, template: Template, special: Callable[[str], list[str]]) -> None:
         self._template, self._special = template, special
-        self._end: str | None = None
 
     def between(
         self,
@@ -121,12 +121,10 @@ class Bridge:
         assert refusal is not None
         raise refusal
 
-    @property
+    @cached_property
     def end(self) -> str:
         """The text that closes a turn without calls. Raises ChatFormatError."""
-        if self._end is None:
-            self._end = self._template.render([QUESTION, Message("assistant", _MARK)], (), False).rpartition(_MARK)[2]
-        return self._end
+        return self._template.render([QUESTION, Message("assistant", _MARK)], (), False).rpartition(_MARK)[2]
 
     def _cut(self, without: str, whole: str, mark: str, called: bool) -> Between:
         last_mark, earlier_mark = without.rfind(mark), whole.rfind(mark)

@@ -23,16 +23,15 @@ import msgspec
 from msgspec.structs import replace
 
 from stages.chat.messages import ToolCall
-from stages.chat.tool_calls import CALL_CHARS, Found, Offered, blocks, called, found, read_json_at
+from stages.chat.tool_calls import CALL_CHARS, CallParser, Found, Offered, blocks, called, found, read_json_at
 
 _KIMI_ID: Final = re.compile(r"(?:functions\.)?(.+?):\d+", re.DOTALL)
 _COMPACT: Final = re.compile(r"\s*([^\[\]{}\s]+)\s*(?:\[CALL_ID\]([^\[\]{}\s]*)\s*)?\[ARGS\]", re.DOTALL)
 
 
-class DeepSeek:
+class DeepSeek(CallParser):
     opening = "<｜tool▁calls▁begin｜>"
     closing = "<｜tool▁calls▁end｜>"
-    reads_reasoning = False
 
     def parse(self, text: str, offered: Offered) -> Found:
         def read(content: str) -> ToolCall | str:
@@ -46,10 +45,9 @@ class DeepSeek:
         return blocks(text, "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", read, around=around)
 
 
-class KimiK2:
+class KimiK2(CallParser):
     opening = "<|tool_calls_section_begin|>"
     closing = "<|tool_calls_section_end|>"
-    reads_reasoning = False
 
     def parse(self, text: str, offered: Offered) -> Found:
         def read(content: str) -> ToolCall | str:
@@ -60,10 +58,8 @@ class KimiK2:
         return blocks(text, "<|tool_call_begin|>", "<|tool_call_end|>", read, around=(self.opening, self.closing))
 
 
-class Mistral:
+class Mistral(CallParser):
     opening = "[TOOL_CALLS]"
-    closing = ""
-    reads_reasoning = False
 
     def parse(self, text: str, offered: Offered) -> Found:
         content, place = "", 0
@@ -102,7 +98,7 @@ _RECIPIENT: Final = re.compile(r"to=functions\.([^\s<]+)")
 _CHANNEL: Final = re.compile(r"<\|channel\|>\s*(\w*)")
 
 
-class Harmony:
+class Harmony(CallParser):
     opening = "<|channel|>commentary to="
     closing = "<|call|>"
     reads_reasoning = True
@@ -132,10 +128,8 @@ class Harmony:
         return found("".join(content), calls, "\n".join(reasoning))
 
 
-class Llama3:
+class Llama3(CallParser):
     opening = "<|python_tag|>"
-    closing = ""
-    reads_reasoning = False
 
     def parse(self, text: str, offered: Offered) -> Found:
         before, tag, written = text.partition(self.opening)
@@ -166,10 +160,9 @@ _BEGIN: Final = re.compile(r"\[\s*([A-Za-z_][\w.]*)\s*\(")
 _CONSTANTS: Final = {"true": True, "false": False, "null": None}
 
 
-class Pythonic:
+class Pythonic(CallParser):
     opening = "<|python_start|>"
     closing = "<|python_end|>"
-    reads_reasoning = False
 
     def parse(self, text: str, offered: Offered) -> Found:
         names = offered.names

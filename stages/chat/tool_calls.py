@@ -43,8 +43,8 @@ class CallParser(Protocol):
     """The parser of one family of models."""
 
     opening: str  # the text with which a call begins
-    closing: str  # the text after which the model should stop, or ""
-    reads_reasoning: bool  # the parser gets whole turns, also without offered tools
+    closing: str = ""  # the text after which the model should stop, or ""
+    reads_reasoning: bool = False  # the parser gets whole turns, also without offered tools
 
     def parse(self, text: str, offered: Offered) -> Found: ...
 
@@ -192,10 +192,8 @@ def decoded(arguments: str) -> dict[str, object] | str:
     return value if isinstance(value, dict) else arguments
 
 
-class Marked:
+class Marked(CallParser):
     """Calls between marks of any text."""
-
-    reads_reasoning = False
 
     def __init__(self, opening: str = "<tool_call>", closing: str = "</tool_call>") -> None:
         self.opening, self.closing = opening, closing
@@ -280,12 +278,11 @@ _GLM_PAIR: Final = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</
 _GLM_FORM: Final = "NAME<arg_key>KEY</arg_key><arg_value>value</arg_value>"
 
 
-class Tagged:
+class Tagged(CallParser):
     """Calls of one of the two forms. `breaks`: the line breaks on either side of a value are markup."""
 
     opening = "<tool_call>"
     closing = "</tool_call>"
-    reads_reasoning = False
 
     def __init__(self, call: re.Pattern[str], pair: re.Pattern[str], form: str, breaks: bool) -> None:
         self._call, self._pair, self._form, self._breaks = call, pair, form, breaks

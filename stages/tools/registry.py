@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from configs.schema.notation import nearest
+from configs.schema.notation import did_you_mean
 from models.import_path import ImportPathError, import_path
 from stages.tools.calculator import Calculator
 from stages.tools.tool import Arguments, FunctionTool, Schema, Tool, ToolCallError, UnknownToolError, bounded
@@ -128,10 +128,9 @@ class Bounded:
 
 def _own_tool(path: str, memory_bytes: int) -> Tool:
     if not all(path.partition(":")):
-        near = nearest(path, BUILT_IN)
-        guess = f"did you mean {near!r}? " if near else ""
+        guess = did_you_mean(path, BUILT_IN, otherwise=";")
         raise UnknownToolError(
-            f"tools: {path!r} is no tool; {guess}Known: {', '.join(BUILT_IN)}, or your own as package.module:function"
+            f"tools: {path!r} is no tool{guess} Known: {', '.join(BUILT_IN)}, or your own as package.module:function"
         )
     tool = import_tool(path)
     return ToolProcess(path, tool.name, tool.schema, memory_bytes)

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping
 from itertools import count
 from typing import Any, Final, Literal
 
-from stages.agents.environment import Start, Step, Task, Turn
+from stages.agents.environment import Start, Step, Task, Turn, system_message
 from stages.chat.messages import Message
 
 Cell = tuple[int, int]  # row, column
@@ -176,8 +176,7 @@ class Maze:
     async def reset(self, task: Task) -> Start:
         self._grid = Grid(self._size, int(task.metadata.get("maze", task.seed)), self._open)
         self._shortest = len(self._grid.shortest())
-        system = (Message("system", self._instructions),) if self._instructions else ()
-        return Start((*system, Message("user", self._sight(self._grid, self._at))))
+        return Start((*system_message(self._instructions), Message("user", self._sight(self._grid, self._at))))
 
     async def step(self, turn: Turn) -> Step:
         ways = moves_of(turn.message.content)

@@ -21,7 +21,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-from stages.agents.environment import Start, Step, Task, Turn
+from stages.agents.environment import Start, Step, Task, Turn, system_message
 from stages.chat.messages import Message
 from stages.graders.grade import GradeRequest
 from stages.graders.registry import grade_request, listed_grader
@@ -95,8 +95,7 @@ class MultiAgent:
         if task.label is None:
             raise ValueError("the row has no label, which decides who is right; set --label-key")
         self._label, self._metadata = task.label, json.dumps(dict(task.metadata), default=str)
-        system = (Message("system", self._instructions),) if self._instructions else ()
-        return Start((*system, *task.messages))
+        return Start((*system_message(self._instructions), *task.messages))
 
     async def step(self, turn: Turn) -> Step:
         return self._judged(turn) if turn.number % 2 else self._answered(turn)

@@ -19,7 +19,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final
 
-from stages.agents.environment import InfrastructureError, Start, Step, Task, Turn
+from stages.agents.environment import InfrastructureError, Start, Step, Task, Turn, system_message
 from stages.chat.messages import Message
 
 try:  # imported while the worker starts: it may take many seconds
@@ -61,8 +61,8 @@ class Openenv:
             first = await self._client.reset(**{"seed": task.seed & 0x7FFFFFFF, **chosen})
         except Exception as error:  # its libraries raise many kinds: refusals, closed sockets, time-outs
             raise InfrastructureError(f"the OpenEnv server at {self._url} begins no episode: {error}") from None
-        system = (Message("system", self._system),) if self._system else ()
-        return Start((*system, *task.messages, Message("user", self._shown(first.observation))))
+        shown = Message("user", self._shown(first.observation))
+        return Start((*system_message(self._system), *task.messages, shown))
 
     async def step(self, turn: Turn) -> Step:
         try:

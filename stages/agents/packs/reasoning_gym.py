@@ -19,7 +19,7 @@ from itertools import count
 from typing import Any, Final, Literal
 
 from configs.schema.notation import did_you_mean
-from stages.agents.environment import Start, Step, Task, Turn, need_package
+from stages.agents.environment import Start, Step, Task, Turn, need_package, system_message
 from stages.chat.messages import Message
 from stages.workers.serve import CpuLimitError, cpu_limit
 
@@ -75,8 +75,8 @@ class ReasoningGym:
             raise ValueError(f"metadata.dataset is {name!r}{did_you_mean(name, self._settings)}")
         self._dataset, self._entry = _create(name, number, self._settings[name])
         self._name = name
-        system = (Message("system", self._instructions),) if self._instructions else ()
-        return Start((*system, Message("user", _question(self._entry, self._prompt))))
+        question = Message("user", _question(self._entry, self._prompt))
+        return Start((*system_message(self._instructions), question))
 
     async def step(self, turn: Turn) -> Step:
         score = scored(self._dataset, self._entry, answer_of(turn.message.content))

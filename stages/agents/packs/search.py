@@ -23,7 +23,7 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Final, Literal, Protocol
+from typing import Any, Final, Literal
 
 import aiohttp
 import msgspec
@@ -85,13 +85,6 @@ class Document(Struct, frozen=True):
         return f"{title}: {text}" if title and text else title or text
 
 
-class Retriever(Protocol):
-    """Finds documents."""
-
-    async def find(self, query: str, topk: int) -> Sequence[str]:
-        """At most `topk` documents as text, the best first. Raises InfrastructureError."""
-
-
 class Index:
     """BM25 over the documents of a file, or over the built-in corpus `towns`."""
 
@@ -103,7 +96,7 @@ class Index:
         self._corpus = corpus
 
     async def find(self, query: str, topk: int) -> Sequence[str]:
-        """Documents that share a word with the query."""
+        """At most `topk` documents that share a word with the query, the best first."""
         return await asyncio.to_thread(self._find, query[:QUERY_CHARS], topk)
 
     def _find(self, query: str, topk: int) -> list[str]:
@@ -141,7 +134,7 @@ class Server:
         self._url, self._timeout_s = url, timeout_s
 
     async def find(self, query: str, topk: int) -> Sequence[str]:
-        """The server's results."""
+        """At most `topk` results of the server, the best first. Raises InfrastructureError."""
         order = {"queries": [query[:QUERY_CHARS]], "topk": topk, "return_scores": True}
         try:
             async with (
@@ -196,7 +189,7 @@ class Search(ToolEpisode):
         if topk < 1:
             raise ValueError(f"topk is {topk}, but must be at least 1")
         self._topk, self._document_chars = topk, document_chars
-        self._retriever: Retriever = Server(url, timeout_s) if url else Index(corpus)
+        self._retriever = Server(url, timeout_s) if url else Index(corpus)
         self._indexed = "" if url else corpus
 
     @classmethod
@@ -228,7 +221,7 @@ class _Search:
         [_QUERY],
     )
 
-    def __init__(self, retriever: Retriever, topk: int, document_chars: int) -> None:
+    def __init__(self, retriever: Index | Server, topk: int, document_chars: int) -> None:
         self._retriever, self._topk, self._document_chars = retriever, topk, document_chars
 
     async def call(self, arguments: Arguments) -> str:
