@@ -10,8 +10,6 @@ the agent and never becomes a reward; all sequences of a rollout leave together,
 
 from __future__ import annotations
 
-import contextlib
-
 import msgspec
 from msgspec import Struct
 
@@ -21,18 +19,15 @@ from models.families.source import context_limit
 from stages.agents.environment import Endpoint, InfrastructureError, Outcome, Task, Turn
 from stages.agents.hosting import Ask, Hosting, Record, digest
 from stages.agents.worker import EnvironmentFailed, Taken
-from stages.base import GenerateOptions, LoopStage, StageContext
+from stages.base import LoopStage
 from stages.chat.messages import ChatFormat, Message, ToolSchema
 from stages.chat.tokenizer import Tokenizer
-from stages.gateway.answers import Answers, OpenSession
+from stages.gateway.answers import OpenSession
 from stages.gateway.server import Gateway
 from stages.gateway.sessions import Session
 from stages.messages import PromptGroup, Sample, TurnReward
-from stages.ports import Topic
 from stages.records.unfinished import AnswerJournal
 from stages.rollouts import append_untrained, new_sample
-from stages.sampling.rollout_requests import Requests
-from stages.sampling.sampler import Sampler
 
 Messages = tuple[Message, ...]
 
@@ -166,36 +161,6 @@ def task_of(group: PromptGroup, sample: Sample) -> Task:
     )
 
 
-class GatewayDoor:
-    """The gateway of a replica and its engine client. Both exist only if the run has agents."""
-
-    def __init__(self, context: StageContext, extra: dict[str, float]) -> None:
-        self._context, self._extra = context, extra
-        self._sampler: Sampler | None = None
-        self._gateway: Gateway | None = None
-        self._stack = contextlib.AsyncExitStack()
-
-    async def open(self, chat: ChatFormat, tokenizer: Tokenizer) -> Gateway:
-        """The gateway. The first call starts it."""
-        if self._gateway is None:
-            context, options = self._context, self._context.given(GenerateOptions)
-            self._sampler = Sampler.of(context, "agents", self._extra)
-            self._stack.push_async_callback(self._sampler.close)
-            requests = Requests(context.config, options.max_context)
-            vocab_size = options.vocab_size or tokenizer.vocab_size
-            answers = Answers(self._sampler, requests, chat, encode=tokenizer.encode, vocab_size=vocab_size)
-            self._gateway = await self._stack.enter_async_context(Gateway(answers))
-        return self._gateway
-
-    async def follow(self, topic: Topic) -> None:
-        """Follows the engines on the topic; runs until cancelled."""
-        if self._sampler is not None:
-            await self._sampler.follow(topic)
-
-    async def close(self) -> None:
-        await self._stack.aclose()
-
-
 class AgentEpisodes:
     """The episodes of one agent in one replica."""
 
@@ -233,11 +198,6 @@ class AgentEpisodes:
         if record.restored:
             uncertain = outcome.metrics.get("uncertain", 0.0) + 1
             outcome = Outcome(outcome.reward, {**outcome.metrics, "uncertain": uncertain})
-        return self._ended(group, session, parts, outcome, cut)
-
-    def _ended(
-        self, group: PromptGroup, session: Session, parts: tuple[Sample, ...], outcome: Outcome, cut: bool
-    ) -> tuple[Sample, ...]:
         reported = Outcome(outcome.reward, {**outcome.metrics, "turns": session.turns, "sequences": len(parts)})
-        last = ended(self.config, group, self.hosting.table.name, parts[-1], reported, cut=cut)
+        last = ended(self.config, group, table.name, parts[-1], reported, cut=cut)
         return (*(msgspec.structs.replace(part, done=True) for part in parts[:-1]), last)

@@ -18,6 +18,7 @@ reason, and never becomes a reward; the processes of environments end with this 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 from collections.abc import Coroutine, Mapping
 from typing import Any
@@ -27,20 +28,24 @@ import msgspec
 from configs.schema import Config, EnvironmentConfig, ToolsConfig
 from configs.schema.notation import cure
 from stages.agents.environment import Turn
-from stages.agents.episodes import AgentEpisodes, Episodes, GatewayDoor
+from stages.agents.episodes import AgentEpisodes, Episodes
 from stages.agents.hosting import Hosting, OutageNotice
 from stages.agents.tool_episode import ToolEpisode
 from stages.agents.worker import EnvironmentFailed
 from stages.base import GenerateOptions, LoopStage, StageContext, beside, failed
 from stages.chat.formats import chat_format
-from stages.chat.messages import Message, ToolCall
-from stages.chat.tokenizer import load_tokenizer
+from stages.chat.messages import ChatFormat, Message, ToolCall
+from stages.chat.tokenizer import Tokenizer, load_tokenizer
 from stages.chat.tool_calls import Marked, Offered
+from stages.gateway.answers import Answers
+from stages.gateway.server import Gateway
 from stages.messages import PromptGroup, RolloutSlice, Sample
 from stages.ports import Ports, Topic, wait_value
 from stages.records.once import EPISODES_DIR
 from stages.records.unfinished import AnswerJournal, TurnJournal
 from stages.rollouts import append_untrained
+from stages.sampling.rollout_requests import Requests
+from stages.sampling.sampler import Sampler
 from stages.tools.registry import Bounded, close_tools, resolve_tools
 from stages.tools.tool import RESULT_CHARS, Tool
 
@@ -79,7 +84,8 @@ class AgentsStage(LoopStage):
     def __init__(self, context: StageContext) -> None:
         super().__init__(context)
         self._hosts: dict[str, Episodes | AgentEpisodes] = {}
-        self._door = GatewayDoor(context, self.activity.extra)
+        self._sampler: Sampler | None = None  # of the gateway, which only agents need
+        self._stack = contextlib.AsyncExitStack()
         self._hostings: list[Hosting] = []
         self._tools: dict[str, Tool] = {}  # of --tools
         self._episodes = context.run_dir / EPISODES_DIR
@@ -113,27 +119,34 @@ class AgentsStage(LoopStage):
         self._hostings += hostings
         async with asyncio.TaskGroup() as tasks:
             opening = [tasks.create_task(hosting.workers.open()) for hosting in hostings]
+        gateway: Gateway | None = None
         for hosting, opened in zip(hostings, opening, strict=True):
             if opened.result().kind == "agent":
-                gateway = await self._door.open(chat, tokenizer)
+                gateway = gateway or await self._open_gateway(chat, tokenizer)
                 self._hosts[hosting.table.name] = AgentEpisodes(self.config, hosting, chat, gateway, self._answers)
             else:
                 self._hosts[hosting.table.name] = Episodes(self.config, hosting, chat, tokenizer)
 
+    async def _open_gateway(self, chat: ChatFormat, tokenizer: Tokenizer) -> Gateway:
+        options = self.context.given(GenerateOptions)
+        sampler = self._sampler = Sampler.of(self.context, "agents", self.activity.extra)
+        self._stack.push_async_callback(sampler.close)
+        requests = Requests(self.config, options.max_context)
+        vocab_size = options.vocab_size or tokenizer.vocab_size
+        answers = Answers(sampler, requests, chat, encode=tokenizer.encode, vocab_size=vocab_size)
+        return await self._stack.enter_async_context(Gateway(answers))
+
     async def close(self) -> None:
         await close_tools(self._tools)
-        await self._door.close()
+        await self._stack.aclose()
         for hosting in self._hostings:
             await hosting.workers.close()
 
     async def run(self, ports: Ports) -> None:
         """Takes every rollout at once: the gate bounds their number, and most of them wait."""
         inlet, outlet, self._ports = ports.inlets[self.inlet], ports.outlets[self.outlet], ports
-        async with (
-            beside(self._follow_drain(ports.topic)),
-            beside(self._door.follow(ports.topic)),
-            asyncio.TaskGroup() as self._tasks,
-        ):
+        engines = () if self._sampler is None else (self._sampler.follow(ports.topic),)
+        async with beside(self._follow_drain(ports.topic), *engines), asyncio.TaskGroup() as self._tasks:
             while (lease := await inlet.receive()) is not None:
                 self._tasks.create_task(self._work(lease, outlet))
 

@@ -21,7 +21,6 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from configs.schema.rollout import RolloutConfig
-from models.engines.answers import RequestLimits
 from models.engines.client import EngineClient
 from stages.engines.colocation import KEY, trainers_turn
 from stages.messages import WeightsAnnouncement
@@ -142,7 +141,7 @@ class EngineDirectory:
         """`stage`: `scale/<stage>` on the topic holds the number of clients, if it changes."""
         self.timeout_s, self.stage = rollout.request_timeout_secs, stage
         self.concurrency = rollout.server_concurrency  # samples in flight at an engine without a published limit
-        self.limits = RequestLimits(vocab_size)
+        self.vocab_size = vocab_size
         self.engines: dict[str, Target] = {}
         self.router: Target | None = None
         self.state: RouterState | None = None
@@ -238,14 +237,7 @@ class EngineDirectory:
             self.router = self._target(ROUTER, address)
 
     def _target(self, name: str, address: EngineEntry | RouterAddress) -> Target:
-        limits = self.limits
-        client = EngineClient(
-            address.url,
-            timeout_s=self.timeout_s,
-            vocab_size=limits.vocab_size,
-            context_length=limits.context_length,
-            token=address.token,
-        )
+        client = EngineClient(address.url, timeout_s=self.timeout_s, vocab_size=self.vocab_size, token=address.token)
         return Target(name, address.incarnation, client, Slots(self.concurrency))
 
     def _share(self) -> None:
