@@ -72,16 +72,14 @@ def cut(sample: Sample, length: int) -> Sample:
     )
 
 
-def branch(sample: Sample, length: int, response: str = "") -> Sample:
+def branch(sample: Sample, length: int) -> Sample:
     """A sequence that begins with the first `length` tokens of an earlier one of its rollout and continues from there.
 
-    `response`: their text after the prompt. It takes over no counts and no rewards; `as_rollout`
-    gives it its place.
+    It takes over no text, no counts and no rewards; `as_rollout` gives it its place.
     """
     head = cut(sample, length)
     return msgspec.structs.replace(
         new_sample((), sample.index),
-        response=response,
         token_ids=head.token_ids,
         prompt_length=head.prompt_length,
         loss_mask=head.loss_mask,

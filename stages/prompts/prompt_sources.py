@@ -174,7 +174,7 @@ class DrawnPrompts:
         )  # fmt: skip
         self._keys = RowKeys("prompt", "label", "metadata", "tools", trusted_functions(config))
         self._rows: dict[int, PreparedPrompt] = {}
-        self._next = 0  # position of what the source gives next
+        self.reached = 0  # the first position that is not there yet
         self._asking = asyncio.Lock()
         directory.mkdir(exist_ok=True)
         arguments = slime_arguments(config, save=str(directory), load=str(directory))
@@ -197,18 +197,13 @@ class DrawnPrompts:
         for position, row in rows.items():
             ids = wire(self._encode(row.prompt), Int32Array)
             self._rows[position] = PreparedPrompt(row.prompt, ids, row.label, row.metadata, row.tools)
-        self._next = max([cursor, *(position + 1 for position in rows)])
-
-    @property
-    def reached(self) -> int:
-        """The first position that is not there yet."""
-        return self._next
+        self.reached = max([cursor, *(position + 1 for position in rows)])
 
     async def reach(self, position: int) -> None:
         """Ask the source until it has given all positions before this one. Waits for it."""
         async with self._asking:
-            while self._next < position:
-                wanted = position - self._next
+            while self.reached < position:
+                wanted = position - self.reached
                 ask = partial(self._source.get_samples, wanted)
                 rows = [self._row(group) for group in await asyncio.to_thread(self._called, "get_samples", ask)]
                 if not rows:
@@ -217,8 +212,8 @@ class DrawnPrompts:
                         "does: begin again with the first row, or set a lower --num-rollout"
                     )
                 for row in rows:
-                    self._rows[self._next] = row
-                    self._next += 1
+                    self._rows[self.reached] = row
+                    self.reached += 1
 
     async def save(self, step: int) -> None:
         """Have the source save its state after `step` batches; `kept`, called right behind, is of the same moment."""

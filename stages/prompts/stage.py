@@ -209,13 +209,12 @@ class PromptStage(Stage):
             top_p=self.sampling.top_p,
         )
         self.activity.items_out += 1
+        sent: PromptGroup | RolloutSlice = message
         if self.saved is not None:
-            await outlet.send(await asyncio.to_thread(self.saved.group, group.group_id), message.key)
+            sent = await asyncio.to_thread(self.saved.group, group.group_id)
         elif self.supervised:
-            shown = demonstration(message, prompt, self.steps, eos_id=self.eos_id, encode=self.encode)
-            await outlet.send(shown, message.key)
-        else:
-            await outlet.send(message, message.key)
+            sent = demonstration(message, prompt, self.steps, eos_id=self.eos_id, encode=self.encode)
+        await outlet.send(sent, message.key)
 
     async def _settle(self, ports: Ports) -> None:
         """Waits for reports; ends when the settle stream ends, after everything else has."""

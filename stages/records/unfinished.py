@@ -85,12 +85,12 @@ class TurnJournal:
         return recorded
 
     def _read(self, group: PromptGroup, index: int) -> Sample | None:
-        newest: Sample | None = None
-        for bound, (rollout,), sample in self._records.read(group, this_life=False):
-            fits = rollout == index and max(sample.model_versions, default=0) <= bound
-            if fits and (newest is None or sample.turns > newest.turns):
-                newest = sample
-        return newest
+        fitting = (
+            sample
+            for bound, (rollout,), sample in self._records.read(group, this_life=False)
+            if rollout == index and max(sample.model_versions, default=0) <= bound
+        )
+        return max(fitting, key=lambda sample: sample.turns, default=None)
 
 
 response_log = logging.getLogger("sluice.generate")
@@ -157,7 +157,8 @@ class ResponseJournal:
             if turn not in turns or not is_whole(result):
                 continue
             versions = [run.version for run in result.runs]
-            if oldest <= min(versions) and max(versions) <= newest and _better(result, best.get(turn)):
+            further = turn not in best or _reach(result) > _reach(best[turn])
+            if oldest <= min(versions) and max(versions) <= newest and further:
                 best[turn] = result
         return {turn: replace(result, reused_tokens=len(result.token_ids)) for turn, result in best.items()}
 
@@ -174,11 +175,9 @@ def is_whole(result: SampleResult) -> bool:
     return n > 0 and lengths == (n, n) and result.error is None
 
 
-def _better(result: SampleResult, than: SampleResult | None) -> bool:
-    """Whether a result is further: it has ended, or it is longer."""
-    if than is None:
-        return True
-    return (result.finish != "aborted", len(result.token_ids)) > (than.finish != "aborted", len(than.token_ids))
+def _reach(result: SampleResult) -> tuple[bool, int]:
+    """How far a result is: further if it has ended, or if it is longer."""
+    return result.finish != "aborted", len(result.token_ids)
 
 
 ANSWER_KIND: Final = Kind(ANSWERS, SampleResult, ("token_ids", "log_probs"), "text", synced=True, own=True)

@@ -139,7 +139,7 @@ class Batch:
         self.slices: list[RolloutSlice] = []  # what is trained of each group
         self.masked_tokens = 0  # too old, in groups that are trained
         self.sequences: dict[int, list[TrainSequence]] = {}  # by group, while they wait for their turn
-        self.staleness: dict[int, int] = {}
+        self.staleness: Counter[int] = Counter()  # trained tokens by age
         self.trained_tokens = 0
         self.compute_s = 0.0
         self.pending = 0  # groups since the backend last ran all of its own through
@@ -152,13 +152,12 @@ class Batch:
         self.sequences[slice_.group.group_id] = sequences
         self.masked_tokens += masked
         self.pending += 1
-        counts: Counter[int] = Counter(self.staleness)
+
         for parts in rollouts(slice_.samples):
             for sample, mask in zip(parts, trained_masks(parts), strict=True):
                 for version, n in by_version(sample, mask):
                     self.trained_tokens += n
-                    counts[self.step - version] += n
-        self.staleness = dict(counts)
+                    self.staleness[self.step - version] += n
 
     @property
     def group_ids(self) -> tuple[int, ...]:

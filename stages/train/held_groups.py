@@ -14,8 +14,8 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import bisect
 import dataclasses
-import heapq
 import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
@@ -61,8 +61,7 @@ class GroupBuffer:
         self._custom: OrderFunction | None = import_path(self._order) if ":" in self._order else None
         self.gate = StalenessGate.of(config)
         self._has_spares = FALLBACK in config.filter.dynamic_sampling_filter
-        self._judged = self._custom is not None or self._order == "priority"  # the order depends on the batch
-        self._groups: list[_Place] = []  # a heap, unless every choice looks at all of them
+        self._groups: list[_Place] = []  # sorted
         self._spares: list[Waiting] = []
         self._arrivals = 0
 
@@ -83,10 +82,8 @@ class GroupBuffer:
         )
         if waiting.spare is not None:
             self._spares.append(waiting)
-        elif self._judged:
-            self._groups.append(self._place(waiting))
         else:
-            heapq.heappush(self._groups, self._place(waiting))
+            bisect.insort(self._groups, self._place(waiting))
 
     def _place(self, waiting: Waiting) -> _Place:
         by = waiting.arrival if self._order == "ready_first" else waiting.group_id
@@ -98,10 +95,8 @@ class GroupBuffer:
 
     def pop(self, step: int, missing: int) -> Lease[RolloutSlice] | None:
         """The next group for batch `step`, None if none is ready. Raises BufferOrderError."""
-        if self._groups and self._judged:
-            return self._groups.pop(self._choose(step, missing))[-1].lease
         if self._groups:
-            return heapq.heappop(self._groups)[-1].lease
+            return self._groups.pop(self._choose(step, missing))[-1].lease
         if self.ready(missing):
             return self._spares.pop(_first(self._spares, lambda w: (w.group_id,))).lease
         return None
@@ -110,7 +105,6 @@ class GroupBuffer:
         """Remove the groups that are too old for batch `step`, oldest first."""
         old = [w for *_, w in self._groups if not self.gate.fresh(step=step, version=w.version)]
         self._groups = [p for p in self._groups if self.gate.fresh(step=step, version=p[-1].version)]
-        heapq.heapify(self._groups)
         return [w.lease for w in sorted(old, key=lambda w: w.group_id)]
 
     def take_spares(self) -> list[tuple[Lease[RolloutSlice], str]]:
@@ -125,9 +119,11 @@ class GroupBuffer:
         return [w.lease for w in rest]
 
     def _choose(self, step: int, missing: int) -> int:
-        """Index of the next group, for orders that depend on the batch."""
+        """Index of the next group: the first one, unless the order depends on the batch."""
         if self._custom is not None:
             return self._call_order(self._custom, step)
+        if self._order != "priority":
+            return 0
         last = self._deadline(step, missing)
         waiting = [w for *_, w in self._groups]
         return _first(waiting, lambda w: (float(self._slack(w, step) > last), *self._priority(w, step)))
@@ -157,7 +153,6 @@ class GroupBuffer:
         return (1.0, -waiting.signal, float(waiting.group_id))
 
     def _call_order(self, function: OrderFunction, step: int) -> int:
-        self._groups.sort()
         slices = [w.lease.message for *_, w in self._groups]
         rule = f"it must return the index of one of the {len(slices)} waiting groups"
         try:

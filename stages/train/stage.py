@@ -312,7 +312,7 @@ class TrainStage(Stage):
             metrics=batch.metrics() | metrics,
             tokens=batch.trained_tokens,
             token_hash=batch.token_hash(),
-            staleness=batch.staleness,
+            staleness=dict(batch.staleness),
             pinned=due.evaluate,
             last=due.end and self.steps < self.schedule.total,
             pass_rates=batch.pass_rates,
