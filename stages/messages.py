@@ -27,7 +27,7 @@ reason.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, Literal, TypeVar
 
 import msgspec
@@ -211,11 +211,15 @@ class Sample(Struct, frozen=True, array_like=True):
     @property
     def versions(self) -> npt.NDArray[np.int32]:
         """[T] version of each token, -1 where no weights of this run made it."""
-        versions, start = np.empty(sum(run.n_tokens for run in self.version_runs), dtype=np.int32), 0
+        runs = np.array([(run.version, run.n_tokens) for run in self.version_runs], dtype=np.int32).reshape(-1, 2)
+        return np.repeat(runs[:, 0], runs[:, 1])
+
+    def spans(self) -> Iterator[tuple[int, int, int]]:
+        """(version, start, end) of each version run."""
+        start = 0
         for run in self.version_runs:
-            versions[start : start + run.n_tokens] = run.version
+            yield run.version, start, start + run.n_tokens
             start += run.n_tokens
-        return versions
 
     @property
     def model_versions(self) -> tuple[int, ...]:
@@ -238,10 +242,9 @@ class Sample(Struct, frozen=True, array_like=True):
             return f"version runs cover {covered} of {n} tokens"
         if not np.isfinite(self.log_probs).all():
             return "a log-prob is not finite"
-        start, first_made = 0, n  # by runs, because this runs for every trained sample
-        for run in self.version_runs:
-            end = start + run.n_tokens
-            if run.version >= 0:
+        first_made = n
+        for version, start, end in self.spans():  # not by tokens, because this runs for every trained sample
+            if version >= 0:
                 if start < self.prompt_length and end > start:
                     return "a token of the prompt carries a version of the weights; give it version -1"
                 first_made = min(first_made, start if end > start else n)
@@ -249,7 +252,6 @@ class Sample(Struct, frozen=True, array_like=True):
                 return "a token that no weights made (version -1) has loss mask 1"
             elif np.count_nonzero(self.log_probs[start:end]):
                 return "a token that no weights made (version -1) has a log-prob; give it 0.0"
-            start = end
         for turn in self.turn_rewards:
             if not (math.isfinite(turn.reward) and first_made < turn.end <= n):
                 return (

@@ -304,12 +304,10 @@ def without_older(slice_: RolloutSlice, oldest: int) -> tuple[RolloutSlice, int]
     """The group with loss mask 0 at tokens of versions before `oldest`, and how many tokens that were."""
     samples, masked = [], 0
     for sample in slice_.samples:
-        mask, start = np.array(sample.loss_mask, dtype=np.uint8), 0
-        for run in sample.version_runs:
-            end = start + run.n_tokens
-            if run.version < oldest:
+        mask = np.array(sample.loss_mask, dtype=np.uint8)
+        for version, start, end in sample.spans():
+            if version < oldest:
                 mask[start:end] = 0
-            start = end
         if lost := int(np.count_nonzero(sample.loss_mask)) - int(np.count_nonzero(mask)):
             sample = msgspec.structs.replace(sample, loss_mask=wire(mask, UInt8Array))
         samples.append(sample)
@@ -319,12 +317,9 @@ def without_older(slice_: RolloutSlice, oldest: int) -> tuple[RolloutSlice, int]
 
 def by_version(sample: Sample, mask: npt.NDArray[Any]) -> Iterator[tuple[int, int]]:
     """(version, number of its tokens in `mask` [T]) for each version run that has any."""
-    start = 0
-    for run in sample.version_runs:
-        end = start + run.n_tokens
+    for version, start, end in sample.spans():
         if count := int(np.count_nonzero(mask[start:end])):
-            yield run.version, count
-        start = end
+            yield version, count
 
 
 def settlement(slice_: RolloutSlice, outcome: Outcome, detail: str) -> Settled:

@@ -83,17 +83,15 @@ class SampleRow(Struct, frozen=True, kw_only=True):
 def stretches(sample: Sample) -> list[tuple[Literal["model", "observation"], int, int]]:
     """(role, start, end) of what follows the prompt: tokens that weights of the run made, and others, in turns."""
     found: list[tuple[Literal["model", "observation"], int, int]] = []
-    start = 0
-    for run in sample.version_runs:
-        end, role = start + run.n_tokens, "model" if run.version >= 0 else "observation"
+    for version, start, end in sample.spans():
+        role: Literal["model", "observation"] = "model" if version >= 0 else "observation"
         begin = max(start, sample.prompt_length)
-        start = end
         if begin >= end:
             continue
         if found and found[-1][0] == role:
-            found[-1] = (found[-1][0], found[-1][1], end)
+            found[-1] = (role, found[-1][1], end)
         else:
-            found.append(("model" if role == "model" else "observation", begin, end))
+            found.append((role, begin, end))
     return found
 
 
