@@ -35,49 +35,39 @@ from stages.messages import Int32Array as Ids
 from stages.messages import PromptGroup, RolloutSlice, Sample, UInt8Array, VersionRun, wire
 from stages.reward.components import Row, Selection
 from stages.slime import hooks
-from stages.slime.types import SlimeArguments
+from stages.slime.types import SlimeArguments, slime_arguments
 
 TRY_S: Final = 20  # for one call
 
-# kind -> (how to import it, what a fault begins with)
+# kind -> (how to import it, the flag that names it)
 KINDS: dict[str, tuple[Callable[[str], object], str]] = {
     "grader": (custom_grader, ""),
     "group_grader": (custom_grader, ""),
-    "filter": (import_filter, "--dynamic-sampling-filter-path: "),
-    "generate": (hooks.generate_function, "--custom-generate-function-path: "),
-    "source": (hooks.data_source, "--data-source-path: "),
-    "sample_filter": (hooks.sample_filter, "--rollout-sample-filter-path: "),
-    "post_process": (hooks.post_process, "--custom-reward-post-process-path: "),
-    "log": (hooks.rollout_log, "--custom-rollout-log-function-path: "),
-    "eval_log": (hooks.eval_log, "--custom-eval-rollout-log-function-path: "),
-    "rollout": (hooks.rollout_function, "--rollout-function-path: "),
-    "advantage": (import_path, "--advantage-estimator: "),
-    "policy_loss": (import_path, "--policy-loss: "),
-    "loss": (import_path, "--custom-loss-function-path: "),
-    "tis": (import_path, "--custom-tis-function-path: "),
+    "filter": (import_filter, "--dynamic-sampling-filter-path"),
+    "generate": (hooks.generate_function, "--custom-generate-function-path"),
+    "rollout": (hooks.rollout_function, "--rollout-function-path"),
+    "sample_filter": (hooks.sample_filter, "--rollout-sample-filter-path"),
+    "post_process": (hooks.post_process, "--custom-reward-post-process-path"),
+    "log": (hooks.rollout_log, "--custom-rollout-log-function-path"),
+    "eval_log": (hooks.eval_log, "--custom-eval-rollout-log-function-path"),
+    "source": (hooks.data_source, "--data-source-path"),
+    "advantage": (import_path, "--advantage-estimator"),
+    "policy_loss": (import_path, "--policy-loss"),
+    "loss": (import_path, "--custom-loss-function-path"),
+    "tis": (import_path, "--custom-tis-function-path"),
 }
+_NAMED: Final = ("advantage", "policy_loss")  # their flags take names as well
 
 
 def functions_of(config: Config) -> tuple[str, ...]:
     """Functions of the flags, as `kind=package.module:function`."""
-    selection, algorithm = Selection(config.reward), config.algorithm
+    selection, settings = Selection(config.reward), vars(slime_arguments(config))
     names = [*selection.configured(), *([selection.group_grader(Row())] if config.reward.group_rm else [])]
+    values = {kind: settings[flag[2:].replace("-", "_")] for kind, (_, flag) in KINDS.items() if flag}
     paths = {
-        "filter": config.filter.dynamic_sampling_filter_path,
-        "generate": config.rollout.custom_generate_function_path,
-        "rollout": config.rollout.rollout_function_path,
-        "sample_filter": config.filter.rollout_sample_filter_path,
-        "post_process": config.reward.custom_reward_post_process_path,
-        "log": config.observe.custom_rollout_log_function_path,
-        "eval_log": config.observe.custom_eval_rollout_log_function_path,
-        "source": config.data.data_source_path,
-        "advantage": algorithm.advantage_estimator if ":" in algorithm.advantage_estimator else None,
-        "policy_loss": algorithm.policy_loss if ":" in algorithm.policy_loss else None,
-        "loss": algorithm.custom_loss_function_path,
-        "tis": config.correction.custom_tis_function_path,
+        kind: value for kind, value in values.items() if value is not None and (kind not in _NAMED or ":" in value)
     }
-    found = (f"{kind}={path}" for kind, path in paths.items() if path is not None)
-    return (*graders_of(names, config), *found)
+    return (*graders_of(names, config), *(f"{kind}={path}" for kind, path in paths.items()))
 
 
 def graders_of(names: Iterable[str], config: Config) -> tuple[str, ...]:
@@ -191,7 +181,8 @@ def faults(functions: Sequence[str], tries: Config | None = None) -> tuple[list[
     with the settings `tries`."""
     problems, warnings = list[str](), list[str]()
     for kind, _, path in (function.partition("=") for function in functions):
-        importer, option = KINDS[kind]
+        importer, flag = KINDS[kind]
+        option = f"{flag}: " if flag else ""
         try:
             importer(path)
             if tries is not None and kind in TRIALS and (found := tried(kind, path, tries)):
