@@ -86,7 +86,8 @@ class Environment(Protocol):
     async def step(self, turn: Turn) -> Step: ...
 
     async def close(self) -> None:
-        """Called once when the episode is over, possibly before its last turn."""
+        """Called once when the episode is over, possibly before its last turn. A subclass may leave it out."""
+        return
 
 
 class CallsOnce(Protocol):

@@ -49,7 +49,7 @@ class Episodes:
 
     def __init__(self, config: Config, hosting: Hosting, chat: ChatFormat, tokenizer: Tokenizer) -> None:
         self.config, self.hosting, self.chat, self.tokenizer = config, hosting, chat, tokenizer
-        self._context = context_limit(config)
+        self._name, self._context = hosting.table.name, context_limit(config)
 
     async def advance(self, group: PromptGroup, sample: Sample) -> Sample:
         """The sample with its first prompt or with the answer to its last turn. Raises EnvironmentFailed."""
@@ -76,10 +76,6 @@ class Episodes:
         if after.done:
             self.hosting.workers.end(record.task.episode)
         return after
-
-    @property
-    def _name(self) -> str:
-        return self.hosting.table.name
 
     async def _begun(self, group: PromptGroup, sample: Sample) -> Sample:
         """The rollout with the first prompt of its environment."""

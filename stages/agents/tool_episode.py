@@ -25,7 +25,7 @@ from typing import Final, Protocol, runtime_checkable
 from weakref import WeakValueDictionary
 
 from configs.schema.notation import did_you_mean
-from stages.agents.environment import InfrastructureError, Start, Step, Task, Turn, system_message
+from stages.agents.environment import Environment, InfrastructureError, Start, Step, Task, Turn, system_message
 from stages.chat.messages import Message, ToolCall
 from stages.records.once import NoEffect, Once, Uncertain
 from stages.tools.tool import Arguments, NoAnswer, Tool, ToolCallError, shortened
@@ -74,7 +74,7 @@ class AnswerCache:
 _ANSWERS: Final = AnswerCache()  # of all episodes of this process
 
 
-class ToolEpisode:
+class ToolEpisode(Environment):
     """An environment of tools; packs derive from it and implement `open_tools`.
 
     `max_calls` calls are answered, later calls refused. `system` is placed before the messages of the task.
@@ -105,9 +105,6 @@ class ToolEpisode:
         if turn.malformed:
             return Step((Message("tool", self._error(turn.malformed)),), answer=turn.text)
         return Step(tuple([await self._answered(call) for call in turn.message.tool_calls]), answer=turn.text)
-
-    async def close(self) -> None:
-        """The episode is over."""
 
     async def _answered(self, call: ToolCall) -> Message:
         try:

@@ -11,7 +11,7 @@ import itertools
 import json
 import logging
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -91,11 +91,8 @@ class Workers:
         """Assign an episode to the process with the fewest episodes."""
         self.end(episode)
         self._drop_idle()
-        counts = {id(worker): 0 for worker in self.processes}
-        for live in self.live.values():
-            if id(live.worker) in counts:
-                counts[id(live.worker)] += 1
-        worker = min(self.processes, key=lambda worker: counts[id(worker)])
+        counts = Counter(live.worker for live in self.live.values())
+        worker = min(self.processes, key=lambda worker: counts[worker])
         live = self.live[episode] = Live(worker, f"{episode}#{next(self._names)}")
         try:
             await worker.ready()
@@ -154,8 +151,8 @@ class Workers:
             self._background(self._close_retired())
 
     async def _close_retired(self) -> None:
-        used = {id(live.worker) for live in self.live.values()}
-        for worker in [worker for worker in self._retired if id(worker) not in used]:
+        used = {live.worker for live in self.live.values()}
+        for worker in [worker for worker in self._retired if worker not in used]:
             self._retired.remove(worker)
             await worker.close()
 

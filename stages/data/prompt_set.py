@@ -127,7 +127,7 @@ class PromptSet:
         try:
             prepared = self._prepare(parse_row(source.row(row), self._keys, source.columns))
         except (BadValue, RowError) as error:
-            raise RowError(f"{source.file}:{source.line(row)}: {_reason(error)}") from None
+            raise RowError(f"{source.file}:{source.line(row)}: {error}") from None
         self._keep(index, prepared)
         return prepared
 
@@ -184,7 +184,7 @@ class PromptSet:
 
     def _skip(self, source: Source, row: int, error: BadValue | RowError, strict: bool) -> None:
         kind = error.kind if isinstance(error, BadValue) else "bad json"
-        bad = BadRow(source.file, source.line(row), _reason(error), kind)
+        bad = BadRow(source.file, source.line(row), str(error), kind)
         if kind == "untrusted":
             raise RowError(str(bad))
         # A long prompt is a fact of good data, which the limit is there to filter; it is no malformed row.
@@ -271,10 +271,6 @@ def _frozen(ids: Sequence[int]) -> Int32Array:
     array = wire(ids, Int32Array)
     array.flags.writeable = False  # one array is handed to every group of this prompt
     return array
-
-
-def _reason(error: BadValue | RowError) -> str:
-    return error.reason if isinstance(error, BadValue) else str(error)
 
 
 def load_train_prompts(config: Config, tokenizer: Tokenizer) -> PromptSet:

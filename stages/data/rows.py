@@ -95,7 +95,7 @@ class BadValue(Exception):
     """Why a row cannot become a prompt."""
 
     def __init__(self, kind: SkipKind, reason: str) -> None:
-        super().__init__(kind, reason)
+        super().__init__(reason)
         self.kind = kind
         self.reason = reason
 

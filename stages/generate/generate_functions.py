@@ -16,6 +16,7 @@ import inspect
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -85,7 +86,7 @@ class GenerateFunctions:
     ) -> None:
         self.config, self.activity, self._answers = config, activity, answers
         self._sampler, self._requests, self._vocab_size = sampler, requests, vocab_size
-        self._functions: dict[str, Callable[..., Any]] = {}
+        self._function: Callable[[str], Callable[..., Any]] = cache(generate_function)
         self.loop, self._stack = UserLoop(), AsyncExitStack()
         self._gateway: Gateway | None = None
         self._tokenizer: Tokenizer | None = None
@@ -115,9 +116,7 @@ class GenerateFunctions:
                 tasks.create_task(make_rollout(sample))
 
     async def _rollout(self, path: str, group: PromptGroup, sample: Sample) -> tuple[Sample, ...]:
-        if path not in self._functions:
-            self._functions[path] = generate_function(path)
-        function, replace = self._functions[path], msgspec.structs.replace
+        function, replace = self._function(path), msgspec.structs.replace
         gateway = await self.open_gateway()
         session = Session(NoChat(), sample.index)
         evaluation = group.purpose == "eval"

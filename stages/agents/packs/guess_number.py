@@ -10,13 +10,13 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-from stages.agents.environment import Start, Step, Task, Turn
+from stages.agents.environment import Environment, Start, Step, Task, Turn
 from stages.chat.messages import Message
 
 _NUMBER = re.compile(r"-?\d+")
 
 
-class GuessNumber:
+class GuessNumber(Environment):
     """One game. The texts are options, for models with a small vocabulary."""
 
     def __init__(
@@ -74,9 +74,6 @@ class GuessNumber:
         if guess is None:
             return Step((Message("user", self.no_number),))
         return Step((Message("user", self.higher if guess < self.number else self.lower),))
-
-    async def close(self) -> None:
-        """Nothing to release."""
 
     def _choose(self, seed: int) -> None:
         self.number = random.Random(seed).randint(self.lowest, self.highest)

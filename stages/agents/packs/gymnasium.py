@@ -21,7 +21,7 @@ from typing import Any, Final, Literal
 
 import numpy as np
 
-from stages.agents.environment import Start, Step, Task, Turn, need_package
+from stages.agents.environment import Environment, Start, Step, Task, Turn, need_package
 from stages.chat.messages import Message
 from stages.tools.tool import shortened
 
@@ -52,7 +52,7 @@ class RandomState:
             np.random.set_state(before[1])
 
 
-class Seeded:
+class Seeded(Environment):
     """An environment whose tasks are seeds: the same seed is the same game, and the splits share no seed."""
 
     _random: RandomState

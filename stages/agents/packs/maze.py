@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping
 from itertools import count
 from typing import Any, Final, Literal
 
-from stages.agents.environment import Start, Step, Task, Turn, system_message
+from stages.agents.environment import Environment, Start, Step, Task, Turn, system_message
 from stages.chat.messages import Message
 
 Cell = tuple[int, int]  # row, column
@@ -127,7 +127,7 @@ def moves_of(text: str) -> str:
     return last.lower() if _RUN.fullmatch(last) else "".join(word[0].lower() for word in _WORD.findall(last))
 
 
-class Maze:
+class Maze(Environment):
     """One maze: the metadata's `maze`, else by the task's seed. `instructions=None`: those of the view."""
 
     def __init__(
@@ -197,9 +197,6 @@ class Maze:
             return Step(reward=float(solved), done=True, metrics=metrics)
         hint = "" if ways or not self._instructions else "Say n, e, s or w.\n"
         return Step((Message("user", hint + self._sight(self._grid, self._at)),))
-
-    async def close(self) -> None:
-        """Nothing to end."""
 
     def _sight(self, grid: Grid, at: Cell) -> str:
         return (grid.draw(at) if self._view == "map" else grid.near(at)) + "\n"

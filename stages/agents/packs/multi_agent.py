@@ -21,7 +21,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-from stages.agents.environment import Start, Step, Task, Turn, system_message
+from stages.agents.environment import Environment, Start, Step, Task, Turn, system_message
 from stages.chat.messages import Message
 from stages.graders.grade import GradeRequest
 from stages.graders.registry import grade_request, listed_grader
@@ -29,7 +29,7 @@ from stages.graders.registry import grade_request, listed_grader
 _HELDOUT = 10  # one in so many sums is held out
 
 
-class MultiAgent:
+class MultiAgent(Environment):
     """The texts are options, for models with a small vocabulary: `ask` before the verdict, `again` before another
     answer, `right` and `wrong` as verdicts (the last verdict in the verifier's turn counts). `below` is for `tasks`."""
 
@@ -99,9 +99,6 @@ class MultiAgent:
 
     async def step(self, turn: Turn) -> Step:
         return self._judged(turn) if turn.number % 2 else self._answered(turn)
-
-    async def close(self) -> None:
-        """Nothing to end."""
 
     def _answered(self, turn: Turn) -> Step:
         """The solver's turn."""

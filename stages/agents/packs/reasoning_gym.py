@@ -19,7 +19,7 @@ from itertools import count
 from typing import Any, Final, Literal
 
 from configs.schema.notation import did_you_mean
-from stages.agents.environment import Start, Step, Task, Turn, need_package, system_message
+from stages.agents.environment import Environment, Start, Step, Task, Turn, need_package, system_message
 from stages.chat.messages import Message
 from stages.workers.serve import CpuLimitError, cpu_limit
 
@@ -32,7 +32,7 @@ _ANSWER: Final = re.compile(r"<answer>(.*?)(?:</answer>|\Z)", re.DOTALL)
 Datasets = Sequence[str] | Mapping[str, Mapping[str, Any]]
 
 
-class ReasoningGym:
+class ReasoningGym(Environment):
     """One task: the metadata's `dataset` and `number`, else by the task's seed. `partial` keeps scores between 0 and 1.
 
     `prompt` replaces the question, and may contain fields of the task's metadata: "{expression} =".
@@ -83,9 +83,6 @@ class ReasoningGym:
         if not self._partial:
             score = float(score >= 1.0)
         return Step(reward=score, done=True, metrics={self._name: score})
-
-    async def close(self) -> None:
-        """Nothing to end."""
 
 
 def _create(name: str, number: int, settings: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:

@@ -59,9 +59,6 @@ class Textarena(Seeded):
         invalid = bool((facts or {}).get(_PLAYER, {}).get("invalid_move", False))
         return Step(reward=reward, done=True, metrics={"finished": float(done), "invalid": float(invalid)})
 
-    async def close(self) -> None:
-        """Nothing to release."""
-
     def _observed(self) -> str:
         """The new part of the observation: games show their whole history each time."""
         _, text = self._world.get_observation()
