@@ -145,6 +145,13 @@ def runs_of(values: npt.NDArray[np.integer]) -> Iterator[tuple[int, int]]:
     return ((int(values[start]), end - start) for start, end in pairwise(edges) if start < end)
 
 
+def alike(first: npt.NDArray[Any], second: npt.NDArray[Any]) -> int:
+    """How many entries, or rows, two arrays begin with alike."""
+    n = min(len(first), len(second))
+    differ = np.nonzero(first[:n] != second[:n])[0]
+    return int(differ[0]) if len(differ) else n
+
+
 MEMBER_STATUSES = ("completed", "truncated")
 
 

@@ -162,7 +162,9 @@ class Episodes:
                 step = replace(step, metrics=_with_uncertain(once, step.metrics))
                 return Taken(step, b"" if step.done else self._state(environment))
             case End(episode):
-                await self._close(episode)
+                environment, _ = self._hosting.pop(episode, (None, None))
+                if environment is not None and hasattr(environment, "close"):
+                    await environment.close()
                 return None
             case Run(task, endpoint):
                 agent, once = self._create(task)
@@ -181,11 +183,6 @@ class Episodes:
         if not hasattr(created, "once"):  # the class may use the name itself
             created.once = once
         return created, once
-
-    async def _close(self, episode: str) -> None:
-        environment, _ = self._hosting.pop(episode, (None, None))
-        if environment is not None and hasattr(environment, "close"):
-            await environment.close()
 
     def _state(self, environment: Any) -> bytes:
         return bytes(environment.snapshot()) if self._hosted.snapshots else b""

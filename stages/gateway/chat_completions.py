@@ -113,13 +113,12 @@ class ChatCompletions(OpenAIErrors):
 
     def answer(self, ask: Ask, answer: Answer) -> Json:
         message = answer.message
-        written: dict[str, object] = {"role": "assistant", "content": message.content or None, "refusal": None}
+        content = message.content or (None if message.tool_calls else "")
+        written: dict[str, object] = {"role": "assistant", "content": content, "refusal": None}
         if message.reasoning_content:
             written["reasoning_content"] = message.reasoning_content
         if message.tool_calls:
             written["tool_calls"] = calls(message.tool_calls)
-        else:
-            written["content"] = message.content
         choice = {
             "index": 0,
             "message": written,

@@ -16,18 +16,16 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 from msgspec import Struct
 from msgspec.structs import replace
 
 from models.algorithms.aggregation import IntArray, token_numbers
 from stages.chat.messages import ChatFormat, ChatFormatError, Message, ToolCall, ToolSchema
 from stages.messages import Int32Array, Prefix, Sample, UInt8Array, joined, wire
-from stages.rollouts import append_untrained, as_rollout, branch, new_sample, prefixes
+from stages.rollouts import alike, append_untrained, as_rollout, branch, new_sample, prefixes
 from stages.sampling.requests import SampleResult
 from stages.sampling.rollout_requests import append_result
 
@@ -158,7 +156,7 @@ class Session:
 
     def _drafted(self, ids: Int32Array) -> Sample:
         """The sequence to which a context belongs, with the context appended; `sequence` is its place."""
-        shares = [(place, _common(sample.token_ids, ids)) for place, sample in enumerate(self._sequences)]
+        shares = [(place, alike(sample.token_ids, ids)) for place, sample in enumerate(self._sequences)]
         shares = [(place, n) for place, n in shares if n >= self._sequences[place].prompt_length]
         if not shares:  # a branch inside the prompt is a new sequence
             return replace(new_sample(ids, self._index), sequence=len(self._sequences))
@@ -167,13 +165,6 @@ class Session:
         if shared < known.length:
             known = replace(branch(known, shared), sequence=len(self._sequences))
         return append_untrained(known, ids[shared:].tolist(), "")
-
-
-def _common(first: npt.NDArray[Any], second: npt.NDArray[Any]) -> int:
-    """Length of the common prefix."""
-    n = min(len(first), len(second))
-    differ = np.flatnonzero(first[:n] != second[:n])
-    return int(differ[0]) if len(differ) else n
 
 
 def _turns(sample: Sample) -> int:
@@ -187,7 +178,7 @@ def _shared(numbers: Sequence[IntArray], place: int) -> Prefix | None:
 
     Tokens that are equal by chance, because two branches sampled alike, have different numbers.
     """
-    shares = [(_common(numbers[place], other), at) for at, other in enumerate(numbers[:place])]
+    shares = [(alike(numbers[place], other), at) for at, other in enumerate(numbers[:place])]
     length, earlier = max(shares, key=lambda share: share[0], default=(0, 0))
     return Prefix(earlier, length) if length else None
 

@@ -114,10 +114,8 @@ class PassRateCurriculum:
         """The first position from `cursor` on whose visit takes place."""
         if not self.on:
             return cursor
-        for position in range(cursor, cursor + self._order.n):
-            if not self.skips(position):
-                return position
-        return cursor + self._order.n
+        positions = range(cursor, cursor + self._order.n)
+        return next((position for position in positions if not self.skips(position)), positions.stop)
 
 
 Encode = Callable[[str], list[int]]

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from configs.schema import Config
 from stages.messages import Float32Array, Int32Array, Prefix, PromptGroup, Sample, UInt8Array, VersionRun, wire
-from stages.rollouts import as_rollout, runs_of
+from stages.rollouts import alike, as_rollout, runs_of
 from stages.slime import types as slime
 
 Rows = npt.NDArray[np.int64]  # [T, columns]: two places are alike if all columns are
@@ -62,7 +62,7 @@ class PrefixTree:
             child = node.children.get(rows[at].tobytes())
             if child is None:
                 break
-            node, on_edge = child, _alike(child.edge, rows[at:])
+            node, on_edge = child, alike(child.edge, rows[at:])
             at += on_edge
         return node, at, on_edge
 
@@ -70,13 +70,6 @@ class PrefixTree:
 def _rows(sequence: npt.NDArray[np.integer]) -> Rows:
     rows = np.ascontiguousarray(sequence, np.int64)
     return rows[:, None] if rows.ndim == 1 else rows
-
-
-def _alike(first: Rows, second: Rows) -> int:
-    """How many rows two arrays begin with alike."""
-    n = min(len(first), len(second))
-    differ = np.flatnonzero((first[:n] != second[:n]).any(axis=1))
-    return int(differ[0]) if len(differ) else n
 
 
 class ReturnedError(ValueError):

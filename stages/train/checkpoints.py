@@ -133,10 +133,7 @@ ROOM_FACTOR: Final = 3  # free bytes by bytes of a state, so that checkpoints an
 def remove_superseded(run_dir: Path, step: int) -> None:
     """Remove the files that the committed checkpoint of `step` replaces."""
     home = run_dir / FOLDER
-    for kind in ("batch", "state"):
-        for number, path in _entries(home, kind):
-            if number <= step:
-                remove(path)
+    _remove_up_to(home, batch=step, state=step)
     if home.is_dir() and not any(home.iterdir()):
         home.rmdir()
 
@@ -218,11 +215,16 @@ class Recovery:
             return
         draft.rename(self.home / f"state-{step:08d}")
         self._state_bytes = sum(file.stat().st_size for file in (self.home / f"state-{step:08d}").rglob("*"))
-        for kind in ("batch", "state"):
-            for number, path in _entries(self.home, kind):
-                if number < step + (kind == "batch"):
-                    remove(path)
+        _remove_up_to(self.home, batch=step, state=step - 1)
         self.saved(self._clock() - begun)
+
+
+def _remove_up_to(home: Path, **newest: int) -> None:
+    """Remove batches and states up to these steps."""
+    for kind, last in newest.items():
+        for number, path in _entries(home, kind):
+            if number <= last:
+                remove(path)
 
 
 def _entries(home: Path, kind: str) -> Iterator[tuple[int, Path]]:

@@ -276,13 +276,13 @@ def test_each_token_is_compared_twice_at_the_most(part: str, monkeypatch: pytest
     if part == "all branch off":
         for n, row in enumerate(rows):
             row[-1] = -1 - n
-    compared, alike = [0], stages.slime.convert._alike
+    compared, alike = [0], stages.slime.convert.alike
 
     def counted(first: np.ndarray, second: np.ndarray) -> int:
         compared[0] += min(len(first), len(second))
         return alike(first, second)
 
-    monkeypatch.setattr(stages.slime.convert, "_alike", counted)
+    monkeypatch.setattr(stages.slime.convert, "alike", counted)
     tree = PrefixTree()
     for number, row in enumerate(rows):
         tree.longest(row)
