@@ -211,8 +211,10 @@ class Sample(Struct, frozen=True, array_like=True):
     @property
     def versions(self) -> npt.NDArray[np.int32]:
         """[T] version of each token, -1 where no weights of this run made it."""
-        runs = np.array([(run.version, run.n_tokens) for run in self.version_runs], dtype=np.int32).reshape(-1, 2)
-        return np.repeat(runs[:, 0], runs[:, 1])
+        versions = np.empty(sum(run.n_tokens for run in self.version_runs), dtype=np.int32)
+        for version, start, end in self.spans():
+            versions[start:end] = version
+        return versions
 
     def spans(self) -> Iterator[tuple[int, int, int]]:
         """(version, start, end) of each version run."""

@@ -152,7 +152,6 @@ class Batch:
         self.sequences[slice_.group.group_id] = sequences
         self.masked_tokens += masked
         self.pending += 1
-
         for parts in rollouts(slice_.samples):
             for sample, mask in zip(parts, trained_masks(parts), strict=True):
                 for version, n in by_version(sample, mask):
