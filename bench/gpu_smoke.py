@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
 import json
 import os
 import signal
@@ -33,7 +32,7 @@ import numpy as np
 import torch
 
 from bench.report import Machine, machine
-from bench.rigs.train_work import make_checkpoint, model_config
+from bench.rigs.train_work import importable, make_checkpoint, model_config
 from configs.load import load
 from configs.plan.memory import trainer_memory
 from configs.resolve import resolve
@@ -251,7 +250,7 @@ def main() -> int:
             continue
         outcomes.append(run_check(name, options.device, limit_s))
         print(f"{name}: {outcomes[-1].failure.splitlines()[-1] if outcomes[-1].failure else 'done'}", flush=True)
-    missing = [name for name in OPTIONAL if not _installed(name)]
+    missing = [name for name in OPTIONAL if not importable(name)]
     device = torch.cuda.get_device_name() if options.device == "cuda" else "a CPU"
     about = machine(["torch", "transformers", "megatron-core", "flash-attn", "transformer-engine"])
     found = Document(about, device, missing, outcomes)
@@ -260,13 +259,6 @@ def main() -> int:
     (options.output / "gpu_smoke.txt").write_text(text_of(found))
     print(f"\n{text_of(found)}\n{options.output}/gpu_smoke.json and gpu_smoke.txt hold this")
     return int(any(outcome.failure for outcome in outcomes))
-
-
-def _installed(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:
-        return False
 
 
 if __name__ == "__main__":

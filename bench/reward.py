@@ -20,11 +20,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from bench.report import Series, arguments, finish, machine
+from bench.transport import fail_on_letter
 from configs.schema import Config, ObserveConfig
 from configs.schema.data import RewardConfig
 from pipeline.hosts.worker import PortSpec, ReplicaSpec, run_replica
 from stages.messages import Float32Array, Int32Array, PromptGroup, RolloutSlice, Sample, UInt8Array, VersionRun, wire
-from transport import DeadLetter, Node, StreamSpec
+from transport import Node, StreamSpec
 
 SPAWN = multiprocessing.get_context("spawn")
 MEMBERS = 8  # samples of a group
@@ -103,10 +104,6 @@ def replicas(count: int, directory: Path, config: Config) -> Iterator[None]:
         for process in processes:
             process.kill()  # a grader process ends with the replica that started it
             process.join()
-
-
-def fail_on_letter(letter: DeadLetter) -> None:
-    raise RuntimeError(f"message {letter.key} was dead-lettered: {letter.reason}")
 
 
 async def flow(directory: Path, grader: str, seconds: float) -> float:

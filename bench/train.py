@@ -14,7 +14,6 @@ processes measure the matmul peak together before each contender. A CPU process 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import logging
 import os
@@ -34,16 +33,20 @@ from bench.report import Machine, Series, arguments, finish, machine
 from bench.rigs.train_work import (
     CONTENDERS,
     PUBLISHED,
-    RECOMPUTE,
     SIZES,
     Contender,
     Setting,
+    importable,
     make_checkpoint,
     quiet,
     step_flops,
     work_of,
 )
+from configs.resolve import resolve
+from configs.schema import Config
 from configs.schema.model_shapes import read_shape
+from configs.schema.train import MegatronConfig, ParallelConfig, TrainConfig
+from models.train.build import build_member
 from models.train.trainer import Trainer
 
 
@@ -141,34 +144,20 @@ def _measure(setting: Setting, contender: Contender) -> Measured:
 
 
 def _trainer(setting: Setting, contender: Contender) -> Trainer:
-    from configs.schema.algorithm import AlgorithmConfig
-    from configs.schema.train import MegatronConfig, ParallelConfig, TrainConfig
-    from models.train.huggingface.models import TorchModels
-    from models.train.spec import TrainSpec
-
-    spec = TrainSpec(
-        TrainConfig(
+    config = Config(
+        train=TrainConfig(
             hf_checkpoint=setting.checkpoint,
             lr=1e-6,
             max_tokens_per_gpu=setting.budget,
+            train_backend=contender.backend,
             train_device=setting.device,
             train_dtype="bfloat16" if setting.device == "cuda" else "float32",
             gradient_checkpointing=setting.recompute,
         ),
-        AlgorithmConfig(),
         parallel=ParallelConfig(actor_num_gpus_per_node=contender.processes),
-        megatron=MegatronConfig(**contender.layout, **(RECOMPUTE if setting.recompute else {})),
+        megatron=MegatronConfig(**contender.layout),
     )
-    models: Any = TorchModels
-    if contender.backend == "fsdp":
-        from models.train.huggingface.sharded_models import FsdpModels
-
-        models = FsdpModels
-    if contender.backend == "megatron":
-        from models.train.megatron.models import MegatronModels
-
-        models = MegatronModels
-    trainer = Trainer(spec, models)
+    trainer = build_member(resolve(config), 1)
     trainer.setup()
     return trainer
 
@@ -222,20 +211,13 @@ def runnable(device: str) -> tuple[list[Contender], list[str]]:
     chosen, missing = [], []
     gpus = torch.cuda.device_count() if device == "cuda" else None
     for one in CONTENDERS:
-        if not _importable(one.module):
+        if not importable(one.module):
             missing.append(f"{one.name}: not run, {one.module} is not installed")
         elif gpus is not None and one.processes > gpus:
             missing.append(f"{one.name}: not run, it takes {one.processes} GPUs and there is {gpus}")
         else:
             chosen.append(one)
     return chosen, missing
-
-
-def _importable(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:
-        return False
 
 
 def speed(setting: Setting, root: Path) -> tuple[list[Series], list[str]]:

@@ -12,10 +12,11 @@ goes to. The embedding is a look-up and costs nothing.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -125,19 +126,12 @@ def model_config(size: str) -> dict[str, Any]:
     return preset_config(f"qwen3-{size.lower()}").model.architecture
 
 
-RECOMPUTE: Final[dict[str, Any]] = {
-    "recompute_granularity": "full",
-    "recompute_method": "uniform",
-    "recompute_num_layers": 1,
-}
-
-
 @dataclass(frozen=True)
 class Contender:
     """A backend in a layout."""
 
     name: str
-    backend: str
+    backend: Literal["torch", "fsdp", "megatron"]
     processes: int
     layout: dict[str, Any] = field(default_factory=dict)
     module: str = "torch"  # that must be importable
@@ -145,9 +139,9 @@ class Contender:
 
 CONTENDERS: Final = (
     Contender("torch", "torch", 1),
-    Contender("fsdp", "fsdp", 1, module="models.train.huggingface.sharded_models"),
+    Contender("fsdp", "fsdp", 1),
     Contender("megatron", "megatron", 1, module="megatron.core"),
-    Contender("fsdp, 2 processes", "fsdp", 2, module="models.train.huggingface.sharded_models"),
+    Contender("fsdp, 2 processes", "fsdp", 2),
     Contender("megatron, TP 2", "megatron", 2, {"tensor_model_parallel_size": 2}, "megatron.core"),
 )
 
@@ -196,6 +190,14 @@ def make_checkpoint(directory: Path, size: str, device: str) -> None:
     with torch.device(device):
         model = Qwen3ForCausalLM(Qwen3Config(**fields))
     model.to(torch.bfloat16 if device == "cuda" else torch.float32).save_pretrained(directory)
+
+
+def importable(module: str) -> bool:
+    """Whether it is installed; it is not imported."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
 
 
 # ---------------------------------------------------------------------- in the processes

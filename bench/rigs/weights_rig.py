@@ -159,25 +159,21 @@ class Recorder:
 
     async def _disk(self, http: web.Request) -> web.Response:
         body = await http.json()
-        await asyncio.to_thread(self._load, Path(body["model_path"]) / "model.safetensors")
+        path = Path(body["model_path"]) / "model.safetensors"
+        await asyncio.to_thread(self._load, path, read_layout(path).data_start)
         return self._done(body)
 
-    def _load(self, path: Path) -> None:
-        layout = read_layout(path)
+    def _load(self, path: Path, start: int) -> None:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-            self._take(mapped, layout.data_start)
+            self._take(mapped, start)
 
     async def _tensor(self, http: web.Request) -> web.Response:
         body = await http.json()
         name = SHARED.search(base64.b64decode(body["serialized_named_tensors"][0]))
         assert name is not None, "a payload names its shared memory"
         self._shared.add(name[1].decode())
-        await asyncio.to_thread(self._map, Path("/dev/shm", name[1].decode()))
+        await asyncio.to_thread(self._load, Path("/dev/shm", name[1].decode()), 0)
         return self._done(body)
-
-    def _map(self, path: Path) -> None:
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-            self._take(mapped)
 
     async def _init(self, http: web.Request) -> web.Response:
         await asyncio.to_thread(self._join, await http.json())
