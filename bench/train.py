@@ -144,6 +144,7 @@ def _measure(setting: Setting, contender: Contender) -> Measured:
 
 
 def _trainer(setting: Setting, contender: Contender) -> Trainer:
+    """As a process of a run makes it."""
     config = Config(
         train=TrainConfig(
             hf_checkpoint=setting.checkpoint,

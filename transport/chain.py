@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 from transport.codec import Codec
@@ -94,7 +95,7 @@ class ChainLink(Generic[T]):
         part.behind += 1
         part.since = part.since or time.monotonic()
         try:
-            await self._queue.put(_Linked(self, message, key, part.attempt))
+            await self._queue.put(_ChainLease(message, key, part.attempt, partial(self.settled, key)))
         except BaseException:
             self.settled(key)
             raise
@@ -139,7 +140,7 @@ class ChainLink(Generic[T]):
         part.entered += 1
         part.attempt = lease.attempt
 
-    def released(self, lease: Lease[Any], *, refused: str | None = None) -> None:
+    def released(self, lease: Lease[Any], refused: str | None = None) -> None:
         """The stage before this link has released a message, and sent what follows from it. The message is settled
         when all of its part is; if some of that is refused, at once, as a dead letter."""
         part = self._parts[_part_of(lease.key)]
@@ -148,7 +149,7 @@ class ChainLink(Generic[T]):
         part.waiting.append(lease)
         self._look(_part_of(lease.key))
 
-    def settled(self, key: str, *, refused: str | None = None) -> None:
+    def settled(self, key: str, refused: str | None = None) -> None:
         """A message behind this link is settled."""
         part = self._parts[_part_of(key)]
         part.behind -= 1
@@ -171,60 +172,26 @@ class ChainLink(Generic[T]):
                 del self._parts[name]
 
 
-class _Linked(Generic[T]):
-    """A message behind a link, in the care of the next stage."""
+class _ChainLease(Generic[T]):
+    """A message of a chain in the care of a stage. `settle` gets its one verdict: None, or why it is refused."""
 
-    __slots__ = ("_link", "_settled", "attempt", "key", "message")
+    __slots__ = ("_settle", "_settled", "attempt", "key", "message")
 
-    def __init__(self, link: ChainLink[T], message: T, key: str, attempt: int) -> None:
-        self._link, self._settled = link, False
+    def __init__(self, message: T, key: str, attempt: int, settle: Callable[[str | None], None]) -> None:
         self.message, self.key, self.attempt = message, key, attempt
+        self._settle, self._settled = settle, False
 
     def done(self) -> None:
-        self._settle(None)
+        self._verdict(None)
 
     def poison(self, reason: str) -> None:
-        self._settle(reason)
+        self._verdict(reason)
 
-    def _settle(self, refused: str | None) -> None:
+    def _verdict(self, refused: str | None) -> None:
         if self._settled:
             raise UsageError(f"message {self.key!r} was settled before; give each lease exactly one verdict")
         self._settled = True
-        self._link.settled(self.key, refused=refused)
-
-
-class _Entered(Generic[T]):
-    """A message in the care of a stage with a link behind it."""
-
-    __slots__ = ("_lease", "_link", "_release", "_released")
-
-    def __init__(self, lease: Lease[T], link: ChainLink[Any], release: Callable[[], None]) -> None:
-        self._lease, self._link, self._release, self._released = lease, link, release, False
-
-    @property
-    def message(self) -> T:
-        return self._lease.message
-
-    @property
-    def key(self) -> str:
-        return self._lease.key
-
-    @property
-    def attempt(self) -> int:
-        return self._lease.attempt
-
-    def done(self) -> None:
-        self._settle(None)
-
-    def poison(self, reason: str) -> None:
-        self._settle(reason)
-
-    def _settle(self, refused: str | None) -> None:
-        if self._released:
-            raise UsageError(f"message {self.key!r} was settled before; give each lease exactly one verdict")
-        self._released = True
-        self._release()
-        self._link.released(self._lease, refused=refused)
+        self._settle(refused)
 
 
 class EntryInlet(Generic[T]):
@@ -247,7 +214,11 @@ class EntryInlet(Generic[T]):
         if lease is None:
             return None
         self._link.entered(lease)
-        return _Entered(lease, self._link, self._room.release)
+        return _ChainLease(lease.message, lease.key, lease.attempt, partial(self._released, lease))
+
+    def _released(self, lease: Lease[T], refused: str | None) -> None:
+        self._room.release()
+        self._link.released(lease, refused)
 
 
 def _part_of(key: str) -> str:
