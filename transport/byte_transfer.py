@@ -16,7 +16,7 @@ from collections import deque
 from pathlib import Path
 
 from transport.codec import Buffer, checksum
-from transport.core.byte_transfer import CHUNKS_IN_FLIGHT, Blob, ByteClientCore, Call, Transfer
+from transport.core.byte_transfer import Blob, ByteClientCore, Call, Transfer
 from transport.errors import LinkRefused, UsageError
 from transport.port import CorePort, body_buffer
 from transport.wire import PROTOCOL, AnyMessage, Body, ByteChunk, ByteRefusal, ByteRequest
@@ -113,12 +113,10 @@ class ByteServer(CorePort):
 class ByteClient(CorePort):
     """Made by `Node.byte_client`. Safe to be used by several tasks of one loop."""
 
-    def __init__(
-        self, run_id: str, address: str, *, give_up_s: float | None, in_flight: int = CHUNKS_IN_FLIGHT
-    ) -> None:
+    def __init__(self, run_id: str, address: str, *, give_up_s: float | None) -> None:
         super().__init__()
         self.address = address
-        self.core = ByteClientCore(run_id, address, give_up_s=give_up_s, in_flight=in_flight)
+        self.core = ByteClientCore(run_id, address, give_up_s=give_up_s)
         self._waiters: dict[Call, asyncio.Future[None]] = {}
 
     async def stat(self, name: str) -> Blob:

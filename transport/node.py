@@ -7,7 +7,6 @@ Invariants: one node (and one zmq context) per process, or several replicas insi
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import secrets
 from collections.abc import Callable, Mapping
@@ -180,10 +179,8 @@ class Node:
 
     async def hub(self, spec: StreamSpec, on_dead_letter: Callable[[DeadLetter], None]) -> Hub:
         """Bind the hub of a stream here. Raises AddressInUse, AddressRefused, AddressInvalid."""
-        fabric = self._usable()
         hub = Hub(HubCore(spec, self.run_id, secrets.randbits(62)), on_dead_letter)
-        hub.link = await self._bind(fabric, spec.address, hub, spec.max_message_bytes, wire.decode_to_hub)
-        self._start(hub, self._hosts)
+        await self._bind(spec.address, hub, spec.max_message_bytes, wire.decode_to_hub)
         return hub
 
     async def inlet(
@@ -197,7 +194,6 @@ class Node:
         replica: str | None = None,
     ) -> Inlet[T]:
         """Connect a consumer and wait for its welcome. At most `window_items` are in its care at a time."""
-        fabric = self._usable()
         if window_items < 1 or window_bytes < 1:
             raise UsageError(
                 f"window of {window_items} items and {window_bytes} bytes admits nothing; use at least 1 of each"
@@ -206,18 +202,15 @@ class Node:
         hello = self._hello(stream, "consumer", codec.name, codec.hash, replica)
         core = ConsumerCore(hello, window_items, window_bytes, give_up_s=self._give_up_s)
         inlet: Inlet[T] = Inlet(address, stream, core, codec)
-        inlet.link = fabric.connect(address, inlet, wire.decode_from_hub)
-        await self._open(inlet)
+        await self._open(inlet, wire.decode_from_hub)
         return inlet
 
     async def outlet(self, address: str, stream: str, schema: type[T], *, replica: str | None = None) -> Outlet[T]:
         """Connect a producer and wait for its welcome."""
-        fabric = self._usable()
         codec = Codec(schema)
         hello = self._hello(stream, "producer", codec.name, codec.hash, replica)
         outlet: Outlet[T] = Outlet(address, stream, ProducerCore(hello, give_up_s=self._give_up_s), codec)
-        outlet.link = fabric.connect(address, outlet, wire.decode_from_hub)
-        await self._open(outlet)
+        await self._open(outlet, wire.decode_from_hub)
         return outlet
 
     async def topic_server(
@@ -225,47 +218,45 @@ class Node:
     ) -> TopicServer:
         """Bind the run's topic here. Values below the `private` prefixes are for this process alone; `writers`: which
         stages may write a key, beside this process (see TopicServerCore)."""
-        fabric = self._usable()
         server = TopicServer(TopicServerCore(self.run_id, secrets.randbits(62), private, writers))
-        server.link = await self._bind(fabric, address, server, VALUE_LIMIT, wire.decode_to_topic)
-        self._start(server, self._hosts)
+        await self._bind(address, server, VALUE_LIMIT, wire.decode_to_topic)
         return server
 
     async def topic(self, address: str, *, replica: str | None = None) -> TopicClient:
         """Connect to the topic and wait for its snapshot."""
-        fabric = self._usable()
         hello = TopicHello(PROTOCOL, self.run_id, replica or self.replica, secrets.token_hex(16))
         client = TopicClient(address, TopicClientCore(hello, give_up_s=self._give_up_s))
-        client.link = fabric.connect(address, client, wire.decode_from_topic)
-        await self._open(client)
+        await self._open(client, wire.decode_from_topic)
         return client
 
     async def byte_server(self, address: str) -> ByteServer:
         """Bind a server of bytes here; it serves nothing yet."""
         server = ByteServer(self.run_id)
-        server.link = await self._bind(self._usable(), address, server, 0, wire.decode_to_bytes)
-        self._start(server, self._hosts)
+        await self._bind(address, server, 0, wire.decode_to_bytes)
         return server
 
     async def byte_client(self, address: str) -> ByteClient:
         """A client of a byte server. Whether that is there, the first call tells."""
-        fabric = self._usable()
         client = ByteClient(self.run_id, address, give_up_s=self._give_up_s)
-        client.link = fabric.connect(address, client, wire.decode_from_bytes)
+        client.link = self._usable().connect(address, client, wire.decode_from_bytes)
         self._start(client, self._peers)
         return client
 
     def _make_fabric(self) -> ZmqFabric:
         return ZmqFabric(self.security)
 
-    @staticmethod
-    async def _bind(fabric: ZmqFabric, text: str, endpoint: CorePort, max_message_bytes: int, decode: Decode) -> Link:
-        """Bind, with a little patience: a closed socket gives its address back a moment later."""
-        for _ in range(REBIND_TRIES):
-            with contextlib.suppress(AddressInUse):  # the last try, below, tells
-                return fabric.bind(text, endpoint, max_message_bytes, decode)
+    async def _bind(self, address: str, host: CorePort, max_message_bytes: int, decode: Decode) -> None:
+        """Bind and start, with a little patience: a closed socket gives its address back a moment later."""
+        fabric = self._usable()
+        for again in reversed(range(REBIND_TRIES + 1)):
+            try:
+                host.link = fabric.bind(address, host, max_message_bytes, decode)
+                break
+            except AddressInUse:
+                if not again:
+                    raise
             await asyncio.sleep(REBIND_PAUSE_S)
-        return fabric.bind(text, endpoint, max_message_bytes, decode)
+        self._start(host, self._hosts)
 
     def _usable(self) -> ZmqFabric:
         if self._fabric is None or self._tasks is None:
@@ -289,7 +280,8 @@ class Node:
         ports.append(port)
         self._tasks.create_task(port.link.run(), name=f"link {port.link.address}")
 
-    async def _open(self, port: PeerPort[Any]) -> None:
+    async def _open(self, port: PeerPort[Any], decode: Decode) -> None:
+        port.link = self._usable().connect(port.address, port, decode)
         self._start(port, self._peers)
         try:
             await port.opened()

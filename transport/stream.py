@@ -242,7 +242,7 @@ class Hub(CorePort):
         super().__init__()
         self.core = core
         self._on_dead_letter = on_dead_letter
-        self._empty_waiters: list[asyncio.Future[None]] = []
+        self._empty = asyncio.Event()
         self._peerless = asyncio.Event()
 
     @property
@@ -271,9 +271,8 @@ class Hub(CorePort):
     async def wait_empty(self) -> None:
         """Wait until nothing is in custody. Unblocked by the last verdict, or by closing."""
         while self.core.custody.items and not self.closed:
-            waiter: asyncio.Future[None] = self.loop.create_future()
-            self._empty_waiters.append(waiter)
-            await waiter
+            self._empty.clear()
+            await self._empty.wait()
 
     async def close(self, *, blame: bool = False, timeout_s: float = 1.5) -> None:
         """Say goodbye to all peers and wait for their answers, at most `timeout_s`."""
@@ -285,7 +284,7 @@ class Hub(CorePort):
             async with asyncio.timeout(timeout_s):
                 await self._peerless.wait()
         self.shut(1000)
-        self._wake_empty()
+        self._empty.set()
 
     # Driven by the owner task.
 
@@ -315,7 +314,7 @@ class Hub(CorePort):
         for letter, body in letters:
             self._on_dead_letter(replace(letter, body=b"".join(body_frames(body))))
         if not self.core.custody.items:
-            self._wake_empty()
+            self._empty.set()
         if self.core.closing and self.core.peerless:
             self._peerless.set()
 
@@ -338,9 +337,3 @@ class Hub(CorePort):
     def _quarantine(self, key: str, header: bytes, body: Body, reason: str) -> None:
         letter = DeadLetter(self.core.spec.name, key, header, b"".join(body_frames(body)), f"quarantined: {reason}")
         self._on_dead_letter(letter)
-
-    def _wake_empty(self) -> None:
-        waiters, self._empty_waiters = self._empty_waiters, []
-        for waiter in waiters:
-            if not waiter.done():
-                waiter.set_result(None)

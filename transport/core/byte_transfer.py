@@ -83,9 +83,9 @@ class Call:
 class ByteClientCore:
     """See the module. `now` is any monotonic clock, the same in all calls."""
 
-    def __init__(self, run_id: str, address: str, *, give_up_s: float | None, in_flight: int) -> None:
+    def __init__(self, run_id: str, address: str, *, give_up_s: float | None) -> None:
         self.give_up_s = give_up_s
-        self._run_id, self._address, self._in_flight = run_id, address, in_flight
+        self._run_id, self._address = run_id, address
         self._calls: list[Call] = []
         self._requests: dict[int, tuple[ByteRequest, Call]] = {}  # waiting for their answers, by number
         self._retries: list[ByteRequest] = []
@@ -145,7 +145,7 @@ class ByteClientCore:
         """What is to be sent now."""
         out, self._retries = self._retries, []
         for call in self._calls:
-            while call.missing and call.pending < self._in_flight and call.fault is None:
+            while call.missing and call.pending < CHUNKS_IN_FLIGHT and call.fault is None:
                 self._number += 1
                 request = ByteRequest(
                     PROTOCOL, self._run_id, self._number, call.name, call.generation, *call.missing.popleft()

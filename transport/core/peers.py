@@ -99,14 +99,14 @@ class ConsumerCore(PeerCore):
         self._return(list(self.ready))
         self.ready.clear()
 
-    def fin(self, now: float, *, blame: bool) -> None:
+    def fin(self, now: float, *, blame: bool = False) -> None:
         """Say goodbye. What was started and has no verdict is handed back, or blamed."""
         self._return(list(self.ready))
         self.ready.clear()
         if not blame:
             self._return(list(self.held.values()))
         self._report()
-        self.session.fin(now, blame=blame)
+        super().fin(now, blame=blame)
 
     def flush(self, now: float) -> list[tuple[wire.ToHub, wire.Body]]:
         """All that is due: verdicts and starts since the last report with the new credit, or a beat."""
@@ -251,9 +251,6 @@ class ProducerCore(PeerCore):
     def on_timer(self, now: float) -> None:
         self._renew_hello()
         super().on_timer(now)
-
-    def fin(self, now: float) -> None:
-        self.session.fin(now)
 
     def flush(self, now: float) -> list[tuple[wire.ToHub, wire.Body]]:
         if self.session.beat_due(now):

@@ -42,6 +42,9 @@ class PeerCore:
     def deadline(self) -> float | None:
         return self.session.deadline()
 
+    def fin(self, now: float, *, blame: bool = False) -> None:
+        self.session.fin(now, blame=blame)
+
 
 class Session:
     """One peer's relation to its hub, across reconnects and hub restarts."""

@@ -207,9 +207,6 @@ class TopicClientCore(PeerCore):
         else:
             self.session.on_message(now, message)
 
-    def fin(self, now: float) -> None:
-        self.session.fin(now)
-
     def flush(self, now: float) -> list[tuple[wire.ToTopic, wire.Body]]:
         if self.session.beat_due(now) and self.session.epoch is not None:
             self._out.append((wire.TopicPing(self.session.epoch, self._server_revision), None))
