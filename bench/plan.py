@@ -21,6 +21,7 @@ import argparse
 import math
 from collections.abc import Iterator
 from functools import cache
+from statistics import fmean
 from typing import Final
 
 import msgspec
@@ -30,7 +31,6 @@ from bench.report import Series, arguments, finish, machine
 from configs.help import preset_config
 from configs.plan.goodput import Attained, Workload, attainable, lognormal_lengths
 from configs.plan.gpus import NODE_GPUS
-from configs.plan.plan import capped_lognormal_mean
 from configs.plan.run_estimate import STATIC_FRACTION
 from configs.schema.model_shapes import ModelShape, forward_flops, known_shape, matrices, total_parameters
 
@@ -91,7 +91,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def length(self) -> float:
         """Mean tokens of a response, the cap considered."""
-        return capped_lognormal_mean(self.mean, self.sigma, self.cap)
+        return fmean(lognormal_lengths(self.mean, self.sigma, self.cap))
 
 
 @cache

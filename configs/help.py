@@ -7,7 +7,7 @@ exist. `python -m configs.help` writes the tables of docs/configuration.md and d
 from __future__ import annotations
 
 import ast
-import os
+import shutil
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,7 +39,7 @@ _COLUMN = 34
 
 def render_help(width: int | None = None) -> str:
     """The text of `--help`, grouped by section."""
-    columns = width or _terminal_width()
+    columns = width or min(shutil.get_terminal_size((110, 0)).columns, 140)
     lines = [USAGE, OTHER, ""]
     lines += textwrap.wrap(
         "Without --prompt-data, --config and --hf-checkpoint the recipe quickstart runs; recipes that name no data and "
@@ -157,13 +157,6 @@ def _row(flag: Flag) -> str:
     default = "-" if not _default(flag) else f"`{show(flag.default)}`"
     cells = (name, f"`{flag.key}`", rule, default, description(flag))
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-
-
-def _terminal_width() -> int:
-    try:
-        return min(os.get_terminal_size(sys.stdout.fileno()).columns, 140)
-    except (OSError, ValueError):
-        return 110
 
 
 # The run that the tables are about.

@@ -80,7 +80,7 @@ def _transformers(config: Config, shape: ModelShape) -> TrainerMemory:
         trained = adapter_parameters(shape, lora.lora_rank, lora.lora_target_modules)
         count += trained
     mine, mine_trained = _part(count, layout.shard), _part(trained, layout.shard)
-    models = _trained_models(config)
+    models = trained_models(config)
     reference = 4 * mine if _has_reference(config) and not lora.lora_rank else 0  # beside the policy
     weights, gradients, optimizer = 4 * mine * models + reference, 4 * mine_trained * models, 8 * mine_trained * models
     if sharded:
@@ -132,7 +132,7 @@ def _megatron_stage(config: Config, shape: ModelShape, stage: int, layers: range
     by_data, by_expert_data = 1, 1
     if megatron.use_distributed_optimizer:
         by_data, by_expert_data = layout.data * layout.context, layout.expert_data
-    models = _trained_models(config)
+    models = trained_models(config)
     held = _part(dense, by_data) + _part(expert, by_expert_data)  # parameters whose optimizer state is here
     optimizer = optimizer_bytes * held * models
     on_host = int(optimizer * megatron.optimizer_offload_fraction) if megatron.optimizer_cpu_offload else 0
@@ -152,7 +152,7 @@ def _part(whole: int, parts: int) -> int:
     return -(-whole // parts)
 
 
-def _trained_models(config: Config) -> int:
+def trained_models(config: Config) -> int:
     """PPO trains a critic of the same size beside the policy."""
     return 2 if config.algorithm.advantage_estimator == "ppo" and config.train.loss_type == "policy_loss" else 1
 

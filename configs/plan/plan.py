@@ -15,13 +15,13 @@ batches between publications of weights, C groups in flight, Q groups finished a
 from __future__ import annotations
 
 import math
-from statistics import NormalDist, fmean
+from statistics import fmean
 
 from msgspec import Struct
 
 from configs.graph import frozen_engines, is_address, joined_to, path, replicas, streams
 from configs.load import config_hash
-from configs.plan.goodput import attainable, planned_workload
+from configs.plan.goodput import attainable, lognormal_lengths, planned_workload
 from configs.plan.gpus import gpus_of, layout_of, trainer_processes
 from configs.plan.run_estimate import RunEstimate, estimate_run, model_lines, size_text
 from configs.schema import Config, router_kind
@@ -336,15 +336,5 @@ def simulated_generation_s(config: Config) -> float:
     running = min(config.engine.engine_slots, rollout.server_concurrency, admitted)
     step_s = (model.a_ms + model.c_ms * running) / 1000 * model.time_scale
     longest = min(model.length_cap, rollout.rollout_max_response_len)
-    tokens = rollouts * capped_lognormal_mean(model.length_mean, model.length_sigma, longest)
+    tokens = rollouts * fmean(lognormal_lengths(model.length_mean, model.length_sigma, longest))
     return tokens / (running * engines) * step_s
-
-
-def capped_lognormal_mean(mean: float, sigma: float, cap: float) -> float:
-    """E[min(L, cap)] of a lognormal L with this mean and this sigma of its logarithm; sigma 0 is a constant."""
-    if sigma == 0:
-        return min(mean, cap)
-    mu = math.log(mean) - sigma * sigma / 2
-    z = (math.log(cap) - mu) / sigma
-    below = NormalDist().cdf
-    return mean * below(z - sigma) + cap * (1 - below(z))

@@ -13,10 +13,11 @@ from msgspec import Struct
 
 from configs.graph import evaluates, path
 from configs.plan.gpus import Gpus, Layout
-from configs.plan.memory import GPU_BYTES, RUNTIME_BYTES, TrainerMemory, trainer_memory
+from configs.plan.memory import GPU_BYTES, RUNTIME_BYTES, TrainerMemory, trained_models, trainer_memory
 from configs.schema import Config
 from configs.schema.algorithm import needs, scores_old
 from configs.schema.model_shapes import ModelShape, active_parameters, forward_flops, known_shape, total_parameters
+from configs.schema.notation import as_number
 
 PEAK_FLOPS: Final = 989e12  # per second, H100 SXM, dense bfloat16 (its data sheet)
 UTILISATION: Final = 0.4  # share of it that is assumed, not measured
@@ -101,17 +102,10 @@ def _engine(config: Config, shape: ModelShape, count: int) -> EngineMemory:
     per_token = shape.key_values if shape.latent else -(-shape.key_values // min(gpus, shape.kv_heads))
     per_token *= layers * width
     weights = -(-count * width // gpus)
-    fraction = _number(config.sglang.sglang_args.get("mem_fraction_static")) or STATIC_FRACTION
+    fraction = as_number(config.sglang.sglang_args.get("mem_fraction_static")) or STATIC_FRACTION
     room = int(GPU_BYTES * fraction) - weights
     tokens = max(0, room) // max(1, per_token)
     return EngineMemory(gpus=gpus, weights=weights, kv_bytes_per_token=per_token, kv_tokens=tokens)
-
-
-def _number(value: Any) -> float | None:
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        return None
 
 
 def _longest(config: Config, shape: ModelShape) -> int | None:
@@ -126,7 +120,7 @@ def _longest(config: Config, shape: ModelShape) -> int | None:
 
 
 def _work(config: Config, shape: ModelShape) -> Work:
-    rollout, train = config.rollout, config.train
+    rollout = config.rollout
     prompt = config.data.rollout_max_prompt_len or 0
     length = min(
         prompt + rollout.rollout_max_response_len,
@@ -136,8 +130,8 @@ def _work(config: Config, shape: ModelShape) -> Work:
     one = forward_flops(shape, length)
     passes = 3.0 + _recomputed(config) + _scored(config)
     rollouts = rollout.rollout_batch_size * rollout.n_samples_per_prompt
-    critic = 2 if config.algorithm.advantage_estimator == "ppo" and train.loss_type == "policy_loss" else 1
-    return Work(forward_token=one // length, passes=passes, length=length, batch=int(one * passes * rollouts * critic))
+    batch = int(one * passes * rollouts * trained_models(config))
+    return Work(forward_token=one // length, passes=passes, length=length, batch=batch)
 
 
 def _recomputed(config: Config) -> int:

@@ -111,24 +111,19 @@ def checkpoint_faults(config: Config) -> Iterator[str]:
 
 
 def import_path_faults(config: Config) -> Iterator[str]:
-    for key in IMPORT_PATHS:
-        label, text = flags_by_key()[key].label, value_at(config, key)
-        if text is not None and (fault := import_path_fault(label, text, "my_project.rewards:score")):
-            yield fault
+    named = [(flags_by_key()[key].label, value_at(config, key), "my_project.rewards:score") for key in IMPORT_PATHS]
     for label, text in (
         ("--advantage-estimator", config.algorithm.advantage_estimator),
         ("--policy-loss", config.algorithm.policy_loss),
         ("--buffer-order", config.asynchrony.buffer_order),
     ):
-        if ":" in text and (fault := import_path_fault(label, text, "my_project.algorithms:mine")):
-            yield fault
-    for tool in config.tools.tools:
-        if tool != "calculator" and (
-            fault := import_path_fault("--tools", tool, "calculator or my_project.tools:search")
-        ):
-            yield fault
-    for stage in config.stage:
-        if fault := import_path_fault(f"stage.{stage.name}.path", stage.path, "my_project.stages:Judge"):
+        if ":" in text:
+            named.append((label, text, "my_project.algorithms:mine"))
+    tools = (tool for tool in config.tools.tools if tool != "calculator")
+    named += [("--tools", tool, "calculator or my_project.tools:search") for tool in tools]
+    named += [(f"stage.{stage.name}.path", stage.path, "my_project.stages:Judge") for stage in config.stage]
+    for label, text, example in named:
+        if text is not None and (fault := import_path_fault(label, text, example)):
             yield fault
 
 

@@ -12,7 +12,7 @@ from typing import Final
 
 from configs.graph import loops, replicas
 from configs.schema import Config, EnvironmentConfig
-from configs.schema.notation import cure
+from configs.schema.notation import as_number, cure
 from configs.sources import BUILT_IN_DATA, import_path_fault
 
 _NAME: Final = re.compile(r"[A-Za-z][\w-]*", re.ASCII)
@@ -59,7 +59,7 @@ def reward_faults(config: Config) -> Iterator[str]:
     for text in reward.reward_component:
         name, separator, rest = text.partition("=")
         grader, _, weight = rest.rpartition("@")
-        if not separator or not grader or not _NAME.fullmatch(name) or not _is_number(weight):
+        if not separator or not grader or not _NAME.fullmatch(name) or as_number(weight) is None:
             yield (f"--reward-component {text!r} must have the form name=GRADER@WEIGHT; write for example acc=math@0.8")
         graders.append(grader)
     for name, count in Counter(text.partition("=")[0] for text in reward.reward_component).items():
@@ -101,14 +101,6 @@ def reward_faults(config: Config) -> Iterator[str]:
             "--custom-reward-post-process-path replaces a group's normalisation, which --advantage-estimator "
             f"{config.algorithm.advantage_estimator} does not have; choose a group estimator such as grpo"
         )
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
 
 
 def filter_faults(config: Config) -> Iterator[str]:

@@ -37,6 +37,14 @@ class Section(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     READ_BY: ClassVar[str] = ""  # as `ReadBy`, for all fields of the section
 
 
+def as_number(value: object) -> float | None:
+    """A text, or what else a user may write, as a number; None if it is none."""
+    try:
+        return float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return None
+
+
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
     """The known name that resembles the word most, or None if none does. `cutoff`: 1 = equal, 0 = anything."""
     import difflib

@@ -24,6 +24,7 @@ from typing import Final, Literal
 import aiohttp
 from aiohttp import web
 
+from configs.schema.notation import as_number
 from pipeline.errors import UsageError
 from pipeline.facts.stats import RunSnapshot
 
@@ -81,7 +82,7 @@ def read(text: str, labels: Mapping[str, str]) -> list[Family]:
         line = line.strip()
         if line.startswith("#"):
             _describe(families, line)
-        elif (match := _SAMPLE.match(line)) and _is_number(match[3]):
+        elif (match := _SAMPLE.match(line)) and as_number(match[3]) is not None:
             name, given = match[1], _ONE_LABEL.findall(match[2] or "")
             kept = [f"{f'exported_{key}' if key in labels else key}={value}" for key, value in given]
             written = ",".join([f'{key}="{escaped(value)}"' for key, value in labels.items()] + kept)
@@ -109,14 +110,6 @@ def _of(families: dict[str, Family], name: str) -> Family:
         if whole is not None and whole.kind in ("histogram", "summary"):
             return whole
     return families.setdefault(name, Family(name))
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
 
 
 def write(families: Iterable[Family]) -> str:
@@ -172,11 +165,10 @@ def single(name: str, kind: Kind, help_text: str, value: float | None) -> Family
 
 def progress(run: RunSnapshot) -> list[Family]:
     """Steps, time and tokens."""
-    planned = None if run.total_steps is None else float(run.total_steps)
     return [
         Family("sluice_run_info", "gauge", "Always 1; the labels say what runs.").add(1, mode=run.mode),
         single("sluice_step", "gauge", "Rollout batches trained.", run.step),
-        single("sluice_steps_planned", "gauge", "Rollout batches to train.", planned),
+        single("sluice_steps_planned", "gauge", "Rollout batches to train.", run.total_steps),
         single("sluice_elapsed_seconds", "gauge", "Since this phase of the run began.", run.elapsed_s),
         single("sluice_eta_seconds", "gauge", "To the end, at the pace of the last steps.", run.eta_s),
         single("sluice_weight_version", "gauge", "Newest weights that all engines carry.", run.version),
@@ -195,12 +187,11 @@ def groups(run: RunSnapshot) -> list[Family]:
     ended = Family("sluice_groups_settled_total", "counter", "Groups that have their outcome, by outcome.")
     for outcome in OUTCOMES:
         ended.add(getattr(run.ledger, outcome), outcome=outcome)
-    capacity = None if run.may_enter is None else float(run.may_enter)
     return [
         single("sluice_groups_admitted_total", "counter", "Groups that entered.", run.ledger.admitted),
         ended,
         single("sluice_groups_open", "gauge", "Groups in flight.", run.ledger.open),
-        single("sluice_gate_capacity_groups", "gauge", "Groups that may enter now.", capacity),
+        single("sluice_gate_capacity_groups", "gauge", "Groups that may enter now.", run.may_enter),
     ]
 
 

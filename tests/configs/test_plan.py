@@ -7,6 +7,7 @@ import math
 import random
 from collections import deque
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 from hypothesis import given, settings
@@ -14,8 +15,8 @@ from hypothesis import strategies as st
 
 from configs.graph import path
 from configs.load import read_preset
+from configs.plan.goodput import lognormal_lengths
 from configs.plan.plan import (
-    capped_lognormal_mean,
     make_plan,
     mean_staleness,
     predicted_staleness,
@@ -84,13 +85,13 @@ def test_the_line_that_a_run_prints() -> None:
 
 
 def test_capped_lognormal_against_sampling() -> None:
-    assert capped_lognormal_mean(400, 0, 3200) == 400
-    assert capped_lognormal_mean(400, 0, 300) == 300
+    assert fmean(lognormal_lengths(400, 0, 3200)) == 400
+    assert fmean(lognormal_lengths(400, 0, 300)) == 300
     rng = random.Random(1)
     for mean, sigma, cap in ((400, 1.0, 3200), (400, 0.5, 500), (100, 1.3, 150)):
         mu = math.log(mean) - sigma**2 / 2
         drawn = [min(rng.lognormvariate(mu, sigma), cap) for _ in range(60_000)]
-        assert capped_lognormal_mean(mean, sigma, cap) == pytest.approx(sum(drawn) / len(drawn), rel=0.02)
+        assert fmean(lognormal_lengths(mean, sigma, cap)) == pytest.approx(sum(drawn) / len(drawn), rel=0.02)
 
 
 def test_time_of_a_simulated_batch() -> None:
