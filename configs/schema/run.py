@@ -5,12 +5,11 @@ Owners: `pipeline`, `stages/train/saved_batches`, `models/fault_injection`.
 
 from __future__ import annotations
 
-import math
 from typing import Annotated, Any, ClassVar, Final, Literal, get_args
 
 from msgspec import Struct
 
-from configs.schema.notation import Count, Natural, Port, Positive, ReadBy, Section
+from configs.schema.notation import Count, Natural, Port, Positive, ReadBy, Section, as_number
 
 
 class RunConfig(Section, frozen=True, kw_only=True):
@@ -203,22 +202,14 @@ def read_fault(text: str) -> FaultSpec:
     kind = next((known for known in get_args(FaultKind) if known == rest[1]), None)
     if kind is None:
         raise ValueError(f"the kind is {rest[1]!r} and must be one of {', '.join(KINDS)}")
-    probability = _number(rest[0])
+    probability = as_number(rest[0]) or 0.0
     if not 0 < probability <= 1:
         raise ValueError(f"the probability is {rest[0]!r} and must be a number above 0 and at most 1")
     seconds = _SECONDS.get(kind, 0.0)
     if len(rest) == 3:
         if kind not in _SECONDS:
             raise ValueError(f"seconds stand only behind {' and '.join(_SECONDS)}, not behind {kind}")
-        seconds = _number(rest[2])
+        seconds = as_number(rest[2]) or 0.0
         if not 0 < seconds <= 86400:
             raise ValueError(f"the seconds are {rest[2]!r} and must be a number above 0, a day at the most")
     return FaultSpec(stage, probability, kind, seconds)
-
-
-def _number(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        return math.nan
-    return number

@@ -234,7 +234,5 @@ def _parser() -> argparse.ArgumentParser:
         if name == "set":
             command.add_argument("changes", metavar="KEY=VALUE", nargs="+")
         if name == "status":
-            command.add_argument("--json", action="store_true", help="as JSON")
-        else:
-            command.set_defaults(json=False)
+            command.add_argument("--json", action="store_true", help="as JSON")  # no other reply has a status
     return parser

@@ -31,8 +31,7 @@ from pipeline.errors import UsageError
 from pipeline.facts.stats import GoodputFigures
 from pipeline.observe.summary import read_summary
 from pipeline.observe.table import duration, goodput_text, number
-from pipeline.record.kept_files import evaluations
-from pipeline.record.metrics import read_metrics
+from pipeline.record.metrics import evaluations, read_metrics
 
 WARM_UP: Final = 3  # batches of a segment that are not counted
 WORTH: Final = 1.05  # of sync's rollouts per second, from which asynchrony pays

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from pipeline.record.metrics import read_metrics
+from pipeline.record.metrics import VERSION, read_metrics, scores
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -21,7 +21,6 @@ _REWARD, _MAX, _MEAN = "#1f77b4", "#e0a458", "#7a5195"
 _EVALS: Final = ("#d1495b", "#2a9d5c", "#8d6a9f", "#c77d1e")
 
 
-_EVAL_DETAILS: Final = {"version", "time_s", "complete", "lag_steps"}
 _LEAST_SPAN: Final = 0.1  # of the reward axis: below it, noise would fill the picture and look like learning
 
 
@@ -41,7 +40,7 @@ def curve_from_rows(
     rows: Iterable[Mapping[str, float]], *, title: str = "", staleness_bound: float | None = None
 ) -> Curve:
     """Pick the series out of metrics rows: `reward/mean`, `staleness/mean`, `staleness/max`, `eval/<set>` beside
-    `eval/<set>/version` or `eval/version`."""
+    `eval/version`."""
     curve = Curve(title=title, staleness_bound=staleness_bound)
     for row in rows:
         step = row["step"]
@@ -50,20 +49,9 @@ def curve_from_rows(
             curve.rewards.append(row["reward/mean"])
         if "staleness/mean" in row:
             curve.staleness.append((step, row["staleness/mean"], row.get("staleness/max", math.nan)))
-        for name, value in row.items():
-            version = row.get(f"{name}/version", row.get("eval/version"))
-            if version is not None and _is_score(name, row):
-                curve.evals.setdefault(name.removeprefix("eval/"), []).append((step, version, value))
+        for dataset, version, value in scores(row, int(row[VERSION])) if VERSION in row else ():
+            curve.evals.setdefault(dataset, []).append((step, version, value))
     return curve
-
-
-def _is_score(name: str, row: Mapping[str, float]) -> bool:
-    """`eval/<set>` is a score; `eval/<set>/...` and `eval/<set>-...` are its details, the rest describes the
-    evaluation."""
-    dataset = name.removeprefix("eval/")
-    if dataset == name or "/" in dataset or dataset in _EVAL_DETAILS:
-        return False
-    return not any(name != other and name.startswith(f"{other}-") for other in row)
 
 
 def plot_learning_curve(curve: Curve, out: Path) -> Path:

@@ -241,8 +241,7 @@ def engines(run: RunSnapshot) -> list[Family]:
     }
     for row in run.engines:
         for name, family in counted.items():
-            if (value := getattr(row, name)) is not None:
-                family.add(value, engine=row.name)
+            family.add(getattr(row, name), engine=row.name)
     return [*counted.values()]
 
 

@@ -22,7 +22,6 @@ from pipeline.observe.summary import (
     RunSummary,
     WeightVersions,
     closing_text,
-    efficiency_vs_bound,
     package_versions,
     summarise_evals,
     summarise_reward,
@@ -105,7 +104,10 @@ def summarise(recorder: Recorder, config: Config, reason: str) -> RunSummary:
         tokens_per_s=round(trained / training_s, 1) if training_s > 0 else 0.0,
         generated_tokens_per_s=round((trained + wasted) / training_s, 1) if training_s > 0 else 0.0,
         effective_training_time=round(recorder.effective.share(time.time()), 4),
-        efficiency_vs_bound=efficiency_vs_bound(shares),
+        # A pipeline of K stages cannot take less than T* = max_k W_k / c_k, W_k being the work of stage k and c_k its
+        # replicas. A stage's share is W_k / c_k over the time it was watched, so the largest is T* over that time: 1.0
+        # means that no schedule of the same work on the same replicas would have been faster.
+        efficiency_vs_bound=max(shares.values(), default=None),
         busiest_stage=max(shares, key=shares.__getitem__, default=""),
         goodput=recorder.goodput.figures(),
         wasted_tokens=wasted,

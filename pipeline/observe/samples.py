@@ -20,14 +20,13 @@ import msgspec
 from rich.console import Console
 from rich.text import Text
 
-from configs.load import read_recipe
+from configs.load import CONFIG_FILE, read_recipe
 from pipeline.errors import UsageError
 from pipeline.facts.stats import visible
 from stages.chat.messages import TokenizerError
 from stages.chat.tokenizer import Tokenizer, load_tokenizer
 from stages.sample_log import SAMPLES_FILE, Run, SampleRow
 
-CONFIG_FILE: Final = "config.toml"
 UNTRAINED: Final = "dim"
 _PALETTE: Final = ("cyan", "yellow", "green", "magenta", "blue", "red")
 _BOUND = re.compile(r"(<=|>=|<|>|=)?\s*(-?\d+(?:\.\d+)?(?:e-?\d+)?)")

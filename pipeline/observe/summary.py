@@ -172,16 +172,6 @@ def summarise_evals(evals: Iterable[tuple[str, int, float]]) -> EvalSummary:
     return EvalSummary(first=main.first, last=main.last, best=main.best, sets=sets)
 
 
-def efficiency_vs_bound(shares: Mapping[str, float]) -> float | None:
-    """Share of the training phase in which its busiest stage worked, from the busy share of each stage.
-
-    A pipeline of K stages cannot take less than T* = max_k W_k / c_k, W_k being the work of stage k and c_k its
-    replicas. A stage's share is W_k / c_k over the time it was watched, so the largest is T* over that time: 1.0 means
-    that no schedule of the same work on the same replicas would have been faster.
-    """
-    return max(shares.values(), default=None)
-
-
 def package_versions() -> dict[str, str]:
     """Versions of Python and of the installed packages that decide what a run computes."""
     versions = {"python": platform.python_version()}

@@ -22,7 +22,7 @@ import argparse
 import contextlib
 import shutil
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from operator import itemgetter
 from pathlib import Path
 from typing import Final
@@ -42,7 +42,7 @@ from models.checkpoint import (
 from models.disk import read_file, write_whole
 from pipeline.errors import UsageError
 from pipeline.facts.run_directory import RunDir
-from pipeline.record.metrics import read_metrics
+from pipeline.record.metrics import Point, evaluations, read_metrics
 from stages.prompts.ledger import LedgerSnapshot
 from stages.records.growing_records import ANSWERS, RESPONSES
 from stages.records.once import ENDED_FILE, Ended, forget, groups_in, home_of, uncertain_calls
@@ -128,23 +128,6 @@ def save_hf(checkpoint: Path, pattern: str, step: int, flag: str = "--save-hf") 
         draft.rename(target)
         shutil.rmtree(old, ignore_errors=True)
     return target
-
-
-VERSION: Final = "eval/version"  # marks the row of an evaluation
-ABOUT: Final = frozenset((VERSION, "eval/complete", "eval/lag_steps", "eval/time_s"))
-Point = tuple[str, int, float]  # data set, version, score
-
-
-def scores(metrics: Mapping[str, float], version: int) -> list[Point]:
-    """The score of each data set; companions such as `eval/x-truncated_ratio` are left out."""
-    names = [n for n in metrics if n.startswith("eval/") and n not in ABOUT and n.rpartition("-")[0] not in metrics]
-    return [(name.removeprefix("eval/"), version, metrics[name]) for name in names]
-
-
-def evaluations(rows: Iterable[Mapping[str, float]]) -> list[Point]:
-    """Of the complete evaluations among rows of `metrics.jsonl`, in their order."""
-    complete = (row for row in rows if row.get("eval/complete"))
-    return [point for row in complete for point in scores(row, int(row[VERSION]))]
 
 
 def best_saved(points: Sequence[Point], root: Path) -> tuple[Point, Point | None] | None:

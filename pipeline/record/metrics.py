@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -166,3 +166,20 @@ def _repair(path: Path, resume_step: int | None) -> None:
     if sum(map(len, kept)) == path.stat().st_size:
         return
     write_whole(path, b"".join(kept), durable=True)
+
+
+VERSION: Final = "eval/version"  # marks the row of an evaluation
+ABOUT: Final = frozenset((VERSION, "eval/complete", "eval/lag_steps", "eval/time_s"))
+Point = tuple[str, int, float]  # data set, version, score
+
+
+def scores(metrics: Mapping[str, float], version: int) -> list[Point]:
+    """The score of each data set; companions such as `eval/x-truncated_ratio` are left out."""
+    names = [n for n in metrics if n.startswith("eval/") and n not in ABOUT and n.rpartition("-")[0] not in metrics]
+    return [(name.removeprefix("eval/"), version, metrics[name]) for name in names]
+
+
+def evaluations(rows: Iterable[Mapping[str, float]]) -> list[Point]:
+    """Of the complete evaluations among rows of `metrics.jsonl`, in their order."""
+    complete = (row for row in rows if row.get("eval/complete"))
+    return [point for row in complete for point in scores(row, int(row[VERSION]))]

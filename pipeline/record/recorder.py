@@ -26,18 +26,8 @@ from pipeline.record import journal
 from pipeline.record.goodput import Goodput
 from pipeline.record.group_outcomes import GroupOutcomes
 from pipeline.record.health import Alarm, HealthWatch
-from pipeline.record.kept_files import (
-    VERSION,
-    Point,
-    best_text,
-    evaluations,
-    forget_ended,
-    forget_responses,
-    keeps_rollouts,
-    save_hf,
-    scores,
-)
-from pipeline.record.metrics import Metrics, read_metrics
+from pipeline.record.kept_files import best_text, forget_ended, forget_responses, keeps_rollouts, save_hf
+from pipeline.record.metrics import VERSION, Metrics, Point, evaluations, read_metrics, scores
 from pipeline.record.stalls import OutageWatch, StallWatch
 from pipeline.record.view import RunView
 from stages.messages import CheckpointReady, EvalDone, Settled, StepDone

@@ -201,32 +201,30 @@ class RunView:
                     oldest[engine] = max(seconds, oldest.get(engine, 0.0))
         return oldest
 
+    def _of(self, stage: str) -> list[_Replica]:
+        """All past and present replicas of the stage."""
+        return [replica for key, replica in self._replicas.items() if key[0] == stage]
+
     def extra(self, stage: str, name: str) -> float:
         """Sum of the newest value of a figure over the stage's replicas; 0 if none reports it."""
-        replicas = [replica for key, replica in self._replicas.items() if key[0] == stage]
-        return sum(replica.newest.extra.get(name, 0.0) for replica in replicas)
+        return sum(replica.newest.extra.get(name, 0.0) for replica in self._of(stage))
 
     def extras(self, stage: str, prefix: str) -> dict[str, float]:
         """The figures whose names begin with `prefix`, without it, each as `extra`."""
-        names = {
-            n for key, r in self._replicas.items() if key[0] == stage for n in r.newest.extra if n.startswith(prefix)
-        }
+        names = {name for replica in self._of(stage) for name in replica.newest.extra if name.startswith(prefix)}
         return {name.removeprefix(prefix): self.extra(stage, name) for name in names}
 
     def total(self, stage: str, name: str) -> float:
         """A counter, summed over all past and present replicas of the stage."""
-        return sum(replica.total()[name] for key, replica in self._replicas.items() if key[0] == stage)
+        return sum(replica.total()[name] for replica in self._of(stage))
 
     def in_flight(self, stage: str) -> int:
         """Messages that the replicas of a stage work on."""
-        return sum(r.newest.in_flight for key, r in self._replicas.items() if key[0] == stage and self._lives(key))
+        return sum(stats.in_flight for stats in self.newest() if stats.stage == stage)
 
     def alive(self) -> frozenset[tuple[str, str]]:
         """(stage, replica) of the replicas that report and were not scaled away."""
-        return frozenset(filter(self._lives, self._replicas))
-
-    def _lives(self, key: tuple[str, str]) -> bool:
-        return key not in self._retired
+        return frozenset(self._replicas.keys() - self._retired)
 
     def snapshot(self, now_s: float) -> RunSnapshot:
         """The run at `now_s`."""
@@ -269,9 +267,8 @@ class RunView:
     def engine_rows(self) -> tuple[EngineRow, ...]:
         """The engines that generate, lost ones among them, in the order of their numbers."""
         idle: dict[str, float] = {}
-        for key, replica in self._replicas.items():
-            if key[0] == "engines":
-                idle |= {n.removesuffix(IDLE): v for n, v in replica.newest.extra.items() if n.endswith(IDLE)}
+        for replica in self._of("engines"):
+            idle |= {n.removesuffix(IDLE): v for n, v in replica.newest.extra.items() if n.endswith(IDLE)}
         return tuple(
             EngineRow(
                 name=name,
@@ -285,7 +282,7 @@ class RunView:
 
     def _row(self, stage: str) -> StageRow:
         alive = [r for key, r in self._replicas.items() if key[0] == stage and key not in self._retired]
-        everyone = [r for key, r in self._replicas.items() if key[0] == stage]
+        everyone = self._of(stage)
         rates = [replica.rates() for replica in alive]
 
         def summed(name: str) -> float:

@@ -27,6 +27,7 @@ from typing import Any, Final
 
 import msgspec
 
+from models.errors import first_line
 from models.weights.slot_directory import PREFIX, SHARED_MEMORY, DirectoryLease, remove_stale
 from pipeline.facts.run_directory import RunDir
 from pipeline.hosts.launcher import Handle, ProcessSpec, SharedFiles
@@ -181,11 +182,6 @@ def gone() -> tuple[type[BaseException], ...]:
     return (*(kind for kind in ray.RayError.__subclasses__() if kind not in (*code, *start)), TimeoutError)
 
 
-def first_line(error: BaseException) -> str:
-    """Of what Ray says, which can be a page."""
-    return next(iter(str(error).strip().splitlines()), "")
-
-
 class PlacedActor:
     """An actor on its node."""
 
@@ -258,7 +254,7 @@ class RayHandle(Handle):
         self._code = code
 
     def _lose(self, error: BaseException) -> None:
-        why = first_line(error) or f"no answer for {ANSWER_TIMEOUT_S:g} s"
+        why = first_line(error) if str(error) else f"no answer for {ANSWER_TIMEOUT_S:g} s"
         with self.log.open("a") as file:
             file.write(f"the Ray actor of {self.spec.name} is gone: {why}\n")
         self._placed.silent = isinstance(error, TimeoutError)
@@ -273,10 +269,7 @@ class RayHandle(Handle):
         """Waits for the end, which the actor brings about after the grace at the latest."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._ask("stop"))
-            tasks.create_task(self._ended())
-
-    async def _ended(self) -> None:
-        await self.wait()
+            tasks.create_task(self.wait())
 
     async def _ask(self, method: str) -> None:
         if self._placed.lost:

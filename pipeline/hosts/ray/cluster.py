@@ -18,11 +18,12 @@ from typing import Any, Final
 import msgspec
 
 from configs.schema import Config, generates
+from models.errors import first_line
 from pipeline.errors import UsageError
 from pipeline.facts.run_log import tell
 from pipeline.hosts.launcher import SharedFiles
 from pipeline.hosts.machine import ROOT
-from pipeline.hosts.ray.actor import ANSWER_TIMEOUT_S, PlacedActor, ProcessActor, first_line, gone
+from pipeline.hosts.ray.actor import ANSWER_TIMEOUT_S, PlacedActor, ProcessActor, gone
 from pipeline.hosts.ray.placement import NODE_ID, Node, RayPlacement, ResourceNeeds
 
 STORE_BYTES: Final = 100 << 20  # of a cluster of our own: only logs and small files go through it
@@ -107,10 +108,9 @@ def _connect(ray: ModuleType, config: Config) -> None:
     try:
         ray.init(address, **quiet)
     except (ConnectionError, RuntimeError, TimeoutError, ValueError) as error:
-        first = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise UsageError(
-            f"--ray-address {address}: no cluster of Ray could be joined ({first}); start one with ray start --head, "
-            "give the address that it prints, and the same RAY_AUTH_TOKEN; or leave --ray-address out"
+            f"--ray-address {address}: no cluster of Ray could be joined ({first_line(error)}); start one with ray "
+            "start --head, give the address that it prints, and the same RAY_AUTH_TOKEN; or leave --ray-address out"
         ) from error
 
 

@@ -23,8 +23,8 @@ from pipeline.observe.report import summarise
 from pipeline.observe.summary import closing_text
 from pipeline.observe.table import plain_line, render
 from pipeline.record.health import ENTROPY, LENGTH, REWARD, TRUNCATED, HealthWatch
-from pipeline.record.kept_files import best_text, scores
-from pipeline.record.metrics import JsonlMetrics
+from pipeline.record.kept_files import best_text
+from pipeline.record.metrics import JsonlMetrics, scores
 from pipeline.record.recorder import Recorder
 from stages.messages import EvalDone, Settled, StepDone
 from tests.pipeline.control.test_commands import STATUS

@@ -267,7 +267,7 @@ def test_the_curve_is_a_png_drawn_from_the_metrics_file(tmp_path: Path) -> None:
     for step in range(1, 41):
         row = {"reward/mean": step / 50, "staleness/mean": 0.5, "staleness/max": 2.0, "train/loss": 0.1}
         if step % 10 == 0:
-            row |= {"eval/heldout": step / 60, "eval/heldout/version": step, "eval/heldout-truncated_ratio": 0.0}
+            row |= {"eval/heldout": step / 60, "eval/version": step, "eval/heldout-truncated_ratio": 0.0}
         writer.write(step, row, wall_s=step, trained_tokens=step)
     writer.close()
     out = plot_metrics_file(tmp_path / "metrics.jsonl", tmp_path / "curve.png", title="run", staleness_bound=2)
@@ -278,9 +278,9 @@ def test_the_curve_is_a_png_drawn_from_the_metrics_file(tmp_path: Path) -> None:
 
 def test_series_are_picked_by_name() -> None:
     rows = [
-        {"step": 0, "eval/a": 0.1, "eval/a/version": 0},
+        {"step": 0, "eval/a": 0.1, "eval/version": 0},
         {"step": 1, "reward/mean": 0.2, "staleness/mean": 0.0, "staleness/max": 0},
-        {"step": 2, "reward/mean": 0.3, "eval/a": 0.4, "eval/a/version": 2, "eval/a-pass@4": 0.9},
+        {"step": 2, "reward/mean": 0.3, "eval/a": 0.4, "eval/version": 2, "eval/a-pass@4": 0.9},
         {"step": 3, "eval/a": 0.5, "eval/b-c": 0.6, "eval/version": 3, "eval/time_s": 9.0, "eval/a-truncated_ratio": 0},
     ]
     curve = curve_from_rows(rows, staleness_bound=1)
