@@ -11,11 +11,10 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 from bench.report import Series, arguments, finish, machine
-from pipeline.hosts.machine import ROOT, TICKS_PER_S, cpu_seconds
+from bench.scale import ROOT, by_name, steps, usage
 
 APART = "a process for each stage"
 CONTENDERS = {APART: ["--chain", "none"], "chained": []}
@@ -26,7 +25,6 @@ FLAGS = [
     "engine.simulated.length_mean=8", "--train-backend", "simulated", "--simulated-step-s", "0.05", "--no-live",
     "--no-use-plot", "--log-interval", "1000",
 ]  # fmt: skip
-LOOK_S = 0.1
 
 
 def measure(flags: list[str], batches: int) -> dict[str, float]:
@@ -36,30 +34,12 @@ def measure(flags: list[str], batches: int) -> dict[str, float]:
         argv = [sys.executable, "launch.py", *FLAGS, *flags, "--num-rollout", str(batches), "--run-dir", str(run_dir)]
         with log.open("w") as output:
             process = subprocess.Popen(argv, cwd=ROOT, stdout=output, stderr=output)
-        looks: list[tuple[int, dict[str, float]]] = []
-        while process.poll() is None:
-            time.sleep(LOOK_S)
-            if (done := _batches(run_dir)) > (looks[-1][0] if looks else 0):
-                looks.append((done, _spent(process.pid, run_dir)))
+        looks = [(step, usage(process.pid)) for step, _ in steps(run_dir / "metrics.jsonl", process) if step < batches]
         if process.returncode != 0:
             sys.exit(f"exit code {process.returncode}\n{log.read_text()[-2000:]}")
-    (first, before), (last, after) = next(look for look in looks if look[0] >= batches // 10), looks[-2]
-    spent = {name: 1e3 * (seconds - before.get(name, 0.0)) / (last - first) for name, seconds in after.items()}
+    (first, before), (last, after) = next(look for look in looks if look[0] >= batches // 10), looks[-1]
+    spent = by_name(before, after, last - first)
     return spent | {"all": sum(spent.values())}
-
-
-def _batches(run_dir: Path) -> int:
-    metrics = run_dir / "metrics.jsonl"
-    return metrics.read_text().count('"perf/step_time"') if metrics.exists() else 0
-
-
-def _spent(controller: int, run_dir: Path) -> dict[str, float]:
-    """CPU seconds of each process that there is, with its own children; the controller without its processes."""
-    fields = Path("/proc", str(controller), "stat").read_text().rpartition(")")[2].split()
-    spent = {"controller": sum(map(int, fields[11:13])) / TICKS_PER_S}
-    for file in (run_dir / "replicas").glob("*.pid"):
-        spent[file.stem.rpartition("-")[0]] = cpu_seconds(int(file.read_text()))
-    return spent
 
 
 def main() -> None:

@@ -138,7 +138,7 @@ def measure(point: Point) -> Cost:
         first: tuple[int, Usage] | None = None
         last: tuple[int, Usage] | None = None
         try:
-            for step, rollouts in _steps(run_dir / "metrics.jsonl", child):
+            for step, rollouts in steps(run_dir / "metrics.jsonl", child):
                 if step >= WARM_UP and first is None:
                     first = rollouts, usage(child.pid)
                 elif first is not None and step < WARM_UP + point.batches:
@@ -160,19 +160,20 @@ def _cost(first: tuple[int, Usage], last: tuple[int, Usage]) -> Cost:
         seconds=after.at_s - before.at_s,
         rollouts=rollouts,
         processes=len(after.by_process),
-        by_process=_named(before, after, rollouts),
+        by_process=by_name(before, after, rollouts),
     )
 
 
-def _named(before: Usage, after: Usage, rollouts: int) -> dict[str, float]:
+def by_name(before: Usage, after: Usage, pieces: int) -> dict[str, float]:
+    """CPU milliseconds for each of so many pieces of work, of the processes of one name together."""
     found: dict[str, float] = {}
     for pid, (name, cpu_s) in after.by_process.items():
         spent = cpu_s - before.by_process.get(pid, (name, 0.0))[1]
-        found[name] = found.get(name, 0.0) + 1e3 * spent / rollouts
+        found[name] = found.get(name, 0.0) + 1e3 * spent / pieces
     return found
 
 
-def _steps(metrics: Path, child: subprocess.Popen[bytes]) -> Iterator[tuple[int, int]]:
+def steps(metrics: Path, child: subprocess.Popen[bytes]) -> Iterator[tuple[int, int]]:
     """(step, rollouts that have ended) as the run writes its rows; ends with the run."""
     seen = 0
     while True:
