@@ -142,20 +142,17 @@ class _Reader:
             self.switches.add(name)
 
     def _dotted(self, key: str, inline: str | None) -> None:
-        text = inline
         flag = flags_by_key().get(key)
         if flag is not None:
             self._flag(flag, key, inline, dotted=True)
             return
         if key.partition(".")[0] in TABLES:
-            text = text if text is not None else self._next()
-            self._table(key, text)
+            self._table(key, inline if inline is not None else self._next())
             return
         parent, _, inner = key.rpartition(".")
         owner = flags_by_key().get(parent)
         if owner is not None and owner.kind in ("map", "json"):
-            text = text if text is not None else self._next()
-            self._entry(owner, inner, key, text)
+            self._entry(owner, inner, key, inline if inline is not None else self._next())
             return
         name = key.rpartition(".")[2].replace("_", "-")
         if (fault := retired(key)) is not None:
