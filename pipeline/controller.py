@@ -36,7 +36,7 @@ from pipeline.errors import DrainTimeout, Stalled
 from pipeline.facts.stats import STATS_PREFIX
 from pipeline.graph import Placement, stream_spec
 from pipeline.hosts.launcher import Launcher
-from pipeline.hosts.rendezvous import CONFIG, CONTROLLERS_KEYS, make_keys, publish_files
+from pipeline.hosts.rendezvous import CONFIG, CONTROLLERS_KEYS, Keys, make_keys, publish_files
 from pipeline.hosts.weights_source import SOURCE
 from pipeline.hosts.worker import FaultyInlet
 from pipeline.observe.prometheus import endpoint
@@ -104,9 +104,7 @@ class Controller:
             for stream in self.graph.streams:
                 hub = self.hubs[stream.name] = await node.hub(self._spec(stream), dead_letters)
                 self.placement.addresses[stream.name] = hub.address
-            kind = TaskRunner if self.config.run.runner == "inprocess" else ProcessRunner
-            lifecycle = Lifecycle(topic, self.hubs, self.recorder)
-            runner = kind(self.placement, node, topic, self.launcher, lifecycle, keys)
+            runner = self._runner(node, topic, Lifecycle(topic, self.hubs, self.recorder), keys)
             parts = RunParts(self.placement, self.stage, self.recorder, self.hubs, topic, self.launcher, runner)
             adviser = Adviser(Meter(parts), autoscale_limits(self.config))
             monitor = Monitor(parts, adviser.look)
@@ -139,6 +137,10 @@ class Controller:
             producers=frozenset(stage for stage, _ in stream.producers),
             consumers=frozenset({stream.consumer[0]}),
         )
+
+    def _runner(self, node: Node, topic: TopicServer, lifecycle: Lifecycle, keys: Keys) -> Runner:
+        kind = TaskRunner if self.config.run.runner == "inprocess" else ProcessRunner
+        return kind(self.placement, node, topic, self.launcher, lifecycle, keys)
 
     async def _ports(self, node: Node, topic: TopicServer) -> Ports:
         """Ports of the prompt stage."""
