@@ -12,12 +12,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from bench.off_policy import LATE, Row, sequence, without_late
 from bench.plan import QUICK, Efficiency, Job, changes, measure, search, shape_of, speed_of, splits, weight_bytes
 from bench.scale import Cost, Point, points, report, usage
 from configs.schema.model_shapes import total_parameters
+from models.train.interface import TrainSequence
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARED = "arguments(__doc__, "  # the options that every benchmark has
@@ -102,6 +105,25 @@ def test_tools_and_filtered_groups_cost_what_they_take() -> None:
     assert measure(replace(job, tool_s=base / 2), 2, 14).step_s < 1.1 * base
     turns = [measure(replace(job, tool_s=wait), 2, 14, turns=True).step_s for wait in (0.0, base)]
     assert turns[1] > turns[0] + 2 * base, "the slowest of many tools is waited for"
+
+
+def test_late_groups_are_dropped_whole_and_late_tokens_alone_masked() -> None:
+    """Groups 0 to 3 of one long and one short answer each: 1 and 3 are late."""
+    row = Row(np.array([5, 6], np.int32), (1, 2))
+
+    def batch() -> list[TrainSequence]:
+        return [
+            sequence(group, 2 * group + n, row, ids, [0.0] * len(ids), 0.5, 0)
+            for group in range(4)
+            for n, ids in enumerate(([1, 2, 3, 4], [1, 2, 3]))
+        ]
+
+    trained = [without_late(batch(), name) for name in LATE]
+    assert [one.loss_mask.tolist() for one in trained[0]] == [[0, 0, 1, 1, 1, 1], [0, 0, 1, 1, 1]] * 4
+    assert [one.group_id for one in trained[1]] == [0, 0, 2, 2]
+    masks = [[0, 0, 1, 1, 1, 1], [0, 0, 1, 1, 1], [0, 0, 0, 0, 1, 1], [0, 0, 1, 1, 1]]
+    assert [one.loss_mask.tolist() for one in trained[2]] == masks * 2
+    assert [one.advantages.tolist() for one in trained[2]] == [[0.5 * bit for bit in mask] for mask in masks] * 2
 
 
 END = "print('done', flush=True)\ninput()"
