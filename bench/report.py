@@ -105,25 +105,14 @@ def _cpu_name() -> str:
 
 
 def markdown(document: Document) -> str:
-    """The table of a document, with what it was measured on."""
-    about, lines = (
-        document.machine,
-        ["| | contender | median | lowest | highest | by baseline |", "|---|---|---|---|---|---|"],
-    )
+    """The table of a document, with how it was measured."""
+    lines = ["| | contender | median | lowest | highest | by baseline |", "|---|---|---|---|---|---|"]
+    bases = {one.setting: one.median for one in document.series if one.name == document.baseline}
     for one in document.series:
-        base = next(
-            (row.median for row in document.series if (row.setting, row.name) == (one.setting, document.baseline)), None
-        )
-        figures = [f"{value:.3g}" for value in (one.median, min(one.values), max(one.values))]
-        ratio = f"{one.median / base:.2f}" if base else ""
-        lines.append(
-            f"| {one.setting} | {one.name} | {figures[0]} {one.unit} | {figures[1]} | {figures[2]} | {ratio} |"
-        )
-    return "\n".join([
-        *lines,
-        "",
-        f"`{' '.join(document.command)}`, {about.load}, Python {about.python}; {'; '.join(document.remarks)}.",
-    ])  # fmt: skip
+        median, lowest, highest = (f"{value:.3g}" for value in (one.median, min(one.values), max(one.values)))
+        ratio = f"{one.median / bases[one.setting]:.2f}" if bases.get(one.setting) else ""
+        lines.append(f"| {one.setting} | {one.name} | {median} {one.unit} | {lowest} | {highest} | {ratio} |")
+    return "\n".join([*lines, "", f"`{' '.join(document.command)}`: {'; '.join(document.remarks)}."])
 
 
 def rendered(page: str, documents: Path) -> str:

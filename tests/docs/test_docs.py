@@ -18,6 +18,7 @@ import pytest
 
 import launch
 from bench.plan import Job
+from bench.report import rendered
 from configs.command_line import RESERVED, parse
 from configs.flags import flags
 from configs.load import load_arguments
@@ -40,6 +41,7 @@ FOREIGN |= {"published", "in-flight", "replicas", "reward-s"}
 FOREIGN |= {"system-prompt", "output-format", "host", "token-file"}
 FOREIGN |= {"address", "head", "labels", "working-dir"}  # of Ray
 FOREIGN |= {"step", "group", "reward", "failed", "untrained", "json", "best", "to"}
+FOREIGN |= {"trl", "plot", "rounds", "late"}
 # Written on purpose as mistakes, or as a value that looks like a flag.
 WRONG = {"rollout-batch-sise", "rollout-batch", "end", *SLIME}
 
@@ -308,3 +310,11 @@ def test_the_keys_of_the_table_are_on_the_page() -> None:
     section = PAGE.read_text().partition("## The table")[2].partition("\n## ")[0]
     reported = [line.split("`")[1] for line in section.splitlines() if line.startswith("| `")]
     assert reported == list(EnvironmentConfig.__struct_fields__)
+
+
+def test_tables_of_benchmarks_are_those_of_the_stored_documents() -> None:
+    """`python -m bench.report` writes them again."""
+    page, documents = ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "benchmarks"
+    named = re.findall(r"^<!-- (\w+) -->$", page.read_text(), re.MULTILINE)
+    assert sorted(set(named) - {"end"}) == sorted(path.stem for path in documents.iterdir())
+    assert rendered(page.read_text(), documents) == page.read_text()
