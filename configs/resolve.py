@@ -19,7 +19,7 @@ from typing import Any, Final
 from msgspec import Struct
 
 from configs.layers import ConfigError, build, given_by_difference, preset_values, value_at
-from configs.plan.goodput import choose_ahead, planned_workload
+from configs.plan.goodput import UNMEASURED_AHEAD, choose_ahead, planned_workload
 from configs.schema import Config
 from configs.schema.algorithm import LOSS_OF_ESTIMATOR, SAMPLER_LOSSES, WHITENED
 from configs.sources import BUILT_IN_LABEL, IMPORT_PATHS, parse_source
@@ -185,8 +185,12 @@ def _staleness(config: Config, written: set[str]) -> dict[str, Any]:
     """The bound from buffer and interval; or the buffer from the bound, if only that was written."""
     gate = config.asynchrony
     if gate.max_staleness is None:
-        planned = gate.async_buffer_size == "auto"
-        ahead = choose_ahead(planned_workload(config))[0] if planned else int(gate.async_buffer_size)
+        if gate.async_buffer_size == "auto":
+            ahead = choose_ahead(planned_workload(config))[0]
+            if config.engine.engine != "simulated":  # a guess at the lengths is no reason to train old tokens
+                ahead = min(ahead, UNMEASURED_AHEAD)
+        else:
+            ahead = int(gate.async_buffer_size)
         return {"asynchrony.max_staleness": ahead + gate.update_weights_interval - 1}
     ahead = gate.max_staleness - gate.update_weights_interval + 1
     if "asynchrony.async_buffer_size" not in written and ahead >= 0:

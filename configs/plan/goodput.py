@@ -31,6 +31,7 @@ from configs.schema import AUTO_MOST, Config
 BATCHES: Final = 64  # that a simulation counts, after a quarter as many for its beginning
 LEAST_GAIN: Final = 0.03  # of goodput, for a larger N in a running run
 ROLLOUTS: Final = 64  # of a batch that are simulated
+UNMEASURED_AHEAD: Final = 2  # the most that `auto` starts with before it has measured lengths
 TOLERANCE: Final = 0.02  # of goodput, that a smaller N may cost: fresher tokens learn better
 
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from configs.plan.goodput import (
     TOLERANCE,
+    UNMEASURED_AHEAD,
     Workload,
     attainable,
     choose_ahead,
@@ -141,14 +142,20 @@ def test_a_running_run_changes_n_only_for_a_gain() -> None:
 
 
 def test_auto_starts_from_the_plan() -> None:
-    config = planned("--async-buffer-size auto --rollout-max-response-len 3200 --engine-slots 64")
+    config = planned("--async-buffer-size auto --engine simulated --rollout-max-response-len 3200 --engine-slots 64")
     ahead, _ = choose_ahead(planned_workload(config))
     assert config.asynchrony.async_buffer_size == "auto"
-    assert config.asynchrony.max_staleness == ahead > 1
+    assert config.asynchrony.max_staleness == ahead > 2
     # With interval K versions are published every K batches.
-    slow = planned("--async-buffer-size auto --update-weights-interval 3")
+    slow = planned("--async-buffer-size auto --engine simulated --update-weights-interval 3")
     assert slow.asynchrony.max_staleness == choose_ahead(planned_workload(slow))[0] + 2
     assert planned("--async-buffer-size auto --max-staleness 3").asynchrony.max_staleness == 3
+
+
+def test_auto_starts_low_where_lengths_are_guessed() -> None:
+    guessed = planned("--async-buffer-size auto --rollout-max-response-len 3200 --engine-slots 64")
+    assert choose_ahead(planned_workload(guessed))[0] > 2
+    assert guessed.asynchrony.max_staleness == UNMEASURED_AHEAD == 2
 
 
 def test_the_simulated_engine_says_how_its_steps_grow() -> None:
