@@ -273,7 +273,7 @@ def one_seed(seed: int, batches: int, staleness: int, names: Sequence[str]) -> d
     with tempfile.TemporaryDirectory(prefix="sluice-off-policy-") as home:
         task = Task(Path(home), seed)
         for name in names:
-            age = 0 if name == NO_STALENESS or name in LATE else staleness
+            age = 0 if name == NO_STALENESS else staleness
             flags = (*COMMON, *CONTENDERS.get(name, CONTENDERS["TIS"]))
             curves[name] = asyncio.run(one_run(task, name, flags, batches=batches, staleness=age, seed=seed))
             last = statistics.mean(curves[name].reward[-LAST:])
@@ -348,13 +348,14 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, default=Path("bench_results/off_policy.png"))
     options = parser.parse_args()
     seeds, batches = options.seeds or (1 if options.quick else 5), options.batches or (30 if options.quick else 200)
+    staleness = 0 if options.late else options.staleness
     names = options.only or (list(LATE) if options.late else [*CONTENDERS, NO_STALENESS])
     about = machine(["torch", "transformers"])
     with ProcessPoolExecutor(min(options.workers, seeds), mp_context=get_context("spawn")) as pool:
-        jobs = [pool.submit(one_seed, seed, batches, options.staleness, names) for seed in range(1, seeds + 1)]
+        jobs = [pool.submit(one_seed, seed, batches, staleness, names) for seed in range(1, seeds + 1)]
         per_seed = [job.result() for job in jobs]
     results = {name: [found[name] for found in per_seed] for name in names}
-    series = series_of(results, options.staleness)
+    series = series_of(results, staleness)
     remarks = [
         f"{seeds} seeds, {batches} batches of 32 prompts x 8 rollouts, two optimizer steps each",
         f"all: {' '.join(COMMON)}",
@@ -362,7 +363,7 @@ def main() -> None:
         "a seed fixes warm start, prompts and sampling noise, and is the same for all contenders",
     ]
     finish(options.output, about, remarks, series, baseline=names[0])
-    title = f"Staleness {options.staleness}, engine in bfloat16, trainer in float32; mean and range of {seeds} seeds"
+    title = f"Staleness {staleness}, engine in bfloat16, trainer in float32; mean and range of {seeds} seeds"
     draw(results, options.plot, title)
     print(f"and {options.plot}")
 
