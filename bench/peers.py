@@ -32,8 +32,8 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from bench.off_policy import Row, Sampler, graded
 from bench.report import Series, arguments, finish, machine
+from bench.rigs.sums import Row, Sampler, graded
 from configs.load import load
 from configs.rules.validate import checked
 from models.checkpoint import latest_checkpoint

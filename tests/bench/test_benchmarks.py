@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from bench.off_policy import LATE, Row, sequence, without_late
+from bench.off_policy import LATE, without_late
 from bench.plan import QUICK, Efficiency, Job, changes, measure, search, shape_of, speed_of, splits, weight_bytes
+from bench.rigs.sums import Row, sequence
 from bench.scale import Cost, Point, points, report, usage
 from configs.schema.model_shapes import total_parameters
 from models.train.interface import TrainSequence
