@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import subprocess
 import sys
 import threading
@@ -155,7 +156,7 @@ def test_another_process_sees_the_tensors_and_nothing_is_left(tmp_path: Path) ->
     values = [torch.arange(15.0), torch.ones(4, dtype=torch.bfloat16), torch.full((1,), 7.0, dtype=torch.float16)]
     raw = b"".join(value.view(torch.uint8).numpy().tobytes() for value in values)
     np.copyto(buffer.memory.numpy()[: bucket.nbytes], np.frombuffer(raw, np.uint8))
-    before = {path.name for path in Path("/dev/shm").glob("torch_*")}
+    before = {path.name for path in Path("/dev/shm").glob(f"torch_{os.getpid()}_*")}
     with buffer.lent(bucket, ["cpu", "cpu"]) as payloads:
         assert len(payloads) == 2
         assert all(len(payload) < 2000 for payload in payloads), "handles travel, not weights"
@@ -170,5 +171,5 @@ def test_another_process_sees_the_tensors_and_nothing_is_left(tmp_path: Path) ->
                 "scalar torch.float16 () 7.0",
             ], done.stderr
     del buffer
-    assert {path.name for path in Path("/dev/shm").glob("torch_*")} <= before, "the memory is given back"
+    assert {path.name for path in Path("/dev/shm").glob(f"torch_{os.getpid()}_*")} <= before, "the memory is given back"
     assert torch.multiprocessing.get_sharing_strategy() == strategy
