@@ -24,7 +24,7 @@ import pytest
 
 import launch as program
 from models.engines.token import TokenFile, read_token
-from pipeline.record.journal import Audit, audit
+from pipeline.record.journal import Audit, Stepped, audit, read_journal
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -94,9 +94,19 @@ class Finished:
         for outcome, n in books.outcomes.items():
             assert groups[outcome] == n, (outcome, books.outcomes, groups)
         assert self.summary["staleness"]["max"] <= self.summary["staleness"]["bound"]
-        # The books are those of all starts of the run, in which the bound may have been another.
-        bounds = [int(c["value"].split()[0]) for c in self.summary["changes"] if c["what"].endswith("max_staleness")]
-        assert books.staleness_max <= max([self.summary["staleness"]["bound"], *bounds])
+        changes = [c["value"].split() for c in self.summary["changes"] if c["what"].endswith("max_staleness")]
+        if not changes:
+            assert books.staleness_max <= self.summary["staleness"]["bound"]
+        else:  # the books are those of all starts, in which the bound was not the same: each step is held to its own
+            self.check_changed_bound([(int(step), int(bound)) for bound, _, _, step, *_ in changes])
+
+    def check_changed_bound(self, changes: list[tuple[int, int]]) -> None:
+        """`changes`: (first step, bound), in their order."""
+        widest = max(self.summary["staleness"]["bound"], *(bound for _, bound in changes))
+        for event in read_journal(self.run_dir / "ledger.jsonl"):
+            if isinstance(event, Stepped):
+                in_force = [bound for first, bound in changes if first <= event.step]
+                assert event.oldest <= (in_force[-1] if in_force else widest), event
 
 
 def environment(**extra: str) -> dict[str, str]:
