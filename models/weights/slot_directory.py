@@ -132,7 +132,11 @@ def _foreign(directory: Path) -> bool:
     except ProcessLookupError:
         return False
     except (OSError, ValueError):  # being removed, or no slot directory
-        return directory.exists() and not (directory / OWNER_FILE).exists() and any(directory.iterdir())
+        try:  # listed once: between two questions the directory can go, or come anew
+            names = os.listdir(directory)
+        except OSError as error:
+            return not isinstance(error, FileNotFoundError)
+        return bool(names) and OWNER_FILE not in names
 
 
 def _empty(directory: Path) -> None:

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from itertools import pairwise
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import msgspec
@@ -623,6 +624,33 @@ def test_a_restarted_owner_gets_its_directory_while_other_runs_start(tmp_path: P
                 os.close(lease._lock)
         finally:
             sweeper.kill()
+
+
+def test_a_directory_that_goes_while_its_owner_is_asked_for_is_taken(tmp_path: Path) -> None:
+    """Another process removes what a dead owner left: its last step comes at each instruction of `_foreign` in turn."""
+    directory = tmp_path / f"{slot_directory.PREFIX}run"
+    moment = passed = 0
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal passed
+        if frame.f_code is not slot_directory._foreign.__code__:
+            return None
+        frame.f_trace_opcodes = True
+        passed += event == "opcode"
+        if passed == moment:
+            shutil.rmtree(directory, ignore_errors=True)
+        return trace
+
+    before = sys.gettrace()
+    for moment in range(1, 100):  # the question is asked a second time before
+        passed = 0
+        directory.mkdir()  # its lock is gone already
+        sys.settrace(trace)
+        try:
+            DirectoryLease(directory).release()
+        finally:
+            sys.settrace(before)
+        assert passed >= moment
 
 
 @pytest.mark.slow
