@@ -211,9 +211,11 @@ class GroupStage(Stage):
                 return settlement(slice_, "failed", f"sample {parts[0].index}: {wrong}")
         counted, total = len(closing(members)), len(closing(slice_.samples))
         errors = sorted({s.error or s.status for s in slice_.samples if s.status not in ("completed", "truncated")})
-        if counted < members_needed(self.config, slice_.group.n_samples):
+        if counted < (needed := members_needed(self.config, slice_.group.n_samples)):
             detail = f"insufficient_members: {counted} of {total}; {'; '.join(errors)[:300]}"
-            return settlement(slice_, "failed", detail)
+            # generate can hear of a drain before this stage does: what a drain cut off is sent again by a resume
+            drained = sum(sample.status == "aborted" for sample in closing(slice_.samples))
+            return settlement(slice_, "discarded" if counted + drained >= needed else "failed", detail)
         if errors:
             self._log_reasons(slice_.group.key, f"{counted} of its {total} rollouts", errors)
         kept = msgspec.structs.replace(slice_, samples=members)

@@ -81,12 +81,19 @@ async def test_the_first_rollout_of_an_index_wins(desk: Desk) -> None:
 
 
 async def test_too_few_members_fail_the_group_with_their_errors(desk: Desk) -> None:
-    await desk.send(make_slice(3, make_sample(0, reward=1.0), failed(1), make_sample(2, status="aborted")))
+    await desk.send(make_slice(3, failed(0), failed(1), make_sample(2, status="aborted")))
     report = await settled(desk)
     assert (report.group_id, report.outcome) == (3, "failed")
-    assert report.detail == "insufficient_members: 1 of 3; ValueError: boom; aborted"
-    assert report.tokens == 4 + 2 + 4
+    assert report.detail == "insufficient_members: 0 of 3; ValueError: boom; aborted"
+    assert report.tokens == 2 + 2 + 4
     await desk.rig.hubs["group"].wait_empty()
+
+
+async def test_what_only_a_drain_cut_off_is_discarded_so_that_a_resume_sends_it_again(desk: Desk) -> None:
+    """Its members come before the stage has heard of the drain."""
+    await desk.send(make_slice(3, make_sample(0, reward=1.0), *(make_sample(at, status="aborted") for at in (1, 2))))
+    report = await settled(desk)
+    assert (report.outcome, report.detail) == ("discarded", "insufficient_members: 1 of 3; aborted")
 
 
 @pytest.mark.parametrize(
