@@ -1,19 +1,27 @@
 """Who sees whom in packed rows, in the form that a model's attention takes. Made once per micro-batch, for all layers.
 
     attention           packed rows                                          memory
-    sdpa_packed         each sequence for itself, without a mask             sum of L_i, and r x (p + r) for a response
-                        of r tokens after a common prompt of p, where the kernel knows no causal mask of that shape
+    sdpa_packed         where torch has a kernel for sequences of different  sum of L_i, and p + r for a response of r
+                        lengths (CUDA, bf16): one call for all               tokens after a common prompt of p
+                        else each sequence for itself, without a mask        the same, but r x (p + r) where the kernel
+                                                                             knows no causal mask of that shape
     flash_attention_2   ends of the sequences (`cu_seq_lens_q`, ...)         sum of L_i
     sdpa, eager         a mask, made on the device                           L x L
 
-`sdpa_packed` is torch's scaled_dot_product_attention, called for one sequence after the other. It takes the place of
-`sdpa` in models all of whose layers may see all that a mask allows (`loading.find_packing`). Rows of at most
-`MASK_TOKENS` get a mask there too: many short sequences are one call then.
+`sdpa_packed` takes the place of `sdpa` in models all of whose layers may see all that a mask allows
+(`loading.find_packing`). The kernel is `torch.nn.attention.varlen`, tried once on a device before it is used; else
+it is torch's scaled_dot_product_attention, one sequence after the other. Rows of at most `MASK_TOKENS` get a mask there
+too: many short sequences are one call then.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from inspect import signature
+from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -25,6 +33,8 @@ from models.train.step.micro_batches import Int64Array, PackedRows
 PACKED_SDPA: Final = "sdpa_packed"
 FLASH_ATTENTION: Final = "flash_attention_2"
 MASK_TOKENS: Final = 256  # of a row
+
+log = logging.getLogger("sluice.attention")
 
 
 def attention_allowed(unit: Tensor, branch: Tensor | None = None, columns: slice = slice(None)) -> Tensor:
@@ -64,6 +74,74 @@ def segments(rows: PackedRows) -> tuple[Segment, ...]:
     return tuple(found)
 
 
+class Varlen(NamedTuple):
+    """Segments as a kernel for sequences of different lengths takes them: one call for all. On the device."""
+
+    ends: Tensor  # int32 [segments + 1]: cumulated lengths
+    seen_ends: Tensor  # the same of what they see
+    longest: int
+    longest_seen: int
+    seen: Tensor | None  # int64: places of what they see, a prompt before its response; None: they see just themselves
+    apart: Sequence[Segment]
+
+
+def seen_by(rows: PackedRows, device: torch.device, dtype: torch.dtype | None) -> Varlen | tuple[Segment, ...]:
+    """What attention wants to know of rows that hold several sequences, on a device and in a precision."""
+    found = segments(rows)
+    return as_varlen(found, device) if has_varlen(device, dtype) else found
+
+
+def as_varlen(found: Sequence[Segment], device: torch.device) -> Varlen:
+    ends = np.cumsum([0, *(segment.length for segment in found)])
+    place = np.arange(ends[-1])
+    own = [place[start:end] for start, end in pairwise(ends)]
+    seen = [own[at] if of.prompt is None else np.append(own[of.prompt], own[at]) for at, of in enumerate(found)]
+    seen_ends = np.cumsum([0, *map(len, seen)])
+    arrays = (ends.astype(np.int32), seen_ends.astype(np.int32), np.concatenate(seen))
+    own_ends, all_ends, places = (torch.from_numpy(array).to(device, non_blocking=True) for array in arrays)
+    longest, longest_seen = int(np.diff(ends).max()), int(np.diff(seen_ends).max())
+    return Varlen(own_ends, all_ends, longest, longest_seen, places if len(place) < len(places) else None, found)
+
+
+@lru_cache
+def has_varlen(device: torch.device, dtype: torch.dtype | None) -> bool:
+    """Whether torch has its kernel here, and it does what attention of one sequence after the other does."""
+    if device.type != "cuda" or dtype is None:  # it has no fp32
+        return False
+    agrees = varlen_agrees(device, dtype)
+    if not agrees:
+        log.warning(
+            "torch.nn.attention.varlen is not usable here: packed rows are attended one sequence after the other"
+        )
+    return agrees
+
+
+def varlen_agrees(device: torch.device, dtype: torch.dtype) -> bool:
+    """Try a prompt of 5 tokens with responses of 3 and 1, 4 heads in 2 groups: results and gradients."""
+    found = (Segment(5), Segment(3, 0), Segment(1, 0))
+    module = SimpleNamespace(num_key_value_groups=2, is_causal=True)
+    made = torch.Generator().manual_seed(1)
+    states = [torch.randn(1, heads, 9, 16, generator=made).to(device, dtype).requires_grad_() for heads in (4, 2, 2)]
+    results = []
+    for segments in (as_varlen(found, device), found):
+        try:
+            attended = _attend(module, states[0], states[1], states[2], None, segments=segments, scaling=0.25)[0]
+            results.append([attended, *torch.autograd.grad(attended.square().sum(), states)])
+        except (ImportError, RuntimeError, TypeError, ValueError):
+            return False
+    return all(torch.allclose(ours, known, rtol=0.05, atol=0.05) for ours, known in zip(*results, strict=True))
+
+
+@lru_cache
+def _kernel() -> Callable[..., Tensor]:
+    from torch.nn.attention.varlen import varlen_attn
+
+    grouped = (
+        {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
+    )  # before torch 2.12: always
+    return partial(varlen_attn, window_size=(-1, 0), **grouped)
+
+
 def _ends(rows: PackedRows) -> Int64Array:
     """Cumulated lengths [sequences + 1] of all rows without common prompts, one behind the other; padding is one more
     sequence, but in rows that hold one alone."""
@@ -95,7 +173,7 @@ def _attend(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    segments: Sequence[Segment] | None = None,
+    segments: Varlen | Sequence[Segment] | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """[B, L, heads, v] from query [B, heads, L, d], key and value [B, groups, L, d or v]; `segments` of the B rows."""
@@ -105,6 +183,10 @@ def _attend(
     if segments is None:
         attended: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
         return attended
+    if isinstance(segments, Varlen):
+        if query.shape[-1] == value.shape[-1] <= 256 and query.shape[-1] % 8 == 0:  # what the kernel can do
+            return _attend_at_once(query, key, value, segments, kwargs.get("scaling")), None
+        segments = segments.apart
     # Split at one time: the gradient of a slice would be as large as the whole, for each of them.
     queries, keys, values = (_split(one, segments) for one in (query, key, value))
     parts = []
@@ -117,6 +199,17 @@ def _attend(
             mask = causal_lower_right(segment.length, seen.shape[2]) if segment.length > 1 else None
         parts.append(sdpa_attention_forward(module, own, seen, said, mask, **kwargs)[0])
     return torch.cat(parts, dim=1).unflatten(1, (query.shape[0], query.shape[2]))[0], None
+
+
+def _attend_at_once(query: Tensor, key: Tensor, value: Tensor, of: Varlen, scale: float | None) -> Tensor:
+    """[B, L, heads, d], by a kernel whose causal order lets the last token of a segment see all of it."""
+    device = query.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
+    asking, seen, said = (states.transpose(1, 2).flatten(0, 1).to(dtype) for states in (query, key, value))
+    if of.seen is not None:
+        seen, said = seen.index_select(0, of.seen), said.index_select(0, of.seen)
+    attended = _kernel()(asking, seen, said, of.ends, of.seen_ends, of.longest, of.longest_seen, scale=scale)
+    return attended.unflatten(0, (query.shape[0], query.shape[2]))
 
 
 def _split(states: Tensor, segments: Sequence[Segment]) -> tuple[Tensor, ...]:

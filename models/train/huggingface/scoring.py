@@ -29,7 +29,7 @@ from models.train.huggingface.attention import (
     PACKED_SDPA,
     attention_allowed,
     flash_arguments,
-    segments,
+    seen_by,
 )
 from models.train.step.micro_batches import Float32Array, Int64Array, PackedRows
 from models.train.step.packing import Packing
@@ -265,7 +265,7 @@ class Backbone(torch.nn.Module):  # type: ignore[misc]
             return {}
         packed = attention == PACKED_SDPA
         if packed and rows.input_ids.shape[1] > self._passes.mask_tokens:
-            return {"segments": segments(rows)}
+            return {"segments": seen_by(rows, self._passes.device, self._passes.autocast_dtype)}
         if rows.unit is not None and rows.branch is not None:
             mask = attention_allowed(self._to_device(rows.unit), self._to_device(rows.branch))
         elif packed:

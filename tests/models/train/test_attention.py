@@ -174,7 +174,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, name: str) -> Iterator[list[Any]]:
 @pytest.mark.parametrize("layers", [1, 4])
 def test_segments_are_found_once_for_all_layers(layers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     score = scorer_of(make_tiny_checkpoint(tmp_path / "model", **{**MODEL, "num_layers": layers}))
-    with counted(monkeypatch, "segments") as calls:
+    with counted(monkeypatch, "seen_by") as calls:
         results(score, PACKED)
         results(score, BRANCHED)
     assert len(calls) == 2
@@ -184,7 +184,7 @@ def test_short_rows_get_one_mask(checkpoint: Path, monkeypatch: pytest.MonkeyPat
     """Many short sequences are one call of attention then."""
     score = scorer_of(checkpoint)
     short, long = (apart(100, 50, 90, length=MASK_TOKENS + more) for more in (0, 1))
-    with counted(monkeypatch, "segments") as of_segments, counted(monkeypatch, "attention_allowed") as masks:
+    with counted(monkeypatch, "seen_by") as of_segments, counted(monkeypatch, "attention_allowed") as masks:
         score(short)
         assert (len(of_segments), len(masks)) == (0, 1)
         score(long)
