@@ -21,10 +21,17 @@ eta is 0 and every leftover is too old, as discarded.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from configs.schema import AUTO_MOST, Config, generates
-from stages.group.filters import filters_on
+from configs.schema import AUTO_MOST, Config, FilterConfig, generates
+from stages.messages import Outcome, Sample
+from stages.rollouts import newest_version, oldest_version
+
+
+def filters_on(config: FilterConfig) -> bool:
+    """Whether any group may be dropped."""
+    return bool(config.dynamic_sampling_filter) or config.dynamic_sampling_filter_path is not None
 
 
 def over_sampling(config: Config) -> int:
@@ -92,6 +99,15 @@ class StalenessGate:
     def fresh(self, *, step: int, version: int | None) -> bool:
         """Whether batch `step` may train a group (I2). `version`: as in `batches_left`."""
         return self.batches_left(step=step, version=version) >= 0
+
+    def refusal(self, step: int, samples: Sequence[Sample]) -> tuple[Outcome, str] | None:
+        """How a group ends that batch `step` may not train, and why; None if it may."""
+        which, version = ("newest", newest_version(samples)) if self.masks else ("oldest", oldest_version(samples))
+        if self.fresh(step=step, version=version):
+            return None
+        detail = f"{which} token has version {version}, batch {step}, bound {self.max_staleness}"
+        over_sampled = self.max_staleness == 0 and self.extra > 0
+        return ("discarded", f"over-sampled: {detail}") if over_sampled else ("stale", detail)
 
     @property
     def most_open(self) -> int:

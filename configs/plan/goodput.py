@@ -16,7 +16,7 @@ from __future__ import annotations
 import heapq
 import math
 import random
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Mapping, Sequence
 from statistics import NormalDist, fmean
@@ -42,7 +42,7 @@ class Workload(Struct, frozen=True, kw_only=True):
     long. `masked`: stale tokens are masked, instead of dropping their groups. `wait`: mean decode steps that a rollout
     waits for tools or its grader, without a slot; exponential, and put behind its tokens. `filtered`: share
     of the groups that are not trained, for their rewards are equal. `streams`: groups are trained as they arrive, and
-    not when the batch is complete."""
+    not when the batch is complete. `cancels`: a group that is too old for every later batch leaves its slots at once."""
 
     lengths: Sequence[int]
     slots: int
@@ -55,6 +55,7 @@ class Workload(Struct, frozen=True, kw_only=True):
     wait: float = 0.0
     filtered: float = 0.0
     streams: bool = False
+    cancels: bool = False
 
 
 class Attained(Struct, frozen=True, kw_only=True):
@@ -165,6 +166,23 @@ class _Simulation:
         if self.batches % self.work.interval == 0:
             self._versions.append(self.batches)
             self._landed.append(self._tokens)
+            if self.work.cancels and not self.work.masked:
+                self._cancel()
+
+    def _cancel(self) -> None:
+        """Take the groups out that no later batch may train."""
+        kept = self._landed[bisect_left(self._versions, self.batches - self.bound)]
+        gone = {group for _, start, group in self._running if start < kept}
+        for _, start, group in self._running:
+            if group in gone:
+                self._spans[group].append((start, self._tokens))
+        self.stale += sum(end - start for group in gone for start, end in self._spans[group])
+        self._running = [running for running in self._running if running[2] not in gone]
+        heapq.heapify(self._running)
+        self._waiting = [waiting for waiting in self._waiting if waiting[3] not in gone]
+        heapq.heapify(self._waiting)
+        self._queue = deque(queued for queued in self._queue if queued[0] not in gone)
+        self._open -= len(gone)
 
 
 def attainable(work: Workload, ahead: int, *, batches: int = BATCHES, seed: int = 0) -> Attained:
@@ -225,6 +243,7 @@ def planned_workload(config: Config) -> Workload:
         growth=growth,
         interval=config.asynchrony.update_weights_interval,
         masked=config.asynchrony.async_unused_samples_handler == "train_masked",
+        cancels=config.asynchrony.cancel_stale_rollouts,
     )
 
 

@@ -89,6 +89,8 @@ class AsyncConfig(Section, frozen=True, kw_only=True):
     async_unused_samples_handler: Literal["requeue", "drop", "train_masked"] = "requeue"
     """a group that became too stale: requeue = submit its prompt once more, drop = do not, train_masked = train the
     group without its stale tokens"""
+    cancel_stale_rollouts: bool = True
+    """end a response as soon as its group is too old for every later batch; its slot is free for a fresh one"""
     buffer_order: str = "oldest_first"
     """which finished group is trained next: oldest_first, ready_first, priority (strongest learning signal), or
     package.module:function"""

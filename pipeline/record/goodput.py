@@ -131,6 +131,7 @@ class Goodput:
             train_ratio=self._train_s / self._batches / generate_s,
             interval=self._asynchrony.update_weights_interval,
             masked=self._asynchrony.async_unused_samples_handler == "train_masked",
+            cancels=self._asynchrony.cancel_stale_rollouts,
         )
         self._work, self._before, self._batches, self._train_s = work, figures, 0, 0.0
         ahead = max((self.view.bound or 0) - self._asynchrony.update_weights_interval + 1, 0)

@@ -20,7 +20,7 @@ from models.import_path import import_path
 from stages.base import Activity, LoopStage, failed
 from stages.messages import PromptGroup, RolloutSlice, Sample
 from stages.records.unfinished import ResponseJournal
-from stages.rollouts import cut, rollout_fault
+from stages.rollouts import cut, oldest_version, rollout_fault
 from stages.sampling.attempt import Progress
 from stages.sampling.requests import OUT_OF_TIME
 from stages.sampling.rollout_requests import Deadline, Requests, append_result
@@ -60,12 +60,17 @@ class Turns:
             for sample in samples:
                 done(msgspec.structs.replace(cut(sample, sample.length + budget), status="truncated"))
             return
+        oldest, born = self.sampler.oldest, oldest_version(samples)
+        if born is not None and born < oldest and self.requests.ages_of(group):
+            for sample in samples:
+                done(msgspec.structs.replace(sample, status="aborted"))
+            return
         async with asyncio.TaskGroup() as tasks:
             if deadline is not None and deadline.left_s <= 0:
                 for sample in samples:
                     tasks.create_task(self._late(group, sample, deadline, done))
                 return
-            restored = await self.journal.restore(group, samples, self.sampler.oldest)
+            restored = await self.journal.restore(group, samples, oldest)
             progress = self._progress(group, samples, budget)
             request = self.requests.of(group, samples, budget, deadline)
             async with self.sampler.stream(request, restored, progress) as members:

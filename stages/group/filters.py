@@ -156,11 +156,6 @@ def duplicate_rule(state: FilterState) -> GroupFilter:
     return rule
 
 
-def filters_on(config: FilterConfig) -> bool:
-    """Whether any group may be dropped."""
-    return bool(config.dynamic_sampling_filter) or config.dynamic_sampling_filter_path is not None
-
-
 def parse_filters(names: Sequence[str], state: FilterState | None = None) -> list[GroupFilter]:
     """The chain of the built-in filters of these names, e.g. `["nonzero_std", "pass_rate:0.1_0.9"]`.
 

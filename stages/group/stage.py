@@ -10,6 +10,7 @@ replica, and the incomplete groups of a retired replica move to another replica 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import inspect
 import logging
 from collections import OrderedDict
@@ -31,6 +32,7 @@ from stages.rollouts import closing, counting, rollout_fault, rollouts, settleme
 from stages.sample_log import SampleLog
 from stages.slime.hooks import removed, sample_filter
 from stages.slime.types import slime_arguments
+from stages.staleness_gate import StalenessGate
 from stages.topic_values import SETTINGS, newest_settings
 
 REMEMBERED_GROUPS = 100_000
@@ -83,6 +85,7 @@ class GroupStage(Stage):
         self._sample_filter = None if path is None else sample_filter(path)
         self._args = slime_arguments(self.config)
         self._drain: str | None = None
+        self._gate = StalenessGate.of(self.config)
         self._logged: set[str] = set()  # reasons of failed members that have been logged
         self._finished: OrderedDict[str, None] = OrderedDict()  # newest groups that left, to recognise late duplicates
         self._samples = SampleLog(self.config, self.context.run_dir)
@@ -117,6 +120,8 @@ class GroupStage(Stage):
     def _take_thresholds(self, topic: Topic) -> None:
         """Apply the newest thresholds to all groups that are filtered from now on."""
         changed = newest_settings(topic)
+        if changed is not None:
+            self._gate = dataclasses.replace(self._gate, max_staleness=changed.max_staleness)
         if changed is not None and changed.dynamic_sampling_filter != self._names:
             self._names = changed.dynamic_sampling_filter
             self._filters = resolve_filter(
@@ -213,9 +218,11 @@ class GroupStage(Stage):
         errors = sorted({s.error or s.status for s in slice_.samples if s.status not in ("completed", "truncated")})
         if counted < (needed := members_needed(self.config, slice_.group.n_samples)):
             detail = f"insufficient_members: {counted} of {total}; {'; '.join(errors)[:300]}"
-            # generate can hear of a drain before this stage does: what a drain cut off is sent again by a resume
-            drained = sum(sample.status == "aborted" for sample in closing(slice_.samples))
-            return settlement(slice_, "discarded" if counted + drained >= needed else "failed", detail)
+            if counted + sum(sample.status == "aborted" for sample in closing(slice_.samples)) < needed:
+                return settlement(slice_, "failed", detail)
+            # It grew too old, or the run stops, of which generate can hear before this stage: a resume sends it again.
+            refusal = self._gate.refusal(self._state.version, slice_.samples)
+            return settlement(slice_, *(refusal or ("discarded", detail)))
         if errors:
             self._log_reasons(slice_.group.key, f"{counted} of its {total} rollouts", errors)
         kept = msgspec.structs.replace(slice_, samples=members)

@@ -53,7 +53,7 @@ class Progress:
     tell: Callable[[int, SampleResult], None]
 
 
-@dataclass
+@dataclass(eq=False)
 class Attempt:
     """One request for the members of `had`, which have the same tokens so far."""
 
@@ -71,11 +71,13 @@ class Attempt:
     reused: int = 0  # tokens saved from a lost request
     recomputed: int = 0  # tokens that the engine had to read again to continue responses
     retractions: int = 0
+    born: int = 0  # version of its first token, or the newest that this can be
+    stopped: str = ""  # why this client stopped it
+    _stop: Callable[[str], None] | None = None  # while it runs
     _release: Callable[[], None] = lambda: None
     _started: float = 0.0
     _sent: Sent = UNCHECKED
     _newest: Callable[[], int | None] = lambda: None
-    _stopped: bool = False  # this client stopped it, at the deadline
     _partial: PartialOutputs | None = None
     _reported: dict[int, int] = field(default_factory=dict)  # tokens last passed to `progress`, by place
 
@@ -125,10 +127,15 @@ class Attempt:
             partial = self._partial = PartialOutputs(route.label, self._land, self.grew and self._grow, counted)
         outputs: list[GenerateOutput] | None = None
         async with asyncio.TaskGroup() as tasks:
-            timer = None
+            asked = workers if wire.samples == 1 or not tokens_come else ()
+
+            def stop(reason: str, after_s: float = 0.0) -> None:
+                timers.append(tasks.create_task(self._end_at(after_s, reason, route, str(wire.rid), asked)))
+
+            timers: list[asyncio.Task[None]] = []
+            self._stop = stop
             if left_s is not None:
-                waits = wire.samples == 1 or not tokens_come
-                timer = tasks.create_task(self._end_at(left_s, route, str(wire.rid), workers if waits else ()))
+                stop(OUT_OF_TIME, left_s)
             try:
                 async with asyncio.timeout(late_s), route.flight.under_way():
                     outputs = await route.client.generate(wire, partial=partial, headers=route.headers)
@@ -138,33 +145,41 @@ class Attempt:
             except (EngineError, ValueError) as error:
                 self.error = error
             finally:
-                if timer is not None:
+                self._stop = None
+                for timer in timers:
                     timer.cancel()
         if outputs is not None:
             self._land_all(outputs)
             return
-        if self.error is None and not self._stopped:
+        if self.error is None and not self.stopped:
             self.error = EngineUnreachable(route.client.base_url, route.flight.why)
         self._save(partial.certain() if partial is not None else [])
-        if self._stopped:
+        if self.stopped:
             self.error = None
-            self.end_all("aborted", OUT_OF_TIME)
+            self.end_all("aborted", self.stopped)
 
-    async def _end_at(self, left_s: float, route: Route, rid: str, workers: Sequence[EngineClient]) -> None:
-        """Waits for the deadline, then makes the engine return what it has; failing that, closes the connection.
+    def stop(self, reason: str) -> None:
+        """End the members now, with what they have; nothing if they have ended."""
+        if self._stop is not None:
+            self._stop(reason)
+
+    async def _end_at(
+        self, left_s: float, reason: str, route: Route, rid: str, workers: Sequence[EngineClient]
+    ) -> None:
+        """Waits `left_s`, then makes the engine return what it has; failing that, closes the connection.
 
         SGLang gives each sample of a joint request its own id, so the request's id cannot abort it. Of a streamed
         request the tokens that have arrived are kept.
         """
         await asyncio.sleep(left_s)
-        self._stopped = True
+        self.stopped = self.stopped or reason
         if workers:
             with contextlib.suppress(TimeoutError):  # the engine has not answered
                 async with asyncio.timeout(STOP_GRACE_S), asyncio.TaskGroup() as tasks:
                     for client in workers:
                         tasks.create_task(_abort(client, rid))
                     await asyncio.Event().wait()  # until the answer arrives, which cancels this
-        route.flight.end("its deadline passed")
+        route.flight.end(self.stopped)
 
     def _grow(self, place: int, entries: Sequence[LogprobEntry]) -> None:
         if self.grew is not None and place in self.left:
@@ -189,8 +204,8 @@ class Attempt:
         result = extended(self.request, self.left[place], output, self._spent_s, self._known)
         if result.error is not None:
             self.refused = result.error
-        if result.finish == "aborted" and self._stopped:
-            result = replace(result, reason=OUT_OF_TIME)
+        if result.finish == "aborted" and self.stopped:
+            result = replace(result, reason=self.stopped)
         self._settle(place, result)
 
     def _land_all(self, outputs: Sequence[GenerateOutput]) -> None:
@@ -208,9 +223,9 @@ class Attempt:
             if output is not None and output.meta_info.finish_reason is not None:
                 self._land(place, output)
                 continue
-            if not self._stopped and not self.keeps_partial:
+            if not self.stopped and not self.keeps_partial:
                 output = None
-            kept = with_saved(self.request, had, output, self._spent_s, self._known, lost=not self._stopped)
+            kept = with_saved(self.request, had, output, self._spent_s, self._known, lost=not self.stopped)
             self.reused += kept.reused_tokens - had.reused_tokens
             self.left[place] = kept
             if kept.finish == "failed":

@@ -56,6 +56,7 @@ class SampleRequest:
     priority: int | None = None  # in the engine's queue
     engine_s: float | None = None
     deadline_s: float | None = None
+    ages: bool = False  # it is ended when later batches may not train its tokens any more
 
     @property
     def n(self) -> int:
@@ -110,6 +111,7 @@ Finish = Literal["pending", "stop", "length", "aborted", "failed"]
 FINISH_OF: Final[dict[str, Finish]] = {"stop": "stop", "length": "length", "abort": "aborted"}
 OUT_OF_TIME: Final = "engines have worked on it for engine_s"
 DRAINED: Final = "the run is stopping"
+TOO_OLD: Final = "later batches may not train its tokens"
 
 
 class VersionLabelError(Exception):

@@ -23,6 +23,7 @@ from stages.messages import NO_IDS, Extra, PromptGroup, Sample, Status, joined
 from stages.rollouts import join_runs, new_sample
 from stages.sampling.engine_choice import FIRST_COME
 from stages.sampling.requests import Finish, SampleRequest, SampleResult
+from stages.staleness_gate import StalenessGate
 from stages.topic_values import sampling
 
 _SEED_BITS: Final = 0x7FFFFFFF
@@ -41,6 +42,11 @@ class Requests:
 
     def __init__(self, config: Config, max_context: int) -> None:
         self.config, self.rollout, self.max_context = config, config.rollout, max_context
+
+    def ages_of(self, group: PromptGroup) -> bool:
+        """Whether a group with a token that is too old is trained by no batch, and is not generated to its end."""
+        masks = self.config.correction.mask_offpolicy_in_partial_rollout or StalenessGate.of(self.config).masks
+        return group.purpose == "train" and self.config.asynchrony.cancel_stale_rollouts and not masks
 
     def budget(self, group: PromptGroup, sample: Sample) -> int:
         """Tokens that the sample may still get; below 0 if it has too many."""
@@ -84,6 +90,7 @@ class Requests:
             order=self.order(group, first),
             pinned_version=group.pinned_version,
             engine_s=None if deadline is None else deadline.left_s,
+            ages=self.ages_of(group),
         )
 
     def order(self, group: PromptGroup, sample: Sample) -> tuple[int, int]:

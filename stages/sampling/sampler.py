@@ -32,6 +32,7 @@ from stages.sampling.partial_rollouts import LOSSES, Call, Emit, PartialRollouts
 from stages.sampling.requests import (
     DRAINED,
     OUT_OF_TIME,
+    TOO_OLD,
     Chunk,
     Members,
     SampleRequest,
@@ -83,6 +84,7 @@ class Sampler:
         # restarted client or from another run on the same engines.
         self._origin = f"{replica}-{uuid.uuid4().hex[:8]}"
         self._serial = itertools.count()
+        self._ageing: set[Attempt] = set()  # at engines
         sglang = config.engine.engine == "sglang"
         # SGLang streams tokens as they are generated, so that they survive their engine. On a CPU our engines would pay
         # too much for that: they report a member when it ends, which only a request for several members needs.
@@ -120,6 +122,16 @@ class Sampler:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.directory.follow(topic))
             tasks.create_task(self.reports.run(topic))
+            tasks.create_task(self._stop_old())
+
+    async def _stop_old(self) -> None:
+        """Waits for new versions; runs until cancelled. Stops what no later batch may train."""
+        while True:
+            changed, oldest = self.directory.changed(), self.oldest
+            for attempt in [attempt for attempt in self._ageing if attempt.born < oldest]:
+                self._ageing.discard(attempt)
+                attempt.stop(TOO_OLD)
+            await changed.wait()
 
     async def ready(self) -> None:
         """Waits for the first engine that carries published weights and can be sent to, or for a drain."""
@@ -227,10 +239,13 @@ class Sampler:
         first = results[0]
         left_s = None if request.engine_s is None else request.engine_s - max(r.spent_s for r in results)
         budget = request.params.max_new_tokens or 0
+        versions = [run.version for run in first.runs]
         if self.drains(request):
             attempt.end_all("aborted", DRAINED)
         elif left_s is not None and left_s <= 0:
             attempt.end_all("aborted", OUT_OF_TIME)
+        elif request.ages and versions and min(versions) < self.oldest:
+            attempt.end_all("aborted", TOO_OLD)
         elif len(first.token_ids) >= budget > 0:
             attempt.end_all("length")
         else:
@@ -266,15 +281,23 @@ class Sampler:
             if attempt.progress is not None and not self._tokens_come:
                 wire = with_stream_interval(wire, attempt.progress.tokens)
             self.reports.note(route)
-            await attempt.run(
-                route,
-                wire,
-                streamed=streams or (trained and (self._tokens_come or (self._ends_come and worth_a_stream(request)))),
-                tokens_come=chunked or self._tokens_come,
-                left_s=left_s,
-                late_s=retries.left_s,
-                workers=self.routes.workers(route),
-            )
+            if request.ages:
+                # No version is landed while the engine makes the first token but the newest that is published.
+                attempt.born = min((run.version for run in attempt.had[0].runs), default=self.directory.published or 0)
+                self._ageing.add(attempt)
+            try:
+                await attempt.run(
+                    route,
+                    wire,
+                    streamed=streams
+                    or (trained and (self._tokens_come or (self._ends_come and worth_a_stream(request)))),
+                    tokens_come=chunked or self._tokens_come,
+                    left_s=left_s,
+                    late_s=retries.left_s,
+                    workers=self.routes.workers(route),
+                )
+            finally:
+                self._ageing.discard(attempt)
         self.reports.retractions += attempt.retractions if trained else 0
         self.reports.add("reused_tokens", attempt.reused)
         self.reports.add("recomputed_tokens", attempt.recomputed)

@@ -254,16 +254,10 @@ class HeldGroups:
             detail = f"a token has version {newest}, but the newest weights are version {step}; no engine can have it"
             await self.settle(lease, "failed", detail)
             return True
-        which = "newest" if self.gate.masks else "oldest"
-        version = (newest_version if self.gate.masks else oldest_version)(lease.message.samples)
-        if self.gate.fresh(step=step, version=version):
-            return False
-        detail = f"{which} token has version {version}, batch {step}, bound {self.gate.max_staleness}"
-        if self.gate.max_staleness == 0 and self.gate.extra > 0:
-            await self.settle(lease, "discarded", f"over-sampled: {detail}")
-        else:
-            await self.settle(lease, "stale", detail)
-        return True
+        refusal = self.gate.refusal(step, lease.message.samples)
+        if refusal is not None:
+            await self.settle(lease, *refusal)
+        return refusal is not None
 
     def trained_part(self, slice_: RolloutSlice, step: int) -> tuple[RolloutSlice, int]:
         """What batch `step` trains of a group that was not refused, and the number of its tokens that are masked."""

@@ -46,6 +46,16 @@ def test_equal_lengths_attain_what_the_slower_side_allows(ratio: float, ahead: i
     assert found.stale == 0
 
 
+def test_slots_of_what_is_too_old_go_to_fresh_groups() -> None:
+    """Most where the tail is long beside the bound; nothing where no group grows too old, or its rest is trained."""
+    lengths = lognormal_lengths(1000, 1.0, 8000)
+    single = Workload(lengths=lengths, slots=256, groups=64, members=1, train_ratio=0.5)
+    assert attainable(msgspec.structs.replace(single, cancels=True), 4).goodput > attainable(single, 4).goodput + 0.04
+    assert attainable(msgspec.structs.replace(MASKED, cancels=True), 2) == attainable(MASKED, 2)
+    equal = Workload(lengths=[100], slots=64, groups=8, members=8)
+    assert attainable(msgspec.structs.replace(equal, cancels=True), 1) == attainable(equal, 1)
+
+
 def test_versions_that_are_published_seldom_make_tokens_older() -> None:
     """By (K - 1) / 2 versions on average."""
     every = attainable(Workload(lengths=[100], slots=64, groups=8, members=8), 1).staleness

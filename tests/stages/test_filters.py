@@ -22,10 +22,11 @@ from tokenizers.pre_tokenizers import Split
 from configs.schema.data import FilterConfig
 from stages.chat.tokenizer import Tokenizer, load_tokenizer
 from stages.errors import FilterError, FilterNameError
-from stages.group.filters import FilterDecision, FilterState, filters_on, parse_filters, zero_std
+from stages.group.filters import FilterDecision, FilterState, parse_filters, zero_std
 from stages.messages import Int32Array, RolloutSlice, Sample, TurnReward, WeightsAnnouncement, wire
 from stages.rollouts import runs_of
 from stages.sample_log import SAMPLES_FILE, SampleLog, drop_after
+from stages.staleness_gate import filters_on
 from tests.stages.stage_rig import (
     Desk,
     idle,
