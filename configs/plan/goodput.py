@@ -42,7 +42,7 @@ class Workload(Struct, frozen=True, kw_only=True):
     long. `masked`: stale tokens are masked, instead of dropping their groups. `wait`: mean decode steps that a rollout
     waits for tools or its grader, without a slot; exponential, and put behind its tokens. `filtered`: share
     of the groups that are not trained, for their rewards are equal. `streams`: groups are trained as they arrive, and
-    not when the batch is complete. `cancels`: a group that is too old for every later batch leaves its slots at once."""
+    not when the batch is complete. `cancels`: groups too old for every later batch leave their slots."""
 
     lengths: Sequence[int]
     slots: int
