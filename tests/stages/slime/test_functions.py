@@ -35,7 +35,7 @@ from stages.train.batch import slice_sequences
 from tests.stages.engine_rig import Log, World, generating, simulated, started
 from tests.stages.prompt_rig import balanced, prompting, step_done
 from tests.stages.slime import user_code
-from tests.stages.stage_rig import make_config, make_group, make_sample, until
+from tests.stages.stage_rig import make_config, make_group, make_sample, take, until
 
 CODE = "tests.stages.slime.user_code"
 
@@ -59,6 +59,8 @@ async def made(world: World, group: PromptGroup) -> list[tuple[Sample, ...]]:
 async def test_observations_are_masked_and_versions_change_between_turns(tmp_path: Path) -> None:
     async with world_of(tmp_path, "with_tools") as world:
         [(sample,)] = await made(world, make_group(5, 1, label="x"))
+        [(evaluated,)] = await made(world, make_group(6, 1, purpose="eval", pinned_version=0))
+    assert evaluated.reward == 0.0, "a function that asks is told"
     assert sample.loss_mask.tolist() == [0] + [1] * 5 + [0, 0] + [1] * 5
     assert sample.token_ids[6:8].tolist() == [*b"ok"]
     assert [(run.version, run.n_tokens) for run in sample.version_runs] == [(-1, 1), (0, 5), (-1, 2), (0, 5)]
@@ -87,11 +89,6 @@ async def test_a_function_that_is_called_again_gets_the_answers_that_it_had(tmp_
     assert uncertain_in(tmp_path / EPISODES_DIR) == 2, "what else the two calls did is not known"
 
 
-async def test_an_evaluation_says_so_to_a_function_that_asks(tmp_path: Path) -> None:
-    async with world_of(tmp_path, "with_tools") as world:
-        [(sample,)] = await made(world, make_group(5, 1, purpose="eval", pinned_version=0))
-    assert sample.reward == 0.0
-
 
 async def test_a_list_is_the_sequences_of_one_rollout(tmp_path: Path) -> None:
     async with world_of(tmp_path, "segments") as world:
@@ -103,32 +100,29 @@ async def test_a_list_is_the_sequences_of_one_rollout(tmp_path: Path) -> None:
         assert (parts[-1].reward, parts[-1].prompt_length) == (1.0, 7)
 
 
+def by(name: str) -> str:
+    """The metadata of a row that names its own function."""
+    return f'{{"generate_function_path": "{CODE}{name}"}}'
+
+
 async def test_a_row_may_name_its_own_function(tmp_path: Path) -> None:
     async with world_of(tmp_path, "raising") as world:
-        metadata = f'{{"generate_function_path": "{CODE}:single_turn"}}'
-        [(sample,)] = await made(world, make_group(1, 1, metadata=metadata))
+        [(sample,)] = await made(world, make_group(1, 1, metadata=by(":single_turn")))
         [(broken,)] = await made(world, make_group(2, 1))
-    assert sample.status == "completed"
-    assert broken.status == "failed"
+        [(drifting,)] = await made(world, make_group(3, 1, metadata=by(":drifting")))
+    assert [sample.status, broken.status, drifting.status] == ["completed", "failed", "failed"]
     words = rf"{CODE}\.raising raised ConnectionError: the sandbox is gone \(/.*/user_code\.py:\d+ in raising\)"
     assert re.fullmatch(words, broken.error or "")
+    assert "from token 7 on they are not what the engine was sent and answered" in str(drifting.error)
+    assert "send input_ids=sample.tokens" in str(drifting.error)
 
 
 async def test_a_row_names_a_function_in_a_run_that_has_none(tmp_path: Path) -> None:
     async with started(tmp_path, engine=simulated(length=8), rollout={"rollout_max_response_len": 20}) as world:
-        metadata = f'{{"generate_function_path": "{CODE}.with_tools"}}'
-        [(sample,)] = await made(world, make_group(1, 1, metadata=metadata))
+        [(sample,)] = await made(world, make_group(1, 1, metadata=by(".with_tools")))
         [(plain,)] = await made(world, make_group(2, 1))
     assert sample.reward == 0.25
     assert (plain.reward, plain.prompt_length, plain.response_length) == (None, 3, 8)
-
-
-async def test_tokens_that_the_engine_did_not_make_are_never_trained(tmp_path: Path) -> None:
-    async with world_of(tmp_path, "drifting") as world:
-        [(sample,)] = await made(world, make_group(1, 1))
-    assert sample.status == "failed"
-    assert "from token 7 on they are not what the engine was sent and answered" in str(sample.error)
-    assert "send input_ids=sample.tokens" in str(sample.error)
 
 
 async def test_a_function_that_hangs_fails_at_its_deadline(tmp_path: Path) -> None:
@@ -150,8 +144,7 @@ async def test_a_drain_ends_functions_that_wait(tmp_path: Path) -> None:
 async def test_a_function_that_blocks_its_loop_does_not_block_the_stage(tmp_path: Path) -> None:
     async with world_of(tmp_path, "blocking") as world:
         await world.ask(make_group(1, 3))
-        metadata = f'{{"generate_function_path": "{CODE}.single_turn"}}'
-        await world.ask(make_group(2, 1, metadata=metadata))
+        await world.ask(make_group(2, 1, metadata=by(".single_turn")))
         samples = await world.whole(4)
     assert all(sample.status == "completed" for sample in samples)
 
@@ -171,7 +164,7 @@ def test_a_function_that_cannot_be_called_is_refused_at_the_start(name: str, wor
             generate_function(f"{CODE}{separator}{name}")
 
 
-def batch_world(tmp_path: Path, name: str, batch: int = 2, deadline_s: float = 60.0) -> object:
+def batch_world(tmp_path: Path, name: str, batch: int = 2, deadline_s: float = 60.0) -> Any:
     rollout = {
         "rollout_function_path": f"{CODE}.{name}",
         "rollout_max_response_len": 20,
@@ -195,7 +188,7 @@ async def batch_of(world: World, *groups: int) -> dict[int, list[Sample]]:
 
 
 async def test_a_batch_is_trained_with_what_the_engine_reported_for_each_rollout(tmp_path: Path, log: Log) -> None:
-    async with batch_world(tmp_path, "whole_batch") as world:  # type: ignore[attr-defined]
+    async with batch_world(tmp_path, "whole_batch") as world:
         found = await batch_of(world, 4, 5)
     answers = {}
     for exchange in log:
@@ -212,7 +205,7 @@ async def test_a_batch_is_trained_with_what_the_engine_reported_for_each_rollout
 
 
 async def test_a_group_that_is_put_back_comes_again_and_one_left_out_fails(tmp_path: Path) -> None:
-    async with batch_world(tmp_path, "drops_the_first", batch=4) as world:  # type: ignore[attr-defined]
+    async with batch_world(tmp_path, "drops_the_first", batch=4) as world:
         found = await batch_of(world, 0, 1, 2, 3)
     assert [found[2][0].status, found[3][1].status] == ["completed", "completed"]
     assert found[0][0].error == f"{CODE}.drops_the_first drew it, and did not return it"
@@ -229,7 +222,7 @@ async def test_a_group_that_is_put_back_comes_again_and_one_left_out_fails(tmp_p
 )
 async def test_what_goes_wrong_fails_the_groups_with_the_reason(tmp_path: Path, name: str, words: str) -> None:
     deadline_s = 0.4 if name == "hangs" else 60.0
-    async with batch_world(tmp_path, name, deadline_s=deadline_s) as world:  # type: ignore[attr-defined]
+    async with batch_world(tmp_path, name, deadline_s=deadline_s) as world:
         found = await batch_of(world, 0, 1)
     for sample in (one for samples in found.values() for one in samples):
         assert sample.status == "failed"
@@ -238,7 +231,7 @@ async def test_what_goes_wrong_fails_the_groups_with_the_reason(tmp_path: Path, 
 
 async def test_a_drain_ends_a_call_that_hangs(tmp_path: Path) -> None:
     user_code.STARTED.clear()
-    async with batch_world(tmp_path, "hangs") as world:  # type: ignore[attr-defined]
+    async with batch_world(tmp_path, "hangs") as world:
         await world.ready()
         await world.ask(make_group(0, 2))
         await until(lambda: len(user_code.STARTED) == 1)
@@ -291,17 +284,14 @@ def test_rewards() -> None:
     assert returned(answer_given())[0].reward is None, "a grader decides"
     (sample,) = returned(answer_given(reward={"score": 0.5, "format": 1}), reward_key="score")
     assert (sample.reward, sample.reward_parts) == (0.5, {"score": 0.5, "format": 1.0})
-    assert (
-        returned(answer_given(reward=2.0), answer_given(tokens=IDS[:5], response_length=2, loss_mask=None))[-1].reward
-        == 2.0
-    )
+    first = answer_given(reward=2.0)
+    assert returned(first, answer_given(tokens=IDS[:5], response_length=2, loss_mask=None))[-1].reward == 2.0
 
 
 @pytest.mark.parametrize("status", ["aborted", "failed"])
 def test_a_function_may_give_up(status: str) -> None:
-    (sample,) = returned_rollout(
-        answer_given(status=Given.Status(status), tokens=[], metadata={"error": "no sandbox"}), (), FIRST
-    )
+    answer = answer_given(status=Given.Status(status), tokens=[], metadata={"error": "no sandbox"})
+    (sample,) = returned_rollout(answer, (), FIRST)
     assert (sample.status, sample.error) == (status, "no sandbox")
 
 
@@ -329,15 +319,12 @@ def test_what_is_no_rollout_says_why(changes: dict[str, Any], words: str) -> Non
         returned(answer_given(**changes))
 
 
-@pytest.mark.parametrize("answer", [None, [], [None], "text"])
-def test_what_is_no_sample_is_named(answer: object) -> None:
-    with pytest.raises(ReturnedError, match="return the sample, or a list of samples"):
-        returned_rollout(answer, (RECORDED,), FIRST)
-
-
 def test_nothing_is_trained_that_no_request_asked_for() -> None:
     with pytest.raises(ReturnedError, match="from token 0 on"):
         returned(answer_given(), recorded=())
+    for answer in (None, [], [None], "text"):
+        with pytest.raises(ReturnedError, match="return the sample, or a list of samples"):
+            returned_rollout(answer, (RECORDED,), FIRST)
 
 
 def test_arguments_have_the_names_of_the_flags() -> None:
@@ -420,28 +407,13 @@ def encode(text: str) -> list[int]:
     return list(text.encode())
 
 
-def prompts_of(directory: Path, name: str = "Counting", limit: int | None = None) -> DrawnPrompts:
+def prompts_of(directory: Path, name: str = "Counting", limit: int | None = None) -> Any:
     return DrawnPrompts(config_of(name), directory, Preparer(False, encode, encode, None, (), False), encode, limit)
 
 
 def config_of(name: str = "Counting") -> Config:
-    return make_config(
-        data={"data_source_path": f"{CODE}.{name}"}, rollout={"n_samples_per_prompt": 2, "rollout_batch_size": 2}
-    )
-
-
-async def drained(path: Path, name: str, **options: Any) -> None:
-    await prompts_of(path, name, **options).reach(1)
-
-
-async def test_groups_have_the_sources_prompts_labels_and_metadata(tmp_path: Path) -> None:
-    async with prompting(prompts=prompts_of(tmp_path), config=config_of()) as desk:  # type: ignore[arg-type]
-        await desk.land(0)
-        found = [(await desk.groups.receive()).message for _ in range(4)]  # type: ignore[union-attr]
-    assert [(g.prompt, g.label, g.metadata, g.prompt_index) for g in found] == [
-        (f"{n}+1=", str(n + 1), f'{{"n":{n}}}', n) for n in range(4)
-    ]
-    assert found[0].prompt_ids.tolist() == encode("0+1=")
+    rollout = {"n_samples_per_prompt": 2, "rollout_batch_size": 2}
+    return make_config(data={"data_source_path": f"{CODE}.{name}"}, rollout=rollout)
 
 
 @settings(max_examples=10, deadline=None)
@@ -453,7 +425,7 @@ async def test_a_resumed_run_is_given_what_the_first_one_would_have_been_given(
     place = tmp_path_factory.mktemp("source")
     first = prompts_of(place)
     shown: dict[int, str] = {}
-    async with prompting(prompts=first, config=config_of(), eta=3) as desk:  # type: ignore[arg-type]
+    async with prompting(prompts=first, config=config_of(), eta=3) as desk:
         await desk.land(0)
         await until(lambda: desk.stage.ledger.admitted == 8)  # drawn in a thread
         trained: list[int] = []
@@ -478,15 +450,18 @@ async def test_a_resumed_run_is_given_what_the_first_one_would_have_been_given(
         assert second.get(group.position).prompt == shown[group.group_id]
         assert second.get(group.position).prompt_ids.tolist() == encode(shown[group.group_id])
     await second.reach(snapshot.cursor + 9)
-    assert [second.get(position).prompt for position in range(snapshot.cursor, snapshot.cursor + 9)] == [
-        f"{n}+1=" for n in range(snapshot.cursor, snapshot.cursor + 9)
-    ]
+    further = range(snapshot.cursor, snapshot.cursor + 9)
+    assert [second.get(position).prompt for position in further] == [f"{n}+1=" for n in further]
 
 
-async def test_prompts_of_groups_that_have_ended_are_not_kept(tmp_path: Path) -> None:
-    async with prompting(prompts=prompts_of(tmp_path), config=config_of()) as desk:  # type: ignore[arg-type]
+async def test_groups_have_the_sources_prompts_labels_and_metadata(tmp_path: Path) -> None:
+    """And prompts of groups that have ended are not kept."""
+    async with prompting(prompts=prompts_of(tmp_path), config=config_of()) as desk:
         await desk.land(0)
-        await until(lambda: desk.stage.ledger.admitted == 4)
+        found = [await take(desk.groups) for _ in range(4)]
+        said = [(group.prompt, group.label, group.metadata, group.prompt_index) for group in found]
+        assert said == [(f"{n}+1=", str(n + 1), f'{{"n":{n}}}', n) for n in range(4)]
+        assert found[0].prompt_ids.tolist() == encode("0+1=")
         await desk.report(Settled(0, "filtered"), Settled(1, "failed"), step_done(1, 2, 3))
         await desk.report(CheckpointReady(1, 1, "x"))
         await until(lambda: bool(desk.hooks.commits))
@@ -501,11 +476,12 @@ async def test_prompts_of_groups_that_have_ended_are_not_kept(tmp_path: Path) ->
         ("Short", "a group of 1 samples, but --n-samples-per-prompt is 2"),
         ("Broken", "get_samples raised OSError: the disk is gone"),
         ("NamesCode", "generate_function_path is 'os.system', which no setting of this run names"),
+        ("Counting", "a prompt of 4 tokens, above the limit of 3"),
     ],
 )
 async def test_what_is_wrong_with_a_source_is_one_sentence(tmp_path: Path, name: str, words: str) -> None:
     with pytest.raises(DataSourceError, match=words):
-        await drained(tmp_path, name)
+        await prompts_of(tmp_path, name, limit=3 if name == "Counting" else None).reach(1)
 
 
 async def test_the_code_of_a_source_may_name_a_function(tmp_path: Path) -> None:
@@ -513,13 +489,8 @@ async def test_the_code_of_a_source_may_name_a_function(tmp_path: Path) -> None:
     prompts = prompts_of(tmp_path, "ChoosesFunction")
     await prompts.reach(1)
     assert "too_few" in prompts.get(0).metadata
-
-
-async def test_a_prompt_that_is_too_long_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataSourceError, match="a prompt of 4 tokens, above the limit of 3"):
-        await drained(tmp_path, "Counting", limit=3)
     with pytest.raises(DataSourceError, match="load raised FileNotFoundError"):
-        prompts_of(tmp_path).resume({}, 0, 7)
+        prompts.resume({}, 0, 7)
 
 
 @pytest.mark.parametrize(
