@@ -87,60 +87,48 @@ def test_right_combinations_pass() -> None:
     assert warnings_of(BASE, "--group-deadline-secs", "5", "--sample-deadline-secs", "9") == ()
 
 
-@pytest.mark.parametrize(
-    ("argv", "sentence"),
-    [
-        ("--rollout-num-gpus 7 --rollout-num-gpus-per-engine 2", "for an engine takes whole GPUs; set it to 6"),
-        ("--rollout-num-gpus 1 --rollout-num-gpus-per-engine 2", "set it to 2"),
-        ("--rollout-num-gpus 4 --scale engine=3", "gives 4 engines of 1 GPUs, but --scale says engine=3"),
-        ("--rollout-external-engine-addrs 127.0.0.1:31000", "holds '127.0.0.1:31000', but an address must have the"),
-        ("--rollout-external-engine-addrs http://h", "holds 'http://h', but an address must have the form"),
-        ("--rollout-external-engine-addrs http://localhost:99999", "holds 'http://localhost:99999', but an address"),
-        (
-            "--rollout-external-engine-addrs http://localhost:1/ http://localhost:1",
-            "holds 'http://localhost:1' 2 times, but each is one",
-        ),
-        (f"{ADDRESSES} --engine embedded", "whose engines are started with the run; add --engine"),
-        (f"{ADDRESSES} --rollout-num-gpus 2", "no engine is started; leave one of them out"),
-        (f"{ADDRESSES} --scale engine=3", "--scale engine=3 contradicts the 2 addresses"),
-        (f"{ADDRESSES} --mode sync --colocate", "but engines that run already keep theirs; leave out --colocate"),
-        ("--router-address h:1", "--router-address holds 'h:1', but an address must have the form http://host:port"),
-        ("--router-address http://localhost:1 --router none", "--router is none, but --router-address names one"),
-        ("--rollout-external-engine-addrs http://10.0.0.1:1", "is another machine without TLS: whoever can read"),
-        ("--router-address http://h:1", "give an https:// address, or --allow-plain-engines on a network"),
-        ("--frozen-engine judge=http://h:1", "--frozen-engine http://h:1 is another machine without TLS"),
-        ("--router-policy least_loaded", "but a router (sglang) stands in front of the engines; add --router none"),
-        ("--engine simulated --update-weight-transport tensor", "takes weights by disk and delta only; choose"),
-        ("--engine embedded --update-weight-transport distributed", "but the embedded engine takes weights by"),
-        (
-            "--engine sglang --update-weight-transport tensor --runner ray --rollout-num-gpus 2",
-            "copies to each engine's own GPUs, but with --runner ray",
-        ),
-        ("--update-weight-delta-dir /d", "is /d, but only --update-weight-transport delta reads it"),
-        ("--group-deadline-secs 9 --sample-deadline-secs 9", "is 9, but must be less than --sample-deadline"),
-    ],
-)
+@pytest.mark.parametrize(("argv", "sentence"), [
+    ("--rollout-num-gpus 7 --rollout-num-gpus-per-engine 2", "for an engine takes whole GPUs; set it to 6"),
+    ("--rollout-num-gpus 1 --rollout-num-gpus-per-engine 2", "set it to 2"),
+    ("--rollout-num-gpus 4 --scale engine=3", "gives 4 engines of 1 GPUs, but --scale says engine=3"),
+    ("--rollout-external-engine-addrs 127.0.0.1:31000", "holds '127.0.0.1:31000', but an address must have the"),
+    ("--rollout-external-engine-addrs http://h", "holds 'http://h', but an address must have the form"),
+    ("--rollout-external-engine-addrs http://localhost:99999", "holds 'http://localhost:99999', but an address"),
+    ("--rollout-external-engine-addrs http://localhost:1/ http://localhost:1",
+     "holds 'http://localhost:1' 2 times, but each is one"),
+    (f"{ADDRESSES} --engine embedded", "whose engines are started with the run; add --engine"),
+    (f"{ADDRESSES} --rollout-num-gpus 2", "no engine is started; leave one of them out"),
+    (f"{ADDRESSES} --scale engine=3", "--scale engine=3 contradicts the 2 addresses"),
+    (f"{ADDRESSES} --mode sync --colocate", "but engines that run already keep theirs; leave out --colocate"),
+    ("--router-address h:1", "--router-address holds 'h:1', but an address must have the form http://host:port"),
+    ("--router-address http://localhost:1 --router none", "--router is none, but --router-address names one"),
+    ("--rollout-external-engine-addrs http://10.0.0.1:1", "is another machine without TLS: whoever can read"),
+    ("--router-address http://h:1", "give an https:// address, or --allow-plain-engines on a network"),
+    ("--frozen-engine judge=http://h:1", "--frozen-engine http://h:1 is another machine without TLS"),
+    ("--router-policy least_loaded", "but a router (sglang) stands in front of the engines; add --router none"),
+    ("--engine simulated --update-weight-transport tensor", "takes weights by disk and delta only; choose"),
+    ("--engine embedded --update-weight-transport distributed", "but the embedded engine takes weights by"),
+    ("--engine sglang --update-weight-transport tensor --runner ray --rollout-num-gpus 2",
+     "copies to each engine's own GPUs, but with --runner ray"),
+    ("--update-weight-delta-dir /d", "is /d, but only --update-weight-transport delta reads it"),
+    ("--group-deadline-secs 9 --sample-deadline-secs 9", "is 9, but must be less than --sample-deadline"),
+])  # fmt: skip
 def test_each_refusal_in_its_words(argv: str, sentence: str) -> None:
     (fault,) = faults_of(SGLANG, argv)
     assert sentence in fault
 
 
-@pytest.mark.parametrize(
-    ("argv", "sentence"),
-    [
-        (f"{BASE} --sglang-dtype half", "--sglang-dtype has no effect: --engine is embedded"),
-        (f"{SGLANG} {ADDRESSES} --sglang-dtype half", "--sglang-dtype has no effect: the engines run already"),
-        (f"{BASE} --rollout-num-gpus 2", "have no effect with --engine embedded; use --scale engine=N"),
-        (f"{BASE} --router-dp-aware", "--router-dp-aware has no effect: this run has no router"),
-        (f"{SGLANG} --router-address http://localhost:1 --router-dp-aware", "has no effect: the router runs"),
-        (f"{SGLANG} --router-address http://localhost:1 --router-policy random", "--router-address has its own policy"),
-        (
-            f"{SGLANG} --allow-plain-engines --rollout-external-engine-addrs http://10.0.0.1:1",
-            "memory, which http://10.0.0.1:1 cannot read",
-        ),
-        (f"{SGLANG} --update-weight-rolling 2", "--update-weight-rolling 2 lets all 1 engines stand still at once"),
-    ],
-)
+@pytest.mark.parametrize(("argv", "sentence"), [
+    (f"{BASE} --sglang-dtype half", "--sglang-dtype has no effect: --engine is embedded"),
+    (f"{SGLANG} {ADDRESSES} --sglang-dtype half", "--sglang-dtype has no effect: the engines run already"),
+    (f"{BASE} --rollout-num-gpus 2", "have no effect with --engine embedded; use --scale engine=N"),
+    (f"{BASE} --router-dp-aware", "--router-dp-aware has no effect: this run has no router"),
+    (f"{SGLANG} --router-address http://localhost:1 --router-dp-aware", "has no effect: the router runs"),
+    (f"{SGLANG} --router-address http://localhost:1 --router-policy random", "--router-address has its own policy"),
+    (f"{SGLANG} --allow-plain-engines --rollout-external-engine-addrs http://10.0.0.1:1",
+     "memory, which http://10.0.0.1:1 cannot read"),
+    (f"{SGLANG} --update-weight-rolling 2", "--update-weight-rolling 2 lets all 1 engines stand still at once"),
+])  # fmt: skip
 def test_each_warning_in_its_words(argv: str, sentence: str) -> None:
     (warning,) = warnings_of(argv)
     assert sentence in warning

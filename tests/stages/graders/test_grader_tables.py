@@ -154,22 +154,17 @@ def test_ifeval_wants_all_instructions_and_reports_the_share() -> None:
     assert grade("ifeval", '"<<b>>"', None, metadata).score == 1.0
 
 
-@pytest.mark.parametrize(
-    ("metadata", "words"),
-    [
-        ({}, "needs 'instruction_id_list' in the row's metadata"),
-        ({"instruction_id_list": ["no_coma"]}, "no instruction 'no_coma'; did you mean 'no_comma'"),
-        ({"instruction_id_list": ["no_comma"], "kwargs": [{}, {}]}, "1 instructions and 2 kwargs; give one for each"),
-        ({"instruction_id_list": "no_comma"}, "cannot read the row's metadata"),
-        ({"instruction_id_list": ["number_words"]}, "needs a number from 0 on under 'num_words', not None"),
-        (
-            {"instruction_id_list": ["number_words"], "kwargs": [{"num_words": 5, "relation": "about"}]},
-            "needs 'at least' or 'less than' under 'relation', not 'about'",
-        ),
-        ({"instruction_id_list": ["keywords:existence"], "kwargs": [{"keywords": []}]}, "needs a list of texts"),
-        ({"instruction_id_list": ["end_checker"], "kwargs": [{"end_phrase": " "}]}, "needs a text under 'end_phrase'"),
-    ],
-)
+@pytest.mark.parametrize(("metadata", "words"), [
+    ({}, "needs 'instruction_id_list' in the row's metadata"),
+    ({"instruction_id_list": ["no_coma"]}, "no instruction 'no_coma'; did you mean 'no_comma'"),
+    ({"instruction_id_list": ["no_comma"], "kwargs": [{}, {}]}, "1 instructions and 2 kwargs; give one for each"),
+    ({"instruction_id_list": "no_comma"}, "cannot read the row's metadata"),
+    ({"instruction_id_list": ["number_words"]}, "needs a number from 0 on under 'num_words', not None"),
+    ({"instruction_id_list": ["number_words"], "kwargs": [{"num_words": 5, "relation": "about"}]},
+     "needs 'at least' or 'less than' under 'relation', not 'about'"),
+    ({"instruction_id_list": ["keywords:existence"], "kwargs": [{"keywords": []}]}, "needs a list of texts"),
+    ({"instruction_id_list": ["end_checker"], "kwargs": [{"end_phrase": " "}]}, "needs a text under 'end_phrase'"),
+])  # fmt: skip
 def test_ifeval_names_what_is_wrong_with_the_row(metadata: dict[str, object], words: str) -> None:
     for response in ("some response", ""):
         found = grade("ifeval", response, None, metadata)

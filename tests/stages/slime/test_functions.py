@@ -89,7 +89,6 @@ async def test_a_function_that_is_called_again_gets_the_answers_that_it_had(tmp_
     assert uncertain_in(tmp_path / EPISODES_DIR) == 2, "what else the two calls did is not known"
 
 
-
 async def test_a_list_is_the_sequences_of_one_rollout(tmp_path: Path) -> None:
     async with world_of(tmp_path, "segments") as world:
         found = await made(world, make_group(1, 2))
