@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +22,12 @@ from configs.schema import Config
 
 WORK = "--prompt-data arithmetic --num-rollout 3"
 BASE = f"{WORK} --hf-checkpoint tiny-arithmetic"
+
+
+def recipe(folder: Path, text: str, name: str = "mine.toml") -> str:
+    """Write a recipe, and say where it is."""
+    (folder / name).write_text(text, encoding="utf-8")
+    return str(folder / name)
 
 
 def read(*argv: str) -> Loaded:

@@ -22,11 +22,10 @@ from configs.flags import SECTIONS, Flag, flags, flags_by_key
 from configs.graph import autoscale_limits, chains, replicas
 from configs.help import description, section_title
 from configs.layers import merge, value_at
-from configs.load import dump_toml, load, load_arguments, recipe_names, with_work
+from configs.load import load
 from configs.passthrough import RETIRED, SLIME
-from configs.rules.validate import checked
 from configs.schema import Config, StageConfig
-from tests.configs.config_rig import NAMED, NESTED, faults_of, values
+from tests.configs.config_rig import NAMED, NESTED, faults_of, read, recipe, values
 
 ROOT = Path(launch.__file__).resolve().parent
 HEAVY = ("torch", "zmq", "ray", "numpy", "transformers", "rich", "asyncio")
@@ -88,10 +87,11 @@ def test_mistakes_are_one_line_each_without_traceback(tmp_path: Path) -> None:
     ]
 
 
+Errors = Callable[[str], list[str]]
+
+
 @pytest.fixture
-def errors(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[[str], list[str]]:
+def errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Errors:
     """What the command refuses, line by line, in a directory of its own."""
     monkeypatch.chdir(tmp_path)
 
@@ -103,9 +103,6 @@ def errors(
     return refused
 
 
-Errors = Callable[[str], list[str]]
-
-
 def each_once(lines: list[str], *words: str) -> None:
     for word in words:
         assert sum(word in line for line in lines) == 1, (word, lines)
@@ -115,23 +112,19 @@ def each_once(lines: list[str], *words: str) -> None:
 @pytest.mark.parametrize("plan", ["--dry-run", ""])
 def test_flags_that_cannot_be_read_are_reported_with_all_other_faults(plan: str, errors: Errors) -> None:
     """What rests on such a flag is not judged: with the right spelling it may be right."""
+    argv = "--hf-checkpiont tiny --prompt-data nowhere.jsonl --num-rollout x --scale train=2 --rm-type remote_rm"
     each_once(
-        errors(
-            "--hf-checkpiont tiny --prompt-data nowhere.jsonl --num-rollout x --scale train=2 "
-            f"--rm-type remote_rm {plan}"
-        ),
-        "--hf-checkpiont is no flag; did you mean --hf-checkpoint?", "--num-rollout is 'x', but must be",
+        errors(f"{argv} train.x=1 {plan}"), "--hf-checkpiont is no flag; did you mean --hf-checkpoint?",
+        "--num-rollout is 'x', but must be", "train.x is no key",
         "nowhere.jsonl", "--scale train=2", "rm_type 'remote_rm' is no grader",
     )  # fmt: skip
 
 
 def test_faults_of_recipes_are_reported_with_those_of_the_command_line(tmp_path: Path, errors: Errors) -> None:
-    for name, text in (("one", "[train]\nlrr = 1"), ("two", "[rollout]\nnum_rollout = 'x'")):
-        (tmp_path / f"{name}.toml").write_text(text, encoding="utf-8")
-    lines = errors("--config one.toml two.toml ppoo --lrr 1 --dry-run")
-    each_once(
-        lines, "--lrr is no flag", "train.lrr in one.toml", "rollout.num_rollout in two.toml", "--config is 'ppoo'"
-    )
+    recipe(tmp_path, "[train]\nlrr = 1\n[nowhere]\n", "one.toml")
+    recipe(tmp_path, "[rollout]\nnum_rollout = 'x'\n", "two.toml")
+    words = ("--lrr is no flag", "train.lrr in one.toml", "[nowhere] in one.toml", "rollout.num_rollout in two.toml")
+    each_once(errors("--config one.toml two.toml ppoo --lrr 1 --dry-run"), *words, "--config is 'ppoo'")
 
 
 def test_everything_that_a_run_refuses_is_reported_together_and_by_a_plan(tmp_path: Path, errors: Errors) -> None:
@@ -178,26 +171,6 @@ def test_warnings_do_not_stop(capsys: pytest.CaptureFixture[str]) -> None:
 def test_when_the_quickstart_runs(argv: str, quickstart: bool, capsys: pytest.CaptureFixture[str]) -> None:
     launch.main([*argv.split(), "--dry-run"])
     assert ("quickstart" in capsys.readouterr().err) is quickstart
-
-
-@pytest.mark.parametrize("name", recipe_names())
-def test_each_recipe_is_right(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    data = tmp_path / "data" / "gsm8k"
-    data.mkdir(parents=True)
-    for file in ("train.jsonl", "test.jsonl"):
-        (data / file).write_text('{"question": "1+1?", "answer": "#### 2"}\n', encoding="utf-8")
-    own = ["--frozen-engine", "teacher=tiny-arithmetic"] if name == "opd" else []
-    loaded = load_arguments(with_work(parse(["--config", name, *own]))[0])
-    config, warnings = checked(loaded.config, loaded.given)
-    assert warnings == ()
-    assert config.rollout.num_rollout is not None or config.rollout.num_epoch is not None
-    (tmp_path / "whole.toml").write_text(dump_toml(config), encoding="utf-8")
-    again = load(["--config", str(tmp_path / "whole.toml")])
-    assert checked(again.config, again.given) == (config, ()), "also where all derived values are spelled out"
-    assert config.rollout.rollout_batch_size * config.rollout.n_samples_per_prompt == (
-        config.train.global_batch_size * (config.train.num_steps_per_rollout or 1)
-    )
 
 
 @pytest.mark.parametrize("name", manual.PAGES)
@@ -265,15 +238,12 @@ def test_a_value_given_by_its_place_arrives(flag: Flag, data: st.DataObject) -> 
     assert arrived(flag, *[word for text in texts for word in (f"--{flag.key}", text)]) == value
 
 
-def test_limits_of_autoscale_by_stage() -> None:
-    config = load(["--autoscale", "reward=1..8", "engine=1..4"]).config
+def test_limits_of_stages() -> None:
+    config = read("--autoscale reward=1..8 engine=1..4").config
     assert autoscale_limits(config) == {"reward": (1, 8), "engine": (1, 4)}
-    assert autoscale_limits(load([]).config) == {}
-
-
-def test_scale_is_repeatable_and_takes_dotted_entries() -> None:
-    argv = ["--scale", "reward=4", "tools=2", "--scale", "generate=3", "run.scale.reward=5"]
-    assert load(argv).config.run.scale == {"reward": 5, "tools": 2, "generate": 3}
+    assert autoscale_limits(read().config) == {}
+    config = read("--scale reward=4 tools=2 --scale generate=3 run.scale.reward=5").config
+    assert config.run.scale == {"reward": 5, "tools": 2, "generate": 3}
 
 
 @pytest.mark.parametrize(
@@ -290,16 +260,13 @@ def test_scale_is_repeatable_and_takes_dotted_entries() -> None:
     ],
 )
 def test_neighbours_with_one_replica_each_share_a_process(argv: str, wanted: str) -> None:
-    config = load(argv.split()).config
+    config = read(argv).config
     assert ["+".join(stages) for stages in chains(config, replicas(config))] == list(filter(None, [wanted]))
 
 
 def test_objects_take_json_and_dotted_entries() -> None:
     argv = ["--apply-chat-template-kwargs", '{"a": 1}', "data.apply_chat_template_kwargs.enable_thinking=false"]
     assert load(argv).config.data.apply_chat_template_kwargs == {"a": 1, "enable_thinking": False}
-
-
-def test_custom_stages_as_json() -> None:
     table = '[{"name": "judge", "path": "a.b:C", "after": "reward", "options": {"x": 1}}]'
     config = load([f"stage={table}", "stage.judge.replicas=3", 'stage.judge.options={"x": 2}']).config
     assert config.stage == (StageConfig(name="judge", path="a.b:C", after="reward", replicas=3, options={"x": 2}),)
@@ -360,11 +327,6 @@ def test_mistakes_are_named(argv: str, words: str) -> None:
     assert any(words in fault for fault in faults), faults
 
 
-def test_all_mistakes_are_listed_at_once() -> None:
-    faults = faults_of("--lr -1 --mdoe sync train.x=1 --eps-clip 0")
-    assert len(faults) == 4
-
-
 def test_no_mistake_hides_help() -> None:
     assert parse(["--nonsense", "--help"]).help
     assert parse(["-h"]).help
@@ -401,14 +363,13 @@ def test_a_setting_of_an_earlier_version_gets_one_sentence(
     key: str, default: str, instead: str, tmp_path: Path
 ) -> None:
     section, _, name = key.partition(".")
-    flag = f"--{name.replace('_', '-')}"
-    assert faults_of(flag, "3") == (f"{flag} was removed: {instead}; leave it out",)
-    assert faults_of(f"{key}=3") == (f"{key} was removed: {instead}; leave it out",)
-    recipe = tmp_path / "old.toml"
-    recipe.write_text(f"[{section}]\n{name} = 3\n", encoding="utf-8")
-    assert faults_of("--config", str(recipe)) == (f"old.toml: {key} was removed: {instead}; leave it out",)
-    recipe.write_text(f"[{section}]\n{name} = {default}\n", encoding="utf-8")
-    assert load(["--config", str(recipe)]).config == Config(), "the config.toml of an older run"
+    flag, sentence = f"--{name.replace('_', '-')}", f"was removed: {instead}; leave it out"
+    assert faults_of(flag, "3") == (f"{flag} {sentence}",)
+    assert faults_of(f"{key}=3") == (f"{key} {sentence}",)
+    old = recipe(tmp_path, f"[{section}]\n{name} = 3\n", "old.toml")
+    assert faults_of("--config", old) == (f"old.toml: {key} {sentence}",)
+    recipe(tmp_path, f"[{section}]\n{name} = {default}\n", "old.toml")
+    assert load(["--config", old]).config == Config(), "the config.toml of an older run"
 
 
 def test_every_setting_of_an_earlier_version_is_gone() -> None:

@@ -26,16 +26,9 @@ from configs.load import (
     with_work,
 )
 from configs.plan.run_estimate import estimate_run
-from configs.resolve import resolve
 from configs.rules.validate import checked
 from configs.schema import Config, StageConfig
-from tests.configs.config_rig import NAMED, NESTED, WORK, faults_of, read, settled, values
-
-
-def recipe(tmp_path: Path, text: str, name: str = "mine.toml") -> str:
-    path = tmp_path / name
-    path.write_text(text, encoding="utf-8")
-    return str(path)
+from tests.configs.config_rig import NAMED, NESTED, WORK, faults_of, read, recipe, resolved, settled, values
 
 
 def test_a_recipe_by_name_path_and_typo(tmp_path: Path) -> None:
@@ -76,10 +69,6 @@ def test_faults_of_a_recipe(tmp_path: Path, text: str, words: str) -> None:
     assert any(words in fault for fault in faults), faults
 
 
-def test_all_faults_of_a_recipe_at_once(tmp_path: Path) -> None:
-    assert len(faults_of("--config", recipe(tmp_path, "[train]\nlr = -1\nx = 1\n[nowhere]\n"))) == 3
-
-
 @st.composite
 def configs(draw: st.DrawFn) -> Config:
     chosen = draw(st.lists(st.sampled_from([*NAMED, *NESTED]), max_size=12, unique_by=lambda flag: flag.key))
@@ -92,9 +81,7 @@ def configs(draw: st.DrawFn) -> Config:
 @given(config=configs())
 def test_toml_and_json_round_trip(tmp_path_factory: pytest.TempPathFactory, config: Config) -> None:
     assert msgspec.json.decode(msgspec.json.encode(config), type=Config) == config
-    file = tmp_path_factory.mktemp("recipe") / "dumped.toml"
-    file.write_bytes(dump_toml(config).encode())
-    assert load(["--config", str(file)]).config == config
+    assert load(["--config", recipe(tmp_path_factory.mktemp("recipe"), dump_toml(config))]).config == config
 
 
 @settings(max_examples=60, deadline=None)
@@ -107,31 +94,24 @@ def test_any_text_survives_toml(text: str) -> None:
 
 
 def test_resume_reads_the_configuration_of_the_run(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    run.mkdir()
-    assert "config.toml" in faults_of("--resume", str(run))[0]
-    first = load(["--num-rollout", "3", "--prompt-data", "arithmetic", "--lr", "0.5", "--run-dir", str(run)])
-    (run / "config.toml").write_text(dump_toml(resolve(first.config, first.given)), encoding="utf-8")
-    again = load(["--resume", str(run), "--num-rollout", "9"])
-    config = resolve(again.config, again.given)
+    assert "config.toml" in faults_of("--resume", str(tmp_path))[0]
+    recipe(tmp_path, dump_toml(resolved(f"{WORK} --lr 0.5 --run-dir {tmp_path}")), "config.toml")
+    config = resolved(f"--resume {tmp_path} --num-rollout 9")
     assert (config.train.lr, config.rollout.num_rollout) == (0.5, 9)
-    assert config.run.run_dir == config.run.resume == str(run)
+    assert config.run.run_dir == config.run.resume == str(tmp_path)
 
 
 def checkpoint(folder: Path, name: str, **changes: Any) -> str:
     """A directory with the config.json of a preset, changed."""
     model = {**read_preset(name).values["model.architecture"], **changes}
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(
-        json.dumps({key: value for key, value in model.items() if value != "absent"}), encoding="utf-8"
-    )
+    present = {key: value for key, value in model.items() if value != "absent"}
+    (folder / "config.json").write_text(json.dumps(present), encoding="utf-8")
     return str(folder)
 
 
 def test_precedence(tmp_path: Path) -> None:
-    recipe = tmp_path / "mine.toml"
-    recipe.write_text('[model]\nmodel = "qwen3-8b"\n[megatron]\ntensor_model_parallel_size = 2\n', encoding="utf-8")
-    loaded = read(WORK, f"--config {recipe} --actor-num-gpus-per-node 8")
+    mine = recipe(tmp_path, '[model]\nmodel = "qwen3-8b"\n[megatron]\ntensor_model_parallel_size = 2\n')
+    loaded = read(WORK, f"--config {mine} --actor-num-gpus-per-node 8")
     config = loaded.config
     assert config.parallel.actor_num_gpus_per_node == 8  # command line
     assert config.megatron.tensor_model_parallel_size == 2  # recipe
@@ -140,11 +120,9 @@ def test_precedence(tmp_path: Path) -> None:
     assert config.model.architecture["hidden_size"] == 4096
     assert loaded.given["train.hf_checkpoint"] == "train.hf_checkpoint in --model qwen3-8b"
     assert loaded.given["megatron.tensor_model_parallel_size"] == "megatron.tensor_model_parallel_size in mine.toml"
-    above = read(WORK, f"--config {recipe} --model qwen3-0.6b").config
-    assert above.model.architecture["hidden_size"] == 1024
-    none = read(WORK, f"--config {recipe} --model none").config
-    assert none.model.architecture == {}
-    assert none.train.hf_checkpoint == "tiny"
+    assert read(WORK, f"--config {mine} --model qwen3-0.6b").config.model.architecture["hidden_size"] == 1024
+    none = read(WORK, f"--config {mine} --model none").config
+    assert (none.model.architecture, none.train.hf_checkpoint) == ({}, "tiny")
 
 
 @pytest.mark.parametrize(
@@ -170,41 +148,28 @@ def test_each_preset_is_right_and_fits(monkeypatch: pytest.MonkeyPatch, name: st
     several = config.parallel.actor_num_nodes > 1
     assert [warning for warning in warnings if "--actor-num-nodes" not in warning] == []
     assert bool(warnings) is several, "no runner starts processes on several machines yet"
-    found = estimate_run(config, config.model.architecture)
-    assert found is not None
-    assert found.trainer is not None
-    assert found.engine is not None
+    found: Any = estimate_run(config, config.model.architecture)
     assert found.trainer.fits
     assert found.engine.kv_tokens > 200_000
     # One node's host holds what its eight processes offload.
     assert found.trainer.host * 8 < 1000 * 2**30
 
 
-def test_what_falls_away() -> None:
-    config, _ = settled(WORK, "--model qwen3-8b --train-backend torch")
-    assert config.parallel == Config().parallel
-    assert config.megatron == Config().megatron
-    config, _ = settled(WORK, "--model qwen3-8b --engine embedded")
-    assert config.sglang == Config().sglang
-    config, _ = settled(WORK, "--model qwen3-8b --tensor-model-parallel-size 1")
-    assert not config.megatron.sequence_parallel
-    config, _ = settled(WORK, "--model deepseek-v3 --pipeline-model-parallel-size 1")
-    assert config.megatron.decoder_last_pipeline_num_layers is None
-    config, _ = settled(WORK, "--model qwen3-8b --recompute-activations")
-    assert config.megatron.recompute_granularity == "selective"
-    assert config.megatron.recompute_method is None
-    config, _ = settled(WORK, "--model qwen3-8b --scale engine=3")
-    assert config.sglang.rollout_num_gpus is None
-    config, _ = settled(WORK, "--model qwen3-8b --rollout-external-engine-addrs http://127.0.0.1:30000")
-    assert config.sglang.rollout_num_gpus is None
+def test_what_falls_away(tmp_path: Path) -> None:
+    def config(argv: str, model: str = "qwen3-8b") -> Config:
+        return settled(WORK, "--model", model, argv)[0]
 
-
-def test_a_runs_own_configuration_is_read_back_as_it_was(tmp_path: Path) -> None:
-    """Also where the command line took something away that the preset says."""
-    config, _ = settled(WORK, "--model qwen3-30b-a3b --rollout-num-gpus none --scale engine=1")
-    file = tmp_path / "saved.toml"
-    file.write_text(dump_toml(config), encoding="utf-8")
-    assert load(["--config", str(file)]).config == config
+    torch, default = config("--train-backend torch"), Config()
+    assert (torch.parallel, torch.megatron) == (default.parallel, default.megatron)
+    assert config("--engine embedded").sglang == default.sglang
+    assert not config("--tensor-model-parallel-size 1").megatron.sequence_parallel
+    assert config("--pipeline-model-parallel-size 1", "deepseek-v3").megatron.decoder_last_pipeline_num_layers is None
+    megatron = config("--recompute-activations").megatron
+    assert (megatron.recompute_granularity, megatron.recompute_method) == ("selective", None)
+    for argv in ("--scale engine=3", "--rollout-external-engine-addrs http://127.0.0.1:30000"):
+        assert config(argv).sglang.rollout_num_gpus is None
+    less = config("--rollout-num-gpus none --scale engine=1", "qwen3-30b-a3b")
+    assert load(["--config", recipe(tmp_path, dump_toml(less))]).config == less, "it is read back as it was"
 
 
 def test_a_checkpoint_that_is_another_model_is_refused(tmp_path: Path) -> None:
@@ -268,6 +233,18 @@ def teacher(name: str) -> tuple[str, ...]:
     return ("--frozen-engine", "teacher=tiny-arithmetic") if name == "opd" else ()
 
 
+@pytest.mark.parametrize("name", recipe_names())
+def test_each_recipe_is_right(name: str, place: Path) -> None:
+    config, warnings = stacked("--config", name, *teacher(name))
+    assert warnings == ()
+    assert config.rollout.num_rollout is not None or config.rollout.num_epoch is not None
+    whole = recipe(place, dump_toml(config))
+    assert settled("--config", whole) == (config, ()), "also where all derived values are spelled out"
+    steps = config.train.num_steps_per_rollout or 1
+    rollouts = config.rollout.rollout_batch_size * config.rollout.n_samples_per_prompt
+    assert rollouts == config.train.global_batch_size * steps
+
+
 @pytest.mark.usefixtures("place")
 @pytest.mark.parametrize("name", ALGORITHMS)
 @pytest.mark.parametrize("order", [1, -1], ids=["over", "under"])
@@ -291,26 +268,21 @@ def test_an_algorithm_on_a_real_model(name: str, order: int) -> None:
 
 @pytest.mark.usefixtures("place")
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_an_algorithm_beside_flags(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_algorithm_beside_flags_and_alone(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Alone it runs on the toy problem."""
     assert launch.main(["--config", name, *REAL.split(), *teacher(name), "--dry-run"]) == 0
     output = capsys.readouterr()
     assert output.err == ""
     lines = output.out.splitlines()
     critic = " critic 1e-05;" if name == "ppo" else ""
     assert any(line.startswith(f"  lr 1e-06, constant;{critic} ") for line in lines)
-    for line in ("  no warm start", "  grader: chosen by the first labels"):
-        assert line in lines
-    assert "  context: what the model has positions for, responses up to 512 tokens" in lines
-
-
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_alone_it_runs_on_the_toy_problem(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    context = "  context: what the model has positions for, responses up to"
+    assert {"  no warm start", "  grader: chosen by the first labels", f"{context} 512 tokens"} <= set(lines)
     assert launch.main(["--config", name, *teacher(name), "--dry-run"]) == 0
     output = capsys.readouterr()
     assert f"no --prompt-data, --model or --hf-checkpoint: {name} on the toy problem" in output.err
-    assert "  warm start: 700 supervised steps at lr 0.0005" in output.out
-    assert "  grader: exact" in output.out
-    assert "  context: what the model has positions for, responses up to 8 tokens" in output.out
+    for line in ("  warm start: 700 supervised steps at lr 0.0005", "  grader: exact", f"{context} 8 tokens"):
+        assert line in output.out
 
 
 def test_what_needs_more_says_what() -> None:
