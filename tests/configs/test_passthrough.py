@@ -19,7 +19,7 @@ from models.errors import TrainConfigInvalid
 from models.train.megatron import option_fields
 from models.train.megatron.option_fields import DATACLASSES, fields_of
 from models.train.megatron.options import MegatronOptions, option_faults, split_options
-from tests.configs.config_rig import BASE, faults_of, read, warnings_of
+from tests.configs.config_rig import BASE, faults_of, read, recipe, warnings_of
 
 SGLANG = f"{BASE} --engine sglang"
 ADDRESSES = "--rollout-external-engine-addrs http://127.0.0.1:31000 http://127.0.0.1:31001"
@@ -30,9 +30,8 @@ def values(argv: str) -> dict[str, Any]:
 
 
 def test_all_ways_of_writing_an_option_meet(tmp_path: Path) -> None:
-    recipe = tmp_path / "recipe.toml"
-    recipe.write_text('[sglang.sglang_args]\ndtype = "auto"\nmax_total_tokens = 4096\n')
-    config = read(f"--config {recipe} sglang.sglang_args.page_size=16 --sglang-dtype float32").config
+    mine = recipe(tmp_path, '[sglang.sglang_args]\ndtype = "auto"\nmax_total_tokens = 4096\n')
+    config = read(f"--config {mine} sglang.sglang_args.page_size=16 --sglang-dtype float32").config
     assert config.sglang.sglang_args == {"dtype": "float32", "max_total_tokens": 4096, "page_size": 16}
 
 
@@ -40,18 +39,15 @@ def test_options_survive_the_run_directory(tmp_path: Path) -> None:
     """A resumed run reads them from its config.toml."""
     argv = "--sglang-lora-paths a b --sglang-disable-radix-cache --router-prefill http://p:1 9000"
     config = read(SGLANG, argv).config
-    file = tmp_path / "again.toml"
-    file.write_text(dump_toml(config))
-    assert read_recipe(str(file)).values["sglang.sglang_args"] == config.sglang.sglang_args
+    again = read_recipe(recipe(tmp_path, dump_toml(config))).values
+    assert again["sglang.sglang_args"] == config.sglang.sglang_args
     assert config.router.router_args == {"prefill": ["http://p:1 9000"]}
 
 
 def test_a_repeated_option_counts_once_but_prefill_and_decode_add_up() -> None:
     argv = "--router-prefill http://p:1 9000 --router-prefill http://q:1 --router-decode http://d:1"
-    assert values(argv)["router.router_args"] == {
-        "prefill": ["http://p:1 9000", "http://q:1"],
-        "decode": ["http://d:1"],
-    }
+    found = values(argv)["router.router_args"]
+    assert found == {"prefill": ["http://p:1 9000", "http://q:1"], "decode": ["http://d:1"]}
     assert values("--sglang-dtype auto --sglang-dtype half")["sglang.sglang_args"] == {"dtype": "half"}
 
 
@@ -76,15 +72,16 @@ def test_slips_near_a_flag_of_our_own_are_refused(argv: str, sentence: str) -> N
 
 
 def test_right_combinations_pass() -> None:
-    assert warnings_of(SGLANG) == ()
-    assert warnings_of(SGLANG, "--router", "none", "--router-policy", "session") == ()
-    assert warnings_of(SGLANG, "--router", "none", "--router-policy", "least_loaded") == ()
-    assert warnings_of(SGLANG, ADDRESSES, "--router-address", "http://[::1]:30000/") == ()
-    assert warnings_of(BASE, "--router", "sglang") == ()  # a router in front of the embedded engine
-    assert warnings_of(BASE, "--router-policy", "least_loaded") == ()
-    assert warnings_of(SGLANG, "--update-weight-transport", "distributed", "--rollout-num-gpus", "4") == ()
-    assert warnings_of(BASE, "--update-weight-transport", "delta", "--update-weight-delta-dir", "/shared") == ()
-    assert warnings_of(BASE, "--group-deadline-secs", "5", "--sample-deadline-secs", "9") == ()
+    for argv in (
+        SGLANG, f"{SGLANG} --router none --router-policy session",
+        f"{SGLANG} --router none --router-policy least_loaded",
+        f"{SGLANG} {ADDRESSES} --router-address http://[::1]:30000/",
+        f"{BASE} --router sglang",  # a router in front of the embedded engine
+        f"{BASE} --router-policy least_loaded", f"{BASE} --group-deadline-secs 5 --sample-deadline-secs 9",
+        f"{SGLANG} --update-weight-transport distributed --rollout-num-gpus 4",
+        f"{BASE} --update-weight-transport delta --update-weight-delta-dir /shared",
+    ):  # fmt: skip
+        assert warnings_of(argv) == ()
 
 
 @pytest.mark.parametrize(("argv", "sentence"), [
@@ -127,16 +124,13 @@ def test_each_refusal_in_its_words(argv: str, sentence: str) -> None:
     (f"{SGLANG} --router-address http://localhost:1 --router-policy random", "--router-address has its own policy"),
     (f"{SGLANG} --allow-plain-engines --rollout-external-engine-addrs http://10.0.0.1:1",
      "memory, which http://10.0.0.1:1 cannot read"),
+    (f"{SGLANG} --mode sync --colocate --update-weight-transport distributed",
+     "cannot join two processes on one GPU; with --colocate use tensor"),
     (f"{SGLANG} --update-weight-rolling 2", "--update-weight-rolling 2 lets all 1 engines stand still at once"),
 ])  # fmt: skip
 def test_each_warning_in_its_words(argv: str, sentence: str) -> None:
     (warning,) = warnings_of(argv)
     assert sentence in warning
-
-
-def test_colocated_engines_are_no_second_rank_of_a_gpu() -> None:
-    found = warnings_of(SGLANG, "--mode sync --colocate --update-weight-transport distributed")
-    assert any("cannot join two processes on one GPU; with --colocate use tensor" in text for text in found)
 
 
 needs_megatron = pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
@@ -156,19 +150,11 @@ def test_options_by_dataclass_and_type() -> None:
         "--megatron-recompute-modules core_attn moe --megatron-cp-comm-type p2p --megatron-tp-comm-overlap "
         "--megatron-moe-expert-capacity-factor 1 --megatron-delay-wgrad-compute true --megatron-cuda-graph-impl none"
     )
-    assert split_options(args) == MegatronOptions(
-        transformer={
-            "fp8": None,
-            "moe_router_dtype": "fp32",
-            "recompute_modules": ["core_attn", "moe"],
-            "cp_comm_type": "p2p",
-            "moe_expert_capacity_factor": 1.0,
-            "tp_comm_overlap": True,
-            "delay_wgrad_compute": True,
-            "cuda_graph_impl": "none",
-        },
-        ddp={"bucket_size": 40_000_000, "delay_wgrad_compute": True},
-    )
+    transformer = {"fp8": None, "moe_router_dtype": "fp32", "recompute_modules": ["core_attn", "moe"]}
+    transformer |= {"cp_comm_type": "p2p", "moe_expert_capacity_factor": 1.0, "tp_comm_overlap": True}
+    transformer |= {"delay_wgrad_compute": True, "cuda_graph_impl": "none"}
+    ddp = {"bucket_size": 40_000_000, "delay_wgrad_compute": True}
+    assert split_options(args) == MegatronOptions(transformer=transformer, ddp=ddp)
     assert split_options({}) == MegatronOptions()
 
 
@@ -179,6 +165,7 @@ def test_typed_values_of_a_recipe() -> None:
     wrong = [("bucket_size", 4.5), ("bucket_size", True), ("tp_comm_overlap", 1), ("fp8_margin", "x")]
     for name, value in (*wrong, ("fp8_margin", None)):
         assert len(option_faults({name: value})) == 1, name
+    assert len(option_faults({"lr": "1", "bucket_size": "x", "nothing": "1", "overlap_p2p_comm": "true"})) == 3
 
 
 @needs_megatron
@@ -209,12 +196,6 @@ def test_refusals(argv: str, words: str) -> None:
     assert words in fault
     with pytest.raises(TrainConfigInvalid, match="--megatron-"):
         split_options(given(argv))
-
-
-@needs_megatron
-def test_all_faults_at_once() -> None:
-    found = option_faults({"lr": "1", "bucket_size": "x", "nothing": "1", "overlap_p2p_comm": "true"})
-    assert len(found) == 3
 
 
 @needs_megatron

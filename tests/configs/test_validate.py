@@ -12,7 +12,7 @@ from configs.layers import ConfigError
 from configs.load import dump_toml
 from configs.resolve import resolve
 from configs.rules.validate import Findings, findings, unread_faults
-from tests.configs.config_rig import BASE, WORK, faults_of, read, resolved, warnings_of
+from tests.configs.config_rig import BASE, WORK, faults_of, read, recipe, resolved, warnings_of
 
 JUDGE = '"path": "json:JSONDecoder"'
 
@@ -123,6 +123,7 @@ def stage(*tables: str) -> str:
 def test_refusals(argv: str, words: str) -> None:
     faults = faults_of(BASE, argv)
     assert any(words in fault for fault in faults), faults
+    assert all("\n" not in fault and ";" in fault for fault in faults), "each is one line and has a cure"
 
 
 def test_a_package_of_the_user_with_a_name_of_ours_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,23 +168,9 @@ def test_warnings(argv: str, words: str) -> None:
     assert any(words in warning for warning in warnings), warnings
 
 
-def test_all_faults_at_once() -> None:
-    faults = faults_of(BASE, "--no-use-tis", "--scale", "train=2", "--global-batch-size", "100", "--use-kl-loss")
-    assert len(faults) == 4
-
-
-def test_every_sentence_is_one_line_and_has_a_cure() -> None:
-    for argv in ("--no-use-tis", "--scale train=2", "--hf-checkpoint ./x", "--n-samples-per-prompt 1"):
-        for fault in faults_of(BASE, argv):
-            assert "\n" not in fault
-            assert ";" in fault
-
-
 def test_supervised_training_needs_no_correction_but_answers(tmp_path: Path) -> None:
     assert warnings_of(BASE, "--loss-type", "sft_loss", "--n-samples-per-prompt", "1") == ()
-    data = tmp_path / "a.jsonl"
-    data.write_text("{}", encoding="utf-8")
-    argv = f"--prompt-data {data} --num-rollout 3 --hf-checkpoint tiny"
+    argv = f"--prompt-data {recipe(tmp_path, '{}', 'a.jsonl')} --num-rollout 3 --hf-checkpoint tiny"
     assert "--label-key is not set" in faults_of(argv, "--loss-type sft_loss")[0]
     assert "--label-key is not set" in faults_of(argv, "--warm-start-steps 5")[0]
     assert "--rm-type is exact, but" in faults_of(argv, "--rm-type exact")[0]
@@ -204,24 +191,18 @@ def test_a_local_checkpoint(tmp_path: Path) -> None:
 
 
 def test_resume_and_run_dir(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    run.mkdir()
-    (run / "config.toml").write_text("", encoding="utf-8")
-    assert "a run is already there; continue it with --resume" in faults_of(BASE, "--run-dir", str(run))[0]
-    warnings = warnings_of(BASE, "--resume", str(run))
+    recipe(tmp_path, "", "config.toml")
+    assert "a run is already there; continue it with --resume" in faults_of(BASE, f"--run-dir {tmp_path}")[0]
+    warnings = warnings_of(BASE, f"--resume {tmp_path}")
     assert any("the resumed run saves when it ends or is stopped" in warning for warning in warnings)
-    assert warnings_of(BASE, "--resume", str(run), "--save-interval", "5") == ()
-    faults = faults_of(BASE, "--resume", str(run), "--run-dir", str(tmp_path))
+    assert warnings_of(BASE, f"--resume {tmp_path} --save-interval 5") == ()
+    faults = faults_of(BASE, f"--resume {tmp_path} --run-dir elsewhere")
     assert "a resumed run continues in its own directory; leave --run-dir out" in faults[0]
 
 
 def test_custom_stages_in_their_places() -> None:
     tables = (f'"name": "judge", {JUDGE}, "after": "reward"', f'"name": "agent", {JUDGE}, "loop": "generate"')
     assert warnings_of(BASE, stage(*tables), "--scale", "judge=2", "agent=3") == ()
-
-
-def test_a_resolved_configuration_is_checked() -> None:
-    assert findings(resolved(BASE, "--mode sync")) == Findings((), ())
 
 
 def test_the_error_travels_between_processes() -> None:
@@ -321,19 +302,16 @@ def test_a_default_and_what_is_derived_are_no_options() -> None:
 def test_each_fault_stands_among_the_others() -> None:
     assert len(faults_of(BASE, "--gamma 0.9 --scale train=2")) == 2
     assert any("--gamma is" in fault for fault in findings(read(BASE, "--gamma 0.9").config).faults)
+    assert findings(resolved(BASE, "--mode sync")) == Findings((), ()), "a resolved configuration is checked too"
 
 
 def test_a_recipe_may_keep_what_a_flag_above_it_switches_off(tmp_path: Path) -> None:
-    recipe = tmp_path / "mine.toml"
-    recipe.write_text("[warm_start]\nwarm_start_steps = 5\nwarm_start_lr = 0.5\n", encoding="utf-8")
-    assert unread("--config", str(recipe)) == ()
-    assert unread("--config", str(recipe), "--warm-start-steps", "0") == ()
-    assert len(unread("--config", str(recipe), "--warm-start-steps", "0", "--warm-start-lr", "0.4")) == 1
-    run = tmp_path / "run"
-    run.mkdir()
-    (run / "config.toml").write_text(
-        dump_toml(resolved(BASE, f"--config {recipe} --warm-start-steps 0")), encoding="utf-8"
-    )
-    assert unread("--resume", str(run)) == (), "a run that was started can go on"
-    recipe.write_text("[warm_start]\nwarm_start_lr = 0.5\n", encoding="utf-8")
-    assert len(unread("--config", str(recipe))) == 1, "nothing ever reads it"
+    mine = recipe(tmp_path, "[warm_start]\nwarm_start_steps = 5\nwarm_start_lr = 0.5\n")
+    argv = f"--config {mine} --warm-start-steps 0"
+    assert unread("--config", mine) == ()
+    assert unread(argv) == ()
+    assert len(unread(argv, "--warm-start-lr 0.4")) == 1
+    recipe(tmp_path, dump_toml(resolved(BASE, argv)), "config.toml")
+    assert unread("--resume", str(tmp_path)) == (), "a run that was started can go on"
+    recipe(tmp_path, "[warm_start]\nwarm_start_lr = 0.5\n")
+    assert len(unread("--config", mine)) == 1, "nothing ever reads it"
