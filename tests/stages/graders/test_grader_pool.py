@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,7 @@ from stages.graders.pool import GraderPool
 from stages.graders.registry import find_grader, refusal
 from stages.workers.process import LOAD_LIMIT_S
 from tests.stages.graders.grading_rig import CountingPool
-from tests.stages.stage_rig import alive, ended
+from tests.stages.stage_rig import alive, ended, until
 
 pytestmark = pytest.mark.slow
 
@@ -31,6 +30,11 @@ def behave(*responses: str) -> list[GradeRequest]:
     return [GradeRequest(f"{PATH}:behave", response) for response in responses]
 
 
+def noted(log: Path, response: str = "x", grader: str = "note") -> GradeRequest:
+    """A request whose grader writes down its process."""
+    return GradeRequest(f"{PATH}:{grader}", response, None, json.dumps({"log": str(log)}))
+
+
 async def test_grades_come_back_in_order_and_processes_start_when_needed() -> None:
     async with CountingPool(2, 20.0) as pool:
         assert await pool.grade_many([]) == []
@@ -38,11 +42,7 @@ async def test_grades_come_back_in_order_and_processes_start_when_needed() -> No
         grades = await pool.grade_many(behave(*("x" * (n % 3) for n in range(100))))
         assert [grade.score for grade in grades] == [float(n % 3) for n in range(100)]
         assert 1 <= pool.started <= 2
-
-
-async def test_concurrent_calls_do_not_mix() -> None:
-    async with GraderPool(2, 20.0) as pool:
-        async with asyncio.TaskGroup() as tasks:
+        async with asyncio.TaskGroup() as tasks:  # concurrent calls do not mix
             calls = [
                 tasks.create_task(pool.grade_many([*behave("x" * n), GradeRequest(f"constant:{n}", ""), *behave("y")]))
                 for n in range(50)
@@ -51,38 +51,38 @@ async def test_concurrent_calls_do_not_mix() -> None:
         assert scores == [[float(n), float(n), 1.0] for n in range(50)]
 
 
-@pytest.mark.parametrize(
-    ("bad", "words"),
-    [
-        ("os._exit", "the grader process died (exit status 7)"),
-        ("segfault", "the grader process died (signal SIGSEGV)"),
-        ("raise", "ValueError: no such answer"),
-        ("exit", "SystemExit: 3"),
-        ("nan", "'score' is nan; a grade must be a finite number"),
-        ("memory", "MemoryError"),
-        ("surrogate", "? is not text"),
-        ("recurse", "RecursionError"),
-    ],
-)
-async def test_a_bad_item_fails_alone(bad: str, words: str) -> None:
+async def test_a_bad_item_fails_alone() -> None:
     async with GraderPool(1, 20.0, retries=0) as pool:
-        grades = await pool.grade_many(behave("a", "bb", bad, "cccc", "d"))
-        assert [grade.score for grade in grades] == [1.0, 2.0, 0.0, 4.0, 1.0]
-        assert grades[2].status == "error"
-        assert words in (grades[2].error or "")
-        assert [grade.error for grade in grades if grade is not grades[2]] == [None] * 4
-        assert (await pool.grade_many(behave("next")))[0].score == 4.0
+        for bad, words in (
+            ("os._exit", "the grader process died (exit status 7)"),
+            ("segfault", "the grader process died (signal SIGSEGV)"),
+            ("raise", "ValueError: no such answer"),
+            ("exit", "SystemExit: 3"),
+            ("nan", "'score' is nan; a grade must be a finite number"),
+            ("memory", "MemoryError"),
+            ("surrogate", "? is not text"),
+            ("recurse", "RecursionError"),
+        ):
+            grades = await pool.grade_many(behave("a", "bb", bad, "cccc", "d"))
+            assert [grade.score for grade in grades] == [1.0, 2.0, 0.0, 4.0, 1.0], bad
+            assert grades[2].status == "error"
+            assert words in (grades[2].error or "")
+            assert [grade.error for grade in grades if grade is not grades[2]] == [None] * 4, bad
+        # Prints and broken text do no harm.
+        grades = await pool.grade_many([*behave("print", "\ud800"), GradeRequest("exact", "\ud800", "\ud801")])
+        assert [grade.error for grade in grades] == [None, None, None]
+        assert grades[0].score == 5.0
 
 
-@pytest.mark.parametrize("bad", ["hang", "spin"])
-async def test_an_overrun_is_killed_from_outside(bad: str) -> None:
+async def test_an_overrun_is_killed_from_outside() -> None:
     async with CountingPool(1, 1.0, retries=0) as pool:
         await pool.grade_many(behave("warm"))
-        grades = await pool.grade_many(behave("a", bad, "ccc"))
-        assert [grade.score for grade in grades] == [1.0, 0.0, 3.0]
-        assert (grades[1].status, grades[1].is_correct) == ("timeout", None)
-        assert grades[1].error == "no grade within 1 s (--reward-deadline-s)"
-        assert (pool.timeouts, pool.crashes) == (1, 0)
+        grades = await pool.grade_many(behave("a", "hang", "ccc", "spin", "e"))
+        assert [grade.score for grade in grades] == [1.0, 0.0, 3.0, 0.0, 1.0]
+        for overrun in (grades[1], grades[3]):
+            assert (overrun.status, overrun.is_correct) == ("timeout", None)
+            assert overrun.error == "no grade within 1 s (--reward-deadline-s)"
+        assert (pool.timeouts, pool.crashes) == (2, 0)
 
 
 async def test_importing_is_not_counted_but_the_item_after_it_is(
@@ -111,10 +111,8 @@ async def test_several_bad_items_of_one_request() -> None:
 async def test_items_after_a_hang_are_graded_by_another_process(tmp_path: Path) -> None:
     """The item that hangs is begun once; items behind it are not begun before it is given up."""
     log = tmp_path / "log"
-    metadata = json.dumps({"log": str(log)})
-    responses = ["a", "b", "hang", "c", "d"]
     async with GraderPool(1, 1.0, retries=0) as pool:
-        grades = await pool.grade_many([GradeRequest(f"{PATH}:note", text, None, metadata) for text in responses])
+        grades = await pool.grade_many([noted(log, text) for text in ("a", "b", "hang", "c", "d")])
     assert [grade.score for grade in grades] == [1.0, 1.0, 0.0, 1.0, 1.0]
     lines = [line.split() for line in log.read_text().splitlines()]
     first = {text for pid, text in lines if pid == lines[0][0]}
@@ -131,18 +129,10 @@ async def test_a_retry_helps_where_the_fault_passes(tmp_path: Path) -> None:
         assert (pool.crashes, pool.retries) == (1, 1)
 
 
-async def test_printing_graders_and_broken_text_do_no_harm() -> None:
-    async with GraderPool(1, 20.0) as pool:
-        grades = await pool.grade_many([*behave("print", "\ud800"), GradeRequest("exact", "\ud800", "\ud801")])
-        assert [grade.error for grade in grades] == [None, None, None]
-        assert grades[0].score == 5.0
-
-
 async def test_processes_are_recycled_for_graders_that_leave_traces(tmp_path: Path) -> None:
-    metadata = json.dumps({"log": str(tmp_path / "log")})
     async with CountingPool(1, 20.0, recycle_after=3) as pool:
         for _ in range(7):
-            await pool.grade_many([GradeRequest(f"{PATH}:note", "x", None, metadata)])
+            await pool.grade_many([noted(tmp_path / "log")])
         pids = [line.split()[0] for line in (tmp_path / "log").read_text().splitlines()]
         assert [pids.count(pid) for pid in dict.fromkeys(pids)] == [3, 3, 1]
         assert pool.started == 3
@@ -151,36 +141,28 @@ async def test_processes_are_recycled_for_graders_that_leave_traces(tmp_path: Pa
 
 
 async def test_a_killed_idle_process_is_replaced(tmp_path: Path) -> None:
-    metadata = json.dumps({"log": str(tmp_path / "log")})
-    request = GradeRequest(f"{PATH}:note", "x", None, metadata)
-    async with GraderPool(1, 20.0, retries=1) as pool:
-        await pool.grade_many([request])
-        os.kill(int((tmp_path / "log").read_text().split()[0]), signal.SIGKILL)
-        assert [grade.error for grade in await pool.grade_many([request] * 3)] == [None] * 3
-
-
-async def test_closing_the_pool_ends_its_processes_and_what_they_started(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    metadata = json.dumps({"log": str(log)})
-    pool = GraderPool(2, 20.0)
+    pool = GraderPool(1, 20.0, retries=1)
     async with pool:
-        await pool.grade_many([GradeRequest(f"{PATH}:note", "x", None, metadata)])
-        pid = int(log.read_text().split()[0])
+        await pool.grade_many([noted(log)])
+        os.kill(int(log.read_text().split()[0]), signal.SIGKILL)
+        assert [grade.error for grade in await pool.grade_many([noted(log)] * 3)] == [None] * 3
+        pid = int(log.read_text().split()[-2])
         assert alive(pid)
-    await ended(pid)
+    await ended(pid)  # with the pool
     with pytest.raises(PoolError, match="enter it with 'async with' first"):
         await pool.grade_many([GradeRequest("exact", "x", "x")])
 
 
 async def test_a_cancelled_call_leaves_no_process_behind(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    metadata = json.dumps({"log": str(log)})
     async with GraderPool(1, 60.0) as pool:
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(2.0):
-                await pool.grade_many([GradeRequest(f"{PATH}:note", "hang", None, metadata)])
-        pid = int(log.read_text().split()[0])
-        await ended(pid)
+        calls = asyncio.ensure_future(pool.grade_many([noted(log, "hang")]))
+        await until(lambda: log.exists() and log.read_text() != "")
+        calls.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await calls
+        await ended(int(log.read_text().split()[0]))
         assert (await pool.grade_many([GradeRequest("exact", "x", "x")]))[0].score == 1.0
 
 
@@ -199,10 +181,8 @@ asyncio.run(main())
 """
     parent = subprocess.Popen([sys.executable, "-c", program])  # noqa: ASYNC220 - starting it takes no time
     try:
-        until = time.monotonic() + 60
-        while not (log.exists() and log.read_text()):
-            assert time.monotonic() < until, "the grader did not start"
-            await asyncio.sleep(0.02)
+        async with asyncio.timeout(60):
+            await until(lambda: log.exists() and log.read_text() != "")
         pid = int(log.read_text())
         assert alive(pid)
     finally:
@@ -216,7 +196,7 @@ async def test_daemons_of_a_grader_end_with_its_process(then: str, tmp_path: Pat
     """They left its session and its group: closing the pool, a deadline and a crash reach them all the same."""
     log = tmp_path / "log"
     async with GraderPool(1, 2.0, retries=0) as pool:
-        await pool.grade_many([GradeRequest(f"{PATH}:daemon", then, None, json.dumps({"log": str(log)}))])
+        await pool.grade_many([noted(log, then, "daemon")])
         assert then != "go on" or alive(int(log.read_text()))
     await ended(int(log.read_text()))
 
@@ -228,6 +208,10 @@ async def test_zero_workers_grade_cheap_built_in_graders_here() -> None:
         refused = await pool.grade_many([GradeRequest("sleep:1", ""), *behave("a"), GradeRequest("exakt", "")])
         assert [grade.status for grade in refused] == ["error"] * 3
         assert "set --reward-workers to 1 or more" in (refused[1].error or "")
+        symbolic, text = (GradeRequest(name, r"\boxed{5}", "5") for name in ("math", "math_hendrycks"))
+        kept, graded = await pool.grade_many([symbolic, text])
+        assert "runs only in a grader process; set --reward-workers to 1" in (kept.error or "")
+        assert graded.score == 1.0
         assert pool.started == 0
 
 
@@ -293,7 +277,6 @@ def workers_of_this_process() -> list[int]:
     return found
 
 
-@pytest.mark.slow
 async def test_a_text_that_keeps_a_grader_busy_is_wrong_and_not_tried_again() -> None:
     items = [GradeRequest("format:(a+)+", response) for response in ("a", SLOW, "aa", "b")]
     async with CountingPool(1, 2.0, retries=3) as pool:
@@ -304,7 +287,6 @@ async def test_a_text_that_keeps_a_grader_busy_is_wrong_and_not_tried_again() ->
         assert (pool.timeouts, pool.retries) == (1, 0)
 
 
-@pytest.mark.slow
 async def test_a_process_that_is_held_up_blames_no_text() -> None:
     """Stopped from outside it uses no processor time: the item is graded by another process."""
     async with CountingPool(1, 2.0, retries=1) as pool:
@@ -317,27 +299,11 @@ async def test_a_process_that_is_held_up_blames_no_text() -> None:
         assert (pool.timeouts, pool.retries, pool.started) == (1, 1, 2)
 
 
-async def test_a_grader_that_sleeps_is_no_wrong_answer() -> None:
-    async with GraderPool(1, 0.5, retries=0) as pool:
-        (found,) = await pool.grade_many([GradeRequest("sleep:60", "x")])
-        assert (found.status, found.is_correct) == ("timeout", None)
-        assert "no grade within 0.5 s" in (found.error or "")
-
-
 def test_which_graders_blame_the_text() -> None:
     wrong = {name: find_grader(name).wrong for name in ("math", "math:compat", "math_verify", "deepscaler", "dapo")}
     assert wrong == {"math": 0.0, "math:compat": 0.0, "math_verify": 0.0, "deepscaler": 0.0, "dapo": -1.0}
     assert find_grader("boxed_dapo").wrong == -1.0
     assert find_grader("sleep:1").wrong is None
-
-
-async def test_symbolic_graders_are_prepared_in_a_process_and_never_run_in_the_stage() -> None:
-    async with GraderPool(1, 20.0) as pool:
-        assert (await pool.grade_many([GradeRequest("math", r"\boxed{5}", "5")]))[0].score == 1.0
-    async with GraderPool(0, 20.0) as here:
-        (refused,) = await here.grade_many([GradeRequest("math", r"\boxed{5}", "5")])
-        assert "runs only in a grader process; set --reward-workers to 1" in (refused.error or "")
-        assert (await here.grade_many([GradeRequest("math_hendrycks", r"\boxed{5}", "5")]))[0].score == 1.0
 
 
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
