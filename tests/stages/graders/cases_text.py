@@ -103,6 +103,13 @@ EXACT_MATCH: list[tuple[str, str, float, str]] = [
     ("42", "42.0", 0.0, "no arithmetic: the point is dropped"),
 ]
 
+TEXT: dict[str, list[Any]] = {
+    "deepscaler": [*GOLDEN_DEEPSCALER, *DEEPSCALER],
+    "dapo": [*GOLDEN_DAPO, *DAPO],
+    "f1": [*GOLDEN_F1, *F1],
+    "exact_match": EXACT_MATCH,
+}
+
 CHOICES = ["red", "green", "blue", "grey"]
 GOLDEN_GPQA: list[tuple[str, str, int, str]] = [
     ("The answer is C", "C", 1, "the plain case"),
@@ -237,5 +244,3 @@ IFEVAL: list[tuple[str, dict[str, Any], str, int, str]] = [
     ("no_comma", {"num_words": None}, "<think>a, b</think>c", 1, "the reasoning does not count; nulls are nothing"),
     ("no_comma", {}, " \n ", 0, "an empty response follows nothing"),
 ]
-
-# (response, label, strict, flexible, why)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import socket
@@ -23,6 +24,7 @@ from stages.graders.registry import find_grader
 from stages.sandbox import run as sandbox
 from stages.sandbox.lockdown import Deadline
 from stages.sandbox.run import CaseResult, Limits, SandboxError, StdinCase, run_cases
+from tests.stages.stage_rig import until
 
 SUMS = [{"input": "1 2\n", "output": "3\n"}, {"input": "5 6", "output": "11"}]
 ADD = "a, b = map(int, input().split())\nprint(a + b)"
@@ -47,6 +49,7 @@ def parts(**shares: float) -> dict[str, float]:
 
 
 def test_input_and_output() -> None:
+    assert find_grader("code:2.5").in_stage is False
     assert run(ADD) == Grade(1.0, True, parts(pass_frac=1.0), ADD)
     half = run("print(3)")
     assert (half.score, half.is_correct, half.parts["pass_frac"]) == (0.0, False, 0.5)
@@ -79,9 +82,8 @@ def test_functions() -> None:
     assert run("def add(a, b):\n    return a + b", tests, fn_name="add").score == 1.0
     assert run("class Solution:\n    def add(self, a, b):\n        return a + b", tests, fn_name="add").score == 1.0
     assert run("def plus(a, b):\n    return a + b", tests, fn_name="add").score == 0.0
-    assert run(
-        "def one(x):\n    return [(x, 1), {2, 1}]", [{"input": 5, "output": [[5, 1], [1, 2]]}], fn_name="one"
-    ).score
+    nested = [{"input": 5, "output": [[5, 1], [1, 2]]}]
+    assert run("def one(x):\n    return [(x, 1), {2, 1}]", nested, fn_name="one").score
     pairs = {"inputs": [[1], [2]], "outputs": [1, 4], "fn_name": "square"}
     assert run("def square(x):\n    return x * x", pairs).score == 1.0
     assert run(ADD, {"inputs": ["1 2"], "outputs": ["3"]}).score == 1.0
@@ -105,18 +107,17 @@ def test_leaving_early_passes_no_assertion_and_no_call(leave: str) -> None:
 
 def test_what_is_expected_is_not_in_the_process_that_runs_the_program() -> None:
     """A program that looks through all objects and frames around it finds the input, and nothing that was wanted."""
-    program = (
-        "import gc, sys\n"
-        "def seen():\n"
-        "    frame, found = sys._getframe(), []\n"
-        "    while frame:\n"
-        "        found.append(repr(frame.f_locals))\n"
-        "        frame = frame.f_back\n"
-        "    found += [repr(x) for x in gc.get_objects() if isinstance(x, (dict, list, tuple, str))]\n"
-        "    return ' '.join(found)\n"
-        "text = seen()\n"
-        "print(*(''.join(reversed(word)) in text for word in ('1174-detnaw', '5180-nevig')))"
-    )
+    program = """
+import gc, sys
+def seen():
+    frame, found = sys._getframe(), []
+    while frame:
+        found.append(repr(frame.f_locals))
+        frame = frame.f_back
+    found += [repr(x) for x in gc.get_objects() if isinstance(x, (dict, list, tuple, str))]
+    return ' '.join(found)
+text = seen()
+print(*(''.join(reversed(word)) in text for word in ('1174-detnaw', '5180-nevig')))"""
     tests = [{"input": "given-0815", "output": "False True"}, {"input": "given-0815", "output": "wanted-4711"}]
     assert run(program, tests).parts["pass_frac"] == 0.5
 
@@ -160,21 +161,12 @@ def test_no_way_to_leave_looks_like_a_machine_that_cannot_isolate() -> None:
 
 
 ODD_RETURNS = (
-    "return 10**400",
-    "return -(10**4000)",
-    "return 10**5000",
-    "return float('nan')",
-    "return float('inf')",
-    "x = []\nfor _ in range(900): x = [x]\nreturn x",
-    "x = []\nfor _ in range(100_000): x = [x]\nreturn x",
-    "x = []\nx.append(x)\nreturn x",
-    "return '\\ud800'",
-    "return {1: 2, (3, 4): 5}",
-    "os.write(3, b'\\xff\\xfe{[')",
-    "os.write(3, b'[' * 100_000)\nos._exit(0)",
-    "os.close(3)",
-    "os.ftruncate(3, 4 << 20)\nos._exit(0)",
-)
+    "return 10**400", "return -(10**4000)", "return 10**5000", "return float('nan')", "return float('inf')",
+    "x = []\nfor _ in range(900): x = [x]\nreturn x", "x = []\nfor _ in range(100_000): x = [x]\nreturn x",
+    "x = []\nx.append(x)\nreturn x", "return '\\ud800'", "return {1: 2, (3, 4): 5}",
+    "os.write(3, b'\\xff\\xfe{[')", "os.write(3, b'[' * 100_000)\nos._exit(0)",
+    "os.close(3)", "os.ftruncate(3, 4 << 20)\nos._exit(0)",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("wanted", [1.5, [[1.5]]])
@@ -188,16 +180,17 @@ def test_whatever_a_function_returns_is_a_grade(wanted: object) -> None:
 
 
 def test_what_is_allowed() -> None:
-    program = (
-        "import asyncio, threading, random, math, re, json, heapq, sqlite3, ssl, decimal, dataclasses\n"
-        "@dataclasses.dataclass\nclass P:\n    x: 'int'\n"
-        "found = []\n"
-        "t = threading.Thread(target=found.append, args=(1,)); t.start(); t.join()\n"
-        "async def two(): return 2\n"
-        "found.append(asyncio.run(two()))\n"
-        "open('note', 'w').write('3'); found.append(int(open('note').read()))\n"
-        "print(found, P(4))"
-    )
+    program = """
+import asyncio, threading, random, math, re, json, heapq, sqlite3, ssl, decimal, dataclasses
+@dataclasses.dataclass
+class P:
+    x: 'int'
+found = []
+t = threading.Thread(target=found.append, args=(1,)); t.start(); t.join()
+async def two(): return 2
+found.append(asyncio.run(two()))
+open('note', 'w').write('3'); found.append(int(open('note').read()))
+print(found, P(4))"""
     assert attack(program) == CaseResult("ok", "[1, 2, 3] P(x=4)\n", "")
 
 
@@ -205,14 +198,13 @@ def test_the_environment_and_the_descriptors_of_the_caller_stay_outside(monkeypa
     monkeypatch.setenv("SLUICE_SECRET", "hunter2")
     ours, theirs = socket.socketpair()
     os.set_inheritable(theirs.fileno(), True)
-    program = (
-        "import os\n"
-        "def open_(fd):\n"
-        "    try: os.fstat(fd)\n"
-        "    except OSError: return False\n"
-        "    return True\n"
-        "print(sorted(os.environ), [fd for fd in range(1000) if open_(fd)], os.getcwd() != '/')"
-    )
+    program = """
+import os
+def open_(fd):
+    try: os.fstat(fd)
+    except OSError: return False
+    return True
+print(sorted(os.environ), [fd for fd in range(1000) if open_(fd)], os.getcwd() != '/')"""
     try:
         # The C library adds LC_CTYPE by itself.
         names, _, rest = attack(program).stdout.partition("] ")
@@ -314,26 +306,27 @@ def test_a_response_without_a_program_is_wrong(response: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tests", "label", "words"),
+    ("tests", "words"),
     [
-        (None, None, "there are none in metadata.tests and the label is empty"),
-        ([], None, "a list of at least one test"),
-        ("assert x", None, "a list of at least one test"),
-        ([{"input": "1"}], None, "a dict with 'input' and 'output', or an assertion"),
-        ([{"input": [1], "output": 1}], None, "for a function's arguments set fn_name"),
-        ({"inputs": ["1"], "outputs": []}, None, "two lists of one length"),
-        (SUMS * 501, None, "1002 tests are too many"),
+        (None, "there are none in metadata.tests and the label is empty"),
+        ([], "a list of at least one test"),
+        ("assert x", "a list of at least one test"),
+        ([{"input": "1"}], "a dict with 'input' and 'output', or an assertion"),
+        ([{"input": [1], "output": 1}], "for a function's arguments set fn_name"),
+        ({"inputs": ["1"], "outputs": []}, "two lists of one length"),
+        (SUMS * 501, "1002 tests are too many"),
     ],
 )
-def test_a_row_without_usable_tests_is_an_error(tests: object, label: str | None, words: str) -> None:
-    found = run("x", tests, label=label)
-    assert words in (found.error or "")
+def test_a_row_without_usable_tests_is_an_error(tests: object, words: str) -> None:
+    assert words in (run("x", tests).error or "")
 
 
-@pytest.mark.parametrize("limit", [0, -1, "nan", "soon", None, []])
-def test_a_time_limit_that_is_none_is_an_error(limit: object) -> None:
-    found = run("x", time_limit_s=limit)
-    assert (found.error or "").startswith("the tests of the row cannot be used: ")
+def test_a_time_limit_that_is_none_is_an_error() -> None:
+    for limit in (0, -1, "nan", "soon", None, []):
+        found = run("x", time_limit_s=limit)
+        assert (found.error or "").startswith("the tests of the row cannot be used: "), limit
+    with pytest.raises(ValueError, match="above 0"):
+        code_grader("0")
 
 
 def test_equality_of_values() -> None:
@@ -343,39 +336,26 @@ def test_equality_of_values() -> None:
         assert not same(value, wanted)
 
 
-def test_the_table_knows_code() -> None:
-    assert find_grader("code:2.5").in_stage is False
-    with pytest.raises(ValueError, match="above 0"):
-        code_grader("0")
-
-
 async def test_in_the_pool_a_killed_grader_takes_its_program_with_it(tmp_path: Path) -> None:
     """The deadline of the pool is shorter than that of the tests: worker, jail and program go together."""
     mark = f"sluice-{os.getpid()}-{time.monotonic_ns()}"
     program = f"x = '{mark}'\nimport time\ntime.sleep(600)"
-    request = GradeRequest(
-        "code:500", f"```python\n{program}\n```", None, json.dumps({"tests": SUMS, "time_limit_s": 500})
-    )
+    tests = json.dumps({"tests": SUMS, "time_limit_s": 500})
     before = jails()
     async with GraderPool(1, 2.0, retries=0) as pool:
-        (found,) = await pool.grade_many([request])
+        (found,) = await pool.grade_many([GradeRequest("code:500", f"```python\n{program}\n```", None, tests)])
         assert found.status == "timeout"
     mine = jails() - before  # and those of tests beside this one, which end by themselves
-    until = time.monotonic() + 20
-    while jails() & mine and time.monotonic() < until:  # noqa: ASYNC110 - looks from outside
-        await asyncio.sleep(0.02)
-    assert not jails() & mine
+    async with asyncio.timeout(20):
+        await until(lambda: not jails() & mine)
 
 
 def jails() -> set[str]:
     """Processes that serve or run programs."""
     found = set()
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                command = (entry / "cmdline").read_bytes()
-            except OSError:
-                continue
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            command = (entry / "cmdline").read_bytes()
             if b"stages.sandbox.cases" in command and sys.executable.encode() in command:
                 found.add(entry.name)
     return found
