@@ -52,6 +52,17 @@ async def grading(
         assert rig.letters == []
 
 
+@asynccontextmanager
+async def opened(sections: dict[str, Any] | None = None, **reward: object) -> AsyncIterator[Grading]:
+    """What the stage grades with."""
+    subject = Grading(make_config(reward=reward, **(sections or {})), Activity())
+    await subject.open()
+    try:
+        yield subject
+    finally:
+        await subject.close()
+
+
 def said(group_id: int, *responses: str, **fields: Any) -> RolloutSlice:
     return make_slice(group_id, *(make_sample(i, response=text) for i, text in enumerate(responses)), **fields)
 
@@ -83,19 +94,10 @@ async def test_what_a_tool_said_is_no_answer(grader: str, reads_all: bool) -> No
     assert graded == (plain if reads_all else [1.0, 0.0, 0.0])
 
 
-async def test_the_length_grader_counts_tokens() -> None:
-    async with grading(rm_type="length:4") as (_, send):
-        found = await send(make_slice(0, make_sample(0, n=4), make_sample(1, n=40)))
-        first, second = (s.reward for s in found[0].samples)
-        assert first > second
-
-
 @pytest.mark.slow
 async def test_a_raising_a_dying_and_a_hanging_grader_fail_their_samples_only() -> None:
-    async with grading(custom_rm_path=BEHAVE, reward_workers=1, reward_deadline_s=1.0, reward_retries=0) as (
-        stage,
-        send,
-    ):
+    reward = {"custom_rm_path": BEHAVE, "reward_workers": 1, "reward_deadline_s": 1.0, "reward_retries": 0}
+    async with grading(**reward) as (stage, send):
         found = await send(said(0, "raise", "fine", "os._exit", "good", "hang"), said(1, "alone"))
         samples = found[0].samples
         assert [s.status for s in samples] == ["failed", "completed", "failed", "completed", "failed"]
@@ -112,11 +114,10 @@ async def test_a_raising_a_dying_and_a_hanging_grader_fail_their_samples_only() 
 async def test_strange_metadata_fails_the_group_only(metadata: str) -> None:
     async with grading(rm_type="exact") as (_, send):
         found = await send(said(0, "7", label="7", metadata=metadata), said(1, "7", label="7"))
-        assert found[0].samples[0].status == "failed"
-        assert (found[0].samples[0].error or "").startswith("RewardStage: ") or "grader 3" in (
-            found[0].samples[0].error or ""
-        )
-        assert found[1].samples[0].reward == 1.0
+        strange, plain = found[0].samples[0], found[1].samples[0]
+        assert strange.status == "failed"
+        assert (strange.error or "").startswith("RewardStage: ") or "grader 3" in (strange.error or "")
+        assert plain.reward == 1.0
 
 
 async def test_components_are_summed_and_reported_by_name() -> None:
@@ -169,16 +170,12 @@ async def test_tokens_that_are_not_trained_do_not_count_as_length() -> None:
 async def test_a_redelivered_sample_is_graded_once_but_another_response_again(tmp_path: Path) -> None:
     log = tmp_path / "log"
     row = json.dumps({"log": str(log)})
-    subject = Grading(make_config(reward={"custom_rm_path": NOTE}), Activity())
-    await subject.open()
-    try:
+    async with opened(custom_rm_path=NOTE) as subject:
         for _ in range(2):
             found = await subject.grade(said(0, "a", "b", metadata=row))
             assert [s.reward for s in found.samples] == [1.0, 1.0]
         await subject.grade(said(0, "c", "b", metadata=row))
         await subject.grade(said(1, "a", metadata=row))
-    finally:
-        await subject.close()
     assert [line.split()[1] for line in log.read_text().splitlines()] == ["a", "b", "c", "a"]
     assert subject.observed.cached == 3
 
@@ -197,11 +194,8 @@ def test_the_cache_is_bounded_and_keeps_no_failures() -> None:
 
 async def test_a_part_of_a_group_passes_ungraded_and_the_whole_is_graded_once() -> None:
     """What the reward and the group stage do with a group whose rollouts end one by one."""
-    config = make_config(reward={"group_rm": True, "custom_rm_path": GROUP, "overlong_buffer_len": 8},
-                         rollout={"rollout_max_response_len": 8})  # fmt: skip
-    subject = Grading(config, Activity())
-    await subject.open()
-    try:
+    sections = {"rollout": {"rollout_max_response_len": 8}}
+    async with opened(sections, group_rm=True, custom_rm_path=GROUP, overlong_buffer_len=8) as subject:
         parts = [make_slice(0, make_sample(k, response="x" * (k + 1)), n_samples=3) for k in range(3)]
         passed = [await subject.grade(part) for part in parts]
         assert passed == parts
@@ -210,8 +204,6 @@ async def test_a_part_of_a_group_passes_ungraded_and_the_whole_is_graded_once() 
         assert [s.raw_reward for s in graded.samples] == [0.0, 0.5, 1.0]
         assert [s.reward for s in graded.samples] == [-0.5, 0.0, 0.5]
         assert await subject.grade(graded) == graded
-    finally:
-        await subject.close()
 
 
 async def test_a_group_grader_must_be_a_function_of_the_user() -> None:
