@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from configs.schema import Config
-from configs.schema.data import DataConfig
 from stages.chat.messages import PIECE, TokenizerError, TooLong
 from stages.chat.tokenizer import LightTokenizer, TransformersTokenizer, load_tokenizer
 from stages.data.prompt_set import load_train_prompts
+from tests.stages.data.test_prompt_set import write
+from tests.stages.stage_rig import make_config
 
 TEMPLATE = """{%- if tools %}TOOLS {{ tools | tojson }}
 {% endif %}
@@ -41,6 +41,11 @@ MESSAGES = [
 TOOLS = [{"type": "function", "function": {"name": "f", "description": "größer <x>"}}]
 
 
+def write_settings(path: Path, **config: Any) -> None:
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "<|im_end|>", **config}
+    (path / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
 def make_checkpoint(path: Path, **config: Any) -> Path:
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers, processors
@@ -56,8 +61,7 @@ def make_checkpoint(path: Path, **config: Any) -> Path:
     backend.enable_truncation(4)  # a saved training state that must not leak into prompts
     path.mkdir(parents=True, exist_ok=True)
     backend.save(str(path / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "<|im_end|>", **config}
-    (path / "tokenizer_config.json").write_text(json.dumps(settings))
+    write_settings(path, **config)
     (path / "chat_template.jinja").write_text(TEMPLATE)
     (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [256, 259, 258]}))
     return path
@@ -95,25 +99,22 @@ def test_end_of_sequence_ids_are_joined_with_the_tokenizers_own_first(tmp_path: 
     assert load_tokenizer(str(path)).eos_ids == (258, 256)
 
 
-def test_template_sees_tools_and_the_generation_prompt(tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(str(make_checkpoint(tmp_path / "model")))
+def test_where_a_template_comes_from_and_what_it_sees(tmp_path: Path) -> None:
+    named = [{"name": "rag", "template": "no"}, {"name": "default", "template": "named"}]
+    path = make_checkpoint(tmp_path / "model", chat_template=named)
+    (tmp_path / "own.jinja").write_text("own")
+    assert load_tokenizer(str(path), str(tmp_path / "own.jinja")).apply_chat_template([]) == "own"
+    tokenizer = load_tokenizer(str(path))
     assert tokenizer.has_chat_template
     messages = [{"role": "user", "content": "hi"}]
     assert tokenizer.apply_chat_template(messages) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer.apply_chat_template(messages, TOOLS).startswith('TOOLS [{"type": "function"')
     assert "größer <x>" in tokenizer.apply_chat_template(messages, TOOLS)  # neither escaped for HTML nor for ASCII
-
-
-def test_where_a_template_comes_from(tmp_path: Path) -> None:
-    named = [{"name": "rag", "template": "no"}, {"name": "default", "template": "named"}]
-    path = make_checkpoint(tmp_path / "model", chat_template=named)
-    (tmp_path / "own.jinja").write_text("own")
-    assert load_tokenizer(str(path), str(tmp_path / "own.jinja")).apply_chat_template([]) == "own"
     (path / "chat_template.jinja").unlink()
     assert load_tokenizer(str(path)).apply_chat_template([]) == "named"
-    make_checkpoint(tmp_path / "bare")
-    (tmp_path / "bare" / "chat_template.jinja").unlink()
-    bare = load_tokenizer(str(tmp_path / "bare"))
+    make_checkpoint(path)
+    (path / "chat_template.jinja").unlink()
+    bare = load_tokenizer(str(path))
     assert not bare.has_chat_template
     with pytest.raises(TokenizerError, match="no chat template; give one with --chat-template-path"):
         bare.apply_chat_template([])
@@ -123,11 +124,9 @@ def test_prompts_with_a_real_tokenizer(tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path / "model", add_bos_token=True)
     rows = [{"input": "plain"}, {"input": [{"role": "user", "content": "x"}, {"role": "system", "content": "late"}]}]
     rows.append({"input": [{"role": "user", "content": "hi"}]})
-    data = tmp_path / "rows.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = write(tmp_path / "rows.jsonl", rows)
     tokenizer = load_tokenizer(str(path))
-    config = DataConfig(prompt_data=(str(data),), rollout_max_prompt_len=1000)
-    prompts = load_train_prompts(Config(data=config), tokenizer)
+    prompts = load_train_prompts(make_config(data={"prompt_data": [data], "rollout_max_prompt_len": 1000}), tokenizer)
     assert prompts.get(0).prompt_ids[0] == 256  # text gets the BOS
     assert prompts.get(1).prompt_ids[0] == 257  # a rendered chat has only what its template writes
     assert tokenizer.decode(prompts.get(1).prompt_ids.tolist(), False) == prompts.get(1).prompt
@@ -156,20 +155,16 @@ def test_the_light_way_imports_neither_torch_nor_transformers(tmp_path: Path) ->
 )
 def test_what_the_file_does_not_tell_is_left_to_transformers(tmp_path: Path, config: dict[str, Any]) -> None:
     path = make_checkpoint(tmp_path / "model")
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "<|im_end|>", **config}
-    (path / "tokenizer_config.json").write_text(json.dumps(settings))
+    write_settings(path, **config)
     tokenizer = load_tokenizer(str(path))
     assert isinstance(tokenizer, TransformersTokenizer)
     assert tokenizer.has_chat_template
     assert tokenizer.decode(tokenizer.encode("abc")) == "abc"
 
 
-def test_missing_directory() -> None:
+def test_broken_files(tmp_path: Path) -> None:
     with pytest.raises(TokenizerError, match=r"'/nowhere/model', which is no directory; give a Hugging Face model"):
         load_tokenizer("/nowhere/model")
-
-
-def test_broken_files(tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path / "model")
     (path / "chat_template.jinja").write_text("{% if %}")
     with pytest.raises(TokenizerError, match=r"chat_template.jinja' is not valid Jinja \(line 1.*correct it"):
@@ -192,8 +187,7 @@ def test_directory_without_any_tokenizer(tmp_path: Path) -> None:
 
 
 def test_a_text_that_cannot_fit_is_never_tokenised_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_checkpoint(tmp_path / "long")
-    tokenizer = load_tokenizer(str(tmp_path / "long"))
+    tokenizer = load_tokenizer(str(make_checkpoint(tmp_path / "long")))
     sizes: list[int] = []
     original = type(tokenizer).encode
 
