@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stages.tools.calculator import Calculator, evaluate, format_number
-from stages.tools.registry import close_tools, resolve_tools
 from stages.tools.tool import RESULT_CHARS, Tool, ToolCallError
 from stages.workers import process as worker_process
 from tests.stages.stage_rig import alive, ended, until
@@ -31,9 +30,7 @@ integer_expressions = st.recursive(
 )
 rational_expressions = st.recursive(
     st.integers(0, 99).map(lambda n: f"Fraction({n})") | st.integers(1, 99).map(lambda n: f"Fraction('0.{n:02}')"),
-    lambda inner: st.tuples(inner, st.sampled_from(["+", "-", "*", "/"]), inner).map(
-        lambda t: f"({t[0]} {t[1]} {t[2]})"
-    ),
+    lambda inner: st.tuples(inner, st.sampled_from("+-*/"), inner).map(lambda t: f"({t[0]} {t[1]} {t[2]})"),
     max_leaves=6,
 )
 
@@ -176,14 +173,14 @@ LONG_S = 60.0  # never reached
 CRASHED = "this call or another one crashed or blocked it"
 
 
-async def ask(tools: dict[str, Tool], text: str, deadline_s: float) -> str:
+async def ask(tools: dict[str, Tool], text: str, deadline_s: float = LONG_S) -> str:
     return await answer_call(tools, call_text(json.dumps({"text": text})), deadline_s)
 
 
-async def noted(file: Path) -> list[int]:
-    """The processes that the tool `note` writes down."""
-    await until(lambda: file.exists() and file.read_text() != "")
-    return [int(number) for number in file.read_text().split()]
+async def ask_one(tools: dict[str, Tool], name: str, text: str, deadline_s: float = LONG_S) -> str:
+    """Of several tools."""
+    content = json.dumps({"name": name, "arguments": {"text": text}})
+    return await answer_call(tools, call_text(content), deadline_s)
 
 
 @pytest.mark.slow
@@ -207,7 +204,7 @@ async def test_a_tool_that_misbehaves_is_answered_for_and_serves_again(
             # A process that is killed for its deaf call takes the calls along that it serves beside it.
             while (found := await ask(tools, text, 0.2 if "within" in answer else LONG_S)) != answer:
                 assert found.endswith(CRASHED)
-            while (found := await ask(tools, "again", LONG_S)) not in ("again", answer):
+            while (found := await ask(tools, "again")) not in ("again", answer):
                 assert found.endswith(CRASHED)
         assert found == ("again" if text != "x" else answer)
 
@@ -218,24 +215,19 @@ async def test_a_blocked_tool_holds_up_no_other_tool_and_loses_only_its_own_call
 ) -> None:
     monkeypatch.setattr(worker_process, "_CANCEL_S", 0.2)
     async with opened(f"{PATH}:block", f"{PATH}:echo") as tools, asyncio.timeout(LONG_S), asyncio.TaskGroup() as tasks:
-
-        def call(name: str, text: str, deadline_s: float) -> asyncio.Task[str]:
-            content = json.dumps({"name": name, "arguments": {"text": text}})
-            return tasks.create_task(answer_call(tools, call_text(content), deadline_s))
-
-        assert await call("block", "served", LONG_S) == "served"
-        waits = call("block", "wait", LONG_S)
-        blocked = call("block", "block", 0.5)
-        assert [await call("echo", str(n), LONG_S) for n in range(5)] == ["0", "1", "2", "3", "4"]
+        assert await ask_one(tools, "block", "served") == "served"
+        waits = tasks.create_task(ask_one(tools, "block", "wait"))
+        blocked = tasks.create_task(ask_one(tools, "block", "block", 0.5))
+        assert [await ask_one(tools, "echo", str(n)) for n in range(5)] == ["0", "1", "2", "3", "4"]
         assert await blocked == "error: no answer within 0.5 s"
         assert (await waits).endswith(CRASHED)
-        assert await call("block", "served", LONG_S) == "served"
+        assert await ask_one(tools, "block", "served") == "served"
 
 
 @pytest.mark.slow
 async def test_a_result_without_end_is_cut() -> None:
     async with opened(f"{PATH}:much") as tools:
-        found = await ask(tools, "x", LONG_S)
+        found = await ask(tools, "x")
     assert found == "x" * RESULT_CHARS + f"\n[cut: the first {RESULT_CHARS} of 100000000 characters]"
 
 
@@ -243,8 +235,9 @@ async def test_a_result_without_end_is_cut() -> None:
 async def test_a_cancelled_call_is_reported_to_the_tool_and_its_process_goes_on(tmp_path: Path) -> None:
     file = tmp_path / "note"
     async with opened(f"{PATH}:note") as tools, asyncio.timeout(LONG_S):
-        call = asyncio.ensure_future(ask(tools, str(file), LONG_S))
-        worker, daemon = await noted(file)
+        call = asyncio.ensure_future(ask(tools, str(file)))
+        await until(lambda: file.exists() and file.read_text() != "")
+        worker, daemon = map(int, file.read_text().split())
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await call
@@ -259,23 +252,14 @@ async def test_a_cancelled_call_is_reported_to_the_tool_and_its_process_goes_on(
 async def test_a_tool_that_cannot_start_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
     async with opened(f"{PATH}:echo") as tools:
-        assert await ask(tools, "x", LONG_S) == "error: its worker process does not start: the error output says why"
+        assert await ask(tools, "x") == "error: its worker process does not start: the error output says why"
 
 
 @pytest.mark.slow
 async def test_a_tool_that_allocates_without_bound_ends_alone_with_the_reason() -> None:
-    tools = resolve_tools([f"{PATH}:hoard", f"{PATH}:echo"], memory_gb=0.25)
-
-    async def call(name: str, text: str) -> str:
-        content = json.dumps({"name": name, "arguments": {"text": text}})
-        return await answer_call(tools, call_text(content), LONG_S)
-
-    try:
-        async with asyncio.timeout(LONG_S):
-            assert await call("echo", "served") == "served"
-            hoarded = await call("hoard", "all")
-            assert hoarded.endswith("process ended: this call or another one wanted more memory than it may have")
-            assert await call("hoard", "nothing") == "nothing", "another process serves"
-            assert await call("echo", "served") == "served"
-    finally:
-        await close_tools(tools)
+    async with opened(f"{PATH}:hoard", f"{PATH}:echo", memory_gb=0.25) as tools, asyncio.timeout(LONG_S):
+        assert await ask_one(tools, "echo", "served") == "served"
+        hoarded = await ask_one(tools, "hoard", "all")
+        assert hoarded.endswith("process ended: this call or another one wanted more memory than it may have")
+        assert await ask_one(tools, "hoard", "nothing") == "nothing", "another process serves"
+        assert await ask_one(tools, "echo", "served") == "served"

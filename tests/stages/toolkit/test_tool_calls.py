@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -34,6 +35,7 @@ from stages.tools.registry import close_tools, resolve_tools
 from stages.tools.tool import Arguments, FunctionTool, Tool, ToolCallError, UnknownToolError, function_schema
 from tests.stages.engine_rig import AGENTS, Log, generating, tensors_of
 from tests.stages.stage_rig import (
+    idle,
     make_config,
     make_context,
     make_group,
@@ -125,15 +127,14 @@ def test_the_only_tool_may_be_called_barely(content: str, arguments: object) -> 
 def test_what_the_model_reads_about_a_bad_call(content: str, words: str) -> None:
     found = parse(content, "calculator", "echo")
     assert isinstance(found, str)
-    with pytest.raises(AssertionError, match=words):
-        raise AssertionError(found)
+    assert re.search(words, found)
+
+
+VALUES = st.recursive(st.integers() | st.text(), lambda x: st.lists(x) | st.dictionaries(st.text(), x))
 
 
 @settings(deadline=None)
-@given(
-    content=st.text()
-    | st.recursive(st.integers() | st.text(), lambda x: st.lists(x) | st.dictionaries(st.text(), x)).map(json.dumps)
-)
+@given(content=st.text() | VALUES.map(json.dumps))
 def test_any_content_is_a_call_or_a_sentence(content: str) -> None:
     for names in (("calculator",), ("calculator", "echo")):
         found = parse(content, *names)
@@ -151,8 +152,8 @@ async def answer(content: str, *tools: str, deadline_s: float = 60.0) -> str:
 
 
 @asynccontextmanager
-async def opened(*names: str) -> AsyncIterator[dict[str, Tool]]:
-    tools = resolve_tools(names)
+async def opened(*names: str, **limits: float) -> AsyncIterator[dict[str, Tool]]:
+    tools = resolve_tools(names, **limits)
     try:
         yield tools
     finally:
@@ -171,23 +172,12 @@ async def test_answers() -> None:
 def test_schemas_for_chat_templates() -> None:
     tools = resolve_tools(["calculator", f"{PATH}:lookup"])
     assert list(tools) == ["calculator", "lookup"]
-    schemas = json.loads(json.dumps([tool.schema for tool in tools.values()]))
-    assert schemas[0]["function"]["name"] == "calculator"
-    assert schemas[0]["function"]["parameters"]["required"] == ["expression"]
-    assert schemas[1]["function"] == {
-        "name": "lookup",
-        "description": "Weather of a city.",
-        "parameters": {
-            "type": "object",
-            "properties": {
-                "city": {"type": "string"},
-                "days": {"type": "integer"},
-                "unit": {"enum": ["C", "F"]},
-                "note": {"type": "string"},
-            },
-            "required": ["city"],
-        },
-    }
+    calculator, lookup = json.loads(json.dumps([tool.schema["function"] for tool in tools.values()]))
+    assert (calculator["name"], calculator["parameters"]["required"]) == ("calculator", ["expression"])
+    text = {"type": "string"}
+    properties = {"city": text, "days": {"type": "integer"}, "unit": {"enum": ["C", "F"]}, "note": text}
+    parameters = {"type": "object", "properties": properties, "required": ["city"]}
+    assert lookup == {"name": "lookup", "description": "Weather of a city.", "parameters": parameters}
 
 
 @pytest.mark.parametrize(
@@ -202,16 +192,12 @@ def test_schemas_for_chat_templates() -> None:
         (f"{PATH}:NoSchema", "is no tool; it must be an async function, or have"),
         ("asyncio:TaskGroup", "is no tool"),
         ("pathlib:Path", "is no tool"),
+        ("calculator + calculator", "two of them are called 'calculator'"),
     ],
 )
 def test_tools_that_are_refused(name: str, words: str) -> None:
     with pytest.raises(UnknownToolError, match=words):
-        resolve_tools([name])
-
-
-def test_two_tools_of_one_name() -> None:
-    with pytest.raises(UnknownToolError, match="two of them are called 'calculator'"):
-        resolve_tools(["calculator", "calculator"])
+        resolve_tools(name.split(" + "))
 
 
 class Asked:
@@ -254,17 +240,12 @@ class Slow:
         return answer
 
 
-async def settle() -> None:
-    for _ in range(5):
-        await asyncio.sleep(0)
-
-
 async def test_calls_of_many_at_once_reach_the_tool_once() -> None:
     slow, cache = Slow(), AnswerCache()
     async with asyncio.TaskGroup() as tasks:
         same = [tasks.create_task(cache.call(slow, {"q": 1})) for _ in range(4)]
         other = tasks.create_task(cache.call(slow, {"q": 2}))
-        await settle()
+        await idle()
         assert len(slow.asked) == 2, "one for each question"
         slow.asked[1].set_result("two")
         assert await other == ("two", False), "does not wait for another question"
@@ -276,13 +257,13 @@ async def test_calls_of_many_at_once_reach_the_tool_once() -> None:
 async def test_who_waits_asks_for_itself_if_the_first_failed_or_left() -> None:
     slow, cache = Slow(), AnswerCache()
     failing, leaving, third, fourth = (asyncio.create_task(cache.call(slow, {"q": 1})) for _ in range(4))
-    await settle()
+    await idle()
     slow.asked[0].set_result(None)
     with pytest.raises(ToolCallError, match="it is lost"):
         await failing
-    await settle()
+    await idle()
     leaving.cancel()
-    await settle()
+    await idle()
     assert len(slow.asked) == 3
     slow.asked[2].set_result("here")
     assert [await third, await fourth] == [("here", False), ("here", True)]
@@ -321,14 +302,10 @@ async def test_episodes_of_tools_share_answers_and_report_them() -> None:
 # The tool stage and its loop through generate: a tool's tokens are not trained, the engine's not tokenised again.
 
 
-TOOLS = "tests.stages.toolkit.sample_tools"
-
-
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_checkpoint(
-        tmp_path_factory.mktemp("tools") / "tiny", hidden_size=32, num_layers=1, intermediate_size=64
-    )
+    path = tmp_path_factory.mktemp("tools") / "tiny"
+    return make_tiny_checkpoint(path, hidden_size=32, num_layers=1, intermediate_size=64)
 
 
 def tool_config(*names: str, **tools: object) -> Config:
@@ -351,15 +328,12 @@ async def answering(
         feed, out = await rig.outlet("agents"), await rig.inlet("generate.return")
         sent = itertools.count(1)
 
-        async def answer(sample: Sample | str) -> Sample:
+        async def answer(sample: Sample | str) -> Any:
             number = next(sent)
             if isinstance(sample, str):
-                slice_ = make_slice(number, make_sample(2, runs=[(3, 2), (4, 2)], response=sample), n_samples=4)
-            else:
-                slice_ = make_slice(0, sample, n_samples=4)
-            await feed.send(slice_, str(number))
+                sample = make_sample(2, runs=[(3, 2), (4, 2)], response=sample)
+            await feed.send(make_slice(number, sample, n_samples=4), str(number))
             (found,) = (await take(out)).samples
-            assert isinstance(found, Sample)
             return found
 
         async with running(stage, ports):
@@ -376,10 +350,7 @@ SCRIPT = (  # what the model writes, and what `--tools calculator` puts behind i
     ("<tool_call>1/0</tool_call>\n", "error: division by zero"),
     ("<tool_call>0.1 + 0.2<tool_call>1 / 3 * 3</tool_call>", "1"),
     ("<tool_call>{'expression': 1}</tool_call>", "error: the tool call is not valid JSON"),
-    (
-        '<tool_call>{"name": "search", "arguments": {}}</tool_call>',
-        "error: there is no tool 'search'. Tools: calculator",
-    ),
+    (call("search", "{}"), "error: there is no tool 'search'. Tools: calculator"),
     ("<tool_call></tool_call>", "error: the tool call is empty"),
     ("<think>a</think><tool_call>2**10</tool_call>", "1024"),
 )
@@ -408,33 +379,31 @@ async def test_the_markup_of_scripted_turns_to_the_token(tiny: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("response", "words"),
-    [
-        (call("calculator", '{"expression":"1/0"}'), "error: division by zero"),
-        (call("explode", '{"text":"x"}'), "error: RuntimeError: the tool is broken"),
-        (call("hang", '{"text":"x"}'), "error: no answer within 3 s"),
-        (call("calculater", "{}"), "error: there is no tool 'calculater'; did you mean 'calculator'?"),
-        (call("echo", '{"texts":"x"}'), "error: wrong arguments for echo"),
-        ("<tool_call>{not json</tool_call>", "error: the tool call is not valid JSON"),
-        ("no opening</tool_call>", "error: no tool call: the text must end in <tool_call> ... </tool_call>"),
-        (call("lookup", '"Oslo"'), "error: lookup takes a JSON object with city, days, unit, note"),
-    ],
-)
-async def test_whatever_goes_wrong_is_an_answer_for_the_model(tiny: Path, response: str, words: str) -> None:
-    names = ("calculator", *(f"{TOOLS}:{name}" for name in ("echo", "explode", "hang", "lookup")))
+async def test_whatever_goes_wrong_is_an_answer_for_the_model(tiny: Path) -> None:
+    names = ("calculator", *(f"{PATH}:{name}" for name in ("echo", "explode", "hang", "lookup")))
     async with answering(tiny, tool_config(*names, tool_deadline_s=3.0)) as (stage, answer):
-        sample = await answer(response)
-        assert sample.response.startswith(f"{response}<tool_response>{words}")
-        assert sample.status == "completed", "the sample goes on"
-        assert sample.fault() is None
-        assert stage.activity.failures == 1
-        again = await answer(call("echo", '{"text":"still here"}'))
-        assert again.response.endswith("<tool_response>still here</tool_response>")
+        for response, words in (
+            (call("calculator", '{"expression":"1/0"}'), "error: division by zero"),
+            (call("explode", '{"text":"x"}'), "error: RuntimeError: the tool is broken"),
+            (call("hang", '{"text":"x"}'), "error: no answer within 3 s"),
+            (call("calculater", "{}"), "error: there is no tool 'calculater'; did you mean 'calculator'?"),
+            (call("echo", '{"texts":"x"}'), "error: wrong arguments for echo"),
+            ("<tool_call>{not json</tool_call>", "error: the tool call is not valid JSON"),
+            ("no opening</tool_call>", "error: no tool call: the text must end in <tool_call> ... </tool_call>"),
+            (call("lookup", '"Oslo"'), "error: lookup takes a JSON object with city, days, unit, note"),
+        ):
+            failures = stage.activity.failures
+            sample = await answer(response)
+            assert sample.response.startswith(f"{response}<tool_response>{words}")
+            assert sample.status == "completed", "the sample goes on"
+            assert sample.fault() is None
+            assert stage.activity.failures == failures + 1
+            again = await answer(call("echo", '{"text":"still here"}'))
+            assert again.response.endswith("<tool_response>still here</tool_response>")
 
 
 async def test_a_result_with_braces_goes_through_the_template_as_it_is(tiny: Path) -> None:
-    async with answering(tiny, tool_config(f"{TOOLS}:echo", tool_result_template="[{result}]{x}")) as (_, answer):
+    async with answering(tiny, tool_config(f"{PATH}:echo", tool_result_template="[{result}]{x}")) as (_, answer):
         sample = await answer(call("echo", '{"text":"{result} {0}"}'))
         assert sample.response.endswith("[{result} {0}]{x}")
 
@@ -454,9 +423,8 @@ def test_a_completed_sample_that_ends_in_a_call_is_wanted(sample: Sample, wanted
 
 
 async def test_an_unknown_tool_is_refused_before_the_stage_runs(tiny: Path) -> None:
-    stage = AgentsStage(make_context(of_model(tool_config("calculatr"), tiny)))
-    with pytest.raises(UnknownToolError, match="did you mean 'calculator'"):
-        await stage.setup()
+    with pytest.raises(UnknownToolError):
+        await AgentsStage(make_context(of_model(tool_config("calculatr"), tiny))).setup()
 
 
 EMBEDDED = EngineConfig(engine="embedded", engine_slots=32, engine_device="cpu", engine_dtype="float32")
@@ -465,19 +433,12 @@ LETTER_CLOSE = "e"  # a random model says it often enough
 
 async def test_trained_ids_are_the_engines_own_over_several_turns(tiny: Path, tmp_path: Path, log: Log) -> None:
     """Random bytes are mostly no valid UTF-8, so text would not tokenise back to what was sampled."""
-    sections: dict[str, Any] = {
-        "tools": {
-            "tools": ("calculator",),
-            "tool_call_open": "(",
-            "tool_call_close": LETTER_CLOSE,
-            "tool_result_template": "{{{result}}}",
-        },
-        "rollout": {"rollout_max_response_len": 160, "max_turns": 3},
-    }
+    markup = {"tool_call_open": "(", "tool_call_close": LETTER_CLOSE, "tool_result_template": "{{{result}}}"}
+    sections: dict[str, Any] = {"tools": {"tools": ("calculator",), **markup}}
+    sections["rollout"] = {"rollout_max_response_len": 160, "max_turns": 3}
     prompt = [40, 49, 43]
-    async with generating(
-        tmp_path, engine=EMBEDDED, model=tiny, tensors=tensors_of([tiny]), **AGENTS, **sections
-    ) as world:
+    engine = {"engine": EMBEDDED, "model": tiny, "tensors": tensors_of([tiny])}
+    async with generating(tmp_path, **engine, **AGENTS, **sections) as world:
         await world.run_agents(of_model(make_config(**sections), tiny))
         await world.ready()
         await world.ask(make_group(0, 16, prompt=prompt, seed=11))
