@@ -212,28 +212,22 @@ def test_nested_fields_have_no_flag_of_their_own() -> None:
     assert "--a-ms is no flag" in faults_of("--a-ms", "3")[0]
 
 
-@pytest.mark.parametrize("flag", NAMED, ids=lambda flag: flag.name)
+@pytest.mark.parametrize("flag", [*NAMED, *NESTED], ids=lambda flag: flag.key)
 @settings(max_examples=4, deadline=None)
 @given(data=st.data())
-def test_a_value_given_by_flag_arrives(flag: Flag, data: st.DataObject) -> None:
+def test_a_value_given_by_flag_or_by_its_place_arrives(flag: Flag, data: st.DataObject) -> None:
     value = data.draw(values(flag))
     texts = as_text(flag, value)
-    if flag.kind == "bool":
+    if flag.kind == "bool" and flag.name:
         assert arrived(flag, f"--{flag.name}" if value else f"--no-{flag.name}") is value
-    else:
+    elif flag.name:
         assert arrived(flag, f"--{flag.name}", *texts) == value
-    repeated = [f"--{flag.name}={text}" for text in texts]
-    assert arrived(flag, *repeated) == value
-
-
-@pytest.mark.parametrize("flag", [*NAMED, *NESTED], ids=lambda flag: flag.key)
-@settings(max_examples=3, deadline=None)
-@given(data=st.data())
-def test_a_value_given_by_its_place_arrives(flag: Flag, data: st.DataObject) -> None:
-    value = data.draw(values(flag))
-    texts = [msgspec.json.encode(value).decode()] if flag.kind == "list" else as_text(flag, value)
-    assert arrived(flag, *[f"{flag.key}={text}" for text in texts]) == value
-    assert arrived(flag, *[f"--{flag.key}={text}" for text in texts]) == value
+    if flag.name:
+        assert arrived(flag, *[f"--{flag.name}={text}" for text in texts]) == value
+    if flag.kind == "list":
+        texts = [msgspec.json.encode(value).decode()]
+    for place in (flag.key, f"--{flag.key}"):
+        assert arrived(flag, *[f"{place}={text}" for text in texts]) == value
     assert arrived(flag, *[word for text in texts for word in (f"--{flag.key}", text)]) == value
 
 
@@ -292,16 +286,10 @@ def test_objects_take_json_and_dotted_entries() -> None:
         ("quickstart", "'quickstart' follows no flag that takes it"),
         ("--lr 1 2", "'2' follows no flag that takes it"),
         ("--lr", "--lr has no value, but must be a number >= 0; give for example --lr 1e-06"),
-        ("--lr -1", "--lr is '-1', but must be a number >= 0; give for example 1e-06"),
         ("--lr fast", "--lr is 'fast', but must be a number >= 0"),
         ("--lr nan", "--lr is 'nan', but must be a number >= 0"),
         ("--lr inf", "--lr is 'inf', but must be a number >= 0, and finite"),
-        ("train.lr=-1", "train.lr is '-1', but must be a number >= 0"),
-        ("--rollout-top-p 0", "but must be a number > 0 and <= 1"),
-        ("--rollout-top-p 1.1", "but must be a number > 0 and <= 1"),
-        ("--num-rollout -1", "--num-rollout is '-1', but must be a whole number >= 0 or none"),
-        ("--num-rollout 1.5", "must be a whole number >= 0 or none"),
-        ("--adam-beta1 1", "must be a number >= 0 and < 1"),
+        ("--num-rollout 1.5", "--num-rollout is '1.5', but must be a whole number >= 0 or none"),
         ("--mode asink", "--mode is 'asink', but must be one of async, sync, one_step; did you mean async?"),
         ("--mode zzz", "choose for example async"),
         ("--trace maybe", "'maybe' follows no flag that takes it"),
@@ -339,7 +327,7 @@ def test_every_rule_is_enforced_where_it_is_stated() -> None:
             edge = float(bound) if sign in (">", "<") else float(bound) + (step if sign == "<=" else -step)
             text = str(int(edge)) if "whole" in flag.rule else repr(edge)
             (fault,) = faults_of(f"{flag.key}={text}")
-            assert flag.rule in fault
+            assert fault.startswith(f"{flag.key} is {text!r}, but must be {flag.rule}")
 
 
 @pytest.mark.parametrize("name", SLIME)

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stages.graders.grade import Grade, GradeRequest, UnknownGraderError
-from stages.graders.math.answer import find_answer, plain_form
+from stages.graders.grade import Grade, GradeRequest
+from stages.graders.math.answer import plain_form
 from stages.graders.math.guards import MAX_DEPTH, refusal_of
 from stages.graders.registry import GRADERS, find_grader, grade_request
 from tests.stages.graders.grading_rig import CountingPool, grade
@@ -38,79 +38,29 @@ INSTRUCTIONS: dict[str, dict[str, object]] = {
 CHOICES = {"choices": ["red", "green", "blue", "grey"], "correct_letter": "B"}
 METADATA = json.dumps({**CHOICES, "instruction_id_list": [*INSTRUCTIONS], "kwargs": [*INSTRUCTIONS.values()]})
 
-CONTENTS = {
-    "empty": "",
-    "spaces": " \n\t ",
-    "tower": "10^10^10",
-    "tower in braces": "9^{9^{9^9}}",
-    "tower on the left": "((9^{99})^{99})^{99}",
-    "power": "2^{10^8}",
-    "factorial": "(10^7)!",
-    "called factorial": "factorial(10^7)",
-    "factorials in a row": "9!!!!!!",
-    "binomial": r"\binom{10^9}{10^8}",
-    "exponent": "1e999999999",
-    "expansion": "(a+b+c+d)^{99}(e+f)^{99}",
-    "nested roots of sums": r"(\sqrt2+\sqrt3+\sqrt5+\sqrt7)^{500}",
-    "integral": r"\int_0^\infty e^{-x^2}\sin(x^3)dx",
-    "sum": r"\sum_{i=1}^{10^9} i!",
-    "hyperbolic": r"\sinh(10^{100})",
-    "nested braces": "{" * 2000 + "}" * 2000,
-    "nested fractions": r"\frac{1}{1+" * 60 + "1" + "}" * 60,
-    "nested logarithms": r"\log(" * 60 + "2" + ")" * 60,
-    "open brackets": "(" * 5000,
-    "open braces": "{" * 5000,
-    "signs": "-" * 900 + "1",
-    "bars": "|" * 900,
-    "long digits": "1" * 1000,
-    "long letters": "a" * 1000,
-    "code": "__import__('os').system('exit 1')",
-    "attribute": "x.__class__.__mro__",
-    "f-string": "f'{open(0)}'",
-    "nul": "5\x005",
-    "surrogates": "\ud8005\udfff",
-    "bidi": "\u202e5\u2066\u200b",
-    "combining": "e" + "\u0301" * 900,
-    "emoji": "🙂" * 200,
-    "regex bomb": "((((a+)+)+)+" * 80,
-    "nan": "nan",
-    "inf": "-inf",
-    "injection": r"the label is 5, so \boxed{5} Answer: 5 #### 5",
-}
-
-WHOLE = {
-    "a megabyte of letters": "a" * 1_000_000,
-    "a megabyte of spaces": " " * 1_000_000,
-    "a megabyte of digits": "1," * 500_000,
-    "a megabyte of openings": "[*<(\\boxed{" * 90_000,
-    "a megabyte of line ends": "\n" * 1_000_000,
-    "a megabyte of stars": "*a" * 500_000,
-    "a megabyte of words": "a a. " * 200_000,
-    "answers": "Answer: 5\n" * 10_000,
-    "answer marks": "answer " * 100_000,
-    "final answers": "final  answer  " * 60_000,
-    "marks": "#### " * 50_000,
-    "boxes": "\\boxed " * 20_000 + " " * 50_000,
-    "open thoughts": "<think>" * 100_000,
-    "backslashes": "\\" * 100_001,
-    "quotes": '"' * 100_000,
-    "brackets of JSON": "[" * 100_000,
-    "surrogates": "\ud800" * 10_000,
-    "an open fence": "```json" + " " * 300_000 + "x",
-    "titles": "<<a" * 100_000,
-    "blank lines": "\n \t" * 100_000 + "x",
-    "letters and points": "a." * 150_000,
-    "articles": "a the " * 100_000,
-    # A run of one sign and then something else: what patterns that try every start twice are slow on.
-    "a large exponent": "#### 1e999999999",
-    "a surrogate in a number": "#### \ud8005",
-    "marks without spaces": "####" * 50_000 + "1",
-    "a number as long as the tail": "0" * 299 + "5",
-    "points and digits": "1." * 150,
-    "digits behind a mark": "#### " + "1" * 300_000,
-    "alternating signs": "$-" * 100_000,
-    **{f"a run of {sign!r}": sign * 200_000 + "x" for sign in ".!?*_#$-,;:'`~<>[]{}()|^/&%@ \n"},
-}
+# In a box, on the line of the answer, and behind a mark: what sympy, Python or a pattern could choke on.
+WORST = (
+    "10^10^10", "2^{10^8}", "(10^7)!", "1e999999999", "{" * 2000 + "}" * 2000, "(" * 5000,
+    r"\int_0^\infty e^{-x^2}\sin(x^3)dx", "\ud8005\udfff",
+)  # fmt: skip
+CONTENTS = (
+    *WORST, "", " \n\t ", "9^{9^{9^9}}", "((9^{99})^{99})^{99}", "factorial(10^7)", "9!!!!!!", r"\binom{10^9}{10^8}",
+    "(a+b+c+d)^{99}(e+f)^{99}", r"(\sqrt2+\sqrt3+\sqrt5+\sqrt7)^{500}", r"\sum_{i=1}^{10^9} i!", r"\sinh(10^{100})",
+    r"\frac{1}{1+" * 60 + "1" + "}" * 60, r"\log(" * 60 + "2" + ")" * 60, "{" * 5000, "-" * 900 + "1", "|" * 900,
+    "1" * 1000, "a" * 1000, "__import__('os').system('exit 1')", "x.__class__.__mro__", "f'{open(0)}'", "5\x005",
+    "\u202e5\u2066\u200b", "e" + "\u0301" * 900, "🙂" * 200, "((((a+)+)+)+" * 80, "nan", "-inf",
+    r"the label is 5, so \boxed{5} Answer: 5 #### 5",
+)  # fmt: skip
+# Whole responses: megabytes, marks and boxes without end, and what patterns that try every start twice are slow on.
+WHOLE = (
+    "a" * 1_000_000, " " * 1_000_000, "1," * 500_000, "[*<(\\boxed{" * 90_000, "\n" * 1_000_000, "*a" * 500_000,
+    "a a. " * 200_000, "Answer: 5\n" * 10_000, "answer " * 100_000, "final  answer  " * 60_000, "#### " * 50_000,
+    "\\boxed " * 20_000 + " " * 50_000, "<think>" * 100_000, "\\" * 100_001, '"' * 100_000, "[" * 100_000,
+    "\ud800" * 10_000, "```json" + " " * 300_000 + "x", "<<a" * 100_000, "\n \t" * 100_000 + "x", "a." * 150_000,
+    "a the " * 100_000, "#### 1e999999999", "#### \ud8005", "####" * 50_000 + "1", "0" * 299 + "5", "1." * 150,
+    "#### " + "1" * 300_000, "$-" * 100_000,
+    *(sign * 200_000 + "x" for sign in ".!?*_#$-,;:'`~<>[]{}()|^/&%@ \n"),  # a run of one sign, then something else
+)  # fmt: skip
 
 
 def names() -> list[str]:
@@ -124,15 +74,6 @@ def names() -> list[str]:
             if entry.reads_text:
                 found.append(f"boxed_{usable}")
     return found
-
-
-def test_every_grader_of_the_table_is_attacked() -> None:
-    """A new grader that needs an argument wants a line in ARGUMENTS or GIVEN."""
-    for name in names():
-        try:
-            find_grader(name)
-        except UnknownGraderError as error:
-            pytest.fail(f"give {name!r} an argument in ARGUMENTS: {error}")
 
 
 def wrapped(content: str) -> str:
@@ -169,7 +110,7 @@ def check(request: GradeRequest, found: Grade) -> None:
 def test_graders_that_run_in_the_stage_are_quick(name: str) -> None:
     """They have neither a deadline nor a process: a response that is slow to grade would stop the whole stage."""
     many = json.dumps(["a b", "the a", "5"] * 300)
-    for response in (*map(wrapped, CONTENTS.values()), *WHOLE.values()):
+    for response in (*map(wrapped, CONTENTS), *WHOLE):
         response = response[:200_000]
         for label in ("5", many, response[:5_000]):
             began = time.process_time()
@@ -180,20 +121,19 @@ def test_graders_that_run_in_the_stage_are_quick(name: str) -> None:
 
 @pytest.mark.full
 async def test_hostile_answers() -> None:
-    await attack([(wrapped(content), label) for content in CONTENTS.values() for label in ("5", content)])
+    await attack([(wrapped(content), label) for content in CONTENTS for label in ("5", content)])
 
 
 @pytest.mark.full
 async def test_hostile_responses() -> None:
-    await attack([(response, "5") for response in WHOLE.values()])
+    await attack([(response, "5") for response in WHOLE])
 
 
 async def test_the_worst_answers_in_one_process() -> None:
     """The quick version: the graders that ask sympy, one process, nobody dies."""
-    chosen = ("tower", "power", "factorial", "exponent", "nested braces", "open brackets", "integral", "surrogates")
     items = [
-        GradeRequest(name, f"</think>\\boxed{{{CONTENTS[key]}}}", "5", METADATA)
-        for key in chosen
+        GradeRequest(name, f"</think>\\boxed{{{content}}}", "5", METADATA)
+        for content in WORST
         for name in ("math", "math:compat", "math_verify", "deepscaler")
     ]
     items += [GradeRequest("math", f"\\boxed{{{n}/2}}", f"\\frac{{{n}}}{{2}}") for n in (1, 3)]
@@ -206,12 +146,14 @@ async def test_the_worst_answers_in_one_process() -> None:
 
 @pytest.mark.parametrize("label", [3, 2.5, True, ["5"], {"a": 1}, float("nan"), None, "", "\ud800", "\x00"])
 def test_labels_of_any_type_have_a_defined_outcome(label: object) -> None:
+    """A new grader that needs an argument wants a line in ARGUMENTS or GIVEN."""
     for name in names():
+        needs_label = find_grader(name).needs_label
         for response in ("5", r"</think>\boxed{5}", ""):
             found = grade(name, response, label, json.loads(METADATA))
             assert math.isfinite(found.score)
             assert (found.error is None) == (found.status == "ok")
-            assert not (label in (None, "") and find_grader(name).needs_label and found.error is None), name
+            assert not (label in (None, "") and needs_label and found.error is None), name
 
 
 @pytest.mark.parametrize("name", ["math", "math:compat", "math_verify", "math_strict", "math_hendrycks", "deepscaler"])
@@ -261,8 +203,7 @@ def test_the_caps_are_flagged() -> None:
     ],
 )
 def test_the_guards_refuse(text: str, words: str) -> None:
-    reason = refusal_of(text)
-    assert reason is not None
+    reason = refusal_of(text) or ""
     assert any(word in reason for word in words.split("|"))
 
 
@@ -289,9 +230,3 @@ def test_one_unicode_form_is_stable_and_writable(text: str) -> None:
     found = plain_form(text)
     found.encode("utf-8")
     assert plain_form(found) == found
-
-
-def test_the_answer_is_never_longer_than_the_cap() -> None:
-    assert find_answer(r"\boxed{" + "x" * 1024 + "}").box is not None
-    assert find_answer(r"\boxed{" + "x" * 1025 + "}").box is None
-    assert find_answer(r"\boxed{" + "x" * 200_000 + "}").oversize
