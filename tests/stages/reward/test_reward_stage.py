@@ -52,6 +52,12 @@ async def grading(
         assert rig.letters == []
 
 
+async def graded(slice_: RolloutSlice, **settings: Any) -> tuple[Any, ...]:
+    """The samples of a group, by a stage of their own."""
+    async with grading(**settings) as (_, send):
+        return (await send(slice_))[slice_.group.group_id].samples
+
+
 @asynccontextmanager
 async def opened(sections: dict[str, Any] | None = None, **reward: object) -> AsyncIterator[Grading]:
     """What the stage grades with."""
@@ -72,11 +78,9 @@ async def test_the_row_names_its_grader_and_a_custom_one_wins_over_both() -> Non
     async with grading(rm_type="exact") as (_, send):
         found = await send(said(0, "7", label="7"), said(1, "7", label="7", metadata=row))
         assert [found[i].samples[0].reward for i in (0, 1)] == [1.0, 0.25]
-    async with grading(rm_type="exact", custom_rm_path=GRADE, reward_workers=1) as (_, send):
-        found = await send(said(0, "two words", label="7", metadata=row))
-        (sample,) = found[0].samples
-        assert sample.reward == 9.0
-        assert sample.reward_parts == {"words": 2.0}
+    text = said(0, "two words", label="7", metadata=row)
+    (sample,) = await graded(text, rm_type="exact", custom_rm_path=GRADE, reward_workers=1)
+    assert (sample.reward, sample.reward_parts) == (9.0, {"words": 2.0})
 
 
 @pytest.mark.parametrize(("grader", "reads_all"), [("gsm8k_flex", False), (r"format:.*42\].*", True), (GRADE, True)])
@@ -122,19 +126,17 @@ async def test_strange_metadata_fails_the_group_only(metadata: str) -> None:
 
 async def test_components_are_summed_and_reported_by_name() -> None:
     parts = ["acc=exact@0.8", "fmt=contains:7@0.1", "len=length:4@0.1"]
-    async with grading(reward_component=parts) as (_, send):
-        found = await send(said(0, "7", "17", label="7"))
-        right, wrong = found[0].samples
-        assert right.reward == pytest.approx(0.8 + 0.1)
-        assert right.reward_parts == {"acc": 1.0, "fmt": 1.0, "len": 0.0}
-        assert (right.is_correct, wrong.is_correct) == (True, False)
-        assert wrong.reward == pytest.approx(0.1)
+    right, wrong = await graded(said(0, "7", "17", label="7"), reward_component=parts)
+    assert right.reward == pytest.approx(0.8 + 0.1)
+    assert right.reward_parts == {"acc": 1.0, "fmt": 1.0, "len": 0.0}
+    assert (right.is_correct, wrong.is_correct) == (True, False)
+    assert wrong.reward == pytest.approx(0.1)
 
 
 async def test_reward_key_picks_what_is_trained() -> None:
-    async with grading(custom_rm_path=GRADE, reward_key="words", reward_workers=1) as (_, send):
-        (sample,) = (await send(said(0, "three short words")))[0].samples
-        assert (sample.reward, sample.reward_parts["score"]) == (3.0, 17.0)
+    text = said(0, "three short words")
+    (sample,) = await graded(text, custom_rm_path=GRADE, reward_key="words", reward_workers=1)
+    assert (sample.reward, sample.reward_parts["score"]) == (3.0, 17.0)
 
 
 async def test_errors_may_count_as_zero() -> None:
@@ -146,25 +148,24 @@ async def test_errors_may_count_as_zero() -> None:
         assert stage.activity.failures == 1
 
 
-SHAPING = {"overlong_buffer_len": 20, "mask_truncated": True, "rm_type": "constant:1"}
+SHAPING: dict[str, Any] = {"overlong_buffer_len": 20, "mask_truncated": True, "rm_type": "constant:1"}
+SHAPING["sections"] = {"rollout": {"rollout_max_response_len": 100}}
 
 
 async def test_long_responses_are_penalised_and_truncated_ones_masked() -> None:
-    async with grading({"rollout": {"rollout_max_response_len": 100}}, **SHAPING) as (_, send):
-        members = (make_sample(0, n=80), make_sample(1, n=85), make_sample(2, n=100, status="truncated"))
-        found = (await send(make_slice(0, *members)))[0].samples
-        assert [s.reward for s in found] == pytest.approx([1.0, 0.75, 0.0])
-        assert [s.raw_reward for s in found] == [None, 1.0, 1.0]
-        assert [s.remove_sample for s in found] == [False, False, True]
-        assert [s.reward_parts["overlong_penalty"] for s in found] == pytest.approx([0.0, -0.25, -1.0])
+    members = (make_sample(0, n=80), make_sample(1, n=85), make_sample(2, n=100, status="truncated"))
+    found = await graded(make_slice(0, *members), **SHAPING)
+    assert [s.reward for s in found] == pytest.approx([1.0, 0.75, 0.0])
+    assert [s.raw_reward for s in found] == [None, 1.0, 1.0]
+    assert [s.remove_sample for s in found] == [False, False, True]
+    assert [s.reward_parts["overlong_penalty"] for s in found] == pytest.approx([0.0, -0.25, -1.0])
 
 
 async def test_tokens_that_are_not_trained_do_not_count_as_length() -> None:
-    async with grading({"rollout": {"rollout_max_response_len": 100}}, **SHAPING) as (_, send):
-        tool = make_sample(0, n=100, mask=[1] * 50 + [0] * 50)
-        split = (make_sample(1, n=45, sequences=2), make_sample(1, n=45, sequence=1, sequences=2))
-        found = (await send(make_slice(0, tool, *split, n_samples=2)))[0].samples
-        assert [s.reward for s in found] == [1.0, None, 0.5]
+    tool = make_sample(0, n=100, mask=[1] * 50 + [0] * 50)
+    split = (make_sample(1, n=45, sequences=2), make_sample(1, n=45, sequence=1, sequences=2))
+    found = await graded(make_slice(0, tool, *split, n_samples=2), **SHAPING)
+    assert [s.reward for s in found] == [1.0, None, 0.5]
 
 
 async def test_a_redelivered_sample_is_graded_once_but_another_response_again(tmp_path: Path) -> None:
@@ -207,8 +208,8 @@ async def test_a_part_of_a_group_passes_ungraded_and_the_whole_is_graded_once() 
 
 
 async def test_a_group_grader_must_be_a_function_of_the_user() -> None:
-    async with grading(group_rm=True, custom_rm_path="exact", reward_workers=1) as (_, send):
-        assert "it is no grader of groups" in ((await send(said(0, "a")))[0].samples[0].error or "")
+    (sample,) = await graded(said(0, "a"), group_rm=True, custom_rm_path="exact", reward_workers=1)
+    assert "it is no grader of groups" in (sample.error or "")
 
 
 async def test_a_reward_model_is_queried_by_the_stage_without_a_process() -> None:
@@ -226,40 +227,33 @@ async def test_a_reward_model_is_queried_by_the_stage_without_a_process() -> Non
 async def test_components_may_be_graded_at_several_places() -> None:
     async with answering("/a", 1) as (first, _), answering("/b", 0.5) as (second, _):
         parts = [f"a=remote:{first}/a@1", f"b=remote:{second}/b@2", "c=exact@4"]
-        async with grading(reward_component=parts) as (_, send):
-            (sample,) = (await send(said(0, "7", label="7")))[0].samples
-            assert sample.reward == 6.0
-            assert sample.reward_parts == {"a": 1.0, "b": 0.5, "c": 1.0}
+        (sample,) = await graded(said(0, "7", label="7"), reward_component=parts)
+    assert (sample.reward, sample.reward_parts) == (6.0, {"a": 1.0, "b": 0.5, "c": 1.0})
 
 
 async def test_grader_processes_that_cannot_start_are_reported_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.executable", "/bin/false")
     async with answering("/rm", 1) as (url, _):
         for parts in (["c=sleep:0@1"], ["a=remote@1", "c=sleep:0@1"]):
-            async with grading(reward_component=parts, rm_url=url + "/rm", reward_workers=1) as (_, send):
-                (sample,) = (await send(said(0, "7", label="7")))[0].samples
-                assert (sample.error or "").startswith("RewardStage: PoolError: a grader process ended at its start")
+            (sample,) = await graded(said(0, "7"), reward_component=parts, rm_url=f"{url}/rm", reward_workers=1)
+            assert (sample.error or "").startswith("RewardStage: PoolError: a grader process ended at its start")
 
 
 async def test_a_judge_is_found_through_the_topic() -> None:
     answer = {"text": "fine\nScore: 0.25", "meta_info": {"id": "1", "finish_reason": {"type": "stop"}}}
     async with answering("/generate", answer) as (url, server):
         sections = {"engine": {"frozen_engine": [f"strict={url}"]}}
-        async with grading(sections, url, rm_type="judge", judge_engine="strict") as (_, send):
-            (sample,) = (await send(said(0, "Score: 1")))[0].samples
-            assert sample.reward == 0.25
+        asked: dict[str, Any] = {"sections": sections, "judge": url, "rm_type": "judge", "judge_engine": "strict"}
+        (sample,) = await graded(said(0, "Score: 1"), **asked)
+        assert sample.reward == 0.25
         assert "Score: 1" in server.bodies[0]["text"]
-
-
-async def test_a_judge_without_an_engine_fails_in_words() -> None:
-    async with grading(rm_type="judge") as (_, send):
-        (sample,) = (await send(said(0, "7")))[0].samples
-        assert "rm_type 'judge' has no engine; name one with --frozen-engine" in (sample.error or "")
+    (sample,) = await graded(said(0, "7"), rm_type="judge")
+    assert "rm_type 'judge' has no engine; name one with --frozen-engine" in (sample.error or "")
 
 
 async def test_programs_are_run_through_the_stage() -> None:
     row = json.dumps({"rm_type": "code", "tests": [{"input": "3", "output": "9"}]})
-    async with grading(reward_workers=1) as (_, send):
-        right, wrong = (await send(said(0, "print(int(input()) ** 2)", "print(6)", metadata=row)))[0].samples
-        assert (right.reward, right.is_correct, wrong.reward) == (1.0, True, 0.0)
-        assert right.reward_parts["pass_frac"] == 1.0
+    programs = said(0, "print(int(input()) ** 2)", "print(6)", metadata=row)
+    right, wrong = await graded(programs, reward_workers=1)
+    assert (right.reward, right.is_correct, wrong.reward) == (1.0, True, 0.0)
+    assert right.reward_parts["pass_frac"] == 1.0

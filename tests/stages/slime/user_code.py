@@ -6,6 +6,7 @@ import asyncio
 import copy
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from stages.slime import DataSource, RolloutFnTrainOutput, Sample, post, run
@@ -222,14 +223,9 @@ def hangs(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False
     time.sleep(30)
 
 
-class DynamicFilterOutput:
-    def __init__(self, keep: bool, reason: str | None = None) -> None:
-        self.keep, self.reason = keep, reason
-
-
-def differing_rewards(args: Any, samples: list[Sample], **kwargs: Any) -> DynamicFilterOutput:
+def differing_rewards(args: Any, samples: list[Sample], **kwargs: Any) -> SimpleNamespace:
     rewards = {sample.get_reward_value(args) for sample in samples}
-    return DynamicFilterOutput(len(rewards) > 1, None if len(rewards) > 1 else f"all_{rewards.pop():.0f}")
+    return SimpleNamespace(keep=len(rewards) > 1, reason=None if len(rewards) > 1 else f"all_{rewards.pop():.0f}")
 
 
 def short_ones(args: Any, groups: list[list[Sample]]) -> None:
