@@ -139,20 +139,17 @@ def test_activations_of_a_pipeline() -> None:
     assert one > layer_activations(shape, 0, "fused", tensor=2) > by_sequence
 
 
-@pytest.mark.parametrize(
-    ("argv", "layers", "stages"),
-    [
-        ("4", 8, (2, 2, 2, 2)),
-        ("4", 10, None),
-        ("4 --decoder-last-pipeline-num-layers 13", 61, (16, 16, 16, 13)),
-        ("2 --decoder-first-pipeline-num-layers 3 --decoder-last-pipeline-num-layers 5", 8, (3, 5)),
-        ("2 --decoder-first-pipeline-num-layers 3 --decoder-last-pipeline-num-layers 4", 8, None),
-        ("2 --virtual-pipeline-model-parallel-size 2", 8, (4, 4)),
-        ("2 --virtual-pipeline-model-parallel-size 3", 8, None),
-        ("2 --decoder-first-pipeline-num-layers 9", 8, None),
-        ("1", 8, (8,)),
-    ],
-)
+@pytest.mark.parametrize(("argv", "layers", "stages"), [
+    ("4", 8, (2, 2, 2, 2)),
+    ("4", 10, None),
+    ("4 --decoder-last-pipeline-num-layers 13", 61, (16, 16, 16, 13)),
+    ("2 --decoder-first-pipeline-num-layers 3 --decoder-last-pipeline-num-layers 5", 8, (3, 5)),
+    ("2 --decoder-first-pipeline-num-layers 3 --decoder-last-pipeline-num-layers 4", 8, None),
+    ("2 --virtual-pipeline-model-parallel-size 2", 8, (4, 4)),
+    ("2 --virtual-pipeline-model-parallel-size 3", 8, None),
+    ("2 --decoder-first-pipeline-num-layers 9", 8, None),
+    ("1", 8, (8,)),
+])  # fmt: skip
 def test_layers_of_the_stages(argv: str, layers: int, stages: tuple[int, ...] | None) -> None:
     assert stage_layers(trainer_group("megatron", 4, "--pipeline-model-parallel-size", argv), layers) == stages
 

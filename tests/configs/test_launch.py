@@ -43,15 +43,12 @@ def start(*argv: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
     return python(str(ROOT / "launch.py"), *argv, cwd=cwd)
 
 
-@pytest.mark.parametrize(
-    ("argv", "heavy", "begin"),
-    [
-        ("--help", HEAVY, "usage: python launch.py"),
-        ("--version", HEAVY, "sluice "),
-        ("--mdoe sync", FRAMEWORKS, ""),
-        ("--dry-run", FRAMEWORKS, ""),
-    ],
-)
+@pytest.mark.parametrize(("argv", "heavy", "begin"), [
+    ("--help", HEAVY, "usage: python launch.py"),
+    ("--version", HEAVY, "sluice "),
+    ("--mdoe sync", FRAMEWORKS, ""),
+    ("--dry-run", FRAMEWORKS, ""),
+])  # fmt: skip
 def test_nothing_heavy_is_imported(argv: str, heavy: tuple[str, ...], begin: str, tmp_path: Path) -> None:
     report = f"print('imported:', *[name for name in {heavy!r} if name in sys.modules])"
     done = python("-c", f"import sys, launch\nlaunch.main({argv.split()!r})\n{report}", cwd=tmp_path)
@@ -156,18 +153,15 @@ def test_warnings_do_not_stop(capsys: pytest.CaptureFixture[str]) -> None:
     assert "warning: --eps-clip-high 0.1 is below --eps-clip 0.2" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("argv", "quickstart"),
-    [
-        ("", True),
-        ("--lr 1", True),
-        ("--config grpo_sync", False),
-        ("--prompt-data arithmetic", False),
-        ("data.prompt_data=arithmetic", False),
-        ("--hf-checkpoint tiny", False),
-        ("--model qwen3-0.6b", False),
-    ],
-)
+@pytest.mark.parametrize(("argv", "quickstart"), [
+    ("", True),
+    ("--lr 1", True),
+    ("--config grpo_sync", False),
+    ("--prompt-data arithmetic", False),
+    ("data.prompt_data=arithmetic", False),
+    ("--hf-checkpoint tiny", False),
+    ("--model qwen3-0.6b", False),
+])  # fmt: skip
 def test_when_the_quickstart_runs(argv: str, quickstart: bool) -> None:
     assert ("quickstart" in with_work(parse(argv.split()))[1]) is quickstart
 
@@ -239,19 +233,16 @@ def test_limits_of_stages() -> None:
     assert config.run.scale == {"reward": 5, "tools": 2, "generate": 3}
 
 
-@pytest.mark.parametrize(
-    ("argv", "wanted"),
-    [
-        ("", "generate+reward+group"),
-        ("--chain none", ""),
-        ("--chain reward+group", "reward+group"),
-        ("--scale generate=2", "reward+group"),
-        ("--scale reward=2", ""),
-        ("--use-opd --scale teacher=2", "generate+reward"),
-        ("--chain generate+reward+group --scale generate=2", "reward+group"),
-        ("--loss-type sft_loss", ""),
-    ],
-)
+@pytest.mark.parametrize(("argv", "wanted"), [
+    ("", "generate+reward+group"),
+    ("--chain none", ""),
+    ("--chain reward+group", "reward+group"),
+    ("--scale generate=2", "reward+group"),
+    ("--scale reward=2", ""),
+    ("--use-opd --scale teacher=2", "generate+reward"),
+    ("--chain generate+reward+group --scale generate=2", "reward+group"),
+    ("--loss-type sft_loss", ""),
+])  # fmt: skip
 def test_neighbours_with_one_replica_each_share_a_process(argv: str, wanted: str) -> None:
     config = read(argv).config
     assert ["+".join(stages) for stages in chains(config, replicas(config))] == list(filter(None, [wanted]))
@@ -265,50 +256,47 @@ def test_objects_take_json_and_dotted_entries() -> None:
     assert config.stage == (StageConfig(name="judge", path="a.b:C", after="reward", replicas=3, options={"x": 2}),)
 
 
-@pytest.mark.parametrize(
-    ("argv", "words"),
-    [
-        ("--rollout-batch 3", "--rollout-batch is no flag; did you mean --rollout-batch-size?"),
-        ("--learning-rate 3", "--learning-rate is no flag"),
-        ("--max-stalenes 3", "did you mean --max-staleness?"),
-        ("--rolloutbatchsize 3", "did you mean --rollout-batch-size?"),
-        ("--use-wandb", "--use-wandb resembles no known name; see --help"),
-        ("--eval-top-p 0.9", "resembles no known name"),
-        ("--start-rollout-id 3", "resembles no known name"),
-        ("--rollout_batch_size 3", "did you mean --rollout-batch-size?"),
-        ("--no-lr", "--no-lr is no flag"),
-        ("--no-use-tsi", "did you mean --no-use-tis?"),
-        ("-lr 3", "flags begin with two dashes; did you mean --lr?"),
-        ("train.lrr=3", "train.lrr is no key of the configuration; did you mean train.lr?"),
-        ("--run.lr 3", "run.lr is no key, but train.lr is; write train.lr or --lr"),
-        ("trian.lr=3", "trian.lr is no key of the configuration; did you mean train.lr?"),
-        ("engine.simulated.length_men=3", "did you mean engine.simulated.length_mean?"),
-        ("quickstart", "'quickstart' follows no flag that takes it"),
-        ("--lr 1 2", "'2' follows no flag that takes it"),
-        ("--lr", "--lr has no value, but must be a number >= 0; give for example --lr 1e-06"),
-        ("--lr fast", "--lr is 'fast', but must be a number >= 0"),
-        ("--lr nan", "--lr is 'nan', but must be a number >= 0"),
-        ("--lr inf", "--lr is 'inf', but must be a number >= 0, and finite"),
-        ("--num-rollout 1.5", "--num-rollout is '1.5', but must be a whole number >= 0 or none"),
-        ("--mode asink", "--mode is 'asink', but must be one of async, sync, one_step; did you mean async?"),
-        ("--mode zzz", "choose for example async"),
-        ("--trace maybe", "'maybe' follows no flag that takes it"),
-        ("--trace=maybe", "--trace is 'maybe', but must be true or false; write --trace or --no-trace"),
-        ("--no-trace=x", "--no-trace takes no value, but got 'x'"),
-        ("--scale reward", "--scale is 'reward', but must be name=whole number pairs; give for example reward=2"),
-        ("--scale reward=two", "must be name=whole number pairs"),
-        ("--rollout-stop-token-ids 1 x", "--rollout-stop-token-ids is '1 x', but must be a list of whole numbers"),
-        ("--apply-chat-template-kwargs {", "but must be a JSON object, and this is not JSON"),
-        ("--apply-chat-template-kwargs '{\"a\": null}'", "must be a JSON object without null"),
-        ("--dry-run=yes", "--dry-run takes no value"),
-        ("--config", "--config needs a value"),
-        ("stage=[{}]", "must be tables with name, path and one of after or loop"),
-        ('stage=[{\\"name\\":\\"a\\",\\"paht\\":\\"b\\"}]', "did you mean path?"),
-        ("stage.judge.replicas=2", "stage.judge.replicas names no custom stage"),
-        ("stage.judge.replica=2", "did you mean stage.judge.replicas?"),
-        ("stage.judge=2", "stage.judge is incomplete"),
-    ],
-)
+@pytest.mark.parametrize(("argv", "words"), [
+    ("--rollout-batch 3", "--rollout-batch is no flag; did you mean --rollout-batch-size?"),
+    ("--learning-rate 3", "--learning-rate is no flag"),
+    ("--max-stalenes 3", "did you mean --max-staleness?"),
+    ("--rolloutbatchsize 3", "did you mean --rollout-batch-size?"),
+    ("--use-wandb", "--use-wandb resembles no known name; see --help"),
+    ("--eval-top-p 0.9", "resembles no known name"),
+    ("--start-rollout-id 3", "resembles no known name"),
+    ("--rollout_batch_size 3", "did you mean --rollout-batch-size?"),
+    ("--no-lr", "--no-lr is no flag"),
+    ("--no-use-tsi", "did you mean --no-use-tis?"),
+    ("-lr 3", "flags begin with two dashes; did you mean --lr?"),
+    ("train.lrr=3", "train.lrr is no key of the configuration; did you mean train.lr?"),
+    ("--run.lr 3", "run.lr is no key, but train.lr is; write train.lr or --lr"),
+    ("trian.lr=3", "trian.lr is no key of the configuration; did you mean train.lr?"),
+    ("engine.simulated.length_men=3", "did you mean engine.simulated.length_mean?"),
+    ("quickstart", "'quickstart' follows no flag that takes it"),
+    ("--lr 1 2", "'2' follows no flag that takes it"),
+    ("--lr", "--lr has no value, but must be a number >= 0; give for example --lr 1e-06"),
+    ("--lr fast", "--lr is 'fast', but must be a number >= 0"),
+    ("--lr nan", "--lr is 'nan', but must be a number >= 0"),
+    ("--lr inf", "--lr is 'inf', but must be a number >= 0, and finite"),
+    ("--num-rollout 1.5", "--num-rollout is '1.5', but must be a whole number >= 0 or none"),
+    ("--mode asink", "--mode is 'asink', but must be one of async, sync, one_step; did you mean async?"),
+    ("--mode zzz", "choose for example async"),
+    ("--trace maybe", "'maybe' follows no flag that takes it"),
+    ("--trace=maybe", "--trace is 'maybe', but must be true or false; write --trace or --no-trace"),
+    ("--no-trace=x", "--no-trace takes no value, but got 'x'"),
+    ("--scale reward", "--scale is 'reward', but must be name=whole number pairs; give for example reward=2"),
+    ("--scale reward=two", "must be name=whole number pairs"),
+    ("--rollout-stop-token-ids 1 x", "--rollout-stop-token-ids is '1 x', but must be a list of whole numbers"),
+    ("--apply-chat-template-kwargs {", "but must be a JSON object, and this is not JSON"),
+    ("--apply-chat-template-kwargs '{\"a\": null}'", "must be a JSON object without null"),
+    ("--dry-run=yes", "--dry-run takes no value"),
+    ("--config", "--config needs a value"),
+    ("stage=[{}]", "must be tables with name, path and one of after or loop"),
+    ('stage=[{\\"name\\":\\"a\\",\\"paht\\":\\"b\\"}]', "did you mean path?"),
+    ("stage.judge.replicas=2", "stage.judge.replicas names no custom stage"),
+    ("stage.judge.replica=2", "did you mean stage.judge.replicas?"),
+    ("stage.judge=2", "stage.judge is incomplete"),
+])  # fmt: skip
 def test_mistakes_are_named(argv: str, words: str) -> None:
     faults = faults_of(argv)
     assert any(words in fault for fault in faults), faults
@@ -338,14 +326,11 @@ def test_hooks_of_slime_that_are_not_here_say_what_to_use(name: str) -> None:
     assert {word.strip(",;.") for word in re.findall(r"--([a-z-]+)", SLIME[name])} <= known
 
 
-@pytest.mark.parametrize(
-    ("key", "default", "instead"),
-    [
-        ("run.hub_processes", "0", "all streams run in the controller's process"),
-        ("run.hub_shards", "1", "all streams run in the controller's process"),
-        ("run.train_standby", "false", "a killed trainer starts again from its last checkpoint; see --save-interval"),
-    ],
-)
+@pytest.mark.parametrize(("key", "default", "instead"), [
+    ("run.hub_processes", "0", "all streams run in the controller's process"),
+    ("run.hub_shards", "1", "all streams run in the controller's process"),
+    ("run.train_standby", "false", "a killed trainer starts again from its last checkpoint; see --save-interval"),
+])  # fmt: skip
 def test_a_setting_of_an_earlier_version_gets_one_sentence(
     key: str, default: str, instead: str, tmp_path: Path
 ) -> None:

@@ -41,29 +41,26 @@ def test_a_recipe_by_name_path_and_typo(tmp_path: Path) -> None:
     assert "quickstart" in faults_of("--config", "elsewhere/none.toml")[0]
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("[train]\nlrr = 1\n", "train.lrr in mine.toml is no key of the configuration; did you mean train.lr?"),
-        ("[run]\nlr = 1\n", "run.lr in mine.toml is no key, but train.lr is; put lr under [train]"),
-        ("lr = 1\n", "lr in mine.toml is no key, but train.lr is; put lr under [train]"),
-        ("[trian]\nlr = 1\n", "[trian] in mine.toml is no section; did you mean [train]?"),
-        ("train = 1\n", "train in mine.toml is 1, but must be a table; write [train]"),
-        ("[engine]\nsimulated = 3\n", "engine.simulated in mine.toml is 3, but must be a table"),
-        ("[engine.simulated]\nlength_men = 1\n", "did you mean engine.simulated.length_mean?"),
-        ("[train]\nlr = -1\n", "train.lr in mine.toml is -1, but must be a number >= 0; give for example 1e-06"),
-        ('[train]\nlr = "1"\n', "train.lr in mine.toml is '1', but must be a number >= 0"),
-        ("[run]\ntrace = true\n", "put trace under [observe]"),
-        ("[observe]\ntrace = 1\n", "observe.trace in mine.toml is 1, but must be true or false"),
-        ("[rollout]\nrollout_batch_size = true\n", "is true, but must be a whole number >= 1"),
-        ("[rollout]\nrollout_batch_size = 2.5\n", "is 2.5, but must be a whole number >= 1"),
-        ('[data]\nprompt_data = "a"\n', "but must be a list of texts"),
-        ("[run]\nscale = { reward = 1.5 }\n", "but must be name=whole number pairs"),
-        ("[[stage]]\nname = 'a'\n", "must be tables with name, path and one of after or loop"),
-        ("[[stage]]\nnmae = 'a'\n", "did you mean name?"),
-        ("[train\n", "mine.toml is not valid TOML"),
-    ],
-)
+@pytest.mark.parametrize(("text", "words"), [
+    ("[train]\nlrr = 1\n", "train.lrr in mine.toml is no key of the configuration; did you mean train.lr?"),
+    ("[run]\nlr = 1\n", "run.lr in mine.toml is no key, but train.lr is; put lr under [train]"),
+    ("lr = 1\n", "lr in mine.toml is no key, but train.lr is; put lr under [train]"),
+    ("[trian]\nlr = 1\n", "[trian] in mine.toml is no section; did you mean [train]?"),
+    ("train = 1\n", "train in mine.toml is 1, but must be a table; write [train]"),
+    ("[engine]\nsimulated = 3\n", "engine.simulated in mine.toml is 3, but must be a table"),
+    ("[engine.simulated]\nlength_men = 1\n", "did you mean engine.simulated.length_mean?"),
+    ("[train]\nlr = -1\n", "train.lr in mine.toml is -1, but must be a number >= 0; give for example 1e-06"),
+    ('[train]\nlr = "1"\n', "train.lr in mine.toml is '1', but must be a number >= 0"),
+    ("[run]\ntrace = true\n", "put trace under [observe]"),
+    ("[observe]\ntrace = 1\n", "observe.trace in mine.toml is 1, but must be true or false"),
+    ("[rollout]\nrollout_batch_size = true\n", "is true, but must be a whole number >= 1"),
+    ("[rollout]\nrollout_batch_size = 2.5\n", "is 2.5, but must be a whole number >= 1"),
+    ('[data]\nprompt_data = "a"\n', "but must be a list of texts"),
+    ("[run]\nscale = { reward = 1.5 }\n", "but must be name=whole number pairs"),
+    ("[[stage]]\nname = 'a'\n", "must be tables with name, path and one of after or loop"),
+    ("[[stage]]\nnmae = 'a'\n", "did you mean name?"),
+    ("[train\n", "mine.toml is not valid TOML"),
+])  # fmt: skip
 def test_faults_of_a_recipe(tmp_path: Path, text: str, words: str) -> None:
     faults = faults_of("--config", recipe(tmp_path, text))
     assert any(words in fault for fault in faults), faults
@@ -125,15 +122,12 @@ def test_precedence(tmp_path: Path) -> None:
     assert (none.model.architecture, none.train.hf_checkpoint) == ({}, "tiny")
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("qwen3-8B", "did you mean --model qwen3-8b?"),
-        ("GLM4-9B", "did you mean --model glm4-9b?"),
-        ("moonlight", "did you mean --model moonlight-16b-a3b?"),
-        ("xyz", "choose one of deepseek-r1, deepseek-v3"),
-    ],
-)
+@pytest.mark.parametrize(("name", "words"), [
+    ("qwen3-8B", "did you mean --model qwen3-8b?"),
+    ("GLM4-9B", "did you mean --model glm4-9b?"),
+    ("moonlight", "did you mean --model moonlight-16b-a3b?"),
+    ("xyz", "choose one of deepseek-r1, deepseek-v3"),
+])  # fmt: skip
 def test_a_wrong_name(name: str, words: str) -> None:
     (fault,) = faults_of(WORK, "--model", name)
     assert fault.startswith(f"--model is {name!r}, but there is no such preset")
@@ -180,20 +174,17 @@ def test_a_checkpoint_that_is_another_model_is_refused(tmp_path: Path) -> None:
     assert "correct the directory, or leave --model qwen3-8b out" in fault
 
 
-@pytest.mark.parametrize(
-    ("name", "changes", "words"),
-    [
-        ("qwen3-8b", {"max_position_embeddings": 262144, "rope_theta": 5e6}, None),
-        ("qwen3-8b", {"head_dim": "absent"}, None),  # 4096 / 32 is 128 anyway
-        ("qwen3-4b", {"head_dim": "absent"}, "head (80, not 128)"),
-        ("qwen3-30b-a3b", {"num_experts": "absent", "num_local_experts": 128}, None),
-        ("qwen3-30b-a3b", {"num_experts": "absent", "num_local_experts": 64}, "num_experts (64, not 128)"),
-        ("moonlight-16b-a3b", {"q_lora_rank": None, "head_dim": 64}, None),
-        ("moonlight-16b-a3b", {"q_lora_rank": 1536}, "latent"),
-        ("kimi-k2", {"model_type": "deepseek_v3"}, None),
-        ("glm4-9b", {"model_type": "glm"}, "model_type (glm, not glm4)"),
-    ],
-)
+@pytest.mark.parametrize(("name", "changes", "words"), [
+    ("qwen3-8b", {"max_position_embeddings": 262144, "rope_theta": 5e6}, None),
+    ("qwen3-8b", {"head_dim": "absent"}, None),  # 4096 / 32 is 128 anyway
+    ("qwen3-4b", {"head_dim": "absent"}, "head (80, not 128)"),
+    ("qwen3-30b-a3b", {"num_experts": "absent", "num_local_experts": 128}, None),
+    ("qwen3-30b-a3b", {"num_experts": "absent", "num_local_experts": 64}, "num_experts (64, not 128)"),
+    ("moonlight-16b-a3b", {"q_lora_rank": None, "head_dim": 64}, None),
+    ("moonlight-16b-a3b", {"q_lora_rank": 1536}, "latent"),
+    ("kimi-k2", {"model_type": "deepseek_v3"}, None),
+    ("glm4-9b", {"model_type": "glm"}, "model_type (glm, not glm4)"),
+])  # fmt: skip
 def test_which_keys_may_differ(tmp_path: Path, name: str, changes: dict[str, Any], words: str | None) -> None:
     argv = ("--model", name, "--hf-checkpoint", checkpoint(tmp_path, name, **changes))
     if words is None:

@@ -100,20 +100,17 @@ def test_refusals_of_a_model_with_experts(tmp_path: Path, argv: str, words: str)
     assert any(words in fault for fault in found), found
 
 
-@pytest.mark.parametrize(
-    "argv",
-    [
-        f"8 {sizes(tp=4, pp=2)} {SP}",
-        f"4 {sizes(pp=2)} --virtual-pipeline-model-parallel-size 3 --overlap-grad-reduce",
-        f"4 {sizes(pp=4)} --decoder-first-pipeline-num-layers 1 --decoder-last-pipeline-num-layers 1",
-        f"4 {sizes(pp=4)} --megatron-pipeline-model-parallel-layout Ettt|t|t|tL",
-        f"2 {sizes(cp=2)}",
-        "2 --overlap-grad-reduce --overlap-param-gather",
-        "1 --recompute-granularity full --recompute-num-layers 2",
-        "1 --optimizer-cpu-offload --optimizer-offload-fraction 0.5",
-        "3",
-    ],
-)
+@pytest.mark.parametrize("argv", [
+    f"8 {sizes(tp=4, pp=2)} {SP}",
+    f"4 {sizes(pp=2)} --virtual-pipeline-model-parallel-size 3 --overlap-grad-reduce",
+    f"4 {sizes(pp=4)} --decoder-first-pipeline-num-layers 1 --decoder-last-pipeline-num-layers 1",
+    f"4 {sizes(pp=4)} --megatron-pipeline-model-parallel-layout Ettt|t|t|tL",
+    f"2 {sizes(cp=2)}",
+    "2 --overlap-grad-reduce --overlap-param-gather",
+    "1 --recompute-granularity full --recompute-num-layers 2",
+    "1 --optimizer-cpu-offload --optimizer-offload-fraction 0.5",
+    "3",
+])  # fmt: skip
 def test_layouts_that_fit(dense: str, argv: str) -> None:
     assert settled(dense, MEGATRON, argv)[1] == ()
 
@@ -291,21 +288,18 @@ def test_refusals(argv: str, words: str) -> None:
     assert all("\n" not in fault for fault in faults)
 
 
-@pytest.mark.parametrize(
-    ("argv", "words"),
-    [
-        ("--advantage-estimator cispo", "its canonical form has no lower bound"),
-        ("--advantage-estimator gspo", "is wide for gspo"),
-        ("--eps-clip-high 0.1", "the reverse of clip-higher"),
-        ("--policy-loss aipo --eps-clip 0.3", "have no effect with --policy-loss aipo"),
-        ("--advantage-estimator dr_grpo", "its own form is --loss-aggregation constant"),
-        ("--advantage-estimator reinforce_plus_plus --no-normalize-advantages", "without any baseline"),
-        ("--no-use-tis --rollout-rs token_k2=0.1", "does not reweight the others"),
-        ("--allow-uncorrected", "are trained as if the current policy had sampled them"),
-        ("--correction-ratio current --num-steps-per-rollout 2", "with 2 optimizer steps per batch"),
-        (f"--tis-level sequence {SYNC}", "--tis-level have no effect without --use-tis"),
-    ],
-)
+@pytest.mark.parametrize(("argv", "words"), [
+    ("--advantage-estimator cispo", "its canonical form has no lower bound"),
+    ("--advantage-estimator gspo", "is wide for gspo"),
+    ("--eps-clip-high 0.1", "the reverse of clip-higher"),
+    ("--policy-loss aipo --eps-clip 0.3", "have no effect with --policy-loss aipo"),
+    ("--advantage-estimator dr_grpo", "its own form is --loss-aggregation constant"),
+    ("--advantage-estimator reinforce_plus_plus --no-normalize-advantages", "without any baseline"),
+    ("--no-use-tis --rollout-rs token_k2=0.1", "does not reweight the others"),
+    ("--allow-uncorrected", "are trained as if the current policy had sampled them"),
+    ("--correction-ratio current --num-steps-per-rollout 2", "with 2 optimizer steps per batch"),
+    (f"--tis-level sequence {SYNC}", "--tis-level have no effect without --use-tis"),
+])  # fmt: skip
 def test_warnings_about_algorithms(argv: str, words: str) -> None:
     warnings = warnings_of(BASE, argv)
     assert any(words in warning for warning in warnings), warnings

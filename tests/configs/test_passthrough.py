@@ -51,19 +51,16 @@ def test_a_repeated_option_counts_once_but_prefill_and_decode_add_up() -> None:
     assert values("--sglang-dtype auto --sglang-dtype half")["sglang.sglang_args"] == {"dtype": "half"}
 
 
-@pytest.mark.parametrize(
-    ("argv", "sentence"),
-    [
-        ("--sglang-pyton x", "--sglang-pyton is no flag; did you mean --sglang-python?"),
-        ("--router-polcy random", "--router-polcy is no flag; did you mean --router-policy?"),
-        ("--router-adress http://h:1", "--router-adress is no flag; did you mean --router-address?"),
-        ("--sgalng-python x", "--sgalng-python is no flag; did you mean --sglang-python?"),
-        ("--no-sglang-enable-metrics", "is passed on; leave it out, or write sglang.sglang_args.enable_metrics=false"),
-        ("--router-no-enable-igw", "or write router.router_args.enable_igw=false"),
-        ("--sglang_page_size 1", "--sglang_page_size is no flag, for names are written with dashes; write --sglang-pa"),
-        ("--sglang- 3", "--sglang- is no flag"),
-    ],
-)
+@pytest.mark.parametrize(("argv", "sentence"), [
+    ("--sglang-pyton x", "--sglang-pyton is no flag; did you mean --sglang-python?"),
+    ("--router-polcy random", "--router-polcy is no flag; did you mean --router-policy?"),
+    ("--router-adress http://h:1", "--router-adress is no flag; did you mean --router-address?"),
+    ("--sgalng-python x", "--sgalng-python is no flag; did you mean --sglang-python?"),
+    ("--no-sglang-enable-metrics", "is passed on; leave it out, or write sglang.sglang_args.enable_metrics=false"),
+    ("--router-no-enable-igw", "or write router.router_args.enable_igw=false"),
+    ("--sglang_page_size 1", "--sglang_page_size is no flag, for names are written with dashes; write --sglang-pa"),
+    ("--sglang- 3", "--sglang- is no flag"),
+])  # fmt: skip
 def test_slips_near_a_flag_of_our_own_are_refused(argv: str, sentence: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse([*argv.split(), "--seed", "1"])
@@ -169,28 +166,25 @@ def test_typed_values_of_a_recipe() -> None:
 
 
 @needs_megatron
-@pytest.mark.parametrize(
-    ("argv", "words"),
-    [
-        ("--megatron-atention-backend flash", "did you mean --megatron-attention-backend?"),
-        ("--megatron-qqq 1", "is no field of the installed megatron-core's TransformerConfig, OptimizerConfig or"),
-        ("--megatron-attention-backend flas", "is flas, but must be flash or fused or unfused or local or"),
-        ("--megatron-bucket-size big", "is big, but must be a whole number or none; give for example 1"),
-        ("--megatron-exp-avg-dtype int4", "is int4, but must be fp32, bf16, fp16 or fp8; give for example bf16"),
-        ("--megatron-fp8-margin 1 2", "--megatron-fp8-margin is ['1', '2'], but must be a whole number"),
-        ("--megatron-tp-comm-overlap 1", "is 1, but must be true or false; give for example true"),
-        ("--megatron-hidden-size 64", "is 64, but that is what the model is, and comes from its config.json"),
-        ("--megatron-kv-lora-rank 64", "comes from its config.json; leave it out"),
-        ("--megatron-lr 1", "is 1, but Sluice has a flag of its own for it; use --lr"),
-        ("--megatron-bf16", "--megatron-bf16 is true, but Sluice has a flag of its own for it; use --train-dtype"),
-        ("--megatron-params-dtype bf16", "use --train-dtype"),
-        ("--megatron-use-megatron-fsdp", "use --train-backend fsdp"),
-        ("--megatron-hidden-dropout 0.1", "dropout is 0"),
-        ("--megatron-moe-aux-loss-coeff 0.01", "an auxiliary loss would get a wrong weight"),
-        ("--megatron-average-in-collective", "gradients are sums that the trainer itself divides"),
-        ("--megatron-grad-scale-func f", "takes an object of Python, not text; leave it out"),
-    ],
-)
+@pytest.mark.parametrize(("argv", "words"), [
+    ("--megatron-atention-backend flash", "did you mean --megatron-attention-backend?"),
+    ("--megatron-qqq 1", "is no field of the installed megatron-core's TransformerConfig, OptimizerConfig or"),
+    ("--megatron-attention-backend flas", "is flas, but must be flash or fused or unfused or local or"),
+    ("--megatron-bucket-size big", "is big, but must be a whole number or none; give for example 1"),
+    ("--megatron-exp-avg-dtype int4", "is int4, but must be fp32, bf16, fp16 or fp8; give for example bf16"),
+    ("--megatron-fp8-margin 1 2", "--megatron-fp8-margin is ['1', '2'], but must be a whole number"),
+    ("--megatron-tp-comm-overlap 1", "is 1, but must be true or false; give for example true"),
+    ("--megatron-hidden-size 64", "is 64, but that is what the model is, and comes from its config.json"),
+    ("--megatron-kv-lora-rank 64", "comes from its config.json; leave it out"),
+    ("--megatron-lr 1", "is 1, but Sluice has a flag of its own for it; use --lr"),
+    ("--megatron-bf16", "--megatron-bf16 is true, but Sluice has a flag of its own for it; use --train-dtype"),
+    ("--megatron-params-dtype bf16", "use --train-dtype"),
+    ("--megatron-use-megatron-fsdp", "use --train-backend fsdp"),
+    ("--megatron-hidden-dropout 0.1", "dropout is 0"),
+    ("--megatron-moe-aux-loss-coeff 0.01", "an auxiliary loss would get a wrong weight"),
+    ("--megatron-average-in-collective", "gradients are sums that the trainer itself divides"),
+    ("--megatron-grad-scale-func f", "takes an object of Python, not text; leave it out"),
+])  # fmt: skip
 def test_refusals(argv: str, words: str) -> None:
     (fault,) = option_faults(given(argv))
     assert words in fault
@@ -233,18 +227,15 @@ def test_annotations() -> None:
 
 
 @needs_megatron
-@pytest.mark.parametrize(
-    ("argv", "words"),
-    [
-        ("--num-layers 36", "--num-layers is no flag, for what the model is comes from the config.json of"),
-        ("--swiglu", "(and --model); leave it out"),
-        ("--moe-layer-freq 0 1", "--moe-layer-freq is no flag"),
-        ("--no-masked-softmax-fusion", "write megatron.megatron_args.masked_softmax_fusion=false"),
-        ("--attention-dropout 0.0", "--attention-dropout is no flag: there is no dropout; leave it out"),
-        ("--bf16", "that is --train-dtype bfloat16"),
-        ("--no-megatron-tp-comm-overlap", "write megatron.megatron_args.tp_comm_overlap=false"),
-    ],
-)
+@pytest.mark.parametrize(("argv", "words"), [
+    ("--num-layers 36", "--num-layers is no flag, for what the model is comes from the config.json of"),
+    ("--swiglu", "(and --model); leave it out"),
+    ("--moe-layer-freq 0 1", "--moe-layer-freq is no flag"),
+    ("--no-masked-softmax-fusion", "write megatron.megatron_args.masked_softmax_fusion=false"),
+    ("--attention-dropout 0.0", "--attention-dropout is no flag: there is no dropout; leave it out"),
+    ("--bf16", "that is --train-dtype bfloat16"),
+    ("--no-megatron-tp-comm-overlap", "write megatron.megatron_args.tp_comm_overlap=false"),
+])  # fmt: skip
 def test_flags_of_megatron_lms_own_scripts(argv: str, words: str) -> None:
     (fault,) = faults_of(argv)
     assert words in fault

@@ -161,17 +161,14 @@ def test_a_hub_id_that_a_preset_has_is_estimated() -> None:
     assert "memory: not estimated, for some/model-of-its-own is no checkpoint of a preset" in text
 
 
-@pytest.mark.parametrize(
-    ("argv", "words"),
-    [
-        ("--model qwen3-8b", "8 in all, 4 of the trainer and 4 of engines: 1 node of 8"),
-        ("--model qwen3-8b --rollout-num-gpus 6", "10 in all, 4 of the trainer and 6 of engines: 2 nodes of 8"),
-        ("--model llama3.1-70b", "48 in all, 32 of the trainer and 16 of engines: 6 nodes of 8"),
-        ("--hf-checkpoint Qwen/Qwen3-0.6B --scale engine=3", "4 in all, 1 of the trainer and 3 of engines"),
-        ("--hf-checkpoint Qwen/Qwen3-0.6B --engine-device cpu", "1 in all, 1 of the trainer and 0 of engines"),
-        ("--model qwen3-8b --engine simulated", "4 in all, 4 of the trainer and 0 of engines: 1 node of 8"),
-    ],
-)
+@pytest.mark.parametrize(("argv", "words"), [
+    ("--model qwen3-8b", "8 in all, 4 of the trainer and 4 of engines: 1 node of 8"),
+    ("--model qwen3-8b --rollout-num-gpus 6", "10 in all, 4 of the trainer and 6 of engines: 2 nodes of 8"),
+    ("--model llama3.1-70b", "48 in all, 32 of the trainer and 16 of engines: 6 nodes of 8"),
+    ("--hf-checkpoint Qwen/Qwen3-0.6B --scale engine=3", "4 in all, 1 of the trainer and 3 of engines"),
+    ("--hf-checkpoint Qwen/Qwen3-0.6B --engine-device cpu", "1 in all, 1 of the trainer and 0 of engines"),
+    ("--model qwen3-8b --engine simulated", "4 in all, 4 of the trainer and 0 of engines: 1 node of 8"),
+])  # fmt: skip
 def test_the_plan_counts_all_gpus(argv: str, words: str) -> None:
     assert f"GPUs               {words}" in render(make_plan(planned(argv)))
     cpu = "--train-device cpu --engine-device cpu"

@@ -19,42 +19,36 @@ from tests.configs.config_rig import faults_of, resolved
 Numbers = tuple[int | None, int | None, int | None, int | None]
 
 
-@pytest.mark.parametrize(
-    ("given_numbers", "expected"),
-    [
-        ((None, None, None, None), (32, 8, 256, 1)),
-        ((16, 4, None, None), (16, 4, 64, 1)),
-        ((16, 4, 64, None), (16, 4, 64, 1)),
-        ((16, 4, 16, None), (16, 4, 16, 4)),
-        ((16, 4, None, 4), (16, 4, 16, 4)),
-        ((None, 4, 64, 2), (32, 4, 64, 2)),
-        ((16, None, 64, 2), (16, 8, 64, 2)),
-        ((None, None, 128, 4), (64, 8, 128, 4)),
-        ((None, None, 128, None), (32, 8, 128, 2)),
-        ((None, None, None, 2), (32, 8, 128, 2)),
-        ((16, 4, 32, 2), (16, 4, 32, 2)),
-        ((1, 1, 1, 1), (1, 1, 1, 1)),
-    ],
-)
+@pytest.mark.parametrize(("given_numbers", "expected"), [
+    ((None, None, None, None), (32, 8, 256, 1)),
+    ((16, 4, None, None), (16, 4, 64, 1)),
+    ((16, 4, 64, None), (16, 4, 64, 1)),
+    ((16, 4, 16, None), (16, 4, 16, 4)),
+    ((16, 4, None, 4), (16, 4, 16, 4)),
+    ((None, 4, 64, 2), (32, 4, 64, 2)),
+    ((16, None, 64, 2), (16, 8, 64, 2)),
+    ((None, None, 128, 4), (64, 8, 128, 4)),
+    ((None, None, 128, None), (32, 8, 128, 2)),
+    ((None, None, None, 2), (32, 8, 128, 2)),
+    ((16, 4, 32, 2), (16, 4, 32, 2)),
+    ((1, 1, 1, 1), (1, 1, 1, 1)),
+])  # fmt: skip
 def test_batch_arithmetic(given_numbers: Numbers, expected: tuple[int, int, int, int]) -> None:
     assert batch_arithmetic(*given_numbers) == Batch(*expected)
 
 
-@pytest.mark.parametrize(
-    ("numbers", "words"),
-    [
-        ((32, 8, 128, 3), "= 256 rollouts, but global_batch_size 128 x num_steps_per_rollout 3 = 384, and both"),
-        ((32, 8, 100, 2), "and both must be equal; set --global-batch-size 128"),
-        ((32, 8, 100, None), "which --global-batch-size 100 does not divide into whole optimizer steps"),
-        ((32, 8, 100, None), "set --global-batch-size 128"),
-        ((32, 8, 512, None), "set --global-batch-size 256"),
-        ((32, 8, None, 3), "which --num-steps-per-rollout 3 does not divide into equal steps; set"),
-        ((3, 4, None, 4), "--global-batch-size is 3, but must be a multiple of n_samples_per_prompt 4"),
-        ((4, 8, 4, None), "a step trains whole groups; set --global-batch-size 8"),
-        ((None, 8, 9, 3), "global_batch_size x num_steps_per_rollout = 27 rollouts, which --n-samples-per-prompt 8"),
-        ((5, None, 9, 3), "--n-samples-per-prompt cannot be derived; set --global-batch-size to a multiple of 5"),
-    ],
-)
+@pytest.mark.parametrize(("numbers", "words"), [
+    ((32, 8, 128, 3), "= 256 rollouts, but global_batch_size 128 x num_steps_per_rollout 3 = 384, and both"),
+    ((32, 8, 100, 2), "and both must be equal; set --global-batch-size 128"),
+    ((32, 8, 100, None), "which --global-batch-size 100 does not divide into whole optimizer steps"),
+    ((32, 8, 100, None), "set --global-batch-size 128"),
+    ((32, 8, 512, None), "set --global-batch-size 256"),
+    ((32, 8, None, 3), "which --num-steps-per-rollout 3 does not divide into equal steps; set"),
+    ((3, 4, None, 4), "--global-batch-size is 3, but must be a multiple of n_samples_per_prompt 4"),
+    ((4, 8, 4, None), "a step trains whole groups; set --global-batch-size 8"),
+    ((None, 8, 9, 3), "global_batch_size x num_steps_per_rollout = 27 rollouts, which --n-samples-per-prompt 8"),
+    ((5, None, 9, 3), "--n-samples-per-prompt cannot be derived; set --global-batch-size to a multiple of 5"),
+])  # fmt: skip
 def test_impossible_batches(numbers: Numbers, words: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(words)):
         batch_arithmetic(*numbers)
@@ -94,15 +88,12 @@ def test_the_cure_cures(groups: int, samples: int, size: int, steps: int | None)
             batch_arithmetic(groups, samples, None, 1)
 
 
-@pytest.mark.parametrize(
-    ("argv", "words"),
-    [
-        ("--mode sync --max-staleness 2", "trained before the next begins); leave --max-staleness out, or choose"),
-        ("--mode sync --async-buffer-size 2", "--async-buffer-size is 2, but --mode sync means 0"),
-        ("--mode one_step --update-weights-interval 2", "but --mode one_step means 1"),
-        ("--mode one_step asynchrony.max_staleness=0", "asynchrony.max_staleness is 0, but --mode one_step"),
-    ],
-)
+@pytest.mark.parametrize(("argv", "words"), [
+    ("--mode sync --max-staleness 2", "trained before the next begins); leave --max-staleness out, or choose"),
+    ("--mode sync --async-buffer-size 2", "--async-buffer-size is 2, but --mode sync means 0"),
+    ("--mode one_step --update-weights-interval 2", "but --mode one_step means 1"),
+    ("--mode one_step asynchrony.max_staleness=0", "asynchrony.max_staleness is 0, but --mode one_step"),
+])  # fmt: skip
 def test_a_mode_and_a_flag_that_contradict_it(argv: str, words: str) -> None:
     assert any(words in fault for fault in faults_of(argv))
 

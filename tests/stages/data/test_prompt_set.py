@@ -166,15 +166,12 @@ def test_grader_names_of_rows_are_reported(prompts_of: Prompts) -> None:
 RUNS_CODE = {"rm_type": "timeit:timeit"}
 
 
-@pytest.mark.parametrize(
-    "metadata",
-    [
-        RUNS_CODE,
-        {"custom_rm_path": "os:system"},
-        {"generate_function_path": "os.system"},
-        {"rm_type": "remote:http://x"},
-    ],
-)
+@pytest.mark.parametrize("metadata", [
+    RUNS_CODE,
+    {"custom_rm_path": "os:system"},
+    {"generate_function_path": "os.system"},
+    {"rm_type": "remote:http://x"},
+])  # fmt: skip
 def test_a_row_may_not_name_code_that_the_run_does_not_name(prompts_of: Prompts, metadata: dict[str, str]) -> None:
     [name] = metadata.values()
     with pytest.raises(RowError, match=r"a.jsonl:2: metadata.\w+ is .*which no setting .* or add --trust-data-code"):
@@ -256,28 +253,25 @@ def test_a_full_row() -> None:
     assert (json.loads(text.metadata), json.loads(text.tools)) == ({"a": 1}, [{"name": "f"}])
 
 
-@pytest.mark.parametrize(
-    ("row", "kind", "words"),
-    [
-        ([], "wrong type", "the row is a list, not an object"),
-        (None, "wrong type", "the row is null"),
-        ({}, "missing key", "no key 'input' .* keys here: none"),
-        ({"inputs": "p", "x": 1}, "missing key", "keys here: inputs, x; did you mean 'inputs'"),
-        ({"input": None}, "missing key", "no key 'input' \\(or it is null\\)"),
-        ({"input": 3}, "wrong type", "is a number; it must be text or a list"),
-        ({"input": " \n"}, "empty prompt", "is empty"),
-        ({"input": []}, "empty prompt", "empty list of messages"),
-        ({"input": ["hi"]}, "wrong type", "message 0 of the prompt 'input' is text"),
-        ({"input": [{"content": "x"}]}, "wrong type", "has no text 'role'"),
-        ({"input": [{"role": "user"}]}, "wrong type", "neither 'content' nor 'tool_calls'"),
-        ({"input": [{"role": "user", "content": 3}]}, "wrong type", "has a number as 'content'"),
-        ({"input": "p", "metadata": [1]}, "wrong type", "metadata 'metadata' is a list"),
-        ({"input": "p", "metadata": "{"}, "wrong type", "text that is not JSON"),
-        ({"input": "p", "metadata": {"rm_type": 3}}, "wrong type", "rm_type is a number"),
-        ({"input": "p", "tools": {}}, "wrong type", "must be a list of tool schemas"),
-        ({"input": "p", "tools": ["calculator"]}, "wrong type", "tool 0 of 'tools' is text"),
-    ],
-)
+@pytest.mark.parametrize(("row", "kind", "words"), [
+    ([], "wrong type", "the row is a list, not an object"),
+    (None, "wrong type", "the row is null"),
+    ({}, "missing key", "no key 'input' .* keys here: none"),
+    ({"inputs": "p", "x": 1}, "missing key", "keys here: inputs, x; did you mean 'inputs'"),
+    ({"input": None}, "missing key", "no key 'input' \\(or it is null\\)"),
+    ({"input": 3}, "wrong type", "is a number; it must be text or a list"),
+    ({"input": " \n"}, "empty prompt", "is empty"),
+    ({"input": []}, "empty prompt", "empty list of messages"),
+    ({"input": ["hi"]}, "wrong type", "message 0 of the prompt 'input' is text"),
+    ({"input": [{"content": "x"}]}, "wrong type", "has no text 'role'"),
+    ({"input": [{"role": "user"}]}, "wrong type", "neither 'content' nor 'tool_calls'"),
+    ({"input": [{"role": "user", "content": 3}]}, "wrong type", "has a number as 'content'"),
+    ({"input": "p", "metadata": [1]}, "wrong type", "metadata 'metadata' is a list"),
+    ({"input": "p", "metadata": "{"}, "wrong type", "text that is not JSON"),
+    ({"input": "p", "metadata": {"rm_type": 3}}, "wrong type", "rm_type is a number"),
+    ({"input": "p", "tools": {}}, "wrong type", "must be a list of tool schemas"),
+    ({"input": "p", "tools": ["calculator"]}, "wrong type", "tool 0 of 'tools' is text"),
+])  # fmt: skip
 def test_what_is_reported_about_a_bad_row(row: object, kind: str, words: str) -> None:
     with pytest.raises(BadValue, match=words) as caught:
         parse_row(row, KEYS)
@@ -338,17 +332,14 @@ def test_lines_keep_their_numbers(tmp_path: Path) -> None:
         source.row(2)
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "words"),
-    [
-        ("pretty.json", '[\n  {\n    "input": "a"\n  }\n]', "one JSON document over several lines; write one"),
-        ("nowhere.jsonl", None, r"no file or directory '.*nowhere\.jsonl'.*give the path of JSONL"),
-        ("rows.csv", "input\n", "suffix '.csv' names no known format; use JSONL"),
-        ("empty.jsonl", "\n\n", "the file has no rows"),
-        ("bad.parquet", "{}", "cannot be read as Parquet .*check the file or its suffix"),
-        ("", None, r"not one written by Dataset\.save_to_disk"),
-    ],
-)
+@pytest.mark.parametrize(("name", "content", "words"), [
+    ("pretty.json", '[\n  {\n    "input": "a"\n  }\n]', "one JSON document over several lines; write one"),
+    ("nowhere.jsonl", None, r"no file or directory '.*nowhere\.jsonl'.*give the path of JSONL"),
+    ("rows.csv", "input\n", "suffix '.csv' names no known format; use JSONL"),
+    ("empty.jsonl", "\n\n", "the file has no rows"),
+    ("bad.parquet", "{}", "cannot be read as Parquet .*check the file or its suffix"),
+    ("", None, r"not one written by Dataset\.save_to_disk"),
+])  # fmt: skip
 def test_a_file_that_cannot_be_used_is_named_with_the_cure(
     name: str, content: str | None, words: str, tmp_path: Path
 ) -> None:

@@ -145,14 +145,11 @@ def test_the_light_way_imports_neither_torch_nor_transformers(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "config",
-    [
-        {"eos_token": "<|not in the file|>"},
-        {"add_bos_token": True, "bos_token": "<|end|>"},
-        {"added_tokens_decoder": {"300": {"content": "<|extra|>"}}},
-    ],
-)
+@pytest.mark.parametrize("config", [
+    {"eos_token": "<|not in the file|>"},
+    {"add_bos_token": True, "bos_token": "<|end|>"},
+    {"added_tokens_decoder": {"300": {"content": "<|extra|>"}}},
+])  # fmt: skip
 def test_what_the_file_does_not_tell_is_left_to_transformers(tmp_path: Path, config: dict[str, Any]) -> None:
     path = make_checkpoint(tmp_path / "model")
     write_settings(path, **config)

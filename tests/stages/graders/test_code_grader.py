@@ -273,20 +273,17 @@ def test_without_landlock_nothing_can_be_written(monkeypatch: pytest.MonkeyPatch
     assert run(ADD).score == 1.0
 
 
-@pytest.mark.parametrize(
-    ("response", "program"),
-    [
-        ("Here:\n```python\nx = 1\n```\ndone", "x = 1"),
-        ("```python\na\n```\n```py\nb\n```\n```\nout\n```", "b"),
-        ("```\nx = 1\n```", "x = 1"),
-        ("```Python3\nx = 1", "x = 1"),
-        ("x = 1", "x = 1"),
-        ("<think>```python\nno\n```</think>\n```python\nyes\n```", "yes"),
-        ("<think>```python\nno\n```", None),
-        ("  ```python\n  x = 1\n  ```", "  x = 1"),
-        ("", ""),
-    ],
-)
+@pytest.mark.parametrize(("response", "program"), [
+    ("Here:\n```python\nx = 1\n```\ndone", "x = 1"),
+    ("```python\na\n```\n```py\nb\n```\n```\nout\n```", "b"),
+    ("```\nx = 1\n```", "x = 1"),
+    ("```Python3\nx = 1", "x = 1"),
+    ("x = 1", "x = 1"),
+    ("<think>```python\nno\n```</think>\n```python\nyes\n```", "yes"),
+    ("<think>```python\nno\n```", None),
+    ("  ```python\n  x = 1\n  ```", "  x = 1"),
+    ("", ""),
+])  # fmt: skip
 def test_where_the_program_stands(response: str, program: str | None) -> None:
     assert extract_program(response) == program
 
@@ -305,18 +302,15 @@ def test_a_response_without_a_program_is_wrong(response: str) -> None:
     assert (found.score, found.is_correct, found.error) == (0.0, False, None)
 
 
-@pytest.mark.parametrize(
-    ("tests", "words"),
-    [
-        (None, "there are none in metadata.tests and the label is empty"),
-        ([], "a list of at least one test"),
-        ("assert x", "a list of at least one test"),
-        ([{"input": "1"}], "a dict with 'input' and 'output', or an assertion"),
-        ([{"input": [1], "output": 1}], "for a function's arguments set fn_name"),
-        ({"inputs": ["1"], "outputs": []}, "two lists of one length"),
-        (SUMS * 501, "1002 tests are too many"),
-    ],
-)
+@pytest.mark.parametrize(("tests", "words"), [
+    (None, "there are none in metadata.tests and the label is empty"),
+    ([], "a list of at least one test"),
+    ("assert x", "a list of at least one test"),
+    ([{"input": "1"}], "a dict with 'input' and 'output', or an assertion"),
+    ([{"input": [1], "output": 1}], "for a function's arguments set fn_name"),
+    ({"inputs": ["1"], "outputs": []}, "two lists of one length"),
+    (SUMS * 501, "1002 tests are too many"),
+])  # fmt: skip
 def test_a_row_without_usable_tests_is_an_error(tests: object, words: str) -> None:
     assert words in (run("x", tests).error or "")
 

@@ -62,38 +62,32 @@ def test_gpqa(row: tuple[str, str, int, str]) -> None:
         assert (found.score, found.is_correct, found.error) == (score, score == 1, None), why
 
 
-@pytest.mark.parametrize(
-    ("label", "metadata", "words"),
-    [
-        (None, {}, "no correct choice: '' is neither one of A, B, C, D nor the text or number of one"),
-        ("E", {}, "no correct choice: 'E'"),
-        ("purple", {"choices": ["red", "green"]}, "no correct choice: 'purple'"),
-        ("2", {"choices": ["red", "green"]}, "no correct choice: '2'"),
-        ("-1", {}, "no correct choice: '-1'"),
-        ("red", {"choices": ["red", "red"]}, "no correct choice: 'red'"),
-        ("A", {"choices": "red"}, "cannot read the row's metadata"),
-        ("A", {"valid_letters": ["AB"]}, "one capital letter for each choice, and finds AB"),
-    ],
-)
+@pytest.mark.parametrize(("label", "metadata", "words"), [
+    (None, {}, "no correct choice: '' is neither one of A, B, C, D nor the text or number of one"),
+    ("E", {}, "no correct choice: 'E'"),
+    ("purple", {"choices": ["red", "green"]}, "no correct choice: 'purple'"),
+    ("2", {"choices": ["red", "green"]}, "no correct choice: '2'"),
+    ("-1", {}, "no correct choice: '-1'"),
+    ("red", {"choices": ["red", "red"]}, "no correct choice: 'red'"),
+    ("A", {"choices": "red"}, "cannot read the row's metadata"),
+    ("A", {"valid_letters": ["AB"]}, "one capital letter for each choice, and finds AB"),
+])  # fmt: skip
 def test_gpqa_refuses_questions_without_an_answer(label: str | None, metadata: dict[str, object], words: str) -> None:
     found = grade("gpqa", "A", label, metadata)
     assert found.status == "error"
     assert words in (found.error or "")
 
 
-@pytest.mark.parametrize(
-    ("label", "choices", "correct"),
-    [
-        ("GREEN", ["red", "Green"], "B"),
-        ("light  blue", ["Light Blue", "red"], "A"),
-        ("0", ["red", "green"], "A"),
-        ("1", ["red", "green"], "B"),
-        ("1.0", ["red", "green"], "B"),
-        ("3", None, "D"),
-        ("0", ["1", "0"], "B"),  # the text of a choice goes before its number
-        ("b", ["red", "green"], "B"),
-    ],
-)
+@pytest.mark.parametrize(("label", "choices", "correct"), [
+    ("GREEN", ["red", "Green"], "B"),
+    ("light  blue", ["Light Blue", "red"], "A"),
+    ("0", ["red", "green"], "A"),
+    ("1", ["red", "green"], "B"),
+    ("1.0", ["red", "green"], "B"),
+    ("3", None, "D"),
+    ("0", ["1", "0"], "B"),  # the text of a choice goes before its number
+    ("b", ["red", "green"], "B"),
+])  # fmt: skip
 def test_gpqa_labels_are_letters_texts_in_any_case_or_numbers(
     label: str, choices: list[str] | None, correct: str
 ) -> None:

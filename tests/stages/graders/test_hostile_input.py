@@ -173,48 +173,42 @@ def test_the_caps_are_flagged() -> None:
     assert (refused.status, refused.parts["refused"]) == ("ok", 1.0)
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("2^{10^8}", "an exponent above 9999"),
-        ("9^{9^{9^9}}", "an exponent above 9999"),
-        ("x^{y^{z^w}}", "more than 2 powers"),
-        ("2^3^4", "a power of a power without brackets"),
-        ("(9^{999})^{999}", "more than 20000 digits"),
-        (r"\frac{2^{9999}}{3}^{99}", "more than 20000 digits"),
-        (r"|2^{9999}|^{99}", "more than 20000 digits"),
-        (r"\{2^{9999}\}^{99}", "more than 20000 digits"),
-        (r"\left(2^{9999}\right)^{99}", "more than 20000 digits"),
-        ("1001!", "the factorial of a number above 1000"),
-        ("7!!", "the factorial of a number above 1000"),
-        ("2^{9!}", "a factorial in an exponent|an exponent above"),
-        (r"\binom{10^9}{5}", "of a large number"),
-        ("(x+1)^{999}", "more than 500 terms"),
-        (r"(\sqrt{2}+\sqrt{3})^{999}", "more than 500 terms"),
-        (r"\int x", "which would be evaluated"),
-        (r"\exp(10^9)", "of a number above 9999"),
-        ("1e10000", "an exponent of 4 digits"),
-        ("(" * (MAX_DEPTH + 1), "nested deeper than 64"),
-        (r"\sqrt" * 400 + "2", "nested too deeply"),
-        ("-" * 200, "signs in a row"),
-        ("a__b", "double underscore"),
-        ("x" * 64, "a word of 64 letters"),
-        ("x+" * 3000, "longer than"),
-    ],
-)
+@pytest.mark.parametrize(("text", "words"), [
+    ("2^{10^8}", "an exponent above 9999"),
+    ("9^{9^{9^9}}", "an exponent above 9999"),
+    ("x^{y^{z^w}}", "more than 2 powers"),
+    ("2^3^4", "a power of a power without brackets"),
+    ("(9^{999})^{999}", "more than 20000 digits"),
+    (r"\frac{2^{9999}}{3}^{99}", "more than 20000 digits"),
+    (r"|2^{9999}|^{99}", "more than 20000 digits"),
+    (r"\{2^{9999}\}^{99}", "more than 20000 digits"),
+    (r"\left(2^{9999}\right)^{99}", "more than 20000 digits"),
+    ("1001!", "the factorial of a number above 1000"),
+    ("7!!", "the factorial of a number above 1000"),
+    ("2^{9!}", "a factorial in an exponent|an exponent above"),
+    (r"\binom{10^9}{5}", "of a large number"),
+    ("(x+1)^{999}", "more than 500 terms"),
+    (r"(\sqrt{2}+\sqrt{3})^{999}", "more than 500 terms"),
+    (r"\int x", "which would be evaluated"),
+    (r"\exp(10^9)", "of a number above 9999"),
+    ("1e10000", "an exponent of 4 digits"),
+    ("(" * (MAX_DEPTH + 1), "nested deeper than 64"),
+    (r"\sqrt" * 400 + "2", "nested too deeply"),
+    ("-" * 200, "signs in a row"),
+    ("a__b", "double underscore"),
+    ("x" * 64, "a word of 64 letters"),
+    ("x+" * 3000, "longer than"),
+])  # fmt: skip
 def test_the_guards_refuse(text: str, words: str) -> None:
     reason = refusal_of(text) or ""
     assert any(word in reason for word in words.split("|"))
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        *("2^{2023}-1", "e^{x^2}", "2^{2^3}", "x^{2024}", "1000!", r"\binom{100}{50}", r"\frac12^{10}", "(x+1)^{10}"),
-        *("(" * MAX_DEPTH, r"90^\circ", r"x^\frac{1}{3}", r"\left(\frac{1+\sqrt5}{2}\right)^{100}", "1,000,000,007"),
-        *(r"(-\infty,2)\cup(3,\infty)", r"|x-3|^2+5", r"2^{50\cdot 99}", r"\sqrt[3]{2}", "1e10", "3.14159", ""),
-    ],
-)
+@pytest.mark.parametrize("text", [
+    *("2^{2023}-1", "e^{x^2}", "2^{2^3}", "x^{2024}", "1000!", r"\binom{100}{50}", r"\frac12^{10}", "(x+1)^{10}"),
+    *("(" * MAX_DEPTH, r"90^\circ", r"x^\frac{1}{3}", r"\left(\frac{1+\sqrt5}{2}\right)^{100}", "1,000,000,007"),
+    *(r"(-\infty,2)\cup(3,\infty)", r"|x-3|^2+5", r"2^{50\cdot 99}", r"\sqrt[3]{2}", "1e10", "3.14159", ""),
+])  # fmt: skip
 def test_the_guards_let_answers_pass(text: str) -> None:
     assert refusal_of(text) is None
 

@@ -52,25 +52,13 @@ def test_unboxing_of_labels_is_done_once() -> None:
     assert unboxed(" 5 ") == "5"
 
 
-@pytest.mark.parametrize(
-    ("name", "response", "label", "score"),
-    [
-        ("exact", " 42\n", "42 ", 1),
-        ("exact", "42.", "42", 0),
-        ("exact", "the answer is 42", "42", 0),
-        ("contains", "the answer is 42", " 42 ", 1),
-        ("contains", "no", "42", 0),
-        ("contains:bc", "abcd", None, 1),
-        ("contains:a:b", "xa:by", None, 1),
-        ("contains:bd", "abcd", None, 0),
-        ("boxed_exact", r"so \boxed{42}", "42", 1),
-        ("boxed_gsm8k_flex", r"17 \boxed{about 42}", "42", 1),
-        ("boxed_exact", "42", "42", 0),
-        ("auto", "#### 5", "x #### 5", 1),
-        ("auto", "5", "5", 1),
-        ("auto", "#### 5", "5", 0),
-    ],
-)
+@pytest.mark.parametrize(("name", "response", "label", "score"), [
+    ("exact", " 42\n", "42 ", 1), ("exact", "42.", "42", 0), ("exact", "the answer is 42", "42", 0),
+    ("contains", "the answer is 42", " 42 ", 1), ("contains", "no", "42", 0), ("contains:bc", "abcd", None, 1),
+    ("contains:a:b", "xa:by", None, 1), ("contains:bd", "abcd", None, 0), ("boxed_exact", r"so \boxed{42}", "42", 1),
+    ("boxed_gsm8k_flex", r"17 \boxed{about 42}", "42", 1), ("boxed_exact", "42", "42", 0),
+    ("auto", "#### 5", "x #### 5", 1), ("auto", "5", "5", 1), ("auto", "#### 5", "5", 0),
+])  # fmt: skip
 def test_text_graders(name: str, response: str, label: str | None, score: int) -> None:
     found = grade(name, response, label)
     assert (found.score, found.is_correct, found.error) == (float(score), bool(score), None)
@@ -113,34 +101,31 @@ def test_constant_sleep_and_crash() -> None:
     assert grade("crash:0", "x", None).error is None
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("exakt", "did you mean 'exact'.*Known: .*gsm8k"),
-        ("boxed_exat", "did you mean 'boxed_exact'"),
-        ("lenght:5", "did you mean 'length'"),
-        ("", "rm_type '' is no grader"),
-        ("length", "write length:N"),
-        ("length:0", "at least 1 token"),
-        ("length:x", "cannot be used"),
-        ("constant:nan", "must be finite\\); write constant:X"),
-        ("random:1.5", "between 0 and 1"),
-        ("exact:1", "takes no argument"),
-        ("contains:", "every response contains it"),
-        ("sleep:forever", "write sleep:SECONDS"),
-        ("sleep:-1", "no number of seconds"),
-        ("sleep:uniform(2,1)", "no distribution"),
-        ("boxed_length:5", "needs a grader that reads the response"),
-        ("no.such.module:f", "importing 'no.such.module' failed"),
-        ("os.path:nothing", "has no 'nothing'; check the name after the colon"),
-        ("asyncio:sleep", "take these 3 arguments"),
-        ("json:dumps", "cannot be called as function\\(response, label, metadata\\)"),
-        (f"{PATH}:two_arguments", "take these 3 arguments"),
-        (f"{PATH}:prompt_first", "move it behind them"),
-        (f"{PATH}:two_more", "take these 3 arguments"),
-        (f"{PATH}:not_callable", "no function"),
-    ],
-)
+@pytest.mark.parametrize(("name", "words"), [
+    ("exakt", "did you mean 'exact'.*Known: .*gsm8k"),
+    ("boxed_exat", "did you mean 'boxed_exact'"),
+    ("lenght:5", "did you mean 'length'"),
+    ("", "rm_type '' is no grader"),
+    ("length", "write length:N"),
+    ("length:0", "at least 1 token"),
+    ("length:x", "cannot be used"),
+    ("constant:nan", "must be finite\\); write constant:X"),
+    ("random:1.5", "between 0 and 1"),
+    ("exact:1", "takes no argument"),
+    ("contains:", "every response contains it"),
+    ("sleep:forever", "write sleep:SECONDS"),
+    ("sleep:-1", "no number of seconds"),
+    ("sleep:uniform(2,1)", "no distribution"),
+    ("boxed_length:5", "needs a grader that reads the response"),
+    ("no.such.module:f", "importing 'no.such.module' failed"),
+    ("os.path:nothing", "has no 'nothing'; check the name after the colon"),
+    ("asyncio:sleep", "take these 3 arguments"),
+    ("json:dumps", "cannot be called as function\\(response, label, metadata\\)"),
+    (f"{PATH}:two_arguments", "take these 3 arguments"),
+    (f"{PATH}:prompt_first", "move it behind them"),
+    (f"{PATH}:two_more", "take these 3 arguments"),
+    (f"{PATH}:not_callable", "no function"),
+])  # fmt: skip
 def test_names_that_are_refused(name: str, words: str) -> None:
     with pytest.raises(UnknownGraderError, match=words):
         find_grader(name)
@@ -220,21 +205,18 @@ def test_what_a_grader_may_return(value: object, score: float) -> None:
     assert as_grade(value).score == score
 
 
-@pytest.mark.parametrize(
-    ("value", "words"),
-    [
-        (None, "returned NoneType"),
-        ("1", "returned str"),
-        (float("nan"), "'score' is nan; a grade must be a finite number"),
-        (10**400, "'score' is inf"),
-        ({"scores": 1}, "needs a number under 'score'; its keys: scores"),
-        ({"score": 1, "part": float("inf")}, "'part' is inf"),
-        ({"score": 1, "part": "x"}, "'part' in the grader's dict is str"),
-        ({"score": 1, "is_correct": 1}, "'is_correct' in the grader's dict is int"),
-        ([1.0], "returned list"),
-        (Grade(float("inf")), "'score' is inf"),
-    ],
-)
+@pytest.mark.parametrize(("value", "words"), [
+    (None, "returned NoneType"),
+    ("1", "returned str"),
+    (float("nan"), "'score' is nan; a grade must be a finite number"),
+    (10**400, "'score' is inf"),
+    ({"scores": 1}, "needs a number under 'score'; its keys: scores"),
+    ({"score": 1, "part": float("inf")}, "'part' is inf"),
+    ({"score": 1, "part": "x"}, "'part' in the grader's dict is str"),
+    ({"score": 1, "is_correct": 1}, "'is_correct' in the grader's dict is int"),
+    ([1.0], "returned list"),
+    (Grade(float("inf")), "'score' is inf"),
+])  # fmt: skip
 def test_what_a_grader_may_not_return(value: Any, words: str) -> None:
     found = as_grade(value)
     assert (found.score, found.status) == (0.0, "error")
@@ -344,14 +326,11 @@ def test_polynomials_multiply_out(a: int, b: int, c: int, letters: str) -> None:
     assert equal_values(f"{product}+{c}", expanded) == (c == 0)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        *("2^10", "2^(3)", "2^3^2", "x2", "a+b+c", "f'", "1..2", "()", "2+", "sqrt2", "--", "---1", "x_1", "1,2", ""),
-        *("__import__('os')", "x.y", "x[0]", "lambda: 1", "1 if 1 else 2", "'a'", "1;2", "sqrt(1,2)", "pi(2", "2^1.5"),
-        "(" * 300,
-    ],
-)
+@pytest.mark.parametrize("text", [
+    *("2^10", "2^(3)", "2^3^2", "x2", "a+b+c", "f'", "1..2", "()", "2+", "sqrt2", "--", "---1", "x_1", "1,2", ""),
+    *("__import__('os')", "x.y", "x[0]", "lambda: 1", "1 if 1 else 2", "'a'", "1;2", "sqrt(1,2)", "pi(2", "2^1.5"),
+    "(" * 300,
+])  # fmt: skip
 def test_what_is_no_plain_arithmetic_is_refused(text: str) -> None:
     with pytest.raises(NotArithmetic):
         equal_values(text, "x+1")

@@ -23,30 +23,13 @@ from tests.stages.reward.answer_server import AnswerServer, answering
 from tests.stages.stage_rig import make_config, make_sample, open_rig
 
 
-@pytest.mark.parametrize(
-    ("text", "score"),
-    [
-        ("Score: 1", 1.0),
-        ("It is right.\nScore: 0.75\n", 0.75),
-        ("Score: 7/10", 0.7),
-        ("Score: 3 / 4.", 0.75),
-        ("**Score:** 0.5", 0.5),
-        ("## score: .25", 0.25),
-        ("Score: 1\nno, wait\nScore: 0", 0.0),
-        ("<think>Score: 1</think>\nScore: 0", 0.0),
-        ("Score: 7", None),
-        ("Score: 0.4\nScore: 7", None),
-        ("Score: 11/10", None),
-        ("Score: 1/0", None),
-        ("Score: -1", None),
-        ("Score: high", None),
-        ("Score: 1 or 0", None),
-        ("The answer says Score: 1", None),
-        ("Score:", None),
-        ("", None),
-        ("<think>Score: 1", None),
-    ],
-)
+@pytest.mark.parametrize(("text", "score"), [
+    ("Score: 1", 1.0), ("It is right.\nScore: 0.75\n", 0.75), ("Score: 7/10", 0.7), ("Score: 3 / 4.", 0.75),
+    ("**Score:** 0.5", 0.5), ("## score: .25", 0.25), ("Score: 1\nno, wait\nScore: 0", 0.0),
+    ("<think>Score: 1</think>\nScore: 0", 0.0), ("Score: 7", None), ("Score: 0.4\nScore: 7", None),
+    ("Score: 11/10", None), ("Score: 1/0", None), ("Score: -1", None), ("Score: high", None), ("Score: 1 or 0", None),
+    ("The answer says Score: 1", None), ("Score:", None), ("", None), ("<think>Score: 1", None),
+])  # fmt: skip
 def test_what_is_a_score(text: str, score: float | None) -> None:
     assert parse_score(text) == (pytest.approx(score) if score is not None else None)
 
@@ -153,20 +136,17 @@ async def test_a_judge_that_is_not_up_is_an_error_in_words() -> None:
 # From grades to a reward: components, `--reward-key`, overlong shaping and masking, with golden numbers.
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("acc", "has no grader and weight; write name=GRADER@WEIGHT"),
-        ("acc=math", "has no grader and weight"),
-        ("acc=@1", "has no grader and weight"),
-        ("=math@1", "'' is no name of a metric"),
-        ("a b=math@1", "'a b' is no name of a metric"),
-        ("acc=math@x", "'x' is no finite weight"),
-        ("acc=math@nan", "'nan' is no finite weight"),
-        ("acc=math@", "'' is no finite weight"),
-        ("acc=exact@1 + acc=math@1", "names 'acc' twice"),
-    ],
-)
+@pytest.mark.parametrize(("text", "words"), [
+    ("acc", "has no grader and weight; write name=GRADER@WEIGHT"),
+    ("acc=math", "has no grader and weight"),
+    ("acc=@1", "has no grader and weight"),
+    ("=math@1", "'' is no name of a metric"),
+    ("a b=math@1", "'a b' is no name of a metric"),
+    ("acc=math@x", "'x' is no finite weight"),
+    ("acc=math@nan", "'nan' is no finite weight"),
+    ("acc=math@", "'' is no finite weight"),
+    ("acc=exact@1 + acc=math@1", "names 'acc' twice"),
+])  # fmt: skip
 def test_components_that_cannot_be_read(text: str, words: str) -> None:
     with pytest.raises(UnknownGraderError, match=words):
         parse_components(text.split(" + "))
@@ -209,16 +189,13 @@ def test_reward_key_picks_a_part() -> None:
     assert "needs a number under 'f1'; its keys: acc" in (as_grade({"acc": 0.5}, "f1").error or "")
 
 
-@pytest.mark.parametrize(
-    ("given_", "full"),
-    [
-        ("math", "math:compat"),
-        ("boxed_math", "boxed_math:compat"),
-        ("math:verify", "math:verify"),
-        ("code", "code:8"),  # ends before its process is killed
-        ("code:3", "code:3"),
-    ],
-)
+@pytest.mark.parametrize(("given_", "full"), [
+    ("math", "math:compat"),
+    ("boxed_math", "boxed_math:compat"),
+    ("math:verify", "math:verify"),
+    ("code", "code:8"),  # ends before its process is killed
+    ("code:3", "code:3"),
+])  # fmt: skip
 def test_math_takes_its_dialect_from_the_flag_and_code_its_time(given_: str, full: str) -> None:
     selection = Selection(RewardConfig(rm_type=given_, math_equivalence="compat", reward_deadline_s=10))
     assert selection.configured() == (full,)

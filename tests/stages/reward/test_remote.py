@@ -52,24 +52,21 @@ async def serving(*answers: Answer, **options: Any) -> AsyncIterator[tuple[Remot
             await client.close()
 
 
-@pytest.mark.parametrize(
-    ("answer", "words"),
-    [
-        (says({"score": None}), "'score' of the answer is null; a score must be one finite number"),
-        (says("NaN"), "the answer is NaN"),
-        (says({"score": "nan"}), "'score' of the answer is \"nan\""),
-        (says("1e999"), "the answer is Infinity"),
-        (says([1.0]), r"the answer is \[1.0\]"),
-        (says("null"), "the answer is null"),
-        (says({}), r"the answer has no 'score' \(--reward-key\); its keys: none"),
-        (says({"reward": 1}), "its keys: reward"),
-        (says("no such label", 400), "it answered 400: no such label"),
-        (says("unprocessable", 422), "it answered 422: unprocessable"),
-        (says("who are you", 401), "it answered 401"),
-        (says("", 302, Location="/elsewhere"), "it answered 302"),
-        (says("1" * (MAX_ANSWER_BYTES + 1)), "the answer is longer than"),
-    ],
-)
+@pytest.mark.parametrize(("answer", "words"), [
+    (says({"score": None}), "'score' of the answer is null; a score must be one finite number"),
+    (says("NaN"), "the answer is NaN"),
+    (says({"score": "nan"}), "'score' of the answer is \"nan\""),
+    (says("1e999"), "the answer is Infinity"),
+    (says([1.0]), r"the answer is \[1.0\]"),
+    (says("null"), "the answer is null"),
+    (says({}), r"the answer has no 'score' \(--reward-key\); its keys: none"),
+    (says({"reward": 1}), "its keys: reward"),
+    (says("no such label", 400), "it answered 400: no such label"),
+    (says("unprocessable", 422), "it answered 422: unprocessable"),
+    (says("who are you", 401), "it answered 401"),
+    (says("", 302, Location="/elsewhere"), "it answered 302"),
+    (says("1" * (MAX_ANSWER_BYTES + 1)), "the answer is longer than"),
+])  # fmt: skip
 async def test_what_cannot_get_better_fails_at_once(answer: web.Response, words: str) -> None:
     async with serving(answer, says(1)) as (client, server, pauses):
         grade = await client.grade(ASKED)

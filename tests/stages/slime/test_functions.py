@@ -148,15 +148,12 @@ async def test_a_function_that_blocks_its_loop_does_not_block_the_stage(tmp_path
     assert all(sample.status == "completed" for sample in samples)
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("not_async", "is no async function; write async def generate"),
-        ("too_few", "cannot be called as function"),
-        ("missing", "has no 'missing'"),
-        ("STARTED", "is no function"),
-    ],
-)
+@pytest.mark.parametrize(("name", "words"), [
+    ("not_async", "is no async function; write async def generate"),
+    ("too_few", "cannot be called as function"),
+    ("missing", "has no 'missing'"),
+    ("STARTED", "is no function"),
+])  # fmt: skip
 def test_a_function_that_cannot_be_called_is_refused_at_the_start(name: str, words: str) -> None:
     for separator in (":", "."):
         with pytest.raises(ImportPathError, match=words):
@@ -211,14 +208,11 @@ async def test_a_group_that_is_put_back_comes_again_and_one_left_out_fails(tmp_p
     assert "raised ValueError" in str(found[1][0].error), "the second call drew it alone, and wants two"
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("draws_nothing", "drew nothing from data_source.get_samples"),
-        ("draws_too_much", "no group waits beside the 2 that this call has drawn"),
-        ("hangs", "took longer than 0.4 s"),
-    ],
-)
+@pytest.mark.parametrize(("name", "words"), [
+    ("draws_nothing", "drew nothing from data_source.get_samples"),
+    ("draws_too_much", "no group waits beside the 2 that this call has drawn"),
+    ("hangs", "took longer than 0.4 s"),
+])  # fmt: skip
 async def test_what_goes_wrong_fails_the_groups_with_the_reason(tmp_path: Path, name: str, words: str) -> None:
     deadline_s = 0.4 if name == "hangs" else 60.0
     async with batch_world(tmp_path, name, deadline_s=deadline_s) as world:
@@ -294,25 +288,22 @@ def test_a_function_may_give_up(status: str) -> None:
     assert (sample.status, sample.error) == (status, "no sandbox")
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"status": Given.Status.PENDING}, "with the status pending; set sample.status to"),
-        ({"tokens": []}, "response_length is 4 of 0 tokens"),
-        ({"response_length": 7}, "must be the prompt's tokens and then the response's"),
-        ({"tokens": ["a"]}, "is no list of ids or number"),
-        ({"loss_mask": [1, 1]}, "loss_mask has 2 entries for 4 tokens"),
-        ({"loss_mask": [1, 1, 2, 1]}, "give 0 or 1 for each"),
-        ({"loss_mask": [1, 1, 1, 1]}, "is 1 for token 5, which no weights made"),
-        ({"tokens": [*IDS[:4], 99, 2, 3]}, "from token 4 on they are not what the engine"),
-        ({"tokens": [*IDS[:4], 99, 2, 3], "loss_mask": None}, "from token 4 on they are not what the engine"),
-        ({"tokens": [8, *IDS[1:]]}, "from token 0 on they are not"),
-        ({"reward": math.nan}, "sample.reward is nan; it must be a finite number"),
-        ({"reward": "high"}, "it must be a finite number"),
-        ({"reward": {"score": 1.0}}, "--reward-key is None; name the part"),
-        ({"teacher_log_probs": [-1.0]}, "teacher_log_probs has 1 entries for 4"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "words"), [
+    ({"status": Given.Status.PENDING}, "with the status pending; set sample.status to"),
+    ({"tokens": []}, "response_length is 4 of 0 tokens"),
+    ({"response_length": 7}, "must be the prompt's tokens and then the response's"),
+    ({"tokens": ["a"]}, "is no list of ids or number"),
+    ({"loss_mask": [1, 1]}, "loss_mask has 2 entries for 4 tokens"),
+    ({"loss_mask": [1, 1, 2, 1]}, "give 0 or 1 for each"),
+    ({"loss_mask": [1, 1, 1, 1]}, "is 1 for token 5, which no weights made"),
+    ({"tokens": [*IDS[:4], 99, 2, 3]}, "from token 4 on they are not what the engine"),
+    ({"tokens": [*IDS[:4], 99, 2, 3], "loss_mask": None}, "from token 4 on they are not what the engine"),
+    ({"tokens": [8, *IDS[1:]]}, "from token 0 on they are not"),
+    ({"reward": math.nan}, "sample.reward is nan; it must be a finite number"),
+    ({"reward": "high"}, "it must be a finite number"),
+    ({"reward": {"score": 1.0}}, "--reward-key is None; name the part"),
+    ({"teacher_log_probs": [-1.0]}, "teacher_log_probs has 1 entries for 4"),
+])  # fmt: skip
 def test_what_is_no_rollout_says_why(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ReturnedError, match=words.replace("(", r"\(")):
         returned(answer_given(**changes))
@@ -468,16 +459,13 @@ async def test_groups_have_the_sources_prompts_labels_and_metadata(tmp_path: Pat
     assert min(snapshot.drawn) >= 4
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("Empty", r"get_samples\(1\) gave no group"),
-        ("Short", "a group of 1 samples, but --n-samples-per-prompt is 2"),
-        ("Broken", "get_samples raised OSError: the disk is gone"),
-        ("NamesCode", "generate_function_path is 'os.system', which no setting of this run names"),
-        ("Counting", "a prompt of 4 tokens, above the limit of 3"),
-    ],
-)
+@pytest.mark.parametrize(("name", "words"), [
+    ("Empty", r"get_samples\(1\) gave no group"),
+    ("Short", "a group of 1 samples, but --n-samples-per-prompt is 2"),
+    ("Broken", "get_samples raised OSError: the disk is gone"),
+    ("NamesCode", "generate_function_path is 'os.system', which no setting of this run names"),
+    ("Counting", "a prompt of 4 tokens, above the limit of 3"),
+])  # fmt: skip
 async def test_what_is_wrong_with_a_source_is_one_sentence(tmp_path: Path, name: str, words: str) -> None:
     with pytest.raises(DataSourceError, match=words):
         await prompts_of(tmp_path, name, limit=3 if name == "Counting" else None).reach(1)
@@ -492,14 +480,11 @@ async def test_the_code_of_a_source_may_name_a_function(tmp_path: Path) -> None:
         prompts.resume({}, 0, 7)
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("NoLoad", r"NoLoad has no load\(rollout_id\)"),
-        ("ask", "is no class"),
-        ("Odd", r"Odd\.get_samples cannot be called with \(self, n\)"),
-    ],
-)
+@pytest.mark.parametrize(("name", "words"), [
+    ("NoLoad", r"NoLoad has no load\(rollout_id\)"),
+    ("ask", "is no class"),
+    ("Odd", r"Odd\.get_samples cannot be called with \(self, n\)"),
+])  # fmt: skip
 def test_a_class_that_is_no_source_is_refused_at_the_start(name: str, words: str) -> None:
     with pytest.raises(ImportPathError, match=words):
         data_source(f"{CODE}.{name}")

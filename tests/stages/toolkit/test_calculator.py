@@ -75,74 +75,31 @@ def test_what_is_written_is_what_is_meant(value: Fraction) -> None:
     assert float(Fraction(format_number(value))) == pytest.approx(float(value), rel=1e-14)
 
 
-@pytest.mark.parametrize(
-    ("expression", "answer"),
-    [
-        ("7/2", "3.5"),
-        ("0.1+0.2", "0.3"),
-        ("1/3", "0.333333333333333"),
-        ("-1/3", "-0.333333333333333"),
-        ("-1/8", "-0.125"),
-        ("-7//2", "-4"),
-        ("7.5//2", "3"),
-        ("2**-1", "0.5"),
-        ("2**0.5", "1.4142135623731"),
-        ("4**0.5", "2"),
-        ("0**0", "1"),
-        ("(-1)**1000000001", "-1"),
-        ("(-1)**(10**30)", "1"),
-        ("0**(10**9)", "0"),
-        ("1e3", "1000"),
-        ("1e-7", "0.0000001"),
-        ("1_000", "1000"),
-        (" ( 3 +\n4 ) * 2 ", "14"),
-        ("6 × 7 ÷ 2 − 1", "20"),
-        ("10**20 / 3", "3.33333333333333e+19"),
-        ("2**1000 // 2**990", "1024"),
-        ("0.0", "0"),
-        ("-0.0", "0"),
-    ],
-)
+@pytest.mark.parametrize(("expression", "answer"), [
+    ("7/2", "3.5"), ("0.1+0.2", "0.3"), ("1/3", "0.333333333333333"), ("-1/3", "-0.333333333333333"),
+    ("-1/8", "-0.125"), ("-7//2", "-4"), ("7.5//2", "3"), ("2**-1", "0.5"), ("2**0.5", "1.4142135623731"),
+    ("4**0.5", "2"), ("0**0", "1"), ("(-1)**1000000001", "-1"), ("(-1)**(10**30)", "1"), ("0**(10**9)", "0"),
+    ("1e3", "1000"), ("1e-7", "0.0000001"), ("1_000", "1000"), (" ( 3 +\n4 ) * 2 ", "14"), ("6 × 7 ÷ 2 − 1", "20"),
+    ("10**20 / 3", "3.33333333333333e+19"), ("2**1000 // 2**990", "1024"), ("0.0", "0"), ("-0.0", "0"),
+])  # fmt: skip
 def test_answers(expression: str, answer: str) -> None:
     assert evaluate(expression) == answer
 
 
-@pytest.mark.parametrize(
-    ("expression", "words"),
-    [
-        ("", "is empty"),
-        (" \n", "is empty"),
-        ("9**9**9", "the power is too large"),
-        ("(9**999)**(9**999)", "the power is too large"),
-        ("2**-100000000", "the power is too large"),
-        ("(2**4000)*(2**4000)", "too large"),
-        ("1e999", "too large"),
-        ("9" * 900 + "**9", "the power is too large"),
-        ("1/0", "division by zero"),
-        ("1//(2-2)", "division by zero"),
-        ("0**-1", "division by zero"),
-        ("(-8)**0.5", "no real power"),
-        ("(2**3000)**0.5", "too large"),
-        ("2^3", "write \\*\\* for a power"),
-        ("1,000+1", "without thousands separators"),
-        ("1+", "not valid arithmetic"),
-        ("x=1", "not valid arithmetic"),
-        ("1\x00", "not valid arithmetic"),
-        ("(" * 400 + ")" * 400, "not valid arithmetic"),
-        ("-" * 999 + "1", "nested deeper|not valid arithmetic"),
-        ("1" + "+1" * 400, "nested deeper|not valid arithmetic"),
-        ("1" * 1001, "longer than 1000 characters"),
-        ("__import__('os').system('true')", "only numbers"),
-        ("().__class__.__bases__", "only numbers"),
-        ("'a'*10", "only numbers"),
-        ("True+1", "only numbers"),
-        ("1j", "only numbers"),
-        ("~1", "only numbers"),
-        ("1<<100000000000", "only numbers"),
-        ("x", "only numbers"),
-        ("\ud800", "not valid arithmetic"),
-    ],
-)
+@pytest.mark.parametrize(("expression", "words"), [
+    ("", "is empty"), (" \n", "is empty"), ("9**9**9", "the power is too large"),
+    ("(9**999)**(9**999)", "the power is too large"), ("2**-100000000", "the power is too large"),
+    ("(2**4000)*(2**4000)", "too large"), ("1e999", "too large"), ("9" * 900 + "**9", "the power is too large"),
+    ("1/0", "division by zero"), ("1//(2-2)", "division by zero"), ("0**-1", "division by zero"),
+    ("(-8)**0.5", "no real power"), ("(2**3000)**0.5", "too large"), ("2^3", "write \\*\\* for a power"),
+    ("1,000+1", "without thousands separators"), ("1+", "not valid arithmetic"), ("x=1", "not valid arithmetic"),
+    ("1\x00", "not valid arithmetic"), ("(" * 400 + ")" * 400, "not valid arithmetic"),
+    ("-" * 999 + "1", "nested deeper|not valid arithmetic"), ("1" + "+1" * 400, "nested deeper|not valid arithmetic"),
+    ("1" * 1001, "longer than 1000 characters"), ("__import__('os').system('true')", "only numbers"),
+    ("().__class__.__bases__", "only numbers"), ("'a'*10", "only numbers"), ("True+1", "only numbers"),
+    ("1j", "only numbers"), ("~1", "only numbers"), ("1<<100000000000", "only numbers"), ("x", "only numbers"),
+    ("\ud800", "not valid arithmetic"),
+])  # fmt: skip
 def test_refusals(expression: str, words: str) -> None:
     with pytest.raises(ToolCallError, match=words):
         evaluate(expression)
@@ -184,17 +141,14 @@ async def ask_one(tools: dict[str, Tool], name: str, text: str, deadline_s: floa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("tool", "text", "answer"),
-    [
-        ("give_up", "x", "error: CancelledError: "),
-        ("leave", "x", "error: SystemExit: 3"),
-        ("crash", "crash", "error: its worker process ended with exit status 7; " + CRASHED),
-        ("block", "block", "error: no answer within 0.2 s"),
-        ("spin", "spin", "error: no answer within 0.2 s"),
-        ("deaf", "deaf", "error: no answer within 0.2 s"),
-    ],
-)
+@pytest.mark.parametrize(("tool", "text", "answer"), [
+    ("give_up", "x", "error: CancelledError: "),
+    ("leave", "x", "error: SystemExit: 3"),
+    ("crash", "crash", "error: its worker process ended with exit status 7; " + CRASHED),
+    ("block", "block", "error: no answer within 0.2 s"),
+    ("spin", "spin", "error: no answer within 0.2 s"),
+    ("deaf", "deaf", "error: no answer within 0.2 s"),
+])  # fmt: skip
 async def test_a_tool_that_misbehaves_is_answered_for_and_serves_again(
     tool: str, text: str, answer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -62,68 +62,49 @@ def parse(content: str, *names: str) -> ToolCall | str:
     return Marked(OPEN, CLOSE).last(call_text(content), offered)
 
 
-@pytest.mark.parametrize(
-    ("text", "content"),
-    [
-        (f"a {OPEN} x {CLOSE}", "x"),
-        (f"a {OPEN}x{CLOSE}\n \n", "x"),
-        (f"{OPEN}x{CLOSE} and {OPEN}y{CLOSE}", "y"),
-        (f"{OPEN}cut off {OPEN}y{CLOSE}", "y"),
-        (f"{OPEN}{CLOSE}", ""),
-        (f"{OPEN}x{CLOSE} done", None),
-        (f"{OPEN}x", None),
-        (f"x{CLOSE}", None),
-        (CLOSE + OPEN, None),
-        ("", None),
-    ],
-)
+@pytest.mark.parametrize(("text", "content"), [
+    (f"a {OPEN} x {CLOSE}", "x"), (f"a {OPEN}x{CLOSE}\n \n", "x"), (f"{OPEN}x{CLOSE} and {OPEN}y{CLOSE}", "y"),
+    (f"{OPEN}cut off {OPEN}y{CLOSE}", "y"), (f"{OPEN}{CLOSE}", ""), (f"{OPEN}x{CLOSE} done", None), (f"{OPEN}x", None),
+    (f"x{CLOSE}", None), (CLOSE + OPEN, None), ("", None),
+])  # fmt: skip
 def test_only_a_call_at_the_end_counts(text: str, content: str | None) -> None:
     assert Marked(OPEN, CLOSE).find_last(text) == content
 
 
-@pytest.mark.parametrize(
-    ("content", "call"),
-    [
-        ('{"name": "echo", "arguments": {"text": "hi"}}', ToolCall("echo", {"text": "hi"})),
-        ('\n{"name": "echo", "arguments": "{\\"text\\": \\"hi\\"}"}\n', ToolCall("echo", {"text": "hi"})),
-        ('{"name": "echo", "arguments": "1+1"}', ToolCall("echo", "1+1")),
-        ('{"name": "echo"}', ToolCall("echo", {})),
-    ],
-)
+@pytest.mark.parametrize(("content", "call"), [
+    ('{"name": "echo", "arguments": {"text": "hi"}}', ToolCall("echo", {"text": "hi"})),
+    ('\n{"name": "echo", "arguments": "{\\"text\\": \\"hi\\"}"}\n', ToolCall("echo", {"text": "hi"})),
+    ('{"name": "echo", "arguments": "1+1"}', ToolCall("echo", "1+1")),
+    ('{"name": "echo"}', ToolCall("echo", {})),
+])  # fmt: skip
 def test_calls_by_name(content: str, call: ToolCall) -> None:
     assert parse(content, "echo", "calculator") == call
     assert parse(content, "echo") == call
 
 
-@pytest.mark.parametrize(
-    ("content", "arguments"),
-    [
-        ("1 + 1", "1 + 1"),
-        ('"1 + 1"', "1 + 1"),
-        ("42", "42"),
-        ('{"expression": "1 + 1"}', {"expression": "1 + 1"}),
-        ('{"name": "x", "expression": "1"}', {"name": "x", "expression": "1"}),
-        ('"unclosed', '"unclosed'),
-    ],
-)
+@pytest.mark.parametrize(("content", "arguments"), [
+    ("1 + 1", "1 + 1"),
+    ('"1 + 1"', "1 + 1"),
+    ("42", "42"),
+    ('{"expression": "1 + 1"}', {"expression": "1 + 1"}),
+    ('{"name": "x", "expression": "1"}', {"name": "x", "expression": "1"}),
+    ('"unclosed', '"unclosed'),
+])  # fmt: skip
 def test_the_only_tool_may_be_called_barely(content: str, arguments: object) -> None:
     assert parse(content, "calculator") == ToolCall("calculator", arguments)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        ("1 + 1", "is a JSON object .* tools: calculator, echo"),
-        ("", "is empty"),
-        ("{", "not valid JSON"),
-        ('{"name": "ecko", "arguments": {}}', "no tool 'ecko'; did you mean 'echo'\\? Tools: calculator, echo"),
-        ('{"arguments": {}}', "is a JSON object"),
-        ('{"name": 3, "arguments": {}}', "is a JSON object"),
-        ('{"name": "echo", "arguments": [1]}', "arguments of a tool call must be a JSON object"),
-        ("{" + " " * 40_000 + "}", "longer than 32768"),
-        ('{"a":' * 10_000, "not valid JSON|longer"),
-    ],
-)
+@pytest.mark.parametrize(("content", "words"), [
+    ("1 + 1", "is a JSON object .* tools: calculator, echo"),
+    ("", "is empty"),
+    ("{", "not valid JSON"),
+    ('{"name": "ecko", "arguments": {}}', "no tool 'ecko'; did you mean 'echo'\\? Tools: calculator, echo"),
+    ('{"arguments": {}}', "is a JSON object"),
+    ('{"name": 3, "arguments": {}}', "is a JSON object"),
+    ('{"name": "echo", "arguments": [1]}', "arguments of a tool call must be a JSON object"),
+    ("{" + " " * 40_000 + "}", "longer than 32768"),
+    ('{"a":' * 10_000, "not valid JSON|longer"),
+])  # fmt: skip
 def test_what_the_model_reads_about_a_bad_call(content: str, words: str) -> None:
     found = parse(content, "calculator", "echo")
     assert isinstance(found, str)
@@ -180,21 +161,18 @@ def test_schemas_for_chat_templates() -> None:
     assert lookup == {"name": "lookup", "description": "Weather of a city.", "parameters": parameters}
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("calculater", "'calculater' is no tool; did you mean 'calculator'\\? Known: calculator"),
-        ("", "'' is no tool"),
-        ("no.such:tool", "importing 'no.such' failed"),
-        (f"{PATH}:missing", "has no 'missing'; check the name after the colon"),
-        (f"{PATH}:plain", "make it 'async def'"),
-        (f"{PATH}:variadic", "parameter 'texts' cannot be given by name"),
-        (f"{PATH}:NoSchema", "is no tool; it must be an async function, or have"),
-        ("asyncio:TaskGroup", "is no tool"),
-        ("pathlib:Path", "is no tool"),
-        ("calculator + calculator", "two of them are called 'calculator'"),
-    ],
-)
+@pytest.mark.parametrize(("name", "words"), [
+    ("calculater", "'calculater' is no tool; did you mean 'calculator'\\? Known: calculator"),
+    ("", "'' is no tool"),
+    ("no.such:tool", "importing 'no.such' failed"),
+    (f"{PATH}:missing", "has no 'missing'; check the name after the colon"),
+    (f"{PATH}:plain", "make it 'async def'"),
+    (f"{PATH}:variadic", "parameter 'texts' cannot be given by name"),
+    (f"{PATH}:NoSchema", "is no tool; it must be an async function, or have"),
+    ("asyncio:TaskGroup", "is no tool"),
+    ("pathlib:Path", "is no tool"),
+    ("calculator + calculator", "two of them are called 'calculator'"),
+])  # fmt: skip
 def test_tools_that_are_refused(name: str, words: str) -> None:
     with pytest.raises(UnknownToolError, match=words):
         resolve_tools(name.split(" + "))
@@ -408,15 +386,12 @@ async def test_a_result_with_braces_goes_through_the_template_as_it_is(tiny: Pat
         assert sample.response.endswith("[{result} {0}]{x}")
 
 
-@pytest.mark.parametrize(
-    ("sample", "wanted"),
-    [
-        (make_sample(0, response="<tool_call>x</tool_call>\n"), True),
-        (make_sample(0, response="<tool_call>x</tool_call> and more"), False),
-        (make_sample(0, response="<tool_call>x</tool_call>", status="truncated"), False),
-        (make_sample(0, response="<tool_call>x</tool_call>", status="failed"), False),
-    ],
-)
+@pytest.mark.parametrize(("sample", "wanted"), [
+    (make_sample(0, response="<tool_call>x</tool_call>\n"), True),
+    (make_sample(0, response="<tool_call>x</tool_call> and more"), False),
+    (make_sample(0, response="<tool_call>x</tool_call>", status="truncated"), False),
+    (make_sample(0, response="<tool_call>x</tool_call>", status="failed"), False),
+])  # fmt: skip
 def test_a_completed_sample_that_ends_in_a_call_is_wanted(sample: Sample, wanted: bool) -> None:
     assert AgentsStage.wants(tool_config("calculator"), {}, make_slice(0, sample)) is wanted
     assert not AgentsStage.wants(Config(), {}, make_slice(0, sample)), "no tools are configured"
