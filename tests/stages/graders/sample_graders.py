@@ -59,15 +59,6 @@ def behave(response: str, label: str | None, metadata: Mapping[str, object]) -> 
     return float(len(response))
 
 
-def once(response: str, label: str | None, metadata: Mapping[str, object]) -> float:
-    """Die the first time, when the file named in the metadata is not there yet."""
-    marker = Path(str(metadata["marker"]))
-    if not marker.exists():
-        marker.touch()
-        os._exit(9)
-    return 1.0
-
-
 def note(response: str, label: str | None, metadata: Mapping[str, object]) -> float:
     """Write down the process and the response."""
     with Path(str(metadata["log"])).open("a") as log:
