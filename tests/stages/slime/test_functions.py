@@ -89,16 +89,6 @@ async def test_a_function_that_is_called_again_gets_the_answers_that_it_had(tmp_
     assert uncertain_in(tmp_path / EPISODES_DIR) == 2, "what else the two calls did is not known"
 
 
-async def test_a_list_is_the_sequences_of_one_rollout(tmp_path: Path) -> None:
-    async with world_of(tmp_path, "segments") as world:
-        found = await made(world, make_group(1, 2))
-    for parts in found:
-        assert [(part.sequence, part.sequences) for part in parts] == [(0, 2), (1, 2)]
-        assert rollout_fault(parts) is None
-        assert parts[-1].token_ids[:7].tolist() == [*b"summary"]
-        assert (parts[-1].reward, parts[-1].prompt_length) == (1.0, 7)
-
-
 def by(name: str) -> str:
     """The metadata of a row that names its own function."""
     return f'{{"generate_function_path": "{CODE}{name}"}}'
@@ -120,8 +110,14 @@ async def test_a_row_names_a_function_in_a_run_that_has_none(tmp_path: Path) -> 
     async with started(tmp_path, engine=simulated(length=8), rollout={"rollout_max_response_len": 20}) as world:
         [(sample,)] = await made(world, make_group(1, 1, metadata=by(".with_tools")))
         [(plain,)] = await made(world, make_group(2, 1))
+        found = await made(world, make_group(3, 2, metadata=by(".segments")))
     assert sample.reward == 0.25
     assert (plain.reward, plain.prompt_length, plain.response_length) == (None, 3, 8)
+    for parts in found:  # a list is the sequences of one rollout
+        assert [(part.sequence, part.sequences) for part in parts] == [(0, 2), (1, 2)]
+        assert rollout_fault(parts) is None
+        assert parts[-1].token_ids[:7].tolist() == [*b"summary"]
+        assert (parts[-1].reward, parts[-1].prompt_length) == (1.0, 7)
 
 
 async def test_a_function_that_hangs_fails_at_its_deadline(tmp_path: Path) -> None:
@@ -130,14 +126,18 @@ async def test_a_function_that_hangs_fails_at_its_deadline(tmp_path: Path) -> No
     assert (sample.status, sample.error) == ("failed", f"{CODE}.waiting took longer than 0.2 s")
 
 
-async def test_a_drain_ends_functions_that_wait(tmp_path: Path) -> None:
+async def drained(world: World, calls: int) -> None:
+    """End the run while this many calls of functions wait."""
     user_code.STARTED.clear()
+    await world.ask(make_group(1, 2))
+    await until(lambda: len(user_code.STARTED) == calls)
+    world.rig.topic.publish("drain", b"enough")
+    assert [sample.status for sample in await world.whole(2)] == ["aborted", "aborted"]
+
+
+async def test_a_drain_ends_functions_that_wait(tmp_path: Path) -> None:
     async with world_of(tmp_path, "waiting") as world:
-        await world.ask(make_group(1, 2))
-        await until(lambda: len(user_code.STARTED) == 2)
-        world.rig.topic.publish("drain", b"enough")
-        samples = await world.whole(2)
-    assert [sample.status for sample in samples] == ["aborted", "aborted"]
+        await drained(world, 2)
 
 
 async def test_a_function_that_blocks_its_loop_does_not_block_the_stage(tmp_path: Path) -> None:
@@ -161,13 +161,8 @@ def test_a_function_that_cannot_be_called_is_refused_at_the_start(name: str, wor
 
 
 def batch_world(tmp_path: Path, name: str, batch: int = 2, deadline_s: float = 60.0) -> Any:
-    rollout = {
-        "rollout_function_path": f"{CODE}.{name}",
-        "rollout_max_response_len": 20,
-        "rollout_batch_size": batch,
-        "n_samples_per_prompt": 2,
-        "custom_generate_deadline_secs": deadline_s,
-    }
+    rollout = {"rollout_function_path": f"{CODE}.{name}", "custom_generate_deadline_secs": deadline_s}
+    rollout |= {"rollout_max_response_len": 20, "rollout_batch_size": batch, "n_samples_per_prompt": 2}
     return generating(tmp_path, engine=simulated(length=8), rollout=rollout)
 
 
@@ -223,14 +218,9 @@ async def test_what_goes_wrong_fails_the_groups_with_the_reason(tmp_path: Path, 
 
 
 async def test_a_drain_ends_a_call_that_hangs(tmp_path: Path) -> None:
-    user_code.STARTED.clear()
     async with batch_world(tmp_path, "hangs") as world:
         await world.ready()
-        await world.ask(make_group(0, 2))
-        await until(lambda: len(user_code.STARTED) == 1)
-        world.rig.topic.publish("drain", b"enough")
-        samples = await world.whole(2)
-    assert [sample.status for sample in samples] == ["aborted", "aborted"]
+        await drained(world, 1)
 
 
 # What a function returns, held against what engines were sent and answered.
@@ -244,11 +234,8 @@ IDS = [1, 2, 3, 0, 1, 2, 3]
 
 
 def answer_given(**changes: Any) -> Given:
-    values: dict[str, Any] = {
-        "tokens": list(IDS), "response_length": 4, "response": "text", "loss_mask": [1, 1, 0, 1],
-        "status": Given.Status.COMPLETED, **changes,
-    }  # fmt: skip
-    return Given(**values)
+    values: dict[str, Any] = {"response": "text", "loss_mask": [1, 1, 0, 1], "status": Given.Status.COMPLETED}
+    return Given(**{"tokens": list(IDS), "response_length": 4, **values, **changes})
 
 
 def returned(*samples: Given, recorded: tuple[Sample, ...] = (RECORDED,), **options: Any) -> tuple[Sample, ...]:
@@ -281,11 +268,11 @@ def test_rewards() -> None:
     assert returned(first, answer_given(tokens=IDS[:5], response_length=2, loss_mask=None))[-1].reward == 2.0
 
 
-@pytest.mark.parametrize("status", ["aborted", "failed"])
-def test_a_function_may_give_up(status: str) -> None:
-    answer = answer_given(status=Given.Status(status), tokens=[], metadata={"error": "no sandbox"})
-    (sample,) = returned_rollout(answer, (), FIRST)
-    assert (sample.status, sample.error) == (status, "no sandbox")
+def test_a_function_may_give_up() -> None:
+    for status in ("aborted", "failed"):
+        answer = answer_given(status=Given.Status(status), tokens=[], metadata={"error": "no sandbox"})
+        (sample,) = returned_rollout(answer, (), FIRST)
+        assert (sample.status, sample.error) == (status, "no sandbox")
 
 
 @pytest.mark.parametrize(("changes", "words"), [
