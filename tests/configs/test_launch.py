@@ -308,7 +308,7 @@ def test_every_rule_is_enforced_where_it_is_stated() -> None:
             edge = float(bound) if sign in (">", "<") else float(bound) + (step if sign == "<=" else -step)
             text = str(int(edge)) if "whole" in flag.rule else repr(edge)
             (fault,) = faults_of(f"{flag.key}={text}")
-            assert fault.startswith(f"{flag.key} is {text!r}, but must be {flag.rule}")
+            assert fault.startswith(f"{flag.key} is {text!r}, but {flag.rule}")
 
 
 @pytest.mark.parametrize("name", SLIME)

@@ -260,17 +260,13 @@ def test_without_landlock_nothing_can_be_written(monkeypatch: pytest.MonkeyPatch
     away = "import stages.sandbox.lockdown as l; l.landlock_version = lambda _: 0; "
     monkeypatch.setattr(sandbox, "_PROGRAM", sandbox._PROGRAM.replace("from stages", away + "from stages"))
     assert attack("print(open('/etc/hostname').read() != '')").how == "ok"
-    for program in (
-        "open('x', 'w')",
-        "open('x', 'ab')",
-        "import os\nos.mkdir('x')",
-        "import os\nos.open('.', os.O_TMPFILE | os.O_RDWR)",
-        "import os\nos.unlink('/etc/hostname')",
-        "import os\nos.rename('/etc/hostname', '/etc/x')",
-        "import socket\nsocket.socket()",
-    ):
-        assert attack(program).how == "failed", program
-    assert run(ADD).score == 1.0
+    lines = (
+        "open('x', 'w')", "open('x', 'ab')", "os.mkdir('x')", "os.open('.', os.O_TMPFILE | os.O_RDWR)",
+        "os.unlink('/etc/hostname')", "os.rename('/etc/hostname', '/etc/x')", "socket.socket()",
+    )  # fmt: skip
+    cases = [StdinCase(line) for line in (*lines, "pass")]
+    results = run_cases("import os, socket\nexec(input())", cases, Limits(total_s=200.0, case_s=30.0))
+    assert [result.how for result in results] == ["failed"] * len(lines) + ["ok"]
 
 
 @pytest.mark.parametrize(("response", "program"), [

@@ -140,13 +140,15 @@ def test_ifeval_names_what_is_wrong_with_the_row(metadata: dict[str, object], wo
 PAGE = (Path(__file__).resolve().parents[3] / "docs" / "rewards.md").read_text()
 SECTION = PAGE.partition("### One worked line each\n")[2].partition("\n## ")[0]
 LINES = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in SECTION.splitlines() if line[:3] == "| `"]
+# Importing the published code of ifbench takes seconds.
+WORKED = [pytest.param(*line, marks=pytest.mark.slow if line[0] == "`ifbench`" else ()) for line in LINES]
 
 
 def plain(cell: str) -> str:
     return cell.strip("`") if cell.startswith("`") else cell
 
 
-@pytest.mark.parametrize(("name", "response", "given", "score"), LINES)
+@pytest.mark.parametrize(("name", "response", "given", "score"), WORKED)
 def test_worked_lines(name: str, response: str, given: str, score: str) -> None:
     reference = plain(given)
     label, metadata = (None, reference) if reference.startswith('{"') else (reference, "{}")
