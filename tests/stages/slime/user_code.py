@@ -121,9 +121,6 @@ class Counting(DataSource):
             self.next += 1
         return groups
 
-    def add_samples(self, samples: list[list[Sample]]) -> None:
-        raise NotImplementedError
-
     def save(self, rollout_id: int) -> None:
         Path(self.args.save, f"state_{rollout_id}").write_text(str(self.next))
 
