@@ -147,13 +147,8 @@ def test_warnings_do_not_stop(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(("argv", "quickstart"), [
-    ("", True),
-    ("--lr 1", True),
-    ("--config grpo_sync", False),
-    ("--prompt-data arithmetic", False),
-    ("data.prompt_data=arithmetic", False),
-    ("--hf-checkpoint tiny", False),
-    ("--model qwen3-0.6b", False),
+    ("", True), ("--lr 1", True), ("--config grpo_sync", False), ("--prompt-data arithmetic", False),
+    ("data.prompt_data=arithmetic", False), ("--hf-checkpoint tiny", False), ("--model qwen3-0.6b", False),
 ])  # fmt: skip
 def test_when_the_quickstart_runs(argv: str, quickstart: bool) -> None:
     assert ("quickstart" in with_work(parse(argv.split()))[1]) is quickstart
@@ -227,14 +222,10 @@ def test_limits_of_stages() -> None:
 
 
 @pytest.mark.parametrize(("argv", "wanted"), [
-    ("", "generate+reward+group"),
-    ("--chain none", ""),
-    ("--chain reward+group", "reward+group"),
-    ("--scale generate=2", "reward+group"),
-    ("--scale reward=2", ""),
+    ("", "generate+reward+group"), ("--chain none", ""), ("--chain reward+group", "reward+group"),
+    ("--scale generate=2", "reward+group"), ("--scale reward=2", ""),
     ("--use-opd --scale teacher=2", "generate+reward"),
-    ("--chain generate+reward+group --scale generate=2", "reward+group"),
-    ("--loss-type sft_loss", ""),
+    ("--chain generate+reward+group --scale generate=2", "reward+group"), ("--loss-type sft_loss", ""),
 ])  # fmt: skip
 def test_neighbours_with_one_replica_each_share_a_process(argv: str, wanted: str) -> None:
     config = read(argv).config

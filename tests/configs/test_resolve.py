@@ -19,18 +19,11 @@ Numbers = tuple[int | None, int | None, int | None, int | None]
 
 
 @pytest.mark.parametrize(("given_numbers", "expected"), [
-    ((None, None, None, None), (32, 8, 256, 1)),
-    ((16, 4, None, None), (16, 4, 64, 1)),
-    ((16, 4, 64, None), (16, 4, 64, 1)),
-    ((16, 4, 16, None), (16, 4, 16, 4)),
-    ((16, 4, None, 4), (16, 4, 16, 4)),
-    ((None, 4, 64, 2), (32, 4, 64, 2)),
-    ((16, None, 64, 2), (16, 8, 64, 2)),
-    ((None, None, 128, 4), (64, 8, 128, 4)),
-    ((None, None, 128, None), (32, 8, 128, 2)),
-    ((None, None, None, 2), (32, 8, 128, 2)),
-    ((16, 4, 32, 2), (16, 4, 32, 2)),
-    ((1, 1, 1, 1), (1, 1, 1, 1)),
+    ((None, None, None, None), (32, 8, 256, 1)), ((16, 4, None, None), (16, 4, 64, 1)),
+    ((16, 4, 64, None), (16, 4, 64, 1)), ((16, 4, 16, None), (16, 4, 16, 4)), ((16, 4, None, 4), (16, 4, 16, 4)),
+    ((None, 4, 64, 2), (32, 4, 64, 2)), ((16, None, 64, 2), (16, 8, 64, 2)), ((None, None, 128, 4), (64, 8, 128, 4)),
+    ((None, None, 128, None), (32, 8, 128, 2)), ((None, None, None, 2), (32, 8, 128, 2)),
+    ((16, 4, 32, 2), (16, 4, 32, 2)), ((1, 1, 1, 1), (1, 1, 1, 1)),
 ])  # fmt: skip
 def test_batch_arithmetic(given_numbers: Numbers, expected: tuple[int, int, int, int]) -> None:
     assert batch_arithmetic(*given_numbers) == Batch(*expected)

@@ -270,15 +270,10 @@ def test_without_landlock_nothing_can_be_written(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(("response", "program"), [
-    ("Here:\n```python\nx = 1\n```\ndone", "x = 1"),
-    ("```python\na\n```\n```py\nb\n```\n```\nout\n```", "b"),
-    ("```\nx = 1\n```", "x = 1"),
-    ("```Python3\nx = 1", "x = 1"),
-    ("x = 1", "x = 1"),
-    ("<think>```python\nno\n```</think>\n```python\nyes\n```", "yes"),
-    ("<think>```python\nno\n```", None),
-    ("  ```python\n  x = 1\n  ```", "  x = 1"),
-    ("", ""),
+    ("Here:\n```python\nx = 1\n```\ndone", "x = 1"), ("```python\na\n```\n```py\nb\n```\n```\nout\n```", "b"),
+    ("```\nx = 1\n```", "x = 1"), ("```Python3\nx = 1", "x = 1"), ("x = 1", "x = 1"),
+    ("<think>```python\nno\n```</think>\n```python\nyes\n```", "yes"), ("<think>```python\nno\n```", None),
+    ("  ```python\n  x = 1\n  ```", "  x = 1"), ("", ""),
 ])  # fmt: skip
 def test_where_the_program_stands(response: str, program: str | None) -> None:
     assert extract_program(response) == program

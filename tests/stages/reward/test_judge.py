@@ -137,14 +137,10 @@ async def test_a_judge_that_is_not_up_is_an_error_in_words() -> None:
 
 
 @pytest.mark.parametrize(("text", "words"), [
-    ("acc", "has no grader and weight; write name=GRADER@WEIGHT"),
-    ("acc=math", "has no grader and weight"),
-    ("acc=@1", "has no grader and weight"),
-    ("=math@1", "'' is no name of a metric"),
-    ("a b=math@1", "'a b' is no name of a metric"),
-    ("acc=math@x", "'x' is no finite weight"),
-    ("acc=math@nan", "'nan' is no finite weight"),
-    ("acc=math@", "'' is no finite weight"),
+    ("acc", "has no grader and weight; write name=GRADER@WEIGHT"), ("acc=math", "has no grader and weight"),
+    ("acc=@1", "has no grader and weight"), ("=math@1", "'' is no name of a metric"),
+    ("a b=math@1", "'a b' is no name of a metric"), ("acc=math@x", "'x' is no finite weight"),
+    ("acc=math@nan", "'nan' is no finite weight"), ("acc=math@", "'' is no finite weight"),
     ("acc=exact@1 + acc=math@1", "names 'acc' twice"),
 ])  # fmt: skip
 def test_components_that_cannot_be_read(text: str, words: str) -> None:

@@ -83,12 +83,8 @@ def test_calls_by_name(content: str, call: ToolCall) -> None:
 
 
 @pytest.mark.parametrize(("content", "arguments"), [
-    ("1 + 1", "1 + 1"),
-    ('"1 + 1"', "1 + 1"),
-    ("42", "42"),
-    ('{"expression": "1 + 1"}', {"expression": "1 + 1"}),
-    ('{"name": "x", "expression": "1"}', {"name": "x", "expression": "1"}),
-    ('"unclosed', '"unclosed'),
+    ("1 + 1", "1 + 1"), ('"1 + 1"', "1 + 1"), ("42", "42"), ('{"expression": "1 + 1"}', {"expression": "1 + 1"}),
+    ('{"name": "x", "expression": "1"}', {"name": "x", "expression": "1"}), ('"unclosed', '"unclosed'),
 ])  # fmt: skip
 def test_the_only_tool_may_be_called_barely(content: str, arguments: object) -> None:
     assert parse(content, "calculator") == ToolCall("calculator", arguments)  # type: ignore[arg-type]
