@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,11 @@ def faults_of(*argv: str) -> tuple[str, ...]:
 
 def warnings_of(*argv: str) -> tuple[str, ...]:
     return settled(*argv)[1]
+
+
+def one_says(words: str, sentences: Sequence[str]) -> None:
+    """Of faults or warnings."""
+    assert any(words in sentence for sentence in sentences), sentences
 
 
 NAMED = [flag for flag in flags() if flag.name is not None]

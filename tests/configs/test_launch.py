@@ -25,7 +25,7 @@ from configs.layers import merge, value_at
 from configs.load import load, with_work
 from configs.passthrough import RETIRED, SLIME
 from configs.schema import Config, StageConfig
-from tests.configs.config_rig import NAMED, NESTED, faults_of, read, recipe, values
+from tests.configs.config_rig import NAMED, NESTED, faults_of, one_says, read, recipe, values
 
 ROOT = Path(launch.__file__).resolve().parent
 HEAVY = ("torch", "zmq", "ray", "numpy", "transformers", "rich", "asyncio")
@@ -282,8 +282,7 @@ def test_objects_take_json_and_dotted_entries() -> None:
     ("stage.judge=2", "stage.judge is incomplete"),
 ])  # fmt: skip
 def test_mistakes_are_named(argv: str, words: str) -> None:
-    faults = faults_of(argv)
-    assert any(words in fault for fault in faults), faults
+    one_says(words, faults_of(argv))
 
 
 def test_no_mistake_hides_help() -> None:

@@ -28,7 +28,7 @@ from configs.load import (
 from configs.plan.run_estimate import estimate_run
 from configs.rules.validate import checked
 from configs.schema import Config, StageConfig
-from tests.configs.config_rig import NAMED, NESTED, WORK, faults_of, read, recipe, resolved, settled, values
+from tests.configs.config_rig import NAMED, NESTED, WORK, faults_of, one_says, read, recipe, resolved, settled, values
 
 
 def test_a_recipe_by_name_path_and_typo(tmp_path: Path) -> None:
@@ -62,8 +62,7 @@ def test_a_recipe_by_name_path_and_typo(tmp_path: Path) -> None:
     ("[train\n", "mine.toml is not valid TOML"),
 ])  # fmt: skip
 def test_faults_of_a_recipe(tmp_path: Path, text: str, words: str) -> None:
-    faults = faults_of("--config", recipe(tmp_path, text))
-    assert any(words in fault for fault in faults), faults
+    one_says(words, faults_of("--config", recipe(tmp_path, text)))
 
 
 @st.composite
@@ -190,7 +189,7 @@ def test_which_keys_may_differ(tmp_path: Path, name: str, changes: dict[str, Any
     if words is None:
         settled(WORK, *argv)
     else:
-        assert any(words in fault for fault in faults_of(WORK, *argv))
+        one_says(words, faults_of(WORK, *argv))
 
 
 def test_a_small_built_in_model_is_no_published_one() -> None:

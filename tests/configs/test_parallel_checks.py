@@ -15,7 +15,7 @@ from configs.rules.reward import tool_faults
 from configs.rules.run import debug_faults
 from configs.schema import Config
 from configs.schema.algorithm import ESTIMATORS
-from tests.configs.config_rig import BASE, WORK, faults_of, settled, warnings_of
+from tests.configs.config_rig import BASE, WORK, faults_of, one_says, settled, warnings_of
 
 MODEL: dict[str, Any] = {"model_type": "qwen3", "hidden_size": 64, "num_hidden_layers": 6, "num_attention_heads": 8}
 MODEL |= {"num_key_value_heads": 4, "head_dim": 8, "intermediate_size": 96, "vocab_size": 256}
@@ -78,8 +78,7 @@ SP = "--sequence-parallel"
      "--recompute-activations means --recompute-granularity selective, but that is full"),
 ])  # fmt: skip
 def test_refusals_of_a_dense_model(dense: str, argv: str, words: str) -> None:
-    found = faults_of(dense, MEGATRON, argv)
-    assert any(words in fault for fault in found), found
+    one_says(words, faults_of(dense, MEGATRON, argv))
 
 
 @pytest.mark.parametrize(("argv", "words"), [
@@ -96,8 +95,7 @@ def test_refusals_of_a_dense_model(dense: str, argv: str, words: str) -> None:
     ("1 --moe-grouped-gemm --transformer-impl local", "leave it out (--no-moe-grouped-gemm)"),
 ])  # fmt: skip
 def test_refusals_of_a_model_with_experts(tmp_path: Path, argv: str, words: str) -> None:
-    found = faults_of(model(tmp_path, EXPERTS), MEGATRON, argv)
-    assert any(words in fault for fault in found), found
+    one_says(words, faults_of(model(tmp_path, EXPERTS), MEGATRON, argv))
 
 
 @pytest.mark.parametrize("argv", [
@@ -155,8 +153,7 @@ def test_options_of_recomputation_follow_from_each_other(dense: str) -> None:
     ("--save-hf o --train-backend simulated", "--save-hf writes weights, but --train-backend simulated"),
 ])  # fmt: skip
 def test_options_that_nothing_reads(argv: str, words: str) -> None:
-    found = faults_of(TINY, argv)
-    assert any(words in fault for fault in found), found
+    one_says(words, faults_of(TINY, argv))
 
 
 def test_options_that_are_read() -> None:
@@ -182,22 +179,20 @@ def test_options_that_are_read() -> None:
     ("--train-backend megatron --attn-implementation eager", "--attn-implementation has no effect"),
 ])  # fmt: skip
 def test_warnings(argv: str, words: str) -> None:
-    found = settled(TINY, argv)[1]
-    assert any(words in warning for warning in found), found
+    one_says(words, settled(TINY, argv)[1])
 
 
 def test_a_model_of_an_unknown_type_is_warned_of(tmp_path: Path) -> None:
     argv = model(tmp_path, MODEL | {"model_type": "gemma9"})
-    found = settled(argv, "--train-backend megatron")[1]
-    assert any("the model is of type 'gemma9'" in warning for warning in found)
+    one_says("the model is of type 'gemma9'", settled(argv, "--train-backend megatron")[1])
     assert settled(argv, "--train-backend fsdp")[1] == ()
 
 
 def test_latent_attention_over_tensor_ranks_needs_sequence_parallelism() -> None:
     argv = f"{WORK} --model moonlight-16b-a3b {sizes(tp=2)}"
     settled(argv, SP)
-    found = faults_of(argv, "--no-sequence-parallel")
-    assert any("latent attention (deepseek_v3), which is trained only together with" in fault for fault in found), found
+    faults = faults_of(argv, "--no-sequence-parallel")
+    one_says("latent attention (deepseek_v3), which is trained only together with", faults)
 
 
 # Refusals and warnings about estimators, losses, corrections, rewards, filters, and parts of a run alone.
@@ -301,8 +296,7 @@ def test_refusals(argv: str, words: str) -> None:
     (f"--tis-level sequence {SYNC}", "--tis-level have no effect without --use-tis"),
 ])  # fmt: skip
 def test_warnings_about_algorithms(argv: str, words: str) -> None:
-    warnings = warnings_of(BASE, argv)
-    assert any(words in warning for warning in warnings), warnings
+    one_says(words, warnings_of(BASE, argv))
 
 
 def test_allowed_combinations_that_are_easily_refused_by_mistake() -> None:
@@ -345,8 +339,7 @@ def a_config(**sections: Any) -> Config:
      "would be of the whole run; choose --runner local"),
 ])  # fmt: skip
 def test_faults(sections: dict[str, Any], words: str) -> None:
-    faults = list(debug_faults(a_config(**sections)))
-    assert any(words in fault for fault in faults), faults
+    one_says(words, list(debug_faults(a_config(**sections))))
 
 
 def test_faults_that_a_run_can_have_are_taken() -> None:

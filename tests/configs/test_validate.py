@@ -12,7 +12,7 @@ from configs.layers import ConfigError
 from configs.load import dump_toml
 from configs.resolve import resolve
 from configs.rules.validate import Findings, findings, unread_faults
-from tests.configs.config_rig import BASE, WORK, faults_of, read, recipe, resolved, warnings_of
+from tests.configs.config_rig import BASE, WORK, faults_of, one_says, read, recipe, resolved, warnings_of
 
 JUDGE = '"path": "json:JSONDecoder"'
 
@@ -164,8 +164,7 @@ def test_a_run_needs_prompts_and_a_model_that_the_user_names() -> None:
     ("--loss-type sft_loss --label-key label --eval-interval 5 --eval-prompt-data arithmetic", "sft_loss"),
 ])  # fmt: skip
 def test_warnings(argv: str, words: str) -> None:
-    warnings = warnings_of(BASE, argv)
-    assert any(words in warning for warning in warnings), warnings
+    one_says(words, warnings_of(BASE, argv))
 
 
 def test_supervised_training_needs_no_correction_but_answers(tmp_path: Path) -> None:
@@ -193,8 +192,7 @@ def test_a_local_checkpoint(tmp_path: Path) -> None:
 def test_resume_and_run_dir(tmp_path: Path) -> None:
     recipe(tmp_path, "", "config.toml")
     assert "a run is already there; continue it with --resume" in faults_of(BASE, f"--run-dir {tmp_path}")[0]
-    warnings = warnings_of(BASE, f"--resume {tmp_path}")
-    assert any("the resumed run saves when it ends or is stopped" in warning for warning in warnings)
+    one_says("the resumed run saves when it ends or is stopped", warnings_of(BASE, f"--resume {tmp_path}"))
     assert warnings_of(BASE, f"--resume {tmp_path} --save-interval 5") == ()
     faults = faults_of(BASE, f"--resume {tmp_path} --run-dir elsewhere")
     assert "a resumed run continues in its own directory; leave --run-dir out" in faults[0]
