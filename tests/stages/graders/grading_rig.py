@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -12,15 +11,7 @@ from stages.graders.pool import Fault, GraderPool
 from stages.graders.registry import grade_request
 
 
-def grade(
-    name: str,
-    response: str,
-    label: str | None,
-    metadata: Mapping[str, object] | None = None,
-    *,
-    n_tokens: int = 0,
-    seed: int = 0,
-) -> Grade:
+def grade(name: str, response: str, label: Any, metadata: Any = None, *, n_tokens: int = 0, seed: int = 0) -> Grade:
     row = msgspec.json.encode(metadata or {}).decode()
     return grade_request(GradeRequest(name, response, label, row, n_tokens, seed))
 

@@ -10,22 +10,19 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+Row = Mapping[str, object]
 
-def word_count(response: str, label: str | None, metadata: Mapping[str, object]) -> float:
+
+def word_count(response: str, label: str | None, metadata: Row) -> float:
     return float(len(response.split()))
 
 
-def detailed(response: str, label: str | None, metadata: Mapping[str, object]) -> dict[str, object]:
-    return {
-        "score": 0.5,
-        "is_correct": response == label,
-        "format": 1,
-        "extracted": response,
-        "level": metadata["level"],
-    }
+def detailed(response: str, label: str | None, metadata: Row) -> dict[str, object]:
+    parts = {"format": 1, "level": metadata["level"]}
+    return {"score": 0.5, "is_correct": response == label, "extracted": response, **parts}
 
 
-def behave(response: str, label: str | None, metadata: Mapping[str, object]) -> float:
+def behave(response: str, label: str | None, metadata: Row) -> float:
     """Do what the response says; anything else scores its length."""
     match response:
         case "hang":
@@ -59,7 +56,7 @@ def behave(response: str, label: str | None, metadata: Mapping[str, object]) -> 
     return float(len(response))
 
 
-def note(response: str, label: str | None, metadata: Mapping[str, object]) -> float:
+def note(response: str, label: str | None, metadata: Row) -> float:
     """Write down the process and the response."""
     with Path(str(metadata["log"])).open("a") as log:
         log.write(f"{os.getpid()} {response}\n")
@@ -68,7 +65,7 @@ def note(response: str, label: str | None, metadata: Mapping[str, object]) -> fl
     return 1.0
 
 
-def daemon(response: str, label: str | None, metadata: Mapping[str, object]) -> float:
+def daemon(response: str, label: str | None, metadata: Row) -> float:
     """Leave a daemon behind, as a server that a careless grader starts, write down its number, and go on as told."""
     read, write = os.pipe()
     if os.fork() == 0:
@@ -90,7 +87,7 @@ def daemon(response: str, label: str | None, metadata: Mapping[str, object]) -> 
     return 1.0
 
 
-def stop_parent_watch(response: str, label: str | None, metadata: Mapping[str, object]) -> float:
+def stop_parent_watch(response: str, label: str | None, metadata: Row) -> float:
     """Say which process this is, then hang for good, deaf to polite signals."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     Path(str(metadata["log"])).write_text(str(os.getpid()))
@@ -98,30 +95,24 @@ def stop_parent_watch(response: str, label: str | None, metadata: Mapping[str, o
     return 0.0
 
 
-async def asynchronous(
-    response: str, label: str | None, metadata: Mapping[str, object], prompt: str
-) -> dict[str, object]:
+async def asynchronous(response: str, label: str | None, metadata: Row, prompt: str) -> dict[str, object]:
     await asyncio.sleep(0)
     return {"score": 1.0, "extracted": prompt + response}
 
 
-def with_prompt(
-    response: str, label: str | None, metadata: Mapping[str, object], *, prompt: str = ""
-) -> dict[str, object]:
+def with_prompt(response: str, label: str | None, metadata: Row, *, prompt: str = "") -> dict[str, object]:
     return {"score": 1.0, "extracted": prompt + response}
 
 
-def any_keywords(response: str, label: str | None, metadata: Mapping[str, object], **more: str) -> dict[str, object]:
+def any_keywords(response: str, label: str | None, metadata: Row, **more: str) -> dict[str, object]:
     return {"score": 1.0, "extracted": more["prompt"] + response}
 
 
-async def async_group(
-    responses: list[str], label: str | None, metadata: Mapping[str, object], prompt: str
-) -> list[float]:
+async def async_group(responses: list[str], label: str | None, metadata: Row, prompt: str) -> list[float]:
     return [float(len(prompt + response)) for response in responses]
 
 
-async def async_detailed(response: str, label: str | None, metadata: Mapping[str, object]) -> object:
+async def async_detailed(response: str, label: str | None, metadata: Row) -> object:
     return metadata["level"]
 
 
@@ -133,14 +124,14 @@ def prompt_first(prompt: str, response: str, label: str | None) -> float:
     return 0.0
 
 
-def two_more(response: str, label: str | None, metadata: Mapping[str, object], prompt: str, extra: int) -> float:
+def two_more(response: str, label: str | None, metadata: Row, prompt: str, extra: int) -> float:
     return 0.0
 
 
 not_callable = 3
 
 
-def rank_by_length(responses: list[str], label: str | None, metadata: Mapping[str, object]) -> list[object]:
+def rank_by_length(responses: list[str], label: str | None, metadata: Row) -> list[object]:
     """A group grader: 0 for the shortest, 1 for the longest, evenly in between."""
     members = metadata["group_members"]
     assert isinstance(members, list)
@@ -150,5 +141,5 @@ def rank_by_length(responses: list[str], label: str | None, metadata: Mapping[st
     return [{"score": order.index(k) / max(1, len(order) - 1), **parts} for k in range(len(responses))]
 
 
-def too_few(responses: list[str], label: str | None, metadata: Mapping[str, object]) -> list[float]:
+def too_few(responses: list[str], label: str | None, metadata: Row) -> list[float]:
     return [1.0]

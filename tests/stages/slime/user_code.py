@@ -32,34 +32,22 @@ async def single_turn(args: Any, sample: Sample, sampling_params: dict[str, Any]
     sample.response_length = len(new_ids)
     sample.response = output["text"]
     sample.rollout_log_probs = [item[0] for item in output["meta_info"]["output_token_logprobs"]]
-    match output["meta_info"]["finish_reason"]["type"]:
-        case "length":
-            sample.status = Sample.Status.TRUNCATED
-        case "abort":
-            sample.status = Sample.Status.ABORTED
-        case "stop":
-            sample.status = Sample.Status.COMPLETED
+    ends = {"length": Sample.Status.TRUNCATED, "abort": Sample.Status.ABORTED, "stop": Sample.Status.COMPLETED}
+    sample.status = ends[output["meta_info"]["finish_reason"]["type"]]
     return sample
 
 
 async def with_tools(args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False) -> Sample:
     """Two turns with an observation between them, which is masked, and a reward of its own."""
-    prompt_ids = tokenize(sample.prompt)
-    response_ids: list[int] = []
-    loss_mask: list[int] = []
-    for turn in range(2):
-        params = {**sampling_params, "max_new_tokens": 5}
-        new_ids, output = await ask(args, prompt_ids + response_ids, params)
-        response_ids += new_ids
-        loss_mask += [1] * len(new_ids)
-        if turn == 0:
-            observation = tokenize("ok")
-            response_ids += observation
-            loss_mask += [0] * len(observation)
+    prompt_ids, params = tokenize(sample.prompt), {**sampling_params, "max_new_tokens": 5}
+    first, _ = await ask(args, prompt_ids, params)
+    observation = tokenize("ok")
+    second, output = await ask(args, prompt_ids + first + observation, params)
+    response_ids = first + observation + second
     sample.tokens = prompt_ids + response_ids
     sample.response_length = len(response_ids)
     sample.response = f"label {sample.label}"
-    sample.loss_mask = loss_mask
+    sample.loss_mask = [1] * len(first) + [0] * len(observation) + [1] * len(second)
     sample.reward = 0.0 if evaluation else 0.25
     sample.update_from_meta_info(args, output["meta_info"])
     return sample
