@@ -169,12 +169,12 @@ ODD_RETURNS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("wanted", [1.5, [[1.5]]])
-def test_whatever_a_function_returns_is_a_grade(wanted: object) -> None:
+def test_whatever_a_function_returns_is_a_grade() -> None:
     bodies = [body.replace("\n", "\n    ") for body in ODD_RETURNS]
     program = "import os\n" + "\n".join(f"def f{n}():\n    {body}" for n, body in enumerate(bodies))
     program += "\ndef f(n):\n    return globals()[f'f{n}']()"
-    found = run(program, [{"input": [n], "output": wanted} for n in range(len(bodies))], fn_name="f")
+    tests = [{"input": [n], "output": wanted} for wanted in (1.5, [[1.5]]) for n in range(len(bodies))]
+    found = run(program, tests, total_s=60.0, fn_name="f")
     assert (found.score, found.is_correct, found.error, found.status) == (0.0, False, None, "ok")
     assert found.parts["pass_frac"] == 0.0
 
@@ -215,14 +215,11 @@ print(sorted(os.environ), [fd for fd in range(1000) if open_(fd)], os.getcwd() !
         theirs.close()
 
 
-def test_programs_see_nothing_of_each_other() -> None:
-    program = "import os\nprint(os.listdir('.'))\nopen('left', 'w').write('x')"
-    for _ in range(2):
-        assert attack(program).stdout == "[]\n"
-
-
-def test_strings_hash_alike_in_every_run() -> None:
-    assert len({attack("print(hash('a'), list({'b', 'c', 'd'}))").stdout for _ in range(3)}) == 1
+def test_programs_see_nothing_of_each_other_and_strings_hash_alike_in_every_run() -> None:
+    program = "import os\nprint(os.listdir('.'), hash('a'), list({'b', 'c', 'd'}))\nopen('left', 'w').write('x')"
+    first, *others = (attack(program).stdout for _ in range(3))
+    assert first.startswith("[] ")
+    assert others == [first] * 2
 
 
 @pytest.mark.slow
