@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import json
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -282,21 +282,15 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_checkpoint(path, hidden_size=32, num_layers=1, intermediate_size=64)
 
 
-def tool_config(*names: str, **tools: object) -> Config:
-    return make_config(tools={"tools": names, **tools})
-
-
-def of_model(config: Config, checkpoint: Path) -> Config:
-    train = msgspec.structs.replace(config.train, hf_checkpoint=str(checkpoint))
-    return msgspec.structs.replace(config, train=train)
+def stage_of(tiny: Path, *names: str, **tools: object) -> AgentsStage:
+    config = make_config(tools={"tools": names, **tools}, train={"hf_checkpoint": str(tiny)})
+    return AgentsStage(make_context(config))
 
 
 @asynccontextmanager
-async def answering(
-    tiny: Path, config: Config
-) -> AsyncIterator[tuple[AgentsStage, Callable[[Sample | str], Awaitable[Sample]]]]:
+async def answering(tiny: Path, *names: str, **tools: object) -> AsyncIterator[tuple[AgentsStage, Any]]:
     """The stage, and a function that sends it a rollout, or one with this response."""
-    stage = AgentsStage(make_context(of_model(config, tiny)))
+    stage = stage_of(tiny, *names, **tools)
     async with open_rig() as rig:
         ports = await rig.join({"in": ("agents", RolloutSlice)}, {"out": ("generate.return", RolloutSlice)})
         feed, out = await rig.outlet("agents"), await rig.inlet("generate.return")
@@ -333,10 +327,9 @@ SCRIPT = (  # what the model writes, and what `--tools calculator` puts behind i
 async def test_the_markup_of_scripted_turns_to_the_token(tiny: Path) -> None:
     """Every token, mask, log-prob and version of a rollout of many calls: the texts one behind the other."""
     tokenizer = load_tokenizer(str(tiny))
-    config = tool_config("calculator", tool_result_template="\n<r>{result}</r>\n")
     prompt = [20, 21, 22]
     sample, ids, mask, runs, text = new_sample(prompt, 1), list(prompt), [0] * 3, (VersionRun(-1, 3),), ""
-    async with answering(tiny, config) as (stage, ask):
+    async with answering(tiny, "calculator", tool_result_template="\n<r>{result}</r>\n") as (stage, ask):
         for version, (said, result) in enumerate(SCRIPT):
             made, put = tokenizer.encode(said), tokenizer.encode(f"\n<r>{result}</r>\n")
             turn = SampleResult("stop", tuple(made), (-0.5,) * len(made), (VersionRun(version, len(made)),), said)
@@ -355,7 +348,7 @@ async def test_the_markup_of_scripted_turns_to_the_token(tiny: Path) -> None:
 @pytest.mark.slow
 async def test_whatever_goes_wrong_is_an_answer_for_the_model(tiny: Path) -> None:
     names = ("calculator", *(f"{PATH}:{name}" for name in ("echo", "explode", "hang", "lookup")))
-    async with answering(tiny, tool_config(*names, tool_deadline_s=3.0)) as (stage, answer):
+    async with answering(tiny, *names, tool_deadline_s=3.0) as (stage, answer):
         for response, words in (
             (call("explode", '{"text":"x"}'), "error: RuntimeError: the tool is broken"),
             (call("hang", '{"text":"x"}'), "error: no answer within 3 s"),
@@ -374,7 +367,7 @@ async def test_whatever_goes_wrong_is_an_answer_for_the_model(tiny: Path) -> Non
 
 
 async def test_a_result_with_braces_goes_through_the_template_as_it_is(tiny: Path) -> None:
-    async with answering(tiny, tool_config(f"{PATH}:echo", tool_result_template="[{result}]{x}")) as (_, answer):
+    async with answering(tiny, f"{PATH}:echo", tool_result_template="[{result}]{x}") as (_, answer):
         sample = await answer(call("echo", '{"text":"{result} {0}"}'))
         assert sample.response.endswith("[{result} {0}]{x}")
 
@@ -386,13 +379,14 @@ async def test_a_result_with_braces_goes_through_the_template_as_it_is(tiny: Pat
     (make_sample(0, response="<tool_call>x</tool_call>", status="failed"), False),
 ])  # fmt: skip
 def test_a_completed_sample_that_ends_in_a_call_is_wanted(sample: Sample, wanted: bool) -> None:
-    assert AgentsStage.wants(tool_config("calculator"), {}, make_slice(0, sample)) is wanted
+    config = make_config(tools={"tools": ["calculator"]})
+    assert AgentsStage.wants(config, {}, make_slice(0, sample)) is wanted
     assert not AgentsStage.wants(Config(), {}, make_slice(0, sample)), "no tools are configured"
 
 
 async def test_an_unknown_tool_is_refused_before_the_stage_runs(tiny: Path) -> None:
     with pytest.raises(UnknownToolError):
-        await AgentsStage(make_context(of_model(tool_config("calculatr"), tiny))).setup()
+        await stage_of(tiny, "calculatr").setup()
 
 
 EMBEDDED = EngineConfig(engine="embedded", engine_slots=32, engine_device="cpu", engine_dtype="float32")
@@ -407,7 +401,7 @@ async def test_trained_ids_are_the_engines_own_over_several_turns(tiny: Path, tm
     prompt = [40, 49, 43]
     engine = {"engine": EMBEDDED, "model": tiny, "tensors": tensors_of([tiny])}
     async with generating(tmp_path, **engine, **AGENTS, **sections) as world:
-        await world.run_agents(of_model(make_config(**sections), tiny))
+        await world.run_agents(make_config(**sections, train={"hf_checkpoint": str(tiny)}))
         await world.ready()
         await world.ask(make_group(0, 16, prompt=prompt, seed=11))
         samples: dict[int, Sample] = {}
