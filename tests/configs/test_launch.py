@@ -103,11 +103,9 @@ def each_once(lines: list[str], *words: str) -> None:
 def test_flags_that_cannot_be_read_are_reported_with_all_other_faults(plan: str, errors: Errors) -> None:
     """What rests on such a flag is not judged: with the right spelling it may be right."""
     argv = "--hf-checkpiont tiny --prompt-data nowhere.jsonl --num-rollout x --scale train=2 --rm-type remote_rm"
-    each_once(
-        errors(f"{argv} train.x=1 {plan}"), "--hf-checkpiont is no flag; did you mean --hf-checkpoint?",
-        "--num-rollout is 'x', but must be", "train.x is no key",
-        "nowhere.jsonl", "--scale train=2", "rm_type 'remote_rm' is no grader",
-    )  # fmt: skip
+    unread = ("--hf-checkpiont is no flag; did you mean --hf-checkpoint?", "--num-rollout is 'x', but must be")
+    others = ("train.x is no key", "nowhere.jsonl", "--scale train=2", "rm_type 'remote_rm' is no grader")
+    each_once(errors(f"{argv} train.x=1 {plan}"), *unread, *others)
 
 
 def test_faults_of_recipes_are_reported_with_those_of_the_command_line(tmp_path: Path, errors: Errors) -> None:
@@ -200,11 +198,11 @@ def test_nested_fields_have_no_flag_of_their_own() -> None:
 def test_a_value_given_by_flag_or_by_its_place_arrives(flag: Flag, data: st.DataObject) -> None:
     value = data.draw(values(flag))
     texts = as_text(flag, value)
-    if flag.kind == "bool" and flag.name:
-        assert arrived(flag, f"--{flag.name}" if value else f"--no-{flag.name}") is value
-    elif flag.name:
-        assert arrived(flag, f"--{flag.name}", *texts) == value
     if flag.name:
+        words = [f"--{flag.name}", *texts]
+        if flag.kind == "bool":
+            words = [f"--{flag.name}" if value else f"--no-{flag.name}"]
+        assert arrived(flag, *words) == value
         assert arrived(flag, *[f"--{flag.name}={text}" for text in texts]) == value
     if flag.kind == "list":
         texts = [msgspec.json.encode(value).decode()]
