@@ -9,21 +9,19 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from configs.schema import Config
-from configs.schema.data import DataConfig, RewardConfig
-from configs.schema.rollout import RolloutConfig
+from configs.schema.data import DataConfig
 from stages.data.prompt_set import PromptSet
 from stages.data.rows import BadValue, RowKeys, label_text, parse_row, trusted_functions
 from stages.data.sources import open_source, parse_spec, without_nulls
 from stages.errors import DataError, EmptyDataError, RowError, SourceError
 from stages.prompts.prompt_sources import PromptOrder
+from tests.stages.stage_rig import make_config
 
 
 def byte_ids(text: str) -> list[int]:
@@ -189,12 +187,10 @@ def test_a_row_that_changes_after_loading_may_not_name_code_either(prompts_of: P
 
 
 def test_functions_that_the_settings_name_are_trusted() -> None:
-    config = Config(
-        reward=RewardConfig(custom_rm_path="a:f", reward_component=("x=b.c:g@0.5",)),
-        rollout=RolloutConfig(custom_generate_function_path="d:h"),
-    )
+    reward = {"custom_rm_path": "a:f", "reward_component": ["x=b.c:g@0.5"]}
+    config = make_config(reward=reward, rollout={"custom_generate_function_path": "d:h"})
     assert {"a:f", "b.c:g", "d:h"} <= (trusted_functions(config) or set())
-    assert trusted_functions(msgspec.structs.replace(config, data=DataConfig(trust_data_code=True))) is None
+    assert trusted_functions(make_config(reward=reward, data={"trust_data_code": True})) is None
 
 
 def test_supervised_labels_are_tokenised(prompts_of: Prompts) -> None:

@@ -105,7 +105,7 @@ async def test_what_may_pass_is_tried_again(fault: Answer) -> None:
         assert [body["attempt"] for body in server.bodies] == [0, 1, 2]
 
 
-async def test_a_deadline_counts_for_the_whole_try(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_deadline_counts_for_the_whole_try() -> None:
     """Headers in time do not help a body that never ends."""
     stop = asyncio.Event()
 
@@ -201,11 +201,8 @@ async def test_no_more_requests_at_one_time_than_allowed() -> None:
 
 
 async def test_no_server_and_no_address() -> None:
-    async def sleep(seconds: float) -> None:
-        return None
-
     async def refusal(url: str | None) -> str:
-        client = RemoteReward(RewardConfig(rm_url=url, rm_retries=1), sleep=sleep)
+        client = RemoteReward(RewardConfig(rm_url=url, rm_retries=1), sleep=lambda _: asyncio.sleep(0))
         grade = await client.grade(ASKED)
         await client.close()
         return grade.error or ""
