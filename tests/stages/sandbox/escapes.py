@@ -38,259 +38,127 @@ else:
     print("escaped")
 """
 
+
+def calls(*numbers: int) -> tuple[str, ...]:
+    """Calls that are refused by their number. With these arguments they do nothing where they are let through."""
+    return tuple(f"call({number}{', -1' * 6})" for number in numbers)
+
+
+def each(form: str, *values: object) -> tuple[str, ...]:
+    """An attempt with each of these values."""
+    return tuple(form.format(value) for value in values)
+
+
 SIGNALS = (
-    "call(62, victim, 9)",
-    "call(62, victim, 0)",
-    "call(62, -1, 0)",
-    "call(62, 0, 0)",
-    "call(62, os.getppid(), 0)",
-    "call(62, 1, 0)",
-    "os.kill(victim, 9)",
-    "os.killpg(os.getpgid(0), 0)",
-    "call(200, victim, 9)",  # tkill
-    "call(234, victim, victim, 9)",  # tgkill
-    "call(129, victim, 9, buffer)",  # rt_sigqueueinfo
-    "call(297, victim, victim, 9, buffer)",  # rt_tgsigqueueinfo
-    "os.pidfd_open(victim)",
-    "call(424, 0, 9, 0, 0)",  # pidfd_send_signal
-    "fcntl.fcntl(pipe(), fcntl.F_SETOWN, victim)",
-    "fcntl.fcntl(pipe(), fcntl.F_SETOWN, os.getppid())",
-    "fcntl.fcntl(pipe(), fcntl.F_SETOWN, -1)",
+    *each("call(62, {})", "victim, 9", "victim, 0", "-1, 0", "0, 0", "os.getppid(), 0", "1, 0"),
+    *("os.kill(victim, 9)", "os.killpg(os.getpgid(0), 0)", "os.pidfd_open(victim)"),
+    *calls(200, 234, 129, 297, 424),  # tkill, tgkill, rt_sigqueueinfo, rt_tgsigqueueinfo, pidfd_send_signal
+    *each("fcntl.fcntl(pipe(), fcntl.F_SETOWN, {})", "victim", "os.getppid()", -1),
     "call(72, pipe(), 15, buffer)",  # F_SETOWN_EX
     "fcntl.fcntl(pipe(), fcntl.F_SETSIG, 9)",
-    "fcntl.fcntl(pipe(), fcntl.F_SETFL, os.O_ASYNC)",
-    "fcntl.fcntl(pipe(), fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)",
-    "call(72, pipe(), 4, 0o20000 | 1 << 32)",
-    "call(72, pipe(), 10 | 1 << 32, 9)",
+    *each("fcntl.fcntl(pipe(), fcntl.F_SETFL, os.O_ASYNC{})", "", " | os.O_NONBLOCK"),
+    *each("call(72, pipe(), {})", "4, 0o20000 | 1 << 32", "10 | 1 << 32, 9"),
     "fcntl.ioctl(pipe(), 0x5452, buffer)",  # FIOASYNC
-    "fcntl.ioctl(socket.socketpair()[0].fileno(), 0x8901, buffer)",  # FIOSETOWN
-    "fcntl.ioctl(socket.socketpair()[0].fileno(), 0x8902, buffer)",  # SIOCSPGRP
-    "fcntl.ioctl(0, 0x5412, b'x')",  # TIOCSTI
-    "fcntl.ioctl(0, 0x40045436, 9)",  # TIOCSIG
-    "fcntl.fcntl(1, 1024, 0)",  # F_SETLEASE
-    "fcntl.fcntl(os.open('.', 0), 1026, 1)",  # F_NOTIFY
-    "call(222, 1, buffer, buffer)",  # timer_create
-    "call(244, 0, buffer)",  # mq_notify
-    "call(157, 1, 0)",  # PR_SET_PDEATHSIG
-    "os.setpgid(0, os.getpgid(victim))",
-    "os.setsid()",
-    "call(438, 0, 0, 0)",  # pidfd_getfd
-    "call(448, 0, 0)",  # process_mrelease
+    *each("fcntl.ioctl(socket.socketpair()[0].fileno(), {}, buffer)", 0x8901, 0x8902),  # FIOSETOWN, SIOCSPGRP
+    *each("fcntl.ioctl(0, {})", "0x5412, b'x'", "0x40045436, 9"),  # TIOCSTI, TIOCSIG
+    *("fcntl.fcntl(1, 1024, 0)", "fcntl.fcntl(os.open('.', 0), 1026, 1)"),  # F_SETLEASE, F_NOTIFY
+    *calls(222, 244, 438, 448),  # timer_create, mq_notify, pidfd_getfd, process_mrelease
+    *("call(157, 1, 0)", "os.setpgid(0, os.getpgid(victim))", "os.setsid()"),  # the first: PR_SET_PDEATHSIG
 )
 PROCESSES = (
-    "os.fork()",
-    "call(58)",  # vfork
-    "call(56, 17, 0)",  # clone
-    "call(56, 17 | 0x8000, 0)",  # a sibling
-    "call(56, 17 | 0x10000000, 0)",  # CLONE_NEWUSER
-    "call(56, 0x3D0F00 & ~0x400, 0)",  # a thread with descriptors of its own
-    "call(56, 0x3D0F00 | 0x10000000, 0)",
-    "os.execv('/bin/true', ['true'])",
-    "call(322, -100, b'/bin/true', 0, 0, 0)",  # execveat
-    "os.posix_spawn('/bin/true', ['true'], {})",
+    *("os.fork()", "call(58)"),  # the second: vfork
+    *each("call(56, {}, 0)", 17, 17 | 0x8000, 17 | 0x10000000),  # clone: a child, a sibling, CLONE_NEWUSER
+    *each("call(56, {}, 0)", 0x3D0F00 & ~0x400, 0x3D0F00 | 0x10000000),  # a thread with descriptors of its own
+    *("os.execv('/bin/true', ['true'])", "os.posix_spawn('/bin/true', ['true'], {})"),
     "__import__('subprocess').run(['true'])",
     "__import__('multiprocessing').get_context('fork').Process(target=print).start()",
-    "call(272, 0x10000000)",  # unshare: users
-    "call(272, 0x40000000)",  # network
-    "call(272, 0x20000)",  # mounts
-    "call(272, 0x400)",  # descriptors
+    *each("call(272, {})", 0x10000000, 0x40000000, 0x20000, 0x400),  # unshare: users, network, mounts, descriptors
     "call(436, 3, 3, 2)",  # close_range with CLOSE_RANGE_UNSHARE
-    "call(308, 0, 0)",  # setns
-    "call(101, 0, 0, 0, 0)",  # ptrace: TRACEME
-    "call(101, 16, victim, 0, 0)",  # ATTACH
-    "call(101, 0x4206, victim, 0, 0)",  # SEIZE
-    "call(310, victim, buffer, 1, buffer, 1, 0)",  # process_vm_readv
-    "call(311, victim, buffer, 1, buffer, 1, 0)",
-    "call(312, os.getpid(), victim, 0, 0, 0)",  # kcmp
-    "call(440, 0, buffer, 1, 0, 0)",  # process_madvise
-    "call(279, victim, 0, buffer, 0, buffer, 0)",  # move_pages
-    "call(256, victim, 64, buffer, buffer)",  # migrate_pages
+    *each("call(101, {}, victim, 0, 0)", 0, 16, 0x4206),  # ptrace: TRACEME, ATTACH, SEIZE
+    *calls(322, 308, 310, 311, 312),  # execveat, setns, process_vm_readv, process_vm_writev, kcmp
+    *calls(440, 279, 256, 251, 314),  # process_madvise, move_pages, migrate_pages, ioprio_set, sched_setattr
     "resource.prlimit(victim, resource.RLIMIT_CPU, (1, 1))",
     "resource.prlimit(os.getppid(), resource.RLIMIT_CPU)",
-    "os.setpriority(os.PRIO_PROCESS, victim, 19)",
-    "os.setpriority(9, 0, 19)",
-    "os.nice(1)",
-    "call(251, 1, victim, 3 << 13)",  # ioprio_set
-    "os.sched_setaffinity(victim, {0})",
-    "os.sched_setaffinity(0, {0})",
-    "os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))",
-    "os.sched_setparam(0, os.sched_param(0))",
-    "call(314, 0, buffer, 0)",  # sched_setattr
+    *("os.setpriority(os.PRIO_PROCESS, victim, 19)", "os.setpriority(9, 0, 19)", "call(141, 0, 0, 5)", "os.nice(1)"),
+    *each("os.sched_setaffinity({}, {{0}})", "victim", 0),
+    *("os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))", "os.sched_setparam(0, os.sched_param(0))"),
 )
 PRIVILEGES = (
-    "os.setuid(0)",
-    "os.setuid(os.getuid())",
-    "os.setgid(0)",
-    "os.setreuid(0, 0)",
-    "os.setresuid(0, 0, 0)",
-    "os.setresgid(0, 0, 0)",
-    "os.setgroups([0])",
-    "call(122, 0)",  # setfsuid
-    "call(123, 0)",  # setfsgid
-    "call(126, buffer, buffer)",  # capset
-    "call(157, 4, 1)",  # PR_SET_DUMPABLE
-    "call(157, 8, 1)",  # PR_SET_KEEPCAPS
-    "call(157, 22, 2, buffer)",  # PR_SET_SECCOMP
-    "call(157, 36, 1)",  # PR_SET_CHILD_SUBREAPER
-    "call(157, 35, 1, 0, 0, 0)",  # PR_SET_MM
-    "call(157, 47, 2, 21, 0, 0)",  # PR_CAP_AMBIENT_RAISE
-    "call(157, 0x59616D61, victim)",  # PR_SET_PTRACER
-    "call(157, 1 | 1 << 32, 0)",
-    "call(317, 1, 0, buffer)",  # seccomp
-    "call(135, 0x0040000)",  # personality
-    "call(250, 0, 0)",  # keyctl
-    "call(248, b'user', b'k', b'v', 1, -3)",  # add_key
-    "call(249, b'user', b'k', 0, 0)",  # request_key
-    "call(444, buffer, 8, 0)",  # landlock_create_ruleset
-    "call(0x40000000 + 62, victim, 9)",  # the same calls by their x32 numbers
-    "call(0x40000000 + 520, buffer, 0, 0)",
+    *each("os.{}", "setuid(0)", "setuid(os.getuid())", "setgid(0)", "setreuid(0, 0)", "setgroups([0])"),
+    *each("os.{}(0, 0, 0)", "setresuid", "setresgid"),
+    *("call(122, 0)", "call(123, 0)", "call(126, buffer, buffer)"),  # setfsuid, setfsgid, capset
+    # PR_SET_DUMPABLE, _KEEPCAPS, _SECCOMP, _CHILD_SUBREAPER, _MM, PR_CAP_AMBIENT_RAISE, PR_SET_PTRACER
+    *each("call(157, {})", "4, 1", "8, 1", "22, 2, buffer", "36, 1", "35, 1, 0, 0, 0", "47, 2, 21, 0, 0"),
+    *each("call(157, {})", "0x59616D61, victim", "1 | 1 << 32, 0"),
+    *("call(317, 1, 0, buffer)", "call(135, 0x0040000)"),  # seccomp, personality
+    *calls(250, 248, 249, 444),  # keyctl, add_key, request_key, landlock_create_ruleset
+    *each("call(0x40000000 + {})", "62, victim, 9", "520, buffer, 0, 0"),  # the same calls by their x32 numbers
 )
 MACHINE = (
-    "call(227, 0, 0)",  # clock_settime
-    "call(164, 1, 0)",  # settimeofday
-    "call(159, buffer)",  # adjtimex
-    "call(305, 0, buffer)",  # clock_adjtime
-    "call(170, b'x', -1)",  # sethostname
-    "call(171, b'x', -1)",  # setdomainname
-    "call(163, 1)",  # acct
-    "call(103, 3, buffer, 10)",  # syslog
-    "call(169, 0, 0, 0, 0)",  # reboot
-    "call(246, 0, 0, 0, 0)",  # kexec_load
-    "call(320, 0, 0, 0, 0, 0)",  # kexec_file_load
-    "call(175, buffer, 0, buffer)",  # init_module
-    "call(313, 0, buffer, 0)",  # finit_module
-    "call(176, buffer, 0)",  # delete_module
-    "call(167, buffer, 0)",  # swapon
-    "call(168, buffer)",  # swapoff
-    "call(165, buffer, buffer, buffer, 0, 0)",  # mount
-    "call(166, buffer, 0)",  # umount2
-    "call(155, buffer, buffer)",  # pivot_root
+    *calls(227, 164, 159, 305),  # clock_settime, settimeofday, adjtimex, clock_adjtime
+    *calls(170, 171, 163, 103, 169),  # sethostname, setdomainname, acct, syslog, reboot
+    *calls(246, 320, 175, 313, 176),  # kexec_load, kexec_file_load, init_module, finit_module, delete_module
+    *calls(167, 168, 165, 166, 155),  # swapon, swapoff, mount, umount2, pivot_root
     "os.chroot('.')",
-    "call(430, buffer, 0)",  # fsopen
-    "call(432, 0, 0, 0)",  # fsmount
-    "call(433, 0, buffer, 0)",  # fspick
-    "call(428, -100, b'.', 1)",  # open_tree
-    "call(429, 0, b'', 0, b'', 0)",  # move_mount
-    "call(442, 0, buffer, 0, buffer, 0)",  # mount_setattr
-    "call(457, buffer, buffer, 0, 0)",  # statmount
-    "call(172, 3)",  # iopl
-    "call(173, 0, 1, 1)",  # ioperm
-    "call(154, 0, buffer, 0)",  # modify_ldt
-    "call(179, 0, 0, 0, 0)",  # quotactl
-    "call(153)",  # vhangup
-    "call(162)",  # sync
-    "call(300, 0, 0)",  # fanotify_init
-    "call(294, 0)",  # inotify_init1
-    "call(321, 0, buffer, 0)",  # bpf
-    "call(298, buffer, 0, -1, -1, 0)",  # perf_event_open
-    "call(323, 0)",  # userfaultfd
-    "call(304, 0, buffer, 0)",  # open_by_handle_at
-    "call(303, -100, b'.', buffer, buffer, 0)",  # name_to_handle_at
-    "call(141, 0, 0, 5)",  # setpriority
+    *calls(430, 432, 433, 428),  # fsopen, fsmount, fspick, open_tree
+    *calls(429, 442, 457),  # move_mount, mount_setattr, statmount
+    *calls(172, 173, 154, 179),  # iopl, ioperm, modify_ldt, quotactl
+    *calls(153, 162, 300, 294),  # vhangup, sync, fanotify_init, inotify_init1
+    *calls(321, 298, 323, 304, 303),  # bpf, perf_event_open, userfaultfd, open_by_handle_at, name_to_handle_at
 )
 NETWORK = (
-    *(f"socket.socket({family}, {kind})" for family, kind in ((2, 1), (2, 2), (10, 1), (1, 1), (1, 2), (16, 3))),
-    *(f"socket.socket({family}, {kind})" for family, kind in ((17, 3), (38, 5), (40, 1))),
+    *each("socket.socket({})", "2, 1", "2, 2", "10, 1", "1, 1", "1, 2", "16, 3", "17, 3", "38, 5", "40, 1"),
     "__import__('http.client').client.HTTPConnection('127.0.0.1', 1).connect()",
     "socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)[0].sendto(b'x', mailbox)",
     "socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)",
     "call(53, 1, 2 | 0o2000000, 0, buffer)",
-    "call(42, socket.socketpair()[0].fileno(), buffer, 10)",  # connect
-    "call(49, socket.socketpair()[0].fileno(), buffer, 10)",  # bind
-    "call(50, socket.socketpair()[0].fileno(), 1)",  # listen
-    "call(288, socket.socketpair()[0].fileno(), 0, 0, 0)",  # accept4
+    *calls(42, 49, 50, 288, 307, 299),  # connect, bind, listen, accept4, sendmmsg, recvmmsg
     "socket.socketpair()[0].sendmsg([b'x'], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, b'\\1\\0\\0\\0')])",
     "socket.socketpair()[0].recvmsg(1)",
-    "call(307, socket.socketpair()[0].fileno(), buffer, 1, 0)",  # sendmmsg
-    "call(299, socket.socketpair()[0].fileno(), buffer, 1, 0, 0)",  # recvmmsg
     "socket.socketpair()[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 30)",
-    "call(425, 8, buffer)",  # io_uring_setup
-    "call(206, 8, buffer)",  # io_setup
     "fcntl.ioctl(socket.socketpair()[0].fileno(), 0x8912, buffer)",  # SIOCGIFCONF
+    *calls(425, 206),  # io_uring_setup, io_setup
 )
 MEMORY = (
     "os.memfd_create('x')",
-    "call(447, 0)",  # memfd_secret
-    "call(29, 0, 1 << 20, 0o1600)",  # shmget
-    "call(30, 0, 0, 0)",  # shmat
-    "call(64, 0, 1, 0o1600)",  # semget
-    "call(68, 0, 0o1600)",  # msgget
-    "call(240, b'x', 66, 384, 0)",  # mq_open
-    "call(149, buffer, 4096)",  # mlock
-    "call(151, 3)",  # mlockall
-    "fcntl.fcntl(pipe(), fcntl.F_SETPIPE_SZ, 1 << 20)",
-    "fcntl.fcntl(1, fcntl.F_ADD_SEALS, 1)",
-    "call(278, pipe(), buffer, 1, 8)",  # vmsplice
-    "call(275, 0, 0, pipe(), 0, 1, 0)",  # splice
-    "call(276, 0, pipe(), 1, 0)",  # tee
-    "call(237, 0, 0, 0, 0, 0, 0)",  # mbind
-    "call(238, 0, 0, 0)",  # set_mempolicy
-    "call(216, 0, 0, 0, 0, 0)",  # remap_file_pages
-    "call(330, 0, 0)",  # pkey_alloc
-    "call(160, 9, (ctypes.c_ulong * 2)(1 << 40, 1 << 40))",  # setrlimit: address space
-    "call(160, 1, (ctypes.c_ulong * 2)(1 << 40, 1 << 40))",  # file size
-    "call(160, 7, (ctypes.c_ulong * 2)(1 << 16, 1 << 16))",  # descriptors
-    "call(160, 0, (ctypes.c_ulong * 2)(1 << 16, 1 << 16))",  # processor time
+    *calls(447, 29, 30, 64, 68, 240),  # memfd_secret, shmget, shmat, semget, msgget, mq_open
+    *("call(149, buffer, 4096)", "call(151, 3)"),  # mlock, mlockall
+    *("fcntl.fcntl(pipe(), fcntl.F_SETPIPE_SZ, 1 << 20)", "fcntl.fcntl(1, fcntl.F_ADD_SEALS, 1)"),
+    *calls(278, 275, 276),  # vmsplice, splice, tee
+    *calls(237, 238, 216, 330),  # mbind, set_mempolicy, remap_file_pages, pkey_alloc
+    *each("call(160, {}, (ctypes.c_ulong * 2)(1 << 40, 1 << 40))", 9, 1),  # setrlimit: address space, file size
+    *each("call(160, {}, (ctypes.c_ulong * 2)(1 << 16, 1 << 16))", 7, 0),  # descriptors, processor time
     "call(302, 0, 9, (ctypes.c_ulong * 2)(1 << 40, 1 << 40), 0)",  # prlimit64
 )
 FILES = (  # refused with Landlock and without
-    "open(outside + '/made', 'w')",
-    "open('../escaped', 'w')",
-    "os.open(outside, os.O_TMPFILE | os.O_RDWR)",
-    "os.open('slow', os.O_CREAT | os.O_WRONLY | os.O_SYNC)",
-    "os.open('slow', os.O_CREAT | os.O_WRONLY | os.O_DIRECT)",
-    "open(secret, 'w')",
-    "open(secret, 'a')",
-    "open('/dev/shm/sluice-escaped', 'w')",
-    "open('/proc/sys/kernel/hostname', 'w')",
-    "open('/proc/self/oom_score_adj', 'w')",
+    *each("open({})", "outside + '/made', 'w'", "'../escaped', 'w'", "secret, 'w'", "secret, 'a'"),
+    *each("open('{}', 'w')", "/dev/shm/sluice-escaped", "/proc/sys/kernel/hostname", "/proc/self/oom_score_adj"),
     "open(os.__file__, 'a')",
-    "os.truncate(secret, 0)",
-    "os.unlink(secret)",
-    "os.rename(secret, 'x')",
-    "os.mkdir(outside + '/made')",
-    "os.rmdir(outside)",
-    "os.chmod(secret, 0o777)",
-    "os.chmod('.', 0o777)",
-    "os.fchmod(os.open('.', 0), 0o777)",
-    "os.chown('.', 0, 0)",
-    "os.fchown(1, 0, 0)",
-    "os.utime(secret)",
-    "os.utime('.')",
-    "os.setxattr('.', 'user.x', b'1')",
-    "os.removexattr('.', 'user.x')",
-    "os.symlink(secret, 'link')",
-    "os.link(secret, 'link')",
-    "os.mkfifo('fifo')",
-    "os.mknod('device', 0o60600, 0x800)",
-    "call(437, -100, b'.', buffer, 24)",  # openat2
-    "call(73, 1, 2)",  # flock
+    "os.open(outside, os.O_TMPFILE | os.O_RDWR)",
+    *each("os.open('slow', os.O_CREAT | os.O_WRONLY | os.{})", "O_SYNC", "O_DIRECT"),
+    *("os.truncate(secret, 0)", "os.unlink(secret)", "os.rename(secret, 'x')"),
+    *("os.mkdir(outside + '/made')", "os.rmdir(outside)"),
+    *("os.chmod(secret, 0o777)", "os.chmod('.', 0o777)", "os.fchmod(os.open('.', 0), 0o777)"),
+    *("os.chown('.', 0, 0)", "os.fchown(1, 0, 0)", "os.utime(secret)", "os.utime('.')"),
+    *("os.setxattr('.', 'user.x', b'1')", "os.removexattr('.', 'user.x')"),
+    *("os.symlink(secret, 'link')", "os.link(secret, 'link')"),
+    *("os.mkfifo('fifo')", "os.mknod('device', 0o60600, 0x800)"),
+    *("call(437, -100, b'.', buffer, 24)", "call(73, 1, 2)"),  # openat2, flock
 )
 READING = (  # refused where there is Landlock; without, a program reads what the user can read
-    "open(secret)",
-    "open('/etc/passwd')",
-    "os.listdir('/')",
-    "os.listdir(outside)",
-    "open('/proc/self/environ')",
-    "open(f'/proc/{os.getppid()}/environ')",
-    "open(f'/proc/{victim}/mem', 'rb')",
-    "open('/proc/self/mem', 'rb')",
-    "open('/dev/zero', 'rb')",
-    "open('/sys/kernel/mm/transparent_hugepage/enabled')",
+    *("open(secret)", "os.listdir('/')", "os.listdir(outside)"),
+    *each("open('{}')", "/etc/passwd", "/proc/self/environ", "/sys/kernel/mm/transparent_hugepage/enabled"),
+    *each("open(f'{}', 'rb')", "/proc/{victim}/mem", "/proc/{os.getppid()}/environ", "/proc/self/mem", "/dev/zero"),
 )
 
 # Beyond what they are for, these calls fail with a word of their own.
 OTHERWISE = {
-    "call(435, buffer, 88)": ("ENOSYS",),  # clone3: so that the C library takes clone
-    "call(463, 0, 0, 0, 0)": ("ENOSYS",),  # newer than the list
-    "call(500)": ("ENOSYS",),
-    "[os.dup(0) for _ in range(64)]": ("EMFILE",),
-    "[pipe() for _ in range(64)]": ("EMFILE",),
-    "os.ftruncate(1, 1 << 30)": ("EFBIG",),
-    "os.posix_fallocate(3, 0, 1 << 30)": ("EFBIG",),
+    # clone3, so that the C library takes clone, and what is newer than the list
+    **dict.fromkeys(("call(435, buffer, 88)", "call(463, 0, 0, 0, 0)", "call(500)"), ("ENOSYS",)),
+    **dict.fromkeys(each("[{} for _ in range(64)]", "os.dup(0)", "pipe()"), ("EMFILE",)),
+    **dict.fromkeys(("os.ftruncate(1, 1 << 30)", "os.posix_fallocate(3, 0, 1 << 30)"), ("EFBIG",)),
     "mmap.mmap(-1, 1 << 31)": ("ENOMEM",),
-    "bytearray(1 << 31)": ("MemoryError",),
-    "bytearray(1 << 34)": ("MemoryError",),
+    **dict.fromkeys(each("bytearray(1 << {})", 31, 34), ("MemoryError",)),
 }
 
 
