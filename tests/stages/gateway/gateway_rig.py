@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,15 @@ from stages.sampling.rollout_requests import Requests
 from tests.stages.engine_rig import World, core_of, simulated, started
 from tests.stages.stage_rig import make_group
 
+CHAT, RESPONSES, ANTHROPIC, TOKENS = "/v1/chat/completions", "/v1/responses", "/v1/messages", "/generate"
+PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
+ASK = [{"role": "user", "content": "Hi"}]
+BODIES: Mapping[str, dict[str, Any]] = {  # requests that offer the tool of the call
+    CHAT: {"messages": ASK, "tools": [{"type": "function", "function": {"name": "add", "parameters": PARAMETERS}}]},
+    RESPONSES: {"input": "Hi", "tools": [{"type": "function", "name": "add", "parameters": PARAMETERS}]},
+    ANTHROPIC: {"messages": ASK, "tools": [{"name": "add", "input_schema": PARAMETERS}]},
+}
 BEGIN, END, VOCABULARY = 257, 258, 264
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 _THOUGHT = re.compile(r"\A<think>(.*?)</think>", re.DOTALL)
@@ -131,13 +140,12 @@ class Rig:
     http: aiohttp.ClientSession
     events: list[tuple[str, Any]] = field(default_factory=list)  # of the last stream
 
-    async def post(
-        self, path: str, body: object, *, key: str | None = None, header: str = "bearer", raw: bytes | None = None
-    ) -> tuple[int, Any]:
-        """Status and JSON of the answer; of a stream its events, [name, data] each."""
-        key = self.endpoint.api_key if key is None else key
-        headers = {"Authorization": f"Bearer {key}"} if header == "bearer" else {"x-api-key": key}
-        data = json.dumps(body).encode() if raw is None else raw
+    async def post(self, path: str, body: object, *, key: str | None = None, **headers: str) -> tuple[int, Any]:
+        """Status and JSON of the answer; of a stream its events, [name, data] each. `body`: bytes, or what is JSON."""
+        if "x_api_key" not in headers:
+            headers["Authorization"] = f"Bearer {self.endpoint.api_key if key is None else key}"
+        headers = {name.replace("_", "-"): value for name, value in headers.items()}
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
         async with self.http.post(self.endpoint.base_url + path, data=data, headers=headers) as response:
             content = await response.read()
             if response.content_type == "text/event-stream":
@@ -148,6 +156,13 @@ class Rig:
         headers = {"Authorization": f"Bearer {self.endpoint.api_key}"}
         async with self.http.get(self.endpoint.base_url + path, headers=headers) as response:
             return response.status, await response.json()
+
+    @contextmanager
+    def another_session(self) -> Iterator[tuple[OpenSession, str]]:
+        """A second session, open within the block, and its key."""
+        place = OpenSession(make_group(1), new_sample((1,), 0), Session(self.place.session._chat))
+        with self.gateway.session(place) as key:
+            yield place, key
 
     def samples(self) -> tuple[Sample, ...]:
         """What was recorded, after a look whether it is what the engine was given and made."""

@@ -10,10 +10,20 @@ import pytest
 
 from stages.chat.messages import ToolCall
 from stages.gateway.chat_completions import arguments_text
-from tests.stages.gateway.gateway_rig import BEGIN, END, Rig, log_prob, opened
-
-CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
-PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
+from tests.stages.gateway.gateway_rig import (
+    ANTHROPIC,
+    ASK,
+    BEGIN,
+    BODIES,
+    CALL,
+    CHAT,
+    END,
+    PARAMETERS,
+    RESPONSES,
+    Rig,
+    log_prob,
+    opened,
+)
 
 
 def script(prompt: str) -> str:
@@ -37,19 +47,15 @@ def log_probs_of(made: list[int], start: int) -> dict[str, Any]:
 
 
 async def test_chat_completions(tmp_path: Path) -> None:
-    async with opened(tmp_path, script) as rig:
-        body = {
-            "model": "any-name",
-            "messages": [
-                {"role": "system", "content": "Be brief."},
-                {"role": "user", "content": [{"type": "text", "text": "Hi"}]},
-            ],
-            "temperature": 0,
-            "logprobs": True,
-            "return_token_ids": True,
-            "unknown_field": {"deep": [1]},
-        }
-        status, answer = await rig.post("/v1/chat/completions", body)
+    async with opened(tmp_path, script, max_context=321) as rig:
+        status, listed = await rig.get("/v1/models")
+        [model] = listed["data"]
+        assert (status, model["id"], model["max_model_len"]) == (200, rig.endpoint.model, 321)
+        assert (await rig.get("/v1/models/other"))[1]["id"] == "other"
+        system = {"role": "system", "content": "Be brief."}
+        messages = [system, {"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
+        options = {"temperature": 0, "logprobs": True, "return_token_ids": True, "unknown_field": {"deep": [1]}}
+        status, answer = await rig.post(CHAT, {"model": "any-name", "messages": messages, **options})
         prompt, made = ids_of(("system", "Be brief."), ("user", "Hi")), [*b"Hello.", END]
         assert status == 200
         assert answer.pop("id").startswith("chatcmpl-")
@@ -58,17 +64,10 @@ async def test_chat_completions(tmp_path: Path) -> None:
         message = {"role": "assistant", "content": "Hello.", "refusal": None}
         assert choice.pop("logprobs") == log_probs_of(made, len(prompt))
         assert choice == {"index": 0, "message": message, "finish_reason": "stop", "token_ids": made}
-        assert answer == {
-            "object": "chat.completion",
-            "model": "any-name",
-            "usage": {
-                "prompt_tokens": len(prompt),
-                "completion_tokens": 7,
-                "total_tokens": len(prompt) + 7,
-                "prompt_tokens_details": {"cached_tokens": 0},
-            },
-            "prompt_token_ids": prompt,
-        }
+        usage = {"prompt_tokens": len(prompt), "completion_tokens": 7, "total_tokens": len(prompt) + 7}
+        usage["prompt_tokens_details"] = {"cached_tokens": 0}
+        said = {"object": "chat.completion", "model": "any-name", "prompt_token_ids": prompt}
+        assert answer == {**said, "usage": usage}
         [sample] = rig.samples()
         assert (sample.index, sample.token_ids.tolist()) == (2, [*prompt, *made])
         assert sample.versions.tolist() == [-1] * len(prompt) + [0] * 7
@@ -82,14 +81,12 @@ async def chat_turns(rig: Rig, stream: bool) -> list[dict[str, Any]]:
     said = []
     for _ in range(2):
         body = {"messages": messages, "tools": tools, "stream": stream, "stream_options": {"include_usage": True}}
-        status, answer = await rig.post("/v1/chat/completions", body)
+        status, answer = await rig.post(CHAT, body)
         assert status == 200
         message = gathered(answer) if stream else answer["choices"][0]["message"]
         said.append(message)
-        messages.append(message)
-        messages += [
-            {"role": "tool", "tool_call_id": call["id"], "content": "3"} for call in message.get("tool_calls", ())
-        ]
+        calls = message.get("tool_calls", ())
+        messages += [message, *({"role": "tool", "tool_call_id": call["id"], "content": "3"} for call in calls)]
     return said
 
 
@@ -126,56 +123,36 @@ async def test_tools_of_chat_completions(stream: bool, tmp_path: Path) -> None:
         assert (sample.turns, sample.response) == (2, "It is 3.")
 
 
-ANTHROPIC = {
-    "model": "m",
-    "max_tokens": 100,
-    "tools": [{"name": "add", "description": "Adds.", "input_schema": PARAMETERS}],
-}
-
-
 async def test_messages_of_anthropic(tmp_path: Path) -> None:
     async with opened(tmp_path, script) as rig:
         known: dict[str, Any] = {
-            **ANTHROPIC,
-            "tools": [*ANTHROPIC["tools"], {"type": "web_search_20250305", "name": "web_search"}],  # type: ignore[misc]
+            **{"model": "m", "max_tokens": 100, "thinking": {"type": "adaptive"}},
+            **{"context_management": {"edits": []}, "output_config": {"effort": "low"}},
+            "tools": [*BODIES[ANTHROPIC]["tools"], {"type": "web_search_20250305", "name": "web_search"}],
             "system": [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}],
-            "thinking": {"type": "adaptive"},
-            "context_management": {"edits": []},
-            "output_config": {"effort": "low"},
         }
         messages: list[Any] = [{"role": "user", "content": "1 + 2?"}]
-        status, first = await rig.post("/v1/messages?beta=true", {**known, "messages": messages}, header="x-api-key")
+        body = {**known, "messages": messages}
+        status, first = await rig.post(f"{ANTHROPIC}?beta=true", body, x_api_key=rig.endpoint.api_key)
         assert status == 200
         assert first.pop("id").startswith("msg_")
         call_id = first["content"][2]["id"]
         prompt, made = rig.writer.answered[0]
-        assert first == {
-            "type": "message",
-            "role": "assistant",
-            "model": "m",
-            "content": [
-                {"type": "thinking", "thinking": "easy", "signature": ""},
-                {"type": "text", "text": "I add."},
-                {"type": "tool_use", "id": call_id, "name": "add", "input": {"a": 1, "b": 2}},
-            ],
-            "stop_reason": "tool_use",
-            "stop_sequence": None,
-            "usage": {
-                "input_tokens": len(prompt),
-                "cache_read_input_tokens": 0,
-                "cache_creation_input_tokens": 0,
-                "output_tokens": len(made),
-            },
-        }
-        result = {"type": "tool_result", "tool_use_id": call_id, "content": [{"type": "text", "text": "3"}]}
-        messages += [
-            {"role": "assistant", "content": first["content"]},
-            {"role": "user", "content": [result, {"type": "text", "text": "Well?"}]},
+        content = [
+            {"type": "thinking", "thinking": "easy", "signature": ""},
+            {"type": "text", "text": "I add."},
+            {"type": "tool_use", "id": call_id, "name": "add", "input": {"a": 1, "b": 2}},
         ]
-        count = await rig.post("/v1/messages/count_tokens", {**known, "messages": messages})
-        _, second = await rig.post("/v1/messages", {**known, "messages": messages})
-        assert second["content"] == [{"type": "text", "text": "It is 3."}]
-        assert second["stop_reason"] == "end_turn"
+        usage = {"input_tokens": len(prompt), "output_tokens": len(made)}
+        usage |= {"cache_read_input_tokens": 0, "cache_creation_input_tokens": 0}
+        said = {"type": "message", "role": "assistant", "model": "m", "content": content, "usage": usage}
+        assert first == {**said, "stop_reason": "tool_use", "stop_sequence": None}
+        result = {"type": "tool_result", "tool_use_id": call_id, "content": [{"type": "text", "text": "3"}]}
+        messages += [{"role": "assistant", "content": content}]
+        messages += [{"role": "user", "content": [result, {"type": "text", "text": "Well?"}]}]
+        count = await rig.post(f"{ANTHROPIC}/count_tokens", body)
+        _, second = await rig.post(ANTHROPIC, body)
+        assert (second["content"], second["stop_reason"]) == ([{"type": "text", "text": "It is 3."}], "end_turn")
         usage = second["usage"]
         assert count == (200, {"input_tokens": usage["input_tokens"] + usage["cache_read_input_tokens"]})
         [sample] = rig.samples()
@@ -184,8 +161,7 @@ async def test_messages_of_anthropic(tmp_path: Path) -> None:
 
 async def test_a_stream_of_anthropic_messages(tmp_path: Path) -> None:
     async with opened(tmp_path, script) as rig:
-        body = {**ANTHROPIC, "messages": [{"role": "user", "content": "1 + 2?"}], "stream": True}
-        status, events = await rig.post("/v1/messages", body)
+        status, events = await rig.post(ANTHROPIC, {**BODIES[ANTHROPIC], "stream": True})
         assert status == 200
         assert all(name == data["type"] for name, data in events)
         assert [name for name, _ in events] == [
@@ -211,16 +187,10 @@ async def test_a_stream_of_anthropic_messages(tmp_path: Path) -> None:
 async def test_responses(tmp_path: Path) -> None:
     async with opened(tmp_path, script) as rig:
         known = {
-            "model": "m",
-            "instructions": "Be brief.",
-            "tools": [
-                {"type": "function", "name": "add", "parameters": PARAMETERS, "strict": True},
-                {"type": "web_search"},
-            ],
-            "include": ["reasoning.encrypted_content"],
-            "store": False,
+            **{"model": "m", "instructions": "Be brief.", "include": ["reasoning.encrypted_content"], "store": False},
+            "tools": [{**BODIES[RESPONSES]["tools"][0], "strict": True}, {"type": "web_search"}],
         }
-        status, first = await rig.post("/v1/responses", {**known, "input": "1 + 2?"})
+        status, first = await rig.post(RESPONSES, {**known, "input": "1 + 2?"})
         assert (status, first["object"], first["status"]) == (200, "response", "completed")
         thought, text, call = first["output"]
         assert [item["type"] for item in first["output"]] == ["reasoning", "message", "function_call"]
@@ -232,25 +202,22 @@ async def test_responses(tmp_path: Path) -> None:
         del thought["content"]  # what some clients send back is the other form alone
         result = {"type": "function_call_output", "call_id": call["call_id"], "output": "3"}
         question = {"role": "user", "content": [{"type": "input_text", "text": "1 + 2?"}]}
-        _, events = await rig.post(
-            "/v1/responses", {**known, "input": [question, *first["output"], result], "stream": True}
-        )
+        items = [question, *first["output"], result]
+        _, events = await rig.post(RESPONSES, {**known, "input": items, "stream": True})
         assert [data["sequence_number"] for _, data in events] == list(range(len(events)))
         assert [name.removeprefix("response.") for name, _ in events] == [
-            "created",
-            "in_progress",
-            "output_item.added",
-            "content_part.added",
-            "output_text.delta",
-            "output_text.done",
-            "content_part.done",
-            "output_item.done",
-            "completed",
+            *("created", "in_progress", "output_item.added", "content_part.added"),
+            *("output_text.delta", "output_text.done", "content_part.done", "output_item.done", "completed"),
         ]
         assert events[4][1]["delta"] == "It is 3."
         assert events[-1][1]["response"]["output"][0]["content"][0]["text"] == "It is 3."
         [sample] = rig.samples()
         assert sample.turns == 2
+        _, events = await rig.post(RESPONSES, {**BODIES[RESPONSES], "stream": True})
+        named = {name: data for name, data in events if "function_call" in name or "reasoning" in name}
+        assert named["response.reasoning_text.delta"]["delta"] == "easy"
+        assert json.loads(named["response.function_call_arguments.delta"]["delta"]) == {"a": 1, "b": 2}
+        assert events[-1][0] == "response.completed"
 
 
 @pytest.mark.parametrize(
@@ -269,8 +236,8 @@ async def test_a_response_that_is_cut_is_incomplete(
     """As the API of OpenAI has it: a status, a reason, and the items as far as they came."""
     async with opened(tmp_path, lambda prompt: text) as rig:
         body = {"input": "Hi", "max_output_tokens": requested}
-        status, whole = await rig.post("/v1/responses", body)
-        _, events = await rig.post("/v1/responses", {**body, "input": "Ho", "stream": True})
+        status, whole = await rig.post(RESPONSES, body)
+        _, events = await rig.post(RESPONSES, {**body, "input": "Ho", "stream": True})
         assert [sample.status for sample in rig.samples()] == ["truncated", "truncated"]
     assert status == 200
     assert events[0][1]["response"]["incomplete_details"] is None
@@ -284,28 +251,17 @@ async def test_a_response_that_is_cut_is_incomplete(
     assert {item["type"]: item["status"] for item in done} == kinds
 
 
-async def test_a_stream_of_a_response_with_a_call(tmp_path: Path) -> None:
-    async with opened(tmp_path, script) as rig:
-        tools = [{"type": "function", "name": "add", "parameters": PARAMETERS}]
-        _, events = await rig.post("/v1/responses", {"input": "1 + 2?", "tools": tools, "stream": True})
-        named = {name: data for name, data in events if "function_call" in name or "reasoning" in name}
-        assert named["response.reasoning_text.delta"]["delta"] == "easy"
-        assert json.loads(named["response.function_call_arguments.delta"]["delta"]) == {"a": 1, "b": 2}
-        assert events[-1][0] == "response.completed"
-
-
 async def test_tokens_in_and_out(tmp_path: Path) -> None:
     async with opened(tmp_path, lambda prompt: "ab") as rig:
         params = {"max_tokens": 10, "stop_token_ids": [END], "logprobs": 1, "skip_special_tokens": False, "seed": 7}
-        status, answer = await rig.post(
-            "/inference/v1/generate", {"model": "policy", "token_ids": [1, 2, 3], "sampling_params": params}
-        )
+        body: dict[str, Any] = {"model": "policy", "token_ids": [1, 2, 3], "sampling_params": params}
+        status, answer = await rig.post("/inference/v1/generate", body)
         assert status == 200
         assert answer.pop("request_id")
         made = [*b"ab", END]
-        assert answer["choices"] == [
-            {"index": 0, "token_ids": made, "finish_reason": "stop", "logprobs": log_probs_of(made, 3)}
-        ]
+        [choice] = answer["choices"]
+        assert choice.pop("logprobs") == log_probs_of(made, 3)
+        assert choice == {"index": 0, "token_ids": made, "finish_reason": "stop"}
         body = {"input_ids": [1, 2, 3, *made, 9], "sampling_params": {"max_new_tokens": 2}, "return_logprob": True}
         status, native = await rig.post("/generate", body)
         assert (status, native["output_ids"], native["text"]) == (200, [*b"ab"], "ab")
@@ -321,40 +277,30 @@ async def test_tokens_in_and_out(tmp_path: Path) -> None:
         assert rig.writer.answered[-1][0] == [*b"Hm"]
 
 
-async def test_models(tmp_path: Path) -> None:
-    async with opened(tmp_path, script, max_context=321) as rig:
-        status, listed = await rig.get("/v1/models")
-        [model] = listed["data"]
-        assert (status, model["id"], model["max_model_len"]) == (200, rig.endpoint.model, 321)
-        assert (await rig.get("/v1/models/other"))[1]["id"] == "other"
-
-
 @pytest.mark.parametrize(
     ("path", "body", "ending"),
     [
-        ("/v1/chat/completions", {"stop": ["lo"]}, "stop"),
-        ("/v1/messages", {"stop_sequences": ["lo"], "max_tokens": 50}, "stop_sequence"),
-        ("/v1/chat/completions", {"max_tokens": 3}, "length"),
-        ("/v1/messages", {"max_tokens": 3}, "max_tokens"),
+        (CHAT, {"stop": ["lo"]}, "stop"),
+        (ANTHROPIC, {"stop_sequences": ["lo"], "max_tokens": 50}, "stop_sequence"),
+        (CHAT, {"max_tokens": 3}, "length"),
+        (ANTHROPIC, {"max_tokens": 3}, "max_tokens"),
     ],
 )
 async def test_limits_of_the_client_are_kept(path: str, body: dict[str, Any], ending: str, tmp_path: Path) -> None:
     async with opened(tmp_path, script) as rig:
-        question = {"role": "user", "content": "Hi"}
-        _, answer = await rig.post(path, {**body, "messages": [question]})
-        if path == "/v1/messages":
-            assert answer["stop_reason"] == ending
+        _, answer = await rig.post(path, {**body, "messages": ASK})
+        if path == ANTHROPIC:
             assert answer["stop_sequence"] == ("lo" if "stop_sequences" in body else None)
-            text = answer["content"][0]["text"]
+            said = answer["stop_reason"], answer["content"][0]["text"]
         else:
-            assert answer["choices"][0]["finish_reason"] == ending
-            text = answer["choices"][0]["message"]["content"]
-        assert text == "Hel"
-        await rig.post(path, {**body, "messages": [question, {"role": "assistant", "content": text}, question]})
+            [choice] = answer["choices"]
+            said = choice["finish_reason"], choice["message"]["content"]
+        assert said == (ending, "Hel")
+        await rig.post(path, {**body, "messages": [*ASK, {"role": "assistant", "content": "Hel"}, *ASK]})
         [sample] = rig.samples()
         assert sample.turns == 2, "what the client has not seen of the first turn is part of it all the same"
 
 
-@pytest.mark.parametrize(("arguments", "text"), [({"a": [1]}, '{"a":[1]}'), ("no JSON", "no JSON")])
-def test_arguments_of_a_call_are_text(arguments: Any, text: str) -> None:
-    assert arguments_text(ToolCall("search", arguments)) == text
+def test_arguments_of_a_call_are_text() -> None:
+    assert arguments_text(ToolCall("search", {"a": [1]})) == '{"a":[1]}'
+    assert arguments_text(ToolCall("search", "no JSON")) == "no JSON"

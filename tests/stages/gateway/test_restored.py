@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import tempfile
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -20,41 +20,26 @@ from hypothesis import strategies as st
 from pipeline.record.kept_files import forget_responses, uncertain_in
 from stages.gateway.answers import OpenSession
 from stages.gateway.sessions import Conversation, Session
-from stages.messages import Sample, VersionRun
+from stages.messages import Sample
 from stages.records import unfinished
 from stages.records.unfinished import AnswerJournal
 from stages.rollouts import new_sample, oldest_version, rollout_fault
 from stages.sampling.requests import SampleResult
-from tests.stages.gateway.gateway_rig import Rig, ToyChat, opened
+from tests.stages.gateway.gateway_rig import BODIES, CALL, CHAT, TOKENS, Rig, ToyChat, opened
 from tests.stages.gateway.test_sessions import result
 from tests.stages.stage_rig import make_config, make_group
 
 GROUP = make_group(0, 4)
-TOOL = {"type": "object", "properties": {"a": {"type": "integer"}}}
-QUESTION = {"role": "user", "content": "one"}
-BODIES: Mapping[str, dict[str, Any]] = {
-    "/v1/chat/completions": {
-        "messages": [QUESTION],
-        "tools": [{"type": "function", "function": {"name": "add", "parameters": TOOL}}],
-    },
-    "/v1/responses": {"input": [QUESTION], "tools": [{"type": "function", "name": "add", "parameters": TOOL}]},
-    "/v1/messages": {"messages": [QUESTION], "max_tokens": 50, "tools": [{"name": "add", "input_schema": TOOL}]},
-    "/generate": {"input_ids": [1, 2, 3]},
-}
+REQUESTS = BODIES | {TOKENS: {"input_ids": [1, 2, 3]}}
 
 
 def same(found: tuple[Sample, ...], known: tuple[Sample, ...]) -> bool:
     """Whether what is trained is the same, whatever the order of sequences that do not share tokens."""
-    return contents(found) == contents(known)
-
-
-def contents(parts: tuple[Sample, ...]) -> Counter[bytes]:
-    return Counter(
-        msgspec.json.encode(
-            [numbers.tolist() for numbers in (part.token_ids, part.loss_mask, part.log_probs, part.versions)]
-        )
-        for part in parts
-    )
+    trained = ("token_ids", "loss_mask", "log_probs", "versions")
+    contents = [
+        Counter(str([getattr(part, name).tolist() for name in trained]) for part in one) for one in (found, known)
+    ]
+    return contents[0] == contents[1]
 
 
 class Again:
@@ -78,6 +63,12 @@ class Again:
             yield place
         self.rig.endpoint = before
 
+    async def ask(self, body: dict[str, Any] = BODIES[CHAT], path: str = CHAT) -> Any:
+        """The answer without its time."""
+        status, answer = await self.rig.post(path, body)
+        assert status == 200
+        return timeless(answer)
+
     @property
     def asked(self) -> int:
         """Requests that came to engines."""
@@ -88,8 +79,7 @@ class Again:
 async def again(tmp_path: Path, **options: Any) -> AsyncIterator[Again]:
     """An engine that never answers the same twice."""
     numbers = itertools.count()
-    call = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
-    async with opened(tmp_path, lambda prompt: f"<think>hm</think>{next(numbers)}{call}", **options) as rig:
+    async with opened(tmp_path, lambda prompt: f"<think>hm</think>{next(numbers)}{CALL}", **options) as rig:
         yield Again(rig, tmp_path / "episodes")
 
 
@@ -101,12 +91,12 @@ def timeless(answer: Any) -> Any:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("path", REQUESTS)
 async def test_the_same_request_gets_the_same_answer_without_an_engine(path: str, stream: bool, tmp_path: Path) -> None:
-    body = {**BODIES[path], "stream": stream}
+    body = {**REQUESTS[path], "stream": stream}
     async with again(tmp_path, asynchrony={"max_staleness": 1}) as program:
         async with program.start(program.journal(0)) as place:
-            first = [await program.rig.post(path, body) for _ in range(2)]
+            first = [await program.ask(body, path) for _ in range(2)]
             known = place.session.samples()
         assert first[0] != first[1], "each time that it asks it gets another answer"
         assert program.asked == 2
@@ -114,15 +104,15 @@ async def test_the_same_request_gets_the_same_answer_without_an_engine(path: str
         await program.rig.world.weights.landed(1)
         for journal in (program.journal(0), program.journal(0, 7)):
             async with program.start(journal) as place:
-                assert timeless([await program.rig.post(path, body) for _ in range(2)]) == timeless(first)
+                assert [await program.ask(body, path) for _ in range(2)] == first
                 assert same(place.session.samples(), known)
                 assert journal.restored == 1
                 assert program.asked == 2
         async with program.start(journal) as place:
-            assert (await program.rig.post(path, {**body, "stream": not stream}))[0] == 200
+            await program.ask({**body, "stream": not stream}, path)
             assert program.asked == 2, "a stream is the same answer"
             for _ in range(2):
-                await program.rig.post(path, body)
+                await program.ask(body, path)
             assert program.asked == 3, "it asks a third time"
             [sample, *_] = place.session.samples()
             assert sample.reused_tokens == len(program.rig.writer.answered[0][1]) or path != "/generate"
@@ -133,10 +123,10 @@ async def test_a_process_answers_a_program_that_it_starts_again_itself(tmp_path:
         journal = program.journal(0)
         for _ in range(3):
             async with program.start(journal):
-                await program.rig.post("/v1/chat/completions", BODIES["/v1/chat/completions"])
+                await program.ask()
         assert (program.asked, journal.restored) == (1, 2)
         async with program.start(journal, index=1):
-            await program.rig.post("/v1/chat/completions", BODIES["/v1/chat/completions"])
+            await program.ask()
         assert program.asked == 2, "another rollout has answers of its own"
 
 
@@ -150,52 +140,47 @@ CHANGES: tuple[dict[str, Any], ...] = (
 
 
 async def test_another_request_is_new_and_leaves_the_record_to_those_that_match(tmp_path: Path) -> None:
-    path = "/v1/chat/completions"
     async with again(tmp_path) as program:
         async with program.start(program.journal(0)):
-            first = await program.rig.post(path, BODIES[path])
+            first = await program.ask()
         async with program.start(program.journal(0)):
             for number, change in enumerate(CHANGES):
-                assert (await program.rig.post(path, {**BODIES[path], **change}))[0] == 200
+                await program.ask({**BODIES[CHAT], **change})
                 assert program.asked == 2 + number, change
-            assert timeless(await program.rig.post(path, BODIES[path])) == timeless(first)
+            assert await program.ask() == first
             assert program.asked == 1 + len(CHANGES)
 
 
 async def test_a_request_that_failed_is_not_counted(tmp_path: Path) -> None:
     """Clients send it again, and a program that is started again sends it once."""
-    path = "/v1/chat/completions"
     async with again(tmp_path, proxied=True, rollout={"max_retries": 0}) as program:
         async with program.start(program.journal(0)):
             program.rig.world.proxies[0].answer_generate_with(500)
-            assert (await program.rig.post(path, BODIES[path]))[0] == 503
+            assert (await program.rig.post(CHAT, BODIES[CHAT]))[0] == 503
             program.rig.world.proxies[0].answer_generate_with(0)
-            first = await program.rig.post(path, BODIES[path])
+            first = await program.ask()
         async with program.start(program.journal(0)):
-            assert timeless(await program.rig.post(path, BODIES[path])) == timeless(first)
+            assert await program.ask() == first
         assert program.asked == 1
 
 
 async def test_an_answer_that_later_batches_may_not_train_is_made_anew(tmp_path: Path) -> None:
-    path = "/v1/chat/completions"
     async with again(tmp_path, asynchrony={"max_staleness": 1}) as program:
         for version, asked in ((0, 1), (1, 1), (2, 2), (3, 2)):
             if version:
                 program.rig.world.weights.publish(version)
                 await program.rig.world.weights.landed(version)
             async with program.start(program.journal(0)) as place:
-                await program.rig.post(path, BODIES[path])
+                await program.ask()
                 assert program.asked == asked
                 [sample] = place.session.samples()
                 assert oldest_version([sample]) == (0 if version < 2 else 2)
 
 
 def answer(text: str, *versions: int) -> SampleResult:
-    made = result(text)
-    n = len(made.token_ids)
-    return msgspec.structs.replace(
-        made, runs=tuple(VersionRun(v, n - len(versions) + 1 if i == 0 else 1) for i, v in enumerate(versions))
-    )
+    """One token of each version behind those of the first."""
+    first, *later = versions
+    return result(text, (first, len(text) + 1 - len(later)), *((version, 1) for version in later))
 
 
 def journal(home: Path, *lives: int, **sections: Any) -> AnswerJournal:

@@ -8,6 +8,7 @@ import json
 import threading
 import tracemalloc
 import zlib
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +19,20 @@ from models.engines.client import EngineClient
 from models.errors import EngineUnreachable
 from stages.chat.messages import TooLong
 from stages.gateway import server
-from stages.gateway.answers import OpenSession
 from stages.gateway.requests import Limits
-from stages.gateway.sessions import Session
-from stages.rollouts import new_sample
 from tests.stages.engine_rig import core_of
-from tests.stages.gateway.gateway_rig import Rig, ToyChat, opened
-from tests.stages.stage_rig import make_group, until
+from tests.stages.gateway.gateway_rig import ANTHROPIC, ASK, CHAT, RESPONSES, TOKENS, Rig, ToyChat, opened
+from tests.stages.stage_rig import until
 
-QUESTION: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}
-CHAT, ANTHROPIC, RESPONSES, TOKENS = "/v1/chat/completions", "/v1/messages", "/v1/responses", "/generate"
+QUESTION: dict[str, Any] = {"messages": ASK}
 
 
 def hello(prompt: str) -> str:
     return "Hello."
+
+
+def asked(content: Any, role: str = "user") -> dict[str, Any]:
+    return {"messages": [{"role": role, "content": content}]}
 
 
 def words(path: str, answer: dict[str, Any]) -> str:
@@ -47,37 +48,29 @@ def words(path: str, answer: dict[str, Any]) -> str:
 async def test_nothing_is_answered_without_the_key_of_an_open_session(tmp_path: Path) -> None:
     async with opened(tmp_path, hello) as rig:
         for path in (CHAT, ANTHROPIC, RESPONSES, TOKENS):
-            for key, header in (("", "bearer"), ("x", "bearer"), ("x", "x-api-key")):
-                status, answer = await rig.post(path, QUESTION, key=key, header=header)
-                assert status == 401
-                assert "no open session has this key" in words(path, answer)
-        other = OpenSession(make_group(1), new_sample((1,), 0), Session(ToyChat()))
-        with rig.gateway.session(other) as other_key:
+            for keys in ({"key": ""}, {"key": "x"}, {"x_api_key": "x"}):
+                status, answer = await rig.post(path, QUESTION, **keys)
+                assert (status, "no open session has this key" in words(path, answer)) == (401, True)
+        with rig.another_session() as (other, other_key):
             assert (await rig.post(CHAT, QUESTION, key=other_key))[0] == 200
         assert (await rig.post(CHAT, QUESTION, key=other_key))[0] == 401, "it is closed"
         assert rig.place.session.samples() == ()
         assert len(other.session.samples()) == 1
 
 
-DEEP = b'{"messages": [], "tools": [{"a": ' + b"[" * 100_000
-
-
+NOT_STR = "Expected `str | array | null`, got `int` - at `$.messages[0].content`"
 WRONG: list[tuple[str, Any, str]] = [
     (CHAT, b"{", "cannot be read"),
-    (CHAT, DEEP, "nested too deeply"),
+    (CHAT, b'{"messages": [], "tools": [{"a": ' + b"[" * 100_000, "nested too deeply"),
     (CHAT, b'{"x": ' + b"[" * 100_000, "nested too deeply"),
-    (
-        CHAT,
-        {"messages": [{"role": "user", "content": 7}]},
-        "Expected `str | array | null`, got `int` - at `$.messages[0].content`",
-    ),
+    (CHAT, asked(7), NOT_STR),
     (CHAT, {**QUESTION, "n": 2}, "one answer to a request"),
     (CHAT, {"messages": []}, "messages is empty"),
-    (CHAT, {"messages": [{"role": "king", "content": "a"}]}, "role 'king'"),
-    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "'image_url' is not supported"),
-    (CHAT, {"messages": [{"role": "assistant", "content": "a"}]}, "last message is the assistant's"),
+    (CHAT, asked("a", "king"), "role 'king'"),
+    (CHAT, asked([{"type": "image_url"}]), "'image_url' is not supported"),
+    (CHAT, asked("a", "assistant"), "last message is the assistant's"),
     (CHAT, {**QUESTION, "max_tokens": 0}, "must be at least 1"),
-    (ANTHROPIC, {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "'image' is not supported"),
+    (ANTHROPIC, asked([{"type": "image"}]), "'image' is not supported"),
     (ANTHROPIC, {"max_tokens": 5}, "missing required field `messages`"),
     (RESPONSES, {"input": "a", "previous_response_id": "resp_1"}, "previous_response_id is not supported"),
     (RESPONSES, {"input": [{"type": "computer_call"}]}, "'computer_call' are not supported"),
@@ -91,8 +84,7 @@ WRONG: list[tuple[str, Any, str]] = [
 async def test_what_is_wrong_with_a_request_is_reported(tmp_path: Path) -> None:
     async with opened(tmp_path, hello) as rig:
         for path, body, said in WRONG:
-            raw = body if isinstance(body, bytes) else None
-            status, answer = await rig.post(path, body if raw is None else None, raw=raw)
+            status, answer = await rig.post(path, body)
             assert (status, said in words(path, answer)) == (400, True), (said, answer)
         assert rig.samples() == ()
 
@@ -100,7 +92,7 @@ async def test_what_is_wrong_with_a_request_is_reported(tmp_path: Path) -> None:
 async def test_sizes_are_limited(tmp_path: Path) -> None:
     async with opened(tmp_path, hello, limits=Limits(body_bytes=2000, messages=2, tools=1)) as rig:
         for path, body in (
-            (ANTHROPIC, {"messages": [{"role": "user", "content": "a" * 3000}]}),
+            (ANTHROPIC, asked("a" * 3000)),
             (CHAT, {"messages": QUESTION["messages"] * 3}),
             (CHAT, {**QUESTION, "tools": [{"function": {"name": "a"}}] * 2}),
         ):
@@ -122,64 +114,55 @@ async def talked(rig: Rig, *pieces: bytes, closes: bool = True) -> bytes:
 
 
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer KEY\r\n"
-BOMB = gzip.compress(bytes(100 << 20), 1)
 
 
-async def test_a_body_that_cannot_fit_is_refused_before_it_is_read_as_json(tmp_path: Path) -> None:
+async def test_a_conversation_that_is_too_long_ends_as_truncated(tmp_path: Path) -> None:
+    """A body that cannot fit is refused before it is read as JSON, one that says its length before any of it came."""
     chat = ToyChat()
     async with opened(tmp_path, hello, chat=chat, max_context=40) as rig:
-        status, answer = await rig.post(CHAT, {"messages": [{"role": "user", "content": "a" * (2 << 20)}]})
+        assert (await rig.post(CHAT, {**QUESTION, "metadata": {"a": "b" * (1 << 20)}}))[0] == 200, "1 MiB, 32 a token"
+        assert not rig.place.truncated
+        chat.tokenised.clear()
+        status, answer = await rig.post(CHAT, asked("a" * (2 << 20)))
         assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
         assert rig.place.truncated
         said = await talked(rig, HEAD + b"Content-Length: 99000000\r\n\r\n", closes=False)
-        assert b" 400 " in said, "before any of the body has come"
+        assert b" 400 " in said
         assert chat.tokenised == []
-        assert (await rig.post(CHAT, {**QUESTION, "metadata": {"a": "b" * (1 << 20)}}))[0] == 200, (
-            "1 MiB and 32 a token"
-        )
+        rig.place.truncated = False
+        status, answer = await rig.post(CHAT, asked("a" * 50))
+        assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+        assert rig.place.truncated
+        assert words(ANTHROPIC, (await rig.post(ANTHROPIC, asked("a" * 50)))[1]).startswith("prompt is too long: ")
 
 
-@pytest.mark.parametrize(
-    ("packing", "packed", "status", "said"),
-    [
-        ("gzip", gzip.compress(json.dumps(QUESTION).encode()), 200, ""),
-        ("deflate", zlib.compress(json.dumps(QUESTION).encode()), 200, ""),
-        ("gzip", BOMB, 400, "over 1179648 bytes"),
-        ("deflate", zlib.compress(bytes(100 << 20), 1), 400, "over 1179648 bytes"),
-        ("gzip", gzip.compress(b"{}") + bytes(100), 400, "the body is not what its headers say"),
-        ("gzip", b"no gzip", 400, "the body is not what its headers say"),
-        ("gzip", gzip.compress(json.dumps(QUESTION).encode())[:30], 400, "cannot be read"),
-        ("br", b"\x00", 400, "Content-Encoding is 'br'; send gzip, deflate or no encoding"),
-        ("compress", b"\x00", 400, "Content-Encoding is 'compress'; send gzip, deflate or no encoding"),
-    ],
-    ids=[
-        "gzip",
-        "deflate",
-        "gzip bomb",
-        "deflate bomb",
-        "bytes behind a gzip",
-        "no gzip",
-        "half a gzip",
-        "br",
-        "compress",
-    ],  # gzip has the time inside
+PLAIN, BOMB = json.dumps(QUESTION).encode(), bytes(100 << 20)
+PACKED = (
+    ("gzip", gzip.compress(PLAIN), 200, ""),
+    ("deflate", zlib.compress(PLAIN), 200, ""),
+    ("gzip", gzip.compress(BOMB, 1), 400, "over 1179648 bytes"),
+    ("deflate", zlib.compress(BOMB, 1), 400, "over 1179648 bytes"),
+    ("gzip", gzip.compress(b"{}") + bytes(100), 400, "the body is not what its headers say"),
+    ("gzip", b"no gzip", 400, "the body is not what its headers say"),
+    ("gzip", gzip.compress(PLAIN)[:30], 400, "cannot be read"),
+    ("br", b"\x00", 400, "Content-Encoding is 'br'; send gzip, deflate or no encoding"),
+    ("compress", b"\x00", 400, "Content-Encoding is 'compress'; send gzip, deflate or no encoding"),
 )
-async def test_a_packed_body_is_unpacked_as_far_as_it_is_taken(
-    packing: str, packed: bytes, status: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+
+
+async def test_a_packed_body_is_unpacked_as_far_as_it_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     unpacked: list[bytes] = []  # by the HTTP server, which would do so for refused bodies too
     monkeypatch.setattr("aiohttp.http_parser.DeflateBuffer.feed_data", lambda _, data: unpacked.append(data))
     async with opened(tmp_path, hello) as rig:
-        headers = {"Authorization": f"Bearer {rig.endpoint.api_key}", "Content-Encoding": packing}
-        tracemalloc.start()
-        async with rig.http.post(rig.endpoint.base_url + CHAT, data=packed, headers=headers) as response:
-            answer = await response.text()
-        _, peak = tracemalloc.get_traced_memory()
-        tracemalloc.stop()
-        assert (response.status, said in answer) == (status, True), answer
-        assert peak < 16 << 20
-        assert not unpacked
-        assert rig.gateway._bodies.held == rig.place.body_bytes == 0
+        for packing, packed, status, said in PACKED:
+            tracemalloc.start()
+            answered, answer = await rig.post(CHAT, packed, content_encoding=packing)
+            _, peak = tracemalloc.get_traced_memory()
+            tracemalloc.stop()
+            assert (answered, said in json.dumps(answer)) == (status, True), (said, answer)
+            assert peak < 16 << 20
+            assert not unpacked
+            assert rig.gateway._bodies.held == rig.place.body_bytes == 0
 
 
 async def test_bytes_of_bodies_in_memory_are_bounded(tmp_path: Path) -> None:
@@ -191,8 +174,7 @@ async def test_bytes_of_bodies_in_memory_are_bounded(tmp_path: Path) -> None:
         said = await talked(rig, HEAD + b"Content-Length: 500\r\n\r\n" + b"a" * 500, closes=False)
         assert said.startswith(b"HTTP/1.1 503 ")
         assert b"Retry-After: 1\r\n" in said
-        other = OpenSession(make_group(1), new_sample((1,), 0), Session(ToyChat()))
-        with rig.gateway.session(other) as other_key:
+        with rig.another_session() as (_, other_key):
             assert (await rig.post(CHAT, QUESTION, key=other_key))[0] == 200, "it has a share of its own"
             rig.gateway._bodies.held = 8000
             assert (await rig.post(CHAT, QUESTION, key=other_key))[0] == 503
@@ -221,14 +203,6 @@ async def test_half_requests_end_and_connections_are_counted(tmp_path: Path) -> 
             task.cancel()
 
 
-async def test_requests_that_are_read_count_among_those_of_a_session(tmp_path: Path) -> None:
-    async with opened(tmp_path, hello, limits=Limits(in_flight=1)) as rig, asyncio.TaskGroup() as tasks:
-        slow = tasks.create_task(talked(rig, HEAD + b"Content-Length: 3000\r\n\r\n{"))
-        await until(lambda: bool(rig.place.under_way))
-        assert (await rig.post(CHAT, QUESTION))[0] == 429
-        slow.cancel()
-
-
 class Stuck(ToyChat):
     """Takes long for long texts."""
 
@@ -247,28 +221,15 @@ class Stuck(ToyChat):
 async def test_other_sessions_are_answered_while_a_long_text_is_tokenised(tmp_path: Path) -> None:
     chat = Stuck()
     async with opened(tmp_path, hello, chat=chat) as rig, asyncio.TaskGroup() as tasks:
-        other = OpenSession(make_group(1), new_sample((1,), 0), Session(chat))
-        with rig.gateway.session(other) as other_key:
-            long = tasks.create_task(rig.post(CHAT, {"messages": [{"role": "user", "content": "a" * 1_000_000}]}))
+        with rig.another_session() as (_, other_key):
+            long = tasks.create_task(rig.post(CHAT, asked("a" * 1_000_000)))
             await until(chat.begun.is_set)
             for size in (1, 3000):  # read by the event loop, and by the thread of short bodies
-                body = {"messages": [{"role": "user", "content": "Hi"}], "user": "b" * 16 * size}
-                assert (await rig.post(CHAT, body, key=other_key))[0] == 200
+                assert (await rig.post(CHAT, {**QUESTION, "user": "b" * 16 * size}, key=other_key))[0] == 200
             assert not long.done()
             chat.go_on.set()
             assert (await long)[1]["error"]["code"] == "context_length_exceeded"
     assert rig.place.truncated
-
-
-async def test_a_conversation_that_is_too_long_ends_as_truncated(tmp_path: Path) -> None:
-    async with opened(tmp_path, hello, max_context=40) as rig:
-        assert (await rig.post(CHAT, QUESTION))[0] == 200
-        assert not rig.place.truncated
-        long = {"messages": [{"role": "user", "content": "a" * 50}]}
-        status, answer = await rig.post(CHAT, long)
-        assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
-        assert rig.place.truncated
-        assert words(ANTHROPIC, (await rig.post(ANTHROPIC, long))[1]).startswith("prompt is too long: ")
 
 
 async def test_turns_are_limited(tmp_path: Path) -> None:
@@ -279,65 +240,55 @@ async def test_turns_are_limited(tmp_path: Path) -> None:
         assert len(rig.samples()) == 2
 
 
-async def slow(rig: Rig) -> None:
-    """Wait until the engine has begun with a request."""
-    await until(lambda: bool(core_of(rig.world.engines[0]).schedule.running))
+async def test_a_client_or_a_session_that_goes_away_ends_its_requests(tmp_path: Path) -> None:
+    async def begun() -> None:
+        await until(lambda: bool(core.schedule.running))
 
+    async def lost(key: str) -> None:
+        with pytest.raises(aiohttp.ClientError):
+            await rig.post(CHAT, QUESTION, key=key)
 
-async def test_a_client_that_goes_away_ends_its_request(tmp_path: Path) -> None:
-    async with opened(tmp_path, hello, step_ms=1000.0) as rig:
+    async with opened(tmp_path, hello, step_ms=1000.0, limits=Limits(in_flight=1)) as rig:
+        core = core_of(rig.world.engines[0])
         async with asyncio.TaskGroup() as tasks:
             task = tasks.create_task(rig.post(CHAT, QUESTION))
-            await slow(rig)
+            await begun()
             task.cancel()
-        core = core_of(rig.world.engines[0])
         await until(lambda: not core.schedule.running)
         assert core.totals().aborted == 1
         assert rig.place.session.samples() == ()
         assert rig.place.session.started == 1
-
-
-async def test_what_is_under_way_ends_with_its_session(tmp_path: Path) -> None:
-    async with opened(tmp_path, hello, step_ms=1000.0, limits=Limits(in_flight=1)) as rig:
-        other = OpenSession(make_group(1), new_sample((1,), 0), Session(ToyChat()))
         async with asyncio.TaskGroup() as tasks:
-            with rig.gateway.session(other) as other_key:
-                task = tasks.create_task(_lost(rig, other_key))
-                await slow(rig)
+            with rig.another_session() as (_, other_key):
+                tasks.create_task(lost(other_key))
+                await begun()
                 status, answer = await rig.post(CHAT, QUESTION, key=other_key)
-                assert (status, words(CHAT, answer)) == (
-                    429,
-                    "this session has 1 requests under way; wait for one of them",
-                )
-            assert await task
-        await until(lambda: not core_of(rig.world.engines[0]).schedule.running)
+                said = "this session has 1 requests under way; wait for one of them"
+                assert (status, words(CHAT, answer)) == (429, said)
+        await until(lambda: not core.schedule.running)
+        async with asyncio.TaskGroup() as tasks:
+            task = tasks.create_task(talked(rig, HEAD + b"Content-Length: 3000\r\n\r\n{"))
+            await until(lambda: bool(rig.place.under_way))
+            assert (await rig.post(CHAT, QUESTION))[0] == 429, "what is being read counts as well"
+            task.cancel()
 
 
-async def _lost(rig: Rig, key: str) -> bool:
-    try:
-        await rig.post(CHAT, QUESTION, key=key)
-    except aiohttp.ClientError:
-        return True
-    return False
-
-
-@pytest.mark.parametrize("path", [CHAT, ANTHROPIC])
-async def test_engines_that_fail_are_no_answer(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = EngineClient.generate
-
+async def test_engines_that_fail_are_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def generate(client: EngineClient, *args: Any, **options: Any) -> Any:
         raise EngineUnreachable(client.base_url, "it has gone")
 
     async with opened(tmp_path, hello, rollout={"max_retries": 0}) as rig:
-        monkeypatch.setattr(EngineClient, "generate", generate)
-        status, answer = await rig.post(path, QUESTION)
-        assert status == 503, "clients ask again"
-        assert "it has gone" in words(path, answer)
-        assert len(rig.place.unanswered) == 1
-        assert rig.samples() == ()
-        monkeypatch.setattr(EngineClient, "generate", original)
-        assert (await rig.post(path, QUESTION))[0] == 200
-        assert not rig.place.unanswered
+        for path in (CHAT, ANTHROPIC):
+            known = len(rig.samples())
+            with monkeypatch.context() as patch:
+                patch.setattr(EngineClient, "generate", generate)
+                status, answer = await rig.post(path, QUESTION)
+            assert status == 503, "clients ask again"
+            assert "it has gone" in words(path, answer)
+            assert len(rig.place.unanswered) == 1
+            assert len(rig.samples()) == known
+            assert (await rig.post(path, QUESTION))[0] == 200
+            assert not rig.place.unanswered
 
 
 @pytest.mark.parametrize("path", [CHAT, ANTHROPIC, RESPONSES])
@@ -348,11 +299,11 @@ async def test_a_stream_says_that_it_is_alive_and_how_it_failed(
     body = {"input": "Hi", "stream": True} if path == RESPONSES else {**QUESTION, "stream": True}
     async with opened(tmp_path, hello, step_ms=60.0) as rig:
         headers = {"Authorization": f"Bearer {rig.endpoint.api_key}"}
-        async with rig.http.post(rig.endpoint.base_url + path, json=body, headers=headers) as response:
+        stream = partial(rig.http.post, rig.endpoint.base_url + path, json=body, headers=headers)
+        async with stream() as response:
             assert await response.content.readline() == b": wait\n"
-            rest = (await response.read()).decode()
-        assert "Hello." in rest
-        async with rig.http.post(rig.endpoint.base_url + path, json=body, headers=headers) as response:
+            assert "Hello." in (await response.read()).decode()
+        async with stream() as response:
             assert await response.content.readline() == b": wait\n"
             rig.world.rig.topic.publish("drain", b"1")
             await core_of(rig.world.engines[0]).stop()
@@ -369,8 +320,8 @@ async def test_sampling_is_the_policys_unless_set_otherwise(honoured: bool, tmp_
     async with opened(tmp_path, hello, answers={"client_sampling": honoured}) as rig:
         plan = rig.writer.plan
         rig.writer.plan = lambda completion: (requested.append(completion.rule.temperature), plan(completion))[1]  # type: ignore[method-assign,func-returns-value]
-        await rig.post(CHAT, {**QUESTION, "temperature": 0.25})
-        await rig.post(CHAT, {**QUESTION, "temperature": 1.0})
+        for temperature in (0.25, 1.0):
+            await rig.post(CHAT, {**QUESTION, "temperature": temperature})
         cold, warm = rig.place.session.samples()
     assert requested == [0.25 if honoured else 1.0, 1.0]
     assert bool(cold.loss_mask.any()) is not honoured, "what was sampled otherwise is not trained"
