@@ -16,6 +16,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -152,11 +153,17 @@ PASSES, REFUSED, MISSING, DONE, KILLED = 0x7FFF0000, 0x00050001, 0x00050026, 0x0
 MACHINES = pytest.mark.parametrize("machine", syscalls.ARCHITECTURES)
 
 
+@cache
+def program_of(machine: str, landlock: bool) -> list[tuple[int, int, int, int]]:
+    """Its instructions: what to do, jumps if it holds and if not, and a value."""
+    return [struct.unpack("=HBBI", word) for word in syscalls.filter_program(machine, without_landlock=not landlock)]
+
+
 @MACHINES
-@pytest.mark.parametrize("without", [False, True])
-def test_the_filter_is_well_formed(machine: str, without: bool) -> None:
+@pytest.mark.parametrize("landlock", [False, True])
+def test_the_filter_is_well_formed(machine: str, landlock: bool) -> None:
     """Every jump lands inside of the program, and what no instruction allows is refused."""
-    program = [struct.unpack("=HBBI", word) for word in syscalls.filter_program(machine, without_landlock=without)]
+    program = program_of(machine, landlock)
     assert len(program) < 4096
     for place, (code, if_true, if_false, _) in enumerate(program):
         if code in (0x15, 0x25, 0x45):
@@ -168,10 +175,9 @@ def verdict(machine: str, number: int, *arguments: int, architecture: int | None
     """Run the filter on a made-up call."""
     audit = syscalls.ARCHITECTURES[machine][0] if architecture is None else architecture
     data = struct.pack("<IIQ6Q", number, audit, 0, *[*arguments, 0, 0, 0, 0, 0, 0][:6])
-    program = [struct.unpack("=HBBI", word) for word in syscalls.filter_program(machine, without_landlock=not landlock)]
     register, place = 0, 0
     while True:
-        code, if_true, if_false, value = program[place]
+        code, if_true, if_false, value = program_of(machine, landlock)[place]
         place += 1
         if code == 0x20:
             register = struct.unpack_from("<I", data, value)[0]
