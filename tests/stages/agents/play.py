@@ -6,12 +6,14 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import msgspec
 import numpy as np
+import pytest
 
 from configs.schema import Config, EnvironmentConfig
 from stages.agents.environment import Endpoint, Environment, Outcome, Start, Step, Task, Turn
@@ -108,6 +110,11 @@ async def playing(
             stages.append(stage)
             outlets.append(await rig.outlet(inlet))
         yield Play(rig, tokenizer, stages, outlets, await rig.inlet("generate.return"))
+
+
+def needs(module: str) -> pytest.MarkDecorator:
+    """For the tests of a pack, and of packages that not every machine has."""
+    return pytest.mark.skipif(find_spec(module) is None, reason=f"{module} is not installed; see docs/packs.md")
 
 
 class Episode:

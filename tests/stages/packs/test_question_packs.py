@@ -13,11 +13,10 @@ from stages.agents.environment import Environment, Start, Task
 from stages.agents.packs.multi_agent import MultiAgent
 from stages.agents.packs.reasoning_gym import ANSWER_CHARS, SCORE_S, ReasoningGym, answer_of, scored
 from stages.chat.messages import Message
-from tests.stages.agents.play import Episode
-
-pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed: pip install reasoning-gym")
+from tests.stages.agents.play import Episode, needs
 
 
+@needs("reasoning_gym")
 async def test_an_episode_is_one_question_and_one_score() -> None:
     played = Episode(ReasoningGym(datasets={"chain_sum": {"min_terms": 2, "max_terms": 2, "max_digits": 1}}))
     start = await played.start(metadata={"dataset": "chain_sum", "number": 11})
@@ -51,6 +50,7 @@ def test_a_text_of_marks_is_read_quickly() -> None:
 GARBAGE = ["", "?", "a" * 100_000, "\x00", "\ud800", "[" * 5000, "1e999", "-", "None", "(1,", "0/0", "9" * 10_000]
 
 
+@needs("reasoning_gym")
 async def test_garbage_is_worth_a_number_in_every_dataset_of_a_few() -> None:
     names = ["prime_factorization", "chain_sum", "countdown", "simple_equations", "sudoku", "spell_backward"]
     pack = ReasoningGym(datasets=names)
@@ -90,6 +90,7 @@ def test_a_scorer_without_an_end_is_ended() -> None:
     assert scored(Scorer("endless"), {}, "x") == 0.0
 
 
+@needs("reasoning_gym")
 async def test_partial_scores_can_be_refused() -> None:
     rewards = []
     for partial in (True, False):
@@ -100,6 +101,7 @@ async def test_partial_scores_can_be_refused() -> None:
     assert rewards[0] is not None
 
 
+@needs("reasoning_gym")
 async def test_tasks_are_the_same_everywhere_and_the_splits_share_none() -> None:
     datasets = {"chain_sum": {}, "leg_counting": {"max_animals": 4}}
     train, heldout = (list(islice(ReasoningGym.tasks(split, 4, datasets), 100)) for split in ("train", "heldout"))
@@ -112,6 +114,7 @@ async def test_tasks_are_the_same_everywhere_and_the_splits_share_none() -> None
     assert questions[0] == questions[1]
 
 
+@needs("reasoning_gym")
 async def test_tasks_can_be_posed_without_words_and_come_with_their_answers() -> None:
     datasets = {"chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}}
     for task in islice(ReasoningGym.tasks("train", 0, datasets, "{expression} ="), 20):
@@ -126,6 +129,7 @@ async def test_tasks_can_be_posed_without_words_and_come_with_their_answers() ->
         assert (await played.say(task["demonstration"])).reward == 1.0
 
 
+@needs("reasoning_gym")
 async def test_names_that_are_none_are_refused() -> None:
     with pytest.raises(ValueError, match="did you mean 'chain_sum'"):
         ReasoningGym(datasets=["chain_sun"])

@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 
@@ -24,7 +23,7 @@ from stages.agents.packs.mcp import Mcp
 from stages.agents.packs.search import Search, town_facts, town_names, town_questions
 from stages.tools.tool import UnknownToolError
 from tests.other_programs import served_app
-from tests.stages.agents.play import Episode, playing, world
+from tests.stages.agents.play import Episode, needs, playing, world
 
 TOOLS = "tests.stages.toolkit.sample_tools"
 
@@ -40,11 +39,9 @@ async def test_functions_answer_in_a_conversation_until_there_is_no_call(tmp_pat
             ("echo", '"text": "hi"', "hi"),
             ("hang", '"text": "hi"', "error: no answer within 1 s"),
         ):
-            slice_ = await play.turn(
-                slice_, f'<tool_call>{{"name": "{name}", "arguments": {{{argument}}}}}</tool_call>'
-            )
-            (sample,) = slice_.samples
-            assert sample.response.endswith(f"</tool_call>tool\n{result}assistant\n")
+            call = f'<tool_call>{{"name": "{name}", "arguments": {{{argument}}}}}</tool_call>'
+            slice_ = await play.turn(slice_, call)
+            assert slice_.samples[0].response.endswith(f"</tool_call>tool\n{result}assistant\n")
         (sample,) = (await play.turn(slice_, "It is 42.")).samples
         assert (sample.done, sample.response) == (True, "It is 42.")
         assert (sample.metrics["env/world/tool_calls"], sample.metrics["env/world/tool_errors"]) == (3.0, 1.0)
@@ -55,7 +52,6 @@ def test_what_is_no_tool_is_refused_before_an_episode() -> None:
         Functions(["calculatr"])
 
 
-needs_mcp = pytest.mark.skipif(find_spec("mcp") is None, reason="mcp is not installed: pip install 'mcp>=2'")
 SERVER = str(Path(__file__).parent / "mcp_server.py")
 COMMAND = [sys.executable, SERVER]
 
@@ -70,7 +66,7 @@ async def episode(**options: object) -> AsyncIterator[Episode]:
         await environment.close()
 
 
-@needs_mcp
+@needs("mcp")
 @pytest.mark.slow
 async def test_an_episode_with_a_server_of_its_own() -> None:
     async with episode(tools=["add", "fail", "say"]) as played, episode() as other:
@@ -93,7 +89,7 @@ async def test_an_episode_with_a_server_of_its_own() -> None:
         assert (end.done, end.reward) == (True, None)
 
 
-@needs_mcp
+@needs("mcp")
 @pytest.mark.slow
 async def test_a_server_that_is_slow_or_gone() -> None:
     async with episode(deadline_s=0.5) as played:
@@ -105,7 +101,7 @@ async def test_a_server_that_is_slow_or_gone() -> None:
             await played.call("die", {})
 
 
-@needs_mcp
+@needs("mcp")
 @pytest.mark.slow
 async def test_a_server_that_does_not_start_is_no_fault_of_the_model() -> None:
     for command in (["/nonexistent"], [sys.executable, "-c", "print('hello')"]):
@@ -120,7 +116,7 @@ async def test_a_server_that_does_not_start_is_no_fault_of_the_model() -> None:
             await played.start("?")
 
 
-@needs_mcp
+@needs("mcp")
 @pytest.mark.slow
 async def test_a_shared_server_over_http() -> None:
     with socket.socket() as free:
@@ -144,15 +140,11 @@ async def test_a_shared_server_over_http() -> None:
             server.kill()
 
 
-@needs_mcp
+@needs("mcp")
 def test_options_that_name_no_server_are_refused() -> None:
     for options in ({}, {"command": ["x"], "url": "http://x"}):
         with pytest.raises(ValueError, match="either a command or a url"):
             Mcp(**options)  # type: ignore[arg-type]
-
-
-def need_bm25s() -> None:
-    pytest.importorskip("bm25s", reason="bm25s is not installed: pip install bm25s")
 
 
 CORPUS = [
@@ -169,8 +161,8 @@ def corpus(tmp_path: Path) -> str:
     return str(path)
 
 
+@needs("bm25s")
 async def test_an_episode_over_a_file(corpus: str) -> None:
-    need_bm25s()
     played = Episode(Search(corpus=corpus, topk=2, document_chars=60))
     start = await played.start("Which letter comes after alpha?")
     assert [tool["function"]["name"] for tool in start.tools] == ["search"]  # type: ignore[index]
@@ -186,25 +178,22 @@ async def test_an_episode_over_a_file(corpus: str) -> None:
     refused = await played.call("search", "alpha")
     assert refused == "error: all 4 calls are used up; give the answer"
     end = await played.say("Beta")
-    assert (end.done, end.reward, end.metrics) == (
-        True,
-        None,
-        {"tool_calls": 5.0, "tool_errors": 2.0, "cached_calls": 0.0},
-    )
+    counted = {"tool_calls": 5.0, "tool_errors": 2.0, "cached_calls": 0.0}
+    assert (end.done, end.reward, end.metrics) == (True, None, counted)
 
 
+@needs("bm25s")
 @pytest.mark.parametrize(
     "query", ["\ud800", "?!", "a " * 1_000_000, "\x00", "x" * 1_000_000, "AND OR NOT (*"], ids=range(6)
 )
 async def test_hostile_queries_find_something_or_nothing(query: str) -> None:
-    need_bm25s()
     played = Episode(Search())
     await played.start("?")
     assert "error" not in await played.call("search", {"query": query})
 
 
+@needs("bm25s")
 async def test_every_fact_of_the_towns_is_found_by_its_words() -> None:
-    need_bm25s()
     played = Episode(Search(topk=1, max_calls=100))
     await played.start("?")
     for split in ("train", "heldout"):
@@ -224,11 +213,8 @@ def test_the_towns_are_of_the_tiny_models_characters_and_the_splits_share_none()
     assert town_names()[:3] == ("roten", "sotonest", "doranon")  # the same on every machine
 
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-
 @asynccontextmanager
-async def serving(handler: Handler) -> AsyncIterator[str]:
+async def serving(handler: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> AsyncIterator[str]:
     app = web.Application()
     app.router.add_post("/retrieve", handler)
     async with served_app(app) as url:
@@ -251,37 +237,29 @@ async def test_a_server_of_search_r1s_form_is_queried() -> None:
     assert answer == "1. Alpha: The first letter of the Greek alphabet.\n2. Beta: The second letter, behind alpha.\n"
 
 
-@pytest.mark.parametrize(
-    ("body", "status"),
-    [
-        (b"no", 200),
-        (b"{}", 200),
-        (b'{"result": 3}', 200),
-        (b'{"result": []}', 200),
-        (b'{"result": [[{"document": {"contents": 3}}]]}', 200),
-        (b"[" * 100_000, 200),
-        (b"x" * (9 << 20), 200),
-        (b"{}", 500),
-        (b"{}", 404),
-        (b"{}", 302),
-    ],
-    ids=["text", "empty", "number", "none", "type", "nested", "huge", "500", "404", "302"],
-)
-async def test_a_server_that_is_out_of_order_is_not_the_models_fault(body: bytes, status: int) -> None:
+DOCUMENT = b'{"result": [[{"document": {"contents": 3}}]]}'
+BODIES = (b"no", b"{}", b'{"result": 3}', b'{"result": []}', DOCUMENT, b"[" * 100_000, b"x" * (9 << 20))
+
+
+async def test_a_server_that_is_out_of_order_is_not_the_models_fault() -> None:
+    answers = [*((body, 200) for body in BODIES), *((b"{}", status) for status in (500, 404, 302))]
+
     async def broken(request: web.Request) -> web.StreamResponse:
-        return web.Response(body=body, status=status, headers={"Location": "/elsewhere"} if status == 302 else None)
+        headers = {"Location": "/elsewhere"} if status == 302 else None
+        return web.Response(body=body, status=status, headers=headers)
 
     async with serving(broken) as url:
-        played = Episode(Search(url=url))
+        played = Episode(Search(url=url, max_calls=100))
         await played.start("?")
-        with pytest.raises(InfrastructureError, match="retrieval server"):
-            await played.call("search", "x")
+        for body, status in answers:  # noqa: B007 - for the handler
+            with pytest.raises(InfrastructureError, match="retrieval server"):
+                await played.call("search", "x")
     with pytest.raises(InfrastructureError, match="does not answer"):  # and now it is gone
         await played.call("search", "x")
 
 
+@needs("bm25s")
 def test_options_that_make_no_search_are_refused(tmp_path: Path) -> None:
-    need_bm25s()
     with pytest.raises(ValueError, match="there is no such file"):
         Search(corpus=str(tmp_path / "none.jsonl"))
     with pytest.raises(ValueError, match="url is 'localhost:80'"):
