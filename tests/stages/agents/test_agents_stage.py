@@ -25,7 +25,7 @@ from tests.stages.stage_rig import idle, make_sample, make_slice, numbers, until
 COUNTER, FORGETFUL, SAVED, SLOW = (WORLD.replace("World", name) for name in ("Counter", "Forgetful", "Saved", "Slow"))
 
 
-def slowly(*values: str) -> Any:
+def slowly(*values: object) -> Any:
     """A case that starts several processes, or waits for one to be killed."""
     return pytest.param(*values, marks=pytest.mark.slow)
 
@@ -68,36 +68,39 @@ async def test_an_environment_says_what_graders_read_of_an_episode_that_ends(tin
 
 async def test_a_row_chooses_its_environment(tiny: Path) -> None:
     async with playing(tiny, world(), world(name="other", options={"prompt": "9-"})) as play:
-        said = {name: only(await play.begin(group, environment=name)) for group, name in enumerate(("world", "other"))}
-        assert {name: play.tokenizer.decode(numbers(s.token_ids)) for name, s in said.items()} == {
-            "world": "5:",
-            "other": "9-",
-        }
+        for group, (name, prompt) in enumerate((("world", "5:"), ("other", "9-"))):
+            begun = only(await play.begin(group, environment=name))
+            assert play.tokenizer.decode(numbers(begun.token_ids)) == prompt
         lost = only(await play.begin(2, environment="othr"))
         assert (lost.status, lost.reward) == ("failed", None)
         assert lost.error == "metadata.environment is 'othr', but there is none; did you mean other?"
 
 
 @pytest.mark.parametrize(
-    ("fault", "words"),
+    "faults",
     [
-        ("error", "environment world: RuntimeError: a move that this world cannot make"),
-        ("answer", "environment world: the answer has 178"),
-        ("infrastructure", "environment world: infrastructure failed 3 times, the last time: the sandbox is away"),
-        slowly("exit", "infrastructure failed 3 times, the last time: its worker process ended with exit status 3"),
-        slowly("kill", "its worker process ended with signal SIGKILL"),
-        slowly("eat", "its worker process ended: this call or another one wanted more memory than it may have"),
-        slowly("wait", "the last time: no answer within step_deadline_s 0.2 s"),
+        {
+            "error": "environment world: RuntimeError: a move that this world cannot make",
+            "answer": "environment world: the answer has 178",
+            "infrastructure": "environment world: infrastructure failed 3 times, the last time: the sandbox is away",
+        },
+        slowly({"exit": "infrastructure failed 3 times, the last time: its worker process ended with exit status 3"}),
+        slowly({"kill": "its worker process ended with signal SIGKILL"}),
+        slowly({"eat": "its worker process ended: this call or another one wanted more memory than it may have"}),
+        slowly({"wait": "the last time: no answer within step_deadline_s 0.2 s"}),
     ],
+    ids=" ".join,
 )
-async def test_what_fails_fails_its_rollout_and_earns_nothing(tiny: Path, fault: str, words: str) -> None:
-    table = world(step_deadline_s=0.2 if fault == "wait" else 60.0, memory_gb=0.25)
+async def test_what_fails_fails_its_rollout_and_earns_nothing(tiny: Path, faults: dict[str, str]) -> None:
+    table = world(step_deadline_s=0.2 if "wait" in faults else 60.0, memory_gb=0.25)
     async with playing(tiny, table) as play:
-        neighbour = await play.begin(1, turns=2)
-        sample = only(await play.turn(await play.begin(fault=fault)))
-        assert (sample.status, sample.reward, sample.turn_rewards) == ("failed", None, ())
-        assert words in (sample.error or "")
-        assert only(await play.turn(neighbour)).response == "7\n[1]", "its neighbour goes on"
+        neighbour = await play.begin(9, turns=4)
+        for group, (fault, words) in enumerate(faults.items()):
+            sample = only(await play.turn(await play.begin(group, fault=fault)))
+            assert (sample.status, sample.reward, sample.turn_rewards) == ("failed", None, ())
+            assert words in (sample.error or "")
+            neighbour = await play.turn(neighbour)
+            assert only(neighbour).response.endswith(f"7\n[{group + 1}]"), "its neighbour goes on"
 
 
 @pytest.mark.parametrize("fault", ["kill", slowly("infrastructure"), slowly("block")])
@@ -122,44 +125,40 @@ async def test_an_episode_takes_its_turns_again_where_its_process_was_lost(
 
 
 async def test_episodes_change_their_replica_at_any_turn(tiny: Path, tmp_path: Path) -> None:
+    """They take their turns again there, or have a snapshot; an environment that answers otherwise then fails."""
     notes = [tmp_path / str(index) for index in range(3)]
-    async with playing(tiny, replicas=2) as play:
+    async with playing(tiny, world(), world(FORGETFUL, "forgetful"), world(SAVED, "saved"), replicas=2) as play:
         slices = [await play.begin(index, turns=4, note=str(note)) for index, note in enumerate(notes)]
         for turn in range(4):
             slices = [await play.turn(one, f"{turn}\n", replica=(turn + i) % 2) for i, one in enumerate(slices)]
         assert {only(one).response for one in slices} == {"0\n[1]1\n[2]2\n[3]3\n"}
         assert {only(one).reward for one in slices} == {1.0}
-    for note in notes:
-        assert len({line.split()[2] for line in note.read_text().splitlines()}) == 2, "both took part"
-
-
-async def test_what_cannot_be_replayed_fails_unless_it_has_snapshots(tiny: Path) -> None:
-    async with playing(tiny, world(FORGETFUL), world(SAVED, name="saved"), replicas=2) as play:
-        moved = await play.turn(await play.begin(turns=3, environment="world"))
+        for note in notes:
+            assert len({line.split()[2] for line in note.read_text().splitlines()}) == 2, "both took part"
+        moved = await play.turn(await play.begin(3, turns=3, environment="forgetful"))
         lost = only(await play.turn(moved, replica=1))
         assert lost.status == "failed"
-        assert "environment world is not deterministic" in (lost.error or "")
-        assert "the answer to turn 0 changed" in (lost.error or "")
-        saved = await play.begin(1, turns=3, environment="saved")
+        assert "environment forgetful is not deterministic: the answer to turn 0 changed" in (lost.error or "")
+        saved = await play.begin(4, turns=3, environment="saved")
         for turn in range(3):
             saved = await play.turn(saved, replica=turn % 2)
         assert only(saved).reward == 1.0
 
 
-@pytest.mark.parametrize("within", [False, True])
 async def test_a_call_that_changes_the_world_is_made_once_though_turns_are_taken_again(
-    tiny: Path, tmp_path: Path, within: bool
+    tiny: Path, tmp_path: Path
 ) -> None:
-    counter = tmp_path / "counter"
-    killed = {"fault": "kill", "at": 1, "once": str(tmp_path / "killed"), "within": within}
     async with playing(tiny, world(COUNTER), run_dir=tmp_path) as play:
-        slice_ = await play.begin(turns=3, counter=str(counter), **killed)
-        for text in ("1\n", "2\n", "3\n"):
-            slice_ = await play.turn(slice_, text)
-    assert only(slice_).response == f"1\n[1]2\n[{0 if within else 2}]3\n", "0: nobody knows"
-    assert only(slice_).metrics["env/world/uncertain"] == float(within)
-    lines = [f"0/0 {number} {text!r}" for number, text in enumerate("123")]
-    assert counter.read_text().splitlines() == lines
+        for group, within in enumerate((False, True)):
+            counter, once = tmp_path / f"counter-{group}", tmp_path / f"killed-{group}"
+            killed = {"fault": "kill", "at": 1, "once": str(once), "within": within}
+            slice_ = await play.begin(group, turns=3, counter=str(counter), **killed)
+            for text in ("1\n", "2\n", "3\n"):
+                slice_ = await play.turn(slice_, text)
+            assert only(slice_).response == f"1\n[1]2\n[{0 if within else 2}]3\n", "0: nobody knows"
+            assert only(slice_).metrics["env/world/uncertain"] == float(within)
+            lines = [f"{group}/0 {number} {text!r}" for number, text in enumerate("123")]
+            assert counter.read_text().splitlines() == lines
 
 
 async def test_a_killed_worker_is_replaced_and_nothing_is_left_running(tiny: Path) -> None:
@@ -272,20 +271,15 @@ async def test_what_a_worker_prints_is_bounded(tiny: Path, capfd: pytest.Capture
         assert said.endswith("[what this worker process prints from here on is dropped]\n")
 
 
-async def test_an_episode_has_a_deadline_with_the_start_of_its_world(tiny: Path) -> None:
-    async with playing(tiny, world(episode_deadline_s=0.2, retries=9)) as play:
+async def test_the_deadline_of_an_episode_is_that_of_its_start_and_all_its_turns(tiny: Path) -> None:
+    slow = world(SLOW, "slow", episode_deadline_s=1.0)
+    async with playing(tiny, world(episode_deadline_s=0.2, retries=9), slow) as play:
         lost = only(await play.begin(fault="wait", at=-1))
         assert (lost.status, lost.reward) == ("failed", None)
-        assert "environment world: the episode was in its environment for longer than episode_deadline_s 0.2 s" in (
-            lost.error or ""
-        )
-        (hosting,) = play.stages[0]._hostings
-        assert hosting.retried == 0, "to try again would take more than there is"
-
-
-async def test_the_deadline_of_an_episode_is_that_of_all_its_turns(tiny: Path) -> None:
-    async with playing(tiny, world(SLOW, episode_deadline_s=1.0)) as play:
-        slice_ = await play.begin(turns=9)
+        words = "environment world: the episode was in its environment for longer than episode_deadline_s 0.2 s"
+        assert words in (lost.error or "")
+        assert play.stages[0]._hostings[0].retried == 0, "to try again would take more than there is"
+        slice_ = await play.begin(1, turns=9, environment="slow")
         for _ in range(3):  # 0.4 s each
             if only(slice_).status == "failed":
                 break
