@@ -39,16 +39,20 @@ def make_checkpoint(directory: Path, family: Family) -> str:
     return str(directory)
 
 
-# Drops the reasoning of turns before the last question; tool answers are one user turn.
-QWEN3 = Family(
-    """{%- if tools %}<|im_start|>system
-Tools:{% for tool in tools %}
-{{ tool | tojson }}{% endfor %}<|im_end|>
-{% endif %}
-{%- set ns = namespace(last=0) %}
+# `ns.last` is the place of the last question.
+_LAST = """{%- set ns = namespace(last=0) %}
 {%- for message in messages %}
 {%- if message.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}
 {%- endfor %}
+"""
+
+# Drops the reasoning of turns before the last question; tool answers are one user turn.
+QWEN3 = Family(
+    _LAST
+    + """{%- if tools %}<|im_start|>system
+Tools:{% for tool in tools %}
+{{ tool | tojson }}{% endfor %}<|im_end|>
+{% endif %}
 {%- for message in messages %}
 {%- if message.role == 'assistant' %}<|im_start|>assistant
 {% if message.reasoning_content and loop.index0 > ns.last %}<think>
@@ -123,11 +127,8 @@ QWEN3_CODER = QWEN3._replace(
 
 # No token closes a turn: the model writes what opens the next message. Earlier reasoning becomes an empty block.
 GLM45 = Family(
-    """{%- set ns = namespace(last=0) %}
-{%- for message in messages %}
-{%- if message.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}
-{%- endfor %}
-{{- '[gMASK]<sop>' }}
+    _LAST
+    + """{{- '[gMASK]<sop>' }}
 {%- for message in messages %}
 {%- if message.role == 'assistant' %}{{ '<|assistant|>\\n<think>' }}
 {{- message.reasoning_content if message.reasoning_content and loop.index0 > ns.last else '' }}{{ '</think>' }}
@@ -200,11 +201,8 @@ KIMI_K2 = Family(
 
 # Tools before the last question only, ids of nine letters, alternating roles.
 MISTRAL = Family(
-    """{%- set ns = namespace(last=-1) %}
-{%- for message in messages %}
-{%- if message.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}
-{%- endfor %}
-{{- bos_token }}
+    _LAST
+    + """{{- bos_token }}
 {%- for message in messages %}
 {%- if message.role == 'user' %}
 {%- if not loop.first and messages[loop.index0 - 1].role == 'tool' %}{{ raise_exception('roles') }}{% endif %}
@@ -282,25 +280,24 @@ ALPACA = Family(
     ("</s>",),
 )
 
+
+def _alpaca(old: str, new: str) -> Family:
+    assert old in ALPACA.template
+    return ALPACA._replace(template=ALPACA.template.replace(old, new))
+
+
 _COUNTING = "{{ '<s>' + messages | length | string + ' messages\\n' }}"
+_CONTENT = "{{ message.content }}"
 BROKEN = {
     "stand before|stands before": ALPACA._replace(template=_COUNTING + ALPACA.template, special=("</s>", "<s>")),
-    "another way when other things": ALPACA._replace(
-        template=ALPACA.template.replace("'### Instruction:\\n'", "('### Instruction ' + loop.index | string + ':\\n')")
+    "another way when other things": _alpaca(
+        "'### Instruction:\\n'", "('### Instruction ' + loop.index | string + ':\\n')"
     ),
-    "leaves out what the model wrote in an earlier turn": ALPACA._replace(
-        template=ALPACA.template.replace("for message in messages", "for message in messages[-1:]")
-    ),
-    "leaves out what the model wrote in its last turn": ALPACA._replace(
-        template=ALPACA.template.replace("{{ message.content }}", "{{ message.content[:3] }}")
-    ),
-    "ends a turn of the model in another way": ALPACA._replace(
-        template=ALPACA.template.replace("{{ '\\n\\n' }}", "{{ '\\n\\n' if loop.last else '</s>' }}")
-    ),
-    "does not show a message of role 'user'": ALPACA._replace(
-        template=ALPACA.template.replace(
-            "{{ message.content }}", "{{ message.content if loop.first or message.role == 'assistant' else '' }}"
-        )
+    "leaves out what the model wrote in an earlier turn": _alpaca("in messages", "in messages[-1:]"),
+    "leaves out what the model wrote in its last turn": _alpaca(_CONTENT, "{{ message.content[:3] }}"),
+    "ends a turn of the model in another way": _alpaca("{{ '\\n\\n' }}", "{{ '\\n\\n' if loop.last else '</s>' }}"),
+    "does not show a message of role 'user'": _alpaca(
+        _CONTENT, "{{ message.content if loop.first or message.role == 'assistant' else '' }}"
     ),
     "refuses messages of user, assistant": ALPACA._replace(
         template="{{ raise_exception('one message only') if messages | length > 1 }}" + ALPACA.template

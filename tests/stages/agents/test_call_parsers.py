@@ -77,10 +77,10 @@ def written(family: Family, turn: Message) -> str:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_parser_is_found_by_the_template(name: str) -> None:
-    chat, _ = loaded(FAMILIES[name])
+    chat, tokenizer = loaded(FAMILIES[name])
     named, _ = loaded(FAMILIES[name], name.partition(",")[0])
-    call = written(FAMILIES[name], message(name, "", "Hm.", [ToolCall("look", {"place": "a", "times": 2})]))
-    ids = loaded(FAMILIES[name])[1].encode(call)
+    call = message(name, "", "Hm.", [ToolCall("look", {"place": "a", "times": 2})])
+    ids = tokenizer.encode(written(FAMILIES[name], call))
     assert chat.reply(ids, TOOLS) == named.reply(ids, TOOLS)
     assert len(chat.reply(ids, TOOLS).message.tool_calls) == 1
 
@@ -99,6 +99,7 @@ def test_what_a_template_writes_is_read_as_it_was(
 
 LOOK = ToolCall("look", {"place": "a"})
 WAIT = ToolCall("wait", {})
+CALLED = "<|channel|>commentary to=functions.wait <|constrain|>json<|message|>"
 
 
 @pytest.mark.parametrize(
@@ -121,24 +122,16 @@ WAIT = ToolCall("wait", {})
         ("pythonic", '[look(place="[a)\\"]")]', "", (ToolCall("look", {"place": '[a)"]'}),)),
         ("pythonic", "the interval [f(1), f(2)]", "the interval [f(1), f(2)]", ()),
         ("kimi_k2", "<|tool_call_begin|>wait<|tool_call_argument_begin|>{}<|tool_call_end|>", "", ("wait",)),
-        (
-            "gpt-oss",
-            "<|channel|>commentary<|message|>So.<|end|><|start|>assistant<|channel|>commentary to=functions.wait "
-            "<|constrain|>json<|message|>{}",
-            "So.",
-            (WAIT,),
-        ),
+        ("gpt-oss", f"<|channel|>commentary<|message|>So.<|end|><|start|>assistant{CALLED}{{}}", "So.", (WAIT,)),
         ("gpt-oss", "no channel", "no channel", ()),
     ],
 )
 def test_other_ways_to_write_a_call(parser: str, text: str, content: str, calls: tuple[object, ...]) -> None:
     found = parser_by_name(parser).parse(text, Offered(TOOLS))
-    assert found.fault == ""
-    assert found.content == content
-    assert (
-        tuple(call if isinstance(want, ToolCall) else call.name for call, want in zip(found.calls, calls, strict=True))
-        == calls
-    )
+    assert (found.fault, found.content) == ("", content)
+    # A name alone: its id is the parser's own.
+    made = [call if isinstance(want, ToolCall) else call.name for call, want in zip(found.calls, calls, strict=True)]
+    assert tuple(made) == calls
 
 
 @pytest.mark.parametrize(
@@ -168,8 +161,7 @@ def test_other_ways_to_write_a_call(parser: str, text: str, content: str, calls:
 def test_what_is_wrong_with_a_call_is_reported(parser: str, text: str, words: str) -> None:
     found = parser_by_name(parser).parse(text, Offered(TOOLS))
     assert words in found.fault
-    assert found.calls == ()
-    assert found.content == text
+    assert (found.calls, found.content) == ((), text)
 
 
 MARKS = (

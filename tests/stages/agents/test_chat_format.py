@@ -55,31 +55,22 @@ def asked(family: Family, turn: str, *messages: Message, tools: Sequence[ToolSch
 
 
 NEXT = Message("user", "And now?")
+QWEN3_NEXT = "<|im_start|>user\nAnd now?<|im_end|>\n<|im_start|>assistant\n"
+LLAMA3_NEXT = (
+    "<|start_header_id|>user<|end_header_id|>\n\nAnd now?<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
+)
 
 
 @pytest.mark.parametrize(
     ("family", "turn", "expected"),
     [
         # ended: what is left of the end; cut off: all of it; ended by another end token: as ended
-        (QWEN3, "Here.<|im_end|>", "\n<|im_start|>user\nAnd now?<|im_end|>\n<|im_start|>assistant\n"),
-        (QWEN3, "Here.<|endoftext|>", "\n<|im_start|>user\nAnd now?<|im_end|>\n<|im_start|>assistant\n"),
-        (QWEN3, "Here.<|im_end|>\n", "<|im_start|>user\nAnd now?<|im_end|>\n<|im_start|>assistant\n"),
-        (QWEN3, "Here.", "<|im_end|>\n<|im_start|>user\nAnd now?<|im_end|>\n<|im_start|>assistant\n"),
-        (QWEN3, "Here.\n", "<|im_end|>\n<|im_start|>user\nAnd now?<|im_end|>\n<|im_start|>assistant\n"),
-        (QWEN3, "", "<|im_end|>\n<|im_start|>user\nAnd now?<|im_end|>\n<|im_start|>assistant\n"),
-        (THINKER, "Hm", "<|im_end|>\n<|im_start|>user\nAnd now?<|im_end|>\n<|im_start|>assistant\n<think>\n"),
-        (
-            LLAMA3,
-            "Here.<|eot_id|>",
-            "<|start_header_id|>user<|end_header_id|>\n\nAnd now?<|eot_id|>"
-            "<|start_header_id|>assistant<|end_header_id|>\n\n",
-        ),
-        (
-            LLAMA3,
-            "Here.",
-            "<|eot_id|><|start_header_id|>user<|end_header_id|>\n\nAnd now?<|eot_id|>"
-            "<|start_header_id|>assistant<|end_header_id|>\n\n",
-        ),
+        *((QWEN3, f"Here.{end}", f"\n{QWEN3_NEXT}") for end in ("<|im_end|>", "<|endoftext|>")),
+        (QWEN3, "Here.<|im_end|>\n", QWEN3_NEXT),
+        *((QWEN3, turn, f"<|im_end|>\n{QWEN3_NEXT}") for turn in ("Here.", "Here.\n", "")),
+        (THINKER, "Hm", f"<|im_end|>\n{QWEN3_NEXT}<think>\n"),
+        (LLAMA3, "Here.<|eot_id|>", LLAMA3_NEXT),
+        (LLAMA3, "Here.", f"<|eot_id|>{LLAMA3_NEXT}"),
         (TINY, "Here.<|eos|>", "<|bos|>user\nAnd now?<|eos|><|bos|>assistant\n"),
         (ALPACA, "Here.", "\n\n### Instruction:\nAnd now?\n\n### Response:\n"),
         (ALPACA, "Here.\n", "\n### Instruction:\nAnd now?\n\n### Response:\n"),
@@ -97,16 +88,8 @@ def test_a_turn_is_closed_once(family: Family, turn: str, expected: str) -> None
 
 def test_an_answer_that_holds_the_mark_of_the_bridge() -> None:
     for text in ("XQZ7MARK", "XQZ7MARKQQ XQZ7MARK"):
-        assert asked(QWEN3, "a<|im_end|>", Message("user", text)) == asked(QWEN3, "a<|im_end|>", NEXT).replace(
-            "And now?", text
-        )
-
-
-def test_arguments_of_the_template() -> None:
-    chat = load_chat_format(checkpoint(QWEN3), template_arguments={"enable_thinking": False})
-    ids = chat.start((QUESTION,), ())
-    assert shown(QWEN3, ids).endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
-    assert shown(QWEN3, chat.append(ids, (NEXT,), ())).endswith("<think>\n\n</think>\n\n")
+        bridged = asked(QWEN3, "a<|im_end|>", Message("user", text))
+        assert bridged == f"\n{QWEN3_NEXT}".replace("And now?", text)
 
 
 @pytest.mark.parametrize("words", BROKEN)
@@ -222,20 +205,14 @@ def test_the_page_of_the_documentation() -> None:
     (block,) = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     exec(compile(block, "docs/chat_formats.md", "exec"), scope)
     assert scope["reply"].message == Message("assistant", "", "Hm.", (ToolCall("look", {}),))
-    assert shown(QWEN3, scope["ids"]).endswith(
-        "<|im_end|>\n<|im_start|>user\n<tool_response>\nUnder the table.\n</tool_response><|im_end|>\n"
-        "<|im_start|>assistant\n"
-    )
+    answered = QWEN3_NEXT.replace("And now?", "<tool_response>\nUnder the table.\n</tool_response>")
+    assert shown(QWEN3, scope["ids"]).endswith(f"<|im_end|>\n{answered}")
     with pytest.raises(ChatFormatError) as refused:
         load_chat_format(checkpoint(BROKEN["stand before|stands before"]))
     assert str(refused.value) in page
-    for name in get_args(get_args(get_type_hints(ToolsConfig)["tool_call_parser"])[0]):
-        assert f"`{name}`" in page
-
-
-def test_every_parser_can_be_named() -> None:
     (names, _) = get_args(get_type_hints(ToolsConfig)["tool_call_parser"])
-    assert get_args(names) == tuple(PARSERS)
+    assert get_args(names) == tuple(PARSERS), "each can be named"
+    assert all(f"`{name}`" in page for name in PARSERS)
 
 
 def test_settings_of_a_run() -> None:
@@ -245,7 +222,9 @@ def test_settings_of_a_run() -> None:
         data=DataConfig(apply_chat_template_kwargs={"enable_thinking": False}),
     )
     chat, (_, tokenizer) = chat_format(config), loaded(QWEN3)
-    assert shown(QWEN3, chat.start((QUESTION,), ())).endswith("</think>\n\n")
+    ids = chat.start((QUESTION,), ())
+    for prompt in (ids, chat.append(ids, (NEXT,), ())):
+        assert shown(QWEN3, prompt).endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
     assert chat.reply(tokenizer.encode("[wait()]"), TOOLS).message.tool_calls == (ToolCall("wait", {}),)
 
 
