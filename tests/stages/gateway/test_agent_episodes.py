@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import shutil
 import sys
-import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -61,13 +59,19 @@ if sys.argv[2] == "stay":
 """
 
 
+def four(prompt: str) -> str:
+    return "four"
+
+
+def program(code: str, *arguments: str, **options: Any) -> Command:
+    return Command([sys.executable, "-c", code, *arguments], **options)
+
+
 async def test_a_program_asks_the_policy_and_sees_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECRET", "1")
-    async with opened(tmp_path, lambda prompt: "four") as rig:
-        command = Command(
-            [sys.executable, "-c", LOOKS, "{prompt}"], env={"EXTRA": "{model}"}, files={".agent/config": "{model} {x}"}
-        )
-        outcome = await command.run(TASK, rig.endpoint)
+    async with opened(tmp_path, four) as rig:
+        files = {".agent/config": "{model} {x}"}
+        outcome = await program(LOOKS, "{prompt}", env={"EXTRA": "{model}"}, files=files).run(TASK, rig.endpoint)
         assert (outcome.reward, outcome.metrics["status"], outcome.metrics["late"]) == (None, 0.0, 0.0)
         [sample] = rig.samples()
         assert sample.response == "four"
@@ -80,47 +84,21 @@ def command_lines(pid: int) -> bytes:
     return b" ".join(Path(f"/proc/{number}/cmdline").read_bytes() for number in family)
 
 
-async def test_no_key_of_a_program_stands_in_a_command_line(tmp_path: Path) -> None:
+async def test_no_key_of_a_program_nor_option_stands_in_a_command_line(tmp_path: Path) -> None:
     """The gateway's key is in the program's environment, which other users cannot read."""
-    async with opened(tmp_path, lambda prompt: "four") as rig, asyncio.TaskGroup() as tasks:
+    keys = {"KEY": "sk-mine"}
+    async with opened(tmp_path, four) as rig, asyncio.TaskGroup() as tasks:
         reported = tmp_path / "pid"
         look = "import os, sys, time; print(os.getpid(), file=open(sys.argv[1], 'w')); time.sleep(60)"
-        command = Command([sys.executable, "-c", look, str(reported)], env={"KEY": "sk-mine"})
-        episode = tasks.create_task(command.run(TASK, rig.endpoint))
+        episode = tasks.create_task(program(look, str(reported), env=keys).run(TASK, rig.endpoint))
         await until(lambda: reported.exists() and bool(reported.read_text()))
         shown = command_lines(int(reported.read_text()))
         episode.cancel()
     assert b"stages.workers.guard" in shown
     assert b"sk-mine" not in shown
     assert rig.endpoint.api_key.encode() not in shown
-
-
-async def test_a_program_that_starts_again_has_the_same_path_and_an_empty_home(tmp_path: Path) -> None:
-    """The path is in the prompts of some programs, and a prompt that differs would be a new request."""
-
-    async def home(episode: str, run: Path = tmp_path) -> str:
-        async with opened(Path(tempfile.mkdtemp(dir=tmp_path)), lambda prompt: "four") as rig:
-            command = Command([sys.executable, "-c", LEFT_BEHIND, str(tmp_path / "home")])
-            command.once = Once(run, episode)  # type: ignore[attr-defined]
-            await command.run(TASK, rig.endpoint)
-            found = (tmp_path / "home").read_text()
-            assert not Path(found).exists()
-            Path(found, "work").mkdir(parents=True)  # as if it had been killed
-            Path(found, "work", "result").touch()
-            return found
-
-    first = await home("3/1")
-    assert await home("3/1") == first
-    others = [await home("3/2"), await home("3/1", tmp_path / "other")]
-    assert len({first, *others}) == 3
-    for path in (first, *others):
-        shutil.rmtree(path)
-
-
-async def test_no_option_of_an_environment_stands_in_a_command_line(tmp_path: Path) -> None:
-    options = json.dumps({"argv": ["true"], "env": {"KEY": "sk-mine"}})
-    arguments = (0, f"{Command.__module__}:Command", options, tmp_path)
-    worker = WorkerProcess("stages.agents.worker", arguments)
+    options = json.dumps({"argv": ["true"], "env": keys})
+    worker = WorkerProcess("stages.agents.worker", (0, f"{Command.__module__}:Command", options, tmp_path))
     try:
         await worker.ready()
         assert worker.pid is not None
@@ -131,35 +109,54 @@ async def test_no_option_of_an_environment_stands_in_a_command_line(tmp_path: Pa
     assert b"sk-mine" not in shown
 
 
-@pytest.mark.parametrize("how", ["leave", "stay"])
-async def test_what_a_program_started_ends_with_its_episode(how: str, tmp_path: Path) -> None:
-    async with opened(tmp_path, lambda prompt: "four") as rig:
-        reported = tmp_path / "pid"
-        command = Command([sys.executable, "-c", LEAVES, str(reported), how])
-        if how == "leave":  # its child has inherited its output, and must not hold us up
-            await command.run(TASK, rig.endpoint)
-        else:
-            async with asyncio.TaskGroup() as tasks:
-                episode = tasks.create_task(command.run(TASK, rig.endpoint))
-                await until(lambda: reported.exists() and bool(reported.read_text()))
-                episode.cancel()
-        pid = int(reported.read_text())
-        await until(lambda: not os.path.exists(f"/proc/{pid}"))
+async def test_a_program_that_starts_again_has_the_same_path_and_an_empty_home(tmp_path: Path) -> None:
+    """The path is in the prompts of some programs, and a prompt that differs would be a new request."""
+
+    async def home(episode: str, run: Path = tmp_path) -> str:
+        command = program(LEFT_BEHIND, str(tmp_path / "home"))
+        command.once = Once(run, episode)  # type: ignore[attr-defined]
+        with rig.another_session() as (_, key):
+            await command.run(TASK, msgspec.structs.replace(rig.endpoint, api_key=key))
+        found = (tmp_path / "home").read_text()
+        assert not Path(found).exists()
+        Path(found, "work").mkdir(parents=True)  # as if it had been killed
+        Path(found, "work", "result").touch()
+        return found
+
+    async with opened(tmp_path, four) as rig:
+        first = await home("3/1")
+        assert await home("3/1") == first
+        others = [await home("3/2"), await home("3/1", tmp_path / "other")]
+    assert len({first, *others}) == 3
+    for path in (first, *others):
+        shutil.rmtree(path)
 
 
-async def test_a_program_that_takes_too_long_is_ended_and_graded_as_it_is(tmp_path: Path) -> None:
-    async with opened(tmp_path, lambda prompt: "four") as rig:
-        outcome = await Command(["sleep", "600"], deadline_s=0.1).run(TASK, rig.endpoint)
-        assert (outcome.reward, outcome.metrics["late"]) == (None, 1.0)
+async def test_what_a_program_started_ends_with_its_episode(tmp_path: Path) -> None:
+    async with opened(tmp_path, four) as rig:
+        for how in ("leave", "stay"):
+            reported = tmp_path / how
+            command = program(LEAVES, str(reported), how)
+            if how == "leave":  # its child has inherited its output, and must not hold us up
+                await command.run(TASK, rig.endpoint)
+            else:
+                async with asyncio.TaskGroup() as tasks:
+                    episode = tasks.create_task(command.run(TASK, rig.endpoint))
+                    await until(lambda reported=reported: reported.exists() and bool(reported.read_text()))  # type: ignore[misc]
+                    episode.cancel()
+            pid = int(reported.read_text())
+            await until(lambda pid=pid: not psutil.pid_exists(pid))  # type: ignore[misc]
 
 
-async def test_a_program_that_fails_says_why(tmp_path: Path) -> None:
-    async with opened(tmp_path, lambda prompt: "four") as rig:
+async def test_a_program_that_fails_says_why_and_one_that_takes_too_long_is_graded_as_it_is(tmp_path: Path) -> None:
+    async with opened(tmp_path, four) as rig:
         with pytest.raises(RuntimeError, match="status 3; its last output: no luck"):
-            await Command([sys.executable, "-c", "print('no luck'); exit(3)"]).run(TASK, rig.endpoint)
+            await program("print('no luck'); exit(3)").run(TASK, rig.endpoint)
         with pytest.raises(RuntimeError, match="no-such-program: No such file or directory; is it installed"):
             await Command(["no-such-program"]).run(TASK, rig.endpoint)
-        await Command([sys.executable, "-c", "exit(3)"], check=False).run(TASK, rig.endpoint)
+        await program("exit(3)", check=False).run(TASK, rig.endpoint)
+        outcome = await Command(["sleep", "600"], deadline_s=0.1).run(TASK, rig.endpoint)
+        assert (outcome.reward, outcome.metrics["late"]) == (None, 1.0)
 
 
 PLAIN = "tests.stages.gateway.plain_agents"
@@ -205,7 +202,6 @@ async def test_agents_make_rollouts_of_several_sequences(tmp_path: Path) -> None
         rollouts = await played(world, 4, worth=0.5)
         assert stage.activity.extra["retried"] == 0.0
     assert len(rollouts) == 4
-    requested = {(tuple(prompt), tuple(made)) for prompt, made in writer.answered}
     trained = [int(mask.sum()) for parts in rollouts for mask in trained_masks(parts)]
     assert sum(trained) == sum(len(made) for _, made in writer.answered)
     for index, parts in enumerate(rollouts):
@@ -214,23 +210,13 @@ async def test_agents_make_rollouts_of_several_sequences(tmp_path: Path) -> None
         assert (helper.turns, main.turns, main.index) == (1, 3, index)
         assert (main.status, main.reward, main.done) == ("completed", 0.5, True)
         assert main.metrics == {"env/asker/asked": 3.0, "env/asker/turns": 4.0, "env/asker/sequences": 2.0}
-        for part, mask in zip(parts, trained_masks(parts), strict=True):
-            for prompt, made in requested:
-                end = len(prompt) + len(made)
-                if part.token_ids[:end].tolist() == [*prompt, *made]:
-                    assert mask[len(prompt) : end].all()
-                    mask[len(prompt) : end] = False
-            assert not mask.any(), "nothing else is trained"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", ["kill", "away"])
-@pytest.mark.parametrize("lives", [(0,), ()], ids=["recorded", "unrecorded"])
-async def test_an_episode_that_infrastructure_ended_is_begun_again(
-    lives: tuple[int, ...], fault: str, tmp_path: Path
-) -> None:
-    once, known = str(tmp_path / "once"), 2 if lives else 0
-    async with agents(tmp_path, {"fault": fault, "once": once}, lives=lives) as (world, writer, stage):
+@pytest.mark.parametrize(("fault", "known"), [("kill", 2), ("away", 0)], ids=["recorded", "unrecorded"])
+async def test_an_episode_that_infrastructure_ended_is_begun_again(fault: str, known: int, tmp_path: Path) -> None:
+    options = {"fault": fault, "once": str(tmp_path / "once")}
+    async with agents(tmp_path, options, lives=(0,) if known else ()) as (world, writer, stage):
         [parts] = await played(world)
         assert stage.activity.extra["retried"] == 1.0
         assert stage.activity.extra["restored"] == float(known > 0)

@@ -9,6 +9,7 @@ import asyncio
 import json
 import sys
 import time
+from asyncio.subprocess import PIPE
 from pathlib import Path
 
 import aiohttp
@@ -24,15 +25,12 @@ SESSIONS = 64  # of the attackers
 BODY = {"messages": [{"role": "user", "content": "What is 1 + 2? " * 20}], "max_tokens": 4}
 
 
-def memory_of_gateway() -> tuple[psutil.Process, int]:
-    """The process, and the most memory that it has had, bytes."""
-    [process] = [
-        child
-        for child in psutil.Process().children()
-        if "spawn_main" in str(child.cmdline()) and child.num_threads() > 1
-    ]
+def memory_of_gateway() -> int:
+    """The most memory that its process has had, bytes."""
+    children = psutil.Process().children()
+    [process] = [one for one in children if "spawn_main" in str(one.cmdline()) and one.num_threads() > 1]
     status = Path(f"/proc/{process.pid}/status").read_text()
-    return process, int(status.partition("VmHWM:")[2].split()[0]) << 10
+    return int(status.partition("VmHWM:")[2].split()[0]) << 10
 
 
 async def honest(url: str, key: str, until: asyncio.Event) -> list[float]:
@@ -60,22 +58,14 @@ async def test_other_sessions_are_answered_and_memory_is_bounded(slow: int, seco
             async with asyncio.TaskGroup() as tasks:
                 answers = tasks.create_task(honest(url, keys[0], done))
                 await asyncio.sleep(1)
-                _, before = memory_of_gateway()
+                before = memory_of_gateway()
+                script = str(Path(__file__).with_name("attack.py"))
                 program = await asyncio.create_subprocess_exec(
-                    *(
-                        sys.executable,
-                        str(Path(__file__).with_name("attack.py")),
-                        url,
-                        str(slow),
-                        str(seconds),
-                        str(limit),
-                    ),
-                    stdin=asyncio.subprocess.PIPE,
-                    stdout=asyncio.subprocess.PIPE,
+                    *(sys.executable, script, url, str(slow), str(seconds), str(limit)), stdin=PIPE, stdout=PIPE
                 )
                 output, _ = await program.communicate("\n".join(keys[1:]).encode())
                 done.set()
-            _, peak = memory_of_gateway()
+            peak = memory_of_gateway()
     seen, took = json.loads(output), sorted(await answers)
     assert sum(count for kind, count in seen.items() if kind.startswith("slow")) == slow
     for kind in ("60 MB of text", "text below the limit", "60 MB of text in gzip", "1 GB of zeros in gzip"):
