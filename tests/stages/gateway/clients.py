@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from functools import partial
 from typing import Any
 
 PARAMETERS = {
@@ -70,34 +71,23 @@ def anthropic_messages(url: str, key: str, model: str) -> Any:
 
 
 def _openai_agents(url: str, key: str, model: str, kind: str) -> Any:
-    from agents import (
-        Agent,
-        OpenAIChatCompletionsModel,
-        OpenAIResponsesModel,
-        Runner,
-        function_tool,
-        set_tracing_disabled,
-    )
+    import agents
     from openai import AsyncOpenAI
 
-    set_tracing_disabled(True)
+    agents.set_tracing_disabled(True)
     client = AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
-    models: Any = {"chat": OpenAIChatCompletionsModel, "responses": OpenAIResponsesModel}
+    models: Any = {"chat": agents.OpenAIChatCompletionsModel, "responses": agents.OpenAIResponsesModel}
 
     def add(a: int, b: int) -> int:
         """Adds two numbers."""
         return a + b
 
-    agent = Agent(
-        name="adder",
-        instructions="Add.",
-        tools=[function_tool(add)],
-        model=models[kind](model=model, openai_client=client),
-    )
+    served = models[kind](model=model, openai_client=client)
+    agent = agents.Agent(name="adder", instructions="Add.", tools=[agents.function_tool(add)], model=served)
 
     async def run() -> Any:
-        plain = await Runner.run(agent, QUESTION)
-        streamed = Runner.run_streamed(agent, QUESTION)
+        plain = await agents.Runner.run(agent, QUESTION)
+        streamed = agents.Runner.run_streamed(agent, QUESTION)
         async for _ in streamed.stream_events():
             pass
         assert plain.final_output == streamed.final_output, (plain.final_output, streamed.final_output)
@@ -106,12 +96,8 @@ def _openai_agents(url: str, key: str, model: str, kind: str) -> Any:
     return asyncio.run(run())
 
 
-def openai_agents_chat(url: str, key: str, model: str) -> Any:
-    return _openai_agents(url, key, model, "chat")
-
-
-def openai_agents_responses(url: str, key: str, model: str) -> Any:
-    return _openai_agents(url, key, model, "responses")
+openai_agents_chat = partial(_openai_agents, kind="chat")
+openai_agents_responses = partial(_openai_agents, kind="responses")
 
 
 def smolagents(url: str, key: str, model: str) -> Any:

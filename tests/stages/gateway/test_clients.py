@@ -22,23 +22,25 @@ from tests.stages.gateway.gateway_rig import Rig, log_prob, opened
 from tests.stages.gateway.test_agent_episodes import agents, played
 from tests.stages.stage_rig import numbers
 
+pytestmark = pytest.mark.slow
 SCRIPT = Path(__file__).parent / "clients.py"
 CALLS = {
     "bash": ('{"command": "echo 3"}', '{"command": "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT; echo It is 3."}'),
     "add": ('{"a": 1, "b": 2}',),
 }
 
-# Of the model, by sequence. openai-agents asks twice, and leaves the reasoning out of chat completions; smolagents
-# writes the calls that it sends back in words of its own.
-TURNS = {
-    "openai_chat": [2],
-    "openai_responses": [2],
-    "anthropic_messages": [2],
-    "openai_agents_chat": [1, 2, 1, 2],
-    "openai_agents_responses": [2, 1, 2],
-    "smolagents": [1, 1],
-    "mini_swe_agent": [2],
-}
+FULL = pytest.mark.full
+# The module that a client needs, and turns of the model by sequence. openai-agents asks twice, and leaves the reasoning
+# out of chat completions; smolagents writes the calls that it sends back in words of its own.
+CLIENTS = (
+    ("openai_chat", "openai", [2]),
+    ("openai_responses", "openai", [2]),
+    ("anthropic_messages", "anthropic", [2]),
+    ("openai_agents_chat", "agents", [1, 2, 1, 2]),
+    ("openai_agents_responses", "agents", [2, 1, 2]),
+    pytest.param("smolagents", "smolagents", [1, 1], marks=FULL),
+    pytest.param("mini_swe_agent", "minisweagent", [2], marks=FULL),
+)
 
 
 def policy(prompt: str) -> str:
@@ -74,37 +76,22 @@ async def run(client: str, module: str, rig: Rig, **environment: str) -> Any:
     return json.loads(output.splitlines()[-1])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("client", "module"),
-    [
-        ("openai_chat", "openai"),
-        ("openai_responses", "openai"),
-        ("anthropic_messages", "anthropic"),
-        ("openai_agents_chat", "agents"),
-        ("openai_agents_responses", "agents"),
-        pytest.param("smolagents", "smolagents", marks=pytest.mark.full),
-        pytest.param("mini_swe_agent", "minisweagent", marks=pytest.mark.full),
-    ],
-)
-async def test_a_client_uses_a_tool(client: str, module: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("client", "module", "turns"), CLIENTS)
+async def test_a_client_uses_a_tool(client: str, module: str, turns: list[int], tmp_path: Path) -> None:
     interpreter(module)
     async with opened(tmp_path, policy, max_context=1 << 16) as rig:
         assert await run(client, module, rig) == "It is 3."
-        parts = rig.samples()
-    assert [part.turns for part in parts] == TURNS[client]
+        assert [part.turns for part in rig.samples()] == turns
 
 
-@pytest.mark.slow
-@pytest.mark.full
+@FULL
 async def test_openenv_finds_tokens(tmp_path: Path) -> None:
     interpreter("openenv")
     async with opened(tmp_path, policy) as rig:
         assert await run("openenv", "openenv", rig) == [True, "tokens", "ok", []]
 
 
-@pytest.mark.slow
-@pytest.mark.full
+@FULL
 async def test_the_training_client_of_verifiers_gets_tokens_and_log_probs(tmp_path: Path) -> None:
     interpreter("verifiers")
     async with opened(tmp_path, policy) as rig:
@@ -136,8 +123,7 @@ async def openenv_server(python: str, home: Path) -> AsyncIterator[str]:
         await process.wait()
 
 
-@pytest.mark.slow
-@pytest.mark.full
+@FULL
 async def test_an_environment_of_openenv(tiny: Path, tmp_path: Path) -> None:
     python = interpreter("openenv")
     async with openenv_server(python, tmp_path) as url:
@@ -162,8 +148,7 @@ async def test_an_environment_of_openenv(tiny: Path, tmp_path: Path) -> None:
         assert "infrastructure failed 2 times" in (lost.error or "")
 
 
-@pytest.mark.slow
-@pytest.mark.full
+@FULL
 async def test_an_environment_of_verifiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own taskset, harness and reward; what the policy was asked and answered is what is trained."""
     here = Path(__file__).parent

@@ -129,32 +129,26 @@ def test_a_changed_reply_begins_another_sequence_where_the_tokens_part(
     assert other.turns == 1 + bool(shared)
 
 
-def test_the_sequence_of_the_newest_turn_comes_last_also_if_others_branch_off_it(asked: Asked) -> None:
-    first = asked(USER, text="a")
-    second = asked(USER, first, Message("user", "b"), text="main")
-    asked(USER, first, Message("user", "c"), text="branch")
-    asked(USER, first, Message("user", "c"), text="branch 2")
-    asked(USER, first, Message("user", "b"), second, Message("user", "e"), text="end")
-    parts = asked.check()
-    assert [part.response for part in parts] == ["branch", "branch 2", "end"]
-    assert parts[-1].prefix is not None
-
-
-def test_the_sequence_that_is_graded_is_that_of_the_newest_turn(asked: Asked) -> None:
+def test_the_sequence_of_the_newest_turn_comes_last_and_is_graded(asked: Asked) -> None:
     def graded() -> str:
         return asked.check()[-1].response
 
     main = asked(USER, text="main")
     helper = asked(SYSTEM, USER, text="helper")
     assert graded() == "helper"
-    asked(USER, main, Message("user", "two"), text="main 2")
+    again = asked(USER, main, Message("user", "two"), text="main 2")
     assert graded() == "main 2"
     asked.answer(asked.session.open(Conversation((SYSTEM, USER, helper, USER))), result("cut", cut=True))
     assert graded() == "cut"
     assert asked.session.cut
-    asked(USER, main, Message("user", "three"), text="branch")
-    assert graded() == "branch"
-    assert not asked.session.cut
+    for branch in ("branch", "branch 2"):
+        asked(USER, main, Message("user", "three"), text=branch)
+        assert graded() == branch
+        assert not asked.session.cut
+    asked(USER, main, Message("user", "two"), again, USER, text="end")
+    parts = asked.check()
+    assert [part.response for part in parts] == ["cut", "branch", "branch 2", "end"]
+    assert parts[-1].prefix is not None, "others branch off it"
 
 
 def test_an_answer_is_trained_in_two_sequences_where_an_edited_one_kept_its_beginning(asked: Asked) -> None:

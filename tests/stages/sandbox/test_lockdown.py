@@ -6,7 +6,6 @@ The seccomp filter is run instruction by instruction, also for processors that t
 from __future__ import annotations
 
 import ctypes
-import errno
 import os
 import platform
 import re
@@ -119,12 +118,6 @@ def try_all(folder: Path, *, landlock: bool) -> None:
 def is_refusal(result: CaseResult, good: tuple[str, ...]) -> bool:
     words = result.stdout.split()
     return result.how == "ok" and bool(words) and words[0] in good
-
-
-def test_the_table_is_long() -> None:
-    assert len(attempts(landlock=False)) >= 120
-    named = {word for words in attempts(landlock=True).values() for word in words} - {"MemoryError"}
-    assert named <= set(errno.errorcode.values())
 
 
 @pytest.mark.slow
