@@ -213,29 +213,18 @@ async def opened(
     chat: ChatFormat | None = None,
     limits: Limits = DEFAULT_LIMITS,
     max_context: int = 4096,
-    answers: Mapping[str, Any] | None = None,
-    ignore_reasoning: bool = False,
-    step_ms: float = 0.01,
-    group: Mapping[str, Any] | None = None,
+    client_sampling: bool = False,
     **sections: Any,
 ) -> AsyncIterator[Rig]:
     """A gateway with one open session, and a version 0 in its engine."""
     chat = chat or ToyChat()
-    async with (
-        scripted(tmp_path, script, step_ms=step_ms, **sections) as (world, writer),
-        aiohttp.ClientSession() as http,
-    ):
+    async with scripted(tmp_path, script, **sections) as (world, writer), aiohttp.ClientSession() as http:
+        requests = Requests(world.stage.config, max_context)
+        options: dict[str, Any] = {"vocab_size": VOCABULARY, "client_sampling": client_sampling}
         answering = Answers(
-            world.stage.sampler,
-            Requests(world.stage.config, max_context),
-            chat,
-            vocab_size=VOCABULARY,
-            encode=lambda text, most: list(text.encode()),
-            **(answers or {}),
+            world.stage.sampler, requests, chat, encode=lambda text, most: list(text.encode()), **options
         )
-        place = OpenSession(
-            make_group(0, 4, **(group or {})), new_sample((1,), 2), Session(chat, 2, ignore_reasoning=ignore_reasoning)
-        )
+        place = OpenSession(make_group(0, 4), new_sample((1,), 2), Session(chat, 2))
         async with Gateway(answering, limits=limits) as gateway:
             with gateway.session(place) as key:
                 yield Rig(world, gateway, writer, place, Endpoint(gateway.url, key, gateway.model), http)

@@ -129,6 +129,14 @@ def test_a_changed_reply_begins_another_sequence_where_the_tokens_part(
     assert other.turns == 1 + bool(shared)
 
 
+def test_a_reply_may_come_back_without_its_reasoning_where_that_is_ignored(asked: Asked) -> None:
+    asked.session = Session(asked.chat, ignore_reasoning=True)
+    reply = asked(USER, text="<think>n</think>now")
+    asked(USER, msgspec.structs.replace(reply, reasoning_content=""), Message("user", "two"))
+    [sample] = asked.check()
+    assert sample.turns == 2
+
+
 def test_the_sequence_of_the_newest_turn_comes_last_and_is_graded(asked: Asked) -> None:
     def graded() -> str:
         return asked.check()[-1].response

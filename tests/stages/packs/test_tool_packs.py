@@ -7,11 +7,11 @@ import json
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 from aiohttp import web
@@ -24,6 +24,7 @@ from stages.agents.packs.search import Search, town_facts, town_names, town_ques
 from stages.tools.tool import UnknownToolError
 from tests.other_programs import served_app
 from tests.stages.agents.play import Episode, needs, playing, world
+from tests.stages.stage_rig import until
 
 TOOLS = "tests.stages.toolkit.sample_tools"
 
@@ -52,8 +53,7 @@ def test_what_is_no_tool_is_refused_before_an_episode() -> None:
         Functions(["calculatr"])
 
 
-SERVER = str(Path(__file__).parent / "mcp_server.py")
-COMMAND = [sys.executable, SERVER]
+COMMAND = [sys.executable, str(Path(__file__).with_name("mcp_server.py"))]
 
 
 @asynccontextmanager
@@ -71,17 +71,16 @@ async def episode(**options: object) -> AsyncIterator[Episode]:
 async def test_an_episode_with_a_server_of_its_own() -> None:
     async with episode(tools=["add", "fail", "say"]) as played, episode() as other:
         start = await played.start("Add things up.")
-        assert [tool["function"]["name"] for tool in start.tools] == ["add", "fail", "say"]  # type: ignore[index]
-        function = start.tools[0]["function"]
-        assert function["description"] == "Add to the sum, and answer with it."  # type: ignore[index]
-        assert function["parameters"]["properties"]["number"]["type"] == "integer"  # type: ignore[index]
+        functions: list[Any] = [tool["function"] for tool in start.tools]
+        assert [function["name"] for function in functions] == ["add", "fail", "say"]
+        assert functions[0]["description"] == "Add to the sum, and answer with it."
+        assert functions[0]["parameters"]["properties"]["number"]["type"] == "integer"
         await other.start("Something else.")
         assert await played.call("add", {"number": 5}) == "5"
         assert await played.call("add", {"number": 6}) == "11"
         assert await other.call("add", {"number": 1}) == "1"
-        assert (await played.call("fail", {"why": "it does not work"})).startswith("error: ")
-        assert (await played.call("add", {"number": "many"})).startswith("error: ")
-        assert (await played.call("add", {})).startswith("error: ")
+        for name, wrong in (("fail", {"why": "it does not work"}), ("add", {"number": "many"}), ("add", {})):
+            assert (await played.call(name, wrong)).startswith("error: ")
         assert await played.call("say", "long") == "error: say takes a JSON object of arguments"
         assert "characters left out" in await played.call("say", {"length": 1_000_000})
         assert (await played.call("sleep", {"seconds": 0})).startswith("error: there is no tool 'sleep'")
@@ -122,14 +121,15 @@ async def test_a_shared_server_over_http() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    with subprocess.Popen([sys.executable, SERVER, str(port)], stderr=subprocess.DEVNULL) as server:  # noqa: ASYNC220
+
+    def up() -> bool:
+        with socket.socket() as trying:
+            return trying.connect_ex(("127.0.0.1", port)) == 0
+
+    with subprocess.Popen([*COMMAND, str(port)], stderr=subprocess.DEVNULL) as server:  # noqa: ASYNC220
         try:
-            end = time.monotonic() + 60
-            while time.monotonic() < end:
-                with socket.socket() as trying:
-                    if trying.connect_ex(("127.0.0.1", port)) == 0:
-                        break
-                await asyncio.sleep(0.05)
+            async with asyncio.timeout(60):
+                await until(up)
             options = {"command": (), "url": f"http://127.0.0.1:{port}/mcp", "shared": True}
             async with episode(**options) as first, episode(**options) as second:
                 await first.start("?")
