@@ -16,7 +16,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from models.engines.core import Completion
+from models.engines.core import Completion, SamplingRule
 from models.engines.protocol import FinishReason
 from models.engines.simulated.responses import Writer
 from models.tiny import build_tokenizer
@@ -34,11 +34,12 @@ from tests.stages.stage_rig import make_group
 
 CHAT, RESPONSES, ANTHROPIC, TOKENS = "/v1/chat/completions", "/v1/responses", "/v1/messages", "/generate"
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
+FUNCTION = {"name": "add", "description": "Adds.", "parameters": PARAMETERS, "strict": True}
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
 ASK = [{"role": "user", "content": "Hi"}]
 BODIES: Mapping[str, dict[str, Any]] = {  # requests that offer the tool of the call
-    CHAT: {"messages": ASK, "tools": [{"type": "function", "function": {"name": "add", "parameters": PARAMETERS}}]},
-    RESPONSES: {"input": "Hi", "tools": [{"type": "function", "name": "add", "parameters": PARAMETERS}]},
+    CHAT: {"messages": ASK, "tools": [{"type": "function", "function": FUNCTION}]},
+    RESPONSES: {"input": "Hi", "tools": [{"type": "function", **FUNCTION}]},
     ANTHROPIC: {"messages": ASK, "tools": [{"name": "add", "input_schema": PARAMETERS}]},
 }
 BEGIN, END, VOCABULARY = 257, 258, 264
@@ -97,14 +98,17 @@ Script = Callable[[str], str]
 
 
 class ScriptedWriter(Writer):
-    """Answers each prompt with a text; `answered` has the tokens of prompts and answers."""
+    """Answers each prompt with a text; `answered` has the tokens of prompts and answers, `planned` what was asked."""
 
     def __init__(self, script: Script) -> None:
         self.script = script
         self.answered: list[tuple[list[int], list[int]]] = []
+        self.planned: list[tuple[list[int], SamplingRule, int, tuple[str, ...]]] = []
 
     def plan(self, completion: Completion) -> tuple[int, bool]:
-        text = self.script(text_of(completion.prompt.tolist()))
+        prompt = completion.prompt.tolist()
+        self.planned.append((prompt, completion.rule, completion.max_new, tuple(completion.stop_strings)))
+        text = self.script(text_of(prompt))
         stops = [text.find(stop) + len(stop) for stop in completion.stop_strings if stop in text]
         ids = [*text.encode(), END] if not stops else [*text[: min(stops)].encode()]
         completion.output_ids = ids
@@ -151,6 +155,12 @@ class Rig:
             if response.content_type == "text/event-stream":
                 return response.status, events_of(content)
             return response.status, json.loads(content)
+
+    async def ask(self, path: str, body: object, **headers: str) -> Any:
+        """The same of a request that is answered."""
+        status, answer = await self.post(path, body, **headers)
+        assert status == 200, answer
+        return answer
 
     async def get(self, path: str) -> tuple[int, Any]:
         headers = {"Authorization": f"Bearer {self.endpoint.api_key}"}

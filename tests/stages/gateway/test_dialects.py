@@ -8,19 +8,18 @@ from typing import Any
 
 import pytest
 
-from stages.chat.messages import ToolCall
+from stages.chat.messages import Message, ToolCall
 from stages.gateway.chat_completions import arguments_text
 from tests.stages.gateway.gateway_rig import (
     ANTHROPIC,
     ASK,
-    BEGIN,
     BODIES,
     CALL,
     CHAT,
     END,
-    PARAMETERS,
     RESPONSES,
-    Rig,
+    TOKENS,
+    ToyChat,
     log_prob,
     opened,
 )
@@ -31,12 +30,6 @@ def script(prompt: str) -> str:
     if prompt.startswith("[tools") and "[tool\n" not in prompt:
         return f"<think>easy</think>I add.{CALL}"
     return "It is 3." if "[tool\n" in prompt else "Hello."
-
-
-def ids_of(*messages: tuple[str, str]) -> list[int]:
-    """The tokens of a first prompt."""
-    written = [[BEGIN, *role.encode(), *b"\n", *text.encode(), END] for role, text in messages]
-    return [*sum(written, []), BEGIN, *b"assistant\n"]  # noqa: RUF017
 
 
 def log_probs_of(made: list[int], start: int) -> dict[str, Any]:
@@ -55,9 +48,9 @@ async def test_chat_completions(tmp_path: Path) -> None:
         system = {"role": "system", "content": "Be brief."}
         messages = [system, {"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
         options = {"temperature": 0, "logprobs": True, "return_token_ids": True, "unknown_field": {"deep": [1]}}
-        status, answer = await rig.post(CHAT, {"model": "any-name", "messages": messages, **options})
-        prompt, made = ids_of(("system", "Be brief."), ("user", "Hi")), [*b"Hello.", END]
-        assert status == 200
+        answer = await rig.ask(CHAT, {"model": "any-name", "messages": messages, **options})
+        prompt = ToyChat().start((Message("system", "Be brief."), Message("user", "Hi")), ())
+        made = [*b"Hello.", END]
         assert answer.pop("id").startswith("chatcmpl-")
         assert isinstance(answer.pop("created"), int)
         [choice] = answer.pop("choices")
@@ -71,23 +64,6 @@ async def test_chat_completions(tmp_path: Path) -> None:
         [sample] = rig.samples()
         assert (sample.index, sample.token_ids.tolist()) == (2, [*prompt, *made])
         assert sample.versions.tolist() == [-1] * len(prompt) + [0] * 7
-
-
-async def chat_turns(rig: Rig, stream: bool) -> list[dict[str, Any]]:
-    """A call of a tool and the answer to its result; the messages of the model."""
-    function = {"name": "add", "description": "Adds.", "parameters": PARAMETERS, "strict": True}
-    tools = [{"type": "function", "function": function}]
-    messages: list[dict[str, Any]] = [{"role": "user", "content": "1 + 2?"}]
-    said = []
-    for _ in range(2):
-        body = {"messages": messages, "tools": tools, "stream": stream, "stream_options": {"include_usage": True}}
-        status, answer = await rig.post(CHAT, body)
-        assert status == 200
-        message = gathered(answer) if stream else answer["choices"][0]["message"]
-        said.append(message)
-        calls = message.get("tool_calls", ())
-        messages += [message, *({"role": "tool", "tool_call_id": call["id"], "content": "3"} for call in calls)]
-    return said
 
 
 def gathered(events: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -112,8 +88,18 @@ def gathered(events: list[tuple[str, Any]]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_tools_of_chat_completions(stream: bool, tmp_path: Path) -> None:
+    """A call of a tool, and the answer to its result."""
+    body = {**BODIES[CHAT], "stream": stream, "stream_options": {"include_usage": True}}
+    said: list[dict[str, Any]] = []
     async with opened(tmp_path, script) as rig:
-        first, second = await chat_turns(rig, stream)
+        for _ in range(2):
+            answer = await rig.ask(CHAT, body)
+            said.append(gathered(answer) if stream else answer["choices"][0]["message"])
+            results = [
+                {"role": "tool", "tool_call_id": call["id"], "content": "3"} for call in said[-1].get("tool_calls", ())
+            ]
+            body["messages"] = [*body["messages"], said[-1], *results]
+        first, second = said
         assert (first["content"], first["reasoning_content"]) == ("I add.", "easy")
         [call] = first["tool_calls"]
         assert json.loads(call["function"]["arguments"]) == {"a": 1, "b": 2}
@@ -133,8 +119,7 @@ async def test_messages_of_anthropic(tmp_path: Path) -> None:
         }
         messages: list[Any] = [{"role": "user", "content": "1 + 2?"}]
         body = {**known, "messages": messages}
-        status, first = await rig.post(f"{ANTHROPIC}?beta=true", body, x_api_key=rig.endpoint.api_key)
-        assert status == 200
+        first = await rig.ask(f"{ANTHROPIC}?beta=true", body, x_api_key=rig.endpoint.api_key)
         assert first.pop("id").startswith("msg_")
         call_id = first["content"][2]["id"]
         prompt, made = rig.writer.answered[0]
@@ -150,26 +135,21 @@ async def test_messages_of_anthropic(tmp_path: Path) -> None:
         result = {"type": "tool_result", "tool_use_id": call_id, "content": [{"type": "text", "text": "3"}]}
         messages += [{"role": "assistant", "content": content}]
         messages += [{"role": "user", "content": [result, {"type": "text", "text": "Well?"}]}]
-        count = await rig.post(f"{ANTHROPIC}/count_tokens", body)
-        _, second = await rig.post(ANTHROPIC, body)
+        count = await rig.ask(f"{ANTHROPIC}/count_tokens", body)
+        second = await rig.ask(ANTHROPIC, body)
         assert (second["content"], second["stop_reason"]) == ([{"type": "text", "text": "It is 3."}], "end_turn")
         usage = second["usage"]
-        assert count == (200, {"input_tokens": usage["input_tokens"] + usage["cache_read_input_tokens"]})
+        assert count == {"input_tokens": usage["input_tokens"] + usage["cache_read_input_tokens"]}
         [sample] = rig.samples()
         assert sample.turns == 2
 
 
 async def test_a_stream_of_anthropic_messages(tmp_path: Path) -> None:
     async with opened(tmp_path, script) as rig:
-        status, events = await rig.post(ANTHROPIC, {**BODIES[ANTHROPIC], "stream": True})
-        assert status == 200
+        events = await rig.ask(ANTHROPIC, {**BODIES[ANTHROPIC], "stream": True})
         assert all(name == data["type"] for name, data in events)
-        assert [name for name, _ in events] == [
-            "message_start",
-            *["content_block_start", "content_block_delta", "content_block_stop"] * 3,
-            "message_delta",
-            "message_stop",
-        ]
+        block = ["content_block_start", "content_block_delta", "content_block_stop"]
+        assert [name for name, _ in events] == ["message_start", *block * 3, "message_delta", "message_stop"]
         start, end = events[0][1]["message"], events[-2][1]
         assert (start["role"], start["content"], start["stop_reason"]) == ("assistant", [], None)
         assert start["usage"]["input_tokens"] == len(rig.writer.answered[0][0])
@@ -188,10 +168,10 @@ async def test_responses(tmp_path: Path) -> None:
     async with opened(tmp_path, script) as rig:
         known = {
             **{"model": "m", "instructions": "Be brief.", "include": ["reasoning.encrypted_content"], "store": False},
-            "tools": [{**BODIES[RESPONSES]["tools"][0], "strict": True}, {"type": "web_search"}],
+            "tools": [*BODIES[RESPONSES]["tools"], {"type": "web_search"}],
         }
-        status, first = await rig.post(RESPONSES, {**known, "input": "1 + 2?"})
-        assert (status, first["object"], first["status"]) == (200, "response", "completed")
+        first = await rig.ask(RESPONSES, {**known, "input": "1 + 2?"})
+        assert (first["object"], first["status"]) == ("response", "completed")
         thought, text, call = first["output"]
         assert [item["type"] for item in first["output"]] == ["reasoning", "message", "function_call"]
         assert thought["content"] == [{"type": "reasoning_text", "text": "easy"}]
@@ -203,7 +183,7 @@ async def test_responses(tmp_path: Path) -> None:
         result = {"type": "function_call_output", "call_id": call["call_id"], "output": "3"}
         question = {"role": "user", "content": [{"type": "input_text", "text": "1 + 2?"}]}
         items = [question, *first["output"], result]
-        _, events = await rig.post(RESPONSES, {**known, "input": items, "stream": True})
+        events = await rig.ask(RESPONSES, {**known, "input": items, "stream": True})
         assert [data["sequence_number"] for _, data in events] == list(range(len(events)))
         assert [name.removeprefix("response.") for name, _ in events] == [
             *("created", "in_progress", "output_item.added", "content_part.added"),
@@ -213,7 +193,7 @@ async def test_responses(tmp_path: Path) -> None:
         assert events[-1][1]["response"]["output"][0]["content"][0]["text"] == "It is 3."
         [sample] = rig.samples()
         assert sample.turns == 2
-        _, events = await rig.post(RESPONSES, {**BODIES[RESPONSES], "stream": True})
+        events = await rig.ask(RESPONSES, {**BODIES[RESPONSES], "stream": True})
         named = {name: data for name, data in events if "function_call" in name or "reasoning" in name}
         assert named["response.reasoning_text.delta"]["delta"] == "easy"
         assert json.loads(named["response.function_call_arguments.delta"]["delta"]) == {"a": 1, "b": 2}
@@ -236,10 +216,9 @@ async def test_a_response_that_is_cut_is_incomplete(
     """As the API of OpenAI has it: a status, a reason, and the items as far as they came."""
     async with opened(tmp_path, lambda prompt: text) as rig:
         body = {"input": "Hi", "max_output_tokens": requested}
-        status, whole = await rig.post(RESPONSES, body)
-        _, events = await rig.post(RESPONSES, {**body, "input": "Ho", "stream": True})
+        whole = await rig.ask(RESPONSES, body)
+        events = await rig.ask(RESPONSES, {**body, "input": "Ho", "stream": True})
         assert [sample.status for sample in rig.samples()] == ["truncated", "truncated"]
-    assert status == 200
     assert events[0][1]["response"]["incomplete_details"] is None
     assert events[-1][0] == "response.incomplete"
     for response in (whole, events[-1][1]["response"]):
@@ -255,16 +234,15 @@ async def test_tokens_in_and_out(tmp_path: Path) -> None:
     async with opened(tmp_path, lambda prompt: "ab") as rig:
         params = {"max_tokens": 10, "stop_token_ids": [END], "logprobs": 1, "skip_special_tokens": False, "seed": 7}
         body: dict[str, Any] = {"model": "policy", "token_ids": [1, 2, 3], "sampling_params": params}
-        status, answer = await rig.post("/inference/v1/generate", body)
-        assert status == 200
+        answer = await rig.ask("/inference/v1/generate", body)
         assert answer.pop("request_id")
         made = [*b"ab", END]
         [choice] = answer["choices"]
         assert choice.pop("logprobs") == log_probs_of(made, 3)
         assert choice == {"index": 0, "token_ids": made, "finish_reason": "stop"}
         body = {"input_ids": [1, 2, 3, *made, 9], "sampling_params": {"max_new_tokens": 2}, "return_logprob": True}
-        status, native = await rig.post("/generate", body)
-        assert (status, native["output_ids"], native["text"]) == (200, [*b"ab"], "ab")
+        native = await rig.ask(TOKENS, body)
+        assert (native["output_ids"], native["text"]) == ([*b"ab"], "ab")
         meta = native["meta_info"]
         assert meta["finish_reason"] == {"type": "length", "length": 2}
         assert meta["output_token_logprobs"] == [[log_prob(7), 97, None], [log_prob(8), 98, None]]
@@ -272,7 +250,7 @@ async def test_tokens_in_and_out(tmp_path: Path) -> None:
         assert meta["weight_versions"] == [{"version": "0", "start": 0, "end": 2}]
         [sample] = rig.samples()
         assert (sample.turns, sample.status, sample.length) == (2, "truncated", 9)
-        _, [(_, chunk), done] = await rig.post("/generate", {"text": "Hm", "sampling_params": {}, "stream": True})
+        [(_, chunk), done] = await rig.ask(TOKENS, {"text": "Hm", "sampling_params": {}, "stream": True})
         assert (chunk["text"], done[1]) == ("ab", "[DONE]")
         assert rig.writer.answered[-1][0] == [*b"Hm"]
 
@@ -288,7 +266,7 @@ async def test_tokens_in_and_out(tmp_path: Path) -> None:
 )
 async def test_limits_of_the_client_are_kept(path: str, body: dict[str, Any], ending: str, tmp_path: Path) -> None:
     async with opened(tmp_path, script) as rig:
-        _, answer = await rig.post(path, {**body, "messages": ASK})
+        answer = await rig.ask(path, {**body, "messages": ASK})
         if path == ANTHROPIC:
             assert answer["stop_sequence"] == ("lo" if "stop_sequences" in body else None)
             said = answer["stop_reason"], answer["content"][0]["text"]

@@ -10,7 +10,6 @@ import msgspec
 import pytest
 
 from models.engines.client import EngineClient
-from models.engines.core import Completion
 from models.engines.protocol import GenerateRequest
 from tests.stages.gateway.gateway_rig import ANTHROPIC, BODIES, CALL, CHAT, PARAMETERS, RESPONSES, Rig, opened
 
@@ -97,19 +96,10 @@ def body(path: str, field: str, value: Any) -> dict[str, Any]:
 
 async def seen(rig: Rig, path: str, sent: dict[str, Any]) -> tuple[Any, ...]:
     """The engine's request and the client's answer, without what differs in every answer."""
-    made: list[Any] = []
-    plan = rig.writer.plan
-
-    def planned(completion: Completion) -> tuple[int, bool]:
-        made.append((completion.prompt.tolist(), completion.rule, completion.max_new, completion.stop_strings))
-        return plan(completion)
-
-    rig.writer.plan = planned  # type: ignore[method-assign]
-    status, answer = await rig.post(path, sent)
-    rig.writer.plan = plan  # type: ignore[method-assign]
-    assert status == 200, answer
+    before = len(rig.writer.planned)
+    answer = await rig.ask(path, sent)
     differs = r"[0-9a-f]{24}|call_[0-9a-f]{16}_\d+|\"(created(_at)?|cached_tokens|(cache_read_)?input_tokens)\":\d+"
-    return *made, re.sub(differs, "", msgspec.json.encode(answer).decode())
+    return *rig.writer.planned[before:], re.sub(differs, "", msgspec.json.encode(answer).decode())
 
 
 @pytest.mark.parametrize("path", BODIES)

@@ -65,9 +65,7 @@ class Again:
 
     async def ask(self, body: dict[str, Any] = BODIES[CHAT], path: str = CHAT) -> Any:
         """The answer without its time."""
-        status, answer = await self.rig.post(path, body)
-        assert status == 200
-        return timeless(answer)
+        return timeless(await self.rig.ask(path, body))
 
     @property
     def asked(self) -> int:

@@ -316,13 +316,10 @@ async def test_a_stream_says_that_it_is_alive_and_how_it_failed(
 
 @pytest.mark.parametrize("honoured", [False, True])
 async def test_sampling_is_the_policys_unless_set_otherwise(honoured: bool, tmp_path: Path) -> None:
-    requested: list[float] = []
     async with opened(tmp_path, hello, client_sampling=honoured) as rig:
-        plan = rig.writer.plan
-        rig.writer.plan = lambda completion: (requested.append(completion.rule.temperature), plan(completion))[1]  # type: ignore[method-assign,func-returns-value]
         for temperature in (0.25, 1.0):
-            await rig.post(CHAT, {**QUESTION, "temperature": temperature})
+            await rig.ask(CHAT, {**QUESTION, "temperature": temperature})
+        assert [rule.temperature for _, rule, _, _ in rig.writer.planned] == [0.25 if honoured else 1.0, 1.0]
         cold, warm = rig.place.session.samples()
-    assert requested == [0.25 if honoured else 1.0, 1.0]
     assert bool(cold.loss_mask.any()) is not honoured, "what was sampled otherwise is not trained"
     assert warm.loss_mask.any()
