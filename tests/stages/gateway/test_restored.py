@@ -127,15 +127,16 @@ CHANGES: tuple[dict[str, Any], ...] = (
 
 async def test_another_request_is_new_and_leaves_the_record_to_those_that_match(tmp_path: Path) -> None:
     async with again(tmp_path) as program:
-        async with program.start(program.journal(0)):
+        journal = program.journal(0)  # of a process that starts the program again itself
+        async with program.start(journal):
             first = await program.ask()
-        async with program.start(program.journal(0)):
+        async with program.start(journal):
             for number, change in enumerate(CHANGES):
                 await program.ask({**BODIES[CHAT], **change})
                 assert program.asked == 2 + number, change
             assert await program.ask() == first
             assert program.asked == 1 + len(CHANGES)
-        async with program.start(program.journal(0), index=1):
+        async with program.start(journal, index=1):
             await program.ask()
             assert program.asked == 2 + len(CHANGES), "another rollout has answers of its own"
 
