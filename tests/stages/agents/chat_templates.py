@@ -192,9 +192,9 @@ KIMI_K2 = Family(
 {%- endfor %}{{ '<|im_end|>' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_assistant|>assistant<|im_middle|>' }}{% endif %}""",
-    tuple(f"<|im_{name}|>" for name in ("user", "assistant", "system", "tool", "middle", "end"))
-    + tuple(
-        f"<|tool_call{name}|>" for name in ("s_section_begin", "s_section_end", "_begin", "_end", "_argument_begin")
+    (
+        *(f"<|im_{name}|>" for name in ("user", "assistant", "system", "tool", "middle", "end")),
+        *(f"<|tool_call{name}|>" for name in ("s_section_begin", "s_section_end", "_begin", "_end", "_argument_begin")),
     ),
     ("<|im_end|>",),
 )

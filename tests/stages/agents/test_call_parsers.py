@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -85,7 +85,6 @@ def test_the_parser_is_found_by_the_template(name: str) -> None:
     assert len(chat.reply(ids, TOOLS).message.tool_calls) == 1
 
 
-@settings(deadline=None)
 @given(st.sampled_from(sorted(FAMILIES)), prose, prose.filter(bool), some_calls)
 def test_what_a_template_writes_is_read_as_it_was(
     name: str, content: str, reasoning: str, calls: list[ToolCall]
@@ -166,20 +165,11 @@ def test_what_is_wrong_with_a_call_is_reported(parser: str, text: str, words: st
 
 MARKS = (
     *("<tool_call>", "</tool_call>", "<function=", "<parameter=", "</function>", "<arg_key>", "[TOOL_CALLS]", "[ARGS]"),
-    *(
-        "<｜tool▁call▁begin｜>",
-        "<｜tool▁sep｜>",
-        "<|tool_call_begin|>",
-        "<|channel|>",
-        "<|message|>",
-        "<|end|>",
-        "look",
-    ),
-    *("[look(", "{", "}", "[", "]", '"', '{"name": "look", "arguments": ', "```json", "=", "(", ",", " ", "\n"),
+    *("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<|tool_call_begin|>", "<|channel|>", "<|message|>", "<|end|>"),
+    *("look", "[look(", "{", "}", "[", "]", '"', '{"name": "look", "arguments": ', "```json", "=", "(", ",", " ", "\n"),
 )
 
 
-@settings(deadline=None)
 @given(st.sampled_from(sorted(PARSERS)), st.lists(st.sampled_from(MARKS) | st.text(max_size=3), max_size=30))
 def test_any_text_is_read(parser: str, pieces: list[str]) -> None:
     found = parser_by_name(parser).parse("".join(pieces), Offered(TOOLS))
@@ -194,14 +184,11 @@ def test_long_and_deep_texts_are_read_too(parser: str) -> None:
         parser_by_name(parser).parse(begin + piece * (30_000 // len(piece)), Offered(TOOLS))
 
 
-rounds = st.lists(
-    st.tuples(prose, st.lists(arguments.map(lambda a: ToolCall("look", a)), min_size=1, max_size=2), st.booleans()),
-    min_size=1,
-    max_size=3,
-)
+looks = arguments.map(lambda a: ToolCall("look", a))
+turns = st.tuples(prose, st.lists(looks, min_size=1, max_size=2), st.booleans())
+rounds = st.lists(turns, min_size=1, max_size=3)
 
 
-@settings(deadline=None)
 @given(st.sampled_from(sorted(FAMILIES)), rounds, st.lists(texts.map(str.strip), min_size=8, max_size=8))
 def test_bridged_tool_answers_are_those_of_the_whole_conversation(
     name: str, rounds: list[tuple[str, list[ToolCall], bool]], answers: list[str]

@@ -10,7 +10,7 @@ from tempfile import mkdtemp
 from typing import Any, get_args, get_type_hints
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
@@ -116,7 +116,6 @@ users = st.lists(st.builds(Message, st.just("user"), words), min_size=1, max_siz
 STABLE = ("alpaca", "qwen3", "tiny")  # show every turn as it was, and end it with the end token, or with text
 
 
-@settings(deadline=None)
 @given(st.sampled_from(sorted(FAMILIES)), st.lists(st.tuples(turns, users), max_size=4), st.booleans())
 def test_bridged_tokens_are_those_of_the_whole_conversation(
     name: str, rounds: list[tuple[Message, list[Message]]], ended: bool
@@ -138,7 +137,6 @@ def test_bridged_tokens_are_those_of_the_whole_conversation(
         assert ids == tokenizer.encode(whole)
 
 
-@settings(deadline=None)
 @given(st.sampled_from([*FAMILIES, "plain"]), st.data())
 def test_a_reply_to_any_tokens(name: str, data: st.DataObject) -> None:
     chat, tokenizer = loaded(FAMILIES.get(name, PLAIN))

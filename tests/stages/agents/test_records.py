@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from models.checkpoint import Manifest
@@ -165,7 +165,6 @@ async def test_killed_at_any_step_a_call_took_effect_once_or_is_uncertain(
     assert outcomes == sorted(outcomes, key=["made", "uncertain", "known"].index), "in this order, as time goes on"
 
 
-@settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_a_damaged_file_is_never_a_result_nor_a_reason_to_call_again(data: st.DataObject) -> None:
     async def played(home: Path) -> None:

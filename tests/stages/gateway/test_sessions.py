@@ -214,7 +214,7 @@ class _Agent:
 
 
 @given(st.data(), st.integers(1, 25))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_whatever_an_agent_does_is_recorded_exactly_and_once(data: st.DataObject, steps: int) -> None:
     chat = ToyChat()
     agent = _Agent(Asked(Session(chat), chat, []), data)
