@@ -78,16 +78,15 @@ class Scorer:
 
 @pytest.mark.parametrize(
     ("result", "score"),
-    [(0.25, 0.25), (2, 1.0), (-1, 0.0), (float("nan"), 0.0), (None, 0.0), ("x", 0.0), (AssertionError("x"), 0.0)],
+    [
+        *((0.25, 0.25), (2, 1.0), (-1, 0.0), (float("nan"), 0.0), (None, 0.0), ("x", 0.0), (AssertionError("x"), 0.0)),
+        ("endless", 0.0),
+    ],
 )
-def test_a_score_is_a_number_between_0_and_1(result: object, score: float) -> None:
-    assert scored(Scorer(result), {}, "x") == score
-
-
-@pytest.mark.slow
-def test_a_scorer_without_an_end_is_ended() -> None:
+def test_a_score_is_a_number_between_0_and_1(result: object, score: float, monkeypatch: pytest.MonkeyPatch) -> None:
     assert SCORE_S < 10
-    assert scored(Scorer("endless"), {}, "x") == 0.0
+    monkeypatch.setattr("stages.agents.packs.reasoning_gym.SCORE_S", 0.05)
+    assert scored(Scorer(result), {}, "x") == score
 
 
 @needs("reasoning_gym")
