@@ -21,7 +21,7 @@ from stages.agents.stage import AgentsStage
 from stages.base import GenerateOptions
 from stages.chat.messages import Message, ToolCall
 from stages.chat.tokenizer import Tokenizer, load_tokenizer
-from stages.messages import RolloutSlice, Sample, VersionRun, joined, without_prompt
+from stages.messages import PromptGroup, RolloutSlice, Sample, VersionRun, joined
 from stages.rollouts import join_runs, new_sample
 from tests.stages.stage_rig import Rig, make_config, make_context, make_group, open_rig, running, take
 
@@ -64,11 +64,15 @@ class Play:
         return await self.receive()
 
 
+def conversing(group_id: int, n_samples: int, **metadata: Any) -> PromptGroup:
+    """A group of rollouts in an environment, which no grader scores."""
+    group = make_group(group_id, n_samples, prompt=(), metadata=msgspec.json.encode(metadata).decode(), label=None)
+    return msgspec.structs.replace(group, prompt='[{"role":"user","content":"go"}]')
+
+
 def fresh(group_id: int = 0, index: int = 0, **metadata: Any) -> RolloutSlice:
     """A rollout before its first turn."""
-    group = make_group(group_id, 8, metadata=msgspec.json.encode(metadata).decode(), label=None)
-    group = msgspec.structs.replace(without_prompt(group), prompt='[{"role":"user","content":"go"}]')
-    return RolloutSlice(group, (new_sample((), index),))
+    return RolloutSlice(conversing(group_id, 8, **metadata), (new_sample((), index),))
 
 
 def write(sample: Sample, ids: list[int], text: str, status: Any) -> Sample:

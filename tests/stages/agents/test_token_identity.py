@@ -14,7 +14,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 
@@ -26,9 +25,9 @@ from stages.chat.tokenizer import load_tokenizer
 from stages.messages import RolloutSlice, Sample
 from tests.engine_record import Made, recording
 from tests.identity import Checked, check_identity, check_once
-from tests.stages.agents.play import EOS, STOPS, TALK, WANDERER, with_template
+from tests.stages.agents.play import EOS, STOPS, TALK, WANDERER, conversing, with_template
 from tests.stages.engine_rig import AGENTS, World, generating, record_exchanges, tensors_of
-from tests.stages.stage_rig import make_group, until
+from tests.stages.stage_rig import until
 from tests.stages.test_consumption_rule import freeze_after
 
 pytestmark = pytest.mark.slow
@@ -44,10 +43,8 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """By version; as different as seeds make them."""
     torch.set_num_threads(1)
     root = tmp_path_factory.mktemp("talks")
-    return [
-        with_template(make_tiny_checkpoint(root / str(seed), seed=seed, tokenizer="arithmetic", **SHAPE))  # type: ignore[arg-type]
-        for seed in range(VERSIONS)
-    ]
+    shape: dict[str, Any] = {"tokenizer": "arithmetic", **SHAPE}
+    return [with_template(make_tiny_checkpoint(root / str(seed), seed=seed, **shape)) for seed in range(VERSIONS)]
 
 
 @asynccontextmanager
@@ -81,9 +78,7 @@ async def talking(
 
 async def ask(world: World, groups: int, members: int, answers: Sequence[Sequence[str]] = ANSWERS) -> None:
     for group_id in range(groups):
-        metadata = msgspec.json.encode({"answers": answers}).decode()
-        group = make_group(group_id, members, metadata=metadata, label=None)
-        await world.ask(msgspec.structs.replace(group, prompt='[{"role":"user","content":"go"}]'))
+        await world.ask(conversing(group_id, members, answers=answers))
 
 
 async def episodes(world: World, count: int) -> list[Sample]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import itertools
 import os
 import signal
 import sys
@@ -19,11 +20,6 @@ from stages.records.once import Once, Uncertain
 KEPT: list[bytearray] = []
 
 
-def _eat() -> None:
-    while True:
-        KEPT.append(bytearray(1 << 24))
-
-
 def _infrastructure() -> None:
     raise InfrastructureError("the sandbox is away")
 
@@ -36,7 +32,7 @@ FAULTS: dict[str, Callable[[], object]] = {
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "exit": lambda: os._exit(3),
     "block": lambda: time.sleep(600),
-    "eat": _eat,
+    "eat": lambda: KEPT.extend(bytearray(1 << 24) for _ in itertools.count()),
     "infrastructure": _infrastructure,
     "error": _error,
     "print": lambda: sys.stdout.write("x" * (2 << 20)) and sys.stdout.flush(),

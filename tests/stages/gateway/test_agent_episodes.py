@@ -26,9 +26,10 @@ from stages.records.once import EPISODES_DIR, Once
 from stages.rollouts import rollout_fault, trained_masks
 from stages.workers.process import WorkerProcess
 from tests.other_programs import interpreter
+from tests.stages.agents.play import conversing
 from tests.stages.engine_rig import AGENTS, World
 from tests.stages.gateway.gateway_rig import VOCABULARY, ScriptedWriter, opened, scripted
-from tests.stages.stage_rig import make_group, until
+from tests.stages.stage_rig import until
 
 TASK = Task(messages=(Message("system", "s"), Message("user", "2 + {model}?")))
 ASKS = """
@@ -188,8 +189,7 @@ async def agents(
 
 async def played(world: World, n: int = 1, **metadata: Any) -> list[tuple[Sample, ...]]:
     """The rollouts of a group, by their sequences."""
-    group = make_group(0, n, prompt=(), metadata=msgspec.json.encode(metadata).decode(), label=None)
-    await world.ask(msgspec.structs.replace(group, prompt='[{"role": "user", "content": "go"}]'))
+    await world.ask(conversing(0, n, **metadata))
     found: dict[int, list[Sample]] = {}
     while len(found) < n:
         for sample in (await world.answer()).samples:
