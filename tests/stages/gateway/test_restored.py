@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import tempfile
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -298,7 +299,9 @@ def test_a_killed_program_trains_what_an_undisturbed_one_does(tree: Tree, kills:
     """Whatever it asks side by side, in whatever order, and whenever it is killed: no answer is made twice."""
 
     async def play() -> None:
-        with tempfile.TemporaryDirectory() as directory:
+        with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
+            for name in ("fsync", "fdatasync"):  # a killed process loses nothing that it has written
+                patch.setattr(os, name, lambda descriptor: None)
             alone, home = Path(directory, "alone"), Path(directory, "killed")
             alone.mkdir()
             home.mkdir()
