@@ -19,10 +19,12 @@ import torch
 from aiohttp import web
 
 from models.engines.client import EngineClient
+from models.engines.launch.environment import Installed, probe
 from models.engines.protocol import EXPECTED_SGLANG
 from models.engines.serve import EngineServer
 from models.tiny import make_tiny_checkpoint
 from tests.models.engines.harness import EMBEDDED, SIMULATED, Capabilities, Target
+from tests.models.engines.launch.fake_environment import FakeEnvironment
 from tests.other_programs import served_app
 from tests.sglang_server import CONTEXT, ON_SGLANG, RealServer
 
@@ -45,14 +47,18 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]
     return make
 
 
+@pytest.fixture(scope="session")
+def cpu(tmp_path_factory: pytest.TempPathFactory) -> Installed:
+    """What a made-up environment of SGLang and its router says of itself."""
+    root = tmp_path_factory.mktemp("sglang")
+    return probe(FakeEnvironment(root / "env").install_all().python, cache=root / "cache")
+
+
 EMBEDDED_CAN = Capabilities()
-SIMULATED_CAN = Capabilities(
-    contents_stop=False, scores_as_it_samples=False, scores_at_temperature=False, refuses_bad_weights=False
-)
+SIMULATED_CAN = Capabilities(contents_stop=False, scores_as_it_samples=False, scores_at_temperature=False)
 REAL = Capabilities(
     seeds=False,
     refuses_bad_ids=False,
-    refuses_bad_weights=False,
     aborts_by_prefix=False,
     notices_disconnects=False,
     scores_at_temperature=False,

@@ -45,7 +45,6 @@ class Capabilities:
     scores_at_temperature: bool = True
     aborts_while_paused: bool = True
     refuses_bad_ids: bool = True
-    refuses_bad_weights: bool = True
     aborts_by_prefix: bool = True
     notices_disconnects: bool = True
 

@@ -13,7 +13,8 @@ import pytest
 
 from models.engines.client import EngineClient
 from models.engines.protocol import EXPECTED_SGLANG, GenerateRequest, SamplingParams, VersionSpan
-from models.errors import EngineAborted, EngineRefused, EngineTimeout, RequestNotSent
+from models.engines.streamed import PartialOutputs
+from models.errors import EngineAborted, EngineRefused, EngineTimeout
 from tests.models.engines.harness import Target, ask, generating, idle, post, until
 from tests.sglang_server import CONTEXT
 
@@ -24,9 +25,7 @@ async def test_single_request_has_tokens_log_probs_and_spans(target: Target) -> 
     assert len(output.output_ids) == 12
     assert meta.id == "r-single"
     assert (meta.prompt_tokens, meta.completion_tokens) == (3, 12)
-    assert meta.finish_reason is not None
     assert (meta.finish_reason.type, meta.finish_reason.length) == ("length", 12)
-    assert meta.output_token_logprobs is not None
     assert [token for _, token, _ in meta.output_token_logprobs] == output.output_ids
     assert all(value <= 0.0 for value in output.output_log_probs)
     assert output.version_spans == [VersionSpan(target.label, 0, 12)]
@@ -38,26 +37,11 @@ async def test_samples_and_batches_come_as_a_flat_list_in_order(target: Target) 
     outputs = await target.client.generate(ask([[1, 2, 3], [4, 5]], n=3))
     assert [output.meta_info.prompt_tokens for output in outputs] == [3, 3, 3, 2, 2, 2]
     assert len({tuple(output.output_ids) for output in outputs}) > 1
-    one = await target.client.generate(ask([[1, 2, 3]]))
-    assert len(one) == 1
-
-
-async def test_answer_is_an_object_or_a_list_as_requested(target: Target) -> None:
     status, single = await post(target, "/generate", ask([1, 2]))
-    assert status == 200
-    assert isinstance(json.loads(single), dict)
-    _, several = await post(target, "/generate", ask([1, 2], n=2))
-    assert [type(entry) for entry in json.loads(several)] == [dict, dict]
-    _, batch = await post(target, "/generate", ask([[1, 2]]))
-    assert len(json.loads(batch)) == 1
-
-
-async def test_no_log_probs_unless_requested(target: Target) -> None:
-    request = msgspec.structs.replace(ask([1, 2, 3]), return_logprob=False)
-    [output] = await target.client.generate(request)
-    assert not output.meta_info.output_token_logprobs
-    with pytest.raises(ValueError, match="send return_logprob=True"):
-        _ = output.output_log_probs
+    assert (status, type(json.loads(single))) == (200, dict)
+    for prompt, n in (([1, 2], 2), ([[1, 2]], 1)):
+        _, several = await post(target, "/generate", ask(prompt, n=n))
+        assert [type(entry) for entry in json.loads(several)] == [dict] * n
 
 
 async def test_unknown_sampling_field_is_refused_in_sglangs_words(target: Target) -> None:
@@ -73,21 +57,14 @@ async def test_unknown_sampling_field_is_refused_in_sglangs_words(target: Target
 
 
 async def test_a_prompt_that_is_too_long_is_refused(target: Target) -> None:
-    with pytest.raises(
-        EngineRefused, match=rf"The input \({CONTEXT + 5} tokens\) is longer than the model's context"
-    ) as e:
-        await target.client.generate(ask([1] * (CONTEXT + 5)))
-    assert e.value.status == 400
+    words = rf"400: The input \({CONTEXT + 5} tokens\) is longer than the model's context"
+    for partial in (None, PartialOutputs()):
+        with pytest.raises(EngineRefused, match=words):
+            await target.client.generate(ask([1] * (CONTEXT + 5)), partial=partial)
     status, raw = await post(target, "/generate", ask([1] * (CONTEXT + 5)))
     assert status == 400
     assert "longer than" in json.loads(raw)["error"]["message"]
     with pytest.raises(EngineRefused, match="maximum context length"):
-        await target.client.generate(ask([1] * 10, max_new_tokens=CONTEXT))
-
-
-async def test_the_client_keeps_the_context_length(target: Target) -> None:
-    target.client.limits.context_length = CONTEXT
-    with pytest.raises(RequestNotSent, match=f"max_new_tokens={CONTEXT}, and the model's context length is {CONTEXT}"):
         await target.client.generate(ask([1] * 10, max_new_tokens=CONTEXT))
     [full] = await target.client.generate(ask([1] * (CONTEXT - 8), max_new_tokens=6))
     assert len(full.output_ids) == 6
@@ -96,25 +73,18 @@ async def test_the_client_keeps_the_context_length(target: Target) -> None:
 async def test_bad_token_ids_are_refused(target: Target) -> None:
     if not target.can.refuses_bad_ids:
         pytest.skip("a bad id ends this engine")
-    with pytest.raises(EngineRefused, match="contain 99999, outside the vocabulary of 264 tokens"):
-        await target.client.generate(ask([1, 99999]))
-    status, raw = await post(target, "/generate", ask([-1]))
-    assert status == 400
-    assert "-1, outside the vocabulary" in json.loads(raw)["error"]["message"]
+    for prompt, words in (([1, 99999], "99999, outside the vocabulary of 264 tokens"), ([-1], "-1, outside")):
+        status, raw = await post(target, "/generate", ask(prompt))
+        assert status == 400
+        assert f"contain {words}" in json.loads(raw)["error"]["message"]
 
 
-@pytest.mark.parametrize(
-    ("params", "words"),
-    [
-        ({"temperature": -1.0}, "temperature"),
-        ({"top_p": 0.0}, "top_p"),
-        ({"top_k": 0}, "top_k"),
-        ({"min_new_tokens": 9, "max_new_tokens": 8}, "min_new_tokens"),
-    ],
-)
-async def test_impossible_sampling_is_refused(target: Target, params: dict[str, object], words: str) -> None:
-    with pytest.raises(EngineRefused, match=words):
-        await target.client.generate(ask([1, 2], **params))
+async def test_impossible_sampling_is_refused(target: Target) -> None:
+    """By the engine: the client would not send the first two."""
+    for params in ({"temperature": -1.0}, {"top_p": 0.0}, {"top_k": 0}, {"min_new_tokens": 9, "max_new_tokens": 8}):
+        status, raw = await post(target, "/generate", ask([1, 2], **params))
+        assert status == 400
+        assert next(iter(params)) in json.loads(raw)["error"]["message"]
 
 
 async def test_seeds_are_honoured_whatever_else_is_in_the_batch(target: Target) -> None:
@@ -137,10 +107,7 @@ async def test_equal_prompts_are_found_in_the_cache_but_not_across_keys(target: 
     keyed = msgspec.structs.replace(ask(prompt), extra_key="v2")
     [third] = await target.client.generate(keyed)
     assert [output.meta_info.cached_tokens for output in (first, second, third)] == [0, 39, 0]
-
-
-async def test_n_samples_share_one_prefill(target: Target) -> None:
-    outputs = await target.client.generate(ask(list(range(1, 41)), n=8))
+    outputs = await target.client.generate(ask(list(range(41, 81)), n=8))
     cached = [output.meta_info.cached_tokens for output in outputs]
     assert cached[0] in (0, 39)  # SGLang computes the prompt in a request of its own before all samples
     assert cached[1:] == [39] * 7
@@ -155,7 +122,6 @@ async def test_stop_token_ids_end_a_response(target: Target) -> None:
     first = free.output_ids.index(stop)
     [output] = await target.client.generate(ask([1, 2, 3], stop_token_ids=[stop], **greedy))
     assert output.output_ids == free.output_ids[: first + 1]
-    assert output.meta_info.finish_reason is not None
     assert (output.meta_info.finish_reason.type, output.meta_info.finish_reason.matched) == ("stop", stop)
 
 
@@ -171,7 +137,6 @@ async def test_stop_strings_end_a_response_and_leave_the_text(target: Target) ->
     assert trimmed.text == free.text[: free.text.find(stop)]
     assert whole.text == trimmed.text + stop
     assert trimmed.output_ids == whole.output_ids == free.output_ids[: len(whole.output_ids)]
-    assert trimmed.meta_info.finish_reason is not None
     assert trimmed.meta_info.finish_reason.matched == stop
 
 
@@ -181,6 +146,7 @@ async def test_text_prompts_are_tokenized_by_the_server(target: Target) -> None:
     assert output.meta_info.prompt_tokens == 3
     outputs = await target.client.generate(GenerateRequest(text=["abc", "ab"], sampling_params=[params, params]))
     assert [entry.meta_info.prompt_tokens for entry in outputs] == [3, 2]
+    assert await target.client.tokenize("ab c") == [97, 98, 32, 99]
 
 
 @pytest.mark.parametrize("body", [{"input_ids": []}, {"input_ids": [[1], []]}, {}, {"input_ids": [1, [2]]}])
@@ -209,6 +175,9 @@ async def test_defaults_of_the_protocol(target: Target) -> None:
     request = GenerateRequest(input_ids=[1, 2], sampling_params=SamplingParams(ignore_eos=True))
     [output] = await target.client.generate(request)
     assert len(output.output_ids) == 128
+    assert not output.meta_info.output_token_logprobs
+    with pytest.raises(ValueError, match="send return_logprob=True"):
+        _ = output.output_log_probs
 
 
 # Pause, abort, update and what becomes of requests meanwhile: the same on every engine behind the client.
@@ -222,13 +191,15 @@ async def test_abort_returns_partial_output_with_status_200(target: Target) -> N
         await target.client.abort("abort-me" if target.can.aborts_by_prefix else "abort-me-1")
     [partial] = long.result()
     assert partial.aborted
-    assert partial.meta_info.finish_reason is not None
     assert partial.meta_info.finish_reason.message == "Aborted"
     assert 0 < len(partial.output_ids) < 900
     assert len(partial.output_log_probs) == len(partial.output_ids)
     assert partial.version_spans[-1].end == len(partial.output_ids)
     assert not other.result()[0].aborted
     assert len(other.result()[0].output_ids) == 300
+    [rest] = await target.client.generate(ask([1, 2, 3, *partial.output_ids], max_new_tokens=10))
+    assert rest.meta_info.prompt_tokens == 3 + len(partial.output_ids)
+    assert len(rest.output_ids) == 10
 
 
 async def test_abort_of_one_rid_ends_all_its_samples(target: Target) -> None:
@@ -239,17 +210,6 @@ async def test_abort_of_one_rid_ends_all_its_samples(target: Target) -> None:
         await generating(target.client, tokens=40)
         await target.client.abort("group-7")
     assert [output.aborted for output in task.result()] == [True] * 4
-
-
-async def test_partial_output_can_be_resumed(target: Target) -> None:
-    async with asyncio.TaskGroup() as group:
-        task = group.create_task(target.client.generate(ask([9, 8, 7], max_new_tokens=900)))
-        await generating(target.client, tokens=30)
-        await target.client.abort()
-    [partial] = task.result()
-    [rest] = await target.client.generate(ask([9, 8, 7, *partial.output_ids], max_new_tokens=10))
-    assert rest.meta_info.prompt_tokens == 3 + len(partial.output_ids)
-    assert len(rest.output_ids) == 10
 
 
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
@@ -276,23 +236,6 @@ async def test_update_under_pause_loses_no_request(target: Target, mode: str) ->
         assert output.meta_info.num_retractions == (1 if mode == "retract" else 0)
     [fresh] = await client.generate(ask([1, 2, 3]))
     assert fresh.version_spans == [VersionSpan("w2", 0, 8)]
-
-
-async def test_pause_abort_ends_everything_and_holds_what_comes(target: Target) -> None:
-    client = target.client
-    async with asyncio.TaskGroup() as group:
-        running = group.create_task(client.generate(ask([1, 2], max_new_tokens=900)))
-        await generating(client, tokens=30)
-        await client.pause("abort")
-        later = group.create_task(client.generate(ask([3, 4])))
-        [partial] = await running
-        assert partial.aborted
-        await asyncio.sleep(0.05)
-        assert not later.done()
-        await client.update_weights_from_disk(target.other, "w2")
-        await client.resume()
-    [output] = later.result()
-    assert output.version_spans == [VersionSpan("w2", 0, 8)]
 
 
 async def test_flush_is_refused_while_something_runs(target: Target) -> None:
@@ -346,8 +289,6 @@ async def test_a_client_that_leaves_aborts_its_requests(target: Target) -> None:
 
 async def test_timeout_is_typed_and_aborts(target: Target) -> None:
     await target.client.pause("in_place")
-    from models.engines.client import EngineClient
-
     async with EngineClient(target.url, timeout_s=0.1) as hasty:
         with pytest.raises(EngineTimeout, match=r"timeout_s=0\.1"):
             await hasty.generate(ask([1, 2]))
@@ -371,20 +312,6 @@ async def test_relabelling_changes_the_version_only(target: Target) -> None:
     assert output.version_spans == [VersionSpan("again", 0, 8)]
 
 
-async def test_refused_update_leaves_everything_as_it_was(target: Target, checkpoints) -> None:  # type: ignore[no-untyped-def]
-    if not target.can.refuses_bad_weights:
-        pytest.skip("this engine accepts any directory, or dies of it")
-    client = target.client
-    wider = checkpoints(hidden_size=64, intermediate_size=192)
-    before = await client.weights_checker()
-    with pytest.raises(EngineRefused):
-        await client.update_weights_from_disk(str(wider), "w2")
-    assert await client.weights_checker() == before
-    assert (await client.model_info()).weight_version == target.label
-    [output] = await client.generate(ask([1, 2]))
-    assert output.version_spans == [VersionSpan(target.label, 0, 8)]
-
-
 # Scoring given tokens without generating any, as every engine behind the client must do it.
 
 
@@ -395,20 +322,17 @@ def scoring(start: int, **params: object) -> GenerateRequest:
     return msgspec.structs.replace(ask([*IDS], **{"max_new_tokens": 0, **params}), logprob_start_len=start)
 
 
-@pytest.mark.parametrize("start", [0, 1, 5, 11])
-async def test_the_entry_of_the_first_position_is_never_a_number(target: Target, start: int) -> None:
-    [output] = await target.client.generate(scoring(start))
-    meta = output.meta_info
-    entries = meta.input_token_logprobs
-    assert entries is not None
-    assert [token for _, token, _ in entries] == IDS[start:]
-    assert entries[0][0] is None
-    assert all(value is not None and value < 0.0 for value, _, _ in entries[1:])
-    assert output.output_ids == []
-    assert meta.output_token_logprobs == []
-    assert (meta.prompt_tokens, meta.completion_tokens) == (12, 0)
-    assert meta.finish_reason is not None
-    assert (meta.finish_reason.type, meta.finish_reason.length) == ("length", 0)
+async def test_the_entry_of_the_first_position_is_never_a_number(target: Target) -> None:
+    for start in (0, 1, 5, 11):
+        [output] = await target.client.generate(scoring(start))
+        meta = output.meta_info
+        entries = meta.input_token_logprobs
+        assert [token for _, token, _ in entries] == IDS[start:]
+        assert entries[0][0] is None
+        assert all(value is not None and value < 0.0 for value, _, _ in entries[1:])
+        assert output.output_ids == meta.output_token_logprobs == []
+        assert (meta.prompt_tokens, meta.completion_tokens) == (12, 0)
+        assert (meta.finish_reason.type, meta.finish_reason.length) == ("length", 0)
 
 
 async def test_a_start_behind_the_prompt_is_refused_and_one_at_its_end_scores_nothing(target: Target) -> None:
@@ -425,23 +349,19 @@ async def test_scores_do_not_hang_on_the_start_nor_on_the_cache(target: Target) 
         again = await target.client.score(np.array(IDS, dtype=np.int32), start)
         np.testing.assert_allclose(again, whole[start - 1 :], atol=1e-5)
     assert len(await target.client.score(IDS, len(IDS))) == 0
+    for new in (0, 5):  # the temperature of sampling leaves scores alone
+        [cool] = await target.client.generate(scoring(0, temperature=0.3, max_new_tokens=new))
+        np.testing.assert_allclose(cool.input_log_probs(11), whole, atol=1e-5)
 
 
 async def test_a_cached_prefix_ends_where_the_scores_begin(target: Target) -> None:
     ids = [*range(1, 61)]
-    first = await target.client.generate(msgspec.structs.replace(ask(ids, max_new_tokens=0), logprob_start_len=40))
-    again = await target.client.generate(msgspec.structs.replace(ask(ids, max_new_tokens=0), logprob_start_len=40))
-    assert first[0].meta_info.cached_tokens == 0
-    assert again[0].meta_info.cached_tokens == 40
-    np.testing.assert_allclose(first[0].input_log_probs(19), again[0].input_log_probs(19), atol=1e-5)
-
-
-async def test_sampling_temperature_leaves_scores_alone(target: Target) -> None:
-    raw = await target.client.score(IDS, 1)
-    [cool] = await target.client.generate(scoring(0, temperature=0.3))
-    [more] = await target.client.generate(scoring(0, temperature=0.3, max_new_tokens=5))
-    for output in (cool, more):
-        np.testing.assert_allclose(output.input_log_probs(11), raw, atol=1e-5)
+    request = msgspec.structs.replace(ask(ids, max_new_tokens=0), logprob_start_len=40)
+    [first], [again] = [await target.client.generate(request) for _ in range(2)]
+    assert (first.meta_info.cached_tokens, again.meta_info.cached_tokens) == (0, 40)
+    np.testing.assert_allclose(first.input_log_probs(19), again.input_log_probs(19), atol=1e-5)
+    [whole] = await target.client.generate(msgspec.structs.replace(request, logprob_start_len=0))
+    assert whole.meta_info.cached_tokens == 0, "all logits are read, so nothing can come from the cache"
 
 
 async def test_a_temperature_of_scores_that_divides_nothing_is_refused(target: Target) -> None:
@@ -452,18 +372,11 @@ async def test_a_temperature_of_scores_that_divides_nothing_is_refused(target: T
 
 
 async def test_what_was_sampled_is_scored_as_it_was_sampled(target: Target) -> None:
-    if not target.can.scores_as_it_samples:
-        pytest.skip("scores are of another make")
-    [output] = await target.client.generate(ask(IDS, max_new_tokens=30))
-    found = await target.client.score([*IDS, *output.output_ids], len(IDS))
-    np.testing.assert_allclose(found, output.output_log_probs, atol=1e-4)
-
-
-async def test_scores_at_the_temperature_of_the_samples(target: Target) -> None:
-    [output] = await target.client.generate(ask(IDS, max_new_tokens=30, temperature=0.5))
-    found = await target.client.score([*IDS, *output.output_ids], len(IDS), temperature=0.5)
-    gap = float(np.abs(found - output.output_log_probs).max())
-    assert (gap < 1e-4) is target.can.scores_at_temperature, gap
+    for temperature, alike in ((1.0, target.can.scores_as_it_samples), (0.5, target.can.scores_at_temperature)):
+        [output] = await target.client.generate(ask(IDS, max_new_tokens=30, temperature=temperature))
+        found = await target.client.score([*IDS, *output.output_ids], len(IDS), temperature=temperature)
+        gap = float(np.abs(found - output.output_log_probs).max())
+        assert (gap < 1e-4) is alike, gap
 
 
 async def test_scoring_joins_what_is_running(target: Target) -> None:
@@ -487,31 +400,12 @@ async def test_an_aborted_scoring_says_so(target: Target) -> None:
     if not target.can.aborts_while_paused:
         pytest.skip("an abort does not find what waits for the end of a pause")
     await target.client.pause("in_place")
-    try:
-        async with asyncio.TaskGroup() as group:
-            waiting = group.create_task(_aborted(target.client))
+    waiting = asyncio.ensure_future(target.client.score(IDS, 1, rid="score-to-end"))
 
-            async def waits() -> bool:
-                return (await target.client.loads())[0].num_waiting_reqs > 0
+    async def waits() -> bool:
+        return (await target.client.loads())[0].num_waiting_reqs > 0
 
-            await until(waits)
-            await target.client.abort("score-to-end")
-        assert waiting.result()
-    finally:
-        await target.client.resume()
-
-
-async def _aborted(client: EngineClient) -> bool:
+    await until(waits)
+    await target.client.abort("score-to-end")
     with pytest.raises(EngineAborted, match="aborted the request"):
-        await client.score(IDS, 1, rid="score-to-end")
-    return True
-
-
-async def test_text_is_tokenized_as_the_server_sees_it(target: Target) -> None:
-    assert await target.client.tokenize("ab c") == [97, 98, 32, 99]
-
-
-@pytest.mark.parametrize("start", [0, 13])
-async def test_a_start_without_a_score_is_refused_before_it_is_sent(target: Target, start: int) -> None:
-    with pytest.raises(ValueError, match="the first token has no log-prob"):
-        await target.client.score(IDS, start)
+        await waiting

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import torch
@@ -29,3 +30,11 @@ def values(version: int) -> dict[str, torch.Tensor]:
 
 def publish(writer: SlotWriter, version: int) -> SlotManifest:
     return writer.write(version, 0, iter(values(version).items()))
+
+
+def flip(path: Path, place: int = -1) -> None:
+    """Change one bit of a byte, counted from the end of the file."""
+    byte = path.read_bytes()[place]
+    with path.open("r+b") as file:
+        file.seek(place, os.SEEK_END)
+        file.write(bytes([byte ^ 1]))

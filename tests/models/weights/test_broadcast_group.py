@@ -121,10 +121,6 @@ def test_unknown_backends_and_unreachable_hosts_are_named() -> None:
     with pytest.raises(GroupError, match=r"no way to http://no-such-host\.invalid"):
         address_towards("http://no-such-host.invalid:1")
     assert SharedBuffer(0).memory.numel() == 1
-
-
-@pytest.mark.slow
-def test_an_address_of_another_machine_is_refused() -> None:
     with pytest.raises(GroupError, match=r"cannot listen on 192\.0\.2\.1"):
         WeightGroup("g", 2, "gloo", "192.0.2.1", timeout_s=1.0)
 

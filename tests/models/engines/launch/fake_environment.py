@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 SERVER = """
-import argparse, os, pathlib, sys
+import os, pathlib, sys
 import sgl_kernel                     # the shim, or an error
 from sgl_kernel import anything_at_all
 print("noise on stdout")
@@ -19,6 +19,10 @@ assert os.environ.get("SGLANG_USE_CPU_ENGINE") == "1"
 assert "models" not in sys.modules and not any(p.endswith("engines/launch") for p in sys.path)
 with open(pathlib.Path(__file__).parents[2] / "imports.txt", "a") as file:
     file.write("server\\n")
+
+"""
+SERVER_ARGS = """
+import argparse
 
 def human_readable_int(text):
     return int(text)
@@ -35,6 +39,7 @@ class ServerArgs:
         parser.add_argument("--dist-init-addr")
         parser.add_argument("--tp-size", "--tensor-parallel-size", type=int, default=1)
         parser.add_argument("--pp-size", "--pipeline-parallel-size", type=int, default=1)
+        parser.add_argument("--ep-size", "--expert-parallel-size", "--ep", type=int)
         parser.add_argument("--context-length", type=human_readable_int)
         parser.add_argument("--max-total-tokens", type=human_readable_int)
         parser.add_argument("--mem-fraction-static", type=float)
@@ -65,6 +70,7 @@ class RouterArgs:
                      "health-check-timeout-secs", "health-failure-threshold", "cb-failure-threshold", "max-idle-secs",
                      "retry-max-retries"):
             parser.add_argument("--" + name, type=int)
+        parser.add_argument("--cache-threshold", type=float, default=0.3)
         parser.add_argument("--policy", choices=["random", "round_robin", "cache_aware", "power_of_two", "manual"])
         parser.add_argument("--assignment-mode", choices=["random", "min_load", "min_group"])
         parser.add_argument("--worker-urls", nargs="*")
@@ -113,14 +119,8 @@ class FakeEnvironment:
 
     def install_all(self) -> FakeEnvironment:
         self.install_torch()
-        self.install(
-            "sglang",
-            "0.5.23",
-            {"sglang/__init__.py": "", "sglang/srt/__init__.py": "", "sglang/srt/server_args.py": SERVER},
-        )
-        self.install(
-            "sglang-router", "0.3.2", {"sglang_router/__init__.py": "", "sglang_router/router_args.py": ROUTER}
-        )
+        self.install("sglang", "0.5.23", {"sglang/srt/server_args.py": SERVER + SERVER_ARGS})
+        self.install("sglang-router", "0.3.2", {"sglang_router/router_args.py": ROUTER})
         return self
 
     def install_torch(self, cuda: str | None = None) -> None:

@@ -11,17 +11,10 @@ from msgspec.structs import replace
 from configs.schema import Config, EngineConfig, HealthConfig, RouterConfig, RunConfig, SglangConfig, ToolsConfig
 from configs.schema.rollout import AsyncConfig, RolloutConfig
 from models.engines.launch.command import Launch, router_launch, server_launch
-from models.engines.launch.environment import Installed, probe
+from models.engines.launch.environment import Installed
 from models.errors import EnvironmentMissing, LaunchRefused
-from tests.models.engines.launch.fake_environment import FakeEnvironment
 
 SGLANG = Config(engine=EngineConfig(engine="sglang"))
-
-
-@pytest.fixture(scope="module")
-def cpu(tmp_path_factory: pytest.TempPathFactory) -> Installed:
-    root = tmp_path_factory.mktemp("sglang")
-    return probe(FakeEnvironment(root / "env").install_all().python, cache=root / "cache")
 
 
 @pytest.fixture
@@ -63,24 +56,26 @@ def sglang(**engine: Any) -> Config:
     return replace(SGLANG, engine=EngineConfig(engine="sglang", **engine))
 
 
+NO_STREAMS = replace(SGLANG, health=HealthConfig(stream_interval=0))
+
+
 @pytest.mark.parametrize(
-    ("config", "present", "absent"),
+    ("config", "on", "present", "absent"),
     [
-        (replace(SGLANG, health=HealthConfig(stream_interval=0)), "", "stream-interval incremental-streaming-output"),
-        (sglang(pause_generation_mode="retract"), "sleep-on-idle", "disable-overlap-schedule"),
-        (sglang(prefix_cache=False), "disable-radix-cache", ""),
-        (replace(SGLANG, asynchrony=AsyncConfig(colocate=True)), "", "enable-memory-saver"),
+        (NO_STREAMS, "cpu", "", "stream-interval incremental-streaming-output"),
+        (sglang(pause_generation_mode="retract"), "cpu", "sleep-on-idle", "disable-overlap-schedule"),
+        (sglang(prefix_cache=False), "cpu", "disable-radix-cache", ""),
+        (replace(SGLANG, asynchrony=AsyncConfig(colocate=True)), "cpu", "", "enable-memory-saver"),
+        (replace(SGLANG, asynchrony=AsyncConfig(colocate=True)), "gpu", "enable-memory-saver", ""),
+        (replace(SGLANG, run=RunConfig(deterministic=True)), "gpu", "enable-deterministic-inference", ""),
     ],
 )
-def test_options_follow_from_flags(cpu: Installed, config: Config, present: str, absent: str) -> None:
-    given = values(server(config, cpu))
+def test_options_follow_from_flags(
+    cpu: Installed, gpu: Installed, config: Config, on: str, present: str, absent: str
+) -> None:
+    given = values(server(config, cpu if on == "cpu" else gpu))
     assert set(present.split()) <= given.keys()
     assert not set(absent.split()) & given.keys()
-
-
-def test_options_of_a_gpu_follow_from_flags(gpu: Installed) -> None:
-    config = replace(SGLANG, asynchrony=AsyncConfig(colocate=True), run=RunConfig(deterministic=True))
-    assert {"enable-memory-saver", "enable-deterministic-inference"} <= values(server(config, gpu)).keys()
 
 
 def test_an_option_that_this_version_lacks_is_not_given(cpu: Installed) -> None:
@@ -131,47 +126,39 @@ def test_the_router(cpu: Installed) -> None:
     assert launch.argv[:3] == (cpu.python, "-m", "sglang_router.launch_router")
     assert launch.url == "http://127.0.0.1:42000"
     assert values(launch) == {
-        "host": "127.0.0.1",
-        "port": "42000",
-        "prometheus-host": "127.0.0.1",
-        "prometheus-port": "42001",
-        "policy": "round_robin",
-        "disable-retries": "",
+        "host": "127.0.0.1", "port": "42000", "prometheus-host": "127.0.0.1", "prometheus-port": "42001",
+        "policy": "round_robin", "disable-retries": "", "log-level": "warn", "cb-failure-threshold": "3",
+        "health-check-interval-secs": "5", "health-check-timeout-secs": "10", "health-failure-threshold": "3",
         "request-timeout-secs": "660",  # the deadline of a request, and a minute
-        "log-level": "warn",
-        "cb-failure-threshold": "3",
-        "health-check-interval-secs": "5",
-        "health-check-timeout-secs": "10",
-        "health-failure-threshold": "3",
-    }
-
-
-def test_the_router_outlasts_the_deadline_of_a_request(cpu: Installed) -> None:
+    }  # fmt: skip
     config = replace(SGLANG, rollout=RolloutConfig(request_timeout_secs=1799.5))
-    launch = router_launch(config, cpu, port=1, metrics_port=2)
-    assert values(launch)["request-timeout-secs"] == "1860"
+    assert routed(config, cpu)["request-timeout-secs"] == "1860"
+
+
+def routed(config: Config, installed: Installed) -> Mapping[str, str]:
+    """The options of the router of a run."""
+    return values(router_launch(config, installed, port=1, metrics_port=2))
 
 
 def test_sessions_are_the_routers_manual_policy(cpu: Installed) -> None:
     config = replace(SGLANG, tools=ToolsConfig(tools=("calculator",)))  # turns of a rollout stay together
-    given = values(router_launch(config, cpu, port=1, metrics_port=2))
+    given = routed(config, cpu)
     assert (given["policy"], given["assignment-mode"]) == ("manual", "min_load")
     chosen = replace(config, router=RouterConfig(router_policy="random", router_args={"log_level": "debug"}))
-    given = values(router_launch(chosen, cpu, port=1, metrics_port=2))
+    given = routed(chosen, cpu)
     assert (given["policy"], given["log-level"]) == ("random", "debug")
     assert "assignment-mode" not in given
 
 
 def test_engines_of_others_are_not_evicted_for_a_slow_health(cpu: Installed) -> None:
-    config = replace(SGLANG, sglang=SglangConfig(rollout_external_engine_addrs=("http://h:1",)))
-    given = values(router_launch(config, cpu, port=1, metrics_port=2))
+    given = routed(replace(SGLANG, sglang=SglangConfig(rollout_external_engine_addrs=("http://h:1",))), cpu)
     assert "disable-health-check" in given
     assert "health-check-interval-secs" not in given
 
 
 def test_routers_that_cannot_be_started(cpu: Installed) -> None:
-    def start(**router: Any) -> Launch:
-        return router_launch(replace(SGLANG, router=RouterConfig(**router)), cpu, port=1, metrics_port=2)
+    def start(**router: Any) -> None:
+        routed(replace(SGLANG, router=RouterConfig(**router)), cpu)
 
     with pytest.raises(EnvironmentMissing, match=r"smg is not installed in .*; install smg==1\.13\.0 there"):
         start(router="smg")
@@ -180,6 +167,5 @@ def test_routers_that_cannot_be_started(cpu: Installed) -> None:
     for settings in ({"router": "none"}, {"router_address": "http://h:1"}):
         with pytest.raises(LaunchRefused, match="there is none to start"):
             start(**settings)
-    bare = replace(cpu, router=None, router_options=())
     with pytest.raises(EnvironmentMissing, match="run `make sglang-env`, or add --router none"):
-        router_launch(SGLANG, bare, port=1, metrics_port=2)
+        routed(SGLANG, replace(cpu, router=None, router_options=()))

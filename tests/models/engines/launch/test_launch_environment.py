@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -14,7 +15,7 @@ from configs.schema import SglangConfig
 from models.engines.launch.environment import PYTHON_VARIABLE, SHIMS, find_python, probe
 from models.engines.launch.environment import main as remember
 from models.engines.launch.inside import install_shim, main
-from models.errors import EnvironmentBroken, EnvironmentMissing
+from models.errors import EnvironmentMissing
 from tests.models.engines.launch.fake_environment import FakeEnvironment
 
 
@@ -81,7 +82,8 @@ def test_an_installation_is_queried_once_at_its_end(
     assert environment.imports == 1
     environment.install("sglang", "0.5.24", {"sglang/srt/server_args.py": "import nothing_of_the_kind"})
     assert remember([str(environment.python)]) == 1
-    assert "does not import: ModuleNotFoundError: No module named 'nothing_of_the_kind'" in capsys.readouterr().err
+    words = "does not import: ModuleNotFoundError: No module named 'nothing_of_the_kind'; make it again with"
+    assert words in capsys.readouterr().err
 
 
 def test_a_missing_sglang_names_the_cure(tmp_path: Path, cache: Path) -> None:
@@ -93,15 +95,7 @@ def test_a_missing_sglang_names_the_cure(tmp_path: Path, cache: Path) -> None:
     assert probe(empty.python, ("router",), cache=cache).router is None
 
 
-def test_an_import_error_is_reported_in_its_words(environment: FakeEnvironment, cache: Path) -> None:
-    (environment.site / "sglang" / "srt" / "server_args.py").write_text("import libraries_of_another_planet")
-    with pytest.raises(EnvironmentBroken, match="No module named 'libraries_of_another_planet'; make it again"):
-        probe(environment.python, cache=cache)
-
-
 def run(environment: FakeEnvironment, code: str) -> str:
-    import subprocess
-
     done = subprocess.run([environment.python, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     return done.stdout
 
@@ -111,9 +105,9 @@ def test_the_torchvision_shim_declares_before_the_import(environment: FakeEnviro
     (environment.site / "torchvision.py").write_text(
         "import torch\nassert len(torch.Library.kept) == 3, torch.Library.kept\nprint(torch.Library.kept)"
     )
-    before = run(environment, "import sys; print('torch' in sys.modules)")
-    assert before == "False\n"  # nothing heavy until torchvision is looked up
-    assert "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor" in run(environment, "import torchvision")
+    before, after = run(environment, "import sys; print('torch' in sys.modules); import torchvision").splitlines()
+    assert before == "False"  # nothing heavy until torchvision is looked up
+    assert "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor" in after
 
 
 def test_the_torchvision_shim_leaves_with_cuda(
@@ -156,8 +150,5 @@ def test_other_names_import_and_fail_when_called(kernel: ModuleType) -> None:
         name(1, 2)
     with pytest.raises(AttributeError):
         _ = kernel.__path_to_nowhere__
-
-
-def test_no_operator_is_registered(kernel: ModuleType) -> None:
-    """With this one SGLang would take itself for a build with CPU kernels."""
+    # With this operator SGLang would take itself for a build with CPU kernels.
     assert not hasattr(torch.ops.sgl_kernel, "convert_weight_packed")

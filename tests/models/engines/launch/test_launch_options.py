@@ -17,40 +17,11 @@ from msgspec.structs import replace
 
 from configs.schema import Config, EngineConfig, RouterConfig, SglangConfig
 from models.engines.launch.command import Launch, router_launch, server_launch
-from models.engines.launch.environment import Installed, Option, probe
+from models.engines.launch.environment import Installed, probe
 from models.engines.launch.options import ROUTER_RESERVED, SERVER_RESERVED, rendered, router_faults, server_faults
 from models.engines.protocol import EXPECTED_SGLANG
+from tests.models.engines.launch.fake_environment import SERVER_ARGS
 from tests.sglang_server import needs_sglang
-
-OPTIONS = (
-    Option(names=("model-path", "model"), kind="value"),
-    Option(names=("tp-size", "tensor-parallel-size"), kind="value", takes="int", default="1"),
-    Option(names=("mem-fraction-static",), kind="value", takes="float"),
-    Option(names=("max-total-tokens",), kind="value", takes="size"),
-    Option(names=("dtype",), kind="value", choices=("auto", "bfloat16", "float32"), default="auto"),
-    Option(names=("preferred-sampling-params",), kind="value", takes="json"),
-    Option(names=("enable-return-routed-experts",), kind="flag"),
-    Option(names=("disable-radix-cache",), kind="flag"),
-    Option(names=("enable-tf32-matmul",), kind="switch"),
-    Option(names=("lora-paths",), kind="list"),
-    Option(names=("cuda-graph-bs-decode",), kind="list", takes="int"),
-    Option(names=("skip-tokenizer-init",), kind="flag"),
-    Option(names=("ep-size", "expert-parallel-size", "ep"), kind="value", takes="int"),
-)
-ROUTER = (
-    Option(names=("policy",), kind="value", choices=("manual", "random")),
-    Option(names=("retry-max-retries",), kind="value", takes="int"),
-    Option(names=("cache-threshold",), kind="value", takes="float", default="0.3"),
-    Option(names=("prefill",), kind="append"),
-)
-CPU = Installed(
-    python="python",
-    python_version="3.11",
-    sglang="0.5.23",
-    router="0.3.2",
-    server_options=OPTIONS,
-    router_options=ROUTER,
-)
 
 
 @pytest.mark.parametrize(
@@ -66,8 +37,8 @@ CPU = Installed(
         {"ep": 2},
     ],
 )
-def test_what_the_program_takes_is_not_refused(args: dict[str, Any]) -> None:
-    assert server_faults(args, CPU) == []
+def test_what_the_program_takes_is_not_refused(cpu: Installed, args: dict[str, Any]) -> None:
+    assert server_faults(args, cpu) == []
 
 
 NONE = "is no option of SGLang 0.5.23; did you mean"
@@ -81,41 +52,28 @@ FRACTION = "--sglang-mem-fraction-static"
         ({"lora": "x"}, f"--sglang-lora {NONE} --sglang-lora-paths?"),
         ({"quux_of_mars": 1}, "--sglang-quux-of-mars is no option of SGLang 0.5.23; see the help of that program"),
         ({"mem_fraction_static": "most"}, f"{FRACTION} is 'most', but must be a number; give for example 0.5"),
-        (
-            {"max_total_tokens": "64kk"},
-            "--sglang-max-total-tokens is '64kk', but must be a whole number, or one with k",
-        ),
+        ({"max_total_tokens": "64kk"}, "max-total-tokens is '64kk', but must be a whole number, or one with k"),
         ({"dtype": "float23"}, "is 'float23', but must be one of auto, bfloat16, float32; did you mean float32?"),
         ({"dtype": True}, "--sglang-dtype has no value, but must be one of auto, bfloat16, float32; give one"),
         ({"dtype": ["auto", "float32"]}, "but it takes one value, one of auto"),
-        (
-            {"disable_radix_cache": "yes"},
-            "--sglang-disable-radix-cache is 'yes', but it takes no value; write it alone",
-        ),
+        ({"disable_radix_cache": "yes"}, "disable-radix-cache is 'yes', but it takes no value; write it alone"),
         ({"cuda_graph_bs_decode": [1, "x"]}, "holds 'x', but its values must be a whole number; correct it"),
         ({"preferred_sampling_params": "{top"}, "is '{top', but must be JSON; give for example {}"),
-        (
-            {"no_enable_tf32_matmul": True},
-            "is the negative of an option, which is not passed on as a flag; write "
-            "sglang.sglang_args.enable_tf32_matmul=false",
-        ),
+        ({"no_enable_tf32_matmul": True}, "a flag; write sglang.sglang_args.enable_tf32_matmul=false"),
         ({"ep": 2, "ep-size": 4}, "--sglang-ep-size and --sglang-ep are the same option of SGLang 0.5.23; leave one"),
-        (
-            {"model": "x"},
-            "--sglang-model cannot be passed on: Sluice serves the checkpoint that it trains; use --hf-ch",
-        ),
+        ({"model": "x"}, "--sglang-model cannot be passed on: Sluice serves the checkpoint that it trains; use"),
         ({"tensor_parallel_size": 2}, "cannot be passed on: it follows from --rollout-num-gpus-per-engine"),
         ({"skip_tokenizer_init": True}, "samples carry their text, and stop strings need it; leave it out"),
         ({"enable_return_routed_experts": True}, "ends the server at its start where there is no GPU; leave it out"),
     ],
 )
-def test_each_refusal_of_the_server_in_its_words(args: dict[str, Any], sentence: str) -> None:
-    (fault,) = server_faults(args, CPU)
+def test_each_refusal_of_the_server_in_its_words(cpu: Installed, args: dict[str, Any], sentence: str) -> None:
+    (fault,) = server_faults(args, cpu)
     assert sentence in fault
 
 
-def test_all_faults_come_at_once() -> None:
-    assert len(server_faults({"a": 1, "dtype": "b", "port": 3, "tp-size": 2, "mem-fraction-static": ""}, CPU)) == 5
+def test_all_faults_come_at_once(cpu: Installed) -> None:
+    assert len(server_faults({"a": 1, "dtype": "b", "port": 3, "tp-size": 2, "mem-fraction-static": ""}, cpu)) == 5
 
 
 @pytest.mark.parametrize(
@@ -127,31 +85,23 @@ def test_all_faults_come_at_once() -> None:
         ({"cache_threshold": "x"}, "--router-cache-threshold is 'x', but must be a number; give for example 0.3"),
     ],
 )
-def test_each_refusal_of_the_router_in_its_words(args: dict[str, Any], sentence: str) -> None:
-    (fault,) = router_faults(args, CPU)
+def test_each_refusal_of_the_router_in_its_words(cpu: Installed, args: dict[str, Any], sentence: str) -> None:
+    (fault,) = router_faults(args, cpu)
     assert sentence in fault
 
 
-def test_a_repeated_option_is_written_once_for_each_value() -> None:
+def test_a_repeated_option_is_written_once_for_each_value(cpu: Installed) -> None:
     args = {"prefill": ["http://a:1 9000", "http://b:1"]}
-    assert router_faults(args, CPU) == []
-    assert rendered(args, ROUTER) == ["--prefill", "http://a:1", "9000", "--prefill", "http://b:1"]
+    assert router_faults(args, cpu) == []
+    assert rendered(args, cpu.router_options) == ["--prefill", "http://a:1", "9000", "--prefill", "http://b:1"]
 
 
+@pytest.fixture(scope="module")
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(exit_on_error=False)
-    kinds: dict[str, Any] = {"int": int, "float": float, "size": str, "json": json.loads, "text": str}
-    for option in OPTIONS:
-        names = [f"--{name}" for name in option.names]
-        match option.kind:
-            case "flag":
-                made.add_argument(*names, action="store_true")
-            case "switch":
-                made.add_argument(*names, action=argparse.BooleanOptionalAction)
-            case "list":
-                made.add_argument(*names, nargs="+", type=kinds[option.takes])
-            case _:
-                made.add_argument(*names, type=kinds[option.takes], choices=option.choices or None)
+    """The one whose options `cpu` has."""
+    made, names = argparse.ArgumentParser(exit_on_error=False), dict[str, Any]()
+    exec(SERVER_ARGS, names)
+    names["ServerArgs"].add_cli_args(made)
     return made
 
 
@@ -167,16 +117,15 @@ VALUES = {
 }
 
 
-@given(st.fixed_dictionaries({}, optional=VALUES))
-def test_what_passes_the_check_arrives_as_it_was_meant(args: dict[str, Any]) -> None:
+@given(args=st.fixed_dictionaries({}, optional=VALUES))
+def test_what_passes_the_check_arrives_as_it_was_meant(
+    cpu: Installed, parser: argparse.ArgumentParser, args: dict[str, Any]
+) -> None:
     """Through a real parser: negative numbers, JSON, lists and switches included."""
-    assert server_faults(args, CPU) == []
-    parsed = vars(parser().parse_args(rendered(args, OPTIONS)))
-    for name, value in args.items():
-        assert parsed[name] == value, name
-    untouched = {"disable_radix_cache": False}
-    for name in parsed.keys() - args.keys():
-        assert parsed[name] == untouched.get(name, False if name.startswith(("enable_r", "skip")) else None)
+    assert server_faults(args, cpu) == []
+    model = ["--model-path", "m"]
+    parsed = vars(parser.parse_args([*model, *rendered(args, cpu.server_options)]))
+    assert parsed == vars(parser.parse_args(model)) | args
 
 
 # What we assume about the argument lists of the installed SGLang 0.5.23 and sglang-router 0.3.2.
@@ -202,15 +151,8 @@ def installed() -> Installed:
 def parsed(launches: Sequence[Launch], module: str, owner: str, **keywords: bool) -> list[dict[str, object]]:
     """The values that the program's own parser reads from command lines. Fails if it refuses one."""
     call = json.dumps([module, owner, keywords, [launch.argv[3:] for launch in launches]])
-    first = launches[0]
-    done = subprocess.run(
-        [first.argv[0], "-c", PARSE, call],
-        capture_output=True,
-        text=True,
-        env={**os.environ, **first.env},
-        timeout=300,
-        check=False,
-    )
+    command, env = [launches[0].argv[0], "-c", PARSE, call], {**os.environ, **launches[0].env}
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     values: list[dict[str, object]] = json.loads(done.stderr.splitlines()[-1])
     return values
@@ -218,17 +160,12 @@ def parsed(launches: Sequence[Launch], module: str, owner: str, **keywords: bool
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("options of sglang")
-def test_versions(installed: Installed) -> None:
+def test_reserved_options_exist(installed: Installed) -> None:
+    """Else nobody would be told why an option of another name is not his to pass on."""
     assert installed.sglang == EXPECTED_SGLANG == "0.5.23"
     assert installed.router == "0.3.2"
     assert len(installed.server_options) > 500
     assert len(installed.router_options) > 90
-
-
-@pytest.mark.slow
-@pytest.mark.xdist_group("options of sglang")
-def test_reserved_options_exist(installed: Installed) -> None:
-    """Else nobody would be told why an option of another name is not his to pass on."""
     for name in SERVER_RESERVED:
         assert installed.option("server", name) is not None, name
     for name in set(ROUTER_RESERVED) - NO_ROUTER_OF_THIS_VERSION:
@@ -240,12 +177,8 @@ def test_reserved_options_exist(installed: Installed) -> None:
 def test_the_server_reads_its_command_lines_as_they_are_meant(installed: Installed, tmp_path: Path) -> None:
     """One for a CPU, and one for GPUs, which is not run here: only that the parser takes it."""
     args = {"schedule_conservativeness": 0.3, "cuda_graph_bs_decode": [1, 2], "preferred_sampling_params": {"top_k": 5}}
-    args |= {
-        "max_total_tokens": "16Ki",
-        "schedule_policy": "lpm",
-        "enable_tf32_matmul": False,
-        "skip_server_warmup": True,
-    }
+    args |= {"schedule_policy": "lpm", "enable_tf32_matmul": False, "skip_server_warmup": True}
+    args |= {"max_total_tokens": "16Ki"}
     assert server_faults(args, installed) == []
     config = Config(engine=EngineConfig(engine="sglang"), sglang=SglangConfig(sglang_args=args))
     cpu = server_launch(config, installed, model_path=str(tmp_path), port=31000, max_context=512, seed=7)
@@ -258,33 +191,13 @@ def test_the_server_reads_its_command_lines_as_they_are_meant(installed: Install
     gpus = replace(installed, cuda=True)
     gpu = server_launch(on_gpus, gpus, model_path="/m", port=1, max_context=None, seed=7)
     of_cpu, of_gpu = parsed([cpu, gpu], "sglang.srt.server_args", "ServerArgs")
-    expected = {
-        "model_path": str(tmp_path),
-        "port": 31000,
-        "host": "127.0.0.1",
-        "random_seed": 7,
-        "context_length": 512,
-        "max_running_requests": 256,
-        "stream_interval": 32,
-        "incremental_streaming_output": True,
-        "enable_metrics": True,
-        "tp_size": 1,
-        "device": "cpu",
-        "attention_backend": "torch_native",
-        "cuda_graph_backend_decode": "disabled",
-        "dtype": "float32",
-        "sleep_on_idle": True,
-        "disable_overlap_schedule": True,
-        "skip_tokenizer_init": False,
-        "weight_version": "default",
-        "max_total_tokens": 16384,
-        "schedule_conservativeness": 0.3,
-        "cuda_graph_bs_decode": [1, 2],
-        "preferred_sampling_params": {"top_k": 5},
-        "schedule_policy": "lpm",
-        "enable_tf32_matmul": False,
-        "skip_server_warmup": True,
-    }
+    expected = args | dict(
+        model_path=str(tmp_path), port=31000, host="127.0.0.1", random_seed=7, context_length=512, tp_size=1,
+        max_running_requests=256, stream_interval=32, incremental_streaming_output=True, enable_metrics=True,
+        device="cpu", attention_backend="torch_native", cuda_graph_backend_decode="disabled", dtype="float32",
+        sleep_on_idle=True, disable_overlap_schedule=True, skip_tokenizer_init=False, weight_version="default",
+        max_total_tokens=16384,
+    )  # fmt: skip
     assert {name: of_cpu[name] for name in expected} == expected
     assert (of_gpu["tp_size"], of_gpu["pp_size"], of_gpu["dtype"]) == (4, 2, "bfloat16")
     for name in ("enable_memory_saver", "enable_deterministic_inference", "disable_radix_cache"):
@@ -302,24 +215,10 @@ def test_the_router_reads_its_command_line_as_it_is_meant(installed: Installed) 
     )
     launch = router_launch(config, installed, port=42000, metrics_port=42001)
     (values,) = parsed([launch], "sglang_router.router_args", "RouterArgs", use_router_prefix=False)
-    expected = {
-        "host": "127.0.0.1",
-        "port": 42000,
-        "prometheus_host": "127.0.0.1",
-        "prometheus_port": 42001,
-        "policy": "manual",
-        "assignment_mode": "min_load",
-        "disable_retries": True,
-        "request_timeout_secs": 660,
-        "worker_startup_check_interval": 1,
-        "cb_failure_threshold": 3,
-        "cb_success_threshold": 1,
-        "cb_timeout_duration_secs": 5,
-        "health_check_interval_secs": 5,
-        "health_check_timeout_secs": 10,
-        "health_failure_threshold": 3,
-        "health_success_threshold": 1,
-        "max_idle_secs": 60,
-        "log_level": "info",
-    }
+    expected = args | dict(
+        host="127.0.0.1", port=42000, prometheus_host="127.0.0.1", prometheus_port=42001, policy="manual",
+        assignment_mode="min_load", disable_retries=True, request_timeout_secs=660, worker_startup_check_interval=1,
+        cb_failure_threshold=3, cb_success_threshold=1, cb_timeout_duration_secs=5, health_check_interval_secs=5,
+        health_check_timeout_secs=10, health_failure_threshold=3, health_success_threshold=1,
+    )  # fmt: skip
     assert {name: values[name] for name in expected} == expected
