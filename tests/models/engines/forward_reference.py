@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from models.engines.protocol import VersionSpan
+from models.engines.protocol import GenerateOutput, VersionSpan
 
 
 @cache
@@ -30,6 +30,11 @@ def by_one(path: Path, prompt: list[int], output: list[int], temperature: float 
     with torch.no_grad():
         logits = model_of(path)(torch.tensor([[*prompt, *output]])).logits[0, len(prompt) - 1 : -1]
     return _gather(logits, output, temperature)
+
+
+def gaps(path: str, prompt: list[int], output: GenerateOutput, temperature: float = 1.0) -> torch.Tensor:
+    """[len(output_ids)] distance of the recorded log-probs from one checkpoint's."""
+    return (torch.tensor(output.output_log_probs) - by_one(Path(path), prompt, output.output_ids, temperature)).abs()
 
 
 def by_spans(

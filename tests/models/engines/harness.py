@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -22,6 +23,7 @@ from models.engines.embedded.stepper import Stepper
 from models.engines.intake import Intake
 from models.engines.protocol import GenerateRequest, SamplingParams
 from models.engines.simulated.responses import simulated_tokens
+from models.engines.streamed import PartialOutputs
 from models.engines.text import TextCodec
 
 
@@ -74,14 +76,22 @@ SIMULATED = EngineConfig(
 EMBEDDED = EngineConfig(engine="embedded", engine_slots=32, engine_device="cpu")
 
 
-def ask(prompt: list[int] | list[list[int]], rid: str | None = None, **params: object) -> GenerateRequest:
+def ask(
+    prompt: list[int] | list[list[int]],
+    rid: str | None = None,
+    *,
+    score_from: int = -1,
+    extra_key: str | None = None,
+    **params: object,
+) -> GenerateRequest:
     """A request with log-probs that no EOS ends, unless told otherwise."""
-    params = {"ignore_eos": True, "max_new_tokens": 8, **params}
     return GenerateRequest(
         input_ids=prompt,  # type: ignore[arg-type]
         rid=rid,
-        sampling_params=msgspec.convert(params, SamplingParams),
+        sampling_params=msgspec.convert({"ignore_eos": True, "max_new_tokens": 8, **params}, SamplingParams),
         return_logprob=True,
+        logprob_start_len=score_from,
+        extra_key=extra_key,
     )
 
 
@@ -90,24 +100,12 @@ def one_completion(
 ) -> Completion:
     """One response to make, as an engine has it."""
     prompt = np.array(ids, dtype=np.int32)
+    sampling = SamplingRule(**{"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, **rule})  # type: ignore[arg-type]
     return Completion(
-        rid="r",
-        group=0,
-        sample=0,
-        prompt=prompt,
-        prompt_key=prompt.tobytes(),
-        rule=SamplingRule(**{"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, **rule}),  # type: ignore[arg-type]
-        seed=seed,
-        max_new=max_new,
-        min_new=0,
-        stop_ids=(),
-        stop_strings=(),
-        skip_special=True,
-        trim_stop=True,
-        stream=False,
-        extra_key="",
-        score_from=score_from,
-    )
+        rid="r", group=0, sample=0, prompt=prompt, prompt_key=prompt.tobytes(), rule=sampling, seed=seed,
+        max_new=max_new, min_new=0, stop_ids=(), stop_strings=(), skip_special=True, trim_stop=True, stream=False,
+        extra_key="", score_from=score_from,
+    )  # fmt: skip
 
 
 async def until(condition: Callable[[], Awaitable[bool]], timeout_s: float = 120.0) -> None:
@@ -115,6 +113,15 @@ async def until(condition: Callable[[], Awaitable[bool]], timeout_s: float = 120
     async with asyncio.timeout(timeout_s):
         while not await condition():  # noqa: ASYNC110 - looks from outside
             await asyncio.sleep(0.002)
+
+
+async def streamed(partial: PartialOutputs, tokens: int) -> None:
+    """Wait until so many tokens have come."""
+
+    async def there() -> bool:
+        return partial.tokens >= tokens
+
+    await until(there)
 
 
 async def generating(client: EngineClient, tokens: int = 1) -> None:
@@ -142,26 +149,9 @@ class Bench:
     def stepper(self) -> Stepper:
         return self.engine.stepper
 
-    def make(
-        self,
-        prompt: list[int],
-        *,
-        score_from: int = -1,
-        extra_key: str | None = None,
-        stream: bool = False,
-        **params: object,
-    ) -> list[Completion]:
-        """Completions of one request that no EOS ends, unless told otherwise."""
-        params = {"ignore_eos": True, **params}
-        request = GenerateRequest(
-            input_ids=prompt,
-            sampling_params=msgspec.convert(params, SamplingParams),
-            return_logprob=True,
-            logprob_start_len=score_from,
-            extra_key=extra_key,
-            stream=stream,
-        )
-        return self._intake.expand(request)[0]
+    def make(self, prompt: list[int], **asked: Any) -> list[Completion]:
+        """Completions of one request."""
+        return self._intake.expand(ask(prompt, **asked))[0]
 
     def submit(self, *requests: list[Completion]) -> None:
         for completions in requests:

@@ -105,6 +105,7 @@ def test_retraction_keeps_the_order_of_the_queue(checkpoints: Checkpoints) -> No
     bench.submit(*work)
     bench.steps(3)
     bench.stepper.pause("retract")
+    assert (bench.stepper.running, bench.stepper.waiting) == (0, 5)
     bench.stepper.resume()
     bench.steps(1)
     assert [bool(completions[0].admitted_s) for completions in work] == [True, True, True, False, False]

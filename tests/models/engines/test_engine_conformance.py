@@ -7,7 +7,6 @@ import json
 import re
 
 import aiohttp
-import msgspec
 import numpy as np
 import pytest
 
@@ -15,6 +14,7 @@ from models.engines.client import EngineClient
 from models.engines.protocol import EXPECTED_SGLANG, GenerateRequest, SamplingParams, VersionSpan
 from models.engines.streamed import PartialOutputs
 from models.errors import EngineAborted, EngineRefused, EngineTimeout
+from tests.models.engines.forward_reference import gaps
 from tests.models.engines.harness import Target, ask, generating, idle, post, until
 from tests.sglang_server import CONTEXT
 
@@ -100,12 +100,19 @@ async def test_seeds_are_honoured_whatever_else_is_in_the_batch(target: Target) 
     assert len({tuple(output.output_ids) for output in alone}) == 4
 
 
+async def test_log_probs_are_after_temperature_and_before_truncation(target: Target) -> None:
+    if not target.can.scores_as_it_samples:
+        pytest.skip("its log-probs are no model's")
+    for params in ({"temperature": 0.5}, {"top_k": 5}, {"top_p": 0.3}, {"min_p": 0.5, "temperature": 2.0}):
+        [output] = await target.client.generate(ask([3, 1, 4], max_new_tokens=30, **params))
+        assert float(gaps(target.model, [3, 1, 4], output, params.get("temperature", 1.0)).max()) < 1e-5
+
+
 async def test_equal_prompts_are_found_in_the_cache_but_not_across_keys(target: Target) -> None:
     prompt = list(range(1, 41))
     [first] = await target.client.generate(ask(prompt))
     [second] = await target.client.generate(ask(prompt))
-    keyed = msgspec.structs.replace(ask(prompt), extra_key="v2")
-    [third] = await target.client.generate(keyed)
+    [third] = await target.client.generate(ask(prompt, extra_key="v2"))
     assert [output.meta_info.cached_tokens for output in (first, second, third)] == [0, 39, 0]
     outputs = await target.client.generate(ask(list(range(41, 81)), n=8))
     cached = [output.meta_info.cached_tokens for output in outputs]
@@ -319,7 +326,7 @@ IDS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]
 
 
 def scoring(start: int, **params: object) -> GenerateRequest:
-    return msgspec.structs.replace(ask([*IDS], **{"max_new_tokens": 0, **params}), logprob_start_len=start)
+    return ask([*IDS], score_from=start, **{"max_new_tokens": 0, **params})
 
 
 async def test_the_entry_of_the_first_position_is_never_a_number(target: Target) -> None:
@@ -356,11 +363,10 @@ async def test_scores_do_not_hang_on_the_start_nor_on_the_cache(target: Target) 
 
 async def test_a_cached_prefix_ends_where_the_scores_begin(target: Target) -> None:
     ids = [*range(1, 61)]
-    request = msgspec.structs.replace(ask(ids, max_new_tokens=0), logprob_start_len=40)
-    [first], [again] = [await target.client.generate(request) for _ in range(2)]
+    asked = [ask(ids, score_from=start, max_new_tokens=0) for start in (40, 40, 0)]
+    [first], [again], [whole] = [await target.client.generate(request) for request in asked]
     assert (first.meta_info.cached_tokens, again.meta_info.cached_tokens) == (0, 40)
     np.testing.assert_allclose(first.input_log_probs(19), again.input_log_probs(19), atol=1e-5)
-    [whole] = await target.client.generate(msgspec.structs.replace(request, logprob_start_len=0))
     assert whole.meta_info.cached_tokens == 0, "all logits are read, so nothing can come from the cache"
 
 

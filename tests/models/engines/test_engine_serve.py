@@ -18,12 +18,13 @@ from safetensors.torch import load_file, save_file
 
 from models.engines.client import EngineClient
 from models.engines.embedded.model_spec import ModelSpec
+from models.engines.embedded.stepper import Stepper
 from models.engines.embedded.transformer import LiveWeights
 from models.engines.protocol import VersionSpan
 from models.engines.serve import EngineServer
 from models.engines.streamed import PartialOutputs
 from models.errors import EngineError, EngineStartError, EngineUnreachable, WeightsRefused
-from tests.models.engines.harness import EMBEDDED, SIMULATED, Bench, ask, until, variant
+from tests.models.engines.harness import EMBEDDED, SIMULATED, Bench, ask, streamed, variant
 
 ARGUMENTS = ["-m", "models.engines.serve", "--engine", "simulated", "--model-path", "none"]
 
@@ -63,17 +64,12 @@ async def test_a_killed_engine_leaves_what_it_streamed(process) -> None:  # type
     async with EngineClient(str(ready["url"])) as client:
         request = ask([1, 2, 3], n=2, max_new_tokens=100_000, stream_interval=1)
         task = asyncio.ensure_future(client.generate(request, partial=partial))
-
-        async def streamed() -> bool:
-            return partial.tokens >= 20
-
-        await until(streamed)
+        await streamed(partial, 20)
         child.kill()
         with pytest.raises(EngineUnreachable):
             await task
     assert not partial.complete
     for prefix in partial.certain():
-        assert prefix is not None
         assert prefix.version_spans == [VersionSpan("3.7", 0, len(prefix.output_ids))]
         assert len(prefix.output_ids) == len(prefix.output_log_probs) >= 9
 
@@ -116,16 +112,13 @@ async def test_a_port_in_use_is_one_clear_error() -> None:
 async def test_a_crash_of_the_engine_answers_everything_and_is_reported(
     checkpoints: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from models.engines.embedded.stepper import Stepper
+    def broken(self: Stepper) -> None:
+        raise RuntimeError("no memory left")
 
     async with (
         EngineServer(EMBEDDED, str(checkpoints()), max_context_len=1024, seed=0) as server,
         EngineClient(server.url) as client,
     ):
-
-        def broken(self: Stepper) -> None:
-            raise RuntimeError("no memory left")
-
         monkeypatch.setattr(Stepper, "step", broken)
         [output] = await client.generate(ask([1, 2]))
         assert output.aborted
@@ -193,10 +186,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        (
-            {"architectures": ["MixtralForCausalLM"]},
-            r"architectures=\['MixtralForCausalLM'\].*serve this model with SGLang",
-        ),
+        ({"architectures": ["Mixtral"]}, r"architectures=\['Mixtral'\].*serve this model with SGLang"),
         ({"hidden_act": "gelu"}, r"hidden_act='gelu'.*only silu"),
         ({"use_sliding_window": True}, "use_sliding_window=True.*only full attention"),
         ({"layer_types": ["sliding_attention"]}, "layer_types=.*only full attention"),
@@ -211,17 +201,13 @@ def test_models_that_cannot_be_served_are_named(
         ModelSpec.read(variant(checkpoints(), tmp_path, **config))
 
 
-def test_directories_without_a_model_are_refused(tmp_path: Path) -> None:
+def test_engines_that_cannot_start_say_why(
+    checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(EngineStartError, match=r"has no config\.json; give a Hugging Face checkpoint directory"):
         Bench(tmp_path)
-
-
-def test_memory_bounds_the_slots(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(EngineStartError, match="engine_device='nonsense' is not a device; use auto, cpu"):
+        Bench(checkpoints(), engine_device="nonsense")
     monkeypatch.setattr("models.engines.embedded.engine._CPU_SHARE", 0.0)
     with pytest.raises(EngineStartError, match=r"one slot of 256 tokens needs .* set a smaller max_context_len"):
         Bench(checkpoints())
-
-
-def test_devices_are_checked(checkpoints: Checkpoints) -> None:
-    with pytest.raises(EngineStartError, match="engine_device='nonsense' is not a device; use auto, cpu"):
-        Bench(checkpoints(), engine_device="nonsense")

@@ -17,8 +17,7 @@ from models.engines.protocol import GenerateOutput, GenerateRequest, VersionSpan
 from models.engines.streamed import EventLines, PartialOutputs, StreamBroken
 from models.errors import EngineProtocolError, EngineRefused, EngineUnreachable
 from tests.models.engines.conftest import on_sglang, opened
-from tests.models.engines.harness import Target, ask, idle, until
-from tests.sglang_server import CONTEXT
+from tests.models.engines.harness import Target, ask, idle, streamed, until
 
 FINISH = {"type": "length", "length": 0}
 ABORT = {"type": "abort", "message": "Abort in waiting queue"}
@@ -174,38 +173,37 @@ def event(raw: bytes) -> bytes:
     return b"data: " + raw + b"\n\n"
 
 
+def rejected(code: int) -> bytes:
+    return event(chunk([], 3, finish={**ABORT, "status_code": code}))
+
+
 DONE = b"data: [DONE]\n\n"
 
 
 @pytest.mark.parametrize(
-    ("pieces", "error", "words"),
+    ("tail", "error", "words"),
     [
-        (map(event, NEWS[:2]), EngineUnreachable, r"ended without \[DONE\]"),
-        (map(event, NEWS), EngineUnreachable, r"ended without \[DONE\]"),
-        ([*map(event, NEWS[:2]), DONE], EngineUnreachable, r"before samples \[0\] of 1 had finished"),
-        ([*map(event, NEWS[:2]), event(b'{"error":{"message":"too long","code":400}}'), DONE], EngineRefused,
-         "with 400: too long"),
-        ([*map(event, NEWS[:2]), event(b'{"error":{"message":"gone","code":503}}')], EngineUnreachable, "503: gone"),
-        ([*map(event, NEWS[:2]), event(b'{"error":{"message":"gone","code":"no_worker"}}')], EngineUnreachable,
-         "no_worker: gone"),
-        ([*map(event, NEWS[:2]), event(b'{"error":"gone"}')], EngineUnreachable, "gone"),
-        ([*map(event, NEWS[:2]), event(b"{]")], EngineProtocolError, "streamed b'{]'"),
-        ([*map(event, NEWS[:2]), event(chunk([1], 9))], EngineProtocolError, "counts 9, after 3"),
-        ([*map(event, NEWS[:2]), event(chunk([], 3, finish={**ABORT, "status_code": 400})), DONE], EngineRefused,
-         "with 400: Abort in waiting queue"),
-        ([*map(event, NEWS[:2]), event(chunk([], 3, finish={**ABORT, "status_code": 503})), DONE], EngineUnreachable,
-         "with 503: Abort in waiting queue"),
+        ([], EngineUnreachable, r"ended without \[DONE\]"),
+        ([*map(event, NEWS[2:])], EngineUnreachable, r"ended without \[DONE\]"),
+        ([DONE], EngineUnreachable, r"before samples \[0\] of 1 had finished"),
+        ([event(b'{"error":{"message":"too long","code":400}}'), DONE], EngineRefused, "with 400: too long"),
+        ([event(b'{"error":{"message":"gone","code":503}}')], EngineUnreachable, "503: gone"),
+        ([event(b'{"error":{"message":"gone","code":"no_worker"}}')], EngineUnreachable, "no_worker: gone"),
+        ([event(b'{"error":"gone"}')], EngineUnreachable, "gone"),
+        ([event(b"{]")], EngineProtocolError, "streamed b'{]'"),
+        ([event(chunk([1], 9))], EngineProtocolError, "counts 9, after 3"),
+        ([rejected(400), DONE], EngineRefused, "with 400: Abort in waiting queue"),
+        ([rejected(503), DONE], EngineUnreachable, "with 503: Abort in waiting queue"),
     ],
-)  # fmt: skip
-async def test_however_a_stream_ends_what_came_is_kept(canned, pieces, error, words: str) -> None:  # type: ignore[no-untyped-def]
-    client, server = await canned(*pieces)
+)
+async def test_however_a_stream_ends_what_came_is_kept(canned, tail: list[bytes], error, words: str) -> None:  # type: ignore[no-untyped-def]
+    client, server = await canned(*map(event, NEWS[:2]), *tail)
     partial, request = PartialOutputs(), GenerateRequest(input_ids=[1, 2])
     with pytest.raises(error, match=words):
         await client.generate(request, partial=partial, headers={"X-Key": "k"})
     assert msgspec.json.decode(server.bodies[0])["stream"] is True
     assert server.headers[0]["X-Key"] == "k"
     [found] = partial.certain()
-    assert found is not None
     assert found.output_ids[:3] == [65, 66, 67]
 
 
@@ -260,39 +258,29 @@ async def streaming(request: pytest.FixtureRequest) -> AsyncIterator[Target]:
 async def test_a_streamed_response_is_the_response(streaming: Target) -> None:
     partial = PartialOutputs()
     request = ask([[1, 2, 3], [4, 5]], n=2, max_new_tokens=30, temperature=0.0)
-    streamed = await streaming.client.generate(request, partial=partial)
+    in_stream = await streaming.client.generate(request, partial=partial)
     plain = await streaming.client.generate(request)
-    assert [output.meta_info.prompt_tokens for output in streamed] == [3, 3, 2, 2]
-    assert [output.index for output in streamed] == [0, 1, 2, 3]
-    for ours, theirs in zip(streamed, plain, strict=True):
+    assert [output.meta_info.prompt_tokens for output in in_stream] == [3, 3, 2, 2]
+    assert [output.index for output in in_stream] == [0, 1, 2, 3]
+    for ours, theirs in zip(in_stream, plain, strict=True):
         assert ours.version_spans == theirs.version_spans == [VersionSpan("first", 0, 30)]
         assert ours.meta_info.finish_reason == theirs.meta_info.finish_reason
         assert len(ours.output_ids) == len(ours.output_log_probs) == ours.meta_info.completion_tokens == 30
         assert ours.output_log_probs == pytest.approx(theirs.output_log_probs, abs=1e-4)  # greedy: whoever is beside it
     assert partial.complete
     assert (partial.tokens, partial.chunks >= 8) == (120, True)
-    assert partial.certain() == streamed
+    assert partial.certain() == in_stream
 
 
 async def test_a_caller_that_stops_waiting_keeps_what_came_and_ends_the_request(streaming: Target) -> None:
     partial = PartialOutputs()
     task = asyncio.ensure_future(streaming.client.generate(ask([7, 8], max_new_tokens=900), partial=partial))
-    await until(lambda: _has(partial, 40))
+    await streamed(partial, 40)
     task.cancel()
     await until(lambda: idle(streaming), timeout_s=20.0)
     [prefix] = partial.certain()
-    assert prefix is not None
     assert 40 <= len(prefix.output_ids) == len(prefix.output_log_probs) < 900
     assert prefix.version_spans == [VersionSpan("first", 0, len(prefix.output_ids))]
     rest = ask([7, 8, *prefix.output_ids], max_new_tokens=10)
     [resumed] = await streaming.client.generate(rest, partial=PartialOutputs())
     assert len(resumed.output_ids) == 10
-
-
-async def test_a_refusal_in_a_stream_is_a_refusal(streaming: Target) -> None:
-    with pytest.raises(EngineRefused, match="longer than the model's context"):
-        await streaming.client.generate(ask([1] * (CONTEXT + 5)), partial=PartialOutputs())
-
-
-async def _has(partial: PartialOutputs, tokens: int) -> bool:
-    return partial.tokens >= tokens
