@@ -16,50 +16,22 @@ from models.engines.http_client import ROUTING_KEY_HEADER, TRAITS, Role, RouterC
 from models.engines.protocol import GenerateRequest, SamplingParams
 from models.engines.token import Token, run_token
 from models.errors import EngineProtocolError, EngineRefused, EngineUnauthorized, EngineUnreachable
+from tests.models.engines.harness import until
 from tests.models.engines.real_router import Recorder, router_process
 from tests.stages.faults import FakeRouter
 
 # Every field with another value than its default. What excludes each other stands in different requests.
-SAMPLING: dict[str, Any] = {
-    "temperature": 0.7,
-    "top_p": 0.8,
-    "top_k": 11,
-    "min_p": 0.1,
-    "max_new_tokens": 33,
-    "min_new_tokens": 2,
-    "stop": ["end"],
-    "stop_token_ids": [7, 9],
-    "ignore_eos": True,
-    "skip_special_tokens": False,
-    "spaces_between_special_tokens": False,
-    "no_stop_trim": True,
-    "n": 3,
-    "sampling_seed": 77,
-    "frequency_penalty": 0.3,
-    "presence_penalty": 0.2,
-    "repetition_penalty": 1.1,
-    "logit_bias": {"5": 1.5},
-    "stop_regex": "a+",
-    "json_schema": "{}",
-    "custom_params": {"a": 1},
-    "stream_interval": 4,
-}
-TOP: dict[str, Any] = {
-    "input_ids": [1, 2, 3],
-    "rid": "rid-1",
-    "return_logprob": True,
-    "logprob_start_len": 1,
-    "top_logprobs_num": 2,
-    "token_ids_logprob": [4],
-    "stream": True,
-    "extra_key": "0.3",
-    "priority": 5,
-    "routing_key": "k",
-    "return_routed_experts": True,
-    "routed_experts_start_len": 1,
-    "return_hidden_states": True,
-    "input_logprob_temperature": 0.5,
-}
+SAMPLING: dict[str, Any] = dict(
+    temperature=0.7, top_p=0.8, top_k=11, min_p=0.1, max_new_tokens=33, min_new_tokens=2, stop=["end"],
+    stop_token_ids=[7, 9], ignore_eos=True, skip_special_tokens=False, spaces_between_special_tokens=False,
+    no_stop_trim=True, n=3, sampling_seed=77, frequency_penalty=0.3, presence_penalty=0.2, repetition_penalty=1.1,
+    logit_bias={"5": 1.5}, stop_regex="a+", json_schema="{}", custom_params={"a": 1}, stream_interval=4,
+)  # fmt: skip
+TOP: dict[str, Any] = dict(
+    input_ids=[1, 2, 3], rid="rid-1", return_logprob=True, logprob_start_len=1, top_logprobs_num=2,
+    token_ids_logprob=[4], stream=True, extra_key="0.3", priority=5, routing_key="k", return_routed_experts=True,
+    routed_experts_start_len=1, return_hidden_states=True, input_logprob_temperature=0.5,
+)  # fmt: skip
 ELSEWHERE = {"text", "sampling_params", "regex", "ebnf", "structural_tag", "beam_width"}
 # What the generate stage sends in every request; none of it may get lost.
 RELIED_ON = ("input_ids", "rid", "return_logprob", "extra_key", "stream", "sampling_params")
@@ -71,18 +43,27 @@ def router_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield url
 
 
+async def listed(router: RouterClient, *recorders: Recorder) -> None:
+    """Wait until these are the router's workers, and well."""
+
+    async def there() -> bool:
+        workers = await router.workers()
+        return urls(workers) == urls(workers, healthy=True) == {recorder.url for recorder in recorders}
+
+    await until(there, timeout_s=60)
+
+
 @asynccontextmanager
-async def serving(url: str, recorder: Recorder) -> AsyncIterator[RouterClient]:
-    """The recorder as the router's only worker."""
-    async with asyncio.timeout(60), RouterClient(url) as router:
-        assert await router.add(recorder.url)
-        while recorder.url not in urls(await router.workers(), healthy=True):  # noqa: ASYNC110 - looks from outside
-            await asyncio.sleep(0.05)
+async def serving(url: str, *recorders: Recorder) -> AsyncIterator[RouterClient]:
+    """The recorders as the router's only workers."""
+    async with RouterClient(url) as router:
+        for recorder in recorders:
+            assert await router.add(recorder.url)
+        await listed(router, *recorders)
         yield router
-        [worker] = [w for w in await router.workers() if w.url == recorder.url]
-        await router.remove(worker)
-        while recorder.url in urls(await router.workers()):  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
+        for worker in await router.workers():
+            await router.remove(worker)
+        await listed(router)
 
 
 @pytest.mark.slow
@@ -91,11 +72,10 @@ async def test_the_router_wants_the_token_and_passes_on_that_of_the_worker(tmp_p
     token, theirs = run_token(tmp_path / "token"), Token("of-the-worker")
     request = GenerateRequest(input_ids=[1])
     with router_process(tmp_path, token=token) as url:
-        async with Recorder() as recorder, asyncio.timeout(60):
+        async with Recorder() as recorder:
             async with RouterClient(url, token=token.token) as router, EngineClient(url, token=token.token) as client:
                 assert await router.add(recorder.url, token=theirs)
-                while recorder.url not in urls(await router.workers(), healthy=True):  # noqa: ASYNC110
-                    await asyncio.sleep(0.05)
+                await listed(router, recorder)
                 await client.generate(request)
                 assert recorder.tokens[-1][0] == theirs.header
             for wrong in (None, theirs):
@@ -117,46 +97,33 @@ def test_every_field_of_a_request_is_judged() -> None:
 
 @pytest.mark.slow
 async def test_fields_that_the_router_drops(router_url: str) -> None:
-    """sglang-router 0.3.2. A change here changes `models/engines/http_client.py`, and what must be sent directly."""
+    """sglang-router 0.3.2. A change here changes `models/engines/http_client.py`, and what must be sent directly. What
+    an answer has of its own passes."""
     request = msgspec.convert({**TOP, "sampling_params": SAMPLING}, GenerateRequest)
     sent = msgspec.to_builtins(request)
     assert set(sent) == {*TOP, "sampling_params"}
     assert set(sent["sampling_params"]) == set(SAMPLING)
     async with Recorder() as recorder, serving(router_url, recorder), EngineClient(router_url) as client:
         await client.call("POST", "/generate", request, 30.0)
-    [body] = recorder.bodies
+        answer = await client.call("POST", "/generate", GenerateRequest(input_ids=[1]), 30.0)
+    assert answer == recorder.answer.encode()
+    body = recorder.bodies[0]
     lost = [name for name in TOP if body.get(name) != sent[name]]
     lost += [f"sampling_params.{n}" for n in SAMPLING if body["sampling_params"].get(n) != sent["sampling_params"][n]]
     assert sorted(lost) == sorted(lost_fields("sglang", request))
+    of_sampling = "custom_params logit_bias spaces_between_special_tokens stop_regex stream_interval"
     assert sorted(lost) == [
-        "input_logprob_temperature",
-        "return_routed_experts",
-        "routed_experts_start_len",
-        "routing_key",
-        "sampling_params.custom_params",
-        "sampling_params.logit_bias",
-        "sampling_params.spaces_between_special_tokens",
-        "sampling_params.stop_regex",
-        "sampling_params.stream_interval",
+        *("input_logprob_temperature", "return_routed_experts", "routed_experts_start_len", "routing_key"),
+        *(f"sampling_params.{name}" for name in of_sampling.split()),
     ]
 
 
 @pytest.mark.slow
-async def test_what_an_answer_has_of_its_own_passes(router_url: str) -> None:
-    async with Recorder() as recorder, serving(router_url, recorder), EngineClient(router_url) as client:
-        body = await client.call("POST", "/generate", GenerateRequest(input_ids=[1]), 30.0)
-        assert body == recorder.answer.encode()
-        await client.generate(GenerateRequest(input_ids=[1]), headers={ROUTING_KEY_HEADER: "5"})
-
-
-@pytest.mark.slow
 async def test_requests_of_one_key_stay_together(router_url: str) -> None:
-    async with Recorder() as a, Recorder() as b, serving(router_url, a), serving(router_url, b):
-        async with EngineClient(router_url) as client:
-            for key in range(8):
-                for _ in range(3):
-                    request = GenerateRequest(input_ids=[key + 1])
-                    await client.generate(request, headers={ROUTING_KEY_HEADER: str(key)})
+    async with Recorder() as a, Recorder() as b, serving(router_url, a, b), EngineClient(router_url) as client:
+        for key in [*range(8)] * 3:
+            request = GenerateRequest(input_ids=[key + 1])
+            await client.generate(request, headers={ROUTING_KEY_HEADER: str(key)})
         keys = [{body["input_ids"][0] for body in worker.bodies} for worker in (a, b)]
     assert keys[0].isdisjoint(keys[1])
     assert all(keys), "and both engines have some"
@@ -189,16 +156,14 @@ async def test_prefill_and_decode_workers_are_taken_out_and_added_again_in_their
         try:
             async with RouterClient(url) as router, EngineClient(url) as client:
                 for _ in range(2):
-                    while urls(await router.workers(), healthy=True) != set(roles):  # noqa: ASYNC110
-                        await asyncio.sleep(0.05)
+                    await listed(router, prefill, decode)
                     workers = await router.workers()
                     assert {worker.url: worker.role for worker in workers} == roles
                     request = msgspec.convert({**TOP, "stream": False, "sampling_params": SAMPLING}, GenerateRequest)
                     await client.call("POST", "/generate", request, 30.0)
                     for worker in workers:
                         await router.remove(worker)
-                    while await router.workers():  # noqa: ASYNC110
-                        await asyncio.sleep(0.05)
+                    await listed(router)
                     for worker in workers:
                         assert await router.add(worker.url, worker.role)
         finally:
