@@ -26,6 +26,7 @@ from models.checkpoint import (
     verify_files,
     write_manifest,
 )
+from tests.models.weights.made_up import flip
 
 
 def make(root: Path, step: int, *, run_generation: int = 0, commit: bool = True) -> Path:
@@ -33,9 +34,8 @@ def make(root: Path, step: int, *, run_generation: int = 0, commit: bool = True)
     (draft / "hf").mkdir(parents=True)
     (draft / "hf" / "model.safetensors").write_bytes(os.urandom(4096))
     (draft / "optimizer.bin").write_bytes(b"o" * step)
-    write_manifest(
-        draft, Manifest(step=step, version=step, run_generation=run_generation, ledger='{"open":3}', config_hash="abc")
-    )
+    whole = Manifest(step=step, version=step, run_generation=run_generation, ledger='{"open":3}', config_hash="abc")
+    write_manifest(draft, whole)
     if commit:
         commit_directory(draft, final_path(root, step))
     return final_path(root, step)
@@ -94,7 +94,6 @@ def test_a_failure_at_any_system_call_leaves_a_complete_checkpoint(tmp_path: Pat
             except CheckpointError as error:
                 messages.append(str(error))
         latest = latest_checkpoint(root)
-        assert latest is not None
         manifest = read_manifest(latest)
         verify_files(latest, manifest)
         assert manifest == old or manifest.run_generation == 1
@@ -121,20 +120,10 @@ def test_a_kill_between_the_two_renames_of_a_replacement_loses_nothing(tmp_path:
         patch.setattr(os, "rename", killed)
         with pytest.raises(KeyboardInterrupt):
             commit_directory(draft_path(tmp_path, 1), final_path(tmp_path, 1))
-    latest = latest_checkpoint(tmp_path)
-    assert latest is not None
-    assert read_manifest(latest) == old
+    assert read_manifest(latest_checkpoint(tmp_path)) == old
     commit_directory(draft_path(tmp_path, 1), final_path(tmp_path, 1))
     assert latest_checkpoint(tmp_path) == final_path(tmp_path, 1)
     assert read_manifest(final_path(tmp_path, 1)).run_generation == 1
-
-
-def test_a_draft_without_manifest_is_not_committed(tmp_path: Path) -> None:
-    draft = draft_path(tmp_path, 1)
-    draft.mkdir()
-    with pytest.raises(CheckpointError, match=r"has no manifest\.json"):
-        commit_directory(draft, final_path(tmp_path, 1))
-    assert latest_checkpoint(tmp_path) is None
 
 
 def test_an_incomplete_or_damaged_directory_is_passed_over(tmp_path: Path) -> None:
@@ -142,14 +131,16 @@ def test_an_incomplete_or_damaged_directory_is_passed_over(tmp_path: Path) -> No
     no_manifest = make(tmp_path, 2)
     (no_manifest / MANIFEST_FILE).unlink()
     truncated = make(tmp_path, 3)
-    with (truncated / "hf" / "model.safetensors").open("r+b") as file:
-        file.truncate(100)
+    os.truncate(truncated / "hf" / "model.safetensors", 100)
     lost = make(tmp_path, 4)
     (lost / "optimizer.bin").unlink()
     flipped = make(tmp_path, 5)
-    text = (flipped / MANIFEST_FILE).read_bytes().replace(b'"step":5', b'"step":9')
-    (flipped / MANIFEST_FILE).write_bytes(text)
+    file = flipped / MANIFEST_FILE
+    file.write_bytes(file.read_bytes().replace(b'"step":5', b'"step":9'))
     make(tmp_path, 6, commit=False)
+    (draft := draft_path(tmp_path, 7)).mkdir()
+    with pytest.raises(CheckpointError, match=r"has no manifest\.json"):
+        commit_directory(draft, final_path(tmp_path, 7))
     assert latest_checkpoint(tmp_path) == good
     with pytest.raises(CheckpointError, match="has 100 bytes, expected 4096"):
         read_manifest(truncated)
@@ -157,20 +148,17 @@ def test_an_incomplete_or_damaged_directory_is_passed_over(tmp_path: Path) -> No
         read_manifest(lost)
     with pytest.raises(CheckpointError, match="damaged: checksum"):
         read_manifest(flipped)
-    (flipped / MANIFEST_FILE).write_bytes(b"\xff\xfe{")
+    file.write_bytes(b"\xff\xfe{")
     with pytest.raises(CheckpointError, match="is damaged"):
         read_manifest(flipped)
 
 
-@pytest.mark.parametrize("other", [1, 99])
-def test_another_format_is_refused_with_its_number(other: int, tmp_path: Path) -> None:
-    draft = draft_path(tmp_path, 1)
-    draft.mkdir()
-    write_manifest(draft, Manifest(step=1, version=1, run_generation=0, format_version=other))
-    with pytest.raises(
-        CheckpointError, match=f"format_version {other}, this program reads 2; continue with the version"
-    ):
-        read_manifest(draft)
+def test_another_format_is_refused_with_its_number(tmp_path: Path) -> None:
+    for other in (1, 99):
+        write_manifest(tmp_path, Manifest(step=1, version=1, run_generation=0, format_version=other))
+        words = f"format_version {other}, this program reads 2; continue with the version"
+        with pytest.raises(CheckpointError, match=words):
+            read_manifest(tmp_path)
 
 
 def test_latest_goes_by_run_generation_first_and_prune_keeps_the_newest(tmp_path: Path) -> None:
@@ -223,13 +211,6 @@ def test_a_partly_removed_checkpoint_is_out_of_sight(tmp_path: Path, monkeypatch
     assert not final_path(tmp_path, 1).exists()
 
 
-def flip(path: Path) -> None:
-    """Another byte in the middle; the size stays."""
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 4
-    path.write_bytes(data)
-
-
 def check_every_flip_is_noticed(state: Path, root: Path) -> list[str]:
     """Commit a training state, flip one byte of each of its files in turn, and ask for what can be resumed.
 
@@ -239,19 +220,17 @@ def check_every_flip_is_noticed(state: Path, root: Path) -> list[str]:
     shutil.copytree(state, draft)
     write_manifest(draft, Manifest(step=1, version=1, run_generation=0))
     commit_directory(draft, final := final_path(root, 1))
-    assert resumable_checkpoint(root, lambda line: None) is not None
+    assert resumable_checkpoint(root, print)
     rng = random.Random(0)
     files = sorted(path for path in final.rglob("*") if path.is_file())
     for path in files:
-        whole = path.read_bytes()
-        data = bytearray(whole)
-        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
-        path.write_bytes(data)
+        place = -rng.randint(1, path.stat().st_size)
+        flip(path, place)
         with pytest.raises(CheckpointError, match=r"no checkpoint in .* can be resumed") as caught:
-            resumable_checkpoint(root, lambda line: None)
+            resumable_checkpoint(root, print)
         assert str(path) in str(caught.value)
-        path.write_bytes(whole)
-    assert resumable_checkpoint(root, lambda line: None) is not None
+        flip(path, place)
+    assert resumable_checkpoint(root, print)
     return [str(path.relative_to(final)) for path in files]
 
 
@@ -268,30 +247,24 @@ def test_leftovers_of_killed_runs_go_and_the_only_copy_of_a_checkpoint_stays(tmp
 
 @pytest.mark.parametrize("name", ["hf/model.safetensors", "optimizer.bin", MANIFEST_FILE])
 def test_a_damaged_checkpoint_is_passed_over_aloud(tmp_path: Path, name: str) -> None:
-    good = make(tmp_path, 1)
-    flip(make(tmp_path, 2) / name)
+    """And the newest one is resumed in silence as long as it is sound."""
+    good, newest = make(tmp_path, 1), make(tmp_path, 2)
     reported: list[str] = []
-    assert resumable_checkpoint(tmp_path, reported.append) == (good, read_manifest(good))
-    assert len(reported) == 1
-    assert "skipped" in reported[0]
-    assert str(final_path(tmp_path, 2) / name) in reported[0]
-
-
-def test_the_newest_sound_checkpoint_is_resumed_in_silence(tmp_path: Path) -> None:
-    make(tmp_path, 1)
-    newest = make(tmp_path, 2)
-    reported: list[str] = []
+    assert resumable_checkpoint(tmp_path / "nowhere", reported.append) is None
     assert resumable_checkpoint(tmp_path, reported.append) == (newest, read_manifest(newest))
     assert reported == []
-    assert resumable_checkpoint(tmp_path / "nowhere", reported.append) is None
+    flip(newest / name)
+    assert resumable_checkpoint(tmp_path, reported.append) == (good, read_manifest(good))
+    [line] = reported
+    assert "skipped" in line
+    assert str(newest / name) in line
 
 
 def test_nothing_but_damaged_checkpoints_is_an_error_and_no_new_beginning(tmp_path: Path) -> None:
     flip(make(tmp_path, 1) / "optimizer.bin")
     (make(tmp_path, 2) / MANIFEST_FILE).unlink()
     before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(
-        CheckpointError, match=r"can be resumed: .*2 has no manifest.*optimizer.bin is damaged.*restore"
-    ):
-        resumable_checkpoint(tmp_path, lambda line: None)
+    words = r"can be resumed: .*2 has no manifest.*optimizer.bin is damaged.*restore"
+    with pytest.raises(CheckpointError, match=words):
+        resumable_checkpoint(tmp_path, print)
     assert sorted(tmp_path.rglob("*")) == before

@@ -54,7 +54,6 @@ def test_the_configuration_gives_each_stage_its_own(tmp_path: Path) -> None:
     flags = {"fault_inject": ["reward:0.1:kill", "train:0.2:error", "reward:0.3:slow"]}
     config = msgspec.convert({"debug": flags}, Config)
     found = fault_plan(config, "reward", "reward-1", run_generation=3, run_dir=tmp_path)
-    assert found is not None
     assert [fault.kind for fault in found.faults] == ["kill", "slow"]
     assert (found.run_generation, found.seed) == (3, config.run.seed)
     assert fault_plan(config, "group", "group-0", run_generation=0, run_dir=tmp_path) is None
@@ -67,10 +66,8 @@ async def test_what_happens_is_written_down_before(tmp_path: Path, monkeypatch: 
     assert ends == [(os.getpid(), signal.SIGKILL, {"reward kill": 1})]
     with pytest.raises(InjectedError, match=r"error at 13, attempt 2 \(--fault-inject\)"):
         await plan(tmp_path, "group:1:error").meet("13", 2)
-    slow = await plan(tmp_path, "reward:1:slow:0.001").meet("14")
-    hang = await plan(tmp_path, "reward:1:hang:0.001").meet("15")
-    assert slow is not None
-    assert hang is not None
+    assert await plan(tmp_path, "reward:1:slow:0.001").meet("14")
+    assert await plan(tmp_path, "reward:1:hang:0.001").meet("15")
     assert await plan(tmp_path, "reward:0.0001:kill").meet("16") is None
     with (tmp_path / FAULTS_FILE).open("ab") as file:
         file.write(b'{"stage":"rew')
