@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from models.engines.core import Completion
 from models.engines.embedded import batch as prefill
-from models.engines.embedded.batch import SamplingBatch, draw, forbid
+from models.engines.embedded.batch import SamplingBatch, draw
 from models.engines.noise import mix, mixed_uniforms, sample_seed, uniform, uniforms
 from tests.models.engines.harness import Bench, one_completion
 
@@ -51,14 +51,13 @@ def test_prefixes_are_shared_between_requests_only_if_requested(checkpoints: Che
 
 def test_more_requests_than_slots_all_finish_alike(checkpoints: Checkpoints) -> None:
     """Two slots or thirty-two: the same seeds give the same responses, whoever shares a step."""
-    work = [
-        dict(max_new_tokens=3 + 5 * (index % 4), sampling_seed=index, top_p=0.9 if index % 3 else 1.0)
-        for index in range(9)
-    ]
     results = []
     for slots in (2, 3, 32):
         bench = Bench(checkpoints(), engine_slots=slots)
-        requests = [bench.make([index + 1, 7], n=2, **params) for index, params in enumerate(work)]
+        requests = [
+            bench.make([i + 1, 7], n=2, max_new_tokens=3 + 5 * (i % 4), sampling_seed=i, top_p=0.9 if i % 3 else 1.0)
+            for i in range(9)
+        ]
         results.append(outputs(bench.run(*requests)))
         assert bench.stepper.running == bench.stepper.waiting == 0
     assert results[0] == results[1] == results[2]
@@ -128,7 +127,6 @@ async def test_requests_to_an_engine_that_ends_are_answered(checkpoints: Checkpo
     async with asyncio.timeout(120):
         await asyncio.gather(end, update)
     assert delivered == requested
-    assert requested[0].finish is not None
     assert requested[0].finish.type == "abort"
 
 
@@ -146,7 +144,6 @@ def sample(logits: torch.Tensor, positions: range, **rule: float) -> torch.Tenso
 
 
 @given(seed=st.integers(0, 2**63 - 1), start=st.integers(0, 2**40))
-@settings(max_examples=50, deadline=None)
 def test_three_implementations_of_the_noise_agree(seed: int, start: int) -> None:
     positions = np.arange(start, start + 5)
     scalar = [uniform(seed, int(position)) for position in positions]
@@ -170,18 +167,10 @@ def test_tokens_are_drawn_by_the_pinned_noise() -> None:
 
 
 @given(st.integers(1, 6), st.integers(0, 2**32))
-@settings(max_examples=30, deadline=None)
 def test_a_row_does_not_depend_on_its_batch(rows: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(rows, 17, generator=generator)
-    rules: list[dict[str, float]] = [
-        {},
-        {"top_k": 3},
-        {"temperature": 0.7, "top_p": 0.8},
-        {"temperature": 0.0},
-        {"min_p": 0.3},
-        {},
-    ]
+    rules = [{}, {"top_k": 3}, {"temperature": 0.7, "top_p": 0.8}, {"temperature": 0.0}, {"min_p": 0.3}, {}]
     members = [one_completion([0], seed=seed + row, **rules[row]) for row in range(rows)]
     positions = np.arange(rows) + 5
     together = draw(logits, SamplingBatch.of(members, CPU), positions)
@@ -189,13 +178,6 @@ def test_a_row_does_not_depend_on_its_batch(rows: int, seed: int) -> None:
         alone = draw(logits[row : row + 1], SamplingBatch.of(members[row : row + 1], CPU), positions[row : row + 1])
         assert alone[0, 0] == together[0, row]
         assert abs(float(alone[1, 0] - together[1, row])) < 1e-6
-
-
-def test_forbidden_tokens_are_never_drawn() -> None:
-    logits = torch.zeros(400, 4)
-    forbid(logits, np.arange(400), np.full(400, 2))
-    tokens = draw(logits, SamplingBatch.of([one_completion([0], seed=3)] * 400, CPU), np.arange(400))[0].long()
-    assert set(tokens.tolist()) == {0, 1, 3}
 
 
 def test_a_resumed_sample_meets_the_noise_it_would_have_met(checkpoints) -> None:  # type: ignore[no-untyped-def]

@@ -211,35 +211,6 @@ async def test_prefixes_of_older_weights_stay_in_the_cache_after_an_update_in_pl
     pinned(float(gaps(real.other, prompt, salted).max()) < TOLERANCE, "a salted request is of the new version")
 
 
-async def _first_boundary(target: Target) -> tuple[float, float]:
-    """Distance from the old weights of the first two tokens after the reported boundary of an update in place."""
-    await target.client.update_weights_from_disk(target.model, "first")
-    task, partial = await under_way(target, 20)
-    await target.client.pause("in_place")
-    await target.client.update_weights_from_disk(target.other, "second", flush_cache=False)
-    await target.client.resume()
-    await streamed(partial, partial.tokens + 20)
-    await target.client.abort()
-    [output] = await task
-    boundary = output.version_spans[0].end
-    away = gaps(target.model, [1, 2, 3], output)
-    pinned(float(away[:boundary].max()) < TOLERANCE, "all tokens before the boundary are of the old weights")
-    return float(away[boundary]), float(away[boundary + 1])
-
-
-async def test_a_boundary_in_place_is_exact_without_overlap_scheduling(real: Target) -> None:
-    found = [await _first_boundary(real) for _ in range(3)]
-    pinned(max(first for first, _ in found) > 1e-3, "the first token of the new span is of the new weights")
-
-
-async def test_a_boundary_in_place_is_one_token_early_with_overlap_scheduling(overlapping: Target) -> None:
-    assert await overlapping.client.has_early_boundaries("in_place")
-    assert not await overlapping.client.has_early_boundaries("retract")
-    found = [await _first_boundary(overlapping) for _ in range(3)]
-    pinned(max(first for first, _ in found) < TOLERANCE, "the first token of the new span is of the old weights")
-    pinned(max(second for _, second in found) > 1e-3, "the second one is not")
-
-
 async def test_a_prefill_under_way_at_a_pause_in_place_is_labelled_as_new_with_overlap(overlapping: Target) -> None:
     """No correction can see this one: spans are true under in_place only with --disable-overlap-schedule."""
     client, seen = overlapping.client, 0
