@@ -21,21 +21,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from models import errors
 from models.engines.answers import RequestLimits, later_boundaries
 from models.engines.client import EngineClient
 from models.engines.protocol import GenerateRequest, SamplingParams, VersionSpan
 from models.engines.serve import EngineServer
 from models.engines.streamed import PartialOutputs
 from models.engines.token import Token, read_token, run_token
-from models.errors import (
-    EngineAborted,
-    EngineProtocolError,
-    EngineRefused,
-    EngineStartError,
-    EngineUnauthorized,
-    EngineUnreachable,
-    RequestNotSent,
-)
 from tests.models.engines.harness import SIMULATED
 
 NOWHERE = "http://127.0.0.1:9"
@@ -52,20 +44,20 @@ async def test_weights_updated_without_flush_is_a_success(canned) -> None:  # ty
     # The server left its own note of the label at the old one: it is set in a way that aborts nothing.
     assert json.loads(server.bodies[1]) == {"new_version": "v2", "abort_all_requests": False}
     client, _ = await canned(b'{"success":false,"message":"Failed to load"}', status=400)
-    with pytest.raises(EngineRefused, match="refused the call with 400: Failed to load"):
+    with pytest.raises(errors.EngineRefused, match="refused the call with 400: Failed to load"):
         await client.update_weights_from_disk("/ckpt", "v2")
 
 
 @pytest.mark.parametrize(
     ("status", "body", "error", "words"),
     [
-        (400, b'{"error":"unknown field `x`"}', EngineRefused, "with 400: unknown field `x`"),
-        (400, b'{"error":{"message":"too long"}}', EngineRefused, "with 400: too long"),
-        (404, b"404: Not Found", EngineRefused, "with 404: 404: Not Found"),
-        (503, b"no worker", EngineUnreachable, "answered 503: no worker"),
-        (500, b"", EngineUnreachable, "answered 500"),
-        (200, b"<html>", EngineProtocolError, "answered b'<html>', which does not decode"),
-        (200, b'{"output_ids":"abc","meta_info":{"id":"r"}}', EngineProtocolError, "broke the protocol"),
+        (400, b'{"error":"unknown field `x`"}', errors.EngineRefused, "with 400: unknown field `x`"),
+        (400, b'{"error":{"message":"too long"}}', errors.EngineRefused, "with 400: too long"),
+        (404, b"404: Not Found", errors.EngineRefused, "with 404: 404: Not Found"),
+        (503, b"no worker", errors.EngineUnreachable, "answered 503: no worker"),
+        (500, b"", errors.EngineUnreachable, "answered 500"),
+        (200, b"<html>", errors.EngineProtocolError, "answered b'<html>', which does not decode"),
+        (200, b'{"output_ids":"abc","meta_info":{"id":"r"}}', errors.EngineProtocolError, "broke the protocol"),
     ],
 )
 async def test_errors_have_types_and_the_servers_words(
@@ -78,12 +70,12 @@ async def test_errors_have_types_and_the_servers_words(
 
 async def test_a_dead_engine_is_unreachable() -> None:
     async with EngineClient(NOWHERE) as client:
-        with pytest.raises(EngineUnreachable, match=r"http://127\.0\.0\.1:9 cannot be reached"):
+        with pytest.raises(errors.EngineUnreachable, match=r"http://127\.0\.0\.1:9 cannot be reached"):
             await client.generate(GenerateRequest(input_ids=[1]))
         assert not await client.health()
         assert not await client.ready()
         await client._session.close()
-        with pytest.raises(EngineUnreachable, match="being closed"):
+        with pytest.raises(errors.EngineUnreachable, match="being closed"):
             await client.generate(GenerateRequest(input_ids=[1]))
 
 
@@ -105,7 +97,7 @@ async def broken_off(body: bytes, *, closes: bool) -> AsyncIterator[EngineClient
 
 async def test_a_connection_lost_in_mid_answer_is_unreachable() -> None:
     async with broken_off(b"{", closes=True) as client:
-        with pytest.raises(EngineUnreachable, match="ClientPayloadError"):
+        with pytest.raises(errors.EngineUnreachable, match="ClientPayloadError"):
             await client.generate(GenerateRequest(input_ids=[1]))
 
 
@@ -118,7 +110,7 @@ async def test_a_reader_while_the_client_is_closed_has_lost_the_engine() -> None
                 protocol.close()  # as the connector does when it is closed itself
 
     async with broken_off(b"data: {}\n\n", closes=False) as client:
-        with pytest.raises(EngineUnreachable, match="Connection closed"):
+        with pytest.raises(errors.EngineUnreachable, match="Connection closed"):
             await client.generate(GenerateRequest(input_ids=[1]), partial=Closing())
 
 
@@ -129,7 +121,9 @@ async def test_what_no_engine_could_serve_is_not_sent() -> None:
         for start in (0, 4):
             with pytest.raises(ValueError, match="the first token has no log-prob"):
                 await client.score([1, 2, 3], start)
-        with pytest.raises(RequestNotSent, match=f"not sent to engine {NOWHERE}: .*max_new_tokens=8, and the model's"):
+        with pytest.raises(
+            errors.RequestNotSent, match=f"not sent to engine {NOWHERE}: .*max_new_tokens=8, and the model's"
+        ):
             await client.generate(request(max_new_tokens=8))
 
 
@@ -146,13 +140,13 @@ def scored(entries: object, **finish: object) -> bytes:
 )  # fmt: skip
 async def test_a_scoring_with_too_few_scores_is_no_answer(canned, entries: object, count: int) -> None:  # type: ignore[no-untyped-def]
     client, _ = await canned(scored(entries))
-    with pytest.raises(EngineProtocolError, match=f"scores {count} of 2 prompt tokens"):
+    with pytest.raises(errors.EngineProtocolError, match=f"scores {count} of 2 prompt tokens"):
         await client.score([5, 6, 7, 8, 9], 3)
 
 
 async def test_an_aborted_scoring_is_typed(canned) -> None:  # type: ignore[no-untyped-def]
     client, _ = await canned(scored([], type="abort", message="the engine has stopped"))
-    with pytest.raises(EngineAborted, match="aborted the request: the engine has stopped"):
+    with pytest.raises(errors.EngineAborted, match="aborted the request: the engine has stopped"):
         await client.score([5, 6, 7, 8, 9], 3)
 
 
@@ -246,21 +240,25 @@ def test_token_files_that_others_know_or_that_hold_none_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "token"
-    with pytest.raises(EngineStartError, match=r"token file .* cannot be read \(No such file or directory\); name the"):
+    with pytest.raises(
+        errors.EngineStartError, match=r"token file .* cannot be read \(No such file or directory\); name the"
+    ):
         read_token(file)
     file.touch(0o600)
     for content in (b"", b"short", b"two words of it", b"x" * 5000, b"\xff" * 20):
         file.write_bytes(content)
-        with pytest.raises(EngineStartError, match=r"holds no token: one line of 8 to .* openssl rand"):
+        with pytest.raises(errors.EngineStartError, match=r"holds no token: one line of 8 to .* openssl rand"):
             read_token(file)
     file.write_text("of-other-servers\n")
     assert read_token(file).token == Token("of-other-servers")
     file.chmod(0o640)
-    with pytest.raises(EngineStartError, match=r"has mode 0640, so that other users may know the token; make a new"):
+    with pytest.raises(
+        errors.EngineStartError, match=r"has mode 0640, so that other users may know the token; make a new"
+    ):
         read_token(file)
     file.chmod(0o600)
     os.chown(file, 1234, -1) if os.geteuid() == 0 else monkeypatch.setattr(os, "geteuid", lambda: 1234)
-    with pytest.raises(EngineStartError, match=r"is owned by user \d+, who knows the token"):
+    with pytest.raises(errors.EngineStartError, match=r"is owned by user \d+, who knows the token"):
         read_token(file)
 
 
@@ -306,10 +304,12 @@ async def test_a_client_says_whose_token_is_wrong_and_what_to_do() -> None:
         cure = r"give the token of servers that run already in a file, with --rollout-external-engine-token-file"
         async with EngineClient(server.url) as client:
             assert await client.health()
-            with pytest.raises(EngineUnauthorized, match=rf"401 .*: no token was sent; {cure}") as none:
+            with pytest.raises(errors.EngineUnauthorized, match=rf"401 .*: no token was sent; {cure}") as none:
                 await client.generate(request)
         async with EngineClient(server.url, token=Token("of-another-run")) as client:
-            with pytest.raises(EngineUnauthorized, match=rf"not the one that it was started with; {cure}") as wrong:
+            with pytest.raises(
+                errors.EngineUnauthorized, match=rf"not the one that it was started with; {cure}"
+            ) as wrong:
                 await client.server_info()
         for raised in (none, wrong):
             assert str(pickle.loads(pickle.dumps(raised.value))) == str(raised.value)
@@ -319,7 +319,7 @@ async def test_a_client_says_whose_token_is_wrong_and_what_to_do() -> None:
 async def test_a_server_without_a_token_stays_on_the_loopback_address() -> None:
     for host in ("0.0.0.0", "::", "192.0.2.1", "example.org", ""):
         with pytest.raises(
-            EngineStartError, match=r"lets other machines use this server .*; name a file .*--token-file"
+            errors.EngineStartError, match=r"lets other machines use this server .*; name a file .*--token-file"
         ):
             async with EngineServer(SIMULATED, "none", max_context_len=None, seed=0, host=host):
                 raise AssertionError("it serves")

@@ -18,16 +18,6 @@ from safetensors.torch import load_file
 
 from models.errors import DeltaError, DigestMismatch, TornWeights
 from models.weights import delta
-from models.weights.delta import (
-    DeltaStore,
-    apply_delta,
-    compress,
-    differences,
-    full_versions,
-    read_header,
-    restore,
-    write_delta,
-)
 from models.weights.delta_mirror import DeltaMirror, way_to
 from models.weights.layout import WEIGHTS_FILE, TensorSpec
 from models.weights.shared_memory_reader import STATE_FILE, LocalCopies, SlotManifest, SlotReader
@@ -45,10 +35,10 @@ def test_any_bytes_come_back(data: st.DataObject) -> None:
     chunk_bytes = data.draw(st.sampled_from([4, 16, 1 << 20]))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(delta, "CHUNK_BYTES", chunk_bytes)
-        chunks = compress(old, new, element)
+        chunks = delta.compress(old, new, element)
         assert bool(chunks) == (old.tobytes() != new.tobytes())
         if chunks:
-            assert restore(old, chunks, element).tobytes() == new.tobytes()
+            assert delta.restore(old, chunks, element).tobytes() == new.tobytes()
 
 
 class Memory:
@@ -67,12 +57,12 @@ def test_a_file_holds_what_changed_and_says_from_where(tmp_path: Path) -> None:
     same, moved = random.normal(size=N).astype("<f4"), random.normal(size=N).astype("<f4")
     base = Memory(same=same, moved=moved)
     new = Memory(same=same, moved=moved * np.float32(1 + 1e-6))
-    done = write_delta(tmp_path / "d", base, new, labels=("0.1", "0.2"), digests=("b", "r"))
-    header = read_header(tmp_path / "d")
+    done = delta.write_delta(tmp_path / "d", base, new, labels=("0.1", "0.2"), digests=("b", "r"))
+    header = delta.read_header(tmp_path / "d")
     assert (header.base, header.base_digest, header.label, header.digest) == ("0.1", "b", "0.2", "r")
     assert [len(item.chunks) for item in header.tensors] == [0, 1]
     assert done.ratio > 4, "of four bytes at most one has changed"
-    restored = dict(apply_delta(tmp_path / "d", base))
+    restored = dict(delta.apply_delta(tmp_path / "d", base))
     for (_, wanted), found in zip(new.tensors(), restored.values(), strict=True):
         assert found.tobytes() == wanted.tobytes()
     assert list(tmp_path.iterdir()) == [tmp_path / "d"]
@@ -90,10 +80,10 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 def test_a_damaged_file_is_reported(damage: str, tmp_path: Path) -> None:
     path = tmp_path / "d"
     old, new = np.zeros(N, "<f4"), np.random.default_rng(1).normal(size=N).astype("<f4")
-    write_delta(path, Memory(a=old), Memory(a=new), labels=("0.1", "0.2"), digests=("b", "r"))
+    delta.write_delta(path, Memory(a=old), Memory(a=new), labels=("0.1", "0.2"), digests=("b", "r"))
     DAMAGE.get(damage, str)(path)
     with pytest.raises(DeltaError, match="take the full weights"):
-        list(apply_delta(path, Memory(b=old) if damage == "foreign" else Memory(a=old)))
+        list(delta.apply_delta(path, Memory(b=old) if damage == "foreign" else Memory(a=old)))
 
 
 class Trainer:
@@ -103,7 +93,7 @@ class Trainer:
         random = torch.Generator().manual_seed(0)
         self.first = {"a.weight": torch.randn(64, 32, generator=random), "b.scale": torch.randn(7, generator=random)}
         self.slots = SlotWriter(root / "slots", checkpoint(root / "source", self.first))
-        self.store = DeltaStore(root / "deltas", full_every=3)
+        self.store = delta.DeltaStore(root / "deltas", full_every=3)
         self.ratios: list[float] = []
 
     @property
@@ -157,7 +147,7 @@ async def test_a_follower_reads_differences_only(trainer: Trainer, mirror: Delta
 async def test_one_that_comes_late_begins_with_full_weights(trainer: Trainer, mirror: DeltaMirror) -> None:
     for version in range(6):
         manifest = trainer.publish(version)
-    assert sorted(full_versions(trainer.directory)) == [(0, 0), (0, 3)]
+    assert sorted(delta.full_versions(trainer.directory)) == [(0, 0), (0, 3)]
     assert way_to((0, 5), None, trainer.directory)[0] == (0, 3)
     await take(mirror, trainer, manifest)
 
@@ -177,9 +167,9 @@ def test_what_is_kept_is_bounded_and_reaches_every_version(trainer: Trainer) -> 
     (trainer.directory / "notes.txt").write_text("not ours")
     for version in range(20):
         trainer.publish(version)
-        full = full_versions(trainer.directory)
+        full = delta.full_versions(trainer.directory)
         assert len(full) <= 2
-        assert len(differences(trainer.directory)) <= 2 * trainer.store.full_every
+        assert len(delta.differences(trainer.directory)) <= 2 * trainer.store.full_every
         for target in range(min(full)[1], version + 1):
             way_to((0, target), None, trainer.directory)
     assert (trainer.directory / "notes.txt").exists()
@@ -201,7 +191,7 @@ async def test_a_broken_chain_is_left_for_full_weights(damage: str, trainer: Tra
 
 async def test_without_any_way_the_error_says_so(trainer: Trainer, mirror: DeltaMirror) -> None:
     manifest = trainer.publish(0)
-    for path in full_versions(trainer.directory).values():
+    for path in delta.full_versions(trainer.directory).values():
         path.rename(path.with_name("elsewhere"))
     with pytest.raises(DeltaError, match=r"has no way to version 0\.0"):
         await take(mirror, trainer, manifest)

@@ -30,15 +30,7 @@ from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from models.errors import (
-    CheckpointUnavailable,
-    DigestMismatch,
-    LayoutMismatch,
-    SlotDirectoryError,
-    SlotSpaceError,
-    SourceError,
-    TornWeights,
-)
+from models import errors
 from models.tiny import make_tiny_checkpoint
 from models.weights import slot_directory
 from models.weights.layout import (
@@ -52,14 +44,6 @@ from models.weights.layout import (
 )
 from models.weights.shared_memory_reader import SlotManifest, SlotReader, digest_of
 from models.weights.shared_memory_writer import SlotWriter
-from models.weights.slot_directory import (
-    SHARED_MEMORY,
-    DirectoryLease,
-    choose_directory,
-    list_left_behind,
-    remove_if_stale,
-    remove_stale,
-)
 
 
 def slots_of(root: Path, tensors: dict[str, torch.Tensor] | None = None) -> closing[SlotWriter]:
@@ -99,7 +83,7 @@ def test_slots_alternate_and_the_last_two_versions_are_readable(writer: SlotWrit
         assert found.keys() == SHAPES.keys()
         assert all((tensor == manifest.version).all() for tensor in found.values())
     for manifest in manifests[:3]:
-        with pytest.raises(TornWeights, match="holds generation"):
+        with pytest.raises(errors.TornWeights, match="holds generation"):
             SlotReader(manifest)
 
 
@@ -160,7 +144,7 @@ def test_stored_bytes_are_passed_on_as_they_are(tmp_path: Path) -> None:
         assert found.keys() == tensors.keys()
         assert all(torch.equal(found[name], value) for name, value in tensors.items())
         wrong = msgspec.structs.replace(stored[0], spec=msgspec.structs.replace(stored[0].spec, dtype="I32"))
-        with pytest.raises(LayoutMismatch, match="is stored as I32, the slot was laid out for"):
+        with pytest.raises(errors.LayoutMismatch, match="is stored as I32, the slot was laid out for"):
             writer.write(2, 0, iter([(wrong.spec.name, wrong)]))
 
 
@@ -178,7 +162,7 @@ def test_sharded_checkpoints_are_read_through_their_index(tmp_path: Path) -> Non
         assert sorted(os.listdir(manifest.path)) == ["config.json", "model.safetensors", "slot.state", "tokenizer.json"]
         SlotReader(manifest)
     (source / "model-1.safetensors").unlink()
-    with pytest.raises(CheckpointUnavailable, match=r"lacks model-1\.safetensors"):
+    with pytest.raises(errors.CheckpointUnavailable, match=r"lacks model-1\.safetensors"):
         SlotWriter(tmp_path / "slots", source)
 
 
@@ -193,7 +177,7 @@ def test_a_slot_being_overwritten_is_torn_for_its_readers_and_the_newest_is_not(
         for name, tensor in values(3).items():
             yield name, tensor
             SlotReader(newest)
-            with pytest.raises(TornWeights, match="is being written"):
+            with pytest.raises(errors.TornWeights, match="is being written"):
                 SlotReader(old)
             seen.append(name)
 
@@ -208,7 +192,7 @@ def test_a_copy_taken_while_the_slot_changed_is_refused(writer: SlotWriter) -> N
     copied = [data.copy() for _, data in slot.tensors()]
     slot.check()
     publish(writer, 3)
-    with pytest.raises(TornWeights, match="discard the tensors read"):
+    with pytest.raises(errors.TornWeights, match="discard the tensors read"):
         slot.check()
     assert copied[0].view(np.float32)[0] == 1.0
 
@@ -223,7 +207,7 @@ def test_a_failed_write_leaves_the_newest_in_place_and_its_own_slot_torn(writer:
     with pytest.raises(ConnectionError):
         writer.write(3, 0, broken())
     SlotReader(second)
-    with pytest.raises(TornWeights):
+    with pytest.raises(errors.TornWeights):
         SlotReader(first)
     third = publish(writer, 3)
     assert third.path == first.path
@@ -243,9 +227,9 @@ def test_a_failed_write_leaves_the_newest_in_place_and_its_own_slot_torn(writer:
 def test_wrong_tensors_are_refused_by_name(writer: SlotWriter, change, words) -> None:
     tensors = values(9)
     change(tensors)
-    with pytest.raises(LayoutMismatch, match=words):
+    with pytest.raises(errors.LayoutMismatch, match=words):
         writer.write(9, 0, iter(tensors.items()))
-    with pytest.raises(LayoutMismatch, match="offered twice"):
+    with pytest.raises(errors.LayoutMismatch, match="offered twice"):
         writer.write(9, 0, iter([*values(9).items(), *values(9).items()]))
 
 
@@ -283,7 +267,7 @@ def test_a_flipped_bit_in_any_piece_is_found(tmp_path: Path, monkeypatch: pytest
         for place in (-1, *range(-20, -1000, -SMALL_PIECE), -1000):
             flip(file, place)
             for anew in (True, False):
-                with pytest.raises(DigestMismatch, match=f"announced was {manifest.digest}"):
+                with pytest.raises(errors.DigestMismatch, match=f"announced was {manifest.digest}"):
                     SlotReader(manifest, anew=anew)
             flip(file, place)
             SlotReader(manifest)
@@ -306,11 +290,11 @@ def test_a_version_is_verified_once_for_all_that_share_the_process(
         assert sum(digested) == 3 * nbytes
         for wrong in ({"digest": "0" * 32}, {"version": 7}):
             before = sum(digested)
-            with suppress(DigestMismatch):
+            with suppress(errors.DigestMismatch):
                 SlotReader(msgspec.structs.replace(manifests[1], **wrong), anew=False)
             assert sum(digested) == before + nbytes
         publish(writer, 2)
-        with pytest.raises(TornWeights):
+        with pytest.raises(errors.TornWeights):
             SlotReader(manifests[0], anew=False)
         SlotReader(manifests[1], anew=False)
         before, path = sum(digested), Path(manifests[1].path) / "model.safetensors"
@@ -380,14 +364,14 @@ def test_a_version_is_copied_once_and_digested_once_on_its_way_out(
 def test_sources_that_cannot_serve_are_named(tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
-    with pytest.raises(CheckpointUnavailable, match=r"holds no \*\.safetensors"):
+    with pytest.raises(errors.CheckpointUnavailable, match=r"holds no \*\.safetensors"):
         SlotWriter(tmp_path / "slots", empty)
     broken = checkpoint(tmp_path / "broken")
     (broken / "model.safetensors").write_bytes(b"\xff" * 64)
-    with pytest.raises(SourceError, match="is no safetensors file"):
+    with pytest.raises(errors.SourceError, match="is no safetensors file"):
         read_layout(broken / "model.safetensors")
     quantised = checkpoint(tmp_path / "quantised", {"w": torch.zeros(4, dtype=torch.int8)})
-    with pytest.raises(SourceError, match="has dtype I8; slots hold F32, BF16, F16"):
+    with pytest.raises(errors.SourceError, match="has dtype I8; slots hold F32, BF16, F16"):
         SlotWriter(tmp_path / "slots", quantised)
     assert not (tmp_path / "slots").exists()
 
@@ -425,8 +409,6 @@ def test_buckets_are_the_file_end_to_end_and_aligned(tensors: list[tuple[str, tu
 
 WRITER_PROGRAM = """
 import sys, torch, msgspec
-from pathlib import Path
-from models.weights.shared_memory_writer import SlotWriter
 writer = SlotWriter(Path(sys.argv[1]), Path(sys.argv[2]))
 specs = [item.spec for item in writer.layout.tensors]
 for version in range(1, int(sys.argv[3]) + 1):
@@ -464,7 +446,7 @@ def test_a_reader_beside_a_writer_that_never_waits_accepts_only_whole_versions(t
                     slot = SlotReader(claim)
                     copies = [data.copy().view(np.float32) for _, data in slot.tensors()]
                     slot.check()
-                except TornWeights:
+                except errors.TornWeights:
                     torn += 1
                 else:
                     accepted += 1
@@ -488,8 +470,8 @@ def test_a_killed_owners_directory_is_removed_and_a_live_ones_is_not(tmp_path: P
     process = start_writer(slots, source, 1)
     manifest = slot_manifest(process.stdout.readline())
     try:
-        assert remove_stale(tmp_path) == []
-        with pytest.raises(SlotDirectoryError, match=f"in use by process {process.pid}"):
+        assert slot_directory.remove_stale(tmp_path) == []
+        with pytest.raises(errors.SlotDirectoryError, match=f"in use by process {process.pid}"):
             SlotWriter(slots, source)
         SlotReader(manifest)
     finally:
@@ -497,8 +479,8 @@ def test_a_killed_owners_directory_is_removed_and_a_live_ones_is_not(tmp_path: P
         process.communicate()
     assert slots.exists()
     SlotReader(manifest)  # what a dead writer published stays whole
-    assert remove_stale(tmp_path) == [slots]
-    with pytest.raises(TornWeights, match=r"slot\.state is gone"):
+    assert slot_directory.remove_stale(tmp_path) == [slots]
+    with pytest.raises(errors.TornWeights, match=r"slot\.state is gone"):
         SlotReader(manifest)
 
 
@@ -518,29 +500,28 @@ def test_a_directory_that_is_no_slot_directory_is_left_alone(tmp_path: Path) -> 
     mine = tmp_path / f"{slot_directory.PREFIX}mine"
     mine.mkdir()
     (mine / "data").write_text("keep")
-    assert not remove_if_stale(mine)
-    with pytest.raises(SlotDirectoryError, match="in use by another program"):
-        DirectoryLease(mine)
+    assert not slot_directory.remove_if_stale(mine)
+    with pytest.raises(errors.SlotDirectoryError, match="in use by another program"):
+        slot_directory.DirectoryLease(mine)
     link = tmp_path / f"{slot_directory.PREFIX}link"
     link.symlink_to(mine)
-    assert remove_stale(tmp_path) == []
+    assert slot_directory.remove_stale(tmp_path) == []
     assert (mine / "data").read_text() == "keep"
 
 
 def test_a_dead_owners_directory_is_taken_over_and_emptied(tmp_path: Path) -> None:
-    lost = DirectoryLease(tmp_path / f"{slot_directory.PREFIX}run")
+    lost = slot_directory.DirectoryLease(tmp_path / f"{slot_directory.PREFIX}run")
     (lost.directory / "slot-0").mkdir()
     (lost.directory / "left").touch()
     os.close(lost._lock)  # as the kernel does when the owner is killed
-    lease = DirectoryLease(lost.directory)
+    lease = slot_directory.DirectoryLease(lost.directory)
     assert os.listdir(lease.directory) == [slot_directory.OWNER_FILE]
-    assert remove_stale(tmp_path) == []
+    assert slot_directory.remove_stale(tmp_path) == []
     lease.release()
 
 
 SWEEPER = """
 import sys
-from pathlib import Path
 from models.weights.slot_directory import remove_stale
 print("ready", flush=True)
 while True:
@@ -559,7 +540,7 @@ def test_a_restarted_owner_gets_its_directory_while_other_runs_start(tmp_path: P
         try:
             sweeper.stdout.readline()
             for _ in range(100):
-                lease = DirectoryLease(slots)
+                lease = slot_directory.DirectoryLease(slots)
                 for name in range(50):
                     (slots / f"slot-{name}").mkdir()
                 (slots / slot_directory.OWNER_FILE).write_text(str(dead.pid))
@@ -589,7 +570,7 @@ def test_a_directory_that_goes_while_its_owner_is_asked_for_is_taken(tmp_path: P
         directory.mkdir()  # its lock is gone already
         sys.settrace(trace)
         try:
-            DirectoryLease(directory).release()
+            slot_directory.DirectoryLease(directory).release()
         finally:
             sys.settrace(before)
         assert passed >= moment
@@ -601,9 +582,9 @@ def test_shared_memory_is_chosen_only_with_room_for_two(tmp_path: Path, monkeypa
     shared.mkdir()
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(4000, 1800, 2200))
     name = f"{slot_directory.PREFIX}x"
-    assert choose_directory("x", fallback, 1000, shared_memory=shared) == shared / name
-    assert choose_directory("x", fallback, 1001, shared_memory=shared) == fallback / name
-    assert choose_directory("x", fallback, 1, shared_memory=tmp_path / "absent") == fallback / name
+    assert slot_directory.choose_directory("x", fallback, 1000, shared_memory=shared) == shared / name
+    assert slot_directory.choose_directory("x", fallback, 1001, shared_memory=shared) == fallback / name
+    assert slot_directory.choose_directory("x", fallback, 1, shared_memory=tmp_path / "absent") == fallback / name
 
 
 @pytest.mark.slow
@@ -613,7 +594,7 @@ def test_no_room_is_an_error_before_the_first_write(tmp_path: Path, monkeypatch)
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     source = checkpoint(tmp_path / "source")
-    with pytest.raises(SlotSpaceError, match=r"no room for two slots of \d+ bytes"):
+    with pytest.raises(errors.SlotSpaceError, match=r"no room for two slots of \d+ bytes"):
         SlotWriter(tmp_path / "slots", source)
     assert os.listdir(tmp_path) == ["source"]
 
@@ -621,17 +602,17 @@ def test_no_room_is_an_error_before_the_first_write(tmp_path: Path, monkeypatch)
 @pytest.mark.slow
 def test_what_a_killed_runs_processes_left_in_shared_memory_goes_with_its_directory(tmp_path: Path) -> None:
     """And nothing else that is listed: neither what lies elsewhere, nor what lives."""
-    mine, elsewhere = SHARED_MEMORY / f"sem.mp-sluice-test-{os.getpid()}", tmp_path / "precious"
+    mine, elsewhere = slot_directory.SHARED_MEMORY / f"sem.mp-sluice-test-{os.getpid()}", tmp_path / "precious"
     for path in (mine, elsewhere):
         path.write_text("x")
-    lease = DirectoryLease(tmp_path / f"{slot_directory.PREFIX}run")
+    lease = slot_directory.DirectoryLease(tmp_path / f"{slot_directory.PREFIX}run")
     try:
-        list_left_behind(lease.directory, [mine, elsewhere])
-        list_left_behind(lease.directory, [SHARED_MEMORY / "gone already"])
-        assert remove_stale(tmp_path) == []
+        slot_directory.list_left_behind(lease.directory, [mine, elsewhere])
+        slot_directory.list_left_behind(lease.directory, [slot_directory.SHARED_MEMORY / "gone already"])
+        assert slot_directory.remove_stale(tmp_path) == []
         assert mine.exists()
         os.close(lease._lock)  # as the kernel does when the owner is killed
-        assert remove_stale(tmp_path) == [lease.directory]
+        assert slot_directory.remove_stale(tmp_path) == [lease.directory]
         assert not mine.exists()
         assert elsewhere.exists()
     finally:
@@ -648,5 +629,5 @@ def test_a_draft_is_left_to_its_maker_for_a_while(tmp_path: Path) -> None:
         (draft / slot_directory.OWNER_FILE).touch()
     for draft in (empty, unlocked):
         os.utime(draft, (0, 0))
-    assert remove_stale(tmp_path) == [unlocked]
+    assert slot_directory.remove_stale(tmp_path) == [unlocked]
     assert os.listdir(tmp_path) == [young.name]
