@@ -20,7 +20,6 @@ import pytest
 import torch
 
 from models.engines.client import EngineClient, UpdateClient
-from models.engines.core import Completion
 from models.engines.embedded.engine import EmbeddedEngine
 from models.engines.embedded.transformer import LiveWeights
 from models.engines.protocol import ErrorDetail, PauseMode, VersionSpan
@@ -28,7 +27,7 @@ from models.engines.streamed import PartialOutputs
 from models.errors import EngineRefused, WeightsRefused
 from tests.models.engines.conftest import on_sglang, opened
 from tests.models.engines.forward_reference import by_one, by_spans
-from tests.models.engines.harness import EMBEDDED, Bench, Target, ask, generating, until
+from tests.models.engines.harness import Bench, Target, ask, generating, until
 
 TOLERANCE = 1e-5
 APART = 1e-3  # what two versions differ by, at the least, in most tokens
@@ -170,23 +169,26 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-async def _finished(completion: Completion) -> bool:
-    return completion.finish is not None
-
-
 @asynccontextmanager
-async def started(checkpoints: Any) -> AsyncIterator[Bench]:
-    bench = Bench(checkpoints())
+async def started(path: Path) -> AsyncIterator[Bench]:
+    """One whose engine runs."""
+    bench = Bench(path)
     bench.engine.start(lambda completions: None, lambda error: None)
     yield bench
     await bench.engine.stop()
+
+
+@pytest.fixture
+async def embedded(checkpoints: Any) -> AsyncIterator[EmbeddedEngine]:
+    async with started(checkpoints()) as bench:
+        yield bench.engine
 
 
 async def test_prepared_weights_are_taken_without_a_load(checkpoints: Any, loads: list[str]) -> None:
     """And all of them: the engine then has the checksums, and the log-probs, of one that began with them."""
     other = str(checkpoints(seed=1))
     fresh = Bench(Path(other))
-    async with started(checkpoints) as bench:
+    async with started(checkpoints()) as bench:
         engine = bench.engine
         before = await engine.checksums()
         loads.clear()
@@ -197,63 +199,64 @@ async def test_prepared_weights_are_taken_without_a_load(checkpoints: Any, loads
         await engine.pause("in_place")
         await engine.update_weights(other, "w2", False)
         await engine.resume()
-        assert len(loads) == 1
-        assert engine._prepared is None
-        assert engine.label == "w2"
+        assert (len(loads), engine._prepared, engine.label) == (1, None, "w2")
         assert await engine.checksums() == fresh.engine._weights.checksums()
         [found], [wanted] = [one.make([5, 6, 7], max_new_tokens=9, temperature=0.0) for one in (bench, fresh)]
         engine.submit([found])
         fresh.run([wanted])
-        await until(lambda: _finished(found))
+
+        async def finished() -> bool:
+            return found.finish is not None
+
+        await until(finished)
         assert found.log_probs == wanted.log_probs
         await engine.update_weights(str(checkpoints()), "w3", False)
         assert (await engine.checksums(), loads[1:]) == (before, ["embedded-engine"])
 
 
 @pytest.mark.parametrize("update", [("path", "w3"), ("other", "w2")])
-async def test_only_the_prepared_version_is_taken(update: tuple[str, str], checkpoints: Any, loads: list[str]) -> None:
+async def test_only_the_prepared_version_is_taken(
+    update: tuple[str, str], checkpoints: Any, loads: list[str], embedded: EmbeddedEngine
+) -> None:
     paths = {"path": str(checkpoints(seed=1)), "other": str(checkpoints())}
-    async with started(checkpoints) as bench:
-        await bench.engine.prepare_weights(paths["path"], "w2")
-        await bench.engine.update_weights(paths[update[0]], update[1], False)
-        assert loads[-1] == "embedded-engine"
-        assert bench.engine.label == update[1]
-        assert await bench.engine.checksums() == Bench(Path(paths[update[0]])).engine._weights.checksums()
-        await bench.engine.update_weights(paths["path"], "w2", False)
-        assert loads.count("embedded-engine") == 2, "what another update did not take is gone"
+    await embedded.prepare_weights(paths["path"], "w2")
+    await embedded.update_weights(paths[update[0]], update[1], False)
+    assert loads[-1] == "embedded-engine"
+    assert embedded.label == update[1]
+    assert await embedded.checksums() == Bench(Path(paths[update[0]])).engine._weights.checksums()
+    await embedded.update_weights(paths["path"], "w2", False)
+    assert loads.count("embedded-engine") == 2, "what another update did not take is gone"
 
 
 async def test_without_room_or_work_to_keep_up_nothing_is_prepared(
-    checkpoints: Any, loads: list[str], monkeypatch: pytest.MonkeyPatch
+    checkpoints: Any, embedded: EmbeddedEngine, loads: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = str(checkpoints(seed=1))
-    async with started(checkpoints) as bench:
-        engine = bench.engine
-        loads.clear()
-        with monkeypatch.context() as patch:
-            patch.setattr(Path, "read_text", lambda path: "MemAvailable:   5 kB")
-            await engine.prepare_weights(other, "w2")
-        await engine.pause("in_place")
-        await engine.prepare_weights(other, "w2")
-        assert loads == []
-        await engine.resume()
-        await engine.prepare_weights(other, "w2")
-        assert engine._prepared
-        await engine.pause("abort")
-        await engine.release_memory(("weights",))
-        assert engine._prepared is None, "the memory is another process's now"
-        await engine.resume_memory(("weights",))
-        await engine.update_weights(other, "w2", False)
-        assert loads[1:] == ["embedded-engine"]
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_text", lambda path: "MemAvailable:   5 kB")
+        await embedded.prepare_weights(other, "w2")
+    await embedded.pause("in_place")
+    await embedded.prepare_weights(other, "w2")
+    assert loads == []
+    await embedded.resume()
+    await embedded.prepare_weights(other, "w2")
+    assert embedded._prepared
+    await embedded.pause("abort")
+    await embedded.release_memory(("weights",))
+    assert embedded._prepared is None, "the memory is another process's now"
+    await embedded.resume_memory(("weights",))
+    await embedded.update_weights(other, "w2", False)
+    assert loads[1:] == ["embedded-engine"]
 
 
-async def test_weights_that_do_not_fit_are_refused_while_the_engine_goes_on(checkpoints: Any, tmp_path: Path) -> None:
-    async with started(checkpoints) as bench:
-        await bench.engine.prepare_weights(str(checkpoints(seed=1)), "w2")
-        with pytest.raises(WeightsRefused, match="model_path"):
-            await bench.engine.prepare_weights(str(tmp_path), "w3")
-        assert bench.engine._prepared is None, "what the last call named counts"
-        assert bench.engine.label == "w1"
+async def test_weights_that_do_not_fit_are_refused_while_the_engine_goes_on(
+    checkpoints: Any, embedded: EmbeddedEngine, tmp_path: Path
+) -> None:
+    await embedded.prepare_weights(str(checkpoints(seed=1)), "w2")
+    with pytest.raises(WeightsRefused, match="model_path"):
+        await embedded.prepare_weights(str(tmp_path), "w3")
+    assert embedded._prepared is None, "what the last call named counts"
+    assert embedded.label == "w1"
 
 
 # Memory that is given back and taken again: one suite for all engines, and what the embedded one really frees.
@@ -329,16 +332,15 @@ async def test_what_lacks_memory_does_not_generate_and_loads_nothing(target: Tar
 
 async def test_the_embedded_engine_frees_what_it_gives_back(checkpoints: Any) -> None:
     path = checkpoints(tie_word_embeddings=False)
-    engine = EmbeddedEngine(EMBEDDED, str(path), max_context_len=64)
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in engine._weights.names.values()}
-    derived = [spread.untyped_storage() for spread, _ in engine._weights._derived]
-    held = [*storages.values(), *derived]
-    sizes = [storage.nbytes() for storage in held]
-    assert derived
-    assert min(sizes) > 0
-    cache_shape = engine._cache.kv.shape
-    engine.start(lambda done: None, lambda error: None)
-    try:
+    async with started(path) as bench:
+        engine = bench.engine
+        derived = [spread.untyped_storage() for spread, _ in engine._weights._derived]
+        held = [*{t.untyped_storage().data_ptr(): t.untyped_storage() for t in engine._weights.names.values()}.values()]
+        held += derived
+        sizes = [storage.nbytes() for storage in held]
+        assert derived
+        assert min(sizes) > 0
+        cache_shape = engine._cache.kv.shape
         checksums = await engine.checksums()
         await engine.pause("abort")
         table = engine.stepper._table
@@ -356,5 +358,3 @@ async def test_the_embedded_engine_frees_what_it_gives_back(checkpoints: Any) ->
         assert engine._cache.kv.shape == cache_shape
         assert torch.count_nonzero(engine._cache.kv) == 0, "a masked NaN would poison a softmax"
         await engine.resume()
-    finally:
-        await engine.stop()

@@ -153,12 +153,14 @@ def test_scores_equal_hugging_face_in_a_crowd(checkpoints: Checkpoints, architec
     scored = [
         bench.make(ids, max_new_tokens=0, score_from=min(start, len(ids) - 1)) for ids in lists for start in (0, 5)
     ]
+    equal, unscored = [bench.make(lists[2], max_new_tokens=2, **more) for more in ({"n": 3, "score_from": 4}, {})]
     bench.submit(others)
     bench.steps(4)
-    done = bench.run(*scored)
+    done = bench.run(*scored, equal, unscored)
     assert [len(completion.output_ids) for completion in done[:3]] == [50, 50, 50]
-    for completion in done[3:]:
+    for completion in done[3:-1]:
         assert scored_off(path, completion) < 1e-4
+    assert done[-1].prompt_log_probs == []
 
 
 def test_no_more_logits_than_a_chunk_exist_at_once(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,16 +192,6 @@ def test_scores_survive_a_retraction(checkpoints: Checkpoints) -> None:
     [done] = bench.finish()
     assert scored_off(path, done) < 1e-4  # by the weights that first read the prompt
     assert len(done.output_ids) == 20
-
-
-def test_equal_prompts_are_scored_each(checkpoints: Checkpoints) -> None:
-    path = checkpoints()
-    bench = Bench(path)
-    ids = tokens(20)
-    done = bench.run(bench.make(ids, n=3, max_new_tokens=2, score_from=4), bench.make(ids, max_new_tokens=2))
-    for completion in done[:3]:
-        assert scored_off(path, completion) < 1e-4
-    assert done[3].prompt_log_probs == []
 
 
 def schedule(slots: int = 8, **settings: float) -> Schedule:
