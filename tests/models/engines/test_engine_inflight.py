@@ -22,12 +22,14 @@ import torch
 from models.engines.client import EngineClient, UpdateClient
 from models.engines.embedded.engine import EmbeddedEngine
 from models.engines.embedded.transformer import LiveWeights
+from models.engines.noise import sample_seed
 from models.engines.protocol import ErrorDetail, PauseMode, VersionSpan
+from models.engines.simulated.responses import simulated_log_prob
 from models.engines.streamed import PartialOutputs
 from models.errors import EngineRefused, WeightsRefused
 from tests.models.engines.conftest import on_sglang, opened
 from tests.models.engines.forward_reference import by_one, by_spans
-from tests.models.engines.harness import Bench, Target, ask, generating, until
+from tests.models.engines.harness import Bench, Target, ask, generating, simulated_token, until
 
 TOLERANCE = 1e-5
 APART = 1e-3  # what two versions differ by, at the least, in most tokens
@@ -150,6 +152,26 @@ async def test_log_probs_are_those_of_the_recorded_versions(
             wrong = by_spans(paths, moved, rollout.prompt, rollout.ids, recomputed=mode != "in_place")
             assert float((recorded - wrong).abs().max()) > APART
     assert max(apart) > APART, "the first token after the boundary is not of the old version"
+
+
+async def test_tokens_and_versions_can_be_recomputed(request: pytest.FixtureRequest) -> None:
+    """Over HTTP and across an update: every token is the documented function of prompt, seed, position, version."""
+    async with opened("simulated", request) as target, asyncio.TaskGroup() as group:
+        client = target.client
+        task = group.create_task(client.generate(ask([3, 1, 4], n=2, max_new_tokens=300, sampling_seed=42)))
+        await generating(client, tokens=60)
+        await client.pause("retract")
+        await client.update_weights_from_disk("/nowhere", "w2")
+        await client.resume()
+        outputs = await task
+    for index, output in enumerate(outputs):
+        assert [span.version for span in output.version_spans] == ["first", "w2"]
+        assert output.output_ids == [
+            simulated_token([3, 1, 4], sample_seed(42, index), 3 + position, span.version, 256)
+            for span in output.version_spans
+            for position in range(span.start, span.end)
+        ]
+        assert set(output.output_log_probs) == {simulated_log_prob(256)}
 
 
 # Weights that were prepared: loaded beside those in use, and taken in the pause without a copy.

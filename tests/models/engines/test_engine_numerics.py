@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,25 +14,13 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from configs.schema.rollout import SimulatedEngineConfig
-from models.engines.client import EngineClient
 from models.engines.core import Completion
 from models.engines.embedded import batch as prefill
-from models.engines.noise import sample_seed
 from models.engines.protocol import PauseMode
-from models.engines.serve import EngineServer
-from models.engines.simulated.responses import simulated_log_prob, simulated_scores
+from models.engines.simulated.responses import simulated_scores
 from models.engines.simulated.schedule import Schedule
 from tests.models.engines.forward_reference import by_one, model_of
-from tests.models.engines.harness import (
-    EMBEDDED,
-    SIMULATED,
-    Bench,
-    ask,
-    generating,
-    one_completion,
-    simulated_token,
-    variant,
-)
+from tests.models.engines.harness import EMBEDDED, Bench, one_completion, variant
 
 TOLERANCE = 1e-5
 Checkpoints = Callable[..., Path]
@@ -283,28 +270,3 @@ def test_simulated_scores_tell_checkpoints_contexts_and_places_apart() -> None:
     other[30] = (other[30] + 1) % 256
     changed = np.flatnonzero(one != simulated_scores(other, 1, "a", 256)) + 1
     assert changed.tolist() == [30, 31]
-
-
-async def test_tokens_and_versions_can_be_recomputed() -> None:
-    """Over HTTP and across an update: every token is the documented function of prompt, seed, position, version."""
-    async with (
-        EngineServer(SIMULATED, "none", max_context_len=None, seed=0) as server,
-        EngineClient(server.url, timeout_s=30) as client,
-        asyncio.TaskGroup() as group,
-    ):
-        task = group.create_task(client.generate(ask([3, 1, 4], n=2, max_new_tokens=300, sampling_seed=42)))
-        await generating(client, tokens=60)
-        await client.pause("retract")
-        await client.update_weights_from_disk("/nowhere", "w2")
-        await client.resume()
-        outputs = await task
-    for index, output in enumerate(outputs):
-        spans = output.version_spans
-        assert [span.version for span in spans] == ["default", "w2"]
-        expected = [
-            simulated_token([3, 1, 4], sample_seed(42, index), 3 + position, span.version, 256)
-            for span in spans
-            for position in range(span.start, span.end)
-        ]
-        assert output.output_ids == expected
-        assert set(output.output_log_probs) == {simulated_log_prob(256)}

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -18,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from torch.distributed import distributed_c10d as c10d
 
 from models.errors import GroupError
 from models.weights.layout import TensorSpec, lay_out, plan_buckets
@@ -27,43 +27,24 @@ SPAWN = multiprocessing.get_context("spawn")
 LIMIT_S = 60.0
 
 
-def joined(port: int, name: str) -> Any:
-    """Rank 1, beside a default group of its own, in the way that a server joins."""
-    from torch.distributed import distributed_c10d as c10d
-
+def take_part(port: int, pipe: Connection, *counts: int) -> None:
+    """As rank 1, beside a default group of its own, in the way that a server joins: receive so many numbers in turn."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     limit = timedelta(seconds=LIMIT_S)
-    iterator = dist.rendezvous(f"tcp://127.0.0.1:{port}", 1, 2, timeout=limit)
-    store, rank, size = next(iterator)
-    group, _ = c10d._new_process_group_helper(
-        size,
-        rank,
-        [],
-        c10d.Backend("gloo"),
-        c10d.PrefixStore(name, store),
-        group_name=c10d.GroupName(name),
-        timeout=limit,
-    )
+    store, rank, size = next(dist.rendezvous(f"tcp://127.0.0.1:{port}", 1, 2, timeout=limit))
+    backend, store, name = c10d.Backend("gloo"), c10d.PrefixStore("g", store), c10d.GroupName("g")
+    group, _ = c10d._new_process_group_helper(size, rank, [], backend, store, group_name=name, timeout=limit)
     c10d._world.pg_group_ranks[group] = {0: 0, 1: 1}
-    return group
-
-
-def receive(port: int, pipe: Connection) -> None:
-    group = joined(port, "g")
-    for n in (5, 3):
-        data = torch.empty(n)
+    pipe.send("joined")
+    for count in counts:
+        data = torch.empty(count)
         dist.broadcast(data, src=0, group=group)
         pipe.send(data.tolist())
 
 
-def leave(port: int, pipe: Connection) -> None:
-    joined(port, "g")
-    pipe.send("joined")
-
-
-def other_end(target: Callable[[int, Connection], None], port: int) -> tuple[Any, Connection]:
+def other_end(port: int, *counts: int) -> tuple[Any, Connection]:
     mine, theirs = SPAWN.Pipe()
-    process = SPAWN.Process(target=target, args=(port, theirs), daemon=True)
+    process = SPAWN.Process(target=take_part, args=(port, theirs, *counts), daemon=True)
     process.start()
     return process, mine
 
@@ -73,12 +54,13 @@ def test_tensors_arrive_at_groups_that_torch_made() -> None:
     """At two, side by side."""
     groups = [WeightGroup("g", 2, "gloo", "127.0.0.1", timeout_s=LIMIT_S) for _ in range(2)]
     assert groups[0].port != groups[1].port
-    ends = [other_end(receive, group.port) for group in groups]
+    ends = [other_end(group.port, 5, 3) for group in groups]
     threads = [threading.Thread(target=group.join) for group in groups]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(LIMIT_S)
+    assert [pipe.recv() for _, pipe in ends] == ["joined"] * 2
     for values in ([1.0, 2.0, 3.0, 4.0, 5.0], [7.0, 8.0, 9.0]):
         for at, (group, (_, pipe)) in enumerate(zip(groups, ends, strict=True)):
             group.broadcast(torch.tensor(values) + at)
@@ -95,7 +77,7 @@ def test_tensors_arrive_at_groups_that_torch_made() -> None:
 @pytest.mark.slow
 def test_a_partner_that_died_is_an_error_and_ends_the_group() -> None:
     group = WeightGroup("g", 2, "gloo", "127.0.0.1", timeout_s=LIMIT_S)
-    process, pipe = other_end(leave, group.port)
+    process, pipe = other_end(group.port)
     group.join()
     assert pipe.recv() == "joined"
     process.join(LIMIT_S)

@@ -20,13 +20,10 @@ from tests.models.engines.launch.fake_environment import FakeEnvironment
 
 
 @pytest.fixture
-def environment(tmp_path: Path) -> FakeEnvironment:
+def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeEnvironment:
+    """Answers are kept in the test's own directory."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     return FakeEnvironment(tmp_path / "env").install_all()
-
-
-@pytest.fixture
-def cache(tmp_path: Path) -> Path:
-    return tmp_path / "cache"
 
 
 def interpreter(root: Path) -> Path:
@@ -58,41 +55,33 @@ def test_what_is_named_but_not_there_is_refused(tmp_path: Path, monkeypatch: pyt
         find_python(SglangConfig(), tmp_path)
 
 
-@pytest.mark.slow
-def test_an_answer_is_kept_until_the_installation_changes(environment: FakeEnvironment, cache: Path) -> None:
-    first = probe(environment.python, cache=cache)
-    assert probe(environment.python, cache=cache) == first
+def test_an_answer_is_kept_until_the_installation_changes(
+    environment: FakeEnvironment, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert remember([str(environment.python)]) == 0  # as at the end of an installation
+    assert capsys.readouterr().out == "SGLang 0.5.23 (CPU, torch 2.13.0), sglang-router 0.3.2\n"
+    first = probe(environment.python)
     assert environment.imports == 1
     environment.install("sglang", "0.5.24", {})
-    assert probe(environment.python, cache=cache).sglang == "0.5.24"
+    assert probe(environment.python).sglang == "0.5.24"
     assert environment.imports == 2
-    for file in cache.iterdir():
+    for file in (tmp_path / "home").rglob("*.json"):
         file.write_text("{")  # a broken answer is asked anew
-    assert probe(environment.python, cache=cache).server_options == first.server_options
+    assert probe(environment.python).server_options == first.server_options
     assert environment.imports == 3
-
-
-def test_an_installation_is_queried_once_at_its_end(
-    environment: FakeEnvironment, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
-    assert remember([str(environment.python)]) == 0
-    assert capsys.readouterr().out == "SGLang 0.5.23 (CPU, torch 2.13.0), sglang-router 0.3.2\n"
-    probe(environment.python)
-    assert environment.imports == 1
-    environment.install("sglang", "0.5.24", {"sglang/srt/server_args.py": "import nothing_of_the_kind"})
+    environment.install("sglang", "0.5.25", {"sglang/srt/server_args.py": "import nothing_of_the_kind"})
     assert remember([str(environment.python)]) == 1
     words = "does not import: ModuleNotFoundError: No module named 'nothing_of_the_kind'; make it again with"
     assert words in capsys.readouterr().err
 
 
-def test_a_missing_sglang_names_the_cure(tmp_path: Path, cache: Path) -> None:
+def test_a_missing_sglang_names_the_cure(tmp_path: Path) -> None:
     empty = FakeEnvironment(tmp_path / "empty")
     with pytest.raises(EnvironmentMissing, match=r"SGLang is not installed in .*; run `make sglang-env`"):
-        probe(empty.python, cache=cache)
+        probe(empty.python)
     with pytest.raises(EnvironmentMissing, match=r"cannot be run .*make sglang-env"):
-        probe(tmp_path / "absent", cache=cache)
-    assert probe(empty.python, ("router",), cache=cache).router is None
+        probe(tmp_path / "absent")
+    assert probe(empty.python, ("router",)).router is None
 
 
 def run(environment: FakeEnvironment, code: str) -> str:
