@@ -19,7 +19,6 @@ from safetensors.torch import load_file, save_file
 from models.engines.client import EngineClient
 from models.engines.embedded.model_spec import ModelSpec
 from models.engines.embedded.stepper import Stepper
-from models.engines.embedded.transformer import LiveWeights
 from models.engines.protocol import VersionSpan
 from models.engines.serve import EngineServer
 from models.engines.streamed import PartialOutputs
@@ -133,13 +132,6 @@ async def test_a_crash_of_the_engine_answers_everything_and_is_reported(
 
 
 Checkpoints = Callable[..., Path]
-CPU = torch.device("cpu")
-
-
-def live(path: Path) -> LiveWeights:
-    weights = LiveWeights(ModelSpec.read(path), CPU, torch.float32)
-    weights.load(path)
-    return weights
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "qwen2", "llama"])
@@ -147,7 +139,7 @@ def test_names_and_checksums_are_those_of_the_checkpoint(checkpoints: Checkpoint
     path = checkpoints(architecture=architecture, tie_word_embeddings=False)
     tensors = load_file(path / "model.safetensors")
     expected = {name: xxhash.xxh3_64_hexdigest(tensor.numpy().tobytes()) for name, tensor in tensors.items()}
-    assert live(path).checksums() == expected
+    assert Bench(path).engine._weights.checksums() == expected
 
 
 NORM = "model.norm.weight"
