@@ -400,6 +400,8 @@ def test_buckets_are_the_file_end_to_end_and_aligned(tensors: list[tuple[str, tu
 
 WRITER_PROGRAM = """
 import sys, torch, msgspec
+from pathlib import Path
+from models.weights.shared_memory_writer import SlotWriter
 writer = SlotWriter(Path(sys.argv[1]), Path(sys.argv[2]))
 specs = [item.spec for item in writer.layout.tensors]
 for version in range(1, int(sys.argv[3]) + 1):
@@ -513,6 +515,7 @@ def test_a_dead_owners_directory_is_taken_over_and_emptied(tmp_path: Path) -> No
 
 SWEEPER = """
 import sys
+from pathlib import Path
 from models.weights.slot_directory import remove_stale
 print("ready", flush=True)
 while True:
@@ -536,6 +539,7 @@ def test_a_restarted_owner_gets_its_directory_while_other_runs_start(tmp_path: P
                     (slots / f"slot-{name}").mkdir()
                 (slots / slot_directory.OWNER_FILE).write_text(str(dead.pid))
                 os.close(lease._lock)
+            assert sweeper.poll() is None
         finally:
             sweeper.kill()
 
