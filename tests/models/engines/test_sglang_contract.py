@@ -129,7 +129,7 @@ async def test_an_abort_of_a_retracted_request_that_does_not_stream_loses_tokens
 
 async def test_a_lost_connection_ends_a_request(real: Target) -> None:
     for partial in (PartialOutputs(), None):
-        task = send(real, ask([1, 2, 3], max_new_tokens=1000), partial)
+        task = asyncio.ensure_future(real.client.generate(ask([1, 2, 3], max_new_tokens=1000), partial=partial))
         await generating(real.client, tokens=20)
         await real.client.pause("in_place")
         task.cancel()
