@@ -23,7 +23,7 @@ from models.engines.launch.environment import Installed, probe
 from models.engines.protocol import EXPECTED_SGLANG
 from models.engines.serve import EngineServer
 from models.tiny import make_tiny_checkpoint
-from tests.models.engines.harness import EMBEDDED, SIMULATED, Capabilities, Target
+from tests.models.engines.harness import EMBEDDED, SIMULATED, Capabilities, Checkpoints, Target
 from tests.models.engines.launch.fake_environment import FakeEnvironment
 from tests.other_programs import served_app
 from tests.sglang_server import CONTEXT, ON_SGLANG, RealServer
@@ -36,7 +36,7 @@ def one_thread() -> None:
 
 
 @pytest.fixture(scope="session")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
     """Tiny checkpoints by their arguments, made once."""
     root = tmp_path_factory.mktemp("checkpoints")
 

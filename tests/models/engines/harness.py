@@ -26,6 +26,8 @@ from models.engines.simulated.responses import simulated_tokens
 from models.engines.streamed import PartialOutputs
 from models.engines.text import TextCodec
 
+Checkpoints = Callable[..., Path]  # tiny ones by their arguments
+
 
 @dataclass(frozen=True)
 class Capabilities:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,9 +17,7 @@ from models.engines.core import Completion
 from models.engines.embedded import batch as prefill
 from models.engines.embedded.batch import SamplingBatch, draw
 from models.engines.noise import mix, mixed_uniforms, sample_seed, uniform, uniforms
-from tests.models.engines.harness import Bench, one_completion
-
-Checkpoints = Callable[..., Path]
+from tests.models.engines.harness import Bench, Checkpoints, one_completion
 
 
 @pytest.fixture

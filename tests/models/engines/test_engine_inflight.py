@@ -29,7 +29,7 @@ from models.engines.streamed import PartialOutputs
 from models.errors import EngineRefused, WeightsRefused
 from tests.models.engines.conftest import on_sglang, opened
 from tests.models.engines.forward_reference import by_one, by_spans
-from tests.models.engines.harness import Bench, Target, ask, generating, simulated_token, until
+from tests.models.engines.harness import Bench, Checkpoints, Target, ask, generating, simulated_token, until
 
 TOLERANCE = 1e-5
 APART = 1e-3  # what two versions differ by, at the least, in most tokens
@@ -201,12 +201,12 @@ async def started(path: Path) -> AsyncIterator[Bench]:
 
 
 @pytest.fixture
-async def embedded(checkpoints: Any) -> AsyncIterator[EmbeddedEngine]:
+async def embedded(checkpoints: Checkpoints) -> AsyncIterator[EmbeddedEngine]:
     async with started(checkpoints()) as bench:
         yield bench.engine
 
 
-async def test_prepared_weights_are_taken_without_a_load(checkpoints: Any, loads: list[str]) -> None:
+async def test_prepared_weights_are_taken_without_a_load(checkpoints: Checkpoints, loads: list[str]) -> None:
     """And all of them: the engine then has the checksums, and the log-probs, of one that began with them."""
     other = str(checkpoints(seed=1))
     fresh = Bench(Path(other))
@@ -238,7 +238,7 @@ async def test_prepared_weights_are_taken_without_a_load(checkpoints: Any, loads
 
 @pytest.mark.parametrize("update", [("path", "w3"), ("other", "w2")])
 async def test_only_the_prepared_version_is_taken(
-    update: tuple[str, str], checkpoints: Any, loads: list[str], embedded: EmbeddedEngine
+    update: tuple[str, str], checkpoints: Checkpoints, loads: list[str], embedded: EmbeddedEngine
 ) -> None:
     paths = {"path": str(checkpoints(seed=1)), "other": str(checkpoints())}
     await embedded.prepare_weights(paths["path"], "w2")
@@ -251,7 +251,7 @@ async def test_only_the_prepared_version_is_taken(
 
 
 async def test_without_room_or_work_to_keep_up_nothing_is_prepared(
-    checkpoints: Any, embedded: EmbeddedEngine, loads: list[str], monkeypatch: pytest.MonkeyPatch
+    checkpoints: Checkpoints, embedded: EmbeddedEngine, loads: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = str(checkpoints(seed=1))
     with monkeypatch.context() as patch:
@@ -272,7 +272,7 @@ async def test_without_room_or_work_to_keep_up_nothing_is_prepared(
 
 
 async def test_weights_that_do_not_fit_are_refused_while_the_engine_goes_on(
-    checkpoints: Any, embedded: EmbeddedEngine, tmp_path: Path
+    checkpoints: Checkpoints, embedded: EmbeddedEngine, tmp_path: Path
 ) -> None:
     await embedded.prepare_weights(str(checkpoints(seed=1)), "w2")
     with pytest.raises(WeightsRefused, match="model_path"):
@@ -352,7 +352,7 @@ async def test_what_lacks_memory_does_not_generate_and_loads_nothing(target: Tar
     assert "sglang:memory_releases_total 2" in metrics
 
 
-async def test_the_embedded_engine_frees_what_it_gives_back(checkpoints: Any) -> None:
+async def test_the_embedded_engine_frees_what_it_gives_back(checkpoints: Checkpoints) -> None:
     path = checkpoints(tie_word_embeddings=False)
     async with started(path) as bench:
         engine = bench.engine

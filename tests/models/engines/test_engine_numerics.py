@@ -20,10 +20,9 @@ from models.engines.protocol import PauseMode
 from models.engines.simulated.responses import simulated_scores
 from models.engines.simulated.schedule import Schedule
 from tests.models.engines.forward_reference import by_one, model_of
-from tests.models.engines.harness import EMBEDDED, Bench, one_completion, variant
+from tests.models.engines.harness import EMBEDDED, Bench, Checkpoints, one_completion, variant
 
 TOLERANCE = 1e-5
-Checkpoints = Callable[..., Path]
 
 
 def off(path: Path, completion: Completion) -> float:

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,7 +23,7 @@ from models.engines.protocol import VersionSpan
 from models.engines.serve import EngineServer
 from models.engines.streamed import PartialOutputs
 from models.errors import EngineError, EngineStartError, EngineUnreachable, WeightsRefused
-from tests.models.engines.harness import EMBEDDED, SIMULATED, Bench, ask, streamed, variant
+from tests.models.engines.harness import EMBEDDED, SIMULATED, Bench, Checkpoints, ask, streamed, variant
 
 ARGUMENTS = ["-m", "models.engines.serve", "--engine", "simulated", "--model-path", "none"]
 
@@ -109,7 +109,7 @@ async def test_a_port_in_use_is_one_clear_error() -> None:
 
 
 async def test_a_crash_of_the_engine_answers_everything_and_is_reported(
-    checkpoints: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(self: Stepper) -> None:
         raise RuntimeError("no memory left")
@@ -129,9 +129,6 @@ async def test_a_crash_of_the_engine_answers_everything_and_is_reported(
 
 
 # Reading checkpoints: what is accepted, what is refused with which words, and that a refusal changes nothing.
-
-
-Checkpoints = Callable[..., Path]
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "qwen2", "llama"])
