@@ -7,7 +7,7 @@ For in_place, where versions share a KV cache, so do the models of the reference
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -314,37 +314,38 @@ async def test_the_turn_of_a_colocated_trainer(target: Target) -> None:
     assert again.output_ids == after.output_ids or not target.can.seeds
 
 
+async def refused(call: Awaitable[object], words: str) -> None:
+    with pytest.raises(EngineRefused, match=words):
+        await call
+
+
 async def test_what_lacks_memory_does_not_generate_and_loads_nothing(target: Target) -> None:
     if not target.can.refuses_bad_ids:
         pytest.skip("SGLang refuses none of it: without the memory saver nothing is away")
     client, update = target.client, UpdateClient(target.client)
-    with pytest.raises(EngineRefused, match="while generation is not paused; call /pause_generation with mode abort"):
-        await update.release_memory()
+    words = "while generation is not paused; call /pause_generation with mode abort"
+    await refused(update.release_memory(), words)
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(client.generate(ask([1, 2], max_new_tokens=900)))
         await generating(client)
         await client.pause("in_place")
-        with pytest.raises(EngineRefused, match="1 requests are running"):
-            await update.release_memory()
+        await refused(update.release_memory(), "1 requests are running")
         await client.abort()
         await running
     await update.release_memory(("weights",))
     for _ in range(2):  # only what is news counts
         await update.release_memory(("kv_cache", "weights"))
-    with pytest.raises(EngineRefused, match="without the memory of kv_cache, weights"):
-        await client.resume()
-    with pytest.raises(EngineRefused, match="resume_memory_occupation with the tag weights first"):
-        await client.update_weights_from_disk(target.other, "w2")
-    with pytest.raises(EngineRefused, match="load weights first"):
-        await client.weights_checker()
+    await refused(client.resume(), "without the memory of kv_cache, weights")
+    load = client.update_weights_from_disk
+    await refused(load(target.other, "w2"), "resume_memory_occupation with the tag weights first")
+    await refused(client.weights_checker(), "load weights first")
     await update.resume_memory(("weights",))
     await update.resume_memory(("cuda_graph",))
-    with pytest.raises(EngineRefused, match="without the memory of kv_cache"):
-        await client.resume()
-    await update.resume_memory()
-    with pytest.raises(EngineRefused, match="the weights' memory was released; load weights first"):
-        await client.resume()
-    await client.update_weights_from_disk(target.other, "w2")
+    await refused(client.resume(), "without the memory of kv_cache")
+    for _ in range(2):
+        await update.resume_memory()
+    await refused(client.resume(), "the weights' memory was released; load weights first")
+    await load(target.other, "w2")
     await client.resume()
     [output] = await client.generate(ask([1, 2]))
     assert output.version_spans == [VersionSpan("w2", 0, 8)]
