@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from models.engines.client import EngineClient, UpdateClient
+from models.engines.core import MemoryAccount
 from models.engines.embedded.engine import EmbeddedEngine
 from models.engines.embedded.transformer import LiveWeights
 from models.engines.noise import sample_seed
@@ -351,6 +352,14 @@ async def test_what_lacks_memory_does_not_generate_and_loads_nothing(target: Tar
     assert output.version_spans == [VersionSpan("w2", 0, 8)]
     metrics = (await client.call("GET", "/metrics", None, 5.0)).decode()
     assert "sglang:memory_releases_total 2" in metrics
+
+
+def test_only_what_is_news_counts() -> None:
+    account = MemoryAccount()
+    assert account.release(("weights", "kv_cache"), paused=True, running=0) == {"weights", "kv_cache"}
+    assert account.release(("weights",), paused=True, running=0) == frozenset()
+    assert account.resume(("weights", "cuda_graph")) == {"weights"}
+    assert account.resume(("weights", "kv_cache")) == {"kv_cache"}
 
 
 async def test_the_embedded_engine_frees_what_it_gives_back(checkpoints: Checkpoints) -> None:
