@@ -30,7 +30,7 @@ arXiv:2507.18071, CISPO arXiv:2506.13585, PPO arXiv:1707.06347, GAE arXiv:1506.0
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
 import numpy as np
@@ -205,10 +205,7 @@ def batch_advantages(
     if not config.normalize_advantages:
         return found
     white = whiten([one.advantages for one in found], [episode.mask for episode in episodes])
-    return [
-        TokenAdvantages(values, one.returns, one.reward_kl, one.reverse_kl)
-        for values, one in zip(white, found, strict=True)
-    ]
+    return [replace(one, advantages=values) for one, values in zip(found, white, strict=True)]
 
 
 def estimated(config: AlgorithmConfig, episode: Episode) -> TokenAdvantages:
@@ -264,7 +261,7 @@ def _distilled(one: TokenAdvantages, episode: Episode, opd_kl_coef: float | None
         _needed(episode.teacher, "opd_kl_coef", "log-probs of the teacher"),
         episode.mask,
     )
-    return TokenAdvantages(minus(one.advantages, opd_kl_coef, reverse_kl), one.returns, one.reward_kl, reverse_kl)
+    return replace(one, advantages=minus(one.advantages, opd_kl_coef, reverse_kl), reverse_kl=reverse_kl)
 
 
 def _needed(array: FloatArray | None, key: str, what: str) -> FloatArray:

@@ -12,6 +12,7 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 from aiohttp import web
+from aiohttp.typedefs import Handler
 from msgspec import Struct
 
 from models.engines import protocol
@@ -25,6 +26,17 @@ _TENSOR_ROUTES: Final = ("update_weights_from_tensor", "update_weights_from_dist
 def send(payload: Struct | Mapping[str, Any], status: int = 200) -> web.Response:
     """A JSON answer."""
     return web.Response(body=msgspec.json.encode(payload), status=status, content_type="application/json")
+
+
+@web.middleware
+async def refusals(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """The answers to what an engine or a route refuses."""
+    try:
+        return await handler(request)
+    except RequestRefused as error:
+        return send({"error": protocol.ErrorDetail(error.message) if error.shaped else error.message}, error.status)
+    except WeightsRefused as error:
+        return send(protocol.UpdateAnswer(success=False, message=str(error)), status=400)
 
 
 class ControlRoutes:
@@ -80,41 +92,35 @@ class ControlRoutes:
     async def _prepare(self, http: web.Request) -> web.Response:
         request = await _body(http, protocol.UpdateWeightsRequest)
         async with self._updating:
-            try:
-                await self._core.prepare_weights(request.model_path, request.weight_version)
-            except WeightsRefused as error:
-                return send(protocol.UpdateAnswer(success=False, message=str(error)), status=400)
+            await self._core.prepare_weights(request.model_path, request.weight_version)
         return send(protocol.UpdateAnswer(success=True))
 
     async def _update_from_disk(self, http: web.Request) -> web.Response:
         request = await _body(http, protocol.UpdateWeightsRequest)
         async with self._updating:
             waiting = len(self._live()) if self._core.paused else 0
-            try:
-                await self._core.update_weights(request.model_path, request.weight_version, request.abort_all_requests)
-            except WeightsRefused as error:
-                return send(protocol.UpdateAnswer(success=False, message=str(error)), status=400)
+            await self._core.update_weights(request.model_path, request.weight_version, request.abort_all_requests)
             self.model_path = request.model_path
         message = "Succeeded to update model weights."
         return send(protocol.UpdateAnswer(success=True, message=message, num_paused_requests=waiting))
 
     async def _begin(self, http: web.Request) -> web.Response:
         if self._bracket:
-            return _bracket_refusal("begin_weight_update was called already; call end_weight_update() first")
+            raise WeightsRefused("begin_weight_update was called already; call end_weight_update() first")
         self._bracket = True
         return send(protocol.UpdateAnswer(success=True, message="Weight update begun."))
 
     async def _end(self, http: web.Request) -> web.Response:
         if not self._bracket:
-            return _bracket_refusal("end_weight_update must follow begin_weight_update()")
+            raise WeightsRefused("end_weight_update must follow begin_weight_update()")
         self._bracket = False
         return send(protocol.UpdateAnswer(success=True, message="Weight update ended."))
 
     async def _tensor_route(self, http: web.Request) -> web.Response:
         name = http.path.strip("/")
         if not self._bracket:
-            return _bracket_refusal(f"{name} must run between begin_weight_update() and end_weight_update()")
-        return _bracket_refusal(f"{name} is not served by this engine; use update_weights_from_disk")
+            raise WeightsRefused(f"{name} must run between begin_weight_update() and end_weight_update()")
+        raise WeightsRefused(f"{name} is not served by this engine; use update_weights_from_disk")
 
     async def _update_version(self, http: web.Request) -> web.Response:
         request = await _body(http, protocol.UpdateVersionRequest)
@@ -138,10 +144,6 @@ class ControlRoutes:
         async with self._updating:
             await self._core.resume_memory((await _body(http, MemoryRequest)).wanted)
         return web.Response()
-
-
-def _bracket_refusal(message: str) -> web.Response:
-    return send(protocol.UpdateAnswer(success=False, message=message), status=400)
 
 
 async def _body(http: web.Request, kind: type[T]) -> T:

@@ -250,20 +250,6 @@ def nowhere(completions: Sequence[Completion]) -> None:
     """Deliveries before the start: there are none."""
 
 
-def load_of(facts: EngineFacts, totals: Totals, *, running: int, waiting: int, used_tokens: int) -> Load:
-    """The load that an engine reports."""
-    return Load(
-        num_running_reqs=running,
-        num_waiting_reqs=waiting,
-        num_used_tokens=used_tokens,
-        max_total_num_tokens=facts.kv_tokens,
-        max_running_requests=facts.slots,
-        token_usage=used_tokens / facts.kv_tokens,
-        cache_hit_rate=totals.cache_hit_rate,
-        busy_s=totals.busy_s,
-    )
-
-
 class EngineCore(Protocol):
     """An engine without its HTTP front. Every coroutine waits until the engine has done its work."""
 

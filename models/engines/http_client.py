@@ -118,15 +118,12 @@ class HttpClient:
             error = partial.take(event)
         except (StreamBroken, *UNDECODABLE) as broken:
             raise errors.EngineProtocolError(self.base_url, f"{path} streamed {event[:200]!r}: {broken}") from broken
-        if error is not None:
-            raise self._streamed_error(path, error)
-
-    def _streamed_error(self, path: str, error: ErrorDetail | str) -> errors.EngineError:
-        code = error.code if isinstance(error, ErrorDetail) else None
-        words = error_words(error)
+        if error is None:
+            return
+        code, words = error.code if isinstance(error, ErrorDetail) else None, error_words(error)
         if isinstance(code, int) and 400 <= code < 500:
-            return errors.EngineRefused(self.base_url, code, words)
-        return errors.EngineUnreachable(self.base_url, f"{path} streamed the error {code or ''}: {words}")
+            raise errors.EngineRefused(self.base_url, code, words)
+        raise errors.EngineUnreachable(self.base_url, f"{path} streamed the error {code or ''}: {words}")
 
     @asynccontextmanager
     async def _answer(

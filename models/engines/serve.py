@@ -112,7 +112,7 @@ class EngineServer:
         try:
             await self._listen(app)
         except BaseException:
-            await self._close()
+            await self.__aexit__()
             raise
         return self
 
@@ -127,9 +127,6 @@ class EngineServer:
             raise _port_error(self.host, self.port, error) from error
         self.url = f"http://{self.host}:{self._runner.addresses[0][1]}"
 
-    async def __aexit__(self, *_: object) -> None:
-        await self._close()
-
     async def wait(self) -> None:
         """Wait for the engine's end; unblocked by `end` or by its crash, which raises `EngineError`."""
         assert self._ended is not None, "wait() needs a server that has been entered"
@@ -140,7 +137,7 @@ class EngineServer:
         if self._ended is not None and not self._ended.done():
             self._ended.set_result(None)
 
-    async def _close(self) -> None:
+    async def __aexit__(self, *_: object) -> None:
         """The engine ends first: it answers open requests as aborted before the connections close."""
         if self.core is not None:
             await self.core.stop()

@@ -21,11 +21,11 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from models.engines import text
-from models.engines.control import ControlRoutes, send
+from models.engines.control import ControlRoutes, refusals, send
 from models.engines.core import Completion, EngineCore
 from models.engines.intake import Intake
 from models.engines.noise import mix
-from models.engines.protocol import EXPECTED_SGLANG, ErrorDetail, GenerateRequest, Load, Loads, ModelInfo, ServerInfo
+from models.engines.protocol import EXPECTED_SGLANG, GenerateRequest, Load, Loads, ModelInfo, ServerInfo
 from models.engines.text import TextCodec
 from models.engines.token import OPEN_ROUTES, Token
 from models.errors import RequestRefused
@@ -55,8 +55,7 @@ class EngineApp:
         self._core, self._codec = core, codec
         self._stream_interval, self._incremental = stream_interval, incremental
         self._faults, self._token = faults, token
-        self._seeds = _seeds(seed)
-        self._intake = Intake(core.facts, codec, lambda: next(self._seeds), stream_interval)
+        self._intake = Intake(core.facts, codec, _seeds(seed).__next__, stream_interval)
         self._open: dict[int, tuple[Completion, text.Reply]] = {}
         self._control = ControlRoutes(core, self.live)
         self._encoder = msgspec.json.Encoder()
@@ -79,7 +78,7 @@ class EngineApp:
 
     def application(self) -> web.Application:
         """The aiohttp application with all routes."""
-        app = web.Application(client_max_size=_MAX_BODY, middlewares=[_refusals, self._authorized])
+        app = web.Application(client_max_size=_MAX_BODY, middlewares=[refusals, self._authorized])
         get = {
             "/health": self._health,
             "/health_generate": self._health,
@@ -249,14 +248,6 @@ def disturbed(handler: Handler, plan: FaultPlan) -> Handler:
         return response
 
     return handle
-
-
-@web.middleware
-async def _refusals(request: web.Request, handler: Handler) -> web.StreamResponse:
-    try:
-        return await handler(request)
-    except RequestRefused as error:
-        return send({"error": ErrorDetail(error.message) if error.shaped else error.message}, error.status)
 
 
 def _seeds(seed: int) -> Iterator[int]:

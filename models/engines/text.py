@@ -220,24 +220,11 @@ def _meta(c: Completion, ids: list[int], label: str, log_probs: bool, finished: 
 def _texts(completions: Sequence[Completion], codec: TextCodec) -> list[str]:
     """Text without what ended it (unless the request keeps it): a stop token's ids stay in `output_ids`, and so do the
     tokens of a stop string."""
-    if not completions:
-        return []
-    rows = [_visible(completion) for completion in completions]
+    ends = [c.finish.matched if c.finish is not None and c.trim_stop else None for c in completions]
+    rows = [c.output_ids[: -1 if isinstance(end, int) else None] for c, end in zip(completions, ends, strict=True)]
     skip = {completion.skip_special for completion in completions}
     if len(skip) == 1:
         texts = codec.decode_many(rows, skip.pop())
     else:
         texts = [codec.decode(row, c.skip_special) for row, c in zip(rows, completions, strict=True)]
-    return [_trim(c, text) for c, text in zip(completions, texts, strict=True)]
-
-
-def _visible(c: Completion) -> list[int]:
-    matched = c.finish.matched if c.finish is not None else None
-    return c.output_ids[:-1] if isinstance(matched, int) and c.trim_stop else c.output_ids
-
-
-def _trim(c: Completion, text: str) -> str:
-    matched = c.finish.matched if c.finish is not None else None
-    if not isinstance(matched, str) or not c.trim_stop or find_stop(text, [matched]) is None:
-        return text
-    return text[: text.find(matched)]
+    return [text.partition(end)[0] if isinstance(end, str) else text for text, end in zip(texts, ends, strict=True)]

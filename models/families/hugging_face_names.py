@@ -12,7 +12,7 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 import torch
@@ -161,23 +161,16 @@ def expand(rules: Sequence[Rule], *, moe_layers: Sequence[bool], experts: int) -
         yield _weight(rule, None, None)
     for layer, moe in enumerate(moe_layers):
         for rule in rules[first : last + 1]:
-            if rule.layers not in ("all", "moe" if moe else "dense"):
-                continue
-            if rule.expert:
-                for expert in range(experts):
+            if rule.layers in ("all", "moe" if moe else "dense"):
+                for expert in range(experts) if rule.expert else (None,):
                     yield _weight(rule, layer, expert)
-            else:
-                yield _weight(rule, layer, None)
     for rule in rules[last + 1 :]:
         yield _weight(rule, None, None)
 
 
 def _weight(rule: Rule, layer: int | None, expert: int | None) -> Weight:
     def filled(pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
-        return tuple(
-            Piece(piece.name.format(layer=layer, expert=expert), piece.part, piece.of, piece.stacked)
-            for piece in pieces
-        )
+        return tuple(replace(piece, name=piece.name.format(layer=layer, expert=expert)) for piece in pieces)
 
     return Weight(
         rule=rule,

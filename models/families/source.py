@@ -96,20 +96,17 @@ class CheckpointTensors:
         if dimension is not None:
             span = spans[dimension]
             spans[dimension] = _span(span.start, span.stop, index, parts, piece.name)
-        found: Tensor = view[(*leading, *spans)]
-        return found
+        return view[(*leading, *spans)]
 
     def rows(self, name: str, first: int, last: int) -> Tensor:
         """Rows `first` up to `last`, as far as there are."""
         view = self.slice(name)
         size = view.get_shape()[0]
-        found: Tensor = view[min(first, size) : max(min(last, size), min(first, size))]
-        return found
+        return view[min(first, size) : max(min(last, size), min(first, size))]
 
     def whole(self, name: str) -> Tensor:
         """All of a tensor."""
-        found: Tensor = self._file_of(name).get_tensor(name)
-        return found
+        return self._file_of(name).get_tensor(name)
 
     def slice(self, name: str) -> Any:
         """The view of a tensor; safetensors reads rows at their first use."""

@@ -28,12 +28,13 @@ from typing import Final, TypeVar
 import torch
 
 from configs.schema.rollout import EngineConfig
-from models.engines.core import Completion, Deliver, EngineFacts, MemoryAccount, MemoryTag, Totals, load_of, nowhere
+from models.engines.core import Completion, Deliver, EngineFacts, MemoryAccount, MemoryTag, nowhere
 from models.engines.embedded.kv_cache import KVCache, SlotTable
 from models.engines.embedded.model_spec import ModelSpec
 from models.engines.embedded.stepper import Stepper
 from models.engines.embedded.transformer import LiveWeights, Transformer
 from models.engines.protocol import DEFAULT_LABEL, Load, PauseMode
+from models.engines.scheduled import ScheduledEngine
 from models.engines.text import TextCodec
 from models.errors import EngineServerError, EngineStartError, WeightsRefused
 
@@ -45,7 +46,7 @@ _CPU_SHARE: Final = 0.5  # of physical memory that the KV cache may take, touche
 _CUDA_SHARE: Final = 0.8  # of the memory that is free after the weights
 
 
-class EmbeddedEngine:
+class EmbeddedEngine(ScheduledEngine):
     """Serves one Hugging Face checkpoint. Construction loads it and allocates the KV cache."""
 
     def __init__(
@@ -59,7 +60,8 @@ class EmbeddedEngine:
     ) -> None:
         directory = Path(model_path)
         spec = ModelSpec.read(directory)
-        device, dtype = _device(config), _dtype(config)
+        device = _device(config.engine_device)
+        dtype = _dtype(config, device)
         codec = codec or TextCodec.load(directory)
         self._weights = LiveWeights(spec, device, dtype)
         try:
@@ -74,7 +76,7 @@ class EmbeddedEngine:
         self._transformer = Transformer(spec, self._weights, length)
         self._prepared: tuple[str, str | None, Transformer] | None = None  # path, label, what computes with them
         self.stepper = Stepper(self._transformer, self._cache, table, codec, label)
-        self._facts = EngineFacts(
+        facts = EngineFacts(
             engine="embedded",
             model_path=model_path,
             model_type=spec.model_type,
@@ -87,7 +89,8 @@ class EmbeddedEngine:
             dtype=str(dtype).removeprefix("torch."),
             eos_ids=spec.eos_ids | ({codec.eos_id} if codec.eos_id is not None else frozenset()),
         )
-        self._load = self._measure()
+        super().__init__(facts, self.stepper)
+        self._load = self.measure()
         self._wake = threading.Condition()
         self._commands: list[Callable[[], None]] = []
         self._after_drain: list[Callable[[], None]] = []
@@ -96,18 +99,6 @@ class EmbeddedEngine:
         self._deliver: Deliver = nowhere
         self._on_crash: Callable[[BaseException], None] = lambda error: None
         self._thread = threading.Thread(target=self._work, name="embedded-engine", daemon=True)
-
-    @property
-    def facts(self) -> EngineFacts:
-        return self._facts
-
-    @property
-    def label(self) -> str:
-        return self.stepper.label
-
-    @property
-    def paused(self) -> bool:
-        return self.stepper.paused
 
     def start(self, deliver: Deliver, on_crash: Callable[[BaseException], None]) -> None:
         self._deliver, self._on_crash = deliver, on_crash
@@ -159,7 +150,7 @@ class EmbeddedEngine:
         self._prepared = None
         if self.paused or self._memory.away or not self._weights.has_room():
             return
-        length = self._facts.context_length
+        length = self.facts.context_length
         self._prepared = path, label, await asyncio.to_thread(self._transformer.beside, Path(path), length)
 
     async def relabel(self, label: str) -> None:
@@ -189,9 +180,6 @@ class EmbeddedEngine:
         """As of the end of the last step; the stepper itself is the worker's alone."""
         return self._load
 
-    def totals(self) -> Totals:
-        return self.stepper.totals
-
     def _release(self, tags: Sequence[MemoryTag]) -> None:
         self._prepared = None
         news = self._memory.release(tags, paused=self.stepper.paused, running=self.stepper.running)
@@ -200,7 +188,7 @@ class EmbeddedEngine:
             self._cache.free()
         if "weights" in news:
             self._weights.free()
-        if self._facts.device.startswith("cuda"):
+        if self.facts.device.startswith("cuda"):
             torch.cuda.empty_cache()  # else the memory stays with this process
         self.stepper.totals.memory_releases = self._memory.releases
 
@@ -277,20 +265,10 @@ class EmbeddedEngine:
 
     def _hand_out(self) -> None:
         """Deliver what progressed, after the load that goes with it was noted."""
-        self._load = self._measure()
+        self._load = self.measure()
         progressed = self.stepper.take_progressed()
         if progressed:
             self._deliver(progressed)
-
-    def _measure(self) -> Load:
-        stepper = self.stepper
-        return load_of(
-            self._facts,
-            stepper.totals,
-            running=stepper.running,
-            waiting=stepper.waiting,
-            used_tokens=stepper.used_tokens,
-        )
 
     def _die(self, reason: str) -> None:
         with self._wake:
@@ -313,8 +291,7 @@ def _resolve(answer: Future[T], question: Callable[[], T]) -> None:
         answer.set_exception(error)
 
 
-def _device(config: EngineConfig) -> torch.device:
-    name = config.engine_device
+def _device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -326,9 +303,9 @@ def _device(config: EngineConfig) -> torch.device:
     return device
 
 
-def _dtype(config: EngineConfig) -> torch.dtype:
+def _dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
     if config.engine_dtype == "auto":
-        return torch.bfloat16 if _device(config).type == "cuda" else torch.float32
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
     return _DTYPES[config.engine_dtype]
 
 

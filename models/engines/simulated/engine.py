@@ -18,15 +18,16 @@ from pathlib import Path
 from typing import Any, Final
 
 from configs.schema.rollout import EngineConfig
-from models.engines.core import Completion, Deliver, EngineFacts, MemoryAccount, MemoryTag, Totals, load_of, nowhere
+from models.engines.core import Completion, Deliver, EngineFacts, MemoryAccount, MemoryTag, nowhere
 from models.engines.protocol import DEFAULT_LABEL, Load, PauseMode
+from models.engines.scheduled import ScheduledEngine
 from models.engines.simulated.schedule import Schedule
 from models.errors import EngineServerError
 
 _UNBOUNDED: Final = 1 << 20  # context length if neither the configuration nor a checkpoint bounds it, tokens
 
 
-class SimulatedEngine:
+class SimulatedEngine(ScheduledEngine):
     """Serves the latency model of `config.simulated`. Lives in the event loop that starts it."""
 
     def __init__(
@@ -35,9 +36,10 @@ class SimulatedEngine:
         simulated = config.simulated
         self._update_s = simulated.update_s * simulated.time_scale
         self.schedule = Schedule(simulated, config.engine_slots, config.prefix_cache, label, model_path)
-        checkpoint = _read_config(Path(model_path))
+        path = Path(model_path, "config.json")
+        checkpoint: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
         bound = max_context_len or int(checkpoint.get("max_position_embeddings", _UNBOUNDED))
-        self._facts = EngineFacts(
+        facts = EngineFacts(
             engine="simulated",
             model_path=model_path,
             model_type="simulated",
@@ -51,6 +53,7 @@ class SimulatedEngine:
             dtype="none",
             eos_ids=frozenset({simulated.vocab_size - 1}),
         )
+        super().__init__(facts, self.schedule)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._drained: list[asyncio.Future[None]] = []
@@ -58,18 +61,6 @@ class SimulatedEngine:
         self._memory = MemoryAccount()
         self._stopped = False
         self._deliver: Deliver = nowhere
-
-    @property
-    def facts(self) -> EngineFacts:
-        return self._facts
-
-    @property
-    def label(self) -> str:
-        return self.schedule.label
-
-    @property
-    def paused(self) -> bool:
-        return self.schedule.paused
 
     def start(self, deliver: Deliver, on_crash: Callable[[BaseException], None]) -> None:
         """Begin; there is no thread that could die, so `on_crash` is never called."""
@@ -152,17 +143,7 @@ class SimulatedEngine:
     def load(self) -> Load:
         self.schedule.advance(self._now)
         self._pump()
-        schedule = self.schedule
-        return load_of(
-            self._facts,
-            schedule.totals,
-            running=schedule.running,
-            waiting=schedule.waiting,
-            used_tokens=schedule.used_tokens,
-        )
-
-    def totals(self) -> Totals:
-        return self.schedule.totals
+        return self.measure()
 
     @property
     def _now(self) -> float:
@@ -196,9 +177,3 @@ class SimulatedEngine:
         times = [time for time in (self.schedule.next_event(), self.schedule.next_chunk()) if time is not None]
         if times:
             self._timer = self._loop.call_at(min(times), self._pump)
-
-
-def _read_config(directory: Path) -> dict[str, Any]:
-    path = directory / "config.json"
-    loaded: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
-    return loaded

@@ -169,8 +169,7 @@ class _Gather(torch.autograd.Function):  # type: ignore[misc]
 
 def spread(values: Tensor, own: Tensor, count: int, group: Any) -> Tensor:
     """Numbers of all `count` tokens, where each process of `group` has those at its `own` places; differentiable."""
-    every: Tensor = _Spread.apply(values, own, count, group)
-    return every
+    return _Spread.apply(values, own, count, group)
 
 
 class _Spread(torch.autograd.Function):  # type: ignore[misc]

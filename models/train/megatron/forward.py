@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,8 +21,7 @@ from models.train.dp_group import Float32Array
 from models.train.huggingface.scoring import spread
 from models.train.megatron.inputs import ModelInputs, RowForm, model_inputs
 from models.train.megatron.parameters import unwrap
-from models.train.step.micro_batches import MicroBatch, pack_rows
-from models.train.step.packing import Layout, Unit
+from models.train.step.micro_batches import MicroBatch, blank
 
 
 def hidden_states(chunk: Any, inputs: ModelInputs) -> Tensor:
@@ -34,7 +32,7 @@ def hidden_states(chunk: Any, inputs: ModelInputs) -> Tensor:
     model = unwrap(chunk)
     is_last, model.post_process = model.post_process, False  # a forward pass that ends with hidden states
     try:
-        hidden: Tensor = chunk(
+        return chunk(
             input_ids=inputs.input_ids,
             position_ids=inputs.position_ids,
             attention_mask=inputs.mask,
@@ -42,7 +40,6 @@ def hidden_states(chunk: Any, inputs: ModelInputs) -> Tensor:
         )
     finally:
         model.post_process = is_last
-    return hidden
 
 
 def _packed(inputs: ModelInputs) -> Any | None:
@@ -93,15 +90,15 @@ class TokenScorer:
         """The output matrix [width, H]."""
         model = self._model
         tied = model.share_embeddings_and_output_weights
-        weight: Tensor = model.shared_embedding_or_output_weight() if tied else model.output_layer.weight
-        return weight
+        return model.shared_embedding_or_output_weight() if tied else model.output_layer.weight
 
     def __call__(self, hidden: Tensor, inputs: ModelInputs, *, entropy: str = "none") -> tuple[Tensor, Tensor | None]:
         """Log-probs [N] and, unless `entropy` is "none", entropies [N] of the chosen tokens, in fp32.
 
         `entropy`: "value" without a graph, "graph" with one. Collective over the tensor and context ranks.
         """
-        _gather_parameters(self._model.output_layer)
+        for wait_for_parameters in self._model.output_layer._forward_pre_hooks.values():  # as a call of it would
+            wait_for_parameters(self._model.output_layer, ())
         chosen = chosen_hidden(self._model, hidden, inputs, partial_gradients=True)
         apart = inputs.own_temperatures
         log_probs, entropies = token_log_probs(
@@ -118,12 +115,6 @@ class TokenScorer:
             of_all_tokens(log_probs, inputs, group),
             None if entropies is None else of_all_tokens(entropies, inputs, group),
         )
-
-
-def _gather_parameters(layer: Any) -> None:
-    """What a call of the layer would wait for: parameters on their way from other processes."""
-    for hook in layer._forward_pre_hooks.values():
-        hook(layer, ())
 
 
 def of_all_tokens(values: Tensor, inputs: ModelInputs, group: Any) -> Tensor:
@@ -200,7 +191,9 @@ class Pipeline:
             return
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
-        given, filled = len(batches), self._filled_up(batches)
+        # Interleaved, the schedule takes a multiple of the stages.
+        missing = -len(batches) % self._stages if self._interleaved else 0
+        given, filled = len(batches), [*batches, *[blank()] * missing]
 
         def forward_step(numbered: Iterator[tuple[int, MicroBatch]], chunk: Any) -> tuple[Tensor, Callable[..., Any]]:
             number, batch = next(numbered)
@@ -229,15 +222,3 @@ class Pipeline:
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
         )
-
-    def _filled_up(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """As many micro-batches as the schedule takes: interleaved, a multiple of the stages."""
-        missing = -len(batches) % self._stages if self._interleaved else 0
-        return [*batches, *[_filler()] * missing]
-
-
-def _filler() -> MicroBatch:
-    """A micro-batch of one token that counts for nothing."""
-    ids, at = np.zeros(2, dtype=np.int32), np.array([1], dtype=np.int64)
-    layout = Layout(((Unit((0,), 0, 1),),), 1)
-    return MicroBatch(pack_rows(layout, [ids], [at]), layout, ())

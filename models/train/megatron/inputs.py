@@ -168,8 +168,7 @@ class RmsNorm(torch.nn.RMSNorm):  # type: ignore[misc]
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Squares are summed in fp32, as transformers does; the weight is multiplied in the precision of x."""
         if x.dtype == torch.float32:
-            exact: torch.Tensor = super().forward(x)
-            return exact
+            return super().forward(x)
         wide = x.float()
         normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
         return self.weight * normed.to(x.dtype)

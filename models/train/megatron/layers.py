@@ -177,8 +177,7 @@ def _normed_add(norm: str, layer: Any) -> Callable[[bool, bool], Callable[..., T
         def normed(output_and_bias: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
             output, bias = output_and_bias
             whole = output if bias is None else output + bias
-            added: Tensor = add((getattr(layer, norm)(whole), None), residual, dropout)
-            return added
+            return add((getattr(layer, norm)(whole), None), residual, dropout)
 
         return normed
 

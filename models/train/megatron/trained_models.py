@@ -36,7 +36,7 @@ from models.train.megatron.inputs import ModelInputs
 from models.train.megatron.options import split_options
 from models.train.model_set import UpdateResult
 from models.train.spec import TrainSpec, learning_rate
-from models.train.step.critic import ValueNumerator
+from models.train.step.critic import ValueHead, ValueNumerator
 from models.train.step.micro_batches import MicroBatch
 
 
@@ -234,29 +234,12 @@ class SwappedReference:
                     yield f"{number}.{name}", buffer
 
 
-class ValueHead(torch.nn.Module):  # type: ignore[misc]
-    """Values of hidden states, in fp32; in the place of a chunk's output layer."""
-
-    def __init__(self, hidden_size: int, *, seed: int, device: torch.device) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(seed)
-        # Small, so that the first values are near 0 whatever the scale of the hidden states.
-        weight = torch.empty((1, hidden_size), device="cpu").normal_(0.0, 1.0 / (hidden_size + 1), generator=generator)
-        self.weight = torch.nn.Parameter(weight.to(device))
-        self.bias = torch.nn.Parameter(torch.zeros(1, device=device))
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Values [N] of hidden states [N, H]."""
-        values: Tensor = torch.nn.functional.linear(hidden.float(), self.weight, self.bias).squeeze(-1)
-        return values
-
-
 def into_critic(chunks: Sequence[Any], *, seed: int, device: torch.device) -> None:
     """Make the chunks of a language model those of a critic, in place."""
     for chunk in chunks:
         chunk.share_embeddings_and_output_weights = False  # the embedding is no output layer any more
         if chunk.post_process:
-            chunk.output_layer = ValueHead(chunk.config.hidden_size, seed=seed, device=device)
+            chunk.output_layer = ValueHead(chunk.config.hidden_size, seed=seed).to(device)
 
 
 class MegatronCritic:

@@ -46,23 +46,33 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: flo
     return torch.maximum(free, held), (held > free) & (change.abs() > clip)
 
 
+class ValueHead(torch.nn.Linear):  # type: ignore[misc]
+    """Reads values from last hidden states, in fp32."""
+
+    def __init__(self, hidden_size: int, *, seed: int) -> None:
+        super().__init__(hidden_size, 1)
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            # Small, so that the first values are near 0 whatever the scale of the hidden states.
+            self.weight.normal_(0.0, 1.0 / (hidden_size + 1), generator=generator)
+            self.bias.zero_()
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Values [N] of hidden states [N, H]."""
+        return super().forward(hidden.float()).squeeze(-1)
+
+
 class ValueModel(torch.nn.Module):  # type: ignore[misc]
-    """A decoder and the head that reads a value from its last hidden states."""
+    """A decoder and its value head."""
 
     def __init__(self, decoder: torch.nn.Module, hidden_size: int, *, seed: int) -> None:
         super().__init__()
         self.decoder = decoder
-        self.value_head = torch.nn.Linear(hidden_size, 1)
-        generator = torch.Generator().manual_seed(seed)
-        with torch.no_grad():
-            # Small, so that the first values are near 0 whatever the scale of the hidden states.
-            self.value_head.weight.normal_(0.0, 1.0 / (hidden_size + 1), generator=generator)
-            self.value_head.bias.zero_()
+        self.value_head = ValueHead(hidden_size, seed=seed)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Values [N] of hidden states [N, H]."""
-        values: Tensor = self.value_head(hidden.float()).squeeze(-1)
-        return values
+        return self.value_head(hidden)
 
 
 class ValueNumerator:

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from models.train.step.examples import Example
-from models.train.step.packing import Layout, Packing, plan, units_of
+from models.train.step.packing import Layout, Packing, Unit, plan, units_of
 
 Int64Array = npt.NDArray[np.int64]
 Float32Array = npt.NDArray[np.float32]
@@ -218,14 +218,13 @@ def micro_batches(assigned: Sequence[Sequence[Layout]], examples: Sequence[Examp
         for layout in assigned[dp_rank]
     ]
     missing = max(len(layouts) for layouts in assigned) - len(own)
-    return own + [blank(examples)] * missing if missing else own
+    return own + [blank()] * missing
 
 
-def blank(examples: Sequence[Example]) -> MicroBatch:
-    """As little work as possible, on the ids of the shortest sequence."""
-    shortest = min(examples, key=lambda example: (example.input_length, example.key))
-    ids, at = shortest.tokens[:2], np.array([1], dtype=np.int64)
-    (layout,) = plan([ids], [1], Packing(max_tokens=1))
+def blank() -> MicroBatch:
+    """As little work as possible: one token, of an id that every vocabulary has."""
+    ids, at = np.zeros(2, dtype=np.int32), np.array([1], dtype=np.int64)
+    layout = Layout(((Unit((0,), 0, 1),),), 1)
     return MicroBatch(pack_rows(layout, [ids], [at]), layout, ())
 
 

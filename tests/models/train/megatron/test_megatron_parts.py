@@ -34,9 +34,9 @@ from models.train.megatron.processes import (
     parallel_sizes,
     shim_installed,
 )
-from models.train.megatron.trained_models import SwappedReference, ValueHead, check_optimizer
+from models.train.megatron.trained_models import SwappedReference, check_optimizer
 from models.train.spec import TrainSpec
-from models.train.step.critic import ValueModel
+from models.train.step.critic import ValueHead, ValueModel
 from models.train.step.micro_batches import PackedRows, pack_rows
 from models.train.step.packing import Layout, Unit
 
@@ -336,7 +336,7 @@ def test_a_reference_of_another_shape_is_refused() -> None:
 
 
 def test_the_value_head_begins_as_that_of_torch() -> None:
-    own = ValueHead(8, seed=3, device=torch.device("cpu"))
+    own = ValueHead(8, seed=3)
     other = ValueModel(torch.nn.Identity(), 8, seed=3).value_head
     assert torch.equal(own.weight, other.weight)
     hidden = torch.randn(4, 8)
