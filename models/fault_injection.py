@@ -79,15 +79,13 @@ class FaultPlan(Struct, frozen=True):
         """Draw and log a fault: the caller executes it."""
         fault = self.draw(key, attempt)
         if fault is not None:
-            self._note(InjectedFault(fault.stage, fault.kind, self.replica, key, attempt, time.time()))
+            note = InjectedFault(fault.stage, fault.kind, self.replica, key, attempt, time.time())
+            # One write that appends is whole, whichever process does it. On another host than the run's the directory
+            # may be missing: the fault happens anyway.
+            with contextlib.suppress(OSError), Path(self.file).open("ab", buffering=0) as file:
+                file.write(msgspec.json.encode(note) + b"\n")
             log.warning("%s: %s", self.replica, _said(fault, key, attempt))
         return fault
-
-    def _note(self, fault: InjectedFault) -> None:
-        """One write that appends is whole, whichever process does it. On another host than the run's the directory may
-        be missing: the fault happens anyway."""
-        with contextlib.suppress(OSError), Path(self.file).open("ab", buffering=0) as file:
-            file.write(msgspec.json.encode(fault) + b"\n")
 
 
 def _said(fault: FaultSpec, key: str, attempt: int) -> str:

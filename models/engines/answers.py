@@ -5,6 +5,7 @@ Invariant: no part of a refused answer is used. Every refusal names the value an
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Final
@@ -176,16 +177,21 @@ class RequestLimits(Struct):
     def check(self, request: GenerateRequest) -> None:
         """Raises ValueError for a request that must not be sent."""
         params = request.sampling_params
-        by_prompt = params if isinstance(params, list) else [params] * max(1, len(request.prompts))
-        for rule in by_prompt if isinstance(params, list) else by_prompt[:1]:
+        rules = params if isinstance(params, list) else [params]
+        for rule in rules:
             _check_numbers(rule)
         if isinstance(params, list) and request.input_ids is not None and len(params) != len(request.prompts):
             raise ValueError(
                 f"sampling_params has {len(params)} entries for {len(request.prompts)} prompts; send one each"
             )
-        for prompt, rule in zip(request.prompts, by_prompt, strict=False):
+        for prompt, rule in zip(request.prompts, itertools.cycle(rules), strict=False):
             self._check_ids(prompt)
-            self._check_length(len(prompt), rule.max_new_tokens)
+            limit, count, new = self.context_length, len(prompt), rule.max_new_tokens
+            if limit is not None and (count >= limit or count + (new or 0) > limit):
+                raise ValueError(
+                    f"input_ids has {count} tokens and max_new_tokens={new}, and the model's context length is "
+                    f"{limit}, of which the prompt must leave at least one; shorten one of them"
+                )
 
     def _check_ids(self, prompt: list[int]) -> None:
         if not prompt:
@@ -196,14 +202,6 @@ class RequestLimits(Struct):
             raise ValueError(
                 f"input_ids contains {bad}, outside the vocabulary of {size} tokens; "
                 "tokenize with the tokenizer of the served model"
-            )
-
-    def _check_length(self, prompt_tokens: int, max_new_tokens: int | None) -> None:
-        limit = self.context_length
-        if limit is not None and (prompt_tokens >= limit or prompt_tokens + (max_new_tokens or 0) > limit):
-            raise ValueError(
-                f"input_ids has {prompt_tokens} tokens and max_new_tokens={max_new_tokens}, and the model's "
-                f"context length is {limit}, of which the prompt must leave at least one; shorten one of them"
             )
 
 

@@ -118,20 +118,16 @@ class _Sample:
             self.parts = [(raw, total)]
         elif total != have:
             self.parts.append((raw, total))
-        if not self._is_certain(meta):
-            return
+        if meta.weight_versions is not None:
+            self.spans = meta.weight_versions
+        else:
+            self.foreign = self.foreign or meta.weight_version != self.label
+            if self.spans is not None or self.foreign:
+                return  # the versions of its tokens are not known
         if len(self.sure) + 1 == len(self.parts):
             self.sure.append(self.parts[-1])
         else:
             self.sure = self.parts[:]
-
-    def _is_certain(self, meta: _HeadMeta) -> bool:
-        """True if the versions of all tokens up to this chunk's last are known."""
-        if meta.weight_versions is not None:
-            self.spans = meta.weight_versions
-            return True
-        self.foreign = self.foreign or meta.weight_version != self.label
-        return self.spans is None and not self.foreign
 
     def news(self) -> list[LogprobEntry]:
         """The certain tokens since the last call. Each chunk is decoded once."""
@@ -162,16 +158,14 @@ class _Sample:
         """The whole response. If its label changed and the engine reports no spans, it counts as aborted at the end of
         its certain prefix: the caller continues from there."""
         if self.whole is None:
-            self.whole = self._finished(index, early_boundary)
+            cut = self.spans is None and self.foreign
+            output = _join(self.sure if cut else self.parts, self.last, index)
+            if cut:
+                reason = FinishReason(type="abort", message="the weights changed, and the engine reports no spans")
+                meta = msgspec.structs.replace(output.meta_info, finish_reason=reason)
+                output = msgspec.structs.replace(output, meta_info=meta)
+            self.whole = self._with_spans(output, early_boundary)
         return self.whole
-
-    def _finished(self, index: int, early_boundary: bool) -> GenerateOutput:
-        if self.spans is not None or not self.foreign:
-            return self._with_spans(_join(self.parts, self.last, index), early_boundary)
-        output = _join(self.sure, self.last, index)
-        reason = FinishReason(type="abort", message="the weights changed, and the engine reports no spans")
-        meta = msgspec.structs.replace(output.meta_info, finish_reason=reason)
-        return self._with_spans(msgspec.structs.replace(output, meta_info=meta), early_boundary)
 
     def _with_spans(self, output: GenerateOutput, early_boundary: bool) -> GenerateOutput:
         count = len(output.output_ids)

@@ -54,16 +54,13 @@ class Architecture:
         """All parameters, in the order of an export."""
         return expand(self.rules, moe_layers=self.moe_layers, experts=self.experts)
 
-    @property
-    def _derived(self) -> dict[str, str]:
-        """Tensors that old checkpoints store although others determine them."""
-        return {r".*\.rotary_emb\.inv_freq": ""} | ({r"lm_head\.weight": ""} if self.tied else {})
-
     def names_left_out(self, names: Iterable[str]) -> dict[str, list[str]]:
         """By reason, those of `names` that the model here leaves out."""
+        # Old checkpoints store tensors although others determine them.
+        patterns = {**self.left_out, r".*\.rotary_emb\.inv_freq": ""} | ({r"lm_head\.weight": ""} if self.tied else {})
         found: dict[str, list[str]] = {}
         for name in sorted(names):
-            for pattern, reason in {**self.left_out, **self._derived}.items():
+            for pattern, reason in patterns.items():
                 if re.fullmatch(pattern, name):
                     found.setdefault(reason, []).append(name)
                     break

@@ -62,7 +62,7 @@ class DistributedDpGroup(DpGroup):
         self._gloo = gloo
         self.processes: int = torch.distributed.get_world_size()
         mine = torch.tensor([dp_rank if is_mp_src_rank else -1])
-        dp_ranks = [int(one.item()) for one in _all_gather(mine, gloo)]  # by process; -1: not a source rank
+        dp_ranks = [int(one.item()) for one in all_gather(mine, gloo)]  # by process; -1: not a source rank
         if sorted(one for one in dp_ranks if one >= 0) != list(range(dp_size)):
             raise ValueError(
                 f"the processes hand in results of data-parallel ranks {dp_ranks}; each of {dp_size} needs one process"
@@ -116,18 +116,22 @@ def together(otherwise: Exception, group: Any | None = None) -> Iterator[None]:
 
 def gather_bytes(data: bytes, group: Any | None) -> list[bytes]:
     """Of all processes of a group on the CPU, by rank. Padded to the longest on the way; collective."""
-    lengths = [int(one.item()) for one in _all_gather(torch.tensor([len(data)]), group)]
+    lengths = [int(one.item()) for one in all_gather(torch.tensor([len(data)]), group)]
     padded = np.zeros(max(lengths), dtype=np.uint8)
     padded[: len(data)] = np.frombuffer(data, dtype=np.uint8)
     if not padded.size:
         return [b"" for _ in lengths]
-    parts = _all_gather(torch.from_numpy(padded), group)
+    parts = all_gather(torch.from_numpy(padded), group)
     return [part.numpy()[:size].tobytes() for part, size in zip(parts, lengths, strict=True)]
 
 
-def _all_gather(own: Tensor, group: Any | None) -> list[Tensor]:
-    """Called on the group itself: what a thread still writes goes on when the process has destroyed its groups."""
+def all_gather(own: Tensor, group: Any | None) -> list[Tensor]:
+    """The tensors of all processes of a group, by rank; collective.
+
+    Called on the group itself: what a thread still writes goes on when the process has destroyed its groups.
+    """
     group = torch.distributed.group.WORLD if group is None else group
+    own = own.contiguous()
     parts = [torch.empty_like(own) for _ in range(group.size())]
     group.allgather([parts], [own]).wait()
     return parts

@@ -242,9 +242,7 @@ class DeltaStore:
     def publish(self, manifest: SlotManifest) -> Published:
         """Write the version in this slot: as a difference to the one published before, which must still lie in its
         slot, else in full. Raises OSError if the directory has no room."""
-        last, written = self._last, None
-        if last is not None:
-            written = self._difference(last, manifest)
+        written = None if self._last is None else self._difference(self._last, manifest)
         if written is None or self._since_full >= self.full_every or not full_versions(self.directory):
             full = self._full(manifest)
             self._since_full = 0
@@ -278,14 +276,12 @@ class DeltaStore:
 
     def _retain(self) -> None:
         """Readers that have a removed file open keep what they read; others find the newer full version."""
-        full = sorted(full_versions(self.directory))
-        oldest = full[-2] if len(full) > 1 else full[0]
-        for label, path in full_versions(self.directory).items():
-            if label < oldest:
-                remove(path)
-        for label, (_, path) in differences(self.directory).items():
-            if label <= oldest:
-                remove(path)
+        full, links = full_versions(self.directory), differences(self.directory)
+        oldest = sorted(full)[-2:][0]
+        outdated = [path for label, path in full.items() if label < oldest]
+        outdated += [path for label, (_, path) in links.items() if label <= oldest]
+        for path in outdated:
+            remove(path)
 
 
 def _is_ours(name: str) -> bool:

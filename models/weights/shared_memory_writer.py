@@ -60,12 +60,9 @@ class _Slot:
 
     def __init__(self, directory: Path, layout: Layout) -> None:
         self.path = directory
-        weights, state = directory / WEIGHTS_FILE, directory / STATE_FILE
-        _allocate(weights, layout.file_bytes)
-        _allocate(state, 8)
-        self._map = _map(weights)
+        self._map = _allocated(directory / WEIGHTS_FILE, layout.file_bytes)
         self._map[: layout.data_start] = layout.header
-        self.state = np.frombuffer(_map(state), dtype=np.uint64)
+        self.state = np.frombuffer(_allocated(directory / STATE_FILE, 8), dtype=np.uint64)
         self.data_start = layout.data_start
         self.data = np.frombuffer(self._map, dtype=np.uint8, offset=layout.data_start)
         self.tensors = {item.spec.name: item for item in layout.tensors}
@@ -251,15 +248,11 @@ def _tied_names(source: Path) -> set[str]:
     return {"lm_head.weight"} if tied else set()
 
 
-def _allocate(path: Path, nbytes: int) -> None:
-    """Create a file whose every byte is backed: a sparse one would end the writer with SIGBUS when memory runs out."""
+def _allocated(path: Path, nbytes: int) -> mmap.mmap:
+    """A new file whose every byte is backed: a sparse one would end the writer with SIGBUS when memory runs out."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         os.posix_fallocate(descriptor, 0, nbytes)
+        return mmap.mmap(descriptor, 0)
     finally:
         os.close(descriptor)
-
-
-def _map(path: Path) -> mmap.mmap:
-    with path.open("r+b") as file:
-        return mmap.mmap(file.fileno(), 0)

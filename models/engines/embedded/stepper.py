@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 
 from models.engines.core import ABORTED, Completion, Totals
-from models.engines.embedded.batch import Admission, Prefill, SamplingBatch, draw, forbid, plan
+from models.engines.embedded.batch import Prefill, SamplingBatch, draw, forbid, plan
 from models.engines.embedded.kv_cache import KVCache, SlotTable
 from models.engines.embedded.transformer import Transformer
 from models.engines.protocol import FinishReason, PauseMode
@@ -149,7 +149,10 @@ class Stepper:
                 self._watched.add(admission.slot)
         logits = self._prefill.run(admissions)
         self._batch = None
-        sampled = self._end_scorings(admissions)
+        for admission in admissions:
+            if not admission.completion.max_new:  # it is scored, and wants no token
+                self._finish(admission.slot, FinishReason(type="length", length=0))
+        sampled = [index for index, admission in enumerate(admissions) if admission.completion.max_new]
         if len(sampled) < len(admissions):
             logits = logits[torch.tensor(sampled, dtype=torch.int64, device=logits.device)]
         if sampled:
@@ -161,16 +164,6 @@ class Stepper:
             for admission in chosen:
                 admission.completion.first_token_s = admission.completion.first_token_s or now
             self._emit(slots, drawn)
-
-    def _end_scorings(self, admissions: Sequence[Admission]) -> list[int]:
-        """Finish the requests that want no token; returns the indices of the remaining ones."""
-        others = []
-        for index, admission in enumerate(admissions):
-            if admission.completion.max_new == 0:
-                self._finish(admission.slot, FinishReason(type="length", length=0))
-            else:
-                others.append(index)
-        return others
 
     def _decode(self) -> None:
         slots = self._table.active
@@ -235,15 +228,13 @@ class Stepper:
         self.totals.generated_tokens += len(slots)
         for index in np.flatnonzero(stopped | full).tolist():
             slot = int(slots[index])
-            reason = FinishReason(type="stop", matched=int(tokens[index]))
+            matched: int | str | None = int(tokens[index])
             if not stopped[index]:
                 matched = self._stop_string(slot) if slot in self._watched else None
-                reason = (
-                    FinishReason(type="stop", matched=matched)
-                    if matched is not None
-                    else FinishReason(type="length", length=self._table.owners[slot].max_new)
-                )
-            self._finish(slot, reason)
+            if matched is None:
+                self._finish(slot, FinishReason(type="length", length=self._table.owners[slot].max_new))
+            else:
+                self._finish(slot, FinishReason(type="stop", matched=matched))
         if self._watched:
             self._watch(slots, drawn)
 

@@ -78,6 +78,10 @@ class Arguments:
         end = next((i for i in range(start + 1, len(self.argv)) if self.argv[i].startswith("--")), len(self.argv))
         del self.argv[start:end]
 
+    def launch(self, module: str, url: str) -> Launch:
+        """The process of `module` with these arguments."""
+        return Launch((self.installed.python, "-m", module, *self.argv), base_environment(self.installed), url)
+
 
 def base_environment(installed: Installed) -> dict[str, str]:
     """Variables of the server: imports from its own environment only, a cheap /health, no proxy for the loopback."""
@@ -155,11 +159,7 @@ def server_launch(
     else:
         _on_cpu(given, config, max_context)
     given.pass_on(config.sglang.sglang_args)
-    return Launch(
-        (installed.python, "-m", "sglang.launch_server", *given.argv),
-        base_environment(installed),
-        f"http://{host}:{port}",
-    )
+    return given.launch("sglang.launch_server", f"http://{host}:{port}")
 
 
 def tensor_parallel(config: Config, installed: Installed) -> int:
@@ -170,9 +170,8 @@ def tensor_parallel(config: Config, installed: Installed) -> int:
             f"--rollout-num-gpus-per-engine is {gpus}, but {installed.python} sees no GPU; set it to 1, where an "
             "engine is one process on the CPU"
         )
-    stages = next(
-        (int(value) for key, value in config.sglang.sglang_args.items() if dashed(key) in _PIPELINE), 1
-    )  # a checked option
+    # A checked option.
+    stages = next((int(value) for key, value in config.sglang.sglang_args.items() if dashed(key) in _PIPELINE), 1)
     if stages < 1 or gpus % stages:
         raise LaunchRefused(
             f"--sglang-pp-size is {stages}, but must divide --rollout-num-gpus-per-engine {gpus}; choose a divisor"
@@ -271,14 +270,17 @@ def router_launch(
     if policy == "session":
         given.offer("assignment-mode", "min_load")  # a new rollout goes where fewest are
     given.give("disable-retries")
-    given.give("request-timeout-secs", math.ceil(config.rollout.request_timeout_secs) + TIMEOUT_MARGIN_S)
+    given.give("request-timeout-secs", _request_timeout(config))
     given.offer("worker-startup-check-interval", 1)
     given.offer("log-level", "warn")
     _health(given, config)
     _successor(given, config)
     given.pass_on(config.router.router_args)
-    command = (installed.python, "-m", _MODULE[part], *given.argv)
-    return Launch(command, base_environment(installed), f"http://{host}:{port}")
+    return given.launch(_MODULE[part], f"http://{host}:{port}")
+
+
+def _request_timeout(config: Config) -> int:
+    return math.ceil(config.rollout.request_timeout_secs) + TIMEOUT_MARGIN_S
 
 
 def _health(given: Arguments, config: Config) -> None:
@@ -305,8 +307,7 @@ def _successor(given: Arguments, config: Config) -> None:
     given.offer("disable-load-monitoring")
     given.offer("disable-worker-overload-protection")
     given.offer("disable-tokenizer-autoload")  # requests come as token ids
-    stall_s = math.ceil(config.rollout.request_timeout_secs) + TIMEOUT_MARGIN_S
-    given.offer("stream-body-stall-timeout-secs", stall_s)
+    given.offer("stream-body-stall-timeout-secs", _request_timeout(config))
 
 
 def require_router(part: Part, installed: Installed) -> None:

@@ -137,7 +137,9 @@ def _ask(python: Path, wanted: Sequence[Part], places: Mapping[Part, Path]) -> d
         described = msgspec.json.decode(_run(python, ["options", *missing], _OPTIONS_TIMEOUT_S), type=_Options)
         for part in missing:
             answers[part] = _Options(described.cuda, {part: described.options[part]})
-            _keep(places[part], msgspec.json.encode(answers[part]))
+            with contextlib.suppress(OSError):  # a cache that cannot be written costs seconds, not the run
+                places[part].parent.mkdir(parents=True, exist_ok=True)
+                write_whole(places[part], msgspec.json.encode(answers[part]))
     return answers
 
 
@@ -192,13 +194,6 @@ def _kept(place: Path) -> _Options | None:
         return msgspec.json.decode(read_file(place), type=_Options)
     except (OSError, msgspec.DecodeError):
         return None
-
-
-def _keep(place: Path, answer: bytes) -> None:
-    """Keep an answer for the next run, whole or not at all."""
-    with contextlib.suppress(OSError):  # a cache that cannot be written costs seconds, not the run
-        place.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(place, answer)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -99,13 +99,10 @@ class Schedule:
         for key in [key for key in self._running if key in doomed]:
             self._leave(self._running[key])
             self._end(self._running.pop(key), ABORTED)
-        kept: deque[_Job] = deque()
         for job in self._waiting:
             if id(job.completion) in doomed:
                 self._end(job, ABORTED)
-            else:
-                kept.append(job)
-        self._waiting = kept
+        self._waiting = deque(job for job in self._waiting if id(job.completion) not in doomed)
         self._settle(now)
 
     def cancel_all(self, now: float) -> None:
@@ -175,10 +172,7 @@ class Schedule:
 
     def advance(self, now: float) -> None:
         """Process all events until `now`."""
-        while True:
-            event = self.next_event()
-            if event is None or event > now + _EPSILON:
-                break
+        while (event := self.next_event()) is not None and event <= now + _EPSILON:
             self._apply(self._steps_to_event(), event)
             self._admit(event)
         self._skip_whole_steps(now)

@@ -136,9 +136,8 @@ def varlen_agrees(device: torch.device, dtype: torch.dtype) -> bool:
 def _kernel() -> Callable[..., Tensor]:
     from torch.nn.attention.varlen import varlen_attn
 
-    grouped = (
-        {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
-    )  # before torch 2.12: always
+    # Before torch 2.12: always.
+    grouped = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
     return partial(varlen_attn, window_size=(-1, 0), **grouped)
 
 

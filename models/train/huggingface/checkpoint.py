@@ -96,11 +96,8 @@ class StateParts(dict[str, StatePart]):
             if part.updater is None:
                 continue
             part.updater.updates = updates[name]
-            start, by_name, state = (
-                f"{name}/optimizer/",
-                dict(part.updater.named_parameters),
-                part.updater.optimizer.state,
-            )
+            start, by_name = f"{name}/optimizer/", dict(part.updater.named_parameters)
+            state = part.updater.optimizer.state
             state.clear()
             for key in [key for key in tensors if key.startswith(start)]:
                 parameter, _, entry = key.removeprefix(start).rpartition("/")

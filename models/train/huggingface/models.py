@@ -169,7 +169,7 @@ class HfModels:
 
         Raises `CheckpointUnavailable`, `UnsupportedModel` or `TrainConfigInvalid`.
         """
-        train, algorithm = spec.train, spec.algorithm
+        train = spec.train
         self._spec, self._placement, self.adapters = spec, placement, adapters
         self.dp_group, self.device, self.precision = placement.dp_group, placement.device, placement.precision
         prepare = adapters.inject if adapters is not None else None
@@ -191,7 +191,7 @@ class HfModels:
         placement.passes.context.check(packing)
         packing = with_budget(packing, train, spec.parallel)
         self.packing = replace(packing, row_multiple=row_multiple(self.device))
-        self._numerator = PolicyNumerator(algorithm, spec.correction, sft=spec.supervised, group_loss=spec.group_loss)
+        self._numerator = PolicyNumerator(spec)
         self.updater = Updater(self.model, train, spec.total_steps, placement.sum_over_shards)
 
     # ------------------------------------------------------------------ passes

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from models.algorithms.tokens import OutputLayer, token_log_probs
 from models.errors import UnsupportedModel
+from models.train.dp_group import all_gather
 from models.train.huggingface.attention import (
     FLASH_ATTENTION,
     MASK_TOKENS,
@@ -31,7 +32,7 @@ from models.train.huggingface.attention import (
     flash_arguments,
     seen_by,
 )
-from models.train.step.micro_batches import Float32Array, Int64Array, PackedRows
+from models.train.step.micro_batches import Float32Array, Int64Array, PackedRows, lengthened
 from models.train.step.packing import Packing
 
 # --------------------------------------------------------------------------------------------------
@@ -117,19 +118,11 @@ class ContextParallel:
 
     def inputs(self, rows: PackedRows, columns: slice, device: torch.device) -> dict[str, Tensor]:
         """Ids and positions [B, l] of these columns, and whom they may see, bool [B, 1, l, L]; the size divides L."""
-        count, length = rows.input_ids.shape
-        missing = -length % self.size
-        ids = np.pad(rows.input_ids, ((0, 0), (0, missing)))
-        if rows.position_ids is None:
-            positions = np.broadcast_to(np.arange(length + missing), ids.shape)
-        else:
-            # Padding is one more sequence.
-            behind = np.broadcast_to(np.arange(missing), (count, missing))
-            positions = np.concatenate([rows.position_ids, behind], axis=1)
-        if rows.unit is not None and rows.branch is not None:
-            unit = np.pad(rows.unit, ((0, 0), (0, missing)), constant_values=-1)
-            branch = np.pad(rows.branch, ((0, 0), (0, missing)))
-        else:
+        rows = lengthened(rows, self.size)
+        ids, positions, unit, branch = rows.input_ids, rows.position_ids, rows.unit, rows.branch
+        if positions is None:
+            positions = np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
+        if unit is None or branch is None:
             unit, branch = np.cumsum(positions == 0, axis=1), np.zeros_like(ids)
         whole = {"input_ids": ids[:, columns], "position_ids": positions[:, columns], "unit": unit, "branch": branch}
         tensors = {name: to_device(np.ascontiguousarray(array), device) for name, array in whole.items()}
@@ -155,10 +148,7 @@ class _Gather(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: Any) -> Tensor:
         ctx.group, ctx.width = group, part.shape[2]
-        part = part.contiguous()
-        parts = [torch.empty_like(part) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(parts, part, group=group)
-        return torch.cat(parts, dim=2)
+        return torch.cat(all_gather(part, group), dim=2)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:

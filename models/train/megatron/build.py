@@ -209,7 +209,7 @@ def _run_fields(spec: TrainSpec) -> dict[str, Any]:
 def _parallel_fields(spec: TrainSpec) -> dict[str, Any]:
     m = spec.megatron
     chunks = m.virtual_pipeline_model_parallel_size
-    fields: dict[str, Any] = {
+    return {
         "tensor_model_parallel_size": m.tensor_model_parallel_size,
         "sequence_parallel": m.sequence_parallel,
         "pipeline_model_parallel_size": m.pipeline_model_parallel_size,
@@ -217,10 +217,8 @@ def _parallel_fields(spec: TrainSpec) -> dict[str, Any]:
         "num_layers_in_first_pipeline_stage": m.decoder_first_pipeline_num_layers,
         "num_layers_in_last_pipeline_stage": m.decoder_last_pipeline_num_layers,
         "context_parallel_size": m.context_parallel_size,
+        **({"cp_comm_type": "p2p"} if m.context_parallel_size > 1 else {}),
     }
-    if m.context_parallel_size > 1:
-        fields["cp_comm_type"] = "p2p"
-    return fields
 
 
 def _expert_fields(spec: TrainSpec) -> dict[str, Any]:

@@ -9,7 +9,7 @@ Invariants:
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from models.errors import UnsupportedModel
 from models.train.huggingface.attention import attention_allowed
-from models.train.step.micro_batches import Int64Array, PackedRows
+from models.train.step.micro_batches import Int64Array, PackedRows, lengthened
 
 
 @dataclass(frozen=True)
@@ -87,31 +87,6 @@ def model_inputs(rows: PackedRows, form: RowForm) -> ModelInputs:
         kept=kept,
         targets=_tensor(rows.targets, form),
         temperatures=None if rows.temperatures is None else _tensor(rows.temperatures, form),
-    )
-
-
-def lengthened(rows: PackedRows, multiple: int) -> PackedRows:
-    """The same rows, with padding at their ends until their length is a multiple of `multiple`."""
-    height, length = rows.input_ids.shape
-    missing = -length % multiple
-    if not missing:
-        return rows
-
-    def padded(array: Int64Array | None, value: int) -> Int64Array | None:
-        return None if array is None else np.pad(array, ((0, 0), (0, missing)), constant_values=value)
-
-    ids, positions = padded(rows.input_ids, 0), None
-    if rows.position_ids is not None:  # what is added is a sequence of its own, whose positions begin at 0
-        behind = np.broadcast_to(np.arange(missing, dtype=np.int64), (height, missing))
-        positions = np.concatenate([rows.position_ids, behind], axis=1)
-    assert ids is not None
-    return replace(
-        rows,
-        input_ids=ids,
-        position_ids=positions,
-        unit=padded(rows.unit, -1),
-        branch=padded(rows.branch, 0),
-        source=rows.source // length * missing + rows.source,
     )
 
 

@@ -75,25 +75,21 @@ class MegatronModels:
         self.critic: MegatronCritic | None = None
         if spec.uses_critic:
             packing = self._add_critic(packing)
-        self._numerator = PolicyNumerator(
-            spec.algorithm, spec.correction, sft=spec.supervised, group_loss=spec.group_loss
-        )
+        self._numerator = PolicyNumerator(spec)
         packing = with_budget(packing, spec.train, spec.parallel)
         # The budget is that of one process; context-parallel ones share a row.
         self.packing = replace(packing, max_tokens=packing.max_tokens * self.sizes.context)
 
     def _reference(self, source: Source, loaded: LoadedChunks) -> SwappedReference | None:
         """A copy on the host of what the reference starts with; the chunks hold the policy afterwards."""
-        algorithm, train = self.spec.algorithm, self.spec.train
         if not self.spec.uses_reference:
             return None
-        other = train.ref_load is not None and train.ref_load != train.hf_checkpoint
+        theirs = read_source(self.spec.train.ref_load or source.name, "ref_load")
+        other = theirs.name != source.name
         if other:
-            assert train.ref_load is not None
-            theirs = read_source(train.ref_load, "ref_load")
             _check_same_shape(source, theirs)
             load_hf(loaded.chunks, theirs.config, theirs.directory)
-        renewed = bool(algorithm.ref_update_interval)
+        renewed = bool(self.spec.algorithm.ref_update_interval)
         reference = SwappedReference(loaded.chunks, lambda: self.policy.settle(), renewed=renewed)
         if other:
             load_hf(loaded.chunks, source.config, source.directory)

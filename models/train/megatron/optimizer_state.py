@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from models.errors import BackendMisuse
+from models.train.dp_group import all_gather
 
 MOMENTS: Final = ("exp_avg", "exp_avg_sq")
 MAIN: Final = "fp32_param"
@@ -47,7 +48,11 @@ class OptimizerState:
 
         tensors, _ = extract_sharded_tensors_and_factories(model_state)
         sharded = {id(one.data): one for one in nested_values(tensors)}
-        self._parts = [_part(one, sharded) for one in _optimizers(optimizer)]
+        chained = getattr(optimizer, "chained_optimizers", [optimizer])
+        with_parameters = [one for one in chained if not one.is_stub_optimizer]
+        self._parts = [
+            (_DistributedPart if hasattr(one, "gbuf_ranges") else _PlainPart)(one, sharded) for one in with_parameters
+        ]
         for part in self._parts:
             _fill(part.optimizer)
 
@@ -82,16 +87,6 @@ class OptimizerState:
         most = torch.tensor([max(found, default=0)])
         torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX)
         return int(most.item())
-
-
-def _optimizers(optimizer: Any) -> list[Any]:
-    """The optimizers of a chain that have parameters."""
-    chained = getattr(optimizer, "chained_optimizers", None)
-    return [one for one in ([optimizer] if chained is None else chained) if not one.is_stub_optimizer]
-
-
-def _part(optimizer: Any, sharded: Mapping[int, Any]) -> _PlainPart | _DistributedPart:
-    return (_DistributedPart if hasattr(optimizer, "gbuf_ranges") else _PlainPart)(optimizer, sharded)
 
 
 class _PlainPart:
@@ -226,16 +221,11 @@ class _DistributedPart:
                     if where == number and parameter in own
                 ]
                 for start in range(0, section, _PIECE_ELEMENTS):
-                    for rank, piece in enumerate(self._exchange(mine[start : start + _PIECE_ELEMENTS])):
+                    own_piece = mine[start : start + _PIECE_ELEMENTS]
+                    pieces = [own_piece] if self._world == 1 else all_gather(own_piece, self._group)
+                    for rank, piece in enumerate(pieces):
                         _cut(piece, bucket.offset + rank * section + start, in_bucket, whole)
         return {parameter: flat.view(parameter.shape) for parameter, flat in whole.items()}
-
-    def _exchange(self, piece: Tensor) -> list[Tensor]:
-        if self._world == 1:
-            return [piece]
-        pieces = [torch.empty_like(piece) for _ in range(self._world)]
-        torch.distributed.all_gather(pieces, piece.contiguous(), group=self._group)
-        return pieces
 
 
 def _cut(piece: Tensor, at: int, parameters: Sequence[tuple[Any, int, int]], whole: Mapping[Any, Tensor]) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from models.errors import BackendMisuse
 from models.families.decoder import Architecture
 from models.families.hugging_face_names import Weight, merge
+from models.train.dp_group import all_gather
 
 if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -215,11 +216,7 @@ def _gather(bucket: Sequence[_Slot], held: Mapping[str, Tensor], groups: Process
 
 def _all_gather(tensor: Tensor, group: Any, dimension: int) -> Tensor:
     """Tensors of all processes of the group one behind the other along `dimension`, of length 1 before."""
-    if group.size() == 1:
-        return tensor
-    found = [torch.empty_like(tensor) for _ in range(group.size())]
-    torch.distributed.all_gather(found, tensor.contiguous(), group=group)
-    return torch.cat(found, dim=dimension)
+    return tensor if group.size() == 1 else torch.cat(all_gather(tensor, group), dim=dimension)
 
 
 def _unpack(bucket: Sequence[_Slot], gathered: Tensor) -> Iterator[tuple[Weight, Tensor]]:

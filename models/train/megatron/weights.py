@@ -74,15 +74,11 @@ def read_part(
 ) -> Tensor:
     """What process `rank` of `parts` holds of one parameter, read without the rest where possible."""
     rule = weight.rule
-    pieces = weight.pieces
-    if weight.stacked and pieces[0].name not in tensors:
-        pieces = weight.stacked
-    split = rule.split
-    if parts == 1 or (rule.replicated_rows is not None and parameter.shape[0] == rule.replicated_rows):
-        split = "none"
-    if split == "vocabulary" or (parts == 1 and rule.split == "vocabulary"):
+    pieces = weight.stacked if weight.stacked and weight.pieces[0].name not in tensors else weight.pieces
+    if rule.split == "vocabulary":
         rows = padded_vocab(vocab_size, parts) // parts
         return _vocabulary(tensors, pieces[0].name, rank * rows, rows, vocab_size)
+    split = "none" if parts == 1 or parameter.shape[0] == rule.replicated_rows else rule.split
     if split != "none" and not rule.join.parts_alone(parts):
         return part(rule.join.join([tensors.read(piece, weight.expert) for piece in pieces]), split, rank, parts)
     dimension = {"none": None, "columns": 1}.get(split, 0)
@@ -204,12 +200,15 @@ def load_chunks(source: Source, spec: TrainSpec, sizes: ParallelSizes, device: t
 
     Raises `UnsupportedModel`, `TrainConfigInvalid`, `CheckpointUnavailable`.
     """
+    from megatron.core import parallel_state as ps
+
     from models.train.megatron.build import build_gpt
 
-    chunks = []
+    chunks, count = [], sizes.virtual_pipeline or 1
     with torch.random.fork_rng(devices=[]):
-        for stage in range(sizes.virtual_pipeline or 1):
-            first, last = _ends_of_model(sizes, stage)
+        for stage in range(count):
+            first = ps.is_pipeline_first_stage(ignore_virtual=True) and stage == 0
+            last = ps.is_pipeline_last_stage(ignore_virtual=True) and stage == count - 1
             virtual = None if sizes.virtual_pipeline is None else stage
             chunks.append(build_gpt(source.config, spec, pre_process=first, post_process=last, vp_stage=virtual))
     for chunk in chunks:
@@ -234,15 +233,6 @@ def _mark_split(chunks: Sequence[Any]) -> None:
             parameter.tensor_model_parallel = True
             parameter.partition_dim = int(rule.split == "columns")
             parameter.partition_stride = 1
-
-
-def _ends_of_model(sizes: ParallelSizes, stage: int) -> tuple[bool, bool]:
-    """Whether chunk `stage` of this process begins and ends the model."""
-    from megatron.core import parallel_state as ps
-
-    chunks = sizes.virtual_pipeline or 1
-    first = ps.is_pipeline_first_stage(ignore_virtual=True) and stage == 0
-    return first, ps.is_pipeline_last_stage(ignore_virtual=True) and stage == chunks - 1
 
 
 def _rows(chunk: Any, spec: TrainSpec, sizes: ParallelSizes, device: torch.device) -> tuple[RowForm, Packing]:

@@ -20,17 +20,11 @@ from models.algorithms.aggregation import Aggregation
 from models.algorithms.correction import Correction
 from models.algorithms.losses import policy_loss_of
 from models.algorithms.metrics import MetricTotals, kept_scale, rejected_rollouts, step_statistics
-from models.algorithms.objective import (
-    GroupColumns,
-    GroupLossFunction,
-    Objective,
-    group_objective,
-    policy_objective,
-    sft_objective,
-)
+from models.algorithms.objective import GroupColumns, Objective, group_objective, policy_objective, sft_objective
 from models.algorithms.tokens import PolicyTokens, StepStatistics
 from models.errors import BackendMisuse
 from models.train.dp_group import DpGroup, Float32Array
+from models.train.spec import TrainSpec
 from models.train.step.examples import Example
 from models.train.step.micro_batches import MicroBatch
 
@@ -72,19 +66,19 @@ def weight_column(examples: Sequence[Example], device: torch.device) -> Tensor:
 def policy_tokens(
     examples: Sequence[Example],
     log_probs: Tensor,
+    correction: Correction,
     *,
-    bypass: bool,
-    device: torch.device,
     statistics: StepStatistics,
     entropy: Tensor | None = None,
     ref_log_probs: Tensor | None = None,
 ) -> PolicyTokens:
     """The tokens of `examples` with `log_probs` [N] under the current weights.
 
-    Old log-probs are mu with `bypass`, else those stored, else those of the current weights: with one step per batch
-    they are those of its start. `ref_log_probs`: those of the examples unless given.
+    Old log-probs are mu if the correction says so, else those stored, else those of the current weights: with one step
+    per batch they are those of its start. `ref_log_probs`: those of the examples unless given.
     """
-    counts = token_counts(examples)
+    device, counts = log_probs.device, token_counts(examples)
+    bypass = correction.policy_mode == "bypass"
     rollout_log_probs = float_column([example.rollout_log_probs for example in examples], device)
     old = None if bypass else optional_column([example.old_log_probs for example in examples], device)
     if ref_log_probs is None:
@@ -184,7 +178,11 @@ def write_step_statistics(
     The examples hold `current_log_probs` (under the weights of the step's start) and, unless the mode has no such
     `old_log_probs`.
     """
-    tokens, (rollout, _) = _tokens_of_step(examples, correction), rollout_numbers(examples)
+    # The log-probs of the step's start; the sampler's where none were needed.
+    current = [e.rollout_log_probs if e.current_log_probs is None else e.current_log_probs for e in examples]
+    log_probs = float_column(current, torch.device("cpu"))
+    tokens = policy_tokens(examples, log_probs, correction, statistics=StepStatistics())
+    rollout, _ = rollout_numbers(examples)
     if correction.rejects and correction.rs_unit == "rollout":
         rejected = rejected_rollouts(tokens, rollout, correction)
         tokens = replace(tokens, rejected=rejected)
@@ -197,33 +195,15 @@ def write_step_statistics(
     return step_statistics(tokens, algorithm, correction)
 
 
-def _tokens_of_step(examples: Sequence[Example], correction: Correction) -> PolicyTokens:
-    """All tokens of the step, with the log-probs of its start; the sampler's where none were needed."""
-    device = torch.device("cpu")
-    current = [e.rollout_log_probs if e.current_log_probs is None else e.current_log_probs for e in examples]
-    bypass, log_probs = correction.policy_mode == "bypass", float_column(current, device)
-    return policy_tokens(examples, log_probs, bypass=bypass, device=device, statistics=StepStatistics())
-
-
 class PolicyNumerator:
     """The loss of the policy's tokens. Used by every framework on the log-probs that it computed."""
 
-    def __init__(
-        self,
-        algorithm: AlgorithmConfig,
-        correction: Correction,
-        *,
-        sft: bool,
-        group_loss: GroupLossFunction | None = None,
-    ) -> None:
-        self._algorithm = algorithm
-        self._correction = correction
-        name = algorithm.policy_loss
-        self._policy_loss = policy_loss_of(
-            LOSS_OF_ESTIMATOR.get(algorithm.advantage_estimator, "ppo") if name == "auto" else name
-        )
-        self._sft = sft
-        self._group_loss = group_loss
+    def __init__(self, spec: TrainSpec) -> None:
+        self._algorithm, self._correction = spec.algorithm, spec.correction
+        self._sft, self._group_loss = spec.supervised, spec.group_loss
+        usual = LOSS_OF_ESTIMATOR.get(spec.algorithm.advantage_estimator, "ppo")
+        name = spec.algorithm.policy_loss
+        self._policy_loss = policy_loss_of(usual if name == "auto" else name)
 
     def entropy(self, statistics: StepStatistics) -> str:
         """How it is computed with the log-probs. A graph through the whole vocabulary is paid for only if the bonus is
@@ -246,18 +226,11 @@ class PolicyNumerator:
         `members` in the order of the rows; `log_probs` and `entropy` [N] of their chosen tokens, with a graph;
         `ref_log_probs` [N] unless the members have them, or there is no reference.
         """
-        device = log_probs.device
         tokens = policy_tokens(
-            members,
-            log_probs,
-            bypass=self._correction.policy_mode == "bypass",
-            device=device,
-            statistics=statistics,
-            entropy=entropy,
-            ref_log_probs=ref_log_probs,
+            members, log_probs, self._correction, statistics=statistics, entropy=entropy, ref_log_probs=ref_log_probs
         )
         objective = self._objective(tokens, members)
-        weights = weight_column(members, device)
+        weights = weight_column(members, log_probs.device)
         totals.metrics.add(objective.metrics, weights)
         totals.kept = totals.kept + objective.kept.sum()
         return torch.dot(objective.loss, weights)

@@ -96,6 +96,25 @@ def pack_rows(
     )
 
 
+def lengthened(rows: PackedRows, multiple: int) -> PackedRows:
+    """The same rows, with padding at their ends until their length is a multiple of `multiple`."""
+    height, length = rows.input_ids.shape
+    missing = -length % multiple
+    if not missing:
+        return rows
+    behind, positions = ((0, 0), (0, missing)), rows.position_ids
+    if positions is not None:  # what is added is a sequence of its own, whose positions begin at 0
+        positions = np.hstack([positions, np.tile(np.arange(missing, dtype=np.int64), (height, 1))])
+    return replace(
+        rows,
+        input_ids=np.pad(rows.input_ids, behind),
+        position_ids=positions,
+        unit=None if rows.unit is None else np.pad(rows.unit, behind, constant_values=-1),
+        branch=None if rows.branch is None else np.pad(rows.branch, behind),
+        source=rows.source // length * missing + rows.source,
+    )
+
+
 def _of_tokens(
     layout: Layout, chosen: Sequence[npt.NDArray[np.int64]], temperatures: Sequence[float | None]
 ) -> Float32Array | None:

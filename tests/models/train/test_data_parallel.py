@@ -124,7 +124,7 @@ def trio(monkeypatch: pytest.MonkeyPatch) -> Trio:
             return [first, data, third]
 
         monkeypatch.setattr(torch.distributed, "get_world_size", lambda group=None: 3)
-        monkeypatch.setattr(dp_group, "_all_gather", lambda own, group: [torch.tensor([n]) for n in (0, -1, 1)])
+        monkeypatch.setattr(dp_group, "all_gather", lambda own, group: [torch.tensor([n]) for n in (0, -1, 1)])
         monkeypatch.setattr(dp_group, "gather_bytes", gathered)
         return DistributedDpGroup(dp_rank=0, dp_size=2, is_mp_src_rank=False)
 

@@ -17,14 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from models.errors import BackendMisuse, TrainConfigInvalid, TrainStateUnreadable
 from models.train.megatron import inputs, processes
-from models.train.megatron.inputs import (
-    RowForm,
-    SdpaCoreAttention,
-    context_columns,
-    hidden_mask,
-    lengthened,
-    model_inputs,
-)
+from models.train.megatron.inputs import RowForm, SdpaCoreAttention, context_columns, hidden_mask, model_inputs
 from models.train.megatron.processes import (
     SHIM_VERSION,
     ParallelSizes,
@@ -37,7 +30,7 @@ from models.train.megatron.processes import (
 from models.train.megatron.trained_models import SwappedReference, check_optimizer
 from models.train.spec import TrainSpec
 from models.train.step.critic import ValueHead, ValueModel
-from models.train.step.micro_batches import PackedRows, pack_rows
+from models.train.step.micro_batches import PackedRows, lengthened, pack_rows
 from models.train.step.packing import Layout, Unit
 
 
