@@ -54,22 +54,17 @@ def clipped_surrogate(
     ratio: Tensor, tokens: PolicyTokens, config: AlgorithmConfig, *, dual: float | None
 ) -> PolicyLoss:
     """max(-r A, -clip(r) A) of ratios r [N]; with `dual`, at most -dual A where A < 0."""
-    low, high = clip_bounds(config)
     advantages = masked(tokens.advantages, tokens.mask)
     free = -ratio * advantages
-    held = -ratio.clamp(low, high) * advantages
+    held = -ratio.clamp(*clip_bounds(config)) * advantages
     clipped = held > free
     loss, dual_clipped = torch.maximum(free, held), None
     if dual is not None:
         ceiling = -dual * advantages
         dual_clipped = (advantages < 0) & (loss > ceiling)
         loss = torch.where(dual_clipped, ceiling, loss)
-    return PolicyLoss(
-        loss=loss,
-        clipped_high=clipped & (advantages > 0),
-        clipped_low=clipped & (advantages < 0),
-        dual_clipped=dual_clipped,
-    )
+    high, low = clipped & (advantages > 0), clipped & (advantages < 0)
+    return PolicyLoss(loss=loss, clipped_high=high, clipped_low=low, dual_clipped=dual_clipped)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -185,12 +180,9 @@ def kimi(tokens: PolicyTokens, config: AlgorithmConfig) -> PolicyLoss:
     """-A log theta + (tau / 2) (log theta - log old)^2 (arXiv:2501.12599); nothing is clipped."""
     change = log_ratio(tokens.log_probs, tokens.old_log_probs, tokens.mask)
     advantages = masked(tokens.advantages, tokens.mask)
-    none = tokens.mask & ~tokens.mask
-    return PolicyLoss(
-        loss=-advantages * masked(tokens.log_probs, tokens.mask) + 0.5 * config.kimi_tau * change.square(),
-        clipped_high=none,
-        clipped_low=none,
-    )
+    loss = -advantages * masked(tokens.log_probs, tokens.mask) + 0.5 * config.kimi_tau * change.square()
+    none = torch.zeros_like(tokens.mask)
+    return PolicyLoss(loss=loss, clipped_high=none, clipped_low=none)
 
 
 def sft(tokens: PolicyTokens) -> Tensor:

@@ -119,7 +119,10 @@ def decoder(
 ) -> Architecture:
     """The model of a `config.json`. `layer_rules`: of a layer, but for the norms before attention and MLP; `rope`:
     default: that of the file, over whole heads."""
-    head = Rule("output_layer.weight", whole("lm_head.weight"), split="vocabulary", layers="once")
+
+    def of_vocabulary(own: str, published: str) -> Rule:
+        return Rule(f"{own}.weight", whole(f"{published}.weight"), split="vocabulary", layers="once")
+
     return Architecture(
         model_type=str(config["model_type"]),
         transformer=fields,
@@ -128,17 +131,13 @@ def decoder(
         tied=shape.tied,
         rope=rope or read_rope(config, head_width=shape.head),
         rules=(
-            Rule(
-                "embedding.word_embeddings.weight",
-                whole("model.embed_tokens.weight"),
-                split="vocabulary",
-                layers="once",
-            ),
+            of_vocabulary("embedding.word_embeddings", "model.embed_tokens"),
             Rule(OWN + "input_layernorm.weight", whole(LAYER + "input_layernorm.weight")),
             Rule(OWN + "pre_mlp_layernorm.weight", whole(LAYER + "post_attention_layernorm.weight")),
             *layer_rules,
             Rule("decoder.final_layernorm.weight", whole("model.norm.weight"), layers="once"),
-            *(() if shape.tied else (head,)),  # a tied output layer has no own tensor
+            # A tied output layer has no own tensor.
+            *(() if shape.tied else (of_vocabulary("output_layer", "lm_head"),)),
         ),
         moe_layers=shape.sparse,
         left_out=left_out or {},

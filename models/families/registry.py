@@ -19,7 +19,7 @@ from models.errors import CheckpointUnavailable, UnsupportedModel
 from models.families import decoder
 from models.families.config_json import Rope, check_keys, need, read_rope, renamed, shape_of
 from models.families.decoder import Architecture, prediction_layers, sigmoid_routing
-from models.families.hugging_face_names import Rule, whole
+from models.families.hugging_face_names import Rule, Split, whole
 
 # --------------------------------------------------------------------------------------------------
 # DeepSeek-V3 and R1, Kimi K2 (`kimi_k2`) and Moonlight: latent attention (MLA), experts with a bias for their choice.
@@ -84,33 +84,25 @@ def _transformer(config: Mapping[str, Any], shape: ModelShape, latent: Latent, r
 
 
 def _attention(latent: Latent) -> tuple[Rule, ...]:
-    published, own = decoder.LAYER + "self_attn.", decoder.OWN + "self_attention."
+    def rule(own: str, published: str, split: Split, replicated_rows: int | None = None) -> Rule:
+        name = f"{decoder.OWN}self_attention.{own}.weight"
+        piece = whole(f"{decoder.LAYER}self_attn.{published}.weight")
+        return Rule(name, piece, split=split, replicated_rows=replicated_rows)
+
     if latent.query_rank is None:
-        query: tuple[Rule, ...] = (
-            Rule(own + "linear_q_proj.weight", whole(published + "q_proj.weight"), split="rows"),
-        )
+        query = [rule("linear_q_proj", "q_proj", "rows")]
     else:
-        query = (
-            Rule(
-                own + "linear_q_down_proj.weight",
-                whole(published + "q_a_proj.weight"),
-                split="rows",
-                replicated_rows=latent.query_rank,
-            ),
-            Rule(own + "q_layernorm.weight", whole(published + "q_a_layernorm.weight")),
-            Rule(own + "linear_q_up_proj.weight", whole(published + "q_b_proj.weight"), split="rows"),
-        )
+        query = [
+            rule("linear_q_down_proj", "q_a_proj", "rows", latent.query_rank),
+            rule("q_layernorm", "q_a_layernorm", "none"),
+            rule("linear_q_up_proj", "q_b_proj", "rows"),
+        ]
     return (
         *query,
-        Rule(
-            own + "linear_kv_down_proj.weight",
-            whole(published + "kv_a_proj_with_mqa.weight"),
-            split="rows",
-            replicated_rows=latent.key_rank + latent.rotary,
-        ),
-        Rule(own + "kv_layernorm.weight", whole(published + "kv_a_layernorm.weight")),
-        Rule(own + "linear_kv_up_proj.weight", whole(published + "kv_b_proj.weight"), split="rows"),
-        Rule(own + "linear_proj.weight", whole(published + "o_proj.weight"), split="columns"),
+        rule("linear_kv_down_proj", "kv_a_proj_with_mqa", "rows", latent.key_rank + latent.rotary),
+        rule("kv_layernorm", "kv_a_layernorm", "none"),
+        rule("linear_kv_up_proj", "kv_b_proj", "rows"),
+        rule("linear_proj", "o_proj", "columns"),
     )
 
 

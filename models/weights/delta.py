@@ -234,7 +234,8 @@ class DeltaStore:
         self.directory, self.full_every = directory, full_every
         directory.mkdir(parents=True, exist_ok=True)
         for draft in directory.glob(".*"):
-            if _is_ours(draft.name.lstrip(".")):
+            name = draft.name.lstrip(".")
+            if _FULL.match(name) or re.match(r"\d+\.\d+-from-\d+\.\d+\.delta", name):
                 remove(draft)
         self._last: SlotManifest | None = None
         self._since_full = 0
@@ -282,10 +283,6 @@ class DeltaStore:
         outdated += [path for label, (_, path) in links.items() if label <= oldest]
         for path in outdated:
             remove(path)
-
-
-def _is_ours(name: str) -> bool:
-    return bool(_FULL.match(name) or re.match(r"\d+\.\d+-from-\d+\.\d+\.delta", name))
 
 
 def _entries(directory: Path) -> list[Path]:

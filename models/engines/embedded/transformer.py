@@ -59,16 +59,15 @@ class LiveWeights:
 
     def __init__(self, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> None:
         self._device, self._dtype = device, dtype
-        self._tied = spec.shape.tied
+        shape = spec.shape
+        self._tied = shape.tied
         self.names: dict[str, torch.Tensor] = {}
         self._derived: list[tuple[torch.Tensor, torch.Tensor]] = []  # (rows, parameter that each of them repeats)
         self._freed: list[tuple[torch.UntypedStorage, int]] = []  # and their bytes
-        self.embed = self._whole("model.embed_tokens.weight", spec.shape.vocabulary, spec.shape.hidden)
-        self.layers = [self._layer(f"model.layers.{index}.", spec) for index in range(spec.shape.layers)]
-        self.norm = self._whole("model.norm.weight", spec.shape.hidden)
-        self.head = (
-            self.embed if spec.shape.tied else self._whole("lm_head.weight", spec.shape.vocabulary, spec.shape.hidden)
-        )
+        self.embed = self._whole("model.embed_tokens.weight", shape.vocabulary, shape.hidden)
+        self.layers = [self._layer(f"model.layers.{index}.", spec) for index in range(shape.layers)]
+        self.norm = self._whole("model.norm.weight", shape.hidden)
+        self.head = self.embed if shape.tied else self._whole("lm_head.weight", shape.vocabulary, shape.hidden)
 
     def load(self, directory: Path) -> None:
         """Copy a checkpoint (one file or a sharded index) into the live tensors. Raises `WeightsRefused`."""

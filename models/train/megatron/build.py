@@ -301,12 +301,7 @@ def build_gpt(
     )
     if config.params_dtype != torch.float32:
         model.to(config.params_dtype)
-        _keep_router_bias(model)
+        for module in model.modules():
+            if hasattr(module, "_maintain_float32_expert_bias"):  # it decides between experts, compared in fp32
+                module._maintain_float32_expert_bias()
     return model
-
-
-def _keep_router_bias(model: torch.nn.Module) -> None:
-    """In fp32: it decides between experts, and is compared in fp32."""
-    for module in model.modules():
-        if hasattr(module, "_maintain_float32_expert_bias"):
-            module._maintain_float32_expert_bias()

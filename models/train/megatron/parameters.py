@@ -52,8 +52,7 @@ def held_parameters(chunks: Sequence[Any]) -> Iterator[tuple[str, Tensor]]:
 
     for chunk in chunks:
         model = unwrap(chunk)
-        local = model.config.num_moe_experts or 0
-        local //= ps.get_expert_model_parallel_world_size()
+        local = (model.config.num_moe_experts or 0) // ps.get_expert_model_parallel_world_size()
         first_expert = ps.get_expert_model_parallel_rank() * local
         tensors = [*model.named_parameters(), *((n, b) for n, b in model.named_buffers() if n.endswith("expert_bias"))]
         for name, tensor in tensors:

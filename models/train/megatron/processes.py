@@ -27,7 +27,7 @@ from typing import Any, Final
 import torch
 
 from models.errors import BackendMisuse, TrainConfigInvalid
-from models.train.dp_group import DistributedDpGroup
+from models.train.dp_group import DistributedDpGroup, all_gather
 from models.train.spec import TrainSpec
 
 SHIM_VERSION: Final = "0.16.1"
@@ -108,9 +108,7 @@ def _gather_calls(equal: Callable[..., Any]) -> Callable[..., Any]:
         sizes = [int(size) for size in sizes]
         longest = tensor.new_zeros(max(sizes), *tensor.shape[1:])
         longest[: tensor.shape[0]] = tensor
-        parts = [torch.empty_like(longest) for _ in sizes]
-        torch.distributed.all_gather(parts, longest, group=group)
-        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+        return torch.cat([part[:size] for part, size in zip(all_gather(longest, group), sizes, strict=True)])
 
     return gather
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -32,7 +31,6 @@ from models.train.step.micro_batch_loss import StepTotals, token_counts, write_s
 from models.train.step.micro_batches import Assigned, MicroBatch, Pending, assign_all, micro_batches, whole_groups
 
 Score = Callable[[Sequence[MicroBatch]], list[Float32Array]]
-Write = Callable[[Example, Float32Array], None]
 
 
 class OldLogProbPass:
@@ -47,7 +45,8 @@ class OldLogProbPass:
         """Fill in what `needs` asks for, and the reference's log-probs if it stands beside the policy."""
         models = self._models
         if needs.old_log_probs:
-            self._score(assigned, models.log_probs, lambda example, found: _set_old(example, found, needs))
+            fields = ("current_log_probs",) if needs.student_is_sampler else ("current_log_probs", "old_log_probs")
+            self._score(assigned, models.log_probs, *fields)
         if models.has_reference and not models.reference_apart:
             self._reference(assigned)
         if needs.values and models.critic is not None:
@@ -59,18 +58,18 @@ class OldLogProbPass:
             self._reference(self._assigned(examples))
 
     def _reference(self, assigned: Assigned) -> None:
-        self._score(assigned, lambda own: self._models.log_probs(own, "reference"), _set("ref_log_probs"))
+        self._score(assigned, lambda own: self._models.log_probs(own, "reference"), "ref_log_probs")
 
     def refresh(self, examples: Sequence[Example]) -> None:
         """Fill in `current_log_probs` under the weights as they are now."""
         if examples:
-            self._score(self._assigned(examples), self._models.log_probs, _set("current_log_probs"))
+            self._score(self._assigned(examples), self._models.log_probs, "current_log_probs")
 
     def _assigned(self, examples: Sequence[Example]) -> Assigned:
         return assign_all(examples, self._models.packing, self._models.dp_group.dp_size)
 
-    def _score(self, assigned: Assigned, score: Score, write: Write) -> None:
-        """Run one model over this process's micro-batches, and write the results of all processes."""
+    def _score(self, assigned: Assigned, score: Score, *fields: str) -> None:
+        """Run one model over this process's micro-batches; the results of all processes go into these fields."""
         dp_group = self._models.dp_group
         found = score(micro_batches(assigned.by_dp_rank, assigned.examples, dp_group.dp_rank))
         own = found[: len(assigned.by_dp_rank[dp_group.dp_rank])]  # without the blank ones behind
@@ -79,18 +78,19 @@ class OldLogProbPass:
             members = [assigned.examples[item] for layout in layouts for item in layout.items]
             cuts = np.cumsum(token_counts(members))[:-1]
             for example, one in zip(members, np.split(values, cuts) if members else [], strict=True):
-                write(example, one)
+                for field in fields:
+                    setattr(example, field, one)
 
     def _values(self, assigned: Assigned, score: Score) -> None:
         """Values, and those behind the end of truncated sequences."""
         if not (self._bootstrap and any(example.truncated for example in assigned.examples)):
-            self._score(assigned, score, _set("values"))
+            self._score(assigned, score, "values")
             return
         # The value behind the end is read at the last token, which is an input only if something follows it.
         items = (item for layouts in assigned.by_dp_rank for layout in layouts for item in layout.items)
         examples = [assigned.examples[item] for item in items]
         longer = [_continued(example) if example.truncated else replace(example) for example in examples]
-        self._score(self._assigned(longer), score, _set("values"))
+        self._score(self._assigned(longer), score, "values")
         for example, copy in zip(examples, longer, strict=True):
             assert copy.values is not None
             own = len(example.chosen)
@@ -103,19 +103,6 @@ def _continued(example: Example) -> Example:
     end = len(example.tokens)
     longer = np.append(example.tokens, np.int32(0))
     return replace(example, tokens=longer, chosen=np.append(example.chosen, end))
-
-
-def _set(field: str) -> Write:
-    def write(example: Example, values: Float32Array) -> None:
-        setattr(example, field, values)
-
-    return write
-
-
-def _set_old(example: Example, values: Any, needs: BatchNeeds) -> None:
-    example.current_log_probs = values
-    if not needs.student_is_sampler:
-        example.old_log_probs = values
 
 
 class RunningBatch:
