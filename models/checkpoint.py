@@ -159,8 +159,7 @@ def commit_directory(draft: Path, final: Path) -> None:
 
 def latest_checkpoint(root: Path) -> Path | None:
     """The newest complete checkpoint under `root` by (run generation, step), or None. A damaged one is passed over."""
-    found = _complete(root)
-    return found[-1] if found else None
+    return next(reversed(_complete(root)), None)
 
 
 def manifests(root: Path) -> list[Manifest]:

@@ -221,7 +221,9 @@ def _texts(completions: Sequence[Completion], codec: TextCodec) -> list[str]:
     """Text without what ended it (unless the request keeps it): a stop token's ids stay in `output_ids`, and so do the
     tokens of a stop string."""
     ends = [c.finish.matched if c.finish is not None and c.trim_stop else None for c in completions]
-    rows = [c.output_ids[: -1 if isinstance(end, int) else None] for c, end in zip(completions, ends, strict=True)]
+    rows = [
+        c.output_ids[:-1] if isinstance(end, int) else c.output_ids for c, end in zip(completions, ends, strict=True)
+    ]
     skip = {completion.skip_special for completion in completions}
     if len(skip) == 1:
         texts = codec.decode_many(rows, skip.pop())

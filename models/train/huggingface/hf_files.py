@@ -159,7 +159,8 @@ def write_hf(
         for _ in tensors:
             pass
         return 0
-    if _same_place(directory, source):
+    path = Path(source).expanduser()
+    if path.is_dir() and directory.exists() and path.samefile(directory):
         raise ValueError(f"write_hf would overwrite its source {str(source)!r}; write to another directory")
     directory.mkdir(parents=True, exist_ok=True)
     _remove_weights(directory)
@@ -243,11 +244,6 @@ class _ShardWriter:
 
     def _staged(self, number: int) -> Path:
         return self._directory / f"{number:05d}.{_STAGED}"
-
-
-def _same_place(directory: Path, source: Path | str) -> bool:
-    path = Path(source).expanduser()
-    return path.is_dir() and directory.exists() and path.resolve() == directory.resolve()
 
 
 def _remove_weights(directory: Path) -> None:

@@ -84,14 +84,14 @@ class MegatronModels:
         """A copy on the host of what the reference starts with; the chunks hold the policy afterwards."""
         if not self.spec.uses_reference:
             return None
-        theirs = read_source(self.spec.train.ref_load or source.name, "ref_load")
-        other = theirs.name != source.name
-        if other:
+        name = self.spec.train.ref_load
+        theirs = None if name is None or name == source.name else read_source(name, "ref_load")
+        if theirs is not None:
             _check_same_shape(source, theirs)
             load_hf(loaded.chunks, theirs.config, theirs.directory)
         renewed = bool(self.spec.algorithm.ref_update_interval)
         reference = SwappedReference(loaded.chunks, lambda: self.policy.settle(), renewed=renewed)
-        if other:
+        if theirs is not None:
             load_hf(loaded.chunks, source.config, source.directory)
         return reference
 

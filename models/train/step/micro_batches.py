@@ -237,7 +237,7 @@ def micro_batches(assigned: Sequence[Sequence[Layout]], examples: Sequence[Examp
         for layout in assigned[dp_rank]
     ]
     missing = max(len(layouts) for layouts in assigned) - len(own)
-    return own + [blank()] * missing
+    return own + [blank()] * missing if missing else own
 
 
 def blank() -> MicroBatch:
