@@ -257,7 +257,7 @@ class MegatronCritic:
         model = self._pipeline.last
         assert model is not None
         chosen = chosen_hidden(model, hidden, inputs, partial_gradients=False)
-        return of_all_tokens(model.output_layer(chosen), inputs, model.pg_collection.cp)
+        return of_all_tokens(model.output_layer(chosen).squeeze(-1), inputs, model.pg_collection.cp)
 
     def values(self, batches: Sequence[MicroBatch]) -> list[Float32Array]:
         """V before each chosen token, one array [N] per micro-batch; nothing without `is_mp_src_rank`."""

@@ -58,8 +58,8 @@ class ValueHead(torch.nn.Linear):  # type: ignore[misc]
             self.bias.zero_()
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Values [N] of hidden states [N, H]."""
-        return super().forward(hidden.float()).squeeze(-1)
+        """Values [N, 1] of hidden states [N, H]; no view, which sharding would warn of."""
+        return super().forward(hidden.float())
 
 
 class ValueModel(torch.nn.Module):  # type: ignore[misc]
@@ -72,7 +72,7 @@ class ValueModel(torch.nn.Module):  # type: ignore[misc]
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Values [N] of hidden states [N, H]."""
-        return self.value_head(hidden)
+        return self.value_head(hidden).squeeze(-1)
 
 
 class ValueNumerator:

@@ -333,4 +333,4 @@ def test_the_value_head_begins_as_that_of_torch() -> None:
     other = ValueModel(torch.nn.Identity(), 8, seed=3).value_head
     assert torch.equal(own.weight, other.weight)
     hidden = torch.randn(4, 8)
-    torch.testing.assert_close(own(hidden.to(torch.bfloat16)), other(hidden.to(torch.bfloat16).float()).squeeze(-1))
+    torch.testing.assert_close(own(hidden.to(torch.bfloat16)), other(hidden.to(torch.bfloat16).float()))
