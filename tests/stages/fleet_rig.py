@@ -31,6 +31,15 @@ from tests.stages.stage_rig import Rig, before_calls, make_config, make_context,
 PATIENT = 1_000_000  # failures in a row: a test that wants none of the supervisor's help
 
 
+@dataclass(frozen=True)
+class Update:
+    """What an engine is asked to load from disk."""
+
+    url: str
+    path: str
+    label: str | None
+
+
 @dataclass
 class Fleet:
     """An engines stage at work, and the engines that were started."""
@@ -41,6 +50,7 @@ class Fleet:
     stack: AsyncExitStack
     tasks: asyncio.TaskGroup
     bare: Path
+    patch: pytest.MonkeyPatch
     stage: EnginesStage = field(init=False)
     running: asyncio.Task[None] = field(init=False)
     servers: list[EngineServer] = field(default_factory=list)
@@ -105,52 +115,48 @@ class Fleet:
         assert found is not None
         return found
 
+    def before_updates(self, hook: Callable[[Update], Awaitable[None]] | None = None) -> list[Update]:
+        """What engines are asked to load from disk from now on. `hook` comes before each request; what it raises takes
+        its place."""
+        requested: list[Update] = []
 
-@dataclass(frozen=True)
-class Update:
-    """What an engine is asked to load from disk."""
+        async def note(client: EngineClient, path: str, label: str | None, flush_cache: bool = True) -> None:
+            requested.append(Update(client.base_url, path, label))
+            if hook is not None:
+                await hook(requested[-1])
 
-    url: str
-    path: str
-    label: str | None
-    flush_cache: bool
+        before_calls(self.patch, EngineClient, "update_weights_from_disk", note)
+        return requested
 
+    def hold_updates(self, url: str | None = None) -> tuple[asyncio.Event, asyncio.Event, list[Update]]:
+        """Updates (of the engine at the address, or of all) tell that they have begun and wait until they may go on;
+        and what engines are asked to load."""
+        loading, go = asyncio.Event(), asyncio.Event()
 
-def before_updates(
-    monkeypatch: pytest.MonkeyPatch, hook: Callable[[Update], Awaitable[None]] | None = None
-) -> list[Update]:
-    """What engines are asked to load from now on. `hook` comes before each request; what it raises takes its place."""
-    requested: list[Update] = []
+        async def hold(update: Update) -> None:
+            if url in (None, update.url):
+                loading.set()
+                await go.wait()
 
-    async def note(client: EngineClient, path: str, label: str | None, flush_cache: bool = True) -> None:
-        requested.append(Update(client.base_url, path, label, flush_cache))
-        if hook is not None:
-            await hook(requested[-1])
+        return loading, go, self.before_updates(hold)
 
-    before_calls(monkeypatch, EngineClient, "update_weights_from_disk", note)
-    return requested
+    def count_calls(self) -> list[tuple[str, str]]:
+        """(address, path) of what engines are asked from now on."""
+        asked: list[tuple[str, str]] = []
 
+        def note(client: EngineClient, method: str, path: str, *_: object, **__: object) -> None:
+            asked.append((client.base_url, path))
 
-def count_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Paths that engines are asked from now on."""
-    paths: list[str] = []
-    before_calls(monkeypatch, EngineClient, "call", lambda client, method, path, *_, **__: paths.append(path))
-    return paths
+        before_calls(self.patch, EngineClient, "call", note)
+        return asked
 
-
-def hold_updates(
-    monkeypatch: pytest.MonkeyPatch, url: str | None = None
-) -> tuple[asyncio.Event, asyncio.Event, list[Update]]:
-    """Updates (of the engine at the address, or of all) tell that they have begun and wait until they may go on; and
-    what engines are asked to load."""
-    loading, go = asyncio.Event(), asyncio.Event()
-
-    async def hold(update: Update) -> None:
-        if url in (None, update.url):
-            loading.set()
-            await go.wait()
-
-    return loading, go, before_updates(monkeypatch, hold)
+    def publisher(self, source: Path) -> TensorPublisher:
+        """A trainer's publisher of the fleet's route, with slots of its own."""
+        home = self.bare.parent
+        made = TensorPublisher(self.config, home / "published", source, home / "run")
+        made.announce_at = self.weights.announce
+        self.stack.callback(made.close)
+        return made
 
 
 @asynccontextmanager
@@ -173,7 +179,8 @@ async def open_fleet(
         weights = Weights(rig, tmp_path / "slots", source or checkpoint(tmp_path / "source"))
         stack.callback(weights.slots.close)
         async with asyncio.TaskGroup() as tasks:
-            fleet = Fleet(rig, msgspec.structs.replace(config, update=update), weights, stack, tasks, tmp_path / "bare")
+            config = msgspec.structs.replace(config, update=update)
+            fleet = Fleet(rig, config, weights, stack, tasks, tmp_path / "bare", monkeypatch)
             await fleet.start_stage()
             yield fleet
             await fleet.lose_stage()
@@ -182,6 +189,8 @@ async def open_fleet(
 class TensorPublisher(WeightPublisher):
     """A publisher of tensors that the test gives it."""
 
+    announce_at: Callable[[WeightsAnnouncement], None]
+
     def __init__(self, config: Config, slots: Path, source: Path, run_dir: Path) -> None:
         self._exporter = _Given()
         super().__init__(config, slots, source, run_dir, self._exporter.write_slot)
@@ -189,6 +198,12 @@ class TensorPublisher(WeightPublisher):
     def write_tensors(self, version: int, tensors: Mapping[str, torch.Tensor]) -> WeightsAnnouncement:
         self._exporter.tensors = tensors
         return self.write(version, 0, pinned=False)
+
+    def publish(self, version: int, tensors: Mapping[str, torch.Tensor]) -> Path:
+        """Returns the directory of the slot."""
+        announcement = self.write_tensors(version, tensors)
+        self.announce_at(announcement)
+        return Path(announcement.path)
 
 
 class _Given(WeightExporter):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from stages.engines.colocation import EngineMemory, TrainerTurn, holder
 from stages.ports import read_value
 from stages.topic_values import EngineAddress
 from tests.stages.engine_rig import SLOW_MS, core_of, freeze, generating, simulated, token_versions
-from tests.stages.fleet_rig import Fleet, Update, before_updates
+from tests.stages.fleet_rig import Fleet, Update
 from tests.stages.stage_rig import TOPIC, Rig, before_calls, idle, make_config, make_group, until
 
 COLOCATED = make_config(asynchrony={"colocate": True, "max_staleness": 0})
@@ -63,18 +62,23 @@ async def handed_over(one: Fleet, turn: TrainerTurn, version: int) -> None:
     await one.all_landed(version)
 
 
+async def taking_turns(one: Fleet, engines: int) -> tuple[TrainerTurn, Backend]:
+    """The turns of a trainer; it is the engines' turn, and they serve version 0."""
+    for index in range(engines):
+        await one.engine(index)
+    backend = Backend(seen=lambda: [away(server) == GONE for server in one.servers])
+    turn = await trainer(one.rig, backend=backend)
+    await handed_over(one, turn, 0)
+    return turn, backend
+
+
 @pytest.fixture
 async def turn(fleet: Fleet) -> TrainerTurn:
-    """The turns of a trainer; it is the engine's turn, and the engine serves version 0."""
-    await fleet.engine(0)
-    turn = await trainer(fleet.rig)
-    await handed_over(fleet, turn, 0)
-    return turn
+    return (await taking_turns(fleet, 1))[0]
 
 
-@contextmanager
-def control_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, str]]]:
-    """(engine, call) in the order in which they were made."""
+def control_calls(one: Fleet) -> list[tuple[str, str]]:
+    """(engine, call) from now on, in the order in which they are made."""
     log: list[tuple[str, str]] = []
 
     def note(client: EngineClient, method: str, path: str, payload: Any, *_: Any) -> None:
@@ -82,28 +86,21 @@ def control_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, s
             about = getattr(payload, "tags", None) or getattr(payload, "mode", None) or ""
             log.append((client.base_url, f"{path.strip('/')} {about if isinstance(about, str) else '+'.join(about)}"))
 
-    with monkeypatch.context() as patched:
-        before_calls(patched, EngineClient, "call", note)
-        yield log
+    before_calls(one.patch, EngineClient, "call", note)
+    return log
 
 
-async def test_engines_give_their_memory_back_for_the_trainers_turn_and_take_it_with_new_weights(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    await fleet.engine(0)
-    await fleet.engine(1)
-    backend = Backend(seen=lambda: [away(server) == GONE for server in fleet.servers])
-    turn = await trainer(fleet.rig, backend=backend)
-    await handed_over(fleet, turn, 0)
-    with control_calls(monkeypatch) as calls:
-        await turn.acquire()
-        assert [away(server) for server in fleet.servers] == [GONE, GONE]
-        assert not any(fleet.served(index) for index in range(2)), "nothing is sent there"
-        fleet.weights.publish(1)
-        await idle()
-        assert fleet.labels() == ["0.0", "0.0"], "announced, but it is not their turn"
-        await turn.release()
-        await fleet.all_landed(1)
+async def test_engines_give_their_memory_back_for_the_trainers_turn_and_take_it_with_new_weights(fleet: Fleet) -> None:
+    turn, backend = await taking_turns(fleet, 2)
+    calls = control_calls(fleet)
+    await turn.acquire()
+    assert [away(server) for server in fleet.servers] == [GONE, GONE]
+    assert not any(fleet.served(index) for index in range(2)), "nothing is sent there"
+    fleet.weights.publish(1)
+    await idle()
+    assert fleet.labels() == ["0.0", "0.0"], "announced, but it is not their turn"
+    await turn.release()
+    await fleet.all_landed(1)
     assert fleet.labels() == ["0.1", "0.1"]
     assert backend.calls == ["offload", "onload [True, True]", "offload"]
     for server in fleet.servers:
@@ -141,15 +138,10 @@ async def test_an_evaluation_keeps_its_engines_until_it_is_over(fleet: Fleet) ->
         assert away(fleet.servers[0]) == GONE
 
 
-async def test_an_engine_that_is_lost_is_not_waited_for(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr("stages.engines.colocation.PATIENCE_S", -1.0)
+async def test_an_engine_that_is_lost_is_not_waited_for(fleet: Fleet, caplog: pytest.LogCaptureFixture) -> None:
+    fleet.patch.setattr("stages.engines.colocation.PATIENCE_S", -1.0)
     async with asyncio.TaskGroup() as tasks:
-        for index in range(2):
-            await fleet.engine(index)
-        turn = await trainer(fleet.rig)
-        await handed_over(fleet, turn, 0)
+        turn, _ = await taking_turns(fleet, 2)
         await fleet.servers[1].__aexit__(None, None, None)
         acquiring = tasks.create_task(turn.acquire())
         await until(lambda: away(fleet.servers[0]) == GONE)
@@ -159,17 +151,14 @@ async def test_an_engine_that_is_lost_is_not_waited_for(
         await acquiring
 
 
-async def test_frozen_engines_keep_their_memory_and_are_not_waited_for(fleet: Fleet) -> None:
-    server = await fleet.engine(0)
+async def test_frozen_engines_keep_their_memory_and_are_not_waited_for(fleet: Fleet, turn: TrainerTurn) -> None:
     judge = await fleet.stack.enter_async_context(
         EngineServer(simulated(), str(fleet.bare), max_context_len=None, seed=9)
     )
     address = EngineAddress("frozen-judge", judge.url, 0, "judge")
     fleet.rig.topic.publish("engine/frozen-judge", msgspec.msgpack.encode(address))
-    turn = await trainer(fleet.rig)
-    await handed_over(fleet, turn, 0)
     await turn.acquire()
-    assert (away(server), away(judge)) == (GONE, set())
+    assert (away(fleet.servers[0]), away(judge)) == (GONE, set())
 
 
 async def test_an_engine_that_comes_up_in_the_trainers_turn_gives_its_memory_back_first(
@@ -186,9 +175,7 @@ async def test_an_engine_that_comes_up_in_the_trainers_turn_gives_its_memory_bac
     assert away(again) == set()
 
 
-async def test_what_was_given_back_in_an_earlier_turn_does_not_count(
-    fleet: Fleet, turn: TrainerTurn, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_was_given_back_in_an_earlier_turn_does_not_count(fleet: Fleet, turn: TrainerTurn) -> None:
     """An engine that never took the memory again is reported for each turn, and asked only once."""
     await turn.acquire()
     first = read_value(turn.topic, "device/engine-0", EngineMemory)
@@ -202,7 +189,7 @@ async def test_what_was_given_back_in_an_earlier_turn_does_not_count(
         if refusing and "resume_memory" in path:
             raise EngineRefused(client.base_url, 400, "no memory just now")
 
-    before_calls(monkeypatch, EngineClient, "call", refuse)
+    before_calls(fleet.patch, EngineClient, "call", refuse)
     fleet.weights.publish(1)
     await turn.release()
     await until(lambda: fleet.failures() > 0)
@@ -213,9 +200,7 @@ async def test_what_was_given_back_in_an_earlier_turn_does_not_count(
     assert fleet.labels() == ["0.2"]
 
 
-async def test_memory_is_taken_once_however_often_the_update_fails(
-    fleet: Fleet, turn: TrainerTurn, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_memory_is_taken_once_however_often_the_update_fails(fleet: Fleet, turn: TrainerTurn) -> None:
     await turn.acquire()
     tries = []
 
@@ -224,9 +209,9 @@ async def test_memory_is_taken_once_however_often_the_update_fails(
         if len(tries) < 3:
             raise EngineRefused(update.url, 400, "not now")
 
-    before_updates(monkeypatch, refuse)
-    with control_calls(monkeypatch) as calls:
-        await handed_over(fleet, turn, 1)
+    fleet.before_updates(refuse)
+    calls = control_calls(fleet)
+    await handed_over(fleet, turn, 1)
     assert tries == [{"kv_cache"}] * 3, "the cache's memory comes last: loading may need room"
     assert [call for _, call in calls if "memory" in call or "continue" in call] == [
         "resume_memory_occupation weights",
@@ -235,7 +220,7 @@ async def test_memory_is_taken_once_however_often_the_update_fails(
     ]
 
 
-async def test_giving_back_is_tried_again(fleet: Fleet, turn: TrainerTurn, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_giving_back_is_tried_again(fleet: Fleet, turn: TrainerTurn) -> None:
     [server] = fleet.servers
     tries: list[str] = []
 
@@ -244,17 +229,17 @@ async def test_giving_back_is_tried_again(fleet: Fleet, turn: TrainerTurn, monke
         if len(tries) < 3:
             raise EngineRefused(client.base_url, 400, "not now")
 
-    before_calls(monkeypatch, EngineClient, "pause", refuse)
+    before_calls(fleet.patch, EngineClient, "pause", refuse)
     await turn.acquire()
     assert tries == ["abort"] * 3
     assert (away(server), fleet.failures()) == (GONE, 2)
 
 
 async def test_the_stage_waits_until_nothing_runs_and_gives_nothing_back_before(
-    fleet: Fleet, turn: TrainerTurn, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    fleet: Fleet, turn: TrainerTurn, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("stages.engines.colocation.IDLE_LIMIT_S", 0.0)
-    monkeypatch.setattr("stages.engines.colocation.IDLE_POLL_S", 0.0)
+    fleet.patch.setattr("stages.engines.colocation.IDLE_LIMIT_S", 0.0)
+    fleet.patch.setattr("stages.engines.colocation.IDLE_POLL_S", 0.0)
     async with asyncio.TaskGroup() as tasks:
         [server] = fleet.servers
         running = 1
@@ -268,7 +253,7 @@ async def test_the_stage_waits_until_nothing_runs_and_gives_nothing_back_before(
             loads["loads"][0]["num_running_reqs"] = running
             return msgspec.json.encode(loads)
 
-        monkeypatch.setattr(EngineClient, "call", call)
+        fleet.patch.setattr(EngineClient, "call", call)
         acquiring = tasks.create_task(turn.acquire())
         await until(lambda: fleet.failures() > 1)
         assert (away(server), acquiring.done()) == (set(), False)

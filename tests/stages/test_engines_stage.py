@@ -6,9 +6,8 @@ import asyncio
 import shutil
 import threading
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -26,20 +25,21 @@ from stages.messages import WeightsAnnouncement
 from stages.ports import Ports, SameHost
 from stages.topic_values import Complaint, EngineAddress, carrying
 from tests.stages.engine_rig import carried, core_of
-from tests.stages.fleet_rig import Fleet, Update, before_updates, count_calls, hold_updates, open_fleet
+from tests.stages.fleet_rig import Fleet, Update, open_fleet
 from tests.stages.stage_rig import idle, make_context, until
 
 
-def refuse_updates(monkeypatch: pytest.MonkeyPatch, url: str) -> list[str]:
-    """The engine at the address takes no weights from now on; returns the labels that it was given."""
+def refuse_updates(one: Fleet) -> list[str]:
+    """The first engine takes no weights from now on; returns the labels that it was given."""
     tries: list[str] = []
+    url = one.servers[0].url
 
     async def refuse(update: Update) -> None:
         if update.url == url:
             tries.append(str(update.label))
             raise EngineRefused(url, 400, "no room for them")
 
-    before_updates(monkeypatch, refuse)
+    one.before_updates(refuse)
     return tries
 
 
@@ -48,9 +48,7 @@ def complaint(one: Fleet, engine: int = 0) -> Complaint | None:
     return None if value is None else msgspec.msgpack.decode(value, type=Complaint)
 
 
-async def test_nothing_is_reported_about_an_engine_that_died_while_its_slot_was_verified(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_nothing_is_reported_about_an_engine_that_died_while_its_slot_was_verified(fleet: Fleet) -> None:
     """Its supervisor drops what was known of it; the failed update must not bring that back."""
     go, reading = threading.Event(), threading.Event()
     original = SlotReader.__init__
@@ -61,7 +59,7 @@ async def test_nothing_is_reported_about_an_engine_that_died_while_its_slot_was_
         original(self, claim, anew=anew)
 
     await fleet.serving(2)
-    monkeypatch.setattr(SlotReader, "__init__", read)
+    fleet.patch.setattr(SlotReader, "__init__", read)
     fleet.weights.publish(1)
     await until(reading.is_set)
     await fleet.servers[0].__aexit__(None, None, None)
@@ -78,17 +76,15 @@ async def test_nothing_is_reported_about_an_engine_that_died_while_its_slot_was_
     assert (core_of(again).label, fleet.entry(0).incarnation) == ("0.1", 1)
 
 
-async def test_a_stage_that_is_started_anew_leaves_an_engine_alone_that_serves_what_it_should(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_stage_that_is_started_anew_leaves_an_engine_alone_that_serves_what_it_should(fleet: Fleet) -> None:
     await fleet.serving()
     await fleet.lose_stage()
     assert fleet.served(), "clients go on while nobody owns the engine"
-    calls = count_calls(monkeypatch)
+    calls = fleet.count_calls()
     await fleet.start_stage()
     await until(lambda: bool(fleet.stage.engines) and fleet.control().current is not None)
     await idle()
-    assert set(calls) == {"/model_info", "/ready"}, "asked, not touched"
+    assert {path for _, path in calls} == {"/model_info", "/ready"}, "asked, not touched"
     assert (fleet.entry().version, fleet.entry().state) == (0, "serving")
     fleet.weights.publish(1)
     await fleet.landed(1)
@@ -96,9 +92,7 @@ async def test_a_stage_that_is_started_anew_leaves_an_engine_alone_that_serves_w
 
 
 @pytest.mark.parametrize("left", ["updating", "paused", "mislabelled", "loading", "by an earlier start of the run"])
-async def test_an_engine_that_was_left_in_doubt_is_brought_up_in_full_and_resumed(
-    fleet: Fleet, left: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_engine_that_was_left_in_doubt_is_brought_up_in_full_and_resumed(fleet: Fleet, left: str) -> None:
     server = await fleet.engine(0)
     announcement = fleet.weights.publish(0)
     await fleet.landed(0)
@@ -121,7 +115,7 @@ async def test_an_engine_that_was_left_in_doubt_is_brought_up_in_full_and_resume
     async def look(_: Update) -> None:
         assert not fleet.served(), "nothing is sent to it before it is certain again"
 
-    loads = before_updates(monkeypatch, look)
+    loads = fleet.before_updates(look)
     await fleet.start_stage()
     await until(lambda: bool(fleet.stage.engines) and fleet.control().updates > 0)
     await fleet.landed(0)
@@ -129,27 +123,12 @@ async def test_an_engine_that_was_left_in_doubt_is_brought_up_in_full_and_resume
     assert (fleet.labels(), core_of(server).paused, fleet.entry().fetching) == (["0.0"], False, -1)
 
 
-async def test_a_pin_outlives_the_stage(fleet: Fleet) -> None:
-    await fleet.engine(0)
-    pinned = fleet.weights.publish(1, pinned=True)
-    fleet.rig.topic.publish("weights/pinned/1", msgspec.msgpack.encode(pinned))
-    await fleet.landed(1)
-    await fleet.lose_stage()
-    fleet.weights.publish(2)
-    await fleet.start_stage()
-    await until(lambda: bool(fleet.stage.engines) and fleet.control().current is not None)
-    await idle()
-    assert fleet.labels() == ["0.1"]
-    fleet.rig.topic.publish("eval/released", b"1")
-    await fleet.landed(2)
-
-
 async def test_an_engine_that_takes_no_weights_goes_to_its_supervisor_and_the_others_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with open_fleet(tmp_path, monkeypatch, max_failures=3) as one:
         await one.serving(2)
-        tries = refuse_updates(monkeypatch, one.servers[0].url)
+        tries = refuse_updates(one)
         monkeypatch.setattr("stages.engines.weight_transfer.TURN_TIMEOUT_S", 0.0)
         one.weights.publish(1)
         await until(lambda: complaint(one) is not None)
@@ -170,10 +149,10 @@ async def test_an_engine_that_takes_no_weights_goes_to_its_supervisor_and_the_ot
         assert core_of(again).label == "0.2"
 
 
-async def test_a_retry_does_not_wait_for_an_engine_that_is_lost(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_retry_does_not_wait_for_an_engine_that_is_lost(fleet: Fleet) -> None:
     await fleet.engine(0)
-    refuse_updates(monkeypatch, fleet.servers[0].url)
-    monkeypatch.setattr("stages.engines.engine_control.RETRY_S", 1e6)
+    refuse_updates(fleet)
+    fleet.patch.setattr("stages.engines.engine_control.RETRY_S", 1e6)
     fleet.weights.publish(0)
     await until(lambda: fleet.failures() == 1)
     fleet.rig.lose_engine(0)
@@ -181,15 +160,13 @@ async def test_a_retry_does_not_wait_for_an_engine_that_is_lost(fleet: Fleet, mo
     await fleet.landed(0)
 
 
-async def test_frozen_engines_are_in_the_directory_and_get_no_weights(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_frozen_engines_are_in_the_directory_and_get_no_weights(fleet: Fleet) -> None:
     server = await fleet.engine(0)
     judge = EngineAddress("frozen-judge", server.url, 0, "judge")
     fleet.rig.topic.publish("engine/frozen-judge", msgspec.msgpack.encode(judge))
     fleet.rig.topic.drop("engine/engine-0")
     await fleet.rig.topic_until(lambda: fleet.rig.topic.get("directory/frozen-judge") is not None)
-    calls = count_calls(monkeypatch)
+    calls = fleet.count_calls()
     fleet.weights.publish(0)
     await idle()
     entry = fleet.stage.engines["frozen-judge"].entry
@@ -199,73 +176,63 @@ async def test_frozen_engines_are_in_the_directory_and_get_no_weights(
     assert carrying(fleet.rig.topic) == {}
 
 
-async def test_at_a_drain_all_engines_give_back_what_they_run_and_the_stage_ends_on_command(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_at_a_drain_all_engines_give_back_what_they_run_and_the_stage_ends_on_command(fleet: Fleet) -> None:
     await fleet.serving(2)
-    calls = count_calls(monkeypatch)
+    calls = fleet.count_calls()
     fleet.rig.topic.publish("drain", b"the run is complete")
     await until(lambda: len(calls) == 2)
     await idle()
-    assert (calls, fleet.running.done()) == (["/abort_request"] * 2, False)
+    assert ([path for _, path in calls], fleet.running.done()) == (["/abort_request"] * 2, False)
     fleet.rig.topic.publish(END, b"")
     await fleet.running
 
 
-class Loaded:
-    """Loads as an engine would tell them."""
+class Watched:
+    """A look at loads that the test makes up."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.load = Load()
-        monkeypatch.setattr(EngineClient, "loads", self._loads)
+    def __init__(self, one: Fleet) -> None:
+        self.one, self.load, self.activity = one, Load(), Activity()
+        one.patch.setattr(EngineClient, "loads", self._loads)
 
     async def _loads(self) -> list[Load]:
         return [self.load]
 
+    async def look(self, usage: float, running: int = 0, **load: Any) -> int:
+        """The limit in the engine's entry after it."""
+        self.load = Load(token_usage=usage, num_running_reqs=running, **load)
+        if not hasattr(self, "watch"):
+            self.topic = await self.one.rig.node.topic(self.one.rig.topic.address, replica="watch")
+            self.watch = LoadWatch(self.one.config, self.one.stage.engines, self.activity)
+        await self.watch.look(self.topic)
+        return self.one.entry().limit
 
-async def test_a_limit_that_follows_the_load_travels_in_the_entry(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    loaded = Loaded(monkeypatch)
+
+async def test_a_limit_that_follows_the_load_travels_in_the_entry(fleet: Fleet) -> None:
+    watched = Watched(fleet)
     await fleet.serving()
-    topic = await fleet.rig.node.topic(fleet.rig.topic.address, replica="watch")
-    watch = LoadWatch(fleet.config, fleet.stage.engines, activity := Activity())
     most = fleet.config.rollout.server_concurrency
     assert fleet.entry().limit == most
-    loaded.load = Load(token_usage=0.99, num_running_reqs=80, num_waiting_reqs=20, busy_s=3.0)
-    await watch.look(topic)
-    assert fleet.entry().limit == 75, "three quarters of what is in flight"
-    assert (activity.extra["engine_busy_s"], activity.extra["in_flight_limit"]) == (3.0, 75.0)
-    assert activity.extra["limit_cuts"] == 1.0
-    loaded.load = Load(token_usage=0.85, num_running_reqs=60)
+    assert await watched.look(0.99, 80, num_waiting_reqs=20, busy_s=3.0) == 75, "three quarters of what is in flight"
+    extra = watched.activity.extra
+    assert (extra["engine_busy_s"], extra["in_flight_limit"], extra["limit_cuts"]) == (3.0, 75.0, 1.0)
     fleet.rig.topic.publish("retracted/generate-0", b"2")
     await idle()
-    await watch.look(topic)
-    assert fleet.entry().limit == 45, "its clients were told of retractions"
-    loaded.load = Load(token_usage=0.85, num_running_reqs=40)
-    await watch.look(topic)
-    assert fleet.entry().limit == 45, "each counts once"
-    loaded.load = Load(token_usage=0.1)
-    await watch.look(topic)
-    assert fleet.entry().limit == 45 + most // 32
+    assert await watched.look(0.85, 60) == 45, "its clients were told of retractions"
+    assert await watched.look(0.85, 40) == 45, "each counts once"
+    assert await watched.look(0.1) == 45 + most // 32
     assert fleet.entry().version == carried(fleet.rig) == 0
 
 
-async def test_an_engine_that_is_being_updated_is_not_judged(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded = Loaded(monkeypatch)
+async def test_an_engine_that_is_being_updated_is_not_judged(fleet: Fleet) -> None:
+    watched = Watched(fleet)
     await fleet.serving()
-    loading, go, _ = hold_updates(monkeypatch)
+    loading, go, _ = fleet.hold_updates()
     fleet.weights.publish(1)
     await loading.wait()
-    loaded.load = Load(token_usage=0.99, num_running_reqs=100)
-    topic = await fleet.rig.node.topic(fleet.rig.topic.address, replica="watch")
-    watch = LoadWatch(fleet.config, fleet.stage.engines, Activity())
-    await watch.look(topic)
-    assert fleet.entry().limit == fleet.config.rollout.server_concurrency
+    assert await watched.look(0.99, 100) == fleet.config.rollout.server_concurrency
     go.set()
     await fleet.landed(1)
-    await watch.look(topic)
-    assert fleet.entry().limit == 75
+    assert await watched.look(0.99, 100) == 75
 
 
 class Elsewhere(SameHost):
@@ -310,37 +277,30 @@ async def node(one: Fleet, name: str, tmp_path: Path) -> Node:
     return found
 
 
-@contextmanager
-def loads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Update]]:
-    with monkeypatch.context() as patch:
-        yield before_updates(patch)
-
-
 async def test_each_node_fetches_a_version_once_and_its_engines_load_it_from_there(
-    fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fleet: Fleet, tmp_path: Path
 ) -> None:
     nodes = [await node(fleet, f"fetcher-{i}", tmp_path) for i in range(2)]
     for index, fetcher in enumerate(["", "fetcher-0", "fetcher-1", "fetcher-1"]):
         await fleet.engine(index, fetcher=fetcher)
+    loaded = fleet.before_updates()
     for version in range(3):
-        with loads(monkeypatch) as loaded:
-            slot = fleet.weights.publish(version)
-            await fleet.all_landed(version)
+        slot = fleet.weights.publish(version)
+        await fleet.all_landed(version)
         homes = [str(there.weights.home / slot.label) for there in nodes]
         assert sorted(load.path for load in loaded) == sorted([slot.path, homes[0], homes[1], homes[1]])
+        loaded.clear()
     assert fleet.labels() == ["0.2"] * 4
     wanted = {"0.0": 1, "0.1": 1, "0.2": 1}
     assert [dict(there.weights.fetched) for there in nodes] == [wanted, wanted]
     assert [fleet.failures(index) for index in range(4)] == [0] * 4
 
 
-async def test_a_fetcher_that_is_killed_finds_its_order_again(
-    fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_fetcher_that_is_killed_finds_its_order_again(fleet: Fleet, tmp_path: Path) -> None:
     """Killed once the engine stands still: what takes its place puts the weights in, and the engine goes on."""
     there = await node(fleet, "fetcher-0", tmp_path)
     [server] = await fleet.serving(1, ["fetcher-0"])
-    requested, hold, _ = hold_updates(monkeypatch)
+    requested, hold, _ = fleet.hold_updates()
     fleet.weights.publish(1)
     await requested.wait()
     assert core_of(server).paused
@@ -454,10 +414,5 @@ def test_a_full_cache_is_answered_once_until_the_samples_have_come_down() -> Non
     assert limit.cuts == 2
     assert limit.observe(Reading((HIGH_USAGE + CALM_USAGE) / 2, 0), 45) == 45, "between the marks nothing changes"
     assert limit.observe(CALM, 45) == 48
-
-
-def test_an_engine_that_is_started_anew_has_the_whole_limit() -> None:
-    limit = Limit(100)
-    limit.observe(FULL, 100)
     limit.restart()
-    assert limit.value == 100
+    assert limit.value == 100, "of an engine that was started anew"

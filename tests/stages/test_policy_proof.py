@@ -6,7 +6,8 @@ import dataclasses
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,11 @@ class Proven:
     def publish(self, version: int) -> None:
         self.one.weights.announce(self.publisher.write(version, 0, pinned=False))
 
+    async def land(self, version: int) -> None:
+        self.publish(version)
+        for engine in range(len(self.one.servers) or 1):
+            await self.one.landed(version, engine=engine)
+
     async def complaint(self, engine: int = 0) -> str:
         """Waits for what the supervisor is told of an engine."""
         key = f"complaint/engine-{engine}"
@@ -73,7 +79,7 @@ class Proven:
 
 
 @asynccontextmanager
-async def proven(
+async def open_proven(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     *,
@@ -102,6 +108,14 @@ async def proven(
             one.servers.append(await one.stack.enter_async_context(server))
             one.rig.engine_at(server.url, engine=index)
         yield Proven(one, trainer, publisher)
+
+
+Open = Callable[..., AbstractAsyncContextManager[Proven]]
+
+
+@pytest.fixture
+def proven(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Open:
+    return partial(open_proven, tmp_path, monkeypatch)
 
 
 @asynccontextmanager
@@ -201,11 +215,10 @@ FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 async def test_a_planted_fault_is_named_and_never_served(
-    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    fault: str, proven: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with proven(tmp_path, monkeypatch) as run:
-        run.publish(0)
-        await run.one.landed(0)
+    async with proven() as run:
+        await run.land(0)
         assert run.one.failures() == 0
         FAULTS[fault](monkeypatch)
         run.move(1e-3)
@@ -224,9 +237,9 @@ async def test_a_planted_fault_is_named_and_never_served(
         assert difference.mean < difference.largest < 1e-5
 
 
-async def test_a_proof_costs_a_forward_pass_and_a_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_proof_costs_a_forward_pass_and_a_request(proven: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     """For each version, whatever there are of canaries; the engine's facts are asked for once."""
-    async with proven(tmp_path, monkeypatch) as run:
+    async with proven() as run:
         models, counts, asked = run.trainer._models, Counter[str](), EngineClient._answer
         assert isinstance(models, TorchModels)
         models.model.model.layers[0].register_forward_pre_hook(lambda *_: counts.update(["forward"]))
@@ -237,16 +250,14 @@ async def test_a_proof_costs_a_forward_pass_and_a_request(tmp_path: Path, monkey
 
         monkeypatch.setattr(EngineClient, "_answer", ask)
         for version in range(3):
-            run.publish(version)
-            await run.one.landed(version)
+            await run.land(version)
     assert counts["forward"] == counts["/generate"] == 3, counts
     assert counts["/server_info"] == 1, counts
 
 
-async def test_an_adapter_that_the_engine_lacks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with proven(tmp_path, monkeypatch) as run:
-        run.publish(0)
-        await run.one.landed(0)
+async def test_an_adapter_that_the_engine_lacks_is_named(proven: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with proven() as run:
+        await run.land(0)
         plant(monkeypatch, without_adapter)
         add_adapter(run.trainer)
         run.publish(1)
@@ -256,15 +267,13 @@ async def test_an_adapter_that_the_engine_lacks_is_named(tmp_path: Path, monkeyp
 @pytest.mark.slow
 @pytest.mark.parametrize("step", [1e-4, pytest.param(1e-3, marks=pytest.mark.full)])
 async def test_in_bfloat16_an_engine_that_stands_still_is_seen_below_the_limits(
-    step: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    step: float, proven: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The steps move the log-probs by less than kernels may differ: only standing still gives the engine away."""
-    async with proven(tmp_path, monkeypatch, dtype="bfloat16") as run:
-        run.publish(0)
-        await run.one.landed(0)
+    async with proven(dtype="bfloat16") as run:
+        await run.land(0)
         run.move(step)
-        run.publish(1)
-        await run.one.landed(1)
+        await run.land(1)
         plant(monkeypatch, stale(lambda name: True))
         for version in range(2, 200):
             run.move(step, seed=version)
@@ -277,10 +286,9 @@ async def test_in_bfloat16_an_engine_that_stands_still_is_seen_below_the_limits(
         assert "(limit 0.1), and the engine's by" in reason
 
 
-async def test_the_second_load_may_cure_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with proven(tmp_path, monkeypatch) as run:
-        run.publish(0)
-        await run.one.landed(0)
+async def test_the_second_load_may_cure_it(proven: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with proven() as run:
+        await run.land(0)
         loads = 0
 
         def once(live: Weights, before: Weights) -> None:
@@ -290,17 +298,16 @@ async def test_the_second_load_may_cure_it(tmp_path: Path, monkeypatch: pytest.M
                 transpose(live, before)
 
         plant(monkeypatch, once)
-        run.publish(1)
-        await run.one.landed(1)
+        await run.land(1)
         assert (loads, run.one.failures()) == (2, 1)
         assert run.one.control()._prover.disagreements == 0
 
 
 async def test_a_fault_that_outlives_a_restart_ends_the_run_with_the_numbers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    proven: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def restarted() -> None:
-        async with proven(tmp_path, monkeypatch) as run:
+        async with proven() as run:
             plant(monkeypatch, transpose)
             run.publish(0)
             await run.complaint()
@@ -317,11 +324,10 @@ async def test_a_fault_that_outlives_a_restart_ends_the_run_with_the_numbers(
 
 
 async def test_a_worker_that_a_router_would_hide_is_asked_by_itself(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    proven: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with proven(tmp_path, monkeypatch, engines=2) as run:
-        run.publish(0)
-        await run.one.all_landed(0)
+    async with proven(engines=2) as run:
+        await run.land(0)
         original = EngineClient.update_weights_from_disk
 
         async def update(
@@ -368,10 +374,8 @@ def test_the_limits_follow_the_coarsest_type(facts: dict[str, str], element_byte
     assert precision_of(ServerInfo(**facts), element_bytes) == expected  # type: ignore[arg-type]
 
 
-async def test_weights_that_are_not_finite_are_the_trainers_fault(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with proven(tmp_path, monkeypatch, engines=0) as run:
+async def test_weights_that_are_not_finite_are_the_trainers_fault(proven: Open) -> None:
+    async with proven(engines=0) as run:
         run.move(float("nan"))
         with pytest.raises(UnprovenPolicy, match="the trainer's log-probs of the canary sequences are not finite"):
             run.publish(0)
@@ -388,7 +392,7 @@ async def test_no_version_raises_an_alarm(
     engine: str,
     dtype: str,
     versions: int,
-    tmp_path: Path,
+    proven: Open,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     request: pytest.FixtureRequest,
@@ -396,7 +400,7 @@ async def test_no_version_raises_an_alarm(
     server = "sglang" if dtype == "float32" else "sglang_bfloat16"
     real: RealServer | None = request.getfixturevalue(server) if engine == "sglang" else None
     monkeypatch.setattr("tests.stages.stage_rig.LIMIT_S", LIMIT_S + versions)
-    async with proven(tmp_path, monkeypatch, dtype=dtype, real=real) as run:
+    async with proven(dtype=dtype, real=real) as run:
         for version in range(versions):
             run.move(10.0 ** -(3 + version % 4), seed=version)
             run.publish(version)
@@ -413,12 +417,11 @@ SGLANG_FAULTS = {"disk": "the old slot under the new label", "tensor": "the firs
 @pytest.mark.xdist_group("sglang")
 @pytest.mark.parametrize("route", SGLANG_FAULTS)
 async def test_faults_of_a_real_sglang_are_named(
-    route: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sglang: RealServer
+    route: str, proven: Open, monkeypatch: pytest.MonkeyPatch, sglang: RealServer
 ) -> None:
-    async with proven(tmp_path, monkeypatch, real=sglang, route=route) as run:
+    async with proven(real=sglang, route=route) as run:
         for version in range(3):
-            run.publish(version)
-            await run.one.landed(version)
+            await run.land(version)
             difference = run.one.entry().proof
             assert difference is not None
             assert difference.largest < 1e-5

@@ -24,11 +24,11 @@ from models.weights.transfer import SharedBuffer
 from stages.engines.weight_transfer import BucketTransfer
 from stages.topic_values import EngineAddress
 from tests.models.weights.made_up import values
-from tests.stages.fleet_rig import Fleet, hold_updates, open_fleet
-from tests.stages.stage_rig import idle, until
+from tests.stages.fleet_rig import Fleet, open_fleet
+from tests.stages.stage_rig import before_calls, idle, until
 
 
-def count_verified(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def count_verified(fleet: Fleet) -> list[int]:
     """Bytes that are digested for a verification from now on."""
     digested: list[int] = []
     original = shared_memory_reader.digest_of
@@ -37,27 +37,23 @@ def count_verified(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         digested.append(len(piece))
         return original(piece)
 
-    monkeypatch.setattr(shared_memory_reader, "digest_of", digest)
+    fleet.patch.setattr(shared_memory_reader, "digest_of", digest)
     return digested
 
 
 @pytest.mark.parametrize("engines", [1, 3])
-async def test_engines_of_one_process_share_one_verification(
-    fleet: Fleet, engines: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_engines_of_one_process_share_one_verification(fleet: Fleet, engines: int) -> None:
     await fleet.serving(engines)
-    digested = count_verified(monkeypatch)
+    digested = count_verified(fleet)
     for version in (1, 2):
         fleet.weights.publish(version)
         await fleet.all_landed(version)
         assert sum(digested) == version * fleet.weights.slots.layout.data_bytes
 
 
-async def test_an_engine_in_doubt_gets_bytes_that_were_verified_for_it(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_engine_in_doubt_gets_bytes_that_were_verified_for_it(fleet: Fleet) -> None:
     await fleet.serving(2)
-    digested = count_verified(monkeypatch)
+    digested = count_verified(fleet)
     fleet.control(1)._in_full = True
     fleet.weights.publish(1)
     await fleet.all_landed(1)
@@ -65,20 +61,11 @@ async def test_an_engine_in_doubt_gets_bytes_that_were_verified_for_it(
     assert fleet.labels() == ["0.1", "0.1"]
 
 
-async def test_engines_prepare_before_their_turn_and_go_on_serving(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_engines_prepare_before_their_turn_and_go_on_serving(fleet: Fleet) -> None:
     """Both of two verify and prepare while the first is being updated; the second is not asked to pause."""
     servers = await fleet.serving(2)
-    asked: list[tuple[str, str]] = []
-    original = EngineClient.call
-
-    async def call(client: EngineClient, method: str, path: str, *args: Any, **options: Any) -> Any:
-        asked.append((client.base_url, path))
-        return await original(client, method, path, *args, **options)
-
-    monkeypatch.setattr(EngineClient, "call", call)
-    loading, go, _ = hold_updates(monkeypatch, servers[0].url)
+    asked = fleet.count_calls()
+    loading, go, _ = fleet.hold_updates(servers[0].url)
     fleet.weights.publish(1)
     await loading.wait()
     await until(lambda: (servers[1].url, "/prepare_weights") in asked)
@@ -93,7 +80,7 @@ async def test_engines_prepare_before_their_turn_and_go_on_serving(
         assert calls.index("/prepare_weights") < calls.index("/pause_generation")
 
 
-async def test_engines_prepare_one_after_the_other(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_engines_prepare_one_after_the_other(fleet: Fleet) -> None:
     """Else each would find the memory free that all of them are about to take."""
     await fleet.serving(3)
     at_work, most, original = 0, 0, EngineClient.prepare_weights
@@ -106,38 +93,33 @@ async def test_engines_prepare_one_after_the_other(fleet: Fleet, monkeypatch: py
         await original(client, path, label)
         at_work -= 1
 
-    monkeypatch.setattr(EngineClient, "prepare_weights", prepare)
+    fleet.patch.setattr(EngineClient, "prepare_weights", prepare)
     fleet.weights.publish(1)
     await fleet.all_landed(1)
     assert most == 1
 
 
 @pytest.mark.parametrize("refusals", [1, 2])
-async def test_what_goes_wrong_ahead_of_the_turn_is_judged_in_the_turn(
-    fleet: Fleet, refusals: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_goes_wrong_ahead_of_the_turn_is_judged_in_the_turn(fleet: Fleet, refusals: int) -> None:
     await fleet.serving()
-    left, original = refusals, EngineClient.prepare_weights
+    left = refusals
 
-    async def prepare(client: EngineClient, path: str, label: str) -> None:
+    def prepare(client: EngineClient, path: str, label: str) -> None:
         nonlocal left
         if left:
             left -= 1
             raise EngineRefused(client.base_url, 400, "a checkpoint of another model")
-        await original(client, path, label)
 
-    monkeypatch.setattr(EngineClient, "prepare_weights", prepare)
+    before_calls(fleet.patch, EngineClient, "prepare_weights", prepare)
     fleet.weights.publish(1)
     await fleet.landed(1)
     assert fleet.failures() == refusals - 1
 
 
-async def test_a_slot_that_was_overwritten_ahead_of_the_turn_stops_no_engine(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_slot_that_was_overwritten_ahead_of_the_turn_stops_no_engine(fleet: Fleet) -> None:
     """What was prepared from it is never taken."""
     servers = await fleet.serving(2)
-    loading, go, asked = hold_updates(monkeypatch, servers[0].url)
+    loading, go, asked = fleet.hold_updates(servers[0].url)
     fleet.weights.publish(1)
     await loading.wait()
     await idle()
@@ -181,31 +163,28 @@ class NoBracket(UpdateClient):
 
 
 async def test_the_next_bucket_is_copied_while_one_is_sent(fleet: Fleet) -> None:
+    """And each once."""
     fleet.weights.tensors = lambda version: {name: torch.randn(one.shape) for name, one in values(version).items()}
     slot = SlotReader(fleet.weights.write(1))
     sent = Sent(slot, bracket := NoBracket())
     assert len(sent.buckets) > 2
-    sent.fill(0)
-    for time in range(2):  # the second with another choice of flushing, as for SGLang's label
-        sent.received = b""
-        await sent.apply(False)
-        assert sent.received == slot.between(slot.layout.data_start, slot.layout.file_bytes).tobytes()
-        assert bracket.calls == ["begin", "end"] * (time + 1)
-
-
-async def test_each_bucket_is_copied_once(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    slot = SlotReader(fleet.weights.write(1))
-    sent = Sent(slot, NoBracket())
     copied, copyto = [], np.copyto
 
     def copy(target: npt.NDArray[Any], source: npt.NDArray[Any]) -> None:
         copied.append(source.nbytes)
         copyto(target, source)
 
-    monkeypatch.setattr(np, "copyto", copy)
+    async def whole() -> None:
+        sent.received = b""
+        await sent.apply(False)
+        assert sent.received == slot.between(slot.layout.data_start, slot.layout.file_bytes).tobytes()
+
+    fleet.patch.setattr(np, "copyto", copy)
     sent.fill(0)
-    await sent.apply(False)
+    await whole()
     assert copied == [bucket.nbytes for bucket in sent.buckets]
+    await whole()  # with another choice of flushing, as for SGLang's label
+    assert bracket.calls == ["begin", "end"] * 2
 
 
 async def test_a_slot_that_is_torn_while_a_bucket_is_copied_ends_the_transfer(fleet: Fleet) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -35,31 +36,32 @@ BUCKET_BYTES = 200_000  # about a tenth of the model
 
 
 @asynccontextmanager
-async def served(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: RealServer, route: str, **update: object
+async def serving(
+    server: RealServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, route: str, **update: object
 ) -> AsyncIterator[tuple[Fleet, TensorPublisher, EngineClient]]:
-    """One link that owns the server, and a publisher of the route."""
     settings = {"update_weight_transport": route, "update_weight_buffer_size": BUCKET_BYTES, **update}
     async with EngineClient(server.url) as client:
         await server.fresh(client)
         config = msgspec.convert(settings, UpdateConfig)
         async with open_fleet(tmp_path, monkeypatch, source=server.model, update=config) as one:
-            publisher = TensorPublisher(
-                make_config(update=settings), tmp_path / "published", server.model, tmp_path / "run"
-            )
-            one.stack.callback(publisher.close)
+            publisher = one.publisher(server.model)
             one.rig.engine_at(server.url)
             yield one, publisher, client
             await client.resume()
 
 
+Served = Callable[..., AbstractAsyncContextManager[tuple[Fleet, TensorPublisher, EngineClient]]]
+
+
+@pytest.fixture
+def served(sglang: RealServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Served:
+    """Opens one link that owns the server, and a publisher of a route."""
+    return partial(serving, sglang, tmp_path, monkeypatch)
+
+
 def tensors(path: Path) -> dict[str, torch.Tensor]:
     loaded: dict[str, torch.Tensor] = load_file(path / "model.safetensors")
     return loaded
-
-
-def publish(one: Fleet, publisher: TensorPublisher, version: int, values: Mapping[str, torch.Tensor]) -> None:
-    one.weights.announce(publisher.write_tensors(version, values))
 
 
 @pytest.fixture
@@ -89,13 +91,13 @@ def forward(path: Path, ids: list[int]) -> tuple[list[int], list[float]]:
 
 @pytest.mark.parametrize("route", ROUTES)
 async def test_after_an_update_the_engine_is_the_published_model(
-    route: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sglang: RealServer, wanted: str
+    route: str, served: Served, sglang: RealServer, wanted: str
 ) -> None:
-    async with served(tmp_path, monkeypatch, sglang, route, check_weight_update_equal=True) as (one, publisher, client):
+    async with served(route, check_weight_update_equal=True) as (one, publisher, client):
         first, other = tensors(sglang.model), tensors(sglang.other)
         between = {name: tensor * 0.999 for name, tensor in first.items()}
         for version, values in enumerate((first, between, other)):
-            publish(one, publisher, version, values)
+            publisher.publish(version, values)
             await one.landed(version)
             assert (await client.model_info()).weight_version == f"0.{version}"
         report = one.entry()
@@ -117,15 +119,15 @@ async def test_after_an_update_the_engine_is_the_published_model(
 
 @pytest.mark.parametrize("route", ["tensor", "delta"])
 async def test_a_fetcher_puts_the_weights_in_by_the_announced_route(
-    route: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sglang: RealServer, wanted: str
+    route: str, served: Served, tmp_path: Path, sglang: RealServer, wanted: str
 ) -> None:
-    async with served(tmp_path, monkeypatch, sglang, route, check_weight_update_equal=True) as (one, publisher, client):
+    async with served(route, check_weight_update_equal=True) as (one, publisher, client):
         there = FetcherStage(make_context(one.config, tmp_path, replica="fetcher-0"))
         topic = await one.rig.node.topic("topic", replica="fetcher-0")
         async with running(there, Ports("fetcher-0", {}, {}, topic)):
             one.rig.engine_at(sglang.url, incarnation=1, fetcher="fetcher-0")
             for version, values in enumerate((tensors(sglang.model), tensors(sglang.other))):
-                publish(one, publisher, version, values)
+                publisher.publish(version, values)
                 await one.landed(version)
                 assert (await client.model_info()).weight_version == f"0.{version}"
             assert one.entry().checksum == wanted
@@ -135,10 +137,10 @@ async def test_a_fetcher_puts_the_weights_in_by_the_announced_route(
 
 
 async def test_a_broken_group_leaves_the_engine_paused_and_is_made_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sglang: RealServer, wanted: str
+    served: Served, monkeypatch: pytest.MonkeyPatch, sglang: RealServer, wanted: str
 ) -> None:
-    async with served(tmp_path, monkeypatch, sglang, "distributed") as (one, publisher, client):
-        publish(one, publisher, 0, tensors(sglang.model))
+    async with served("distributed") as (one, publisher, client):
+        publisher.publish(0, tensors(sglang.model))
         await one.landed(0)
         sent, groups, broken = 0, set[str](), True
         original = WeightGroup.broadcast
@@ -153,7 +155,7 @@ async def test_a_broken_group_leaves_the_engine_paused_and_is_made_again(
             original(group, tensor)
 
         monkeypatch.setattr(WeightGroup, "broadcast", broadcast)
-        publish(one, publisher, 1, tensors(sglang.other))
+        publisher.publish(1, tensors(sglang.other))
         await until(lambda: one.failures() > 0)
         assert not one.served()
         assert not await client.ready(), "a mixture of weights must not generate"
@@ -167,10 +169,10 @@ async def test_a_broken_group_leaves_the_engine_paused_and_is_made_again(
 
 @pytest.mark.parametrize("route", ["tensor", "distributed"])
 async def test_a_slot_that_is_torn_between_two_buckets_is_never_served(
-    route: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sglang: RealServer, wanted: str
+    route: str, served: Served, monkeypatch: pytest.MonkeyPatch, sglang: RealServer, wanted: str
 ) -> None:
-    async with served(tmp_path, monkeypatch, sglang, route) as (one, publisher, client):
-        publish(one, publisher, 0, tensors(sglang.model))
+    async with served(route) as (one, publisher, client):
+        publisher.publish(0, tensors(sglang.model))
         await one.landed(0)
         name = "update_from_tensor" if route == "tensor" else "update_from_distributed"
         original = getattr(UpdateClient, name)
@@ -186,22 +188,22 @@ async def test_a_slot_that_is_torn_between_two_buckets_is_never_served(
             return done
 
         monkeypatch.setattr(UpdateClient, name, update)
-        publish(one, publisher, 1, {name: tensor + 1 for name, tensor in tensors(sglang.model).items()})
+        publisher.publish(1, {name: tensor + 1 for name, tensor in tensors(sglang.model).items()})
         await until(lambda: one.failures() > 0)
         assert not one.served()
         assert not await client.ready()
-        publish(one, publisher, 4, tensors(sglang.other))
+        publisher.publish(4, tensors(sglang.other))
         await one.landed(4)
         assert await UpdateClient(client).checksum() == wanted
         assert await client.ready()
 
 
 async def test_an_engine_that_dies_in_an_update_is_reported_and_another_takes_its_place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sglang: RealServer
+    served: Served, monkeypatch: pytest.MonkeyPatch, sglang: RealServer
 ) -> None:
     """Its ranks leave the group in the middle of a broadcast: both halves end, none hangs."""
-    async with served(tmp_path, monkeypatch, sglang, "distributed") as (one, publisher, _):
-        publish(one, publisher, 0, tensors(sglang.model))
+    async with served("distributed") as (one, publisher, _):
+        publisher.publish(0, tensors(sglang.model))
         await one.landed(0)
         original = UpdateClient.update_from_distributed
         leave = True
@@ -212,7 +214,7 @@ async def test_an_engine_that_dies_in_an_update_is_reported_and_another_takes_it
             return await original(self, group, *args, **options)  # type: ignore[arg-type]
 
         monkeypatch.setattr(UpdateClient, "update_from_distributed", update)
-        publish(one, publisher, 1, tensors(sglang.other))
+        publisher.publish(1, tensors(sglang.other))
         await until(lambda: one.failures() > 1)
         assert not one.served()
         leave = False
