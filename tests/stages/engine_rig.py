@@ -7,7 +7,7 @@ between two looks at its state, and what is compared is recomputed from the vers
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +20,7 @@ import torch
 from configs.schema import Config
 from configs.schema.rollout import EngineConfig, SimulatedEngineConfig
 from models.engines.client import EngineClient
+from models.engines.embedded.engine import EmbeddedEngine
 from models.engines.noise import sample_seed
 from models.engines.protocol import GenerateOutput, GenerateRequest, MetaInfo, SamplingParams
 from models.engines.serve import EngineServer
@@ -36,7 +37,7 @@ from stages.topic_values import RouterAddress
 from tests.models.engines.harness import simulated_token
 from tests.models.weights.made_up import checkpoint, values
 from tests.stages.faults import FaultProxy
-from tests.stages.stage_rig import Rig, make_config, make_context, open_rig, running, take, until
+from tests.stages.stage_rig import Rig, make_config, make_context, open_rig, response_ids, running, take, until
 from transport.stream import Inlet, Outlet
 
 VOCABULARY = 256
@@ -174,6 +175,28 @@ async def freeze(server: EngineServer, tokens: int) -> None:
     core.schedule.config = msgspec.structs.replace(core.schedule.config, a_ms=FAST_MS)
 
 
+def freeze_after(server: EngineServer, steps: tuple[int, ...], loop: asyncio.AbstractEventLoop) -> list[asyncio.Event]:
+    """Have the engine's own thread pause it after exactly so many steps, each time; the events say that it has. Steps
+    after which no response is half made do not count: on a busy machine requests come one by one."""
+    core = server.core
+    assert isinstance(core, EmbeddedEngine)
+    stepper, original, made = core.stepper, core.stepper.step, 0
+    frozen = {count: asyncio.Event() for count in steps}
+    table = stepper._table
+
+    def step() -> None:
+        nonlocal made
+        original()
+        if any(table.length[slot] > completion.prompt_tokens for slot, completion in table.owners.items()):
+            made += 1
+            if made in frozen:
+                stepper.pause("in_place")
+                loop.call_soon_threadsafe(frozen[made].set)
+
+    stepper.step = step  # type: ignore[method-assign]
+    return list(frozen.values())
+
+
 def token_versions(sample: Sample) -> list[int]:
     """Of the tokens after the prompt."""
     versions: list[int] = sample.versions[sample.prompt_length :].tolist()
@@ -196,6 +219,22 @@ def written(exchanges: list[Exchange], places: list[int], sample: Sample) -> lis
         if reason is not None and reason.type == "stop":
             tokens[-1] = VOCABULARY - 1
     return tokens
+
+
+def check_continued(sample: Sample, first: Exchange, rest: Sequence[Exchange], *, lost: bool = True) -> None:
+    """The sample is what the first engine sent, and then what another made of it; no token twice, none left out.
+
+    `lost`: the first engine did not give it back.
+    """
+    kept, params = first.outputs[sample.index].output_ids, first.params
+    [second] = [e for e in rest if e.request.prompts[0] == [*first.request.prompts[0], *kept]]
+    assert len(kept) >= 3
+    assert second.params.sampling_seed == sample_seed(params.sampling_seed or 0, sample.index), "its own noise"
+    assert (second.params.n, second.params.max_new_tokens) == (1, (params.max_new_tokens or 0) - len(kept))
+    assert response_ids(sample) == written([first, second], [sample.index, 0], sample)
+    reused = len(kept) if lost else 0
+    assert (sample.status, sample.reused_tokens, sample.resumed) == ("completed", reused, 1)
+    assert sample.fault() is None
 
 
 @dataclass
@@ -250,6 +289,23 @@ class World:
         await self.stack.enter_async_context(running(agents, ports))
         return agents
 
+    def hurry(self, *indices: int) -> None:
+        """Engines are fast from now on."""
+        for index in indices:
+            core_of(self.engines[index]).schedule.config = simulated(FAST_MS).simulated
+
+    async def in_mid_generation(self, log: Log, group: PromptGroup) -> Exchange:
+        """A request of the group whose engine, the first, stands still, after all that it made has arrived. Others are
+        fast."""
+        self.hurry(*range(1, len(self.engines)))
+        await self.ask(group)
+        core = core_of(self.engines[0])
+        await freeze(self.engines[0], tokens=3 * group.n_samples)
+        first = log[0]
+        assert first.partial is not None
+        await until(lambda: first.partial.tokens == core.totals().generated_tokens)  # type: ignore[union-attr]
+        return first
+
     def lose(self, index: int) -> None:
         """What the supervisor does when it gives an engine up."""
         self.rig.lose_engine(index)
@@ -274,6 +330,11 @@ class World:
         while len(samples) < n:
             samples += (await self.answer()).samples
         return sorted(samples, key=lambda sample: sample.index)
+
+    async def rollouts(self, group: PromptGroup) -> list[Sample]:
+        """Ask for a group and wait for all of its samples."""
+        await self.ask(group)
+        return await self.whole(group.n_samples)
 
     async def ready(self) -> None:
         """Version 0 is everywhere, and everybody knows it."""

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import msgspec
 import numpy as np
@@ -38,7 +38,7 @@ from stages.messages import (
     wire,
 )
 from stages.ports import Ports
-from stages.topic_values import EngineAddress, EngineEntry, addresses, entries
+from stages.topic_values import Complaint, EngineAddress, EngineEntry, addresses, entries
 from tests.transport.memory_link import MemoryNetwork, MemoryNode
 from transport.node import Node
 from transport.spec import DeadLetter, StreamSpec
@@ -215,6 +215,12 @@ class Rig:
         value = self.topic.get(key)
         return None if value is None else msgspec.msgpack.decode(value, type=WeightsAnnouncement)
 
+    async def complaint(self, engine: int = 0, *, about: str = "complaint/") -> Complaint:
+        """Waits for what the supervisor is told of an engine."""
+        key = f"{about}engine-{engine}"
+        await self.topic_until(lambda: self.topic.get(key) is not None)
+        return msgspec.msgpack.decode(self.topic.get(key) or b"", type=Complaint)
+
     async def topic_until(self, condition: Callable[[], bool]) -> None:
         """Wait until a condition on the topic holds; unblocked by its changes."""
         revision = 0
@@ -332,14 +338,15 @@ class Held:
 
 
 @dataclass
-class Desk:
+class Fed:
+    """A stage at work, and the stream of rollouts into it."""
+
+    stream: ClassVar[str]
     rig: Rig
-    stage: GroupStage
+    stage: Any
     task: asyncio.Task[None]
     feed: Outlet[Any]
-    out: Inlet[Any]
-    settled: Inlet[Any]
-    sent: int = 0
+    sent: int = field(default=0, kw_only=True)
 
     async def send(self, *slices: RolloutSlice) -> None:
         """Each under a key of its own, so that only the stage can tell duplicates."""
@@ -348,8 +355,15 @@ class Desk:
             await self.feed.send(slice_, f"{slice_.key}#{self.sent}")
 
     async def end(self) -> None:
-        self.rig.hubs["group"].finish()
+        self.rig.hubs[self.stream].finish()
         await self.task
+
+
+@dataclass
+class Desk(Fed):
+    stream = "group"
+    out: Inlet[Any]
+    settled: Inlet[Any]
 
 
 async def join(rig: Rig, replica: str = "group-0") -> Any:

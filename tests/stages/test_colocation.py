@@ -220,21 +220,6 @@ async def test_memory_is_taken_once_however_often_the_update_fails(fleet: Fleet,
     ]
 
 
-async def test_giving_back_is_tried_again(fleet: Fleet, turn: TrainerTurn) -> None:
-    [server] = fleet.servers
-    tries: list[str] = []
-
-    def refuse(client: EngineClient, mode: str) -> None:
-        tries.append(mode)
-        if len(tries) < 3:
-            raise EngineRefused(client.base_url, 400, "not now")
-
-    before_calls(fleet.patch, EngineClient, "pause", refuse)
-    await turn.acquire()
-    assert tries == ["abort"] * 3
-    assert (away(server), fleet.failures()) == (GONE, 2)
-
-
 async def test_the_stage_waits_until_nothing_runs_and_gives_nothing_back_before(
     fleet: Fleet, turn: TrainerTurn, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -17,23 +17,17 @@ from typing import Any
 import hypothesis
 import numpy as np
 import pytest
-import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.errors import FlakyFailure
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
-from configs.schema.rollout import EngineConfig
-from models.engines.embedded.engine import EmbeddedEngine
-from models.engines.serve import EngineServer
-from models.tiny import make_tiny_checkpoint
 from models.train.interface import TrainSequence
 from stages.base import TrainOptions
 from stages.messages import RolloutSlice, Settled, StepDone
 from stages.staleness_gate import StalenessGate
 from stages.train.saved_groups import write_groups
-from tests.stages.engine_rig import started, tensors_of
-from tests.stages.stage_rig import LIMIT_S, make_group, make_sample, make_slice, response_ids, take
+from tests.stages.stage_rig import LIMIT_S, make_sample, make_slice, take
 from tests.stages.train_rig import Recorder, TrainDesk, open_training
 
 TOTAL = 6
@@ -242,95 +236,3 @@ def test_the_machine_finds_a_rule_that_is_off_by_one(monkeypatch: pytest.MonkeyP
     # A batch begun early races with its groups, so hypothesis may not see the failure again and wraps the first one.
     errors = found.value.exceptions if isinstance(found.value, FlakyFailure) else [found.value]
     assert any(re.search("the bound is|was refused", str(error)) for error in errors), errors
-
-
-# Log-probs of a real model over updates, in rollouts of one turn and in a conversation through the gateway.
-
-
-EMBEDDED = EngineConfig(engine="embedded", engine_slots=16, engine_device="cpu", engine_dtype="float32")
-SHAPE = {"hidden_size": 32, "num_layers": 2, "intermediate_size": 64, "max_position_embeddings": 256}
-PROMPT = [72, 101, 108, 108, 111]
-TOLERANCE = 1e-5
-
-
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Weights of versions 0 to 2: as different as seeds make them."""
-    torch.set_num_threads(1)
-    root = tmp_path_factory.mktemp("checkpoints")
-    return [make_tiny_checkpoint(root / str(seed), seed=seed, **SHAPE) for seed in range(3)]  # type: ignore[arg-type]
-
-
-def reference(path: Path, prompt: list[int], response: list[int], temperature: float) -> np.ndarray:
-    """[R] log-probs of the response by the Hugging Face model."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    ids = torch.tensor([[*prompt, *response]])
-    with torch.no_grad():
-        logits = model(input_ids=ids, use_cache=False).logits[0].float() / temperature
-    every = logits[:-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
-    return np.asarray(every[len(prompt) - 1 :])
-
-
-def freeze_after(server: EngineServer, steps: tuple[int, ...], loop: asyncio.AbstractEventLoop) -> list[asyncio.Event]:
-    """Have the engine's own thread pause it after exactly so many steps, each time; the events say that it has. Steps
-    after which no response is half made do not count: on a busy machine requests come one by one."""
-    core = server.core
-    assert isinstance(core, EmbeddedEngine)
-    stepper, original, made = core.stepper, core.stepper.step, 0
-    frozen = {count: asyncio.Event() for count in steps}
-    table = stepper._table
-
-    def step() -> None:
-        nonlocal made
-        original()
-        if any(table.length[slot] > completion.prompt_tokens for slot, completion in table.owners.items()):
-            made += 1
-            if made in frozen:
-                stepper.pause("in_place")
-                loop.call_soon_threadsafe(frozen[made].set)
-
-    stepper.step = step  # type: ignore[method-assign]
-    return list(frozen.values())
-
-
-@pytest.mark.parametrize("mode", ["retract", "abort", "in_place"])
-async def test_log_probs_around_two_updates_are_those_of_the_weights_that_are_named(
-    mode: str, tmp_path: Path, checkpoints: list[Path]
-) -> None:
-    temperature, steps = 0.8, (12, 24)
-    async with started(
-        tmp_path,
-        engine=EMBEDDED,
-        model=checkpoints[0],
-        tensors=tensors_of(checkpoints),
-        pause_mode=mode,
-        rollout={"rollout_max_response_len": 48, "rollout_temperature": temperature},
-    ) as world:
-        frozen = freeze_after(world.engines[0], steps, asyncio.get_running_loop())
-        await world.ask(make_group(0, 4, prompt=PROMPT))
-        for version, event in enumerate(frozen, start=1):
-            await event.wait()
-            world.weights.publish(version)
-        samples = await world.whole(4)  # on a busy machine a shorter response leaves before the others
-    long = [s for s in samples if s.response_length > 40]
-    assert len(long) >= 2, "most responses are longer than what was made before the updates"
-    for sample in long:
-        runs = sample.version_runs[1:]
-        assert [run.version for run in runs] == [0, 1, 2]
-        assert sum(run.n_tokens for run in runs) == sample.response_length
-        assert runs[0].n_tokens == steps[0] + 1, "the first step prefills and decodes: two tokens"
-        ids, recorded = response_ids(sample), sample.log_probs[sample.prompt_length :]
-        by_version = [np.abs(recorded - reference(path, PROMPT, ids, temperature)) for path in checkpoints]
-        start = 0
-        for run, away in zip(runs, by_version, strict=True):
-            end = start + run.n_tokens
-            if mode != "in_place" or start == 0:  # later weights there read keys and values of the ones before
-                assert away[start:end].max() < TOLERANCE
-            if start:
-                assert away[start - 1] > 10 * TOLERANCE, "the boundary is exact"
-            start = end
-        assert by_version[0][runs[0].n_tokens] > 10 * TOLERANCE
-        assert sample.retractions == (2 if mode == "retract" else 0)
-        assert sample.resumed == (2 if mode == "abort" else 0)

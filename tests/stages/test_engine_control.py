@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 
 from configs.schema.rollout import EngineConfig, UpdateConfig
 from models.engines.client import EngineClient, WeightsUpdated
-from models.engines.noise import sample_seed
 from models.engines.protocol import ModelInfo, PauseMode
 from models.engines.serve import EngineServer
 from models.errors import CheckpointUnavailable
@@ -24,35 +23,13 @@ from stages.engines.stage import END
 from stages.ports import SameHost
 from stages.topic_values import LEAVE, addresses, carrying, entries, updates_ended
 from tests.models.weights.made_up import checkpoint, values
-from tests.stages.engine_rig import (
-    FAST_MS,
-    SLOW_MS,
-    core_of,
-    freeze,
-    generating,
-    record_exchanges,
-    sent_to,
-    simulated,
-    written,
-)
+from tests.stages.engine_rig import SLOW_MS, Log, check_continued, core_of, freeze, sent_to, simulated, started
 from tests.stages.fleet_rig import Fleet, TensorPublisher, Update, open_fleet
-from tests.stages.stage_rig import Rig, before_calls, idle, make_config, make_group, response_ids, until
-
-
-async def test_an_older_announcement_is_not_applied(fleet: Fleet) -> None:
-    await fleet.engine(0)
-    old = fleet.weights.publish(0)
-    await fleet.landed(0)
-    fleet.weights.publish(1)
-    await fleet.landed(1)
-    fleet.weights.announce(old)
-    await idle()
-    assert fleet.labels() == ["0.1"]
-    assert (fleet.entry().version, fleet.entry().fetching) == (1, -1)
+from tests.stages.stage_rig import Rig, before_calls, idle, make_config, make_group, until
 
 
 async def test_a_pinned_version_is_held_until_it_is_released(fleet: Fleet) -> None:
-    """Also by a stage that was started anew."""
+    """Also by a stage that was started anew. Nothing older is applied then, and nothing newer after a drain."""
     await fleet.engine(0)
     pinned = fleet.weights.publish(1, pinned=True)
     fleet.rig.topic.publish("weights/pinned/1", msgspec.msgpack.encode(pinned))
@@ -69,15 +46,13 @@ async def test_a_pinned_version_is_held_until_it_is_released(fleet: Fleet) -> No
     assert fleet.labels() == ["0.1"]
     fleet.rig.topic.publish("eval/released", b"1")
     await fleet.landed(2)
-    assert fleet.labels() == ["0.2"]
-
-
-async def test_no_update_begins_after_a_drain(fleet: Fleet) -> None:
-    await fleet.serving()
-    fleet.rig.topic.publish("drain", b"the run is complete")
-    fleet.weights.publish(1)
+    fleet.weights.announce(pinned)
     await idle()
-    assert fleet.labels() == ["0.0"]
+    assert (fleet.entry().version, fleet.entry().fetching) == (2, -1)
+    fleet.rig.topic.publish("drain", b"the run is complete")
+    fleet.weights.publish(3)
+    await idle()
+    assert fleet.labels() == ["0.2"]
 
 
 async def test_the_end_of_a_run_waits_for_an_update_in_progress(fleet: Fleet) -> None:
@@ -185,17 +160,10 @@ async def test_an_entry_counts_only_for_the_incarnation_that_has_the_address(rig
     assert carrying(rig.topic) == {}
 
 
-PROMPT = [1, 2, 3]
-
-
-async def test_partial_output_goes_on_elsewhere_and_nothing_new_comes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    log = record_exchanges(monkeypatch)
-    async with generating(tmp_path, engines=2, engine=simulated(SLOW_MS)) as world:
-        await world.ready()
-        core_of(world.engines[1]).schedule.config = simulated(FAST_MS).simulated
-        await world.ask(make_group(0, 2, prompt=PROMPT))
+async def test_partial_output_goes_on_elsewhere_and_nothing_new_comes(tmp_path: Path, log: Log) -> None:
+    async with started(tmp_path, engines=2, engine=simulated(SLOW_MS)) as world:
+        world.hurry(1)
+        await world.ask(make_group(0, 2))
         await freeze(world.engines[0], tokens=6)
         world.rig.topic.publish(f"{LEAVE}engine-0", b"")
         samples = await world.whole(2)
@@ -204,20 +172,14 @@ async def test_partial_output_goes_on_elsewhere_and_nothing_new_comes(
         assert core_of(world.engines[0]).schedule.running == 0
         await until(lambda: world.serving() == ["engine-1"])
         for group in range(1, 5):
-            await world.ask(make_group(group, 1, prompt=PROMPT))
-            await world.whole(1)
+            await world.rollouts(make_group(group, 1))
         world.weights.publish(1)
         await world.weights.landed(1, engine=1)
         assert core_of(world.engines[0]).label == "0.0", "it takes no weights any more"
     [first] = sent_to(log, world.engines[0])
     rest = list(sent_to(log, world.engines[1]))
     for sample in samples:
-        kept = first.outputs[sample.index].output_ids
-        assert len(kept) >= 3
-        [second] = [e for e in rest if e.request.prompts[0] == [*PROMPT, *kept]]
-        assert second.params.sampling_seed == sample_seed(first.params.sampling_seed or 0, sample.index)
-        assert response_ids(sample) == written([first, second], [sample.index, 0], sample)
-        assert sample.status == "completed"
+        check_continued(sample, first, rest, lost=False)
 
 
 # Which engine gets requests after an update, and how many stand still: routes and checks on engines of our own.

@@ -23,7 +23,7 @@ from stages.engines.load_watch import CALM_USAGE, CUT, HIGH_USAGE, STEPS, IdleMe
 from stages.engines.stage import END, FetcherStage
 from stages.messages import WeightsAnnouncement
 from stages.ports import Ports, SameHost
-from stages.topic_values import Complaint, EngineAddress, carrying
+from stages.topic_values import EngineAddress, carrying
 from tests.stages.engine_rig import carried, core_of
 from tests.stages.fleet_rig import Fleet, Update, open_fleet
 from tests.stages.stage_rig import idle, make_context, until
@@ -41,11 +41,6 @@ def refuse_updates(one: Fleet) -> list[str]:
 
     one.before_updates(refuse)
     return tries
-
-
-def complaint(one: Fleet, engine: int = 0) -> Complaint | None:
-    value = one.rig.topic.get(f"complaint/engine-{engine}")
-    return None if value is None else msgspec.msgpack.decode(value, type=Complaint)
 
 
 async def test_nothing_is_reported_about_an_engine_that_died_while_its_slot_was_verified(fleet: Fleet) -> None:
@@ -131,9 +126,7 @@ async def test_an_engine_that_takes_no_weights_goes_to_its_supervisor_and_the_ot
         tries = refuse_updates(one)
         monkeypatch.setattr("stages.engines.weight_transfer.TURN_TIMEOUT_S", 0.0)
         one.weights.publish(1)
-        await until(lambda: complaint(one) is not None)
-        reported = complaint(one)
-        assert reported is not None
+        reported = await one.rig.complaint()
         assert (reported.engine, reported.incarnation, tries) == ("engine-0", 0, ["0.1"] * 3)
         assert reported.reason.startswith("3 failures in a row: the update to version 1 failed:")
         assert "no room for them" in reported.reason

@@ -183,11 +183,13 @@ def parts(index: int, n: int, *, reward: float | None = None, **fields: Any) -> 
 
 
 async def test_a_redelivered_rollout_that_fans_out_otherwise_is_dropped(desk: Desk) -> None:
-    first = parts(0, 2, reward=1.0)
-    again = parts(0, 3, reward=5.0)
-    await desk.send(make_slice(0, first[0], n_samples=2), make_slice(0, *again, n_samples=2))
-    await desk.send(make_slice(0, first[1], make_sample(1, reward=0.0), n_samples=2))
+    """As one that comes again in the same form."""
+    first, twice, again = parts(0, 2, reward=1.0), parts(0, 2, reward=3.0), parts(0, 3, reward=5.0)
+    await desk.send(make_slice(0, first[1], n_samples=2), make_slice(0, *again, n_samples=2))
+    await desk.send(make_slice(0, twice[1], n_samples=2), make_slice(0, make_sample(1, reward=0.0), n_samples=2))
+    await desk.send(make_slice(0, first[0], n_samples=2))
     assert [s.reward for s in (await take(desk.out)).samples] == [1.0, 1.0, 0.0]
+    await desk.rig.hubs["group"].wait_empty()
 
 
 async def test_a_rollout_with_a_failed_sequence_is_no_member(desk: Desk) -> None:
@@ -221,46 +223,32 @@ async def test_sequences_do_not_count_twice_in_what_is_reported() -> None:
         assert (report.detail, report.reward, report.pass_rate, report.tokens) == ("reward_low", 0.5, 0.5, 16)
 
 
-async def test_the_staleness_filter_learns_of_new_weights() -> None:
-    async with open_desk(make_config(filter={"dynamic_sampling_filter": ("staleness:1",)})) as one:
-        await one.send(make_slice(0))
-        assert (await take(one.out)).group.group_id == 0
-        announced = WeightsAnnouncement(0, 2, "slot", "0", 2)
-        one.rig.topic.publish("weights", msgspec.msgpack.encode(announced))
-        await idle()
-        await one.send(make_slice(1))
-        assert (await settled(one)).detail == "too_stale"
-
-
 async def test_a_second_group_of_a_prompt_is_a_duplicate() -> None:
-    async with open_desk(make_config(filter={"dynamic_sampling_filter": ("duplicate_prompt",)})) as one:
+    """And the staleness filter before it learns of new weights."""
+    names = ("staleness:1", "duplicate_prompt")
+    async with open_desk(make_config(filter={"dynamic_sampling_filter": names})) as one:
         await one.send(make_slice(0), make_slice(1))
         assert (await take(one.out)).group.group_id == 0
         assert (await settled(one)).detail == "duplicate_prompt"
-
-
-GROUP_RM = {"group_rm": True, "custom_rm_path": f"{PARTS}:best_of_group", "reward_workers": 1}
+        announced = WeightsAnnouncement(0, 2, "slot", "0", 2)
+        one.rig.topic.publish("weights", msgspec.msgpack.encode(announced))
+        await idle()
+        await one.send(make_slice(2))
+        assert (await settled(one)).detail == "too_stale"
 
 
 async def test_a_whole_group_is_graded_when_its_last_rollout_has_come() -> None:
-    async with open_desk(make_config(reward=GROUP_RM)) as one:
-        await one.send(make_slice(0, make_sample(0, response="a"), n_samples=3))
-        await one.send(make_slice(0, make_sample(1, response="abc"), make_sample(2, response="ab"), n_samples=3))
-        assert [s.reward for s in (await take(one.out)).samples] == [0.0, 1.0, 0.0]
-        await one.rig.hubs["group"].wait_empty()
-
-
-async def test_evaluated_groups_are_graded_whole_as_well() -> None:
-    async with open_desk(make_config(reward=GROUP_RM)) as one:
+    """One of an evaluation as well; a group in training of the same number is another one."""
+    group_rm = {"group_rm": True, "custom_rm_path": f"{PARTS}:best_of_group", "reward_workers": 1}
+    async with open_desk(make_config(reward=group_rm)) as one:
         evaluated = await one.rig.inlet("evaluate")
         fields: dict[str, Any] = {"purpose": "eval", "dataset": "held", "pinned_version": 3, "n_samples": 2}
         await one.send(make_slice(0, make_sample(0, response="a"), **fields))
-        await one.send(make_slice(0, make_sample(0, response="train"), n_samples=2))
+        await one.send(make_slice(0, make_sample(0, response="a"), n_samples=3))
         await one.send(make_slice(0, make_sample(1, response="abc"), **fields))
-        found = await take(evaluated)
-        assert [(s.index, s.reward) for s in found.samples] == [(0, 0.0), (1, 1.0)]
-        one.rig.topic.publish("drain", b"interrupted")
-        assert (await settled(one)).group_id == 0, "the group in training of the same number is another one"
+        assert [(s.index, s.reward) for s in (await take(evaluated)).samples] == [(0, 0.0), (1, 1.0)]
+        await one.send(make_slice(0, make_sample(1, response="abc"), make_sample(2, response="ab"), n_samples=3))
+        assert [s.reward for s in (await take(one.out)).samples] == [0.0, 1.0, 0.0]
         await one.rig.hubs["group"].wait_empty()
 
 

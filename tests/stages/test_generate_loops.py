@@ -20,7 +20,7 @@ from stages.messages import RolloutSlice
 from stages.ports import Ports
 from stages.rollouts import append_untrained
 from tests.stages.custom_parts import Failing, Forgetful, Shout
-from tests.stages.engine_rig import LENGTH, ONCE, Log, World, core_of, generating, simulated, started, written
+from tests.stages.engine_rig import LENGTH, ONCE, Log, World, core_of, simulated, started, written
 from tests.stages.stage_rig import (
     Rig,
     idle,
@@ -35,13 +35,6 @@ from tests.stages.stage_rig import (
     take_all,
     until,
 )
-
-
-async def test_max_turns_ends_the_loop(tmp_path: Path) -> None:
-    async with started(tmp_path, rollout={"max_turns": 1}, **ONCE) as world:
-        await world.ask(make_group(0, 3))
-        assert len((await world.answer()).samples) == 3
-        assert world.rig.hubs["once"].stats().accepted == 0
 
 
 async def test_a_sample_that_failed_in_its_loop_stays_failed(tmp_path: Path, log: Log) -> None:
@@ -81,56 +74,36 @@ async def test_continued_samples_of_a_group_never_share_their_noise(tmp_path: Pa
         assert log[0].params.sampling_seed != log[1].params.sampling_seed
 
 
-@pytest.mark.parametrize("fault", ["a log-prob is missing", "an answer is missing"])
+@pytest.mark.parametrize("fault", ["a log-prob is missing", "an answer is missing", "a log-prob of a stream"])
 async def test_a_broken_answer_fails_its_samples_only(
     fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As an engine breaks it that does not stream."""
-    original = EngineClient.generate
+    """As engines break it that do not stream, and one that does, for its first member."""
+    generated, made = EngineClient.generate, text.output
+
+    def without_log_probs(output: GenerateOutput) -> GenerateOutput:
+        entries = [(None, token, None) for token in output.output_ids]  # NaN in JSON
+        meta = msgspec.structs.replace(output.meta_info, output_token_logprobs=entries)
+        return msgspec.structs.replace(output, meta_info=meta)
 
     async def generate(client: EngineClient, request: GenerateRequest, **options: Any) -> list[GenerateOutput]:
         if request.prompts[0] != [6, 6, 6]:
-            return await original(client, request, **options)
-        outputs = await original(client, request)
-        if fault == "an answer is missing":
-            return outputs[:-1]
-        meta = outputs[0].meta_info
-        entries = [(None, token, None) for token in outputs[0].output_ids]  # NaN in JSON
-        meta = msgspec.structs.replace(meta, output_token_logprobs=entries)
-        return [msgspec.structs.replace(outputs[0], meta_info=meta), *outputs[1:]]
-
-    monkeypatch.setattr(EngineClient, "generate", generate)
-    async with generating(tmp_path) as world:
-        await broken_then_well(world)
-
-
-async def test_a_broken_event_fails_its_sample_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The log-probs of one member of a stream are no numbers."""
-    original = text.output
+            return await generated(client, request, **options)
+        first, *others = await generated(client, request)
+        return others if fault == "an answer is missing" else [without_log_probs(first), *others]
 
     def output(completion: Completion, *args: Any) -> GenerateOutput:
-        made = original(completion, *args)
-        if completion.prompt.tolist() != [6, 6, 6] or completion.sample:
-            return made
-        entries = [(None, token, None) for token in made.output_ids]
-        return msgspec.structs.replace(
-            made, meta_info=msgspec.structs.replace(made.meta_info, output_token_logprobs=entries)
-        )
+        whole = made(completion, *args)
+        broken = completion.prompt.tolist() == [6, 6, 6] and not completion.sample
+        return without_log_probs(whole) if broken else whole
 
-    monkeypatch.setattr(text, "output", output)
-    async with generating(tmp_path) as world:
-        assert await broken_then_well(world) == ["failed", "completed"]
-
-
-async def broken_then_well(world: World) -> list[str]:
-    """What becomes of a group whose answer is broken; the next one is well."""
-    await world.ready()
-    await world.ask(make_group(0, 2, prompt=[6, 6, 6]))
-    broken = [sample.status for sample in (await world.answer()).samples]
-    assert "failed" in broken
-    await world.ask(make_group(1, 2))
-    assert [s.status for s in (await world.answer()).samples] == ["completed", "completed"]
-    return broken
+    streams = "stream" in fault
+    monkeypatch.setattr(*((text, "output", output) if streams else (EngineClient, "generate", generate)))
+    async with started(tmp_path) as world:
+        statuses = [sample.status for sample in await world.rollouts(make_group(0, 2, prompt=[6, 6, 6]))]
+        assert "failed" in statuses
+        assert not streams or statuses == ["failed", "completed"]
+        assert [s.status for s in await world.rollouts(make_group(1, 2))] == ["completed", "completed"]
 
 
 async def test_the_feedback_edge_flows_while_prompts_fill_the_window(tmp_path: Path) -> None:
@@ -166,8 +139,7 @@ def end_from_now_on(world: World) -> None:
 async def test_a_late_rollout_is_kept_as_truncated(n: int, streamed: bool, tmp_path: Path, log: Log) -> None:
     deadline = {**LONG, "sample_deadline_secs": 0.3}
     async with started(tmp_path, engine=ENDLESS, streamed=streamed, rollout=deadline) as world:
-        await world.ask(make_group(0, n))
-        samples = (await world.answer()).samples
+        samples = await world.rollouts(make_group(0, n))
         await until(lambda: core_of(world.engines[0]).schedule.running == 0)
         assert world.extra("deadline_truncated") == n
         assert world.extra("reused_tokens") == 0, "nobody was lost"
@@ -295,28 +267,6 @@ async def test_none_means_nothing_to_pass_on(rig: Rig) -> None:
     assert rig.hubs["reward"].stats().accepted == 0
 
 
-async def test_the_output_is_in_custody_before_the_input_is_released(rig: Rig) -> None:
-    ports = await join(rig)
-    feed = await rig.outlet("shout")
-    sending, go = asyncio.Event(), asyncio.Event()
-
-    class Slow:
-        async def send(self, message: RolloutSlice, key: str) -> None:
-            sending.set()
-            await go.wait()
-            await ports.outlets["out"].send(message, key)
-
-    held = Ports(ports.replica, ports.inlets, {"out": Slow()}, ports.topic)
-    async with running(Shout(make_context()), held):
-        await feed.send(asked(0), "0")
-        await sending.wait()
-        await idle()
-        assert (rig.hubs["shout"].stats().leased, rig.hubs["shout"].stats().settled) == (1, 0)
-        go.set()
-        await rig.hubs["shout"].wait_empty()
-        assert rig.hubs["reward"].stats().accepted == 1
-
-
 async def test_a_replica_that_is_killed_between_output_and_release_doubles_nothing(rig: Rig) -> None:
     ports = await join(rig)
     feed, out = await rig.outlet("shout"), await rig.inlet("reward")
@@ -396,17 +346,11 @@ def test_activity_accounts_for_each_moment_once(monkeypatch: pytest.MonkeyPatch)
                 spend(8)
         with activity.stalled():
             spend(16)
+    with pytest.raises(ValueError, match="x"), activity.working(), activity.sending():
+        raise ValueError("x")
     spend(32)
     assert activity.settle() == {"starved": 33.0, "busy": 10.0, "blocked": 4.0, "stalled": 16.0}
     assert activity.in_flight == 0
-
-
-def test_activity_survives_errors() -> None:
-    activity = Activity()
-    with pytest.raises(ValueError, match="x"), activity.working(), activity.sending():
-        raise ValueError("x")
-    assert activity.in_flight == 0
-    assert activity._state() == "starved"
 
 
 async def test_a_slice_above_the_limit_goes_on_failed_with_the_reason_and_the_replica_lives(rig: Rig) -> None:

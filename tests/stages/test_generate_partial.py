@@ -26,25 +26,21 @@ from models.engines.noise import sample_seed
 from models.errors import EngineTimeout
 from pipeline.record.kept_files import forget_responses
 from stages.messages import PromptGroup, Sample, VersionRun
-from stages.ports import read_value
 from stages.records import growing_records
 from stages.records.once import EPISODES_DIR, groups_in
 from stages.records.unfinished import ResponseJournal
 from stages.rollouts import join_runs, new_sample
 from stages.sampling.requests import Finish, SampleResult
 from stages.topic_values import SLOW as SLOW_KEY
-from stages.topic_values import Complaint
 from tests.stages.engine_rig import (
-    FAST_MS,
     LENGTH,
     SLOW_MS,
     Exchange,
     Log,
-    World,
+    check_continued,
     core_of,
     freeze,
     generating,
-    record_exchanges,
     simulated,
     started,
     token_versions,
@@ -52,40 +48,13 @@ from tests.stages.engine_rig import (
 )
 from tests.stages.stage_rig import before_calls, idle, make_config, make_group, response_ids, until
 
-PROMPT = [1, 2, 3]
 SLOW: dict[str, Any] = {"streamed": True, "proxied": True, "engine": simulated(SLOW_MS)}
-
-
-async def in_mid_generation(world: World, log: Log, n: int, *, engine: int = 0) -> Exchange:
-    """A request for `n` samples whose engine stands still, after all that it made has arrived. Others are fast."""
-    for index, server in enumerate(world.engines):
-        if index != engine:
-            core_of(server).schedule.config = simulated(FAST_MS).simulated
-    await world.ask(make_group(0, n, prompt=PROMPT))
-    core = core_of(world.engines[engine])
-    await freeze(world.engines[engine], tokens=3 * n)
-    first = log[0]
-    assert first.partial is not None
-    await until(lambda: first.partial.tokens == core.totals().generated_tokens)  # type: ignore[union-attr]
-    return first
-
-
-def check_continued(sample: Sample, first: Exchange, rest: list[Exchange]) -> None:
-    """The sample is what the lost engine sent, and then what another made of it; no token twice, none left out."""
-    kept = first.outputs[sample.index].output_ids
-    [second] = [e for e in rest if e.request.prompts[0] == [*PROMPT, *kept]]
-    assert len(kept) >= 3
-    assert second.params.sampling_seed == sample_seed(first.params.sampling_seed or 0, sample.index), "its own noise"
-    assert (second.params.n, second.params.max_new_tokens) == (1, (first.params.max_new_tokens or 0) - len(kept))
-    assert response_ids(sample) == written([first, second], [sample.index, 0], sample)
-    assert (sample.status, sample.reused_tokens, sample.resumed) == ("completed", len(kept), 1)
-    assert sample.fault() is None
 
 
 @pytest.mark.parametrize("fault", ["killed", "hung", "error in the stream"])
 async def test_a_lost_engines_partial_output_is_continued_by_another(fault: str, tmp_path: Path, log: Log) -> None:
     async with started(tmp_path, engines=2, **SLOW) as world:
-        first = await in_mid_generation(world, log, 3)
+        first = await world.in_mid_generation(log, make_group(0, 3))
         if fault == "killed":
             world.proxies[0].kill()
         elif fault == "hung":
@@ -110,11 +79,11 @@ async def test_a_lost_engines_partial_output_is_continued_by_another(fault: str,
 
 async def test_without_partial_rollout_a_lost_turn_starts_again(tmp_path: Path, log: Log) -> None:
     async with started(tmp_path, engines=2, rollout={"partial_rollout": False}, **SLOW) as world:
-        await in_mid_generation(world, log, 2)
+        await world.in_mid_generation(log, make_group(0, 2))
         world.proxies[0].kill()
         samples = await world.whole(2)
         assert world.extra("reused_tokens") == 0
-    assert {tuple(e.request.prompts[0]) for e in log} == {tuple(PROMPT)}
+    assert {tuple(e.request.prompts[0]) for e in log} == {(1, 2, 3)}
     assert log[1].params.n == 2, "nothing has come of the first request, so it is sent again as it was"
     for sample in samples:
         assert (sample.status, sample.response_length, sample.reused_tokens) == ("completed", LENGTH, 0)
@@ -123,7 +92,7 @@ async def test_without_partial_rollout_a_lost_turn_starts_again(tmp_path: Path, 
 
 async def test_what_is_not_streamed_is_lost_and_asked_again_together(tmp_path: Path, log: Log) -> None:
     async with started(tmp_path, engines=2, health={"stream_interval": 0}, **SLOW) as world:
-        core_of(world.engines[1]).schedule.config = simulated(FAST_MS).simulated
+        world.hurry(1)
         await world.ask(make_group(0, 3))
         await freeze(world.engines[0], tokens=9)
         world.proxies[0].kill()
@@ -139,8 +108,7 @@ async def test_retries_of_a_turn_are_bounded_and_the_sample_fails_in_words(
     monkeypatch.setattr("stages.sampling.partial_rollouts.FIRST_PAUSE_S", 0.0)
     async with started(tmp_path, rollout={"max_retries": 2}, **SLOW) as world:
         world.proxies[0].answer_generate_with(503)
-        await world.ask(make_group(0, 2))
-        samples = (await world.answer()).samples
+        samples = await world.rollouts(make_group(0, 2))
         assert world.stage.activity.failures == 2
     assert len(log) == 3
     for sample in samples:
@@ -154,8 +122,7 @@ async def test_a_token_that_would_end_a_server_is_refused_and_not_sent_again(
 ) -> None:
     async with started(tmp_path, options=options, **SLOW) as world:
         core = core_of(world.engines[0])
-        await world.ask(make_group(0, 2, prompt=[1, token]))
-        samples = (await world.answer()).samples
+        samples = await world.rollouts(make_group(0, 2, prompt=[1, token]))
         assert (core.schedule.running, core.schedule.totals.steps) == (0, 0)
     assert len(log) == 1, "once refused, it is not tried elsewhere"
     for sample in samples:
@@ -164,15 +131,15 @@ async def test_a_token_that_would_end_a_server_is_refused_and_not_sent_again(
 
 async def test_a_lost_request_waits_for_the_engine_to_come_back_and_wastes_no_retry(tmp_path: Path, log: Log) -> None:
     async with started(tmp_path, rollout={"max_retries": 1}, **SLOW) as world:
-        first = await in_mid_generation(world, log, 2)
+        first = await world.in_mid_generation(log, make_group(0, 2))
         world.proxies[0].kill()  # nobody has noticed yet: its link is ready still
         await until(lambda: world.extra("engine_retries") == 1)
         await idle()
         assert len(log) == 1, "an engine that does not answer is asked nothing"
         world.lose(0)
         await until(lambda: not world.serving())
-        again = await world.start_engine(0, incarnation=1)
-        core_of(again).schedule.config = simulated(FAST_MS).simulated
+        await world.start_engine(0, incarnation=1)
+        world.hurry(-1)
         samples = (await world.answer()).samples
     for sample in samples:
         check_continued(sample, first, log[1:])
@@ -201,8 +168,7 @@ async def test_a_request_that_takes_too_long_goes_on_from_what_it_has(tmp_path: 
         engine=simulated(25.0, length=1000),
         rollout={"request_timeout_secs": 0.4, "max_retries": 1, "rollout_max_response_len": LENGTH},
     ) as world:
-        await world.ask(make_group(0, 1))
-        (sample,) = (await world.answer()).samples
+        (sample,) = await world.rollouts(make_group(0, 1))
     assert len(log) >= 3, "40 tokens of 25 ms do not fit into two times 400 ms"
     assert all(isinstance(e.error, EngineTimeout) for e in log[:-1])
     assert (sample.status, sample.response_length) == ("truncated", LENGTH)
@@ -214,14 +180,11 @@ async def test_an_answer_at_a_crawl_ends_by_the_bound_and_its_engine_is_named(tm
     bounds = {"request_timeout_secs": 0.4, "max_retries": 1, "min_tokens_per_sec": 1000.0}
     crawling = simulated(100.0, length=1000)
     async with started(tmp_path, streamed=True, engine=crawling, rollout={**bounds}) as world:
-        await world.ask(make_group(0, 1))
-        (sample,) = (await world.answer()).samples
-        await until(lambda: read_value(world.rig.topic, f"{SLOW_KEY}engine-0", Complaint) is not None)
-        slow = read_value(world.rig.topic, f"{SLOW_KEY}engine-0", Complaint)
+        (sample,) = await world.rollouts(make_group(0, 1))
+        slow = await world.rig.complaint(about=SLOW_KEY)
     assert len(log) == 2, "the request and one retry, whatever tokens have come"
     assert sample.status == "failed"
     assert "gave no answer within timeout_s=0.4" in (sample.error or "")
-    assert slow is not None
     assert slow.reason.endswith("new tokens came of a request in --request-timeout-secs 0.4")
 
 
@@ -506,8 +469,7 @@ async def test_a_resumed_run_asks_for_the_rest(streamed: bool, tmp_path: Path, l
     log.clear()
     lives = {"options": {"lives": (0, 0)}}
     async with started(resumed(tmp_path), streamed=streamed, **lives, **KEEPS) as world:
-        await world.ask(STAGE_GROUP)
-        samples = await world.whole(3)
+        samples = await world.rollouts(STAGE_GROUP)
         assert world.stage.journal.restored_tokens == sum(sample.reused_tokens for sample in samples)
         await world.stage.journal.flush()
         rest = list(log)
@@ -524,35 +486,25 @@ async def test_a_resumed_run_asks_for_the_rest(streamed: bool, tmp_path: Path, l
         assert asked.params.sampling_seed == sample_seed(first.params.sampling_seed or 0, sample.index)
         assert asked.params.max_new_tokens == LENGTH - len(kept)
     async with started(resumed(tmp_path, 2), streamed=streamed, options={"lives": (0, 0, 0)}, **KEEPS) as world:
-        await world.ask(STAGE_GROUP)
-        again = await world.whole(3)
+        again = await world.rollouts(STAGE_GROUP)
     assert [response_ids(sample) for sample in again] == [response_ids(sample) for sample in samples]
     assert log == [], "they had ended, and no engine was asked"
 
 
 @pytest.mark.parametrize(
-    ("version", "bound", "reused"),
-    [(2, 2, True), (3, 2, False), (1, 0, False)],
-    ids=["fresh enough", "too old", "synchronous"],
+    ("version", "bound", "partial", "reused"),
+    [(2, 2, True, True), (3, 2, True, False), (1, 0, True, False), (0, 2, False, False)],
+    ids=["fresh enough", "too old", "synchronous", "without partial rollouts"],
 )
 async def test_what_is_too_old_to_be_trained_is_made_anew(
-    version: int, bound: int, reused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    version: int, bound: int, partial: bool, reused: bool, tmp_path: Path, log: Log
 ) -> None:
-    await begun(tmp_path, record_exchanges(monkeypatch), streamed=False)
-    asynchrony = {"max_staleness": bound}
-    async with generating(resumed(tmp_path), options={"lives": (0, version)}, asynchrony=asynchrony, **KEEPS) as world:
+    await begun(tmp_path, log, streamed=False)
+    changes = {"asynchrony": {"max_staleness": bound}, "rollout": {**ROLLOUT, "partial_rollout": partial}}
+    async with generating(resumed(tmp_path), options={"lives": (0, version)}, **KEEPS | changes) as world:
         world.weights.publish(version)
         await world.weights.landed(version)
         await until(lambda: world.stage.sampler.directory.published == version)
-        await world.ask(STAGE_GROUP)
-        samples = await world.whole(3)
+        samples = await world.rollouts(STAGE_GROUP)
     assert [sample.reused_tokens > 0 for sample in samples] == [reused] * 3
     assert {min(token_versions(sample)) for sample in samples} == {0 if reused else version}
-
-
-async def test_without_partial_rollouts_a_response_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    await begun(tmp_path, record_exchanges(monkeypatch), streamed=False)
-    never = {**KEEPS, "rollout": {**ROLLOUT, "partial_rollout": False}}
-    async with started(resumed(tmp_path), options={"lives": (0, 0)}, **never) as world:
-        await world.ask(replace(STAGE_GROUP, seed=STAGE_GROUP.seed))
-        assert {sample.reused_tokens for sample in await world.whole(3)} == {0}

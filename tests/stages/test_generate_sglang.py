@@ -140,8 +140,7 @@ async def test_tokens_are_reported_as_they_come_and_outlive_their_server(
 async def test_a_deadline_leaves_what_there_is(n: int, sglang: RealServer, tmp_path: Path, log: Log) -> None:
     """One request is ended by its id; of several samples, whose ids SGLang makes itself, the stream is closed."""
     async with on_sglang(tmp_path, sglang, sample_deadline_secs=0.5, rollout_max_response_len=MOST) as world:
-        await world.ask(make_group(0, n, prompt=PROMPT))
-        samples = await world.whole(n)
+        samples = await world.rollouts(make_group(0, n, prompt=PROMPT))
         async with EngineClient(sglang.url) as client:
             while (await client.loads())[0].num_running_reqs:  # noqa: ASYNC110 - looks from outside
                 await asyncio.sleep(0.05)

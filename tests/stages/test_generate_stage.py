@@ -16,8 +16,7 @@ from models.engines.client import EngineClient
 from models.engines.protocol import FinishReason, GenerateOutput, GenerateRequest, MetaInfo, SamplingParams, VersionSpan
 from models.engines.simulated.responses import simulated_log_prob
 from models.errors import EngineProtocolError
-from stages.messages import PromptGroup, Settled, VersionRun
-from stages.ports import read_value
+from stages.messages import PromptGroup, VersionRun
 from stages.rollouts import new_sample, oldest_version
 from stages.sampling.engine_choice import Slots
 from stages.sampling.engine_directory import Target
@@ -32,7 +31,7 @@ from stages.sampling.requests import (
 )
 from stages.sampling.rollout_requests import append_result
 from stages.sampling.routes import REFUSED_LIMIT, RouteRequest, Routes, _misgiving
-from stages.topic_values import Complaint, EngineEntry, length_place
+from stages.topic_values import EngineEntry, length_place
 from stages.train.batch_metrics import batch_metrics
 from tests.stages.engine_rig import (
     LENGTH,
@@ -48,7 +47,6 @@ from tests.stages.engine_rig import (
     written,
 )
 from tests.stages.stage_rig import idle, make_config, make_group, make_sample, make_slice, response_ids, until
-from tests.stages.train_rig import Training
 from transport import StreamSpec
 
 
@@ -108,7 +106,7 @@ async def test_without_partial_rollout_an_aborted_response_starts_again(tmp_path
     assert len(log) == 3
 
 
-@pytest.mark.parametrize("label", ["default", "3", "", "1.x", "1.", "1.-2"])
+@pytest.mark.parametrize("label", ["default", "3", "", "1.x", "1.", "1.-2", "7.99999999999999", "7.²"])
 def test_only_labels_of_this_form_are_versions(label: str) -> None:
     with pytest.raises(VersionLabelError, match=r"is not of the form generation\.version"):
         label_version(label)
@@ -133,8 +131,7 @@ async def test_budgets_cut_responses(
         rollout={"rollout_max_response_len": 16},
         eval={"eval_max_response_len": 6, "eval_temperature": 0.0},
     ) as world:
-        await world.ask(group)
-        samples = (await world.answer()).samples
+        samples = await world.rollouts(group)
     assert [(s.status, s.response_length, s.fault()) for s in samples] == [("truncated", tokens, None)] * 2
     assert len(log) == (1 if tokens else 0)
     if log:
@@ -158,31 +155,17 @@ async def test_a_stage_that_is_killed_gives_its_prompts_back_and_aborts_its_requ
 
 
 ASKED = SampleRequest(SamplingParams(), [1])
-
-
-def answer(reason: str | None, spans: list[tuple[str, int, int]], n: int = 4) -> GenerateOutput:
-    return GenerateOutput(
-        text="x" * n,
-        output_ids=list(range(n)),
-        meta_info=MetaInfo(
-            id="r",
-            finish_reason=FinishReason(type=reason) if reason else None,
-            weight_versions=[VersionSpan(*span) for span in spans],
-            output_token_logprobs=[(-0.5, token, None) for token in range(n)],
-            num_retractions=None,
-            cached_tokens=None,
-        ),
-    )
+NEW = SampleResult()
 
 
 def test_version_runs_are_the_engines_spans_and_neighbours_are_joined() -> None:
-    first = extended(ASKED, SampleResult(), answer("abort", [("0.3", 0, 3), ("0.4", 3, 4)]), 1.0)
+    first = extended(ASKED, NEW, engine_answer([0, 1, 2, 3], *["0.3"] * 3, "0.4", reason="abort"), 1.0)
     sample = append_result(new_sample([4, 5], 0), first)
     assert sample.version_runs[1:] == (VersionRun(3, 3), VersionRun(4, 1))
     assert (sample.status, oldest_version([sample])) == ("aborted", 3)
-    again = answer("length", [("0.4", 0, 2), ("0.6", 2, 4)])
+    again = engine_answer([0, 1, 2, 3], "0.4", "0.4", "0.6", reason="length")
     one_turn = append_result(new_sample([4, 5], 0), extended(ASKED, first, again, 0.5))
-    two_turns = append_result(sample, extended(ASKED, SampleResult(), again, 0.5))
+    two_turns = append_result(sample, extended(ASKED, NEW, again, 0.5))
     for sample in (one_turn, two_turns):
         assert sample.version_runs[1:] == (VersionRun(3, 3), VersionRun(4, 3), VersionRun(6, 2))
         assert (sample.status, sample.length, sample.response_length, sample.generate_s) == ("truncated", 10, 8, 1.5)
@@ -191,7 +174,7 @@ def test_version_runs_are_the_engines_spans_and_neighbours_are_joined() -> None:
 
 @pytest.mark.parametrize(("reason", "words"), [("weird", "engine finished with weird"), (None, "no reason")])
 def test_an_unknown_end_fails_the_sample(reason: str | None, words: str) -> None:
-    sample = append_result(new_sample([4, 5], 0), extended(ASKED, SampleResult(), answer(reason, [("0.0", 0, 4)]), 1.0))
+    sample = append_result(new_sample([4, 5], 0), extended(ASKED, NEW, engine_answer([0], reason=reason), 1.0))
     assert sample.status == "failed"
     assert words in (sample.error or "")
 
@@ -201,10 +184,8 @@ async def test_what_is_above_the_limit_of_a_message_fails_in_words_and_the_repli
 ) -> None:
     monkeypatch.setattr("tests.stages.stage_rig.StreamSpec", functools.partial(StreamSpec, max_message_bytes=2_000))
     async with started(tmp_path) as world:
-        await world.ask(make_group(0, 8))
-        large = await world.whole(8)
-        await world.ask(make_group(1, 1))
-        small = await world.whole(1)
+        large = await world.rollouts(make_group(0, 8))
+        small = await world.rollouts(make_group(1, 1))
         await world.rig.hubs["generate"].wait_empty()
         stats = world.rig.hubs["generate"].stats()
     assert {(s.status, s.length) for s in large} == {("failed", 0)}
@@ -221,25 +202,25 @@ def experts(rows: range) -> str:
     return base64.b64encode(np.array([[[r, r], [r, r]] for r in rows], dtype="<i4").tobytes()).decode()
 
 
-def engine_answer(ids: list[int], reason: str | None = "stop", *, label: str = "0.1", **meta: object) -> GenerateOutput:
+def engine_answer(ids: list[int], *labels: str, reason: str | None = "stop", **meta: object) -> GenerateOutput:
+    """One token of each label, the last label for the rest."""
+    spans = [VersionSpan(label, at, at + 1) for at, label in enumerate(labels or ("0.1",))]
+    spans[-1] = msgspec.structs.replace(spans[-1], end=len(ids))
     values: dict[str, object] = {
         "id": "r",
         "finish_reason": FinishReason(reason) if reason else None,
-        "weight_versions": [VersionSpan(label, 0, len(ids))],
+        "weight_versions": spans,
         "output_token_logprobs": [(-0.5, token, None) for token in ids],
         **meta,
     }
     return GenerateOutput(text="x" * len(ids), output_ids=ids, meta_info=msgspec.convert(values, MetaInfo))
 
 
-NEW = SampleResult()
-
-
 @pytest.mark.parametrize("turns", [1, 2])
 def test_experts_of_a_continued_rollout_are_those_that_made_its_tokens(turns: int) -> None:
     """Each answer tells the choices from the prompt on; of a repeated token the first choice counts."""
     prompt, first, second = 3, [1, 2], [3, 4]
-    result = extended(ASKED, NEW, engine_answer(first, "abort", routed_experts=experts(range(prompt + 1))), 1.0)
+    result = extended(ASKED, NEW, engine_answer(first, reason="abort", routed_experts=experts(range(prompt + 1))), 1.0)
     again = engine_answer(second, routed_experts=experts(range(100, 100 + prompt + len(first) + len(second) - 1)))
     if turns == 1:
         sample = append_result(new_sample([], 0), extended(ASKED, result, again, 1.0))
@@ -260,15 +241,14 @@ def test_experts_that_are_no_base64_of_numbers_are_reported(sent: str, words: st
 
 
 def test_what_a_lost_engine_left_is_an_aborted_response() -> None:
-    result = with_saved(ASKED, NEW, engine_answer([1, 2, 3], None), 2.0, lost=True)
+    begun = engine_answer([1, 2, 3], reason=None)
+    result = with_saved(ASKED, NEW, begun, 2.0, lost=True)
     assert (result.finish, result.reused_tokens, result.spent_s) == ("aborted", 3, 2.0)
     assert result.runs == (VersionRun(1, 3),)
-    assert with_saved(ASKED, NEW, engine_answer([1, 2, 3], None), 2.0, lost=False).reused_tokens == 0, (
-        "it was given back"
-    )
+    assert with_saved(ASKED, NEW, begun, 2.0, lost=False).reused_tokens == 0, "it was given back"
     result = with_saved(ASKED, result, None, 1.0, lost=True)
     assert (result.finish, result.reused_tokens, result.spent_s) == ("aborted", 3, 3.0)
-    result = extended(ASKED, result, engine_answer([4], label="0.2"), 1.0)
+    result = extended(ASKED, result, engine_answer([4], "0.2"), 1.0)
     assert (result.finish, result.reused_tokens) == ("stop", 3), "a finished one is no partial output"
     sample = append_result(new_sample([], 0), result)
     assert response_ids(sample) == [1, 2, 3, 4]
@@ -295,70 +275,49 @@ SENT = Sent(AnswerLimits.of(WIRE, 50), met="7.3", generation="7", newest=5)
 UNSETTLED = Sent(AnswerLimits.of(WIRE, 50), generation="7", oldest=2, newest=5)  # an update is under way
 
 
-def labelled(ids: list[int], *labels: str) -> GenerateOutput:
-    """One token of each label, the last label for the rest."""
-    spans = [VersionSpan(label, at, at + 1) for at, label in enumerate(labels)]
-    spans[-1] = VersionSpan(labels[-1], len(labels) - 1, len(ids))
-    entries = [(-0.5, token, None) for token in ids]
-    meta = MetaInfo(
-        id="r", finish_reason=FinishReason("stop"), weight_versions=spans, output_token_logprobs=list(entries)
-    )
-    return GenerateOutput(meta_info=meta, output_ids=ids)
-
-
 @pytest.mark.parametrize(
-    ("output", "words"),
+    ("sent", "ids", "labels", "words"),
     [
-        (labelled([4, 5], "6.9"), "weights '6.9' are of another run; those of this run are called 7.N"),
-        (labelled([4, 5], "7.2"), "weights '7.2' are older than 7.3, which the engine had at the request"),
-        (labelled([4, 5], "7.3", "7.1"), "weights '7.1' are older than 7.3"),
-        (labelled([4, 5], "7.6"), "weights '7.6' are newer than any that were published (up to 5)"),
-        (labelled([4, 5], "7.99999999999999"), "is not of the form generation.version"),
-        (labelled([4, 5], "7.²"), "is not of the form generation.version"),
-        (labelled([4, 5, 6], "7.3"), "has 3 new tokens, and 2 were allowed"),
-        (labelled([4, 50], "7.3"), "holds token 50, outside the vocabulary of 50"),
+        (SENT, [4, 5], ["6.9"], "weights '6.9' are of another run; those of this run are called 7.N"),
+        (SENT, [4, 5], ["7.2"], "weights '7.2' are older than 7.3, which the engine had at the request"),
+        (SENT, [4, 5], ["7.3", "7.1"], "weights '7.1' are older than 7.3"),
+        (SENT, [4, 5], ["7.6"], "weights '7.6' are newer than any that were published (up to 5)"),
+        (SENT, [4, 5], ["7.²"], "is not of the form generation.version"),
+        (SENT, [4, 5, 6], ["7.3"], "has 3 new tokens, and 2 were allowed"),
+        (SENT, [4, 50], ["7.3"], "holds token 50, outside the vocabulary of 50"),
+        (UNSETTLED, [4, 5], ["7.1"], "older than version 2, which it had at the request"),
+        (UNSETTLED, [4, 5], ["7.6"], "newer than any"),
     ],
 )
-def test_a_member_whose_answer_cannot_be_true_fails_and_keeps_nothing_of_it(output: GenerateOutput, words: str) -> None:
-    result = extended(REQUEST, SampleResult(), output, 1.0, SENT)
+def test_a_member_whose_answer_cannot_be_true_fails_and_keeps_nothing_of_it(
+    sent: Sent, ids: list[int], labels: list[str], words: str
+) -> None:
+    output = engine_answer(ids, *labels)
+    result = extended(REQUEST, NEW, output, 1.0, sent)
     assert (result.finish, result.token_ids, result.log_probs, result.runs) == ("failed", (), (), ())
     assert words in str(result.error)
-    kept = with_saved(REQUEST, SampleResult(), output, 1.0, SENT, lost=True)
+    kept = with_saved(REQUEST, NEW, output, 1.0, sent, lost=True)
     assert (kept.finish, kept.token_ids) == ("failed", ())
-    good = extended(REQUEST, SampleResult(), labelled([4, 5], "7.3", "7.4"), 1.0, SENT)
+    good = extended(REQUEST, NEW, engine_answer([4, 5], "7.2" if sent is UNSETTLED else "7.3", "7.5"), 1.0, sent)
     assert (good.finish, good.token_ids) == ("stop", (4, 5))
-
-
-@pytest.mark.parametrize(
-    ("label", "words"), [("7.1", "older than version 2, which it had at the request"), ("7.6", "newer than any")]
-)
-def test_during_an_update_versions_have_bounds_too(label: str, words: str) -> None:
-    result = extended(REQUEST, SampleResult(), labelled([4, 5], label), 1.0, UNSETTLED)
-    assert (result.finish, result.token_ids) == ("failed", ())
-    assert words in str(result.error)
-    for good in ("7.2", "7.3", "7.5"):
-        assert extended(REQUEST, SampleResult(), labelled([4, 5], good), 1.0, UNSETTLED).finish == "stop"
 
 
 async def test_an_engine_whose_answers_are_all_refused_is_reported_to_the_supervisor(tmp_path: Path) -> None:
     async with started(tmp_path) as world:
         await core_of(world.engines[0]).relabel("6.0")
         for group in range(REFUSED_LIMIT):
-            assert read_value(world.rig.topic, "complaint/engine-0", Complaint) is None
-            await world.ask(make_group(group, 2))
-            samples = await world.whole(2)
+            assert world.rig.topic.get("complaint/engine-0") is None
+            samples = await world.rollouts(make_group(group, 2))
             assert [sample.status for sample in samples] == ["failed", "failed"]
             assert "are of another run" in (samples[0].error or "")
-        await until(lambda: read_value(world.rig.topic, "complaint/engine-0", Complaint) is not None)
-        complaint = read_value(world.rig.topic, "complaint/engine-0", Complaint)
-        assert complaint is not None
+        complaint = await world.rig.complaint()
         assert complaint.incarnation == 0
         assert complaint.reason.startswith(f"{REFUSED_LIMIT} answers in a row were refused: weights '6.0'")
         assert world.extra("refused_answers") == REFUSED_LIMIT
         world.weights.publish(1)
         await world.weights.landed(1)
-        await world.ask(make_group(99, 2))
-        assert [sample.status for sample in await world.whole(2)] == ["completed", "completed"], "the run goes on"
+        samples = await world.rollouts(make_group(99, 2))
+        assert [sample.status for sample in samples] == ["completed", "completed"], "the run goes on"
 
 
 async def test_an_engine_whose_answer_was_refused_is_queried_last_until_it_makes_sense() -> None:
@@ -372,13 +331,3 @@ async def test_an_engine_whose_answer_was_refused_is_queried_last_until_it_makes
         assert _misgiving(target, need) > _misgiving(other, need)
         assert routes.answered(target, None) is None
         assert target.refused_in_a_row == 0
-
-
-async def test_a_group_from_the_future_is_never_trained(training: Training) -> None:
-    """The trainer alone knows for certain which weights there are."""
-    async with training(batch=1, total=1) as one:
-        await one.send(make_slice(1, make_sample(0, runs=[(0, 2), (1, 1)]), make_sample(1)))
-        refused = await one.report(Settled)
-        assert (refused.group_id, refused.outcome) == (1, "failed")
-        assert "a token has version 1, but the newest weights are version 0" in refused.detail
-        await one.send(make_slice(2))

@@ -42,16 +42,6 @@ async def test_groups_that_have_left_are_remembered_up_to_a_number(desk: Desk, m
     assert list(desk.stage._finished) == ["1", "2"]
 
 
-async def test_leases_are_released_only_after_the_group_has_left(desk: Desk) -> None:
-    await desk.send(make_slice(0, make_sample(0, reward=1.0), n_samples=2))
-    await idle()
-    assert desk.rig.hubs["group"].stats().leased == 1
-    await desk.send(make_slice(0, make_sample(1, reward=0.0), n_samples=2))
-    await take(desk.out)
-    await desk.rig.hubs["group"].wait_empty()
-    assert desk.rig.hubs["group"].stats().settled == 2
-
-
 async def test_what_a_killed_replica_held_is_put_together_by_the_next(rig: Rig) -> None:
     ports = await join(rig, "group-0")
     feed, out = await rig.outlet("group"), await rig.inlet("train")
@@ -67,17 +57,6 @@ async def test_what_a_killed_replica_held_is_put_together_by_the_next(rig: Rig) 
         whole = await take(out)
         assert [sample.index for sample in whole.samples] == [0, 1, 2]
         await rig.hubs["group"].wait_empty()
-
-
-async def test_the_first_rollout_of_an_index_wins(desk: Desk) -> None:
-    await desk.send(
-        make_slice(0, make_sample(0, reward=1.0, response="first"), n_samples=2),
-        make_slice(0, make_sample(0, reward=5.0, response="second"), n_samples=2),
-        make_slice(0, make_sample(1, reward=0.0), n_samples=2),
-    )
-    whole = await take(desk.out)
-    assert [(s.index, s.response) for s in whole.samples] == [(0, "first"), (1, "7")]
-    await desk.rig.hubs["group"].wait_empty()
 
 
 async def test_too_few_members_fail_the_group_with_their_errors(desk: Desk) -> None:

@@ -32,8 +32,6 @@ from stages.engines.policy_proof import KEPT, precision_of
 from stages.engines.weight_routes import WeightRoutes
 from stages.engines.weight_transfer import BucketTransfer
 from stages.errors import UnprovenPolicy
-from stages.ports import read_value
-from stages.topic_values import Complaint
 from stages.train.weights import WeightPublisher, prover_of
 from tests.sglang_server import RealServer
 from tests.stages.fleet_rig import Fleet, open_fleet
@@ -70,12 +68,7 @@ class Proven:
             await self.one.landed(version, engine=engine)
 
     async def complaint(self, engine: int = 0) -> str:
-        """Waits for what the supervisor is told of an engine."""
-        key = f"complaint/engine-{engine}"
-        await self.one.rig.topic_until(lambda: self.one.rig.topic.get(key) is not None)
-        found = read_value(self.one.rig.topic, key, Complaint)
-        assert found is not None
-        return found.reason
+        return (await self.one.rig.complaint(engine)).reason
 
 
 @asynccontextmanager
@@ -214,13 +207,11 @@ FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-async def test_a_planted_fault_is_named_and_never_served(
-    fault: str, proven: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_planted_fault_is_named_and_never_served(fault: str, proven: Open) -> None:
     async with proven() as run:
         await run.land(0)
         assert run.one.failures() == 0
-        FAULTS[fault](monkeypatch)
+        FAULTS[fault](run.one.patch)
         run.move(1e-3)
         run.publish(1)
         reason = await run.complaint()
@@ -229,7 +220,7 @@ async def test_a_planted_fault_is_named_and_never_served(
         assert not run.one.served()
         assert run.one.entry().version == 0
         assert run.one.failures() == 2, "all weights were loaded once more"
-        monkeypatch.undo()
+        run.one.patch.undo()
         run.one.rig.engine_at(run.one.servers[0].url, incarnation=1)
         await run.one.landed(1)
         difference = run.one.entry().proof
@@ -237,7 +228,7 @@ async def test_a_planted_fault_is_named_and_never_served(
         assert difference.mean < difference.largest < 1e-5
 
 
-async def test_a_proof_costs_a_forward_pass_and_a_request(proven: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_proof_costs_a_forward_pass_and_a_request(proven: Open) -> None:
     """For each version, whatever there are of canaries; the engine's facts are asked for once."""
     async with proven() as run:
         models, counts, asked = run.trainer._models, Counter[str](), EngineClient._answer
@@ -248,17 +239,17 @@ async def test_a_proof_costs_a_forward_pass_and_a_request(proven: Open, monkeypa
             counts[path] += 1
             return asked(client, method, path, *args)
 
-        monkeypatch.setattr(EngineClient, "_answer", ask)
+        run.one.patch.setattr(EngineClient, "_answer", ask)
         for version in range(3):
             await run.land(version)
     assert counts["forward"] == counts["/generate"] == 3, counts
     assert counts["/server_info"] == 1, counts
 
 
-async def test_an_adapter_that_the_engine_lacks_is_named(proven: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_adapter_that_the_engine_lacks_is_named(proven: Open) -> None:
     async with proven() as run:
         await run.land(0)
-        plant(monkeypatch, without_adapter)
+        plant(run.one.patch, without_adapter)
         add_adapter(run.trainer)
         run.publish(1)
         assert "engine-0 does not sample with version 1" in await run.complaint()
@@ -266,15 +257,13 @@ async def test_an_adapter_that_the_engine_lacks_is_named(proven: Open, monkeypat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("step", [1e-4, pytest.param(1e-3, marks=pytest.mark.full)])
-async def test_in_bfloat16_an_engine_that_stands_still_is_seen_below_the_limits(
-    step: float, proven: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_in_bfloat16_an_engine_that_stands_still_is_seen_below_the_limits(step: float, proven: Open) -> None:
     """The steps move the log-probs by less than kernels may differ: only standing still gives the engine away."""
     async with proven(dtype="bfloat16") as run:
         await run.land(0)
         run.move(step)
         await run.land(1)
-        plant(monkeypatch, stale(lambda name: True))
+        plant(run.one.patch, stale(lambda name: True))
         for version in range(2, 200):
             run.move(step, seed=version)
             run.publish(version)
@@ -286,7 +275,7 @@ async def test_in_bfloat16_an_engine_that_stands_still_is_seen_below_the_limits(
         assert "(limit 0.1), and the engine's by" in reason
 
 
-async def test_the_second_load_may_cure_it(proven: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_second_load_may_cure_it(proven: Open) -> None:
     async with proven() as run:
         await run.land(0)
         loads = 0
@@ -297,18 +286,16 @@ async def test_the_second_load_may_cure_it(proven: Open, monkeypatch: pytest.Mon
             if loads == 1:
                 transpose(live, before)
 
-        plant(monkeypatch, once)
+        plant(run.one.patch, once)
         await run.land(1)
         assert (loads, run.one.failures()) == (2, 1)
         assert run.one.control()._prover.disagreements == 0
 
 
-async def test_a_fault_that_outlives_a_restart_ends_the_run_with_the_numbers(
-    proven: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_fault_that_outlives_a_restart_ends_the_run_with_the_numbers(proven: Open) -> None:
     async def restarted() -> None:
         async with proven() as run:
-            plant(monkeypatch, transpose)
+            plant(run.one.patch, transpose)
             run.publish(0)
             await run.complaint()
             run.one.rig.engine_at(run.one.servers[0].url, incarnation=1)
@@ -323,9 +310,7 @@ async def test_a_fault_that_outlives_a_restart_ends_the_run_with_the_numbers(
     assert exit_code(error) == EXIT_USER_ERROR, "the supervisor starts nothing again"
 
 
-async def test_a_worker_that_a_router_would_hide_is_asked_by_itself(
-    proven: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_worker_that_a_router_would_hide_is_asked_by_itself(proven: Open) -> None:
     async with proven(engines=2) as run:
         await run.land(0)
         original = EngineClient.update_weights_from_disk
@@ -338,7 +323,7 @@ async def test_a_worker_that_a_router_would_hide_is_asked_by_itself(
                 return WeightsUpdated("Succeeded", flush_cache)
             return await original(client, path, label, flush_cache)
 
-        monkeypatch.setattr(EngineClient, "update_weights_from_disk", update)
+        run.one.patch.setattr(EngineClient, "update_weights_from_disk", update)
         run.move(1e-4)
         run.publish(1)
         await run.one.landed(1)
@@ -416,9 +401,7 @@ SGLANG_FAULTS = {"disk": "the old slot under the new label", "tensor": "the firs
 @pytest.mark.slow
 @pytest.mark.xdist_group("sglang")
 @pytest.mark.parametrize("route", SGLANG_FAULTS)
-async def test_faults_of_a_real_sglang_are_named(
-    route: str, proven: Open, monkeypatch: pytest.MonkeyPatch, sglang: RealServer
-) -> None:
+async def test_faults_of_a_real_sglang_are_named(route: str, proven: Open, sglang: RealServer) -> None:
     async with proven(real=sglang, route=route) as run:
         for version in range(3):
             await run.land(version)
@@ -432,7 +415,7 @@ async def test_faults_of_a_real_sglang_are_named(
             async def update(client: EngineClient, path: str, *args: Any, **options: Any) -> WeightsUpdated:
                 return await original(client, str(sglang.model), *args, **options)
 
-            monkeypatch.setattr(EngineClient, "update_weights_from_disk", update)
+            run.one.patch.setattr(EngineClient, "update_weights_from_disk", update)
         else:
             buckets = BucketTransfer.__init__
 
@@ -440,8 +423,8 @@ async def test_faults_of_a_real_sglang_are_named(
                 buckets(transfer, *args)
                 del transfer.buckets[0]
 
-            monkeypatch.setattr(BucketTransfer, "__init__", all_but_one)
-            monkeypatch.setattr(WeightRoutes, "choose", lambda routes, announced, **_: routes._routes["tensor"])
+            run.one.patch.setattr(BucketTransfer, "__init__", all_but_one)
+            run.one.patch.setattr(WeightRoutes, "choose", lambda routes, announced, **_: routes._routes["tensor"])
         run.publish(3)
         reason = await run.complaint()
         assert "engine-0 does not sample with version 3" in reason

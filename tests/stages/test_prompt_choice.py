@@ -105,26 +105,19 @@ def rated(step: int, *groups: tuple[int, float]) -> StepDone:
 
 
 async def test_prompts_outside_the_bounds_are_passed_over_in_the_next_epoch() -> None:
+    """A resumed run knows the pass rates, and asks the same."""
     async with prompting(batch=4, eta=0, config=CURRICULUM, prompts=Rows(n=4)) as one:
         await one.land(0)
         assert await asked(one) == [(0, 0), (1, 1), (2, 2), (3, 3)]
-        await one.report(rated(1, (0, 1.0), (1, 0.5), (2, 0.0)), Settled(3, "filtered", "too_long", pass_rate=0.5))
+        filtered = Settled(3, "filtered", "too_long", pass_rate=0.5)
+        await one.report(filtered, rated(1, (0, 1.0), (1, 0.5), (2, 0.0)), CheckpointReady(1, 1, "draft"))
         assert one.stage.curriculum.rates == {0: 1.0, 1: 0.5, 2: 0.0, 3: 0.5}
         await one.land(1)
-        found = [prompt for _, prompt in await asked(one)]
-        assert len(found) == 5, "a batch, and the place of the filtered one"
-        assert set(found) == {1, 3}, "with 1 % the solved and the hopeless one are not asked here"
+        after = await asked(one)
+        assert len(after) == 5, "a batch, and the place of the filtered one"
+        assert {prompt for _, prompt in after} == {1, 3}, "with 1 % the solved and the hopeless one are not asked here"
         assert one.stage.ledger.skipped > 0
         assert balanced(one.stage.ledger)
-
-
-async def test_a_resumed_run_knows_the_pass_rates_and_asks_the_same() -> None:
-    async with prompting(batch=4, eta=0, config=CURRICULUM, prompts=Rows(n=4)) as one:
-        await one.land(0)
-        await asked(one)
-        await one.report(rated(1, (0, 1.0), (1, 0.5), (2, 0.0), (3, 0.5)), CheckpointReady(1, 1, "draft"))
-        await one.land(1)
-        after = await asked(one)
         snapshot = one.hooks.commits[0][1]
     async with prompting(batch=4, eta=0, config=CURRICULUM, prompts=Rows(n=4), snapshot=snapshot) as again:
         await again.land(1)
@@ -288,20 +281,24 @@ def test_a_snapshot_continues_exactly() -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "trained", "open_groups", "capacity"),
-    [(0, 0, 0, 96), (0, 0, 96, 0), (0, 32, 64, 0), (1, 32, 64, 32), (1, 32, 96, 0), (3, 96, 10, 86)],
+    ("gate", "version", "trained", "open_groups", "capacity"),
+    [
+        (StalenessGate(batch=32, max_staleness=2), 0, 0, 0, 96),
+        (StalenessGate(batch=32, max_staleness=2), 0, 0, 96, 0),
+        (StalenessGate(batch=32, max_staleness=2), 0, 32, 64, 0),
+        (StalenessGate(batch=32, max_staleness=2), 1, 32, 64, 32),
+        (StalenessGate(batch=32, max_staleness=2), 1, 32, 96, 0),
+        (StalenessGate(batch=32, max_staleness=2), 3, 96, 10, 86),
+        (StalenessGate(batch=8, max_staleness=0, total=2), 0, 0, 0, 8),
+        (StalenessGate(batch=8, max_staleness=0, total=2), 0, 8, 0, 0),  # until weights land
+        (StalenessGate(batch=8, max_staleness=0, total=2), 1, 8, 0, 8),
+        (StalenessGate(batch=8, max_staleness=0, total=2), 2, 16, 0, 0),  # never beyond the end
+    ],
 )
-def test_capacity_follows_the_formula(version: int, trained: int, open_groups: int, capacity: int) -> None:
-    gate = StalenessGate(batch=32, max_staleness=2)
+def test_capacity_follows_the_formula(
+    gate: StalenessGate, version: int, trained: int, open_groups: int, capacity: int
+) -> None:
     assert gate.capacity(version=version, trained=trained, open_groups=open_groups) == capacity
-
-
-def test_sync_admits_one_batch_per_version_and_never_beyond_the_end() -> None:
-    gate = StalenessGate(batch=8, max_staleness=0, total=2)
-    assert gate.capacity(version=0, trained=0, open_groups=0) == 8
-    assert gate.capacity(version=0, trained=8, open_groups=0) == 0, "the next batch waits for the weights to land"
-    assert gate.capacity(version=1, trained=8, open_groups=0) == 8
-    assert gate.capacity(version=2, trained=16, open_groups=0) == 0
 
 
 FILTER = {"dynamic_sampling_filter": ("nonzero_std",)}

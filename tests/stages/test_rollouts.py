@@ -92,8 +92,7 @@ async def test_an_episode_ends_when_its_environment_says_so(tmp_path: Path, monk
 async def test_what_wants_raises_fails_its_sample_alone(tmp_path: Path) -> None:
     async with generating(tmp_path, rollout={"max_turns": 9}, **recipe("game", "Game", broken=True)) as world:
         await world.ready()
-        await world.ask(make_group(0, 2))
-        samples = (await world.answer()).samples
+        samples = await world.rollouts(make_group(0, 2))
         assert [s.status for s in samples] == ["failed"] * 2
         assert {s.error for s in samples} == {"Game.wants: ZeroDivisionError: no such game"}
         await world.ask(make_group(1, 1))

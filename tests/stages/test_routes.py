@@ -26,18 +26,9 @@ from stages.sampling.engine_directory import EngineDirectory
 from stages.sampling.rollout_requests import Requests
 from stages.sampling.routes import RouteRequest, Routes
 from stages.topic_values import RouterState
-from tests.stages.engine_rig import FAST_MS, ONCE, SLOW_MS, Log, World, core_of, freeze, generating, simulated, started
+from tests.stages.engine_rig import ONCE, SLOW_MS, Log, World, check_continued, freeze, generating, simulated, started
 from tests.stages.faults import FakeRouter
-from tests.stages.stage_rig import (
-    idle,
-    make_config,
-    make_context,
-    make_group,
-    make_sample,
-    response_ids,
-    running,
-    until,
-)
+from tests.stages.stage_rig import idle, make_config, make_context, make_group, make_sample, running, until
 
 POLICIES: tuple[Policy, ...] = get_args(Policy)
 LOADS = st.dictionaries(st.sampled_from([f"engine-{i}" for i in range(8)]), st.integers(0, 50), min_size=1)
@@ -248,23 +239,15 @@ async def test_a_session_names_its_group_to_the_router(tmp_path: Path) -> None:
 
 async def test_a_worker_that_dies_behind_the_router_leaves_its_part_to_another(tmp_path: Path, log: Log) -> None:
     async with routed(tmp_path, streamed=True, proxied=True, engine=simulated(SLOW_MS)) as (world, router):
-        core_of(world.engines[1]).schedule.config = simulated(FAST_MS).simulated
-        router.workers = dict.fromkeys([world.proxies[0].url], True) | dict.fromkeys([world.proxies[1].url], True)
-        await world.ask(make_group(0, 2))
-        await freeze(world.engines[0], tokens=6)
-        partial = log[0].partial
-        assert partial is not None
-        await until(lambda: partial.tokens == core_of(world.engines[0]).totals().generated_tokens)
+        router.workers = {proxy.url: True for proxy in world.proxies}  # in this order
+        await world.in_mid_generation(log, make_group(0, 2))
         world.proxies[0].kill()
         slice_ = await world.answer()
     first, *rest = log
     assert first.url == router.url
     assert [e.url for e in rest] == [world.proxies[1].url] * 2, "the router cannot be told whom to avoid"
     for sample in slice_.samples:
-        kept = first.outputs[sample.index].output_ids
-        assert (sample.status, sample.reused_tokens) == ("completed", len(kept))
-        assert response_ids(sample)[: len(kept)] == kept
-        assert kept
+        check_continued(sample, first, rest)
 
 
 async def test_the_routers_death_only_delays(tmp_path: Path, log: Log) -> None:
@@ -286,8 +269,7 @@ async def test_a_deadline_reaches_the_engine_behind_the_router(tmp_path: Path) -
     engine = simulated(SLOW_MS, length=1_000_000)
     deadline = {"sample_deadline_secs": 0.3, "rollout_max_response_len": 100_000}
     async with routed(tmp_path, engine=engine, rollout=deadline) as (world, _):
-        await world.ask(make_group(0, 1))
-        (sample,) = (await world.answer()).samples
+        (sample,) = await world.rollouts(make_group(0, 1))
         assert sample.status == "truncated"
         assert sample.response_length > 0, "its engine was asked to end it"
 

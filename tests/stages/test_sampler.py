@@ -141,7 +141,7 @@ async def test_tokens_come_before_the_result(n: int, interval: int | None, strea
         tasks.create_task(heard.listen(world, asked(n, interval=interval)))
         await until(lambda: all(heard.tokens))
         assert not any(heard.results)
-        core_of(world.engines[0]).schedule.config = simulated(FAST_MS).simulated
+        world.hurry(0)
     heard.check()
     assert [len(tokens) for tokens in heard.tokens] == [len(result.token_ids) for result in heard.results if result]
     assert heard.chunks >= 2 * n, "the first token at once, and the others behind it"
@@ -160,7 +160,7 @@ async def test_what_was_told_survives_its_engine_although_partial_rollout_is_off
         tasks.create_task(heard.listen(world, asked(n)))
         await until(lambda: min(len(tokens) for tokens in heard.tokens) >= 2)
         lost = next(i for i, engine in enumerate(world.engines) if log[0].url == world.proxies[i].url)
-        core_of(world.engines[1 - lost]).schedule.config = simulated(FAST_MS).simulated
+        world.hurry(1 - lost)
         reported = [list(tokens) for tokens in heard.tokens]
         world.proxies[lost].kill()
     heard.check()

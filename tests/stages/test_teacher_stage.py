@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import json
 import logging
@@ -24,7 +23,7 @@ from models.engines.simulated.responses import simulated_scores
 from models.tiny import make_tiny_checkpoint
 from stages.messages import Int32Array, RolloutSlice, Sample, wire
 from stages.teacher import TeacherStage
-from tests.stages.engine_rig import simulated
+from tests.stages.engine_rig import core_of, simulated
 from tests.stages.stage_rig import (
     Rig,
     before_calls,
@@ -36,6 +35,7 @@ from tests.stages.stage_rig import (
     running,
     take,
     time_limit,
+    until,
 )
 from transport.stream import Inlet, Outlet
 
@@ -130,29 +130,18 @@ async def test_every_response_token_has_its_log_prob(world: World, policy: Path)
         assert (after.status, after.error) == (before.status, None)
 
 
-async def test_a_sample_without_trained_tokens_asks_nobody(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    sent = recorded(monkeypatch)
-    masked, empty = make_sample(0, n=3, mask=[0, 0, 0]), make_sample(1, n=0)
-    after = await world.scored(rollouts(masked, empty))
-    assert [sample.teacher_log_probs.tolist() for sample in after] == [[0.0] * 6, [0.0] * 3]
-    assert [sample.status for sample in after] == ["completed", "completed"]
-    assert sent == []
-
-
-def recorded(monkeypatch: pytest.MonkeyPatch) -> list[GenerateRequest]:
+async def test_evaluations_and_what_failed_before_pass_unread(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As what has no trained tokens."""
     sent: list[GenerateRequest] = []
     before_calls(monkeypatch, EngineClient, "generate", lambda client, request: sent.append(request))
-    return sent
-
-
-async def test_evaluations_and_what_failed_before_pass_unread(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    sent = recorded(monkeypatch)
-    held_out = rollouts(make_sample(0), purpose="eval")
-    [passed] = await world.scored(held_out)
+    [passed] = await world.scored(rollouts(make_sample(0), purpose="eval"))
     assert (passed.status, len(passed.teacher_log_probs)) == ("completed", 0)
     ended = rollouts(make_sample(0, status="failed", error="grader x: died"), make_sample(1, status="aborted"))
     after = await world.scored(ended)
     assert [(sample.status, sample.error) for sample in after] == [("failed", "grader x: died"), ("aborted", None)]
+    after = await world.scored(rollouts(make_sample(0, n=3, mask=[0, 0, 0]), make_sample(1, n=0)))
+    assert [sample.teacher_log_probs.tolist() for sample in after] == [[0.0] * 6, [0.0] * 3]
+    assert [sample.status for sample in after] == ["completed", "completed"]
     assert sent == []
 
 
@@ -173,8 +162,7 @@ async def test_an_unknown_teacher_fails_the_sample_and_names_the_known_ones(poli
         for wrong in ("physics", 7, ["maths"]):
             [after] = await world.scored(rollouts(make_sample(0), metadata={"teacher": wrong}))
             assert after.status == "failed"
-            assert after.error is not None
-            assert f"no engine is called {str(wrong)!r} here; the known names are maths, code" in after.error
+            assert f"no engine is called {str(wrong)!r} here; the known names are maths, code" in str(after.error)
             assert len(after.teacher_log_probs) == 0
         [fine] = await world.scored(rollouts(make_sample(0), metadata={"teacher": "maths"}))
         assert fine.status == "completed"
@@ -198,12 +186,10 @@ def sample_of(ids: list[int], index: int = 1) -> Sample:
 async def test_a_lost_teacher_costs_time_not_samples(world: World, policy: Path) -> None:
     """The first server takes the request and never answers; its successor does."""
     first = await world.serve("teacher", policy)
-    assert first.core is not None
-    await first.core.pause("in_place")
+    await core_of(first).pause("in_place")
     requested = rollouts(make_sample(0, n=4), make_sample(1, n=4))
     await world.send(requested)
-    while first.core.load().num_waiting_reqs < 2:  # noqa: ASYNC110 - looks from outside
-        await asyncio.sleep(0.002)
+    await until(lambda: core_of(first).load().num_waiting_reqs == 2)
     world.rig.topic.drop("engine/teacher")
     await world.serve("teacher", policy, incarnation=1)
     after = (await take(world.out)).samples
@@ -219,8 +205,7 @@ async def test_a_teacher_at_an_address_may_come_late(world: World, policy: Path)
     await server.__aexit__(None, None, None)
     requested = rollouts(make_sample(0, n=4))
     await world.send(requested)
-    while not world.stage.sampler.retries:  # noqa: ASYNC110 - looks from outside
-        await asyncio.sleep(0.002)
+    await until(lambda: world.stage.sampler.retries > 0)
     late = EngineServer(simulated(), str(policy), max_context_len=None, seed=0, port=port)
     await world.stack.enter_async_context(late)
     [after] = (await take(world.out)).samples
@@ -228,6 +213,7 @@ async def test_a_teacher_at_an_address_may_come_late(world: World, policy: Path)
 
 
 async def test_a_teacher_that_never_comes_fails_the_sample_at_its_deadline(policy: Path, tmp_path: Path) -> None:
+    """As one that hangs."""
     async with teaching(policy, tmp_path, request_timeout_secs=0.3) as world:
         [after] = await world.scored(rollouts(make_sample(0)))
         assert after.status == "failed"
@@ -235,16 +221,9 @@ async def test_a_teacher_that_never_comes_fails_the_sample_at_its_deadline(polic
         world.rig.frozen_at("teacher", "http://127.0.0.1:9")  # the discard port: nothing listens
         [after] = await world.scored(rollouts(make_sample(0)))
         assert "EngineUnreachable" in str(after.error)
-
-
-async def test_a_teacher_that_hangs_fails_the_sample_at_its_deadline(policy: Path, tmp_path: Path) -> None:
-    async with teaching(policy, tmp_path, request_timeout_secs=0.3) as world:
-        server = await world.serve("teacher", policy)
-        assert server.core is not None
-        await server.core.pause("in_place")
+        await core_of(await world.serve("teacher", policy, incarnation=1)).pause("in_place")
         [after] = await world.scored(rollouts(make_sample(0)))
-        assert after.status == "failed"
-        assert "EngineTimeout" in str(after.error)
+        assert (after.status, "EngineTimeout" in str(after.error)) == ("failed", True)
 
 
 async def test_a_draining_run_does_not_wait_for_a_lost_teacher(world: World) -> None:
@@ -309,6 +288,5 @@ async def test_a_teacher_that_scores_at_temperature_one_is_reported(
     with caplog.at_level(logging.WARNING, "sluice.teacher"):
         async with teaching(policy, tmp_path, kind=Watched, rollout_temperature=0.7) as world:
             await world.serve("teacher", policy, config)
-            while not probed:  # noqa: ASYNC110 - looks from outside
-                await asyncio.sleep(0.002)
+            await until(lambda: bool(probed))
     assert ("scores at temperature 1, but rollout_temperature is 0.7" in caplog.text) is reported

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from models.errors import UnknownAlgorithm
 from models.import_path import ImportPathError
 from models.train.interface import TrainSequence
-from stages.base import TrainOptions
 from stages.errors import BufferOrderError, UntrainableGroup
 from stages.messages import RolloutSlice, Sample, Settled, StepDone
 from stages.train.batch import Batch, slice_sequences
@@ -85,27 +84,23 @@ def test_a_function_of_the_users_own_replaces_the_normalisation() -> None:
 
 
 @pytest.mark.parametrize(
-    ("function", "words"), [("one_number", r"gave \[1.0\] for 2 rollouts"), ("divide", "raised TypeError")]
+    ("members", "setting", "function", "error", "words"),
+    [
+        (2, "custom_reward_post_process_path", "one_number", UntrainableGroup, r"gave \[1.0\] for 2 rollouts"),
+        (2, "custom_reward_post_process_path", "divide", UntrainableGroup, "raised TypeError"),
+        (2, "advantage_estimator", "divide", UntrainableGroup, "raised TypeError"),
+        (2, "advantage_estimator", "no_numbers", UntrainableGroup, "is not finite"),
+        (2, "advantage_estimator", "nowhere", UnknownAlgorithm, "nowhere"),  # no fault of a group
+        (1, "advantage_estimator", "", UntrainableGroup, "at least 2"),  # nothing to compare
+    ],
 )
-def test_a_function_that_fails_ends_its_group_and_not_the_run(function: str, words: str) -> None:
-    with pytest.raises(UntrainableGroup, match=words):
-        sequences(make_slice(0), reward={"custom_reward_post_process_path": f"{PARTS}:{function}"})
-
-
-def test_a_group_with_nothing_to_compare_is_untrainable() -> None:
-    with pytest.raises(UntrainableGroup, match="at least 2"):
-        sequences(make_slice(0, make_sample(0, reward=1.0)))
-
-
-@pytest.mark.parametrize(("function", "words"), [("divide", "raised TypeError"), ("no_numbers", "is not finite")])
-def test_an_estimator_of_the_users_own_that_fails_ends_its_group(function: str, words: str) -> None:
-    with pytest.raises(UntrainableGroup, match=words):
-        sequences(make_slice(0), algorithm={"advantage_estimator": f"{PARTS}:{function}"})
-
-
-def test_an_estimator_that_does_not_exist_is_no_fault_of_a_group() -> None:
-    with pytest.raises(UnknownAlgorithm):
-        sequences(make_slice(0), algorithm={"advantage_estimator": f"{PARTS}:nowhere"})
+def test_a_function_that_fails_ends_its_group_and_not_the_run(
+    members: int, setting: str, function: str, error: type[Exception], words: str
+) -> None:
+    section = "reward" if setting.startswith("custom") else "algorithm"
+    sections = {section: {setting: f"{PARTS}:{function}"}} if function else {}
+    with pytest.raises(error, match=words):
+        sequences(make_slice(0, *(make_sample(i, reward=1.0 - i) for i in range(members))), **sections)
 
 
 def batch_of(*slices: RolloutSlice, step: int = 6, **sections: Any) -> Batch:
@@ -239,13 +234,6 @@ def test_priority_lets_no_group_grow_old_that_the_oldest_first_order_would_train
         return lost
 
     assert stale("priority") == stale("oldest_first")
-
-
-def test_supervised_groups_have_no_age() -> None:
-    one = buffer(eta=0, train={"loss_type": "sft_loss"})
-    one.push(group(0, version=0))
-    assert one.take_old(50) == []
-    assert popped(one, step=50) == [0]
 
 
 def test_a_spare_group_waits_for_better_ones() -> None:
@@ -392,11 +380,3 @@ async def test_a_group_whose_rewards_become_no_advantages_is_settled_as_failed(
         await one.send(make_slice(1, make_sample(0, reward=1.0)), make_slice(2, make_sample(0, reward=0.0)))
         assert (await one.report(StepDone)).groups == (1, 2)
         assert [s.advantages.tolist() for s in one.backend.sequences] == [[0.0] * 3 + [1.0] * 4] * 2
-
-
-async def test_a_removed_sample_makes_its_group_no_older(training: Training) -> None:
-    async with training(batch=1, total=6, eta=0, options=TrainOptions(start_step=5)) as one:
-        members = [make_sample(0, version=1, reward=1.0, remove_sample=True), make_sample(1, version=5, reward=0.0)]
-        await one.send(make_slice(0, *members))
-        done = await one.report(StepDone)
-        assert (done.groups, done.staleness, done.tokens) == ((0,), {0: 4}, 4)

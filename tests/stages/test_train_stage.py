@@ -10,7 +10,7 @@ import pytest
 
 from models.weights.shared_memory_reader import SlotReader
 from stages.base import TrainOptions
-from stages.messages import CheckpointReady, RolloutSlice, Settled, StepDone
+from stages.messages import RolloutSlice, Settled, StepDone
 from stages.train.schedule import Schedule
 from tests.stages.stage_rig import idle, make_sample, make_slice, until
 from tests.stages.train_rig import Training, open_training
@@ -32,22 +32,27 @@ async def test_the_oldest_groups_here_are_trained_first(training: Training) -> N
 
 
 async def test_a_group_is_refused_exactly_beyond_the_bound(training: Training) -> None:
-    async with training(total=6, eta=2, hold=["begin"], options=TrainOptions(start_step=5)) as one:
+    async with training(batch=3, total=6, eta=2, hold=["begin"], options=TrainOptions(start_step=5)) as one:
         mixed = [make_sample(i, runs=[(2, 1), (5, 3)], reward=float(i)) for i in range(2)]
         uneven = [make_sample(0, version=5, reward=1.0), make_sample(1, version=2, reward=0.0)]
         untrained = [make_sample(i, runs=[(0, 2), (5, 2)], mask=[0, 0, 1, 1]) for i in range(2)]
+        removed = [make_sample(0, version=1, reward=1.0, remove_sample=True), make_sample(1, version=5, reward=0.0)]
+        future = [make_sample(0, runs=[(5, 2), (6, 1)]), make_sample(1, version=5)]
         groups = [old(0, 2), make_slice(1, *mixed), make_slice(2, *uneven), old(3, 3), make_slice(4, *untrained)]
-        await one.send(*groups)
-        await one.arrived(5)
+        await one.send(*groups, make_slice(5, *removed), make_slice(6, *future))
+        await one.arrived(7)
         one.backend.begin.set()
+        unheard = await one.report(Settled)
+        assert (unheard.group_id, unheard.outcome) == (6, "failed"), "the trainer alone knows which weights there are"
+        assert "a token has version 6, but the newest weights are version 5" in unheard.detail
         for group_id in (0, 1, 2):
             stale = await one.report(Settled)
             assert (stale.group_id, stale.outcome) == (group_id, "stale")
             assert stale.detail == "oldest token has version 2, batch 5, bound 2"
             assert stale.tokens == 8
         done = await one.report(StepDone)
-        assert (done.step, done.groups) == (6, (3, 4))
-        assert done.staleness == {2: 8, 0: 4}, "only tokens that were trained count"
+        assert (done.step, done.groups, done.tokens) == (6, (3, 4, 5), 16)
+        assert done.staleness == {2: 8, 0: 8}, "only tokens that were trained count"
         assert max(done.staleness) <= 2
         await one.rig.hubs["train"].wait_empty()
 
@@ -121,15 +126,16 @@ async def test_a_version_is_announced_only_when_its_slot_is_complete(training: T
         SlotReader(first)  # the version before is still whole
 
 
-EVERY = {"eval_interval": 1, "eval_prompt_data": ("held=x.jsonl",)}
-
-
-async def test_nothing_newer_is_announced_before_a_pinned_version_has_landed(training: Training) -> None:
-    async with training(batch=1, total=2, eval=EVERY) as one:
+@pytest.mark.parametrize("skipped", [False, True])
+async def test_nothing_newer_is_announced_before_a_pinned_version_has_landed(training: Training, skipped: bool) -> None:
+    """Leaving out the first evaluation leaves out no other."""
+    evaluation = {"eval_interval": 1, "eval_prompt_data": ("held=x.jsonl",), "skip_eval_before_train": skipped}
+    async with training(batch=1, total=2, eval=evaluation) as one:
         one.rig.applied(0)
         one.rig.applied(0, engine=1)
         await one.send(make_slice(0))
         assert (await one.report(StepDone)).pinned
+        assert (one.rig.announced("weights/pinned/0") is None) is skipped
         await one.rig.topic_until(lambda: getattr(one.rig.announced("weights/pinned/1"), "version", -1) == 1)
         one.rig.applied(1)
         await one.send(make_slice(1))
@@ -140,57 +146,25 @@ async def test_nothing_newer_is_announced_before_a_pinned_version_has_landed(tra
         await one.rig.topic_until(lambda: getattr(one.rig.announced(), "version", -1) == 2)
 
 
-@pytest.mark.parametrize("skipped", [False, True])
-async def test_leaving_out_the_first_evaluation_leaves_out_no_other(training: Training, skipped: bool) -> None:
-    evaluation = {**EVERY, "skip_eval_before_train": skipped}
-    async with training(batch=1, total=2, eval=evaluation) as one:
-        one.rig.applied(0)
-        one.rig.applied(0, engine=1)
-        await one.send(make_slice(0))
-        assert (await one.report(StepDone)).pinned
-        assert (one.rig.announced("weights/pinned/0") is None) is skipped
-
-
-async def test_the_slot_that_an_engine_is_reading_is_not_overwritten(training: Training) -> None:
-    async with training(batch=1, total=3, eta=9) as one:
+@pytest.mark.parametrize("dies", [False, True])
+async def test_the_slot_that_an_engine_is_reading_is_not_overwritten(
+    training: Training, dies: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until it reads the other one, or is dead. Versions 0, 2 and 4 are published."""
+    monkeypatch.setattr("stages.train.weights.LANDING_TIMEOUT_S", 1e6)
+    async with training(batch=1, total=5, eta=9, asynchrony={"update_weights_interval": 2}) as one:
         one.rig.applied(-1, fetching=0)
-        await one.send(make_slice(0), make_slice(1))
-        await one.report(StepDone)
-        await one.report(StepDone)
-        await until(lambda: one.backend.log.count("step") == 2)
+        await one.send(*map(make_slice, range(4)))
+        for _ in range(4):
+            await one.report(StepDone)
         await idle()
-        assert getattr(one.rig.announced(), "version", -1) == 1
-        assert one.backend.log.count("export") == 2, "version 2 goes into the slot of version 0"
-        one.rig.applied(0, fetching=1)
-        await one.rig.topic_until(lambda: getattr(one.rig.announced(), "version", -1) == 2)
-
-
-async def test_the_death_of_a_reader_frees_its_slot(training: Training) -> None:
-    async with training(batch=1, total=2, eta=9) as one:
-        one.rig.applied(-1, fetching=0)
-        await one.send(make_slice(0), make_slice(1))
-        await one.report(StepDone)
-        await one.report(StepDone)
-        await idle()
-        assert one.backend.log.count("export") == 2
-        one.rig.lose_engine(0)
-        await one.rig.topic_until(lambda: getattr(one.rig.announced(), "version", -1) == 2)
-
-
-async def test_a_drain_settles_the_unfinished_batch_and_saves_what_was_trained(training: Training) -> None:
-    async with training(batch=2, total=5) as one:
-        await one.send(make_slice(0), make_slice(1), make_slice(2))
-        await one.report(StepDone)
-        await one.arrived(3)
-        one.rig.topic.publish("drain", b"interrupted")
-        saved = await one.report(CheckpointReady)
-        assert saved.step == 1, "saved first: a resumed run finds the unfinished batch open"
-        assert one.backend.log.index("discard") < one.backend.log.index("save")
-        left = await one.report(Settled)
-        assert (left.group_id, left.outcome, left.detail) == (2, "discarded", "interrupted")
-        await one.send(make_slice(3))
-        assert (await one.report(Settled)).group_id == 3
-        await one.end()
+        assert getattr(one.rig.announced(), "version", -1) == 2
+        assert one.backend.log.count("export") == 2, "version 4 goes into the slot of version 0"
+        if dies:
+            one.rig.lose_engine(0)
+        else:
+            one.rig.applied(0, fetching=2)
+        await one.rig.topic_until(lambda: getattr(one.rig.announced(), "version", -1) == 4)
 
 
 async def test_a_resumed_trainer_goes_on_from_its_step(training: Training) -> None:

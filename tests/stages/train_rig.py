@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -23,8 +22,8 @@ from stages.messages import CheckpointReady, RolloutSlice, StepDone
 from stages.train.stage import TrainStage
 from tests.models.weights.made_up import checkpoint, values
 from tests.stages import stage_rig
-from tests.stages.stage_rig import REPORT, Rig, make_config, make_context, open_rig, running, take, until
-from transport.stream import Inlet, Outlet
+from tests.stages.stage_rig import REPORT, Fed, make_config, make_context, open_rig, running, take, until
+from transport.stream import Inlet
 
 
 @dataclass
@@ -100,19 +99,10 @@ class Recorder(WeightExporter):
 
 
 @dataclass
-class TrainDesk:
-    rig: Rig
-    stage: TrainStage
-    task: asyncio.Task[None]
+class TrainDesk(Fed):
+    stream = "train"
     backend: Recorder
-    feed: Outlet[Any]
     reports: Inlet[Any]
-    sent: int = 0
-
-    async def send(self, *slices: RolloutSlice) -> None:
-        for slice_ in slices:
-            self.sent += 1
-            await self.feed.send(slice_, f"{slice_.key}#{self.sent}")
 
     async def arrived(self, n: int) -> None:
         await until(lambda: self.stage.activity.items_in >= n)
@@ -124,10 +114,6 @@ class TrainDesk:
             found = await take(self.reports)
         assert isinstance(found, kind), found
         return found
-
-    async def end(self) -> None:
-        self.rig.hubs["train"].finish()
-        await self.task
 
 
 Training = Callable[..., AbstractAsyncContextManager[TrainDesk]]  # `open_training` in the directory of the test
@@ -170,7 +156,7 @@ async def open_training(
                     first = await take(reports)
                 assert isinstance(first, StepDone)
                 assert first.groups == ()
-                yield TrainDesk(rig, stage, task, backend, feed, reports)
+                yield TrainDesk(rig, stage, task, feed, backend, reports)
         finally:
             for event in (backend.begin, backend.may_step, backend.may_export):
                 event.set()  # the thread must end, whatever the test found

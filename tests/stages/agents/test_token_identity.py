@@ -26,9 +26,8 @@ from stages.messages import RolloutSlice, Sample
 from tests.engine_record import Made, recording
 from tests.identity import Checked, check_identity, check_once
 from tests.stages.agents.play import EOS, STOPS, TALK, WANDERER, conversing, with_template
-from tests.stages.engine_rig import AGENTS, World, generating, record_exchanges, tensors_of
+from tests.stages.engine_rig import AGENTS, World, freeze_after, generating, record_exchanges, tensors_of
 from tests.stages.stage_rig import until
-from tests.stages.test_consumption_rule import freeze_after
 
 pytestmark = pytest.mark.slow
 
