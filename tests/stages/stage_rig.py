@@ -306,6 +306,12 @@ async def ended(pid: int) -> None:
         await until(lambda: not alive(pid))
 
 
+def rewrite(path: Path, content: bytes) -> None:
+    """A new file, for one that is cut and written again waits for the disk."""
+    path.unlink()
+    path.write_bytes(content)
+
+
 def before_calls(monkeypatch: pytest.MonkeyPatch, owner: type[Any], name: str, hook: Callable[..., Any]) -> None:
     """Call `hook` before each call of an async method, with its arguments. What it raises takes the call's place."""
     original = getattr(owner, name)

@@ -19,7 +19,7 @@ from models.engines.serve import EngineServer
 from models.errors import EngineRefused
 from stages.engines.colocation import EngineMemory, TrainerTurn, holder
 from stages.ports import read_value
-from stages.topic_values import EngineAddress
+from stages.topic_values import EngineAddress, carrying
 from tests.stages.engine_rig import SLOW_MS, core_of, freeze, generating, simulated, token_versions
 from tests.stages.fleet_rig import Fleet, Update
 from tests.stages.stage_rig import TOPIC, Rig, before_calls, idle, make_config, make_group, until
@@ -152,13 +152,21 @@ async def test_an_engine_that_is_lost_is_not_waited_for(fleet: Fleet, caplog: py
 
 
 async def test_frozen_engines_keep_their_memory_and_are_not_waited_for(fleet: Fleet, turn: TrainerTurn) -> None:
-    judge = await fleet.stack.enter_async_context(
-        EngineServer(simulated(), str(fleet.bare), max_context_len=None, seed=9)
-    )
+    """And get no weights."""
+    server = EngineServer(simulated(), str(fleet.bare), max_context_len=None, seed=9)
+    judge = await fleet.stack.enter_async_context(server)
+    calls = fleet.count_calls()
     address = EngineAddress("frozen-judge", judge.url, 0, "judge")
     fleet.rig.topic.publish("engine/frozen-judge", msgspec.msgpack.encode(address))
+    await fleet.rig.topic_until(lambda: fleet.rig.topic.get("directory/frozen-judge") is not None)
     await turn.acquire()
     assert (away(fleet.servers[0]), away(judge)) == (GONE, set())
+    await handed_over(fleet, turn, 1)
+    entry = fleet.stage.engines["frozen-judge"].entry
+    assert (entry.policy, entry.state, entry.version, entry.label) == ("judge", "serving", -1, None)
+    assert entry.limit == fleet.config.rollout.server_concurrency
+    assert ([url for url, _ in calls if url == judge.url], core_of(judge).label) == ([], "default")
+    assert list(carrying(fleet.rig.topic)) == ["engine-0"]
 
 
 async def test_an_engine_that_comes_up_in_the_trainers_turn_gives_its_memory_back_first(

@@ -29,7 +29,8 @@ from tests.stages.stage_rig import Rig, before_calls, idle, make_config, make_gr
 
 
 async def test_a_pinned_version_is_held_until_it_is_released(fleet: Fleet) -> None:
-    """Also by a stage that was started anew. Nothing older is applied then, and nothing newer after a drain."""
+    """Also by a stage that was started anew, and leaves an engine alone that serves what it should. Nothing older is
+    applied then, and nothing newer after a drain."""
     await fleet.engine(0)
     pinned = fleet.weights.publish(1, pinned=True)
     fleet.rig.topic.publish("weights/pinned/1", msgspec.msgpack.encode(pinned))
@@ -40,10 +41,13 @@ async def test_a_pinned_version_is_held_until_it_is_released(fleet: Fleet) -> No
     assert fleet.labels() == ["0.1"]
     assert (fleet.entry().version, fleet.entry().fetching) == (1, -1), "not even the slot is read"
     await fleet.lose_stage()
+    assert fleet.served(), "clients go on while nobody owns the engine"
+    calls = fleet.count_calls()
     await fleet.start_stage()
     await until(lambda: bool(fleet.stage.engines) and fleet.control().current is not None)
     await idle()
-    assert fleet.labels() == ["0.1"]
+    assert {path for _, path in calls} == {"/model_info", "/ready"}, "asked, not touched"
+    assert (fleet.labels(), fleet.entry().version, fleet.entry().state) == (["0.1"], 1, "serving")
     fleet.rig.topic.publish("eval/released", b"1")
     await fleet.landed(2)
     fleet.weights.announce(pinned)

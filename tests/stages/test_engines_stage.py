@@ -71,21 +71,6 @@ async def test_nothing_is_reported_about_an_engine_that_died_while_its_slot_was_
     assert (core_of(again).label, fleet.entry(0).incarnation) == ("0.1", 1)
 
 
-async def test_a_stage_that_is_started_anew_leaves_an_engine_alone_that_serves_what_it_should(fleet: Fleet) -> None:
-    await fleet.serving()
-    await fleet.lose_stage()
-    assert fleet.served(), "clients go on while nobody owns the engine"
-    calls = fleet.count_calls()
-    await fleet.start_stage()
-    await until(lambda: bool(fleet.stage.engines) and fleet.control().current is not None)
-    await idle()
-    assert {path for _, path in calls} == {"/model_info", "/ready"}, "asked, not touched"
-    assert (fleet.entry().version, fleet.entry().state) == (0, "serving")
-    fleet.weights.publish(1)
-    await fleet.landed(1)
-    assert fleet.labels() == ["0.1"]
-
-
 @pytest.mark.parametrize("left", ["updating", "paused", "mislabelled", "loading", "by an earlier start of the run"])
 async def test_an_engine_that_was_left_in_doubt_is_brought_up_in_full_and_resumed(fleet: Fleet, left: str) -> None:
     server = await fleet.engine(0)
@@ -151,22 +136,6 @@ async def test_a_retry_does_not_wait_for_an_engine_that_is_lost(fleet: Fleet) ->
     fleet.rig.lose_engine(0)
     await fleet.engine(0, incarnation=1)
     await fleet.landed(0)
-
-
-async def test_frozen_engines_are_in_the_directory_and_get_no_weights(fleet: Fleet) -> None:
-    server = await fleet.engine(0)
-    judge = EngineAddress("frozen-judge", server.url, 0, "judge")
-    fleet.rig.topic.publish("engine/frozen-judge", msgspec.msgpack.encode(judge))
-    fleet.rig.topic.drop("engine/engine-0")
-    await fleet.rig.topic_until(lambda: fleet.rig.topic.get("directory/frozen-judge") is not None)
-    calls = fleet.count_calls()
-    fleet.weights.publish(0)
-    await idle()
-    entry = fleet.stage.engines["frozen-judge"].entry
-    assert (entry.policy, entry.state, entry.version, entry.label) == ("judge", "serving", -1, None)
-    assert entry.limit == fleet.config.rollout.server_concurrency
-    assert (calls, core_of(server).label) == ([], "default")
-    assert carrying(fleet.rig.topic) == {}
 
 
 async def test_at_a_drain_all_engines_give_back_what_they_run_and_the_stage_ends_on_command(fleet: Fleet) -> None:

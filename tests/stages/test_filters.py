@@ -27,17 +27,7 @@ from stages.messages import Int32Array, RolloutSlice, Sample, TurnReward, Weight
 from stages.rollouts import runs_of
 from stages.sample_log import SAMPLES_FILE, SampleLog, drop_after
 from stages.staleness_gate import filters_on
-from tests.stages.stage_rig import (
-    Desk,
-    idle,
-    make_config,
-    make_group,
-    make_sample,
-    make_slice,
-    open_desk,
-    settled,
-    take,
-)
+from tests.stages.stage_rig import Desk, idle, make_config, make_sample, make_slice, open_desk, settled, take
 
 
 def graded(*rewards: float, **fields: Any) -> RolloutSlice:
@@ -288,7 +278,7 @@ async def test_a_line_says_what_the_model_wrote_and_what_it_was_told(tmp_path: P
     )
     sample = msgspec.structs.replace(sample, token_ids=wire(ids, Int32Array))
     log = SampleLog(make_config(train={"hf_checkpoint": str(tmp_path)}), tmp_path)
-    await log.trained(1, [RolloutSlice(make_group(7, 2, prompt=parts[0]), (sample,))])
+    await log.trained(1, [make_slice(7, sample, n_samples=2, prompt=parts[0])])
     (row,) = rows(tmp_path)
     assert row["turns"] == [
         {"role": "model", "tokens": n[1], "text": "[12+34]", "reward": 0.25},

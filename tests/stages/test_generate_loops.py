@@ -28,13 +28,18 @@ from tests.stages.stage_rig import (
     make_group,
     make_sample,
     make_slice,
-    open_rig,
     response_ids,
     running,
     take,
-    take_all,
     until,
 )
+from transport.spec import HubStats
+
+
+async def test_max_turns_ends_the_loop(tmp_path: Path) -> None:
+    async with started(tmp_path, rollout={"max_turns": 1}, **ONCE) as world:
+        assert len(await world.rollouts(make_group(0, 3))) == 3
+        assert world.rig.hubs["once"].stats().accepted == 0
 
 
 async def test_a_sample_that_failed_in_its_loop_stays_failed(tmp_path: Path, log: Log) -> None:
@@ -235,6 +240,17 @@ async def join(rig: Rig) -> Ports:
     return await rig.join({"in": ("shout", RolloutSlice)}, {"out": ("reward", RolloutSlice)})
 
 
+async def worked(rig: Rig, stage: Shout, *slices: RolloutSlice) -> HubStats:
+    """The stage has worked on all slices; what became of its output."""
+    ports, feed = await join(rig), await rig.outlet("shout")
+    async with running(stage, ports) as task:
+        for number, slice_ in enumerate(slices):
+            await feed.send(slice_, str(number))
+        rig.hubs["shout"].finish()
+        await task
+    return rig.hubs["reward"].stats()
+
+
 def asked(group_id: int, label: str = "x") -> RolloutSlice:
     return make_slice(group_id, make_sample(0, response="hi"), make_sample(1, response="yo"), label=label)
 
@@ -248,28 +264,20 @@ async def test_work_that_raises_cancelled_error_costs_no_place_for_messages(rig:
         async def process(self, message: RolloutSlice) -> RolloutSlice | None:
             raise asyncio.CancelledError
 
-    ports, stage = await join(rig), Cancelled(make_context(concurrency=2))
-    feed, out = await rig.outlet("shout"), await rig.inlet("reward")
-    async with running(stage, ports):
-        for group_id in range(5):
-            await feed.send(asked(group_id), str(group_id))
-        reasons = [sample.error for _ in range(5) for sample in (await take(out)).samples]
+    await worked(rig, Cancelled(make_context(concurrency=2)), *map(asked, range(5)))
+    out = await rig.inlet("reward")
+    reasons = [sample.error for _ in range(5) for sample in (await take(out)).samples]
     assert reasons == ["Cancelled: CancelledError: "] * 10
     assert rig.letters == []
 
 
 async def test_none_means_nothing_to_pass_on(rig: Rig) -> None:
-    ports = await join(rig)
-    feed = await rig.outlet("shout")
-    async with running(Shout(make_context()), ports):
-        await feed.send(asked(0, "skip"), "0")
-        await rig.hubs["shout"].wait_empty()
-    assert rig.hubs["reward"].stats().accepted == 0
+    assert (await worked(rig, Shout(make_context()), asked(0, "skip"))).accepted == 0
 
 
 async def test_a_replica_that_is_killed_between_output_and_release_doubles_nothing(rig: Rig) -> None:
     ports = await join(rig)
-    feed, out = await rig.outlet("shout"), await rig.inlet("reward")
+    feed = await rig.outlet("shout")
     sent, never = asyncio.Event(), asyncio.Event()
 
     class Last:
@@ -286,10 +294,8 @@ async def test_a_replica_that_is_killed_between_output_and_release_doubles_nothi
     again = await rig.ports({"in": "shout"}, {"out": "reward"}, replica="stage-1")
     async with running(Shout(make_context()), again):
         await rig.hubs["shout"].wait_empty()
-    rig.hubs["reward"].finish()
-    assert [slice_.group.group_id for slice_ in await take_all(out)] == [0]
-    assert rig.hubs["shout"].stats().redelivered == 1
-    assert rig.hubs["reward"].stats().duplicates == 1
+    stats = rig.hubs["reward"].stats()
+    assert (rig.hubs["shout"].stats().redelivered, stats.accepted, stats.duplicates) == (1, 1, 1)
 
 
 async def test_concurrency_bounds_what_is_processed_at_a_time(rig: Rig) -> None:
@@ -303,23 +309,17 @@ async def test_concurrency_bounds_what_is_processed_at_a_time(rig: Rig) -> None:
             self.now -= 1
             return message
 
-    ports, stage = await join(rig), Counting(make_context(concurrency=3))
-    feed = await rig.outlet("shout")
-    async with running(stage, ports) as task:
-        for group_id in range(10):
-            await feed.send(asked(group_id), str(group_id))
-        rig.hubs["shout"].finish()
-        await task
-    assert stage.most == 3
-    assert rig.hubs["reward"].stats().accepted == 10
+    stage = Counting(make_context(concurrency=3))
+    stats = await worked(rig, stage, *map(asked, range(10)))
+    assert (stage.most, stats.accepted) == (3, 10)
 
 
-async def test_a_bug_of_the_stage_itself_ends_the_replica() -> None:
+async def test_a_bug_of_the_stage_itself_ends_the_replica(rig: Rig) -> None:
     class Broken(Shout):
         outlet = "nowhere"
 
     with pytest.raises(ExceptionGroup) as caught:
-        async with open_rig() as rig, running(Broken(make_context()), await join(rig)):
+        async with running(Broken(make_context()), await join(rig)):
             await idle()
     assert caught.group_contains(KeyError, match="nowhere")
 
@@ -355,15 +355,10 @@ def test_activity_accounts_for_each_moment_once(monkeypatch: pytest.MonkeyPatch)
 
 async def test_a_slice_above_the_limit_goes_on_failed_with_the_reason_and_the_replica_lives(rig: Rig) -> None:
     await rig.stream("reward", RolloutSlice, max_message_bytes=4_000)
-    ports, stage = await join(rig), Shout(make_context())
-    feed, out = await rig.outlet("shout"), await rig.inlet("reward")
-    async with running(stage, ports) as task:
-        await feed.send(make_slice(0, make_sample(0, n=2_000), make_sample(1, n=2_000)), "0")
-        await feed.send(asked(1), "1")
-        rig.hubs["shout"].finish()
-        await task
-        rig.hubs["reward"].finish()
-        found = {slice_.group.group_id: slice_.samples for slice_ in await take_all(out)}
+    large = make_slice(0, make_sample(0, n=2_000), make_sample(1, n=2_000))
+    await worked(rig, Shout(make_context()), large, asked(1))
+    out = await rig.inlet("reward")
+    found = {slice_.group.group_id: slice_.samples for slice_ in [await take(out), await take(out)]}
     assert [(s.index, s.status, s.length) for s in found[0]] == [(0, "failed", 0), (1, "failed", 0)]
     assert all("max_message_bytes" in (s.error or "") and s.fault() is None for s in found[0])
     assert [s.response for s in found[1]] == ["HI", "YO"]

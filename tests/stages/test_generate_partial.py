@@ -35,7 +35,6 @@ from stages.topic_values import SLOW as SLOW_KEY
 from tests.stages.engine_rig import (
     LENGTH,
     SLOW_MS,
-    Exchange,
     Log,
     check_continued,
     core_of,
@@ -43,10 +42,9 @@ from tests.stages.engine_rig import (
     generating,
     simulated,
     started,
-    token_versions,
     written,
 )
-from tests.stages.stage_rig import before_calls, idle, make_config, make_group, response_ids, until
+from tests.stages.stage_rig import before_calls, idle, make_config, make_group, response_ids, rewrite, until
 
 SLOW: dict[str, Any] = {"streamed": True, "proxied": True, "engine": simulated(SLOW_MS)}
 
@@ -317,7 +315,7 @@ async def test_a_damaged_or_cut_file_counts_up_to_there_and_is_reported(
     allowed: Sequence[SampleResult | None] = [None, *map(kept, states)]
     for place in range(0, len(whole), 11):
         for damaged in (whole[:place], whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :]):
-            path.write_bytes(damaged)
+            rewrite(path, damaged)
             caplog.clear()
             found = await restored(tmp_path, 0, 0)
             assert found in allowed[:-1], place
@@ -444,7 +442,7 @@ def resumed(home: Path, life: int = 1) -> Path:
     return after
 
 
-async def begun(tmp_path: Path, log: Log, *, streamed: bool) -> Exchange:
+async def begin(tmp_path: Path, log: Log, *, streamed: bool) -> None:
     """All members have more than one record; the stage is gone."""
     (tmp_path / EPISODES_DIR).mkdir()
     lives = {"options": {"lives": (0,)}}
@@ -453,18 +451,15 @@ async def begun(tmp_path: Path, log: Log, *, streamed: bool) -> Exchange:
         await until(lambda: log and log[0].partial is not None and log[0].partial.tokens >= 3 * (2 * STREAM_EVERY + 1))
         await freeze(world.engines[0], tokens=3)
         await world.stage.journal.flush()
-        core = core_of(world.engines[0])
-        first = log[0]
-        assert core.schedule.running
         for task in world.tasks:
             task.cancel()
-        await until(lambda: first.error is not None)
-    return first
+        await until(lambda: log[0].error is not None)
 
 
 @pytest.mark.parametrize("streamed", [False, True], ids=["every so many tokens", "sglang"])
 async def test_a_resumed_run_asks_for_the_rest(streamed: bool, tmp_path: Path, log: Log) -> None:
-    first = await begun(tmp_path, log, streamed=streamed)
+    await begin(tmp_path, log, streamed=streamed)
+    first = log[0]
     assert first.params.stream_interval == (None if streamed else STREAM_EVERY)
     log.clear()
     lives = {"options": {"lives": (0, 0)}}
@@ -480,7 +475,7 @@ async def test_a_resumed_run_asks_for_the_rest(streamed: bool, tmp_path: Path, l
         assert len(kept) >= 2 * STREAM_EVERY
         assert response_ids(sample)[: len(kept)] == kept
         assert (len(response_ids(sample)), sample.resumed, sample.status) == (LENGTH, 1, "truncated")
-        assert token_versions(sample) == [0] * LENGTH
+        assert sample.model_versions == (0,)
         assert sample.fault() is None
         [asked] = [exchange for exchange in rest if exchange.request.prompts[0] == [1, 2, 3, *kept]]
         assert asked.params.sampling_seed == sample_seed(first.params.sampling_seed or 0, sample.index)
@@ -499,7 +494,7 @@ async def test_a_resumed_run_asks_for_the_rest(streamed: bool, tmp_path: Path, l
 async def test_what_is_too_old_to_be_trained_is_made_anew(
     version: int, bound: int, partial: bool, reused: bool, tmp_path: Path, log: Log
 ) -> None:
-    await begun(tmp_path, log, streamed=False)
+    await begin(tmp_path, log, streamed=False)
     changes = {"asynchrony": {"max_staleness": bound}, "rollout": {**ROLLOUT, "partial_rollout": partial}}
     async with generating(resumed(tmp_path), options={"lives": (0, version)}, **KEEPS | changes) as world:
         world.weights.publish(version)
@@ -507,4 +502,4 @@ async def test_what_is_too_old_to_be_trained_is_made_anew(
         await until(lambda: world.stage.sampler.directory.published == version)
         samples = await world.rollouts(STAGE_GROUP)
     assert [sample.reused_tokens > 0 for sample in samples] == [reused] * 3
-    assert {min(token_versions(sample)) for sample in samples} == {0 if reused else version}
+    assert {min(sample.model_versions) for sample in samples} == {0 if reused else version}

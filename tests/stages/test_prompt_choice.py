@@ -110,7 +110,7 @@ async def test_prompts_outside_the_bounds_are_passed_over_in_the_next_epoch() ->
         await one.land(0)
         assert await asked(one) == [(0, 0), (1, 1), (2, 2), (3, 3)]
         filtered = Settled(3, "filtered", "too_long", pass_rate=0.5)
-        await one.report(filtered, rated(1, (0, 1.0), (1, 0.5), (2, 0.0)), CheckpointReady(1, 1, "draft"))
+        await one.report(rated(1, (0, 1.0), (1, 0.5), (2, 0.0)), filtered, CheckpointReady(1, 1, "draft"))
         assert one.stage.curriculum.rates == {0: 1.0, 1: 0.5, 2: 0.0, 3: 0.5}
         await one.land(1)
         after = await asked(one)

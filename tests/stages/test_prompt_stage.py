@@ -11,7 +11,6 @@ from stages.errors import Starved
 from stages.messages import CheckpointReady, EvalDone, Int32Array, RolloutSlice, Settled, wire
 from stages.prompts.ledger import LedgerSnapshot, OpenGroup
 from stages.prompts.stage import sampling_seed
-from stages.staleness_gate import StalenessGate
 from stages.topic_values import Sampling
 from tests.stages.prompt_rig import Rows, balanced, prompting, step_done
 from tests.stages.stage_rig import idle, make_config, numbers, response_ids, take
@@ -44,21 +43,10 @@ async def test_the_gate_follows_the_formula_and_frees_only_when_weights_have_lan
         await one.report(step_done(2, 2, 3), step_done(3, 4, 5))
         landed = 3
         await one.land(3)
-        await one.land(3, engine=1)
+        assert await one.admitted() == [], "engine-1 still has version 1"
+        one.rig.lose_engine(1)
         assert await one.admitted() == [6, 7], "four batches of two are all that the run trains"
         assert most == 4
-
-
-async def test_an_engine_that_dies_no_longer_holds_the_gate() -> None:
-    async with prompting(batch=1, eta=0) as one:
-        await one.land(0)
-        await one.land(0, engine=1)
-        assert await one.admitted() == [0]
-        await one.report(step_done(1, 0))
-        await one.land(1)
-        assert await one.admitted() == []
-        one.rig.lose_engine(1)
-        assert await one.admitted() == [1]
 
 
 async def test_a_changed_sampling_holds_for_groups_that_are_admitted_from_then_on() -> None:
@@ -190,37 +178,9 @@ async def test_a_run_without_training_ends_after_its_evaluation() -> None:
         assert one.stage.completed.is_set()
 
 
-async def test_what_is_out_after_the_last_batch_is_drained() -> None:
-    async with prompting(batch=1, eta=2, total=2) as one:
-        await one.land(0)
-        assert await one.admitted() == [0, 1]
-        await one.report(Settled(0, "filtered", "x"))
-        assert await one.admitted() == [2]
-        one.stage.gate = StalenessGate(1, 2, 1)
-        await one.report(step_done(1, 1))
-        assert one.rig.topic.get("drain") == b"all rollout batches are trained"
-        await one.report(Settled(2, "discarded"))
-        assert one.stage.completed.is_set()
-
-
 async def test_a_checkpoint_is_committed_with_the_ledger_as_it_was_after_its_step() -> None:
+    """Terminal states are journalled before they count."""
     async with prompting(batch=2, eta=1) as one:
-        await one.land(0)
-        assert await one.admitted() == [0, 1, 2, 3]
-        await one.report(
-            Settled(2, "filtered", "x"), step_done(1, 0, 1), CheckpointReady(1, 1, "draft"), Settled(3, "failed", "y")
-        )
-        [(report, ledger)] = one.hooks.commits
-        assert (report.step, report.path) == (1, "draft")
-        assert ledger.counts["trained"] == 2
-        assert ledger.counts["filtered"] == 1
-        assert ledger.counts["failed"] == 0, "what is reported later belongs to the next checkpoint"
-        assert 3 in {group.group_id for group in ledger.open}
-
-
-async def test_terminal_states_are_journalled_before_they_count() -> None:
-    async with prompting(batch=1, eta=0) as one:
-        await one.land(0)
         counts: list[int] = []
         journal = one.hooks.settled
 
@@ -229,8 +189,17 @@ async def test_terminal_states_are_journalled_before_they_count() -> None:
             journal(groups)
 
         one.hooks.settled = settled  # type: ignore[method-assign]
-        await one.report(Settled(0, "failed", "x"), step_done(1, 1))
-        assert counts == [0, 1]
+        await one.land(0)
+        assert await one.admitted() == [0, 1, 2, 3]
+        await one.report(
+            Settled(2, "filtered", "x"), step_done(1, 0, 1), CheckpointReady(1, 1, "draft"), Settled(3, "failed", "y")
+        )
+        assert counts == [0, 1, 3]
+        [(report, ledger)] = one.hooks.commits
+        assert (report.step, report.path) == (1, "draft")
+        assert (ledger.counts["trained"], ledger.counts["filtered"]) == (2, 1)
+        assert ledger.counts["failed"] == 0, "what is reported later belongs to the next checkpoint"
+        assert 3 in {group.group_id for group in ledger.open}
 
 
 SFT = make_config(train={"loss_type": "sft_loss"}, data={"rollout_shuffle": False})

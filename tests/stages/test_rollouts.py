@@ -34,17 +34,7 @@ from stages.train.batch import Batch, slice_sequences
 from tests.models.train.rig import make_backend, train_step
 from tests.stages.custom_parts import SHARED, Agents, Game
 from tests.stages.engine_rig import LENGTH, generating, record_exchanges, tensors_of
-from tests.stages.stage_rig import (
-    REPORT,
-    make_config,
-    make_context,
-    make_group,
-    make_sample,
-    make_slice,
-    numbers,
-    running,
-    take,
-)
+from tests.stages.stage_rig import REPORT, make_config, make_context, make_group, make_sample, make_slice, running, take
 
 PARTS = "tests.stages.custom_parts"
 BACK: dict[str, Any] = {"inlets": {"return": ("generate.return", RolloutSlice)}}
@@ -147,8 +137,8 @@ async def test_a_branch_a_compaction_and_sub_agents_are_trained_once(
     one = [s for s in slice_.samples if s.index == 0]
     assert [s.sequence for s in one] == [0, 1, 2, 3, 4]
     assert one[1].prefix == Prefix(0, 3 + SHARED)
-    assert numbers(one[1].token_ids[: 3 + SHARED]) == numbers(one[0].token_ids[: 3 + SHARED])
-    assert numbers(one[3].token_ids) != numbers(one[4].token_ids), "equal prompts, each with its own noise"
+    assert one[1].token_ids[: 3 + SHARED].tolist() == one[0].token_ids[: 3 + SHARED].tolist()
+    assert one[3].token_ids.tolist() != one[4].token_ids.tolist(), "equal prompts, each with its own noise"
     branched = slice_sequences(config, slice_)
     flat = []
     for sequence in branched:
@@ -184,7 +174,7 @@ def branched(reward: float = 1.0, **changes: Any) -> tuple[Sample, ...]:
         turn_rewards=(TurnReward(9, 0.25),),
         reward=reward,
     )
-    fields = {"token_ids": wire([*numbers(head.token_ids), 1, 2, 3], Ids), **changes}
+    fields = {"token_ids": wire([*head.token_ids.tolist(), 1, 2, 3], Ids), **changes}
     return as_rollout(trunk, msgspec.structs.replace(other, **fields))
 
 

@@ -25,17 +25,7 @@ from stages.topic_values import RouterAddress, RouterState
 from tests.models.engines.real_router import router_process
 from tests.stages.engine_rig import SLOW_MS, Exchange, Log, check_continued, core_of, generating, simulated, written
 from tests.stages.faults import FakeRouter
-from tests.stages.stage_rig import (
-    Rig,
-    before_calls,
-    idle,
-    make_group,
-    numbers,
-    open_rig,
-    response_ids,
-    time_limit,
-    until,
-)
+from tests.stages.stage_rig import Rig, before_calls, idle, make_group, open_rig, response_ids, time_limit, until
 
 OWN, OTHER = "http://127.0.0.1:1", "http://127.0.0.1:2"
 
@@ -103,33 +93,24 @@ async def post() -> AsyncIterator[Post]:
 
 
 async def test_an_engine_is_added_once_it_carries_weights(post: Post) -> None:
+    """With its token. A router that has not forgotten it takes it at a later look."""
     post.attach(ready=False)
     await post.look()
     assert (post.router.posts, post.up) == ([], False)
-    post.attach()
+    post.rig.engine_at(OWN, token=Token("of-this-engine"))
+    post.rig.applied(0)
+    post.router.conflict.add(OWN)
     await post.look()
-    assert post.router.posts == [OWN]
+    assert post.router.workers == {}
+    post.router.conflict.clear()
+    await post.look()
+    assert (post.router.workers, post.router.posts) == ({OWN: True}, [OWN, OWN])
+    assert post.router.roles[OWN]["api_key"] == "of-this-engine"
     await post.look()
     assert post.up
     assert post.members.activity.extra["router_workers"] == 1
     await post.looks(3)
-    assert post.router.posts == [OWN]
-
-
-async def test_the_router_is_given_the_token_of_each_engine(post: Post) -> None:
-    post.rig.engine_at(OWN, token=Token("of-this-engine"))
-    post.rig.applied(0)
-    await post.looks()
-    assert post.router.roles[OWN]["api_key"] == "of-this-engine"
-
-
-async def test_a_worker_that_the_router_has_not_forgotten_is_added_at_a_later_look(post: Post) -> None:
-    post.attach()
-    post.router.conflict.add(OWN)
-    await post.look()
-    post.router.conflict.clear()
-    await post.look()
-    assert post.router.workers == {OWN: True}
+    assert post.router.posts == [OWN, OWN]
 
 
 async def test_a_lost_engine_is_taken_out_at_once(post: Post) -> None:
@@ -339,7 +320,8 @@ async def test_an_update_rolls_over_engines_behind_the_router(router_url: str, t
 
 def prompt_of(slice_: RolloutSlice) -> list[int]:
     first = slice_.samples[0]
-    return numbers(first.token_ids[: first.prompt_length])
+    ids: list[int] = first.token_ids[: first.prompt_length].tolist()
+    return ids
 
 
 def requests_of(log: Log, slice_: RolloutSlice, sample: Sample) -> Log:

@@ -31,6 +31,7 @@ from tests.stages.faults import FakeRouter
 from tests.stages.stage_rig import idle, make_config, make_context, make_group, make_sample, running, until
 
 POLICIES: tuple[Policy, ...] = get_args(Policy)
+KEYS = st.text("aé日", max_size=8)
 LOADS = st.dictionaries(st.sampled_from([f"engine-{i}" for i in range(8)]), st.integers(0, 50), min_size=1)
 
 
@@ -45,7 +46,7 @@ def choice(loads: dict[str, int], key: str = "k", prompt: bytes = b"p", n: int =
 
 
 @settings(max_examples=40, deadline=None)
-@given(policy=st.sampled_from(POLICIES), loads=LOADS, key=st.text(max_size=5), seed=st.integers(0, 9))
+@given(policy=st.sampled_from(POLICIES), loads=LOADS, key=KEYS, seed=st.integers(0, 9))
 def test_every_policy_ranks_each_engine_once(policy: Policy, loads: dict[str, int], key: str, seed: int) -> None:
     ranking = Ranking(policy, seed)
     for _ in range(3):
@@ -53,7 +54,7 @@ def test_every_policy_ranks_each_engine_once(policy: Policy, loads: dict[str, in
 
 
 @settings(max_examples=40, deadline=None)
-@given(loads=LOADS, key=st.text(max_size=8), other=st.integers(0, 50))
+@given(loads=LOADS, key=KEYS, other=st.integers(0, 50))
 def test_a_session_stays_where_it_is_unless_its_own_engine_goes(loads: dict[str, int], key: str, other: int) -> None:
     ranking = Ranking("session", 0)
     first = ranking.rank(choice(loads, key))
@@ -73,7 +74,7 @@ def test_cache_aware_never_prefers_a_crowded_engine(loads: dict[str, int], n: in
 
 
 @settings(max_examples=60, deadline=None)
-@given(loads=LOADS, key=st.text(max_size=8), n=st.integers(1, 8))
+@given(loads=LOADS, key=KEYS, n=st.integers(1, 8))
 def test_turns_stay_on_their_engine_until_it_has_more_than_its_share(loads: dict[str, int], key: str, n: int) -> None:
     own = Ranking("session", 0).rank(choice(loads, key))[0]
     first = Ranking("sticky", 0).rank(choice(loads, key, n=n))[0]

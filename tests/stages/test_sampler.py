@@ -83,18 +83,17 @@ async def test_who_leaves_a_stream_ends_its_request(tmp_path: Path) -> None:
 
 
 async def test_a_policy_without_engines_fails_every_member_in_words(tmp_path: Path) -> None:
-    async with generating(tmp_path) as world:
+    """As a deadline, which counts waiting. Chunks of a text are refused."""
+    async with generating(tmp_path, start=0) as world:
         results = await world.stage.sampler.sample(asked(2, policy="judge"))
         assert [result.finish for result in results] == ["failed", "failed"]
         assert isinstance(results[0].error, UnknownPolicy)
         assert str(results[0].error) == "no engine is called 'judge' here; the known names are policy"
-
-
-async def test_a_deadline_of_the_whole_call_counts_waiting(tmp_path: Path) -> None:
-    async with generating(tmp_path, start=0) as world:
         (result,) = await world.stage.sampler.sample(asked(1, deadline_s=0.05))
         assert result.finish == "failed"
         assert "it was not up within 0.05 s; see logs/engine-*.log" in str(result.error)
+        with pytest.raises(ValueError, match="cannot be continued at another engine; give its token ids"):
+            await Heard(1).listen(world, asked(1, text="hello", token_ids=[]))
 
 
 SLOW: dict[str, Any] = {"proxied": True, "engine": simulated(SLOW_MS)}
@@ -169,12 +168,6 @@ async def test_what_was_told_survives_its_engine_although_partial_rollout_is_off
         assert result is not None
         assert heard.tokens[index][: len(reported[index])] == reported[index]
         assert result.reused_tokens >= len(reported[index]) >= 2
-
-
-async def test_chunks_of_a_text_are_refused(tmp_path: Path) -> None:
-    async with generating(tmp_path) as world:
-        with pytest.raises(ValueError, match="cannot be continued at another engine; give its token ids"):
-            await Heard(1).listen(world, asked(1, text="hello", token_ids=[]))
 
 
 class AbortsOnce:

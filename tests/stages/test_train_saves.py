@@ -18,16 +18,8 @@ from stages.errors import SavedBatchError
 from stages.messages import CheckpointReady, Extra, Float32Array, RolloutSlice, Settled, StepDone, wire
 from stages.train import checkpoints, saved_groups
 from stages.train.checkpoints import Recovery, remove_superseded
-from stages.train.saved_groups import (
-    BUFFER_FILE,
-    SavedBatches,
-    load_batch,
-    read_groups,
-    restorable,
-    save_batch,
-    write_groups,
-)
-from tests.stages.stage_rig import idle, make_config, make_sample, make_slice, take, until
+from stages.train.saved_groups import SavedBatches, load_batch, read_groups, restorable, save_batch, write_groups
+from tests.stages.stage_rig import idle, make_config, make_sample, make_slice, rewrite, take, until
 from tests.stages.train_rig import Training
 from transport.codec import Codec
 
@@ -133,12 +125,15 @@ def resumed(checkpoint: Path, *groups: RolloutSlice, step: int, restored: Sequen
 
 
 async def test_a_draft_that_a_killed_run_left_is_no_part_of_a_save(training: Training, tmp_path: Path) -> None:
+    """And a step is reported after its batch is kept."""
     left = draft_path(tmp_path / "checkpoints", 1)
     left.mkdir(parents=True)
     (left / "shard").write_text("of other weights")
-    async with training(batch=1, total=1) as one:
-        await one.send(make_slice(0))
-        await one.report(StepDone)
+    async with training(total=1) as one:
+        await one.send(make_slice(1), make_slice(0))
+        report = await one.report(StepDone)
+        batch = Recovery(tmp_path, tmp_path / "source").batch(1)
+        assert tuple(slice_.group.group_id for slice_ in batch) == report.groups
         saved = Path((await one.report(CheckpointReady)).path)
         assert saved == left
         assert sorted(path.name for path in saved.iterdir()) == ["buffer.msgpack", "weights"]
@@ -223,14 +218,6 @@ async def test_a_trainer_that_is_lost_before_its_first_weights_begins_as_the_fir
         assert one.backend.batches == [[0, 1]]
 
 
-async def test_a_step_is_reported_after_its_batch_is_kept(training: Training, tmp_path: Path) -> None:
-    async with training(total=2) as one:
-        await one.send(make_slice(1), make_slice(0))
-        report = await one.report(StepDone)
-        kept_batch = Recovery(tmp_path, tmp_path / "source").batch(1)
-        assert tuple(slice_.group.group_id for slice_ in kept_batch) == report.groups
-
-
 # Rollout batches on disk: what comes back, under which ids, and what may not be trained.
 
 
@@ -285,10 +272,10 @@ def test_no_flipped_bit_of_a_batch_loads(tmp_path: Path) -> None:
     @settings(max_examples=300, deadline=None)
     @given(st.integers(0, 8 * len(whole) - 1))
     def check(bit: int) -> None:
-        file.write_bytes(whole[: bit // 8] + bytes([whole[bit // 8] ^ (1 << bit % 8)]) + whole[bit // 8 + 1 :])
+        rewrite(file, whole[: bit // 8] + bytes([whole[bit // 8] ^ (1 << bit % 8)]) + whole[bit // 8 + 1 :])
         with pytest.raises(SavedBatchError, match=r"its messages are others|its checksum differs"):
             load_batch(template, 0)
-        file.write_bytes(whole[: bit // 8])
+        rewrite(file, whole[: bit // 8])
         with pytest.raises(SavedBatchError, match=f"{file} cannot be read as a batch"):
             load_batch(template, 0)
 
@@ -303,7 +290,7 @@ def test_files_of_before_the_checksum_load_with_a_warning(tmp_path: Path, caplog
     write_groups(tmp_path, groups(4, 9))
     load_batch(template, 0)
     assert caplog.text == ""
-    for file in (tmp_path / "0", tmp_path / BUFFER_FILE):
+    for file in (tmp_path / "0", tmp_path / saved_groups.BUFFER_FILE):
         file.write_bytes(saved_groups.fingerprint(RolloutSlice) + file.read_bytes()[16:-16])
     assert [slice_.group.group_id for slice_ in load_batch(template, 0)] == [4, 9]
     assert f"{tmp_path / '0'} has no checksum" in caplog.text
@@ -370,7 +357,7 @@ def test_groups_come_back_as_they_were(tmp_path: Path) -> None:
 @pytest.mark.parametrize("size", [10, 40, 120])
 def test_a_file_that_ends_too_early_is_an_error_and_never_a_shorter_list(tmp_path: Path, size: int) -> None:
     write_groups(tmp_path, groups(1, 2))
-    with (tmp_path / BUFFER_FILE).open("r+b") as file:
+    with (tmp_path / saved_groups.BUFFER_FILE).open("r+b") as file:
         file.truncate(size)
     with pytest.raises(CheckpointError, match=r"buffer\.msgpack .*; use another checkpoint"):
         read_groups(tmp_path, {1, 2})
