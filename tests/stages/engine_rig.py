@@ -254,6 +254,7 @@ class World:
     proxied: bool = False
     stream_interval: int = 0  # of the servers
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
+    back: Outlet[Any] | None = None
 
     @property
     def stage(self) -> GenerateStage:
@@ -330,6 +331,13 @@ class World:
         while len(samples) < n:
             samples += (await self.answer()).samples
         return sorted(samples, key=lambda sample: sample.index)
+
+    async def come_back(self, group: PromptGroup, sample: Sample) -> None:
+        """The sample comes back from its loop stage."""
+        if self.back is None:
+            self.back = await self.rig.outlet("generate.return")
+        slice_ = RolloutSlice(group, (sample,))
+        await self.back.send(slice_, slice_.key)
 
     async def rollouts(self, group: PromptGroup) -> list[Sample]:
         """Ask for a group and wait for all of its samples."""

@@ -223,7 +223,6 @@ async def test_differences_reach_an_embedded_engine(tmp_path: Path, monkeypatch:
             topic = await one.rig.node.topic("topic", replica="trainer")
             await publisher.announce(topic, SameHost(), announcement)
             await one.landed(version)
-        assert server.core is not None
         found = await server.core.checksums()
         assert publisher.delta_ratio > 1.5
         assert announcement.delta.endswith("0.2-from-0.1.delta")

@@ -57,9 +57,7 @@ async def test_tokens_of_a_tool_count_towards_the_longest_response(tmp_path: Pat
     async with started(tmp_path, rollout={"max_turns": 3, "rollout_max_response_len": 64}, **ONCE) as world:
         await world.ask(make_group(0, 1))
         single = await take(await world.rig.inlet("once"))
-        long = append_untrained(single.samples[0], [7] * 100, "a long result")
-        back = RolloutSlice(single.group, (long,))
-        await (await world.rig.outlet("generate.return")).send(back, back.key)
+        await world.come_back(single.group, append_untrained(single.samples[0], [7] * 100, "a long result"))
         (sample,) = (await world.answer()).samples
         assert sample.status == "truncated"
         assert sample.response_length <= 64
@@ -71,10 +69,8 @@ async def test_tokens_of_a_tool_count_towards_the_longest_response(tmp_path: Pat
 async def test_continued_samples_of_a_group_never_share_their_noise(tmp_path: Path, log: Log) -> None:
     async with started(tmp_path, rollout={"max_turns": 3}, **ONCE) as world:
         members = (make_sample(0, n=20), make_sample(1, n=10))  # 1 * 20 == 2 * 10
-        back = await world.rig.outlet("generate.return")
         for member in members:
-            single = RolloutSlice(make_group(0, 2), (member,))
-            await back.send(single, single.key)
+            await world.come_back(make_group(0, 2), member)
         await until(lambda: len(log) == 2)
         assert log[0].params.sampling_seed != log[1].params.sampling_seed
 
@@ -119,8 +115,7 @@ async def test_the_feedback_edge_flows_while_prompts_fill_the_window(tmp_path: P
         for group_id in range(4):
             await world.ask(make_group(group_id, 1))
         await until(lambda: core.schedule.waiting == 2)
-        single = RolloutSlice(make_group(9, 4), (make_sample(1),))
-        await (await world.rig.outlet("generate.return")).send(single, single.key)
+        await world.come_back(make_group(9, 4), make_sample(1))
         await until(lambda: core.schedule.waiting == 3)
         await core.resume()
         assert (await world.answer()).group.group_id == 9
@@ -172,8 +167,7 @@ async def test_a_hung_engine_cannot_keep_a_late_rollout(
 
 async def test_the_clock_of_a_rollout_counts_all_its_turns(tmp_path: Path, log: Log) -> None:
     async with started(tmp_path, rollout={"sample_deadline_secs": 10.0, "max_turns": 3}, **ONCE) as world:
-        late = RolloutSlice(make_group(0, 2), (make_sample(1, generate_s=10.5, status="completed"),))
-        await (await world.rig.outlet("generate.return")).send(late, late.key)
+        await world.come_back(make_group(0, 2), make_sample(1, generate_s=10.5, status="completed"))
         (sample,) = (await world.answer()).samples
     assert (sample.status, sample.response_length, sample.turns) == ("truncated", 4, 2)
     assert log == []
@@ -225,8 +219,7 @@ async def test_what_is_never_begun_anew(case: str, tmp_path: Path, log: Log) -> 
             await world.ask(make_group(0, 1, purpose="eval", pinned_version=0))
             (sample,) = (await take(await world.rig.inlet("once"))).samples
         else:
-            single = RolloutSlice(make_group(0, 2), (make_sample(1),))
-            await (await world.rig.outlet("generate.return")).send(single, single.key)
+            await world.come_back(make_group(0, 2), make_sample(1))
             (sample,) = (await world.answer()).samples
         assert world.extra("deadline_replaced") == 0
     assert (sample.status, sample.replaced, len(log)) == ("truncated", 0, 1)

@@ -75,29 +75,25 @@ async def test_a_lost_engines_partial_output_is_continued_by_another(fault: str,
     assert len({len(e.request.rid or "") for e in log}) == 1, "so that none is the beginning of another"
 
 
-async def test_without_partial_rollout_a_lost_turn_starts_again(tmp_path: Path, log: Log) -> None:
-    async with started(tmp_path, engines=2, rollout={"partial_rollout": False}, **SLOW) as world:
-        await world.in_mid_generation(log, make_group(0, 2))
-        world.proxies[0].kill()
-        samples = await world.whole(2)
-        assert world.extra("reused_tokens") == 0
-    assert {tuple(e.request.prompts[0]) for e in log} == {(1, 2, 3)}
-    assert log[1].params.n == 2, "nothing has come of the first request, so it is sent again as it was"
-    for sample in samples:
-        assert (sample.status, sample.response_length, sample.reused_tokens) == ("completed", LENGTH, 0)
-        assert response_ids(sample) == written([log[1]], [sample.index], sample)
-
-
-async def test_what_is_not_streamed_is_lost_and_asked_again_together(tmp_path: Path, log: Log) -> None:
-    async with started(tmp_path, engines=2, health={"stream_interval": 0}, **SLOW) as world:
+@pytest.mark.parametrize("lossy", [{"rollout": {"partial_rollout": False}}, {"health": {"stream_interval": 0}}])
+async def test_without_partial_rollout_a_lost_turn_starts_again(
+    lossy: dict[str, Any], tmp_path: Path, log: Log
+) -> None:
+    """As one that is not streamed: nothing has come of the first request, so it is sent again as it was."""
+    async with started(tmp_path, engines=2, **lossy, **SLOW) as world:
         world.hurry(1)
         await world.ask(make_group(0, 3))
         await freeze(world.engines[0], tokens=9)
+        partial = log[0].partial
+        assert (partial is None) == ("health" in lossy)
+        await until(lambda: partial is None or partial.tokens > 0)
         world.proxies[0].kill()
-        samples = (await world.answer()).samples
-    assert [e.params.n for e in log] == [3, 3]
-    assert {e.partial for e in log} == {None}
-    assert [(s.status, s.response_length, s.reused_tokens) for s in samples] == [("completed", LENGTH, 0)] * 3
+        samples = await world.whole(3)
+        assert world.extra("reused_tokens") == 0
+    assert [(e.request.prompts[0], e.params.n) for e in log] == [([1, 2, 3], 3)] * 2
+    for sample in samples:
+        assert (sample.status, sample.response_length, sample.reused_tokens) == ("completed", LENGTH, 0)
+        assert response_ids(sample) == written([log[1]], [sample.index], sample)
 
 
 async def test_retries_of_a_turn_are_bounded_and_the_sample_fails_in_words(
@@ -266,9 +262,7 @@ async def test_another_replica_of_this_life_goes_on_but_never_the_same(tmp_path:
     written = journal(tmp_path, 0, 3)
     await write(written, response(7, 7, 7, 7, 7))
     assert await written.restore(GROUP, [TURN], 0) == ()
-    found = await restored(tmp_path, 0, 3)
-    assert found is not None
-    assert found.runs == (VersionRun(7, 5),)
+    assert (await restored(tmp_path, 0, 3)).runs == (VersionRun(7, 5),)
     assert await restored(tmp_path, 0, 3, 6) is None, "version 7 of that life never happened"
 
 

@@ -19,7 +19,7 @@ from models.engines.http_client import HttpClient
 from models.engines.launch.command import Policy, policy_of
 from models.errors import RequestNotSent
 from stages.generate.stage import GenerateStage
-from stages.messages import PromptGroup, RolloutSlice
+from stages.messages import PromptGroup
 from stages.rollouts import append_untrained
 from stages.sampling.engine_choice import CROWDED, FIRST_COME, Choice, Ranking, Slots
 from stages.sampling.engine_directory import EngineDirectory
@@ -106,12 +106,10 @@ async def test_turns_of_an_environment_find_their_earlier_turns_cached(tmp_path:
     """Eight rollouts at a time on two engines; the second turns come in another order."""
     asked = {"engines": 2, "engine": simulated(SLOW_MS, 4), "rollout": {"max_turns": 9}, **ONCE}
     async with started(tmp_path, environment=[{"name": "guess_number"}], **asked) as world:
-        back = await world.rig.outlet("generate.return")
         rollouts = {group: make_sample(prompt=[group % 16] * 200) for group in range(8)}
         for order in (range(8), [7, *range(7)]):
             for group in order:
-                single = RolloutSlice(make_group(group, 1), (rollouts[group],))
-                await back.send(single, single.key)
+                await world.come_back(make_group(group, 1), rollouts[group])
             for _ in order:
                 came = await world.answer()
                 rollouts[came.group.group_id] = append_untrained(came.samples[0], [1], "")
@@ -134,10 +132,8 @@ async def test_the_configured_policy_chooses_among_the_engines(
     async with started(
         tmp_path, engines=2, router={"router": "none", "router_policy": policy}, rollout={"max_turns": 2}, **ONCE
     ) as world:
-        back = await world.rig.outlet("generate.return")
         for index in range(6):
-            single = RolloutSlice(make_group(7, 6), (make_sample(index, prompt=[index]),))
-            await back.send(single, single.key)
+            await world.come_back(make_group(7, 6), make_sample(index, prompt=[index]))
             await world.answer()
     assert len({exchange.url for exchange in log}) == urls
 
@@ -211,10 +207,6 @@ async def routed(tmp_path: Path, *, engines: int = 2, **options: Any) -> AsyncIt
         yield world, router
 
 
-def engine_urls(world: World) -> set[str]:
-    return {server.url for server in world.engines}
-
-
 async def test_nothing_is_sent_before_the_router_has_an_engine_with_weights(tmp_path: Path, log: Log) -> None:
     async with FakeRouter() as router, generating(tmp_path, engines=1, router={"router": "sglang"}) as world:
         await world.ask(make_group(0))
@@ -262,7 +254,7 @@ async def test_the_routers_death_only_delays(tmp_path: Path, log: Log) -> None:
             world.router_at(again.url, incarnation=1)
             slice_ = await world.answer()
             assert len(again.requests) == 1
-            assert set(again.workers) == engine_urls(world), "a new router is told of all engines"
+            assert set(again.workers) == {server.url for server in world.engines}, "a new router is told of all engines"
     assert [s.status for s in slice_.samples] == ["completed"] * 2
 
 
@@ -281,7 +273,6 @@ async def test_a_drain_ends_the_wait_for_a_router(tmp_path: Path) -> None:
         world.rig.topic.publish("drain", b"interrupted")
         assert [s.response_length for s in (await world.answer()).samples] == [0, 0]
         world.rig.hubs["generate"].finish()
-        assert world.task is not None
         await world.task
 
 

@@ -121,7 +121,6 @@ class Heard:
 
     def check(self) -> None:
         for tokens, log_probs, result in zip(self.tokens, self.log_probs, self.results, strict=True):
-            assert result is not None
             assert result.finish in ("stop", "length")
             assert tokens == list(result.token_ids[: len(tokens)])
             assert log_probs == list(result.log_probs[: len(tokens)])
@@ -165,7 +164,6 @@ async def test_what_was_told_survives_its_engine_although_partial_rollout_is_off
     heard.check()
     assert len(log) == 1 + n, "each member goes on alone"
     for index, result in enumerate(heard.results):
-        assert result is not None
         assert heard.tokens[index][: len(reported[index])] == reported[index]
         assert result.reused_tokens >= len(reported[index]) >= 2
 

@@ -191,9 +191,7 @@ async def test_a_restarted_trainer_repeats_unsaved_steps_and_trains_nothing_twic
         assert [entry for entry in one.backend.log if entry in ("step", "save", "export")] == [
             "step", "step", "save", "export", "step", "export", "save",
         ]  # fmt: skip
-        announced = one.rig.announced()
-        assert announced is not None
-        assert announced.version == 4
+        assert one.rig.announced().version == 4
         await one.end()
         assert one.rig.hubs["train"].stats().queued == one.rig.hubs["train"].stats().leased == 0
 

@@ -99,7 +99,6 @@ async def test_a_version_is_announced_only_when_its_slot_is_complete(training: T
     async with training(batch=1, total=2) as one:
         await one.rig.topic_until(lambda: one.rig.announced() is not None)
         first = one.rig.announced()
-        assert first is not None
         assert (first.version, first.label, first.pinned) == (0, "0.0", False)
         SlotReader(first)
         one.backend.may_export.clear()
@@ -111,7 +110,6 @@ async def test_a_version_is_announced_only_when_its_slot_is_complete(training: T
         one.backend.may_export.set()
         await one.rig.topic_until(lambda: one.rig.announced() != first)
         second = one.rig.announced()
-        assert second is not None
         assert (second.version, second.path != first.path) == (1, True)
         SlotReader(second)
         SlotReader(first)  # the version before is still whole
@@ -163,9 +161,7 @@ async def test_a_resumed_trainer_goes_on_from_its_step(training: Training) -> No
     async with training(batch=1, total=4, options=options) as one:
         assert one.backend.log[:2] == ["setup", "load step-3"]
         await one.rig.topic_until(lambda: one.rig.announced() is not None)
-        first = one.rig.announced()
-        assert first is not None
-        assert first.label == "1.3", "labels of the run before are not used again"
+        assert one.rig.announced().label == "1.3", "labels of the run before are not used again"
         await one.send(old(7, 3))
         assert (await one.report(StepDone)).step == 4
 
