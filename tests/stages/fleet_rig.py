@@ -80,9 +80,14 @@ class Fleet:
         """So many engines, from 0 on, which serve version 0; `fetchers` are those of the first ones."""
         padded = [*fetchers, *[""] * (count - len(fetchers))]
         servers = [await self.engine(index, fetcher=fetcher) for index, fetcher in enumerate(padded)]
-        self.weights.publish(0)
-        await self.all_landed(0)
+        await self.land(0)
         return servers
+
+    async def land(self, version: int) -> WeightsAnnouncement:
+        """The trainer publishes a version, and all engines serve it."""
+        announcement = self.weights.publish(version)
+        await self.all_landed(version)
+        return announcement
 
     async def all_landed(self, version: int) -> None:
         for index in range(len(self.servers)):
@@ -128,9 +133,9 @@ class Fleet:
         before_calls(self.patch, EngineClient, "update_weights_from_disk", note)
         return requested
 
-    def hold_updates(self, url: str | None = None) -> tuple[asyncio.Event, asyncio.Event, list[Update]]:
-        """Updates (of the engine at the address, or of all) tell that they have begun and wait until they may go on;
-        and what engines are asked to load."""
+    async def held_in_update(self, url: str | None = None) -> tuple[asyncio.Event, list[Update]]:
+        """Version 1 is published, and its update (of the engine at the address, or of all) has begun. It goes on at the
+        event. And what engines are asked to load."""
         loading, go = asyncio.Event(), asyncio.Event()
 
         async def hold(update: Update) -> None:
@@ -138,7 +143,10 @@ class Fleet:
                 loading.set()
                 await go.wait()
 
-        return loading, go, self.before_updates(hold)
+        asked = self.before_updates(hold)
+        self.weights.publish(1)
+        await loading.wait()
+        return go, asked
 
     def count_calls(self) -> list[tuple[str, str]]:
         """(address, path) of what engines are asked from now on."""

@@ -80,6 +80,11 @@ class PromptDesk:
         self.rig.applied(version, engine=engine)
         await idle()
 
+    async def admitted_at(self, version: int, engine: int = 0) -> list[int]:
+        """Group ids that come out when a version lands."""
+        await self.land(version, engine)
+        return await self.admitted()
+
     async def admitted(self) -> list[int]:
         """Group ids that came out since the last call."""
         await idle()

@@ -111,6 +111,11 @@ def make_slice(group_id: int = 0, *samples: Sample, n_samples: int | None = None
     return RolloutSlice(make_group(group_id, n_samples or len(members), **fields), tuple(members))
 
 
+def make_graded(group_id: int, *rewards: float, **fields: Any) -> RolloutSlice:
+    """One rollout for each reward; `fields` are of the samples."""
+    return make_slice(group_id, *(make_sample(i, reward=r, **fields) for i, r in enumerate(rewards or (1.0, 0.0))))
+
+
 @dataclass
 class SpanLog:
     """Keeps the names of the spans that a stage writes."""

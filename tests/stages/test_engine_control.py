@@ -62,9 +62,7 @@ async def test_a_pinned_version_is_held_until_it_is_released(fleet: Fleet) -> No
 async def test_the_end_of_a_run_waits_for_an_update_in_progress(fleet: Fleet) -> None:
     """Else an external server stays paused, or ends because the slot it loads from is removed."""
     [server] = await fleet.serving()
-    loading, go, _ = fleet.hold_updates()
-    fleet.weights.publish(1)
-    await loading.wait()
+    go, _ = await fleet.held_in_update()
     fleet.rig.topic.publish(END, b"")
     trainer = asyncio.ensure_future(updates_ended(await fleet.rig.node.topic("topic", replica="trainer"), 30.0))
     await idle()
@@ -80,9 +78,7 @@ async def test_an_update_that_never_ends_delays_the_end_of_a_run_by_half_the_dra
     await fleet.serving()
     run = msgspec.structs.replace(fleet.config.run, drain_s=0.5)
     fleet.stage.config = msgspec.structs.replace(fleet.config, run=run)
-    loading, _, _ = fleet.hold_updates()
-    fleet.weights.publish(1)
-    await loading.wait()
+    await fleet.held_in_update()
     fleet.rig.topic.publish(END, b"")
     await asyncio.wait_for(asyncio.shield(fleet.running), 120.0)
 
@@ -90,9 +86,7 @@ async def test_an_update_that_never_ends_delays_the_end_of_a_run_by_half_the_dra
 async def test_an_engine_that_waited_takes_what_is_newest_then(fleet: Fleet) -> None:
     """The slot of the version for which it waited is the next that the trainer writes into."""
     await fleet.serving(2)
-    loading, go, asked = fleet.hold_updates(fleet.servers[0].url)
-    fleet.weights.publish(1)
-    await loading.wait()
+    go, asked = await fleet.held_in_update(fleet.servers[0].url)
     fleet.weights.publish(2)
     await idle()
     go.set()
@@ -125,8 +119,7 @@ async def test_a_torn_slot_is_never_served(fleet: Fleet, when: str) -> None:
         assert (fleet.served(), core_of(server).paused) == (True, False), "it goes on with the weights it has"
         assert loads == [], "not even loaded"
     assert fleet.entry().version == 0
-    fleet.weights.publish(4)
-    await fleet.landed(4)
+    await fleet.land(4)
     assert (fleet.served(), core_of(server).paused, fleet.labels()) == (True, False, ["0.4"])
 
 
@@ -358,8 +351,7 @@ async def test_at_most_so_many_engines_stand_still(
         monkeypatch.setattr(EngineClient, "pause", pause)
         before_calls(monkeypatch, EngineClient, "resume", lambda client: still.discard(client.base_url))
         for version in (1, 2):
-            one.weights.publish(version)
-            await one.all_landed(version)
+            await one.land(version)
     assert most == rolling
 
 
@@ -376,8 +368,7 @@ async def test_bytes_that_are_not_the_announced_ones_are_never_sent(fleet: Fleet
     assert {path for _, path in calls} <= {"/server_info"}
     assert fleet.served()
     assert fleet.labels() == ["0.0"]
-    fleet.weights.publish(2)
-    await fleet.landed(2)
+    await fleet.land(2)
 
 
 @pytest.mark.parametrize("route", ["tensor", "distributed", "carrier pigeon"])
@@ -390,8 +381,7 @@ async def test_an_engine_without_the_route_says_so(fleet: Fleet, route: str) -> 
     assert core_of(server).label == "0.0"
     assert core_of(server).paused == (route == "tensor"), "a group is made before the engine stands still"
     assert fleet.served() == (route != "tensor")
-    fleet.weights.publish(2)
-    await fleet.landed(2)
+    await fleet.land(2)
     assert not core_of(server).paused
 
 

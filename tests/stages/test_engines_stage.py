@@ -74,8 +74,7 @@ async def test_nothing_is_reported_about_an_engine_that_died_while_its_slot_was_
 @pytest.mark.parametrize("left", ["updating", "paused", "mislabelled", "loading", "by an earlier start of the run"])
 async def test_an_engine_that_was_left_in_doubt_is_brought_up_in_full_and_resumed(fleet: Fleet, left: str) -> None:
     server = await fleet.engine(0)
-    announcement = fleet.weights.publish(0)
-    await fleet.landed(0)
+    announcement = await fleet.land(0)
     await fleet.lose_stage()
     if left == "paused":
         await core_of(server).pause("in_place")
@@ -188,9 +187,7 @@ async def test_a_limit_that_follows_the_load_travels_in_the_entry(fleet: Fleet) 
 async def test_an_engine_that_is_being_updated_is_not_judged(fleet: Fleet) -> None:
     watched = Watched(fleet)
     await fleet.serving()
-    loading, go, _ = fleet.hold_updates()
-    fleet.weights.publish(1)
-    await loading.wait()
+    go, _ = await fleet.held_in_update()
     assert await watched.look(0.99, 100) == fleet.config.rollout.server_concurrency
     go.set()
     await fleet.landed(1)
@@ -247,8 +244,7 @@ async def test_each_node_fetches_a_version_once_and_its_engines_load_it_from_the
         await fleet.engine(index, fetcher=fetcher)
     loaded = fleet.before_updates()
     for version in range(3):
-        slot = fleet.weights.publish(version)
-        await fleet.all_landed(version)
+        slot = await fleet.land(version)
         homes = [str(there.weights.home / slot.label) for there in nodes]
         assert sorted(load.path for load in loaded) == sorted([slot.path, homes[0], homes[1], homes[1]])
         loaded.clear()
@@ -262,9 +258,7 @@ async def test_a_fetcher_that_is_killed_finds_its_order_again(fleet: Fleet, tmp_
     """Killed once the engine stands still: what takes its place puts the weights in, and the engine goes on."""
     there = await node(fleet, "fetcher-0", tmp_path)
     [server] = await fleet.serving(1, ["fetcher-0"])
-    requested, hold, _ = fleet.hold_updates()
-    fleet.weights.publish(1)
-    await requested.wait()
+    hold, _ = await fleet.held_in_update()
     assert core_of(server).paused
     await there.lose()
     hold.set()

@@ -28,22 +28,18 @@ async def test_the_gate_follows_the_formula_and_frees_only_when_weights_have_lan
 
         one.hooks.on_admission = check
         assert await one.admitted() == [], "no engine carries weights yet"
-        await one.land(0)
-        assert await one.admitted() == [0, 1, 2, 3]
+        assert await one.admitted_at(0) == [0, 1, 2, 3]
         trained = 2
         await one.report(step_done(0), step_done(1, 0, 1))
         assert await one.admitted() == [], "version 1 is published, but no engine has it"
         await one.land(0, engine=1)
         landed = 1
-        await one.land(1)
-        assert await one.admitted() == [], "engine-1 still has version 0"
-        await one.land(1, engine=1)
-        assert await one.admitted() == [4, 5]
+        assert await one.admitted_at(1) == [], "engine-1 still has version 0"
+        assert await one.admitted_at(1, engine=1) == [4, 5]
         trained = 6
         await one.report(step_done(2, 2, 3), step_done(3, 4, 5))
         landed = 3
-        await one.land(3)
-        assert await one.admitted() == [], "engine-1 still has version 1"
+        assert await one.admitted_at(3) == [], "engine-1 still has version 1"
         one.rig.lose_engine(1)
         assert await one.admitted() == [6, 7], "four batches of two are all that the run trains"
         assert most == 4
@@ -78,11 +74,9 @@ async def test_open_groups_that_the_trainer_holds_are_not_asked_again() -> None:
     )
     config = make_config(data={"rollout_shuffle": False})
     async with prompting(batch=2, eta=1, config=config, snapshot=snapshot, restored={2, 3, 5}) as one:
-        await one.land(1)
-        assert await one.admitted() == [4], "the places of the restored groups are taken"
+        assert await one.admitted_at(1) == [4], "the places of the restored groups are taken"
         await one.report(step_done(2, 2, 3))
-        await one.land(2)
-        assert await one.admitted() == [6, 7]
+        assert await one.admitted_at(2) == [6, 7]
         await one.report(Settled(5, "stale", "too old"))
         again = await take(one.groups)
         assert (again.group_id, again.prompt_index, again.requeued) == (8, 5, 1), "a stale one is asked once more"
@@ -119,8 +113,7 @@ async def test_a_stale_prompt_is_sampled_once_more_and_only_once(handler: str) -
 
 async def test_drain_admits_no_more_and_completes_when_nothing_is_out() -> None:
     async with prompting(batch=2, eta=0) as one:
-        await one.land(0)
-        assert await one.admitted() == [0, 1]
+        assert await one.admitted_at(0) == [0, 1]
         one.stage.drain("stopped by the user")
         one.stage.drain("a second reason")
         await one.land(5)
@@ -153,8 +146,7 @@ async def test_group_after_group_without_training_is_an_error_with_its_reasons()
 
 async def test_duplicate_reports_change_nothing() -> None:
     async with prompting(batch=2, eta=0) as one:
-        await one.land(0)
-        assert await one.admitted() == [0, 1]
+        assert await one.admitted_at(0) == [0, 1]
         await one.report(Settled(0, "filtered", "x", tokens=5), Settled(0, "stale", "y", tokens=7))
         assert (one.stage.ledger.counts["filtered"], one.stage.ledger.counts["stale"]) == (1, 0)
         assert one.stage.ledger.duplicates == 1
@@ -169,8 +161,7 @@ async def test_duplicate_reports_change_nothing() -> None:
 
 async def test_a_run_without_training_ends_after_its_evaluation() -> None:
     async with prompting(batch=1, total=0) as one:
-        await one.land(0)
-        assert await one.admitted() == []
+        assert await one.admitted_at(0) == []
         assert not one.stage.completed.is_set(), "the trainer has not said yet whether an evaluation follows"
         await one.report(step_done(0, pinned=True))
         assert not one.stage.completed.is_set()
@@ -189,8 +180,7 @@ async def test_a_checkpoint_is_committed_with_the_ledger_as_it_was_after_its_ste
             journal(groups)
 
         one.hooks.settled = settled  # type: ignore[method-assign]
-        await one.land(0)
-        assert await one.admitted() == [0, 1, 2, 3]
+        assert await one.admitted_at(0) == [0, 1, 2, 3]
         await one.report(
             Settled(2, "filtered", "x"), step_done(1, 0, 1), CheckpointReady(1, 1, "draft"), Settled(3, "failed", "y")
         )

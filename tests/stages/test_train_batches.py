@@ -17,7 +17,7 @@ from stages.messages import RolloutSlice, Sample, Settled, StepDone
 from stages.train.batch import Batch, slice_sequences
 from stages.train.batch_metrics import length_bucket, quantile
 from stages.train.held_groups import GroupBuffer
-from tests.stages.stage_rig import Held, make_config, make_sample, make_slice
+from tests.stages.stage_rig import Held, make_config, make_graded, make_sample, make_slice
 from tests.stages.train_rig import Training
 
 PARTS = "tests.stages.custom_parts"
@@ -184,11 +184,8 @@ def test_quantile_of_a_histogram() -> None:
     assert quantile({0: 99, 5: 1}, 0.99) == 0
 
 
-def group(group_id: int, *rewards: float, version: int = 0, mask: Any = None) -> Held:
-    members = [
-        make_sample(i, reward=r, version=version, mask=mask) for i, r in enumerate(rewards or (float(group_id), 0.0))
-    ]
-    return Held(make_slice(group_id, *members))
+def held(group_id: int, *rewards: float, **fields: Any) -> Held:
+    return Held(make_graded(group_id, *(rewards or (float(group_id), 0.0)), **fields))
 
 
 def buffer(order: str = "oldest_first", *, eta: int = 2, fallback: bool = False, **sections: Any) -> GroupBuffer:
@@ -207,10 +204,10 @@ def popped(one: GroupBuffer, step: int = 0, missing: int = 1) -> list[int]:
 def test_priority_takes_first_what_the_next_batch_could_no_longer_take() -> None:
     """Bound 2: at step 4 a token of version 2 has its last chance, one of version 3 has not."""
     one = buffer("priority", eta=2)
-    one.push(group(0, 1.0, 0.0, version=3))
-    one.push(group(7, 0.1, 0.0, version=2))
-    one.push(group(6, 0.1, 0.0, version=2))
-    one.push(group(8, 0.0, 0.0, version=0, mask=[0, 0, 0, 0]))  # nothing trained: no age, no signal
+    one.push(held(0, 1.0, 0.0, version=3))
+    one.push(held(7, 0.1, 0.0, version=2))
+    one.push(held(6, 0.1, 0.0, version=2))
+    one.push(held(8, 0.0, 0.0, version=0, mask=[0, 0, 0, 0]))  # nothing trained: no age, no signal
     assert popped(one, step=4) == [6, 7, 0, 8]
 
 
@@ -224,7 +221,7 @@ def test_priority_lets_no_group_grow_old_that_the_oldest_first_order_would_train
     def stale(order: str) -> int:
         one = buffer(order, eta=eta, rollout={"rollout_batch_size": batch})
         for group_id, (age, signal) in enumerate(sorted(members, key=lambda m: -m[0])):
-            one.push(group(group_id, signal, 0.0, version=eta - min(age, eta)))
+            one.push(held(group_id, signal, 0.0, version=eta - min(age, eta)))
         lost, step = 0, eta
         while len(one):
             for missing in range(batch, 0, -1):
@@ -238,11 +235,11 @@ def test_priority_lets_no_group_grow_old_that_the_oldest_first_order_would_train
 
 def test_a_spare_group_waits_for_better_ones() -> None:
     one = buffer(fallback=True)
-    one.push(group(0, 1.0, 1.0))
+    one.push(held(0, 1.0, 1.0))
     assert len(one) == 1
     assert not one.ready(2), "one spare does not fill a batch that lacks two"
     assert one.pop(0, 2) is None
-    one.push(group(9, 1.0, 0.0))
+    one.push(held(9, 1.0, 0.0))
     assert one.ready(2)
     assert popped(one, missing=1) == [9, 0], "the better one first, then the spare that fills the batch"
 
@@ -256,7 +253,7 @@ def test_a_spare_group_waits_for_better_ones() -> None:
 )
 def test_a_function_that_gives_no_index_is_named(order: str, words: str) -> None:
     one = buffer(order)
-    one.push(group(0))
+    one.push(held(0))
     with pytest.raises(BufferOrderError, match=words):
         one.pop(0, 1)
 
@@ -289,7 +286,7 @@ def test_every_group_leaves_exactly_once(order: str, fallback: bool, events: lis
 
     for kind, number, flag in events:
         if kind == "push":
-            one.push(group(next_id, 1.0, 1.0 if flag else 0.0, version=number))
+            one.push(held(next_id, 1.0, 1.0 if flag else 0.0, version=number))
             inside.add(next_id)
             next_id += 1
         elif kind == "pop":
@@ -318,21 +315,14 @@ OVER: dict[str, object] = {"dynamic_sampling_filter": ("nonzero_std",), "over_sa
 FALLBACK: dict[str, object] = {"dynamic_sampling_filter": ("nonzero_std_fallback",)}
 
 
-def scored_group(group_id: int, *rewards: float, version: int = 0) -> RolloutSlice:
-    members = [make_sample(i, version=version, reward=r) for i, r in enumerate(rewards or (1.0, 0.0))]
-    return make_slice(group_id, *members)
-
-
 async def test_what_over_sampling_leaves_of_a_synchronous_batch_is_discarded(training: Training) -> None:
     async with training(total=2, eta=0, hold=["begin"], filter=OVER) as one:
-        await one.send(*(scored_group(i) for i in range(3)))
-        await one.arrived(3)
-        one.backend.begin.set()
+        await one.begin_with(*(make_graded(i) for i in range(3)))
         assert (await one.report(StepDone)).groups == (0, 1)
         left = await one.report(Settled)
         assert (left.group_id, left.outcome) == (2, "discarded")
         assert left.detail == "over-sampled: oldest token has version 0, batch 1, bound 0"
-        await one.send(scored_group(3), scored_group(4, version=1), scored_group(5, version=1))
+        await one.send(make_graded(3), make_graded(4, version=1), make_graded(5, version=1))
         late = await one.report(Settled)
         assert (late.group_id, late.outcome) == (3, "discarded"), "it was still in flight when the batch was full"
         assert (await one.report(StepDone)).groups == (4, 5)
@@ -341,9 +331,7 @@ async def test_what_over_sampling_leaves_of_a_synchronous_batch_is_discarded(tra
 
 async def test_leftovers_of_an_asynchronous_batch_go_into_the_next_or_become_stale(training: Training) -> None:
     async with training(total=3, eta=1, hold=["begin"], filter=OVER) as one:
-        await one.send(*(scored_group(i) for i in range(5)))
-        await one.arrived(5)
-        one.backend.begin.set()
+        await one.begin_with(*(make_graded(i) for i in range(5)))
         assert (await one.report(StepDone)).groups == (0, 1)
         assert (await one.report(StepDone)).groups == (2, 3)
         left = await one.report(Settled)
@@ -352,9 +340,7 @@ async def test_leftovers_of_an_asynchronous_batch_go_into_the_next_or_become_sta
 
 async def test_a_fallback_that_was_not_needed_is_filtered_when_its_batch_is_full(training: Training) -> None:
     async with training(batch=1, total=2, eta=1, hold=["begin"], filter=FALLBACK) as one:
-        await one.send(scored_group(0, 1.0, 1.0), scored_group(1))
-        await one.arrived(2)
-        one.backend.begin.set()
+        await one.begin_with(make_graded(0, 1.0, 1.0), make_graded(1))
         done = await one.report(StepDone)
         assert done.groups == (1,)
         assert done.metrics["rollout/zero_std_frac"] == 0.0
@@ -373,7 +359,7 @@ async def test_a_group_whose_rewards_become_no_advantages_is_settled_as_failed(
         reward={"custom_reward_post_process_path": f"{PARTS}:one_number"},
         run={"deterministic": deterministic},
     ) as one:
-        await one.send(scored_group(0))
+        await one.send(make_graded(0))
         failed = await one.report(Settled)
         assert (failed.group_id, failed.outcome) == (0, "failed")
         assert "one_number gave [1.0] for 2 rollouts" in failed.detail

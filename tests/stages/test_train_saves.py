@@ -20,7 +20,7 @@ from stages.train import checkpoints, saved_groups
 from stages.train.checkpoints import Recovery, remove_superseded
 from stages.train.saved_groups import SavedBatches, load_batch, read_groups, restorable, save_batch, write_groups
 from tests.stages.stage_rig import idle, make_config, make_sample, make_slice, rewrite, take, until
-from tests.stages.train_rig import Training
+from tests.stages.train_rig import Training, aged
 from transport.codec import Codec
 
 
@@ -137,10 +137,6 @@ async def test_a_draft_that_a_killed_run_left_is_no_part_of_a_save(training: Tra
         saved = Path((await one.report(CheckpointReady)).path)
         assert saved == left
         assert sorted(path.name for path in saved.iterdir()) == ["buffer.msgpack", "weights"]
-
-
-def aged(group_id: int, version: int) -> RolloutSlice:
-    return make_slice(group_id, *(make_sample(i, version=version, reward=float(i)) for i in range(2)))
 
 
 async def test_restored_groups_are_trained_without_being_delivered(training: Training, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,23 +9,16 @@ import pytest
 
 from models.weights.shared_memory_reader import SlotReader
 from stages.base import TrainOptions
-from stages.messages import RolloutSlice, Settled, StepDone
+from stages.messages import Settled, StepDone
 from stages.train.schedule import Schedule
 from tests.stages.stage_rig import idle, make_sample, make_slice, until
-from tests.stages.train_rig import Training, open_training
-
-
-def old(group_id: int, version: int, mask: Sequence[int] = (1, 1, 1, 1)) -> RolloutSlice:
-    samples = [make_sample(i, version=version, mask=mask, reward=float(i)) for i in range(2)]
-    return make_slice(group_id, *samples)
+from tests.stages.train_rig import Training, aged, open_training
 
 
 async def test_the_oldest_groups_here_are_trained_first(training: Training) -> None:
     """And each once, however often it is delivered."""
     async with training(total=2, hold=["begin"]) as one:
-        await one.send(*map(make_slice, (5, 3, 1, 3)))
-        await one.arrived(4)
-        one.backend.begin.set()
+        await one.begin_with(*map(make_slice, (5, 3, 1, 3)))
         assert (await one.report(StepDone)).groups == (1, 3)
         await one.send(*map(make_slice, (1, 3, 4)))
         assert (await one.report(StepDone)).groups == (4, 5)
@@ -41,10 +33,8 @@ async def test_a_group_is_refused_exactly_beyond_the_bound(training: Training) -
         untrained = [make_sample(i, runs=[(0, 2), (5, 2)], mask=[0, 0, 1, 1]) for i in range(2)]
         removed = [make_sample(0, version=1, reward=1.0, remove_sample=True), make_sample(1, version=5, reward=0.0)]
         future = [make_sample(0, runs=[(5, 2), (6, 1)]), make_sample(1, version=5)]
-        refused = [old(0, 2), make_slice(1, *mixed), make_slice(2, *uneven), make_slice(3, *future)]
-        await one.send(*refused, old(4, 3), make_slice(5, *untrained), make_slice(6, *removed))
-        await one.arrived(7)
-        one.backend.begin.set()
+        refused = [aged(0, 2), make_slice(1, *mixed), make_slice(2, *uneven), make_slice(3, *future)]
+        await one.begin_with(*refused, aged(4, 3), make_slice(5, *untrained), make_slice(6, *removed))
         for group_id in (0, 1, 2):
             stale = await one.report(Settled)
             assert (stale.group_id, stale.outcome) == (group_id, "stale")
@@ -65,16 +55,14 @@ async def test_a_group_that_waited_too_long_is_trained_without_its_stale_tokens(
     async with training(total=8, eta=2, hold=["begin"], options=TrainOptions(start_step=5), asynchrony=masks) as one:
         mixed = [make_sample(i, runs=[(2, 1), (3, 2), (5, 1)], reward=float(i)) for i in range(2)]
         # The two that are wholly too old are settled; the last waits for the second batch, where version 3 is too old.
-        await one.send(old(0, 5), old(1, 2), old(2, 2), old(3, 4), make_slice(4, *mixed))
-        await one.arrived(5)
-        one.backend.begin.set()
+        await one.begin_with(aged(0, 5), aged(1, 2), aged(2, 2), aged(3, 4), make_slice(4, *mixed))
         for group_id in (1, 2):
             stale = await one.report(Settled)
             assert (stale.group_id, stale.outcome) == (group_id, "stale")
             assert stale.detail == "newest token has version 2, batch 5, bound 2"
         done = await one.report(StepDone)
         assert (done.groups, "rollout/masked_stale_tokens" in done.metrics) == ((0, 3), False)
-        await one.send(old(5, 6))
+        await one.send(aged(5, 6))
         done = await one.report(StepDone)
         assert (done.step, done.groups) == (7, (4, 5))
         assert done.staleness == {1: 2, 0: 8}, "of each member of group 4 one token is left"
@@ -162,7 +150,7 @@ async def test_a_resumed_trainer_goes_on_from_its_step(training: Training) -> No
         assert one.backend.log[:2] == ["setup", "load step-3"]
         await one.rig.topic_until(lambda: one.rig.announced() is not None)
         assert one.rig.announced().label == "1.3", "labels of the run before are not used again"
-        await one.send(old(7, 3))
+        await one.send(aged(7, 3))
         assert (await one.report(StepDone)).step == 4
 
 

@@ -46,8 +46,7 @@ async def test_engines_of_one_process_share_one_verification(fleet: Fleet, engin
     await fleet.serving(engines)
     digested = count_verified(fleet)
     for version in (1, 2):
-        fleet.weights.publish(version)
-        await fleet.all_landed(version)
+        await fleet.land(version)
         assert sum(digested) == version * fleet.weights.slots.layout.data_bytes
 
 
@@ -55,8 +54,7 @@ async def test_an_engine_in_doubt_gets_bytes_that_were_verified_for_it(fleet: Fl
     await fleet.serving(2)
     digested = count_verified(fleet)
     fleet.control(1)._in_full = True
-    fleet.weights.publish(1)
-    await fleet.all_landed(1)
+    await fleet.land(1)
     assert sum(digested) > fleet.weights.slots.layout.data_bytes
     assert fleet.labels() == ["0.1", "0.1"]
 
@@ -65,9 +63,7 @@ async def test_engines_prepare_before_their_turn_and_go_on_serving(fleet: Fleet)
     """Both of two verify and prepare while the first is being updated; the second is not asked to pause."""
     servers = await fleet.serving(2)
     asked = fleet.count_calls()
-    loading, go, _ = fleet.hold_updates(servers[0].url)
-    fleet.weights.publish(1)
-    await loading.wait()
+    go, _ = await fleet.held_in_update(servers[0].url)
     await until(lambda: (servers[1].url, "/prepare_weights") in asked)
     await idle()
     assert (servers[1].url, "/pause_generation") not in asked
@@ -94,8 +90,7 @@ async def test_engines_prepare_one_after_the_other(fleet: Fleet) -> None:
         at_work -= 1
 
     fleet.patch.setattr(EngineClient, "prepare_weights", prepare)
-    fleet.weights.publish(1)
-    await fleet.all_landed(1)
+    await fleet.land(1)
     assert most == 1
 
 
@@ -111,17 +106,14 @@ async def test_what_goes_wrong_ahead_of_the_turn_is_judged_in_the_turn(fleet: Fl
             raise EngineRefused(client.base_url, 400, "a checkpoint of another model")
 
     before_calls(fleet.patch, EngineClient, "prepare_weights", prepare)
-    fleet.weights.publish(1)
-    await fleet.landed(1)
+    await fleet.land(1)
     assert fleet.failures() == refusals - 1
 
 
 async def test_a_slot_that_was_overwritten_ahead_of_the_turn_stops_no_engine(fleet: Fleet) -> None:
     """What was prepared from it is never taken."""
     servers = await fleet.serving(2)
-    loading, go, asked = fleet.hold_updates(servers[0].url)
-    fleet.weights.publish(1)
-    await loading.wait()
+    go, asked = await fleet.held_in_update(servers[0].url)
     await idle()
     for version in (2, 3):  # 3 into the slot of version 1
         fleet.weights.publish(version)

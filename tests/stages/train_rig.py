@@ -22,7 +22,7 @@ from stages.messages import CheckpointReady, RolloutSlice, StepDone
 from stages.train.stage import TrainStage
 from tests.models.weights.made_up import checkpoint, values
 from tests.stages import stage_rig
-from tests.stages.stage_rig import REPORT, Fed, make_config, make_context, open_rig, running, take, until
+from tests.stages.stage_rig import REPORT, Fed, make_config, make_context, make_graded, open_rig, running, take, until
 from transport.stream import Inlet
 
 
@@ -32,6 +32,7 @@ class Recorder(WeightExporter):
 
     log: list[str] = field(default_factory=list)
     sequences: list[TrainSequence] = field(default_factory=list)
+    scales: list[float] = field(default_factory=list)  # of the learning rate, by batch
     begin: threading.Event = field(default_factory=threading.Event)
     may_step: threading.Event = field(default_factory=threading.Event)
     may_export: threading.Event = field(default_factory=threading.Event)
@@ -46,7 +47,7 @@ class Recorder(WeightExporter):
 
     def begin_batch(self, *, rollouts: int, steps: int, version: int = 0, lr_scale: float = 1.0) -> None:
         assert self.begin.wait(stage_rig.LIMIT_S)
-        self.log.append(f"begin {rollouts}x{steps}")
+        self.scales.append(lr_scale)
 
     def accumulate(self, sequences: Sequence[TrainSequence]) -> None:
         self.sequences += sequences
@@ -98,6 +99,11 @@ class Recorder(WeightExporter):
         return found[:-1]
 
 
+def aged(group_id: int, version: int) -> RolloutSlice:
+    """Made by one version of the weights."""
+    return make_graded(group_id, version=version)
+
+
 @dataclass
 class TrainDesk(Fed):
     stream = "train"
@@ -106,6 +112,12 @@ class TrainDesk(Fed):
 
     async def arrived(self, n: int) -> None:
         await until(lambda: self.stage.activity.items_in >= n)
+
+    async def begin_with(self, *slices: RolloutSlice) -> None:
+        """The first batch begins when all of these have come; opened with `hold=["begin"]`."""
+        await self.send(*slices)
+        await self.arrived(len(slices))
+        self.backend.begin.set()
 
     async def report(self, kind: type[Any], passing: tuple[type[Any], ...] = ()) -> Any:
         """The next report, which must be of `kind`; those of the kinds `passing` may come before it."""
