@@ -22,6 +22,7 @@ from tests.stages.slime import user_code
 from tests.stages.stage_rig import (
     REPORT,
     Rig,
+    before_calls,
     idle,
     make_config,
     make_context,
@@ -34,6 +35,7 @@ from tests.stages.stage_rig import (
     until,
 )
 from transport.stream import Inlet, Outlet
+from transport.topic import TopicClient
 
 
 @dataclass
@@ -200,25 +202,20 @@ async def test_a_drain_ends_an_evaluation_and_releases(applied: bool, desk: Desk
     await desk.released(b"4")
 
 
-async def test_the_result_is_in_custody_before_the_version_is_released(rig: Rig) -> None:
-    ports = await join(rig)
+async def test_the_result_is_in_custody_before_the_version_is_released(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
     accepted: list[int] = []
 
-    class Watching:
-        async def publish(self, key: str, value: bytes) -> None:
-            if key == "eval/released":
-                accepted.append(rig.hubs["settle"].stats().accepted)
-            await ports.topic.publish(key, value)
+    async def look(topic: TopicClient, key: str, value: bytes) -> None:
+        if key == "eval/released":
+            accepted.append(desk.rig.hubs["settle"].stats().accepted)
 
-        def __getattr__(self, name: str) -> Any:
-            return getattr(ports.topic, name)
-
-    watched: Any = Watching()
-    async with running(make_stage(), Ports(ports.replica, ports.inlets, ports.outlets, watched)):
-        pin(rig, 0)
-        rig.topic.publish("drain", b"interrupted")
-        await take(await rig.inlet("settle"))
-        await rig.topic_until(lambda: rig.topic.get("eval/released") == b"0")
+    before_calls(monkeypatch, TopicClient, "publish", look)
+    pin(desk.rig, 0)
+    desk.rig.topic.publish("drain", b"interrupted")
+    await desk.result()
+    await desk.released(b"0")
     assert accepted == [1]
 
 

@@ -17,6 +17,7 @@ from stages.messages import Float32Array, RolloutSlice, Sample, Settled, Version
 from tests.stages.stage_rig import (
     Desk,
     Rig,
+    before_calls,
     failed,
     idle,
     join,
@@ -29,6 +30,7 @@ from tests.stages.stage_rig import (
     settled,
     take,
 )
+from transport.stream import Outlet
 
 PARTS = "tests.stages.custom_parts"
 
@@ -191,21 +193,17 @@ async def test_a_group_that_is_being_judged_when_the_drain_comes_is_settled_once
     assert desk.rig.hubs["group"].stats().settled == 1
 
 
-async def test_a_part_that_comes_while_its_group_is_discarded_does_no_harm(desk: Desk) -> None:
+async def test_a_part_that_comes_while_its_group_is_discarded_does_no_harm(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sending, accepted = asyncio.Event(), asyncio.Event()
-    settle = desk.rig.hubs["settle"]
-    original = desk.stage._discard
 
-    async def slow(open_: Any, outlet: Any) -> None:
-        class Slow:
-            async def send(self, message: Settled, key: str) -> None:
-                sending.set()
-                await accepted.wait()
-                await outlet.send(message, key)
+    async def slow(outlet: Outlet[Any], message: object, key: str) -> None:
+        if isinstance(message, Settled):
+            sending.set()
+            await accepted.wait()
 
-        await original(open_, Slow())
-
-    desk.stage._discard = slow  # type: ignore[method-assign, assignment]
+    before_calls(monkeypatch, Outlet, "send", slow)
     await desk.send(make_slice(0, make_sample(0, reward=1.0), n_samples=3))
     await idle()
     desk.rig.topic.publish("drain", b"interrupted")
@@ -214,5 +212,5 @@ async def test_a_part_that_comes_while_its_group_is_discarded_does_no_harm(desk:
     await idle()
     accepted.set()
     await desk.end()
-    assert settle.stats().accepted == 1
+    assert desk.rig.hubs["settle"].stats().accepted == 1
     assert desk.rig.hubs["group"].stats().settled == 2
