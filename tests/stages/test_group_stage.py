@@ -44,6 +44,16 @@ async def test_groups_that_have_left_are_remembered_up_to_a_number(desk: Desk, m
     assert list(desk.stage._finished) == ["1", "2"]
 
 
+async def test_leases_are_released_only_after_the_group_has_left(desk: Desk) -> None:
+    await desk.send(make_slice(0, make_sample(0, reward=1.0), n_samples=2))
+    await idle()
+    assert desk.rig.hubs["group"].stats().leased == 1
+    await desk.send(make_slice(0, make_sample(1, reward=0.0), n_samples=2))
+    await take(desk.out)
+    await desk.rig.hubs["group"].wait_empty()
+    assert desk.rig.hubs["group"].stats().settled == 2
+
+
 async def test_what_a_killed_replica_held_is_put_together_by_the_next(rig: Rig) -> None:
     ports = await join(rig, "group-0")
     feed, out = await rig.outlet("group"), await rig.inlet("train")

@@ -16,14 +16,21 @@ from tests.stages.train_rig import Training, aged, open_training
 
 
 async def test_the_oldest_groups_here_are_trained_first(training: Training) -> None:
-    """And each once, however often it is delivered."""
     async with training(total=2, hold=["begin"]) as one:
-        await one.begin_with(*map(make_slice, (5, 3, 1, 3)))
+        await one.begin_with(*map(make_slice, (5, 3, 4, 1)))
         assert (await one.report(StepDone)).groups == (1, 3)
-        await one.send(*map(make_slice, (1, 3, 4)))
         assert (await one.report(StepDone)).groups == (4, 5)
-        await one.rig.hubs["train"].wait_empty()
         assert (one.backend.batches, one.backend.calls) == ([[1, 3], [4, 5]], 2), "what is there goes in one call"
+
+
+async def test_a_group_is_trained_once_however_often_it_is_delivered(training: Training) -> None:
+    async with training(batch=1, total=2, hold=["begin"]) as one:
+        await one.begin_with(make_slice(0), make_slice(0))
+        assert (await one.report(StepDone)).groups == (0,)
+        await one.send(make_slice(0), make_slice(1))
+        assert (await one.report(StepDone)).groups == (1,)
+        await one.rig.hubs["train"].wait_empty()
+        assert one.backend.batches == [[0], [1]]
 
 
 async def test_a_group_is_refused_exactly_beyond_the_bound(training: Training) -> None:
@@ -87,6 +94,7 @@ async def test_a_version_is_announced_only_when_its_slot_is_complete(training: T
     async with training(batch=1, total=2) as one:
         await one.rig.topic_until(lambda: one.rig.announced() is not None)
         first = one.rig.announced()
+        assert first is not None
         assert (first.version, first.label, first.pinned) == (0, "0.0", False)
         SlotReader(first)
         one.backend.may_export.clear()
@@ -98,6 +106,7 @@ async def test_a_version_is_announced_only_when_its_slot_is_complete(training: T
         one.backend.may_export.set()
         await one.rig.topic_until(lambda: one.rig.announced() != first)
         second = one.rig.announced()
+        assert second is not None
         assert (second.version, second.path != first.path) == (1, True)
         SlotReader(second)
         SlotReader(first)  # the version before is still whole
