@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -40,9 +39,9 @@ from transport.topic import TopicClient
 
 @dataclass
 class Desk:
+    """The streams around a stage: its prompts, the answers to them, and its reports."""
+
     rig: Rig
-    stage: EvaluateStage
-    task: asyncio.Task[None]
     asked: Inlet[Any]
     answers: Outlet[Any]
     reports: Inlet[Any]
@@ -54,10 +53,9 @@ class Desk:
         slice_ = RolloutSlice(group, samples)
         await self.answers.send(slice_, slice_.key)
 
-    async def answer_all(self, groups: list[PromptGroup], version: int, reward: float = 1.0) -> None:
+    async def answer_all(self, groups: list[PromptGroup], version: int) -> None:
         for group in groups:
-            members = [make_sample(i, version=version, reward=reward, turns=1) for i in range(group.n_samples)]
-            await self.answer(group, *members)
+            await self.answer(group, *(make_sample(i, version=version, reward=1.0) for i in range(group.n_samples)))
 
     def pin(self, version: int) -> None:
         pin(self.rig, version)
@@ -86,9 +84,8 @@ async def join(rig: Rig, replica: str = "evaluate-0") -> Ports:
     )
 
 
-async def ends(rig: Rig) -> tuple[Inlet[Any], Outlet[Any], Inlet[Any]]:
-    """Of the streams around the stage: its prompts, the answers to them, and its reports."""
-    return await rig.inlet("generate.eval"), await rig.outlet("evaluate"), await rig.inlet("settle")
+async def around(rig: Rig) -> Desk:
+    return Desk(rig, await rig.inlet("generate.eval"), await rig.outlet("evaluate"), await rig.inlet("settle"))
 
 
 def make_stage(**evaluation: object) -> EvaluateStage:
@@ -104,11 +101,8 @@ def _held_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @asynccontextmanager
 async def open_desk(**evaluation: object) -> AsyncIterator[Desk]:
-    async with open_rig() as rig:
-        ports = await join(rig)
-        stage = make_stage(**evaluation)
-        async with running(stage, ports) as task:
-            yield Desk(rig, stage, task, *await ends(rig))
+    async with open_rig() as rig, running(make_stage(**evaluation), await join(rig)):
+        yield await around(rig)
 
 
 @pytest.fixture
@@ -223,32 +217,27 @@ async def test_a_restarted_stage_first_evaluates_the_version_that_engines_hold(r
     pin(rig, 0)
     rig.applied(0)
     pin(rig, 1)  # the trainer may: version 0 has landed
-    ports = await join(rig)
-    async with running(make_stage(), ports):
+    async with running(make_stage(), await join(rig)):
         await idle()
         assert rig.hubs["generate.eval"].stats().accepted == 3
 
 
 async def test_a_stage_that_is_killed_in_an_evaluation_finishes_it_after_its_restart(rig: Rig) -> None:
     ports = await join(rig)
-    pin(rig, 0)
-    rig.applied(0)
-    around = await ends(rig)
-    stage = make_stage()
-    async with running(stage, ports) as task:
-        one = Desk(rig, stage, task, *around)
+    one = await around(rig)
+    one.pin(0)
+    async with running(make_stage(), ports):
         groups = await one.prompts(3)
         await one.answer_all(groups[:2], 0)
         await idle()
     rig.hubs["evaluate"].peer_lost("evaluate-0")
     again = make_stage()
-    async with running(again, await join(rig, "evaluate-1")) as task:
-        two = Desk(rig, again, task, *around)
+    async with running(again, await join(rig, "evaluate-1")):
         await until(lambda: len(again._answers.get(0, ())) == 2)  # redelivered
-        await two.answer_all(groups[2:], 0)
+        await one.answer_all(groups[2:], 0)
         await idle()
         assert rig.hubs["settle"].stats().accepted == 1
-        assert (await two.result()).complete
+        assert (await one.result()).complete
 
 
 async def test_pass_at_k_comes_from_the_verdicts_and_a_failed_answer_is_wrong() -> None:

@@ -44,10 +44,6 @@ class Post:
         value = self.rig.topic.get("router_state")
         return value is not None and msgspec.msgpack.decode(value, type=RouterState).up
 
-    @property
-    def split(self) -> bool:
-        return self.members.state is not None and self.members.state.split
-
     async def look(self) -> None:
         await idle()  # what was published is seen
         await self.members.look(self.topic)
@@ -56,17 +52,13 @@ class Post:
         for _ in range(count):
             await self.look()
 
-    def engine(self, index: int, url: str, *, version: int = 0, incarnation: int = 0, **fields: Any) -> None:
-        self.rig.engine_at(url, engine=index, incarnation=incarnation)
+    def engine(self, index: int, url: str, *, version: int = 0, **fields: Any) -> None:
+        self.rig.engine_at(url, engine=index)
         self.rig.applied(version, engine=index, **fields)
 
     def attach(self, url: str = OWN, *, ready: bool = True) -> None:
         """What the supervisor and the control of `engine-0` tell when it is up and has its weights."""
         self.engine(0, url, version=0 if ready else -1, state="serving" if ready else "loading")
-
-    def may_not_be_served(self) -> None:
-        """Its update has failed half-way."""
-        self.rig.applied(0, state="loading")
 
     def route(self, incarnation: int = 0, url: str = "") -> None:
         address = RouterAddress("sglang", url or self.router.url, incarnation)
@@ -236,7 +228,7 @@ async def test_a_worker_that_lingers_is_removed_once_and_added_after_it_has_gone
         await post.looks()
         assert post.up
         post.router.lingering.add(OWN)
-        post.may_not_be_served()
+        post.rig.applied(0, state="loading")  # its update has failed half-way
         await post.looks(3)
         assert (post.router.workers, post.router.deletes, post.up) == ({OWN: False}, [OWN], False)
         post.attach()
