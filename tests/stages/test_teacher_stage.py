@@ -7,7 +7,7 @@ import json
 import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,8 @@ from tests.stages.stage_rig import (
     before_calls,
     make_config,
     make_context,
-    make_group,
     make_sample,
+    make_slice,
     open_rig,
     running,
     take,
@@ -57,14 +57,12 @@ class World:
     stage: TeacherStage
     prompts: Outlet[Any]
     out: Inlet[Any]
-    servers: dict[str, EngineServer] = field(default_factory=dict)
 
     async def serve(
         self, name: str, model: Path, config: EngineConfig | None = None, incarnation: int = 0
     ) -> EngineServer:
         server = EngineServer(config or simulated(), str(model), max_context_len=None, seed=0)
         await self.stack.enter_async_context(server)
-        self.servers[name] = server
         self.rig.frozen_at(name, server.url, incarnation)
         return server
 
@@ -110,8 +108,7 @@ async def world(policy: Path, tmp_path: Path) -> AsyncIterator[World]:
 
 
 def rollouts(*samples: Sample, metadata: dict[str, Any] | None = None, **group: Any) -> RolloutSlice:
-    made = make_group(next(GROUPS), len(samples), metadata=json.dumps(metadata or {}), **group)
-    return RolloutSlice(made, samples)
+    return make_slice(next(GROUPS), *samples, metadata=json.dumps(metadata or {}), **group)
 
 
 def by_simulation(sample: Sample, model: Path) -> list[float]:
