@@ -20,7 +20,7 @@ import numpy as np
 from transport.errors import AddressInUse
 from transport.node import Node
 from transport.port import CorePort, Decode, Link
-from transport.spec import DeadLetter, Routing, StreamSpec
+from transport.spec import DeadLetter, StreamSpec
 from transport.stream import Hub, Inlet, LeaseHandle
 from transport.wire import AnyMessage, Body, encode
 
@@ -37,16 +37,6 @@ class MemoryNetwork:
 
     def new_route(self) -> bytes:
         return next(self._routes).to_bytes(5, "big")
-
-    def cut(self, address: str) -> None:
-        """Break all connections of an address; the peers reconnect at once, what was under way is lost."""
-        for client in self.clients:
-            if client.address == address:
-                client.reconnect()
-        server = self.servers.get(address)
-        if server is not None:
-            server.inbox.clear()
-            server.report_down()
 
 
 class MemoryLink(Link):
@@ -96,10 +86,6 @@ class MemoryLink(Link):
             self._events.append(True)
             self.wake()
 
-    def report_down(self) -> None:
-        self._events.append(False)
-        self.wake()
-
     def discard_unsent(self) -> None:
         self._unsent.clear()
 
@@ -112,7 +98,8 @@ class MemoryLink(Link):
             self._network.clients.remove(self)
             server = self._network.servers.get(self.address)
             if server is not None:
-                server.report_down()
+                server._events.append(False)
+                server.wake()
 
     def _send_queued(self) -> None:
         server = self._network.servers.get(self.address)
@@ -154,7 +141,7 @@ class MemoryFabric:
             raise AddressInUse(f"address {text} is in use by another hub of this network; choose another")
         link = MemoryLink(endpoint, self._network, decode, text, serves=True)
         self._network.servers[text] = link
-        for client in list(self._network.clients):
+        for client in self._network.clients:
             if client.address == text:
                 client.reconnect()
         return self._keep(link)
@@ -177,10 +164,8 @@ class MemoryFabric:
 class MemoryNode(Node):
     """A node on a MemoryNetwork; any text is an address."""
 
-    def __init__(
-        self, run_id: str, replica: str, network: MemoryNetwork, *, give_up_s: float | None = None, close_s: float = 1.5
-    ) -> None:
-        super().__init__(run_id, replica, give_up_s=give_up_s, close_s=close_s)
+    def __init__(self, run_id: str, replica: str, network: MemoryNetwork, **limits: Any) -> None:
+        super().__init__(run_id, replica, **limits)
         self._network = network
 
     def _make_fabric(self) -> MemoryFabric:  # type: ignore[override]
@@ -209,12 +194,8 @@ class Job(msgspec.Struct, frozen=True, array_like=True):
     extras: dict[str, Extra] = {}
 
 
-class Ping(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class Ping(msgspec.Struct, frozen=True, array_like=True):
     number: int
-
-
-class Pong(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    text: str
 
 
 @dataclass
@@ -232,25 +213,10 @@ class Net:
             yield node
 
     @asynccontextmanager
-    async def stream(
-        self,
-        *,
-        capacity_items: int = 1000,
-        max_attempts: int = 3,
-        max_message_bytes: int = 1 << 20,
-        lease_s: float = 5.0,
-        routing: Routing = "least_loaded",
-    ) -> AsyncIterator[tuple[Node, Hub]]:
+    async def stream(self, **of_spec: Any) -> AsyncIterator[tuple[Node, Hub]]:
+        of_spec = {"max_attempts": 3, "max_message_bytes": 1 << 20, "lease_s": 5.0} | of_spec
         async with self.node() as node:
-            spec = StreamSpec(
-                "jobs",
-                self.address("jobs"),
-                capacity_items,
-                lease_s=lease_s,
-                max_attempts=max_attempts,
-                max_message_bytes=max_message_bytes,
-                routing=routing,
-            )
+            spec = StreamSpec("jobs", self.address("jobs"), **of_spec)
             yield node, await node.hub(spec, self.letters.append)
 
 

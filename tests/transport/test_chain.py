@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from stages.messages import PromptGroup, RolloutSlice, Sample
 from tests.stages.stage_rig import idle, make_group, make_sample
+from tests.transport.memory_link import take_one
 from transport import ChainLink, EntryInlet, MessageInvalid, UsageError
 
 
@@ -62,8 +64,7 @@ async def test_an_entry_is_acknowledged_once_it_and_all_behind_it_are(operations
         elif operation == "send" and held[part]:
             sent += 1
             await link.send(sent, f"{part}/{sent}")
-            lease = await link.receive()
-            assert lease is not None
+            lease = await take_one(link)
             assert lease.message == sent
             messages[part].append(lease)
             behind[part] += 1
@@ -88,10 +89,7 @@ async def test_a_refused_message_makes_dead_letters_of_its_part_alone() -> None:
     for entry in entries:
         link.entered(entry)
         await link.send(0, entry.key)
-    first, second, other = [await link.receive() for _ in entries]
-    assert first is not None
-    assert second is not None
-    assert other is not None
+    first, second, other = [await take_one(link) for _ in entries]
     link.released(entries[0])
     link.released(entries[2])
     second.poison("it is spoilt")
@@ -110,17 +108,14 @@ async def test_a_chain_of_three_stages_acknowledges_at_its_end_and_counts_the_at
     entry = Entry("7", attempt=3)
     begin = EntryInlet(Arrivals(entry), first, 5)
     middle = EntryInlet(first, second, 5)
-    lease = await begin.receive()
-    assert lease is not None
+    lease = await take_one(begin)
     await first.send(1, "7/0")
     lease.done()
-    between = await middle.receive()
-    assert between is not None
+    between = await take_one(middle)
     assert between.attempt == 3
     await second.send(2, "7/0")
     between.done()
-    last = await second.receive()
-    assert last is not None
+    last = await take_one(second)
     assert last.attempt == 3
     assert not entry.verdicts
     assert first.held(0.0).keys() == second.held(0.0).keys() == {"7"}
@@ -132,19 +127,15 @@ async def test_a_chain_of_three_stages_acknowledges_at_its_end_and_counts_the_at
 async def test_a_stage_has_no_more_in_work_than_its_window_though_its_inlet_holds_more() -> None:
     link = make_link()
     inlet = EntryInlet(Arrivals(*(Entry(str(number)) for number in range(3))), link, 2)
-    leases = [await inlet.receive(), await inlet.receive()]
-    third = asyncio.ensure_future(inlet.receive())
+    leases = [await take_one(inlet), await take_one(inlet)]
+    third = asyncio.ensure_future(take_one(inlet))
     await idle()
     assert not third.done()
     await link.send(0, "0/0")
-    assert leases[0] is not None
     leases[0].done()  # it is not acknowledged, and yet makes room
     with pytest.raises(UsageError, match="settled before"):
         leases[0].done()  # which would make room for one more
-    lease = await third
-    assert lease is not None
-    assert lease.key == "2"
-    assert leases[1] is not None
+    assert (await third).key == "2"
     leases[1].done()
     assert await inlet.receive() is None
 
@@ -157,11 +148,7 @@ async def test_send_waits_for_room_and_the_end_comes_to_all_receivers_after_ever
     await idle()
     assert not second.done()
     assert not merging.done()
-    seen = []
-    for _ in range(3):
-        lease = await link.receive()
-        assert lease is not None
-        seen.append(lease.message)
+    seen = [(await take_one(link)).message for _ in range(3)]
     await second
     receivers = [asyncio.ensure_future(link.receive()) for _ in range(3)]
     await merging  # its hub has ended, the stage before has not
@@ -192,8 +179,7 @@ async def test_a_stage_of_the_user_gets_a_copy_that_is_checked() -> None:
     link.entered(entry)
     sent = RolloutSlice(group, (sample,))
     await link.send(sent, sent.key)
-    lease = await link.receive()
-    assert lease is not None
+    lease = await take_one(link)
     assert lease.message is not sent
     [copy] = lease.message.samples
     np.testing.assert_array_equal(copy.token_ids, sample.token_ids)
@@ -202,8 +188,6 @@ async def test_a_stage_of_the_user_gets_a_copy_that_is_checked() -> None:
     lease.done()
     with pytest.raises(MessageInvalid, match="was sent where RolloutSlice is declared"):
         await link.send(sample, sent.key)  # type: ignore[arg-type]
-    from msgspec.structs import replace
-
     wrong = RolloutSlice(group, (replace(sample, reward="much"),))  # type: ignore[arg-type]
     await link.send(wrong, wrong.key)
     link.released(entry)
@@ -215,7 +199,6 @@ async def test_a_stage_of_the_user_gets_a_copy_that_is_checked() -> None:
 
 async def test_a_stage_before_a_link_may_refuse_what_it_received() -> None:
     link, entry = make_link(), Entry("3")
-    lease = await EntryInlet(Arrivals(entry), link, 1).receive()
-    assert lease is not None
+    lease = await take_one(EntryInlet(Arrivals(entry), link, 1))
     lease.poison("it cannot be read")
     assert entry.verdicts == ["it cannot be read"]

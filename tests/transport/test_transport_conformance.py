@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 import zmq
 
-from tests.transport.conformance_streams import DepartureConformance, ExtrasConformance, StreamConformance
+from tests.transport.conformance_streams import ContentConformance, DepartureConformance, StreamConformance
 from tests.transport.conformance_topics import ByteConformance, TopicConformance
 from tests.transport.memory_link import MemoryNetwork, MemoryNode, Net, ignore, take_one, until
-from transport import AddressInvalid, DeadLetter, LinkLost, LinkRefused, Node, Security, StreamSpec, zmq_link
+from transport import DeadLetter, LinkLost, LinkRefused, Node, Security, StreamSpec, zmq_link
 from transport.security import KEY_MARK, SERVER, add_client, create_keys, load_security, parse_address, with_serving_key
 from transport.zmq_link import ZmqLink
 
 
-class PortConformance(StreamConformance, DepartureConformance, ExtrasConformance, TopicConformance, ByteConformance):
+class PortConformance(StreamConformance, DepartureConformance, ContentConformance, TopicConformance, ByteConformance):
     """Everything. The subclass gives the fixture `net`."""
 
 
@@ -319,10 +319,3 @@ async def test_peers_connect_to_no_impostor(keys: Keys) -> None:
                 async with Node("run", "generate-0", own, give_up_s=0.3) as deceived:
                     with pytest.raises(LinkLost, match="heard nothing"):
                         await deceived.outlet(impostor + key, "s", bytes)
-
-
-def test_a_key_of_an_address_is_whole() -> None:
-    with pytest.raises(AddressInvalid, match="names a key of 3 characters, a Z85 key has 40"):
-        parse_address("tcp://10.0.0.1:5000|abc")
-    address = parse_address(f"tcp://[::1]:5000|{'a' * 40}")
-    assert (str(address), address.key) == ("tcp://[::1]:5000", "a" * 40)

@@ -21,38 +21,15 @@ from transport.core.topic import Entries, TopicClientCore, TopicServerCore
 from transport.errors import DecodeError
 from transport.spec import StreamSpec
 from transport.topic import Waiters
-from transport.wire import (
-    PROTOCOL,
-    Accepted,
-    Drain,
-    End,
-    Fin,
-    FinAck,
-    Hello,
-    Ping,
-    Put,
-    Refusal,
-    Refuse,
-    Report,
-    Role,
-    Settled,
-    TopicHello,
-    Welcome,
-    Who,
-    Work,
-    decode_from_hub,
-    decode_to_hub,
-    encode,
-)
 
 HEADERS, ANSWERS, BODIES = 40_000, 20_000, 40_000
 LINK_CATCHES = (msgspec.MsgspecError, ValueError, RecursionError, MemoryError)  # as `ZmqLink._hand_over` does
 SPEC = StreamSpec("s", "a", capacity_items=64, capacity_bytes=1 << 16)
 
 
-def hello(role: Role, number: int) -> Hello:
+def hello(role: wire.Role, number: int) -> wire.Hello:
     name = f"{role}-{number}"
-    return Hello(PROTOCOL, "run", "s", role, name, name, "x", "h")
+    return wire.Hello(wire.PROTOCOL, "run", "s", role, name, name, "x", "h")
 
 
 def damaged(rng: random.Random, whole: bytes, other: bytes) -> bytes:
@@ -77,14 +54,14 @@ def damaged(rng: random.Random, whole: bytes, other: bytes) -> bytes:
 def understood(rng: random.Random, messages: list[Any], decode: Any, count: int) -> Iterator[tuple[Any, bytes | None]]:
     """The damaged ones that are messages still, with a body of the size that they say, as links and ports see to."""
     for _ in range(count):
-        whole, other = (encode(rng.choice(messages)) for _ in range(2))
+        whole, other = (wire.encode(rng.choice(messages)) for _ in range(2))
         try:
             message = decode(damaged(rng, whole, other))
         except LINK_CATCHES:
             continue
-        size = message.size if isinstance(message, Put | Work) else 0
+        size = message.size if isinstance(message, wire.Put | wire.Work) else 0
         if size <= 1 << 14:
-            yield message, bytes(size) if isinstance(message, Put | Work) else None
+            yield message, bytes(size) if isinstance(message, wire.Put | wire.Work) else None
 
 
 def test_a_hub_goes_on() -> None:
@@ -94,13 +71,14 @@ def test_a_hub_goes_on() -> None:
     peers = [hello(role, number) for role in ("producer", "consumer") for number in range(3)]  # type: ignore[arg-type]
     hub.on_message(0.0, routes[0], peers[0])  # says what the stream carries
     messages = [
-        *peers, Ping(), Drain(), Fin(), Fin(True), FinAck(), *(Put(seq, f"k{seq}", 3, 0) for seq in range(1, 200)),
-        *(Report(1, s, 0, 8, 1 << 20, (1,), tuple(range(s, s + 9)), (Refusal(s, 1, "poison", "why"),), None)
+        *peers, wire.Ping(), wire.Drain(), wire.Fin(), wire.Fin(True), wire.FinAck(),
+        *(wire.Put(seq, f"k{seq}", 3, 0) for seq in range(1, 200)),
+        *(wire.Report(1, s, 0, 8, 1 << 20, (1,), tuple(range(s, s + 9)), (wire.Refusal(s, 1, "poison", "why"),), None)
           for s in range(1, 60)),
-        *(Report(1, s, 0, 4, 1 << 20, held=(s, 2 * s)) for s in range(1, 30)),
+        *(wire.Report(1, s, 0, 4, 1 << 20, held=(s, 2 * s)) for s in range(1, 30)),
     ]  # fmt: skip
     taken = 0
-    for taken, (message, body) in enumerate(understood(rng, messages, decode_to_hub, HEADERS), 1):
+    for taken, (message, body) in enumerate(understood(rng, messages, wire.decode_to_hub, HEADERS), 1):
         hub.on_message(taken / 100, rng.choice([*routes, b"stranger"]), message, body)
         if taken % 20 == 0:
             hub.on_timer(taken / 100)
@@ -118,40 +96,42 @@ def delivers(hub: HubCore, now: float) -> bool:
     hub.on_message(now, b"p", hello("producer", 8))
     hub.on_message(now, b"c", hello("consumer", 8))
     for sent in hub.flush(now):
-        if sent.route == b"c" and isinstance(sent.message, Welcome):
+        if sent.route == b"c" and isinstance(sent.message, wire.Welcome):
             session = sent.message.session
     done: tuple[int, ...] = ()
     seen, offered = 0, False
     for _ in range(2000):
         now += 0.01
         if not offered:
-            hub.on_message(now, b"p", Put(1, "the last", 3, 0), b"abc")
-        hub.on_message(now, b"p", Ping())
-        hub.on_message(now, b"c", Report(hub.epoch, session, seen, seen + 8, 1 << 30, (), done))
+            hub.on_message(now, b"p", wire.Put(1, "the last", 3, 0), b"abc")
+        hub.on_message(now, b"p", wire.Ping())
+        hub.on_message(now, b"c", wire.Report(hub.epoch, session, seen, seen + 8, 1 << 30, (), done))
         hub.on_timer(now)
         for sent in hub.flush(now):
-            offered = offered or (sent.route == b"p" and isinstance(sent.message, Accepted) and 1 in sent.message.seqs)
-            if sent.route == b"c" and isinstance(sent.message, Work):
-                seen, done = sent.message.serial, (*done, sent.message.id)
-                if sent.message.key == "the last":
-                    return True
+            match sent.route, sent.message:
+                case b"p", wire.Accepted(seqs=seqs) if 1 in seqs:
+                    offered = True
+                case b"c", wire.Work() as work:
+                    seen, done = work.serial, (*done, work.id)
+                    if work.key == "the last":
+                        return True
     return False
 
 
 @pytest.mark.parametrize("role", ["producer", "consumer"])
-def test_its_peers_go_on(role: Role) -> None:
+def test_its_peers_go_on(role: wire.Role) -> None:
     rng = random.Random(role)
     core: Any = ProducerCore(hello(role, 0)) if role == "producer" else ConsumerCore(hello(role, 0), 8, 1 << 16)
     core.on_link_up(0.0)
-    welcome = Welcome(1, 1, 30.0, 1 << 20, 8, 1 << 16, 0, 0)
     messages = [
-        welcome, *[Welcome(epoch, 2, 30.0, 1 << 20, 8, 1 << 16, 0, 0) for epoch in (1, 2)], Who(), End(1), Fin(),
-        FinAck(), Refuse("refused", "why"), *(Accepted(1, (n, n + 1), n + 8, 1 << 20) for n in range(50)),
-        *(Work(1, 1, n, n, 3 * n, 1, f"k{n}", 3, 0) for n in range(1, 50)),
-        *(Settled(1, 1, (n, n + 1), n, 3 * n) for n in range(50)),
+        *(wire.Welcome(epoch, session, 30.0, 1 << 20, 8, 1 << 16, 0, 0) for epoch, session in ((1, 1), (1, 2), (2, 2))),
+        wire.Who(), wire.End(1), wire.Fin(), wire.FinAck(), wire.Refuse("refused", "why"),
+        *(wire.Accepted(1, (n, n + 1), n + 8, 1 << 20) for n in range(50)),
+        *(wire.Work(1, 1, n, n, 3 * n, 1, f"k{n}", 3, 0) for n in range(1, 50)),
+        *(wire.Settled(1, 1, (n, n + 1), n, 3 * n) for n in range(50)),
     ]  # fmt: skip
     taken = 0
-    for taken, (message, body) in enumerate(understood(rng, messages, decode_from_hub, ANSWERS // 2), 1):
+    for taken, (message, body) in enumerate(understood(rng, messages, wire.decode_from_hub, ANSWERS // 2), 1):
         arguments = (message,) if role == "producer" else (message, body)
         core.on_message(taken / 100, *arguments)
         if role == "producer" and taken % 5 == 0:
@@ -194,7 +174,7 @@ class Pair:
         self.clients: dict[bytes, TopicClientCore] = {}
         for number in range(3):
             route = bytes([number])
-            self.clients[route] = TopicClientCore(TopicHello(PROTOCOL, "run", f"c{number}", f"i{number}"))
+            self.clients[route] = TopicClientCore(wire.TopicHello(wire.PROTOCOL, "run", f"c{number}", f"i{number}"))
             self.clients[route].start(0.0)
 
     def exchange(self) -> None:
@@ -281,7 +261,7 @@ def test_a_round_of_figures_costs_no_message_to_the_other_clients() -> None:
     server = TopicServerCore("run", 1, private=("stats/",))
     routes = [bytes([number]) for number in range(100)]
     for route in routes:
-        server.on_message(route, TopicHello(PROTOCOL, "run", f"c{route[0]}", f"i{route[0]}"), None)
+        server.on_message(route, wire.TopicHello(wire.PROTOCOL, "run", f"c{route[0]}", f"i{route[0]}"), None)
     server.flush()
     for route in routes:
         server.on_message(route, wire.TopicPut(1, f"stats/c{route[0]}"), b"figures")

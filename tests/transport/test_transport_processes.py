@@ -8,8 +8,8 @@ import random
 import signal
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -30,9 +30,11 @@ class Fleet:
     jobs: Hub
     results: Hub
     letters: list[DeadLetter]
-    inlet: Inlet[bytes]
     work_s: float
+    count: int
+    got: Counter[str] = field(default_factory=Counter)
     running: dict[str, asyncio.subprocess.Process] = field(default_factory=dict)
+    collecting: asyncio.Task[None] = field(init=False)
     deaths: int = 0
 
     async def keep(self, replica: str, *, supervised: bool) -> None:
@@ -49,117 +51,86 @@ class Fleet:
             if supervised:
                 self.jobs.peer_lost(replica)
 
-    async def collect(self, count: int) -> Counter[str]:
+    async def feed(self, deadly: int) -> None:
+        outlet = await self.node.outlet(self.jobs.address, "jobs", bytes)
+        for number in range(self.count):
+            await outlet.send(b"deadly" if number == deadly else b"x" * 1000, f"job{number}")
+
+    async def collect(self, inlet: Inlet[bytes], count: int) -> None:
         """Results by key until there are `count` different ones. Unblocked by results."""
-        got: Counter[str] = Counter()
-        while len(got) < count:
-            lease = await take_one(self.inlet)
-            got[lease.key] += 1
+        while len(self.got) < count:
+            lease = await take_one(inlet)
+            self.got[lease.key] += 1
             lease.done()
-        return got
 
 
-Fleets = Callable[..., AbstractAsyncContextManager[Fleet]]
-
-
-@pytest.fixture
-def fleet(run_dir: Path) -> Fleets:
-    @asynccontextmanager
-    async def opened(work_s: float, lease_s: float) -> AsyncIterator[Fleet]:
+@asynccontextmanager
+async def fleet(
+    run_dir: Path, *replicas: str, work_s: float, lease_s: float, count: int, supervised: bool = True, deadly: int = -1
+) -> AsyncIterator[Fleet]:
+    """So many jobs on their way through these replicas; at the end each result but the deadly one's is there once."""
+    async with asyncio.timeout(100), Node("run", "main") as node:
         letters: list[DeadLetter] = []
-        async with asyncio.timeout(100), Node("run", "main") as node:
-            spec = StreamSpec("jobs", f"ipc://{run_dir}/j", 100, lease_s=lease_s, max_attempts=4)
-            jobs = await node.hub(spec, letters.append)
-            results = await node.hub(StreamSpec("results", f"ipc://{run_dir}/r"), letters.append)
-            inlet = await node.inlet(results.address, "results", bytes, window_items=64)
-            made = Fleet(node, jobs, results, letters, inlet, work_s)
-            try:
+        spec = StreamSpec("jobs", f"ipc://{run_dir}/j", 100, lease_s=lease_s, max_attempts=4)
+        jobs = await node.hub(spec, letters.append)
+        results = await node.hub(StreamSpec("results", f"ipc://{run_dir}/r"), letters.append)
+        inlet = await node.inlet(results.address, "results", bytes, window_items=64)
+        made = Fleet(node, jobs, results, letters, work_s, count)
+        try:
+            async with asyncio.TaskGroup() as group:
+                for replica in replicas:
+                    group.create_task(made.keep(replica, supervised=supervised))
+                group.create_task(made.feed(deadly))
+                made.collecting = group.create_task(made.collect(inlet, count - (deadly >= 0)))
                 yield made
-            finally:
-                for process in made.running.values():
-                    with contextlib.suppress(ProcessLookupError):  # it has ended by itself
-                        process.kill()
-
-    return opened
-
-
-async def feed(made: Fleet, count: int, deadly: int = -1) -> None:
-    outlet = await made.node.outlet(made.jobs.address, "jobs", bytes)
-    for number in range(count):
-        await outlet.send(b"deadly" if number == deadly else b"x" * 1000, f"job{number}")
+                await made.collecting
+                jobs.finish()
+                await jobs.wait_empty()
+        finally:
+            for process in made.running.values():
+                with contextlib.suppress(ProcessLookupError):  # it has ended by itself
+                    process.kill()
+    assert set(made.got.values()) == {1}
+    assert [letter.key for letter in letters] == ([f"job{deadly}"] if deadly >= 0 else [])
 
 
-async def test_a_killed_consumer_loses_nothing_even_unseen(fleet: Fleets) -> None:
+async def test_a_killed_consumer_loses_nothing_even_unseen(run_dir: Path) -> None:
     """No supervisor: the broken connection alone hands the work over, long before the lease ends."""
-    async with fleet(0.02, lease_s=60.0) as f, asyncio.TaskGroup() as group:
-        group.create_task(f.keep("victim", supervised=False))
-        group.create_task(feed(f, 40))
-        collecting = group.create_task(f.collect(40))
+    async with fleet(run_dir, "victim", work_s=0.02, lease_s=60.0, count=40, supervised=False) as f:
         await until(lambda: f.results.stats().accepted >= 5)
         f.running["victim"].kill()
-        got = await collecting
-        f.jobs.finish()
-        await f.jobs.wait_empty()
-    assert set(got.values()) == {1}
     assert f.deaths == 1
     assert f.jobs.stats().redelivered >= 1
-    assert f.letters == []
 
 
 @pytest.mark.slow
-async def test_a_frozen_consumer_is_replaced_and_its_late_answers_are_suppressed(fleet: Fleets) -> None:
-    async with fleet(0.01, lease_s=0.6) as f, asyncio.TaskGroup() as group:
-        for replica in ("frozen", "other"):
-            group.create_task(f.keep(replica, supervised=True))
-        group.create_task(feed(f, 60))
-        collecting = group.create_task(f.collect(60))
+async def test_a_frozen_consumer_is_replaced_and_its_late_answers_are_suppressed(run_dir: Path) -> None:
+    async with fleet(run_dir, "frozen", "other", work_s=0.01, lease_s=0.6, count=60) as f:
         await until(lambda: f.results.stats().accepted >= 10 and len(f.jobs.core.consumers) == 2)
         f.running["frozen"].send_signal(signal.SIGSTOP)
-        got = await collecting  # complete although one replica stands still
+        await f.collecting  # complete although one replica stands still
         f.running["frozen"].send_signal(signal.SIGCONT)
-        f.jobs.finish()
-    assert set(got.values()) == {1}
-    assert f.letters == []
 
 
 @pytest.mark.slow
-async def test_kills_at_random_lose_nothing(fleet: Fleets) -> None:
-    rng = random.Random(1)
-    async with fleet(0.004, lease_s=5.0) as f, asyncio.TaskGroup() as group:
-        for replica in ("a", "b", "c"):
-            group.create_task(f.keep(replica, supervised=True))
-        group.create_task(feed(f, 1500))
-        collecting = group.create_task(f.collect(1500))
-        kills = 0
-        while kills < 12:
+async def test_kills_at_random_lose_nothing(run_dir: Path) -> None:
+    rng, kills = random.Random(1), 0
+    async with fleet(run_dir, "a", "b", "c", work_s=0.004, lease_s=5.0, count=1500) as f:
+        while kills < 12 and not f.collecting.done():
             await asyncio.sleep(0.15)
             live = [process for process in f.running.values() if process.returncode is None]
-            if len(f.jobs.core.consumers) >= 2 and not collecting.done():
+            if len(f.jobs.core.consumers) >= 2 and not f.collecting.done():
                 rng.choice(live).kill()
                 kills += 1
-            elif collecting.done():
-                break
-        got = await collecting
-        f.jobs.finish()
-        await f.jobs.wait_empty()
-    assert set(got.values()) == {1}
-    assert len(got) == 1500
-    assert f.letters == []
     assert kills >= 3
 
 
 @pytest.mark.slow
-async def test_a_deadly_message_is_buried_and_its_neighbours_live(fleet: Fleets) -> None:
-    async with fleet(0.001, lease_s=5.0) as f, asyncio.TaskGroup() as group:
-        for replica in ("a", "b"):
-            group.create_task(f.keep(replica, supervised=True))
-        group.create_task(feed(f, 50, deadly=20))
-        got = await f.collect(49)
-        f.jobs.finish()
-        await f.jobs.wait_empty()
-    assert set(got.values()) == {1}
+async def test_a_deadly_message_is_buried_and_its_neighbours_live(run_dir: Path) -> None:
+    async with fleet(run_dir, "a", "b", work_s=0.001, lease_s=5.0, count=50, deadly=20) as f:
+        pass
     [letter] = f.letters
-    assert (letter.key, letter.body) == ("job20", b"\xc4\x06deadly")
+    assert letter.body == b"\xc4\x06deadly"
     assert "of max_attempts=4" in letter.reason
 
 
