@@ -256,6 +256,11 @@ def test_a_window_is_never_exceeded_whatever_is_lost(
         assert len(held) <= window_items
         assert sum(held) <= window_bytes or len(held) == 1
         assert (receiver.held_items, receiver.held_bytes) == (len(held), sum(held))
+    receiver.see(sender.sent_items, sender.sent_bytes)
+    for size in held:
+        receiver.release(size)
+    all_of_it = (sender.sent_items + window_items, sender.sent_bytes + window_bytes)
+    assert (receiver.limit_items, receiver.limit_bytes) == all_of_it, "all credit comes back when all is finished"
 
 
 @given(items=st.integers(1, 10**6), size=st.integers(1, 1 << 40), held=st.integers(0, 2 * 10**6))
