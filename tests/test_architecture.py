@@ -141,6 +141,7 @@ SEAMS = {
     "processes are numbers inside pipeline/hosts alone": (r"os\.kill|killpg|getpgid|/proc/", "pipeline/(?!hosts/)"),
     "the nearest known name is found in one place": (r"difflib", r"(?!configs/schema/notation\.py)"),
     "no import path is taken apart but in one place": (r"importlib\.import_module", "pipeline/|transport/"),
+    "text is run in the sandbox alone": (r"(?<![.\w])(eval|exec)\(", "(?!stages/sandbox/)"),
     "what goes between stages has types": (
         r"dict\[str, (Any|object)\]",
         "transport/|stages/[a-z_]+\\.py|stages/(engines|sampling|generate|group|prompts|train|evaluate|reward)/",

@@ -9,17 +9,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.chaos.suite import (
-    Running,
-    Verdict,
-    agent_cases,
-    auto_cases,
-    calls_cases,
-    cases,
-    stop_cases,
-    sync_cases,
-    table,
-)
+from tests.chaos.suite import Running, Verdict, auto_cases, cases, stop_cases, table
 
 
 def main() -> int:
@@ -36,11 +26,8 @@ def main() -> int:
     sys.stdout.write(f"make chaos KILLS={arguments.kills} SEED={arguments.seed}\n")
     home = arguments.keep or Path(tempfile.mkdtemp(prefix="chaos-"))
     verdicts: list[Verdict] = []
-    made = (
-        (agent_cases if arguments.agents else sync_cases)(arguments.seed, arguments.kills, home)
-        if arguments.sync or arguments.agents
-        else (calls_cases if arguments.calls else cases)(arguments.seed, arguments.kills)
-    )
+    kind = next((kind for kind in ("agents", "sync", "calls") if getattr(arguments, kind)), "")
+    made = cases(arguments.seed, arguments.kills, kind, home)
     made = auto_cases(made) if arguments.auto else stop_cases(made) if arguments.stops else made
     for number, case in enumerate(made):
         started, place = time.monotonic(), home / f"{arguments.seed}-{number}"
@@ -48,12 +35,10 @@ def main() -> int:
         verdicts.append(verdict)
         sys.stdout.write(f"{case.name}: {len(verdict.done)} kills, {verdict.resumes} resumes, ")
         sys.stdout.write(f"{time.monotonic() - started:.0f} s: {'; '.join(map(str, verdict.done))}\n")
-        if verdict.figures:
-            sys.stdout.write(f"  {verdict.figures}\n")
-        for kill in verdict.missed:
-            sys.stdout.write(f"  not reached: {kill}\n")
-        for fault in verdict.faults:
-            sys.stdout.write(f"  {fault.kind.upper()}: {fault.text}\n")
+        more = [verdict.figures] if verdict.figures else []
+        more += [f"not reached: {kill}" for kill in verdict.missed]
+        more += [f"{fault.kind.upper()}: {fault.text}" for fault in verdict.faults]
+        sys.stdout.write("".join(f"  {line}\n" for line in more))
         if verdict.faults:
             sys.stdout.write(f"  kept in {place}\n")
         else:

@@ -11,6 +11,7 @@ trained a whole batch, and no token was older than the bound.
 
 from __future__ import annotations
 
+import itertools
 import json
 import struct
 import zlib
@@ -43,8 +44,9 @@ class Fault:
 
 
 class Faults(list[Fault]):
-    def add(self, kind: str, text: str) -> None:
-        self.append(Fault(kind, text))
+    def expect(self, holds: bool, kind: str, text: str) -> None:
+        if not holds:
+            self.append(Fault(kind, text))
 
 
 @dataclass
@@ -78,9 +80,8 @@ def judge(run_dir: Path, expected: Expected) -> list[Fault]:
     history = replay(list(journal(run_dir / "ledger.jsonl", faults)), expected, faults)
     last = history[-1]
     for group in sorted(last.open):
-        faults.add(LOST, f"group {group} has no end")
-    if last.step != expected.steps:
-        faults.add(LOST, f"the last step of the journal is {last.step} of {expected.steps}")
+        faults.expect(False, LOST, f"group {group} has no end")
+    faults.expect(last.step == expected.steps, LOST, f"last step of the journal is {last.step} of {expected.steps}")
     judge_metrics(run_dir / "metrics.jsonl", history, expected, faults)
     judge_checkpoints(run_dir / "checkpoints", history, expected, faults)
     return faults
@@ -93,10 +94,10 @@ def journal(path: Path, faults: Faults) -> Iterator[dict[str, Any]]:
     """Its lines; one that cannot be read is a fault, wherever it stands."""
     for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
         before, mark, after = line.rpartition(b',"crc":')
-        if not mark or after != b'"%08x"}\n' % zlib.crc32(before + b"}"):
-            faults.add(DISAGREE, f"line {number} of the journal is damaged")
-            continue
-        yield json.loads(line)
+        whole = bool(mark) and after == b'"%08x"}\n' % zlib.crc32(before + b"}")
+        faults.expect(whole, DISAGREE, f"line {number} of the journal is damaged")
+        if whole:
+            yield json.loads(line)
 
 
 def replay(events: Iterable[dict[str, Any]], expected: Expected, faults: Faults) -> list[State]:
@@ -105,10 +106,9 @@ def replay(events: Iterable[dict[str, Any]], expected: Expected, faults: Faults)
     for event in events:
         if event["type"] == "rollback":
             history = rolled_back(history, event, faults)
-            continue
-        state = history[-1].copy()
-        _apply(event, state, expected, faults)
-        history.append(state)
+        else:
+            history.append(history[-1].copy())
+            _apply(event, history[-1], expected, faults)
     return history
 
 
@@ -122,32 +122,32 @@ def _apply(event: dict[str, Any], state: State, expected: Expected, faults: Faul
             _step(event, state, expected, faults)
         case "commit":
             state.committed = True
-            if event["step"] != state.step:
-                faults.add(DISAGREE, f"a checkpoint of step {event['step']} is written down in step {state.step}")
+            words = f"a checkpoint of step {event['step']} is written down in step {state.step}"
+            faults.expect(event["step"] == state.step, DISAGREE, words)
         case "begin" | "change":  # of a start of the program, and by the user: neither touches the books
             pass
         case other:
-            faults.add(DISAGREE, f"the journal knows no line of type {other}")
+            faults.expect(False, DISAGREE, f"the journal knows no line of type {other}")
 
 
 def _admit(event: dict[str, Any], state: State, faults: Faults) -> None:
     group, position = event["group"], event["position"]
-    if group != state.next_group:
-        faults.add(LOST, f"group {group} is admitted where group {state.next_group} was next")
-    if position != state.cursor and not event["requeued"]:
-        faults.add(LOST, f"group {group} asks position {position} where {state.cursor} was next")
+    next_, cursor = state.next_group, state.cursor
+    faults.expect(group == next_, LOST, f"group {group} is admitted where group {next_} was next")
+    in_turn = position == cursor or event["requeued"]
+    faults.expect(in_turn, LOST, f"group {group} asks position {position} where {cursor} was next")
     state.next_group = max(state.next_group, group + 1)
     state.cursor = max(state.cursor, position + 1)
     state.open[group] = (position, event["requeued"])
 
 
 def _settle(event: dict[str, Any], state: State, faults: Faults) -> None:
-    group, outcome = event["group"], event["outcome"]
+    group, outcome, step = event["group"], event["outcome"], event["step"]
     if outcome == "trained":
-        if group in state.ended:
-            faults.add(TWICE, f"group {group} is trained in step {event['step']} and was {state.ended[group]} before")
-        if event["step"] != state.step + 1:
-            faults.add(DISAGREE, f"group {group} is trained for step {event['step']} after step {state.step}")
+        before = state.ended.get(group)
+        faults.expect(before is None, TWICE, f"group {group} is trained in step {step} and was {before} before")
+        in_turn = step == state.step + 1
+        faults.expect(in_turn, DISAGREE, f"group {group} is trained for step {step} after step {state.step}")
         state.batch.append(group)
     if group in state.ended:  # the first end counts; a second one is only told of again
         state.duplicates += 1
@@ -155,24 +155,22 @@ def _settle(event: dict[str, Any], state: State, faults: Faults) -> None:
         del state.open[group]
         state.ended[group] = outcome
     else:
-        faults.add(DISAGREE, f"group {group} ends as {outcome} and was never admitted")
+        faults.expect(False, DISAGREE, f"group {group} ends as {outcome} and was never admitted")
 
 
 def _step(event: dict[str, Any], state: State, expected: Expected, faults: Faults) -> None:
-    step, token_hash = event["step"], event["token_hash"]
-    if step <= state.step:
-        faults.add(TWICE, f"step {step} is there again after step {state.step}")
-    elif step > state.step + 1:
-        faults.add(LOST, f"step {step} follows step {state.step}")
-    if len(state.batch) != expected.groups_per_step:
-        faults.add(LOST, f"step {step} trained {len(state.batch)} groups of {expected.groups_per_step}")
-    if token_hash in state.hashes:
-        faults.add(TWICE, f"steps {state.hashes[token_hash]} and {step} trained the same tokens")
-    if event["oldest"] > expected.bound:
-        faults.add(STALE, f"step {step} trained tokens {event['oldest']} versions old, over {expected.bound}")
+    step, token_hash, oldest, size = event["step"], event["token_hash"], event["oldest"], len(state.batch)
+    faults.expect(step > state.step, TWICE, f"step {step} is there again after step {state.step}")
+    faults.expect(step <= state.step + 1, LOST, f"step {step} follows step {state.step}")
+    whole = expected.groups_per_step
+    faults.expect(size == whole, LOST, f"step {step} trained {size} groups of {whole}")
+    same = state.hashes.get(token_hash)
+    faults.expect(same is None, TWICE, f"steps {same} and {step} trained the same tokens")
+    bound = expected.bound
+    faults.expect(oldest <= bound, STALE, f"step {step} trained tokens {oldest} versions old, over {bound}")
     state.step, state.batch, state.committed = step, [], False
     state.hashes[token_hash] = step
-    state.oldest[step] = event["oldest"]
+    state.oldest[step] = oldest
 
 
 def rolled_back(history: list[State], event: dict[str, Any], faults: Faults) -> list[State]:
@@ -183,21 +181,21 @@ def rolled_back(history: list[State], event: dict[str, Any], faults: Faults) -> 
         if (state.step, state.next_group, set(state.open), state.batch) == (step, next_group, reopened, []):
             break
     else:
-        faults.add(
-            DISAGREE, f"a run went on from step {step} with other groups in flight than there were: {sorted(reopened)}"
+        flying = sorted(reopened)
+        faults.expect(
+            False, DISAGREE, f"a run went on from step {step} with other groups in flight than there were: {flying}"
         )
         place = max((i for i, state in enumerate(history) if state.step <= step), default=0)
         state = history[place]
-    if any(later.committed for later in history[place:] if later.step > step):
-        newest = max(later.step for later in history[place:] if later.committed)
-        faults.add(LOST, f"a run went on from step {step} although step {newest} was in a checkpoint")
-    if not set(event["restored"]) <= reopened:
-        faults.add(DISAGREE, f"groups restored in step {step} were not open: {event['restored']}")
+    newest = max((later.step for later in history[place:] if later.committed), default=0)
+    faults.expect(newest <= step, LOST, f"a run went on from step {step} although step {newest} was in a checkpoint")
+    restored = event["restored"]
+    faults.expect(set(restored) <= reopened, DISAGREE, f"groups restored in step {step} were not open: {restored}")
     resumed = state.copy()
-    resumed.run_generation = event["run_generation"]
-    if step and resumed.run_generation <= state.run_generation:
-        now, before = resumed.run_generation, state.run_generation
-        faults.add(DISAGREE, f"run generation {now} follows run generation {before}: labels of weights repeat")
+    resumed.run_generation = now = event["run_generation"]
+    newer = not step or now > state.run_generation
+    words = f"run generation {now} follows run generation {state.run_generation}: labels of weights repeat"
+    faults.expect(newer, DISAGREE, words)
     return [*history[: place + 1], resumed]
 
 
@@ -208,34 +206,32 @@ def judge_metrics(path: Path, history: list[State], expected: Expected, faults: 
     """One row of training per step, in order, with the books of the journal after that step."""
     lines = path.read_bytes().splitlines(keepends=True)
     if lines and not lines[-1].endswith(b"\n"):
-        faults.add(DISAGREE, f"the last line of {path.name} is torn")
+        faults.expect(False, DISAGREE, f"the last line of {path.name} is torn")
         lines.pop()
     rows = [json.loads(line) for line in lines]
     trained = [row for row in rows if "ledger/trained" in row]
     steps = [row["step"] for row in trained]
     for step in range(1, expected.steps + 1):
-        if steps.count(step) != 1:
-            faults.add(LOST if step not in steps else TWICE, f"{steps.count(step)} rows of step {step}")
-    if steps != sorted(steps):
-        faults.add(DISAGREE, f"rows are out of order: {steps}")
+        times = steps.count(step)
+        faults.expect(times == 1, TWICE if times else LOST, f"{times} rows of step {step}")
+    faults.expect(steps == sorted(steps), DISAGREE, f"rows are out of order: {steps}")
     after: dict[int, State] = {}
     for state in history:
         after.setdefault(state.step, state)  # the first state of a step is the one that its line made
     for row in trained:
-        if row["step"] not in after or row["step"] == 0:
-            faults.add(DISAGREE, f"a row of step {row['step']}, which the journal does not know")
+        step, oldest = row["step"], row["staleness/max"]
+        if step not in after or step == 0:
+            faults.expect(False, DISAGREE, f"a row of step {step}, which the journal does not know")
             continue
-        state = after[row["step"]]
+        state = after[step]
         messages = {name: row[f"ledger/{name}"] for name in ("trained", "stale", "failed", "filtered", "discarded")}
         messages |= {"open": row["ledger/open"], "duplicates": row["ledger/duplicates"]}
         known = dict.fromkeys(messages, 0) | state.counts | {"open": len(state.open), "duplicates": state.duplicates}
-        if messages != known:
-            faults.add(DISAGREE, f"row of step {row['step']} has {messages}, the journal {known}")
-        oldest = row["staleness/max"]
-        if oldest > expected.bound:
-            faults.add(STALE, f"row of step {row['step']}: {oldest:g} versions, over {expected.bound}")
-        if oldest != state.oldest.get(row["step"]):
-            faults.add(DISAGREE, f"row of step {row['step']}: staleness {oldest:g}, the journal says another")
+        faults.expect(messages == known, DISAGREE, f"row of step {step} has {messages}, the journal {known}")
+        bound = expected.bound
+        faults.expect(oldest <= bound, STALE, f"row of step {step}: {oldest:g} versions, over {bound}")
+        same = oldest == state.oldest.get(step)
+        faults.expect(same, DISAGREE, f"row of step {step}: staleness {oldest:g}, the journal says another")
 
 
 # ---------------------------------------------------------------------- checkpoints
@@ -246,16 +242,13 @@ def judge_checkpoints(root: Path, history: list[State], expected: Expected, faul
     newest, count = 0, 0
     for directory in sorted(root.iterdir()):
         if directory.name.startswith("."):
-            faults.add(DISAGREE, f"{directory.name} was left behind")
-            continue
-        manifest = _manifest(directory, faults)
-        if manifest is not None:
+            faults.expect(False, DISAGREE, f"{directory.name} was left behind")
+        elif (manifest := _manifest(directory, faults)) is not None:
             newest, count = max(newest, manifest["step"]), count + 1
             _judge_ledger(directory, manifest, history, faults)
-    if newest != expected.steps:
-        faults.add(LOST, f"the newest checkpoint is of step {newest}, the run ended with {expected.steps}")
-    if count > expected.keep_last_n:
-        faults.add(DISAGREE, f"{count} checkpoints were kept, {expected.keep_last_n} asked for")
+    steps, keeps = expected.steps, expected.keep_last_n
+    faults.expect(newest == steps, LOST, f"the newest checkpoint is of step {newest}, the run ended with {steps}")
+    faults.expect(count <= keeps, DISAGREE, f"{count} checkpoints were kept, {keeps} asked for")
 
 
 def _manifest(directory: Path, faults: Faults) -> dict[str, Any] | None:
@@ -273,13 +266,10 @@ def _manifest(directory: Path, faults: Faults) -> dict[str, Any] | None:
             if (len(content), xxhash.xxh3_128(content).hexdigest()) != (files[name]["size"], files[name]["xxh3"]):
                 wrong.append(name)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        faults.add(DISAGREE, f"{directory.name} cannot be read: {error!r}")
+        faults.expect(False, DISAGREE, f"{directory.name} cannot be read: {error!r}")
         return None
-    if wrong:
-        faults.add(DISAGREE, f"{directory.name} is damaged: {', '.join(wrong)}")
-        return None
-    manifest: dict[str, Any] = sealed["manifest"]
-    return manifest
+    faults.expect(not wrong, DISAGREE, f"{directory.name} is damaged: {', '.join(wrong)}")
+    return None if wrong else sealed["manifest"]
 
 
 def _judge_ledger(directory: Path, manifest: dict[str, Any], history: list[State], faults: Faults) -> None:
@@ -287,17 +277,17 @@ def _judge_ledger(directory: Path, manifest: dict[str, Any], history: list[State
     open_ = {group: (position, requeued) for group, position, requeued in ledger["open"]}
     counts = {outcome: n for outcome, n in ledger["counts"].items() if n}
     held = (manifest["step"], manifest["run_generation"], ledger["next_group"], ledger["cursor"], open_, counts)
-    for state in history:
-        known = (state.step, state.run_generation, state.next_group, state.cursor, state.open, state.counts)
-        if (known, state.duplicates, state.batch) == (held, ledger["duplicates"], []):
-            break
-    else:
-        faults.add(DISAGREE, f"{directory.name} holds books that the journal never had: {held}")
-    if manifest["version"] != manifest["step"]:
-        faults.add(DISAGREE, f"{directory.name} holds version {manifest['version']}")
-    waiting = _groups_kept(directory / "buffer.msgpack")
-    if len(waiting) != len(set(waiting)) or not set(waiting) <= set(open_):
-        faults.add(DISAGREE, f"{directory.name} keeps groups {waiting} for the trainer, open are {sorted(open_)}")
+    known = [
+        (state.step, state.run_generation, state.next_group, state.cursor, state.open, state.counts)
+        for state in history
+        if (state.duplicates, state.batch) == (ledger["duplicates"], [])
+    ]
+    faults.expect(held in known, DISAGREE, f"{directory.name} holds books that the journal never had: {held}")
+    version, waiting = manifest["version"], _groups_kept(directory / "buffer.msgpack")
+    faults.expect(version == manifest["step"], DISAGREE, f"{directory.name} holds version {version}")
+    each_open = len(waiting) == len(set(waiting)) and set(waiting) <= set(open_)
+    words = f"{directory.name} keeps groups {waiting} for the trainer, open are {sorted(open_)}"
+    faults.expect(each_open, DISAGREE, words)
 
 
 def _groups_kept(path: Path) -> list[int]:
@@ -341,12 +331,10 @@ def trained_by(run_dir: Path, expected: Expected) -> Trained:
 
 def judge_same(found: Trained, undisturbed: Trained) -> list[Fault]:
     """Where a run differs from the undisturbed one: its first batch that does, and its weights."""
-    faults: list[Fault] = []
-    if found.batches != undisturbed.batches:
-        both = zip(found.batches, undisturbed.batches, strict=False)
-        behind = min(len(found.batches), len(undisturbed.batches)) + 1
-        step = next((at for at, (one, other) in enumerate(both, 1) if one != other), behind)
-        faults.append(Fault(OTHERWISE, f"step {step} trained other tokens than in the undisturbed run"))
-    if found.weights != undisturbed.weights:
-        faults.append(Fault(OTHERWISE, "the weights differ from those of the undisturbed run"))
+    faults = Faults()
+    both = itertools.zip_longest(found.batches, undisturbed.batches)
+    step = next((at for at, (one, other) in enumerate(both, 1) if one != other), 0)
+    faults.expect(not step, OTHERWISE, f"step {step} trained other tokens than in the undisturbed run")
+    same = found.weights == undisturbed.weights
+    faults.expect(same, OTHERWISE, "the weights differ from those of the undisturbed run")
     return faults

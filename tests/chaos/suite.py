@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -43,7 +43,7 @@ from tests.chaos.kills import (
     draw_fatal,
     draw_stops,
     marked,
-)
+)  # fmt: skip
 from tests.chaos.oracle import KINDS, Expected, Fault, Trained, judge, judge_same, trained_by
 
 ROOT = Path(__file__).parent.parent.parent
@@ -93,7 +93,6 @@ class Case:
 class Verdict:
     """What became of a case."""
 
-    case: Case
     done: list[Kill] = field(default_factory=list)
     missed: list[Kill] = field(default_factory=list)  # their moment never came
     resumes: int = 0
@@ -111,80 +110,69 @@ def flags(*, seed: int, save_interval: int = 1, computes: bool = False, warm: bo
     return found
 
 
+def without(given: list[str], *names: str) -> list[str]:
+    """The flags without these and their values."""
+    places = [given.index(name) for name in names]
+    return [text for at, text in enumerate(given) if at not in places and at - 1 not in places]
+
+
 def sync_flags(*, seed: int, save_interval: int = 1) -> list[str]:
     """Of a sync run that computes: what it trains depends on nothing but its flags."""
     found = flags(seed=seed, save_interval=save_interval, computes=True)
-    place = found.index("--max-staleness")
-    del found[place : place + 2]
-    return ["--mode", "sync", "--deterministic", *found]
+    return ["--mode", "sync", "--deterministic", *without(found, "--max-staleness")]
+
+
+_OF_ROWS = ("--prompt-data", "--label-key", "--eval-prompt-data", "--eval-interval", "--num-rollout")
 
 
 def calls_flags(*, seed: int, steps: int) -> list[str]:
     """Of a run whose environment writes a counter."""
-    found = flags(seed=seed)
-    for name in ("--prompt-data", "--label-key", "--rm-type", "--eval-prompt-data", "--eval-interval", "--num-rollout"):
-        place = found.index(name)
-        del found[place : place + 2]
+    found = without(flags(seed=seed), *_OF_ROWS, "--rm-type")
     return ["--config", str(calls.RECIPE), *found, "--num-rollout", str(steps), "--scale", "agents=2"]
 
 
-def calls_cases(seed: int, kills: int) -> Iterable[Case]:
-    """As `cases`, with calls that change the world."""
-    for number in range(10 * kills):
-        rng = random.Random(seed * 1_000_003 + number)
-        given = calls_flags(seed=rng.randrange(1 << 30), steps=STEPS)
-        drawn = calls.draw(rng, STEPS, rng.randrange(8, 14))
-        yield Case(f"{seed}.{number} calls", tuple(given), tuple(drawn), calls=True)
-
-
-def agent_flags(home: Path, *, seed: int, steps: int) -> list[str]:
+def agent_flags(home: Path, *, seed: int) -> list[str]:
     """Of a sync run that computes, whose rollouts are made by agents of the gateway. `home`: a new directory."""
-    found = sync_flags(seed=seed)
-    left_out = ("--prompt-data", "--label-key", "--eval-prompt-data", "--eval-interval", "--num-rollout")
-    for name in (*left_out, "--rollout-max-response-len"):
-        place = found.index(name)
-        del found[place : place + 2]
-    return [*asking.write(home), *found, "--num-rollout", str(steps)]
+    found = without(sync_flags(seed=seed), *_OF_ROWS, "--rollout-max-response-len")
+    return [*asking.write(home), *found, "--num-rollout", str(AGENT_STEPS)]
 
 
-def cases(seed: int, kills: int) -> Iterable[Case]:
-    """Endless; each gets some of the kills that a run with its seed draws."""
+def cases(seed: int, kills: int, kind: str = "", home: Path = ROOT) -> Iterator[Case]:
+    """Enough runs for so many kills; each gets some of those that a run with its seed draws.
+
+    Args:
+        kind: of runs: with `calls` that change the world, `sync`, or sync with `agents` of the gateway.
+        home: where the last two have an undisturbed run of the same flags, which runs first.
+    """
     for number in range(10 * kills):
         rng = random.Random(seed * 1_000_003 + number)
-        warm, computes = rng.random() < 0.3, number % 5 == 4
-        given = flags(seed=rng.randrange(1 << 30), save_interval=rng.randrange(1, 4), computes=computes, warm=warm)
-        drawn = draw(rng, steps=STEPS, warm_steps=WARM_STEPS if warm else 0, kills=rng.randrange(4, 10))
-        yield Case(f"{seed}.{number}{' computes' if computes else ''}", tuple(given), tuple(drawn), warm)
-
-
-def sync_cases(seed: int, kills: int, home: Path) -> Iterable[Case]:
-    """Sync runs with kills, each beside an undisturbed one of the same flags, which runs first, below `home`."""
-    for number in range(10 * kills):
-        rng = random.Random(seed * 1_000_003 + number)
-        given = tuple(sync_flags(seed=rng.randrange(1 << 30), save_interval=rng.randrange(1, 4)))
-        alone = Case(f"{seed}.{number} undisturbed", given, (), bound=0)
-        trained = undisturbed(alone, home)
-        drawn = draw(rng, steps=STEPS, warm_steps=0, kills=rng.randrange(4, 8))
-        yield Case(f"{seed}.{number} sync", given, tuple(drawn), bound=0, undisturbed=trained)
-
-
-def agent_cases(seed: int, kills: int, home: Path, steps: int = AGENT_STEPS) -> Iterable[Case]:
-    """As `sync_cases`, with agents of the gateway."""
-    for number in range(10 * kills):
-        rng = random.Random(seed * 1_000_003 + number)
-        given = tuple(agent_flags(home / f"asking-{number}", seed=rng.randrange(1 << 30), steps=steps))
-        alone = Case(f"{seed}.{number} undisturbed", given, (), bound=0, steps=steps)
-        trained = undisturbed(alone, home)
-        drawn = calls.draw(rng, steps, rng.randrange(6, 10))
-        yield replace(alone, name=f"{seed}.{number} agents", kills=tuple(drawn), calls=True, undisturbed=trained)
+        name = f"{seed}.{number} {kind}".strip()
+        if kind == "calls":
+            given = calls_flags(seed=rng.randrange(1 << 30), steps=STEPS)
+            yield Case(name, tuple(given), tuple(calls.draw(rng, STEPS, rng.randrange(8, 14))), calls=True)
+        elif kind == "sync":
+            given = sync_flags(seed=rng.randrange(1 << 30), save_interval=rng.randrange(1, 4))
+            alone = Case(name, tuple(given), (), bound=0)
+            drawn = draw(rng, steps=STEPS, warm_steps=0, kills=rng.randrange(4, 8))
+            yield replace(alone, kills=tuple(drawn), undisturbed=undisturbed(alone, home))
+        elif kind == "agents":
+            given = agent_flags(home / f"asking-{number}", seed=rng.randrange(1 << 30))
+            alone = Case(name, tuple(given), (), bound=0, steps=AGENT_STEPS)
+            drawn = calls.draw(rng, AGENT_STEPS, rng.randrange(6, 10))
+            yield replace(alone, kills=tuple(drawn), calls=True, undisturbed=undisturbed(alone, home))
+        else:
+            warm, computes = rng.random() < 0.3, number % 5 == 4
+            given = flags(seed=rng.randrange(1 << 30), save_interval=rng.randrange(1, 4), computes=computes, warm=warm)
+            drawn = draw(rng, steps=STEPS, warm_steps=WARM_STEPS if warm else 0, kills=rng.randrange(4, 10))
+            yield Case(f"{name}{' computes' if computes else ''}", tuple(given), tuple(drawn), warm)
 
 
 def undisturbed(alone: Case, home: Path) -> Trained:
     """What a run without kills trains, below `home`."""
-    place = home / f"{alone.name}".replace(" ", "-")
+    place = home / f"undisturbed-{alone.name}".replace(" ", "-")
     verdict = Running(alone, place).run()
     if verdict.faults:
-        raise RuntimeError(f"{alone.name}: {verdict.faults[0].text}; kept in {place}")
+        raise RuntimeError(f"{place.name}: {verdict.faults[0].text}; kept in {place}")
     trained = trained_by(place / "run", alone.expected)
     shutil.rmtree(place)
     return trained
@@ -209,7 +197,7 @@ class Running:
     """A case while it runs. `home`: an empty directory."""
 
     def __init__(self, case: Case, home: Path) -> None:
-        self.verdict = Verdict(case)
+        self.case, self.verdict = case, Verdict()
         self._left = list(case.kills)
         home.mkdir(parents=True, exist_ok=True)
         self._run_dir = home / "run"
@@ -217,32 +205,30 @@ class Running:
         self._mark = secrets.token_hex(8)
         self._watch = Watch(self._mark, runtime)
         self._seen = Seen(self._run_dir, KEEP)
-        self._environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", MARK: self._mark}
-        self._environment["XDG_RUNTIME_DIR"] = str(runtime)
         self._calls = home / "calls"
         self._calls.mkdir()
-        self._environment[calls.DIRECTORY] = str(self._calls)
+        self._environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", MARK: self._mark}
+        self._environment |= {"XDG_RUNTIME_DIR": str(runtime), calls.DIRECTORY: str(self._calls)}
         self._log = home / "terminal.log"
 
     def run(self) -> Verdict:
         """To its end, with all kills whose moment comes, then judged."""
-        command = ["--run-dir", str(self._run_dir), *self.verdict.case.flags]
+        case, faults = self.case, self.verdict.faults
+        command = ["--run-dir", str(self._run_dir), *case.flags]
         while self._once(command):
             self.verdict.resumes += 1
             begun = (self._run_dir / "config.toml").exists()  # killed before it had anything, it is begun anew
             command = ["--resume", str(self._run_dir)] if begun else command
-        faults = self.verdict.faults
         if not faults:
             restarts = json.loads((self._run_dir / "summary.json").read_bytes())["restarts"]
             self.verdict.resumes += restarts.get("controller", 0)
-            faults += judge(self._run_dir, self.verdict.case.expected)
-            if not faults and self.verdict.case.undisturbed is not None:
-                found = trained_by(self._run_dir, self.verdict.case.expected)
-                faults += judge_same(found, self.verdict.case.undisturbed)
-            if self.verdict.case.calls:
+            faults += judge(self._run_dir, case.expected)
+            if not faults and case.undisturbed is not None:
+                faults += judge_same(trained_by(self._run_dir, case.expected), case.undisturbed)
+            if case.calls:
                 faults += calls.judge_calls(self._run_dir, self._calls)
                 self.verdict.figures = calls.figures(self._run_dir, self._calls)
-            if self.verdict.case.warm:
+            if case.warm:
                 faults += judge(self._run_dir / "warm_start", Expected(WARM_STEPS, BATCH, BOUND, KEEP))
         faults += [Fault(LEFT, text) for text in self._watch.left()]
         shutil.rmtree(self._watch.runtime)
@@ -310,17 +296,17 @@ class Running:
                     os.kill(pid, signal.SIGCONT)
             return False
         self._may_end = self._may_end or kill.victim in MAY_END
-        return kill.victim in FATAL and not self.verdict.case.auto
+        return kill.victim in FATAL and not self.case.auto
 
     def _victims(self, kill: Kill, process: subprocess.Popen[bytes]) -> list[int]:
         """None while there is no such process."""
         controller, children = [process.pid], ""
-        if self.verdict.case.auto:
+        if self.case.auto:
             with contextlib.suppress(OSError):  # the parent has just ended
                 children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
             controller = [pid for pid in map(int, children.split()) if "launch.py" in command(pid)]  # not its servers
         if kill.victim == EVERYTHING and controller:
-            return [pid for pid in marked(self._mark) if pid != process.pid or not self.verdict.case.auto]
+            return [pid for pid in marked(self._mark) if pid != process.pid or not self.case.auto]
         if kill.victim in FATAL:
             return controller
         found = self._pid(kill)

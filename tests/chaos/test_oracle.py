@@ -26,9 +26,9 @@ import xxhash
 
 from tests.chaos import kills, oracle
 from tests.chaos.calls import UNSURE, judge_calls
-from tests.chaos.kills import CONTROLLER, FATAL, MARK, MOMENTS, RESUME, RUNNING, SHARED, WARM, Kill, Seen, Watch, draw
-from tests.chaos.oracle import DISAGREE, LOST, OTHERWISE, STALE, TWICE, Expected, Trained, judge, judge_same, trained_by
-from tests.chaos.suite import Case, Running, calls_flags, cases
+from tests.chaos.kills import FATAL, MARK, MOMENTS, RESUME, RUNNING, SHARED, WARM, Kill, Seen, Watch, draw
+from tests.chaos.oracle import DISAGREE, LOST, OTHERWISE, STALE, TWICE, Expected, Trained, judge, judge_same
+from tests.chaos.suite import cases
 
 EXPECTED = Expected(steps=3, groups_per_step=2, bound=2)
 Event = dict[str, Any]
@@ -91,6 +91,7 @@ class Run:
         for event in self.journal:
             body = json.dumps(event, separators=(",", ":")).encode()
             lines.append(body[:-1] + b',"crc":"%08x"}\n' % zlib.crc32(body))
+        home.mkdir(exist_ok=True)
         (home / "ledger.jsonl").write_bytes(b"".join(lines))
         (home / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in self.rows))
         for name, manifest in self.checkpoints.items():
@@ -109,15 +110,10 @@ class Run:
         return home
 
 
-def found(home: Path, change: Change | None = None) -> list[tuple[str, str]]:
+def found(home: Path, change: Change) -> list[tuple[str, str]]:
     run = Run()
-    if change is not None:
-        change(run)
+    change(run)
     return [(fault.kind, fault.text) for fault in judge(run.write(home), EXPECTED)]
-
-
-def drop(event: Event) -> Change:
-    return lambda run: run.journal.remove(event)
 
 
 def replaced(old: Event, *new: Event) -> Change:
@@ -143,11 +139,11 @@ def one_more(run: Run) -> None:
 NEWEST = "step-00000003"
 ROLLBACK = next(event for event in Run().journal if event["type"] == "rollback")
 MUTANTS: dict[str, tuple[Change, str, str]] = {
-    "a group without an end": (drop(settle(5, "discarded", 3)), LOST, "group 5 has no end"),
-    "a group that was never admitted": (drop(admit(6)), DISAGREE, "group 6 ends as trained and was never admitted"),
+    "a group without an end": (replaced(settle(5, "discarded", 3)), LOST, "group 5 has no end"),
+    "a group that was never admitted": (replaced(admit(6)), DISAGREE, "group 6 ends as trained and was never admitted"),
     "a group id left out": (replaced(admit(5), admit(6)), LOST, "group 6 is admitted where group 5 was next"),
     "a prompt left out": (replaced(admit(6), admit(6) | {"position": 7}), LOST, "group 6 asks position 7 where 6"),
-    "a batch that is not whole": (drop(settle(6, "trained", 3)), LOST, "step 3 trained 1 groups of 2"),
+    "a batch that is not whole": (replaced(settle(6, "trained", 3)), LOST, "step 3 trained 1 groups of 2"),
     "a step left out": (replaced(step(3, 1), step(4, 1)), LOST, "step 4 follows step 2"),
     "a run that stopped early": (lambda run: run.journal.__delitem__(slice(-6, None)), LOST, "last step .* is 2 of 3"),
     "a group trained in two steps": (replaced(settle(6, "trained", 3), settle(3, "trained", 3)), TWICE,
@@ -178,8 +174,18 @@ MUTANTS: dict[str, tuple[Change, str, str]] = {
 }  # fmt: skip
 
 
-def test_a_run_without_fault_has_none(tmp_path: Path) -> None:
-    assert found(tmp_path) == []
+NONE: dict[str, Change] = {
+    "as it is": lambda run: None,
+    # By a replica that was killed after its report: the first end counts, and the ledger counts both.
+    "a group that is reported twice": replaced(
+        settle(5, "discarded", 3), settle(5, "discarded", 3), settle(5, "failed", 3)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NONE)
+def test_a_run_without_fault_has_none(tmp_path: Path, name: str) -> None:
+    assert found(tmp_path, NONE[name]) == []
 
 
 @pytest.mark.parametrize("name", list(MUTANTS))
@@ -189,30 +195,16 @@ def test_each_fault_is_seen(tmp_path: Path, name: str) -> None:
     assert [text for of, text in faults if of == kind and re.search(words, text)], faults
 
 
-def test_a_group_that_is_reported_twice_is_no_fault(tmp_path: Path) -> None:
-    """A replica that was killed after its report tells it again: the first end counts, and the ledger counts both."""
-
-    def again(run: Run) -> None:
-        replaced(settle(5, "discarded", 3), settle(5, "discarded", 3), settle(5, "failed", 3))(run)
-
-    assert found(tmp_path, again) == []
-
-
-@pytest.mark.parametrize(
-    "name", ["ledger.jsonl", f"checkpoints/{NEWEST}/manifest.json", f"checkpoints/{NEWEST}/weights"]
-)
-def test_a_flipped_byte_is_seen(tmp_path: Path, name: str) -> None:
-    Run().write(tmp_path)
-    data = bytearray((tmp_path / name).read_bytes())
-    data[len(data) // 2] ^= 1
-    (tmp_path / name).write_bytes(data)
-    assert {fault.kind for fault in judge(tmp_path, EXPECTED)} & {DISAGREE}
-
-
-def test_what_a_kill_left_between_checkpoints_is_seen(tmp_path: Path) -> None:
-    Run().write(tmp_path)
-    (tmp_path / "checkpoints/.step-00000002.draft").mkdir()
-    assert [fault.text for fault in judge(tmp_path, EXPECTED)] == [".step-00000002.draft was left behind"]
+def test_what_is_wrong_with_files_is_seen(tmp_path: Path) -> None:
+    for name in ("ledger.jsonl", f"checkpoints/{NEWEST}/manifest.json", f"checkpoints/{NEWEST}/weights"):
+        home = Run().write(tmp_path / name.replace("/", "-"))
+        data = bytearray((home / name).read_bytes())
+        data[len(data) // 2] ^= 1
+        (home / name).write_bytes(data)
+        assert DISAGREE in {fault.kind for fault in judge(home, EXPECTED)}, name
+    home = Run().write(tmp_path / "home")
+    (home / "checkpoints/.step-00000002.draft").mkdir()
+    assert [fault.text for fault in judge(home, EXPECTED)] == [".step-00000002.draft was left behind"]
 
 
 def test_what_is_left_running_or_in_shared_memory_is_seen(tmp_path: Path) -> None:
@@ -250,53 +242,28 @@ def test_the_oracle_shares_no_code_with_the_run(module: Any) -> None:
 ALONE = Trained(("a", "b", "c"), (("hf/model.safetensors", "1"), ("trainer/optimizer.safetensors", "2")))
 
 
-def test_a_run_that_trained_the_same_has_no_fault() -> None:
-    assert judge_same(replace(ALONE), ALONE) == []
+OTHER_WEIGHTS = (ALONE.weights[0], ("trainer/optimizer.safetensors", "3"))
 
 
 @pytest.mark.parametrize(
-    ("batches", "step"), [(("a", "x", "c"), 2), (("b", "a", "c"), 1), (("a", "b"), 3), (("a", "b", "c", "d"), 4)]
+    ("other", "words"),
+    [
+        ({}, []),
+        ({"batches": ("a", "x", "c")}, ["step 2 "]),
+        ({"batches": ("b", "a", "c")}, ["step 1 "]),
+        ({"batches": ("a", "b")}, ["step 3 "]),
+        ({"batches": ("a", "b", "c", "d")}, ["step 4 "]),
+        ({"weights": OTHER_WEIGHTS}, ["weights"]),
+    ],
+    ids=str,
 )
-def test_the_first_other_batch_is_named(batches: tuple[str, ...], step: int) -> None:
-    (fault,) = judge_same(replace(ALONE, batches=batches), ALONE)
-    assert fault.kind == OTHERWISE
-    assert f"step {step} " in fault.text
+def test_what_a_run_trained_otherwise_is_named(other: dict[str, Any], words: list[str]) -> None:
+    faults = judge_same(replace(ALONE, **other), ALONE)
+    assert [fault.kind for fault in faults] == [OTHERWISE] * len(words)
+    assert all(word in fault.text for word, fault in zip(words, faults, strict=True))
 
 
-def test_other_weights_are_a_fault_though_the_batches_are_the_same() -> None:
-    (fault,) = judge_same(replace(ALONE, weights=(ALONE.weights[0], ("trainer/optimizer.safetensors", "3"))), ALONE)
-    assert (fault.kind, "weights" in fault.text) == (OTHERWISE, True)
-
-
-def test_a_run_without_a_step_is_nothing_to_compare_with(tmp_path: Path) -> None:
-    (tmp_path / "ledger.jsonl").write_bytes(b"")
-    directory = tmp_path / "checkpoints" / "step-00000001"
-    directory.mkdir(parents=True)
-    (directory / "manifest.json").write_text('{"manifest":{"files":{}}}')
-    with pytest.raises(ValueError, match="0 steps and 0 files"):
-        trained_by(tmp_path, Expected(1, 4, 0))
-
-
-KILLS = (
-    Kill("environment", RUNNING, 1, 0.1),
-    Kill("agents-0", RUNNING, 2, 0.05),
-    Kill("engine-0", RUNNING, 3, 0.05),
-    Kill(CONTROLLER, RUNNING, 4, 0.1),
-    Kill("environment", RUNNING, 5, 0.05),
-)
-
-
-@pytest.mark.slow
-@pytest.mark.full
-def test_killed_runs_make_each_call_once_or_are_uncertain(tmp_path: Path) -> None:
-    flags = calls_flags(seed=3, steps=7)
-    verdict = Running(Case("calls", tuple(flags), KILLS, calls=True, steps=7), tmp_path).run()
-    assert verdict.faults == [], verdict.figures
-    assert len(verdict.done) >= len(KILLS) - 1, verdict.missed
-    assert verdict.resumes == 1
-
-
-def test_the_oracle_finds_what_is_wrong(tmp_path: Path) -> None:
+def test_what_is_wrong_with_calls_is_seen(tmp_path: Path) -> None:
     calls = [[f"{group}/0", group, 0, "1"] for group in range(5)]
     run, files = tmp_path / "run", tmp_path / "run" / "episodes" / "0"
     files.mkdir(parents=True)
