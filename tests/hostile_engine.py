@@ -13,6 +13,7 @@ import random
 import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -98,75 +99,43 @@ async def never(request: web.Request, body: bytes) -> web.StreamResponse | None:
 # ---------------------------------------------------------------------- lies
 
 MARK: Final = -0.123456789  # the log-prob of every token that is a lie: no engine makes the same number all the time
-_NESTED: Final = b"[" * 200_000 + b"]" * 200_000
-Answer = dict[str, Any]
 
 
-def _entries(ids: Sequence[int]) -> list[list[Any]]:
-    return [[MARK, token, None] for token in ids]
+@dataclass(frozen=True)
+class Lie:
+    """What is wrong with an answer that has the right form."""
 
-
-def _longer(answer: Answer, ask: GenerateRequest, label: str) -> None:
-    answer["output_ids"] = [1] * (_budget(ask) + 50)
-    answer["meta_info"]["output_token_logprobs"] = _entries(answer["output_ids"])
-    answer["meta_info"]["weight_versions"][0]["end"] = len(answer["output_ids"])
-
-
-def _ids(bad: int) -> Lie:
-    def spoil(answer: Answer, ask: GenerateRequest, label: str) -> None:
-        answer["output_ids"][-1] = bad
-        answer["meta_info"]["output_token_logprobs"] = _entries(answer["output_ids"])
-
-    return spoil
-
-
-def _log_prob(bad: float | None) -> Lie:
-    def spoil(answer: Answer, ask: GenerateRequest, label: str) -> None:
-        answer["meta_info"]["output_token_logprobs"][-1][0] = bad
-
-    return spoil
-
-
-def _version(change: Callable[[str], str]) -> Lie:
-    def spoil(answer: Answer, ask: GenerateRequest, label: str) -> None:
-        answer["meta_info"]["weight_versions"][0]["version"] = change(label)
-
-    return spoil
+    beyond: int = 0  # tokens over its budget
+    last_id: int = 1
+    last_log_prob: float | None = MARK
+    no_log_probs: int = 0  # tokens at the end without any
+    version: Callable[[str], str] = str  # of the true label
+    no_version: int = 0  # tokens at the end without one
 
 
 def _moved(by: int) -> Callable[[str], str]:
     def change(label: str) -> str:
         epoch, _, version = label.partition(".")
-        return f"{epoch}.{int(version) + by}" if int(version) + by >= 0 else f"{epoch}.-1"
+        return f"{epoch}.{max(-1, int(version) + by)}"
 
     return change
 
 
-def _fewer_log_probs(answer: Answer, ask: GenerateRequest, label: str) -> None:
-    del answer["meta_info"]["output_token_logprobs"][-1]
-
-
-def _gap(answer: Answer, ask: GenerateRequest, label: str) -> None:
-    answer["meta_info"]["weight_versions"][0]["end"] -= 1
-
-
-Lie = Callable[[Answer, GenerateRequest, str], None]
-# What is wrong with an answer that has the right form.
 LIES: Final[dict[str, Lie]] = {
-    "longer": _longer,
-    "fewer log-probs": _fewer_log_probs,
-    "nan": _log_prob(math.nan),
-    "no log-prob": _log_prob(None),
-    "impossible log-prob": _log_prob(2.0),
-    "beyond the vocabulary": _ids(1 << 20),
-    "negative": _ids(-3),
-    "beyond 32 bits": _ids((1 << 32) + 5),
-    "future": _version(_moved(1000)),
+    "longer": Lie(beyond=50),
+    "fewer log-probs": Lie(no_log_probs=1),
+    "nan": Lie(last_log_prob=math.nan),
+    "no log-prob": Lie(last_log_prob=None),
+    "impossible log-prob": Lie(last_log_prob=2.0),
+    "beyond the vocabulary": Lie(last_id=1 << 20),
+    "negative": Lie(last_id=-3),
+    "beyond 32 bits": Lie(last_id=(1 << 32) + 5),
+    "future": Lie(version=_moved(1000)),
     # By one, it may be true: what an engine had when it was asked is known to a client only after it has happened.
-    "past": _version(_moved(-8)),
-    "another run": _version(lambda label: f"77.{label.partition('.')[2]}"),
-    "no version": _version(lambda label: "banana"),
-    "gap": _gap,
+    "past": Lie(version=_moved(-8)),
+    "another run": Lie(version=lambda label: f"77.{label.partition('.')[2]}"),
+    "no version": Lie(version=lambda label: "banana"),
+    "gap": Lie(no_version=1),
 }
 # What has no form at all, or never comes to an end.
 NOISE: Final = (
@@ -208,18 +177,18 @@ class Liar(SpoiltEngine):
         return response
 
     def _whole(self, ask: GenerateRequest, label: str, lie: Lie) -> bytes:
-        """The whole answer, right but for what the lie does to one of its members."""
-        answers = []
-        for index in range(ask.samples):
-            ids = [1] * min(3, _budget(ask))
-            meta = {
-                "id": ask.rid, "finish_reason": {"type": "stop"}, "completion_tokens": len(ids),
-                "weight_version": label,
-                "output_token_logprobs": _entries(ids),
-                "weight_versions": [{"version": label, "start": 0, "end": len(ids)}],
-            }  # fmt: skip
-            answers.append({"index": index, "text": "", "output_ids": ids, "meta_info": meta})
-            lie(answers[-1], ask, label)
+        """The whole answer, right but for what the lie says."""
+        assert not isinstance(ask.sampling_params, list)
+        budget = ask.sampling_params.max_new_tokens or 0
+        right = min(3, budget)
+        ids = [1] * ((budget + lie.beyond if lie.beyond else right) - 1) + [lie.last_id]
+        log_probs = [[MARK, token, None] for token in ids[:-1]] + [[lie.last_log_prob, ids[-1], None]]
+        span = {"version": lie.version(label), "start": 0, "end": len(ids) - lie.no_version}
+        meta = {
+            "id": ask.rid, "finish_reason": {"type": "stop"}, "completion_tokens": right, "weight_version": label,
+            "output_token_logprobs": log_probs[: len(ids) - lie.no_log_probs], "weight_versions": [span],
+        }  # fmt: skip
+        answers = [{"index": n, "text": "", "output_ids": ids, "meta_info": meta} for n in range(ask.samples)]
         if ask.stream:
             return b"".join(_event(answer) for answer in answers) + b"data: [DONE]\n\n"
         return json.dumps(answers if ask.samples > 1 else answers[0]).encode()
@@ -227,34 +196,22 @@ class Liar(SpoiltEngine):
     async def _noise(self, kind: str, request: web.Request, response: web.StreamResponse, ask: GenerateRequest) -> None:
         nothing = _event({"index": 0, "output_ids": [], "meta_info": {"id": ask.rid, "completion_tokens": 0}})
         head = b"data: " if ask.stream else b""
-        match kind:
-            case "html":
-                await response.write(b"<html><body>502 Bad Gateway</body></html>\n")
-            case "nested":
-                await response.write(head + b'{"meta_info":{"id":"r","x":' + _NESTED + b"}}\n\n")
-            case "not utf-8":
-                await response.write(head + b'{"text":"\xff\xfe"}\n\n')
-            case "broken":
-                await response.write(b'data: {"index":0,"output_ids":[1,1,')
-                if request.transport is not None:
-                    request.transport.close()
-            case "endless":
-                while True:
-                    await response.write(b" " * 65536)
-            case "endless events":
-                while True:
-                    await response.write(nothing * 64)
-            case "drip":
-                while True:
-                    await response.write(b" ")
-                    await asyncio.sleep(0.2)
+        texts = {
+            "html": b"<html><body>502 Bad Gateway</body></html>\n",
+            "nested": head + b'{"meta_info":{"id":"r","x":' + b"[" * 200_000 + b"]" * 200_000 + b"}}\n\n",
+            "not utf-8": head + b'{"text":"\xff\xfe"}\n\n',
+            "broken": b'data: {"index":0,"output_ids":[1,1,',
+        }
+        if kind in texts:
+            await response.write(texts[kind])
+            if kind == "broken" and request.transport is not None:
+                request.transport.close()
+            return
+        more = {"endless": b" " * 65536, "endless events": nothing * 64, "drip": b" "}[kind]
+        while True:
+            await response.write(more)
+            await asyncio.sleep(0.2 if kind == "drip" else 0)
 
 
-def _budget(ask: GenerateRequest) -> int:
-    params = ask.sampling_params
-    assert not isinstance(params, list)
-    return params.max_new_tokens or 0
-
-
-def _event(answer: Answer) -> bytes:
+def _event(answer: dict[str, Any]) -> bytes:
     return b"data: " + json.dumps(answer).encode() + b"\n\n"

@@ -46,17 +46,10 @@ _OF_KIND: Final[dict[Kind, tuple[str, ...]]] = {
 }
 
 
-def interpreter() -> Path | None:
-    """The Python that SGLang is installed for; None if there is none."""
-    named = os.environ.get("SLUICE_SGLANG_PYTHON")
-    path = Path(named) if named else ROOT / ".venv-sglang" / "bin" / "python"
-    return path if path.is_file() else None
-
-
 def needs_sglang() -> Path:
-    """The interpreter; skips the test without one."""
-    path = interpreter()
-    if path is None:
+    """The Python that SGLang is installed for; skips the test without one."""
+    path = Path(os.environ.get("SLUICE_SGLANG_PYTHON") or ROOT / ".venv-sglang" / "bin" / "python")
+    if not path.is_file():
         pytest.skip(f"SGLang {EXPECTED_SGLANG} is not installed; run `make sglang-env`, or set SLUICE_SGLANG_PYTHON")
     return path
 

@@ -23,7 +23,8 @@ from configs.command_line import RESERVED, parse
 from configs.flags import flags
 from configs.load import load_arguments
 from configs.passthrough import RETIRED, SLIME
-from configs.schema import EnvironmentConfig
+from configs.schema import Config, EnvironmentConfig, TrainConfig
+from models.tiny import make_tiny_checkpoint
 from stages.agents.environment import Task, Turn
 from stages.agents.worker import Hosted, answers
 from stages.chat.messages import Message, ToolCall
@@ -35,13 +36,11 @@ FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 FLAG = re.compile(r"(?<![\w-])--([a-z][a-z0-9-]*)")
 
 # Flags of other programs, of the engine server's own command line, and of `launch.py samples` and `status`.
-FOREIGN = {"logdir", "quick", "strict", "local-dir", "model-path", "port", "hf", "megatron", "out"}
-FOREIGN |= {f.name.replace("_", "-") for f in msgspec.structs.fields(Job)}
-FOREIGN |= {"published", "in-flight", "replicas", "reward-s"}
-FOREIGN |= {"system-prompt", "output-format", "host", "token-file"}
-FOREIGN |= {"address", "head", "labels", "working-dir"}  # of Ray
-FOREIGN |= {"step", "group", "reward", "failed", "untrained", "json", "best", "to"}
-FOREIGN |= {"trl", "plot", "rounds", "late"}
+FOREIGN = {f.name.replace("_", "-") for f in msgspec.structs.fields(Job)} | {
+    "logdir", "quick", "strict", "local-dir", "model-path", "port", "hf", "megatron", "out", "published", "in-flight",
+    "replicas", "reward-s", "system-prompt", "output-format", "host", "token-file", "step", "group", "reward", "failed",
+    "untrained", "json", "best", "to", "trl", "plot", "rounds", "late", "address", "head", "labels", "working-dir",
+}  # fmt: skip
 # Written on purpose as mistakes, or as a value that looks like a flag.
 WRONG = {"rollout-batch-sise", "rollout-batch", "end", *SLIME}
 
@@ -111,22 +110,12 @@ def source_names() -> tuple[set[str], set[str], str]:
     return literal, patterns, text
 
 
-def documented_names() -> set[str]:
-    text = (ROOT / "docs" / "metrics.md").read_text()
-    prefix = "|".join(GROUPS)
-    return set(re.findall(rf"`((?:{prefix})/[^`\s]+)`", text))
-
-
-def test_literal_metric_names_are_documented() -> None:
-    literal, _, _ = source_names()
-    missing = literal - documented_names()
-    assert not missing, f"docs/metrics.md lacks {sorted(missing)}"
-    assert len(literal) > 50, "the pattern of this test finds no names any more"
-
-
-def test_documented_metric_names_are_in_the_source() -> None:
+def test_metric_names_of_the_source_and_of_the_page_are_the_same() -> None:
     literal, patterns, text = source_names()
-    for name in documented_names() - literal:
+    documented = set(re.findall(rf"`((?:{'|'.join(GROUPS)})/[^`\s]+)`", (ROOT / "docs" / "metrics.md").read_text()))
+    assert literal - documented == set(), "docs/metrics.md lacks these"
+    assert len(literal) > 50, "the pattern of this test finds no names any more"
+    for name in documented - literal:
         generic = re.sub(r"<\w+>", "*", name)
         if "*" in generic:
             assert generic in patterns, f"docs/metrics.md has {name}, which nothing in the source writes"
@@ -201,19 +190,23 @@ def test_commands_of_the_pages_start_a_run(
         assert [fault for fault in faults if not READERS_OWN.search(fault)] == [], words
 
 
+def ran(page: Path, scope: dict[str, Any]) -> dict[str, Any]:
+    """The names that a page's blocks leave, run one after the other."""
+    for block in python_blocks(page):
+        exec(compile(block, page_id(page), "exec"), scope)
+    return scope
+
+
 def test_custom_stage_examples_run(tmp_path: Path) -> None:
-    """The page's blocks, one after the other in one namespace; its test and its loop stage through memory ports."""
-    scope: dict[str, object] = {"__name__": "custom_stages_page"}
-    for block in python_blocks(ROOT / "docs" / "custom_stages.md"):
-        exec(compile(block, "docs/custom_stages.md", "exec"), scope)
-    scope["test_length_penalty"]()  # type: ignore[operator]
-
-    from configs.schema import Config, TrainConfig
-    from models.tiny import make_tiny_checkpoint
-
+    """The page's blocks in one namespace; its test, its loop stage and README's stage through memory ports."""
+    scope = ran(ROOT / "docs" / "custom_stages.md", {"__name__": "custom_stages_page"})
+    scope["test_length_penalty"]()
     make_tiny_checkpoint(tmp_path / "tiny", tokenizer="arithmetic", seed=0)
     check = {**scope, "CONFIG": Config(train=TrainConfig(hf_checkpoint=str(tmp_path / "tiny")))}
     exec(LOOP_CHECK, check)
+    ran(ROOT / "README.md", scope)
+    exec("(result,) = asyncio.run(run_stage(LengthPenalty, [a_slice(4)])); reward = result.samples[0].reward", scope)
+    assert scope["reward"] == pytest.approx(0.96)
 
 
 # Runs in the page's namespace, where AskAgain, run_stage and a_slice are.
@@ -242,20 +235,7 @@ assert sample.fault() is None
 """
 
 
-def test_readme_stage_is_the_one_that_it_claims_to_be() -> None:
-    """README's example runs on a message as well."""
-    scope: dict[str, object] = {}
-    for block in python_blocks(ROOT / "docs" / "custom_stages.md"):
-        exec(compile(block, "docs/custom_stages.md", "exec"), scope)
-    (block,) = python_blocks(ROOT / "README.md")
-    exec(compile(block, "README.md", "exec"), scope)
-    check = "(result,) = asyncio.run(run_stage(LengthPenalty, [a_slice(4)])); reward = result.samples[0].reward"
-    exec(check, scope)
-    assert scope["reward"] == pytest.approx(0.96)
-
-
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "agents.md"
-EXAMPLES = ("coins", "library")
+PAGE = ROOT / "docs" / "agents.md"
 
 
 @pytest.fixture
@@ -278,10 +258,7 @@ def test_the_environments_of_the_page_are_such(project: Path) -> None:
 
 
 def test_the_test_of_the_page_passes_and_its_tool_answers(project: Path) -> None:
-    blocks = python_blocks(PAGE)
-    scope: dict[str, Any] = {"__name__": "agents_page"}
-    for block in blocks:
-        exec(compile(block, "docs/agents.md", "exec"), scope)
+    scope = ran(PAGE, {"__name__": "agents_page"})
     scope["test_coins"]()
 
     async def ask() -> Any:

@@ -250,28 +250,23 @@ def keys(run_dir: Path) -> Keys:
     return Keys(run_dir)
 
 
-def spec(port: int = 0) -> StreamSpec:
+def spec() -> StreamSpec:
     stages = {"producers": frozenset({"generate", "prompts"}), "consumers": frozenset({"reward"})}
-    return StreamSpec("s", f"tcp://127.0.0.1:{port}", **stages)
-
-
-async def test_its_own_key_is_in_its_address_and_in_no_file(keys: Keys) -> None:
-    async with Node("run", "hub-0", keys.hub("hub-0")) as node:
-        first, second = [(await node.hub(spec(), ignore)).address for _ in range(2)]
-        key = parse_address(first).key
-        assert key == parse_address(second).key
-        known = {load_security(keys.place / "hub-0", "hub-0").own.public, keys.server.server_public}
-        assert key not in known
-        assert not any(key in path.read_text() for path in keys.place.rglob("*.*"))
+    return StreamSpec("s", "tcp://127.0.0.1:0", **stages)
 
 
 async def test_a_listed_peer_may_connect_in_its_role_and_no_other(keys: Keys) -> None:
     async with asyncio.timeout(120), Node("run", "hub-0", keys.hub("hub-0")) as node:
         hub = await node.hub(spec(), ignore)
-        async with Node("run", "generate-0", keys.client("generate-0")) as sender:
-            await (await sender.outlet(hub.address, "s", bytes)).send(b"x", "1")
-        async with Node("run", "controller", keys.server) as controller:
-            await (await controller.outlet(hub.address, "s", bytes, replica="prompts-0")).send(b"x", "2")
+        key = parse_address(hub.address).key
+        assert key == parse_address((await node.hub(spec(), ignore)).address).key, "of the process, in its addresses"
+        assert key not in {load_security(keys.place / "hub-0", "hub-0").own.public, keys.server.server_public}
+        assert not any(key in path.read_text() for path in keys.place.rglob("*.*"))
+        for replica, security, name in (
+            ("generate-0", keys.client("generate-0"), None), ("controller", keys.server, "prompts-0"),
+        ):  # fmt: skip
+            async with Node("run", replica, security) as sender:
+                await (await sender.outlet(hub.address, "s", bytes, replica=name)).send(b"x", replica)
         async with Node("run", "reward-0", keys.client("reward-0")) as taker:
             assert await (await taker.inlet(hub.address, "s", bytes)).receive() is not None
             with pytest.raises(LinkRefused, match="'reward-0' is no producer of stream 's'"):
@@ -280,7 +275,7 @@ async def test_a_listed_peer_may_connect_in_its_role_and_no_other(keys: Keys) ->
         made = load_security(keys.place / "made", "reward-0")
         for stranger in (Security(made.own, keys.server.server_public), None):
             async with Node("run", "reward-0", stranger, give_up_s=0.3) as intruder:
-                with pytest.raises(LinkLost, match=r"heard nothing for give_up_s=0\.3"):
+                with pytest.raises(LinkLost):
                     await intruder.inlet(hub.address, "s", bytes)
         assert hub.stats().accepted == 2
 

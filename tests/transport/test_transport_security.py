@@ -37,12 +37,12 @@ from transport.wire import KEY_LIMIT, Hello, Put, Report
 
 @asynccontextmanager
 async def served(
-    run_dir: Path, letters: list[DeadLetter] | None = None, **limits: int
+    run_dir: Path, on_dead_letter: Callable[[DeadLetter], None] = ignore, **limits: int
 ) -> AsyncIterator[tuple[Node, Hub]]:
     """A stream of one node, which does not wait long for peers that are gone."""
     async with asyncio.timeout(120), Node("run", "node", close_s=0.2) as node:
         spec = StreamSpec("s", f"ipc://{run_dir}/s", **limits)  # type: ignore[arg-type]
-        yield node, await node.hub(spec, ignore if letters is None else letters.append)
+        yield node, await node.hub(spec, on_dead_letter)
 
 
 async def test_beyond_loopback_keys_are_needed() -> None:
@@ -142,31 +142,36 @@ def test_the_allow_list_grants_curve_only(run_dir: Path) -> None:
         assert zap_reply(bad, security.clients())[2] == b"400"
 
 
-def keys_of(run_dir: Path) -> tuple[Security, Security]:
-    """The server's, and those of somebody who knows the server and is on no list; in `keys` are a worker's."""
+async def test_unknown_keys_and_plain_peers_are_refused(run_dir: Path) -> None:
     create_keys(run_dir / "keys", ["worker"])
     create_keys(run_dir / "stranger", [])
-    security = load_security(run_dir / "keys")
-    return security, Security(load_security(run_dir / "stranger").own, security.own.public)
-
-
-async def test_unknown_keys_and_plain_peers_are_refused(run_dir: Path) -> None:
-    security, intruding = keys_of(run_dir)
+    security, worker = load_security(run_dir / "keys"), load_security(run_dir / "keys", "worker")
+    stranger = Security(load_security(run_dir / "stranger").own, security.own.public)
     async with asyncio.timeout(120), Node("run", "hub", security) as node:
         hub = await node.hub(StreamSpec("s", "tcp://127.0.0.1:0"), ignore)
-        async with Node("run", "worker", load_security(run_dir / "keys", "worker")) as worker:
-            outlet = await worker.outlet(hub.address, "s", bytes)
-            await outlet.send(b"x", "k")
-        async with Node("run", "w", intruding) as intruder:
+        server = await node.byte_server("tcp://127.0.0.1:0")
+        blob = server.serve("weights/1", b"secret")
+        async with Node("run", "w", stranger) as intruder:
             with pytest.raises(LinkRefused, match="allow-list does not contain this node's key; add the key"):
                 await intruder.outlet(hub.address, "s", bytes)
-        async with Node("run", "w", give_up_s=0.5) as plain:
-            with pytest.raises(LinkLost, match=r"heard nothing for give_up_s=0\.5"):
+            with pytest.raises(LinkRefused, match=r"refused this node: its allow-list does not contain .* add the key"):
+                await (await intruder.byte_client(server.address)).stat("weights/1")
+        async with Node("run", "w", give_up_s=0.3) as plain:
+            with pytest.raises(LinkLost, match=r"heard nothing for give_up_s=0\.3"):
                 await plain.outlet(hub.address, "s", bytes)
-        async with Node("run", "worker", load_security(run_dir / "keys", "worker")) as worker:
+            with pytest.raises(LinkLost, match=r"silent for give_up_s=0\.3 while 'weights/1' was fetched"):
+                await (await plain.byte_client(server.address)).stat("weights/1")
+        assert (server.chunks, server.malformed) == (0, 0), "nothing of theirs was decoded"
+        async with Node("other", "w", worker) as other:
+            with pytest.raises(BlobGone, match=r"asked by run 'other'.* this byte server is of run 'run'"):
+                await (await other.byte_client(server.address)).stat("weights/1")
+        async with Node("run", "worker", worker) as honest:
+            await (await honest.outlet(hub.address, "s", bytes)).send(b"x", "k")
+            buffer = bytearray(blob.size)
+            await (await honest.byte_client(server.address)).fetch(Transfer(blob, memoryview(buffer)))
             with pytest.raises(SecurityError, match="does not own the run's server key"):
-                await worker.hub(StreamSpec("s", "tcp://127.0.0.1:0"), ignore)
-        assert hub.stats().accepted == 1
+                await honest.hub(StreamSpec("s", "tcp://127.0.0.1:0"), ignore)
+        assert (hub.stats().accepted, bytes(buffer), server.chunks) == (1, b"secret", 1)
 
 
 async def test_a_key_is_for_its_name_and_for_those_in_its_process(run_dir: Path) -> None:
@@ -291,7 +296,7 @@ def evil() -> Iterator[Evil]:
 async def test_hostile_frames_harm_nobody(run_dir: Path, evil: Evil) -> None:
     letters: list[DeadLetter] = []
     rng = random.Random(1)
-    async with served(run_dir, letters, max_message_bytes=1 << 16) as (node, hub):
+    async with served(run_dir, letters.append, max_message_bytes=1 << 16) as (node, hub):
         topic = await node.topic_server(f"ipc://{run_dir}/t")
         outlet = await node.outlet(hub.address, "s", bytes)
         inlet = await node.inlet(hub.address, "s", bytes)
@@ -334,7 +339,7 @@ async def test_a_message_of_too_many_frames_is_not_kept(
     """libzmq bounds each frame, and neither how many a message has nor what they sum up to."""
     letters: list[DeadLetter] = []
     monkeypatch.setattr(zmq_link, "FRAMES_LIMIT", 50)
-    async with served(run_dir, letters, max_message_bytes=1 << 20) as (node, hub):
+    async with served(run_dir, letters.append, max_message_bytes=1 << 20) as (node, hub):
         outlet = await node.outlet(hub.address, "s", bytes)
         intruder, codec = evil(hub.address), Codec(bytes)
         intruder.send(wire.encode(Hello(wire.PROTOCOL, "run", "s", "producer", "evil", "evil", codec.name, codec.hash)))
@@ -371,41 +376,14 @@ async def test_an_error_in_an_owner_task_ends_the_node(run_dir: Path) -> None:
         raise RuntimeError("the dead-letter callback is broken")
 
     async def run() -> None:
-        async with asyncio.timeout(120), Node("run", "node", close_s=0.2) as node:
-            hub = await node.hub(StreamSpec("s", f"ipc://{run_dir}/s"), broken)
+        async with served(run_dir, broken) as (node, hub):
             inlet = await node.inlet(hub.address, "s", bytes)
             outlet = await node.outlet(hub.address, "s", bytes)
             await outlet.send(b"x", "k")
-            lease = await take_one(inlet)
-            lease.poison("no")
+            (await take_one(inlet)).poison("no")
             await inlet.receive()
 
     with pytest.raises(ExceptionGroup) as raised:
         await run()
     assert isinstance(raised.value.exceptions[0], RuntimeError)
     assert "callback is broken" in str(raised.value.exceptions[0])
-
-
-async def test_bytes_go_to_holders_of_a_key_alone(run_dir: Path) -> None:
-    security, intruding = keys_of(run_dir)
-    async with asyncio.timeout(120), Node("run", "server", security) as node:
-        server = await node.byte_server("tcp://127.0.0.1:0")
-        blob = server.serve("weights/1", b"secret")
-        async with Node("run", "w", intruding, give_up_s=5) as intruder:
-            client = await intruder.byte_client(server.address)
-            with pytest.raises(LinkRefused, match=r"refused this node: its allow-list does not contain .* add the key"):
-                await client.stat("weights/1")
-        async with Node("run", "w", give_up_s=0.5) as plain:
-            client = await plain.byte_client(server.address)
-            with pytest.raises(LinkLost, match=r"silent for give_up_s=0\.5 while 'weights/1' was fetched"):
-                await client.stat("weights/1")
-        assert (server.chunks, server.malformed) == (0, 0), "nothing of theirs was decoded"
-        async with Node("other", "w", load_security(run_dir / "keys", "worker")) as other:
-            client = await other.byte_client(server.address)
-            with pytest.raises(BlobGone, match=r"asked by run 'other'.* this byte server is of run 'run'"):
-                await client.stat("weights/1")
-        async with Node("run", "worker", load_security(run_dir / "keys", "worker")) as worker:
-            client = await worker.byte_client(server.address)
-            buffer = bytearray(blob.size)
-            await client.fetch(Transfer(blob, memoryview(buffer)))
-        assert (bytes(buffer), server.chunks) == (b"secret", 1)
