@@ -33,14 +33,8 @@ from hypothesis import Phase, settings
 FAST: Final = "not slow and not full"
 ARGUMENTS: Final = ("-q", "-p", "no:cacheprovider", "--no-header", "--hypothesis-seed=0")
 THIRD_PARTY: Final = (
-    "aiohttp.web",
-    "math_verify",
-    "msgspec",
-    "pyarrow.parquet",
-    "torch",
-    "transformers",
-    "zmq.asyncio",
-)
+    "aiohttp.web", "math_verify", "msgspec", "pyarrow.parquet", "torch", "transformers", "zmq.asyncio",
+)  # fmt: skip
 TEST_LIMIT_S: Final = 40  # three times what the slowest test takes on a busy machine
 IMPORT_LIMIT_S: Final = 200
 KILLERS: Final = 3  # test functions after which `run-all` goes on to the next mutant
