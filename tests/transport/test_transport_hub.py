@@ -3,91 +3,15 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transport.core.custody import ConsumerPeer, ProducerPeer
-from transport.core.hub import HubCore, Send
+from transport.core.hub import HubCore
 from transport.core.session import Capacity, KeyMemory, ReceiveWindow, SendCredit, SeqWindow
 from transport.spec import Routing, StreamSpec
-from transport.wire import PROTOCOL, Accepted, Hello, Put, Report, Role, Settled, Welcome, Work
-
-
-def greet(hub: HubCore, role: Role, number: int) -> tuple[bytes, int]:
-    """(route, session) of a new peer."""
-    name = f"{role}-{number}"
-    hub.on_message(0.0, name.encode(), Hello(PROTOCOL, "run", "s", role, name, name, "x", "h"))
-    [welcome] = [s.message for s in hub.flush(0.0) if isinstance(s.message, Welcome)]
-    return name.encode(), welcome.session
-
-
-def report(session: int, *, seen: int, done: tuple[int, ...] = (), window: int = 4) -> Report:
-    return Report(1, session, seen, seen + window, 1 << 40, (), done, (), None)
-
-
-def kinds(sent: list[Send]) -> list[tuple[str, bytes]]:
-    return [(type(s.message).__name__, s.route) for s in sent]
-
-
-@pytest.mark.parametrize("replicas", [1, 32])
-def test_a_message_is_work_for_its_own_peers_only(replicas: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    hub = HubCore(StreamSpec("s", "a"), "run", 1)
-    producers = [greet(hub, "producer", i) for i in range(replicas)]
-    consumers = [greet(hub, "consumer", i) for i in range(replicas)]
-    for route, session in consumers:
-        hub.on_message(0.0, route, report(session, seen=0))
-    hub.flush(0.0)
-    looks: Counter[str] = Counter()
-    grant, confirm = HubCore._grant, HubCore._confirm
-
-    def granting(core: HubCore, peer: ProducerPeer) -> None:
-        looks["producers"] += 1
-        grant(core, peer)
-
-    def confirming(core: HubCore, peer: ConsumerPeer) -> None:
-        looks["consumers"] += 1
-        confirm(core, peer)
-
-    monkeypatch.setattr(HubCore, "_grant", granting)
-    monkeypatch.setattr(HubCore, "_confirm", confirming)
-    hub.on_message(1.0, producers[-1][0], Put(1, "k", 3, 0), b"abc")
-    accepted, delivered = hub.flush(1.0)
-    assert isinstance(accepted.message, Accepted)
-    assert accepted.message.seqs == (1,)
-    assert isinstance(delivered.message, Work)
-    session = dict(consumers)[delivered.route]
-    hub.on_message(1.0, delivered.route, report(session, seen=1, done=(delivered.message.id,)))
-    [settled] = hub.flush(1.0)
-    assert isinstance(settled.message, Settled)
-    assert looks == {"producers": 1, "consumers": 1}
-    assert hub.flush(1.0) == []
-    assert looks.total() == 2, "nobody was heard of, nobody is looked at"
-
-
-def test_a_producer_that_waits_for_room_hears_of_it_when_others_make_it() -> None:
-    hub = HubCore(StreamSpec("s", "a", capacity_items=8), "run", 1)
-    producer, _ = greet(hub, "producer", 0)
-    other, _ = greet(hub, "producer", 1)
-    for seq in range(1, 9):
-        hub.on_message(0.0, producer, Put(seq, f"k{seq}", 1, 0), b"x")
-        limits = [s.message.limit_items for s in hub.flush(0.0) if isinstance(s.message, Accepted)]
-    assert limits == [8], "the hub is full"
-    hub.on_message(0.0, other, Put(1, "other", 1, 0), b"x")
-    hub.flush(0.0)
-    assert hub.flush(1.0) == []
-    consumer, session = greet(hub, "consumer", 0)
-    hub.on_message(1.0, consumer, report(session, seen=0))
-    work = [s.message for s in hub.flush(1.0) if isinstance(s.message, Work)]
-    done = tuple(message.id for message in work)
-    assert len(done) == 4
-    hub.on_message(2.0, consumer, report(session, seen=4, done=done))
-    sent = hub.flush(2.0)
-    assert ("Accepted", producer) in kinds(sent)
-    assert [s.message.limit_items for s in sent if isinstance(s.message, Accepted) and s.route == producer] == [9]
-
+from transport.wire import PROTOCOL, Accepted, Hello, Put, Report, Settled, Work
 
 EPOCH = 7
 WINDOW = 100
@@ -96,12 +20,17 @@ WINDOW = 100
 class Stream:
     """A hub whose consumers only hold: they answer when a test says so."""
 
-    def __init__(self, *consumers: str, routing: Routing = "keyed", window: int = WINDOW) -> None:
-        self.hub = HubCore(StreamSpec("jobs", "here", routing=routing, lease_s=10.0), "run", EPOCH, grace_s=1.0)
+    def __init__(
+        self, *consumers: str, routing: Routing = "keyed", window: int = WINDOW, sources: int = 1, **of_spec: int
+    ) -> None:
+        spec = StreamSpec("jobs", "here", routing=routing, lease_s=10.0, **of_spec)  # type: ignore[arg-type]
+        self.hub = HubCore(spec, "run", EPOCH, grace_s=1.0)
         self.window = window
         self.held: dict[str, dict[str, int]] = {}  # consumer -> key -> item
+        self.limits: dict[bytes, int] = {}  # of the sources
         self.sent = 0
-        self._hello("producer", "source")
+        for number in range(sources):
+            self._hello("producer", f"source-{number}")
         for name in consumers:
             self.join(name)
 
@@ -112,19 +41,24 @@ class Stream:
     def join(self, name: str) -> None:
         self.held[name] = {}
         self._hello("consumer", name)
+        self.report(name)
+
+    def report(self, name: str, done: tuple[int, ...] = ()) -> None:
         session = self.hub.consumers[name].session
-        self.hub.on_message(0.0, name.encode(), Report(EPOCH, session, 0, self.window, 1 << 20, (), (), (), None))
+        self.hub.on_message(0.0, name.encode(), Report(EPOCH, session, 0, self.window, 1 << 20, (), done))
         self.flush()
 
     def flush(self, now: float = 0.0) -> None:
         for route, message, _ in self.hub.flush(now):
             if isinstance(message, Work):
                 self.held[route.decode()][message.key] = message.id
+            elif isinstance(message, Accepted):
+                self.limits[route] = message.limit_items
 
-    def put(self, *keys: str) -> None:
+    def put(self, *keys: str, source: int = 0) -> None:
         for key in keys:
             self.sent += 1
-            self.hub.on_message(0.0, b"source", Put(self.sent, key, 1, 0), b"x")
+            self.hub.on_message(0.0, f"source-{source}".encode(), Put(self.sent, key, 1, 0), b"x")
             self.flush()
 
     def lose(self, name: str) -> None:
@@ -132,14 +66,49 @@ class Stream:
         self.held[name].clear()
         self.flush()
 
-    def done(self, name: str, key: str) -> None:
-        session = self.hub.consumers[name].session
-        report = Report(EPOCH, session, 0, self.window, 1 << 20, (), (self.held[name].pop(key),))
-        self.hub.on_message(0.0, name.encode(), report)
-        self.flush()
+    def done(self, name: str, *keys: str) -> None:
+        self.report(name, tuple(self.held[name].pop(key) for key in keys))
 
     def holders(self, part: str) -> set[str]:
         return {name for name, held in self.held.items() if any(key.startswith(f"{part}/") for key in held)}
+
+
+@pytest.mark.parametrize("replicas", [1, 32])
+def test_a_message_is_work_for_its_own_peers_only(replicas: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = Stream(*(f"c{number}" for number in range(replicas)), sources=replicas)
+    looks: list[str] = []
+
+    def watch(method: str) -> None:
+        original = getattr(HubCore, method)
+        monkeypatch.setattr(HubCore, method, lambda hub, peer: (looks.append(peer.replica), original(hub, peer)))
+
+    watch("_grant")
+    watch("_confirm")
+    stream.hub.on_message(1.0, b"source-0", Put(1, "k", 3, 0), b"abc")
+    accepted, delivered = stream.hub.flush(1.0)
+    assert isinstance(accepted.message, Accepted)
+    assert accepted.message.seqs == (1,)
+    assert isinstance(delivered.message, Work)
+    taker = delivered.route.decode()
+    session = stream.hub.consumers[taker].session
+    done = Report(EPOCH, session, 1, WINDOW + 1, 1 << 20, (), (delivered.message.id,))
+    stream.hub.on_message(1.0, delivered.route, done)
+    [settled] = stream.hub.flush(1.0)
+    assert isinstance(settled.message, Settled)
+    assert stream.hub.flush(1.0) == []
+    assert looks == ["source-0", taker], "nobody else was heard of, nobody else is looked at"
+
+
+def test_a_producer_that_waits_for_room_hears_of_it_when_others_make_it() -> None:
+    stream = Stream(sources=2, window=4, capacity_items=8)
+    stream.put(*map(str, range(8)))
+    assert stream.limits[b"source-0"] == 8, "the hub is full"
+    stream.put("other", source=1)
+    assert stream.hub.flush(1.0) == []
+    stream.join("a")
+    assert len(stream.held["a"]) == 4
+    stream.done("a", *stream.held["a"])
+    assert stream.limits[b"source-0"] == 9
 
 
 def spread(stream: Stream, groups: int = 20) -> dict[str, str]:
