@@ -39,6 +39,15 @@ class Kill:
         return f"{self.victim}{stopped} at {self.moment} (step {self.step} + {self.delay_s * 1000:.0f} ms)"
 
 
+# Who is killed at a moment, the more often the more often it is named, and within how many seconds of it.
+OFTEN = (CONTROLLER, CONTROLLER, TRAIN, *WITHIN)
+HOW = {
+    START: (OFTEN, 8.0), RESUME: (OFTEN, 8.0), WARM: ((CONTROLLER, TRAIN), 0.2), END: ((*WORST, *WITHIN), 0.8),
+    RUNNING: ((*WORST, *WITHIN, *WITHIN), 0.3),
+    SAVE: ((*WORST, *WORST, *WITHIN), 0.01), PRUNE: ((*WORST, *WORST, *WITHIN), 0.01),
+}  # fmt: skip
+
+
 def draw(rng: random.Random, *, steps: int, warm_steps: int, kills: int) -> list[Kill]:
     """So many kills of one run, in the order in which their moments come.
 
@@ -46,22 +55,14 @@ def draw(rng: random.Random, *, steps: int, warm_steps: int, kills: int) -> list
     """
     plan: list[Kill] = []
     moments = rng.choices(MOMENTS, weights=(1, 3 if warm_steps else 0, 5, 3, 3, 3, 2), k=kills)
-    order = {START: 0, WARM: 1, RUNNING: 2, SAVE: 2, PRUNE: 2, RESUME: 2, END: 3}
-    drawn = [(order[moment], rng.randrange(1, steps - 2), moment) for moment in moments]
+    order = {START: 0, WARM: 1, END: 3}
+    drawn = [(order.get(moment, 2), rng.randrange(1, steps - 2), moment) for moment in moments]
     for _, step, moment in sorted(drawn):
         if moment == RESUME:
             plan.append(Kill(CONTROLLER, RUNNING, step, rng.uniform(0, 0.3)))
-            plan.append(Kill(rng.choice((CONTROLLER, CONTROLLER, TRAIN, *WITHIN)), RESUME, 0, rng.uniform(0, 8.0)))
-        elif moment == START:
-            plan.append(Kill(rng.choice((CONTROLLER, CONTROLLER, TRAIN, *WITHIN)), START, 0, rng.uniform(0, 8.0)))
-        elif moment == WARM:
-            plan.append(Kill(rng.choice((CONTROLLER, TRAIN)), WARM, rng.randrange(warm_steps), rng.uniform(0, 0.2)))
-        elif moment in (SAVE, PRUNE):
-            plan.append(Kill(rng.choice((*WORST, *WORST, *WITHIN)), moment, step, rng.uniform(0, 0.01)))
-        elif moment == END:
-            plan.append(Kill(rng.choice((*WORST, *WITHIN)), END, steps, rng.uniform(0, 0.8)))
-        else:
-            plan.append(Kill(rng.choice((*WORST, *WITHIN, *WITHIN)), RUNNING, step, rng.uniform(0, 0.3)))
+        at = {START: 0, RESUME: 0, WARM: step % max(1, warm_steps), END: steps}.get(moment, step)
+        victims, within_s = HOW[moment]
+        plan.append(Kill(rng.choice(victims), moment, at, rng.uniform(0, within_s)))
     return plan[:kills]
 
 
