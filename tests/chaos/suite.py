@@ -24,26 +24,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from tests.chaos import asking, calls
-from tests.chaos.kills import (
-    CHAINED,
-    EVERYTHING,
-    FATAL,
-    MARK,
-    MAY_END,
-    MOMENTS,
-    PRUNE,
-    RUNNING,
-    SAVE,
-    Kill,
-    Seen,
-    Watch,
-    command,
-    draw,
-    draw_fatal,
-    draw_stops,
-    marked,
-)  # fmt: skip
+from tests.chaos import asking, calls, kills
+from tests.chaos.kills import CHAINED, EVERYTHING, FATAL, MARK, MAY_END, MOMENTS, PRUNE, RUNNING, SAVE, Kill
 from tests.chaos.oracle import KINDS, Expected, Fault, Trained, judge, judge_same, trained_by
 
 ROOT = Path(__file__).parent.parent.parent
@@ -137,14 +119,14 @@ def agent_flags(home: Path, *, seed: int) -> list[str]:
     return [*asking.write(home), *found, "--num-rollout", str(AGENT_STEPS)]
 
 
-def cases(seed: int, kills: int, kind: str = "", home: Path = ROOT) -> Iterator[Case]:
+def cases(seed: int, count: int, kind: str = "", home: Path = ROOT) -> Iterator[Case]:
     """Enough runs for so many kills; each gets some of those that a run with its seed draws.
 
     Args:
         kind: of runs: with `calls` that change the world, `sync`, or sync with `agents` of the gateway.
         home: where the last two have an undisturbed run of the same flags, which runs first.
     """
-    for number in range(10 * kills):
+    for number in range(10 * count):
         rng = random.Random(seed * 1_000_003 + number)
         name = f"{seed}.{number} {kind}".strip()
         if kind == "calls":
@@ -153,7 +135,7 @@ def cases(seed: int, kills: int, kind: str = "", home: Path = ROOT) -> Iterator[
         elif kind == "sync":
             given = sync_flags(seed=rng.randrange(1 << 30), save_interval=rng.randrange(1, 4))
             alone = Case(name, tuple(given), (), bound=0)
-            drawn = draw(rng, steps=STEPS, warm_steps=0, kills=rng.randrange(4, 8))
+            drawn = kills.draw(rng, steps=STEPS, warm_steps=0, kills=rng.randrange(4, 8))
             yield replace(alone, kills=tuple(drawn), undisturbed=undisturbed(alone, home))
         elif kind == "agents":
             given = agent_flags(home / f"asking-{number}", seed=rng.randrange(1 << 30))
@@ -163,7 +145,7 @@ def cases(seed: int, kills: int, kind: str = "", home: Path = ROOT) -> Iterator[
         else:
             warm, computes = rng.random() < 0.3, number % 5 == 4
             given = flags(seed=rng.randrange(1 << 30), save_interval=rng.randrange(1, 4), computes=computes, warm=warm)
-            drawn = draw(rng, steps=STEPS, warm_steps=WARM_STEPS if warm else 0, kills=rng.randrange(4, 10))
+            drawn = kills.draw(rng, steps=STEPS, warm_steps=WARM_STEPS if warm else 0, kills=rng.randrange(4, 10))
             yield Case(f"{name}{' computes' if computes else ''}", tuple(given), tuple(drawn), warm)
 
 
@@ -182,7 +164,7 @@ def auto_cases(made: Iterable[Case]) -> Iterable[Case]:
     """The same runs with `--auto-resume`: each kill ends the run, and nobody but the run itself starts it again."""
     for case in made:
         rng = random.Random(case.name)
-        drawn = draw_fatal(rng, steps=STEPS, kills=rng.randrange(4, 8))
+        drawn = kills.draw_fatal(rng, steps=STEPS, kills=rng.randrange(4, 8))
         yield replace(case, flags=(*case.flags, *AUTO), kills=tuple(drawn), auto=True)
 
 
@@ -190,7 +172,7 @@ def stop_cases(made: Iterable[Case]) -> Iterable[Case]:
     """The same runs, longer than a stop, with processes that are stopped for a while: none may end."""
     for case in made:
         flags = tuple(STOPPED_STEP_S if flag == "0.1" else flag for flag in case.flags)
-        yield replace(case, flags=flags, kills=tuple(draw_stops(random.Random(case.name), steps=STEPS)))
+        yield replace(case, flags=flags, kills=tuple(kills.draw_stops(random.Random(case.name), steps=STEPS)))
 
 
 class Running:
@@ -203,8 +185,8 @@ class Running:
         self._run_dir = home / "run"
         runtime = Path(tempfile.mkdtemp(prefix="chaos-"))  # a path of sockets is short, whatever `home` is
         self._mark = secrets.token_hex(8)
-        self._watch = Watch(self._mark, runtime)
-        self._seen = Seen(self._run_dir, KEEP)
+        self._watch = kills.Watch(self._mark, runtime)
+        self._seen = kills.Seen(self._run_dir, KEEP)
         self._calls = home / "calls"
         self._calls.mkdir()
         self._environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", MARK: self._mark}
@@ -304,9 +286,10 @@ class Running:
         if self.case.auto:
             with contextlib.suppress(OSError):  # the parent has just ended
                 children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
-            controller = [pid for pid in map(int, children.split()) if "launch.py" in command(pid)]  # not its servers
+            started = map(int, children.split())
+            controller = [pid for pid in started if "launch.py" in kills.command(pid)]  # not its servers
         if kill.victim == EVERYTHING and controller:
-            return [pid for pid in marked(self._mark) if pid != process.pid or not self.case.auto]
+            return [pid for pid in kills.marked(self._mark) if pid != process.pid or not self.case.auto]
         if kill.victim in FATAL:
             return controller
         found = self._pid(kill)
@@ -322,7 +305,7 @@ class Running:
     def _pid(self, kill: Kill) -> int | None:
         if kill.victim == "environment":
             hosts = re.compile(r"stages\.agents\.worker \d")  # others only describe a class, before a start
-            found = [pid for pid in marked(self._mark) if hosts.search(command(pid))]
+            found = [pid for pid in kills.marked(self._mark) if hosts.search(kills.command(pid))]
             return found[int(kill.delay_s * 1000) % len(found)] if found else None
         home = self._run_dir / "warm_start" if kill.moment == "warm start" else self._run_dir
         replicas = home / "replicas"

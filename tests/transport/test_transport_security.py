@@ -17,20 +17,11 @@ import pytest
 import zmq
 
 from tests.transport.memory_link import Extra, ignore, take_one, until
-from transport import BlobGone, DeadLetter, Hub, Node, Security, StreamSpec, Transfer, UsageError, wire, zmq_link
+from transport import BlobGone, DeadLetter, Hub, MessageTooLarge, Node, StreamSpec, Transfer, UsageError, wire, zmq_link
 from transport import stream as stream_port
 from transport.codec import Codec
-from transport.errors import (
-    AddressInUse,
-    AddressInvalid,
-    AddressRefused,
-    LinkLost,
-    LinkRefused,
-    MessageInvalid,
-    MessageTooLarge,
-    SecurityError,
-)  # fmt: skip
-from transport.security import add_client, create_keys, load_security, parse_address, zap_reply
+from transport.errors import AddressInUse, AddressInvalid, AddressRefused, LinkLost, LinkRefused, MessageInvalid
+from transport.security import Security, SecurityError, add_client, create_keys, load_security, parse_address, zap_reply
 from transport.topic import VALUE_LIMIT, check_entry
 from transport.wire import KEY_LIMIT, Hello, Put, Report
 
