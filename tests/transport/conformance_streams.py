@@ -42,34 +42,27 @@ class StreamConformance:
                 assert await take_all(slow) == [0, 1, 2]
             assert taking.result() == list(range(3, 20))
 
-    async def test_what_failed_is_delivered_again_then_dead_lettered(self, net: Net) -> None:
+    async def test_what_fails_too_often_and_what_is_refused_are_dead_lettered(self, net: Net) -> None:
         async with net.stream(max_attempts=3) as (node, hub):
             await send_jobs(node, hub, range(1))
-            attempts = []
-            for name in ("one", "two", "three"):
+            for attempt, name in enumerate(("one", "two", "three"), 1):
                 inlet = await node.inlet(hub.address, "jobs", Job, window_items=1, replica=name)
-                lease = await take_one(inlet)
-                attempts.append(lease.attempt)
+                assert (await take_one(inlet)).attempt == attempt
                 await inlet.close(blame=True)
             await hub.wait_empty()
-            assert attempts == [1, 2, 3]
-        [letter] = net.letters
-        assert letter.key == "0/0"
-        assert letter.reason == "replica 'three' failed while executing it (failed 3 of max_attempts=3)"
-
-    async def test_poison_is_dead_lettered_at_once_with_its_body(self, net: Net) -> None:
-        async with net.stream() as (node, hub):
             inlet = await node.inlet(hub.address, "jobs", Job)
-            await send_jobs(node, hub, range(1))
+            await send_jobs(node, hub, range(1, 2))
             lease = await take_one(inlet)
             lease.poison("wrong number")
-            with pytest.raises(UsageError, match="'0/0' was settled before; give each lease exactly one verdict"):
+            with pytest.raises(UsageError, match="'1/1' was settled before; give each lease exactly one verdict"):
                 lease.done()
             await hub.wait_empty()
-            assert hub.stats().dead_letters == 1
-        [letter] = net.letters
-        assert (letter.stream, letter.key, letter.reason) == ("jobs", "0/0", "wrong number")
-        assert msgspec.msgpack.decode(letter.body, type=Job) == Job(0)
+            assert hub.stats().dead_letters == 2
+        failed, refused = net.letters
+        words = "replica 'three' failed while executing it (failed 3 of max_attempts=3)"
+        assert (failed.key, failed.reason) == ("0/0", words)
+        assert (refused.stream, refused.key, refused.reason) == ("jobs", "1/1", "wrong number")
+        assert msgspec.msgpack.decode(refused.body, type=Job) == Job(1)
 
     async def test_cancelled_receives_lose_nothing(self, net: Net) -> None:
         async with net.stream() as (node, hub):

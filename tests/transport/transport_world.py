@@ -16,7 +16,7 @@ from transport import wire
 from transport.core.hub import HubCore
 from transport.core.peers import ConsumerCore, Delivery, Parcel, ProducerCore
 from transport.spec import StreamSpec
-from transport.wire import PROTOCOL, Hello, ToHub, Welcome
+from transport.wire import PROTOCOL, Hello, Welcome
 
 
 @dataclass(frozen=True)
@@ -82,10 +82,8 @@ class World:
         self._last_arrival: dict[tuple[bytes, bool], float] = {}
         self._routes: dict[bytes, Host] = {}
         self._last_words: set[bytes] = set()  # of the dead: what the kernel had already will arrive
-        self.spec = StreamSpec(
-            "s", "sim", scenario.capacity_items, scenario.capacity_bytes, scenario.lease_s, scenario.max_attempts,
-            1 << 20, scenario.routing,  # type: ignore[arg-type]
-        )  # fmt: skip
+        named = ("capacity_items", "capacity_bytes", "lease_s", "max_attempts", "routing")
+        self.spec = StreamSpec("s", "sim", **{name: getattr(scenario, name) for name in named})
         self.hub = self._new_hub()
         self._echoes: dict[bytes, Host] = {}  # where what a dead hub had sent still arrives
         self.hub_timer_at = float("inf")
@@ -128,7 +126,7 @@ class World:
         host.route = self.rng.randbytes(5)
         self._routes[host.route] = host
 
-    def _transmit(self, route: bytes, to_hub: bool, header: bytes, deliver: Callable[[], None]) -> None:
+    def _transmit(self, route: bytes, to_hub: bool, deliver: Callable[[], None]) -> None:
         if self.rng.random() < self.s.drop:
             return
         for _ in range(2 if self.rng.random() < self.s.duplicate else 1):
@@ -143,13 +141,12 @@ class World:
             return
         for message, body in host.core.flush(self.now):
             header, route, hub = wire.encode(message), host.route, self.hub
-            self._transmit(route, True, header, lambda h=header, b=body, r=route, hub=hub: self._to_hub(hub, r, h, b))
+            self._transmit(route, True, lambda h=header, b=body, r=route, hub=hub: self._to_hub(hub, r, h, b))
         self._plan_timer(host)
 
     def _to_hub(self, hub: HubCore, route: bytes, header: bytes, body: Any) -> None:
         if hub is self.hub and (route in self._routes or route in self._last_words):
-            message: ToHub = wire.decode_to_hub(header)
-            hub.on_message(self.now, route, message, body)
+            hub.on_message(self.now, route, wire.decode_to_hub(header), body)
             self._flush_hub()
 
     def _flush_hub(self) -> None:
@@ -159,9 +156,8 @@ class World:
                 self.hub.on_unreachable(self.now, route)
                 continue
             header = wire.encode(message)
-            self._transmit(route, False, header, lambda r=route, h=header, b=body: self._to_host(r, h, b))
-        for letter, _ in self.hub.custody.letters:
-            self.letters[letter.key] += 1
+            self._transmit(route, False, lambda r=route, h=header, b=body: self._to_host(r, h, b))
+        self.letters.update(letter.key for letter, _ in self.hub.custody.letters)
         self.hub.custody.letters.clear()
         deadline = self.hub.deadline()
         if deadline is not None and deadline < self.hub_timer_at:
@@ -175,19 +171,15 @@ class World:
             self._flush_hub()
 
     def _to_host(self, route: bytes, header: bytes, body: Any) -> None:
-        host = self._routes.get(route)
-        if host is None and (host := self._echoes.get(route)) is not None:
-            if not isinstance(wire.decode_from_hub(header), Welcome):  # what is of one connection keeps its order
-                self.at(self.rng.uniform(0, 0.2), lambda: self._arrive(host, header, body))
-        elif host is not None:
-            self._arrive(host, header, body)
+        message = wire.decode_from_hub(header)
+        if (host := self._routes.get(route)) is not None:
+            self._arrive(host, message, body)
+        elif (host := self._echoes.get(route)) is not None and not isinstance(message, Welcome):
+            self.at(self.rng.uniform(0, 0.2), lambda: self._arrive(host, message, body))  # a Welcome keeps its order
 
-    def _arrive(self, host: Host, header: bytes, body: Any) -> None:
-        if not host.alive:
-            return
-        host.inbox.append((wire.decode_from_hub(header), body))
-        if self.now >= host.frozen_until:
-            self._wake(host)
+    def _arrive(self, host: Host, message: Any, body: Any) -> None:
+        host.inbox.append((message, body))
+        self._wake(host)
 
     def _wake(self, host: Host) -> None:
         """The process runs: messages first, then its application, then what is to be sent."""
@@ -206,8 +198,7 @@ class World:
             self.check_window(host.name, sizes)
             self._work(host)
         else:
-            for parcel in host.core.accepted:
-                self.accepted.add(parcel.key)
+            self.accepted |= {parcel.key for parcel in host.core.accepted}
             host.core.accepted.clear()
             if host.leaving and host.core.session.state == "left":
                 host.alive = False
@@ -263,22 +254,15 @@ class World:
         self._flush_host(host)
 
     def _work(self, host: Host) -> None:
-        while len(host.working) < max(self.s.concurrency, self.s.gather):
-            if not self._begin(host):
-                break
+        most = max(self.s.concurrency, self.s.gather)
+        while len(host.working) < most and (delivery := host.core.take()) is not None:
+            host.working.append(delivery)
+            if not self.s.gather:
+                takes_s = self.rng.uniform(0.001, self.s.work_s)
+                self.at(takes_s, lambda delivery=delivery: self._finish(host, delivery))
         if self.s.gather and (len(host.working) >= self.s.gather or self._all_accepted()):
             for delivery in list(host.working):
                 self._finish(host, delivery)
-
-    def _begin(self, host: Host) -> bool:
-        """Take a message, if there is one."""
-        delivery = host.core.take()
-        if delivery is None:
-            return False
-        host.working.append(delivery)
-        if not self.s.gather:
-            self.at(self.rng.uniform(0.001, self.s.work_s), lambda: self._finish(host, delivery))
-        return True
 
     def _finish(self, host: Host, delivery: Delivery) -> None:
         if not host.alive or delivery.settled or delivery not in host.working:
