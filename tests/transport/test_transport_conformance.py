@@ -119,10 +119,6 @@ async def test_cut_connections_lose_and_repeat_nothing() -> None:
         inlet = await node.inlet(address, "s", bytes)
         got: Counter[str] = Counter()
 
-        async def produce() -> None:
-            for number in range(300):
-                await outlet.send(b"x" * 5000, str(number))
-
         async def consume() -> None:
             """Take and finish. Unblocked by END."""
             while (lease := await inlet.receive()) is not None:
@@ -138,7 +134,8 @@ async def test_cut_connections_lose_and_repeat_nothing() -> None:
         async with asyncio.TaskGroup() as group:
             group.create_task(consume())
             group.create_task(vandal())
-            await group.create_task(produce())
+            for number in range(300):
+                await outlet.send(b"x" * 5000, str(number))
             hub.finish()
         stats = hub.stats()
         await proxy.stop()

@@ -93,28 +93,26 @@ def test_a_hub_goes_on() -> None:
 
 def delivers(hub: HubCore, now: float) -> bool:
     """Whether a message of a new producer comes to a new consumer, who takes all that is there."""
-    hub.on_message(now, b"p", hello("producer", 8))
-    hub.on_message(now, b"c", hello("consumer", 8))
-    for sent in hub.flush(now):
-        if sent.route == b"c" and isinstance(sent.message, wire.Welcome):
-            session = sent.message.session
-    done: tuple[int, ...] = ()
-    seen, offered = 0, False
+    producer, consumer = ProducerCore(hello("producer", 8)), ConsumerCore(hello("consumer", 8), 8, 1 << 30)
+    producer.start(now)
+    consumer.start(now)
+    producer.offer("the last", 3, 0, b"abc")
     for _ in range(2000):
         now += 0.01
-        if not offered:
-            hub.on_message(now, b"p", wire.Put(1, "the last", 3, 0), b"abc")
-        hub.on_message(now, b"p", wire.Ping())
-        hub.on_message(now, b"c", wire.Report(hub.epoch, session, seen, seen + 8, 1 << 30, (), done))
+        for route, core in ((b"p", producer), (b"c", consumer)):
+            core.on_timer(now)
+            for message, body in core.flush(now):
+                hub.on_message(now, route, message, body)
         hub.on_timer(now)
-        for sent in hub.flush(now):
-            match sent.route, sent.message:
-                case b"p", wire.Accepted(seqs=seqs) if 1 in seqs:
-                    offered = True
-                case b"c", wire.Work() as work:
-                    seen, done = work.serial, (*done, work.id)
-                    if work.key == "the last":
-                        return True
+        for route, answer, body in hub.flush(now):
+            if route == b"p":
+                producer.on_message(now, answer)
+            elif route == b"c":
+                consumer.on_message(now, answer, body)
+        while (delivery := consumer.take()) is not None:
+            consumer.settle(delivery, "done")
+            if delivery.work.key == "the last":
+                return True
     return False
 
 
