@@ -32,27 +32,20 @@ class MemoryNetwork:
 
     def __init__(self) -> None:
         self.servers: dict[str, MemoryLink] = {}
-        self.clients: list[MemoryLink] = []
-        self._routes = count(1)
-
-    def new_route(self) -> bytes:
-        return next(self._routes).to_bytes(5, "big")
+        self.clients: dict[bytes, MemoryLink] = {}
+        self.routes = count(1)
 
 
 class MemoryLink(Link):
-    """A server (it has connections) or a client (it has a route)."""
+    """A server or a client (it has a route)."""
 
     def __init__(
         self, endpoint: CorePort, network: MemoryNetwork, decode: Decode, address: str, *, serves: bool
     ) -> None:
         super().__init__(endpoint)
-        self.address = address
+        self.address, self.route = address, b""
         self.inbox: deque[Letter] = deque()
-        self.route = b""
-        self._network = network
-        self._decode = decode
-        self._serves = serves
-        self._connections: dict[bytes, MemoryLink] = {}
+        self._network, self._decode, self._serves = network, decode, serves
         self._unsent: deque[tuple[bytes, Body]] = deque()
         self._events: deque[bool] = deque()  # True: link up, False: link down
 
@@ -62,50 +55,43 @@ class MemoryLink(Link):
             self._unsent.append((header, body))
             self._send_queued()
             return True
-        client = self._connections.get(route)
-        if client is None or client.route != route:
-            self._connections.pop(route, None)
-            return False
-        client.arrive((b"", header, body))
-        return True
+        client = self._network.clients.get(route)
+        if client is not None:
+            client.arrive((b"", header, body))
+        return client is not None
 
     def arrive(self, letter: Letter) -> None:
         self.inbox.append(letter)
         self.wake()
 
-    def accept(self, client: MemoryLink) -> None:
-        self._connections[client.route] = client
+    def report(self, *, up: bool) -> None:
+        self._events.append(up)
+        self.wake()
 
     def reconnect(self) -> None:
         """Forget the connection and make another one, as a socket would after a broken link."""
-        self.route = self._network.new_route()
+        self._network.clients.pop(self.route, None)
+        self.route = next(self._network.routes).to_bytes(5, "big")
+        self._network.clients[self.route] = self
         self.inbox.clear()
-        server = self._network.servers.get(self.address)
-        if server is not None:
-            server.accept(self)
-            self._events.append(True)
-            self.wake()
+        if self.address in self._network.servers:
+            self.report(up=True)
 
     def discard_unsent(self) -> None:
         self._unsent.clear()
 
     def close(self, linger_ms: int) -> None:
-        self.route = b""
-        self._connections.clear()
-        if self._network.servers.get(self.address) is self:
+        server = self._network.servers.get(self.address)
+        if server is self:
             del self._network.servers[self.address]
-        elif self in self._network.clients:
-            self._network.clients.remove(self)
-            server = self._network.servers.get(self.address)
-            if server is not None:
-                server._events.append(False)
-                server.wake()
+        elif self._network.clients.pop(self.route, None) is not None and server is not None:
+            server.report(up=False)
+        self.route = b""
 
     def _send_queued(self) -> None:
         server = self._network.servers.get(self.address)
         while server is not None and self.route and self._unsent:
-            header, body = self._unsent.popleft()
-            server.arrive((self.route, header, body))
+            server.arrive((self.route, *self._unsent.popleft()))
 
     def _take(self, limit: int) -> int:
         while self._events:
@@ -141,14 +127,13 @@ class MemoryFabric:
             raise AddressInUse(f"address {text} is in use by another hub of this network; choose another")
         link = MemoryLink(endpoint, self._network, decode, text, serves=True)
         self._network.servers[text] = link
-        for client in self._network.clients:
+        for client in list(self._network.clients.values()):
             if client.address == text:
                 client.reconnect()
         return self._keep(link)
 
     def connect(self, text: str, endpoint: CorePort, decode: Decode) -> Link:
         link = MemoryLink(endpoint, self._network, decode, text, serves=False)
-        self._network.clients.append(link)
         link.reconnect()
         return self._keep(link)
 
