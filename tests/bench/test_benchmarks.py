@@ -155,9 +155,6 @@ def test_one_thing_changes_between_the_runs_of_a_series() -> None:
     assert found == [
         Point(in_flight=100, replicas=1), Point(in_flight=1000, replicas=1), Point(in_flight=1000, replicas=4),
     ]  # fmt: skip
-
-
-def test_one_number_of_replicas_adds_no_run() -> None:
     assert points([100, 100_000], [1], wide=1000) == [Point(in_flight=n, replicas=1) for n in (100, 100_000)]
 
 

@@ -254,27 +254,25 @@ async def one_inlet_for_prompts_and_turns(self: GenerateStage, inlet: Any, ports
             tasks.create_task(serve(self, lease, ports)).add_done_callback(lambda _: places.release())
 
 
-STAGES = "tests.stages."
-ANNOUNCED = f"{STAGES}test_train_stage:test_a_version_is_announced_only_when_its_slot_is_complete"
+TRAIN, LOOPS = "tests.stages.test_train_stage:", "tests.stages.test_generate_loops:"
+ANNOUNCED = f"{TRAIN}test_a_version_is_announced_only_when_its_slot_is_complete"
 SEEN_BY_A_TEST: dict[str, tuple[str, *tuple[Change, ...]]] = {
     "a group delivered twice is trained twice": (
-        f"{STAGES}test_train_stage:test_a_group_is_trained_once_however_often_it_is_delivered",
-        (HeldGroups, "add", trains_again),
+        TRAIN + "test_a_group_is_trained_once_however_often_it_is_delivered", (HeldGroups, "add", trains_again),
     ),
     "released before it is handed over": (
-        f"{STAGES}test_group_stage:test_leases_are_released_only_after_the_group_has_left",
+        "tests.stages.test_group_stage:test_leases_are_released_only_after_the_group_has_left",
         (GroupStage, "_take", releases_at_once),
     ),
     "newest first": (
-        f"{STAGES}test_train_stage:test_the_oldest_groups_here_are_trained_first",
+        TRAIN + "test_the_oldest_groups_here_are_trained_first",
         (GroupBuffer, "_place", lambda self, waiting: (-waiting.group_id, waiting.arrival, waiting)),
     ),
     "consumption check off": (
-        f"{STAGES}test_train_stage:test_a_group_is_refused_exactly_beyond_the_bound",
-        (StalenessGate, "fresh", lambda self, **ask: True),
+        TRAIN + "test_a_group_is_refused_exactly_beyond_the_bound", (StalenessGate, "fresh", lambda self, **ask: True),
     ),
     "slot freed at batch take": (
-        f"{STAGES}test_prompt_stage:test_the_gate_follows_the_formula_and_frees_only_when_weights_have_landed",
+        "tests.stages.test_prompt_stage:test_the_gate_follows_the_formula_and_frees_only_when_weights_have_landed",
         (PromptStage, "capacity", property(frees_slots_at_the_step)),
     ),
     "version label off by one": (
@@ -283,11 +281,11 @@ SEEN_BY_A_TEST: dict[str, tuple[str, *tuple[Change, ...]]] = {
     ),
     "label published before weights": (ANNOUNCED, (TrainStage, "_publish", publishes_early)),
     "version stamped by client": (
-        f"{STAGES}test_generate_stage:test_version_runs_are_the_engines_spans_and_neighbours_are_joined",
+        "tests.stages.test_generate_stage:test_version_runs_are_the_engines_spans_and_neighbours_are_joined",
         (requests, "join_runs", stamped_by_the_client),
     ),
     "shared feedback inlet": (
-        f"{STAGES}test_generate_loops:test_the_feedback_edge_flows_while_prompts_fill_the_window",
+        LOOPS + "test_the_feedback_edge_flows_while_prompts_fill_the_window",
         (GenerateStage, "_pump", one_inlet_for_prompts_and_turns),
     ),
     "ROUTER_MANDATORY off": (
@@ -296,8 +294,7 @@ SEEN_BY_A_TEST: dict[str, tuple[str, *tuple[Change, ...]]] = {
          lambda self, option, value: option == zmq.ROUTER_MANDATORY or set_option(self, option, value)),
     ),
     "oversize not checked by sender": (
-        f"{STAGES}test_generate_loops:"
-        "test_a_slice_above_the_limit_goes_on_failed_with_the_reason_and_the_replica_lives",
+        LOOPS + "test_a_slice_above_the_limit_goes_on_failed_with_the_reason_and_the_replica_lives",
         (Session, "max_message_bytes", property(lambda self: 1 << 40, lambda self, size: None)),
     ),
     "rename without fsync": (
@@ -310,7 +307,7 @@ SEEN_BY_A_TEST: dict[str, tuple[str, *tuple[Change, ...]]] = {
         (Journal, "sync", lambda self: None), (Journal, "flush", lambda self: None),
     ),
     "NaN reward accepted": (
-        f"{STAGES}graders.test_rule_graders:test_what_a_grader_may_not_return",
+        "tests.stages.graders.test_rule_graders:test_what_a_grader_may_not_return",
         (grade, "math", SimpleNamespace(isfinite=lambda value: True)),
     ),
 }  # fmt: skip

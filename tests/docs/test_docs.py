@@ -131,30 +131,17 @@ def python_blocks(page: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
-def test_code_blocks_are_closed_and_named_and_those_of_python_parse(page: Path) -> None:
+def test_code_blocks_are_closed_and_named_and_those_of_python_parse_and_import_what_is_there(page: Path) -> None:
     for block in python_blocks(page):
-        ast.parse(block, filename=page_id(page))
+        for node in ast.walk(ast.parse(block, filename=page_id(page))):
+            if isinstance(node, ast.ImportFrom) and node.module and (ROOT / node.module.partition(".")[0]).is_dir():
+                module = importlib.import_module(node.module)
+                assert [alias.name for alias in node.names if not hasattr(module, alias.name)] == [], node.module
     fences = re.findall(r"^```(\w*)$", page.read_text(), re.MULTILINE)
     assert len(fences) % 2 == 0, f"{page_id(page)} has a code block that is not closed"
     for opening, closing in zip(fences[::2], fences[1::2], strict=True):
         assert opening, f"{page_id(page)} has a code block without a language"
         assert not closing
-
-
-def imported(block: str) -> list[tuple[str, str]]:
-    """What a block imports from the packages of the project."""
-    return [
-        (node.module, alias.name)
-        for node in ast.walk(ast.parse(block))
-        if isinstance(node, ast.ImportFrom) and node.module and (ROOT / node.module.partition(".")[0]).is_dir()
-        for alias in node.names
-    ]
-
-
-@pytest.mark.parametrize("page", PAGES, ids=page_id)
-def test_what_python_blocks_import_is_there(page: Path) -> None:
-    for module, name in [pair for block in python_blocks(page) for pair in imported(block)]:
-        assert hasattr(importlib.import_module(module), name), f"{module} has no {name}"
 
 
 # What the reader brings: data, a model, an earlier run, code, GPUs.

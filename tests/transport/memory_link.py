@@ -130,20 +130,18 @@ class MemoryFabric:
         for client in list(self._network.clients.values()):
             if client.address == text:
                 client.reconnect()
-        return self._keep(link)
+        self._links.append(link)
+        return link
 
     def connect(self, text: str, endpoint: CorePort, decode: Decode) -> Link:
         link = MemoryLink(endpoint, self._network, decode, text, serves=False)
         link.reconnect()
-        return self._keep(link)
+        self._links.append(link)
+        return link
 
     async def close(self) -> None:
         for link in self._links:
             link.close(0)
-
-    def _keep(self, link: MemoryLink) -> MemoryLink:
-        self._links.append(link)
-        return link
 
 
 class MemoryNode(Node):
