@@ -12,12 +12,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 class Living(TorchDispatchMode):
     """The most bytes that were alive at one time of tensors made within it. `known`: made before.
 
-    `width`: only tensors whose last dimension is that count; `rows` is the most that one of them had.
+    `width`: only tensors whose last dimension is that count; `rows` is the most that one of them had. `largest`: the
+    elements of the largest one.
     """
 
     def __init__(self, *known: Tensor, width: int | None = None) -> None:
         super().__init__()
-        self.peak = self.rows = 0
+        self.peak = self.rows = self.largest = 0
         self._width = width
         self._known = {tensor.untyped_storage()._cdata for tensor in known}
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
@@ -32,6 +33,7 @@ class Living(TorchDispatchMode):
         return out
 
     def _note(self, tensor: Tensor) -> None:
+        self.largest = max(self.largest, tensor.numel())
         storage = tensor.untyped_storage()
         if storage._cdata not in self._known:
             self._alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())

@@ -174,16 +174,6 @@ sequences = st.integers(0, 7).flatmap(
 )
 
 
-@given(st.lists(sequences, min_size=1, max_size=8), st.randoms())
-def test_order_and_padding_do_not_matter(step: list[Sequence_], random: object) -> None:
-    shuffled = [(r, [*losses, 99.0], [*mask, 0]) for r, losses, mask in step]
-    random.shuffle(shuffled)  # type: ignore[attr-defined]
-    for mode in MODES:
-        value = reduce(mode, step)
-        assert np.isfinite(value)
-        assert reduce(mode, shuffled) == pytest.approx(value, abs=1e-9)
-
-
 @given(st.lists(sequences, min_size=1, max_size=8))
 def test_a_mean_of_ones_counts_what_is_trained(step: list[Sequence_]) -> None:
     ones = [(r, [1.0] * len(losses), mask) for r, losses, mask in step]

@@ -7,9 +7,9 @@ safetensors, since nothing here is pickled.
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import multiprocessing
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
@@ -257,38 +257,63 @@ def differing(left: Tensors, right: Tensors) -> list[str]:
 
 # ---------------------------------------------------------------------- processes
 
+MEGATRON = ("tests.models.train.megatron.megatron_loaded",)  # imports of trainer groups on Megatron
 
-def run_ranks(
+
+@contextmanager
+def trainer_groups(
     target: Callable[..., None],
     arguments: Sequence[Any],
-    world: int,
-    meeting: Path,
+    worlds: Sequence[int],
+    meetings: Path,
     *,
-    imports: list[str],
+    imports: Sequence[str],
+    deadline_s: float,
+) -> Iterator[None]:
+    """Call `target(*arguments, rank, world, meeting)` in groups of so many processes, one after the other, beside the
+    block; at its end wait for them, and check that all of them ended well.
+
+    `imports`: what all of them need, imported once, in a process that has trained nothing, from which they are forked.
+    """
+    arguments = tuple(map(str, arguments))
+    leader = multiprocessing.get_context("spawn").Process(
+        target=_lead, args=(target, arguments, worlds, str(meetings), imports, deadline_s)
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONWARNINGS", "ignore")
+        leader.start()
+    try:
+        yield
+        leader.join()
+        assert leader.exitcode == 0, "a process failed, or it waits for the others: they took different decisions"
+    finally:
+        leader.kill()
+
+
+def _lead(
+    target: Callable[..., None],
+    arguments: tuple[str, ...],
+    worlds: Sequence[int],
+    meetings: str,
+    imports: Sequence[str],
     deadline_s: float,
 ) -> None:
-    """Call `target(*arguments, rank, world, meeting)` in so many processes, and check that all of them end well.
-
-    `imports`: what all of them need, imported once, in a process that has trained nothing.
-    """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(imports)
-    processes = [
-        context.Process(target=target, args=(*map(str, arguments), rank, world, str(meeting)), daemon=True)
-        for rank in range(world)
-    ]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))  # for the process that forks
-        patch.setenv("PYTHONWARNINGS", "ignore")
-        for process in processes:
+    torch.set_num_threads(1)
+    for name in imports:
+        importlib.import_module(name)
+    fork = multiprocessing.get_context("fork")
+    for world in worlds:
+        group = [
+            fork.Process(target=target, args=(*arguments, rank, world, f"{meetings}-{world}")) for rank in range(world)
+        ]
+        for process in group:
             process.start()
-    for process in processes:
-        process.join(deadline_s)
-    left = [process for process in processes if process.is_alive()]
-    for process in left:
-        process.kill()
-    assert not left, "a process waits for the others: they took different decisions"
-    assert [process.exitcode for process in processes] == [0] * world
+        for process in group:
+            process.join(deadline_s)
+        for process in group:
+            process.kill()
+        if any(process.exitcode for process in group):
+            sys.exit(1)
 
 
 @contextmanager

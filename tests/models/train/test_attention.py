@@ -16,7 +16,7 @@ from hypothesis import given
 from test_packing import batches, packings
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 
 from configs.schema.train import TrainConfig
 from models.tiny import make_tiny_checkpoint
@@ -27,13 +27,13 @@ from models.train.huggingface.attention import (
     PACKED_SDPA,
     Segment,
     attention_allowed,
-    flash_arguments,
     segments,
 )
 from models.train.huggingface.loading import enable_checkpointing, load_model
 from models.train.huggingface.scoring import Passes, Scorer
 from models.train.step.micro_batches import PackedRows, pack_rows
 from models.train.step.packing import Layout, Unit, plan
+from tests.models.living import Living
 from tests.models.train.rig import TINY
 
 CPU = torch.device("cpu")
@@ -89,21 +89,6 @@ def results(score: Scorer, rows: PackedRows) -> tuple[Tensor, dict[str, Tensor]]
     return log_probs.detach(), gradients
 
 
-class Largest(TorchDispatchMode):
-    """Elements of the largest tensor that any operation makes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.elements = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = function(*args, **(kwargs or {}))
-        for one in made if isinstance(made, tuple | list) else (made,):
-            if isinstance(one, Tensor):
-                self.elements = max(self.elements, one.numel())
-        return made
-
-
 @pytest.mark.parametrize("rows", [PACKED, BRANCHED], ids=["apart", "shared prompt"])
 def test_a_row_of_4096_tokens_makes_nothing_of_its_length_squared(
     checkpoint: Path, rows: PackedRows, monkeypatch: pytest.MonkeyPatch
@@ -116,12 +101,12 @@ def test_a_row_of_4096_tokens_makes_nothing_of_its_length_squared(
 
     monkeypatch.setattr(torch.nn.attention.bias, "causal_lower_right", unseen)
     score, with_mask = scorer_of(checkpoint), scorer_of(checkpoint, mask_tokens=LENGTH)
-    with Largest() as one_by_one:
+    with Living() as one_by_one:
         log_probs, gradients = results(score, rows)
-    with Largest() as masked:
+    with Living() as masked:
         expected, of_mask = results(with_mask, rows)
-    assert masked.elements >= LENGTH**2
-    assert one_by_one.elements < LENGTH**2 / 8
+    assert masked.largest >= LENGTH**2
+    assert one_by_one.largest < LENGTH**2 / 8
     torch.testing.assert_close(log_probs, expected, atol=2e-5, rtol=0)
     assert gradients.keys() == of_mask.keys()
     for name, gradient in gradients.items():
@@ -129,20 +114,14 @@ def test_a_row_of_4096_tokens_makes_nothing_of_its_length_squared(
         torch.testing.assert_close(gradient, of_mask[name], atol=1e-4 * scale, rtol=1e-3, msg=lambda m, n=name: n + m)
 
 
-def test_the_numbers_of_a_row_do_not_change_from_pass_to_pass(checkpoint: Path) -> None:
-    score = scorer_of(checkpoint)
-    for rows in (PACKED, BRANCHED):
-        (first, gradients), (second, again) = results(score, rows), results(score, rows)
-        assert torch.equal(first, second)
-        assert all(torch.equal(gradients[name], again[name]) for name in gradients)
-
-
 def test_recomputed_layers_see_the_same(checkpoint: Path) -> None:
+    """And the numbers of a row do not change from pass to pass."""
     score, recomputed = scorer_of(checkpoint), scorer_of(checkpoint)
     recomputed.model.train()
     enable_checkpointing(recomputed.model)
     for rows in (PACKED, BRANCHED):
-        (_, gradients), (_, again) = results(score, rows), results(recomputed, rows)
+        (first, gradients), (second, again) = results(score, rows), results(recomputed, rows)
+        assert torch.equal(first, second)
         assert all(torch.equal(gradients[name], again[name]) for name in gradients)
 
 
@@ -171,9 +150,8 @@ def counted(monkeypatch: pytest.MonkeyPatch, name: str) -> Iterator[list[Any]]:
         yield calls
 
 
-@pytest.mark.parametrize("layers", [1, 4])
-def test_segments_are_found_once_for_all_layers(layers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    score = scorer_of(make_tiny_checkpoint(tmp_path / "model", **{**MODEL, "num_layers": layers}))
+def test_segments_are_found_once_for_all_layers(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    score = scorer_of(checkpoint)
     with counted(monkeypatch, "seen_by") as calls:
         results(score, PACKED)
         results(score, BRANCHED)
@@ -280,13 +258,6 @@ def pack_two_rows() -> PackedRows:
     tokens = [rng.integers(0, 250, size + 1).astype(np.int32) for size in (40, 25)]
     layout = Layout(((Unit((0,), 0, 40),), (Unit((1,), 0, 25),)), 40)
     return pack_rows(layout, tokens, [np.arange(1, len(ids)) for ids in tokens])
-
-
-def test_ends_are_those_of_the_sequences() -> None:
-    found = flash_arguments(apart(5, 3, length=10), CPU)
-    assert found["cu_seq_lens_q"].tolist() == [0, 5, 8, 10]
-    assert found["max_length_q"] == 5
-    assert flash_arguments(pack_two_rows(), CPU)["cu_seq_lens_q"].tolist() == [0, 40, 80]
 
 
 # ---------------------------------------------------------------------- which models

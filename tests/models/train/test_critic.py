@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from models.algorithms.returns import gae
-from models.errors import TrainStateUnreadable
 from models.train.step.critic import value_loss
 from tests.models.train.rig import differing, make_sequences, state_of, weights_of, with_rewards
 
@@ -88,47 +86,6 @@ def test_warm_up_of_the_critic_is_its_own(backend) -> None:  # type: ignore[no-u
     made = backend(**PPO, critic_lr_warmup_iters=4)
     made.accumulate(with_rewards(make_sequences(4)))
     assert made.step()["train/critic_lr"] == pytest.approx(3e-3 / 4)
-
-
-def test_the_critic_is_part_of_a_checkpoint(backend, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    """A resumed run makes the same steps, bit for bit."""
-    batches = [with_rewards(make_sequences(seed), seed) for seed in range(4)]
-    options = {**PPO, "num_critic_only_steps": 1, "normalize_advantages": True}
-
-    def go(made, some):  # type: ignore[no-untyped-def]
-        for batch in some:
-            made.accumulate(batch)
-            last = made.step()
-        return last
-
-    unbroken = backend(**options)
-    go(unbroken, batches)
-    first = backend(**options)
-    go(first, batches[:2])
-    first.save(tmp_path / "state")
-    resumed = backend(**options)
-    resumed.load(tmp_path / "state")
-    last = go(resumed, batches[2:])
-    assert "train/critic_only" not in last
-    assert differing(state_of(resumed, "critic"), state_of(unbroken, "critic")) == []
-    assert differing(weights_of(resumed), weights_of(unbroken)) == []
-
-
-def test_a_state_without_critic_is_refused(backend, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    plain = backend()
-    plain.accumulate(make_sequences(0))
-    plain.step()
-    plain.save(tmp_path / "plain")
-    made = backend(**PPO)
-    before = weights_of(made)
-    with pytest.raises(TrainStateUnreadable, match="holds no critic, which this run needs"):
-        made.load(tmp_path / "plain")
-    assert differing(weights_of(made), before) == []
-    small = backend(**PPO)
-    small.save(tmp_path / "small")
-    made._models.critic.model.value_head = torch.nn.Linear(7, 1)
-    with pytest.raises(TrainStateUnreadable, match=r"the critic in .* has other names or shapes"):
-        made.load(tmp_path / "small")
 
 
 def test_a_discarded_batch_leaves_no_gradient_behind(backend, monkeypatch) -> None:  # type: ignore[no-untyped-def]

@@ -26,11 +26,11 @@ from tests.models.train.rig import (
     make_backend,
     make_sequences,
     read,
-    run_ranks,
     same,
     same_metrics,
     state_of,
     train_step,
+    trainer_groups,
     write,
 )
 
@@ -85,23 +85,26 @@ def run(checkpoint: str, out: str, rank: int, world: int, rendezvous: str) -> No
     """Entry point of a spawned process."""
     np.random.seed(rank)  # processes must agree without a common random stream
     with joined(rank, world, rendezvous, 60):
-        train(Path(checkpoint), Path(out), rank, DistributedDpGroup(dp_rank=rank, dp_size=world, is_mp_src_rank=True))
+        train(
+            Path(checkpoint),
+            Path(out) / str(world),
+            rank,
+            DistributedDpGroup(dp_rank=rank, dp_size=world, is_mp_src_rank=True),
+        )
 
 
 @pytest.mark.slow
 def test_shares_make_the_update_of_the_whole(tiny: Path, tmp_path: Path) -> None:
-    alone = tmp_path / "alone"
-    alone.mkdir()
-    train(tiny, alone, 0, None)
+    for name in ("1", "2", "4"):
+        (tmp_path / name).mkdir()
+    imports = ["transformers.models.qwen3.modeling_qwen3"]
+    with trainer_groups(run, (tiny, tmp_path), (2, 4), tmp_path / "rendezvous", imports=imports, deadline_s=DEADLINE_S):
+        train(tiny, tmp_path / "1", 0, None)
     for world in (2, 4):
-        out = tmp_path / str(world)
-        out.mkdir()
-        imports = ["test_data_parallel", "transformers.models.qwen3.modeling_qwen3"]
-        run_ranks(run, (tiny, out), world, out / "rendezvous", imports=imports, deadline_s=DEADLINE_S)
         for name in CASES:
-            wanted, expected = read(alone, f"{name}-0")
+            wanted, expected = read(tmp_path / "1", f"{name}-0")
             for rank in range(world):
-                metrics, found = read(out, f"{name}-{rank}")
+                metrics, found = read(tmp_path / str(world), f"{name}-{rank}")
                 same(found, expected, 1e-6, 1e-5)
                 same_metrics(metrics, wanted, but=LAYOUT)
             if name == "all_rejected":

@@ -10,10 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from configs.schema.algorithm import AlgorithmConfig, CorrectionConfig, DistillConfig
 from configs.schema.train import TrainConfig
 from models.algorithms.tokens import StepStatistics, token_log_probs
 from models.tiny import make_tiny_checkpoint
@@ -22,15 +19,13 @@ from models.train.huggingface.loading import load_model
 from models.train.huggingface.scoring import Passes, Scorer, output_layer
 from models.train.interface import TrainSequence
 from models.train.model_set import Scored, UpdateResult
-from models.train.spec import TrainSpec
 from models.train.step import running_batch
 from models.train.step.micro_batch_loss import StepTotals
 from models.train.step.micro_batches import MicroBatch, pack_rows
 from models.train.step.packing import Layout, Packing, Unit
 from models.train.trainer import Trainer
-from tests.models.corrections import corrected
 from tests.models.living import Living
-from tests.models.train.rig import TINY, behind, sequence
+from tests.models.train.rig import TINY, behind, make_spec, sequence
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +69,9 @@ def test_packed_log_probs_are_those_of_each_sequence_alone(
     with torch.no_grad():
         alone = [score(pack_rows(Layout(((unit,),), unit.length), tokens, chosen))[0] for unit in single]
         for name, layout in layouts.items():
-            found, _ = score(pack_rows(layout, tokens, chosen))
+            with Living(width=loaded.model.config.vocab_size) as logits_alive:
+                found, _ = score(pack_rows(layout, tokens, chosen))
+            assert logits_alive.rows == 16, "no more than a chunk of tokens has logits at a time"
             expected = torch.cat([alone[item] for item in layout.items])
             torch.testing.assert_close(found, expected, atol=1e-5, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
         # The same against transformers' own logits.
@@ -104,83 +101,6 @@ def test_adapters_of_the_output_layer_count_and_are_trained(checkpoints: dict[st
     torch.testing.assert_close(found, expected)
     found.sum().backward()
     assert all(float(one.weight.grad.norm()) > 0 for one in (adapted.lora_A["default"], adapted.lora_B["default"]))
-
-
-class Config:
-    def get_text_config(self) -> Config:
-        return self
-
-
-class Decoder(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = torch.nn.Embedding(11, 6)
-
-    def forward(self, input_ids: torch.Tensor, use_cache: bool) -> object:
-        return type("Output", (), {"last_hidden_state": self.embedding(input_ids)})
-
-
-class Model(torch.nn.Module):
-    """A bigram model: enough to test the head without attention."""
-
-    config = Config()
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.base_model = Decoder()
-        self.head = torch.nn.Linear(6, 11)
-
-    def get_output_embeddings(self) -> torch.nn.Linear:
-        return self.head
-
-
-@settings(deadline=None, max_examples=8)
-@given(st.integers(1, 40), st.sampled_from(["none", "value", "graph"]))
-def test_chunks_of_the_head_change_nothing(chunk: int, entropy: str) -> None:
-    """Log-probs, entropies and gradients, whatever number of tokens has logits at one time."""
-    torch.manual_seed(0)
-    model = Model()
-    ids = np.arange(38, dtype=np.int32) % 11
-    rows = pack_rows(Layout(((Unit((0,), 0, 37),),), 37), [ids], [np.arange(1, 38)])
-    results = []
-    for size in (chunk, 1000):
-        score = Scorer(model, Passes(torch.device("cpu")), temperature=0.7, chunk_tokens=size)
-        log_probs, entropies = score(rows, entropy=entropy)
-        assert (entropies is None) == (entropy == "none")
-        loss = log_probs.sum()
-        if entropies is not None:
-            assert entropies.requires_grad == (entropy == "graph")
-            loss = loss + 0.3 * entropies.square().sum()
-        model.zero_grad()
-        loss.backward()
-        gradients = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
-        results.append([log_probs, *gradients, *([] if entropies is None else [entropies])])
-    for left, right in zip(*results, strict=True):
-        torch.testing.assert_close(left, right, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("entropy", ["none", "value", "graph"])
-def test_one_chunk_of_logits_lives_at_a_time(entropy: str) -> None:
-    """Six chunks need no more memory for logits than one, in the forward pass and in the backward pass."""
-    peaks = []
-    for tokens in (7, 42):
-        model = Model()
-        ids = np.arange(tokens + 1, dtype=np.int32) % 11
-        rows = pack_rows(Layout(((Unit((0,), 0, tokens),),), tokens), [ids], [np.arange(1, tokens + 1)])
-        score = Scorer(model, Passes(torch.device("cpu")), temperature=0.7, chunk_tokens=7)
-        living = Living(model.head.weight, model.head.bias, width=11)
-        with living:
-            log_probs, entropies = score(rows, entropy=entropy)
-            loss = log_probs.sum() if entropies is None else log_probs.sum() + entropies.sum()
-            del log_probs, entropies
-            forward = living.peak
-            loss.backward()
-        assert living.rows == 7
-        assert forward > 0
-        peaks.append((forward, living.peak))
-    (_, lone), (forward, whole) = peaks
-    assert forward <= lone
-    assert whole <= lone
 
 
 class Recorder:
@@ -213,16 +133,7 @@ class Recorder:
 
 def trained(models: Recorder, batch: Sequence[Sequence[TrainSequence]], **algorithm: Any) -> Recorder:
     """Train a batch whose groups arrive one by one; after every tenth the caller is idle."""
-    distill = DistillConfig(use_opd=algorithm.pop("use_opd", False))
-    spec = TrainSpec(
-        TrainConfig(),
-        AlgorithmConfig(**algorithm),
-        correction=corrected(CorrectionConfig()),
-        distill=distill,
-        temperature=1.0,
-        max_response_len=128,
-        seed=0,
-    )
+    spec = make_spec(Path("unused"), **algorithm)
     trainer = Trainer(spec, lambda _: models)  # type: ignore[arg-type, return-value]
     trainer.setup()
     trainer.begin_batch(rollouts=sum(map(len, batch)), steps=1)
@@ -235,23 +146,19 @@ def trained(models: Recorder, batch: Sequence[Sequence[TrainSequence]], **algori
 
 
 def groups(count: int) -> list[list[TrainSequence]]:
+    """Eight responses to each prompt."""
     rng = np.random.default_rng(0)
     made = []
     for group in range(count):
-        prompt = rng.integers(1, 1000, 12)
-        made.append(
-            [
-                sequence(
-                    group=group,
-                    rollout=8 * group + member,
-                    tokens=[*prompt, *range(size)],
-                    mask=[1] * size,
-                    teacher_log_probs=behind(12, np.full(size, -1.0)),
-                )
-                for member, size in enumerate(rng.integers(8, 128, 8).tolist())
-            ]
-        )
+        prompt, sizes = rng.integers(1, 1000, 12).tolist(), rng.integers(8, 128, 8).tolist()
+        made.append([response(group, member, prompt, size) for member, size in enumerate(sizes)])
     return made
+
+
+def response(group: int, member: int, prompt: list[int], size: int) -> TrainSequence:
+    teacher = behind(len(prompt), np.full(size, -1.0))
+    ids = [*prompt, *range(size)]
+    return sequence(group=group, rollout=8 * group + member, tokens=ids, mask=[1] * size, teacher_log_probs=teacher)
 
 
 def test_a_batch_that_is_there_is_dealt_to_the_ranks_by_cost(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,11 +167,7 @@ def test_a_batch_that_is_there_is_dealt_to_the_ranks_by_cost(monkeypatch: pytest
     rng, packing = np.random.default_rng(0), Packing(max_tokens=1024, quadratic_tokens=512)
     sizes = np.minimum(rng.lognormal(math.log(200), 1.0, (64, 8)), 2048).astype(int)
     batch = [
-        [
-            sequence(group=g, rollout=8 * g + at, tokens=[g + 1, *range(size)], mask=[1] * size)
-            for at, size in enumerate(row)
-        ]
-        for g, row in enumerate(sizes.tolist())
+        [response(g, member, [g + 1], size) for member, size in enumerate(row)] for g, row in enumerate(sizes.tolist())
     ]
     deal, costs = running_batch.micro_batches, list[list[float]]()
 

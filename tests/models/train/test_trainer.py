@@ -17,7 +17,6 @@ from msgspec.structs import replace
 
 from configs.resolve import resolve
 from configs.schema import CheckpointConfig, Config, RunConfig, TrainConfig
-from configs.schema.algorithm import AlgorithmConfig
 from models.errors import BackendMisuse, CheckpointUnavailable, InvalidSequence, TrainConfigInvalid, UnsupportedModel
 from models.train import build
 from models.train.build import build_backend, build_member
@@ -25,12 +24,18 @@ from models.train.dp_group import DpGroup
 from models.train.huggingface import loading
 from models.train.huggingface import models as huggingface_models
 from models.train.huggingface.loading import check_head, pick_device
-from models.train.spec import TrainSpec
-from models.train.trainer import Trainer
 from models.train.trainer_group import rank
-from tests.models.train.rig import differing, make_sequences, same, scored, sequence, train_step, weights_of
-
-AGGREGATIONS = ["rollout_mean", "token_mean", "seq_mean", "constant"]
+from tests.models.train.families.family_models import SIZES, config_of
+from tests.models.train.rig import (
+    differing,
+    make_backend,
+    make_sequences,
+    same,
+    scored,
+    sequence,
+    train_step,
+    weights_of,
+)
 
 
 def by_rollout(sequences):  # type: ignore[no-untyped-def]
@@ -67,7 +72,7 @@ def reference_gradient(backend, sequences, aggregation, anchors=None):  # type: 
     return float(total.detach()), dict(zip(parameters, gradient, strict=True))
 
 
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("aggregation", ["rollout_mean", "token_mean", "seq_mean", "constant"])
 def test_gradient_is_that_of_the_definition(backend, aggregation) -> None:  # type: ignore[no-untyped-def]
     made = backend(loss_aggregation=aggregation)
     batch = make_sequences()
@@ -115,14 +120,19 @@ def test_every_step_of_a_batch_is_anchored_on_its_first_weights(backend, steps) 
 
 
 def test_supervised_loss_falls_and_ignores_advantages(backend) -> None:  # type: ignore[no-untyped-def]
-    made = backend(loss_type="sft_loss", lr=1e-2, temperature=0.3)
+    def losses(steps: int, temperature: float) -> list[float]:
+        made = backend(loss_type="sft_loss", lr=1e-2, temperature=temperature)
+        found = []
+        for _ in range(steps):
+            made.accumulate(batch)
+            found.append(made.step()["train/loss"])
+        return found
+
     batch = make_sequences(groups=6)
-    losses = []
-    for _ in range(30):
-        made.accumulate(batch)
-        losses.append(made.step()["train/loss"])
-    assert losses[0] == pytest.approx(np.log(32), abs=0.2)  # temperature 1, whatever the rollouts use
-    assert losses[-1] < 0.6 * losses[0]
+    cold = losses(30, 0.3)
+    assert cold[0] == pytest.approx(np.log(32), abs=0.2)
+    assert cold[-1] < 0.6 * cold[0]
+    assert cold[:4] == losses(4, 1.0)  # temperature 1, whatever the rollouts use
 
 
 def test_calls_without_meaning_are_refused(backend) -> None:  # type: ignore[no-untyped-def]
@@ -170,21 +180,6 @@ def test_common_prompts_leave_room_in_the_budget(backend) -> None:  # type: igno
     assert metrics["train/micro_batches"] == 1
     assert metrics["train/shared_prompt_frac"] == pytest.approx(1 - 44 / 184)
     assert metrics["train/padding_frac"] == 0
-
-
-def test_temperature_divides_the_logits_of_rollouts_only(backend) -> None:  # type: ignore[no-untyped-def]
-    def first_loss(**fields):  # type: ignore[no-untyped-def]
-        made = backend(**fields)
-        with torch.no_grad():
-            for parameter in made._models.model.parameters():
-                parameter.mul_(3.0)  # logits that are far from uniform
-        made.accumulate(make_sequences())
-        return made.step()
-
-    cold, warm = (first_loss(loss_type="sft_loss", temperature=t)["train/loss"] for t in (0.3, 1.0))
-    assert cold == warm
-    cold, warm = (first_loss(temperature=t)["train/entropy_loss"] for t in (0.3, 1.0))
-    assert cold < 0.9 * warm
 
 
 @pytest.mark.parametrize("async_save", [False, True])
@@ -303,14 +298,11 @@ def test_a_gradient_that_is_not_finite_changes_nothing(backend, poison: float) -
 @pytest.mark.parametrize(
     "fields",
     [
-        {"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "k1"},
-        {"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "k3"},
-        {"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "low_var_kl"},
+        *[{"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": kind} for kind in ("k1", "k3", "low_var_kl")],
         {"use_rollout_logprobs": True},
         {"policy_loss": "m2po"},
         {"use_opsm": True, "staleness": 0},
     ],
-    ids=["k1", "k3", "low_var_kl", "bypass", "m2po", "opsm"],
 )
 def test_a_loss_that_is_no_number_changes_nothing_whatever_its_gradient(  # type: ignore[no-untyped-def]
     backend, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -391,28 +383,20 @@ def test_inconsistent_sequences_are_refused(backend, changes: dict[str, Any], wo
     assert made.step()["train/sequences"] == 0  # nothing of the refused call was taken in
 
 
-def start(checkpoint: object, **fields: Any) -> None:
-    train = TrainConfig(hf_checkpoint=str(checkpoint), train_device="cpu", **fields)
-    Trainer(TrainSpec(train, AlgorithmConfig(), max_response_len=8, seed=0)).setup()
-
-
 def test_missing_checkpoints_name_the_option_and_the_cure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(
-        CheckpointUnavailable, match=r"hf_checkpoint='.*gone' does not exist; give an existing directory"
-    ):
-        start(tmp_path / "gone")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(CheckpointUnavailable, match=r"directory without config\.json"):
-        start(tmp_path / "empty")
     (tmp_path / "odd").mkdir()
     (tmp_path / "odd/config.json").write_text('{"model_type": "no-such-architecture"}')
-    with pytest.raises(CheckpointUnavailable, match="cannot be loaded as a causal language model"):
-        start(tmp_path / "odd")
-    with pytest.raises(CheckpointUnavailable, match="has to be made first"):
-        start("tiny")
-    with pytest.raises(CheckpointUnavailable, match=r"could not be fetched from the hub .*download the model first"):
-        start("nobody/no-such-model-at-all")
+    for checkpoint, words in (
+        (tmp_path / "gone", r"hf_checkpoint='.*gone' does not exist; give an existing directory"),
+        (tmp_path / "empty", r"directory without config\.json"),
+        (tmp_path / "odd", "cannot be loaded as a causal language model"),
+        (Path("tiny"), "has to be made first"),
+        (Path("nobody/no-such-model-at-all"), r"could not be fetched from the hub .*download the model first"),
+    ):
+        with pytest.raises(CheckpointUnavailable, match=words):
+            make_backend(checkpoint)
 
 
 def test_missing_reference_names_its_own_option(backend, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
@@ -447,18 +431,11 @@ def test_a_head_that_cannot_be_reproduced_is_refused(backend, monkeypatch: pytes
 
 
 def test_logit_caps_and_scales_are_reproduced(backend, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, GraniteConfig
+    from transformers import AutoModelForCausalLM, CohereConfig, GraniteConfig
 
-    shape = {
-        "vocab_size": 32,
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "intermediate_size": 32,
-    }
+    shape = SIZES | {"vocab_size": 32}
     configs = {
-        "gemma2": Gemma2Config(**shape, head_dim=8, final_logit_softcapping=0.5, sliding_window=4),
+        "gemma2": config_of("gemma2", vocab_size=32, final_logit_softcapping=0.5, sliding_window=4),
         "cohere": CohereConfig(**shape, logit_scale=0.2),
         "granite": GraniteConfig(**shape, logits_scaling=4.0),
     }

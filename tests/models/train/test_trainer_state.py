@@ -5,8 +5,9 @@ from __future__ import annotations
 import errno
 import json
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -33,7 +34,7 @@ from models.train.spec import check_schedule, learning_rate
 from models.train.trainer import Trainer
 from tests.models.test_checkpoint import check_every_flip_is_noticed
 from tests.models.train.families.family_models import save_model
-from tests.models.train.rig import differing, make_backend, make_sequences, train_step, weights_of
+from tests.models.train.rig import differing, make_backend, make_sequences, state_of, train_step, weights_of
 
 
 def rates(total: int | None, steps: int, **fields: object) -> list[float]:
@@ -67,39 +68,48 @@ def test_no_gradient_at_all_is_no_update() -> None:
 
 
 SCHEDULE = {"lr_decay_style": "cosine", "lr_warmup_iters": 2, "min_lr": 1e-5, "lr": 1e-2, "weight_decay": 0.1}
+PPO = {"advantage_estimator": "ppo", "critic_lr": 1e-3}
+RENEWED = {"use_kl_loss": True, "kl_loss_coef": 0.1, "ref_update_interval": 1}
 
 
 def train(backend: Trainer, steps: Iterable[int]) -> list[dict[str, float]]:
     found = []
     for seed in steps:
         backend.begin_batch(rollouts=12, steps=1)
-        backend.accumulate(make_sequences(seed))
+        backend.accumulate(make_sequences(seed, rewards=True))
         found.append(backend.step())
     return found
 
 
-def test_resuming_is_bit_identical_to_not_stopping(backend, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    unbroken = backend(total_steps=6, **SCHEDULE)
+@pytest.mark.parametrize(
+    "fields", [SCHEDULE | {"total_steps": 6}, PPO | {"num_critic_only_steps": 1, "normalize_advantages": True}]
+)
+def test_resuming_is_bit_identical_to_not_stopping(backend, tmp_path: Path, fields: dict[str, Any]) -> None:  # type: ignore[no-untyped-def]
+    unbroken = backend(**fields)
     train(unbroken, range(3))
     unbroken.save(tmp_path / "state")
     expected = train(unbroken, range(3, 6))
+    assert "train/critic_only" not in expected[0]
 
-    resumed = backend(total_steps=6, **SCHEDULE)
+    resumed = backend(**fields)
     resumed.load(tmp_path / "state")
     assert train(resumed, range(3, 6)) == expected
-    assert differing(weights_of(resumed), weights_of(unbroken)) == []
-    assert differing(resumed._models.updater.state_tensors(), unbroken._models.updater.state_tensors()) == []
+    for part in ("policy", "critic"):
+        assert differing(state_of(resumed, part), state_of(unbroken, part)) == []
 
 
 def test_what_is_on_disk(backend, tiny: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-    made = backend()
-    train(made, range(1))
+    made = backend(**PPO)
     made.save(tmp_path / "state")
+    train(made, range(1))
+    made.save(tmp_path / "state")  # replaces it
     files = {str(path.relative_to(tmp_path / "state")) for path in (tmp_path / "state").rglob("*") if path.is_file()}
     assert {"hf/model.safetensors", "hf/config.json", "trainer/optimizer.safetensors", "trainer/state.json"} <= files
+    assert "trainer/critic.safetensors" in files
     assert not [name for name in files if name.endswith((".pt", ".bin", ".pkl", ".pth"))]
+    assert set(check_every_flip_is_noticed(tmp_path / "state", tmp_path / "checkpoints")) >= files
     assert json.loads((tmp_path / "state/trainer/state.json").read_text())["updates"] == 1
 
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "state/hf")
@@ -111,14 +121,6 @@ def test_what_is_on_disk(backend, tiny: Path, tmp_path: Path) -> None:  # type: 
     # The saved model starts another run.
     again = backend(hf_checkpoint=str(tmp_path / "state/hf"))
     assert differing(weights_of(again), weights_of(made)) == []
-
-
-def test_a_flipped_byte_in_any_file_is_noticed(backend, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    made = backend(advantage_estimator="ppo")
-    train(made, range(1))
-    made.save(tmp_path / "state")
-    files = check_every_flip_is_noticed(tmp_path / "state", tmp_path / "checkpoints")
-    assert {"hf/model.safetensors", "trainer/optimizer.safetensors", "trainer/critic.safetensors"} < set(files)
 
 
 @pytest.mark.parametrize("tie", [True, False])
@@ -154,57 +156,61 @@ def test_nothing_is_saved_in_the_middle_of_a_batch(backend, tmp_path: Path) -> N
         made.load(tmp_path / "state")
 
 
-def test_incomplete_states_are_refused(backend, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    made = backend()
-    with pytest.raises(TrainStateUnreadable, match="resume from another checkpoint"):
-        made.load(tmp_path / "nowhere")
+def lacking(file: str, name: str) -> Callable[[Path], None]:
+    """A file loses one of its tensors."""
+
+    def spoil(state: Path) -> None:
+        path = state / f"trainer/{file}.safetensors"
+        save_file({key: one for key, one in load_file(path).items() if key != name}, path)
+
+    return spoil
+
+
+def of_version_99(state: Path) -> None:
+    path = state / "trainer/state.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "format_version": 99}))
+
+
+def test_unreadable_states_are_refused_and_change_nothing(backend, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    made = backend(**PPO)
     train(made, range(1))
     made.save(tmp_path / "state")
-    for damage in ("trainer/state.json", "trainer/optimizer.safetensors"):
-        shutil.copytree(tmp_path / "state", tmp_path / "broken")
-        (tmp_path / "broken" / damage).write_bytes(b"{")
-        with pytest.raises(TrainStateUnreadable, match="no complete training state"):
-            made.load(tmp_path / "broken")
-        shutil.rmtree(tmp_path / "broken")
-    shutil.copytree(tmp_path / "state", tmp_path / "broken")
-    state = json.loads((tmp_path / "broken/trainer/state.json").read_text())
-    (tmp_path / "broken/trainer/state.json").write_text(json.dumps({**state, "format_version": 99}))
-    with pytest.raises(TrainStateUnreadable, match="format version 99"):
-        made.load(tmp_path / "broken")
-
-
-def test_state_of_another_model_is_refused_and_changes_nothing(  # type: ignore[no-untyped-def]
-    backend, tmp_path: Path
-) -> None:
-    other = make_tiny_checkpoint(tmp_path / "other", tokenizer="arithmetic", hidden_size=48, num_layers=1)
-    stranger = backend(hf_checkpoint=str(other))
-    train(stranger, range(1))
-    stranger.save(tmp_path / "state")
-    made = backend()
+    train(made, range(1))
     before = weights_of(made)
-    with pytest.raises(TrainStateUnreadable, match="has other names or shapes"):
-        made.load(tmp_path / "state")
-    assert differing(weights_of(made), before) == []
-
-
-def test_a_state_that_lacks_what_a_run_goes_on_from_changes_nothing(  # type: ignore[no-untyped-def]
-    backend, tmp_path: Path
-) -> None:
-    options = {"advantage_estimator": "ppo"}
-    saved = backend(**options)
-    train(saved, range(1))
-    saved.save(tmp_path / "state")
-    made = backend(**options)
-    before = weights_of(made)
-    for file, name in (("optimizer", "rng/cpu"), ("critic", "updates"), ("critic", "weights/value_head.bias")):
-        path = tmp_path / f"state/trainer/{file}.safetensors"
-        tensors = load_file(path)
-        save_file({key: one for key, one in tensors.items() if key != name}, path)
-        with pytest.raises(TrainStateUnreadable, match=r"no complete training state|the critic in .* has other names"):
-            made.load(tmp_path / "state")
-        save_file(tensors, path)
+    for spoil, words in (
+        (shutil.rmtree, "no complete training state .* resume from another checkpoint"),
+        (lambda state: (state / "trainer/state.json").write_bytes(b"{"), "no complete training state"),
+        (lambda state: (state / "trainer/optimizer.safetensors").write_bytes(b"{"), "no complete training state"),
+        (of_version_99, "format version 99"),
+        (lacking("optimizer", "rng/cpu"), "no complete training state"),
+        (lacking("critic", "updates"), "no complete training state"),
+        (lacking("critic", "weights/value_head.bias"), "the critic in .* has other names or shapes"),
+    ):
+        shutil.copytree(tmp_path / "state", tmp_path / "spoilt")
+        spoil(tmp_path / "spoilt")
+        with pytest.raises(TrainStateUnreadable, match=words):
+            made.load(tmp_path / "spoilt")
         assert differing(weights_of(made), before) == []
+        shutil.rmtree(tmp_path / "spoilt", ignore_errors=True)
     made.load(tmp_path / "state")
+
+
+def test_states_of_runs_with_other_options_are_refused_and_change_nothing(backend, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    plain = backend()
+    train(plain, range(1))
+    plain.save(tmp_path / "plain")
+    assert not (tmp_path / "plain/trainer/reference.safetensors").exists()
+    other = make_tiny_checkpoint(tmp_path / "other", tokenizer="arithmetic", hidden_size=48, num_layers=1)
+    for fields, words in (
+        (PPO, "holds no critic, which this run needs"),
+        (RENEWED, "holds no reference"),
+        ({"hf_checkpoint": str(other)}, "has other names or shapes"),
+    ):
+        made = backend(**fields)
+        before = weights_of(made)
+        with pytest.raises(TrainStateUnreadable, match=words):
+            made.load(tmp_path / "plain")
+        assert differing(weights_of(made), before) == []
 
 
 def test_a_full_disk_is_an_error_of_the_system(backend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
@@ -224,22 +230,9 @@ def test_a_full_disk_is_an_error_of_the_system(backend, tmp_path: Path, monkeypa
     assert not (tmp_path / "state/trainer/state.json").exists()
 
 
-def test_saving_again_replaces_the_state(backend, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    made = backend()
-    made.save(tmp_path / "state")
-    train(made, range(2))
-    made.save(tmp_path / "state")
-    fresh = backend()
-    fresh.load(tmp_path / "state")
-    assert fresh._models.updater.updates == 2
-
-
-PPO = {"advantage_estimator": "ppo", "kl_coef": 0.1, "critic_lr": 1e-3}
-
-
 def test_training_goes_on_as_if_nothing_had_moved(tiny: Path, tmp_path: Path) -> None:
     """Also with a reference and a critic; saved and exported from the host."""
-    stayed, moved = make_backend(tiny, **PPO), make_backend(tiny, **PPO)
+    stayed, moved = (make_backend(tiny, **PPO, kl_coef=0.1) for _ in range(2))
     batch = make_sequences(4, rewards=True)
     for backend in (stayed, moved):
         backend.begin_batch(rollouts=12, steps=1, version=2)

@@ -13,7 +13,7 @@ import torch
 from configs.schema.algorithm import AlgorithmConfig
 from models.algorithms import tokens as token_module
 from models.algorithms.advantages import Episode, batch_advantages
-from models.errors import InvalidSequence, TrainConfigInvalid, TrainStateUnreadable
+from models.errors import InvalidSequence, TrainConfigInvalid
 from models.train.spec import BatchNeeds
 from models.train.step import running_batch
 from tests.models.train.rig import differing, make_sequences, same, scored, sequence, state_of, train_step, weights_of
@@ -242,15 +242,6 @@ def test_the_reference_becomes_the_policy_every_so_many_batches(backend, tmp_pat
     assert kl() == expected
     renewed = {name.removeprefix("reference/weights/"): one for name, one in state_of(made, "reference").items()}
     same(renewed, dict(made._models.model.named_parameters()), atol=0.0)  # the sixth batch
-
-
-def test_a_renewed_reference_belongs_to_the_checkpoint(backend, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    plain = backend()
-    plain.save(tmp_path / "plain")
-    assert not (tmp_path / "plain" / "trainer" / "reference.safetensors").exists()
-    made = backend(use_kl_loss=True, kl_loss_coef=0.1, ref_update_interval=1)
-    with pytest.raises(TrainStateUnreadable, match="holds no reference"):
-        made.load(tmp_path / "plain")
 
 
 def test_a_reference_of_another_shape_cannot_be_renewed(backend, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]

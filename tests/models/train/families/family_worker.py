@@ -7,73 +7,56 @@ Results are written as safetensors.
 from __future__ import annotations
 
 import json
-import multiprocessing
-import traceback
 import warnings
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-from family_models import VOCAB, token_ids
+from family_models import FAMILIES, VOCAB, token_ids
 from safetensors.torch import save_file
 
-from configs.schema.algorithm import AlgorithmConfig
-from configs.schema.train import MegatronConfig, TrainConfig
 from models.train.spec import TrainSpec
+from tests.models.train.rig import joined, make_spec
 
 SMALL_BUCKET = 16384  # bytes: several for each layer
 ENGINE = "-engine"  # ending of cases with layers in the shape of Transformer Engine's; the last ones of a world
-Case = tuple[str, str, dict[str, Any]]  # its name, the model's, options of Megatron
+
+TENSOR: dict[str, Any] = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+PIPELINE: dict[str, Any] = {"pipeline_model_parallel_size": 2}
+EXPERT: dict[str, Any] = {"expert_model_parallel_size": 2}
+# The name of a case, the model's, options of Megatron.
+ONE = [
+    *[(name, name, {}) for name in FAMILIES],
+    ("deepseek_v3-recompute", "deepseek_v3", {"recompute_granularity": "full"}),
+    ("glm4-recompute", "glm4", {"recompute_activations": True}),
+    *[(f"{name}{ENGINE}", name, {}) for name in ("qwen3_moe", "glm4", "glm4_moe", "deepseek_v3", "moonlight")],
+]
+TWO = [
+    *[(f"{name}-tp2", name, TENSOR) for name in FAMILIES if name not in ("glm", "qwen2_yarn", "qwen3_moe_raw_scores")],
+    *[(f"{name}-ep2", name, EXPERT) for name in ("qwen3_moe", "glm4_moe_groups", "deepseek_v3")],
+    *[(f"{name}-pp2", name, PIPELINE) for name in ("qwen2_tied", "glm4")],
+    ("glm4-tp2-whole-sequences", "glm4", {"tensor_model_parallel_size": 2}),
+    ("qwen3-two-chunks", "qwen3", {**PIPELINE, "virtual_pipeline_model_parallel_size": 2}),
+    ("moonlight-pp2", "moonlight", {**PIPELINE, "decoder_last_pipeline_num_layers": 1}),
+    ("glm4_moe-uneven-stages", "glm4_moe", {**PIPELINE, "decoder_first_pipeline_num_layers": 1}),
+    ("deepseek_v3-tp2-whole-experts", "deepseek_v3", {**TENSOR, "expert_tensor_parallel_size": 1, **EXPERT}),
+    *[(f"{name}-tp2{ENGINE}", name, TENSOR) for name in ("qwen2_tied", "glm4", "deepseek_v3")],
+]
+FOUR = [
+    ("qwen2_tied-tp2-pp2", "qwen2_tied", {**TENSOR, **PIPELINE}),
+    ("qwen2-tp4", "qwen2", {"tensor_model_parallel_size": 4, "sequence_parallel": False}),  # of 2 query groups
+    ("deepseek_v3-tp2-ep2", "deepseek_v3", {**TENSOR, **EXPERT, "expert_tensor_parallel_size": 1}),
+    ("qwen3_moe-ep2-pp2", "qwen3_moe", {**EXPERT, **PIPELINE, "decoder_first_pipeline_num_layers": 2}),
+]
+CASES: dict[int, list[tuple[str, str, dict[str, Any]]]] = {1: ONE, 2: TWO, 4: FOUR}
 
 
-def make_spec(train_dtype: str = "float32", **megatron: Any) -> TrainSpec:
-    """CPU, local layers."""
-    return TrainSpec(
-        train=TrainConfig(train_device="cpu", train_dtype=train_dtype),
-        algorithm=AlgorithmConfig(),
-        megatron=MegatronConfig(**megatron),
-    )
-
-
-def run_worlds(worlds: dict[int, list[Case]], root: str, out: str) -> None:
-    """Entry point of a spawned process: all cases of each number of processes, which share what it has imported."""
-    torch.set_num_threads(1)
-    from models.train.megatron.processes import install_shim, install_shim_after_import
-
-    install_shim()
-    from models.train.megatron import build, parameters, weights  # noqa: F401 - before the processes part
-
-    install_shim_after_import()
-    context = multiprocessing.get_context("fork")
-    for world, cases in worlds.items():
-        processes = [
-            context.Process(target=run, args=(cases, root, out, rank, world, f"{out}/rendezvous{world}"))
-            for rank in range(world)
-        ]
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join()
-        if any(process.exitcode for process in processes):
-            raise SystemExit(1)
-
-
-def run(cases: list[Case], root: str, out: str, rank: int, world: int, rendezvous: str) -> None:
-    """One process of `world`."""
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world, timeout=timedelta(seconds=120)
-    )
-    try:
-        for case, model, megatron in cases:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                run_case(case, Path(root) / model, megatron, Path(out))
-    except BaseException:
-        (Path(out) / f"error-{world}-{rank}.txt").write_text(traceback.format_exc())
-        raise
-    finally:
-        torch.distributed.destroy_process_group()
+def run(root: str, out: str, rank: int, world: int, rendezvous: str) -> None:
+    """One process of `world`: all cases of so many."""
+    with joined(rank, world, rendezvous, 120), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for case, model, megatron in CASES[world]:
+            run_case(case, Path(root) / model, megatron, Path(out))
 
 
 def run_case(case: str, checkpoint: Path, megatron: dict[str, Any], out: Path) -> None:
@@ -84,7 +67,7 @@ def run_case(case: str, checkpoint: Path, megatron: dict[str, Any], out: Path) -
         import engine_stand_ins
 
         engine_stand_ins.install()
-    spec = make_spec(**megatron)
+    spec = make_spec(checkpoint, **megatron)
     sizes = build_layout(spec)
     from models.train.megatron.weights import export_hf, load_hf
 

@@ -6,52 +6,52 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from family_models import FAMILIES, log_probs, save_model, token_ids
-from family_worker import ENGINE
+from family_models import FAMILIES, gradients, log_probs, save_model, token_ids
+from family_worker import CASES, run
 from safetensors.torch import load_file, save_file
 
 from models.convert import main, megatron_to_hf
 from models.errors import CheckpointUnavailable
+from tests.models.train.rig import MEGATRON, trainer_groups
 
 TOLERANCE = 1e-5
+DEADLINE_S = 600
 
-TENSOR: dict[str, Any] = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
-PIPELINE: dict[str, Any] = {"pipeline_model_parallel_size": 2}
-EXPERT: dict[str, Any] = {"expert_model_parallel_size": 2}
-ONE = [
-    *[(name, name, {}) for name in FAMILIES],
-    ("deepseek_v3-recompute", "deepseek_v3", {"recompute_granularity": "full"}),
-    ("glm4-recompute", "glm4", {"recompute_activations": True}),
-    *[(f"{name}{ENGINE}", name, {}) for name in ("qwen3_moe", "glm4", "glm4_moe", "deepseek_v3", "moonlight")],
-]
-TWO = [
-    *[(f"{name}-tp2", name, TENSOR) for name in FAMILIES if name not in ("glm", "qwen2_yarn", "qwen3_moe_raw_scores")],
-    *[(f"{name}-ep2", name, EXPERT) for name in ("qwen3_moe", "glm4_moe_groups", "deepseek_v3")],
-    *[(f"{name}-pp2", name, PIPELINE) for name in ("qwen2_tied", "glm4")],
-    ("glm4-tp2-whole-sequences", "glm4", {"tensor_model_parallel_size": 2}),
-    ("qwen3-two-chunks", "qwen3", {**PIPELINE, "virtual_pipeline_model_parallel_size": 2}),
-    ("moonlight-pp2", "moonlight", {**PIPELINE, "decoder_last_pipeline_num_layers": 1}),
-    ("glm4_moe-uneven-stages", "glm4_moe", {**PIPELINE, "decoder_first_pipeline_num_layers": 1}),
-    ("deepseek_v3-tp2-whole-experts", "deepseek_v3", {**TENSOR, "expert_tensor_parallel_size": 1, **EXPERT}),
-    *[(f"{name}-tp2{ENGINE}", name, TENSOR) for name in ("qwen2_tied", "glm4", "deepseek_v3")],
-]
-FOUR = [
-    ("qwen2_tied-tp2-pp2", "qwen2_tied", {**TENSOR, **PIPELINE}),
-    ("qwen2-tp4", "qwen2", {"tensor_model_parallel_size": 4, "sequence_parallel": False}),  # of 2 query groups
-    ("deepseek_v3-tp2-ep2", "deepseek_v3", {**TENSOR, **EXPERT, "expert_tensor_parallel_size": 1}),
-    ("qwen3_moe-ep2-pp2", "qwen3_moe", {**EXPERT, **PIPELINE, "decoder_first_pipeline_num_layers": 2}),
-]
+
+class Reference(NamedTuple):
+    """What transformers finds."""
+
+    log_probs: torch.Tensor  # [2, 13]
+    gradients: dict[str, torch.Tensor]
 
 
 @pytest.fixture(scope="module")
-def results(run_worlds: Callable[[dict[int, list[Any]]], Any]) -> Any:
-    return run_worlds({1: ONE, 2: TWO, 4: FOUR})
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Reference]]:
+    """A directory with one checkpoint per family, and the log-probs and gradients that transformers finds."""
+    root = tmp_path_factory.mktemp("families")
+    found = {}
+    for name in FAMILIES:
+        model = save_model(name, root / name)
+        with torch.no_grad():
+            scores = log_probs(model(token_ids()).logits, token_ids())
+        found[name] = Reference(scores, gradients(model))
+    return root, found
+
+
+@pytest.fixture(scope="module")
+def results(checkpoints: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, torch.Tensor]]:
+    """What the first process of each case wrote."""
+    out = tmp_path_factory.mktemp("worlds")
+    with trainer_groups(
+        run, (checkpoints[0], out), list(CASES), out / "rendezvous", imports=MEGATRON, deadline_s=DEADLINE_S
+    ):
+        pass
+    return {case: load_file(out / f"{case}.safetensors") for cases in CASES.values() for case, *_ in cases}
 
 
 def check(result: dict[str, torch.Tensor], reference: Any, checkpoint: Path) -> None:
@@ -75,7 +75,7 @@ def check(result: dict[str, torch.Tensor], reference: Any, checkpoint: Path) -> 
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("families")
-@pytest.mark.parametrize(("case", "name"), [(case, name) for case, name, _options in [*ONE, *TWO, *FOUR]])
+@pytest.mark.parametrize(("case", "name"), [case[:2] for cases in CASES.values() for case in cases])
 def test_a_family_scores_as_transformers_does_and_comes_back(
     case: str, name: str, results: Any, checkpoints: Any
 ) -> None:

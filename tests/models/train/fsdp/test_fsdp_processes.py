@@ -12,17 +12,10 @@ import torch
 from fsdp_rig import CASES, EXPERTS, RESUMED, STEPS, TIED, UNTIED, expected_of, make_architecture, resume, run
 
 from models.tiny import make_tiny_checkpoint
-from tests.models.train.rig import TINY, differing, read, run_ranks, same, same_metrics
+from tests.models.train.rig import TINY, differing, read, same, same_metrics, trainer_groups
 
 DEADLINE_S = 200
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("fsdp")]
-
-
-def make_checkpoints(root: Path) -> Path:
-    for name in (TIED, UNTIED):
-        make_tiny_checkpoint(root / name, tokenizer="arithmetic", tie_word_embeddings=name == TIED, **TINY)
-    make_architecture("deepseek_v3", root / EXPERTS)
-    return root
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +23,10 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """`2`: of two processes in shards; `alone2`: the same in one process; `one`: resumed in one process."""
     torch.set_num_threads(1)
     root = tmp_path_factory.mktemp("fsdp")
-    checkpoints = make_checkpoints(root / "checkpoints")
+    checkpoints = root / "checkpoints"
+    for name in (TIED, UNTIED):
+        make_tiny_checkpoint(checkpoints / name, tokenizer="arithmetic", tie_word_embeddings=name == TIED, **TINY)
+    make_architecture("deepseek_v3", checkpoints / EXPERTS)
     for name in ("2", "4", "alone2", "alone4", "one", "states", "again"):
         (root / name).mkdir()
     try:
@@ -51,9 +47,9 @@ def of_four(results: Path) -> Path:
 
 def make_results(root: Path, world: int) -> None:
     paths = (root / "checkpoints", root / str(world), root / "states")
-    imports = ["fsdp_rig", "transformers.models.qwen3.modeling_qwen3", "peft"]
-    run_ranks(run, paths, world, root / str(world) / "rendezvous", imports=imports, deadline_s=DEADLINE_S)
-    expected_of(root / "checkpoints", root / f"alone{world}", world)
+    imports = ["transformers.models.qwen3.modeling_qwen3", "peft"]
+    with trainer_groups(run, paths, [world], root / "rendezvous", imports=imports, deadline_s=DEADLINE_S):
+        expected_of(root / "checkpoints", root / f"alone{world}", world)
 
 
 @pytest.mark.parametrize("name", CASES[2])

@@ -6,8 +6,11 @@ Its parent may import this: Megatron itself is imported only where a run is made
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -275,8 +278,42 @@ def meet_others(states: Path) -> None:
     assert tensors["optimizer.state.exp_avg.decoder.final_layernorm.weight"].abs().max() > 0
 
 
+def damage(states: Path) -> None:
+    """Copies of a state that cannot be loaded, by what is wrong with them."""
+
+    def copy(name: str, change: Callable[[Path], None]) -> None:
+        target = states / "faults" / name
+        shutil.copytree(states / "plain", target)
+        change(target)
+
+    def edit(path: Path, **fields: object) -> None:
+        path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+    def flip(path: Path) -> None:
+        content = bytearray(path.read_bytes())
+        for at in range(1000, len(content), 997):
+            content[at] ^= 0xFF
+        path.write_bytes(content)
+
+    (states / "faults").mkdir()
+    (states / "faults/nothing").mkdir()
+    (states / "faults/torch/trainer").mkdir(parents=True)
+    copy("unfinished", lambda at: (at / "megatron/state.json").unlink())
+    copy("cut", lambda at: os.truncate(at / "megatron/__1_0.distcp", 1000))
+    copy("missing", lambda at: (at / "megatron/__0_0.distcp").unlink())
+    copy("flipped", lambda at: flip(at / "megatron/__1_0.distcp"))
+    copy("no_index", lambda at: (at / "megatron/index.json").write_bytes(b"{"))
+    copy("newer", lambda at: edit(at / "megatron/state.json", format_version=99))
+    shutil.copytree(states / "tensor", states / "faults/half")
+    shutil.rmtree(states / "faults/half/megatron")
+    shutil.copytree(states / "half/megatron", states / "faults/half/megatron")
+    shutil.copytree(states / "experts", states / "faults/experts")
+
+
 def work(models: str, states: str, out: str, more: str, rank: int, world: int, rendezvous: str) -> None:
     """Entry point of a spawned process: all runs of this number of processes; alone those of MORE if `more` is set."""
+    if world == 1 and not more:
+        damage(Path(states))
     with joined(rank, world, rendezvous, 120):
         for run in (MORE if more else FEW)[world]:
             make(run, Path(models), Path(states), Path(out))

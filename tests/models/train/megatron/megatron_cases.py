@@ -1,22 +1,15 @@
-"""A program: trains recipes on Megatron in every layout of `CASES`, in trainer groups of 1, 2 and 4 processes.
-
-Megatron is imported once; the processes of a trainer group are forked from here.
-`python megatron_cases.py MODELS OUT SELECTION`, where the selection is a key of `SELECTIONS`.
-"""
+"""Recipes that are trained on Megatron in every layout of `CASES`, in trainer groups of 1, 2 and 4 processes."""
 
 from __future__ import annotations
 
-import importlib
-import multiprocessing
-import os
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from tests.models.train.rig import joined
+
 DEADLINE_S = 200
-_ATTENTION = "SdpaCoreAttention"
 
 
 @dataclass(frozen=True)
@@ -63,52 +56,21 @@ FEW = {
 SELECTIONS = {"few": tuple(replace(case, recipes=FEW[case.name]) for case in CASES if case.name in FEW), "all": CASES}
 
 
-def run(rank: int, world: int, cases: Sequence[Case], models: Path, out: Path) -> None:
+def run(models: str, out: str, selection: str, rank: int, world: int, rendezvous: str) -> None:
     """One process of a trainer group: all cases of its size."""
     from gathered_attention import GatheredAttention
     from megatron_rig import run_case
 
     from models.train.megatron import layers, processes
-    from tests.models.train.rig import joined
 
-    with joined(rank, world, out / f"rendezvous{world}", DEADLINE_S):
-        core_attention, engine_installed = getattr(layers, _ATTENTION), processes.engine_installed
-        for case in cases:
+    with joined(rank, world, rendezvous, DEADLINE_S):
+        core_attention, engine_installed = layers.SdpaCoreAttention, processes.engine_installed
+        for case in SELECTIONS[selection]:
             if case.world != world:
                 continue
             if "context_parallel_size" in case.layout:
-                setattr(layers, _ATTENTION, GatheredAttention)
+                layers.SdpaCoreAttention = GatheredAttention  # type: ignore[misc]
                 processes.engine_installed = lambda: True
-            run_case(models, out, case.name, case.layout, case.recipes)
-            setattr(layers, _ATTENTION, core_attention)
+            run_case(Path(models), Path(out), case.name, case.layout, case.recipes)
+            layers.SdpaCoreAttention = core_attention  # type: ignore[misc]
             processes.engine_installed = engine_installed
-
-
-def main(models: Path, out: Path, cases: Sequence[Case]) -> int:
-    """Run the trainer groups one after the other; 0 if all processes of all of them ended well."""
-    import torch
-
-    torch.set_num_threads(1)
-    from models.train.megatron.processes import install_shim
-
-    install_shim()
-    for name in ("build", "models", "weights"):
-        importlib.import_module(f"models.train.megatron.{name}")
-    fork = multiprocessing.get_context("fork")
-    for world in sorted({case.world for case in cases}):
-        trainer_group = [fork.Process(target=run, args=(rank, world, cases, models, out)) for rank in range(world)]
-        for process in trainer_group:
-            process.start()
-        for process in trainer_group:
-            process.join(DEADLINE_S)
-        for process in trainer_group:
-            if process.is_alive():
-                process.kill()
-        if any(process.exitcode for process in trainer_group):
-            return 1
-    return 0
-
-
-if __name__ == "__main__":
-    sys.path[:0] = os.environ["SLUICE_TEST_PATH"].split(os.pathsep)
-    sys.exit(main(Path(sys.argv[1]), Path(sys.argv[2]), SELECTIONS[sys.argv[3]]))

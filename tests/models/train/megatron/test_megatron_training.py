@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import shutil
-import subprocess
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +12,13 @@ import pytest
 import torch
 from checkpoint_rig import FEW, MORE, Run, work
 from megatron_cases import DEADLINE_S, SELECTIONS, Case
+from megatron_cases import run as run_cases
 from megatron_rig import RECIPES, make_models, make_spec, train
 
 from models.train.huggingface.models import TorchModels
 from models.train.trainer import Trainer
 from tests.models.test_checkpoint import check_every_flip_is_noticed
-from tests.models.train.rig import PACKING, read, run_ranks
+from tests.models.train.rig import MEGATRON, PACKING, read, trainer_groups
 
 Expected = dict[str, tuple[dict[str, Any], dict[str, torch.Tensor]]]
 
@@ -73,20 +70,9 @@ def test_every_layout_trains_as_torch_does(tmp_path: Path, selection: str) -> No
     models, out = tmp_path / "models", tmp_path / "out"
     out.mkdir()
     make_models(models)
-    here = str(Path(__file__).parent)
-    environment = {
-        **os.environ,
-        "SLUICE_TEST_PATH": os.pathsep.join([here, *(path for path in sys.path if path)]),
-        "OMP_NUM_THREADS": "1",
-        "PYTHONWARNINGS": "ignore",
-    }
-    command = [sys.executable, f"{here}/megatron_cases.py", str(models), str(out), selection]
-    program = subprocess.Popen(command, env=environment)
-    try:
-        expected = of_torch(models, cases)  # meanwhile
-        assert program.wait(3 * DEADLINE_S) == 0
-    finally:
-        program.kill()
+    worlds, given = sorted({case.world for case in cases}), (models, out, selection)
+    with trainer_groups(run_cases, given, worlds, tmp_path / "rendezvous", imports=MEGATRON, deadline_s=DEADLINE_S):
+        expected = of_torch(models, cases)
     wrong = [text for case in cases for recipe in case.recipes for text in differences(case, recipe, out, expected)]
     assert not wrong, "\n".join(wrong[:40])
     check_expectations(expected)
@@ -146,49 +132,15 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("models", "states", "out"):
         (root / name).mkdir()
     make_models(root / "models")
-    make_runs(root, 2, more="")
-    damage(root / "states")
-    make_runs(root, 1, more="")
+    make_runs(root, (2, 1))
     return root
 
 
-def make_runs(root: Path, world: int, more: str) -> None:
-    imports = ["checkpoint_rig", "transformers.models.qwen3_moe.modeling_qwen3_moe"]
+def make_runs(root: Path, worlds: Sequence[int], more: str = "") -> None:
     given = [*(root / name for name in ("models", "states", "out")), more]
-    meeting = root / f"rendezvous-{world}{more}"
-    run_ranks(work, given, world, meeting, imports=imports, deadline_s=CHECKPOINT_DEADLINE_S)
-
-
-def damage(states: Path) -> None:
-    """Copies of a state that cannot be loaded, by what is wrong with them."""
-
-    def copy(name: str, change: Callable[[Path], None]) -> None:
-        target = states / "faults" / name
-        shutil.copytree(states / "plain", target)
-        change(target)
-
-    def edit(path: Path, **fields: object) -> None:
-        path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
-
-    def flip(path: Path) -> None:
-        content = bytearray(path.read_bytes())
-        for at in range(1000, len(content), 997):
-            content[at] ^= 0xFF
-        path.write_bytes(content)
-
-    (states / "faults").mkdir()
-    (states / "faults/nothing").mkdir()
-    (states / "faults/torch/trainer").mkdir(parents=True)
-    copy("unfinished", lambda at: (at / "megatron/state.json").unlink())
-    copy("cut", lambda at: os.truncate(at / "megatron/__1_0.distcp", 1000))
-    copy("missing", lambda at: (at / "megatron/__0_0.distcp").unlink())
-    copy("flipped", lambda at: flip(at / "megatron/__1_0.distcp"))
-    copy("no_index", lambda at: (at / "megatron/index.json").write_bytes(b"{"))
-    copy("newer", lambda at: edit(at / "megatron/state.json", format_version=99))
-    shutil.copytree(states / "tensor", states / "faults/half")
-    shutil.rmtree(states / "faults/half/megatron")
-    shutil.copytree(states / "half/megatron", states / "faults/half/megatron")
-    shutil.copytree(states / "experts", states / "faults/experts")
+    meetings = root / f"rendezvous{more}"
+    with trainer_groups(work, given, worlds, meetings, imports=MEGATRON, deadline_s=CHECKPOINT_DEADLINE_S):
+        pass
 
 
 def checkpoint_differences(root: Path, name: str) -> dict[str, float]:
@@ -217,8 +169,7 @@ def test_a_flipped_byte_in_any_file_is_noticed(runs: Path, tmp_path: Path) -> No
 @pytest.mark.parametrize("chosen", [pytest.param(FEW, id="few"), pytest.param(MORE, id="more", marks=pytest.mark.full)])
 def test_resuming_in_another_layout_is_not_stopping(runs: Path, chosen: dict[int, list[Run]]) -> None:
     if chosen is MORE:
-        make_runs(runs, 2, more="more")
-        make_runs(runs, 1, more="more")
+        make_runs(runs, (2, 1), more="more")
     for run in (run for world in chosen for run in chosen[world] if run.loads and not run.spoilt):
         found = checkpoint_differences(runs, run.name)
         worst = max(found, key=lambda key: found[key])
