@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ from models.train.step.critic import decide_advantages
 from models.train.step.examples import Example, Intake, Rollout, partition, rollouts_of
 from models.train.step.micro_batch_loss import StepTotals
 from models.train.step.micro_batches import Assigned, Pending, assign, assign_layouts, balance, micro_batches, pack_rows
-from models.train.step.packing import Layout, Packing, Unit, plan, units_of
+from models.train.step.packing import Packing, plan
 from tests.models.train.rig import scored, train_step
 
 packings = st.builds(
@@ -55,12 +54,6 @@ def batches(draw: st.DrawFn) -> tuple[list[npt.NDArray[np.int32]], list[int]]:
             tokens.append(np.concatenate([prompt, response]).astype(np.int32))
             prompts.append(len(prompt))
     return tokens, prompts
-
-
-def of_lengths(sizes: list[int], budget: int, **fields: object) -> list[Layout]:
-    """A plan for sequences without common prompts, of `sizes` inputs each."""
-    tokens = [np.full(size + 1, item, dtype=np.int32) for item, size in enumerate(sizes)]
-    return plan(tokens, [1] * len(sizes), Packing(max_tokens=budget, **fields))  # type: ignore[arg-type]
 
 
 @given(batches(), packings)
@@ -119,18 +112,6 @@ def test_arrays_show_each_sequence_its_own_past_and_nothing_else(
                 np.testing.assert_array_equal(rows.input_ids[row, visible], tokens[item][:pick])
                 np.testing.assert_array_equal(positions[row, visible], np.arange(pick))
         np.testing.assert_array_equal(rows.targets, np.concatenate([tokens[i][chosen[i]] for i in layout.items]))
-
-
-def test_a_prompt_is_computed_once_for_its_responses() -> None:
-    prompt = np.arange(100, dtype=np.int32)
-    tokens = [np.concatenate([prompt, [i, i, i]]).astype(np.int32) for i in range(8)]
-    (unit,) = units_of(tokens, [100] * 8, Packing(max_tokens=4096))
-    assert unit == Unit(tuple(range(8)), 100, 100 + 8 * 2)
-
-
-def test_nothing_to_pack() -> None:
-    for pack, single in itertools.product((True, False), repeat=2):
-        assert of_lengths([], 10, pack=pack, single_row=single) == []
 
 
 APART = Packing(max_tokens=64, share_prompts=False, quadratic_tokens=8)

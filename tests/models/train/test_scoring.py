@@ -69,9 +69,9 @@ def test_packed_log_probs_are_those_of_each_sequence_alone(
     with torch.no_grad():
         alone = [score(pack_rows(Layout(((unit,),), unit.length), tokens, chosen))[0] for unit in single]
         for name, layout in layouts.items():
-            with Living(width=loaded.model.config.vocab_size) as logits_alive:
+            with Living(score.model.get_output_embeddings().weight, width=loaded.model.config.vocab_size) as logits:
                 found, _ = score(pack_rows(layout, tokens, chosen))
-            assert logits_alive.rows == 16, "no more than a chunk of tokens has logits at a time"
+            assert logits.rows == 16, "no more than a chunk of tokens has logits at a time"
             expected = torch.cat([alone[item] for item in layout.items])
             torch.testing.assert_close(found, expected, atol=1e-5, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
         # The same against transformers' own logits.

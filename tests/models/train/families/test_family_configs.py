@@ -23,7 +23,7 @@ from configs.schema.algorithm import AlgorithmConfig
 from configs.schema.train import MegatronConfig, TrainConfig
 from models.errors import CheckpointUnavailable, TrainConfigInvalid, UnsupportedModel
 from models.families.config_json import read_rope
-from models.families.hugging_face_names import Gated, QueryGroups, merge, padded_vocab, part
+from models.families.hugging_face_names import QueryGroups, merge, padded_vocab, part
 from models.families.registry import FAMILIES, architecture_of, read_hf_config
 from models.families.source import CheckpointTensors
 from models.train.megatron.parameters import global_name
@@ -232,15 +232,6 @@ def test_query_groups_interleave_and_come_back(groups: int, per_group: int, widt
         for index in range(parts):
             own = join.join([part(piece, "rows", index, parts) for piece in pieces])
             assert torch.equal(own, part(whole, "rows", index, parts))
-
-
-@given(rows=st.integers(1, 4), parts=st.integers(1, 4))
-def test_a_part_of_a_gated_matrix_is_made_of_parts_of_gate_and_up(rows: int, parts: int) -> None:
-    gate, up = numbered(rows * parts, 2), -numbered(rows * parts, 2)
-    whole = Gated().join([gate, up])
-    for index in range(parts):
-        own = Gated().join([part(gate, "rows", index, parts), part(up, "rows", index, parts)])
-        assert torch.equal(own, part(whole, "gated_rows", index, parts))
 
 
 @given(vocab=st.integers(1, 1000), parts=st.integers(1, 16))

@@ -174,17 +174,6 @@ def test_what_was_gathered_for_scoring_is_not_used_after_an_update(make: Make) -
         assert abs(own - old).max() > 1e-3
 
 
-def test_a_batch_may_be_forgotten(make: Make) -> None:
-    trainer = make(**PPO)
-    before = state_of(trainer)
-    trainer.begin_batch(rollouts=12, steps=1)
-    trainer.accumulate(make_sequences(0))
-    trainer.flush()
-    trainer.discard()
-    trainer.begin_batch(rollouts=12, steps=1)
-    assert differing(state_of(trainer), before) == []
-
-
 def test_a_gradient_that_is_not_finite_changes_nothing(make: Make) -> None:
     trainer = make()
     before = state_of(trainer)

@@ -32,6 +32,7 @@ from models.train.spec import TrainSpec
 from models.train.step.critic import ValueHead, ValueModel
 from models.train.step.micro_batches import PackedRows, lengthened, pack_rows
 from models.train.step.packing import Layout, Unit
+from tests.models.train.rig import Tensors, differing
 
 
 def spec(**layout: Any) -> TrainSpec:
@@ -158,25 +159,21 @@ def single() -> PackedRows:
 
 
 def test_responses_after_a_common_prompt_do_not_see_each_other() -> None:
-    rows = shared()
-    assert rows.unit is not None
-    assert rows.branch is not None
-    mask = hidden_mask(rows, CPU)
-    assert mask is not None
+    """Nor do the sequences of a row; one that has a row for itself needs no mask."""
     expected = torch.ones(7, 7).tril().bool()
     expected[3:, 2] = False  # the second response begins behind a token of the first, which only that one sees
     expected[5:] = torch.eye(7).bool()[5:]
     expected[6, 5] = True
-    assert torch.equal(~mask[0, 0], expected)
+    assert torch.equal(~seen(hidden_mask(shared(), CPU)), expected)
+    two = torch.block_diag(torch.ones(3, 3).tril(), torch.ones(4, 4).tril()).bool()
+    assert torch.equal(~seen(hidden_mask(apart(), CPU)), two)
+    alone = model_inputs(single(), RowForm(CPU))
+    assert (alone.mask, alone.position_ids, alone.kept) == (None, None, None)
 
 
-def test_sequences_of_one_row_do_not_see_each_other() -> None:
-    mask = hidden_mask(apart(), CPU)
+def seen(mask: torch.Tensor | None) -> torch.Tensor:
     assert mask is not None
-    expected = torch.zeros(7, 7, dtype=torch.bool)
-    expected[:3, :3] = torch.ones(3, 3).tril().bool()
-    expected[3:, 3:] = torch.ones(4, 4).tril().bool()
-    assert torch.equal(~mask[0, 0], expected)
+    return mask[0, 0]
 
 
 def test_heads_share_keys_where_there_is_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,24 +195,16 @@ def test_heads_share_keys_where_there_is_no_mask(monkeypatch: pytest.MonkeyPatch
     assert calls == [(2, True), (6, False)]
 
 
-def test_one_sequence_in_a_row_needs_no_mask() -> None:
-    made = model_inputs(single(), RowForm(CPU))
-    assert made.mask is None
-    assert made.position_ids is None
-    assert made.kept is None
-
-
 @pytest.mark.parametrize("rows", [shared(), apart(), single()])
 def test_longer_rows_predict_the_same_tokens(rows: PackedRows) -> None:
     longer = lengthened(rows, 4)
     assert longer.input_ids.shape == (1, 8)
     assert longer.input_ids.reshape(-1)[longer.source].tolist() == rows.input_ids.reshape(-1)[rows.source].tolist()
-    mask, before = hidden_mask(longer, CPU), hidden_mask(rows, CPU)
-    if before is not None:
-        assert mask is not None
-        assert torch.equal(mask[:, :, :7, :7], before)
-        assert bool(mask[0, 0, :7, 7].all())  # nothing looks at what was added
-        assert not bool(mask[0, 0].all(dim=1).any())  # and no row of the mask is empty
+    if (before := hidden_mask(rows, CPU)) is not None:
+        mask = seen(hidden_mask(longer, CPU))
+        assert torch.equal(mask[:7, :7], seen(before))
+        assert bool(mask[:7, 7].all())  # nothing looks at what was added
+        assert not bool(mask.all(dim=1).any())  # and no row of the mask is empty
     assert lengthened(rows, 7) is rows
 
 
@@ -235,9 +224,7 @@ def test_a_flat_row_says_where_its_sequences_end() -> None:
     inputs = model_inputs(apart(), RowForm(CPU, multiple=4, flat=True))
     assert inputs.ends is not None
     assert inputs.ends.tolist() == [0, 3, 7, 8]  # the last is padding
-    assert inputs.longest == 4
-    assert inputs.mask is None
-    assert inputs.position_ids is None
+    assert (inputs.longest, inputs.mask, inputs.position_ids) == (4, None, None)
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -270,62 +257,40 @@ def chunk(seed: int) -> torch.nn.Module:
     return made.to(torch.bfloat16)
 
 
-def state(module: torch.nn.Module) -> list[torch.Tensor]:
-    return [tensor.clone() for tensor in module.state_dict().values()]
+def state(module: torch.nn.Module) -> Tensors:
+    return {name: tensor.clone() for name, tensor in module.state_dict().items()}
 
 
-def same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
-    return all(torch.equal(one, two) for one, two in zip(left, right, strict=True))
-
-
-def swapped() -> tuple[SwappedReference, torch.nn.Module, list[torch.Tensor], list[str]]:
-    """A reference, the chunk that then was trained, what it was before, and calls of `settle`."""
+def test_the_reference_takes_the_place_of_the_policy_bit_by_bit() -> None:
+    """The policy comes back, also after an error; a renewed reference is the policy."""
     module, calls = chunk(0), list[str]()
     reference = SwappedReference([module], lambda: calls.append("settled"), renewed=True)
     before = state(module)
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.add_(1.0)
-    return reference, module, before, calls
-
-
-def test_the_reference_takes_the_place_of_the_policy_bit_by_bit() -> None:
-    reference, module, before, calls = swapped()
     policy = state(module)
+    assert differing(before, policy)
     with reference.in_place():
         assert calls == ["settled"]
-        assert same(state(module), before)
-        assert not same(state(module), policy)
-    assert same(state(module), policy)
-
-
-def test_the_policy_comes_back_after_an_error() -> None:
-    reference, module, before, _ = swapped()
-    policy = state(module)
+        assert differing(state(module), before) == []
+    assert differing(state(module), policy) == []
     with pytest.raises(RuntimeError, match="in the middle"), reference.in_place():
         raise RuntimeError("in the middle")
-    assert same(state(module), policy)
+    assert differing(state(module), policy) == []
     with reference.in_place():
-        assert same(state(module), before)
+        assert differing(state(module), before) == []
 
+    saved = {name: tensor.clone() for name, tensor in reference.state_tensors().items()}
+    with pytest.raises(TrainStateUnreadable, match="--ref-load"):
+        reference.load_state_tensors({**saved, "0.0.weight": torch.zeros(5)})
+    assert differing(reference.state_tensors(), saved) == []
 
-def test_a_renewed_reference_is_the_policy() -> None:
-    reference, module, _, calls = swapped()
+    calls.clear()
     reference.renew()
     assert calls == ["settled"]
-    policy = state(module)
     with reference.in_place():
-        assert same(state(module), policy)
-
-
-def test_a_reference_of_another_shape_is_refused() -> None:
-    reference, *_ = swapped()
-    saved = {name: tensor.clone() for name, tensor in reference.state_tensors().items()}
-    kept = {name: tensor.clone() for name, tensor in saved.items()}
-    saved["0.0.weight"] = torch.zeros(5)
-    with pytest.raises(TrainStateUnreadable, match="--ref-load"):
-        reference.load_state_tensors(saved)
-    assert all(torch.equal(kept[name], tensor) for name, tensor in reference.state_tensors().items())
+        assert differing(state(module), policy) == []
 
 
 def test_the_value_head_begins_as_that_of_torch() -> None:
