@@ -248,12 +248,3 @@ def test_further_terms_train_or_are_refused(estimator: str, checkpoint: Path) ->
             wrong.append((algorithm, other, fault))
     assert not wrong
     assert allowed >= 10
-
-
-@pytest.mark.slow
-def test_the_critic_learns_alone_before_the_policy(checkpoint: Path) -> None:
-    """Through the configuration: batches at the start, then both."""
-    algorithm = {"advantage_estimator": "ppo"}
-    config, faults = configured(checkpoint, algorithm, {}, **{"critic.num_critic_only_steps": 1})
-    assert not faults
-    assert trains(config) == "weights moved: False, all rejected: False, gradient 0.0"

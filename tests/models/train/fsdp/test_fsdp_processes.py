@@ -38,13 +38,6 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             torch.distributed.destroy_process_group()
 
 
-@pytest.fixture(scope="module")
-def of_four(results: Path) -> Path:
-    """And `4`, which resumes what the two saved, and `alone4`."""
-    make_results(results, 4)
-    return results
-
-
 def make_results(root: Path, world: int) -> None:
     paths = (root / "checkpoints", root / str(world), root / "states")
     imports = ["transformers.models.qwen3.modeling_qwen3", "peft"]
@@ -52,18 +45,24 @@ def make_results(root: Path, world: int) -> None:
         expected_of(root / "checkpoints", root / f"alone{world}", world)
 
 
-@pytest.mark.parametrize("name", CASES[2])
-def test_two_shards_make_the_updates_of_one_process(results: Path, name: str) -> None:
-    check_updates(results, 2, name)
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.full)])
+def world(results: Path, request: pytest.FixtureRequest) -> int:
+    """Also `4`, which resumes what the two saved, and `alone4`."""
+    if request.param == 4:
+        make_results(results, 4)
+    return int(request.param)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("name", CASES[4])
-def test_four_shards_make_the_updates_of_one_process(of_four: Path, name: str) -> None:
-    check_updates(of_four, 4, name)
-
-
-def check_updates(results: Path, world: int, name: str) -> None:
+@pytest.mark.parametrize(
+    ("world", "name"),
+    [
+        pytest.param(world, name, marks=[pytest.mark.full] if world == 4 else [])
+        for world, cases in CASES.items()
+        for name in cases
+    ],
+    indirect=["world"],
+)
+def test_shards_make_the_updates_of_one_process(results: Path, world: int, name: str) -> None:
     """Four steps: metrics, gradient norms, log-probs, exported names, order and values, moments."""
     wanted, expected = read(results / f"alone{world}", f"{name}-0")
     tolerance = 5e-2 if name == "bf16" else 1e-5
@@ -86,17 +85,9 @@ def check_updates(results: Path, world: int, name: str) -> None:
     assert all(metrics["train/grad_norm"] > 0 for metrics in wanted["metrics"])
 
 
-def test_lora_moves_adapters_alone(results: Path) -> None:
-    check_adapters(results / "2")
-
-
-@pytest.mark.full
-def test_lora_moves_adapters_alone_where_some_shards_are_empty(of_four: Path) -> None:
-    check_adapters(of_four / "4")
-
-
-def check_adapters(directory: Path) -> None:
-    _, tensors = read(directory, "lora-0")
+def test_lora_moves_adapters_alone(results: Path, world: int) -> None:
+    """Of four processes, some shards are empty."""
+    _, tensors = read(results / str(world), "lora-0")
     trained = {key for key in tensors if key.startswith("policy/parameters/")}
     assert trained
     assert all(".lora_" in key for key in trained)
@@ -109,29 +100,19 @@ def check_adapters(directory: Path) -> None:
 
 
 @pytest.mark.parametrize("name", list(RESUMED))
-def test_a_state_of_two_processes_goes_on_in_one(results: Path, name: str) -> None:
-    """Written by a thread while training went on; loaded alone, saved again, loaded again."""
-    check_resumed(results, results / "one", name)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", list(RESUMED))
-def test_a_state_of_two_processes_goes_on_in_four(of_four: Path, name: str) -> None:
-    """Loaded in other shards, saved again, loaded as HSDP."""
-    for rank in range(4):  # each has the random state of one of the two
-        found = read(of_four / "4", f"resumed-{name}-{rank}")
-        wanted = read(of_four / "2", f"unbroken-{name}-{rank % 2}")
-        assert found[0]["draw"] == wanted[0]["draw"]
-    check_resumed(of_four, of_four / "4", name)
-
-
-def check_resumed(results: Path, directory: Path, name: str) -> None:
+def test_a_state_of_two_processes_goes_on_in_others(results: Path, world: int, name: str) -> None:
+    """Written by a thread while training went on; loaded alone, saved again, loaded again. With four: loaded in other
+    shards, saved again, loaded as HSDP."""
+    directory = results / ("one" if world == 2 else "4")
+    for rank in range(world if world == 4 else 1):  # each has the random state of one of the two
+        found, _ = read(directory, f"resumed-{name}-{rank}")
+        wanted, _ = read(results / "2", f"unbroken-{name}-{rank % 2}")
+        assert found["draw"] == wanted["draw"]
     wanted, expected = read(results / "2", f"unbroken-{name}-0")
     assert len(wanted["metrics"]) == STEPS - 2
     found, tensors = read(directory, f"resumed-{name}-0")
     same_metrics(found["metrics"], wanted["metrics"], rel=1e-5, abs=1e-5)
     same(tensors, expected, 2e-6, 2e-6)
-    assert found["draw"] == wanted["draw"]  # random states
     steps = [one for key, one in tensors.items() if key.endswith("/step")]
     assert steps
     assert all(step == STEPS for step in steps)
@@ -141,13 +122,13 @@ def test_the_hugging_face_part_of_a_state_is_the_policy(results: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     _, tensors = read(results / "one", "resumed-ppo-0")
-    one = results / "again" / "ppo" / "hf"
-    saved = AutoModelForCausalLM.from_pretrained(one, dtype=torch.float32).state_dict()
-    assert len(AutoTokenizer.from_pretrained(one)) == 32
+    directory = results / "again" / "ppo" / "hf"
+    saved = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).state_dict()
+    assert len(AutoTokenizer.from_pretrained(directory)) == 32
     differences = [
-        float((saved[key.removeprefix("weights/")] - one).abs().max())
-        for key, one in tensors.items()
-        if key.startswith("weights/")
+        float((one - tensors[f"weights/{key}"]).abs().max())
+        for key, one in saved.items()
+        if f"weights/{key}" in tensors
     ]
     assert 0 < max(differences) < 1e-2  # two steps older than the end
 
