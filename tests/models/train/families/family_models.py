@@ -31,6 +31,7 @@ _EXPERTS = dict(
     routed_scaling_factor=1.5,
     first_k_dense_replace=1,
 )
+_QWEN_EXPERTS = dict(head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
 _LATENT = dict(
     num_key_value_heads=4,
     kv_lora_rank=16,
@@ -43,6 +44,14 @@ _LATENT = dict(
 _YARN = dict(
     rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=16, beta_fast=32, beta_slow=1
 )
+_LLAMA3 = dict(
+    rope_type="llama3",
+    rope_theta=10000.0,
+    factor=8.0,
+    original_max_position_embeddings=16,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+)
 
 # name -> (class of the configuration, its fields beyond SIZES)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -52,39 +61,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3Config", {"head_dim": 16, "num_hidden_layers": 4}),  # for two stages of two chunks
     "qwen3_moe": (
         "Qwen3MoeConfig",
-        {
-            "head_dim": 16,
-            "num_hidden_layers": 3,
-            "mlp_only_layers": [1],
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 24,
-            "norm_topk_prob": True,
-        },
+        {**_QWEN_EXPERTS, "num_hidden_layers": 3, "mlp_only_layers": [1], "norm_topk_prob": True},
     ),
-    "qwen3_moe_raw_scores": (
-        "Qwen3MoeConfig",
-        {
-            "head_dim": 16,
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 24,
-            "norm_topk_prob": False,
-        },
-    ),
-    "llama3": (
-        "LlamaConfig",
-        {
-            "rope_parameters": {
-                "rope_type": "llama3",
-                "rope_theta": 10000.0,
-                "factor": 8.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 16,
-            }
-        },
-    ),
+    "qwen3_moe_raw_scores": ("Qwen3MoeConfig", {**_QWEN_EXPERTS, "norm_topk_prob": False}),
+    "llama3": ("LlamaConfig", {"rope_parameters": _LLAMA3}),
     "glm": ("GlmConfig", {"head_dim": 16}),
     "glm4": ("Glm4Config", {"head_dim": 16}),
     "glm4_moe": ("Glm4MoeConfig", {**_EXPERTS, "head_dim": 16, "use_qk_norm": True, "attention_bias": True}),

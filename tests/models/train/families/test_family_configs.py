@@ -14,7 +14,7 @@ import torch
 import transformers
 from family_models import FAMILIES as TINY_FAMILIES
 from family_models import make_model, save_model
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -23,7 +23,7 @@ from configs.schema.algorithm import AlgorithmConfig
 from configs.schema.train import MegatronConfig, TrainConfig
 from models.errors import CheckpointUnavailable, TrainConfigInvalid, UnsupportedModel
 from models.families.config_json import read_rope
-from models.families.hugging_face_names import QueryGroups, merge, padded_vocab, part
+from models.families.hugging_face_names import merge, padded_vocab, part
 from models.families.registry import FAMILIES, architecture_of, read_hf_config
 from models.families.source import CheckpointTensors
 from models.train.megatron.parameters import global_name
@@ -195,10 +195,6 @@ def test_the_precision_is_that_of_the_run(wanted: Any, found: str) -> None:
 # The mapping itself, without Megatron: divisions and joins, names, what is read of a checkpoint by parts.
 
 
-settings.register_profile("families", settings.get_profile("untimed"), max_examples=50)
-settings.load_profile("families")
-
-
 def numbered(*shape: int) -> torch.Tensor:
     return torch.arange(torch.Size(shape).numel(), dtype=torch.float32).reshape(shape)
 
@@ -215,23 +211,6 @@ def test_parts_merge_to_the_whole(split: str, parts: int, rows: int, columns: in
     assert torch.equal(merge(held, split), whole)  # type: ignore[arg-type]
     if split != "none":
         assert sum(one.numel() for one in held) == whole.numel()
-
-
-@given(groups=st.integers(1, 6), per_group=st.integers(1, 4), width=st.integers(1, 3), bias=st.booleans())
-def test_query_groups_interleave_and_come_back(groups: int, per_group: int, width: int, bias: bool) -> None:
-    join = QueryGroups(groups * per_group, groups, width)
-    rest = () if bias else (2,)
-    pieces = [numbered(groups * per_group * width, *rest), *(-numbered(groups * width, *rest) - k for k in (1, 100))]
-    whole = join.join(pieces)
-    for back, piece in zip(join.split(whole), pieces, strict=True):
-        assert torch.equal(back, piece)
-    first = torch.cat([pieces[0][: per_group * width], pieces[1][:width], pieces[2][:width]])
-    assert torch.equal(whole[: len(first)], first)  # the first group: its queries, its key, its value
-    for parts in (n for n in range(1, groups + 1) if groups % n == 0):
-        assert join.parts_alone(parts)
-        for index in range(parts):
-            own = join.join([part(piece, "rows", index, parts) for piece in pieces])
-            assert torch.equal(own, part(whole, "rows", index, parts))
 
 
 @given(vocab=st.integers(1, 1000), parts=st.integers(1, 16))

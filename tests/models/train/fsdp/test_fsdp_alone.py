@@ -18,14 +18,13 @@ from torch.nn import Linear, Sequential
 
 from configs.schema.train import FsdpConfig
 from models.errors import CheckpointUnavailable, TrainConfigInvalid, TrainStateUnreadable, UnsupportedModel
-from models.train.huggingface.attention import PACKED_SDPA, attention_allowed
+from models.train.huggingface.attention import PACKED_SDPA
 from models.train.huggingface.hf_files import buckets
 from models.train.huggingface.models import TorchModels
 from models.train.huggingface.scoring import ContextParallel
 from models.train.huggingface.sharded_loading import _compare, sizes_of
 from models.train.huggingface.sharded_models import SHARDS, STATE, FsdpModels
-from models.train.step.micro_batches import pack_rows
-from models.train.step.packing import Layout, Packing, Unit
+from models.train.step.packing import Packing
 from models.train.trainer import Trainer
 from tests.models.test_checkpoint import check_every_flip_is_noticed
 from tests.models.train.rig import differing
@@ -77,45 +76,6 @@ def test_context_parallelism_wants_a_free_mask() -> None:
     model.config = type("Config", (), {"_attn_implementation": "eager"})()
     with pytest.raises(UnsupportedModel, match="implemented for --attn-implementation sdpa"):
         context.prepare(model)
-
-
-def test_parts_of_rows_are_the_rows() -> None:
-    """Ids, positions, masks and chosen tokens of three processes, put together, are those of one."""
-    tokens = [np.arange(1, size + 2, dtype=np.int32) for size in (9, 7, 5, 8)]
-    for item in (0, 1, 2):
-        tokens[item][:4] = 30
-    chosen = [np.arange(4, len(ids)) for ids in tokens]
-    shared = Layout(((Unit((0, 1, 2), 4, 4 + 5 + 3 + 1),), (Unit((3,), 0, 8),)), 13)
-    apart = Layout(((Unit((0,), 0, 9), Unit((2,), 0, 5)), (Unit((1,), 0, 7),)), 14)
-    for layout in (shared, apart):
-        rows = pack_rows(layout, tokens, chosen)
-        assert rows.position_ids is not None
-        size, length = 3, layout.row_length
-        context, parts, targets = ContextParallel(None), [], np.zeros_like(rows.targets)
-        context._group, context.size = object(), size
-        for rank in range(size):
-            context._rank = rank
-            part = context.part(rows)
-            assert part.columns is not None
-            assert part.source is not None
-            parts.append(
-                {name: one.numpy() for name, one in context.inputs(rows, part.columns, torch.device("cpu")).items()}
-            )
-            targets[part.own] = part.targets
-            ids = parts[-1]["input_ids"].reshape(-1)[part.source]
-            np.testing.assert_array_equal(ids, rows.input_ids.reshape(-1)[rows.source[part.own]])
-        whole = {
-            name: np.concatenate([part[name] for part in parts], axis=-2 if name == "attention_mask" else -1)
-            for name in parts[0]
-        }
-        np.testing.assert_array_equal(targets, rows.targets)
-        np.testing.assert_array_equal(whole["input_ids"][:, :length], rows.input_ids)
-        np.testing.assert_array_equal(whole["position_ids"][:, :length], rows.position_ids)
-        unit = np.cumsum(rows.position_ids == 0, axis=1) if rows.unit is None else rows.unit
-        branch = np.zeros_like(unit) if rows.branch is None else rows.branch
-        allowed = attention_allowed(torch.from_numpy(unit), torch.from_numpy(branch)).numpy()
-        np.testing.assert_array_equal(whole["attention_mask"][:, :, :length, :length], allowed)
-        assert whole["attention_mask"].shape[-1] == -(-length // size) * size
 
 
 def test_weights_travel_by_layer() -> None:

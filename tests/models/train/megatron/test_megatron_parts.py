@@ -17,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from models.errors import BackendMisuse, TrainConfigInvalid, TrainStateUnreadable
 from models.train.megatron import inputs, processes
-from models.train.megatron.inputs import RowForm, SdpaCoreAttention, context_columns, hidden_mask, model_inputs
+from models.train.megatron.inputs import RowForm, SdpaCoreAttention, hidden_mask, model_inputs
 from models.train.megatron.processes import (
     SHIM_VERSION,
     ParallelSizes,
@@ -225,29 +225,6 @@ def test_a_flat_row_says_where_its_sequences_end() -> None:
     assert inputs.ends is not None
     assert inputs.ends.tolist() == [0, 3, 7, 8]  # the last is padding
     assert (inputs.longest, inputs.mask, inputs.position_ids) == (4, None, None)
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_each_context_process_computes_a_head_and_a_tail(size: int) -> None:
-    parts = [context_columns(16, rank, size) for rank in range(size)]
-    assert sorted(np.concatenate(parts).tolist()) == list(range(16))
-    sums = [int(part.sum()) for part in parts]  # of what is seen: balanced
-    assert len(set(sums)) == 1
-
-
-def test_context_processes_share_the_chosen_tokens() -> None:
-    rows = rows_of(Unit((0,), 0, 6), length=6, tokens=[[1, 2, 3, 4, 5, 6, 7]], first=3)
-    seen: list[int] = []
-    for rank in range(2):
-        inputs = model_inputs(rows, RowForm(CPU, multiple=4, context_rank=rank, context_size=2))
-        assert inputs.input_ids.shape == (1, 4)
-        assert inputs.kept is not None
-        assert inputs.position_ids is not None
-        at = inputs.input_ids.t().reshape(-1)[inputs.places]
-        assert (at + 1).tolist() == inputs.own_targets.tolist()  # each id is followed by the next
-        assert (inputs.input_ids[0, inputs.places] - 1).tolist() == inputs.position_ids[0, inputs.places].tolist()
-        seen += inputs.kept.tolist()
-    assert sorted(seen) == list(range(4))
 
 
 def chunk(seed: int) -> torch.nn.Module:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import signal
 import socket
@@ -10,7 +9,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import msgspec
@@ -19,7 +18,8 @@ import pytest
 import torch
 from trainer_group_rig import Ranks, Slots, by_group, small_config, small_sequences, train_batch, until
 
-from configs.schema import Config
+from configs.schema import Config, TrainConfig
+from configs.schema.train import ParallelConfig
 from models import errors
 from models.errors import BackendMisuse, CheckpointUnavailable, InvalidSequence, LayoutMismatch, TrainStateUnreadable
 from models.train.build import build_backend
@@ -41,7 +41,6 @@ from models.train.trainer_group.calls import (
     raised,
 )
 from models.train.trainer_group.rank_spec import PeerGone, Rendezvous, TrainerGroupClosed, needs_trainer_group
-from models.weights.layout import WEIGHTS_FILE, read_layout
 from tests.models.train.rig import differing, same_metrics
 from tests.models.weights.made_up import checkpoint
 
@@ -49,7 +48,7 @@ from tests.models.weights.made_up import checkpoint
 def test_every_field_of_a_sequence_arrives() -> None:
     rng = np.random.default_rng(0)
     sent = small_sequences(1)
-    sent[1] = dataclasses.replace(
+    sent[1] = replace(
         sent[1],
         reward=2.5,
         truncated=True,
@@ -57,7 +56,7 @@ def test_every_field_of_a_sequence_arrives() -> None:
         prefix=(0, 3),
     )
     for one, other in zip(arrived(sent), sent, strict=True):
-        for field in dataclasses.fields(TrainSequence):
+        for field in fields(TrainSequence):
             found, wanted = getattr(one, field.name), getattr(other, field.name)
             if isinstance(wanted, np.ndarray):
                 assert found.dtype == wanted.dtype
@@ -67,22 +66,18 @@ def test_every_field_of_a_sequence_arrives() -> None:
                 assert found == wanted, field.name
                 assert type(found) is type(wanted)
 
+    # Arrays of another type are cast, and numbers of numpy are numbers.
+    wide = {"tokens": sent[0].tokens.astype(np.int64), "reward": np.float32(0.5), "group_id": np.int64(3)}
+    (found,) = arrived([replace(sent[0], **wide)])
+    assert found.tokens.dtype == np.int32
+    assert found.tokens.tolist() == sent[0].tokens.tolist()
+    assert (found.reward, found.group_id) == (0.5, 3)
+
 
 def arrived(sent: list[TrainSequence]) -> list[TrainSequence]:
     call = decode_call(encode(Accumulate(sent)))
     assert isinstance(call, Accumulate)
     return call.sequences
-
-
-def test_arrays_of_another_type_are_cast_and_numbers_of_numpy_are_numbers() -> None:
-    sequence = small_sequences(1, groups=1)[0]
-    wide = dataclasses.replace(
-        sequence, tokens=sequence.tokens.astype(np.int64), reward=np.float32(0.5), group_id=np.int64(3)
-    )
-    (found,) = arrived([wide])
-    assert found.tokens.dtype == np.int32
-    assert found.tokens.tolist() == sequence.tokens.tolist()
-    assert (found.reward, found.group_id) == (0.5, 3)
 
 
 def test_log_probs_arrive_as_they_were() -> None:
@@ -157,11 +152,9 @@ def test_a_connection_broken_off_here_wakes_the_waiting_task() -> None:
     ],
 )
 def test_which_runs_need_a_trainer_group(backend: str, processes: int, expected: bool) -> None:
-    replace, config = msgspec.structs.replace, Config()
-    config = replace(
-        config,
-        train=replace(config.train, train_backend=backend),
-        parallel=replace(config.parallel, actor_num_gpus_per_node=processes),
+    config = Config(
+        train=TrainConfig(train_backend=backend),  # type: ignore[arg-type]
+        parallel=ParallelConfig(actor_num_gpus_per_node=processes),
     )
     assert needs_trainer_group(config) is expected
 
@@ -176,8 +169,9 @@ def _paths(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def ranks(tiny: Path, tmp_path: Path) -> Iterator[Ranks]:
-    with Ranks(tmp_path, small_config(tiny)) as running:
+def ranks(tiny: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    """Of the backend that is the test's parameter."""
+    with Ranks(tmp_path, small_config(tiny, train_backend=request.param)) as running:
         yield running
 
 
@@ -188,6 +182,7 @@ def slots(tiny: Path, tmp_path: Path) -> Iterator[Slots]:
     made.close()
 
 
+@pytest.mark.parametrize("ranks", ["torch"], indirect=True)
 def test_two_ranks_train_as_one_process(ranks: Ranks, slots: Slots, tiny: Path, tmp_path: Path) -> None:
     alone, trainer_group = build_backend(small_config(tiny), 4), ranks.backend()
     assert isinstance(alone, Trainer)
@@ -210,6 +205,7 @@ def test_two_ranks_train_as_one_process(ranks: Ranks, slots: Slots, tiny: Path, 
         trainer_group.load(tmp_path / "nowhere")
     assert ranks.incarnation == 0, "an error that all ranks raise alike leaves them alive"
 
+    check_what_is_touched(ranks, trainer_group, slots)
     before = slots.weights(trainer_group)
     trainer_group.save(tmp_path / "saved")
     train_batch(trainer_group, 2)
@@ -218,6 +214,11 @@ def test_two_ranks_train_as_one_process(ranks: Ranks, slots: Slots, tiny: Path, 
     for name, tensor in alone.export_weights():
         if name in before:  # all but what is tied
             torch.testing.assert_close(before[name], tensor, atol=1e-5, rtol=1e-4)
+    # A slot that does not fit is an error of the call alone: of rank 0, the other has run the same export to its end.
+    with pytest.raises(LayoutMismatch, match="is not in the slot's layout"):
+        trainer_group.write_slot(slots.directory, checkpoint(tmp_path / "other"), 99, 0)
+    train_batch(trainer_group, 0)
+    assert ranks.incarnation == 0
     trainer_group.close()
     trainer_group.close()
     until(lambda: ranks.incarnation == 1)  # they ended because they were told to
@@ -225,56 +226,39 @@ def test_two_ranks_train_as_one_process(ranks: Ranks, slots: Slots, tiny: Path, 
         trainer_group.flush()
 
 
-def test_a_slot_that_does_not_fit_is_an_error_of_the_call_alone(ranks: Ranks, slots: Slots, tmp_path: Path) -> None:
-    """It is rank 0's alone: the other rank has run the same export to its end."""
-    trainer_group = ranks.backend()
-    trainer_group.setup()
-    made_up = checkpoint(tmp_path / "other")
-    with pytest.raises(LayoutMismatch, match="is not in the slot's layout"):
-        trainer_group.write_slot(slots.directory, made_up, 0, 0)
-    train_batch(trainer_group, 0)
-    assert ranks.incarnation == 0
-    trainer_group.close()
-
-
-@pytest.fixture
-def ranks_of(tiny: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    """Ranks of the backend that is the test's parameter."""
-    with Ranks(tmp_path, small_config(tiny, train_backend=request.param)) as running:
-        yield running
-
-
-@pytest.mark.parametrize("ranks_of", ["torch", "fsdp", "megatron"], indirect=True)
-def test_a_version_is_copied_once_and_digested_once_by_one_rank(ranks_of: Ranks, slots: Slots, tmp_path: Path) -> None:
-    """However the weights are spread: what is gathered goes into the slot without a stop."""
-    (touched := tmp_path / "touched").mkdir()
-    trainer_group = ranks_of.backend()
-    trainer_group.setup()
-    nbytes = 0
-    for version in range(2):
-        for file in touched.iterdir():
+def check_what_is_touched(ranks: Ranks, trainer_group: TrainerGroupBackend, slots: Slots) -> None:
+    """A version is copied once and digested once, by one rank, however the weights are spread: what is gathered goes
+    into the slot without a stop."""
+    for _ in range(2):
+        for file in ranks.touched.iterdir():
             file.unlink()
-        manifest = trainer_group.write_slot(slots.directory, slots.source, version, 0)
-        nbytes = read_layout(Path(manifest.path) / WEIGHTS_FILE).data_bytes
-        [counted] = touched.iterdir()  # of rank 0 alone
+        slots.weights(trainer_group)
+        [counted] = ranks.touched.iterdir()  # of rank 0 alone
         found: Counter[str] = Counter()
         for line in counted.read_text().splitlines():
             what, count = line.split()
             found[what] += int(count)
-        assert found == {"copied": nbytes, "digested": nbytes}
+        assert found == {"copied": slots.nbytes, "digested": slots.nbytes}
+
+
+@pytest.mark.parametrize("ranks", ["megatron"], indirect=True)
+def test_a_version_is_copied_once_and_digested_once_by_one_rank(ranks: Ranks, slots: Slots) -> None:
+    """As of the other backends, in their tests."""
+    trainer_group = ranks.backend()
+    trainer_group.setup()
+    check_what_is_touched(ranks, trainer_group, slots)
     trainer_group.close()
 
 
 @pytest.mark.parametrize(
-    ("ranks_of", "rank"),
-    [("torch", 0), pytest.param("torch", 1, marks=pytest.mark.full), ("fsdp", 1)],
-    indirect=["ranks_of"],
+    ("ranks", "rank"), [("torch", 0), pytest.param("torch", 1, marks=pytest.mark.full), ("fsdp", 1)], indirect=["ranks"]
 )
 def test_a_lost_rank_ends_the_call_and_the_next_incarnation_trains_the_same(
-    ranks_of: Ranks, slots: Slots, tmp_path: Path, rank: int
+    ranks: Ranks, slots: Slots, tmp_path: Path, rank: int
 ) -> None:
-    ranks, lost = ranks_of, ranks_of.backend()
+    lost = ranks.backend()
     lost.setup()
+    check_what_is_touched(ranks, lost, slots)
     train_batch(lost, 0)
     lost.save(tmp_path / "saved")
     train_batch(lost, 1, steps=2)

@@ -28,7 +28,7 @@ from configs.schema import Config
 from models.train.interface import TrainBackend, TrainSequence
 from models.train.trainer_group.calls import TrainerGroupBackend
 from models.train.trainer_group.rank_spec import RankSpec, Rendezvous
-from models.weights.layout import WEIGHTS_FILE
+from models.weights.layout import WEIGHTS_FILE, read_layout
 from models.weights.slot_directory import DirectoryLease
 from tests.models.train.rig import make_sequences
 
@@ -75,11 +75,14 @@ class Slots:
 
     def __init__(self, directory: Path, source: Path) -> None:
         self.directory, self.source, self._lease = directory, source, DirectoryLease(directory)
+        self.nbytes = 0  # of the last version
         self._versions = itertools.count()
 
     def weights(self, backend: TrainBackend) -> Tensors:
         manifest = backend.write_slot(self.directory, self.source, next(self._versions), 0)
-        return load_file(Path(manifest.path) / WEIGHTS_FILE)
+        file = Path(manifest.path) / WEIGHTS_FILE
+        self.nbytes = read_layout(file).data_bytes
+        return load_file(file)
 
     def close(self) -> None:
         self._lease.release()
@@ -119,8 +122,7 @@ def rank_main(home: str, path: str) -> None:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
     logging.basicConfig(level=logging.INFO, force=True)
-    if (counted := Path(home, "touched")).is_dir():
-        count_touched(counted / str(os.getpid()))
+    count_touched(Path(home, "touched", str(os.getpid())))
     config = msgspec.json.decode(Path(home, "config.json").read_bytes(), type=Config)
     spec = msgspec.json.decode(Path(path).read_bytes(), type=RankSpec)
     run_rank(spec, config, Meeting(Path(home, "met.json")).announce)
@@ -153,6 +155,8 @@ class Ranks:
 
     def __init__(self, home: Path, config: Config) -> None:
         self.home, self.meeting, self.incarnation = home, Meeting(home / "met.json"), -1
+        self.touched = home / "touched"
+        self.touched.mkdir()
         (home / "config.json").write_bytes(msgspec.json.encode(config))
         self._context = multiprocessing.get_context("forkserver")  # imports once
         self._context.set_forkserver_preload(
