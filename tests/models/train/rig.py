@@ -196,6 +196,25 @@ def make_backend(checkpoint: Path, *, dp_group: DpGroup | None = None, **fields:
     return made
 
 
+def train_batch(
+    backend: TrainBackend, *calls: Sequence[TrainSequence], steps: int = 1, version: int = 0
+) -> list[dict[str, float]]:
+    """One batch, handed over in these calls: the metrics of its steps."""
+    rollouts = {(one.group_id, one.rollout_id) for call in calls for one in call}
+    backend.begin_batch(rollouts=len(rollouts), steps=steps, version=version)
+    for call in calls:
+        backend.accumulate(call)
+    return [backend.step() for _ in range(steps)]
+
+
+@contextmanager
+def unchanged(backend: Trainer) -> Iterator[None]:
+    """The weights stay as they are within it, bit by bit."""
+    before = weights_of(backend)
+    yield
+    assert differing(weights_of(backend), before) == []
+
+
 def train_step(backend: Trainer, calls: Sequence[Sequence[TrainSequence]], *, flush: bool = False) -> Trained:
     """Train one step: metrics, gradient (divided by the denominator) and the weights afterwards."""
     gradient: dict[str, torch.Tensor] = {}

@@ -10,7 +10,7 @@ import torch
 
 from models.algorithms.returns import gae
 from models.train.step.critic import value_loss
-from tests.models.train.rig import differing, make_sequences, state_of, weights_of, with_rewards
+from tests.models.train.rig import differing, make_sequences, state_of, train_batch, unchanged, weights_of, with_rewards
 
 PPO = {"advantage_estimator": "ppo", "critic_lr": 3e-3, "gamma": 0.9, "lambd": 0.8}
 
@@ -72,9 +72,7 @@ def test_at_first_only_the_critic_is_trained(backend, steps: int) -> None:  # ty
     before = weights_of(made)
     for number in range(3):
         head = made._models.critic.model.value_head.weight.detach().clone()
-        made.begin_batch(rollouts=12, steps=steps)
-        made.accumulate(batch)
-        metrics = [made.step() for _ in range(steps)][-1]
+        metrics = train_batch(made, batch, steps=steps)[-1]
         assert not torch.equal(head, made._models.critic.model.value_head.weight)
         assert (differing(weights_of(made), before) == []) is (number < 2)
         assert ("train/critic_only" in metrics) is (number < 2)
@@ -84,8 +82,8 @@ def test_at_first_only_the_critic_is_trained(backend, steps: int) -> None:  # ty
 
 def test_warm_up_of_the_critic_is_its_own(backend) -> None:  # type: ignore[no-untyped-def]
     made = backend(**PPO, critic_lr_warmup_iters=4)
-    made.accumulate(with_rewards(make_sequences(4)))
-    assert made.step()["train/critic_lr"] == pytest.approx(3e-3 / 4)
+    [metrics] = train_batch(made, with_rewards(make_sequences(4)))
+    assert metrics["train/critic_lr"] == pytest.approx(3e-3 / 4)
 
 
 def test_a_discarded_batch_leaves_no_gradient_behind(backend, monkeypatch) -> None:  # type: ignore[no-untyped-def]
@@ -103,20 +101,16 @@ def test_a_discarded_batch_leaves_no_gradient_behind(backend, monkeypatch) -> No
         made.step()
     monkeypatch.undo()
     made.discard()
-    made.accumulate(batch)
-    fresh.accumulate(batch)
-    assert made.step() == fresh.step()
+    assert train_batch(made, batch) == train_batch(fresh, batch)
     assert differing(state_of(made, "critic"), state_of(fresh, "critic")) == []
 
 
 def test_a_value_that_is_not_finite_reaches_neither_optimizer(backend) -> None:  # type: ignore[no-untyped-def]
     batch = with_rewards(make_sequences(0))
     made = backend(**PPO)
-    made.accumulate(batch)
-    made.step()
-    before, critic = weights_of(made), {k: v.clone() for k, v in state_of(made, "critic").items()}
-    made.accumulate([dataclasses.replace(s, reward=float("inf")) for s in batch])
-    metrics = made.step()
+    train_batch(made, batch)
+    critic = {k: v.clone() for k, v in state_of(made, "critic").items()}
+    with unchanged(made):
+        [metrics] = train_batch(made, [dataclasses.replace(s, reward=float("inf")) for s in batch])
     assert metrics["train/skipped_steps"] == 2.0  # the policy's and the critic's
-    assert differing(weights_of(made), before) == []
     assert differing(state_of(made, "critic"), critic) == []

@@ -30,7 +30,7 @@ from models.train.step.examples import Example, Intake, Rollout, partition, roll
 from models.train.step.micro_batch_loss import StepTotals
 from models.train.step.micro_batches import Assigned, Pending, assign, assign_layouts, balance, micro_batches, pack_rows
 from models.train.step.packing import Packing, plan
-from tests.models.train.rig import scored, train_step
+from tests.models.train.rig import same, scored, train_batch, train_step
 
 packings = st.builds(
     Packing,
@@ -372,8 +372,7 @@ def test_branches_train_as_the_flat_batch_does(backend, fields: dict[str, Any]) 
     expected, flat_gradient, _ = train_step(backend(**fields, clip_grad=0.0), [by_hand])
     assert metrics["train/trained_tokens"] == expected["train/trained_tokens"]
     assert metrics["train/loss"] == pytest.approx(expected["train/loss"], abs=1e-6)
-    for name, value in flat_gradient.items():
-        torch.testing.assert_close(gradient[name], value, atol=1e-6, rtol=1e-6)
+    same(gradient, flat_gradient, 1e-6, 1e-6)
 
 
 def taught(sequences: list[TrainSequence]) -> list[TrainSequence]:
@@ -390,8 +389,7 @@ def test_episodes_of_branches_run_over_what_they_share(backend, tmp_path: Path, 
     """KL in the reward, whitening, a critic: as advantages that are worked out branch by branch and handed over."""
     batch = branched_batch(5, VOCABULARY)
     moved = backend(lr=5e-2)
-    moved.accumulate(batch)
-    moved.step()
+    train_batch(moved, batch)
     moved.save(tmp_path / "moved")
     made = backend(
         advantage_estimator=estimator,
@@ -423,5 +421,4 @@ def test_episodes_of_branches_run_over_what_they_share(backend, tmp_path: Path, 
     metrics, gradient, _ = train_step(made, [batch])
     expected, flat_gradient, _ = train_step(backend(), [handed])
     assert metrics["train/pg_loss"] == pytest.approx(expected["train/pg_loss"], abs=1e-6)
-    for name, value in flat_gradient.items():
-        torch.testing.assert_close(gradient[name], value, atol=1e-5, rtol=1e-4)
+    same(gradient, flat_gradient, 1e-5, 1e-4)

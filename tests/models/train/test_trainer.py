@@ -33,7 +33,9 @@ from tests.models.train.rig import (
     same,
     scored,
     sequence,
+    train_batch,
     train_step,
+    unchanged,
     weights_of,
 )
 
@@ -122,11 +124,7 @@ def test_every_step_of_a_batch_is_anchored_on_its_first_weights(backend, steps) 
 def test_supervised_loss_falls_and_ignores_advantages(backend) -> None:  # type: ignore[no-untyped-def]
     def losses(steps: int, temperature: float) -> list[float]:
         made = backend(loss_type="sft_loss", lr=1e-2, temperature=temperature)
-        found = []
-        for _ in range(steps):
-            made.accumulate(batch)
-            found.append(made.step()["train/loss"])
-        return found
+        return [train_batch(made, batch)[0]["train/loss"] for _ in range(steps)]
 
     batch = make_sequences(groups=6)
     cold = losses(30, 0.3)
@@ -174,9 +172,8 @@ def test_common_prompts_leave_room_in_the_budget(backend) -> None:  # type: igno
     """Eight responses to a prompt of 20 need 20 + 8 * 3 inputs, so they fit one micro-batch of 64."""
     made = backend(max_tokens_per_gpu=64)
     prompt = list(range(1, 21))
-    for index in range(8):
-        made.accumulate([sequence(rollout=index, tokens=[*prompt, 1, 2, 3, index + 4], mask=[1, 1, 1, 1])])
-    metrics = made.step()
+    calls = [[sequence(rollout=index, tokens=[*prompt, 1, 2, 3, index + 4], mask=[1, 1, 1, 1])] for index in range(8)]
+    [metrics] = train_batch(made, *calls)
     assert metrics["train/micro_batches"] == 1
     assert metrics["train/shared_prompt_frac"] == pytest.approx(1 - 44 / 184)
     assert metrics["train/padding_frac"] == 0
@@ -276,19 +273,16 @@ def test_rows_suit_the_device(backend, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf")])
 def test_a_gradient_that_is_not_finite_changes_nothing(backend, poison: float) -> None:  # type: ignore[no-untyped-def]
     made = backend(lr_warmup_iters=3)
-    made.accumulate(make_sequences())
-    made.step()
+    train_batch(made, make_sequences())
     before, moments = weights_of(made), {k: v.clone() for k, v in made._models.updater.state_tensors().items()}
     batch = make_sequences(seed=1)
     batch[0].advantages[batch[0].loss_mask == 1] = poison
-    made.accumulate(batch)
-    metrics = made.step()
+    with unchanged(made):
+        [metrics] = train_batch(made, batch)
     assert metrics["train/skipped_steps"] == 1
     assert not np.isfinite(metrics["train/grad_norm"])
-    assert differing(weights_of(made), before) == []
     assert differing(made._models.updater.state_tensors(), moments) == []
-    made.accumulate(make_sequences(seed=2))
-    metrics = made.step()
+    [metrics] = train_batch(made, make_sequences(seed=2))
     assert metrics["train/skipped_steps"] == 1  # counted once, and training goes on
     assert metrics["train/lr"] == pytest.approx(2e-3 / 3)  # the warm-up counts updates
     assert np.isfinite(metrics["train/loss"])
@@ -308,9 +302,7 @@ def test_a_loss_that_is_no_number_changes_nothing_whatever_its_gradient(  # type
     backend, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A clamp has gradient 0 where its input is NaN: the norm of the gradient alone would let the step pass."""
-    made = backend(**fields)
-    before = weights_of(made)
-    batch = make_sequences(dark=False)
+    made, batch = backend(**fields), make_sequences(dark=False)
     negative = next(one for one in batch if one.loss_mask.any() and one.advantages[one.loss_mask == 1].max() < 0)
     if "use_kl_loss" in fields:
         score = made._models.reference.score
@@ -323,13 +315,10 @@ def test_a_loss_that_is_no_number_changes_nothing_whatever_its_gradient(  # type
         monkeypatch.setattr(made._models.reference, "score", one_lost)
     else:
         negative.rollout_log_probs[np.flatnonzero(negative.loss_mask)[0]] = np.nan
-    made.begin_batch(rollouts=12, steps=1)
-    made.accumulate(batch)
-    metrics = made.step()
-    assert np.isnan(metrics["train/loss"])
+    with unchanged(made):
+        [metrics] = train_batch(made, batch)
+    assert np.isnan([metrics["train/loss"], metrics["train/grad_norm"]]).all()
     assert metrics["train/skipped_steps"] == 1
-    assert np.isnan(metrics["train/grad_norm"])
-    assert differing(weights_of(made), before) == []
 
 
 def test_nan_behind_the_mask_is_harmless(backend) -> None:  # type: ignore[no-untyped-def]
@@ -344,20 +333,15 @@ def test_nan_behind_the_mask_is_harmless(backend) -> None:  # type: ignore[no-un
 
 
 def test_steps_without_a_trainable_token_change_nothing(backend) -> None:  # type: ignore[no-untyped-def]
-    made = backend()
-    before = weights_of(made)
-    batch = make_sequences()
+    made, batch = backend(), make_sequences()
     for item in batch:
         item.loss_mask[:] = 0
-    for calls in ([], [[]], [batch]):
-        for call in calls:
-            made.accumulate(call)
-        metrics = made.step()
-        assert metrics["train/trained_tokens"] == 0
-        assert metrics["train/grad_norm"] == 0
+    with unchanged(made):
+        for calls in ([], [[]], [batch]):
+            [metrics] = train_batch(made, *calls)
+            assert metrics["train/trained_tokens"] == metrics["train/grad_norm"] == 0
     assert metrics["train/empty_steps"] == 3
     assert metrics["train/rollouts"] == 12
-    assert differing(weights_of(made), before) == []
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,18 @@ from models.algorithms.advantages import Episode, batch_advantages
 from models.errors import InvalidSequence, TrainConfigInvalid
 from models.train.spec import BatchNeeds
 from models.train.step import running_batch
-from tests.models.train.rig import differing, make_sequences, same, scored, sequence, state_of, train_step, weights_of
+from tests.models.train.rig import (
+    differing,
+    make_sequences,
+    same,
+    scored,
+    sequence,
+    state_of,
+    train_batch,
+    train_step,
+    unchanged,
+    weights_of,
+)
 
 GROUPS_SEEN: list[list[tuple[int, int]]] = []
 
@@ -67,8 +78,7 @@ def test_both_ways_make_the_same_update(backend, monkeypatch: pytest.MonkeyPatch
 def test_no_forward_pass_is_made_without_need(backend, fields: dict[str, Any], forwards: int, graphs: int) -> None:  # type: ignore[no-untyped-def]
     made = backend(**fields)
     calls = counted(made)
-    made.accumulate(make_sequences(1, rewards=True))
-    made.step()
+    train_batch(made, make_sequences(1, rewards=True))
     assert (len(calls), sum(calls)) == (forwards, graphs)
 
 
@@ -90,10 +100,7 @@ def test_later_steps_look_at_the_weights_of_their_own_start(backend, monkeypatch
         return facts
 
     monkeypatch.setattr(running_batch, "write_step_statistics", spy)
-    made.begin_batch(rollouts=6, steps=3)
-    made.accumulate(batch)
-    for _ in range(3):
-        made.step()
+    train_batch(made, batch, steps=3)
     assert len(set(seen)) == 3
     assert all(np.isfinite(seen))
 
@@ -116,8 +123,7 @@ def test_later_steps_look_at_the_weights_of_their_own_start(backend, monkeypatch
 def test_advantages_of_tokens_reach_the_loss(backend, tmp_path: Path, fields: dict[str, Any], steps: int) -> None:  # type: ignore[no-untyped-def]
     """The same gradients as with the advantages worked out sequence by sequence and handed over."""
     moved = backend(lr=5e-2)  # a reference that is not the policy
-    moved.accumulate(make_sequences(2))
-    moved.step()
+    train_batch(moved, make_sequences(2))
     moved.save(tmp_path / "moved")
     reference = str(tmp_path / "moved" / "hf")
     batch = make_sequences(9, rewards=True)
@@ -204,16 +210,12 @@ def test_renormalised_steps_divide_by_what_is_left(backend, aggregation: str) ->
 @pytest.mark.parametrize("steps", [1, 2])
 def test_a_step_of_which_nothing_is_left_changes_nothing(backend, steps: int) -> None:  # type: ignore[no-untyped-def]
     """Not even through KL to the reference, weight decay or Adam's momentum; and it is counted."""
-    batch = make_sequences(6)
     made = backend(rollout_rs=("token_k2=1e-12",), use_kl_loss=True, kl_loss_coef=0.1, weight_decay=0.1)
-    before = weights_of(made)
-    made.begin_batch(rollouts=12, steps=steps)
-    made.accumulate(batch)
-    metrics = [made.step() for _ in range(steps)][-1]
+    with unchanged(made):
+        metrics = train_batch(made, make_sequences(6), steps=steps)[-1]
     assert metrics["correction/all_rejected"] == 1.0
     assert metrics["train/empty_steps"] == steps
     assert metrics["train/loss"] == pytest.approx(0.0, abs=1e-6)
-    assert differing(weights_of(made), before) == []
     assert made._models.updater.updates == 0
 
 
@@ -226,9 +228,7 @@ def test_the_reference_becomes_the_policy_every_so_many_batches(backend, tmp_pat
     made = backend(**options)
 
     def kl() -> float:
-        made.begin_batch(rollouts=12, steps=1)
-        made.accumulate(batch)
-        return made.step()["train/kl_loss"]
+        return train_batch(made, batch)[0]["train/kl_loss"]
 
     found = [kl() for _ in range(5)]
     assert [value > 1e-6 for value in found] == [False, True, False, True, False]
@@ -274,10 +274,7 @@ def test_groups_are_never_split(backend, steps: int) -> None:  # type: ignore[no
     for budget in (8, 64, 4096):
         GROUPS_SEEN.clear()
         made = backend(max_tokens_per_gpu=budget, **options)
-        made.begin_batch(rollouts=12, steps=steps)
-        made.accumulate(batch[4:])
-        made.accumulate(batch[:4])
-        metrics = [made.step() for _ in range(steps)]
+        metrics = train_batch(made, batch[4:], batch[:4], steps=steps)
         results.append((made, metrics))
         assert sum(len({group for group, _ in one}) for one in GROUPS_SEEN) == 4
         assert sum(len(one) for one in GROUPS_SEEN) == len(batch)

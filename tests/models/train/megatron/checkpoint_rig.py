@@ -117,9 +117,7 @@ def make_trainer(run: Run, models: Path) -> Trainer:
 
 
 def train_batch(trainer: Trainer, batch: int) -> dict[str, float]:
-    trainer.begin_batch(rollouts=8, steps=1)
-    trainer.accumulate(make_sequences(batch))
-    return trainer.step()
+    return rig.train_batch(trainer, make_sequences(batch))[0]
 
 
 def save(trainer: Trainer, directory: Path, *, asynchronous: bool) -> None:

@@ -30,6 +30,7 @@ from models.train.trainer_group.calls import TrainerGroupBackend
 from models.train.trainer_group.rank_spec import RankSpec, Rendezvous
 from models.weights.layout import WEIGHTS_FILE, read_layout
 from models.weights.slot_directory import DirectoryLease
+from tests.models.train import rig
 from tests.models.train.rig import make_sequences
 
 RANKS = 2
@@ -64,10 +65,7 @@ def by_group(sequences: Sequence[TrainSequence]) -> list[list[TrainSequence]]:
 
 def train_batch(backend: TrainBackend, number: int, *, steps: int = 1) -> list[dict[str, float]]:
     """One rollout batch, group by group; the metrics of its steps."""
-    backend.begin_batch(rollouts=9, steps=steps, version=number)
-    for group in by_group(small_sequences(number)):
-        backend.accumulate(group)
-    return [backend.step() for _ in range(steps)]
+    return rig.train_batch(backend, *by_group(small_sequences(number)), steps=steps, version=number)
 
 
 class Slots:
