@@ -17,9 +17,9 @@ from configs.schema.algorithm import AlgorithmConfig
 from models.algorithms.correction import Correction
 from models.algorithms.dpo import dpo
 from models.algorithms.losses import policy_loss_of
-from models.algorithms.objective import GroupColumns, GroupLoss, group_loss_of, group_objective, policy_objective
+from models.algorithms.objective import GroupColumns, GroupLoss, group_objective, policy_objective
 from models.algorithms.tokens import PolicyTokens
-from models.errors import AlgorithmError, MissingColumn, UnknownAlgorithm
+from models.errors import AlgorithmError, MissingColumn
 from tests.models.corrections import totals_of
 
 DPO = AlgorithmConfig(use_kl_loss=True, kl_loss_coef=0.1)
@@ -81,12 +81,6 @@ def test_a_wrong_shape_is_refused(f) -> None:  # type: ignore[no-untyped-def]
     wrong = GroupLoss(torch.zeros(2), {"custom/x": torch.zeros(())})
     with pytest.raises(AlgorithmError, match="metric custom/x of the custom loss has shape"):
         group_objective(f.tokens(), PAIR, DPO, lambda t, g, c: wrong)
-
-
-def test_it_is_chosen_by_import_path() -> None:
-    assert group_loss_of("models.algorithms.dpo:dpo") is dpo
-    with pytest.raises(UnknownAlgorithm, match="has no 'ipo'"):
-        group_loss_of("models.algorithms.dpo:ipo")
 
 
 def test_preference_of_the_better_rollout(f) -> None:  # type: ignore[no-untyped-def]

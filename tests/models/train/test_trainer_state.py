@@ -19,16 +19,6 @@ from models.errors import BackendMisuse, CheckpointUnavailable, TrainConfigInval
 from models.families.source import CheckpointTensors
 from models.tiny import make_tiny_checkpoint
 from models.train.huggingface import hf_files
-from models.train.huggingface.hf_files import (
-    CONFIG,
-    INDEX,
-    WEIGHTS,
-    checksum,
-    checksums,
-    converts,
-    hf_tensors,
-    write_hf,
-)
 from models.train.huggingface.optimizer import Updater, move
 from models.train.spec import check_schedule, learning_rate
 from models.train.trainer import Trainer
@@ -144,10 +134,10 @@ def test_export_is_what_save_pretrained_writes(backend, tmp_path: Path, tie: boo
 def test_fused_experts_are_exported_one_by_one(tmp_path: Path) -> None:
     model = save_model("qwen3_moe", tmp_path / "moe")
     with safe_open(tmp_path / "moe/model.safetensors", framework="pt") as stored:
-        exported = dict(hf_tensors(model, device=model.device, dtype=None, sort=converts(model)))
+        exported = dict(hf_files.hf_tensors(model, device=model.device, dtype=None, sort=hf_files.converts(model)))
         assert sorted(exported) == sorted(stored.keys())
         assert all(torch.equal(tensor, stored.get_tensor(name)) for name, tensor in exported.items())
-    half = dict(hf_tensors(model, device=model.device, dtype=torch.bfloat16, sort=False))
+    half = dict(hf_files.hf_tensors(model, device=model.device, dtype=torch.bfloat16, sort=False))
     assert {tensor.dtype for tensor in half.values()} == {torch.bfloat16}
 
 
@@ -274,10 +264,10 @@ def source(tmp_path: Path) -> Path:
     path = tmp_path / "source"
     path.mkdir()
     config = {"model_type": "qwen3", "torch_dtype": "bfloat16", "quantization_config": {"quant_method": "fp8"}}
-    (path / CONFIG).write_text(json.dumps(config))
+    (path / hf_files.CONFIG).write_text(json.dumps(config))
     for name in ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         (path / name).write_text(f'"{name}"')
-    for name in (WEIGHTS, INDEX, "pytorch_model.bin"):
+    for name in (hf_files.WEIGHTS, hf_files.INDEX, "pytorch_model.bin"):
         (path / name).write_bytes(b"other weights")
     return path
 
@@ -294,18 +284,18 @@ def stored(directory: Path) -> dict[str, torch.Tensor]:
 
 def test_files_hold_no_more_than_requested_and_the_index_names_every_weight(source: Path, tmp_path: Path) -> None:
     out, written = tmp_path / "out", tensors(7)
-    write_hf(out, iter(written.items()), source, max_shard_bytes=300)
-    index = json.loads((out / INDEX).read_text())
+    hf_files.write_hf(out, iter(written.items()), source, max_shard_bytes=300)
+    index = json.loads((out / hf_files.INDEX).read_text())
     assert index["metadata"]["total_size"] == 7 * 128
     assert index["weight_map"].keys() == written.keys()
     assert sorted(file.name for file in out.glob("*.safetensors")) == [
         f"model-0000{n}-of-00004.safetensors" for n in (1, 2, 3, 4)
     ]
-    assert not (out / WEIGHTS).exists()
+    assert not (out / hf_files.WEIGHTS).exists()
     assert differing(stored(out), written) == []
     # However it is cut, it is the same checkpoint.
-    write_hf(tmp_path / "whole", iter(written.items()), source)
-    assert checksums(out) == checksums(tmp_path / "whole")
+    hf_files.write_hf(tmp_path / "whole", iter(written.items()), source)
+    assert hf_files.checksums(out) == hf_files.checksums(tmp_path / "whole")
 
 
 def test_no_more_than_one_file_is_in_memory(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -319,7 +309,7 @@ def test_no_more_than_one_file_is_in_memory(source: Path, tmp_path: Path, monkey
 
     monkeypatch.setattr(hf_files._ShardWriter, "_flush", spy)
     large = {"large": torch.zeros(200)}  # 800 bytes: alone, although more than asked
-    write_hf(
+    hf_files.write_hf(
         tmp_path / "out", iter((tensors() | large | {"last": torch.zeros(1)}).items()), source, max_shard_bytes=300
     )
     assert held == [256, 256, 128, 800, 4]
@@ -336,14 +326,14 @@ def test_views_and_names_of_the_same_memory_are_written_each(source: Path, tmp_p
         "scalar": torch.tensor(3.0, dtype=torch.bfloat16),
         "nothing": torch.empty((0, 3)),
     }
-    write_hf(tmp_path / "out", iter(written.items()), source)
+    hf_files.write_hf(tmp_path / "out", iter(written.items()), source)
     found = stored(tmp_path / "out")
     assert found.keys() == written.keys()
     for name, tensor in written.items():
         assert found[name].dtype == tensor.dtype
         assert torch.equal(found[name], tensor)
     # None of them brought the whole of `flat` along.
-    assert (tmp_path / "out" / WEIGHTS).stat().st_size < 4 * (4 + 8 + 12 + 12 + 12) + 1000
+    assert (tmp_path / "out" / hf_files.WEIGHTS).stat().st_size < 4 * (4 + 8 + 12 + 12 + 12) + 1000
 
 
 @pytest.mark.parametrize(
@@ -354,8 +344,8 @@ def test_the_configuration_says_what_was_written(
     source: Path, tmp_path: Path, dtype: torch.dtype, quantised: bool, name: str
 ) -> None:
     bias = ("bias", torch.zeros(2, dtype=torch.float32))
-    write_hf(tmp_path / "out", iter([("weight", torch.zeros(64, dtype=dtype)), bias]), source)
-    config = json.loads((tmp_path / "out" / CONFIG).read_text())
+    hf_files.write_hf(tmp_path / "out", iter([("weight", torch.zeros(64, dtype=dtype)), bias]), source)
+    config = json.loads((tmp_path / "out" / hf_files.CONFIG).read_text())
     assert config == {"model_type": "qwen3", "torch_dtype": name} | (
         {"quantization_config": {"quant_method": "fp8"}} if quantised else {}
     )
@@ -363,58 +353,60 @@ def test_the_configuration_says_what_was_written(
 
 def test_without_its_configuration_a_directory_is_incomplete(source: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    write_hf(out, iter(tensors(7).items()), source, max_shard_bytes=300)
+    hf_files.write_hf(out, iter(tensors(7).items()), source, max_shard_bytes=300)
 
     def broken() -> Iterator[tuple[str, torch.Tensor]]:
         yield from tensors(3).items()
         raise ValueError("the model is gone")
 
     with pytest.raises(ValueError, match="the model is gone"):
-        write_hf(out, broken(), source, max_shard_bytes=300)
-    assert not (out / CONFIG).exists()
-    assert not (out / INDEX).exists()
-    write_hf(out, iter(tensors(1).items()), source)  # and nothing of it is left behind
-    assert sorted(path.name for path in out.iterdir() if "model" in path.name) == [WEIGHTS]
-    assert (out / CONFIG).exists()
+        hf_files.write_hf(out, broken(), source, max_shard_bytes=300)
+    assert not (out / hf_files.CONFIG).exists()
+    assert not (out / hf_files.INDEX).exists()
+    hf_files.write_hf(out, iter(tensors(1).items()), source)  # and nothing of it is left behind
+    assert sorted(path.name for path in out.iterdir() if "model" in path.name) == [hf_files.WEIGHTS]
+    assert (out / hf_files.CONFIG).exists()
 
 
 def test_a_rank_that_does_not_write_runs_the_tensors_to_their_end(source: Path, tmp_path: Path) -> None:
     left = iter(tensors().items())
-    assert write_hf(tmp_path / "out", left, source, writes=False) == 0
+    assert hf_files.write_hf(tmp_path / "out", left, source, writes=False) == 0
     assert list(left) == []
     assert not (tmp_path / "out").exists()
 
 
 def test_names_come_once_and_the_source_stays(source: Path) -> None:
     with pytest.raises(ValueError, match="comes twice"):
-        write_hf(source.parent / "out", iter([("a", torch.zeros(1)), ("a", torch.zeros(1))]), source)
+        hf_files.write_hf(source.parent / "out", iter([("a", torch.zeros(1)), ("a", torch.zeros(1))]), source)
     with pytest.raises(ValueError, match="would overwrite its source"):
-        write_hf(source, iter(tensors().items()), source)
-    assert (source / WEIGHTS).read_bytes() == b"other weights"
+        hf_files.write_hf(source, iter(tensors().items()), source)
+    assert (source / hf_files.WEIGHTS).read_bytes() == b"other weights"
 
 
 def test_a_checksum_tells_names_shapes_precisions_and_bits_apart(source: Path, tmp_path: Path) -> None:
     one = torch.tensor([[1.0, 2.0]])
-    assert checksum(one) == checksum(one.clone())
+    assert hf_files.checksum(one) == hf_files.checksum(one.clone())
     different = [one.t(), one.bfloat16(), one + 1e-7, -one, torch.empty(0), torch.empty((0, 2))]
-    assert len({checksum(tensor) for tensor in [one, *different]}) == 7
-    assert checksum(torch.tensor([[1.0, 9.0], [2.0, 9.0]])[:, 0]) == checksum(torch.tensor([1.0, 2.0]))
-    write_hf(tmp_path / "out", iter([("one", one)]), source)
-    assert checksums(tmp_path / "out") == {"one": checksum(one)}
+    assert len({hf_files.checksum(tensor) for tensor in [one, *different]}) == 7
+    assert hf_files.checksum(torch.tensor([[1.0, 9.0], [2.0, 9.0]])[:, 0]) == hf_files.checksum(
+        torch.tensor([1.0, 2.0])
+    )
+    hf_files.write_hf(tmp_path / "out", iter([("one", one)]), source)
+    assert hf_files.checksums(tmp_path / "out") == {"one": hf_files.checksum(one)}
 
 
 def test_what_is_missing_or_damaged_is_named(source: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    write_hf(out, iter(tensors(7).items()), source, max_shard_bytes=300)
+    hf_files.write_hf(out, iter(tensors(7).items()), source, max_shard_bytes=300)
     (out / "model-00002-of-00004.safetensors").unlink()
     with pytest.raises(CheckpointUnavailable, match=r"lacks model-00002-of-00004\.safetensors"):
-        checksums(out)
-    (out / INDEX).write_text("{")
+        hf_files.checksums(out)
+    (out / hf_files.INDEX).write_text("{")
     with pytest.raises(CheckpointUnavailable, match="cannot be read"):
-        checksums(out)
+        hf_files.checksums(out)
     with pytest.raises(CheckpointUnavailable, match=r"holds no \*\.safetensors"):
-        checksums(tmp_path)
-    save_file(tensors(), tmp_path / WEIGHTS)
-    (tmp_path / WEIGHTS).write_bytes((tmp_path / WEIGHTS).read_bytes()[:-100])
+        hf_files.checksums(tmp_path)
+    save_file(tensors(), tmp_path / hf_files.WEIGHTS)
+    (tmp_path / hf_files.WEIGHTS).write_bytes((tmp_path / hf_files.WEIGHTS).read_bytes()[:-100])
     with pytest.raises(CheckpointUnavailable, match="cannot be read"):
-        checksums(tmp_path)
+        hf_files.checksums(tmp_path)

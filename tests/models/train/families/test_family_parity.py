@@ -6,21 +6,56 @@ import json
 import os
 import subprocess
 import sys
+import warnings
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from family_models import FAMILIES, gradients, log_probs, save_model, token_ids
-from family_worker import CASES, run
+from family_models import FAMILIES, VOCAB, gradients, log_probs, save_model, token_ids
 from safetensors.torch import load_file, save_file
 
 from models.convert import main, megatron_to_hf
 from models.errors import CheckpointUnavailable
-from tests.models.train.rig import MEGATRON, trainer_groups
+from models.train.spec import TrainSpec
+from tests.models.train.rig import MEGATRON, joined, make_spec, trainer_groups
 
 TOLERANCE = 1e-5
 DEADLINE_S = 600
+
+
+SMALL_BUCKET = 16384  # bytes: several for each layer
+ENGINE = "-engine"  # ending of cases with layers in the shape of Transformer Engine's; the last ones of a world
+
+TENSOR: dict[str, Any] = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+PIPELINE: dict[str, Any] = {"pipeline_model_parallel_size": 2}
+EXPERT: dict[str, Any] = {"expert_model_parallel_size": 2}
+# The name of a case, the model's, options of Megatron.
+ONE = [
+    *[(name, name, {}) for name in FAMILIES],
+    ("deepseek_v3-recompute", "deepseek_v3", {"recompute_granularity": "full"}),
+    ("glm4-recompute", "glm4", {"recompute_activations": True}),
+    *[(f"{name}{ENGINE}", name, {}) for name in ("qwen3_moe", "glm4", "glm4_moe", "deepseek_v3", "moonlight")],
+]
+TWO = [
+    *[(f"{name}-tp2", name, TENSOR) for name in FAMILIES if name not in ("glm", "qwen2_yarn", "qwen3_moe_raw_scores")],
+    *[(f"{name}-ep2", name, EXPERT) for name in ("qwen3_moe", "glm4_moe_groups", "deepseek_v3")],
+    *[(f"{name}-pp2", name, PIPELINE) for name in ("qwen2_tied", "glm4")],
+    ("glm4-tp2-whole-sequences", "glm4", {"tensor_model_parallel_size": 2}),
+    ("qwen3-two-chunks", "qwen3", {**PIPELINE, "virtual_pipeline_model_parallel_size": 2}),
+    ("moonlight-pp2", "moonlight", {**PIPELINE, "decoder_last_pipeline_num_layers": 1}),
+    ("glm4_moe-uneven-stages", "glm4_moe", {**PIPELINE, "decoder_first_pipeline_num_layers": 1}),
+    ("deepseek_v3-tp2-whole-experts", "deepseek_v3", {**TENSOR, "expert_tensor_parallel_size": 1, **EXPERT}),
+    *[(f"{name}-tp2{ENGINE}", name, TENSOR) for name in ("qwen2_tied", "glm4", "deepseek_v3")],
+]
+FOUR = [
+    ("qwen2_tied-tp2-pp2", "qwen2_tied", {**TENSOR, **PIPELINE}),
+    ("qwen2-tp4", "qwen2", {"tensor_model_parallel_size": 4, "sequence_parallel": False}),  # of 2 query groups
+    ("deepseek_v3-tp2-ep2", "deepseek_v3", {**TENSOR, **EXPERT, "expert_tensor_parallel_size": 1}),
+    ("qwen3_moe-ep2-pp2", "qwen3_moe", {**EXPERT, **PIPELINE, "decoder_first_pipeline_num_layers": 2}),
+]
+CASES: dict[int, list[tuple[str, str, dict[str, Any]]]] = {1: ONE, 2: TWO, 4: FOUR}
 
 
 class Reference(NamedTuple):
@@ -30,28 +65,26 @@ class Reference(NamedTuple):
     gradients: dict[str, torch.Tensor]
 
 
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Reference]]:
-    """A directory with one checkpoint per family, and the log-probs and gradients that transformers finds."""
-    root = tmp_path_factory.mktemp("families")
-    found = {}
-    for name in FAMILIES:
-        model = save_model(name, root / name)
-        with torch.no_grad():
-            scores = log_probs(model(token_ids()).logits, token_ids())
-        found[name] = Reference(scores, gradients(model))
-    return root, found
+@dataclass(frozen=True)
+class Results:
+    """`root`: a directory with one checkpoint per family; `written`: by the first process of each case."""
+
+    root: Path
+    references: dict[str, Reference]
+    written: dict[str, dict[str, torch.Tensor]]
 
 
 @pytest.fixture(scope="module")
-def results(checkpoints: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, torch.Tensor]]:
-    """What the first process of each case wrote."""
-    out = tmp_path_factory.mktemp("worlds")
-    with trainer_groups(
-        run, (checkpoints[0], out), list(CASES), out / "rendezvous", imports=MEGATRON, deadline_s=DEADLINE_S
-    ):
-        pass
-    return {case: load_file(out / f"{case}.safetensors") for cases in CASES.values() for case, *_ in cases}
+def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    root, out = (tmp_path_factory.mktemp(name) for name in ("families", "worlds"))
+    models, references = {name: save_model(name, root / name) for name in FAMILIES}, {}
+    with trainer_groups(run, (root, out), list(CASES), out / "rendezvous", imports=MEGATRON, deadline_s=DEADLINE_S):
+        for name, model in models.items():
+            with torch.no_grad():
+                scores = log_probs(model(token_ids()).logits, token_ids())
+            references[name] = Reference(scores, gradients(model))
+    cases = [case for cases in CASES.values() for case, *_ in cases]
+    return Results(root, references, {case: load_file(out / f"{case}.safetensors") for case in cases})
 
 
 def check(result: dict[str, torch.Tensor], reference: Any, checkpoint: Path) -> None:
@@ -76,11 +109,139 @@ def check(result: dict[str, torch.Tensor], reference: Any, checkpoint: Path) -> 
 @pytest.mark.slow
 @pytest.mark.xdist_group("families")
 @pytest.mark.parametrize(("case", "name"), [case[:2] for cases in CASES.values() for case in cases])
-def test_a_family_scores_as_transformers_does_and_comes_back(
-    case: str, name: str, results: Any, checkpoints: Any
-) -> None:
-    root, reference = checkpoints
-    check(results[case], reference[name], root / name)
+def test_a_family_scores_as_transformers_does_and_comes_back(case: str, name: str, results: Results) -> None:
+    check(results.written[case], results.references[name], results.root / name)
+
+
+# In a process of its own: Megatron's replacements for a machine without a GPU change torch in the whole process.
+
+
+def run(root: str, out: str, rank: int, world: int, rendezvous: str) -> None:
+    """One process of `world`: all cases of so many."""
+    with joined(rank, world, rendezvous, 120), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for case, model, megatron in CASES[world]:
+            run_case(case, Path(root) / model, megatron, Path(out))
+
+
+def run_case(case: str, checkpoint: Path, megatron: dict[str, Any], out: Path) -> None:
+    """Load, score, export; then the gradient, exported as if it were the weights."""
+    from models.train.megatron.processes import build_layout
+
+    if case.endswith(ENGINE):
+        import engine_stand_ins
+
+        engine_stand_ins.install()
+    spec = make_spec(checkpoint, **megatron)
+    sizes = build_layout(spec)
+    from models.train.megatron.weights import export_hf, load_hf
+
+    hf_config = json.loads((checkpoint / "config.json").read_text())
+    chunks = build_chunks(hf_config, spec, sizes.virtual_pipeline)
+    for tensor in [tensor for chunk in chunks for tensor in [*chunk.parameters(), *chunk.buffers()]]:
+        tensor.data.fill_(torch.nan if tensor.is_floating_point() else 0)  # what is not loaded shows
+    load_hf(chunks, hf_config, checkpoint)
+    result = {name: tensor.clone() for name, tensor in export_hf(chunks, hf_config, bucket_bytes=SMALL_BUCKET)}
+    if sizes.pipeline == 1:
+        with torch.no_grad():
+            for name, inputs in scored_inputs().items():
+                result[f"logits/{name}"] = whole_logits(chunks[0](**inputs))
+    fill_with_gradients(chunks)
+    result |= {f"gradient/{name}": tensor.clone() for name, tensor in export_hf(chunks, hf_config)}
+    if torch.distributed.get_rank() == 0:
+        save_file({name: tensor.contiguous() for name, tensor in result.items()}, out / f"{case}.safetensors")
+
+
+def build_chunks(hf_config: dict[str, Any], spec: TrainSpec, virtual: int | None) -> list[Any]:
+    """All chunks of this process."""
+    from megatron.core import parallel_state as ps
+
+    from models.train.megatron.build import build_gpt
+
+    first, last = ps.is_pipeline_first_stage(ignore_virtual=True), ps.is_pipeline_last_stage(ignore_virtual=True)
+    count = virtual or 1
+    return [
+        build_gpt(
+            hf_config,
+            spec,
+            pre_process=first and stage == 0,
+            post_process=last and stage == count - 1,
+            vp_stage=stage if virtual else None,
+        )
+        for stage in range(count)
+    ]
+
+
+def fill_with_gradients(chunks: list[Any]) -> None:
+    """Replace the weights by the gradient of minus the sum of the log-probs, as training finds it: a row at a time."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    config = chunks[0].config
+    settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+    wrapped = [DistributedDataParallel(config, settings, chunk) for chunk in chunks]
+    config.finalize_model_grads_func = finalize_model_grads
+    for chunk in wrapped:
+        chunk.zero_grad_buffer()
+    ids = token_ids()
+    rows = [iter(ids.split(1)) for _ in chunks]
+    get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=rows if len(rows) > 1 else rows[0],
+        model=wrapped,
+        num_microbatches=len(ids),
+        seq_length=ids.shape[1],
+        micro_batch_size=1,
+        forward_only=False,
+    )
+    with torch.no_grad():
+        for parameter in (parameter for chunk in chunks for parameter in chunk.parameters()):
+            parameter.copy_(parameter.main_grad)
+
+
+def forward_step(rows: Any, model: Any) -> Any:
+    """One row through one chunk."""
+    from megatron.core import parallel_state as ps
+
+    from models.algorithms.tokens import OutputLayer, Vocabulary, token_log_probs
+
+    row = next(rows)
+
+    def loss(logits: torch.Tensor) -> Any:
+        logits = logits[:, :-1].reshape(-1, logits.shape[-1])
+        group, width = ps.get_tensor_model_parallel_group(), logits.shape[-1]
+        part = Vocabulary(group.rank() * width, VOCAB, group)
+        as_they_are = OutputLayer(torch.eye(width, dtype=logits.dtype))
+        found, _ = token_log_probs(logits, as_they_are, row[:, 1:].reshape(-1), vocabulary=part)
+        return -found.sum() * len(token_ids()), {}  # the schedule takes the mean over rows
+
+    return model(row, None, None), loss
+
+
+def scored_inputs() -> dict[str, dict[str, Any]]:
+    """Plain rows; and the same two texts in one packed row, with positions and a mask of their own."""
+    ids = token_ids()
+    rows, length = ids.shape
+    text = torch.arange(rows).repeat_interleave(length)
+    allowed = (text[:, None] == text[None]) & torch.ones(rows * length, rows * length, dtype=torch.bool).tril()
+    return {
+        "rows": {"input_ids": ids, "position_ids": None, "attention_mask": None},
+        "packed": {
+            "input_ids": ids.reshape(1, -1),
+            "position_ids": torch.arange(length).repeat(rows)[None],
+            "attention_mask": ~allowed[None, None],
+        },
+    }
+
+
+def whole_logits(part: torch.Tensor) -> torch.Tensor:
+    """[b, s, vocabulary] of what each tensor-parallel process has."""
+    from megatron.core import parallel_state as ps
+
+    group = ps.get_tensor_model_parallel_group()
+    parts = [torch.empty_like(part) for _ in range(group.size())]
+    torch.distributed.all_gather(parts, part.contiguous(), group=group)
+    return torch.cat(parts, dim=-1)[..., :VOCAB]
 
 
 # `python -m models.convert`: there and back in processes of their own, and what `verify` finds.

@@ -20,10 +20,9 @@ import torch
 
 from models.errors import TrainStateUnreadable
 from models.families.source import CheckpointTensors
-from models.train.interface import TrainSequence
 from models.train.trainer import Trainer
 from tests.models.train import rig
-from tests.models.train.megatron.megatron_rig import VOCABULARY
+from tests.models.train.megatron.megatron_rig import make_sequences
 from tests.models.train.rig import joined, weights_of
 
 AFTER = range(2, 5)  # batches behind the save
@@ -100,12 +99,6 @@ MORE: dict[int, list[Run]] = {  # behind those
 }
 
 
-def make_sequences(seed: int) -> list[TrainSequence]:
-    return rig.make_sequences(
-        seed, vocabulary=VOCABULARY, per_group=2, masked=0.0, fan_out=False, dark=False, ends=True
-    )
-
-
 def make_trainer(run: Run, models: Path) -> Trainer:
     from models.train.megatron.models import MegatronModels
 
@@ -117,7 +110,7 @@ def make_trainer(run: Run, models: Path) -> Trainer:
 
 
 def train_batch(trainer: Trainer, batch: int) -> dict[str, float]:
-    return rig.train_batch(trainer, make_sequences(batch))[0]
+    return rig.train_batch(trainer, make_sequences(batch, per_group=2))[0]
 
 
 def save(trainer: Trainer, directory: Path, *, asynchronous: bool) -> None:

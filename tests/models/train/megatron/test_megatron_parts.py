@@ -17,20 +17,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from models.errors import BackendMisuse, TrainConfigInvalid, TrainStateUnreadable
 from models.train.megatron import inputs, processes
-from models.train.megatron.inputs import RowForm, SdpaCoreAttention, hidden_mask, model_inputs
-from models.train.megatron.processes import (
-    SHIM_VERSION,
-    ParallelSizes,
-    build_layout,
-    install_shim,
-    install_shim_after_import,
-    parallel_sizes,
-    shim_installed,
-)
 from models.train.megatron.trained_models import SwappedReference, check_optimizer
 from models.train.spec import TrainSpec
 from models.train.step.critic import ValueHead, ValueModel
-from models.train.step.micro_batches import PackedRows, lengthened, pack_rows
+from models.train.step.micro_batches import PackedRows, pack_rows
 from models.train.step.packing import Layout, Unit
 from tests.models.train.rig import Tensors, differing
 
@@ -41,8 +31,8 @@ def spec(**layout: Any) -> TrainSpec:
 
 def test_what_is_left_is_data_parallel() -> None:
     layout = spec(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, expert_tensor_parallel_size=1)
-    assert parallel_sizes(layout, 8) == ParallelSizes(2, 2, None, 1, 1, 1, data=2)
-    assert parallel_sizes(spec(virtual_pipeline_model_parallel_size=1), 3).virtual_pipeline is None
+    assert processes.parallel_sizes(layout, 8) == processes.ParallelSizes(2, 2, None, 1, 1, 1, data=2)
+    assert processes.parallel_sizes(spec(virtual_pipeline_model_parallel_size=1), 3).virtual_pipeline is None
 
 
 @pytest.mark.parametrize(
@@ -59,7 +49,7 @@ def test_impossible_layouts_name_the_cure(
     monkeypatch.setattr(processes, "engine_installed", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(TrainConfigInvalid, match=words):
-        parallel_sizes(spec(**layout), world)
+        processes.parallel_sizes(spec(**layout), world)
 
 
 def test_an_optimizer_on_the_host_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,16 +60,16 @@ def test_an_optimizer_on_the_host_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -
 
 def test_without_a_trainer_group_there_is_no_layout() -> None:
     with pytest.raises(BackendMisuse, match="no default group"):
-        build_layout(spec())
+        processes.build_layout(spec())
 
 
 def test_the_shim_leaves_a_machine_with_a_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     before = (torch.zeros, torch.Tensor.type, torch.cuda.current_device)
-    install_shim()
-    install_shim_after_import()
+    processes.install_shim()
+    processes.install_shim_after_import()
     assert before == (torch.zeros, torch.Tensor.type, torch.cuda.current_device)
-    assert not shim_installed()
+    assert not processes.shim_installed()
 
 
 @pytest.mark.slow
@@ -121,17 +111,17 @@ def test_the_shim_is_for_one_release(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.17.0")
     with pytest.raises(TrainConfigInvalid, match=r"0\.17\.0.*megatron-core==0\.16\.1"):
-        install_shim()
-    assert not shim_installed()
+        processes.install_shim()
+    assert not processes.shim_installed()
 
 
 def test_the_shim_comes_before_megatron(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: SHIM_VERSION)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: processes.SHIM_VERSION)
     monkeypatch.setitem(sys.modules, "megatron.core", ModuleType("megatron.core"))
     with pytest.raises(BackendMisuse, match="first in the process"):
-        install_shim()
-    assert not shim_installed()
+        processes.install_shim()
+    assert not processes.shim_installed()
 
 
 CPU = torch.device("cpu")
@@ -164,10 +154,10 @@ def test_responses_after_a_common_prompt_do_not_see_each_other() -> None:
     expected[3:, 2] = False  # the second response begins behind a token of the first, which only that one sees
     expected[5:] = torch.eye(7).bool()[5:]
     expected[6, 5] = True
-    assert torch.equal(~seen(hidden_mask(shared(), CPU)), expected)
+    assert torch.equal(~seen(inputs.hidden_mask(shared(), CPU)), expected)
     two = torch.block_diag(torch.ones(3, 3).tril(), torch.ones(4, 4).tril()).bool()
-    assert torch.equal(~seen(hidden_mask(apart(), CPU)), two)
-    alone = model_inputs(single(), RowForm(CPU))
+    assert torch.equal(~seen(inputs.hidden_mask(apart(), CPU)), two)
+    alone = inputs.model_inputs(single(), inputs.RowForm(CPU))
     assert (alone.mask, alone.position_ids, alone.kept) == (None, None, None)
 
 
@@ -179,7 +169,7 @@ def seen(mask: torch.Tensor | None) -> torch.Tensor:
 def test_heads_share_keys_where_there_is_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a mask each has its own: some of torch's kernels for a mask know no shared ones."""
     config = SimpleNamespace(context_parallel_size=1, kv_channels=8)
-    attend = SdpaCoreAttention(config, 1, None, "self")
+    attend = inputs.SdpaCoreAttention(config, 1, None, "self")
     query, key, value = (torch.randn(7, 2, heads, 8) for heads in (6, 2, 2))
     calls: list[tuple[int, bool]] = []
 
@@ -197,15 +187,15 @@ def test_heads_share_keys_where_there_is_no_mask(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("rows", [shared(), apart(), single()])
 def test_longer_rows_predict_the_same_tokens(rows: PackedRows) -> None:
-    longer = lengthened(rows, 4)
+    longer = inputs.lengthened(rows, 4)
     assert longer.input_ids.shape == (1, 8)
     assert longer.input_ids.reshape(-1)[longer.source].tolist() == rows.input_ids.reshape(-1)[rows.source].tolist()
-    if (before := hidden_mask(rows, CPU)) is not None:
-        mask = seen(hidden_mask(longer, CPU))
+    if (before := inputs.hidden_mask(rows, CPU)) is not None:
+        mask = seen(inputs.hidden_mask(longer, CPU))
         assert torch.equal(mask[:7, :7], seen(before))
         assert bool(mask[:7, 7].all())  # nothing looks at what was added
         assert not bool(mask.all(dim=1).any())  # and no row of the mask is empty
-    assert lengthened(rows, 7) is rows
+    assert inputs.lengthened(rows, 7) is rows
 
 
 def test_longer_rows_of_several_keep_their_places() -> None:
@@ -214,17 +204,17 @@ def test_longer_rows_of_several_keep_their_places() -> None:
         [np.array([1, 2, 3, 4], dtype=np.int32), np.array([5, 6, 7, 8], dtype=np.int32)],
         [np.array([2]), np.array([3])],
     )
-    inputs = model_inputs(rows, RowForm(CPU, multiple=4))
-    by_position = inputs.input_ids.t().reshape(-1)  # as hidden states lie: position first
-    assert by_position[inputs.places].tolist() == [2, 7]
-    assert inputs.targets.tolist() == [3, 8]
+    made = inputs.model_inputs(rows, inputs.RowForm(CPU, multiple=4))
+    by_position = made.input_ids.t().reshape(-1)  # as hidden states lie: position first
+    assert by_position[made.places].tolist() == [2, 7]
+    assert made.targets.tolist() == [3, 8]
 
 
 def test_a_flat_row_says_where_its_sequences_end() -> None:
-    inputs = model_inputs(apart(), RowForm(CPU, multiple=4, flat=True))
-    assert inputs.ends is not None
-    assert inputs.ends.tolist() == [0, 3, 7, 8]  # the last is padding
-    assert (inputs.longest, inputs.mask, inputs.position_ids) == (4, None, None)
+    made = inputs.model_inputs(apart(), inputs.RowForm(CPU, multiple=4, flat=True))
+    assert made.ends is not None
+    assert made.ends.tolist() == [0, 3, 7, 8]  # the last is padding
+    assert (made.longest, made.mask, made.position_ids) == (4, None, None)
 
 
 def chunk(seed: int) -> torch.nn.Module:

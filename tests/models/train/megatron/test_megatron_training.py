@@ -11,9 +11,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_rig import FEW, MORE, Run, work
-from megatron_cases import DEADLINE_S, SELECTIONS, Case
-from megatron_cases import run as run_cases
-from megatron_rig import RECIPES, make_models, make_spec, train
+from megatron_rig import DEADLINE_S, RECIPES, SELECTIONS, Case, make_models, make_spec, run_cases, train
 
 from models.train.huggingface.models import TorchModels
 from models.train.trainer import Trainer

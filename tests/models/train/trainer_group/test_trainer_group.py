@@ -25,21 +25,7 @@ from models.errors import BackendMisuse, CheckpointUnavailable, InvalidSequence,
 from models.train.build import build_backend
 from models.train.interface import TrainSequence
 from models.train.trainer import Trainer
-from models.train.trainer_group.calls import (
-    Accumulate,
-    Arrays,
-    Flush,
-    Link,
-    LinkLost,
-    Metrics,
-    Raised,
-    TrainerGroupBackend,
-    decode_call,
-    decode_reply,
-    encode,
-    error_of,
-    raised,
-)
+from models.train.trainer_group import calls
 from models.train.trainer_group.rank_spec import PeerGone, Rendezvous, TrainerGroupClosed, needs_trainer_group
 from tests.models.train.rig import differing, same_metrics
 from tests.models.weights.made_up import checkpoint
@@ -75,15 +61,15 @@ def test_every_field_of_a_sequence_arrives() -> None:
 
 
 def arrived(sent: list[TrainSequence]) -> list[TrainSequence]:
-    call = decode_call(encode(Accumulate(sent)))
-    assert isinstance(call, Accumulate)
+    call = calls.decode_call(calls.encode(calls.Accumulate(sent)))
+    assert isinstance(call, calls.Accumulate)
     return call.sequences
 
 
 def test_log_probs_arrive_as_they_were() -> None:
     sent = [np.array([-0.5, -1.25], dtype=np.float32), np.zeros(0, dtype=np.float32), np.arange(6.0)[::2]]
-    reply = decode_reply(encode(Arrays(sent)))
-    assert isinstance(reply, Arrays)
+    reply = calls.decode_reply(calls.encode(calls.Arrays(sent)))
+    assert isinstance(reply, calls.Arrays)
     assert [one.tolist() for one in reply.float32] == [one.tolist() for one in sent]
     assert {one.dtype for one in reply.float32} == {np.dtype(np.float32)}
 
@@ -97,26 +83,26 @@ def test_log_probs_arrive_as_they_were() -> None:
     ],
 )
 def test_errors_arrive_as_themselves(kind: type[Exception]) -> None:
-    reply = decode_reply(encode(raised(kind("rollout 7: no such token"))))
-    assert isinstance(reply, Raised)
-    error = error_of(reply)
+    reply = calls.decode_reply(calls.encode(calls.raised(kind("rollout 7: no such token"))))
+    assert isinstance(reply, calls.Raised)
+    error = calls.error_of(reply)
     assert type(error) is kind
     assert str(error) == "rollout 7: no such token"
 
 
 def test_an_error_of_an_unknown_class_keeps_its_name() -> None:
-    assert str(error_of(Raised("Odd", "it broke"))) == "Odd: it broke"
-    assert isinstance(error_of(Raised("Odd", "it broke")), errors.TrainError)
+    assert str(calls.error_of(calls.Raised("Odd", "it broke"))) == "Odd: it broke"
+    assert isinstance(calls.error_of(calls.Raised("Odd", "it broke")), errors.TrainError)
 
 
 def test_a_reply_is_not_taken_for_a_call() -> None:
-    assert isinstance(decode_call(encode(Flush())), Flush)
+    assert isinstance(calls.decode_call(calls.encode(calls.Flush())), calls.Flush)
     with pytest.raises(msgspec.ValidationError):
-        decode_call(encode(Metrics({"train/loss": 1.0})))
+        calls.decode_call(calls.encode(calls.Metrics({"train/loss": 1.0})))
 
 
 def test_messages_larger_than_the_socket_holds_arrive_whole() -> None:
-    one, other = (Link(end) for end in socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM))
+    one, other = (calls.Link(end) for end in socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM))
     data = np.random.default_rng(0).bytes(5 << 20)
     sender = threading.Thread(target=lambda: (one.send(data), one.send(b"")))
     sender.start()
@@ -126,16 +112,16 @@ def test_messages_larger_than_the_socket_holds_arrive_whole() -> None:
     assert not other.readable(0.01)
     one.close()
     assert other.readable(1.0)
-    with pytest.raises(LinkLost):
+    with pytest.raises(calls.LinkLost):
         other.receive()
-    with pytest.raises(LinkLost):
+    with pytest.raises(calls.LinkLost):
         other.send(b"x" * (1 << 20))
 
 
 def test_a_connection_broken_off_here_wakes_the_waiting_task() -> None:
-    one, other = (Link(end) for end in socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM))
+    one, other = (calls.Link(end) for end in socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM))
     threading.Timer(0.05, one.break_off).start()
-    with pytest.raises(LinkLost):
+    with pytest.raises(calls.LinkLost):
         one.receive()
     other.close()
 
@@ -226,7 +212,7 @@ def test_two_ranks_train_as_one_process(ranks: Ranks, slots: Slots, tiny: Path, 
         trainer_group.flush()
 
 
-def check_what_is_touched(ranks: Ranks, trainer_group: TrainerGroupBackend, slots: Slots) -> None:
+def check_what_is_touched(ranks: Ranks, trainer_group: calls.TrainerGroupBackend, slots: Slots) -> None:
     """A version is copied once and digested once, by one rank, however the weights are spread: what is gathered goes
     into the slot without a stop."""
     for _ in range(2):
@@ -307,7 +293,7 @@ def test_closing_wakes_a_caller_that_waits(tmp_path: Path, announced: bool) -> N
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as silent:
         silent.bind(address)
         silent.listen(1)
-        backend = TrainerGroupBackend(lambda: Rendezvous(0, address) if announced else None)
+        backend = calls.TrainerGroupBackend(lambda: Rendezvous(0, address) if announced else None)
 
         def wait() -> None:
             try:
