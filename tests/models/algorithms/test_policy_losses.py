@@ -205,8 +205,8 @@ def test_empty_step_and_wrong_name() -> None:
 
 # Worked numbers of fixture F to six digits: losses, gradients, weights, statistics, anchors, KL.
 #
-# Everything goes the way of a run: configuration structs, resolved correction, statistics of the step, objective. `null`
-# is a masked token, which must be exactly 0 in loss and gradient.
+# Everything goes the way of a run: configuration structs, resolved correction, statistics of the step, objective.
+# `null` is a masked token, which must be exactly 0 in loss and gradient.
 
 
 WORKED = json.loads((Path(__file__).parent / "golden" / "fixture_f.json").read_text())

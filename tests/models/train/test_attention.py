@@ -162,6 +162,14 @@ def test_short_rows_get_one_mask(checkpoint: Path, monkeypatch: pytest.MonkeyPat
         assert (len(of_segments), len(masks)) == (1, 1)
 
 
+def test_each_response_has_its_own_prompt() -> None:
+    tokens = [np.full(size + 1, 7, dtype=np.int32) for size in (3, 6, 5, 4, 3, 5)]
+    units = (Unit((0,), 0, 3), Unit((1, 2), 4, 7), Unit((3, 4, 5), 3, 6))
+    rows = pack_rows(Layout((units, (Unit((0,), 0, 3),)), 17), tokens, [np.array([len(ids) - 1]) for ids in tokens])
+    first = [Segment(3), Segment(4), Segment(2, 1), Segment(1, 1), Segment(3), Segment(1, 4), Segment(2, 4), Segment(1)]
+    assert list(segments(rows)) == [*first, Segment(3), Segment(14)]  # the fifth has one token behind the prompt
+
+
 @given(batches(), packings)
 def test_segments_say_the_same_as_the_mask(batch: Any, packing: Any) -> None:
     tokens, prompts = batch
