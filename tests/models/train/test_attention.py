@@ -21,7 +21,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 from configs.schema.train import TrainConfig
 from models.tiny import make_tiny_checkpoint
 from models.train.huggingface import attention, scoring
-from models.train.huggingface.attention import FLASH_ATTENTION, MASK_TOKENS, PACKED_SDPA, attention_allowed, segments
+from models.train.huggingface.attention import (
+    FLASH_ATTENTION,
+    MASK_TOKENS,
+    PACKED_SDPA,
+    Segment,
+    attention_allowed,
+    segments,
+)
 from models.train.huggingface.loading import enable_checkpointing, load_model
 from models.train.huggingface.scoring import Passes, Scorer
 from models.train.step.micro_batches import PackedRows, pack_rows
