@@ -285,9 +285,8 @@ def trainer_groups(
     arguments: Sequence[Any],
     worlds: Sequence[int],
     meetings: Path,
-    *,
-    imports: Sequence[str],
     deadline_s: float,
+    imports: Sequence[str] = ("transformers.models.qwen3.modeling_qwen3",),
 ) -> Iterator[None]:
     """Call `target(*arguments, rank, world, meeting)` in groups of so many processes, one after the other, beside the
     block; at its end wait for them, and check that all of them ended well.
@@ -296,7 +295,7 @@ def trainer_groups(
     """
     arguments = tuple(map(str, arguments))
     leader = multiprocessing.get_context("spawn").Process(
-        target=_lead, args=(target, arguments, worlds, str(meetings), imports, deadline_s)
+        target=_lead, args=(target, arguments, worlds, str(meetings), deadline_s, imports)
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONWARNINGS", "ignore")
@@ -314,8 +313,8 @@ def _lead(
     arguments: tuple[str, ...],
     worlds: Sequence[int],
     meetings: str,
-    imports: Sequence[str],
     deadline_s: float,
+    imports: Sequence[str],
 ) -> None:
     torch.set_num_threads(1)
     for name in imports:

@@ -18,25 +18,11 @@ from models.train import dp_group
 from models.train.dp_group import DistributedDpGroup, DpGroup
 from models.train.interface import TrainSequence
 from models.train.trainer import Trainer
-from tests.models.train.rig import (
-    PACKING,
-    PPO,
-    Trained,
-    joined,
-    make_backend,
-    make_sequences,
-    read,
-    same,
-    same_metrics,
-    state_of,
-    train_step,
-    trainer_groups,
-    write,
-)
+from tests.models.train import rig
 
 DEADLINE_S = 150
 # What depends on how micro-batches were formed; and a threshold at 0 of a margin that is 0 but for rounding.
-LAYOUT = PACKING | {"custom/accuracy"}
+LAYOUT = rig.PACKING | {"custom/accuracy"}
 WHITENED = {"advantage_estimator": "reinforce_plus_plus", "normalize_advantages": True}
 REJECTING = {"rollout_rs": ("seq_mean_k2=0.09",)}
 DPO = {"loss_type": "custom_loss", "custom_loss_function_path": "models.algorithms.dpo:dpo"}
@@ -47,7 +33,7 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "seq_mean": (1, "all", {"loss_aggregation": "seq_mean", "staleness_lr_decay": 0.5}),
     "constant": (1, "few", {"loss_aggregation": "constant", "use_kl_loss": True, "kl_loss_coef": 0.1}),
     "whitening": (2, "all", WHITENED | {"kl_coef": 0.1}),
-    "critic": (2, "all", PPO),
+    "critic": (2, "all", rig.PPO),
     "distillation": (1, "all", {"use_opd": True, "opd_kl_coef": 0.3, "normalize_advantages": True}),
     "m2po": (2, "all", {"policy_loss": "m2po", "m2po_threshold": 0.1}),
     "normalised_weights": (1, "all", {"tis_batch_normalize": True, "tis_level": "sequence"}),
@@ -60,31 +46,31 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
 
 def sequences_of(how: str) -> list[TrainSequence]:
     """`few`: fewer than there are processes; then some of them have nothing to do."""
-    sequences = make_sequences(3, rewards=True)
+    sequences = rig.make_sequences(3, rewards=True)
     return sequences[: {"few": 3, "one": 1, "all": len(sequences)}[how]]
 
 
 def train(checkpoint: Path, out: Path, rank: int, dp_group: DpGroup | None) -> None:
     """Train every case, and write what came of it."""
     for name, (steps, how, fields) in CASES.items():
-        backend = make_backend(checkpoint, dp_group=dp_group, max_tokens_per_gpu=48, **fields)
+        backend = rig.make_backend(checkpoint, dp_group=dp_group, max_tokens_per_gpu=48, **fields)
         metrics, tensors = [], {}
         backend.begin_batch(rollouts=12, steps=steps, version=2)
         calls: list[list[TrainSequence]] = [sequences_of(how)]
         for step in range(steps):
-            found, gradient, weights = train_step(backend, calls if step == 0 else [])
+            found, gradient, weights = rig.train_step(backend, calls if step == 0 else [])
             metrics.append(found)
             tensors |= {f"gradient/{step}/{key}": value for key, value in gradient.items()}
         tensors |= {f"weights/{key}": value for key, value in weights.items()}
         if backend._models.critic is not None:
-            tensors |= state_of(backend, "critic")
-        write(out, f"{name}-{rank}", metrics, tensors)
+            tensors |= rig.state_of(backend, "critic")
+        rig.write(out, f"{name}-{rank}", metrics, tensors)
 
 
 def run(checkpoint: str, out: str, rank: int, world: int, rendezvous: str) -> None:
     """Entry point of a spawned process."""
     np.random.seed(rank)  # processes must agree without a common random stream
-    with joined(rank, world, rendezvous, 60):
+    with rig.joined(rank, world, rendezvous, 60):
         train(
             Path(checkpoint),
             Path(out) / str(world),
@@ -98,15 +84,17 @@ def test_shares_make_the_update_of_the_whole(tiny: Path, tmp_path: Path) -> None
     for name in ("1", "2", "4"):
         (tmp_path / name).mkdir()
     imports = ["transformers.models.qwen3.modeling_qwen3"]
-    with trainer_groups(run, (tiny, tmp_path), (2, 4), tmp_path / "rendezvous", imports=imports, deadline_s=DEADLINE_S):
+    with rig.trainer_groups(
+        run, (tiny, tmp_path), (2, 4), tmp_path / "rendezvous", imports=imports, deadline_s=DEADLINE_S
+    ):
         train(tiny, tmp_path / "1", 0, None)
     for world in (2, 4):
         for name in CASES:
-            wanted, expected = read(tmp_path / "1", f"{name}-0")
+            wanted, expected = rig.read(tmp_path / "1", f"{name}-0")
             for rank in range(world):
-                metrics, found = read(tmp_path / str(world), f"{name}-{rank}")
-                same(found, expected, 1e-6, 1e-5)
-                same_metrics(metrics, wanted, but=LAYOUT)
+                metrics, found = rig.read(tmp_path / str(world), f"{name}-{rank}")
+                rig.same(found, expected, 1e-6, 1e-5)
+                rig.same_metrics(metrics, wanted, but=LAYOUT)
             if name == "all_rejected":
                 assert wanted[0]["correction/all_rejected"] == 1.0
                 assert not any(key.startswith("gradient/") for key in expected)
@@ -167,10 +155,10 @@ def calls_of(sequences: list[TrainSequence], *, backwards: bool) -> list[list[Tr
     return [list(members)[::-1] for _, members in rollouts]
 
 
-def update(backend: Trainer, sequences: list[TrainSequence], steps: int, *, backwards: bool) -> list[Trained]:
+def update(backend: Trainer, sequences: list[TrainSequence], steps: int, *, backwards: bool) -> list[rig.Trained]:
     backend.begin_batch(rollouts=12, steps=steps, version=2)
     calls = calls_of(sequences, backwards=backwards)
-    return [train_step(backend, calls if step == 0 else [], flush=backwards) for step in range(steps)]
+    return [rig.train_step(backend, calls if step == 0 else [], flush=backwards) for step in range(steps)]
 
 
 @pytest.mark.slow
@@ -178,16 +166,16 @@ def update(backend: Trainer, sequences: list[TrainSequence], steps: int, *, back
 def test_how_a_batch_is_computed_changes_nothing(tiny, name: str) -> None:  # type: ignore[no-untyped-def]
     steps, how, fields = CASES[name]
     sequences = sequences_of(how)
-    expected = update(make_backend(tiny, **fields), sequences, steps, backwards=False)
+    expected = update(rig.make_backend(tiny, **fields), sequences, steps, backwards=False)
     for changes, options in VARIANTS.values():
-        made = make_backend(tiny, **fields, **options)
+        made = rig.make_backend(tiny, **fields, **options)
         models = made._models
         models.packing = dataclasses.replace(models.packing, **changes)
         found = update(made, sequences, steps, backwards=True)
         for have, want in zip(found, expected, strict=True):
-            same_metrics(have[:1], want[:1], rel=1e-4, abs=2e-6, but=LAYOUT)
-            same(have[1], want[1], 3e-6)  # gradient
-            same(have[2], want[2], 3e-6)  # weights
+            rig.same_metrics(have[:1], want[:1], rel=1e-4, abs=2e-6, but=LAYOUT)
+            rig.same(have[1], want[1], 3e-6)  # gradient
+            rig.same(have[2], want[2], 3e-6)  # weights
 
 
 @pytest.mark.slow
@@ -197,7 +185,7 @@ def test_whatever_comes_the_weights_stay_finite(tiny, seed: int, case: str, wild
     """Lengths from 0, masked sequences, NaN behind the mask, samplers that were sure of what the policy rules out."""
     rng = np.random.default_rng(seed)
     sequences = []
-    for one in make_sequences(seed % 50, groups=int(rng.integers(0, 4)), per_group=2, rewards=True):
+    for one in rig.make_sequences(seed % 50, groups=int(rng.integers(0, 4)), per_group=2, rewards=True):
         keep = one.prompt_length + int(rng.integers(0, one.response_length + 1))
         mask = (one.loss_mask[:keep] * (rng.random() < 0.8)).astype(np.uint8)
         sampler = one.rollout_log_probs[:keep] + (rng.choice([-1000.0, 0.0, 1000.0]) if wild else 0.0)
@@ -213,7 +201,7 @@ def test_whatever_comes_the_weights_stay_finite(tiny, seed: int, case: str, wild
             )
         )
     _, _, fields = CASES[case]
-    made = make_backend(tiny, **fields)
+    made = rig.make_backend(tiny, **fields)
     made.begin_batch(rollouts=len(sequences), steps=steps, version=3)
     made.accumulate(sequences)
     for _ in range(steps):

@@ -25,19 +25,8 @@ from models.train.huggingface import loading
 from models.train.huggingface import models as huggingface_models
 from models.train.huggingface.loading import check_head, pick_device
 from models.train.trainer_group import rank
+from tests.models.train import rig
 from tests.models.train.families.family_models import SIZES, config_of
-from tests.models.train.rig import (
-    differing,
-    make_backend,
-    make_sequences,
-    same,
-    scored,
-    sequence,
-    train_batch,
-    train_step,
-    unchanged,
-    weights_of,
-)
 
 
 def by_rollout(sequences):  # type: ignore[no-untyped-def]
@@ -77,16 +66,16 @@ def reference_gradient(backend, sequences, aggregation, anchors=None):  # type: 
 @pytest.mark.parametrize("aggregation", ["rollout_mean", "token_mean", "seq_mean", "constant"])
 def test_gradient_is_that_of_the_definition(backend, aggregation) -> None:  # type: ignore[no-untyped-def]
     made = backend(loss_aggregation=aggregation)
-    batch = make_sequences()
+    batch = rig.make_sequences()
     loss, expected = reference_gradient(made, batch, aggregation)
-    metrics, gradient, _ = train_step(made, [batch])
+    metrics, gradient, _ = rig.train_step(made, [batch])
     assert metrics["train/loss"] == pytest.approx(loss, abs=1e-6)
-    same(gradient, expected)
+    rig.same(gradient, expected)
 
 
 def test_sequences_of_two_temperatures_are_each_scored_at_their_own(backend) -> None:  # type: ignore[no-untyped-def]
     """Also where they share a micro-batch, a row, a prompt; those that say nothing are as configured."""
-    batch = [*make_sequences(groups=2, per_group=3), *make_sequences(seed=5, groups=1)]
+    batch = [*rig.make_sequences(groups=2, per_group=3), *rig.make_sequences(seed=5, groups=1)]
     drawn = [(0.5, None, 2.0)[at % 3] for at in range(len(batch))]
     mixed = [dataclasses.replace(one, temperature=t) for one, t in zip(batch, drawn, strict=True)]
     alone = {t: backend(temperature=t).logprobs(batch) for t in (0.5, 0.9, 2.0)}
@@ -102,9 +91,9 @@ def test_sequences_of_two_temperatures_are_each_scored_at_their_own(backend) -> 
 @pytest.mark.parametrize("steps", [2, 4])
 def test_every_step_of_a_batch_is_anchored_on_its_first_weights(backend, steps) -> None:  # type: ignore[no-untyped-def]
     """The gradient of each step is that of the definition, with anchors of the batch start and its own divisor."""
-    batch = make_sequences(groups=4, per_group=4)
+    batch = rig.make_sequences(groups=4, per_group=4)
     made = backend(lr=3e-2, max_tokens_per_gpu=64)
-    anchors = dict(zip([id(s) for s in batch], scored(made, batch), strict=True))
+    anchors = dict(zip([id(s) for s in batch], rig.scored(made, batch), strict=True))
     made.begin_batch(rollouts=16, steps=steps)
     for rollout in by_rollout(batch):
         made.accumulate(rollout)
@@ -112,21 +101,21 @@ def test_every_step_of_a_batch_is_anchored_on_its_first_weights(backend, steps) 
     for number in range(steps):
         part = [s for members in ordered[number * 16 // steps : (number + 1) * 16 // steps] for s in members]
         loss, expected = reference_gradient(made, part, "rollout_mean", anchors)
-        metrics, gradient, _ = train_step(made, [])
+        metrics, gradient, _ = rig.train_step(made, [])
         assert metrics["train/rollouts"] == 16 / steps
         assert metrics["train/trained_tokens"] == sum(int(s.loss_mask.sum()) for s in part)
         assert metrics["train/loss"] == pytest.approx(loss, abs=1e-5)
         assert (abs(metrics["train/ppo_kl"]) < 1e-6) is (number == 0)  # the weights move away from the anchor
-        same(gradient, expected, atol=1e-5)
+        rig.same(gradient, expected, atol=1e-5)
     made.begin_batch(rollouts=1, steps=1)
 
 
 def test_supervised_loss_falls_and_ignores_advantages(backend) -> None:  # type: ignore[no-untyped-def]
     def losses(steps: int, temperature: float) -> list[float]:
         made = backend(loss_type="sft_loss", lr=1e-2, temperature=temperature)
-        return [train_batch(made, batch)[0]["train/loss"] for _ in range(steps)]
+        return [rig.train_batch(made, batch)[0]["train/loss"] for _ in range(steps)]
 
-    batch = make_sequences(groups=6)
+    batch = rig.make_sequences(groups=6)
     cold = losses(30, 0.3)
     assert cold[0] == pytest.approx(np.log(32), abs=0.2)
     assert cold[-1] < 0.6 * cold[0]
@@ -135,7 +124,7 @@ def test_supervised_loss_falls_and_ignores_advantages(backend) -> None:  # type:
 
 def test_calls_without_meaning_are_refused(backend) -> None:  # type: ignore[no-untyped-def]
     made = backend()
-    batch = make_sequences()
+    batch = rig.make_sequences()
     made.accumulate(batch[:4])
     with pytest.raises(BackendMisuse, match="handed over twice"):
         made.accumulate(batch[:1])
@@ -148,15 +137,15 @@ def test_calls_without_meaning_are_refused(backend) -> None:  # type: ignore[no-
     made.accumulate(batch)
     made.step()
     with pytest.raises(BackendMisuse, match="call step\\(\\) 1 more times"):
-        made.accumulate(make_sequences(seed=3))
+        made.accumulate(rig.make_sequences(seed=3))
     made.step()
     made.accumulate(batch)  # a new batch may train the same rollouts again
 
 
 def test_half_precision_trains_fp32_weights(backend, tmp_path) -> None:  # type: ignore[no-untyped-def]
     full, half = backend(lr=1e-2), backend(lr=1e-2, train_dtype="bfloat16")
-    exact = train_step(full, [make_sequences()])
-    rough = train_step(half, [make_sequences()])
+    exact = rig.train_step(full, [rig.make_sequences()])
+    rough = rig.train_step(half, [rig.make_sequences()])
     assert rough[0]["train/loss"] == pytest.approx(exact[0]["train/loss"], abs=0.02)
     assert {tensor.dtype for tensor in rough[1].values()} == {torch.float32}
     assert {tensor.dtype for tensor in rough[2].values()} == {torch.bfloat16}  # exported as the forward pass sees them
@@ -172,8 +161,10 @@ def test_common_prompts_leave_room_in_the_budget(backend) -> None:  # type: igno
     """Eight responses to a prompt of 20 need 20 + 8 * 3 inputs, so they fit one micro-batch of 64."""
     made = backend(max_tokens_per_gpu=64)
     prompt = list(range(1, 21))
-    calls = [[sequence(rollout=index, tokens=[*prompt, 1, 2, 3, index + 4], mask=[1, 1, 1, 1])] for index in range(8)]
-    [metrics] = train_batch(made, *calls)
+    calls = [
+        [rig.sequence(rollout=index, tokens=[*prompt, 1, 2, 3, index + 4], mask=[1, 1, 1, 1])] for index in range(8)
+    ]
+    [metrics] = rig.train_batch(made, *calls)
     assert metrics["train/micro_batches"] == 1
     assert metrics["train/shared_prompt_frac"] == pytest.approx(1 - 44 / 184)
     assert metrics["train/padding_frac"] == 0
@@ -254,17 +245,17 @@ def test_gpus_are_set_up_where_the_user_has_not_done_so(
 
 def test_rows_suit_the_device(backend, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
     """Longer rows change no number."""
-    plain, batch = train_step(backend(), [make_sequences()]), make_sequences()
+    plain, batch = rig.train_step(backend(), [rig.make_sequences()]), rig.make_sequences()
     assert [loading.row_multiple(torch.device(name)) for name in ("cpu", "cuda")] == [1, 16]
     monkeypatch.setattr(huggingface_models, "row_multiple", lambda device: 16)
     made, shapes = backend(), list[int]()
     chosen = made._models._score.chosen_hidden
     made._models._score.chosen_hidden = lambda rows: shapes.append(rows.input_ids.shape[1]) or chosen(rows)
-    rounded = train_step(made, [batch])
+    rounded = rig.train_step(made, [batch])
     assert shapes
     assert all(length % 16 == 0 for length in shapes)
     for left, right in zip(plain[1:], rounded[1:], strict=True):
-        same(left, right)
+        rig.same(left, right)
 
 
 # What is not finite, empty, inconsistent or missing: no update, a count, or an error that names the cure.
@@ -273,20 +264,20 @@ def test_rows_suit_the_device(backend, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf")])
 def test_a_gradient_that_is_not_finite_changes_nothing(backend, poison: float) -> None:  # type: ignore[no-untyped-def]
     made = backend(lr_warmup_iters=3)
-    train_batch(made, make_sequences())
-    before, moments = weights_of(made), {k: v.clone() for k, v in made._models.updater.state_tensors().items()}
-    batch = make_sequences(seed=1)
+    rig.train_batch(made, rig.make_sequences())
+    before, moments = rig.weights_of(made), {k: v.clone() for k, v in made._models.updater.state_tensors().items()}
+    batch = rig.make_sequences(seed=1)
     batch[0].advantages[batch[0].loss_mask == 1] = poison
-    with unchanged(made):
-        [metrics] = train_batch(made, batch)
+    with rig.unchanged(made):
+        [metrics] = rig.train_batch(made, batch)
     assert metrics["train/skipped_steps"] == 1
     assert not np.isfinite(metrics["train/grad_norm"])
-    assert differing(made._models.updater.state_tensors(), moments) == []
-    [metrics] = train_batch(made, make_sequences(seed=2))
+    assert rig.differing(made._models.updater.state_tensors(), moments) == []
+    [metrics] = rig.train_batch(made, rig.make_sequences(seed=2))
     assert metrics["train/skipped_steps"] == 1  # counted once, and training goes on
     assert metrics["train/lr"] == pytest.approx(2e-3 / 3)  # the warm-up counts updates
     assert np.isfinite(metrics["train/loss"])
-    assert differing(weights_of(made), before)
+    assert rig.differing(rig.weights_of(made), before)
 
 
 @pytest.mark.parametrize(
@@ -302,7 +293,7 @@ def test_a_loss_that_is_no_number_changes_nothing_whatever_its_gradient(  # type
     backend, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A clamp has gradient 0 where its input is NaN: the norm of the gradient alone would let the step pass."""
-    made, batch = backend(**fields), make_sequences(dark=False)
+    made, batch = backend(**fields), rig.make_sequences(dark=False)
     negative = next(one for one in batch if one.loss_mask.any() and one.advantages[one.loss_mask == 1].max() < 0)
     if "use_kl_loss" in fields:
         score = made._models.reference.score
@@ -315,30 +306,30 @@ def test_a_loss_that_is_no_number_changes_nothing_whatever_its_gradient(  # type
         monkeypatch.setattr(made._models.reference, "score", one_lost)
     else:
         negative.rollout_log_probs[np.flatnonzero(negative.loss_mask)[0]] = np.nan
-    with unchanged(made):
-        [metrics] = train_batch(made, batch)
+    with rig.unchanged(made):
+        [metrics] = rig.train_batch(made, batch)
     assert np.isnan([metrics["train/loss"], metrics["train/grad_norm"]]).all()
     assert metrics["train/skipped_steps"] == 1
 
 
 def test_nan_behind_the_mask_is_harmless(backend) -> None:  # type: ignore[no-untyped-def]
-    clean = train_step(backend(), [make_sequences()])
-    batch = make_sequences()
+    clean = rig.train_step(backend(), [rig.make_sequences()])
+    batch = rig.make_sequences()
     for item in batch:
         item.advantages[item.loss_mask == 0] = np.nan
         item.rollout_log_probs[item.loss_mask == 0] = -np.inf
-    dirty = train_step(backend(), [batch])
+    dirty = rig.train_step(backend(), [batch])
     assert dirty[0] == clean[0]
-    assert differing(dirty[2], clean[2]) == []
+    assert rig.differing(dirty[2], clean[2]) == []
 
 
 def test_steps_without_a_trainable_token_change_nothing(backend) -> None:  # type: ignore[no-untyped-def]
-    made, batch = backend(), make_sequences()
+    made, batch = backend(), rig.make_sequences()
     for item in batch:
         item.loss_mask[:] = 0
-    with unchanged(made):
+    with rig.unchanged(made):
         for calls in ([], [[]], [batch]):
-            [metrics] = train_batch(made, *calls)
+            [metrics] = rig.train_batch(made, *calls)
             assert metrics["train/trained_tokens"] == metrics["train/grad_norm"] == 0
     assert metrics["train/empty_steps"] == 3
     assert metrics["train/rollouts"] == 12
@@ -360,7 +351,7 @@ def test_steps_without_a_trainable_token_change_nothing(backend) -> None:  # typ
 )
 def test_inconsistent_sequences_are_refused(backend, changes: dict[str, Any], words: str) -> None:  # type: ignore[no-untyped-def]
     made = backend()
-    bad = dataclasses.replace(sequence(group=7, rollout=5, tokens=[1, 2, 3, 4], mask=[1, 1]), **changes)
+    bad = dataclasses.replace(rig.sequence(group=7, rollout=5, tokens=[1, 2, 3, 4], mask=[1, 1]), **changes)
     for method in (made.accumulate, made.logprobs):
         with pytest.raises(InvalidSequence, match=f"rollout 5 of group 7: .*{words}"):
             method([bad])
@@ -380,7 +371,7 @@ def test_missing_checkpoints_name_the_option_and_the_cure(tmp_path: Path, monkey
         (Path("nobody/no-such-model-at-all"), r"could not be fetched from the hub .*download the model first"),
     ):
         with pytest.raises(CheckpointUnavailable, match=words):
-            make_backend(checkpoint)
+            rig.make_backend(checkpoint)
 
 
 def test_missing_reference_names_its_own_option(backend, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
@@ -430,7 +421,7 @@ def test_logit_caps_and_scales_are_reproduced(backend, tmp_path: Path) -> None: 
                 parameter.mul_(3.0)
         model.save_pretrained(tmp_path / name)
         made = backend(hf_checkpoint=str(tmp_path / name), temperature=1.0)
-        batch = make_sequences()
+        batch = rig.make_sequences()
         assert made._models.packing.pack, name
         assert made._models.packing.share_prompts is (name != "gemma2"), name
         model.eval()
@@ -448,7 +439,7 @@ def test_recurrent_models_are_not_packed(backend, tmp_path: Path) -> None:  # ty
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "mamba")
     made = backend(hf_checkpoint=str(tmp_path / "mamba"))
     assert not made._models.packing.pack
-    batch = make_sequences()
+    batch = rig.make_sequences()
     alone = [made.logprobs([item])[0] for item in batch]
     for left, right in zip(alone, made.logprobs(batch), strict=True):
         np.testing.assert_allclose(left, right, atol=1e-5)

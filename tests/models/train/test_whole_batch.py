@@ -16,18 +16,7 @@ from models.algorithms.advantages import Episode, batch_advantages
 from models.errors import InvalidSequence, TrainConfigInvalid
 from models.train.spec import BatchNeeds
 from models.train.step import running_batch
-from tests.models.train.rig import (
-    differing,
-    make_sequences,
-    same,
-    scored,
-    sequence,
-    state_of,
-    train_batch,
-    train_step,
-    unchanged,
-    weights_of,
-)
+from tests.models.train import rig
 
 GROUPS_SEEN: list[list[tuple[int, int]]] = []
 
@@ -50,16 +39,16 @@ def counted(backend: Any) -> list[bool]:
 
 
 def test_both_ways_make_the_same_update(backend, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
-    batch = make_sequences(7)
-    streaming = train_step(backend(max_tokens_per_gpu=48), [batch[:4], batch[4:]], flush=True)
+    batch = rig.make_sequences(7)
+    streaming = rig.train_step(backend(max_tokens_per_gpu=48), [batch[:4], batch[4:]], flush=True)
     for recomputed in (False, True):
         monkeypatch.setattr(
             "models.train.trainer.batch_needs",
             lambda *_, recomputed=recomputed, **__: BatchNeeds(whole_batch=True, old_log_probs=recomputed),
         )
-        whole = train_step(backend(max_tokens_per_gpu=64), [batch[:4], batch[4:]])
+        whole = rig.train_step(backend(max_tokens_per_gpu=64), [batch[:4], batch[4:]])
         assert whole[0]["train/loss"] == pytest.approx(streaming[0]["train/loss"], abs=1e-6)
-        same(whole[1], streaming[1])
+        rig.same(whole[1], streaming[1])
 
 
 @pytest.mark.parametrize(
@@ -78,14 +67,14 @@ def test_both_ways_make_the_same_update(backend, monkeypatch: pytest.MonkeyPatch
 def test_no_forward_pass_is_made_without_need(backend, fields: dict[str, Any], forwards: int, graphs: int) -> None:  # type: ignore[no-untyped-def]
     made = backend(**fields)
     calls = counted(made)
-    train_batch(made, make_sequences(1, rewards=True))
+    rig.train_batch(made, rig.make_sequences(1, rewards=True))
     assert (len(calls), sum(calls)) == (forwards, graphs)
 
 
 def test_later_steps_look_at_the_weights_of_their_own_start(backend, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
     """The threshold of m2po is of theta as it is when the step begins; the sampler's and the ages stay."""
     made = backend(policy_loss="m2po", m2po_threshold=0.05, lr=1e-2)
-    batch = make_sequences(8, groups=2)
+    batch = rig.make_sequences(8, groups=2)
     by_ids = {s.tokens.tobytes(): s for s in batch}
     seen = []
     original = running_batch.write_step_statistics
@@ -93,14 +82,14 @@ def test_later_steps_look_at_the_weights_of_their_own_start(backend, monkeypatch
     def spy(examples: Any, *rest: Any) -> Any:
         facts = original(examples, *rest)
         for example in examples:
-            sequence = by_ids[example.tokens.tobytes()]
-            (now,) = scored(made, [sequence])
-            np.testing.assert_allclose(example.current_log_probs, now[sequence.loss_mask > 0], atol=1e-5)
+            rig.sequence = by_ids[example.tokens.tobytes()]
+            (now,) = rig.scored(made, [rig.sequence])
+            np.testing.assert_allclose(example.current_log_probs, now[rig.sequence.loss_mask > 0], atol=1e-5)
         seen.append(facts.m2po_bound)
         return facts
 
     monkeypatch.setattr(running_batch, "write_step_statistics", spy)
-    train_batch(made, batch, steps=3)
+    rig.train_batch(made, batch, steps=3)
     assert len(set(seen)) == 3
     assert all(np.isfinite(seen))
 
@@ -123,15 +112,15 @@ def test_later_steps_look_at_the_weights_of_their_own_start(backend, monkeypatch
 def test_advantages_of_tokens_reach_the_loss(backend, tmp_path: Path, fields: dict[str, Any], steps: int) -> None:  # type: ignore[no-untyped-def]
     """The same gradients as with the advantages worked out sequence by sequence and handed over."""
     moved = backend(lr=5e-2)  # a reference that is not the policy
-    train_batch(moved, make_sequences(2))
+    rig.train_batch(moved, rig.make_sequences(2))
     moved.save(tmp_path / "moved")
     reference = str(tmp_path / "moved" / "hf")
-    batch = make_sequences(9, rewards=True)
+    batch = rig.make_sequences(9, rewards=True)
     made = backend(ref_load=reference, **fields)
     distills = "opd_kl_coef" in fields or "use_opd" in fields
     algorithm = AlgorithmConfig(**{k: v for k, v in fields.items() if k in AlgorithmConfig.__struct_fields__})
     bypass = fields.get("use_rollout_logprobs", False)
-    students = [s.rollout_log_probs for s in batch] if bypass else scored(made, batch)
+    students = [s.rollout_log_probs for s in batch] if bypass else rig.scored(made, batch)
     coefficient = fields.get("opd_kl_coef", 1.0) if distills else None
     episodes = [
         Episode(
@@ -142,7 +131,7 @@ def test_advantages_of_tokens_reach_the_loss(backend, tmp_path: Path, fields: di
             reference=ref.astype(float),
             teacher=None if s.teacher_log_probs is None else s.teacher_log_probs.astype(float),
         )
-        for s, student, ref in zip(batch, students, scored(moved, batch), strict=True)
+        for s, student, ref in zip(batch, students, rig.scored(moved, batch), strict=True)
     ]
     found = batch_advantages(algorithm, episodes, opd_kl_coef=coefficient)
     handed = [
@@ -153,15 +142,15 @@ def test_advantages_of_tokens_reach_the_loss(backend, tmp_path: Path, fields: di
     for one in (made, plain):
         one.begin_batch(rollouts=12, steps=steps)
     for step in range(steps):
-        metrics, gradient, _ = train_step(made, [batch[:4], batch[4:]] if step == 0 else [])
-        _, expected, _ = train_step(plain, [handed] if step == 0 else [])
-        same(gradient, expected, atol=2e-5)
+        metrics, gradient, _ = rig.train_step(made, [batch[:4], batch[4:]] if step == 0 else [])
+        _, expected, _ = rig.train_step(plain, [handed] if step == 0 else [])
+        rig.same(gradient, expected, atol=2e-5)
     assert ("train/opd_reverse_kl" in metrics) is distills
     assert ("train/reward_kl" in metrics) is ("kl_coef" in fields)
 
 
 def test_distillation_names_the_sequence_that_has_no_teacher(backend) -> None:  # type: ignore[no-untyped-def]
-    batch = make_sequences(5, rewards=True, dark=False)
+    batch = rig.make_sequences(5, rewards=True, dark=False)
     bare = dataclasses.replace(batch[2], teacher_log_probs=None)
     with pytest.raises(InvalidSequence, match=f"rollout {bare.rollout_id} of group {bare.group_id}: teacher_log_probs"):
         backend(use_opd=True).accumulate([*batch[:2], bare])
@@ -175,14 +164,14 @@ def test_distillation_names_the_sequence_that_has_no_teacher(backend) -> None:  
 
 def test_only_the_newest_version_is_trained(backend) -> None:  # type: ignore[no-untyped-def]
     tokens = [3, 4, 5, 6, 7, 8]
-    mixed = sequence(tokens=tokens, mask=[1, 1, 0, 1, 1], rollout_log_probs=[-3.0] * 5)
+    mixed = rig.sequence(tokens=tokens, mask=[1, 1, 0, 1, 1], rollout_log_probs=[-3.0] * 5)
     mixed = dataclasses.replace(mixed, versions=np.array([-1, 1, 1, 9, 2, 2], dtype=np.int32))
     dark = dataclasses.replace(mixed, loss_mask=np.array([0, 0, 0, 0, 1, 1], dtype=np.uint8))
-    metrics, gradient, _ = train_step(backend(mask_offpolicy_in_partial_rollout=True), [[mixed]])
-    expected = train_step(backend(), [[dark]])
+    metrics, gradient, _ = rig.train_step(backend(mask_offpolicy_in_partial_rollout=True), [[mixed]])
+    expected = rig.train_step(backend(), [[dark]])
     assert metrics["train/trained_tokens"] == 2
     assert metrics["train/loss"] == pytest.approx(expected[0]["train/loss"], abs=1e-7)
-    same(gradient, expected[1])
+    rig.same(gradient, expected[1])
 
 
 # ---------------------------------------------------------------------- rejection
@@ -191,18 +180,18 @@ def test_only_the_newest_version_is_trained(backend) -> None:  # type: ignore[no
 @pytest.mark.parametrize("aggregation", ["rollout_mean", "token_mean", "seq_mean", "constant"])
 def test_renormalised_steps_divide_by_what_is_left(backend, aggregation: str) -> None:  # type: ignore[no-untyped-def]
     """As if the rejected tokens had been masked beforehand, but for rollouts and sequences that still count."""
-    batch = make_sequences(6, dark=False)
+    batch = rig.make_sequences(6, dark=False)
     probe = backend()
     alive = []
-    for made, now in zip(batch, scored(probe, batch), strict=True):
+    for made, now in zip(batch, rig.scored(probe, batch), strict=True):
         kept = (now - made.rollout_log_probs) ** 2 / 2 <= 0.05
         alive.append(dataclasses.replace(made, loss_mask=(made.loss_mask * kept).astype(np.uint8)))
     assert 0 < sum(int(s.loss_mask.sum()) for s in alive) < sum(int(s.loss_mask.sum()) for s in batch)
     fields = {"rollout_rs": ("token_k2=0.05",), "use_tis": True, "loss_aggregation": aggregation, "clip_grad": 0.0}
-    _, gradient, _ = train_step(backend(renormalize_after_rejection=True, **fields), [batch])
-    _, expected, _ = train_step(backend(use_tis=True, loss_aggregation=aggregation, clip_grad=0.0), [alive])
-    same(gradient, expected)
-    _, kept, _ = train_step(backend(**fields), [batch])
+    _, gradient, _ = rig.train_step(backend(renormalize_after_rejection=True, **fields), [batch])
+    _, expected, _ = rig.train_step(backend(use_tis=True, loss_aggregation=aggregation, clip_grad=0.0), [alive])
+    rig.same(gradient, expected)
+    _, kept, _ = rig.train_step(backend(**fields), [batch])
     name = next(iter(kept))
     assert torch.allclose(kept[name], expected[name], atol=1e-6) is (aggregation == "constant")
 
@@ -211,8 +200,8 @@ def test_renormalised_steps_divide_by_what_is_left(backend, aggregation: str) ->
 def test_a_step_of_which_nothing_is_left_changes_nothing(backend, steps: int) -> None:  # type: ignore[no-untyped-def]
     """Not even through KL to the reference, weight decay or Adam's momentum; and it is counted."""
     made = backend(rollout_rs=("token_k2=1e-12",), use_kl_loss=True, kl_loss_coef=0.1, weight_decay=0.1)
-    with unchanged(made):
-        metrics = train_batch(made, make_sequences(6), steps=steps)[-1]
+    with rig.unchanged(made):
+        metrics = rig.train_batch(made, rig.make_sequences(6), steps=steps)[-1]
     assert metrics["correction/all_rejected"] == 1.0
     assert metrics["train/empty_steps"] == steps
     assert metrics["train/loss"] == pytest.approx(0.0, abs=1e-6)
@@ -223,25 +212,25 @@ def test_a_step_of_which_nothing_is_left_changes_nothing(backend, steps: int) ->
 
 
 def test_the_reference_becomes_the_policy_every_so_many_batches(backend, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    batch = make_sequences(6)
+    batch = rig.make_sequences(6)
     options = {"use_kl_loss": True, "kl_loss_coef": 0.1, "ref_update_interval": 2, "lr": 1e-2}
     made = backend(**options)
 
     def kl() -> float:
-        return train_batch(made, batch)[0]["train/kl_loss"]
+        return rig.train_batch(made, batch)[0]["train/kl_loss"]
 
     found = [kl() for _ in range(5)]
     assert [value > 1e-6 for value in found] == [False, True, False, True, False]
     made.save(tmp_path / "state")
     resumed = backend(**options)
     resumed.load(tmp_path / "state")
-    assert differing(state_of(made, "reference"), state_of(resumed, "reference")) == []
+    assert rig.differing(rig.state_of(made, "reference"), rig.state_of(resumed, "reference")) == []
     expected = kl()
     assert expected > 1e-6
     made = resumed
     assert kl() == expected
-    renewed = {name.removeprefix("reference/weights/"): one for name, one in state_of(made, "reference").items()}
-    same(renewed, dict(made._models.model.named_parameters()), atol=0.0)  # the sixth batch
+    renewed = {name.removeprefix("reference/weights/"): one for name, one in rig.state_of(made, "reference").items()}
+    rig.same(renewed, dict(made._models.model.named_parameters()), atol=0.0)  # the sixth batch
 
 
 def test_a_reference_of_another_shape_cannot_be_renewed(backend, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
@@ -268,13 +257,13 @@ def reinforce(tokens: Any, groups: Any, config: Any) -> torch.Tensor:
 @pytest.mark.parametrize("steps", [1, 2])
 def test_groups_are_never_split(backend, steps: int) -> None:  # type: ignore[no-untyped-def]
     """Any token budget gives the same gradient, though each micro-batch takes a mean over its groups."""
-    batch = make_sequences(3, rewards=True, dark=False)
+    batch = rig.make_sequences(3, rewards=True, dark=False)
     options = {"loss_type": "custom_loss", "custom_loss_function_path": f"{__name__}:reinforce"}
     results = []
     for budget in (8, 64, 4096):
         GROUPS_SEEN.clear()
         made = backend(max_tokens_per_gpu=budget, **options)
-        metrics = train_batch(made, batch[4:], batch[:4], steps=steps)
+        metrics = rig.train_batch(made, batch[4:], batch[:4], steps=steps)
         results.append((made, metrics))
         assert sum(len({group for group, _ in one}) for one in GROUPS_SEEN) == 4
         assert sum(len(one) for one in GROUPS_SEEN) == len(batch)
@@ -300,7 +289,7 @@ def entropies(backend, monkeypatch: pytest.MonkeyPatch, batches: int, *, steps: 
     found = []
     for number in range(batches):
         backend.begin_batch(rollouts=12, steps=steps)
-        backend.accumulate(make_sequences(number))
+        backend.accumulate(rig.make_sequences(number))
         for _ in range(steps):
             metrics = backend.step()
             found.append((bool(calls), "train/entropy_loss" in metrics))
@@ -318,7 +307,7 @@ def test_the_entropy_is_computed_in_the_steps_that_report_it(  # type: ignore[no
     assert entropies(every, monkeypatch, 6, steps=steps) == [(one, one) for one in last]
     expected = [(one and at // steps % 3 == 0,) * 2 for at, one in enumerate(last)]
     assert entropies(third, monkeypatch, 6, steps=steps) == expected
-    same(weights_of(third), weights_of(every))  # it is no part of the loss
+    rig.same(rig.weights_of(third), rig.weights_of(every))  # it is no part of the loss
     third.save(tmp_path / "state")
     resumed = backend(entropy_interval=4, **fields)
     resumed.load(tmp_path / "state")  # of six batches

@@ -78,7 +78,7 @@ class Results:
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     root, out = (tmp_path_factory.mktemp(name) for name in ("families", "worlds"))
     models, references = {name: save_model(name, root / name) for name in FAMILIES}, {}
-    with trainer_groups(run, (root, out), list(CASES), out / "rendezvous", imports=MEGATRON, deadline_s=DEADLINE_S):
+    with trainer_groups(run, (root, out), list(CASES), out / "rendezvous", DEADLINE_S, MEGATRON):
         for name, model in models.items():
             with torch.no_grad():
                 scores = log_probs(model(token_ids()).logits, token_ids())

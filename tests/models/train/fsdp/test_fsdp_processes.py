@@ -40,8 +40,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 def make_results(root: Path, world: int) -> None:
     paths = (root / "checkpoints", root / str(world), root / "states")
-    imports = ["transformers.models.qwen3.modeling_qwen3", "peft"]
-    with trainer_groups(run, paths, [world], root / "rendezvous", imports=imports, deadline_s=DEADLINE_S):
+    with trainer_groups(run, paths, [world], root / "rendezvous", DEADLINE_S):
         expected_of(root / "checkpoints", root / f"alone{world}", world)
 
 

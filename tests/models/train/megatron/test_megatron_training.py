@@ -69,7 +69,7 @@ def test_every_layout_trains_as_torch_does(tmp_path: Path, selection: str) -> No
     out.mkdir()
     make_models(models)
     worlds, given = sorted({case.world for case in cases}), (models, out, selection)
-    with trainer_groups(run_cases, given, worlds, tmp_path / "rendezvous", imports=MEGATRON, deadline_s=DEADLINE_S):
+    with trainer_groups(run_cases, given, worlds, tmp_path / "rendezvous", DEADLINE_S, MEGATRON):
         expected = of_torch(models, cases)
     wrong = [text for case in cases for recipe in case.recipes for text in differences(case, recipe, out, expected)]
     assert not wrong, "\n".join(wrong[:40])
@@ -136,8 +136,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def make_runs(root: Path, worlds: Sequence[int], more: str = "") -> None:
     given = [*(root / name for name in ("models", "states", "out")), more]
-    meetings = root / f"rendezvous{more}"
-    with trainer_groups(work, given, worlds, meetings, imports=MEGATRON, deadline_s=CHECKPOINT_DEADLINE_S):
+    with trainer_groups(work, given, worlds, root / f"rendezvous{more}", CHECKPOINT_DEADLINE_S, MEGATRON):
         pass
 
 
