@@ -209,10 +209,10 @@ def train_batch(
 
 @contextmanager
 def unchanged(backend: Trainer) -> Iterator[None]:
-    """The weights stay as they are within it, bit by bit."""
-    before = weights_of(backend)
+    """All that a checkpoint would hold stays as it is within it, bit by bit."""
+    before = {name: tensor.clone() for name, tensor in state_of(backend).items()}
     yield
-    assert differing(weights_of(backend), before) == []
+    assert differing(state_of(backend), before) == []
 
 
 def train_step(backend: Trainer, calls: Sequence[Sequence[TrainSequence]], *, flush: bool = False) -> Trained:
@@ -237,10 +237,10 @@ def train_step(backend: Trainer, calls: Sequence[Sequence[TrainSequence]], *, fl
     return metrics, gradient, weights_of(backend)
 
 
-def state_of(backend: Trainer, part: str) -> Tensors:
-    """What a checkpoint would hold of a part; live tensors."""
+def state_of(backend: Trainer, part: str = "") -> Tensors:
+    """What a checkpoint would hold, of a part or of all; live tensors."""
     models: Any = backend._models
-    return {name: one for name, one in models.parts().tensors().items() if name.startswith(f"{part}/")}
+    return {name: one for name, one in models.parts().tensors().items() if name.startswith(part)}
 
 
 def weights_of(backend: Trainer) -> dict[str, torch.Tensor]:

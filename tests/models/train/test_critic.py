@@ -109,8 +109,6 @@ def test_a_value_that_is_not_finite_reaches_neither_optimizer(backend) -> None: 
     batch = with_rewards(make_sequences(0))
     made = backend(**PPO)
     train_batch(made, batch)
-    critic = {k: v.clone() for k, v in state_of(made, "critic").items()}
     with unchanged(made):
         [metrics] = train_batch(made, [dataclasses.replace(s, reward=float("inf")) for s in batch])
     assert metrics["train/skipped_steps"] == 2.0  # the policy's and the critic's
-    assert differing(state_of(made, "critic"), critic) == []

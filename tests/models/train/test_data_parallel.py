@@ -83,10 +83,7 @@ def run(checkpoint: str, out: str, rank: int, world: int, rendezvous: str) -> No
 def test_shares_make_the_update_of_the_whole(tiny: Path, tmp_path: Path) -> None:
     for name in ("1", "2", "4"):
         (tmp_path / name).mkdir()
-    imports = ["transformers.models.qwen3.modeling_qwen3"]
-    with rig.trainer_groups(
-        run, (tiny, tmp_path), (2, 4), tmp_path / "rendezvous", imports=imports, deadline_s=DEADLINE_S
-    ):
+    with rig.trainer_groups(run, (tiny, tmp_path), (2, 4), tmp_path / "rendezvous", DEADLINE_S):
         train(tiny, tmp_path / "1", 0, None)
     for world in (2, 4):
         for name in CASES:

@@ -161,9 +161,8 @@ def test_common_prompts_leave_room_in_the_budget(backend) -> None:  # type: igno
     """Eight responses to a prompt of 20 need 20 + 8 * 3 inputs, so they fit one micro-batch of 64."""
     made = backend(max_tokens_per_gpu=64)
     prompt = list(range(1, 21))
-    calls = [
-        [rig.sequence(rollout=index, tokens=[*prompt, 1, 2, 3, index + 4], mask=[1, 1, 1, 1])] for index in range(8)
-    ]
+    responses = [[*prompt, 1, 2, 3, index + 4] for index in range(8)]
+    calls = [[rig.sequence(rollout=at, tokens=tokens, mask=[1] * 4)] for at, tokens in enumerate(responses)]
     [metrics] = rig.train_batch(made, *calls)
     assert metrics["train/micro_batches"] == 1
     assert metrics["train/shared_prompt_frac"] == pytest.approx(1 - 44 / 184)
@@ -265,14 +264,13 @@ def test_rows_suit_the_device(backend, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_gradient_that_is_not_finite_changes_nothing(backend, poison: float) -> None:  # type: ignore[no-untyped-def]
     made = backend(lr_warmup_iters=3)
     rig.train_batch(made, rig.make_sequences())
-    before, moments = rig.weights_of(made), {k: v.clone() for k, v in made._models.updater.state_tensors().items()}
+    before = rig.weights_of(made)
     batch = rig.make_sequences(seed=1)
     batch[0].advantages[batch[0].loss_mask == 1] = poison
     with rig.unchanged(made):
         [metrics] = rig.train_batch(made, batch)
     assert metrics["train/skipped_steps"] == 1
     assert not np.isfinite(metrics["train/grad_norm"])
-    assert rig.differing(made._models.updater.state_tensors(), moments) == []
     [metrics] = rig.train_batch(made, rig.make_sequences(seed=2))
     assert metrics["train/skipped_steps"] == 1  # counted once, and training goes on
     assert metrics["train/lr"] == pytest.approx(2e-3 / 3)  # the warm-up counts updates
