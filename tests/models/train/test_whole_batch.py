@@ -82,9 +82,9 @@ def test_later_steps_look_at_the_weights_of_their_own_start(backend, monkeypatch
     def spy(examples: Any, *rest: Any) -> Any:
         facts = original(examples, *rest)
         for example in examples:
-            rig.sequence = by_ids[example.tokens.tobytes()]
-            (now,) = rig.scored(made, [rig.sequence])
-            np.testing.assert_allclose(example.current_log_probs, now[rig.sequence.loss_mask > 0], atol=1e-5)
+            sequence = by_ids[example.tokens.tobytes()]
+            (now,) = rig.scored(made, [sequence])
+            np.testing.assert_allclose(example.current_log_probs, now[sequence.loss_mask > 0], atol=1e-5)
         seen.append(facts.m2po_bound)
         return facts
 
