@@ -42,8 +42,11 @@ packings = st.builds(
 )
 
 
+Batch = tuple[list[npt.NDArray[np.int32]], list[int]]
+
+
 @st.composite
-def batches(draw: st.DrawFn) -> tuple[list[npt.NDArray[np.int32]], list[int]]:
+def batches(draw: st.DrawFn) -> Batch:
     """Sequences of ids with their prompt lengths; some share a prompt."""
     rng = np.random.default_rng(draw(st.integers(0, 2**31)))
     tokens, prompts = [], []
@@ -57,9 +60,7 @@ def batches(draw: st.DrawFn) -> tuple[list[npt.NDArray[np.int32]], list[int]]:
 
 
 @given(batches(), packings)
-def test_every_sequence_once_and_the_budget_kept(
-    batch: tuple[list[npt.NDArray[np.int32]], list[int]], packing: Packing
-) -> None:
+def test_every_sequence_once_and_the_budget_kept(batch: Batch, packing: Packing) -> None:
     tokens, prompts = batch
     layouts = plan(tokens, prompts, packing)
     assert sorted(item for layout in layouts for item in layout.items) == list(range(len(tokens)))
@@ -84,9 +85,7 @@ def test_every_sequence_once_and_the_budget_kept(
 
 
 @given(batches(), packings)
-def test_arrays_show_each_sequence_its_own_past_and_nothing_else(
-    batch: tuple[list[npt.NDArray[np.int32]], list[int]], packing: Packing
-) -> None:
+def test_arrays_show_each_sequence_its_own_past_and_nothing_else(batch: Batch, packing: Packing) -> None:
     tokens, prompts = batch
     rng = np.random.default_rng(0)
     chosen = [

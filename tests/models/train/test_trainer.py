@@ -206,22 +206,19 @@ def test_what_a_loss_of_the_user_draws_begins_with_the_seed_of_the_run(member: b
         assert drawn(7) == drawn(7) != drawn(8)
 
 
+ALLOCATOR, CONNECTIONS = "PYTORCH_CUDA_ALLOC_CONF", "CUDA_DEVICE_MAX_CONNECTIONS"
+SEGMENTS = {ALLOCATOR: "expandable_segments:True"}
+ON_MEGATRON = {"train_backend": "megatron"}
+
+
 @pytest.mark.parametrize(
     ("train", "before", "after"),
     [
-        ({}, {}, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}),
+        ({}, {}, SEGMENTS),
         ({}, {"PYTORCH_ALLOC_CONF": "backend:native"}, {"PYTORCH_ALLOC_CONF": "backend:native"}),
-        (
-            {"train_backend": "megatron"},
-            {"PYTORCH_CUDA_ALLOC_CONF": ""},
-            {"PYTORCH_CUDA_ALLOC_CONF": "", "CUDA_DEVICE_MAX_CONNECTIONS": "1"},
-        ),
-        (
-            {"train_backend": "megatron", "train_device": "cuda:1"},
-            {"CUDA_DEVICE_MAX_CONNECTIONS": "8"},
-            {"CUDA_DEVICE_MAX_CONNECTIONS": "8", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
-        ),
-        ({"train_backend": "megatron", "train_device": "cpu"}, {}, {}),
+        (ON_MEGATRON, {ALLOCATOR: ""}, {ALLOCATOR: "", CONNECTIONS: "1"}),
+        (ON_MEGATRON | {"train_device": "cuda:1"}, {CONNECTIONS: "8"}, {CONNECTIONS: "8", **SEGMENTS}),
+        (ON_MEGATRON | {"train_device": "cpu"}, {}, {}),
     ],
 )
 def test_gpus_are_set_up_where_the_user_has_not_done_so(
