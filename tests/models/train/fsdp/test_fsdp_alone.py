@@ -133,6 +133,20 @@ def test_what_was_gathered_for_scoring_is_not_used_after_an_update(make: Make) -
         assert abs(own - old).max() > 1e-3
 
 
+def test_a_gradient_that_is_not_finite_changes_nothing(make: Make) -> None:
+    trainer = make()
+    before = state_of(trainer)
+    models: Any = trainer._models
+    trainer.accumulate(make_sequences(0))
+    trainer.flush()
+    models.model.model.norm.weight.grad.to_local()[0] = float("inf")
+    metrics = trainer.step()
+    assert metrics["train/skipped_steps"] == 1
+    assert metrics["train/grad_norm"] == float("inf")
+    assert models.updater.updates == 0
+    assert differing(state_of(trainer), before) == []
+
+
 @pytest.fixture(scope="module")
 def architectures(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("architectures")

@@ -207,10 +207,11 @@ def test_two_ranks_train_as_one_process(ranks: Ranks, slots: Slots, tiny: Path, 
         trainer_group.flush()
 
     # A slot that does not fit is an error of the call alone: of rank 0, the other has run the same export to its end.
-    again = ranks.backend()
+    again, fresh = ranks.backend(), Slots(tmp_path / "fresh", tiny)
     again.setup()
     with pytest.raises(LayoutMismatch, match="is not in the slot's layout"):
-        again.write_slot(slots.directory, checkpoint(tmp_path / "other"), 0, 0)
+        again.write_slot(fresh.directory, checkpoint(tmp_path / "other"), 0, 0)
+    fresh.close()
     train_batch(again, 0)
     assert ranks.incarnation == 1
     again.close()
