@@ -137,6 +137,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(make: Make) -> None:
     trainer = make()
     before = state_of(trainer)
     models: Any = trainer._models
+    trainer.begin_batch(rollouts=12, steps=1)
     trainer.accumulate(make_sequences(0))
     trainer.flush()
     models.model.model.norm.weight.grad.to_local()[0] = float("inf")
