@@ -178,6 +178,7 @@ def test_a_mean_of_ones_counts_what_is_trained(step: list[Sequence_]) -> None:
     everyone = {r for r, _, _ in step}
     assert reduce("rollout_mean", ones) == pytest.approx(len(live) / len(everyone))
     assert reduce("token_mean", ones) == pytest.approx(1.0 if live else 0.0)
+    assert reduce("seq_mean", ones) == pytest.approx(np.mean([any(mask) for _, _, mask in step]))
 
 
 def test_empty_step_and_wrong_name() -> None:
