@@ -69,11 +69,12 @@ def test_packed_log_probs_are_those_of_each_sequence_alone(
     with torch.no_grad():
         alone = [score(pack_rows(Layout(((unit,),), unit.length), tokens, chosen))[0] for unit in single]
         for name, layout in layouts.items():
-            with Living(score.model.get_output_embeddings().weight, width=loaded.model.config.vocab_size) as logits:
-                found, _ = score(pack_rows(layout, tokens, chosen))
-            assert logits.rows == 16, "no more than a chunk of tokens has logits at a time"
+            found, _ = score(pack_rows(layout, tokens, chosen))
             expected = torch.cat([alone[item] for item in layout.items])
             torch.testing.assert_close(found, expected, atol=1e-5, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
+        with Living(score.model.get_output_embeddings().weight, width=loaded.model.config.vocab_size) as logits:
+            score(pack_rows(layouts["padded"], tokens, chosen))
+        assert logits.rows == 16, "no more than a chunk of tokens has logits at a time"
         # The same against transformers' own logits.
         ids = torch.from_numpy(tokens[6].astype(np.int64))
         logits = loaded.model(input_ids=ids[None, :-1]).logits[0].float() / 0.7
