@@ -61,6 +61,22 @@ def made_model() -> list[str]:
     return ["--hf-checkpoint", str(_made()[1])]
 
 
+SEVENS = '''
+def sevens(response, label, metadata):
+    """The share of sevens: dense, and learned within 40 batches by a random model."""
+    return response.count("7") / max(len(response), 1)
+'''
+
+
+def sevens(directory: Path) -> list[str]:
+    """Flags of a run that a random model visibly learns in, started in this directory."""
+    (directory / "sevens.py").write_text(SEVENS)
+    return [
+        "--custom-rm-path", "sevens:sevens", "--rm-type", "auto", "--num-rollout", "40", "--rollout-batch-size", "8",
+        "--n-samples-per-prompt", "8", "--rollout-max-response-len", "8", "--lr", "1e-3", "--log-interval", "10",
+    ]  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Finished:
     """A run that ended."""
@@ -80,7 +96,8 @@ class Finished:
 
     def check(self, code: int = 0) -> Finished:
         """It has ended with this exit code, with balanced books."""
-        assert self.code == code, f"exit code {self.code}\n{self.out[-2000:]}\n{self.err[-3000:]}"
+        logs = logs_of(self.run_dir)
+        assert self.code == code, f"exit code {self.code}\n{self.out[-2000:]}\n{self.err[-3000:]}\n{logs}"
         self.check_books()
         return self
 
@@ -109,6 +126,10 @@ class Finished:
                 assert event.oldest <= (in_force[-1] if in_force else widest), event
 
 
+def logs_of(run_dir: Path) -> str:
+    return "\n".join(f"--- {p.name}\n{p.read_text()[-1500:]}" for p in sorted(run_dir.glob("logs/*.log")))
+
+
 def environment(**extra: str) -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **extra}
 
@@ -121,14 +142,24 @@ def start(run_dir: Path | None, *flags: str, cwd: Path = ROOT, **env: str) -> su
     )
 
 
+@contextlib.contextmanager
+def running(run_dir: Path, *flags: str) -> Iterator[subprocess.Popen[str]]:
+    """A run that goes on; killed, should a block of its test fail."""
+    process = start(run_dir, *flags)
+    try:
+        yield process
+    except BaseException:
+        process.kill()
+        raise
+
+
 def finish(process: subprocess.Popen[str], run_dir: Path, timeout_s: float = 240) -> Finished:
     try:
         out, err = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
         process.kill()
         out, err = process.communicate()
-        logs = "\n".join(f"--- {p.name}\n{p.read_text()[-1500:]}" for p in sorted(run_dir.glob("logs/*.log")))
-        messages = f"{out[-3000:]}\n{err[-3000:]}\n{logs}"
+        messages = f"{out[-3000:]}\n{err[-3000:]}\n{logs_of(run_dir)}"
         raise AssertionError(f"the run did not end within {timeout_s} s\n{messages}") from None
     return Finished(process.returncode, untimed(out), err, run_dir)
 
@@ -145,11 +176,7 @@ def launch(run_dir: Path, *flags: str, cwd: Path = ROOT, timeout_s: float = 240,
 
 def succeed(run_dir: Path, *flags: str, cwd: Path = ROOT, **env: str) -> Finished:
     """Run to the end; it must succeed with balanced books."""
-    done = launch(run_dir, *flags, cwd=cwd, **env)
-    logs = "\n".join(f"--- {p.name}\n{p.read_text()[-1500:]}" for p in sorted(run_dir.glob("logs/*.log")))
-    assert done.code == 0, f"exit code {done.code}\n{done.out[-2000:]}\n{done.err[-2000:]}\n{logs}"
-    done.check_books()
-    return done
+    return launch(run_dir, *flags, cwd=cwd, **env).check()
 
 
 def here(run_dir: Path, *flags: str, cwd: Path = ROOT) -> Finished:

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from launching import SIMULATED, SMALL, here, made_model, succeed_here
+from launching import SIMULATED, SMALL, here, made_model, sevens, succeed_here
 from scripted_run import Scripted, scripted
 
 import launch as program
@@ -50,42 +50,29 @@ def recipe(directory: Path, text: str = RECIPE) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_run_whose_rollouts_live_in_an_environment(tmp_path: Path) -> None:
-    done = succeed_here(tmp_path / "run", *recipe(tmp_path), "--scale", "agents=2", "--scale", "group=2")
-    rows = list(read_metrics(done.run_dir / "metrics.jsonl"))
-    trained = [row for row in rows if "env/world/turns" in row]
-    assert len(trained) == 2
-    assert all(1 <= row["env/world/turns"] <= 3 for row in trained)
-    # Each episode earns 1 at its end and 0.25 with each turn before; what graders say is not asked for.
-    for row in trained:
-        assert row["train/reward_mean"] == pytest.approx(1 + 0.25 * (row["env/world/turns"] - 1))
-        assert row["rollout/turns/mean"] == row["env/world/turns"]
-    assert [row["eval/world"] for row in rows if "eval/world" in row] == [1.0, 1.0]
-    tasks = [json.loads(line) for line in (done.run_dir / "assets/data/world-train.jsonl").read_text().splitlines()]
-    assert len(tasks) == 40
-    assert tasks[1] == {
-        "input": "world",
-        "turns": 2,
-        "split": "train",
-        "seed": 42,
-        "prompt": "",
-        "metadata": {"turns": 2, "split": "train", "seed": 42, "prompt": "", "environment": "world"},
-    }
-
-
-@pytest.mark.slow
-def test_rows_of_two_environments_are_trained_and_a_resume_goes_on_with_the_next_row(tmp_path: Path) -> None:
+def test_a_run_whose_rollouts_live_in_environments_and_a_resume_goes_on_with_the_next_row(tmp_path: Path) -> None:
     other = RECIPE.partition("[data]")[0].replace('"world"', '"other"').replace("workers = 2", "")
     mixed = other + RECIPE.replace('prompt_data = ["world"]', 'prompt_data = ["world@[0:3]", "other@[0:1]"]', 1)
-    flags = [*recipe(tmp_path, mixed), "--num-rollout", "1", "--save-interval", "1"]
+    flags = [*recipe(tmp_path, mixed), "--save-interval", "2", "--scale", "agents=2", "--scale", "group=2"]
     run_dir = succeed_here(tmp_path / "run", *flags).run_dir
-    assert program.main(["--resume", str(run_dir), "--num-rollout", "3"]) == 0
+    assert program.main(["--resume", str(run_dir), "--num-rollout", "4"]) == 0
+    rows = list(read_metrics(run_dir / "metrics.jsonl"))
+    trained = [row for row in rows if "env/world/turns" in row]
+    assert len(trained) == 4
+    for row in trained:
+        assert 1 <= row["env/world/turns"] <= 3
+        # Each episode earns 1 at its end and 0.25 with each turn before; what graders say is not asked for.
+        assert row["train/reward_mean"] == pytest.approx(1 + 0.25 * (row["rollout/turns/mean"] - 1))
+    assert "env/other/turns" in set().union(*rows)
+    assert {row["eval/world"] for row in rows if "eval/world" in row} == {1.0}
+    tasks = [json.loads(line) for line in (run_dir / "assets/data/world-train.jsonl").read_text().splitlines()]
+    assert len(tasks) == 40
+    own = {"turns": 2, "split": "train", "seed": 42, "prompt": ""}
+    assert tasks[1] == {"input": "world", **own, "metadata": {**own, "environment": "world"}}
     ledger = [json.loads(line) for line in (run_dir / "ledger.jsonl").read_text().splitlines()]
     positions = [line["position"] for line in ledger if line["type"] == "admit" and not line["requeued"]]
     assert positions == list(range(len(positions)))
-    assert len(positions) >= 12
-    names = set().union(*read_metrics(run_dir / "metrics.jsonl"))
-    assert {"env/world/turns", "env/other/turns"} <= names
+    assert len(positions) >= 16
 
 
 @pytest.mark.parametrize(
@@ -110,11 +97,6 @@ def test_what_cannot_work_is_refused_before_anything_starts(
 # A tiny model visibly learns through clients that know nothing of Sluice, each in the environment that has it.
 
 
-SEVENS = '''
-def sevens(response, label, metadata):
-    """The share of sevens: dense, and learned within a few batches by a random model."""
-    return response.count("7") / max(len(response), 1)
-'''
 LEARNING_RECIPE = """
 [[environment]]
 name = "{pack}"
@@ -126,15 +108,11 @@ python = "{python}"
 @pytest.mark.parametrize(("pack", "module"), [("openai_client", "openai"), ("openai_agents", "agents")])
 def test_a_model_learns_through_a_client(pack: str, module: str, tmp_path: Path) -> None:
     """A random model's answers have one seven in twenty characters."""
-    (tmp_path / "sevens.py").write_text(SEVENS)
     (tmp_path / "agent.toml").write_text(LEARNING_RECIPE.format(pack=pack, python=interpreter(module)))
     done = succeed_here(
-        tmp_path / "run", "--config", str(tmp_path / "agent.toml"), *SMALL, *made_model(),
-        "--custom-rm-path", "sevens:sevens", "--rm-type", "auto", "--num-rollout", "24", "--rollout-batch-size", "4",
-        "--n-samples-per-prompt", "8", "--rollout-max-response-len", "8", "--lr", "2e-3", "--log-interval", "5",
-        cwd=tmp_path,
+        tmp_path / "run", "--config", str(tmp_path / "agent.toml"), *SMALL, *made_model(), *sevens(tmp_path),
+        "--num-rollout", "24", "--rollout-batch-size", "4", "--lr", "2e-3", cwd=tmp_path,
     )  # fmt: skip
-    done.check_books()
     reward = done.summary["reward"]
     assert reward["first"] < 0.2, reward
     assert reward["last"] > 0.45, reward

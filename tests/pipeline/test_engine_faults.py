@@ -25,7 +25,9 @@ from launching import (
     SMALL,
     Finished,
     alive,
+    check_token,
     environment,
+    files_with,
     finish,
     here,
     made_model,
@@ -65,10 +67,12 @@ def started_again(run_dir: Path, name: str, incarnation: int) -> Callable[[], bo
     "backends", [pytest.param([], id="embedded", marks=pytest.mark.full), pytest.param(SIMULATED, id="simulated")]
 )
 def test_engines_that_die_and_hang_are_started_again(tmp_path: Path, backends: list[str]) -> None:
+    """Every request brings the run's token, also to the engines that are started again, and nobody shows it."""
     run_dir = tmp_path / "run"
     flags = [*SMALL, *made_model(), *QUICK_LOOKS, *backends, "--num-rollout", "400", "--scale", "engine=2"]
-    process = start(run_dir, *flags)
+    process = start(run_dir, *flags, "--use-tensorboard")
     wait_for_steps(process, run_dir, 2)
+    check_token(run_dir, process.pid, engine_0="/server_info", engine_1="/model_info")
     hung = int((run_dir / "replicas" / "engine-1.pid").read_text())
     kill(run_dir, "engine-0", signal.SIGKILL)
     kill(run_dir, "engine-1", signal.SIGSTOP)  # for a while there is no engine at all
@@ -77,8 +81,12 @@ def test_engines_that_die_and_hang_are_started_again(tmp_path: Path, backends: l
     assert not alive(hung), "what hung is ended before its successor is announced"
     again = sum(json.loads(line).get("step", 0) > 0 for line in (run_dir / "metrics.jsonl").read_text().splitlines())
     wait_for_steps(process, run_dir, again + 2)
+    token = check_token(run_dir, process.pid, engine_0="/server_info", engine_1="/model_info")
     process.send_signal(signal.SIGINT)
     done = finish(process, run_dir).check(130)
+    assert not Path(token.path).exists()
+    assert token.token.text not in done.out + done.err
+    assert files_with(run_dir, token.token.text) == []
     summary = done.summary
     assert summary["engine"]["restarts"] == 2
     assert summary["engine"]["count"] == 2

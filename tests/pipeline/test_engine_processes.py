@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import signal
-import subprocess
 import sys
-import time
+import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,13 +15,14 @@ from typing import Any
 import msgspec
 import pytest
 from fake_servers import PATIENCE_S, Told, configured, gone, outside, scheduler
-from launching import ROOT, SIMULATED, SMALL, check_token, files_with, finish, here, made_model, start, succeed_here
+from launching import SIMULATED_TRAINER, SMALL, files_with, here, made_model, succeed_here
 
 from configs.schema import Config
 from configs.schema.rollout import EngineConfig, SimulatedEngineConfig
 from models.engines.client import EngineClient
 from models.engines.protocol import GenerateRequest, SamplingParams
-from models.engines.token import TokenFile, run_token
+from models.engines.serve import EngineServer
+from models.engines.token import Token, TokenFile, run_token
 from models.fault_injection import FaultPlan
 from pipeline.errors import ReplicaFailed, leaf
 from pipeline.facts.run_directory import EngineSpec, Kind, RunDir
@@ -34,6 +33,7 @@ from pipeline.supervise import engine_servers
 from pipeline.supervise.engine_servers import EmbeddedOrSimulatedServer
 from pipeline.supervise.health_probe import HealthProbe, HttpProbe, SchedulerProbe
 from pipeline.supervise.restarts import Restarts, ServerSupervisor, StartCommand, SupervisedServer
+from tests.hostile_engine import SpoiltEngine, serving
 from tests.stages.stage_rig import until
 
 pytestmark = pytest.mark.slow
@@ -96,59 +96,48 @@ class Kept:
             await self.launcher.stop_all()
 
 
-# ------------------------------------------------------------------ the engines stage's word
-
-
-async def test_an_engine_that_takes_no_weights_is_started_anew_and_its_next_life_is_not_blamed(
-    rundir: RunDir, fake: Path
-) -> None:
-    kept = Kept(rundir, fake)
-    async with kept.running():
-        await kept.told.until("up")
-        first = kept.pid
-        kept.told.complaints["engine-0", 0] = "5 failures in a row: no room for them"
-        assert await kept.told.until("lost") == ("lost", "engine", "engine-0", "5 failures in a row: no room for them")
-        assert gone(first)
-        assert (await kept.told.until("up", 2))[3] == "1"
-        await asyncio.sleep(3 * kept.config.health.rollout_health_check_interval)
-    assert [event[0] for event in kept.told.events] == ["up", "lost", "up"]
-
-
 # ------------------------------------------------------------------ one server
 
 
-async def test_a_server_is_announced_when_it_serves_and_again_after_its_death(rundir: RunDir, fake: Path) -> None:
+async def test_a_server_is_announced_again_after_its_death_and_when_it_takes_no_weights(
+    rundir: RunDir, fake: Path
+) -> None:
+    """The word of the engines stage is of one life; the next is not blamed."""
     kept = Kept(rundir, fake)
     async with kept.running():
-        first = await kept.told.until("up")
-        assert first[3:] == ("0", "9.9")
+        assert (await kept.told.until("up"))[3:] == ("0", "9.9")
         assert any("engine-0: up after" in line for line in kept.told.lines)
         child, pid = await kept.child(), kept.pid
         os.kill(pid, signal.SIGKILL)
-        second = await kept.told.until("up", 2)
-        assert second[3] == "1"
+        assert (await kept.told.until("up", 2))[3] == "1"
         assert gone(child), "what a dead server leaves behind is ended with it"
-        assert kept.told.events[1] == ("lost", "engine", "engine-0", "signal SIGKILL")
-        assert [event[2] for event in kept.told.events if event[0] == "lost"] == ["engine-0"]
+        assert await kept.told.until("lost") == ("lost", "engine", "engine-0", "signal SIGKILL")
+        pid = kept.pid
+        kept.told.complaints["engine-0", 1] = "5 failures in a row: no room for them"
+        why = ("lost", "engine", "engine-0", "5 failures in a row: no room for them")
+        assert await kept.told.until("lost", 2) == why
+        assert gone(pid)
+        assert (await kept.told.until("up", 3))[3] == "2"
+        await asyncio.sleep(3 * kept.config.health.rollout_health_check_interval)
         child, pid = await kept.child(), kept.pid
+    assert [event[0] for event in kept.told.events] == ["up", "lost", "up", "lost", "up"]
     assert gone(child)
     assert gone(pid)
 
 
-@pytest.mark.parametrize("whole", [True, False])
-async def test_a_hung_server_is_ended_and_started_again(rundir: RunDir, fake: Path, whole: bool) -> None:
+async def test_a_hung_server_is_ended_and_started_again(rundir: RunDir, fake: Path) -> None:
     kept = Kept(rundir, fake)
     async with kept.running():
-        await kept.told.until("up")
-        child, pid = await kept.child(), kept.pid
-        os.kill(pid if whole else child, signal.SIGSTOP)  # a stopped scheduler leaves /health as it is
-        lost = await kept.told.until("lost")
-        why = "/health gave no answer within 0.5 s" if whole else "is stopped"
-        assert "2 failed health checks in a row" in lost[3]
-        assert why in lost[3]
-        assert gone(child), "it is ended before its loss is told"
-        assert gone(pid)
-        assert (await kept.told.until("up", 2))[3] == "1"
+        for life, why in enumerate(("is stopped", "/health gave no answer within 0.5 s"), 1):
+            assert (await kept.told.until("up", life))[3] == str(life - 1)
+            child, pid = await kept.child(), kept.pid
+            os.kill(child if life == 1 else pid, signal.SIGSTOP)  # a stopped scheduler leaves /health as it is
+            lost = await kept.told.until("lost", life)
+            assert "2 failed health checks in a row" in lost[3]
+            assert why in lost[3]
+            assert gone(child), "it is ended before its loss is told"
+            assert gone(pid)
+        await kept.told.until("up", 3)
 
 
 async def test_a_scheduler_may_be_silent_while_it_loads_weights(fake: Path) -> None:
@@ -164,111 +153,83 @@ async def test_a_scheduler_may_be_silent_while_it_loads_weights(fake: Path) -> N
             assert fault == "the scheduler does not answer: /server_info gave no answer within 0.5 s"
 
 
-async def test_a_server_that_never_comes_up_ends_the_run_with_its_last_words(rundir: RunDir, fake: Path) -> None:
-    kept = Kept(rundir, fake, "broken")
-    with pytest.raises(BaseExceptionGroup) as raised:
+@pytest.mark.parametrize(
+    ("mode", "restarts", "kills", "wait_s", "words"),
+    [
+        # Not its last line, which says nothing.
+        ("broken", 5, 0, 300.0, ["ended with exit code 1 before it served, 2 times", "ValueError: the checkpoint has"]),
+        ("never", 5, 0, 3.0, ["did not serve within --rollout-health-check-first-wait 3 s: still loading"]),
+        ("serve", 1, 2, 300.0, ["ended 2 times within 60 minutes, last with signal SIGKILL", "--max-restarts"]),
+        # A kill from outside says nothing about the next start, so only --max-restarts bounds it.
+        ("never", 2, 3, 300.0, ["ended 3 times within 60 minutes, last with signal SIGKILL"]),
+    ],
+)
+async def test_what_ends_the_run(
+    mode: str, restarts: int, kills: int, wait_s: float, words: list[str], rundir: RunDir, fake: Path
+) -> None:
+    kept, killed = Kept(rundir, fake, mode, restarts, rollout_health_check_first_wait=wait_s), [0]
+
+    async def until_the_end() -> None:
         async with kept.running():
-            await asyncio.sleep(PATIENCE_S)
-    error = leaf(raised.value)
-    assert isinstance(error, ReplicaFailed)
-    assert "engine-0 ended with exit code 1 before it served, 2 times" in str(error)
-    assert "ValueError: the checkpoint has no head" in str(error), "not the last line, which says nothing"
-    assert kept.server.births == 2
-
-
-async def test_waiting_for_a_server_is_bounded(rundir: RunDir, fake: Path) -> None:
-    kept = Kept(rundir, fake, "never", rollout_health_check_first_wait=3.0)
-    with pytest.raises(BaseExceptionGroup) as raised:
-        async with kept.running():
-            await asyncio.sleep(PATIENCE_S)
-    assert "did not serve within --rollout-health-check-first-wait 3 s: still loading" in str(leaf(raised.value))
-    assert gone(kept.pid)
-
-
-async def test_restarts_have_a_budget(rundir: RunDir, fake: Path) -> None:
-    kept = Kept(rundir, fake, restarts=1)
-
-    async def killed_twice() -> None:
-        async with kept.running():
-            for life in (1, 2):
-                await kept.told.until("up", life)
-                os.kill(kept.pid, signal.SIGKILL)
-            await asyncio.sleep(PATIENCE_S)
-
-    with pytest.raises(BaseExceptionGroup) as raised:
-        await killed_twice()
-    assert "engine-0 ended 2 times within 60 minutes, last with signal SIGKILL" in str(leaf(raised.value))
-    assert "--max-restarts" in str(leaf(raised.value))
-
-
-async def test_a_server_that_is_killed_while_it_starts_is_started_again(rundir: RunDir, fake: Path) -> None:
-    """A kill from outside says nothing about the next start, so only --max-restarts bounds it."""
-    kept, killed = Kept(rundir, fake, "never", restarts=2), [0]
-
-    async def killed_thrice() -> None:
-        async with kept.running():
-            while len(killed) <= 3:
+            while len(killed) <= kills:
+                if mode == "serve":
+                    await kept.told.until("up", len(killed))
                 await until(lambda: (rundir.specs / "engine-0.pid").exists() and kept.pid not in killed)
                 killed.append(kept.pid)
                 os.kill(kept.pid, signal.SIGKILL)
             await asyncio.sleep(PATIENCE_S)
 
     with pytest.raises(BaseExceptionGroup) as raised:
-        await killed_thrice()
-    assert "engine-0 ended 3 times within 60 minutes, last with signal SIGKILL" in str(leaf(raised.value))
+        await until_the_end()
+    error = leaf(raised.value)
+    assert isinstance(error, ReplicaFailed)
+    for one in ("engine-0", *words):
+        assert one in str(error)
+    assert kept.server.births == (2 if mode == "broken" else max(1, kills))
+    assert gone(kept.pid)
 
 
-# The token of a run's servers: wanted by each of them, and seen by nobody.
+# The token of servers; that of a run's own servers is in tests/pipeline/test_engine_faults.py.
 
 
-def test_every_request_of_a_run_brings_its_token_and_shows_it_nowhere(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    process = start(run_dir, *SMALL, *made_model(), *SIMULATED, "--use-tensorboard", "--num-rollout", "60")
-    try:
-        file = check_token(run_dir, process.pid, engine_0="/server_info")
-    finally:
-        done = finish(process, run_dir).check()
-    assert not Path(file.path).exists()
-    assert file.token.text not in done.out + done.err
-    assert files_with(run_dir, file.token.text) == []
+QUICK = SimulatedEngineConfig(vocab_size=32, length_mean=6.0, update_s=0.01)
 
 
-@pytest.fixture
-def running_server(tmp_path: Path) -> Iterator[tuple[str, Path]]:
-    """A server that runs already: its address, and the file with its token."""
-    token, ready = run_token(tmp_path / "theirs").path, tmp_path / "ready.json"
-    argv = [sys.executable, "-m", "models.engines.serve", "--engine", "embedded", "--model-path", made_model()[1]]
-    argv += ["--token-file", token, "--ready-file", str(ready)]
-    with subprocess.Popen(argv, cwd=ROOT) as process:
-        try:
-            while not ready.exists():
-                assert process.poll() is None
-                time.sleep(0.05)
-            yield json.loads(ready.read_text())["url"], Path(token)
-        finally:
-            process.kill()
+class WithToken(SpoiltEngine):
+    """A server that runs already, with a token of its own."""
+
+    def __init__(self, token: Token) -> None:
+        super().__init__(EngineConfig(engine="simulated", simulated=QUICK), made_model()[1], {})
+        self.token = token
+
+    async def serve(self, up: threading.Event, stop: asyncio.Event) -> None:
+        async with EngineServer(self.config, self.model, max_context_len=None, seed=0, token=self.token) as self.server:
+            self.url = self.server.url
+            up.set()
+            await stop.wait()
 
 
-def test_engines_that_run_already_want_their_own_token(tmp_path: Path, running_server: tuple[str, Path]) -> None:
-    url, file = running_server
+def test_engines_that_run_already_want_their_own_token(tmp_path: Path) -> None:
+    file, name = run_token(tmp_path / "theirs"), "--rollout-external-engine-token-file"
     (tmp_path / "wrong").touch(0o600)
     (tmp_path / "wrong").write_text("of-another-run")
-    flags = [*SMALL, *made_model(), "--engine", "sglang", "--router", "none", "--rollout-external-engine-addrs", url]
-    name = "--rollout-external-engine-token-file"
-    for number, (more, words) in enumerate(
-        [
-            ([], "no token was sent"),
-            ([name, str(tmp_path / "wrong")], "the token that was sent is not the one that it was started with"),
-            ([name, str(tmp_path / "none")], "cannot be read (No such file or directory)"),
-        ]
-    ):
-        refused = here(tmp_path / f"refused-{number}", *flags, *more)
-        assert refused.code == 2, refused.err[-2000:]
-        assert words in refused.err
-        assert name in refused.err or number == 2
-    done = succeed_here(tmp_path / "run", *flags, name, str(file))
+    with serving(WithToken(file.token)) as server:
+        flags = [*SMALL, *made_model(), *SIMULATED_TRAINER, "--engine", "sglang", "--router", "none"]
+        flags += ["--rollout-external-engine-addrs", server.url]
+        for number, (more, words) in enumerate(
+            [
+                ([], "no token was sent"),
+                ([name, str(tmp_path / "wrong")], "the token that was sent is not the one that it was started with"),
+                ([name, str(tmp_path / "none")], "cannot be read (No such file or directory)"),
+            ]
+        ):
+            refused = here(tmp_path / f"refused-{number}", *flags, *more)
+            assert refused.code == 2, refused.err[-2000:]
+            assert words in refused.err
+            assert name in refused.err or number == 2
+        done = succeed_here(tmp_path / "run", *flags, name, file.path)
     assert done.audit.outcomes["trained"] == 16
-    assert files_with(done.run_dir, file.read_text()) == []
+    assert files_with(done.run_dir, file.token.text) == []
 
 
 # An engine server that an earlier start of the run left: used if it is what would be started, idle at once, or ended.
@@ -379,27 +340,29 @@ async def test_a_server_that_was_left_is_taken_over_idle_and_one_that_hangs_is_r
     await third.launcher.stop_all()
 
 
-@pytest.mark.parametrize("what", ["other settings", "another token", "it has ended", "another version's note"])
-async def test_a_server_that_is_not_what_is_wanted_is_ended(what: str, rundir: RunDir, spec: EngineSpec) -> None:
+async def test_a_server_that_is_not_what_is_wanted_is_ended(rundir: RunDir, spec: EngineSpec) -> None:
     first = Start(rundir, spec)
     async with first.running():
         pass
-    process = first.handle
-    if what == "other settings":
-        spec = msgspec.structs.replace(spec, max_context=77)
-    elif what == "another token":
-        assert spec.token is not None
-        other = run_token(rundir.servers / "another").token
-        spec = msgspec.structs.replace(spec, token=TokenFile(spec.token.path, other))
-        Path(spec.token.path).write_text(other.text)
-    elif what == "it has ended":
-        await process.kill()
-    else:
-        process.spec = msgspec.structs.replace(process.spec, note='{"url": "http://127.0.0.1:1"}')
-    second = Start(rundir, spec, process)
-    async with second.running():
-        assert gone(process.pid)
-        assert second.handle.pid != process.pid
-    why = "settings" if what in ("other settings", "another version's note") else "http://127.0.0.1"
-    assert why in second.told.lines[0]
-    await second.launcher.stop_all()
+
+    async def replaced(why: str, spec: EngineSpec, process: LocalHandle) -> LocalHandle:
+        """The process of a start that finds this one."""
+        start = Start(rundir, spec, process)
+        async with start.running():
+            assert gone(process.pid)
+            assert start.handle.pid != process.pid
+        assert why in start.told.lines[0]
+        return start.handle
+
+    spec = msgspec.structs.replace(spec, max_context=77)
+    process = await replaced("settings", spec, first.handle)
+    assert spec.token is not None
+    other = run_token(rundir.servers / "another").token
+    Path(spec.token.path).write_text(other.text)
+    spec = msgspec.structs.replace(spec, token=TokenFile(spec.token.path, other))
+    process = await replaced("http://127.0.0.1", spec, process)
+    await process.kill()
+    process = await replaced("http://127.0.0.1", spec, process)
+    process.spec = msgspec.structs.replace(process.spec, note='{"url": "http://127.0.0.1:1"}')  # of another version
+    process = await replaced("settings", spec, process)
+    await process.kill()

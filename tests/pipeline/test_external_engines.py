@@ -136,54 +136,39 @@ async def test_what_is_not_there_is_reported_with_its_own_flag_and_the_cure(
             await watched.run()
 
 
-@pytest.mark.parametrize(
-    ("info", "theirs", "found"),
-    [
-        (ModelInfo(architectures=["Tiny"]), None, None),
-        (ModelInfo(), None, None),
-        (ModelInfo(architectures=["Tiny"], vocab_size=64), None, "its vocab_size is 64, the policy's is 32"),
-        (
-            ModelInfo(architectures=["Tiny"]),
-            PolicyConfig(("Tiny",), 32, hidden_size=128),
-            "its hidden_size is 128, the policy's is 64",
-        ),
-    ],
-)
-def test_models_are_distinguished_by_what_is_known(
-    info: ModelInfo, theirs: PolicyConfig | None, found: str | None
-) -> None:
-    assert differs(PolicyConfig(("Tiny",), 32, 64, 2), info, theirs) == found
+def test_models_are_distinguished_by_what_is_known() -> None:
+    policy, tiny = PolicyConfig(("Tiny",), 32, 64, 2), ModelInfo(architectures=["Tiny"])
+    assert differs(policy, tiny, None) is differs(policy, ModelInfo(), None) is None
+    wide = msgspec.structs.replace(tiny, vocab_size=64)
+    assert differs(policy, wide, None) == "its vocab_size is 64, the policy's is 32"
+    other = PolicyConfig(("Tiny",), 32, hidden_size=128)
+    assert differs(policy, tiny, other) == "its hidden_size is 128, the policy's is 64"
 
 
 @pytest.mark.slow
-async def test_a_frozen_engine_at_an_address_is_watched_too_and_may_serve_any_model(fake: Path, policy: Path) -> None:
+@pytest.mark.parametrize(("kind", "path"), [("frozen", "/model_info"), ("router", "/health")])
+async def test_what_is_given_by_address_is_dropped_while_it_is_away_and_comes_back_anew(
+    kind: str, path: str, fake: Path
+) -> None:
+    """A frozen engine may serve any model; a router that comes back may have lost its workers."""
     reported, config = Told(), configured()
     with held_port() as port:
         address = f"http://127.0.0.1:{port}"
-        watch = ExternalEngine(frozen_spec(config, "judge", address), reported, config.health)
-        async with outside(fake, port, "Other") as process, watched(watch.run):
-            assert await reported.until("up") == ("up", "frozen-judge", address, "0", "9.9")
+        frozen = ExternalEngine(frozen_spec(config, "judge", address), reported, config.health)
+        router = ExternalRouter("smg", address + "/", reported, config.health)
+        watch, up = {
+            "frozen": (frozen.run, ("up", "frozen-judge", address, "0", "9.9")),
+            "router": (router.run, ("router", "smg", address, "0", "")),
+        }[kind]
+        async with outside(fake, port, "Other") as process, watched(watch):
+            assert await reported.until(up[0]) == up
             reported.is_loading = True  # nobody gives it weights: that is no excuse for its scheduler
             os.kill(process.pid, signal.SIGSTOP)
-            assert "/model_info gave no answer" in (await reported.until("away"))[2]
+            assert f"{path} gave no answer" in (await reported.until("away"))[2]
+            assert process.returncode is None, "it is not ours to end"
             os.kill(process.pid, signal.SIGCONT)
-            assert (await reported.until("up", 2))[3] == "1"
-
-
-@pytest.mark.slow
-async def test_a_router_at_an_address_is_dropped_while_it_is_away_and_comes_back_anew(fake: Path) -> None:
-    reported, config = Told(), configured()
-    with held_port() as port:
-        address = f"http://127.0.0.1:{port}"
-        run = ExternalRouter("smg", address + "/", reported, config.health).run
-        async with outside(fake, port) as process, watched(run):
-            assert await reported.until("router") == ("router", "smg", address, "0", "")
-            os.kill(process.pid, signal.SIGSTOP)
-            assert "/health gave no answer" in (await reported.until("away"))[2]
-            assert process.returncode is None
-            os.kill(process.pid, signal.SIGCONT)
-            assert (await reported.until("router", 2))[3] == "1", "it may have lost its workers"
-    assert reported.lines == [f"router: {address} answers again"]
+            assert (await reported.until(up[0], 2))[3] == "1"
+    assert kind == "frozen" or reported.lines == [f"router: {address} answers again"]
 
 
 def with_addresses(config: Config) -> Config:
@@ -211,58 +196,56 @@ async def test_what_was_given_by_address_is_watched_by_the_fleet(rundir: RunDir)
 
 
 async def test_an_engines_gpus_are_told_by_their_places_among_the_visible_ones(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rundir: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As the engines stage, which sees them all, counts them."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-x,7,GPU-y")
-    with RunDir(tmp_path / "run").open(resume=False) as rundir:
-        async with MemoryNode("run", "test", MemoryNetwork()) as node:
-            topic, config = await node.topic_server("topic"), configured()
-            announcer = Lifecycle(topic, {}, Recorder(config, rundir))
-            for index, gpus in enumerate([("7", "GPU-x"), ()]):
-                spec = EngineSpec(f"engine-{index}", config.engine, "", None, 0, 0, gpus=gpus)
-                announcer.engine_up(spec, "http://e:3", 0, "0.5.23")
-            assert [address.gpus for address in addresses(topic).values()] == [(2, 1), ()]
+    async with MemoryNode("run", "test", MemoryNetwork()) as node:
+        topic, config = await node.topic_server("topic"), configured()
+        announcer = Lifecycle(topic, {}, Recorder(config, rundir))
+        for index, gpus in enumerate([("7", "GPU-x"), ()]):
+            spec = EngineSpec(f"engine-{index}", config.engine, "", None, 0, 0, gpus=gpus)
+            announcer.engine_up(spec, "http://e:3", 0, "0.5.23")
+        assert [address.gpus for address in addresses(topic).values()] == [(2, 1), ()]
 
 
-async def test_what_is_away_leaves_the_topic_and_the_words_say_what_follows(tmp_path: Path) -> None:
+async def test_what_is_away_leaves_the_topic_and_the_words_say_what_follows(rundir: RunDir) -> None:
     config = with_addresses(configured())
     lines: list[str] = []
-    with RunDir(tmp_path / "run").open(resume=False) as rundir:
-        async with MemoryNode("run", "test", MemoryNetwork()) as node:
-            topic = await node.topic_server("topic")
-            recorder = Recorder(config, rundir)
-            recorder.lines = lines.append
-            announcer = Lifecycle(topic, {}, recorder)
-            spec = frozen_spec(config, "judge", "http://j:1")
-            announcer.engine_up(spec, "http://j:1", 0, "0.5.23")
-            announcer.router_up(RouterAddress("smg", "http://r:2", 0), "", "")
-            assert sorted(topic.items("")) == ["engine/frozen-judge", "router"]
-            assert addresses(topic, "judge")["frozen-judge"].url == "http://j:1"
-            assert read_fleet(rundir)["frozen-judge"].role == "frozen"
-            announcer.engine_away(spec, "2 failed health checks in a row (refused)")
-            topic.publish("router_state", b"")
-            announcer.router_away("http://r:2", "a failed health check (refused)")
-            assert sorted(topic.items("")) == []
-            engine = EngineSpec("engine-0", config.engine, "", None, 0, 0, external="http://e:3")
-            announcer.engine_up(engine, "http://e:3", 0, "0.5.23")
-            assert list(addresses(topic, "policy")) == ["engine-0"]
-            complaint = Complaint("engine-0", 0, "5 failures in a row")
-            topic.publish("complaint/engine-0", msgspec.msgpack.encode(complaint))
-            assert announcer.complaint("engine-0", 0) == "5 failures in a row"
-            assert announcer.complaint("engine-0", 1) is None, "a later life is not blamed"
-            entry = EngineEntry("engine-0", "http://e:3", 0, state="serving", run_generation=0, version=0, limit=8)
-            for fetching, loads in ((-1, False), (0, True), (5, True)):
-                known = replace(entry, fetching=fetching)
-                topic.publish("directory/engine-0", msgspec.msgpack.encode(known))
-                assert announcer.loading("engine-0") == loads
-            assert announcer.loading("engine-1"), "it has no weights yet"
-            topic.publish("device/engine-0", b"")
-            announcer.engine_away(engine, "a failed health check (refused)")
-            assert sorted(topic.items("")) == []
-            announcer.router_up(RouterAddress("sglang", "http://r:4", 0), "", "")
-            announcer.lost("router", "router", "exit code 1")
-            assert sorted(topic.items("")) == [], "it is told of before another one is started"
+    async with MemoryNode("run", "test", MemoryNetwork()) as node:
+        topic = await node.topic_server("topic")
+        recorder = Recorder(config, rundir)
+        recorder.lines = lines.append
+        announcer = Lifecycle(topic, {}, recorder)
+        spec = frozen_spec(config, "judge", "http://j:1")
+        announcer.engine_up(spec, "http://j:1", 0, "0.5.23")
+        announcer.router_up(RouterAddress("smg", "http://r:2", 0), "", "")
+        assert sorted(topic.items("")) == ["engine/frozen-judge", "router"]
+        assert addresses(topic, "judge")["frozen-judge"].url == "http://j:1"
+        assert read_fleet(rundir)["frozen-judge"].role == "frozen"
+        announcer.engine_away(spec, "2 failed health checks in a row (refused)")
+        topic.publish("router_state", b"")
+        announcer.router_away("http://r:2", "a failed health check (refused)")
+        assert sorted(topic.items("")) == []
+        engine = EngineSpec("engine-0", config.engine, "", None, 0, 0, external="http://e:3")
+        announcer.engine_up(engine, "http://e:3", 0, "0.5.23")
+        assert list(addresses(topic, "policy")) == ["engine-0"]
+        complaint = Complaint("engine-0", 0, "5 failures in a row")
+        topic.publish("complaint/engine-0", msgspec.msgpack.encode(complaint))
+        assert announcer.complaint("engine-0", 0) == "5 failures in a row"
+        assert announcer.complaint("engine-0", 1) is None, "a later life is not blamed"
+        entry = EngineEntry("engine-0", "http://e:3", 0, state="serving", run_generation=0, version=0, limit=8)
+        for fetching, loads in ((-1, False), (0, True), (5, True)):
+            known = replace(entry, fetching=fetching)
+            topic.publish("directory/engine-0", msgspec.msgpack.encode(known))
+            assert announcer.loading("engine-0") == loads
+        assert announcer.loading("engine-1"), "it has no weights yet"
+        topic.publish("device/engine-0", b"")
+        announcer.engine_away(engine, "a failed health check (refused)")
+        assert sorted(topic.items("")) == []
+        announcer.router_up(RouterAddress("sglang", "http://r:4", 0), "", "")
+        announcer.lost("router", "router", "exit code 1")
+        assert sorted(topic.items("")) == [], "it is told of before another one is started"
     assert lines == [
         "frozen-judge: http://j:1 is lost after 2 failed health checks in a row (refused); its requests wait "
         "until it is back",
@@ -328,7 +311,9 @@ async def test_a_teacher_with_the_same_tokenizer_passes_and_may_know_more_tokens
     await check(make(policy_model, f"a={changed(policy_model, tmp_path / 'more', more)}"))
 
 
-async def test_a_teacher_that_reads_a_token_otherwise_is_refused(policy_model: Path, tmp_path: Path) -> None:
+async def test_a_teacher_that_reads_a_token_otherwise_or_lacks_tokens_is_refused(
+    policy_model: Path, tmp_path: Path
+) -> None:
     def swap(content: Any) -> None:
         vocab = content["model"]["vocab"]
         first, second = sorted(vocab, key=vocab.__getitem__)[65:67]
@@ -341,12 +326,9 @@ async def test_a_teacher_that_reads_a_token_otherwise_is_refused(policy_model: P
     assert "choose a teacher with the same tokenizer" in str(error.value)
     await check(make(policy_model, f"a={other}", distill={"use_opd": False}))  # a judge may read as it likes
     await check(make(policy_model, f"a={other}", f"b={policy_model}", distill={"use_opd": True, "opd_teacher": ["b"]}))
-
-
-async def test_a_teacher_that_lacks_tokens_is_refused(policy_model: Path, tmp_path: Path) -> None:
-    other = make_tiny_checkpoint(tmp_path / "characters", tokenizer="arithmetic")
+    lacks = make_tiny_checkpoint(tmp_path / "characters", tokenizer="arithmetic")
     with pytest.raises(UsageError, match="its tokenizer is not the policy's"):
-        await check(make(policy_model, f"a={other}"))
+        await check(make(policy_model, f"a={lacks}"))
 
 
 def test_vocabularies_of_other_forms(tmp_path: Path) -> None:
@@ -357,14 +339,8 @@ def test_vocabularies_of_other_forms(tmp_path: Path) -> None:
     assert vocabulary(tmp_path) is None
 
 
-async def test_an_address_where_nothing_answers_is_one_sentence(policy_model: Path) -> None:
-    with pytest.raises(UsageError, match=r"--frozen-engine far=http://127.0.0.1:9: no healthy engine answers there"):
-        await check(make(policy_model, "far=http://127.0.0.1:9", distill={"use_opd": False}))
-
-
-@pytest.mark.parametrize("engine", ["embedded", "simulated"])
-async def test_a_running_engine_shows_how_it_splits_text(policy_model: Path, tmp_path: Path, engine: Any) -> None:
-    settings = EngineConfig(engine=engine, engine_slots=4, engine_device="cpu")
+async def test_a_running_engine_shows_how_it_splits_text(policy_model: Path, tmp_path: Path) -> None:
+    settings = EngineConfig(engine="simulated", engine_slots=4, engine_device="cpu")
     other = make_tiny_checkpoint(tmp_path / "characters", tokenizer="arithmetic")
     async with (
         EngineServer(settings, str(policy_model), max_context_len=None, seed=0) as same,

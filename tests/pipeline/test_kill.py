@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from launching import NO_DATA, SIMULATED, SMALL, alive, finish, launch, made_model, start, succeed_here
+from launching import NO_DATA, SIMULATED, SMALL, alive, finish, launch, made_model, start
 from scripted_run import Scripted, scripted
 
 import launch as program
@@ -234,21 +234,9 @@ def test_ctrl_c_drains_and_can_be_resumed(tmp_path: Path) -> None:
     steps = done.summary["steps"]
     forget_trace(run_dir)
     process = start(None, "--resume", str(run_dir), "--num-rollout", str(steps + 3))
-    again = finish(process, run_dir)
-    assert again.code == 0, again.err[-2000:]
-    again.check_books()
+    again = finish(process, run_dir).check()
     assert again.summary["steps"] == steps + 3
     assert check_restored(run_dir).step == steps
-
-
-@pytest.mark.slow
-def test_the_helpers_of_this_file_see_a_failing_run_and_what_is_left(tmp_path: Path) -> None:
-    (tmp_path / "replicas").mkdir()
-    (tmp_path / "replicas" / "me-0.pid").write_text(str(os.getpid()))
-    with pytest.raises(AssertionError, match="me-0"):
-        nothing_left(tmp_path, patience_s=0)
-    with pytest.raises(AssertionError, match="exit code 2"):
-        succeed_here(tmp_path / "run", *SMALL, "--rollout-batch-size", "0")
 
 
 # A run with faults on purpose in generation, grading and training: it ends, and its books balance.
@@ -266,8 +254,7 @@ def test_faults_in_three_stages_lose_nothing(tmp_path: Path) -> None:
     done = launch(run_dir, *first)
     while done.code == 1 and "train-0 ended with signal SIGKILL" in done.err and resumes < 5:
         done, resumes = finish(start(None, "--resume", str(run_dir)), run_dir), resumes + 1
-    assert done.code == 0, done.err
-    done.check_books()
+    done.check()
     lines = [json.loads(line) for line in (run_dir / "faults.jsonl").read_text().splitlines()]
     met = {(line["stage"], line["kind"]) for line in lines}
     assert met == {("generate", "kill"), ("reward", "error"), ("train", "kill")}
@@ -388,9 +375,8 @@ def test_a_stopped_replica_does_not_fail_a_run_that_is_complete(tmp_path: Path) 
     wait_for_steps(process, run_dir, 5)  # a second before the last one ends
     pid = int((run_dir / "replicas" / "generate-1.pid").read_text())
     os.kill(pid, signal.SIGSTOP)
-    done = finish(process, run_dir)
-    assert (done.code, "generate-1 did not end within --drain-s 3" in done.out) == (0, True), done.err
-    done.check_books()
+    done = finish(process, run_dir).check()
+    assert "generate-1 did not end within --drain-s 3" in done.out, done.err
     assert not alive(pid)
 
 
@@ -402,18 +388,11 @@ def test_a_run_that_stands_still_goes_on(tmp_path: Path, victim: str, stop_s: fl
     process = start(run_dir, *SMALL, *made_model(), *SIMULATED, "--num-rollout", "60")
     wait_for_steps(process, run_dir, 3)
     named = {path.stem: int(path.read_text()) for path in (run_dir / "replicas").glob("*.pid")}
-    pids = (
-        [process.pid]
-        if victim == "controller"
-        else [named[victim]]
-        if victim in named
-        else [process.pid, *named.values()]
-    )
+    pids = [process.pid, *named.values()] if victim == "everything" else [named.get(victim, process.pid)]
     for number in (signal.SIGSTOP, signal.SIGCONT):
         for pid in pids:
             os.kill(pid, number)
         time.sleep(stop_s if number == signal.SIGSTOP else 0.0)
     done = finish(process, run_dir).check()
-    done.check_books()
     assert judge(run_dir, Expected(60, 4, 2)) == []
     assert done.summary["restarts"] == {}

@@ -14,7 +14,7 @@ from uuid import uuid4
 
 import msgspec
 import pytest
-from launching import SIMULATED, SMALL, launch, made_model, succeed_here
+from launching import SIMULATED, SMALL, made_model, succeed_here
 from namespace_launcher import THERE, NamespaceLauncher, NamespacesRefused, OtherHost, hidden
 from scripted_run import Scripted, scripted
 from test_kill import killed_after
@@ -135,30 +135,20 @@ def test_a_peer_without_a_key_gets_nothing(over: OtherHost, tmp_path: Path, monk
     scripted(monkeypatch, tmp_path / "run", script, lambda place: program.main(["--run-dir", str(place), *flags]))
 
 
-@pytest.mark.slow
 @pytest.mark.full
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_sync_trains_the_same_batches_there_though_a_replica_is_killed(
-    over: OtherHost, tmp_path: Path, replicas: int
+@pytest.mark.parametrize(("there", "replicas"), [(True, 1), (True, 2), (False, 2)])
+def test_sync_trains_the_same_batches_though_a_replica_is_killed(
+    there: bool, replicas: int, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     flags = [*SMALL, *made_model(), "--mode", "sync", "--deterministic", "--num-rollout", "8"]
     alone = succeed_here(tmp_path / "alone", *flags).audit.batches
     assert len(alone) == 8
+    if there:
+        request.getfixturevalue("over")
     flags += ["--scale", f"generate={replicas}", "--scale", f"engine={replicas}"]
     with killed_after(tmp_path / "run", 2, "generate-0"):
         assert books_of(tmp_path / "run", *flags).batches == alone
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["restarts"] == {"generate-0": 1}
-
-
-@pytest.mark.slow
-@pytest.mark.full
-def test_sync_trains_the_same_batches_here_though_a_replica_is_killed(tmp_path: Path) -> None:
-    flags = [*SMALL, *made_model(), "--mode", "sync", "--deterministic", "--num-rollout", "8"]
-    alone = succeed_here(tmp_path / "alone", *flags).audit.batches
-    with killed_after(tmp_path / "run", 2, "generate-0"):
-        done = launch(tmp_path / "run", *flags, "--scale", "generate=2", "--scale", "engine=2")
-    assert done.code == 0, done.err[-3000:]
-    assert done.audit.batches == alone
 
 
 # Weights between hosts: fetched once, to the byte, and refused when they are not what was announced.

@@ -5,6 +5,7 @@ No test here touches `sys.path` or PYTHONPATH: what is found is found as by a us
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -74,11 +75,14 @@ def test_a_function_in_the_folder_is_known_before_a_run(project: Path) -> None:
 
 @pytest.mark.slow
 def test_all_processes_find_what_is_in_the_folder(project: Path) -> None:
-    graded = [*SMALL, "--custom-rm-path", "my_code:score", "--reward-workers", "1", "--run-dir", "graded"]
+    """The environment has rewards of its own; the function grades the other rows, in a process for it."""
     (project / "echo.toml").write_text('[[environment]]\nname = "echo"\npath = "my_environment:Echo"\n')
-    acted = ["--config", "echo.toml", *NO_DATA, "--prompt-data", "echo", "--run-dir", "acted"]
-    for flags in (graded, acted):
-        run(project, sys.executable, ROOT / "launch.py", *flags, *made_model(), *SIMULATED)
+    flags = [*NO_DATA, "--config", "echo.toml", "--prompt-data", "echo@[0:1]", "arithmetic@[0:1]", "--run-dir", "run"]
+    flags += ["--custom-rm-path", "my_code:score", "--reward-workers", "1", "--rm-type", "auto"]
+    run(project, sys.executable, ROOT / "launch.py", *flags, *made_model(), *SIMULATED)
+    summary = json.loads((project / "run" / "summary.json").read_text())
+    assert (summary["groups"]["trained"], summary["groups"]["failed"]) == (16, 0)
+    assert "env/echo/turns" in (project / "run" / "metrics.jsonl").read_text()
 
 
 def test_another_module_of_the_same_name_is_named(project: Path) -> None:

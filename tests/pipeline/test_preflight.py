@@ -35,10 +35,11 @@ from launching import (
 )  # fmt: skip
 from test_kill import wait_for_steps
 
+import launch as program
 from configs.command_line import parse
 from configs.load import load, load_arguments, recipe_names, with_work
 from configs.rules.validate import checked
-from configs.schema import Config, EngineConfig, RouterConfig, SglangConfig, TrainConfig
+from configs.schema import Config
 from models.engines.launch.environment import Installed
 from models.tiny import make_tiny_checkpoint
 from pipeline.errors import Refused, UsageError, user_error
@@ -53,6 +54,7 @@ from pipeline.preflight.refusals import (
 )
 from stages.user_functions import faults
 from tests.models.engines.launch.fake_environment import FakeEnvironment
+from tests.stages.stage_rig import make_config
 
 MEGATRON = ("--train-backend", "megatron", "--megatron-bucket-sze", "5")
 BASE = ("--prompt-data", "arithmetic", "--num-rollout", "3", "--hf-checkpoint", "tiny-arithmetic")
@@ -110,18 +112,12 @@ def test_functions_of_the_user_are_imported_and_inspected_for_their_signature(
     (tmp_path / "my_ending.py").write_text("import os\nos._exit(3)\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    check_names(config("--custom-rm-path", "my_code:score", "--dynamic-sampling-filter-path", "my_code:keep"))
-    check_names(config("--custom-rm-path", "my_code.score", "--custom-generate-function-path", "my_code.generate"))
+    generate = ("--custom-generate-function-path", "my_code.generate")
+    check_names(
+        config("--custom-rm-path", "my_code:score", "--dynamic-sampling-filter-path", "my_code:keep", *generate)
+    )
     code = "tests.stages.slime.user_code"
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    check_names(config("--data-source-path", f"{code}.Counting"))
-    for name, words in (
-        ("NoLoad", r"NoLoad has no load\(rollout_id\)"),
-        ("ask", "is no class"),
-        ("Odd", "get_samples can"),
-    ):
-        with pytest.raises(UsageError, match=f"--data-source-path: .*{words}"):
-            check_names(config("--data-source-path", f"{code}.{name}"))
     hooks = {
         "--rollout-function-path": "whole_batch",
         "--rollout-sample-filter-path": "short_ones",
@@ -131,22 +127,35 @@ def test_functions_of_the_user_are_imported_and_inspected_for_their_signature(
         "--dynamic-sampling-filter-path": "differing_rewards",
     }
     check_names(config(*(word for flag, name in hooks.items() for word in (flag, f"{code}.{name}"))))
+    check_names(config("--data-source-path", f"{code}.Counting"))
     with pytest.raises(UsageError) as reported:
         check_names(config(*(word for flag in hooks for word in (flag, f"{code}.no_source_at_all"))))
     for flag in hooks:
         assert flag in str(reported.value) or flag == "--custom-rm-path"
     assert str(reported.value).count("no_source_at_all' cannot be called as function(") == len(hooks)
-    with pytest.raises(UsageError, match=r"--custom-generate-function-path: .*generate_all' cannot be called"):
-        check_names(config("--custom-generate-function-path", "my_code.generate_all"))
-    with pytest.raises(UsageError) as caught:
-        check_names(config("--custom-rm-path", "my_code:pair", "--dynamic-sampling-filter-path", "my_code:keep_two"))
-    assert "'my_code:pair' cannot be called as function(response, label, metadata)" in str(caught.value)
-    assert "--dynamic-sampling-filter-path: import path 'my_code:keep_two' cannot be called" in str(caught.value)
+    (tmp_path / "my_faults.py").write_text(FAULTY)
+    wrong = ["--custom-rm-path", "my_code:pair", "--dynamic-sampling-filter-path", "my_code:keep_two"]
+    wrong += ["--custom-generate-function-path", "my_code.generate_all", "--advantage-estimator", "my_faults:adv"]
+    for tried, more in ((True, []), (False, ["--no-try-functions"])):
+        with pytest.raises(UsageError) as caught:
+            check_names(config(*wrong, *more))
+        assert "'my_code:pair' cannot be called as function(response, label, metadata)" in str(caught.value)
+        assert "--dynamic-sampling-filter-path: import path 'my_code:keep_two' cannot be called" in str(caught.value)
+        assert re.search(r"--custom-generate-function-path: .*generate_all' cannot be called", str(caught.value))
+        assert ("--advantage-estimator: my_faults:adv failed on a made-up group" in str(caught.value)) == tried
     with pytest.raises(UsageError, match=r"my_code' has no 'nothing'"):
         check_graders(config(), ["math", "my_code:nothing"])
     with pytest.raises(UsageError, match=r"ended its process \(exit status 3\)"):
         check_graders(config(), ["my_ending:score"])
-    assert "my_code" not in sys.modules
+    assert not {"my_code", "my_faults"} & set(sys.modules)
+
+
+def test_a_data_source_that_is_none_is_refused() -> None:
+    code = "tests.stages.slime.user_code"
+    found, _ = faults([f"source={code}.{name}" for name in ("Counting", "NoLoad", "ask", "Odd")])
+    words = (r"NoLoad has no load\(rollout_id\)", "is no class", "get_samples can")
+    for sentence, why in zip(found, words, strict=True):
+        assert re.search(f"--data-source-path: .*{why}", sentence)
 
 
 FAULTY = """
@@ -224,17 +233,6 @@ def test_what_may_work_in_the_run_is_a_warning_with_the_line(tmp_path: Path, mon
     ]
 
 
-@pytest.mark.slow
-def test_a_run_tries_functions_in_a_process_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "my_faults.py").write_text(FAULTY)
-    monkeypatch.chdir(tmp_path)
-    flags = ["--advantage-estimator", "my_faults:adv"]
-    with pytest.raises(UsageError, match=r"--advantage-estimator: my_faults:adv failed on a made-up group"):
-        check_names(config(*flags))
-    check_names(config(*flags, "--no-try-functions"))
-    assert "my_faults" not in sys.modules
-
-
 def test_right_names_pass_and_rules_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
     check_names(
         config(
@@ -259,7 +257,8 @@ def test_options_of_the_trainers_framework_are_checked_by_it(tmp_path: Path) -> 
     assert not list((tmp_path / "run" / "logs").iterdir()), "nothing was started"
 
 
-SGLANG = EngineConfig(engine="sglang")
+SGLANG = {"engine": "sglang"}
+OUTSIDE = {"rollout_external_engine_addrs": ["http://h:1"]}
 
 
 @pytest.fixture
@@ -274,20 +273,14 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeEnvironm
     ("config", "expected"),
     [
         (Config(), ()),
-        (Config(engine=SGLANG), ("server", "router")),
-        (Config(engine=SGLANG, router=RouterConfig(router="smg")), ("server", "smg")),
-        (Config(engine=SGLANG, router=RouterConfig(router="none")), ("server",)),
-        (Config(engine=SGLANG, router=RouterConfig(router_address="http://h:1")), ("server",)),
-        (Config(router=RouterConfig(router="sglang")), ("router",)),
-        (Config(engine=SGLANG, sglang=SglangConfig(rollout_external_engine_addrs=("http://h:1",))), ("router",)),
-        (
-            Config(
-                engine=EngineConfig(engine="sglang", frozen_engine=("teacher=/model",)),
-                sglang=SglangConfig(rollout_external_engine_addrs=("http://h:1",)),
-            ),
-            ("server", "router"),
-        ),
-        (Config(engine=SGLANG, train=TrainConfig(loss_type="sft_loss")), ()),
+        (make_config(engine=SGLANG), ("server", "router")),
+        (make_config(engine=SGLANG, router={"router": "smg"}), ("server", "smg")),
+        (make_config(engine=SGLANG, router={"router": "none"}), ("server",)),
+        (make_config(engine=SGLANG, router={"router_address": "http://h:1"}), ("server",)),
+        (make_config(router={"router": "sglang"}), ("router",)),
+        (make_config(engine=SGLANG, sglang=OUTSIDE), ("router",)),
+        (make_config(engine={**SGLANG, "frozen_engine": ["t=/model"]}, sglang=OUTSIDE), ("server", "router")),
+        (make_config(engine=SGLANG, train={"loss_type": "sft_loss"}), ()),
     ],
 )
 def test_only_what_the_run_starts_is_requested(config: Config, expected: tuple[str, ...]) -> None:
@@ -295,50 +288,47 @@ def test_only_what_the_run_starts_is_requested(config: Config, expected: tuple[s
 
 
 def test_what_is_installed(environment: FakeEnvironment) -> None:
-    installed = prepare_sglang(Config(engine=SGLANG))
+    installed = prepare_sglang(make_config(engine=SGLANG))
     assert installed.python == str(environment.python)
     assert (installed.sglang, installed.torch, installed.router) == ("0.5.23", "2.13.0", "0.3.2")
     assert installed.server_options
-    assert prepare_sglang(Config(router=RouterConfig(router="sglang"))).router_options
-
-
-def test_all_faults_are_reported_together(environment: FakeEnvironment) -> None:
-    config = Config(
-        engine=SGLANG,
-        sglang=SglangConfig(sglang_args={"mem_fraction_statc": "0.8", "port": 1}),
-        router=RouterConfig(router_args={"assignment_mode": "minload"}),
-    )
-    with pytest.raises(Refused) as caught:
-        prepare_sglang(config)
-    first, second, third = caught.value.faults
-    assert "did you mean --sglang-mem-fraction-static?" in first
-    assert "--sglang-port cannot be passed on: use --engine-port" in second
-    assert "is 'minload', but must be one of min_group, min_load, random; did you mean min_load?" in third
+    assert prepare_sglang(make_config(router={"router": "sglang"})).router_options
 
 
 @pytest.mark.parametrize(
-    ("config", "words"),
+    ("sections", "words"),
     [
+        ({"sglang": {"sglang_args": {"bogus": 1}}}, ["--sglang-bogus is no option of SGLang 0"]),
+        ({"sglang": {"rollout_num_gpus_per_engine": 2}}, ["sees no GPU; set it to 1"]),
+        ({"router": {"router": "smg"}}, ["smg is not installed"]),
         (
-            Config(engine=SGLANG, sglang=SglangConfig(sglang_args={"bogus": 1})),
-            "--sglang-bogus is no option of SGLang 0",
+            {
+                "sglang": {"sglang_args": {"mem_fraction_statc": "0.8", "port": 1}},
+                "router": {"router_args": {"assignment_mode": "minload"}},
+            },
+            [
+                "did you mean --sglang-mem-fraction-static?",
+                "--sglang-port cannot be passed on: use --engine-port",
+                "is 'minload', but must be one of min_group, min_load, random; did you mean min_load?",
+            ],
         ),
-        (Config(engine=SGLANG, sglang=SglangConfig(rollout_num_gpus_per_engine=2)), "sees no GPU; set it to 1"),
-        (Config(engine=SGLANG, router=RouterConfig(router="smg")), "smg is not installed"),
     ],
 )
-def test_one_fault_is_one_sentence(environment: FakeEnvironment, config: Config, words: str) -> None:
+def test_each_fault_is_one_sentence_and_all_are_reported_together(
+    environment: FakeEnvironment, sections: dict[str, Any], words: list[str]
+) -> None:
     with pytest.raises(UsageError) as caught:
-        prepare_sglang(config)
-    assert words in str(caught.value)
-    assert "\n" not in str(caught.value)
+        prepare_sglang(make_config(engine=SGLANG, **sections))
+    found = caught.value.faults if isinstance(caught.value, Refused) else [str(caught.value)]
+    for fault, one in zip(found, words, strict=True):
+        assert one in fault
+        assert "\n" not in fault
 
 
 def test_a_missing_environment_is_a_usage_error(tmp_path: Path, environment: FakeEnvironment) -> None:
     empty = FakeEnvironment(tmp_path / "empty")
-    config = Config(engine=SGLANG, sglang=SglangConfig(sglang_python=str(empty.python)))
     with pytest.raises(UsageError, match=r"SGLang is not installed in the environment of .*; run `make sglang-env`"):
-        prepare_sglang(config)
+        prepare_sglang(make_config(engine=SGLANG, sglang={"sglang_python": str(empty.python)}))
 
 
 CUDA = Installed(python="python", python_version="3.11", cuda=True)
@@ -358,10 +348,8 @@ CUDA = Installed(python="python", python_version="3.11", cuda=True)
 def test_updates_in_place_under_overlap_scheduling_are_warned_of(
     mode: Any, arguments: dict[str, Any], external: tuple[str, ...], cuda: bool, reported: bool
 ) -> None:
-    config = Config(
-        engine=EngineConfig(engine="sglang", pause_generation_mode=mode),
-        sglang=SglangConfig(sglang_args=arguments, rollout_external_engine_addrs=external),
-    )
+    engines = {"sglang_args": arguments, "rollout_external_engine_addrs": external}
+    config = make_config(engine={**SGLANG, "pause_generation_mode": mode}, sglang=engines)
     lines = [*sglang_warnings(config, msgspec.structs.replace(CUDA, cuda=cuda))]
     assert bool(lines) == reported
     assert all("use --pause-generation-mode retract, or --sglang-disable-overlap-schedule" in line for line in lines)
@@ -372,7 +360,7 @@ def test_a_warning_is_reported_before_the_start_and_once(
 ) -> None:
     monkeypatch.setattr("pipeline.preflight.refusals.probe", lambda python, wanted: CUDA)
     monkeypatch.setattr("pipeline.preflight.refusals._sglang_faults", lambda *_: ())
-    config = Config(engine=EngineConfig(engine="sglang", pause_generation_mode="in_place"))
+    config = make_config(engine={**SGLANG, "pause_generation_mode": "in_place"})
     prepare_sglang(config)
     assert capsys.readouterr().err.startswith("warning: --pause-generation-mode is in_place, and SGLang's overlap")
     prepare_sglang(config, warn=False)
@@ -380,7 +368,7 @@ def test_a_warning_is_reported_before_the_start_and_once(
 
 
 def test_the_model_of_a_run_that_another_version_began_is_refused_with_the_cure(tmp_path: Path) -> None:
-    config = msgspec.structs.replace(Config(), train=TrainConfig(hf_checkpoint="tiny-arithmetic"))
+    config = make_config(train={"hf_checkpoint": "tiny-arithmetic"})
     model = Path(prepare(config, tmp_path).train.hf_checkpoint)
     assert json.loads((model / "config.json").read_text())["initializer_range"] == 0.06
     assert prepare(config, tmp_path).train.hf_checkpoint == str(model), "the same again is reused"
@@ -419,7 +407,6 @@ def left_running(run_dir: Path) -> list[str]:
         (["--no-use-tis"], ["correction"]),
         (["--hf-checkpoint", "./no/such/model"], ["./no/such/model"]),
         (["--prompt-data", "no/such.jsonl"], ["no/such.jsonl"]),
-        (["--rm-type", "gsm9k"], ["gsm9k", "gsm8k"]),
         (["--config", "no-such-recipe"], ["no-such-recipe"]),
         (["--tools", "calculater"], ["calculater", "calculator"]),
     ],
@@ -435,16 +422,15 @@ def test_a_data_file_without_one_usable_row(tmp_path: Path) -> None:
     refused(here(tmp_path / "run", *NO_DATA, *made_model(), "--prompt-data", str(data)), "bad.jsonl", "3 rows")
 
 
-def test_a_run_directory_is_never_written_over(tmp_path: Path) -> None:
+def test_a_run_directory_is_never_written_over_and_what_is_none_not_resumed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.toml").write_text("[run]\n")
     refused(here(tmp_path / "run", *SMALL), "a run is already there", "--resume")
     assert (tmp_path / "run" / "config.toml").read_text() == "[run]\n"
-
-
-def test_resuming_what_is_no_run(tmp_path: Path) -> None:
-    process = start(None, "--resume", str(tmp_path / "nothing"))
-    refused(finish(process, tmp_path / "nothing", 60), "nothing")
+    nothing = tmp_path / "nothing"
+    refused(Finished(program.main(["--resume", str(nothing)]), *capsys.readouterr(), nothing), "nothing")
 
 
 @pytest.mark.slow
@@ -453,7 +439,9 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        refused(launch(tmp_path / "run", *SMALL, *made_model(), "--engine-port", str(port)), str(port), "in use")
+        refused(
+            launch(tmp_path / "run", *SMALL, *made_model(), *SIMULATED, "--engine-port", str(port)), str(port), "in use"
+        )
 
 
 @pytest.mark.slow
@@ -517,9 +505,9 @@ SHORT = [
     "--rm-type", "random:0.5", "--reward-workers", "0", "--eval-interval", "none", "eval.eval_prompt_data=[]",
 ]  # fmt: skip
 # An environment that rewards by itself rewards nothing of what an untrained model does, so every group has to count.
-PACKS = ("maze", "multi_agent", "python_tool", "reasoning_gym", "search")
-# They set another algorithm alone, which golden numbers and a step of each combination show.
-ALGORITHMS = ("cispo", "dr_grpo", "gspo", "reinforce_pp", "rloo")
+PACKS = ("guess_number", "maze", "multi_agent", "python_tool", "reasoning_gym", "search")
+# They set another algorithm alone, which golden numbers and a step of each combination show, or are like another one.
+ALGORITHMS = ("async_tis", "cispo", "dapo", "dr_grpo", "grpo_sync", "gspo", "reinforce_pp", "rloo", "toy")
 NEEDS = {"agent_openai": "openai", "reasoning_gym": "reasoning_gym", "search": "bm25s"}
 FULL = (*PACKS, *ALGORITHMS, *NEEDS)
 
@@ -556,7 +544,7 @@ def test_only_rollouts_get_a_grader(loss_type: str, grader: str) -> None:
             return 2
 
     lines: list[str] = []
-    config = msgspec.convert({"train": {"loss_type": loss_type}, "rollout": {"num_rollout": 3}}, Config)
+    config = make_config(train={"loss_type": loss_type}, rollout={"num_rollout": 3})
     found = with_data(config, cast(Any, Rows()), lines.append)
     assert found.reward.rm_type == grader
     assert len(lines) == (loss_type == "policy_loss")

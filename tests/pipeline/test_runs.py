@@ -9,7 +9,22 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from launching import NO_DATA, ROOT, SIMULATED, SMALL, Finished, finish, here, made_model, start, succeed, succeed_here
+import torch
+from launching import (
+    NO_DATA,
+    ROOT,
+    SIMULATED,
+    SMALL,
+    Finished,
+    finish,
+    here,
+    made_model,
+    sevens,
+    start,
+    succeed,
+    succeed_here,
+)
+from safetensors.torch import load_file
 from scripted_run import Scripted, scripted
 
 import launch as program
@@ -31,8 +46,9 @@ def own_log_probs(model: Path, sample: Sample) -> np.ndarray:
 @pytest.mark.slow
 def test_an_async_run_leaves_everything_behind(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    evaluates = ["--eval-prompt-data", "held=arithmetic@[0:6]", "--eval-interval", "2"]
-    done = succeed(run_dir, *SMALL, *evaluates, "--use-tensorboard", "--use-plot")
+    flags = ["--eval-prompt-data", "held=arithmetic@[0:6]", "--eval-interval", "2", "--use-tensorboard", "--use-plot"]
+    flags += ["--save-interval", "2", "--save-hf", str(tmp_path / "out" / "{step}")]
+    done = succeed(run_dir, *SMALL, *flags)
     summary = done.summary
     assert summary["mode"] == "async"
     assert summary["steps"] == 4
@@ -59,16 +75,25 @@ def test_an_async_run_leaves_everything_behind(tmp_path: Path) -> None:
         assert re.search(rf"{name} starts: pid \d+ on \S+, sluice \d", log)
         assert f"{name} ends: its work is done" in log
     assert str(run_dir) in done.out
-    check_model_generates(run_dir)
+    # A model that moved, by gradients of what the engine made while its weights moved.
+    newest = latest_checkpoint(run_dir / "checkpoints")
+    assert newest is not None
+    before, after = (
+        load_file(place / "model.safetensors") for place in (run_dir / "assets/tiny-arithmetic", newest / "hf")
+    )
+    assert before.keys() == after.keys()
+    assert any(not torch.equal(before[name], after[name].to(before[name].dtype)) for name in before)
+    check_model_generates(newest / "hf")
+    assert sorted(one.name for one in (tmp_path / "out").iterdir()) == ["2", "4"]
+    kept = [(place / "model.safetensors").read_bytes() for place in (tmp_path / "out" / "4", newest / "hf")]
+    assert kept[0] == kept[1]
 
 
-def check_model_generates(run_dir: Path) -> None:
+def check_model_generates(place: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    checkpoint = latest_checkpoint(run_dir / "checkpoints")
-    assert checkpoint is not None
-    model = AutoModelForCausalLM.from_pretrained(checkpoint / "hf")
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint / "hf")
+    model = AutoModelForCausalLM.from_pretrained(place)
+    tokenizer = AutoTokenizer.from_pretrained(place)
     ids = tokenizer("12+34=", return_tensors="pt", add_special_tokens=False).input_ids
     assert model.generate(ids, max_new_tokens=4, do_sample=False).shape[1] > ids.shape[1]
 
@@ -76,20 +101,13 @@ def check_model_generates(run_dir: Path) -> None:
 @pytest.mark.slow
 def test_sync_trains_the_same_batches_on_every_runner(tmp_path: Path) -> None:
     flags = [*SMALL, *made_model(), "--mode", "sync", "--deterministic", "--dynamic-sampling-filter", "nonzero_std"]
-    batches = []
-    scaled, apart = ["--scale", "generate=3"], ["--chain", "none"]
-    for name, runner, how in (
-        ("processes", succeed, []),
-        ("apart", succeed_here, apart),
-        ("scaled", succeed_here, scaled),
-    ):
-        done = runner(tmp_path / name, *flags, *how, "--num-rollout", "5")
-        assert done.summary["staleness"]["max"] == 0
-        batches.append(done.audit.batches)
-        assert len(done.audit.batches) == 5
-    assert batches[0] == batches[1] == batches[2]
+    done = succeed(tmp_path / "processes", *flags, "--num-rollout", "5")
+    apart = succeed_here(tmp_path / "tasks", *flags, "--num-rollout", "5", "--scale", "generate=3", "--chain", "none")
+    assert done.summary["staleness"]["max"] == apart.summary["staleness"]["max"] == 0
+    assert done.audit.batches == apart.audit.batches
+    assert len(done.audit.batches) == 5
     other = succeed_here(tmp_path / "seed", *flags, "--num-rollout", "1", "--seed", "9")
-    assert other.audit.batches[1] != batches[0][1], "the hash must see the tokens"
+    assert other.audit.batches[1] != done.audit.batches[1], "the hash must see the tokens"
 
 
 @pytest.mark.slow
@@ -136,10 +154,9 @@ def test_real_question_data_with_the_gsm8k_grader(tmp_path: Path) -> None:
     data.write_text("".join(json.dumps(row) + "\n" for row in rows) + "{broken\n" + json.dumps({"q": 1}) + "\n")
     done = succeed_here(
         tmp_path / "run", "--mode", "async", "--prompt-data", str(data), "--hf-checkpoint", "tiny",
-        "--input-key", "question", "--label-key",
-        "answer", "--num-rollout", "3", "--rollout-batch-size", "4", "--n-samples-per-prompt", "4",
-        "--rollout-max-response-len", "16", "--no-live", "--eval-prompt-data", f"held={data}@[0:5]",
-        "--eval-interval", "3",
+        "--input-key", "question", "--label-key", "answer", *SIMULATED, "--num-rollout", "3",
+        "--rollout-batch-size", "4", "--n-samples-per-prompt", "4", "--rollout-max-response-len", "16", "--no-live",
+        "--eval-prompt-data", f"held={data}@[0:5]", "--eval-interval", "3",
     )  # fmt: skip
     assert "grader gsm8k" in done.err
     assert f"{data}:41" in done.err, "a malformed line is reported with file and line"
@@ -154,7 +171,9 @@ def weights(done: Finished) -> bytes:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", [("sync",), ("async", "--dynamic-sampling-filter", "nonzero_std")])
+@pytest.mark.parametrize(
+    "mode", [pytest.param(("sync",), marks=pytest.mark.full), ("async", "--dynamic-sampling-filter", "nonzero_std")]
+)
 def test_saved_batches_train_the_same_model_to_the_bit(tmp_path: Path, mode: tuple[str, ...]) -> None:
     flags = [*SMALL, *made_model(), "--lr", "1e-3", "--mode", *mode]
     template = str(tmp_path / "batches" / "{rollout_id}.msgpack")
@@ -257,8 +276,7 @@ def test_nothing_is_unpickled_in_any_process_of_a_run(tmp_path: Path) -> None:
     env = {"PYTHONPATH": str(tmp_path), "POISON_NOTES": str(notes)}
     succeed(tmp_path / "run", *SMALL, *made_model(), "--num-rollout", "2", "--save-interval", "2", **env)
     resume = ["--resume", str(tmp_path / "run"), "--runner", "local", "--num-rollout", "6"]
-    done = finish(start(None, *resume, **env), tmp_path / "run")
-    assert done.code == 0, done.err[-2000:]
+    finish(start(None, *resume, **env), tmp_path / "run").check()
     messages = notes.read_text()
     assert all(name in messages for name in ("launch.py", "models.engines.serve", "train-0", "generate-0", "engines-0"))
     assert [line for line in messages.splitlines() if line.startswith("refused")] == []
@@ -369,11 +387,6 @@ def test_a_rollout_function_makes_the_batches_of_a_run_and_a_function_logs_them(
 # The same run learns the same on every training backend: one process, FSDP2 on two, tensor parallel on two.
 
 
-SEVENS = '''
-def sevens(response, label, metadata):
-    """The share of sevens: dense, and learned within 40 batches by a random model."""
-    return response.count("7") / max(len(response), 1)
-'''
 BACKENDS = {
     "torch": [],
     "fsdp": ["--actor-num-gpus-per-node", "2"],
@@ -386,13 +399,8 @@ BACKENDS = {
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_every_backend_learns_the_same(backend: str, tmp_path: Path) -> None:
     """Seeds move the reward of the last tenth of this run between 0.92 and 0.96; at the start it is 0.05."""
-    (tmp_path / "sevens.py").write_text(SEVENS)
-    done = succeed(
-        tmp_path / "run", *SMALL, *made_model(), "--train-backend", backend, *BACKENDS[backend],
-        "--custom-rm-path", "sevens:sevens", "--rm-type", "auto", "--num-rollout", "40", "--rollout-batch-size", "8",
-        "--n-samples-per-prompt", "8", "--rollout-max-response-len", "8", "--lr", "1e-3", "--log-interval", "10",
-        cwd=tmp_path,
-    )  # fmt: skip
+    flags = [*SMALL, *made_model(), "--train-backend", backend, *BACKENDS[backend], *sevens(tmp_path)]
+    done = succeed(tmp_path / "run", *flags, cwd=tmp_path)
     reward = done.summary["reward"]
     assert reward["first"] < 0.15, reward
     assert reward["last"] == pytest.approx(0.94, abs=0.06), reward

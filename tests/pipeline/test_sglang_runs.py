@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from launching import SMALL, Finished, alive, check_token, files_with, finish, start, succeed
+from launching import SIMULATED_TRAINER, SMALL, alive, check_token, files_with, finish, sevens, start, succeed
 from test_kill import steps_done, wait_for_steps, wait_until
 
 from models.engines.client import EngineClient
@@ -51,17 +51,12 @@ class Tap(MapStage):
     async def process(self, message):
         with open(self.context.run_dir / "tap.jsonl", "a") as file:
             for s in message.samples:
-                row = {"group": message.group.group_id, "index": s.index, "ids": s.token_ids[s.prompt_length:].tolist(),
-                       "log_probs": s.log_probs[s.prompt_length:].tolist(),
-                       "prompt": s.token_ids[:s.prompt_length].tolist(),
+                row = {"group": message.group.group_id, "index": s.index, "begin": s.prompt_length, "turns": s.turns,
+                       "tokens": s.token_ids.tolist(), "mask": s.loss_mask.tolist(), "versions": s.versions.tolist(),
                        "runs": [[r.version, r.n_tokens] for r in s.version_runs[1:]], "reused": s.reused_tokens,
-                       "cached": s.cached_tokens, "resumed": s.resumed, "status": s.status}
+                       "all_log_probs": s.log_probs.tolist(), "cached": s.cached_tokens, "resumed": s.resumed}
                 file.write(json.dumps(row) + "\\n")
         return message
-
-
-def sevens(response, label, metadata):
-    return response.count("7") / max(len(response), 1)
 """
 TAP_RECIPE = '[[stage]]\nname = "tap"\npath = "tap:Tap"\nafter = "reward"\nreplicas = 1\nconcurrency = 4\n'
 LONG = ["--rollout-max-response-len", "200", "--rollout-stop-token-ids", "31"]  # 31 is what ends a response anyway
@@ -75,7 +70,12 @@ def tap(tmp_path: Path) -> Path:
 
 
 def tapped(run_dir: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run_dir / "tap.jsonl").read_text().splitlines()]
+    """Rollouts as they were graded: what stands behind the prompt, and the whole."""
+    rows = [json.loads(line) for line in (run_dir / "tap.jsonl").read_text().splitlines()]
+    for row in rows:
+        row["prompt"], row["ids"] = row["tokens"][: row["begin"]], row["tokens"][row["begin"] :]
+        row["log_probs"] = row["all_log_probs"][row["begin"] :]
+    return rows
 
 
 @pytest.mark.full
@@ -85,9 +85,7 @@ def test_a_run_on_two_servers_behind_the_router_learns(tap: Path) -> None:
     python = needs_sglang()
     run_dir = tap / "run"
     process = start(
-        run_dir, *SMALL, "--engine", "sglang", "--sglang-python", str(python), "--scale", "engine=2",
-        "--custom-rm-path", "tap:sevens", "--rm-type", "auto", "--num-rollout", "40", "--rollout-batch-size", "8",
-        "--n-samples-per-prompt", "8", "--rollout-max-response-len", "8", "--lr", "1e-3", "--log-interval", "10",
+        run_dir, *SMALL, *sevens(tap), "--engine", "sglang", "--sglang-python", str(python), "--scale", "engine=2",
         "--rollout-max-context-len", "128", "--check-weight-update-equal", cwd=tap,
     )  # fmt: skip
     try:
@@ -95,9 +93,7 @@ def test_a_run_on_two_servers_behind_the_router_learns(tap: Path) -> None:
             run_dir, process.pid, engine_0="/server_info", engine_1="/model_info", router="/workers"
         ).token
     finally:
-        done = finish(process, run_dir, timeout_s=400)
-    assert done.code == 0, done.err[-3000:]
-    done.check_books()
+        done = finish(process, run_dir, timeout_s=400).check()
     assert files_with(run_dir, token.text) == [], "SGLang writes its options into its log"
     summary = done.summary
     assert summary["reward"]["last"] > summary["reward"]["first"] + 0.3, summary["reward"]
@@ -149,12 +145,6 @@ def strike(run_dir: Path, name: str, number: signal.Signals) -> None:
     os.killpg(os.getpgid(int((run_dir / "replicas" / f"{name}.pid").read_text())), number)
 
 
-def check_books_of_interrupted(done: Finished) -> None:
-    assert done.code == 130, done.err[-3000:]
-    done.check_books()
-    assert done.summary["groups"]["failed"] == 0
-
-
 def check_spans(rows: list[dict[str, Any]]) -> None:
     """Every token has a version, versions only rise, and no rollout came twice."""
     for row in rows:
@@ -182,29 +172,24 @@ def test_engines_killed_and_stopped_in_mid_generation(tap: Path) -> None:
     ]  # fmt: skip
     process = start(run_dir, *flags, cwd=tap)
     wait_for_steps(process, run_dir, 3, timeout_s=300)
-    wait_serving(process, run_dir, "engine-0", 1)
-    strike(run_dir, "engine-0", signal.SIGKILL)
-    before = steps_done(run_dir)
-    wait_for_steps(process, run_dir, before + 5)
-    wait_serving(process, run_dir, "engine-0", before + 5)
-    wait_serving(process, run_dir, "engine-1", before + 5)
-    strike(run_dir, "engine-1", signal.SIGSTOP)
-    before = steps_done(run_dir)
-    wait_for_steps(process, run_dir, before + 5)
-    wait_serving(process, run_dir, "engine-1", before + 5)
+    before = 1
+    for name, number in (("engine-0", signal.SIGKILL), ("engine-1", signal.SIGSTOP)):
+        wait_serving(process, run_dir, name, before)
+        strike(run_dir, name, number)
+        before = steps_done(run_dir) + 5
+        wait_for_steps(process, run_dir, before)
+        wait_serving(process, run_dir, name, before)
     process.send_signal(signal.SIGINT)
-    done = finish(process, run_dir)
-    check_books_of_interrupted(done)
-    summary = done.summary
-    assert summary["engine"]["kind"] == "sglang"
-    assert summary["engine"]["version"] == EXPECTED_SGLANG
-    assert summary["engine"]["count"] == 2
-    assert summary["engine"]["restarts"] == 2
+    summary = finish(process, run_dir).check(130).summary
+    assert summary["groups"]["failed"] == 0
+    engine = summary["engine"]
+    assert (engine["kind"], engine["version"], engine["count"]) == ("sglang", EXPECTED_SGLANG, 2)
+    assert engine["restarts"] == 2
     assert summary["router"] == {"kind": "sglang", "version": EXPECTED_ROUTER}
     rows = tapped(run_dir)
     check_spans(rows)
     saved = sum(row["reused"] for row in rows)
-    assert 0 < saved <= summary["engine"]["reused_tokens"], "tokens of discarded groups count too"
+    assert 0 < saved <= engine["reused_tokens"], "tokens of discarded groups count too"
 
 
 @pytest.mark.slow
@@ -256,8 +241,8 @@ def test_a_server_outlives_the_controller_and_is_given_the_weights_of_the_resume
 
     assert asyncio.run(label()).startswith("1."), "weights of the second start"
     process.send_signal(signal.SIGINT)
-    done = finish(process, run_dir)
-    check_books_of_interrupted(done)
+    done = finish(process, run_dir).check(130)
+    assert done.summary["groups"]["failed"] == 0
     assert "engine-0: taken over from the start before in" in done.out
     assert "engine-1: not taken over from the start before, a new one is started: " in done.out
     assert done.summary["restarts"] == {"controller": 1}
@@ -318,21 +303,6 @@ def check_in_place(checkpoints: dict[int, Path], row: dict[str, Any]) -> None:
 # A recipe with an environment on a real SGLang server: turns of the model, and between them what the world says.
 
 
-WORLD_TAP = """
-import json
-from stages.base import MapStage
-
-
-class Tap(MapStage):
-    async def process(self, message):
-        with open(self.context.run_dir / "tap.jsonl", "a") as file:
-            for s in message.samples:
-                row = {"ids": s.token_ids.tolist(), "prompt": s.prompt_length, "mask": s.loss_mask.tolist(),
-                       "log_probs": s.log_probs.tolist(), "versions": s.versions.tolist(), "turns": s.turns}
-                file.write(json.dumps(row) + "\\n")
-        return message
-"""
-WORLD_RECIPE = '[[stage]]\nname = "tap"\npath = "world_tap:Tap"\nafter = "reward"\nreplicas = 1\nconcurrency = 4\n'
 SMALL_WORLD = [
     "--warm-start-steps", "0", "--num-rollout", "3", "--rollout-batch-size", "4", "--n-samples-per-prompt", "4",
     "--eval-interval", "none", "eval.eval_prompt_data=[]", "filter.dynamic_sampling_filter=[]",
@@ -344,24 +314,21 @@ SMALL_WORLD = [
 
 @pytest.mark.full
 @pytest.mark.xdist_group("sglang")
-def test_turns_in_an_environment_have_exact_tokens(tmp_path: Path, sglang: RealServer) -> None:
-    (tmp_path / "world_tap.py").write_text(WORLD_TAP)
-    (tmp_path / "tap.toml").write_text(WORLD_RECIPE)
+def test_turns_in_an_environment_have_exact_tokens(tap: Path, sglang: RealServer) -> None:
     done = succeed(
-        tmp_path / "run", "--config", "multi_agent", str(tmp_path / "tap.toml"), *SMALL_WORLD, "--engine", "sglang",
-        "--train-backend", "simulated", "--simulated-step-s", "0.05",
-        "--hf-checkpoint", str(sglang.model), "--rollout-external-engine-addrs", sglang.url, cwd=tmp_path,
+        tap / "run", "--config", "multi_agent", str(tap / "tap.toml"), *SMALL_WORLD, "--engine", "sglang",
+        *SIMULATED_TRAINER, "--hf-checkpoint", str(sglang.model), "--rollout-external-engine-addrs", sglang.url,
+        cwd=tap,
     )  # fmt: skip
     assert done.summary["engine"]["version"] == EXPECTED_SGLANG
     assert done.summary["groups"]["trained"] == 12
     assert any("env/multi_agent/answers" in row for row in read_metrics(done.run_dir / "metrics.jsonl"))
-    rows = [json.loads(line) for line in (tmp_path / "run" / "tap.jsonl").read_text().splitlines()]
     tokenizer, checked = load_tokenizer(str(sglang.model)), 0
-    for row in rows:
-        ids, mask, begin = row["ids"], row["mask"], row["prompt"]
+    for row in tapped(done.run_dir):
+        ids, mask, begin = row["tokens"], row["mask"], row["begin"]
         between = [tokenizer.decode(ids[start:end]) for start, end in _observations(mask, begin)]
         assert between in ([], ["user\n:assistant\n"]), "the verifier is asked behind the answer, and nothing else is"
-        log_probs, own = torch.tensor(row["log_probs"]), torch.tensor(mask) == 1
+        log_probs, own = torch.tensor(row["all_log_probs"]), torch.tensor(mask) == 1
         assert not log_probs[~own].any()
         if max(row["versions"]) == 0:  # of the weights that the test has
             expected = by_one(sglang.model, ids[:begin], ids[begin:])

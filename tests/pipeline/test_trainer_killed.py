@@ -28,8 +28,7 @@ def killed(run_dir: Path, at: tuple[int, ...], *flags: str) -> Finished:
         [old] = pids(run_dir, "train-0")
         kill(run_dir, "train-0")
         wait_until(process, lambda old=old: pids(run_dir, "train-0") != [old], "the trainer is started anew")
-    done = finish(process, run_dir)
-    assert done.code == 0, done.err[-3000:]
+    done = finish(process, run_dir).check()
     assert not any(isinstance(event, RolledBack) for event in read_journal(run_dir / "ledger.jsonl"))
     assert done.summary["restarts"] == {"train-0": len(at)}
     return done
@@ -53,7 +52,6 @@ def test_a_killed_trainer_loses_nothing_and_evaluations_come_once(tmp_path: Path
         run_dir, (0, 1, 5), *SMALL, *made_model(), *SIMULATED, *evaluates, *saving, "--num-rollout", "8",
         "--simulated-step-s", "0.2",
     )  # fmt: skip
-    done.check_books()
     assert evaluated(run_dir) == list(range(0, 9, 2))
     assert judge(run_dir, Expected(8, 4, 2)) == []
     assert 0.0 < done.summary["effective_training_time"] < 1.0
@@ -70,7 +68,6 @@ def test_a_trainer_that_is_killed_in_its_save_saves_again(tmp_path: Path) -> Non
     kill(run_dir, "train-0")
     wait_until(process, lambda: pids(run_dir, "train-0") != [old], "the trainer is started anew")
     done = finish(process, run_dir).check()
-    done.check_books()
     assert judge(run_dir, Expected(6, 4, 2)) == []
     assert [path.name for path in sorted((run_dir / "checkpoints").glob("step-*"))][-2:] == [
         "step-00000004", "step-00000006",
@@ -96,8 +93,7 @@ def test_a_killed_trainer_does_not_go_on_from_a_damaged_checkpoint(tmp_path: Pat
     assert (done.code, "--resume" in done.err) == (1, True)
     assert f"{weights} is damaged" in done.out
     steps = int(newest.name.removeprefix("step-")) + 2
-    resumed = finish(start(None, "--resume", str(run_dir), "--num-rollout", str(steps)), run_dir)
-    assert resumed.code == 0, resumed.err[-3000:]
+    resumed = finish(start(None, "--resume", str(run_dir), "--num-rollout", str(steps)), run_dir).check()
     assert f"skipped: {weights} is damaged" in resumed.err
 
 
@@ -120,45 +116,32 @@ ENGINE = SIMULATED[: SIMULATED.index("--train-backend")]
 MEGATRON = ["--train-backend", "megatron", "--tensor-model-parallel-size", "2"]
 
 
-def lost_nothing(done: Finished, steps: int, rank: int) -> None:
-    """One rank was killed, and nobody can tell but by what is said of it."""
-    run_dir = done.run_dir
-    assert done.code == 0, f"{done.err[-3000:]}\n{(run_dir / 'logs' / 'train-rank-0.log').read_text()[-3000:]}"
-    done.check_books()
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("flags", "steps", "at", "rank"),
+    [
+        pytest.param([*ENGINE, "--save-interval", "2"], 6, 3, 1, id="torch"),
+        pytest.param([*MEGATRON, "--save-interval", "2"], 6, 3, 1, id="megatron"),
+        pytest.param([*ENGINE, "--train-backend", "fsdp"], 8, 2, 0, id="before any save"),
+    ],
+)
+def test_a_killed_rank_loses_nothing(tmp_path: Path, flags: list[str], steps: int, at: int, rank: int) -> None:
+    """Nobody can tell that one rank was killed but by what is said of it."""
+    run_dir = tmp_path / "run"
+    process = start(run_dir, *SMALL, *made_model(), *TRAINER_GROUP, *flags, "--num-rollout", str(steps))
+    wait_for_steps(process, run_dir, at, RANKS_LOAD_S)
+    kill(run_dir, f"train-rank-{rank}")
+    done = finish(process, run_dir).check()
     books = done.audit
     assert sorted(books.batches) == list(range(1, steps + 1)), "every step once; versions go on"
-    assert len(books.trained) == steps * 4
-    assert done.summary["groups"]["trained"] == steps * 4
+    assert len(books.trained) == done.summary["groups"]["trained"] == steps * 4
     assert done.summary["restarts"] == {"train-0": 1}
     assert done.summary["weight_versions"]["last"] == steps
-    assert done.summary["staleness"]["max"] <= done.summary["staleness"]["bound"]
     assert f"SIGKILL of train-rank-{rank}" in done.out
     assert done.out.count("2 ranks are up again") == 1
     assert (run_dir / "checkpoints" / f"step-{steps:08d}" / "hf" / "config.json").exists()
     assert not (run_dir / "trainer").exists()
     nothing_left(run_dir)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("flags", [pytest.param(ENGINE, id="torch"), pytest.param(MEGATRON, id="megatron")])
-def test_a_killed_rank_loses_nothing(tmp_path: Path, flags: list[str]) -> None:
-    run_dir = tmp_path / "run"
-    process = start(
-        run_dir, *SMALL, *made_model(), *TRAINER_GROUP, *flags, "--num-rollout", "6", "--save-interval", "2"
-    )
-    wait_for_steps(process, run_dir, 3, RANKS_LOAD_S)
-    kill(run_dir, "train-rank-1")
-    lost_nothing(finish(process, run_dir), 6, rank=1)
-
-
-@pytest.mark.full
-def test_a_killed_rank_before_any_save_loses_nothing(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    flags = [*SMALL, *made_model(), *ENGINE, *TRAINER_GROUP, "--train-backend", "fsdp", "--num-rollout", "8"]
-    process = start(run_dir, *flags)
-    wait_for_steps(process, run_dir, 2, RANKS_LOAD_S)
-    kill(run_dir, "train-rank-0")
-    lost_nothing(finish(process, run_dir), 8, rank=0)
 
 
 @pytest.mark.full

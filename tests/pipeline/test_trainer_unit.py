@@ -162,32 +162,26 @@ def lives(tmp_path: Path) -> list[str]:
     return sorted(path.name for path in (tmp_path / "lives").iterdir())
 
 
-THREE = [f"{life} {name}" for life in range(3) for name in ("train-0", "train-rank-0", "train-rank-1")]
-
-
-@pytest.mark.parametrize("victim", ["train-0", "train-rank-1"])
-async def test_a_process_that_is_killed_ends_all_and_all_start_again(victim: str, keep: Any, tmp_path: Path) -> None:
-    told = await keep(f"""
-others()
-if life < 2:
-    if name == {victim!r}: die()
-    time.sleep(60)
-""")
-    of = "" if victim == "train-0" else f" of {victim}"
-    assert told.events == [("lost", "train", "train-0", f"signal SIGKILL{of}")] * 2
-    assert lives(tmp_path) == THREE
-    assert sum("2 ranks are up again" in line for line in told.lines) == 2
-
-
-async def test_a_stage_that_only_noticed_is_not_blamed(keep: Any) -> None:
+async def test_whatever_is_killed_ends_all_and_all_start_again_until_the_stage_ends_well(
+    keep: Any, tmp_path: Path
+) -> None:
+    """The stage is killed, then a rank; then the stage notices the end of a rank before anybody else, and is not
+    blamed."""
     told = await keep("""
 others()
-if life == 0:
-    if name == "train-0": sys.exit(3)
-    if name == "train-rank-1": time.sleep(0.1), die()
-    time.sleep(60)
+if name == "train-0":
+    if life == 0: die()
+    if life == 2: sys.exit(3)
+if name == "train-rank-1":
+    if life == 1: die()
+    if life == 2: time.sleep(0.1), die()
+time.sleep(60 if life < 3 else 0.3)
 """)
-    assert told.events == [("lost", "train", "train-0", "signal SIGKILL of train-rank-1")]
+    why = ["signal SIGKILL", "signal SIGKILL of train-rank-1", "signal SIGKILL of train-rank-1"]
+    assert told.events == [("lost", "train", "train-0", one) for one in why]
+    names = ("train-0", "train-rank-0", "train-rank-1")
+    assert lives(tmp_path) == [f"{life} {name}" for life in range(4) for name in names]
+    assert sum("2 ranks are up again" in line for line in told.lines) == 3
 
 
 async def test_a_stage_that_hangs_is_lost(keep: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,49 +217,28 @@ async def test_a_controller_that_was_stopped_ends_no_other_process_for_it(tmp_pa
     assert killed.is_set(), "silence while awake still counts"
 
 
-async def test_ranks_that_never_find_each_other_are_started_twice(keep: Any) -> None:
-    with pytest.raises(ReplicaFailed, match=r"exit code 1 of train-rank-. before its ranks .*, 2 times: .*no address"):
-        await keep("if stage: time.sleep(60)\nraise RuntimeError('no address for this machine')")
-
-
-async def test_a_users_mistake_ends_the_run_at_once(keep: Any, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="set --tensor-model-parallel-size"):
-        await keep("""
-if stage: time.sleep(60)
-print('ERROR TrainConfigInvalid: set --tensor-model-parallel-size'); sys.exit(2)
-""")
-    assert all(life.startswith("0 ") for life in lives(tmp_path))
-
-
-async def test_a_unit_that_is_lost_too_often_ends_the_run(keep: Any) -> None:
-    with pytest.raises(ReplicaFailed, match=r"train-0 ended 2 times within 60 minutes, last with signal SIGKILL"):
-        await keep("others()\nif stage: die()\ntime.sleep(60)", limit=1)
+AFTER_ALL_ARE_THERE = "others()\nif not stage: time.sleep(60)\n"
 
 
 @pytest.mark.parametrize(
-    ("behaviour", "told", "words"),
+    ("behaviour", "kept", "births", "words"),
     [
-        (
-            "raise RuntimeError('my loss is broken')",
-            Told(),
-            "ended with exit code 1: .*my loss is broken; continue .*--resume",
-        ),
-        ("die()", Told(resumable=False), "ended with signal SIGKILL; continue from the last checkpoint with --resume"),
+        ("if stage: time.sleep(60)\nraise RuntimeError('no address for this machine')", {}, 2,
+         "exit code 1 of train-rank-. before its ranks .*, 2 times: .*no address"),
+        ("if stage: time.sleep(60)\nprint('ERROR TrainConfigInvalid: set --tensor-parallel'); sys.exit(2)", {}, 1,
+         "set --tensor-parallel"),
+        (f"{AFTER_ALL_ARE_THERE}die()", {"limit": 1}, 2,
+         "train-0 ended 2 times within 60 minutes, last with signal SIGKILL"),
+        (f"{AFTER_ALL_ARE_THERE}die()", {"told": Told(resumable=False)}, 1,
+         "ended with signal SIGKILL; continue from the last checkpoint with --resume"),
+        (f"{AFTER_ALL_ARE_THERE}raise RuntimeError('my loss is broken')", {}, 1,
+         "ended with exit code 1: .*my loss is broken; continue .*--resume"),
     ],
-    ids=["an exception would come again", "no state to start from"],
-)
-async def test_what_only_a_resume_can_mend(keep: Any, behaviour: str, told: Told, words: str) -> None:
-    with pytest.raises(ReplicaFailed, match=words):
-        await keep(f"others()\nif stage: {behaviour}\ntime.sleep(60)", told=told)
-
-
-async def test_a_unit_that_ends_well_is_not_started_again(keep: Any, tmp_path: Path) -> None:
-    told = await keep("others()\nif stage: time.sleep(0.3)")
-    assert told.events == []
-    assert lives(tmp_path) == THREE[:3]
-
-
-def test_a_socket_fits_into_its_name(tmp_path: Path) -> None:
-    """The kernel takes 107 bytes; the private directory of a run is short for that reason."""
-    with RunDir(tmp_path / "run").open(resume=False) as rundir:
-        assert len(str(rundir.sockets / "trainer-group-100.sock")) < 108
+    ids=["ranks never meet", "a user's mistake", "lost too often", "no state to start from", "it would come again"],
+)  # fmt: skip
+async def test_what_another_start_cannot_mend_ends_the_run(
+    keep: Any, behaviour: str, kept: dict[str, Any], births: int, words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UsageError if "TrainConfigInvalid" in behaviour else ReplicaFailed, match=words):
+        await keep(behaviour, **kept)
+    assert {life.split()[0] for life in lives(tmp_path)} == set(map(str, range(births)))

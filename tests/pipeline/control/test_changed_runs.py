@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from launching import SIMULATED, SMALL, finish, made_model, start, succeed_here
+from launching import SIMULATED, SMALL, finish, made_model, running, succeed, succeed_here
 from launching import here as run_here
 from scripted_run import Scripted, done, scripted, until
 
@@ -60,8 +60,7 @@ def committed(run_dir: Path) -> bool:
 
 def test_scaled_up_and_down_under_load_the_same_is_trained(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    process = start(run_dir, *LOADED)
-    try:
+    with running(run_dir, *LOADED) as process:
         until(process, run_dir, lambda status: status.snapshot.step >= 2)
         done(run_dir, Scale({"reward": 4, "group": 2, "generate": 2, "engine": 2}))
         wide = until(process, run_dir, lambda s: [e.state for e in s.engines] == ["serving"] * 2)
@@ -80,12 +79,7 @@ def test_scaled_up_and_down_under_load_the_same_is_trained(tmp_path: Path) -> No
         until(process, run_dir, lambda _: any(joined(run_dir, name) for name in passed_on(run_dir) - {"group-0"}))
         until(process, run_dir, lambda _: committed(run_dir))  # as was asked: nothing else saves before the end
         done(run_dir, Drain())  # however quick or slow the machine is, all of this was within the run
-    except BaseException:
-        process.kill()
-        raise
-    ended = finish(process, run_dir)
-    assert ended.code == 130, ended.err
-    ended.check_books()
+    ended = finish(process, run_dir).check(130)
     steps = max(ended.audit.batches)
     assert judge(run_dir, Expected(steps=steps, groups_per_step=4, bound=0)) == []
     fast = [*SYNC, "engine.simulated.a_ms=0", "--num-rollout", str(steps)]
@@ -101,10 +95,23 @@ def test_scaled_up_and_down_under_load_the_same_is_trained(tmp_path: Path) -> No
 
 
 def test_a_paused_run_admits_nothing_and_a_resumed_one_begins_with_what_was_changed(tmp_path: Path) -> None:
-    flags = [*SMALL, *made_model(), *SIMULATED, "--num-rollout", "4000"]
+    """And an engine ends when it has given back what it held."""
+    flags, seen = [*SMALL, *made_model(), *SIMULATED, "--num-rollout", "4000"], list[bool]()
+    has_left = Servers._has_left
+
+    def noted(servers: Servers, name: str) -> bool:
+        seen.append(has_left(servers, name))
+        return seen[-1]
 
     async def first(run: Scripted) -> None:
-        control = await control_of(run)
+        control, topic = await control_of(run), run.runner.topic
+        assert (await control(Scale({"engine": 2}))).ok
+        await run.until(lambda: len(carrying(topic)) == 2)
+        await run.steps(2)
+        assert (await control(Scale({"engine": 1}))).ok
+        await run.until(lambda: list(addresses(topic)) == ["engine-0"])
+        assert seen[-1], "it was not waited for, or not told to leave"
+        await run.until(lambda: not topic.items(LEAVE))
         await run.steps(2)
         assert (await control(Scale({"generate": 2}))).ok
         assert not (await control(Scale({"train": 2, "generate": 3}))).ok
@@ -115,6 +122,8 @@ def test_a_paused_run_admits_nothing_and_a_resumed_one_begins_with_what_was_chan
         status = (await control(Status())).status
         assert status is not None
         assert status.state == "paused"
+        assert [engine.name for engine in status.engines] == ["engine-0"], "the other is gone, and not lost"
+        assert read_fleet(run.controller.rundir).keys() == {"engine-0"}
         await asyncio.sleep(0.3)
         assert run.controller.stage.ledger.admitted == admitted
         assert (await control(Resume())).ok
@@ -124,6 +133,7 @@ def test_a_paused_run_admits_nothing_and_a_resumed_one_begins_with_what_was_chan
         assert reply.ok, reply.lines
         await run.steps(5)
         assert run.controller.stage.gate.max_staleness == 3
+        assert run.controller.recorder.restarts == {}
 
     async def second(run: Scripted) -> None:
         await run.until(lambda: len(run.generating()) == 2)
@@ -132,45 +142,18 @@ def test_a_paused_run_admits_nothing_and_a_resumed_one_begins_with_what_was_chan
         await control_of(run)
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Servers, "_has_left", noted)
         scripted(patch, tmp_path / "run", first, lambda run_dir: run_here(run_dir, *flags).code)
     with pytest.MonkeyPatch.context() as patch:
         again = scripted(
             patch, tmp_path / "run", second, lambda run_dir: run_here(run_dir, "--resume", str(run_dir)).code
         )
     kept = [(change.what, change.value) for change in again.controller.recorder.changes]
-    assert [what for what, _ in kept] == ["scale generate", "pause", "resume", "set lr", "set max_staleness"]
+    named = ["scale engine", "scale engine", "scale generate", "pause", "resume", "set lr", "set max_staleness"]
+    assert [what for what, _ in kept] == named
     assert kept == [
         (e.what, e.value) for e in read_journal(tmp_path / "run" / "ledger.jsonl") if isinstance(e, Changed)
     ]
-
-
-def test_an_engine_ends_when_it_has_given_back_what_it_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[bool] = []
-    has_left = Servers._has_left
-
-    def noted(servers: Servers, name: str) -> bool:
-        seen.append(has_left(servers, name))
-        return seen[-1]
-
-    async def script(run: Scripted) -> None:
-        control, topic = await control_of(run), run.runner.topic
-        assert (await control(Scale({"engine": 2}))).ok
-        await run.until(lambda: len(carrying(topic)) == 2)
-        await run.steps(2)
-        assert (await control(Scale({"engine": 1}))).ok
-        await run.until(lambda: list(addresses(topic)) == ["engine-0"])
-        assert seen[-1], "it was not waited for, or not told to leave"
-        await run.until(lambda: not topic.items(LEAVE))
-        await run.steps(2)
-        status = (await control(Status())).status
-        assert status is not None
-        assert [engine.name for engine in status.engines] == ["engine-0"], "it is gone, and not lost"
-        assert read_fleet(run.controller.rundir).keys() == {"engine-0"}
-
-    monkeypatch.setattr(Servers, "_has_left", noted)
-    flags = [*SMALL, *made_model(), *SIMULATED, "--num-rollout", "4000"]
-    ended = scripted(monkeypatch, tmp_path / "run", script, lambda run_dir: run_here(run_dir, *flags).code)
-    assert ended.controller.recorder.restarts == {}
 
 
 async def control_of(run: Scripted) -> Callable[[Command], asyncio.Future[Reply]]:
@@ -189,8 +172,7 @@ FLAGS = [
 @pytest.mark.full
 def test_the_slow_stage_is_scaled_and_the_user_outranks(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    process = start(run_dir, *FLAGS)
-    try:
+    with running(run_dir, *FLAGS) as process:
         until(process, run_dir, lambda status: status.replicas.get("reward") == 2)
         refused = ask(run_dir, Scale({"reward": 3}))
         assert not refused.ok
@@ -203,12 +185,7 @@ def test_the_slow_stage_is_scaled_and_the_user_outranks(tmp_path: Path) -> None:
         assert later.advice.kind not in ("up", "down"), "there is nothing left to scale"
         assert later.snapshot.advice == later.advice.sentence
         done(run_dir, Drain())
-    except BaseException:
-        process.kill()
-        raise
-    ended = finish(process, run_dir)
-    assert ended.code == 130, ended.err
-    ended.check_books()
+    ended = finish(process, run_dir).check(130)
     assert ended.summary["restarts"] == {}
     assert ended.summary["groups"]["failed"] == 0
     changes = [(change["what"], change["value"]) for change in ended.summary["changes"]]
@@ -254,9 +231,7 @@ def test_a_run_that_scales_itself_becomes_as_fast_as_the_planners_split(tmp_path
         "--no-live", "--no-trace", "--no-use-tensorboard", "--no-use-plot", "--log-interval", "100",
         *(f"engine.simulated.{key}={value:g}" for key, value in simulated.items()),
     ]  # fmt: skip
-    ended = finish(start(run_dir, *flags), run_dir)
-    assert ended.code == 0, ended.err
-    ended.check_books()
+    ended = succeed(run_dir, *flags)
     rows = [row for row in read_metrics(run_dir / "metrics.jsonl") if "ledger/trained" in row]
     first, last = rows[-COUNTED - 1], rows[-1]
     groups = last["ledger/trained"] - first["ledger/trained"]

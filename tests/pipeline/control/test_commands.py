@@ -94,19 +94,15 @@ async def test_the_owner_alone_may_ask_and_is_answered(tmp_path: Path) -> None:
         assert reply == Reply(True, ("done",))
         assert run.asked == [Scale({"reward": 4})]
         first = run.address.token
+        for token in ("", "x", first[:-1], first + "x", "ä"):
+            for command in (line(token), b'{"token":%s,"command":{"type":"nothing"}}\n' % msgspec.json.encode(token)):
+                assert await run.send(command) == module.REFUSED, "whatever it requests"
+        assert len(run.asked) == 1
     assert not (tmp_path / CONTROL_FILE).exists()
     with pytest.raises(NotRunning, match="holds no run"):
         ask(tmp_path, Status())
     async with served(tmp_path) as run:
         assert run.address.token != first, "each run has a token of its own"
-
-
-async def test_a_wrong_token_is_refused_whatever_it_requests(tmp_path: Path) -> None:
-    async with served(tmp_path) as run:
-        for token in ("", "x", run.address.token[:-1], run.address.token + "x", "ä"):
-            for command in (line(token), b'{"token":%s,"command":{"type":"nothing"}}\n' % msgspec.json.encode(token)):
-                assert await run.send(command) == module.REFUSED
-        assert run.asked == []
 
 
 async def test_an_invalid_request_is_refused_and_the_next_one_is_answered(
@@ -206,13 +202,9 @@ def test_the_table() -> None:
     assert cells["engine-0"] == ["serving", "197", "21", "3", "512", "27%"]
     assert cells["engine-1"] == ["starting", "-", "0", "0", "-", "-"]
     assert lines[-1] == "step 150: scale reward 2"
-
-
-def test_an_advice_is_reported_in_full() -> None:
     advice = "reward is the bottleneck; reward 1 -> 2 would make about 2 rollouts/s of 1 (+100%), then engine is next"
     advised = msgspec.structs.replace(STATUS, snapshot=dataclasses.replace(SNAPSHOT, advice=advice))
-    lines = table(advised).splitlines()
-    assert lines[6:8] == [
+    assert table(advised).splitlines()[6:8] == [
         "advice     reward is the bottleneck; reward 1 -> 2 would make about 2 rollouts/s",
         "           of 1 (+100%), then engine is next",
     ]
@@ -230,70 +222,49 @@ def run_of(tmp_path: Path, *flags: str) -> tuple[RunDir, Config]:
     return rundir, config
 
 
-def changed_by(rundir: RunDir, running: Config, changes: dict[str, str]) -> tuple[Config, dict[str, object]]:
-    return with_settings(rundir, changes, running)
-
-
 def test_what_is_set_is_what_a_resume_would_have_and_begins_with(tmp_path: Path) -> None:
     rundir, config = run_of(tmp_path, "--dynamic-sampling-filter", "nonzero_std", "reward:0.1_0.9")
+    for name in ("temperature", "rollout_temperature", "--rollout-temperature", "rollout.rollout_temperature"):
+        assert with_settings(rundir, {name: "0.7"}, config)[1] == {"rollout.rollout_temperature": 0.7}
     changes = {"max_staleness": "4", "train.lr": "5e-6", "dynamic-sampling-filter": "nonzero_std,reward:0.2_0.8"}
-    after, changed = changed_by(rundir, config, changes)
+    after, changed = with_settings(rundir, changes, config)
     assert changed == {
         "asynchrony.max_staleness": 4,
         "train.lr": 5e-6,
         "filter.dynamic_sampling_filter": ("nonzero_std", "reward:0.2_0.8"),
     }
     keep(rundir, after, config)
-    assert changed_by(rundir, config, changes)[1] == {}, "it is kept"
+    assert with_settings(rundir, changes, config)[1] == {}, "it is kept"
     resumed = load(["--resume", str(rundir.path), "--max-staleness", "3"]).config
     assert (resumed.asynchrony.max_staleness, resumed.train.lr) == (3, 5e-6), "a flag of the resume outranks it"
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("flags", "change", "words"),
     [
-        ({"max_staleness": "-1"}, "max-staleness"),
-        ({"max_staleness": "many"}, "many"),
-        ({"lr": "-1"}, "--lr"),
-        ({"temperature": "0"}, "rollout-temperature"),
-        ({"top_p": "0.7"}, "--rollout-top-p is 0.7 with TIS or bypass, but must be 1"),
-        ({"rollout_batch_size": "8"}, "cannot be set in a running run"),
-        ({"max_stalenes": "3"}, "max_staleness"),
-        ({"dynamic_sampling_filter": "nonzero_std"}, "the numbers can be changed, not which there are"),
-        ({"dynamic_sampling_filter": "reward:0.9_0.1"}, "the lower bound 0.9 is above the upper bound 0.1"),
+        ("", "max_staleness=-1", "max-staleness"),
+        ("", "max_staleness=many", "many"),
+        ("--max-staleness 0", "max_staleness=2", "max_staleness"),  # a bound without a correction, as of any run (I4)
+        ("", "lr=-1", "--lr"),
+        ("--lr-decay-style linear --min-lr 1e-5", "lr=2e-4", "lr decays to --min-lr 1e-05"),
+        ("", "temperature=0", "rollout-temperature"),
+        ("", "top_p=0.7", "--rollout-top-p is 0.7 with TIS or bypass, but must be 1"),
+        # Others go by the sampling of the start.
+        ("--rollout-function-path tests.stages.slime.user_code:whole_batch", "temperature=0.7",
+         "--rollout-function-path goes by the temperature and top-p with which"),
+        ("", "rollout_batch_size=8", "cannot be set in a running run"),
+        ("", "max_stalenes=3", "max_staleness"),
+        ("", "dynamic_sampling_filter=nonzero_std", "the numbers can be changed, not which there are"),
+        ("", "dynamic_sampling_filter=reward:0.9_0.1", "the lower bound 0.9 is above the upper bound 0.1"),
     ],
-)
-def test_what_cannot_be_set_is_refused_with_the_reason(changes: dict[str, str], words: str, tmp_path: Path) -> None:
-    rundir, config = run_of(tmp_path, "--dynamic-sampling-filter", "reward:0.1_0.9")
+)  # fmt: skip
+def test_what_cannot_be_set_is_refused_with_the_reason(flags: str, change: str, words: str, tmp_path: Path) -> None:
+    rundir, config = run_of(tmp_path, "--dynamic-sampling-filter", "reward:0.1_0.9", *flags.split())
     before = rundir.config.read_bytes()
+    name, _, value = change.partition("=")
     with pytest.raises((ConfigError, UsageError), match=words):
-        changed_by(rundir, config, changes)
+        with_settings(rundir, {name: value}, config)
     assert rundir.config.read_bytes() == before
-
-
-def test_sampling_is_set_by_its_short_or_long_name(tmp_path: Path) -> None:
-    rundir, config = run_of(tmp_path)
-    for name in ("temperature", "rollout_temperature", "--rollout-temperature", "rollout.rollout_temperature"):
-        assert changed_by(rundir, config, {name: "0.7"})[1] == {"rollout.rollout_temperature": 0.7}
-
-
-def test_sampling_is_not_set_where_others_go_by_that_of_the_start(tmp_path: Path) -> None:
-    rundir, config = run_of(tmp_path, "--rollout-function-path", "tests.stages.slime.user_code:whole_batch")
-    with pytest.raises(UsageError, match="--rollout-function-path goes by the temperature and top-p with which"):
-        changed_by(rundir, config, {"temperature": "0.7"})
-
-
-def test_a_bound_without_a_correction_is_refused(tmp_path: Path) -> None:
-    """I4 holds for a run that goes on as well."""
-    rundir, config = run_of(tmp_path, "--max-staleness", "0")
-    with pytest.raises((ConfigError, UsageError), match="max_staleness"):
-        changed_by(rundir, config, {"max_staleness": "2"})
-
-
-def test_a_decay_to_a_least_rate_is_not_scaled(tmp_path: Path) -> None:
-    rundir, config = run_of(tmp_path, "--lr-decay-style", "linear", "--min-lr", "1e-5")
-    with pytest.raises(UsageError, match="lr decays to --min-lr 1e-05"):
-        changed_by(rundir, config, {"lr": "2e-4"})
 
 
 def test_a_learning_rate_of_zero_is_a_pause_that_ends(tmp_path: Path) -> None:

@@ -115,20 +115,25 @@ async def test_a_killed_server_leaves_nothing_in_shared_memory(rundir: RunDir) -
             name.unlink(missing_ok=True)
 
 
-async def test_a_program_sees_the_gpus_that_it_was_given_and_only_ours_find_the_project(
+async def test_a_program_sees_its_gpus_and_few_threads_and_only_ours_find_the_project(
     rundir: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Threads sleep where they wait; what the user has set stays."""
+    threads = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+    for name in threads:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("KMP_BLOCKTIME", "7")
     monkeypatch.setenv("PYTHONPATH", "elsewhere")
-    launcher = LocalLauncher(rundir)
-    tell = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'], os.environ['PYTHONPATH'], os.environ['ONE'])"
-    messages = {}
-    for name, ours in (("ours", True), ("foreign", False)):
-        spec = ProcessSpec(name, (sys.executable, "-c", tell), {"ONE": "1"}, ("4", "GPU-5"), ours=ours)
+    names = (*threads, "ONE", "CUDA_VISIBLE_DEVICES", "PYTHONPATH")
+    tell = f"import os; print(*(os.environ.get(name) for name in {names!r}))"
+    launcher, shown = LocalLauncher(rundir, 3), {}
+    for ours in (True, False):
+        spec = ProcessSpec(f"one-{ours}", (sys.executable, "-c", tell), {"ONE": "1"}, ("4", "GPU-5"), ours=ours)
         process = await launcher.spawn(spec)
         assert await process.wait() == 0
-        messages[name] = process.last_line()
-    assert messages["foreign"] == "4,GPU-5 elsewhere 1"
-    assert messages["ours"].startswith(f"4,GPU-5 {ROOT}{os.pathsep}")
+        shown[ours] = process.last_line()
+    assert shown[False].endswith(" 1 4,GPU-5 elsewhere")
+    assert shown[True].startswith(f"3 PASSIVE 1000 7 1 4,GPU-5 {ROOT}{os.pathsep}")
 
 
 async def test_restarts_are_counted_within_a_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,9 +224,8 @@ def test_visible_gpus_are_those_of_the_environment_or_of_the_machine(tmp_path: P
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == ()
 
 
-@pytest.mark.parametrize("first", ["-", "x"])
-def test_servers_of_others_get_their_token_and_show_it_nowhere(first: str, tmp_path: Path) -> None:
-    """One in 64 begins with a sign that makes it look like an option."""
+def test_servers_of_others_get_their_token_and_show_it_nowhere(tmp_path: Path) -> None:
+    """One in 64 begins with a sign that makes it look like an option, as this one."""
     (tmp_path / "gate.py").write_text("""
 import argparse, logging, os, pathlib, sys
 assert os.umask(0) == 0o077
@@ -241,7 +245,7 @@ logging.warning("%d of them", "x")
     (tmp_path / "sglang").mkdir()
     (tmp_path / "sglang" / "srt.py").touch()
     (tmp_path / "token").touch(mode=0o600)
-    (tmp_path / "token").write_text(first + secrets.token_urlsafe(32))
+    (tmp_path / "token").write_text("-" + secrets.token_urlsafe(32))
     token = read_token(tmp_path / "token")
     launch = with_token(Launch((sys.executable, "-m", "gate", "--port", "1"), {}, ""), token.path, hidden="sglang")
     done = subprocess.run(launch.argv, cwd=tmp_path, capture_output=True, text=True)
@@ -271,20 +275,6 @@ def test_a_run_may_open_as_many_files_as_its_user() -> None:
     script += "print(resource.getrlimit(resource.RLIMIT_NOFILE))"
     messages = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert messages.stdout == "(500, 500)\n", messages.stderr
-
-
-async def test_threads_of_processes_are_few_and_sleep_where_they_wait(
-    rundir: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What the user has set stays."""
-    names = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
-    for name in names:
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("KMP_BLOCKTIME", "7")
-    tell = f"import os; print(*(os.environ.get(name) for name in {names!r}))"
-    process = await LocalLauncher(rundir, 3).spawn(ProcessSpec("one", (sys.executable, "-c", tell)))
-    assert await process.wait() == 0
-    assert process.last_line() == "3 PASSIVE 1000 7"
 
 
 @pytest.mark.parametrize(

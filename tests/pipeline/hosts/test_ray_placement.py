@@ -8,7 +8,7 @@ import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -112,22 +112,30 @@ def test_an_engine_that_lost_its_node_stays_within_the_domain_of_the_others() ->
     assert labels([full, other, node("3", zone="near")], [full]) == {"zone": "near"}
 
 
+def launcher_of(found: RayPlacement, nodes: list[Node]) -> RayLauncher:
+    nowhere: Any = None
+    return RayLauncher(found, lambda: nodes, nowhere)
+
+
+def room(launcher: RayLauncher, name: str) -> str | None:
+    return launcher._room(name, launcher.placements.of(name))
+
+
 def test_what_was_lost_in_silence_goes_to_a_node_that_is_heard_of() -> None:
     """Ray tells that a node is gone only after a while."""
     there: list[Node] = [node("1"), node("2", 2, side="there"), node("3", 8)]
-    nowhere: Any = None
-    launcher = RayLauncher(placements("--ray-labels cpu=side:there|side:!there"), lambda: there, nowhere)
+    launcher = launcher_of(placements("--ray-labels cpu=side:there|side:!there"), there)
 
-    def room(name: str) -> str | None:
-        return launcher._room(name, launcher.placements.of(name))
+    def rooms() -> tuple[str | None, str | None]:
+        return room(launcher, "reward-0"), room(launcher, "engine-0")
 
-    assert (room("reward-0"), room("engine-0")) == ("2", "2")
+    assert rooms() == ("2", "2")
     launcher._silent = {"2"}
-    assert (room("reward-0"), room("engine-0")) == ("3", "1")
+    assert rooms() == ("3", "1")
     launcher._silent = {"1", "2", "3"}
-    assert (room("reward-0"), room("engine-0")) == ("2", "2"), "it may be only the process that was silent"
+    assert rooms() == ("2", "2"), "it may be only the process that was silent"
     there[:] = [node("1", free=0)]
-    assert (room("reward-0"), room("engine-0")) == ("1", None)
+    assert rooms() == ("1", None)
     assert launcher._silent == {"1"}
 
 
@@ -185,39 +193,25 @@ def test_a_shared_gpu_is_the_trainers() -> None:
     assert "with --colocate the engine has the trainer's GPU; leave rollout out" in message
 
 
-def launcher_of(found: RayPlacement, nodes: list[Node], *placed: tuple[str, str]) -> RayLauncher:
-    """`placed`: processes that were lost, by their nodes."""
-    nowhere: Any = None
-    launcher = RayLauncher(found, lambda: nodes, nowhere)
-    for name, where in placed:
-        lost = launcher._placed[name] = PlacedActor(nowhere, where, f"10.0.0.{where}")
-        lost.lost = True
-    return launcher
-
-
 def test_a_lost_trainer_goes_back_to_its_node_then_to_one_that_sees_its_files() -> None:
     nodes = [node("1", 0), node("2", 4), node("3", 8)]
-    launcher = launcher_of(placements(), nodes, ("train-0", "3"))
-    seen: Any = object()
-    launcher._sees["train-0"] = seen
-
-    def room() -> str | None:
-        return launcher._room("train-0", launcher.placements.of("train-0"))
-
+    launcher, anything = launcher_of(placements(), nodes), cast(Any, None)
+    lost = launcher._placed["train-0"] = PlacedActor(anything, "3", "10.0.0.3")
+    lost.lost, launcher._sees["train-0"] = True, cast(Any, object())
     nodes[2] = node("3", 8, free=0)  # Ray has not told yet that it gave back what it held
-    assert room() == "3"
-    assert room() == "2", "others took it"
+    assert room(launcher, "train-0") == "3"
+    assert room(launcher, "train-0") == "2", "others took it"
     launcher._unfit.add("2")
-    assert room() is None
+    assert room(launcher, "train-0") is None
     launcher._wait("train-0", launcher.placements.of("train-0"))
     assert launcher.waiting["train-0"].endswith("free are 10.0.0.1 (0 CPU, 0 GPU), 10.0.0.3 (0 CPU, 0 GPU)")
     nodes[2] = node("3", 8)
-    assert room() == "3"
+    assert room(launcher, "train-0") == "3"
     launcher._silent = {"3"}
     nodes.append(node("4", 16))
-    assert room() == "4"
+    assert room(launcher, "train-0") == "4"
     nodes[0] = node("1", 8)
-    assert room() == "1", "the controller's"
+    assert room(launcher, "train-0") == "1", "the controller's"
 
 
 def test_engines_leave_the_trainer_its_place() -> None:
@@ -377,14 +371,11 @@ async def test_a_process_that_is_being_started_when_the_run_ends_is_ended(actor:
     assert (await actor.output(0))[1] is not None, "whoever waits learns of it"
 
 
-LOST = sorted(
-    (
-        kind
-        for kind in vars(ray_errors).values()
-        if isinstance(kind, type) and issubclass(kind, ray_errors.RayError) and kind is not ray_errors.RayError
-    ),
-    key=lambda kind: kind.__name__,
-)
+LOST = [
+    kind
+    for kind in vars(ray_errors).values()
+    if isinstance(kind, type) and issubclass(kind, ray_errors.RayError) and kind is not ray_errors.RayError
+]
 CODE = {"CrossLanguageError", "UserCodeException", "UnserializableException", "AuthenticationError", "RayTaskError"}
 CODE |= {"RuntimeEnvSetupError"}
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from launching import SIMULATED, SMALL, alive, finish, made_model, start, succeed_here
+from launching import SIMULATED, SMALL, alive, finish, launch, made_model, start, succeed, succeed_here
 from namespace_launcher import NamespacesRefused, OtherHost, hidden
 from scripted_run import Scripted, scripted
 from test_kill import pids, steps_done, wait_for_steps, wait_until
@@ -58,9 +58,7 @@ def until(met: Callable[[], bool], what: str, limit_s: float = 60) -> None:
 def test_the_same_batches_are_trained_as_without_ray(tmp_path: Path) -> None:
     flags = [*SMALL, *made_model(), "--mode", "sync", "--deterministic", "--num-rollout", "3"]
     alone = succeed_here(tmp_path / "alone", *flags)
-    done = finish(start(tmp_path / "run", *flags, *RAY), tmp_path / "run")
-    assert done.code == 0, done.err[-3000:]
-    done.check_books()
+    done = succeed(tmp_path / "run", *flags, *RAY)
     assert done.audit.batches == alone.audit.batches
     assert "ray: " in done.err
     assert "serving at http://" in (tmp_path / "run" / "logs" / "engine-0.log").read_text()
@@ -242,18 +240,14 @@ def test_all_but_the_controller_on_the_other_host_where_the_trainer_is_killed(
     run_dir, unseen = tmp_path / "run", tmp_path / "unseen"
     refused = finish(start(unseen, *flags), unseen)
     assert refused.code == 2, refused.err
-    assert (
-        f"train-0 is to run on node {cluster.there}, which does not see the controller's run directory {unseen}; put"
-        in (refused.err)
-    )
+    why = f"train-0 is to run on node {cluster.there}, which does not see the controller's run directory {unseen}; put"
+    assert why in refused.err
     flags += ["--num-rollout", "8", "--save-interval", "1", "--scale", "engine=2", "--ray-placement", "spread"]
     process = start(run_dir, *flags)
     wait_for_steps(process, run_dir, 2)
     trainer = (run_dir / "replicas" / "train-0.pid").read_text()
     subprocess.run(cluster.inside(("/bin/kill", "-9", trainer)), check=True)
-    done = finish(process, run_dir)
-    assert done.code == 0, done.err[-3000:]
-    done.check_books()
+    done = finish(process, run_dir).check()
     assert (done.summary["groups"]["trained"], done.summary["restarts"]) == (32, {"train-0": 1})
     assert f"train-0: placed on {cluster.there}" in done.out
 
@@ -261,10 +255,8 @@ def test_all_but_the_controller_on_the_other_host_where_the_trainer_is_killed(
         return (run_dir / "logs" / f"{name}.log").read_text()
 
     at = {host: f"serving at http://{host}:" for host in (cluster.here, cluster.there)}
-    assert sorted(host for host in at for n in (0, 1) if at[host] in log(f"engine-{n}")) == [
-        cluster.here,
-        cluster.there,
-    ]
+    where = sorted(host for host in at for n in (0, 1) if at[host] in log(f"engine-{n}"))
+    assert where == [cluster.here, cluster.there]
     fetched = re.findall(r"version \d+: fetched \d+ bytes from tcp://(\S+):\d+", log("engines-0"))
     assert set(fetched) == {cluster.there}
     assert "fetched" not in log("fetcher-0"), "the slots are on its own host"
@@ -278,15 +270,8 @@ def test_all_but_the_controller_on_the_other_host_where_the_trainer_is_killed(
 def test_a_node_is_gone_in_the_middle_of_a_run_and_another_joins(cluster: OtherHost, tmp_path: Path) -> None:
     """As when the power is cut: nobody says good-bye. One of two engines and the other stages were there."""
     flags = [*SMALL, *made_model(), *SIMULATED, "--num-rollout", "4000", "--scale", "engine=2", "--runner", "ray"]
-    flags += [
-        "--allow-plain-engines",
-        "--ray-address",
-        f"{HEAD}:{PORT}",
-        "--ray-placement",
-        "spread",
-        "--ray-cpus",
-        "rollout=2",
-    ]
+    flags += ["--allow-plain-engines", "--ray-address", f"{HEAD}:{PORT}", "--ray-placement", "spread"]
+    flags += ["--ray-cpus", "rollout=2"]
     flags += ["--ray-labels", "cpu=side:there|side:!there", "--simulated-step-s", "0.5", "--log-interval", "50"]
     run_dir = tmp_path / "run"
 
@@ -319,8 +304,7 @@ def test_a_node_is_gone_in_the_middle_of_a_run_and_another_joins(cluster: OtherH
         finally:
             process.send_signal(signal.SIGINT)
             done = finish(process, run_dir)
-    assert done.code == 130, done.err[-3000:]
-    done.check_books()
+    done.check(130)
     assert done.out.count(f"{lost}: no node has room for it (it needs 2 CPU, and free are") == 1, done.out
     assert "; 1 of its kind goes on. It is placed as soon as a node joins" in done.out
     assert f"{lost}: placed on {other.there}" in done.out
@@ -332,9 +316,7 @@ def test_the_quickstart_learns_with_engines_on_the_other_host(cluster: OtherHost
     flags = ["--mode", "async", "--num-rollout", "100", "--eval-interval", "50", "--runner", "ray"]
     flags += ["--ray-address", f"{cluster.here}:{PORT}", "--ray-labels", "rollout=side:there", "cpu=side:there"]
     flags.append("--allow-plain-engines")
-    done = finish(start(tmp_path / "run", *flags), tmp_path / "run", timeout_s=1500)
-    assert done.code == 0, done.err[-3000:]
-    done.check_books()
+    done = launch(tmp_path / "run", *flags, timeout_s=1500).check()
     scores = [row["eval/sums"] for row in read_metrics(done.run_dir / "metrics.jsonl") if "eval/sums" in row]
     assert scores[-1] >= scores[0] + 0.08, scores  # standard error of the difference: 0.03
     assert f"bytes from tcp://{cluster.here}:" in (tmp_path / "run" / "logs" / "fetcher-0.log").read_text()
@@ -354,9 +336,7 @@ def test_the_quickstart_learns_with_engines_on_the_other_host(cluster: OtherHost
 def test_ranks_of_one_trainer_on_both_hosts_or_the_other(layout: list[str], cluster: OtherHost, tmp_path: Path) -> None:
     flags = [*SMALL, *made_model(), "--num-rollout", "3", "--runner", "ray", "--ray-address", f"{cluster.here}:{PORT}"]
     flags += ["--train-backend", *layout, "--train-device", "cpu", "--save-interval", "2", "--allow-plain-engines"]
-    done = finish(start(tmp_path / "run", *flags), tmp_path / "run")
-    assert done.code == 0, done.err[-3000:]
-    done.check_books()
+    done = succeed(tmp_path / "run", *flags)
     assert done.summary["groups"]["trained"] == 12
     there = ["rank-1"] if "--actor-num-nodes" in layout else ["0", "rank-0", "rank-1"]
     numbers = [int((tmp_path / "run" / "replicas" / f"train-{one}.pid").read_text()) for one in there]

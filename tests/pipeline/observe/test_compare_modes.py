@@ -78,21 +78,12 @@ def test_segments_of_the_quickstart_get_its_recipe(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.slow
 def test_segments_are_run_measured_and_kept(tmp_path: Path) -> None:
-    flags = list(NO_DATA)
-    place = flags.index("--num-rollout")
-    del flags[place : place + 2]
+    place = NO_DATA.index("--num-rollout")
+    given = [*NO_DATA[:place], *NO_DATA[place + 2 :], *made_model(), "--prompt-data", "arithmetic", *SIMULATED]
     command = ["compare", "--batches", "6", "--rounds", "1", "--buffers", "1", "--output", str(tmp_path / "kept")]
-    given = [
-        *flags,
-        *made_model(),
-        "--prompt-data",
-        "arithmetic",
-        *SIMULATED,
-        "--eval-prompt-data",
-        "held=arithmetic@[0:4]",
-    ]
+    command += [*given, "--eval-prompt-data", "held=arithmetic@[0:4]"]
     done = subprocess.run(
-        [sys.executable, "launch.py", *command, *given],
+        [sys.executable, "launch.py", *command],
         cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

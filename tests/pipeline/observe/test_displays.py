@@ -5,6 +5,7 @@ Golden numbers over a made-up run, on wide and narrow terminals; colours of toke
 
 from __future__ import annotations
 
+import contextlib
 import io
 import re
 from pathlib import Path
@@ -29,31 +30,17 @@ T0 = 1000.0
 
 def made_up_run() -> RunView:
     """Two engines and a trainer, 20 s, four steps of 100 tokens, one evaluation."""
-    view = RunView(
-        mode="async",
-        stages=("prompts", "generate", "train"),
-        total_steps=10,
-        staleness_bound=2,
-        started_s=T0,
-        window_s=10.0,
-    )
+    stages = ("prompts", "generate", "train")
+    view = RunView(mode="async", stages=stages, total_steps=10, staleness_bound=2, started_s=T0, window_s=10.0)
     for second in range(21):
         for i, rate in enumerate((1.0, 0.5)):
             view.stage(
                 StageStats(
-                    stage="generate",
-                    replica=f"g{i}",
-                    unix_s=T0 + second,
-                    busy_s=second * rate,
-                    starved_s=second * (1 - rate),
-                    items_in=second * 3,
-                    items_out=second * 2,
-                    tokens=second * 1000,
-                    in_flight=4,
-                    failures=i,
+                    "generate", f"g{i}", T0 + second, busy_s=second * rate, starved_s=second * (1 - rate),
+                    items_in=second * 3, items_out=second * 2, tokens=second * 1000, in_flight=4, failures=i,
                     extra={"queue_depth": 3.0},
                 )
-            )
+            )  # fmt: skip
     for step in range(1, 5):
         view.step(
             step, at_s=T0 + 5 * step, metrics={"reward/mean": step / 10}, tokens=100, staleness={0: 25, 1: 50, 2: 25}
@@ -111,24 +98,22 @@ def test_busy_shares_are_of_the_training_phase_and_by_the_clock_of_the_reports()
     assert max(view.busy_shares(2).values()) == 1.0
 
 
+def drawn(width: int, view: RunView | None = None) -> str:
+    console = Console(record=True, width=width, file=io.StringIO(), color_system=None)
+    console.print(render((view or made_up_run()).snapshot(T0 + 20), width, ("checkpoint step-4 saved",)))
+    return console.export_text()
+
+
 def test_supervised_steps_are_called_what_they_are() -> None:
     view = RunView(mode="warm start", total_steps=700, staleness_bound=2, started_s=T0, supervised=True)
     view.step(11, at_s=T0 + 5, metrics={"train/loss": 1.25}, tokens=100, staleness={0: 100})
     line = plain_line(view.snapshot(T0 + 7))
     assert line == "warm start step 11/700 | loss 1.250 | 0 trained tok/s | 0:07"
-    console = Console(record=True, width=80, file=io.StringIO(), color_system=None)
-    console.print(render(view.snapshot(T0 + 7), 80))
-    text = console.export_text()
+    text = drawn(80, view)
     assert "warm start" in text
     assert "loss 1.250" in text
     for word in ("reward", "staleness", "in flight", "version", "busiest"):
         assert word not in text
-
-
-def drawn(width: int) -> str:
-    console = Console(record=True, width=width, file=io.StringIO(), color_system=None)
-    console.print(render(made_up_run().snapshot(T0 + 20), width, ("checkpoint step-4 saved",)))
-    return console.export_text()
 
 
 @pytest.mark.parametrize("width", [140, 100, 80, 60, 40])
@@ -137,23 +122,11 @@ def test_the_table_fits_and_keeps_what_matters(width: int) -> None:
     assert all(len(line) <= width for line in text.splitlines())
     joined = " ".join(text.split())
     for words in (
-        "async",
-        "step 4/10",
-        "version 4",
-        "in flight 6, may enter 12",
-        "40%",
-        "generate",
-        "75%",
-        "0.400",
-        "2 failed",
-        "8 in flight",
-    ):
+        "async", "step 4/10", "version 4", "in flight 6, may enter 12", "40%", "generate", "75%", "0.400", "2 failed",
+        "8 in flight", "eval heldout 0.625 at v3", "mean 1.00 max 2 (bound 2)", "busiest stage (generate) busy 75%",
+        "ETA 0:30", "advice train is the bottleneck",
+    ):  # fmt: skip
         assert words in joined, words
-    assert "eval heldout 0.625 at v3" in joined
-    assert "mean 1.00 max 2 (bound 2)" in joined
-    assert "busiest stage (generate) busy 75%" in joined
-    assert "ETA 0:30" in joined
-    assert "advice train is the bottleneck" in joined
 
 
 def test_wide_terminals_show_every_column_and_narrow_ones_the_first() -> None:
@@ -165,16 +138,10 @@ def test_wide_terminals_show_every_column_and_narrow_ones_the_first() -> None:
 
 def test_the_live_table_draws_and_gives_the_terminal_back() -> None:
     out = io.StringIO()
-    console = Console(file=out, force_terminal=True, width=120)
-
-    def crash() -> None:
-        with LiveTable(console) as display:
-            display.note("evaluation of version 3: 0.625")
-            display.update(made_up_run().snapshot(T0 + 20))
-            raise RuntimeError
-
-    with pytest.raises(RuntimeError):
-        crash()
+    with contextlib.suppress(RuntimeError), LiveTable(Console(file=out, force_terminal=True, width=120)) as display:
+        display.note("evaluation of version 3: 0.625")
+        display.update(made_up_run().snapshot(T0 + 20))
+        raise RuntimeError
     text = out.getvalue()
     assert "generate" in text
     assert "evaluation of version 3" in text
@@ -227,31 +194,25 @@ def with_engines(count: int) -> RunView:
     return view
 
 
-def engines_drawn(view: RunView, width: int = 120) -> str:
-    console = Console(file=io.StringIO(), width=width, legacy_windows=False)
-    console.print(render(view.snapshot(T0 + 20), width))
-    return console.file.getvalue()  # type: ignore[attr-defined]
-
-
 def test_engines_have_their_idle_share_and_their_newest_update_one_by_one_while_they_are_few() -> None:
     view = with_engines(3)
     view.engines({"engine-0": (4, 0.25), "engine-2": None})
     rows = view.snapshot(T0 + 20).engines
     shown = [(row.up, row.version, row.idle, row.update_s) for row in rows]
     assert shown == [(True, 4, 0.0, 0.25), (False, None, None, None), (True, None, 2 / 16, None)]
-    text = engines_drawn(view)
+    text = drawn(120, view)
     assert "engine-0 v4 idle 0% update 0.25 s" in text
     assert "engine-1 lost" in text
     assert "engine-2 no weights idle 12% update -" in text
-    assert "engines " not in engines_drawn(made_up_run())
+    assert "engines " not in drawn(120)
 
 
 def test_many_engines_are_one_line() -> None:
-    text = engines_drawn(with_engines(16))
+    text = drawn(120, with_engines(16))
     assert "engines 16 of 16 up   idle 47%, most 94%   update 7.8 s, most 15.2 s" in text
     assert [row.name for row in with_engines(12).snapshot(T0).engines][-2:] == ["engine-10", "engine-11"]
-    assert "engine-0" in engines_drawn(with_engines(2), 60)
-    assert "engine-0" not in engines_drawn(with_engines(3), 60), "a narrow terminal has no room for three"
+    assert "engine-0" in drawn(60, with_engines(2))
+    assert "engine-0" not in drawn(60, with_engines(3)), "a narrow terminal has no room for three"
 
 
 def test_a_stage_that_reports_once_counts_from_its_start() -> None:

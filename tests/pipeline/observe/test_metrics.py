@@ -59,6 +59,8 @@ def test_rows_are_strict_json_lines(tmp_path: Path) -> None:
     writer = JsonlMetrics(path)
     writer.write(1, {"train/loss": 0.25, "reward/mean": 1}, wall_s=1.23456, trained_tokens=100)
     writer.write(2, {"train/loss": math.nan, "a": math.inf, "b": -math.inf}, wall_s=2, trained_tokens=200)
+    with pytest.raises(UsageError, match="'step' would overwrite"):
+        writer.write(3, {"step": 2.0}, wall_s=0, trained_tokens=0)
     writer.close()
     writer.close()
 
@@ -69,17 +71,7 @@ def test_rows_are_strict_json_lines(tmp_path: Path) -> None:
     assert first == {"step": 1, "wall_s": 1.235, "trained_tokens": 100, "train/loss": 0.25, "reward/mean": 1.0}
     assert second["train/loss"] is None
     assert second["nonfinite"] == {"train/loss": "nan", "a": "inf", "b": "-inf"}
-    assert list(read_metrics(path)) == [
-        {"step": 1, "wall_s": 1.235, "trained_tokens": 100, "train/loss": 0.25, "reward/mean": 1.0},
-        {"step": 2, "wall_s": 2.0, "trained_tokens": 200},
-    ]
-
-
-def test_a_name_of_the_rows_own_fields_is_refused(tmp_path: Path) -> None:
-    writer = JsonlMetrics(tmp_path / "m.jsonl")
-    with pytest.raises(UsageError, match="'step' would overwrite"):
-        writer.write(1, {"step": 2.0}, wall_s=0, trained_tokens=0)
-    writer.close()
+    assert list(read_metrics(path)) == [first, {"step": 2, "wall_s": 2.0, "trained_tokens": 200}]
 
 
 def test_every_row_survives_a_kill(tmp_path: Path) -> None:
@@ -107,15 +99,11 @@ def test_a_torn_last_line_is_cut_off_and_writing_goes_on(tmp_path: Path, cut: in
     assert os.listdir(tmp_path) == ["m.jsonl"]
 
 
-def test_resume_drops_what_never_happened(tmp_path: Path) -> None:
+def test_resume_drops_what_never_happened_and_a_damaged_line_in_the_middle_is_named(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     write_rows(path, *range(6))
     write_rows(path, resume_step=3)
     assert [row["step"] for row in read_metrics(path)] == [0, 1, 2, 3]
-
-
-def test_a_damaged_line_in_the_middle_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "m.jsonl"
     path.write_text('{"step":1}\n{"stap":2}\n{"step":3}\n')
     with pytest.raises(UsageError, match="line 2 is no metrics row"):
         list(read_metrics(path))
@@ -191,25 +179,14 @@ def test_evals_by_data_set() -> None:
 
 def summary() -> RunSummary:
     return RunSummary(
-        mode="async",
-        exit_reason="completed",
-        steps=50,
-        wall_s=83.4,
+        mode="async", exit_reason="completed", steps=50, wall_s=83.4,
         groups=LedgerCounts(admitted=100, trained=90, filtered=5, stale=2, failed=3),
-        staleness=summarise_staleness({0: 50, 1: 50}, 2),
-        reward=RewardSummary(first=0.35, last=0.61),
+        staleness=summarise_staleness({0: 50, 1: 50}, 2), reward=RewardSummary(first=0.35, last=0.61),
         eval=summarise_evals([("heldout", 0, 0.4), ("heldout", 25, 0.7), ("heldout", 50, 0.65)]),
-        tokens_per_s=12_345.0,
-        generated_tokens_per_s=15_000.0,
-        efficiency_vs_bound=0.93,
-        busiest_stage="train",
-        wasted_tokens=100,
-        wasted_share=0.1,
-        weight_versions=WeightVersions(0, 50, 51, "delta", 12.5),
-        restarts={"reward": 2, "train": 0},
-        advice="train is the bottleneck",
-        versions=package_versions(),
-    )
+        tokens_per_s=12_345.0, generated_tokens_per_s=15_000.0, efficiency_vs_bound=0.93, busiest_stage="train",
+        wasted_tokens=100, wasted_share=0.1, weight_versions=WeightVersions(0, 50, 51, "delta", 12.5),
+        restarts={"reward": 2, "train": 0}, advice="train is the bottleneck", versions=package_versions(),
+    )  # fmt: skip
 
 
 def test_the_file_reads_back_and_appears_whole(tmp_path: Path) -> None:
@@ -262,7 +239,7 @@ def png_size(path: Path) -> tuple[int, int]:
     return width, height
 
 
-def test_the_curve_is_a_png_drawn_from_the_metrics_file(tmp_path: Path) -> None:
+def test_the_curve_is_a_png_drawn_from_the_metrics_file_or_from_next_to_nothing(tmp_path: Path) -> None:
     writer = JsonlMetrics(tmp_path / "metrics.jsonl")
     for step in range(1, 41):
         row = {"reward/mean": step / 50, "staleness/mean": 0.5, "staleness/max": 2.0, "train/loss": 0.1}
@@ -274,6 +251,13 @@ def test_the_curve_is_a_png_drawn_from_the_metrics_file(tmp_path: Path) -> None:
     assert png_size(out) == (1500, 1050)
     assert out.stat().st_size > 20_000
     assert sorted(os.listdir(tmp_path)) == ["curve.png", "metrics.jsonl"]
+    for poor in (
+        Curve(),
+        Curve(steps=[1], rewards=[0.5]),
+        Curve(evals={"only": [(0, 0, 0.3)]}, staleness_bound=0),
+        Curve(steps=[1, 2], rewards=[math.nan, math.nan], staleness=[(1, 0.0, math.nan)]),
+    ):
+        assert png_size(plot_learning_curve(poor, tmp_path / "c.png")) == (1500, 1050)
 
 
 def test_series_are_picked_by_name() -> None:
@@ -287,20 +271,6 @@ def test_series_are_picked_by_name() -> None:
     assert (curve.steps, curve.rewards) == ([1, 2], [0.2, 0.3])
     assert curve.evals == {"a": [(0, 0, 0.1), (2, 2, 0.4), (3, 3, 0.5)], "b-c": [(3, 3, 0.6)]}
     assert curve.staleness == [(1, 0.0, 0)]
-
-
-@pytest.mark.parametrize(
-    "curve",
-    [
-        Curve(),
-        Curve(steps=[1], rewards=[0.5]),
-        Curve(evals={"only": [(0, 0, 0.3)]}, staleness_bound=0),
-        Curve(steps=[1, 2], rewards=[math.nan, math.nan], staleness=[(1, 0.0, math.nan)]),
-    ],
-    ids=["empty", "one step", "evaluation only", "nan"],
-)
-def test_poor_runs_are_drawn_too(tmp_path: Path, curve: Curve) -> None:
-    assert png_size(plot_learning_curve(curve, tmp_path / "c.png")) == (1500, 1050)
 
 
 def test_smoothing_is_unbiased_at_the_start_and_passes_over_gaps() -> None:

@@ -1,15 +1,20 @@
-"""What became of the engines' slot time: accounts of a made-up run, second by second."""
+"""What became of the engines' slot time: accounts of a made-up run, second by second; whole runs with responses that
+live for many batches, whose stale tokens are masked, and whose N follows the lengths."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+from launching import NO_DATA, SIMULATED, made_model, succeed
 
 from configs.plan.goodput import attainable
 from configs.schema import AsyncConfig, Config, RolloutConfig
 from pipeline.facts.stats import StageStats
 from pipeline.record.goodput import Goodput, wasted_by
+from pipeline.record.metrics import read_metrics
 from pipeline.record.view import RunView
 from stages.messages import Settled
 from stages.topic_values import EngineEntry, length_of, length_place
@@ -43,6 +48,10 @@ class Run:
 
     def report(self, stage: str, **fields: Any) -> None:
         self.view.stage(StageStats(stage, f"{stage}-0", self.now, **fields))
+
+    def steps(self, n: int) -> None:
+        for _ in range(n):
+            self.goodput.step({"perf/train_time": 20.0})
 
     def lost(self) -> dict[str, float]:
         return {name: round(share, 6) for name, share in self.goodput.figures().lost.items()}
@@ -96,8 +105,7 @@ def test_what_is_attainable_follows_measured_lengths_and_times() -> None:
     run.seconds(250, running=16)
     run.report("generate", tokens=100 * 90 + 1600 * 10, extra=counts)
     assert run.goodput.take_workload() is None
-    for _ in range(4):
-        run.goodput.step({"perf/train_time": 20.0})
+    run.steps(4)
     work = run.goodput.take_workload()
     assert work is not None
     assert run.goodput.take_workload() is None, "each workload once"
@@ -106,13 +114,12 @@ def test_what_is_attainable_follows_measured_lengths_and_times() -> None:
     # 25,000 tokens in 250 s of 16 slots: a batch of 16 rollouts of 250 tokens takes 40 s, and training half as long.
     assert work.train_ratio == pytest.approx(0.5, rel=0.1)
     assert run.goodput.figures().attainable == attainable(work, 2).goodput
-    for _ in range(4):  # nothing new was generated
-        run.goodput.step({"perf/train_time": 20.0})
+    run.steps(4)  # nothing new was generated
     assert run.goodput.take_workload() is None
     run.report("generate", tokens=100_000, extra={name: 2 * n for name, n in counts.items()})
     run.seconds(1, running=16)
     run.goodput.look(run.now + 1, {}, 0)  # no engine has weights
-    run.goodput.step({"perf/train_time": 20.0})
+    run.steps(1)
     assert run.goodput.take_workload() is None
 
 
@@ -125,15 +132,58 @@ def test_lengths_are_measured_on_after_the_replica_was_started_again() -> None:
     run = Run()
     run.seconds(100, running=16)
     run.report("generate", tokens=500_000, extra={f"length/{length_place(100)}": 5000.0})
-    for _ in range(4):
-        run.goodput.step({"perf/train_time": 20.0})
+    run.steps(4)
     assert run.goodput.take_workload() is not None
     run.seconds(100, running=16)
-    run.report(
-        "generate", tokens=20_000, extra={f"length/{length_place(200)}": 60.0, f"length/{length_place(100)}": 80.0}
-    )
-    for _ in range(4):
-        run.goodput.step({"perf/train_time": 20.0})
+    counts = {f"length/{length_place(200)}": 60.0, f"length/{length_place(100)}": 80.0}
+    run.report("generate", tokens=20_000, extra=counts)
+    run.steps(4)
     work = run.goodput.take_workload()
     assert work is not None
     assert len(work.lengths) == 140
+
+
+# 16 slots for batches of 16 rollouts; the longest response lives for eight batches.
+LONG_TAIL = [
+    *NO_DATA, *made_model(), "--prompt-data", "arithmetic", *SIMULATED, "--rollout-max-response-len", "800",
+    "--rollout-max-context-len", "1000", "--engine-slots", "16", "--server-concurrency", "16",
+    "engine.simulated.length_mean=100", "engine.simulated.length_cap=800", "engine.simulated.time_scale=0.3",
+    "--simulated-step-s", "0.2",
+]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_stale_tokens_are_masked_and_their_groups_are_trained(tmp_path: Path) -> None:
+    masked = succeed(
+        tmp_path / "masked", *LONG_TAIL, "--num-rollout", "16", "--async-unused-samples-handler", "train_masked"
+    )
+    rows = read_metrics(masked.run_dir / "metrics.jsonl")
+    tokens = sum(row.get("rollout/masked_stale_tokens", 0.0) for row in rows)
+    summary = masked.summary
+    assert tokens > 0
+    assert summary["goodput"]["waste"]["stale"] >= tokens
+    assert summary["staleness"]["max"] <= 2 == summary["staleness"]["bound"]
+    assert summary["groups"]["trained"] == 16 * 4
+    dropped = succeed(tmp_path / "dropped", *LONG_TAIL, "--num-rollout", "16")
+    assert dropped.summary["groups"]["stale"] > summary["groups"]["stale"], "the longest groups are not lost any more"
+    assert summary["goodput"]["lost"]["tail"] > 0
+    assert "goodput" in masked.out
+
+
+@pytest.mark.slow
+def test_auto_follows_the_measured_lengths_and_a_resume_begins_where_it_was(tmp_path: Path) -> None:
+    flags = [*LONG_TAIL, "--async-buffer-size", "auto", "--max-staleness", "1", "--save-interval", "24"]
+    run = succeed(tmp_path / "run", *flags, "--num-rollout", "24")
+    changes = run.summary["changes"]
+    assert changes[0]["what"] == "auto max_staleness"
+    chosen = int(changes[-1]["value"].split()[0])
+    assert 4 <= chosen <= 8
+    assert "--async-buffer-size auto: N 1 to " in run.out
+    rows = [row for row in read_metrics(run.run_dir / "metrics.jsonl") if "goodput/share" in row]
+    assert rows[-1]["staleness/max"] <= 8
+    assert max(row["staleness/max"] for row in rows) > 1, "the new bound is used"
+    resumed = succeed(run.run_dir, "--resume", str(run.run_dir), "--num-rollout", "26")
+    held = json.loads((run.run_dir / "config.json").read_text())["asynchrony"]
+    assert held["async_buffer_size"] == "auto"
+    assert held["max_staleness"] >= 4
+    assert resumed.summary["steps"] == 26
