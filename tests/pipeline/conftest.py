@@ -9,12 +9,20 @@ import pytest
 from fake_servers import FAKE
 
 from pipeline.facts.run_directory import RunDir
+from pipeline.hosts.machine import held_port
 
 
 @pytest.fixture
 def rundir(tmp_path: Path) -> Iterator[RunDir]:
     with RunDir(tmp_path / "run").open(resume=False) as opened:
         yield opened
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    """A port that nobody else takes meanwhile."""
+    with held_port() as held:
+        yield held
 
 
 @pytest.fixture

@@ -92,9 +92,7 @@ class OtherHost:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
         try:
-            assert self._holder.stdout is not None
             if self._holder.stdout.readline() != "ready\n":
-                assert self._holder.stderr is not None
                 raise NamespacesRefused(self._holder.stderr.read().strip().splitlines()[-1])
             child = Path(f"/proc/{self._holder.pid}/task/{self._holder.pid}/children").read_text().split()
             self.pid = int(child[0])

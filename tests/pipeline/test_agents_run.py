@@ -54,6 +54,7 @@ def test_a_run_whose_rollouts_live_in_environments_and_a_resume_goes_on_with_the
     other = RECIPE.partition("[data]")[0].replace('"world"', '"other"').replace("workers = 2", "")
     mixed = other + RECIPE.replace('prompt_data = ["world"]', 'prompt_data = ["world@[0:3]", "other@[0:1]"]', 1)
     flags = [*recipe(tmp_path, mixed), "--save-interval", "2", "--scale", "agents=2", "--scale", "group=2"]
+    flags += ["--rollout-max-response-len", "200"]  # no episode is cut short
     run_dir = succeed_here(tmp_path / "run", *flags).run_dir
     assert program.main(["--resume", str(run_dir), "--num-rollout", "4"]) == 0
     rows = list(read_metrics(run_dir / "metrics.jsonl"))

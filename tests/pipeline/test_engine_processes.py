@@ -28,7 +28,6 @@ from pipeline.errors import ReplicaFailed, leaf
 from pipeline.facts.run_directory import EngineSpec, Kind, RunDir
 from pipeline.hosts.launcher import Handle, Launcher, ProcessSpec
 from pipeline.hosts.local_launcher import LocalHandle, LocalLauncher
-from pipeline.hosts.machine import held_port
 from pipeline.supervise import engine_servers
 from pipeline.supervise.engine_servers import EmbeddedOrSimulatedServer
 from pipeline.supervise.health_probe import HealthProbe, HttpProbe, SchedulerProbe
@@ -140,17 +139,16 @@ async def test_a_hung_server_is_ended_and_started_again(rundir: RunDir, fake: Pa
         await kept.told.until("up", 3)
 
 
-async def test_a_scheduler_may_be_silent_while_it_loads_weights(fake: Path) -> None:
+async def test_a_scheduler_may_be_silent_while_it_loads_weights(fake: Path, port: int) -> None:
     loading = True
-    with held_port() as port:
-        async with outside(fake, port), EngineClient(f"http://127.0.0.1:{port}", connect_timeout_s=5.0) as client:
-            look = SchedulerProbe(HttpProbe(client, 0.5), None, lambda: loading)
-            assert await look() is None
-            os.kill(await scheduler(client), signal.SIGSTOP)
-            assert await look() is None
-            loading = False
-            fault = await look()
-            assert fault == "the scheduler does not answer: /server_info gave no answer within 0.5 s"
+    async with outside(fake, port), EngineClient(f"http://127.0.0.1:{port}", connect_timeout_s=5.0) as client:
+        look = SchedulerProbe(HttpProbe(client, 0.5), None, lambda: loading)
+        assert await look() is None
+        os.kill(await scheduler(client), signal.SIGSTOP)
+        assert await look() is None
+        loading = False
+        fault = await look()
+        assert fault == "the scheduler does not answer: /server_info gave no answer within 0.5 s"
 
 
 @pytest.mark.parametrize(
@@ -192,14 +190,11 @@ async def test_what_ends_the_run(
 # The token of servers; that of a run's own servers is in tests/pipeline/test_engine_faults.py.
 
 
-QUICK = SimulatedEngineConfig(vocab_size=32, length_mean=6.0, update_s=0.01)
-
-
 class WithToken(SpoiltEngine):
     """A server that runs already, with a token of its own."""
 
     def __init__(self, token: Token) -> None:
-        super().__init__(EngineConfig(engine="simulated", simulated=QUICK), made_model()[1], {})
+        super().__init__(EngineConfig(), made_model()[1], {})
         self.token = token
 
     async def serve(self, up: threading.Event, stop: asyncio.Event) -> None:
@@ -250,7 +245,6 @@ class Next(LocalLauncher):
         return self.before.spec.note if self.before is not None else ""
 
     def take_over(self, spec: ProcessSpec) -> LocalHandle:
-        assert self.before is not None
         taken, self.before = self.before, None
         taken.spec = spec
         self.handles[spec.name] = taken
@@ -302,7 +296,6 @@ async def running(client: EngineClient, requested: asyncio.Task[Any]) -> None:
 async def test_a_server_that_was_left_is_taken_over_idle_and_one_that_hangs_is_replaced(
     rundir: RunDir, spec: EngineSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert spec.token is not None
     token = spec.token.token
     plans = [FaultPlan((), 0, generation, "", "") for generation in range(2)]
     first = Start(rundir, msgspec.structs.replace(spec, faults=plans[0]))
@@ -356,7 +349,6 @@ async def test_a_server_that_is_not_what_is_wanted_is_ended(rundir: RunDir, spec
 
     spec = msgspec.structs.replace(spec, max_context=77)
     process = await replaced("settings", spec, first.handle)
-    assert spec.token is not None
     other = run_token(rundir.servers / "another").token
     Path(spec.token.path).write_text(other.text)
     spec = msgspec.structs.replace(spec, token=TokenFile(spec.token.path, other))

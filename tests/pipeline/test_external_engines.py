@@ -29,7 +29,6 @@ from pipeline.facts.run_directory import EngineSpec, RunDir, read_fleet
 from pipeline.facts.stats import outage_text
 from pipeline.graph import Placement, build
 from pipeline.hosts.local_launcher import LocalLauncher
-from pipeline.hosts.machine import held_port
 from pipeline.preflight.data import check_frozen, prepare, vocabulary
 from pipeline.record.recorder import Recorder
 from pipeline.supervise.external_servers import ExternalEngine, ExternalRouter, PolicyConfig, differs
@@ -67,24 +66,25 @@ async def watched(run: Callable[[], Coroutine[None, None, None]]) -> AsyncIterat
 
 
 @pytest.mark.slow
-async def test_an_external_engine_is_dropped_while_it_is_away_and_taken_back(fake: Path, policy: Path) -> None:
+async def test_an_external_engine_is_dropped_while_it_is_away_and_taken_back(
+    fake: Path, policy: Path, port: int
+) -> None:
     reported = Told()
-    with held_port() as port:
-        async with watched(external(reported, port, policy).run):
-            async with outside(fake, port) as process:
-                assert (await reported.until("up"))[3:] == ("0", "9.9")
-                os.kill(process.pid, signal.SIGSTOP)
-                away = await reported.until("away")
-                assert "2 failed health checks in a row (/model_info gave no answer" in away[2]
-                assert process.returncode is None, "it is not ours to end"
-                os.kill(process.pid, signal.SIGCONT)
-                assert (await reported.until("up", 2))[3] == "1"
-            await reported.until("away", 2)
-            async with outside(fake, port, "Other"):
-                await eventually(lambda: any("it is left out" in line for line in reported.lines))
-                assert [e[0] for e in reported.events] == ["up", "away", "up", "away"]
-            async with outside(fake, port):
-                assert (await reported.until("up", 3))[3] == "2"
+    async with watched(external(reported, port, policy).run):
+        async with outside(fake, port) as process:
+            assert (await reported.until("up"))[3:] == ("0", "9.9")
+            os.kill(process.pid, signal.SIGSTOP)
+            away = await reported.until("away")
+            assert "2 failed health checks in a row (/model_info gave no answer" in away[2]
+            assert process.returncode is None, "it is not ours to end"
+            os.kill(process.pid, signal.SIGCONT)
+            assert (await reported.until("up", 2))[3] == "1"
+        await reported.until("away", 2)
+        async with outside(fake, port, "Other"):
+            await eventually(lambda: any("it is left out" in line for line in reported.lines))
+            assert [e[0] for e in reported.events] == ["up", "away", "up", "away"]
+        async with outside(fake, port):
+            assert (await reported.until("up", 3))[3] == "2"
     left_out = [line for line in reported.lines if "left out" in line]
     assert left_out == [
         f"engine-0: http://127.0.0.1:{port} is back, but it serves a Other, the policy is a Tiny; it is left out"
@@ -92,24 +92,22 @@ async def test_an_external_engine_is_dropped_while_it_is_away_and_taken_back(fak
 
 
 async def test_an_external_engine_that_takes_no_weights_counts_as_away_and_is_tried_again(
-    fake: Path, policy: Path
+    fake: Path, policy: Path, port: int
 ) -> None:
     reported = Told()
-    with held_port() as port:
-        async with outside(fake, port) as process, watched(external(reported, port, policy).run):
-            await reported.until("up")
-            reported.complaints["engine-0", 0] = "5 failures in a row: no room for them"
-            assert (await reported.until("away"))[2] == "5 failures in a row: no room for them"
-            assert (await reported.until("up", 2))[3] == "1"
-            assert process.returncode is None, "it is not ours to end"
+    async with outside(fake, port) as process, watched(external(reported, port, policy).run):
+        await reported.until("up")
+        reported.complaints["engine-0", 0] = "5 failures in a row: no room for them"
+        assert (await reported.until("away"))[2] == "5 failures in a row: no room for them"
+        assert (await reported.until("up", 2))[3] == "1"
+        assert process.returncode is None, "it is not ours to end"
     assert any("answers again" in line for line in reported.lines)
 
 
-async def test_an_external_engine_of_another_model_is_refused(fake: Path, policy: Path) -> None:
-    with held_port() as port:
-        async with outside(fake, port, "Other"):
-            with pytest.raises(UsageError, match="serves a Other, the policy is a Tiny; start it with the checkpoint"):
-                await external(Told(), port, policy).run()
+async def test_an_external_engine_of_another_model_is_refused(fake: Path, policy: Path, port: int) -> None:
+    async with outside(fake, port, "Other"):
+        with pytest.raises(UsageError, match="serves a Other, the policy is a Tiny; start it with the checkpoint"):
+            await external(Told(), port, policy).run()
 
 
 @pytest.mark.parametrize(
@@ -121,19 +119,18 @@ async def test_an_external_engine_of_another_model_is_refused(fake: Path, policy
     ],
 )
 async def test_what_is_not_there_is_reported_with_its_own_flag_and_the_cure(
-    kind: str, words: str, policy: Path
+    kind: str, words: str, policy: Path, port: int
 ) -> None:
     config = configured(rollout_health_check_first_wait=0.3)
-    with held_port() as port:
-        address = f"http://127.0.0.1:{port}"
-        frozen = ExternalEngine(frozen_spec(config, "judge", f"{address}/"), Told(), config.health)
-        watched = {
-            "engine": external(Told(), port, policy, rollout_health_check_first_wait=0.3),
-            "frozen": frozen,
-            "router": ExternalRouter("sglang", address, Told(), config.health),
-        }[kind]
-        with pytest.raises(UsageError, match=words.replace("PORT", str(port))):
-            await watched.run()
+    address = f"http://127.0.0.1:{port}"
+    frozen = ExternalEngine(frozen_spec(config, "judge", f"{address}/"), Told(), config.health)
+    watched = {
+        "engine": external(Told(), port, policy, rollout_health_check_first_wait=0.3),
+        "frozen": frozen,
+        "router": ExternalRouter("sglang", address, Told(), config.health),
+    }[kind]
+    with pytest.raises(UsageError, match=words.replace("PORT", str(port))):
+        await watched.run()
 
 
 def test_models_are_distinguished_by_what_is_known() -> None:
@@ -148,26 +145,25 @@ def test_models_are_distinguished_by_what_is_known() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "path"), [("frozen", "/model_info"), ("router", "/health")])
 async def test_what_is_given_by_address_is_dropped_while_it_is_away_and_comes_back_anew(
-    kind: str, path: str, fake: Path
+    kind: str, path: str, fake: Path, port: int
 ) -> None:
     """A frozen engine may serve any model; a router that comes back may have lost its workers."""
     reported, config = Told(), configured()
-    with held_port() as port:
-        address = f"http://127.0.0.1:{port}"
-        frozen = ExternalEngine(frozen_spec(config, "judge", address), reported, config.health)
-        router = ExternalRouter("smg", address + "/", reported, config.health)
-        watch, up = {
-            "frozen": (frozen.run, ("up", "frozen-judge", address, "0", "9.9")),
-            "router": (router.run, ("router", "smg", address, "0", "")),
-        }[kind]
-        async with outside(fake, port, "Other") as process, watched(watch):
-            assert await reported.until(up[0]) == up
-            reported.is_loading = True  # nobody gives it weights: that is no excuse for its scheduler
-            os.kill(process.pid, signal.SIGSTOP)
-            assert f"{path} gave no answer" in (await reported.until("away"))[2]
-            assert process.returncode is None, "it is not ours to end"
-            os.kill(process.pid, signal.SIGCONT)
-            assert (await reported.until(up[0], 2))[3] == "1"
+    address = f"http://127.0.0.1:{port}"
+    frozen = ExternalEngine(frozen_spec(config, "judge", address), reported, config.health)
+    router = ExternalRouter("smg", address + "/", reported, config.health)
+    watch, up = {
+        "frozen": (frozen.run, ("up", "frozen-judge", address, "0", "9.9")),
+        "router": (router.run, ("router", "smg", address, "0", "")),
+    }[kind]
+    async with outside(fake, port, "Other") as process, watched(watch):
+        assert await reported.until(up[0]) == up
+        reported.is_loading = True  # nobody gives it weights: that is no excuse for its scheduler
+        os.kill(process.pid, signal.SIGSTOP)
+        assert f"{path} gave no answer" in (await reported.until("away"))[2]
+        assert process.returncode is None, "it is not ours to end"
+        os.kill(process.pid, signal.SIGCONT)
+        assert (await reported.until(up[0], 2))[3] == "1"
     assert kind == "frozen" or reported.lines == [f"router: {address} answers again"]
 
 
@@ -382,7 +378,6 @@ def test_engines_are_added_as_far_as_there_are_gpus(
     assert placement.lacks_gpus(2) is None
     assert placement.lacks_gpus(-1) is None, "fewer engines"
     why = placement.lacks_gpus(3)
-    assert why is not None
     assert "there is no GPU for another engine: 1 of the visible GPUs have one" in why
 
 

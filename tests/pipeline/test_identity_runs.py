@@ -5,16 +5,15 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import signal
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from launching import finish, start
-from test_kill import kill, wait_for_steps
+from test_kill import kill, pids, wait_for_steps
 
 from models.checkpoint import final_path
 from models.tiny import make_tiny_checkpoint
@@ -102,21 +101,14 @@ def check_run(directory: Path, run_dir: Path, *, keeps_cache: bool = True) -> tu
     return sum(look.boundaries > 0 for look in looks), len(looks)
 
 
-def children(pid: int) -> list[int]:
-    found = []
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        found += [int(child) for child in (task / "children").read_text().split()]
-    return found
-
-
 def kill_workers(run_dir: Path) -> None:
     """Of all environments: a guard's child is the process that hosts the episodes."""
-    agents = int((run_dir / "replicas" / "agents-0.pid").read_text())
-    guards = [pid for pid in children(agents) if b"stages.agents.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    agents = psutil.Process(*pids(run_dir, "agents-0"))
+    guards = [child for child in agents.children() if any("stages.agents.worker" in word for word in child.cmdline())]
     assert guards
     for guard in guards:
-        for worker in children(guard):
-            os.kill(worker, signal.SIGKILL)
+        for worker in guard.children():
+            worker.kill()
 
 
 def test_everything_is_killed_and_the_run_resumed(tmp_path: Path, conversations: Sequence[str]) -> None:

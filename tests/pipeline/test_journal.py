@@ -350,7 +350,6 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def test_what_a_killed_run_left_of_its_sockets_goes_with_the_next_start(tmp_path: Path, runtime: Path) -> None:
     command = [sys.executable, "-c", HOLD, str(tmp_path / "killed")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
         left = Path(process.stdout.readline().strip())
         with RunDir(tmp_path / "meanwhile").open(resume=False):
             assert left in runtime.iterdir(), "its run is alive"

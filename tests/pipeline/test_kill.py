@@ -67,7 +67,19 @@ def wait_until(
 
 
 def kill(run_dir: Path, replica: str, number: int = signal.SIGKILL) -> None:
-    os.kill(int((run_dir / "replicas" / f"{replica}.pid").read_text()), number)
+    os.kill(*pids(run_dir, replica), number)
+
+
+def pids(run_dir: Path, *names: str) -> list[int]:
+    return [int((run_dir / "replicas" / f"{name}.pid").read_text()) for name in names]
+
+
+def kill_and_await(process: subprocess.Popen[str], run_dir: Path, name: str) -> None:
+    """Kill a process of a run and wait for its successor."""
+    file = run_dir / "replicas" / f"{name}.pid"
+    old = file.read_text()
+    kill(run_dir, name)
+    wait_until(process, lambda: file.exists() and file.read_text() not in ("", old), f"{name} is started anew")
 
 
 @contextlib.contextmanager
@@ -97,7 +109,6 @@ def nothing_left(run_dir: Path, patience_s: float = 10) -> None:
     assert [name for name, pid in started.items() if alive(pid) or living(pid)] == []
 
 
-@pytest.mark.slow
 @pytest.mark.full
 def test_killed_replicas_lose_nothing(tmp_path: Path) -> None:
     """With tools and models that compute; tests/chaos kills the other stages."""
@@ -145,10 +156,6 @@ def test_a_killed_chain_is_taken_apart_and_joined_again(tmp_path: Path, monkeypa
     assert books.staleness_max <= 12, "the bound"
 
 
-def pids(run_dir: Path, *names: str) -> list[int]:
-    return [int((run_dir / "replicas" / f"{name}.pid").read_text()) for name in names]
-
-
 @pytest.mark.slow
 def test_engines_outlive_their_stage(tmp_path: Path) -> None:
     """Killed again and again, also in the middle of updates: engines keep their processes, nothing is lost."""
@@ -158,9 +165,7 @@ def test_engines_outlive_their_stage(tmp_path: Path) -> None:
     wait_for_steps(process, run_dir, 2)
     before, kills = pids(run_dir, *engines), 4
     for i in range(kills):
-        [old] = pids(run_dir, "engines-0")
-        kill(run_dir, "engines-0")
-        wait_until(process, lambda old=old: pids(run_dir, "engines-0") != [old], "the stage is started anew")
+        kill_and_await(process, run_dir, "engines-0")
         wait_for_steps(process, run_dir, 6 + 5 * i)  # gate and engines move on
     assert pids(run_dir, *engines) == before
     done = finish(process, run_dir).check()
@@ -207,7 +212,6 @@ def forget_trace(run_dir: Path) -> None:
     (run_dir / "trace").rename(run_dir / "trace-before")
 
 
-@pytest.mark.slow
 @pytest.mark.full
 def test_a_killed_run_goes_on_with_the_groups_that_waited_for_its_trainer(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
@@ -373,7 +377,7 @@ def test_a_stopped_replica_does_not_fail_a_run_that_is_complete(tmp_path: Path) 
     flags = ["--num-rollout", "6", "--scale", "generate=2", "--drain-s", "3", "--max-staleness", "4"]
     process = start(run_dir, *SMALL, *made_model(), *SIMULATED, "--simulated-step-s", "1", *flags)
     wait_for_steps(process, run_dir, 5)  # a second before the last one ends
-    pid = int((run_dir / "replicas" / "generate-1.pid").read_text())
+    [pid] = pids(run_dir, "generate-1")
     os.kill(pid, signal.SIGSTOP)
     done = finish(process, run_dir).check()
     assert "generate-1 did not end within --drain-s 3" in done.out, done.err

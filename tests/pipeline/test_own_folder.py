@@ -93,7 +93,6 @@ def test_another_module_of_the_same_name_is_named(project: Path) -> None:
     assert f"'models' was imported from {project / 'models' / '__init__.py'}, but Sluice has a package" in done.stderr
 
 
-@pytest.mark.slow
 @pytest.mark.full
 def test_a_wheel_in_an_environment_of_its_own(project: Path, tmp_path: Path) -> None:
     """The command and the package, beside the libraries that are installed here."""

@@ -86,12 +86,6 @@ def test_refused_with_one_sentence(flags: list[str], words: str) -> None:
     assert "\n" not in sentence
 
 
-def test_rows_are_looked_at_too() -> None:
-    check_graders(config(), ["math", "remote", "gsm8k", "auto", "tests.stages.graders.sample_graders:word_count"])
-    with pytest.raises(UsageError, match="'mathh'"):
-        check_graders(config(), ["gsm8k", "mathh"])
-
-
 @pytest.mark.slow
 def test_functions_of_the_user_are_imported_and_inspected_for_their_signature(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -126,10 +120,12 @@ def test_functions_of_the_user_are_imported_and_inspected_for_their_signature(
         "--custom-rm-path": "rewarded",
         "--dynamic-sampling-filter-path": "differing_rewards",
     }
-    check_names(config(*(word for flag, name in hooks.items() for word in (flag, f"{code}.{name}"))))
-    check_names(config("--data-source-path", f"{code}.Counting"))
+    named = [word for flag, name in hooks.items() for word in (flag, f"{code}.{name}")]
+    check_names(config(*named, "--data-source-path", f"{code}.Counting"))
+    named = [word for flag in hooks for word in (flag, f"{code}.no_source_at_all")]
     with pytest.raises(UsageError) as reported:
-        check_names(config(*(word for flag in hooks for word in (flag, f"{code}.no_source_at_all"))))
+        check_names(config(*named, "--data-source-path", f"{code}.NoLoad"))
+    assert re.search(r"--data-source-path: .*NoLoad has no load\(rollout_id\)", str(reported.value))
     for flag in hooks:
         assert flag in str(reported.value) or flag == "--custom-rm-path"
     assert str(reported.value).count("no_source_at_all' cannot be called as function(") == len(hooks)
@@ -148,14 +144,6 @@ def test_functions_of_the_user_are_imported_and_inspected_for_their_signature(
     with pytest.raises(UsageError, match=r"ended its process \(exit status 3\)"):
         check_graders(config(), ["my_ending:score"])
     assert not {"my_code", "my_faults"} & set(sys.modules)
-
-
-def test_a_data_source_that_is_none_is_refused() -> None:
-    code = "tests.stages.slime.user_code"
-    found, _ = faults([f"source={code}.{name}" for name in ("Counting", "NoLoad", "ask", "Odd")])
-    words = (r"NoLoad has no load\(rollout_id\)", "is no class", "get_samples can")
-    for sentence, why in zip(found, words, strict=True):
-        assert re.search(f"--data-source-path: .*{why}", sentence)
 
 
 FAULTY = """
@@ -473,7 +461,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.slow
 def test_a_full_disk_at_the_start(small_disk: Path) -> None:
     (small_disk / "ballast").write_bytes(b"x" * (40 << 20))
-    refused(launch(small_disk / "run", *SMALL, timeout_s=60), "disk", "full", "--run-dir")
+    refused(here(small_disk / "run", *SMALL), "disk", "full", "--run-dir")
 
 
 @pytest.mark.slow

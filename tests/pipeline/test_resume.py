@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from launching import ROOT, SIMULATED, SMALL, alive, environment, finish, made_model, start, succeed, succeed_here
-from test_kill import kill, steps_done, wait_for_steps, wait_until
+from test_kill import kill_and_await, pids, steps_done, wait_for_steps, wait_until
 
 import launch as program
 from models.checkpoint import final_path
@@ -65,7 +65,6 @@ def test_a_refused_resume_changes_nothing_and_a_damaged_checkpoint_is_passed_ove
     assert contents(run_dir) == before
 
 
-@pytest.mark.slow
 @pytest.mark.full
 def test_a_run_that_goes_on_again_and_again_needs_no_checkpoint_that_was_pruned(tmp_path: Path) -> None:
     """Resumed twice from one checkpoint its weights have different labels, as engines that it does not own may have
@@ -81,11 +80,8 @@ def test_a_run_that_goes_on_again_and_again_needs_no_checkpoint_that_was_pruned(
     process = start(None, "--resume", str(run_dir), *more, "--save-interval", "2")
     wait_until(process, lambda: final_path(run_dir / "checkpoints", 4).is_dir(), "a checkpoint of its own")
     wait_until(process, lambda: not final_path(run_dir / "checkpoints", 2).is_dir(), "the first one is pruned")
-    engine = run_dir / "replicas" / "engine-0.pid"
-    before = engine.read_text()
-    kill(run_dir, "engine-0")
-    wait_until(process, lambda: engine.exists() and engine.read_text() != before, "another engine")
-    read = Path(f"/proc/{engine.read_text()}/cmdline").read_text()
+    kill_and_await(process, run_dir, "engine-0")
+    read = Path(f"/proc/{pids(run_dir, 'engine-0')[0]}/cmdline").read_text()
     assert "--model-path" in read
     assert str(run_dir / "checkpoints") not in read
     wait_for_steps(process, run_dir, steps_done(run_dir) + 4)
@@ -385,7 +381,6 @@ def test_neither_the_run_nor_its_server_outlives_the_parent(first: str, tmp_path
 
 
 @pytest.mark.full
-@pytest.mark.slow
 def test_an_error_of_the_trainer_leaves_the_engine_to_the_resumed_run(tmp_path: Path) -> None:
     """Of a real run. The seed draws one fault, in the fourth step or near it, and none of the second start."""
     run_dir = tmp_path / "run"

@@ -17,7 +17,6 @@ from launching import (
     SMALL,
     Finished,
     finish,
-    here,
     made_model,
     sevens,
     start,
@@ -29,7 +28,6 @@ from scripted_run import Scripted, scripted
 
 import launch as program
 from models.checkpoint import latest_checkpoint
-from pipeline.errors import UsageError
 from pipeline.record.metrics import read_metrics
 from stages.chat.tokenizer import load_tokenizer
 from stages.messages import Sample
@@ -77,7 +75,6 @@ def test_an_async_run_leaves_everything_behind(tmp_path: Path) -> None:
     assert str(run_dir) in done.out
     # A model that moved, by gradients of what the engine made while its weights moved.
     newest = latest_checkpoint(run_dir / "checkpoints")
-    assert newest is not None
     before, after = (
         load_file(place / "model.safetensors") for place in (run_dir / "assets/tiny-arithmetic", newest / "hf")
     )
@@ -166,7 +163,6 @@ def test_real_question_data_with_the_gsm8k_grader(tmp_path: Path) -> None:
 
 def weights(done: Finished) -> bytes:
     checkpoint = latest_checkpoint(done.run_dir / "checkpoints")
-    assert checkpoint is not None
     return b"".join(file.read_bytes() for file in sorted((checkpoint / "hf").glob("*.safetensors")))
 
 
@@ -199,34 +195,6 @@ def test_rollouts_alone_leave_the_weights_as_they_are(tmp_path: Path) -> None:
     assert len(load_batch(template, 3)) == 4
 
 
-FLAGS = [*SMALL, *made_model(), *SIMULATED, "--scale", "engine=2", "--num-rollout", "4000"]  # the script ends it
-
-
-async def one_three_one(run: Scripted) -> None:
-    await run.until(lambda: run.generating() == ["generate-0"] and (run.run_dir / "ledger.jsonl").exists())
-    await run.steps(2)
-    run.runner.scale("generate", 3)  # what was one task with reward and group
-    several = ["generate-1", "generate-2", "generate-3"]
-    assert run.runner.replicas("generate") == several
-    assert run.runner.topic.get("scale/generate") == b"3"
-    await run.until(lambda: run.generating() == several and all(run.answered(name) > 0 for name in several))
-    run.runner.scale("generate", 1)
-    await run.until(lambda: run.generating() == ["generate-4"])
-    assert [run.runner.replicas(stage) for stage in ("reward", "group")] == [["reward-2"], ["group-2"]]
-    assert run.runner.topic.get("scale/generate") == b"1"
-    assert not [key for key in run.runner.topic.items("") if key.endswith(tuple(several))]
-    await run.steps(2)
-    for stage, count in (("generate", 0), ("train", 2), ("nothing", 1)):
-        with pytest.raises(UsageError, match=f"{stage} cannot be scaled"):
-            run.runner.scale(stage, count)
-
-
-@pytest.mark.slow
-def test_tasks_come_and_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    done = scripted(monkeypatch, tmp_path / "run", one_three_one, lambda run_dir: here(run_dir, *FLAGS).code)
-    assert done.controller.recorder.restarts == {}
-
-
 @pytest.mark.full
 def test_a_retiring_replica_that_dies_is_not_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def script(run: Scripted) -> None:
@@ -239,7 +207,8 @@ def test_a_retiring_replica_that_dies_is_not_started_again(tmp_path: Path, monke
         run.kill("generate-1", signal.SIGKILL)
         await run.until(lambda: run.generating() == ["generate-0"])
 
-    flags = [*FLAGS, "--chain", "reward+group"]
+    flags = [*SMALL, *made_model(), *SIMULATED, "--scale", "engine=2", "--num-rollout", "4000"]  # the script ends it
+    flags += ["--chain", "reward+group"]
     done = scripted(
         monkeypatch, tmp_path / "run", script, lambda place: program.main(["--run-dir", str(place), *flags])
     )
@@ -268,7 +237,6 @@ note("poisoned")
 """
 
 
-@pytest.mark.slow
 @pytest.mark.full
 def test_nothing_is_unpickled_in_any_process_of_a_run(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(POISON)
@@ -394,7 +362,6 @@ BACKENDS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.full
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_every_backend_learns_the_same(backend: str, tmp_path: Path) -> None:

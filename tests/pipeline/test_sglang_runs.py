@@ -13,10 +13,11 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
-from launching import SIMULATED_TRAINER, SMALL, alive, check_token, files_with, finish, sevens, start, succeed
-from test_kill import steps_done, wait_for_steps, wait_until
+from launching import SIMULATED_TRAINER, SMALL, alive, check_token, files_with, finish, sevens, start, succeed_here
+from test_kill import pids, steps_done, wait_for_steps, wait_until
 
 from models.engines.client import EngineClient
 from models.engines.launch.command import RUNNER
@@ -110,7 +111,7 @@ def test_a_run_on_two_servers_behind_the_router_learns(tap: Path) -> None:
 
 def client_of(run_dir: Path, name: str) -> EngineClient:
     """Of an engine, from the command line of its process."""
-    pid = (run_dir / "replicas" / f"{name}.pid").read_text()
+    [pid] = pids(run_dir, name)
     words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
     url = f"http://127.0.0.1:{words[words.index('--port') + 1]}"
     token = read_token(Path(words[words.index(RUNNER) + 2])).token
@@ -142,7 +143,7 @@ def wait_serving(process: object, run_dir: Path, name: str, oldest: int, timeout
 
 def strike(run_dir: Path, name: str, number: signal.Signals) -> None:
     """Send a signal to an engine and all that it started."""
-    os.killpg(os.getpgid(int((run_dir / "replicas" / f"{name}.pid").read_text())), number)
+    os.killpg(os.getpgid(*pids(run_dir, name)), number)
 
 
 def check_spans(rows: list[dict[str, Any]]) -> None:
@@ -221,18 +222,17 @@ def test_a_server_outlives_the_controller_and_is_given_the_weights_of_the_resume
     )  # fmt: skip
     wait_for_steps(process, run_dir, 3, timeout_s=300)
     wait_serving(process, run_dir, "engine-0", 2)
-    before = [int((run_dir / "replicas" / f"{name}.pid").read_text()) for name in ("engine-0", "engine-1")]
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    [controller] = [pid for pid in map(int, children) if b"launch.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    before = pids(run_dir, "engine-0", "engine-1")
+    children = psutil.Process(process.pid).children()
+    [controller] = [child for child in children if any("launch.py" in word for word in child.cmdline())]
     strike(run_dir, "engine-1", signal.SIGSTOP)
-    os.kill(controller, signal.SIGKILL)
+    controller.kill()
     steps = steps_done(run_dir)
     wait_for_steps(process, run_dir, steps + 5, timeout_s=200)
     wait_serving(process, run_dir, "engine-0", 5)
-    assert int((run_dir / "replicas" / "engine-0.pid").read_text()) == before[0]
+    assert pids(run_dir, "engine-0") == before[:1]
     # The server that hangs is replaced only after it has not given back what it runs for some time.
-    pid = run_dir / "replicas" / "engine-1.pid"
-    wait_until(process, lambda: int(pid.read_text()) != before[1], "the new server of engine-1", timeout_s=200)
+    wait_until(process, lambda: pids(run_dir, "engine-1") != before[1:], "the new server of engine-1", timeout_s=200)
     assert not alive(before[1])
 
     async def label() -> str:
@@ -253,7 +253,7 @@ def test_a_server_outlives_the_controller_and_is_given_the_weights_of_the_resume
 def test_log_probs_are_those_of_the_recorded_versions(tap: Path, sglang: RealServer, mode: str) -> None:
     """A weight update after every step, long responses: each token is the recorded version's, to 1e-5."""
     run_dir = tap / "run"
-    done = succeed(
+    done = succeed_here(
         run_dir, *SMALL, *LONG, "--config", str(tap / "tap.toml"), "--engine", "sglang", "--hf-checkpoint",
         str(sglang.model), "--rollout-external-engine-addrs", sglang.url, "--pause-generation-mode", mode,
         "--save-interval", "1", "--keep-last-n", "99", "--num-rollout", "8", "--lr", "1e-3", cwd=tap,
@@ -315,7 +315,7 @@ SMALL_WORLD = [
 @pytest.mark.full
 @pytest.mark.xdist_group("sglang")
 def test_turns_in_an_environment_have_exact_tokens(tap: Path, sglang: RealServer) -> None:
-    done = succeed(
+    done = succeed_here(
         tap / "run", "--config", "multi_agent", str(tap / "tap.toml"), *SMALL_WORLD, "--engine", "sglang",
         *SIMULATED_TRAINER, "--hf-checkpoint", str(sglang.model), "--rollout-external-engine-addrs", sglang.url,
         cwd=tap,

@@ -14,7 +14,7 @@ from launching import SIMULATED, SMALL, Finished, finish, here, made_model, star
 from pipeline.record.journal import RolledBack, read_journal
 from pipeline.record.metrics import read_metrics
 from tests.chaos.oracle import Expected, judge
-from tests.pipeline.test_kill import kill, killed_after, nothing_left, pids, wait_for_steps, wait_until
+from tests.pipeline.test_kill import kill, kill_and_await, killed_after, nothing_left, pids, wait_for_steps, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -25,9 +25,7 @@ def killed(run_dir: Path, at: tuple[int, ...], *flags: str) -> Finished:
     for steps in at:
         wait_until(process, (run_dir / "replicas" / "train-0.pid").exists, "the trainer is started")
         wait_for_steps(process, run_dir, steps)
-        [old] = pids(run_dir, "train-0")
-        kill(run_dir, "train-0")
-        wait_until(process, lambda old=old: pids(run_dir, "train-0") != [old], "the trainer is started anew")
+        kill_and_await(process, run_dir, "train-0")
     done = finish(process, run_dir).check()
     assert not any(isinstance(event, RolledBack) for event in read_journal(run_dir / "ledger.jsonl"))
     assert done.summary["restarts"] == {"train-0": len(at)}
@@ -64,9 +62,7 @@ def test_a_trainer_that_is_killed_in_its_save_saves_again(tmp_path: Path) -> Non
     process = start(run_dir, *flags, "--simulated-step-s", "0.2")
     draft = run_dir / "checkpoints" / ".step-00000004.draft"
     wait_until(process, draft.exists, "the second checkpoint is begun", poll_s=0.0)
-    [old] = pids(run_dir, "train-0")
-    kill(run_dir, "train-0")
-    wait_until(process, lambda: pids(run_dir, "train-0") != [old], "the trainer is started anew")
+    kill_and_await(process, run_dir, "train-0")
     done = finish(process, run_dir).check()
     assert judge(run_dir, Expected(6, 4, 2)) == []
     assert [path.name for path in sorted((run_dir / "checkpoints").glob("step-*"))][-2:] == [

@@ -129,7 +129,6 @@ def test_no_advice_leaves_the_limits_or_adds_to_what_waits_for_work(
         assert stage.replicas < advice.to <= 2 * stage.replicas
         assert stage.starved < STARVED
         assert not stage.fixed
-        assert advice.gain is not None
         assert advice.gain >= LEAST_GAIN * 0.999
         assert advice.gain <= 1 / max(window.train, 1e-9) - 1 + 1e-3, "the trainer has no time for more"
         if window.free_cores is not None and stage.cores >= WAITS_CORES:
@@ -142,7 +141,6 @@ def test_no_advice_leaves_the_limits_or_adds_to_what_waits_for_work(
 @given(pipelines())
 def test_the_bottleneck_of_a_known_pipeline_is_found(pipeline: SyntheticPipeline) -> None:
     advice, slow = advise(pipeline.window()), pipeline.bottleneck()
-    assert advice is not None
     if slow == "train":
         assert advice.kind in ("train", "down")
         return
@@ -150,7 +148,6 @@ def test_the_bottleneck_of_a_known_pipeline_is_found(pipeline: SyntheticPipeline
         assert advice.stage == slow
         before = pipeline.rate()
         pipeline.replicas[slow] = advice.to
-        assert advice.gain is not None
         assert pipeline.rate() <= before * (1 + advice.gain) * 1.001, "no more than was said"
     else:  # the trainer is nearly as slow
         assert pipeline.rate() * pipeline.train > 1 / (1 + LEAST_GAIN) - 1e-6
@@ -176,7 +173,6 @@ def test_what_is_reported() -> None:
 
 def said(pipeline: SyntheticPipeline) -> str:
     advice = advise(pipeline.window())
-    assert advice is not None
     return advice.sentence
 
 
@@ -191,7 +187,6 @@ def slow_reward(**changed: float | str) -> Window:
 
 def held(window: Window, limits: dict[str, tuple[int, int]] | None = None) -> Advice:
     advice = advise(window, limits)
-    assert advice is not None
     assert advice.kind == "held", advice
     assert advice.to == 0
     return advice
@@ -200,9 +195,7 @@ def held(window: Window, limits: dict[str, tuple[int, int]] | None = None) -> Ad
 def test_replicas_that_compute_are_not_added_without_a_core_for_them() -> None:
     assert "one replica uses 0.9 of a core and 0.5 are free" in held(slow_reward(cores=0.9)).sentence
     some, many = advise(slow_reward(cores=0.4)), advise(slow_reward(cores=0.05))
-    assert some is not None
     assert (some.kind, some.to) == ("up", 3), "a core for one of them"
-    assert many is not None
     assert (many.kind, many.to) == ("up", 4), "it waits, and shares nothing"
     full = replace(slow_reward(cores=0.2), free_cores=0.05)
     assert "more would only share them" in held(full).sentence, "others leave it that little"
@@ -287,7 +280,6 @@ def test_a_window_has_the_rates_and_shares_of_its_batches() -> None:
         assert run.stage.steps < 20
     assert run.stage.steps == 2 + run.stage.gate.max_staleness + LEAST_BATCHES, "behind what was in flight before"
     window = run.meter.window()
-    assert window is not None
     assert (window.batches, window.step) == (LEAST_BATCHES, run.stage.steps - 1)
     assert window.rate == pytest.approx(2 * 4 / 2)
     assert window.train == pytest.approx(0.4)

@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Callable
 from pathlib import Path
 
+import aiohttp
 import pytest
 from launching import SIMULATED, SMALL, finish, made_model, running, succeed, succeed_here
 from launching import here as run_here
@@ -20,6 +21,7 @@ from configs.load import load
 from configs.plan.goodput import Workload, attainable, lognormal_lengths
 from pipeline.control.client import NotRunning, ask
 from pipeline.control.endpoint import Command, Drain, Pause, Reply, Resume, Save, Scale, Set, Status
+from pipeline.errors import UsageError
 from pipeline.facts.run_directory import read_fleet
 from pipeline.facts.stats import Changed
 from pipeline.facts.trace import Span, read_records
@@ -29,6 +31,7 @@ from pipeline.supervise.servers import Servers
 from stages.topic_values import LEAVE, addresses, carrying
 from stages.train.saved_groups import load_batch
 from tests.chaos.oracle import Expected, judge
+from tests.pipeline.observe.test_prometheus import checked, free_port
 
 pytestmark = pytest.mark.slow
 
@@ -94,52 +97,95 @@ def test_scaled_up_and_down_under_load_the_same_is_trained(tmp_path: Path) -> No
         ask(run_dir, Status())
 
 
-def test_a_paused_run_admits_nothing_and_a_resumed_one_begins_with_what_was_changed(tmp_path: Path) -> None:
-    """And an engine ends when it has given back what it held."""
-    flags, seen = [*SMALL, *made_model(), *SIMULATED, "--num-rollout", "4000"], list[bool]()
-    has_left = Servers._has_left
+async def figures_are_served(run: Scripted, port: int) -> None:
+    await run.steps(2)
+    looks = []
+    async with aiohttp.ClientSession() as session:
+        for _ in range(2):
+            async with session.get(f"http://127.0.0.1:{port}/metrics") as answer:
+                looks.append(checked(await answer.text()))
+            await run.steps(2)
+    first, last = looks
+    assert last['sluice_engine_up{engine="engine-0"}'] == 1
+    assert last["sluice_step"] > first["sluice_step"] > 0
+    assert last['sglang:generation_tokens_total{engine="engine-0"}'] >= last["sluice_trained_tokens_total"] > 0
+
+
+async def engines_come_and_go(run: Scripted, seen: list[bool]) -> None:
+    """An engine ends when it has given back what it held."""
+    control, topic = control_of(run), run.runner.topic
+    assert (await control(Scale({"engine": 2}))).ok
+    await run.until(lambda: len(carrying(topic)) == 2)
+    await run.steps(2)
+    assert (await control(Scale({"engine": 1}))).ok
+    await run.until(lambda: list(addresses(topic)) == ["engine-0"])
+    assert seen[-1], "it was not waited for, or not told to leave"
+    await run.until(lambda: not topic.items(LEAVE))
+    await run.steps(2)
+    status = (await control(Status())).status
+    assert [engine.name for engine in status.engines] == ["engine-0"], "it is gone, and not lost"
+    assert read_fleet(run.controller.rundir).keys() == {"engine-0"}
+
+
+async def replicas_come_and_go(run: Scripted) -> None:
+    topic, several = run.runner.topic, ["generate-1", "generate-2", "generate-3"]
+    run.runner.scale("generate", 3)  # what was one task with reward and group
+    assert run.runner.replicas("generate") == several
+    assert topic.get("scale/generate") == b"3"
+    await run.until(lambda: run.generating() == several and all(run.answered(name) > 0 for name in several))
+    run.runner.scale("generate", 1)
+    await run.until(lambda: run.generating() == ["generate-4"])
+    assert [run.runner.replicas(stage) for stage in ("reward", "group")] == [["reward-2"], ["group-2"]]
+    assert topic.get("scale/generate") == b"1"
+    assert not [key for key in topic.items("") if key.endswith(tuple(several))]
+    await run.steps(2)
+    for stage, count in (("generate", 0), ("train", 2), ("nothing", 1)):
+        with pytest.raises(UsageError, match=f"{stage} cannot be scaled"):
+            run.runner.scale(stage, count)
+
+
+async def pauses_and_is_set(run: Scripted) -> None:
+    control, stage = control_of(run), run.controller.stage
+    assert (await control(Scale({"generate": 2}))).ok
+    assert not (await control(Scale({"train": 2, "generate": 3}))).ok
+    assert len(run.runner.replicas("generate")) == 2, "of what is refused nothing is done"
+    assert (await control(Pause())).ok
+    await run.until(lambda: stage.ledger.open == 0)
+    admitted = stage.ledger.admitted
+    status = (await control(Status())).status
+    assert status.state == "paused"
+    await asyncio.sleep(0.3)
+    assert stage.ledger.admitted == admitted
+    assert (await control(Resume())).ok
+    assert not (await control(Set({"max_staleness": "3", "n_samples_per_prompt": "8"}))).ok
+    assert stage.gate.max_staleness == 2, "of what is refused nothing is done"
+    reply = await control(Set({"max_staleness": "3", "lr": "5e-5"}))
+    assert reply.ok, reply.lines
+    await run.steps(5)
+    assert stage.gate.max_staleness == 3
+
+
+def test_a_run_is_scaled_paused_and_set_and_a_resumed_one_begins_with_that(tmp_path: Path) -> None:
+    seen, has_left, port = list[bool](), Servers._has_left, free_port()
+    flags = [*SMALL, *made_model(), *SIMULATED, "--num-rollout", "4000", "--prometheus-port", str(port)]
 
     def noted(servers: Servers, name: str) -> bool:
         seen.append(has_left(servers, name))
         return seen[-1]
 
     async def first(run: Scripted) -> None:
-        control, topic = await control_of(run), run.runner.topic
-        assert (await control(Scale({"engine": 2}))).ok
-        await run.until(lambda: len(carrying(topic)) == 2)
-        await run.steps(2)
-        assert (await control(Scale({"engine": 1}))).ok
-        await run.until(lambda: list(addresses(topic)) == ["engine-0"])
-        assert seen[-1], "it was not waited for, or not told to leave"
-        await run.until(lambda: not topic.items(LEAVE))
-        await run.steps(2)
-        assert (await control(Scale({"generate": 2}))).ok
-        assert not (await control(Scale({"train": 2, "generate": 3}))).ok
-        assert len(run.runner.replicas("generate")) == 2, "of what is refused nothing is done"
-        assert (await control(Pause())).ok
-        await run.until(lambda: run.controller.stage.ledger.open == 0)
-        admitted = run.controller.stage.ledger.admitted
-        status = (await control(Status())).status
-        assert status is not None
-        assert status.state == "paused"
-        assert [engine.name for engine in status.engines] == ["engine-0"], "the other is gone, and not lost"
-        assert read_fleet(run.controller.rundir).keys() == {"engine-0"}
-        await asyncio.sleep(0.3)
-        assert run.controller.stage.ledger.admitted == admitted
-        assert (await control(Resume())).ok
-        assert not (await control(Set({"max_staleness": "3", "n_samples_per_prompt": "8"}))).ok
-        assert run.controller.stage.gate.max_staleness == 2, "of what is refused nothing is done"
-        reply = await control(Set({"max_staleness": "3", "lr": "5e-5"}))
-        assert reply.ok, reply.lines
-        await run.steps(5)
-        assert run.controller.stage.gate.max_staleness == 3
+        await begun(run)
+        await figures_are_served(run, port)
+        await engines_come_and_go(run, seen)
+        await replicas_come_and_go(run)
+        await pauses_and_is_set(run)
         assert run.controller.recorder.restarts == {}
 
     async def second(run: Scripted) -> None:
         await run.until(lambda: len(run.generating()) == 2)
         assert run.controller.stage.gate.max_staleness == 3
         assert run.controller.config.train.lr == 5e-5
-        await control_of(run)
+        await begun(run)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Servers, "_has_left", noted)
@@ -156,9 +202,13 @@ def test_a_paused_run_admits_nothing_and_a_resumed_one_begins_with_what_was_chan
     ]
 
 
-async def control_of(run: Scripted) -> Callable[[Command], asyncio.Future[Reply]]:
-    """The run's endpoint, asked through its socket from another thread, once the trainer has its weights."""
+async def begun(run: Scripted) -> None:
+    """Wait until the trainer has its weights."""
     await run.until(lambda: run.controller.recorder.training_started is not None)
+
+
+def control_of(run: Scripted) -> Callable[[Command], asyncio.Future[Reply]]:
+    """The run's endpoint, asked through its socket from another thread."""
     loop = asyncio.get_running_loop()
     return lambda command: loop.run_in_executor(None, ask, run.run_dir, command)
 
@@ -181,7 +231,6 @@ def test_the_slow_stage_is_scaled_and_the_user_outranks(tmp_path: Path) -> None:
         by_hand = until(process, run_dir, lambda _: True).snapshot.step
         later = until(process, run_dir, lambda s: s.snapshot.step >= by_hand + 8 and s.advice is not None)
         assert later.replicas["reward"] == 1, "it is the user's own"
-        assert later.advice is not None
         assert later.advice.kind not in ("up", "down"), "there is nothing left to scale"
         assert later.snapshot.advice == later.advice.sentence
         done(run_dir, Drain())
@@ -254,7 +303,7 @@ def test_batches_of_two_temperatures_are_trained_at_both(tmp_path: Path, monkeyp
         return seen[-1] if seen else set()
 
     async def script(run: Scripted) -> None:
-        await run.until(lambda: run.controller.recorder.training_started is not None)
+        await begun(run)
         await run.until(lambda: look() == {1.0})
         for value in itertools.cycle(("0.3", "2.5")):
             reply = await asyncio.to_thread(ask, run_dir, Set({"temperature": value}))

@@ -286,36 +286,41 @@ NUMBERS = (
 )
 
 
+@pytest.fixture(scope="module")
+def filtering(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDir, Config]:
+    return run_of(tmp_path_factory.mktemp("filtering"), "--dynamic-sampling-filter", "reward:0.1_0.9")
+
+
 @settings(max_examples=40, deadline=None)
 @given(st.sampled_from([*SETTABLE]), st.sampled_from(NUMBERS) | st.floats().map(repr) | st.integers().map(str))
-def test_whatever_number_is_set_is_refused_or_can_be_set_back(name: str, text: str) -> None:
-    with tempfile.TemporaryDirectory() as place:
-        rundir, running = run_of(Path(place), "--dynamic-sampling-filter", "reward:0.1_0.9")
-        value = f"reward:0.1_{text}" if name == "dynamic_sampling_filter" else text
-        before = str(rundir.config.read_text())
-        try:
-            after, changed = with_settings(rundir, {name: value}, running)
-        except (ConfigError, UsageError):
-            assert rundir.config.read_text() == before
-            return
-        assert all(math.isfinite(number) for number in changed.values() if isinstance(number, float | int))
-        assert math.isfinite(after.train.lr / running.train.lr)
-        keep(rundir, after, running)
-        old = running
-        for part in SETTABLE[name].split("."):
-            old = getattr(old, part)
-        texts = ",".join(old) if isinstance(old, tuple) else repr(old)
-        back, _ = with_settings(rundir, {name: texts}, running)
-        keep(rundir, back, running)
+def test_whatever_number_is_set_is_refused_or_can_be_set_back(
+    filtering: tuple[RunDir, Config], name: str, text: str
+) -> None:
+    rundir, running = filtering
+    value = f"reward:0.1_{text}" if name == "dynamic_sampling_filter" else text
+    before = str(rundir.config.read_text())
+    try:
+        after, changed = with_settings(rundir, {name: value}, running)
+    except (ConfigError, UsageError):
         assert rundir.config.read_text() == before
+        return
+    assert all(math.isfinite(number) for number in changed.values() if isinstance(number, float | int))
+    assert math.isfinite(after.train.lr / running.train.lr)
+    keep(rundir, after, running)
+    old = running
+    for part in SETTABLE[name].split("."):
+        old = getattr(old, part)
+    texts = ",".join(old) if isinstance(old, tuple) else repr(old)
+    back, _ = with_settings(rundir, {name: texts}, running)
+    keep(rundir, back, running)
+    assert rundir.config.read_text() == before
 
 
-@pytest.mark.parametrize("count", [-1, 0, 1025, 1 << 62, 1 << 80])
 @pytest.mark.parametrize("stage", ["reward", "engine", "train", "nobody"])
-def test_whatever_count_is_scaled_to_is_refused_in_words(stage: str, count: int, tmp_path: Path) -> None:
-    rundir, _ = run_of(tmp_path)
-    with pytest.raises((ConfigError, UsageError), match=stage):
-        with_flags(rundir, ["--scale", f"{stage}={count}"])
+def test_whatever_count_is_scaled_to_is_refused_in_words(stage: str, filtering: tuple[RunDir, Config]) -> None:
+    for count in (-1, 0, 1025, 1 << 62, 1 << 80):
+        with pytest.raises((ConfigError, UsageError), match=stage):
+            with_flags(filtering[0], ["--scale", f"{stage}={count}"])
 
 
 async def test_a_choice_of_n_that_is_refused_is_said_and_the_run_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:

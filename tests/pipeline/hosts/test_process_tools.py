@@ -13,6 +13,7 @@ import textwrap
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock, MagicMock
 
 import pytest
 from aiohttp import web
@@ -66,7 +67,6 @@ async def test_a_leashed_program_dies_with_its_parent(tmp_path: Path) -> None:
         time.sleep(600)
     """)
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", parent, stdout=asyncio.subprocess.PIPE)
-    assert process.stdout is not None
     child = int(await process.stdout.readline())
     await eventually(lambda: b"sleep" in Path(f"/proc/{child}/cmdline").read_bytes()[:6])
     process.kill()
@@ -168,7 +168,6 @@ async def test_a_group_shows_what_is_stopped_and_how_much_it_computes(rundir: Ru
         os.kill(process.pid, signal.SIGSTOP)
         await eventually(lambda: (state := process.state()) is not None and state.stopped != ())
         after = process.state()
-        assert after is not None
         assert after.stopped[0].startswith(f"process {process.pid}")
     finally:
         await launcher.stop_all()
@@ -301,50 +300,31 @@ def test_no_more_threads_than_the_model_is_worth(
     assert threads(config, build(config)) == expected
 
 
-class Silent:
-    """A process that publishes nothing. Implements what is used of `Launcher` and `Handle`."""
-
-    controller = "10.0.0.1"
-
-    def __init__(self) -> None:
-        self.starts, self.code, self.ended, self.log = 0, -9, asyncio.Event(), Path("fetcher-0.log")
-
-    async def place(self, name: str, beside: str = "") -> None: ...
-
-    async def spawn(self, spec: ProcessSpec) -> Silent:
-        self.starts += 1
-        self.ended.clear()
-        return self
-
-    async def wait(self) -> int:
-        await self.ended.wait()
-        return self.code
-
-    async def kill(self) -> int:
-        self.ended.set()
-        return self.code
-
-    async def release(self, name: str) -> None: ...
-
-    def last_line(self) -> str:
-        return ""
-
-
 async def test_a_silent_fetcher_is_ended_and_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(restarts, "HANG_S", 1.0)
-    started: Any = Silent()
+    codes, ended = [-9], asyncio.Event()
+
+    async def wait() -> int:
+        await ended.wait()
+        return codes[-1]
+
+    async def spawn(spec: ProcessSpec) -> Any:
+        ended.clear()
+        return MagicMock(wait=wait, kill=AsyncMock(side_effect=ended.set), log=Path("fetcher-0.log"), last_line=str)
+
+    launcher = AsyncMock(controller="10.0.0.1", spawn=AsyncMock(side_effect=spawn))
     async with asyncio.timeout(120), Node("run", "controller") as node, asyncio.TaskGroup() as tasks:
         topic = await node.topic_server("inproc://silent-fetcher")
         spec = ReplicaSpec("fetcher", "fetcher-0", "", 0, 1, 1, str(tmp_path), {}, {})
         placement: Any = SimpleNamespace(rundir=SimpleNamespace(path=tmp_path), replica=lambda *_: spec)
         entry = Entry("run", topic.address)
-        fetchers = WeightFetchers(Supervision(placement, topic, started, Restarts(Told(), 5), entry))
+        fetchers = WeightFetchers(Supervision(placement, topic, launcher, Restarts(Told(), 5), entry))
         fetchers.tasks = tasks
         assert fetchers.beside("engine-1", "10.0.0.2") == "fetcher-0"
-        await eventually(lambda: started.starts == 2)
+        await eventually(lambda: launcher.spawn.await_count == 2)
         topic.publish(END, b"")
-        started.code = 0  # as after the end of the run
-        started.ended.set()
+        codes.append(0)  # as after the end of the run
+        ended.set()
 
 
 # Looks at a server: how many in a row count, and what a scheduler that answers nothing may be doing.
@@ -409,7 +389,6 @@ SPINS = (
 def test_the_time_of_children_counts() -> None:
     outer = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {SPINS!r}])"
     child = subprocess.Popen([sys.executable, "-c", outer], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert child.stdout is not None
     child.stdout.readline()
     assert cpu_seconds(child.pid) >= 0.19
     child.communicate(b"\n")

@@ -96,20 +96,17 @@ def test_engines_are_divided_among_nodes(strategy: Strategy, room: dict[str, int
 
 
 def test_an_engine_that_lost_its_node_stays_within_the_domain_of_the_others() -> None:
-    config_, one = (
-        config("--ray-labels rollout=nvlink:*|zone:near"),
-        PlacementGroup("engine-1", "rollout", ResourceNeeds(1), 1, "PACK"),
-    )
-
-    def labels(nodes: list[Node], others: list[Node]) -> dict[str, str] | None:
-        seat = seat_with_room(config_, "rollout", one, nodes, "free", others)
-        return None if seat is None else seat.labels
-
+    config_ = config("--ray-labels rollout=nvlink:*|zone:near")
+    one = PlacementGroup("engine-1", "rollout", ResourceNeeds(1), 1, "PACK")
     full, other = node("1", free=0, nvlink="a"), node("2", nvlink="b")
-    assert labels([full, other], [full]) is None
-    assert labels([full, other], []) == {"nvlink": "b"}
-    assert labels([full, other, node("3", nvlink="a")], [full]) == {"nvlink": "a"}
-    assert labels([full, other, node("3", zone="near")], [full]) == {"zone": "near"}
+    for more, others, labels in (
+        ([], [full], None),
+        ([], [], {"nvlink": "b"}),
+        ([node("3", nvlink="a")], [full], {"nvlink": "a"}),
+        ([node("3", zone="near")], [full], {"zone": "near"}),
+    ):
+        seat = seat_with_room(config_, "rollout", one, [full, other, *more], "free", others)
+        assert (seat and seat.labels) == labels
 
 
 def launcher_of(found: RayPlacement, nodes: list[Node]) -> RayLauncher:
@@ -233,21 +230,19 @@ def test_what_is_missing_is_named() -> None:
     )
 
 
+def engines_labels(found: RayPlacement, *nodes: Node) -> dict[str, str]:
+    return choose(found.config, "rollout", found.groups["engines"], nodes).labels
+
+
 def test_the_first_labels_with_room_are_taken() -> None:
     wanted = "--ray-labels rollout=market:spot|market:on-demand"
-    spot, demand = node("1", market="on-demand"), node("2", market="spot")
-    found = placements(wanted)
-    group = found.groups["engines"]
-
-    def labels(*nodes: Node) -> dict[str, str]:
-        return choose(found.config, "rollout", group, nodes).labels
-
-    assert labels(spot, demand) == {"market": "spot"}
-    assert labels(node("1", market="on-demand")) == {"market": "on-demand"}
-    busy = node("2", free=0, market="spot")
-    assert labels(node("1", market="on-demand"), busy) == {"market": "on-demand"}
-    assert labels(node("1", free=0, market="on-demand"), busy) == {"market": "spot"}  # it waits for the one it prefers
-    assert found.check([spot]) == ["--ray-labels: no room for rollout on market=spot; using market=on-demand"]
+    found, demand, busy = placements(wanted), node("1", market="on-demand"), node("2", free=0, market="spot")
+    assert engines_labels(found, demand, node("2", market="spot")) == {"market": "spot"}
+    assert engines_labels(found, demand) == {"market": "on-demand"}
+    assert engines_labels(found, demand, busy) == {"market": "on-demand"}
+    waits = engines_labels(found, node("1", free=0, market="on-demand"), busy)
+    assert waits == {"market": "spot"}, "it waits for the one it prefers"
+    assert found.check([demand]) == ["--ray-labels: no room for rollout on market=spot; using market=on-demand"]
     assert "with market=spot or market=on-demand" in refusal([node("1")], wanted)
 
 
@@ -259,15 +254,12 @@ def test_all_nodes_of_a_group_are_in_one_domain_the_scarcest_that_holds_it() -> 
     flags = "--engine embedded --engine-device cuda --train-device cpu --scale engine=6 --ray-cpus rollout=0 "
     flags += "--update-weight-transport delta --update-weight-delta-dir /shared --ray-labels rollout=nvlink:*"
     found = placements(flags, gpus=True)
-    group = found.groups["engines"]
-
-    def chosen(*nodes: Node) -> dict[str, str]:
-        return choose(found.config, "rollout", group, nodes).labels
-
     a, b = [domain("1", "a"), domain("2", "a")], [domain("3", "b"), domain("4", "b"), domain("5", "b")]
-    assert chosen(*b, *a) == {"nvlink": "a"}  # b stays whole
-    assert chosen(*b, domain("1", "a"), domain("2", "c")) == {"nvlink": "b"}  # a and c together are no domain
-    assert chosen(*b, node("1", 8, 64)) == {"nvlink": "b"}  # a node without the label is in none
+    assert engines_labels(found, *b, *a) == {"nvlink": "a"}  # b stays whole
+    assert engines_labels(found, *b, domain("1", "a"), domain("2", "c")) == {
+        "nvlink": "b"
+    }  # a and c together are no domain
+    assert engines_labels(found, *b, node("1", 8, 64)) == {"nvlink": "b"}  # a node without the label is in none
     assert found.check([*a, *b]) == []
     assert "with nvlink=*, but the cluster has" in refusal([domain("1", "a"), domain("2", "b")], flags)
 

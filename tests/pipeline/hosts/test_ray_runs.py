@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
+import psutil
 import pytest
 from launching import SIMULATED, SMALL, alive, finish, launch, made_model, start, succeed, succeed_here
 from namespace_launcher import NamespacesRefused, OtherHost, hidden
@@ -39,7 +40,7 @@ RAY = ("--runner", "ray")
 
 
 def parent(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
+    return psutil.Process(pid).ppid()
 
 
 def launcher(run: Scripted) -> RayLauncher:
@@ -245,8 +246,7 @@ def test_all_but_the_controller_on_the_other_host_where_the_trainer_is_killed(
     flags += ["--num-rollout", "8", "--save-interval", "1", "--scale", "engine=2", "--ray-placement", "spread"]
     process = start(run_dir, *flags)
     wait_for_steps(process, run_dir, 2)
-    trainer = (run_dir / "replicas" / "train-0.pid").read_text()
-    subprocess.run(cluster.inside(("/bin/kill", "-9", trainer)), check=True)
+    subprocess.run(cluster.inside(("/bin/kill", "-9", str(pids(run_dir, "train-0")[0]))), check=True)
     done = finish(process, run_dir).check()
     assert (done.summary["groups"]["trained"], done.summary["restarts"]) == (32, {"train-0": 1})
     assert f"train-0: placed on {cluster.there}" in done.out
@@ -339,6 +339,6 @@ def test_ranks_of_one_trainer_on_both_hosts_or_the_other(layout: list[str], clus
     done = succeed(tmp_path / "run", *flags)
     assert done.summary["groups"]["trained"] == 12
     there = ["rank-1"] if "--actor-num-nodes" in layout else ["0", "rank-0", "rank-1"]
-    numbers = [int((tmp_path / "run" / "replicas" / f"train-{one}.pid").read_text()) for one in there]
+    numbers = pids(tmp_path / "run", *(f"train-{one}" for one in there))
     assert max(numbers) < 2000, "numbers of the other host, which has few processes"
     assert done.summary["restarts"] == {}

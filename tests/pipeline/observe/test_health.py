@@ -24,7 +24,7 @@ from pipeline.observe.summary import closing_text
 from pipeline.observe.table import plain_line, render
 from pipeline.record.health import ENTROPY, LENGTH, REWARD, TRUNCATED, HealthWatch
 from pipeline.record.kept_files import best_text
-from pipeline.record.metrics import JsonlMetrics, scores
+from pipeline.record.metrics import JsonlMetrics
 from pipeline.record.recorder import Recorder
 from stages.messages import EvalDone, Settled, StepDone
 from tests.pipeline.control.test_commands import STATUS
@@ -164,11 +164,6 @@ def saved(root: Path, *steps: int) -> None:
         (draft / "hf" / "model.safetensors").write_text(f"model {step}")
         write_manifest(draft, Manifest(step=step, version=step, run_generation=0))
         commit_directory(draft, final_path(root, step))
-
-
-def test_names_of_data_sets_may_have_hyphens() -> None:
-    metrics = {"eval/aime-24": 0.5, "eval/aime-24-pass@4": 0.75, "eval/sums": 1.0, "eval/sums-truncated_ratio": 0.0}
-    assert scores({**metrics, "eval/time_s": 9.0}, 3) == [("aime-24", 3, 0.5), ("sums", 3, 1.0)]
 
 
 async def test_an_alarm_is_in_lines_displays_advice_and_summary_and_outlives_a_resume(tmp_path: Path) -> None:

@@ -1,4 +1,7 @@
-"""/metrics: a text that Prometheus can read, joined from the run and its engines, whatever state those are in."""
+"""/metrics: a text that Prometheus can read, joined from the run and its engines, whatever state those are in.
+
+That of a whole run: tests/pipeline/control/test_changed_runs.py.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from launching import SIMULATED, SMALL, here, made_model
-from scripted_run import Scripted, scripted
-from test_displays import T0, made_up_run
+from launching import made_model
 
 from configs.schema import Config
 from configs.schema.rollout import EngineConfig
@@ -31,6 +32,7 @@ from pipeline.facts.trace import Dropped, Span, TraceWriter, merge, read_records
 from pipeline.observe.prometheus import Facts, Family, endpoint, families, joined, read, write
 from stages.messages import EVAL_BASE
 from stages.topic_values import EngineAddress
+from tests.pipeline.observe.test_displays import T0, made_up_run
 
 LINE = re.compile(r'^([a-zA-Z_:][\w:]*)(?:\{((?:[a-zA-Z_]\w*="(?:[^"\\\n]|\\["\\n])*",?)*)\})? (\S+)$')
 
@@ -197,28 +199,6 @@ def test_an_engine_that_is_lost_keeps_its_place(tmp_path: Path) -> None:
     router = ServerInfo("sglang", "http://r", 0, "0.3.2", "router", "http://m")
     (tmp_path / "fleet.json").write_bytes(msgspec.json.encode({"router": router}))
     assert monitor.facts().router == "http://m"
-
-
-@pytest.mark.slow
-def test_the_endpoint_of_a_whole_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    port = free_port()
-
-    async def look(session: aiohttp.ClientSession) -> dict[str, float]:
-        async with session.get(f"http://127.0.0.1:{port}/metrics") as answer:
-            return checked(await answer.text())
-
-    async def script(run: Scripted) -> None:
-        await run.steps(2)
-        async with aiohttp.ClientSession() as session:
-            first = await look(session)
-            await run.steps(2)
-            last = await look(session)
-        assert last['sluice_engine_up{engine="engine-0"}'] == 1
-        assert last["sluice_step"] > first["sluice_step"] > 0
-        assert last['sglang:generation_tokens_total{engine="engine-0"}'] >= last["sluice_trained_tokens_total"] > 0
-
-    flags = [*SMALL, *made_model(), *SIMULATED, "--num-rollout", "4000", "--prometheus-port", str(port)]
-    scripted(monkeypatch, tmp_path / "run", script, lambda run_dir: here(run_dir, *flags).code)
 
 
 # Traces: what processes write is what the merged file shows, in the form that Chrome's format demands.

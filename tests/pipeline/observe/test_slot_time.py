@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import NO_DATA, SIMULATED, made_model, succeed
+from launching import NO_DATA, SIMULATED, made_model, succeed_here
 
 from configs.plan.goodput import attainable
 from configs.schema import AsyncConfig, Config, RolloutConfig
@@ -107,7 +107,6 @@ def test_what_is_attainable_follows_measured_lengths_and_times() -> None:
     assert run.goodput.take_workload() is None
     run.steps(4)
     work = run.goodput.take_workload()
-    assert work is not None
     assert run.goodput.take_workload() is None, "each workload once"
     assert sorted(set(work.lengths)) == [length_of(length_place(100)), length_of(length_place(1600))]
     assert (work.slots, work.groups, work.members) == (16, 4, 4)
@@ -139,7 +138,6 @@ def test_lengths_are_measured_on_after_the_replica_was_started_again() -> None:
     run.report("generate", tokens=20_000, extra=counts)
     run.steps(4)
     work = run.goodput.take_workload()
-    assert work is not None
     assert len(work.lengths) == 140
 
 
@@ -154,7 +152,7 @@ LONG_TAIL = [
 
 @pytest.mark.slow
 def test_stale_tokens_are_masked_and_their_groups_are_trained(tmp_path: Path) -> None:
-    masked = succeed(
+    masked = succeed_here(
         tmp_path / "masked", *LONG_TAIL, "--num-rollout", "16", "--async-unused-samples-handler", "train_masked"
     )
     rows = read_metrics(masked.run_dir / "metrics.jsonl")
@@ -164,7 +162,7 @@ def test_stale_tokens_are_masked_and_their_groups_are_trained(tmp_path: Path) ->
     assert summary["goodput"]["waste"]["stale"] >= tokens
     assert summary["staleness"]["max"] <= 2 == summary["staleness"]["bound"]
     assert summary["groups"]["trained"] == 16 * 4
-    dropped = succeed(tmp_path / "dropped", *LONG_TAIL, "--num-rollout", "16")
+    dropped = succeed_here(tmp_path / "dropped", *LONG_TAIL, "--num-rollout", "16")
     assert dropped.summary["groups"]["stale"] > summary["groups"]["stale"], "the longest groups are not lost any more"
     assert summary["goodput"]["lost"]["tail"] > 0
     assert "goodput" in masked.out
@@ -173,7 +171,7 @@ def test_stale_tokens_are_masked_and_their_groups_are_trained(tmp_path: Path) ->
 @pytest.mark.slow
 def test_auto_follows_the_measured_lengths_and_a_resume_begins_where_it_was(tmp_path: Path) -> None:
     flags = [*LONG_TAIL, "--async-buffer-size", "auto", "--max-staleness", "1", "--save-interval", "24"]
-    run = succeed(tmp_path / "run", *flags, "--num-rollout", "24")
+    run = succeed_here(tmp_path / "run", *flags, "--num-rollout", "24")
     changes = run.summary["changes"]
     assert changes[0]["what"] == "auto max_staleness"
     chosen = int(changes[-1]["value"].split()[0])
@@ -182,7 +180,7 @@ def test_auto_follows_the_measured_lengths_and_a_resume_begins_where_it_was(tmp_
     rows = [row for row in read_metrics(run.run_dir / "metrics.jsonl") if "goodput/share" in row]
     assert rows[-1]["staleness/max"] <= 8
     assert max(row["staleness/max"] for row in rows) > 1, "the new bound is used"
-    resumed = succeed(run.run_dir, "--resume", str(run.run_dir), "--num-rollout", "26")
+    resumed = succeed_here(run.run_dir, "--resume", str(run.run_dir), "--num-rollout", "26")
     held = json.loads((run.run_dir / "config.json").read_text())["asynchrony"]
     assert held["async_buffer_size"] == "auto"
     assert held["max_staleness"] >= 4
