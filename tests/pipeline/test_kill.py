@@ -174,16 +174,6 @@ def test_engines_outlive_their_stage(tmp_path: Path) -> None:
     assert "keeps its weights 0." in (run_dir / "logs" / "engines-0.log").read_text()
 
 
-@pytest.mark.slow
-def test_a_replica_that_never_comes_up_ends_the_run_with_its_reason(tmp_path: Path) -> None:
-    recipe = tmp_path / "broken.toml"
-    recipe.write_text('[[stage]]\nname = "broken"\npath = "no_such_module:Stage"\nafter = "reward"\n')
-    done = launch(tmp_path / "run", *SMALL, *made_model(), "--config", str(recipe))
-    assert done.code == 2
-    assert "no_such_module" in done.err
-    assert "Traceback" not in done.err
-
-
 # Engines are faster than this trainer: complete groups wait for it, also when a checkpoint is written.
 SLOW_TRAINER = [*SIMULATED, "--simulated-step-s", "0.4", "--async-buffer-size", "3"]
 

@@ -7,16 +7,14 @@ answer no request. Streams hold everything that the gate admits, in messages and
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import re
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -74,13 +72,15 @@ def test_a_stall_is_reported_again_and_again_and_kept_with_what_was_reported_las
         return watch.look(now_s, done, moved, lambda quiet_s: f"b waits for a ({quiet_s:g})")
 
     assert look(100, 0) is None
-    assert look(159, 0) is None
+    assert (look(159, 0), watch.waits) == (None, "")
     assert look(161, 0) == "nothing was trained for 61 s: b waits for a (61)"
+    assert "waits      b waits for a (61)" in table(msgspec.structs.replace(STATUS, waits=watch.waits))
     assert look(162, 0) is None
     assert look(221, 0) == "nothing was trained for 121 s: b waits for a (121)"
     assert look(400, 0) == "nothing was trained for 300 s: b waits for a (300)", "once, however late"
     assert look(401, 0) is None
     assert look(410, 1) == "there is progress again, after 310 s"
+    assert watch.waits == ""
     assert look(460, 2) is None, "a wait that was not told has no end to tell"
     assert look(521, 2) == "nothing was trained for 61 s: b waits for a (61)"
     assert watch.stalls(530) == (Stall(0.0, 310.0, "b waits for a (300)"), Stall(360.0, 70.0, "b waits for a (61)"))
@@ -222,15 +222,6 @@ async def test_an_event_loop_that_stands_still_has_a_place(tmp_path: Path, capsy
     assert shown.splitlines()[0] in (tmp_path / "run.log").read_text()
 
 
-def test_a_wait_that_lasts_is_in_the_status_until_it_is_over() -> None:
-    watch = StallWatch(60, 1000, started_s=0.0)
-    for now_s, done, waits in ((0, 0, ""), (50, 0, ""), (61, 0, "reward-0 has had group 7"), (70, 1, "")):
-        watch.look(now_s, done, 0, lambda _: "reward-0 has had group 7")
-        assert watch.waits == waits
-    shown = msgspec.structs.replace(STATUS, waits="reward-0 has had group 7")
-    assert "waits      reward-0 has had group 7" in table(shown)
-
-
 # ------------------------------------------------------------------ things that hang
 
 STAGE = """
@@ -281,50 +272,7 @@ def test_a_drain_has_an_end(tmp_path: Path) -> None:
     assert "in-flight work was not finished within --drain-s 0.5: " in done.err
 
 
-@contextlib.contextmanager
-def deaf_service() -> Iterator[tuple[str, threading.Event]]:
-    """A reward service that accepts requests and answers none until the event is set."""
-    answers = threading.Event()
-
-    class Grader(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            answers.wait(60)
-            with contextlib.suppress(OSError):  # whoever asked has gone
-                self.send_response(200)
-                self.end_headers()
-                self.wfile.write(b"0.5")
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Grader) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}/", answers
-        server.shutdown()
-
-
-@pytest.mark.slow
-def test_a_reward_service_that_hangs_is_reported_with_the_settings_that_end_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with deaf_service() as (url, answers):
-        requested = StallWatch.look
-
-        def look(watch: StallWatch, *arguments: Any) -> str | None:
-            said = requested(watch, *arguments)
-            if said is not None and "reward-0 has had group" in said:
-                answers.set()
-            return said
-
-        monkeypatch.setattr(StallWatch, "look", look)
-        flags = [*QUICK, "--rm-type", "remote", "--rm-url", url]
-        done = succeed_here(tmp_path / "run", *SMALL, *made_model(), *SIMULATED, *flags)
-    lines = [line for line in told(done) if "reward-0 has had group" in line]
-    assert "(--reward-deadline-s 10, outside --rm-timeout-s 120, --rm-retries 10)" in lines[0]
-    assert "in reward)" in lines[0]
-    assert any(line.startswith("there is progress again, after ") for line in done.out.splitlines())
-    assert any("reward-0 has had group" in stall["waits"] for stall in stalls(done))
-    assert "stalls" in done.out.split("completed: ")[1]
-
-
-# ------------------------------------------------------------------ engines
+# ------------------------------------------------------------------ services and engines
 
 
 def engine(**spoil: Any) -> SpoiltEngine:
@@ -336,6 +284,35 @@ def engine(**spoil: Any) -> SpoiltEngine:
 def external(*engines: SpoiltEngine) -> list[str]:
     addresses = [one.url for one in engines]
     return ["--engine", "sglang", "--router", "none", "--rollout-external-engine-addrs", *addresses]
+
+
+@pytest.mark.slow
+def test_a_reward_service_that_hangs_is_reported_with_the_settings_that_end_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers, requested = threading.Event(), StallWatch.look
+
+    async def grade(request: web.Request, body: bytes) -> web.StreamResponse:
+        while not answers.is_set():  # noqa: ASYNC110  (it is set by another thread)
+            await asyncio.sleep(0.01)
+        return web.Response(text="0.5")
+
+    def look(watch: StallWatch, *arguments: Any) -> str | None:
+        said = requested(watch, *arguments)
+        if said is not None and "reward-0 has had group" in said:
+            answers.set()
+        return said
+
+    monkeypatch.setattr(StallWatch, "look", look)
+    with serving(engine(grade=grade)) as service:
+        flags = [*QUICK, "--rm-type", "remote", "--rm-url", f"{service.url}/grade"]
+        done = succeed_here(tmp_path / "run", *SMALL, *made_model(), *SIMULATED, *flags)
+    lines = [line for line in told(done) if "reward-0 has had group" in line]
+    assert "(--reward-deadline-s 10, outside --rm-timeout-s 120, --rm-retries 10)" in lines[0]
+    assert "in reward)" in lines[0]
+    assert any(line.startswith("there is progress again, after ") for line in done.out.splitlines())
+    assert any("reward-0 has had group" in stall["waits"] for stall in stalls(done))
+    assert "stalls" in done.out.split("completed: ")[1]
 
 
 @pytest.mark.slow
