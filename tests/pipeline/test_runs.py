@@ -43,6 +43,8 @@ def own_log_probs(model: Path, sample: Sample) -> np.ndarray:
 
 @pytest.mark.slow
 def test_an_async_run_leaves_everything_behind(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     run_dir = tmp_path / "run"
     flags = ["--eval-prompt-data", "held=arithmetic@[0:6]", "--eval-interval", "2", "--use-tensorboard", "--use-plot"]
     flags += ["--save-interval", "2", "--save-hf", str(tmp_path / "out" / "{step}")]
@@ -80,19 +82,13 @@ def test_an_async_run_leaves_everything_behind(tmp_path: Path) -> None:
     )
     assert before.keys() == after.keys()
     assert any(not torch.equal(before[name], after[name].to(before[name].dtype)) for name in before)
-    check_model_generates(newest / "hf")
+    model = AutoModelForCausalLM.from_pretrained(newest / "hf")
+    tokenizer = AutoTokenizer.from_pretrained(newest / "hf")
+    ids = tokenizer("12+34=", return_tensors="pt", add_special_tokens=False).input_ids
+    assert model.generate(ids, max_new_tokens=4, do_sample=False).shape[1] > ids.shape[1]
     assert sorted(one.name for one in (tmp_path / "out").iterdir()) == ["2", "4"]
     kept = [(place / "model.safetensors").read_bytes() for place in (tmp_path / "out" / "4", newest / "hf")]
     assert kept[0] == kept[1]
-
-
-def check_model_generates(place: Path) -> None:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    model = AutoModelForCausalLM.from_pretrained(place)
-    tokenizer = AutoTokenizer.from_pretrained(place)
-    ids = tokenizer("12+34=", return_tensors="pt", add_special_tokens=False).input_ids
-    assert model.generate(ids, max_new_tokens=4, do_sample=False).shape[1] > ids.shape[1]
 
 
 @pytest.mark.slow
@@ -274,14 +270,18 @@ def test_engines_give_their_memory_back_for_every_batch(tmp_path: Path) -> None:
 # A whole run whose rollouts are made by a function in slime's style, in processes of their own.
 
 
-PAGE = ROOT / "docs" / "custom_generate.md"
+def write_code(directory: Path, page: str) -> None:
+    """The files of a page, `# my_project/name.py` at the top of each, in a package of their own."""
+    found = re.findall(r"```python\n# my_project/(\w+)\.py\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL)
+    assert found
+    (directory / "my_project").mkdir()
+    for name, code in found:
+        (directory / "my_project" / f"{name}.py").write_text(code)
 
 
 @pytest.mark.slow
 def test_the_example_of_the_documentation_trains_exactly_what_the_engine_made(tmp_path: Path) -> None:
-    [code] = re.findall(r"```python\n(# my_project/calculator\.py\n.*?)```", PAGE.read_text(), re.DOTALL)
-    (tmp_path / "my_project").mkdir()
-    (tmp_path / "my_project" / "calculator.py").write_text(code)
+    write_code(tmp_path, "custom_generate.md")
     done = succeed_here(
         tmp_path / "run", *NO_DATA, "--prompt-data", "arithmetic", "--rollout-max-response-len", "24",
         "--custom-generate-function-path", "my_project.calculator.generate",
@@ -302,23 +302,11 @@ def test_the_example_of_the_documentation_trains_exactly_what_the_engine_made(tm
 # Whole runs with user code from the page docs/slime.md.
 
 
-SLIME_PAGE = ROOT / "docs" / "slime.md"
-
-
-def write_code(directory: Path) -> None:
-    """The files of the page, `# my_project/name.py` at the top of each, in a package of their own."""
-    found = re.findall(r"```python\n# my_project/(\w+)\.py\n(.*?)```", SLIME_PAGE.read_text(), re.DOTALL)
-    assert found
-    (directory / "my_project").mkdir()
-    for name, code in found:
-        (directory / "my_project" / f"{name}.py").write_text(code)
-
-
 @pytest.mark.slow
 def test_a_data_source_gives_each_prompt_once_also_after_a_resume(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_code(tmp_path)
+    write_code(tmp_path, "slime.md")
     batches = str(tmp_path / "{rollout_id}")
     done = succeed_here(
         tmp_path / "run", *NO_DATA, *made_model(), *SIMULATED, "--data-source-path", "my_project.sums.Sums",
@@ -337,7 +325,7 @@ def test_a_data_source_gives_each_prompt_once_also_after_a_resume(
 
 @pytest.mark.slow
 def test_a_rollout_function_makes_the_batches_of_a_run_and_a_function_logs_them(tmp_path: Path) -> None:
-    write_code(tmp_path)
+    write_code(tmp_path, "slime.md")
     done = succeed_here(
         tmp_path / "run", *NO_DATA, *made_model(), *SIMULATED, "--prompt-data", "arithmetic", "--num-rollout", "3",
         "--rollout-function-path", "my_project.batches.generate_rollout",

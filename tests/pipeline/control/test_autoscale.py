@@ -154,26 +154,20 @@ def test_the_bottleneck_of_a_known_pipeline_is_found(pipeline: SyntheticPipeline
 
 
 def test_what_is_reported() -> None:
-    pipeline = SyntheticPipeline({"engine": 0.1, "reward": 1.0}, {"engine": 1, "reward": 1}, 0.05)
-    assert said(pipeline) == (
-        "reward is the bottleneck; reward 1 -> 2 would make about 2 rollouts/s of 1 (+100%), then engine is next"
-    )
-    bounded = SyntheticPipeline({"engine": 0.1, "reward": 1.0}, {"engine": 1, "reward": 1}, 0.8)
-    assert said(bounded) == (
-        "reward is the bottleneck; reward 1 -> 2 would make about 1.25 rollouts/s of 1 (+25%), then train is next"
-    )
-    trained = SyntheticPipeline({"engine": 0.1, "reward": 0.1}, {"engine": 1, "reward": 4}, 1.0)
-    assert said(trained) == (
-        "train is the bottleneck: it computes 100% of the time, so that nothing to scale would add more than 0%; "
-        "reward is oversized: its 4 are busy 2% of the time, 2 would do"
-    )
-    idle = SyntheticPipeline({"reward": 0.1}, {"reward": 1, "engine": 1}, 0.05, delays={"engine": 1000.0})
-    assert said(idle).startswith("engines hold 100% of the rollouts in flight, though not always with a queue; engine")
-
-
-def said(pipeline: SyntheticPipeline) -> str:
-    advice = advise(pipeline.window())
-    return advice.sentence
+    one = {"engine": 1, "reward": 1}
+    for demand, replicas, train, sentence in (
+        ({"engine": 0.1, "reward": 1.0}, one, 0.05,
+         "reward is the bottleneck; reward 1 -> 2 would make about 2 rollouts/s of 1 (+100%), then engine is next"),
+        ({"engine": 0.1, "reward": 1.0}, one, 0.8,
+         "reward is the bottleneck; reward 1 -> 2 would make about 1.25 rollouts/s of 1 (+25%), then train is next"),
+        ({"engine": 0.1, "reward": 0.1}, {"engine": 1, "reward": 4}, 1.0,
+         "train is the bottleneck: it computes 100% of the time, so that nothing to scale would add more than 0%; "
+         "reward is oversized: its 4 are busy 2% of the time, 2 would do"),
+    ):  # fmt: skip
+        assert advise(SyntheticPipeline(demand, replicas, train).window()).sentence == sentence
+    idle = SyntheticPipeline({"reward": 0.1}, one, 0.05, delays={"engine": 1000.0})
+    words = "engines hold 100% of the rollouts in flight, though not always with a queue; engine"
+    assert advise(idle.window()).sentence.startswith(words)
 
 
 SLOW = SyntheticPipeline({"engine": 0.1, "reward": 1.0}, {"engine": 1, "reward": 2}, 0.05)
@@ -187,8 +181,7 @@ def slow_reward(**changed: float | str) -> Window:
 
 def held(window: Window, limits: dict[str, tuple[int, int]] | None = None) -> Advice:
     advice = advise(window, limits)
-    assert advice.kind == "held", advice
-    assert advice.to == 0
+    assert (advice.kind, advice.to) == ("held", 0), advice
     return advice
 
 

@@ -210,21 +210,13 @@ def test_the_closing_text_says_what_happened_where_it_is_and_what_next(tmp_path:
     again = "python launch.py --resume here"
     text = closing_text(summary(), places, tensorboard=tmp_path / "tb", resume_command=again)
     for words in (
-        "completed: 50 steps in 1:23 (async)",
-        "0.350 -> 0.610",
-        "0.400 -> 0.650 (best 0.700 at version 25)",
-        "mean 0.50, p99 1, max 1, bound 2",
-        "12.3k trained",
-        "51 versions by delta, differences of 1/12.5 of the bytes",
-        "busiest stage (train) at work 93% of the time",
-        "advice        train is the bottleneck",
-        "90 trained, 5 filtered, 2 stale, 3 failed, 0 discarded, 0 in flight",
-        "reward 2",
-        f"AutoModelForCausalLM.from_pretrained('{tmp_path}/hf')",
-        f"tensorboard --logdir {tmp_path}/tb",
-        "ui.perfetto.dev",
-        "python launch.py --resume here",
-    ):
+        "completed: 50 steps in 1:23 (async)", "0.350 -> 0.610", "0.400 -> 0.650 (best 0.700 at version 25)",
+        "mean 0.50, p99 1, max 1, bound 2", "12.3k trained", "51 versions by delta, differences of 1/12.5 of the bytes",
+        "busiest stage (train) at work 93% of the time", "advice        train is the bottleneck",
+        "90 trained, 5 filtered, 2 stale, 3 failed, 0 discarded, 0 in flight", "reward 2",
+        f"AutoModelForCausalLM.from_pretrained('{tmp_path}/hf')", f"tensorboard --logdir {tmp_path}/tb",
+        "ui.perfetto.dev", "python launch.py --resume here",
+    ):  # fmt: skip
         assert words in text, words
     assert "train 0" not in text
     bare = closing_text(summary(), {"run": tmp_path})
