@@ -68,11 +68,6 @@ def run(project: Path, *command: object) -> str:
     return done.stdout
 
 
-def test_a_function_in_the_folder_is_known_before_a_run(project: Path) -> None:
-    command = [sys.executable, ROOT / "launch.py", *SMALL, "--custom-rm-path", "my_code:score", "--dry-run"]
-    assert "staleness" in run(project, *command)
-
-
 @pytest.mark.slow
 def test_all_processes_find_what_is_in_the_folder(project: Path) -> None:
     """The environment has rewards of its own; the function grades the other rows, in a process for it."""

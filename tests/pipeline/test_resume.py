@@ -364,16 +364,16 @@ def test_a_start_ends_a_server_that_it_took_over_and_hears_how_it_ended(tmp_path
 @pytest.mark.parametrize("first", ["the parent", "the run"])
 def test_neither_the_run_nor_its_server_outlives_the_parent(first: str, tmp_path: Path) -> None:
     """The kernel ends the server; what this has started is left to it, as with any program that is killed."""
-    process = parent(tmp_path, "begun saved serves waits", "waits")
-    until((tmp_path / "pid").exists)
+    process, file = parent(tmp_path, "begun saved serves waits", "waits"), tmp_path / "pid"
+    until(lambda: file.exists() and file.read_text() != "")
     [(_, server, _)] = servers(tmp_path)
     assert server is not None
-    child = int((tmp_path / "pid").read_text())
+    child = int(file.read_text())
     if first == "the run":
         os.kill(child, signal.SIGKILL)
-        until(lambda: (tmp_path / "pid").read_text() not in ("", str(child)))
+        until(lambda: file.read_text() not in ("", str(child)))
         assert any("python" in name for name in members(server)), "it lives between two starts"
-        child = int((tmp_path / "pid").read_text())
+        child = int(file.read_text())
     process.kill()
     process.communicate(timeout=60)
     until(lambda: not alive(child) and not any("python" in name for name in members(server)))
