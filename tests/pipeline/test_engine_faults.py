@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import re
 import signal
 import socket
@@ -40,7 +39,7 @@ import launch as program
 from configs.schema.rollout import EngineConfig, SimulatedEngineConfig
 from models.engines.client import EngineClient, WeightsUpdated
 from models.errors import EngineRefused
-from pipeline.facts.run_directory import ServerInfo
+from pipeline.facts.run_directory import RunDir, ServerInfo, read_fleet
 from pipeline.record.journal import Ended, audit, read_journal
 from stages.sampling import routes
 from stages.train.saved_groups import read_file
@@ -54,8 +53,7 @@ QUICK_LOOKS = [
 
 
 def fleet(run_dir: Path) -> dict[str, ServerInfo]:
-    content = json.loads((run_dir / "replicas" / "fleet.json").read_text())
-    return {name: ServerInfo(**facts) for name, facts in content.items()}
+    return read_fleet(RunDir(run_dir))
 
 
 def started_again(run_dir: Path, name: str, incarnation: int) -> Callable[[], bool]:
@@ -69,7 +67,7 @@ def started_again(run_dir: Path, name: str, incarnation: int) -> Callable[[], bo
 def test_engines_that_die_and_hang_are_started_again(tmp_path: Path, backends: list[str]) -> None:
     """Every request brings the run's token, also to the engines that are started again, and nobody shows it."""
     run_dir = tmp_path / "run"
-    flags = [*SMALL, *made_model(), *QUICK_LOOKS, *backends, "--num-rollout", "400", "--scale", "engine=2"]
+    flags = [*SMALL, *made_model(), *QUICK_LOOKS, *backends, "--num-rollout", "2000", "--scale", "engine=2"]
     process = start(run_dir, *flags, "--use-tensorboard")
     wait_for_steps(process, run_dir, 2)
     check_token(run_dir, process.pid, engine_0="/server_info", engine_1="/model_info")
@@ -79,8 +77,7 @@ def test_engines_that_die_and_hang_are_started_again(tmp_path: Path, backends: l
     for name in ("engine-0", "engine-1"):
         wait_until(process, started_again(run_dir, name, 1), f"{name} serves again")
     assert not alive(hung), "what hung is ended before its successor is announced"
-    again = sum(json.loads(line).get("step", 0) > 0 for line in (run_dir / "metrics.jsonl").read_text().splitlines())
-    wait_for_steps(process, run_dir, again + 2)
+    wait_for_steps(process, run_dir, steps_done(run_dir) + 2)
     token = check_token(run_dir, process.pid, engine_0="/server_info", engine_1="/model_info")
     process.send_signal(signal.SIGINT)
     done = finish(process, run_dir).check(130)

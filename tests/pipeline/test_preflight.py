@@ -465,8 +465,11 @@ SHORT = [
 ]  # fmt: skip
 # An environment that rewards by itself rewards nothing of what an untrained model does, so every group has to count.
 PACKS = ("guess_number", "maze", "multi_agent", "python_tool", "reasoning_gym", "search")
-# They set another algorithm alone, which golden numbers and a step of each combination show, or are like another one.
-ALGORITHMS = ("async_tis", "cispo", "dapo", "dr_grpo", "grpo_sync", "gspo", "reinforce_pp", "rloo", "toy")
+# They set another algorithm alone, which golden numbers and a step of each combination show, or are like quickstart;
+# runs with teachers are in tests/pipeline/test_distillation.py.
+ALGORITHMS = (
+    "async_tis", "cispo", "dapo", "dr_grpo", "grpo", "grpo_sync", "gspo", "opd", "reinforce_pp", "rloo", "toy",
+)  # fmt: skip
 NEEDS = {"agent_openai": "openai", "reasoning_gym": "reasoning_gym", "search": "bm25s"}
 FULL = (*PACKS, *ALGORITHMS, *NEEDS)
 

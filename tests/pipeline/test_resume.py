@@ -295,8 +295,8 @@ def test_a_killed_run_begins_again_until_there_is_something_to_resume(tmp_path: 
     [
         ("begun serves 1", 1),  # it would meet the same error on the same way
         ("begun saved serves 2", 2),  # the user's mistake
-        ("begun saved serves 28", 28),  # a full disk
-        ("begun saved serves 130", 130),  # stopped by the user
+        pytest.param("begun saved serves 28", 28, marks=pytest.mark.full, id="a full disk"),
+        pytest.param("begun saved serves 130", 130, marks=pytest.mark.full, id="stopped by the user"),
         ("begun saved serves -15", 143),
     ],
 )
