@@ -105,15 +105,10 @@ async def eventually(condition: Callable[[], bool]) -> None:
 
 
 def configured(**health: float) -> Config:
-    config = Config()
-    quick = {
-        "rollout_health_check_interval": 0.05,
-        "rollout_health_check_timeout": 0.5,
-        "rollout_health_check_failures": 2,
-        **health,
-    }
-    settings = msgspec.convert({**msgspec.to_builtins(config.health), **quick}, type=type(config.health))
-    return msgspec.structs.replace(config, health=settings)
+    """Looks at servers often, and with little patience."""
+    quick = {"interval": 0.05, "timeout": 0.5, "failures": 2}
+    settings = {**{f"rollout_health_check_{name}": value for name, value in quick.items()}, **health}
+    return msgspec.convert({"health": settings}, Config)
 
 
 def gone(pid: int) -> bool:

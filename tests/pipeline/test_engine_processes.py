@@ -276,8 +276,7 @@ class Start:
 
 @pytest.fixture
 def spec(rundir: RunDir) -> EngineSpec:
-    config = msgspec.structs.replace(Config().engine, engine="simulated", simulated=SLOW)
-    assert isinstance(config, EngineConfig)
+    config = EngineConfig(engine="simulated", simulated=SLOW)
     return EngineSpec(NAME, config, made_model()[1], None, 0, 0, token=run_token(rundir.servers / "engine-token"))
 
 

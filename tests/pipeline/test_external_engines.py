@@ -265,8 +265,7 @@ async def test_what_is_away_leaves_the_topic_and_the_words_say_what_follows(rund
     ],
 )
 def test_work_goes_to_others_only_where_there_are_others(scale: dict[str, int], kind: str, words: str) -> None:
-    config = configured()
-    assert outage_text(replace(config, run=replace(config.run, scale=scale)), kind) == words
+    assert outage_text(msgspec.convert({"run": {"scale": scale}}, Config), kind) == words
 
 
 # Frozen engines before and at the start: where they are placed, under which topic, what is checked of them.

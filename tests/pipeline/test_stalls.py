@@ -372,16 +372,12 @@ def test_a_tool_that_blocks_is_reported_and_ends_by_its_deadline(tmp_path: Path)
     assert "(--tool-deadline-s 2)" in lines[0]
 
 
-def config_of(batch: int, members: int, context: int | None) -> Config:
-    rollout = {"rollout_batch_size": batch, "n_samples_per_prompt": members, "rollout_max_context_len": context}
-    return msgspec.convert({"rollout": {**rollout, "num_rollout": 10}}, Config)
-
-
 @given(
     batch=st.integers(1, 4096), members=st.integers(1, 64), staleness=st.integers(0, 8), context=st.integers(2, 1 << 20)
 )
 def test_a_hub_holds_all_that_the_gate_lets_out(batch: int, members: int, staleness: int, context: int) -> None:
-    config = config_of(batch, members, context)
+    sizes = {"rollout_batch_size": batch, "n_samples_per_prompt": members, "rollout_max_context_len": context}
+    config = make_config(rollout=sizes)
     gate = StalenessGate(batch, staleness)
     spec = stream_spec(config, gate, "group", "inproc://x")
     rollouts = gate.most_open * members

@@ -27,6 +27,7 @@ from pipeline.supervise.health_probe import HealthTracker, until
 from pipeline.supervise.restarts import Restarts, Supervision, end_if_silent
 from pipeline.supervise.trainer_unit import Loss, Ranks, TrainerUnit, first_lost
 from stages.base import TrainOptions
+from tests.stages.stage_rig import make_config
 from transport import Node
 
 pytestmark = pytest.mark.slow
@@ -35,13 +36,8 @@ EIGHT = tuple("01234567")
 
 
 def config_of(*, ranks: int = 2, nodes: int = 1, per_engine: int = 1, **train: Any) -> Config:
-    replace, config = msgspec.structs.replace, Config()
-    return replace(
-        config,
-        train=replace(config.train, **train),
-        parallel=replace(config.parallel, actor_num_gpus_per_node=ranks, actor_num_nodes=nodes),
-        sglang=replace(config.sglang, rollout_num_gpus_per_engine=per_engine),
-    )
+    parallel = {"actor_num_gpus_per_node": ranks, "actor_num_nodes": nodes}
+    return make_config(train=train, parallel=parallel, sglang={"rollout_num_gpus_per_engine": per_engine})
 
 
 @pytest.mark.parametrize(

@@ -11,18 +11,16 @@ import pytest
 from launching import NO_DATA, SIMULATED, made_model, succeed_here
 
 from configs.plan.goodput import attainable
-from configs.schema import AsyncConfig, Config, RolloutConfig
 from pipeline.facts.stats import StageStats
 from pipeline.record.goodput import Goodput, wasted_by
 from pipeline.record.metrics import read_metrics
 from pipeline.record.view import RunView
 from stages.messages import Settled
 from stages.topic_values import EngineEntry, length_of, length_place
+from tests.stages.stage_rig import make_config
 
-CONFIG = Config(
-    rollout=RolloutConfig(rollout_batch_size=4, n_samples_per_prompt=4, server_concurrency=16),
-    asynchrony=AsyncConfig(max_staleness=2),
-)
+ROLLOUT = {"rollout_batch_size": 4, "n_samples_per_prompt": 4, "server_concurrency": 16}
+CONFIG = make_config(rollout=ROLLOUT, asynchrony={"max_staleness": 2})
 
 
 class Run:
