@@ -219,28 +219,27 @@ def test_what_a_roll_back_undoes_is_lost_and_what_lies_between_two_starts_belong
 
 
 async def test_the_recorder_writes_it_down_and_a_resume_goes_on_with_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rundir: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = [100.0]
     monkeypatch.setattr("pipeline.record.recorder.time.monotonic", lambda: clock[0])
     monkeypatch.setattr("pipeline.record.recorder.time.time", lambda: 1000.0 + clock[0])
-    with RunDir(tmp_path / "run").open(resume=False) as rundir:
-        with Recorder(Config(), rundir) as recorder:
-            recorder.journal.begin_with(recorder.began)
-            clock[0] += 5.0  # the processes start
-            await recorder.step(StepDone(0, 0, (), {}, 0))
-            for number in (1, 2):
-                clock[0] += 10.0
-                await recorder.step(StepDone(number, number, (number,), {}, 10))
-            assert recorder.effective.share(1000.0 + clock[0]) == 20.0 / 25.0
-        for file in (rundir.ledger, rundir.metrics):
-            os.utime(file, (1127.0, 1127.0))  # it was killed two seconds later
-        assert [e.took_s for e in read_journal(rundir.ledger) if isinstance(e, Stepped)] == [10.0, 10.0]
-        assert '"perf/effective_training_time":0.8' in rundir.metrics.read_text()
-        clock[0] = 900.0
-        with Recorder(Config(), rundir, resume_step=1) as resumed:
-            assert resumed.began == Began(1900.0, 1127.0)
-            assert (resumed.effective.former_s, resumed.effective.steps) == (27.0, {1: 10.0})
+    with Recorder(Config(), rundir) as recorder:
+        recorder.journal.begin_with(recorder.began)
+        clock[0] += 5.0  # the processes start
+        await recorder.step(StepDone(0, 0, (), {}, 0))
+        for number in (1, 2):
+            clock[0] += 10.0
+            await recorder.step(StepDone(number, number, (number,), {}, 10))
+        assert recorder.effective.share(1000.0 + clock[0]) == 20.0 / 25.0
+    for file in (rundir.ledger, rundir.metrics):
+        os.utime(file, (1127.0, 1127.0))  # it was killed two seconds later
+    assert [e.took_s for e in read_journal(rundir.ledger) if isinstance(e, Stepped)] == [10.0, 10.0]
+    assert '"perf/effective_training_time":0.8' in rundir.metrics.read_text()
+    clock[0] = 900.0
+    with Recorder(Config(), rundir, resume_step=1) as resumed:
+        assert resumed.began == Began(1900.0, 1127.0)
+        assert (resumed.effective.former_s, resumed.effective.steps) == (27.0, {1: 10.0})
 
 
 # What lies where a file of a run belongs: nobody waits for it, and nobody reads it without end.

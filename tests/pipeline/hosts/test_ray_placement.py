@@ -431,27 +431,26 @@ def test_a_run_directory_is_known_by_a_secret(tmp_path: Path) -> None:
     assert list((tmp_path / "again").glob(".seal-*")) == []
 
 
-def test_a_model_is_compared_by_what_it_holds(tmp_path: Path) -> None:
+def test_a_model_is_compared_by_what_it_holds(tmp_path: Path, rundir: RunDir) -> None:
     weights = bytes(range(256)) * 4096
     checkpoint, reference = model(tmp_path / "model", weights), model(tmp_path / "reference", weights)
-    with RunDir(tmp_path / "run").open(resume=False) as rundir:
-        reported = shared_files(rundir, config_of(checkpoint, "--ref-load", str(reference), "--kl-loss-coef", "0.1"))
-        assert sorted(reported.models) == [str(checkpoint), str(reference)]
-        assert reported.lacking() is None
-        (checkpoint / "README").touch()  # nobody reads it
-        assert reported.lacking() is None
-        (checkpoint / "model.safetensors").write_bytes(bytes(reversed(range(256))) * 4096)
-        other = f"has another model than the controller's at {checkpoint}, or not all of its files"
-        assert reported.lacking() == other
-        (checkpoint / "model.safetensors").unlink()
-        assert reported.lacking() == other
-        (checkpoint / "model.safetensors").write_bytes(weights)
-        (reference / "config.json").unlink()
-        (reference / "model.safetensors").unlink()
-        reference.rmdir()
-        assert reported.lacking() == f"does not see the controller's model {reference}"
-        assert msgspec.structs.replace(reported, models={}).lacking() is None
-        assert shared_files(rundir, config_of(Path("org/name"))).models == {}
+    reported = shared_files(rundir, config_of(checkpoint, "--ref-load", str(reference), "--kl-loss-coef", "0.1"))
+    assert sorted(reported.models) == [str(checkpoint), str(reference)]
+    assert reported.lacking() is None
+    (checkpoint / "README").touch()  # nobody reads it
+    assert reported.lacking() is None
+    (checkpoint / "model.safetensors").write_bytes(bytes(reversed(range(256))) * 4096)
+    other = f"has another model than the controller's at {checkpoint}, or not all of its files"
+    assert reported.lacking() == other
+    (checkpoint / "model.safetensors").unlink()
+    assert reported.lacking() == other
+    (checkpoint / "model.safetensors").write_bytes(weights)
+    (reference / "config.json").unlink()
+    (reference / "model.safetensors").unlink()
+    reference.rmdir()
+    assert reported.lacking() == f"does not see the controller's model {reference}"
+    assert msgspec.structs.replace(reported, models={}).lacking() is None
+    assert shared_files(rundir, config_of(Path("org/name"))).models == {}
 
 
 async def test_a_train_stage_waits_for_the_end_of_the_one_before(

@@ -398,12 +398,11 @@ async def test_the_recorder_tells_of_the_weights_on_their_way(recorder: Recorder
     assert first.keys().isdisjoint(names), "nothing is told of what was not seen"
 
 
-def test_the_waste_of_a_resumed_run_is_counted_from_its_resume_on(tmp_path: Path) -> None:
+def test_the_waste_of_a_resumed_run_is_counted_from_its_resume_on(rundir: RunDir) -> None:
     """As its trained tokens are: the ledger of the checkpoint knows of earlier ones."""
-    with RunDir(tmp_path / "run").open(resume=False) as rundir:
-        recorder = Recorder(make_config(), rundir, resume_step=4)
-        recorder.ledger = Ledger(LedgerSnapshot(4, 4, {"filtered": 4}, (), tokens={"filtered": 4000}))
-        recorder.view.step(5, at_s=1.0, metrics={}, tokens=300, staleness={0: 300})
-        recorder.view.waste["stale"] += 100
-        summary = summarise(recorder, recorder.config, "finished")
+    recorder = Recorder(make_config(), rundir, resume_step=4)
+    recorder.ledger = Ledger(LedgerSnapshot(4, 4, {"filtered": 4}, (), tokens={"filtered": 4000}))
+    recorder.view.step(5, at_s=1.0, metrics={}, tokens=300, staleness={0: 300})
+    recorder.view.waste["stale"] += 100
+    summary = summarise(recorder, recorder.config, "finished")
     assert (summary.wasted_tokens, summary.wasted_share) == (100, 0.25)
