@@ -19,7 +19,6 @@ from models.errors import BackendMisuse, TrainConfigInvalid, TrainStateUnreadabl
 from models.train.megatron import inputs, processes
 from models.train.megatron.trained_models import SwappedReference, check_optimizer
 from models.train.spec import TrainSpec
-from models.train.step.critic import ValueHead, ValueModel
 from models.train.step.micro_batches import PackedRows, pack_rows
 from models.train.step.packing import Layout, Unit
 from tests.models.train.rig import Tensors, differing
@@ -258,11 +257,3 @@ def test_the_reference_takes_the_place_of_the_policy_bit_by_bit() -> None:
     assert calls == ["settled"]
     with reference.in_place():
         assert differing(state(module), policy) == []
-
-
-def test_the_value_head_begins_as_that_of_torch() -> None:
-    own = ValueHead(8, seed=3)
-    other = ValueModel(torch.nn.Identity(), 8, seed=3).value_head
-    assert torch.equal(own.weight, other.weight)
-    hidden = torch.randn(4, 8)
-    torch.testing.assert_close(own(hidden.to(torch.bfloat16)), other(hidden.to(torch.bfloat16).float()))
