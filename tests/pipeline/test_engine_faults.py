@@ -120,7 +120,7 @@ def wait_for_more_steps(process: subprocess.Popen[str], run_dir: Path) -> None:
     wait_for_steps(process, run_dir, steps_done(run_dir) + 5)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_killed_controller_takes_the_router_with_it(tmp_path: Path) -> None:
     python, run_dir = needs_sglang(), tmp_path / "run"
     router = ["--sglang-python", str(python), "--router", "sglang"]
