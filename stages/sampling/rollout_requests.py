@@ -45,8 +45,10 @@ class Requests:
 
     def ages_of(self, group: PromptGroup) -> bool:
         """Whether a group with a token that is too old is trained by no batch, and is not generated to its end."""
-        masks = self.config.correction.mask_offpolicy_in_partial_rollout or StalenessGate.of(self.config).masks
-        return group.purpose == "train" and self.config.asynchrony.cancel_stale_rollouts and not masks
+        rules = self.config.asynchrony
+        if group.purpose != "train" or not rules.cancel_stale_rollouts or rules.max_staleness is None:
+            return False
+        return not (self.config.correction.mask_offpolicy_in_partial_rollout or StalenessGate.of(self.config).masks)
 
     def budget(self, group: PromptGroup, sample: Sample) -> int:
         """Tokens that the sample may still get; below 0 if it has too many."""
