@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import msgspec
 
@@ -72,7 +73,7 @@ class Turns:
                 return
             restored = await self.journal.restore(group, samples, oldest)
             progress = self._progress(group, samples, budget)
-            request = self.requests.of(group, samples, budget, deadline)
+            request = replace(self.requests.of(group, samples, budget, deadline), ages=self.requests.ages_of(group))
             async with self.sampler.stream(request, restored, progress) as members:
                 async for place, result in members:
                     if not restored or result is not restored[place]:

@@ -44,7 +44,10 @@ class Requests:
         self.config, self.rollout, self.max_context = config, config.rollout, max_context
 
     def ages_of(self, group: PromptGroup) -> bool:
-        """Whether a group with a token that is too old is trained by no batch, and is not generated to its end."""
+        """Whether a group with a token that is too old is trained by no batch, and is not generated to its end.
+
+        Not of programs that ask through a gateway: they would take it for a fault. So `of` leaves it to the caller.
+        """
         rules = self.config.asynchrony
         if group.purpose != "train" or not rules.cancel_stale_rollouts or rules.max_staleness is None:
             return False
@@ -92,7 +95,6 @@ class Requests:
             order=self.order(group, first),
             pinned_version=group.pinned_version,
             engine_s=None if deadline is None else deadline.left_s,
-            ages=self.ages_of(group),
         )
 
     def order(self, group: PromptGroup, sample: Sample) -> tuple[int, int]:

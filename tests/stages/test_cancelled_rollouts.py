@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ import pytest
 
 from models.engines.protocol import SamplingParams
 from stages.messages import VersionRun, WeightsAnnouncement
+from stages.rollouts import new_sample
 from stages.sampling.requests import SampleRequest, SampleResult
-from tests.stages.engine_rig import ONCE, SLOW_MS, Log, World, core_of, simulated, started
+from tests.stages.engine_rig import LENGTH, ONCE, SLOW_MS, Log, World, core_of, simulated, started
 from tests.stages.stage_rig import Desk, idle, make_group, make_sample, make_slice, settled, until
 
 BOUND = {"max_staleness": 1}
@@ -80,6 +82,17 @@ async def test_what_can_still_be_trained_is_not_ended(tmp_path: Path, sections: 
         for version in (1, 2, 3):
             await publish(world, version)
         assert [sample.status for sample in await world.whole(2)] == ["completed"] * 2
+
+
+async def test_a_request_of_a_program_is_not_ended(tmp_path: Path) -> None:
+    """A gateway asks with requests as they are made for a rollout."""
+    async with started(tmp_path, engine=simulated(SLOW_MS), asynchrony=BOUND) as world, asyncio.TaskGroup() as tasks:
+        request = world.stage.turns.requests.of(make_group(0, 1), (new_sample([1, 2, 3], 0),), LENGTH, None)
+        asked = tasks.create_task(world.stage.sampler.sample(request))
+        for version in (1, 2, 3):
+            await publish(world, version)
+        [result] = await asked
+        assert (result.finish, len(result.token_ids)) == ("stop", LENGTH)
 
 
 async def test_an_evaluation_is_not_ended(tmp_path: Path) -> None:
