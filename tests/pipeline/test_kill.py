@@ -142,8 +142,9 @@ def test_a_killed_chain_is_taken_apart_and_joined_again(tmp_path: Path, monkeypa
         await run.until(lambda: run.generating() == ["generate-1"] and "group-0" not in run.runner.alive())
         await run.steps(4)
 
-    # On a busy machine a group may wait for a new process while two batches are trained: none may grow too old for it.
+    # On a busy machine a group may wait for a new process for seconds: none may grow too old for it.
     flags = [*SMALL, *made_model(), *SIMULATED, "--num-rollout", "4000", "--max-staleness", "12"]
+    flags += ["--simulated-step-s", "0.5"]
     run = scripted(monkeypatch, tmp_path / "run", script, lambda place: program.main(["--run-dir", str(place), *flags]))
     assert run.controller.recorder.restarts == {"generate-0": 1, "reward-0": 1}
     assert run.controller.recorder.dead_letters == []
