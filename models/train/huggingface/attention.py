@@ -85,7 +85,7 @@ class Varlen(NamedTuple):
     apart: Sequence[Segment]
 
 
-def seen_by(rows: PackedRows, device: torch.device, dtype: torch.dtype | None) -> Varlen | tuple[Segment, ...]:
+def seen_by(rows: PackedRows, device: torch.device, dtype: torch.dtype) -> Varlen | tuple[Segment, ...]:
     """What attention wants to know of rows that hold several sequences, on a device and in a precision."""
     found = segments(rows)
     return as_varlen(found, device) if has_varlen(device, dtype) else found
@@ -104,9 +104,9 @@ def as_varlen(found: Sequence[Segment], device: torch.device) -> Varlen:
 
 
 @lru_cache
-def has_varlen(device: torch.device, dtype: torch.dtype | None) -> bool:
+def has_varlen(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether torch has its kernel here, and it does what attention of one sequence after the other does."""
-    if device.type != "cuda" or dtype is None:  # it has no fp32
+    if device.type != "cuda" or dtype == torch.float32:  # which it does not have
         return False
     agrees = varlen_agrees(device, dtype)
     if not agrees:
@@ -121,15 +121,18 @@ def varlen_agrees(device: torch.device, dtype: torch.dtype) -> bool:
     found = (Segment(5), Segment(3, 0), Segment(1, 0))
     module = SimpleNamespace(num_key_value_groups=2, is_causal=True)
     made = torch.Generator().manual_seed(1)
-    states = [torch.randn(1, heads, 9, 16, generator=made).to(device, dtype).requires_grad_() for heads in (4, 2, 2)]
     results = []
-    for segments in (as_varlen(found, device), found):
-        try:
-            attended = _attend(module, states[0], states[1], states[2], None, segments=segments, scaling=0.25)[0]
-            results.append([attended, *torch.autograd.grad(attended.square().sum(), states)])
-        except (ImportError, RuntimeError, TypeError, ValueError):
-            return False
-    return all(torch.allclose(ours, known, rtol=0.05, atol=0.05) for ours, known in zip(*results, strict=True))
+    # It is first asked for in a forward pass, of which kind whatever.
+    with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
+        drawn = [torch.randn(1, heads, 9, 16, generator=made) for heads in (4, 2, 2)]
+        states = [tensor.to(device, dtype).requires_grad_() for tensor in drawn]
+        for segments in (as_varlen(found, device), found):
+            try:
+                attended = _attend(module, states[0], states[1], states[2], None, segments=segments, scaling=0.25)[0]
+                results.append([attended, *torch.autograd.grad(attended.square().sum(), states)])
+            except (ImportError, RuntimeError, TypeError, ValueError):
+                return False
+        return all(torch.allclose(ours, known, rtol=0.05, atol=0.05) for ours, known in zip(*results, strict=True))
 
 
 @lru_cache
@@ -203,7 +206,7 @@ def _attend(
 def _attend_at_once(query: Tensor, key: Tensor, value: Tensor, of: Varlen, scale: float | None) -> Tensor:
     """[B, L, heads, d], by a kernel whose causal order lets the last token of a segment see all of it."""
     device = query.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else value.dtype
     asking, seen, said = (states.transpose(1, 2).flatten(0, 1).to(dtype) for states in (query, key, value))
     if of.seen is not None:
         seen, said = seen.index_select(0, of.seen), said.index_select(0, of.seen)

@@ -207,7 +207,7 @@ class Passes:
 
     device: torch.device
     autocast_dtype: torch.dtype | None = None
-    mask_dtype: torch.dtype = torch.float32  # of additive attention masks
+    mask_dtype: torch.dtype = torch.float32  # of attention: sharded models compute in it without autocast
     context: ContextParallel = field(default_factory=lambda: ContextParallel(None))  # who shares the tokens of a row
     mask_tokens: int = MASK_TOKENS  # longest rows that get a mask where sequences could be attended one by one
 
@@ -256,7 +256,7 @@ class Backbone(torch.nn.Module):  # type: ignore[misc]
             return {}
         packed = attention == PACKED_SDPA
         if packed and rows.input_ids.shape[1] > self._passes.mask_tokens:
-            return {"segments": seen_by(rows, self._passes.device, self._passes.autocast_dtype)}
+            return {"segments": seen_by(rows, self._passes.device, self._passes.mask_dtype)}
         if rows.unit is not None and rows.branch is not None:
             mask = attention_allowed(self._to_device(rows.unit), self._to_device(rows.branch))
         elif packed:

@@ -83,6 +83,25 @@ def test_the_kernel_is_used_where_it_was_tried_and_agrees(monkeypatch: pytest.Mo
         assert attention.varlen_agrees(CPU, torch.float32) == kernel.from_the_end
 
 
+@pytest.mark.parametrize("within", [torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16)])
+def test_the_kernel_is_tried_in_a_pass_of_any_kind(monkeypatch: pytest.MonkeyPatch, within: Callable[[], Any]) -> None:
+    """The first is usually one without gradients, for old log-probs."""
+    monkeypatch.setattr(attention, "_kernel", Kernel)
+    with within():
+        assert attention.varlen_agrees(CPU, torch.float32)
+
+
+@pytest.mark.parametrize("autocast", [torch.bfloat16, None], ids=["autocast", "sharded"])
+def test_the_kernel_is_wanted_in_the_precision_of_the_pass(
+    checkpoint: Path, autocast: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sharded models compute in bf16 without autocast."""
+    score, wanted = scorer_of(checkpoint, autocast_dtype=autocast, mask_dtype=torch.bfloat16), []
+    monkeypatch.setattr(attention, "has_varlen", lambda device, dtype: bool(wanted.append(dtype)))
+    score(PACKED)
+    assert wanted == [torch.bfloat16]
+
+
 @pytest.mark.parametrize("sizes", [(264, 264), (12, 12), (16, 8)], ids=["too large", "no multiple of 8", "of values"])
 def test_heads_that_the_kernel_cannot_do_are_attended_one_by_one(
     kernel: Kernel, sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch
