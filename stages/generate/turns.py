@@ -61,8 +61,8 @@ class Turns:
             for sample in samples:
                 done(msgspec.structs.replace(cut(sample, sample.length + budget), status="truncated"))
             return
-        oldest, born = self.sampler.oldest, oldest_version(samples)
-        if born is not None and born < oldest and self.requests.ages_of(group):
+        oldest, own = self.sampler.oldest, oldest_version(samples)
+        if own is not None and own < oldest and self.requests.cancels_stale(group):
             for sample in samples:
                 done(msgspec.structs.replace(sample, status="aborted"))
             return
@@ -73,7 +73,8 @@ class Turns:
                 return
             restored = await self.journal.restore(group, samples, oldest)
             progress = self._progress(group, samples, budget)
-            request = replace(self.requests.of(group, samples, budget, deadline), ages=self.requests.ages_of(group))
+            cancel_stale = self.requests.cancels_stale(group)
+            request = replace(self.requests.of(group, samples, budget, deadline), cancel_stale=cancel_stale)
             async with self.sampler.stream(request, restored, progress) as members:
                 async for place, result in members:
                     if not restored or result is not restored[place]:

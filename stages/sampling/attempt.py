@@ -71,7 +71,7 @@ class Attempt:
     reused: int = 0  # tokens saved from a lost request
     recomputed: int = 0  # tokens that the engine had to read again to continue responses
     retractions: int = 0
-    born: int = 0  # version of its first token, or the newest that this can be
+    first_version: int = 0  # of its first token, or the newest that this can be
     stopped: str = ""  # why this client stopped it
     _stop: Callable[[str], None] | None = None  # while it runs
     _release: Callable[[], None] = lambda: None

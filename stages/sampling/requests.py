@@ -56,7 +56,7 @@ class SampleRequest:
     priority: int | None = None  # in the engine's queue
     engine_s: float | None = None
     deadline_s: float | None = None
-    ages: bool = False  # it is ended when later batches may not train its tokens any more
+    cancel_stale: bool = False  # end it when later batches may not train its tokens any more
 
     @property
     def n(self) -> int:

@@ -42,16 +42,16 @@ class Requests:
 
     def __init__(self, config: Config, max_context: int) -> None:
         self.config, self.rollout, self.max_context = config, config.rollout, max_context
+        rules, gate = config.asynchrony, StalenessGate.of(config)
+        masks = gate.masks or config.correction.mask_offpolicy_in_partial_rollout
+        self._cancels_stale = rules.cancel_stale_rollouts and rules.max_staleness is not None and not masks
 
-    def ages_of(self, group: PromptGroup) -> bool:
+    def cancels_stale(self, group: PromptGroup) -> bool:
         """Whether a group with a token that is too old is trained by no batch, and is not generated to its end.
 
         Not of programs that ask through a gateway: they would take it for a fault. So `of` leaves it to the caller.
         """
-        rules = self.config.asynchrony
-        if group.purpose != "train" or not rules.cancel_stale_rollouts or rules.max_staleness is None:
-            return False
-        return not (self.config.correction.mask_offpolicy_in_partial_rollout or StalenessGate.of(self.config).masks)
+        return self._cancels_stale and group.purpose == "train"
 
     def budget(self, group: PromptGroup, sample: Sample) -> int:
         """Tokens that the sample may still get; below 0 if it has too many."""

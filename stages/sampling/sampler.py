@@ -84,7 +84,7 @@ class Sampler:
         # restarted client or from another run on the same engines.
         self._origin = f"{replica}-{uuid.uuid4().hex[:8]}"
         self._serial = itertools.count()
-        self._ageing: set[Attempt] = set()  # at engines
+        self._cancellable: set[Attempt] = set()  # at engines, and cancelled when they are too old
         sglang = config.engine.engine == "sglang"
         # SGLang streams tokens as they are generated, so that they survive their engine. On a CPU our engines would pay
         # too much for that: they report a member when it ends, which only a request for several members needs.
@@ -122,14 +122,14 @@ class Sampler:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.directory.follow(topic))
             tasks.create_task(self.reports.run(topic))
-            tasks.create_task(self._stop_old())
+            tasks.create_task(self._cancel_stale())
 
-    async def _stop_old(self) -> None:
+    async def _cancel_stale(self) -> None:
         """Waits for new versions; runs until cancelled. Stops what no later batch may train."""
         while True:
             changed, oldest = self.directory.changed(), self.oldest
-            for attempt in [attempt for attempt in self._ageing if attempt.born < oldest]:
-                self._ageing.discard(attempt)
+            for attempt in [attempt for attempt in self._cancellable if attempt.first_version < oldest]:
+                self._cancellable.discard(attempt)
                 attempt.stop(TOO_OLD)
             await changed.wait()
 
@@ -244,7 +244,7 @@ class Sampler:
             attempt.end_all("aborted", DRAINED)
         elif left_s is not None and left_s <= 0:
             attempt.end_all("aborted", OUT_OF_TIME)
-        elif request.ages and versions and min(versions) < self.oldest:
+        elif request.cancel_stale and versions and min(versions) < self.oldest:
             attempt.end_all("aborted", TOO_OLD)
         elif len(first.token_ids) >= budget > 0:
             attempt.end_all("length")
@@ -281,10 +281,12 @@ class Sampler:
             if attempt.progress is not None and not self._tokens_come:
                 wire = with_stream_interval(wire, attempt.progress.tokens)
             self.reports.note(route)
-            if request.ages:
-                # No version is landed while the engine makes the first token but the newest that is published.
-                attempt.born = min((run.version for run in attempt.had[0].runs), default=self.directory.published or 0)
-                self._ageing.add(attempt)
+            if request.cancel_stale:
+                # No engine can make the first token with weights that are not published yet.
+                attempt.first_version = min(
+                    (run.version for run in attempt.had[0].runs), default=self.directory.published or 0
+                )
+                self._cancellable.add(attempt)
             try:
                 await attempt.run(
                     route,
@@ -297,7 +299,7 @@ class Sampler:
                     workers=self.routes.workers(route),
                 )
             finally:
-                self._ageing.discard(attempt)
+                self._cancellable.discard(attempt)
         self.reports.retractions += attempt.retractions if trained else 0
         self.reports.add("reused_tokens", attempt.reused)
         self.reports.add("recomputed_tokens", attempt.recomputed)

@@ -106,7 +106,7 @@ async def test_what_is_too_old_already_is_not_continued(tmp_path: Path, log: Log
     """After an engine was lost, for instance."""
     async with started(tmp_path, asynchrony=BOUND) as world:
         await publish(world, 2)
-        request = SampleRequest(SamplingParams(max_new_tokens=9), token_ids=[1, 2, 3], ages=True)
+        request = SampleRequest(SamplingParams(max_new_tokens=9), token_ids=[1, 2, 3], cancel_stale=True)
         for version in (0, 1):
             made = SampleResult("aborted", (5,), (-1.0,), (VersionRun(version, 1),))
             async with world.stage.sampler.stream(request, [made]) as members:
