@@ -51,7 +51,9 @@ def of_one_length(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @asynccontextmanager
-async def on_sglang(tmp_path: Path, server: RealServer, **rollout: Any) -> AsyncIterator[World]:
+async def on_sglang(
+    tmp_path: Path, server: RealServer, *, bound: int | None = None, **rollout: Any
+) -> AsyncIterator[World]:
     async with EngineClient(server.url) as client:
         await server.fresh(client)
     async with generating(
@@ -62,6 +64,7 @@ async def on_sglang(tmp_path: Path, server: RealServer, **rollout: Any) -> Async
         model=server.model,
         tensors=tensors_of([server.model, server.other]),
         pause_mode="retract",
+        asynchrony={"max_staleness": bound},
         rollout={"rollout_max_response_len": LONG, "rollout_stop_token_ids": (), **rollout},
     ) as world:
         world.weights.publish(0)
@@ -85,6 +88,31 @@ async def running(log: Log, tokens: int) -> Exchange:
     """The first request, once so many tokens have arrived."""
     await until(lambda: bool(log) and log[0].partial is not None and log[0].partial.tokens >= tokens)
     return log[0]
+
+
+@pytest.mark.parametrize("members", [1, 3])
+async def test_a_response_that_no_later_batch_may_train_is_ended(
+    members: int, sglang: RealServer, tmp_path: Path, log: Log
+) -> None:
+    """With the tokens that had arrived; the server works on nothing any more."""
+    async with on_sglang(tmp_path, sglang, bound=0, rollout_max_response_len=MOST) as world:
+        await world.ask(make_group(0, members, prompt=PROMPT))
+        await running(log, 20 * members)
+        world.weights.publish(1)
+        samples = await world.whole(members)
+        assert [(sample.status, sample.error) for sample in samples] == [("aborted", None)] * members
+        assert len(log) == 1, "nothing is continued"
+        for sample in samples:
+            assert sample.fault() is None
+            assert 0 < len(response_ids(sample)) < MOST
+        async with EngineClient(sglang.url) as client:
+            for index in range(2):
+                await world.weights.landed(1, engine=index)
+            for _ in range(100):
+                if not sum(load.num_running_reqs for load in await client.loads()):
+                    return
+                await asyncio.sleep(0.1)
+    pytest.fail("the server still works on them")
 
 
 @pytest.mark.parametrize("fault", ["hung", "killed"])
