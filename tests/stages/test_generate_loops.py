@@ -137,7 +137,7 @@ def end_from_now_on(world: World) -> None:
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("n", [1, 3])
 async def test_a_late_rollout_is_kept_as_truncated(n: int, streamed: bool, tmp_path: Path, log: Log) -> None:
-    deadline = {**LONG, "sample_deadline_secs": 0.3}
+    deadline = {**LONG, "sample_deadline_secs": 1.0}
     async with started(tmp_path, engine=ENDLESS, streamed=streamed, rollout=deadline) as world:
         samples = await world.rollouts(make_group(0, n))
         await until(lambda: core_of(world.engines[0]).schedule.running == 0)
@@ -155,7 +155,7 @@ async def test_a_hung_engine_cannot_keep_a_late_rollout(
     tmp_path: Path, log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("stages.sampling.attempt.STOP_GRACE_S", 0.05)
-    deadline = {**LONG, "sample_deadline_secs": 0.3}
+    deadline = {**LONG, "sample_deadline_secs": 1.0}
     async with started(tmp_path, engine=ENDLESS, streamed=True, proxied=True, rollout=deadline) as world:
         await world.ask(make_group(0, 1))
         await until(lambda: bool(log) and log[0].partial is not None and log[0].partial.tokens > 0)

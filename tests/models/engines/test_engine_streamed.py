@@ -257,18 +257,18 @@ async def streaming(request: pytest.FixtureRequest) -> AsyncIterator[Target]:
 
 async def test_a_streamed_response_is_the_response(streaming: Target) -> None:
     partial = PartialOutputs()
-    request = ask([[1, 2, 3], [4, 5]], n=2, max_new_tokens=30, temperature=0.0)
+    request = ask([[1, 2, 3], [4, 5]], n=2, max_new_tokens=90, temperature=0.0)
     in_stream = await streaming.client.generate(request, partial=partial)
     plain = await streaming.client.generate(request)
     assert [output.meta_info.prompt_tokens for output in in_stream] == [3, 3, 2, 2]
     assert [output.index for output in in_stream] == [0, 1, 2, 3]
     for ours, theirs in zip(in_stream, plain, strict=True):
-        assert ours.version_spans == theirs.version_spans == [VersionSpan("first", 0, 30)]
+        assert ours.version_spans == theirs.version_spans == [VersionSpan("first", 0, 90)]
         assert ours.meta_info.finish_reason == theirs.meta_info.finish_reason
-        assert len(ours.output_ids) == len(ours.output_log_probs) == ours.meta_info.completion_tokens == 30
+        assert len(ours.output_ids) == len(ours.output_log_probs) == ours.meta_info.completion_tokens == 90
         assert ours.output_log_probs == pytest.approx(theirs.output_log_probs, abs=1e-4)  # greedy: whoever is beside it
     assert partial.complete
-    assert (partial.tokens, partial.chunks >= 8) == (120, True)
+    assert (partial.tokens, partial.chunks >= 8) == (360, True)
     assert partial.certain() == in_stream
 
 
