@@ -1,4 +1,4 @@
-"""CPU of each process per batch, with stages in processes of their own and chained: `python -m bench.control_plane`.
+"""CPU of each process and wake-ups per batch, with stages in processes of their own and chained: `python -m bench.control_plane`.
 
 The production graph with simulated engine and trainer, which compute nothing: what is left is messages, requests and
 books. Batches of 32 groups of 8 rollouts. Both contenders alternate; the first tenth of the batches is not counted, and
@@ -27,8 +27,8 @@ FLAGS = [
 ]  # fmt: skip
 
 
-def measure(flags: list[str], batches: int) -> dict[str, float]:
-    """CPU-ms per batch by process, and their sum as `all`."""
+def measure(flags: list[str], batches: int) -> dict[tuple[str, str], float]:
+    """By (process, unit): CPU-ms per batch, their sum as `all`, and how often threads of all were woken."""
     with tempfile.TemporaryDirectory(prefix="sluice-bench-") as home:
         run_dir, log = Path(home) / "run", Path(home) / "log"
         argv = [sys.executable, "launch.py", *FLAGS, *flags, "--num-rollout", str(batches), "--run-dir", str(run_dir)]
@@ -39,7 +39,9 @@ def measure(flags: list[str], batches: int) -> dict[str, float]:
             sys.exit(f"exit code {process.returncode}\n{log.read_text()[-2000:]}")
     (first, before), (last, after) = next(look for look in looks if look[0] >= batches // 10), looks[-1]
     spent = by_name(before, after, last - first)
-    return spent | {"all": sum(spent.values())}
+    spent["all"] = sum(spent.values())
+    woken = (after.wakeups - before.wakeups) / (last - first)
+    return {(name, "CPU-ms/batch"): value for name, value in spent.items()} | {("all", "wake-ups/batch"): woken}
 
 
 def main() -> None:
@@ -47,13 +49,13 @@ def main() -> None:
     rounds, batches = options.rounds or (1 if options.quick else 5), 40 if options.quick else 120
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     about = machine(["pyzmq", "msgspec", "aiohttp"])
-    found: dict[tuple[str, str], list[float]] = {}
+    found: dict[tuple[str, str, str], list[float]] = {}
     for number in range(rounds):
         for name, flags in CONTENDERS.items():
             print(f"round {number + 1} of {rounds}: {name}", flush=True)
-            for process, spent in measure(flags, batches).items():
-                found.setdefault((process, name), []).append(spent)
-    series = [Series(process, name, "CPU-ms/batch", values) for (process, name), values in sorted(found.items())]
+            for (process, unit), value in measure(flags, batches).items():
+                found.setdefault((process, name, unit), []).append(value)
+    series = [Series(process, name, unit, values) for (process, name, unit), values in sorted(found.items())]
     remarks = [f"{rounds} rounds of {batches} batches of 32 groups of 8 rollouts, alternating", about.load]
     finish(options.output, about, remarks, series, baseline=APART)
 

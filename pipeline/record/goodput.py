@@ -28,6 +28,7 @@ from stages.train.batch_metrics import MASKED
 
 LEAST_RESPONSES: Final = 64
 LEAST_BATCHES: Final = 4  # between two estimates of what is attainable
+KEPT_SHARE: Final = 0.9  # of what earlier estimates saw of the speed of a slot
 
 
 def wasted_by(report: Settled) -> str:
@@ -57,6 +58,7 @@ class Goodput:
         self._batches = 0  # since the newest estimate
         self._train_s = 0.0  # of these batches
         self._before: dict[str, float] = {}  # figures at the newest estimate
+        self._made = self._worked_s = 0.0  # tokens and the slot time they took, of the newest estimates above all
         self._work: Workload | None = None
         self._attainable: float | None = None
 
@@ -119,10 +121,13 @@ class Goodput:
         counts = {int(name): int(n) for name, n in grown.items() if name.isdigit() and n > 0}
         if sum(counts.values()) < LEAST_RESPONSES or min(grown["tokens"], grown["working"], self._slots) <= 0:
             return
+        # A few looks at slots that are rarely in use may all find none, so the speed is that of many estimates.
+        self._made = KEPT_SHARE * self._made + grown["tokens"]
+        self._worked_s = KEPT_SHARE * self._worked_s + grown["working"]
         lengths = [length_of(place) for place, n in sorted(counts.items()) for _ in range(n)]
         rollouts = self._rollout.rollout_batch_size * self._rollout.n_samples_per_prompt
         # Seconds that full engines take for a batch, at the speed of a slot as it was.
-        generate_s = rollouts * sum(lengths) / len(lengths) / (grown["tokens"] / grown["working"]) / self._slots
+        generate_s = rollouts * sum(lengths) / len(lengths) / (self._made / self._worked_s) / self._slots
         work = Workload(
             lengths=lengths,
             slots=self._slots,

@@ -120,6 +120,19 @@ def test_what_is_attainable_follows_measured_lengths_and_times() -> None:
     assert run.goodput.take_workload() is None
 
 
+def test_looks_that_miss_what_runs_do_not_make_the_engines_faster() -> None:
+    ratios = []
+    run = Run()
+    for number, looks in ((1, 100), (2, 1)):  # as much was made in both times
+        run.seconds(looks, running=16)
+        run.report("generate", tokens=number * 10_000, extra={f"length/{length_place(100)}": number * 100.0})
+        run.steps(4)
+        work = run.goodput.take_workload()
+        assert work is not None
+        ratios.append(work.train_ratio)
+    assert ratios[0] < ratios[1] < 3 * ratios[0]
+
+
 def test_lengths_are_kept_within_a_tenth() -> None:
     for length in (1, 2, 3, 10, 100, 999, 32_000):
         assert length_of(length_place(length)) == pytest.approx(length, rel=0.1, abs=0.5)
