@@ -1,4 +1,4 @@
-"""CPU of each process and wake-ups per batch, with stages in processes of their own and chained: `python -m bench.control_plane`.
+"""CPU of each process and wake-ups per batch, a process for each stage and chained: `python -m bench.control_plane`.
 
 The production graph with simulated engine and trainer, which compute nothing: what is left is messages, requests and
 books. Batches of 32 groups of 8 rollouts. Both contenders alternate; the first tenth of the batches is not counted, and
