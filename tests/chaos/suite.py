@@ -310,13 +310,12 @@ class Running:
         home = self._run_dir / "warm_start" if kill.moment == "warm start" else self._run_dir
         replicas = home / "replicas"
         shared = ("reward-0", "generate-0") if kill.victim in CHAINED else ()  # the process that it is in
-        name = next((name for name in (kill.victim, *shared) if (replicas / f"{name}.pid").exists()), kill.victim)
-        try:
-            pid = int((replicas / f"{name}.pid").read_text())
-            ours = f"{MARK}={self._mark}".encode() in Path(f"/proc/{pid}/environ").read_bytes()
-        except (OSError, ValueError):
-            return None  # not started yet, or ended
-        return pid if ours else None  # the number may be another's by now
+        for name in (kill.victim, *shared):  # the file of an earlier life may lie there still
+            with contextlib.suppress(OSError, ValueError):  # not started yet, or ended
+                pid = int((replicas / f"{name}.pid").read_text())
+                if f"{MARK}={self._mark}".encode() in Path(f"/proc/{pid}/environ").read_bytes():
+                    return pid  # else the number is another's by now
+        return None
 
     def _goes_on(self, code: int, killed: bool) -> bool:
         if self.verdict.faults or code == 0:
