@@ -82,9 +82,11 @@ async def test_an_address_is_taken_from_the_dead_alone_and_ipc_sockets_are_priva
         async with Node("run", "node") as node:
             with pytest.raises(AddressInUse, match=rf"tcp://127.0.0.1:{port} is in use .* choose another, or port 0"):
                 await node.hub(StreamSpec("s", f"tcp://127.0.0.1:{port}"), ignore)
+            before = os.umask(0o022)
             hub = await node.hub(StreamSpec("s", f"ipc://{run_dir}/new/s"), ignore)
             assert stat.S_IMODE((run_dir / "new").stat().st_mode) == 0o700
             assert stat.S_IMODE((run_dir / "new" / "s").stat().st_mode) & 0o077 == 0
+            assert os.umask(before) == 0o022, "other files get the rights that they had"
             with pytest.raises(AddressInUse, match="in use by another hub or process"):
                 await node.hub(StreamSpec("s", hub.address), ignore)
             with pytest.raises(AddressInvalid, match=r"has mode 0755 .* chmod 700 it"):
