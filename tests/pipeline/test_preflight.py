@@ -41,7 +41,7 @@ from configs.rules.validate import checked
 from configs.schema import Config
 from models.engines.launch.environment import Installed
 from models.tiny import make_tiny_checkpoint
-from pipeline.errors import Refused, UsageError
+from pipeline.errors import Refused, UsageError, check_repeatable
 from pipeline.preflight.data import prepare, with_data
 from pipeline.preflight.refusals import (
     check_graders,
@@ -510,3 +510,12 @@ def test_only_rollouts_get_a_grader(loss_type: str, grader: str) -> None:
     found = with_data(config, cast(Any, Rows()), lines.append)
     assert found.reward.rm_type == grader
     assert len(lines) == (loss_type == "policy_loss")
+
+
+def test_what_another_start_would_repeat_ends_the_run_with_the_cure(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"^there is no space left for .*; free some, or choose another --run-dir$"):
+        check_repeatable("reward-0", 28, "killed", tmp_path)
+    with pytest.raises(UsageError, match=r"^reward-0: no module named x$"):
+        check_repeatable("reward-0", 2, "no module named x", tmp_path)
+    for code in (1, 3, -9):
+        check_repeatable("reward-0", code, "", tmp_path)

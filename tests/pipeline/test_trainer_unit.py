@@ -15,7 +15,7 @@ from fake_servers import Told
 
 from configs.schema import Config
 from models.train.trainer_group.rank_spec import PeerGone, RanksDisagree
-from pipeline.errors import ReplicaFailed, UsageError, check_repeatable, exit_code
+from pipeline.errors import ReplicaFailed, UsageError, exit_code
 from pipeline.facts.run_directory import RunDir
 from pipeline.hosts.launcher import ProcessSpec
 from pipeline.hosts.local_launcher import LocalHandle, LocalLauncher
@@ -63,15 +63,6 @@ def test_what_a_process_of_the_unit_ends_with() -> None:
     assert exit_code(RanksDisagree("x")) == 1
     assert exit_code(OSError(28, "No space left on device")) == 28
     assert exit_code(ValueError("x")) == 1
-
-
-def test_what_another_start_would_repeat_ends_the_run_with_the_cure(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="^there is no space left for .*; free some, or choose another --run-dir$"):
-        check_repeatable("reward-0", 28, "killed", tmp_path)
-    with pytest.raises(UsageError, match="^reward-0: no module named x$"):
-        check_repeatable("reward-0", 2, "no module named x", tmp_path)
-    for code in (1, 3, -9):
-        check_repeatable("reward-0", code, "", tmp_path)
 
 
 def test_ranks_take_the_first_gpus_and_engines_the_others() -> None:
