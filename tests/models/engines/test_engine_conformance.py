@@ -214,7 +214,7 @@ async def test_abort_of_one_rid_ends_all_its_samples(target: Target) -> None:
 async def test_update_under_pause_loses_no_request(target: Target, mode: str) -> None:
     client = target.client
     async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(client.generate(ask([1, 2, index], max_new_tokens=200))) for index in range(3, 6)]
+        tasks = [group.create_task(client.generate(ask([1, 2, index], max_new_tokens=600))) for index in range(3, 6)]
         await generating(client, tokens=60)
         await client.pause(mode)  # type: ignore[arg-type]
         assert not await client.ready()
@@ -225,11 +225,11 @@ async def test_update_under_pause_loses_no_request(target: Target, mode: str) ->
         await client.resume()
         assert await client.ready()
     for [output] in (task.result() for task in tasks):
-        assert len(output.output_ids) == 200
+        assert len(output.output_ids) == 600
         spans = output.version_spans
         assert [span.version for span in spans] == [target.label, "w2"]
-        assert (spans[0].start, spans[0].end, spans[1].end) == (0, spans[1].start, 200)
-        assert 0 < spans[0].end < 200
+        assert (spans[0].start, spans[0].end, spans[1].end) == (0, spans[1].start, 600)
+        assert 0 < spans[0].end < 600
         assert output.meta_info.weight_version == "w2"
         assert output.meta_info.num_retractions == (1 if mode == "retract" else 0)
     [fresh] = await client.generate(ask([1, 2, 3]))
@@ -255,7 +255,7 @@ async def test_flush_is_refused_while_something_runs(target: Target) -> None:
 async def test_update_without_pause_waits_and_finishes_on_old_weights(target: Target) -> None:
     client = target.client
     async with asyncio.TaskGroup() as group:
-        running = group.create_task(client.generate(ask([1, 2], max_new_tokens=300)))
+        running = group.create_task(client.generate(ask([1, 2], max_new_tokens=600)))
         await generating(client)
         update = group.create_task(client.update_weights_from_disk(target.other, "w2"))
         await asyncio.sleep(0.02)
