@@ -20,7 +20,8 @@ from typing import ClassVar, Final
 import msgspec
 
 from configs.graph import SINGLE
-from pipeline.errors import UsageError, check_repeatable
+from models.train.trainer_group.rank_spec import PeerGone
+from pipeline.errors import UsageError, check_repeatable, leaf
 from pipeline.graph import Placement
 from pipeline.hosts.launcher import Launcher, describe_exit, run_until
 from pipeline.hosts.rendezvous import Entry, Keys, admit, retire_key, spec_key
@@ -34,6 +35,7 @@ from stages.engines.stage import END
 from transport import Node, TopicServer
 
 ROOM_POLL_S: Final = 1.0
+RANKS_END_S: Final = 10.0  # for ranks to end after one of them; their peers notice it first
 
 
 class Runner(ABC):
@@ -165,7 +167,12 @@ class TaskRunner(Runner):
         topic = await self.node.topic(self.topic.address, replica=spec.replica)
         ranks = [self._ranks.until_lost()] if isinstance(spec.built_in, TrainOptions) else []
         async with beside(*ranks):
-            await run_replica(spec, self.node, topic, self.config)
+            try:
+                await run_replica(spec, self.node, topic, self.config)
+            except Exception as error:
+                if isinstance(leaf(error), PeerGone):  # a moment later `until_lost` ends this block, and says why
+                    await asyncio.sleep(RANKS_END_S)
+                raise
 
 
 class ProcessRunner(Runner):
