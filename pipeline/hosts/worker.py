@@ -290,7 +290,9 @@ async def _run_replica_process(entry: Entry, name: str) -> None:
                 await run_replica(msgspec.structs.replace(spec, built_in=own), node, topic, config)
             return
         with settled(topic, spec.run_dir, config) as (run_dir, config_here):
-            await run_replica(msgspec.structs.replace(spec, run_dir=run_dir), node, topic, config_here)
+            chained = tuple(msgspec.structs.replace(member, run_dir=run_dir) for member in spec.chained)
+            here = msgspec.structs.replace(spec, run_dir=run_dir, chained=chained)
+            await run_replica(here, node, topic, config_here)
 
 
 async def find_rank_spec(entry: Entry, name: str) -> tuple[RankSpec, Config]:

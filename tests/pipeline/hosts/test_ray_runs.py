@@ -63,7 +63,7 @@ def test_the_same_batches_are_trained_as_without_ray(tmp_path: Path) -> None:
     assert done.audit.batches == alone.audit.batches
     assert "ray: " in done.err
     assert "serving at http://" in (tmp_path / "run" / "logs" / "engine-0.log").read_text()
-    assert not any(alive(pid) for pid in pids(tmp_path / "run", "train-0", "engine-0", "generate-0", "reward-0"))
+    assert not any(alive(pid) for pid in pids(tmp_path / "run", "train-0", "engine-0", "generate-0"))
 
 
 def test_a_killed_process_and_a_killed_actor_are_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,7 +103,7 @@ def test_nothing_outlives_a_killed_controller(tmp_path: Path) -> None:
     flags = [*SMALL, *made_model(), *SIMULATED, *RAY, "--num-rollout", "4000"]
     process = start(tmp_path / "run", *flags)
     wait_for_steps(process, tmp_path / "run", 1)
-    children = pids(tmp_path / "run", "train-0", "engine-0", "engines-0", "generate-0", "reward-0", "group-0")
+    children = pids(tmp_path / "run", "train-0", "engine-0", "engines-0", "generate-0")
     family = [*children, *map(parent, children)]
     assert all(map(alive, family))
     process.kill()
@@ -292,7 +292,7 @@ def test_a_node_is_gone_in_the_middle_of_a_run_and_another_joins(cluster: OtherH
             [lost] = [name for name in ("engine-0", "engine-1") if f"serving at http://{cluster.there}:" in log(name)]
             wait_until(process, lambda: len(fetched("fetcher-0")) > 1, "weights on the other node")
             cluster.__exit__()
-            for name in (lost, "reward-0", "generate-0", "group-0"):
+            for name in (lost, "generate-0"):  # whose process has reward and group too
                 gone = f"the Ray actor of {name} is gone"
                 wait_until(process, lambda name=name, gone=gone: gone in log(name), gone)  # type: ignore[misc]
             more_steps(3)
