@@ -35,7 +35,7 @@ from stages.engines.stage import END
 from transport import Node, TopicServer
 
 ROOM_POLL_S: Final = 1.0
-RANKS_END_S: Final = 10.0  # for ranks to end after one of them; their peers notice it first
+RANKS_END_S: Final = 10.0  # for the supervisor to see how a rank ended, which the train stage notices first
 
 
 class Runner(ABC):

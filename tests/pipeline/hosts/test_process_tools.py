@@ -10,11 +10,13 @@ import socket
 import subprocess
 import sys
 import textwrap
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import AsyncMock, MagicMock
 
+import msgspec
 import pytest
 from aiohttp import web
 from fake_servers import Told, eventually
@@ -27,11 +29,13 @@ from configs.resolve import resolve
 from models.engines.client import EngineClient
 from models.engines.launch.command import Launch, with_token
 from models.engines.token import read_token
+from models.train.trainer_group.rank_spec import PeerGone
 from models.weights.slot_directory import LEFT_BEHIND_FILE
-from pipeline.errors import ReplicaFailed, UsageError
+from pipeline.errors import ReplicaFailed, UsageError, leaf
 from pipeline.facts.run_directory import RunDir
 from pipeline.graph import build, threads
 from pipeline.hosts import die_with_parent as die_with_parent
+from pipeline.hosts import worker
 from pipeline.hosts.launcher import ProcessSpec
 from pipeline.hosts.local_launcher import LocalLauncher
 from pipeline.hosts.machine import (
@@ -51,7 +55,9 @@ from pipeline.supervise import restarts
 from pipeline.supervise.auto_resume import WINDOW_S
 from pipeline.supervise.health_probe import HealthTracker, HttpProbe, SchedulerProbe
 from pipeline.supervise.restarts import Restarts, Supervision
+from pipeline.supervise.runner import TaskRunner
 from pipeline.supervise.servers import WeightFetchers
+from stages.base import TrainOptions
 from stages.engines.stage import END
 from tests.other_programs import served_app
 from transport import Node
@@ -393,3 +399,30 @@ def test_the_time_of_children_counts() -> None:
     assert cpu_seconds(child.pid) >= 0.19
     child.communicate(b"\n")
     assert cpu_seconds(child.pid) == 0.0, "it has ended"
+
+
+async def test_all_stages_of_a_process_use_the_run_directory_of_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, *others = (ReplicaSpec(name, f"{name}-0", "", 0, 1, 1, "/there", {}, {}) for name in ("a", "b", "c"))
+    chain, config = msgspec.structs.replace(first, chained=tuple(others)), object()
+    run = AsyncMock()
+    monkeypatch.setattr(worker, "read", AsyncMock(return_value=(chain, config)))
+    monkeypatch.setattr(worker, "settled", lambda topic, run_dir, config: nullcontext(("/here", config)))
+    monkeypatch.setattr(worker, "run_replica", run)
+    node = AsyncMock()
+    await worker._run_replica_process(MagicMock(node=lambda name: nullcontext(node), topic=""), "a-0")
+    assert run.await_args is not None
+    assert [member.run_dir for member in run.await_args.args[0].members] == ["/here"] * 3
+
+
+async def test_a_lost_rank_is_named_though_the_train_stage_sees_it_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def until_lost() -> None:
+        await asyncio.sleep(0.05)
+        raise ReplicaFailed("train-rank-1 ended with signal SIGKILL")
+
+    runner = object.__new__(TaskRunner)
+    runner.node, runner.topic, runner.config = AsyncMock(), MagicMock(), MagicMock()
+    runner._ranks = MagicMock(until_lost=until_lost)
+    monkeypatch.setattr("pipeline.supervise.runner.run_replica", AsyncMock(side_effect=PeerGone("the group was lost")))
+    with pytest.raises(ExceptionGroup) as caught:
+        await runner._supervise(ReplicaSpec("train", "train-0", "", 0, 1, 1, "", {}, {}, built_in=TrainOptions()))
+    assert str(leaf(caught.value)) == "train-rank-1 ended with signal SIGKILL"
