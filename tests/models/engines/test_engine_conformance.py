@@ -261,7 +261,7 @@ async def test_update_without_pause_waits_and_finishes_on_old_weights(target: Ta
         await asyncio.sleep(0.02)
         later = group.create_task(client.generate(ask([3, 4])))
         await update
-    assert running.result()[0].version_spans == [VersionSpan(target.label, 0, 300)]
+    assert running.result()[0].version_spans == [VersionSpan(target.label, 0, 600)]
     assert later.result()[0].version_spans == [VersionSpan("w2", 0, 8)]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -118,7 +119,7 @@ def trainer(tmp_path: Path) -> Iterator[Trainer]:
 
 @pytest.fixture
 def mirror(tmp_path: Path) -> Iterator[DeltaMirror]:
-    made = DeltaMirror(f"test-{tmp_path.name}", tmp_path)
+    made = DeltaMirror(f"test-{os.getpid()}-{tmp_path.name}", tmp_path)  # of this worker: others name theirs alike
     yield made
     made.close()
 
@@ -222,7 +223,7 @@ async def test_a_slot_that_a_reader_loads_from_is_not_overwritten(trainer: Train
 def test_any_sequence_of_versions_arrives(tmp_path_factory: pytest.TempPathFactory, seeds: list[int]) -> None:
     root = tmp_path_factory.mktemp("any")
     trainer = Trainer(root)
-    mirror = DeltaMirror(f"test-{root.name}", root)
+    mirror = DeltaMirror(f"test-{os.getpid()}-{root.name}", root)
     try:
         for version, seed in enumerate(seeds):
             random = torch.Generator().manual_seed(seed)
