@@ -46,6 +46,10 @@ def load_config(flags: Sequence[str]) -> Config:
 
 
 def _main(argv: Sequence[str]) -> int:
+    if argv[:1] == ["convert"]:
+        from configs.migrate.convert import main as convert
+
+        return convert(argv[1:])
     if argv[:1] == ["samples"]:
         from pipeline.observe.samples import main as show_samples
 
@@ -110,8 +114,8 @@ def _settle(arguments: Arguments, *, notify: bool) -> Config:
     """The resolved and checked configuration. `notify`: warnings go to stderr. Raises ConfigError with all faults."""
     try:
         arguments, note = with_work(arguments)
-        if note and notify and not arguments.faults:
-            sys.stderr.write(f"{note}\n")
+        for line in (*arguments.notes, *([note] if note else [])) if notify and not arguments.faults else ():
+            sys.stderr.write(f"{line}\n")
         loaded = load_arguments(arguments)
     except ConfigError as error:
         raise ConfigError([*arguments.faults, *arguments.judged(error.faults)]) from error

@@ -3,7 +3,8 @@
 Grammar: `--flag value`, `--flag=value`, `--flag a b c` (lists), `--flag` and `--no-flag` (booleans),
 `section.key=value`, `--section.key value`, `stage.<name>.<field>=value`, the same with
 `environment`. A name must be written in full.
-`--sglang-<option>` and `--router-<option>` that are no flags of ours are passed on, see `configs.passthrough`.
+`--sglang-<option>` and `--router-<option>` that are no flags of ours are passed on, see `configs.passthrough`; options
+of slime and Megatron-LM are translated first, see `configs.migrate.slime`.
 Invariant: all faults of a command line are listed at once.
 """
 
@@ -19,7 +20,8 @@ from msgspec import Struct
 
 from configs.flags import SECTIONS, TABLES, Flag, RefusedValue, flags, flags_by_key, suggestion
 from configs.layers import ConfigError, Layer, TableEdit, refusal
-from configs.passthrough import ALIASES, option_of, option_value, retired
+from configs.migrate.slime import translate
+from configs.passthrough import option_of, option_value, retired
 from configs.schema.notation import closest_by_words
 
 # Flags of the command itself; the schema may not use these names.
@@ -41,6 +43,7 @@ class Arguments(Struct, frozen=True, kw_only=True):
     help: bool = False
     version: bool = False
     faults: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # what is understood otherwise than it was written
     unread: frozenset[str] = frozenset()  # flags whose value cannot be read
 
     def judged(self, faults: Iterable[str]) -> tuple[str, ...]:
@@ -59,7 +62,9 @@ def parse(argv: Sequence[str]) -> Arguments:
 
 def read(argv: Sequence[str]) -> Arguments:
     """As `parse`, with the faults beside what could be read, so that other checks may add theirs."""
-    reader = _Reader(list(argv))
+    translated = translate(argv)
+    reader = _Reader(list(translated.argv))
+    reader.faults += translated.faults
     while reader.rest:
         reader.read_one()
     return Arguments(
@@ -69,6 +74,7 @@ def read(argv: Sequence[str]) -> Arguments:
         help="help" in reader.switches,
         version="version" in reader.switches,
         faults=tuple(reader.faults),
+        notes=translated.notes,
         unread=frozenset(reader.unread),
     )
 
@@ -109,7 +115,6 @@ class _Reader:
             return
         name, equals, attached = token.removeprefix("--").partition("=")
         inline = attached if equals else None
-        name = ALIASES.get(name, name)
         if "." in name or name in flags_by_key():
             self._dotted(name if name.partition(".")[0] in TABLES else name.replace("-", "_"), inline)
         elif name in RESERVED:

@@ -309,22 +309,28 @@ def dump_toml(config: Config) -> str:
         table, _, name = flag.key.rpartition(".")
         value = _plain(config, flag.key)
         if flag.kind != "tables" and value is not None:
-            tables.setdefault(table, []).append(f"{name} = {_toml(value)}")
+            tables.setdefault(table, []).append(f"{name} = {toml_value(value)}")
     parts = ["\n".join([f"[{table}]", *lines]) for table, lines in tables.items()]
     for section in TABLES:
         for table in value_at(config, section):
             fields = {name: value for name, value in msgspec.to_builtins(table).items() if value is not None}
-            parts.append("\n".join([f"[[{section}]]", *(f"{name} = {_toml(value)}" for name, value in fields.items())]))
+            parts.append(
+                "\n".join([f"[[{section}]]", *(f"{name} = {toml_value(value)}" for name, value in fields.items())])
+            )
     return "\n\n".join(parts) + "\n"
 
 
-def _toml(value: Any) -> str:
+def toml_value(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, list | tuple):
-        return f"[{', '.join(_toml(item) for item in value)}]"
+        return f"[{', '.join(toml_value(item) for item in value)}]"
     if isinstance(value, dict):
-        return f"{{ {', '.join(f'{_toml(key)} = {_toml(item)}' for key, item in value.items())} }}" if value else "{}"
+        return (
+            f"{{ {', '.join(f'{toml_value(key)} = {toml_value(item)}' for key, item in value.items())} }}"
+            if value
+            else "{}"
+        )
     return repr(value)

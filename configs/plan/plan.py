@@ -206,6 +206,8 @@ def _learning(plan: Plan) -> list[str]:
     """What a recipe for another model or problem would have wrong."""
     config, train, warm, reward = plan.config, plan.config.train, plan.config.warm_start, plan.config.reward
     warmup = f", {train.lr_warmup_iters} steps of warm-up" if train.lr_warmup_iters else ""
+    if train.lr_warmup_fraction is not None:
+        warmup = f", warm-up over {train.lr_warmup_fraction:.0%} of the steps"
     critic = f"; critic {config.critic.critic_lr:g}" if config.algorithm.advantage_estimator == "ppo" else ""
     grader = reward.custom_rm_path or ", ".join(reward.reward_component) or reward.rm_type
     if grader == "auto":

@@ -305,8 +305,9 @@ def rejection_faults(config: Config) -> Iterator[str]:
 
 def sampling_faults(config: Config) -> Iterator[str]:
     rollout, correction = config.rollout, config.correction
-    if rollout.rollout_top_k == 0:
-        yield "--rollout-top-k is 0, but would keep no token; set it to -1 (off) or to at least 1"
+    for label, kept in (("--rollout-top-k", rollout.rollout_top_k), ("--eval-top-k", config.eval.eval_top_k)):
+        if kept == 0:
+            yield f"{label} is 0, but would keep no token; set it to -1 (off) or to at least 1"
     if config.train.loss_type == "sft_loss" or not (_corrected(correction) or correction.use_opsm):
         return
     for label, value, off, on in (

@@ -21,6 +21,11 @@ def length_faults(config: Config) -> Iterator[str]:
             f"--num-epoch is {rollout.num_epoch} and --num-rollout is {rollout.num_rollout}, but only one may set the "
             "length of the run; leave one of them out"
         )
+    if config.train.lr_warmup_fraction is not None and config.train.lr_warmup_iters:
+        yield (
+            f"--lr-warmup-fraction is {config.train.lr_warmup_fraction} and --lr-warmup-iters is "
+            f"{config.train.lr_warmup_iters}, but only one may set the warm-up; leave one of them out"
+        )
     context = rollout.rollout_max_context_len
     if context is not None and rollout.rollout_max_response_len >= context:
         yield (
@@ -51,13 +56,6 @@ def staleness_faults(config: Config) -> Iterator[str]:
             f"--max-staleness is {bound}, but weights are published every {interval} batches and the gate would close "
             f"for good before that; set --max-staleness to at least {interval - 1}, or --update-weights-interval "
             f"{bound + 1}"
-        )
-    if gate.colocate and (processes := trainer_processes(config)):
-        several = f"in {processes} processes" if processes > 1 else "in a process of its own"
-        yield (
-            f"--colocate with --train-backend {config.train.train_backend} {several}: such a trainer cannot give its "
-            "memory to the engines, so that both would hold theirs at the same time; leave --colocate out (engines get "
-            "GPUs of their own), or train with --train-backend torch in one process"
         )
     if gate.colocate and bound:
         yield (

@@ -27,7 +27,7 @@ from configs.layers import ConfigError, build, given_by_difference, value_at
 from configs.load import CONFIG_FILE
 from configs.plan.gpus import trainer_processes
 from configs.resolve import derive
-from configs.rules import algorithm, engine, files, parallel, placement, reward, run
+from configs.rules import algorithm, engine, files, model_args, parallel, placement, reward, run
 from configs.schema import Config
 
 # The first must not be above the second.
@@ -173,7 +173,7 @@ _FAULTS: Final[tuple[Check, ...]] = (
     placement.scale_faults, placement.chain_faults, placement.autoscale_faults, placement.stage_faults,
     reward.tool_faults, reward.environment_faults, placement.device_faults,
     engine.fleet_faults, engine.router_faults, engine.update_faults, engine.deadline_faults,
-    files.preset_faults, files.save_faults, placement.ray_faults,
+    files.preset_faults, model_args.model_args_faults, files.save_faults, placement.ray_faults,
     parallel.layout_faults, parallel.pipeline_faults, parallel.expert_faults, parallel.model_faults,
     parallel.recompute_faults, parallel.lora_faults,
     run.debug_faults, bound_faults,

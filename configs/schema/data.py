@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
+from msgspec import Meta
+
 from configs.schema.notation import Count, Factor, Natural, NonNegative, Positive, ReadBy, Section, Share
 
 
@@ -64,6 +66,10 @@ class EvalConfig(Section, frozen=True, kw_only=True):
     """rollouts per held-out prompt"""
     eval_temperature: Annotated[NonNegative, ReadBy("--eval-prompt-data")] = 0.0
     """sampling temperature of evaluation; 0 = greedy"""
+    eval_top_p: Annotated[Factor, ReadBy("--eval-prompt-data")] = 1.0
+    """nucleus of evaluation: the most probable tokens whose probabilities reach this sum"""
+    eval_top_k: Annotated[int, Meta(ge=-1), ReadBy("--eval-prompt-data")] = -1
+    """the K most probable tokens in evaluation; -1 = all"""
     eval_max_response_len: Annotated[Count | None, ReadBy("--eval-prompt-data")] = None
     """most tokens of a response in an evaluation; default: --rollout-max-response-len"""
     eval_input_key: Annotated[str | None, ReadBy("--eval-prompt-data")] = None

@@ -77,6 +77,9 @@ class ModelConfig(Section, frozen=True, kw_only=True):
     """preset of configs/models: published dimensions, and a suggested parallel layout"""
     architecture: dict[str, Any] = {}
     """Hugging Face config.json of that model, for estimates and for the check"""
+    model_args: dict[str, Any] = {}
+    """what options of Megatron-LM such as --num-layers 36 say of the model; compared with the config.json of
+    --hf-checkpoint"""
 
 
 class CheckpointConfig(Section, frozen=True, kw_only=True):

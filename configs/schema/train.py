@@ -39,6 +39,8 @@ class TrainConfig(Section, frozen=True, kw_only=True):
     """learning rate"""
     lr_warmup_iters: Natural = 0
     """optimizer steps of linear warm-up"""
+    lr_warmup_fraction: Share | None = None
+    """linear warm-up as a share of all optimizer steps, instead of --lr-warmup-iters"""
     lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
     """schedule of the learning rate after the warm-up"""
     min_lr: NonNegative = 0.0

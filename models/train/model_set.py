@@ -17,7 +17,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol
 
 import torch
 
@@ -71,22 +71,14 @@ class CriticModel(Protocol):
         """Forget the gradients and sums of the running step."""
 
 
-@runtime_checkable
-class Movable(Protocol):
-    """Models that can leave their device while they are not needed there."""
-
-    def offload(self) -> None:
-        """Move everything to the host. Saving and exporting still work."""
-
-    def onload(self) -> None:
-        """Move everything back."""
-
-
 class ModelSet(Protocol):
     """The policy, and the reference and the critic if there are any."""
 
     @property
     def dp_group(self) -> DpGroup: ...
+
+    @property
+    def device(self) -> torch.device: ...
 
     vocab_size: int  # ids that all models know
     packing: Packing  # how rows are made for all models, budget included
@@ -124,6 +116,9 @@ class ModelSet(Protocol):
 
     def renew_reference(self) -> None:
         """Let the reference become the policy as it is now."""
+
+    def device_tensors(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """What takes memory of the device between batches: whose contents count, and what is cleared then."""
 
     def export(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Current weights under Hugging Face names, whole, in a fixed order, in the precision of the forward pass.

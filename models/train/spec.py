@@ -22,12 +22,14 @@ from models.errors import TrainConfigInvalid
 
 def check_schedule(train: TrainConfig, total_steps: int | None) -> None:
     """Raise `TrainConfigInvalid` if the decay has no known end or does not fall."""
-    if train.lr_decay_style == "constant":
+    if train.lr_decay_style == "constant" and train.lr_warmup_fraction is None:
         return
     if total_steps is None:
+        decays = train.lr_decay_style != "constant"
+        what = f"lr_decay_style={train.lr_decay_style}" if decays else f"lr_warmup_fraction={train.lr_warmup_fraction}"
         raise TrainConfigInvalid(
-            f"lr_decay_style={train.lr_decay_style} needs the number of optimizer steps, which is unknown; "
-            "set --num-rollout or use --lr-decay-style constant"
+            f"{what} needs the number of optimizer steps, which is unknown; set --num-rollout, or use "
+            "--lr-decay-style constant and --lr-warmup-iters"
         )
     if train.min_lr > train.lr:
         raise TrainConfigInvalid(
@@ -35,14 +37,21 @@ def check_schedule(train: TrainConfig, total_steps: int | None) -> None:
         )
 
 
+def warmup_steps(train: TrainConfig, total_steps: int | None) -> int:
+    """Optimizer steps of the warm-up."""
+    fraction = train.lr_warmup_fraction
+    return train.lr_warmup_iters if fraction is None else round(fraction * (total_steps or 0))
+
+
 def learning_rate(updates: int, train: TrainConfig, total_steps: int | None) -> float:
     """Learning rate of the next update after `updates` updates; the first update of a warm-up of W is lr / W."""
-    if updates < train.lr_warmup_iters:
-        return train.lr * (updates + 1) / train.lr_warmup_iters
+    warmup = warmup_steps(train, total_steps)
+    if updates < warmup:
+        return train.lr * (updates + 1) / warmup
     if train.lr_decay_style == "constant" or total_steps is None:
         return train.lr
-    span = max(total_steps - train.lr_warmup_iters, 1)
-    progress = min((updates - train.lr_warmup_iters) / span, 1.0)
+    span = max(total_steps - warmup, 1)
+    progress = min((updates - warmup) / span, 1.0)
     remaining = 1.0 - progress if train.lr_decay_style == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
     return train.min_lr + (train.lr - train.min_lr) * remaining
 

@@ -25,9 +25,10 @@ import torch
 
 from models.algorithms.aggregation import StepSize, denominator, metric_mode
 from models.errors import BackendMisuse
+from models.train.device_memory import DeviceMemory
 from models.train.huggingface.models import TorchModels
 from models.train.interface import TrainSequence, WeightExporter
-from models.train.model_set import Counters, ModelSet, Movable, UpdateResult
+from models.train.model_set import Counters, ModelSet, UpdateResult
 from models.train.spec import TrainSpec, batch_needs, critic_only
 from models.train.step.examples import Intake, check_sequence, example_of, rollouts_of
 from models.train.step.running_batch import OldLogProbPass, RunningBatch
@@ -54,6 +55,7 @@ class Trainer(WeightExporter):
         Raises `CheckpointUnavailable`, `UnsupportedModel` or `TrainConfigInvalid`.
         """
         self._models = self._make_models(self._spec)
+        self._memory = DeviceMemory(self._models.device)
         self._begin()
 
     # ------------------------------------------------------------------ scoring
@@ -195,9 +197,10 @@ class Trainer(WeightExporter):
 
     def discard(self) -> None:
         """Forget the rollouts and gradients of the running batch; weights and optimizer stay as they are."""
-        self._models.clear()
-        if self._models.critic is not None:
-            self._models.critic.discard()
+        if not self._memory.away:  # else nothing was computed
+            self._models.clear()
+            if self._models.critic is not None:
+                self._models.critic.discard()
         self._begin()
 
     # ------------------------------------------------------------------ weights and files
@@ -231,14 +234,12 @@ class Trainer(WeightExporter):
         self._begin()
 
     def offload(self) -> None:
-        """Give the device's memory to the engines, where the models can. Between batches only."""
-        if isinstance(self._models, Movable):
-            self._models.offload()
+        """Give the device's memory to the engines, between batches. Until `onload` only `discard` may be called."""
+        self._memory.offload(*self._models.device_tensors())
 
     def onload(self) -> None:
-        """Take it back, before the next batch is computed."""
-        if isinstance(self._models, Movable):
-            self._models.onload()
+        """Take it back, before anything else is computed or saved."""
+        self._memory.onload()
 
     def close(self) -> None:
         """Nothing: everything is in this process, and ends with it."""

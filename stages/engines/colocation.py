@@ -142,7 +142,7 @@ class TrainerTurn:
     """The trainer's side. Without `--colocate` both calls do nothing.
 
     If the backend has methods `onload()` and `offload()`, they are called in the thread of torch: after the trainer's
-    turn begins, and before it ends. After `offload` the backend must still be able to save its state.
+    turn begins, and before it ends. While it is offloaded the backend cannot save its state.
     """
 
     def __init__(self, config: Config, topic: Topic, in_torch: InTorch, backend: object) -> None:

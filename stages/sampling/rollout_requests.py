@@ -62,15 +62,15 @@ class Requests:
 
     def params(self, group: PromptGroup, sample: Sample, budget: int, n: int) -> SamplingParams:
         """Sampling parameters of a request for `n` samples, of which `sample` is the first."""
-        evaluating = group.purpose == "eval"
+        evaluating, evaluation = group.purpose == "eval", self.config.eval
         drawn = sampling(group, self.rollout)
         stop = list(self.rollout.rollout_stop)
         if self.config.tools.tools:
             stop.append(self.config.tools.tool_call_close)
         return SamplingParams(
-            temperature=self.config.eval.eval_temperature if evaluating else drawn.temperature,
-            top_p=1.0 if evaluating else drawn.top_p,
-            top_k=-1 if evaluating else self.rollout.rollout_top_k,
+            temperature=evaluation.eval_temperature if evaluating else drawn.temperature,
+            top_p=evaluation.eval_top_p if evaluating else drawn.top_p,
+            top_k=evaluation.eval_top_k if evaluating else self.rollout.rollout_top_k,
             max_new_tokens=budget,
             stop=stop or None,
             stop_token_ids=list(self.rollout.rollout_stop_token_ids) or None,

@@ -170,8 +170,8 @@ def sampling_parameters(config: Config, group: PromptGroup) -> dict[str, Any]:
     longest = evaluated.eval_max_response_len if evaluation else rollout.rollout_max_response_len
     return {
         "temperature": evaluated.eval_temperature if evaluation else drawn.temperature,
-        "top_p": 1.0 if evaluation else drawn.top_p,
-        "top_k": -1 if evaluation else rollout.rollout_top_k,
+        "top_p": evaluated.eval_top_p if evaluation else drawn.top_p,
+        "top_k": evaluated.eval_top_k if evaluation else rollout.rollout_top_k,
         "max_new_tokens": longest or rollout.rollout_max_response_len,
         "stop": list(rollout.rollout_stop) or None,
         "stop_token_ids": list(rollout.rollout_stop_token_ids) or None,

@@ -130,6 +130,7 @@ class TrainStage(Stage):
             pinned, publishes = due.evaluate and not begun, self.generates
             await self._report(ports, StepDone(self.steps, self.steps, (), {}, 0, pinned=pinned, publishes=publishes))
             await self._publish(ports, due)
+            await self.turn.release()
             self.ended = due.end
             while not self.ended and await self._train_batch(ports):
                 pass
@@ -155,6 +156,7 @@ class TrainStage(Stage):
         """
         early = not self.ended and self.generates
         if self.groups.drained is not None and self.checkpoints.lacks(self.steps, groups=early):
+            await self.turn.acquire()
             await self.checkpoints.save(self.steps)
 
     @contextmanager
@@ -300,6 +302,8 @@ class TrainStage(Stage):
         if due.publish:
             await self._publish(ports, due)
         await (self._save() if due.save else self._save_recovery_point())
+        if due.publish:
+            await self.turn.release()  # not before the save, for which the state must be on the device
         for lease in batch.leases:
             lease.done()
         self.ended = due.end
@@ -343,7 +347,6 @@ class TrainStage(Stage):
         with self._timed("publish_weights", f"version {self.steps}"):
             announcement = await self._in_torch(weights.write, self.steps, self.run_generation, pinned=due.evaluate)
         await weights.announce(ports.topic, ports.weights, announcement)
-        await self.turn.release()
         self._pinned = self.steps if due.evaluate else self._pinned
         self.activity.extra["publish_s"] = time.perf_counter() - clock
         if weights.delta_ratio:

@@ -24,7 +24,7 @@ from models.train.huggingface.checkpoint import StatePart, StateParts, load_stat
 from models.train.huggingface.hf_files import hf_tensors, local, model_tensors
 from models.train.huggingface.loading import PlacedModel, Placement, row_multiple
 from models.train.huggingface.lora import Adapters
-from models.train.huggingface.optimizer import Updater, move
+from models.train.huggingface.optimizer import Updater
 from models.train.huggingface.scoring import Backbone, Passes
 from models.train.model_set import Counters, Scored, UpdateResult
 from models.train.spec import TrainSpec
@@ -250,6 +250,18 @@ class HfModels:
         if self.reference is not None:
             self.reference.renew()
 
+    def device_tensors(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Weights and optimizer states of all models; gradients are dropped with `clear`."""
+        modules, optimizers = [self.model], [self.updater.optimizer]
+        if self.reference is not None:
+            modules.append(self.reference.placed.model)
+        if self.critic is not None:
+            modules.append(self.critic.model)
+            optimizers.append(self.critic.updater.optimizer)
+        kept = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+        states = [state for optimizer in optimizers for state in optimizer.state.values()]
+        return kept + [value for state in states for value in state.values() if torch.is_tensor(value)], []
+
     # ------------------------------------------------------------------ weights and files
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
@@ -299,20 +311,3 @@ class TorchModels(HfModels):
     def load(self, directory: Path) -> Counters:
         """Restore what `save` wrote, and return its counters. Raises `TrainStateUnreadable`."""
         return load_state(directory, self.parts(), self.device)
-
-    def offload(self) -> None:
-        """Give the device's memory back: everything moves to the host."""
-        self._move(torch.device("cpu"))
-
-    def onload(self) -> None:
-        """Take everything back to the device."""
-        self._move(self.device)
-
-    def _move(self, target: torch.device) -> None:
-        modules, optimizers = [self.model], [self.updater.optimizer]
-        if self.reference is not None:
-            modules.append(self.reference.placed.model)
-        if self.critic is not None:
-            modules.append(self.critic.model)
-            optimizers.append(self.critic.updater.optimizer)
-        move(modules, optimizers, target)

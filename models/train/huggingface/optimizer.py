@@ -1,4 +1,4 @@
-"""The optimizer of Hugging Face models: AdamW over fp32 master parameters, and moves between device and host.
+"""The optimizer of Hugging Face models: AdamW over fp32 master parameters.
 
 Invariants of `Updater`, where every gradient becomes an update:
 - gradients arrive as sums of numerators; they are divided by the step's denominator here, once;
@@ -11,7 +11,7 @@ Invariants of `Updater`, where every gradient becomes an update:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import torch
 
@@ -99,23 +99,3 @@ def _sum_of_squares(gradients: list[torch.Tensor]) -> float:
     if not gradients:
         return 0.0
     return float(torch.stack([norm.double() for norm in torch._foreach_norm(gradients)]).square().sum())
-
-
-# --------------------------------------------------------------------------------------------------
-# Models and optimizers move between their device and the host's memory, for a trainer that shares its GPU in turns.
-#
-# Invariants: parameters stay the same objects, so that optimizer, packing and scorers still know them; nothing is lost
-# on the way: what is on the host can be saved and exported from there. On a CPU nothing moves.
-
-
-def move(modules: Iterable[torch.nn.Module], optimizers: Iterable[torch.optim.Optimizer], device: torch.device) -> None:
-    """Move parameters, buffers and optimizer state; gradients are expected to be cleared."""
-    for module in modules:
-        module.to(device)
-    for optimizer in optimizers:
-        for state in optimizer.state.values():
-            for entry, value in state.items():
-                if torch.is_tensor(value):
-                    state[entry] = value.to(device)
-    if device.type == "cpu" and torch.cuda.is_available():
-        torch.cuda.empty_cache()  # or another process could not have what was given back

@@ -190,6 +190,12 @@ class MegatronModels:
         if self.critic is not None:
             self.critic.trained.settle()
 
+    def device_tensors(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Of policy and critic; the reference is on the host anyway."""
+        trained = [self.policy, *([self.critic.trained] if self.critic is not None else [])]
+        kept, cleared = zip(*(one.device_tensors() for one in trained), strict=True)
+        return [tensor for part in kept for tensor in part], [tensor for part in cleared for tensor in part]
+
     # ------------------------------------------------------------------ weights and files
 
     def export(self) -> Iterator[tuple[str, Tensor]]:

@@ -97,6 +97,19 @@ class TrainedChunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
 
+    def device_tensors(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Weights and the optimizer's tensors; gradient buffers, which `clear` has emptied."""
+        kept = [tensor for chunk in self.chunks for tensor in (*chunk.parameters(), *chunk.buffers())]
+        for one in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
+            inner = one.optimizer
+            if inner is not None:  # a process may hold no shard
+                kept += [parameter for group in inner.param_groups for parameter in group["params"]]
+                kept += [value for state in inner.state.values() for value in state.values() if torch.is_tensor(value)]
+        cleared = [
+            buffer.grad_data for chunk in self.wrapped for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
+        ]
+        return kept, cleared
+
     def settle(self) -> None:
         """Make all parameters those of the last update. Collective."""
         if self._stale:

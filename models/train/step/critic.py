@@ -124,7 +124,11 @@ class ValueNumerator:
 def critic_train_config(config: CriticConfig, train: TrainConfig) -> TrainConfig:
     """The optimizer's options of the critic."""
     return msgspec.structs.replace(
-        train, lr=config.critic_lr, lr_warmup_iters=config.critic_lr_warmup_iters, lr_decay_style="constant"
+        train,
+        lr=config.critic_lr,
+        lr_warmup_iters=config.critic_lr_warmup_iters,
+        lr_warmup_fraction=None,
+        lr_decay_style="constant",
     )
 
 

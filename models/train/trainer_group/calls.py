@@ -91,11 +91,22 @@ class Load(Struct, frozen=True, tag=True):
     directory: str
 
 
+class Offload(Struct, frozen=True, tag=True):
+    """As `Trainer.offload`."""
+
+
+class Onload(Struct, frozen=True, tag=True):
+    """As `Trainer.onload`."""
+
+
 class End(Struct, frozen=True, tag=True):
     """The run is over: finish what is being written, and end."""
 
 
-Call = Setup | LogProbs | BeginBatch | Accumulate | Flush | Step | Discard | WriteSlot | Save | FinishSave | Load | End
+Call = (
+    Setup | LogProbs | BeginBatch | Accumulate | Flush | Step | Discard | WriteSlot | Save | FinishSave | Load
+    | Offload | Onload | End
+)  # fmt: skip
 
 # ------------------------------------------------------------------ replies
 
@@ -283,6 +294,14 @@ class TrainerGroupBackend:
     def load(self, directory: Path) -> None:
         """As `Trainer.load`."""
         self._request(Load(str(directory)))
+
+    def offload(self) -> None:
+        """As `Trainer.offload`, in all ranks."""
+        self._request(Offload())
+
+    def onload(self) -> None:
+        """As `Trainer.onload`, in all ranks."""
+        self._request(Onload())
 
     def close(self) -> None:
         """End the trainer group if no call is under way; else break the call off. May be called twice."""

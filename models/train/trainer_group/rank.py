@@ -86,6 +86,10 @@ class Member:
                 trainer.finish_save()
             case calls.Load(directory):
                 trainer.load(Path(directory))
+            case calls.Offload():
+                trainer.offload()
+            case calls.Onload():
+                trainer.onload()
         return calls.Done()
 
     def _write_slot(self, trainer: Trainer, call: calls.WriteSlot) -> calls.Reply:

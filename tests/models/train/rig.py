@@ -27,6 +27,7 @@ from configs.schema.algorithm import AlgorithmConfig, CorrectionConfig, CriticCo
 from configs.schema.train import FsdpConfig, LoraConfig, MegatronConfig, ParallelConfig, TrainConfig
 from models.algorithms.correction import Correction
 from models.train.dp_group import DpGroup
+from models.train.huggingface.hf_files import local
 from models.train.huggingface.models import TorchModels
 from models.train.interface import TrainBackend, TrainSequence
 from models.train.spec import TrainSpec
@@ -235,6 +236,17 @@ def train_step(backend: Trainer, calls: Sequence[Sequence[TrainSequence]], *, fl
     metrics = backend.step()
     updater.apply = apply  # type: ignore[method-assign]
     return metrics, gradient, weights_of(backend)
+
+
+def leave_device(backend: Trainer) -> None:
+    """What an engines' turn does between two batches of a colocated run: all memory goes, and comes back."""
+    tensors = [local(tensor) for part in backend._models.device_tensors() for tensor in part]
+    backend.offload()
+    resizable = [tensor.untyped_storage() for tensor in tensors if tensor.untyped_storage().resizable()]
+    assert resizable
+    assert not any(storage.nbytes() for storage in resizable)
+    backend.discard()  # of a batch that did not fill up
+    backend.onload()
 
 
 def state_of(backend: Trainer, part: str = "") -> Tensors:

@@ -18,8 +18,9 @@ from configs.schema.train import TrainConfig
 from models.errors import BackendMisuse, CheckpointUnavailable, TrainConfigInvalid, TrainStateUnreadable
 from models.families.source import CheckpointTensors
 from models.tiny import make_tiny_checkpoint
+from models.train.device_memory import DeviceMemory
 from models.train.huggingface import hf_files
-from models.train.huggingface.optimizer import Updater, move
+from models.train.huggingface.optimizer import Updater
 from models.train.spec import check_schedule, learning_rate
 from models.train.trainer import Trainer
 from tests.models.test_checkpoint import check_every_flip_is_noticed
@@ -210,35 +211,43 @@ def test_a_full_disk_is_an_error_of_the_system(backend, tmp_path: Path, monkeypa
     assert not (tmp_path / "state/trainer/state.json").exists()
 
 
-def test_training_goes_on_as_if_nothing_had_moved(tiny: Path, tmp_path: Path) -> None:
-    """Also with a reference and a critic; saved and exported from the host."""
+def test_training_goes_on_as_if_nothing_had_moved(tiny: Path) -> None:
+    """With a reference and a critic. What would still be read in the engines' turn is empty then."""
     stayed, moved = (make_backend(tiny, **PPO, kl_coef=0.1) for _ in range(2))
     batch = make_sequences(4, rewards=True)
     for backend in (stayed, moved):
         train_batch(backend, batch, version=2)
     held = list(moved._models.model.parameters())
+    kept, _ = moved._models.device_tensors()
+    for tensor in kept:  # on a CPU, weights lie in the mapped file until they are copied
+        tensor.data = tensor.detach().clone()
     moved.offload()
-    moved.save(tmp_path / "state")
-    assert differing(weights_of(moved), weights_of(stayed)) == []
+    assert {tensor.untyped_storage().nbytes() for tensor in kept} == {0}
+    moved.begin_batch(rollouts=4, steps=1, version=3)
+    moved.discard()  # a batch that does not fill up
     moved.onload()
     assert all(one is other for one, other in zip(held, moved._models.model.parameters(), strict=True))
+    assert differing(weights_of(moved), weights_of(stayed)) == []
     results = [train_batch(backend, batch, version=2)[0] for backend in (stayed, moved)]
     assert results[0] == pytest.approx(results[1])
     assert differing(state_of(stayed), state_of(moved)) == []
 
 
-def test_everything_that_takes_memory_moves() -> None:
-    """To a device without memory: whatever stayed would show."""
-    layer = torch.nn.Linear(3, 2)
-    layer.register_buffer("scale", torch.ones(2))
-    optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-3)
-    layer(torch.ones(1, 3)).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    move([layer], [optimizer], torch.device("meta"))
-    held = [*layer.parameters(), *layer.buffers(), *(v for s in optimizer.state.values() for v in s.values())]
-    assert {tensor.device.type for tensor in held} == {"meta"}
-    assert len(held) == 2 + 1 + 2 * 3
+def test_memory_comes_back_with_its_contents_and_what_is_cleared_with_zeros() -> None:
+    """Several views of one storage are copied once; storage that is not the device's own stays."""
+    whole = torch.arange(12.0)
+    views, cleared = [whole[:4], whole[4:].view(2, 4), whole], torch.full((3,), 7.0)
+    file = torch.frombuffer(bytearray(b"held elsewhere"), dtype=torch.uint8)
+    memory = DeviceMemory(torch.device("cpu"))
+    memory.offload([*views, file], [cleared])
+    assert memory.away
+    assert [tensor.untyped_storage().nbytes() for tensor in (whole, cleared, file)] == [0, 0, 14]
+    memory.onload()
+    assert not memory.away
+    assert whole.tolist() == list(range(12))
+    assert views[1].tolist() == [[4, 5, 6, 7], [8, 9, 10, 11]]
+    assert cleared.tolist() == [0.0, 0.0, 0.0]
+    assert bytes(file.tolist()) == b"held elsewhere"
 
 
 # Hugging Face directories: cut into files, complete or not there, and bit-identical.

@@ -87,6 +87,7 @@ def train(trainer: Trainer, steps: range, count: int | None = None) -> list[dict
     """One batch of one step each; odd ones in two calls, with what is possible done in between."""
     metrics = []
     for step in steps:
+        rig.leave_device(trainer)
         sequences = make_sequences(step, count)
         trainer.begin_batch(rollouts=len(sequences), steps=1, version=2)
         if step % 2 and len(sequences) > 6:

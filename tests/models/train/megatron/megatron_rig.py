@@ -108,6 +108,7 @@ def train(trainer: Trainer, recipe: Recipe) -> tuple[dict[str, Any], dict[str, t
     metrics = []
     batches = recipe.steps // recipe.steps_per_batch
     for batch in range(batches):
+        rig.leave_device(trainer)
         trainer.begin_batch(rollouts=12, steps=recipe.steps_per_batch)
         for part in parts_of(recipe, batch):
             trainer.accumulate(part)

@@ -1,0 +1,129 @@
+"""`python launch.py convert run.sh`: the command of a launch script of slime, for this project.
+
+Prints the command, or with `--toml` a recipe, on stdout; and on stderr what changed and why. Flags behind the script
+are added to the command, where they outrank the script's.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+from configs.command_line import parse
+from configs.layers import ConfigError
+from configs.load import toml_value
+from configs.migrate.shell_script import Launch, read_launch
+from configs.migrate.slime import MODEL_ARGS, Answer, Option, Translation, grouped, translate
+
+USAGE: Final = (
+    "usage: python launch.py convert SCRIPT [--toml] [flags]\n\n"
+    "Turns a launch script of slime into a command of Sluice. Nothing of the script is run.\n\n"
+    "  SCRIPT   a shell script with one command that starts train.py or train_async.py\n"
+    "  --toml   print a recipe for --config instead of a command\n"
+    "  flags    are added to the command, for example --hf-checkpoint /models/Qwen3-4B --dry-run\n"
+)
+
+# What slime does where its script says nothing, and this project does otherwise: flag -> value.
+_DEFAULTS: Final[Mapping[str, tuple[str, ...]]] = {
+    "train-backend": ("megatron",),
+    "adam-beta2": ("0.999",),
+    "weight-decay": ("0.01",),
+    "n-samples-per-prompt": ("1",),
+}
+_ROLLOUT_DEFAULTS: Final[Mapping[str, tuple[str, ...]]] = {"engine": ("sglang",), "no-partial-rollout": ()}
+_OWN_FUNCTIONS: Final = "slime's module names become stages.slime in your functions; see docs/slime.md:"
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command; returns the exit code. Raises `ConfigError`."""
+    if not argv or argv[0].startswith("-"):
+        sys.stdout.write(USAGE)
+        return 0 if "--help" in argv or "-h" in argv else 2
+    script, flags = Path(argv[0]), [flag for flag in argv[1:] if flag != "--toml"]
+    launch = read_launch(script)
+    translation = translate(launch.arguments)
+    command = [*(token for option in kept(translation) for token in option.argv)]
+    added = list(defaults(launch, translation))
+    command += [token for flag in added for token in flag]
+    for line in report(script, launch, translation, added):
+        sys.stderr.write(f"{line}\n")
+    sys.stdout.write(recipe([*command, *flags]) if "--toml" in argv else shell_command([*command, *flags]))
+    return 0
+
+
+def kept(translation: Translation) -> Iterator[Option]:
+    """All options but those that describe the model, which its config.json does."""
+    for option in translation.options:
+        if option.name not in MODEL_ARGS:
+            yield option
+
+
+def defaults(launch: Launch, translation: Translation) -> Iterator[tuple[str, ...]]:
+    """Flags for what slime does unless it is told otherwise."""
+    given = {name: values for name, values, _ in grouped(launch.arguments)}
+    supervised = ("--loss-type", "sft_loss") in {option.argv for option in translation.options}
+    wanted = {**_DEFAULTS, **({} if supervised else _ROLLOUT_DEFAULTS)}
+    if supervised:
+        del wanted["n-samples-per-prompt"]
+    elif "mode" not in given and ("--mode", "async") not in {option.argv for option in translation.options}:
+        wanted |= {"mode": ("sync",)} if launch.program == "train.py" else {"async-buffer-size": ("1",)}
+    if "use-kl-loss" in given and "kl-loss-type" not in given and "--use-kl-loss" in translation.argv:
+        wanted["kl-loss-type"] = ("k1",)
+    if "use-dynamic-batch-size" not in given:
+        wanted["no-use-dynamic-batch-size"] = ()
+    if "eval-prompt-data" in given and "eval-temperature" not in given:
+        wanted["eval-temperature"] = given.get("rollout-temperature", ("1.0",))
+    for name, values in wanted.items():
+        if name.removeprefix("no-") not in given:
+            yield (f"--{name}", *values)
+
+
+def report(script: Path, launch: Launch, translation: Translation, added: Sequence[tuple[str, ...]]) -> Iterator[str]:
+    """What became of the script, a line for each kind of change."""
+    options = translation.options
+    yield f"{script}: {launch.program} with {len(options)} options"
+    model = [option.name for option in options if option.name in MODEL_ARGS]
+    if model:
+        yield f"left out, for config.json of --hf-checkpoint says it: {_names(model)}"
+    silent = [option.name for option in options if option.answer == Answer()]
+    if silent:
+        yield f"left out, for it is so anyway: {_names(silent)}"
+    for option in options:
+        if option.answer is not None and option.answer.argv and option.name not in MODEL_ARGS:
+            yield f"changed: {shlex.join(option.tokens)} -> {shlex.join(option.argv)}"
+    yield from (f"note: {note}" for note in (*translation.notes, *launch.notes))
+    yield from (f"left out, not here: {fault.removesuffix('; leave it out')}" for fault in translation.faults)
+    if added:
+        yield f"added, for slime's defaults are others: {' '.join(shlex.join(flag) for flag in added)}"
+    own = [o.values[0] for o in options if o.name.endswith("-path") and o.argv and o.values]
+    if own:
+        yield f"{_OWN_FUNCTIONS} {' '.join(own)}"
+    if launch.conditional:
+        yield (f"check {', '.join(launch.conditional)}: set under a condition; the last value in the script was taken")
+
+
+def _names(names: Sequence[str]) -> str:
+    return " ".join(f"--{name}" for name in dict.fromkeys(names))
+
+
+def shell_command(argv: Sequence[str]) -> str:
+    """`python launch.py` and its flags, one on each line. What a shell must put in stays open to it."""
+    lines = ["python launch.py"]
+    for _, _, tokens in grouped(argv):
+        quoted = [f'"{token}"' if "$" in token else shlex.quote(token) for token in tokens]
+        lines.append(f"    {' '.join(quoted)}")
+    return " \\\n".join(lines) + "\n"
+
+
+def recipe(argv: Sequence[str]) -> str:
+    """The settings of a command line as TOML. Raises `ConfigError`."""
+    if (unknown := next((token for token in argv if "$" in token), None)) is not None:
+        raise ConfigError(f"{unknown!r} holds a variable of the shell, but a recipe has none; write its value there")
+    tables: dict[str, list[str]] = {}
+    for key, value in parse(argv).layer.values.items():
+        section, _, name = key.rpartition(".")
+        tables.setdefault(section, []).append(f"{name} = {toml_value(value)}")
+    return "\n\n".join("\n".join([f"[{section}]", *lines]) for section, lines in tables.items()) + "\n"

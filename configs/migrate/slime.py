@@ -1,0 +1,371 @@
+"""Options of slime and of Megatron-LM that are no flags here: each is renamed, taken because it asks for what happens
+anyway, compared with the model's config.json, or refused in one sentence.
+
+Invariants: a command line without such options passes unchanged; an option that is taken asks for what this run does,
+else it is refused with the value; every fault names the option as the user wrote it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+from msgspec import Struct
+
+# What these say of the model is compared with its config.json (`configs.rules.model_args`) or follows from its family.
+MODEL_ARGS: Final = frozenset(
+    """
+    add-qkv-bias apply-layernorm-1p attention-output-gate disable-bias-linear ffn-hidden-size group-query-attention
+    hidden-size kv-channels kv-lora-rank make-vocab-size-divisible-by max-position-embeddings model-name
+    moe-ffn-hidden-size moe-layer-freq moe-router-enable-expert-bias moe-router-group-topk moe-router-num-groups
+    moe-router-pre-softmax moe-router-score-function moe-router-topk moe-router-topk-scaling-factor
+    moe-shared-expert-gate moe-shared-expert-intermediate-size mscale mscale-all-dim multi-latent-attention
+    no-position-embedding norm-epsilon normalization num-attention-heads num-experts num-layers num-query-groups
+    padded-vocab-size position-embedding-type post-mlp-layernorm post-self-attn-layernorm q-lora-rank qk-head-dim
+    qk-layernorm qk-pos-emb-head-dim rotary-base rotary-interleaved rotary-percent rotary-scaling-factor spec swiglu
+    untie-embeddings-and-output-weights use-gated-attention use-rotary-position-embeddings v-head-dim vocab-size
+    """.split()  # noqa: SIM905 - a list would take a line for each
+)
+
+# Fields of Megatron-core's dataclasses whose flag in Megatron-LM has no prefix; here they are passed on.
+_MEGATRON_OPTIONS: Final = tuple(
+    """
+    attention-backend attention-softmax-in-fp32 cp-comm-type cpu-offloading-num-layers cross-entropy-fusion-impl
+    cross-entropy-loss-fusion deterministic-mode distribute-saved-activations exp-avg-dtype exp-avg-sq-dtype fp8-recipe
+    main-grads-dtype main-params-dtype moe-enable-deepep moe-expert-capacity-factor moe-permute-fusion
+    moe-router-dtype moe-router-fusion moe-shared-expert-overlap moe-token-drop-policy overlap-cpu-optimizer-d2h-h2d
+    overlap-p2p-comm recompute-modules tp-comm-overlap use-precision-aware-optimizer
+    """.split()  # noqa: SIM905
+)
+
+# Other names of flags.
+ALIASES: Final[Mapping[str, str]] = {
+    "sglang-server-concurrency": "server-concurrency",
+    "accumulate-allreduce-grads-in-fp32": "megatron-grad-reduce-in-fp32",
+    "ddp-bucket-size": "megatron-bucket-size",
+    "fp8-format": "megatron-fp8",
+    "log-probs-chunk-size": "logprob-chunk-tokens",
+    "tis-threshold": "tis-clip",
+    "update-weight-disk-dir": "update-weight-delta-dir",
+    **{name: f"megatron-{name}" for name in _MEGATRON_OPTIONS},
+}
+
+# Options with nothing to switch: the values that ask for what happens anyway ("": any, or none), and what is so.
+TAKEN: Final[Mapping[str, tuple[str, str]]] = {
+    "optimizer": ("adam", "the optimizer is AdamW"),
+    "attention-dropout": ("0", "there is no dropout"),
+    "hidden-dropout": ("0", "there is no dropout"),
+    "moe-aux-loss-coeff": ("0", "there is no auxiliary loss"),
+    "moe-router-load-balancing-type": ("", "there is no auxiliary loss"),
+    "moe-router-bias-update-rate": ("0", "the router's bias stays as the checkpoint has it"),
+    "seq-length": ("", "sequences have the length that they have"),
+    "use-fault-tolerance": ("", "engines that fail are always started again"),
+    "use-mcore-models": ("", "all models are Megatron-core's"),
+    "allgather-cp": ("", "Megatron-core chooses how context parallel processes exchange; see --cp-comm-type"),
+    "data-pad-size-multiplier": ("", "micro-batches are filled by --max-tokens-per-gpu"),
+    "enable-experimental": ("", "Megatron-core's options are passed on by name"),
+    "no-check-for-nan-in-loss-and-grad": ("", "a step with a loss that is no number is refused"),
+    "offload": ("", "engine and trainer of a colocated run never hold memory at the same time"),
+    "offload-train": ("", "engine and trainer of a colocated run never hold memory at the same time"),
+    "offload-rollout": ("", "engine and trainer of a colocated run never hold memory at the same time"),
+    "update-weight-delta-checksum": ("xxh3-128", "every version has a checksum of its own"),
+    "update-weight-delta-encoding": ("xor", "differences are byte-wise"),
+    "update-weight-local-checkpoint-dir": ("", "an engine's copy lies in shared memory"),
+    "fp16": ("false", "fp16 is not offered; use --train-dtype bfloat16"),
+    "mtp-num-layers": ("0", "heads for multi-token prediction are not trained"),
+    "mtp-loss-scaling-factor": ("0", "heads for multi-token prediction are not trained"),
+    "enable-mtp-training": ("false", "heads for multi-token prediction are not trained"),
+}
+
+# Not here, each with what to use.
+NOT_HERE: Final[Mapping[str, str]] = {
+    "buffer-filter-path": "which waiting group is trained next is --buffer-order module:function",
+    "rollout-all-samples-process-path": "samples.jsonl has all of them, and a stage of yours after reward sees them",
+    "rollout-data-postprocess-path": "a stage of yours after reward changes samples; --rollout-rs masks by log-probs",
+    "custom-convert-samples-to-train-data-path": "a stage of yours after group changes samples before they are trained",
+    "eval-function-path": "evaluations use --custom-generate-function-path, with evaluation=True",
+    "custom-advantage-function-path": "write --advantage-estimator module:function",
+    "custom-pg-loss-reducer-function-path": "write --loss-aggregation, or --policy-loss module:function",
+    "custom-model-provider-path": "what the model is comes from --hf-checkpoint",
+    "custom-megatron-init-path": "write --policy-loss module:function, or a stage of yours",
+    "custom-megatron-before-log-prob-hook-path": "write --policy-loss module:function, or a stage of yours",
+    "custom-megatron-before-train-step-hook-path": "write --policy-loss module:function, or a stage of yours",
+    "custom-update-weight-post-write-path": "engines fetch versions themselves; see --update-weight-transport",
+    "custom-config-path": "your functions read the run's own settings from args; put others into a module of yours",
+    "eval-config": "the sets of --eval-prompt-data share their settings; see docs/evaluation.md",
+    "multimodal-keys": "prompts are text",
+    "loss-mask-type": "the reference answer of a row is trained, and nothing before it; see docs/data.md",
+    "prefill-num-servers": "start such servers yourself and give --rollout-external-engine-addrs; see docs/sglang.md",
+    "sglang-config": "all servers of the run are alike; give their options as --sglang-<option>",
+    "no-offload-train": "a colocated trainer always gives its memory back; leave --colocate out for GPUs of its own",
+    "no-offload-rollout": "a colocated engine always gives its memory back; leave --colocate out for GPUs of its own",
+    **dict.fromkeys(
+        ("use-wandb", "wandb-project", "wandb-group", "wandb-key", "wandb-host", "wandb-team", "wandb-mode",
+         "wandb-dir", "disable-wandb-random-suffix"),
+        "metrics go to metrics.jsonl, TensorBoard and Prometheus; see docs/observability.md",
+    ),
+}  # fmt: skip
+
+_SAMPLES: Final = "slime.rollout.sglang_rollout.generate_rollout"
+_ASYNC: Final = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
+_SFT: Final = "slime.rollout.sft_rollout.generate_rollout"
+_NONZERO: Final = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
+_TEACHER: Final = "slime.rollout.on_policy_distillation."
+_MEGATRON_MARK: Final = "latest_checkpointed_iteration.txt"
+
+Given = Mapping[str, Sequence[str]]
+
+
+class Answer(Struct, frozen=True):
+    """What an option becomes; nothing at all if it asks for what happens anyway. `note`: how it is understood otherwise
+    than it was written; `fault`: why it is refused."""
+
+    argv: tuple[str, ...] = ()
+    note: str = ""
+    fault: str = ""
+
+
+class Option(Struct, frozen=True):
+    """One option as it was written, or ("", ...) any other token. `answer`: None if it is taken as it is."""
+
+    name: str
+    values: tuple[str, ...]
+    tokens: tuple[str, ...]
+    answer: Answer | None
+
+    @property
+    def argv(self) -> tuple[str, ...]:
+        """In flags of this project."""
+        return self.tokens if self.answer is None else self.answer.argv
+
+
+class Translation(Struct, frozen=True):
+    """A command line, option by option."""
+
+    options: tuple[Option, ...]
+
+    @property
+    def argv(self) -> tuple[str, ...]:
+        """In flags of this project."""
+        return tuple(token for option in self.options for token in option.argv)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What is understood otherwise than it was written, a sentence each."""
+        return tuple(dict.fromkeys(o.answer.note for o in self.options if o.answer is not None and o.answer.note))
+
+    @property
+    def faults(self) -> tuple[str, ...]:
+        """One for each reason, with all options that it is for."""
+        refused: dict[str, list[str]] = {}
+        for option in self.options:
+            if option.answer is not None and option.answer.fault:
+                refused.setdefault(option.answer.fault, []).append(f"--{option.name}")
+        return tuple(
+            f"{', '.join(dict.fromkeys(names))} {'is no flag' if len(set(names)) == 1 else 'are no flags'}: {reason}; "
+            "leave it out"
+            for reason, names in refused.items()
+        )
+
+
+def grouped(argv: Sequence[str]) -> Iterator[tuple[str, tuple[str, ...], tuple[str, ...]]]:
+    """(Option without dashes, its values, the tokens as they stand); the option is "" for all that is none."""
+    at = 0
+    while at < len(argv):
+        start, token = at, argv[at]
+        at += 1
+        if not token.startswith("--"):
+            yield "", (), (token,)
+            continue
+        name, equals, attached = token[2:].partition("=")
+        while not equals and at < len(argv) and not argv[at].startswith("--"):
+            at += 1
+        values = (attached,) if equals else tuple(argv[start + 1 : at])
+        yield name, values, tuple(argv[start:at])
+
+
+def translate(argv: Sequence[str]) -> Translation:
+    """The command line without options that only slime and Megatron-LM know."""
+    groups = list(grouped(argv))
+    given = {name: values for name, values, _ in groups if name}
+    return Translation(
+        tuple(Option(name, values, tokens, _answer(name, values, given)) for name, values, tokens in groups)
+    )
+
+
+def _answer(name: str, values: tuple[str, ...], given: Given) -> Answer | None:
+    """None for an option that is not of slime or Megatron-LM alone."""
+    if name in _RULES:
+        return _RULES[name](values, given)
+    if name in ALIASES:
+        return Answer((f"--{ALIASES[name]}", *values))
+    if name in MODEL_ARGS:
+        return Answer((f"model.model_args.{name}={' '.join(values) or 'true'}",))
+    if name in TAKEN:
+        wanted, reason = TAKEN[name]
+        if not wanted or any(_same(value, wanted) for value in values):
+            return Answer()
+        return Answer(fault=f"{reason}, so {' '.join(values) or 'it'} cannot be had")
+    if name in NOT_HERE:
+        return Answer(fault=NOT_HERE[name])
+    bare = name.removeprefix("no-")
+    if name.startswith("no-") and bare.endswith("-fusion"):
+        return Answer((f"megatron.megatron_args.{bare.replace('-', '_')}=false",))
+    return None
+
+
+def _same(value: str, wanted: str) -> bool:
+    try:
+        return float(value) == float(wanted)
+    except ValueError:
+        return value == wanted
+
+
+def _save(values: tuple[str, ...], given: Given) -> Answer:
+    """Checkpoints lie in the run's directory. `--load` of the same place continues what is there."""
+    if given.get("load") == values and _is_run(values):
+        return Answer()
+    return Answer() if "run-dir" in given else Answer(("--run-dir", *values))
+
+
+def _load(values: tuple[str, ...], given: Given) -> Answer:
+    if _is_run(values):
+        return Answer(("--resume", *values))
+    if given.get("save") == values:  # as slime's scripts have it: continue if there is something
+        return Answer()
+    place = " ".join(values)
+    return Answer(note=f"--load {place} holds no run of Sluice; the run begins with the weights of --hf-checkpoint")
+
+
+def _is_run(values: tuple[str, ...]) -> bool:
+    return len(values) == 1 and (Path(values[0]) / "config.toml").is_file()
+
+
+def _ref_load(values: tuple[str, ...], given: Given) -> Answer | None:
+    """A reference in Hugging Face's format is ours; Megatron's copy of the policy is where slime starts."""
+    place = values[0].rstrip("/") if len(values) == 1 else ""
+    if not (place.endswith("_torch_dist") or (place and (Path(place) / _MEGATRON_MARK).is_file())):
+        return None
+    return Answer(note=f"--ref-load {place} is a checkpoint of Megatron-LM; the reference is --hf-checkpoint instead")
+
+
+def _kl_loss(values: tuple[str, ...], given: Given) -> Answer | None:
+    """`--use-kl-loss --kl-loss-coef 0.00` asks for a loss of weight 0."""
+    coefficient = given.get("kl-loss-coef", ("0",))
+    return Answer() if "use-kl-loss" in given and len(coefficient) == 1 and _same(coefficient[0], "0") else None
+
+
+def _kl_loss_type(values: tuple[str, ...], given: Given) -> Answer | None:
+    return _kl_loss(values, given)
+
+
+def _eval_prompt_data(values: tuple[str, ...], given: Given) -> Answer | None:
+    """`NAME PATH NAME PATH`; a name has no slash, no dot and no equals sign."""
+    names, paths = values[::2], values[1::2]
+    if len(names) != len(paths) or not names or any(set("/.=") & set(name) for name in names):
+        return None
+    return Answer(("--eval-prompt-data", *(f"{name}={path}" for name, path in zip(names, paths, strict=True))))
+
+
+def _router(values: tuple[str, ...], given: Given) -> Answer:
+    address = [" ".join(given.get(f"sglang-router-{part}", ())) for part in ("ip", "port")]
+    if not all(address):
+        return Answer(fault="an address has two parts; give --sglang-router-ip and --sglang-router-port")
+    return Answer(("--router-address", f"http://{':'.join(address)}"))
+
+
+def _router_port(values: tuple[str, ...], given: Given) -> Answer:
+    return Answer() if "sglang-router-ip" in given else _router(values, given)
+
+
+def _update_mode(values: tuple[str, ...], given: Given) -> Answer:
+    if values == ("full",):
+        return Answer()
+    if values == ("delta",):
+        return Answer(("--update-weight-transport", "delta"))
+    return Answer(fault="versions are sent in full, or as differences; write --update-weight-transport")
+
+
+def _update_transport(values: tuple[str, ...], given: Given) -> Answer | None:
+    return Answer() if given.get("update-weight-mode") == ("delta",) else None
+
+
+def _rollout_function(values: tuple[str, ...], given: Given) -> Answer | None:
+    match values:
+        case (path,) if path == _SAMPLES:
+            return Answer()
+        case (path,) if path == _ASYNC:
+            return Answer(() if "mode" in given else ("--mode", "async"))
+        case (path,) if path == _SFT:
+            return Answer(() if "loss-type" in given else ("--loss-type", "sft_loss"))
+    return None
+
+
+def _sampling_filter(values: tuple[str, ...], given: Given) -> Answer | None:
+    return Answer(("--dynamic-sampling-filter", "nonzero_std")) if values == (_NONZERO,) else None
+
+
+def _supervised(values: tuple[str, ...], given: Given) -> Answer | None:
+    """Supervised training has no rollouts and no advantages."""
+    sft = given.get("loss-type") == ("sft_loss",) or given.get("rollout-function-path") == (_SFT,)
+    return Answer() if sft else None
+
+
+def _no_advantages(values: tuple[str, ...], given: Given) -> Answer:
+    return _supervised(values, given) or Answer(fault="a policy loss needs advantages; it is for --loss-type sft_loss")
+
+
+def _teacher_function(values: tuple[str, ...], given: Given) -> Answer | None:
+    return Answer() if len(values) == 1 and values[0].startswith(_TEACHER) else None
+
+
+def _teacher_address(values: tuple[str, ...], given: Given) -> Answer | None:
+    """Of a grader, unless slime's function asks a teacher there."""
+    if not _teacher_function(tuple(given.get("custom-rm-path", ())), given):
+        return None
+    return Answer(("--frozen-engine", f"teacher={' '.join(values).removesuffix('/generate')}"))
+
+
+def _teacher_load(values: tuple[str, ...], given: Given) -> Answer:
+    place = " ".join(values)
+    note = f"--opd-teacher-load {place} becomes a frozen engine, which reads a checkpoint in Hugging Face's format"
+    return Answer(("--frozen-engine", f"teacher={place.removesuffix('_torch_dist')}"), note=note)
+
+
+def _rm_type(values: tuple[str, ...], given: Given) -> Answer | None:
+    return Answer(("--rm-type", "remote")) if values == ("remote_rm",) else None
+
+
+def _per_token(values: tuple[str, ...], given: Given) -> Answer:
+    return Answer(() if "loss-aggregation" in given else ("--loss-aggregation", "token_mean"))
+
+
+_RULES: Final[Mapping[str, Callable[[tuple[str, ...], Given], Answer | None]]] = {
+    "save": _save,
+    "load": _load,
+    "ref-load": _ref_load,
+    "use-kl-loss": _kl_loss,
+    "kl-loss-coef": _kl_loss,
+    "kl-loss-type": _kl_loss_type,
+    "eval-prompt-data": _eval_prompt_data,
+    "sglang-router-ip": _router,
+    "sglang-router-port": _router_port,
+    "update-weight-mode": _update_mode,
+    "update-weight-transport": _update_transport,
+    "rollout-function-path": _rollout_function,
+    "dynamic-sampling-filter-path": _sampling_filter,
+    "debug-train-only": _supervised,
+    "disable-compute-advantages-and-returns": _no_advantages,
+    "custom-rm-path": _teacher_function,
+    "custom-reward-post-process-path": _teacher_function,
+    "rm-url": _teacher_address,
+    "opd-teacher-load": _teacher_load,
+    "opd-type": lambda values, given: Answer(),
+    "rm-type": _rm_type,
+    "calculate-per-token-loss": _per_token,
+    "bf16": lambda values, given: Answer(() if "train-dtype" in given else ("--train-dtype", "bfloat16")),
+    "router-policy": lambda values, given: (
+        Answer(("--router-policy", "cache_aware")) if values == ("prefix_affinity",) else None
+    ),
+}
