@@ -4,7 +4,7 @@ Grammar: `--flag value`, `--flag=value`, `--flag a b c` (lists), `--flag` and `-
 `section.key=value`, `--section.key value`, `stage.<name>.<field>=value`, the same with
 `environment`. A name must be written in full.
 `--sglang-<option>` and `--router-<option>` that are no flags of ours are passed on, see `configs.passthrough`; options
-of slime and Megatron-LM are translated first, see `configs.migrate.slime`.
+of slime and Megatron-LM are translated first, see `configs.translate`.
 Invariant: all faults of a command line are listed at once.
 """
 
@@ -20,9 +20,9 @@ from msgspec import Struct
 
 from configs.flags import SECTIONS, TABLES, Flag, RefusedValue, flags, flags_by_key, suggestion
 from configs.layers import ConfigError, Layer, TableEdit, refusal
-from configs.migrate.slime import translate
 from configs.passthrough import option_of, option_value, retired
 from configs.schema.notation import closest_by_words
+from configs.translate import translate
 
 # Flags of the command itself; the schema may not use these names.
 RESERVED: Final = {

@@ -6,6 +6,7 @@ are added to the command, where they outrank the script's.
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +17,8 @@ from configs.command_line import parse
 from configs.layers import ConfigError
 from configs.load import toml_value
 from configs.migrate.shell_script import Launch, read_launch
-from configs.migrate.slime import MODEL_ARGS, Answer, Option, Translation, grouped, translate
+from configs.slime_options import MODEL_ARGS
+from configs.translate import Answer, Option, Translation, grouped, translate
 
 USAGE: Final = (
     "usage: python launch.py convert SCRIPT [--toml] [flags]\n\n"
@@ -34,6 +36,7 @@ _DEFAULTS: Final[Mapping[str, tuple[str, ...]]] = {
     "n-samples-per-prompt": ("1",),
 }
 _ROLLOUT_DEFAULTS: Final[Mapping[str, tuple[str, ...]]] = {"engine": ("sglang",), "no-partial-rollout": ()}
+_EVALUATION: Final = re.compile(r"eval-|n-samples-per-eval-prompt|skip-eval")
 _OWN_FUNCTIONS: Final = "slime's module names become stages.slime in your functions; see docs/slime.md:"
 
 
@@ -55,10 +58,22 @@ def main(argv: Sequence[str]) -> int:
 
 
 def kept(translation: Translation) -> Iterator[Option]:
-    """All options but those that describe the model, which its config.json does."""
+    """All options but those that describe the model, which its config.json does, and those without effect."""
+    unread = set(without_effect(translation))
     for option in translation.options:
-        if option.name not in MODEL_ARGS:
+        if option.name not in MODEL_ARGS and option.name not in unread:
             yield option
+
+
+def without_effect(translation: Translation) -> Iterator[str]:
+    """Options that slime leaves unread in silence, where a command of Sluice is refused."""
+    given = {option.name: option.values for option in translation.options}
+    if "eval-prompt-data" not in given:
+        yield from filter(_EVALUATION.match, given)
+    if given.get("tensor-model-parallel-size", ("1",)) == ("1",) and "sequence-parallel" in given:
+        yield "sequence-parallel"
+    if "update-weight-transport" not in given and "update-weight-buffer-size" in given:
+        yield "update-weight-buffer-size"  # weights lie in shared memory
 
 
 def defaults(launch: Launch, translation: Translation) -> Iterator[tuple[str, ...]]:
@@ -98,6 +113,8 @@ def report(script: Path, launch: Launch, translation: Translation, added: Sequen
     yield from (f"left out, not here: {fault.removesuffix('; leave it out')}" for fault in translation.faults)
     if added:
         yield f"added, for slime's defaults are others: {' '.join(shlex.join(flag) for flag in added)}"
+    if rest := list(without_effect(translation)):
+        yield f"left out, for it has no effect beside the other options: {_names(rest)}"
     own = [o.values[0] for o in options if o.name.endswith("-path") and o.argv and o.values]
     if own:
         yield f"{_OWN_FUNCTIONS} {' '.join(own)}"

@@ -35,7 +35,8 @@ def differences(model: Mapping[str, Any], options: Mapping[str, Any]) -> list[st
     """`--name value (value of config.json)` of the options that say something else than a config.json."""
     shape = known_shape(model)
     found = []
-    for name, value in options.items():
+    for key, value in options.items():
+        name = key.replace("_", "-")
         expected = _EXPECTED[name](model, shape) if name in _EXPECTED else None
         if expected is not None and not _equal(expected, value):
             found.append(f"--{name} {show(value)} (config.json: {show(expected)})")
@@ -60,14 +61,9 @@ def _shape(read: Callable[[ModelShape], Any]) -> Expected:
     return lambda model, shape: None if shape is None else read(shape)
 
 
-def _rotary(key: str, default: float | None) -> Expected:
+def _rotary(key: str) -> Expected:
     """As published, or below `rope_parameters`, as transformers saves it again."""
-
-    def read(model: Mapping[str, Any], shape: ModelShape | None) -> Any:
-        inner = model.get("rope_parameters") or {}
-        return model.get(key, inner.get(key, default if shape is not None else None))
-
-    return read
+    return lambda model, shape: model.get(key, (model.get("rope_parameters") or {}).get(key))
 
 
 _EXPECTED: Final[Mapping[str, Expected]] = {
@@ -80,8 +76,8 @@ _EXPECTED: Final[Mapping[str, Expected]] = {
     "swiglu": lambda model, shape: model["hidden_act"] in ("silu", "swish") if "hidden_act" in model else None,
     "normalization": lambda model, shape: "RMSNorm" if "rms_norm_eps" in model else None,
     "norm-epsilon": _key("rms_norm_eps"),
-    "rotary-base": _rotary("rope_theta", None),
-    "rotary-percent": _rotary("partial_rotary_factor", 1.0),
+    "rotary-base": _rotary("rope_theta"),
+    "rotary-percent": _rotary("partial_rotary_factor"),
     "vocab-size": _key("vocab_size"),
     "qk-layernorm": _shape(lambda shape: None if shape.latent else shape.qk_norm),
     "add-qkv-bias": _shape(lambda shape: shape.qkv_bias),

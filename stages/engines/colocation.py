@@ -11,17 +11,21 @@ A synchronous run generates a batch, trains it, publishes, generates again; the 
    (engine, turn).
 5. The engines stage restores the memory of the weights, updates, restores the cache, and resumes the engine.
 
+At a drain engines release their memory for good, so that the trainer can save.
+
 Invariants:
 - the trainer computes only while every engine with an address has released its memory in this same turn: memory that
   was released in an earlier turn may be in use again;
 - an engine that released its memory generates nothing before it has new weights;
 - an engine that starts in the trainer's turn releases its memory before it gets weights;
+- memory that was released in a drain is not taken again, so that its report counts in every later turn;
 - released memory is reported with the engine's incarnation, so that a restarted engines stage knows it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -84,8 +88,9 @@ def trainers_turn(topic: Topic) -> bool:
 class MemoryKeeper:
     """Tracks the memory that one engine has released."""
 
-    def __init__(self, engine: str) -> None:
-        self.engine = engine
+    def __init__(self, engine: str, *, shared: bool) -> None:
+        """`shared`: whether its device is also the trainer's."""
+        self.engine, self.shared = engine, shared
         self.away: tuple[MemoryTag, ...] = ()
         self._incarnation = -1
         self._turn = -1  # of the last report
@@ -99,8 +104,10 @@ class MemoryKeeper:
 
     def due(self, topic: Topic) -> bool:
         """Whether memory must be released now, or reported as released in this turn."""
-        device = holder(topic)
-        return device.owner == "train" and (device.turn != self._turn or set(self.away) != set(GIVEN_BACK))
+        device, there = holder(topic), set(self.away) != set(GIVEN_BACK)
+        if self.shared and topic.get("drain") is not None:  # no weights come any more
+            return there
+        return device.owner == "train" and (device.turn != self._turn or there)
 
     async def give_back(self, topic: Topic, client: EngineClient) -> None:
         """Pause the engine, wait until it is idle, release, report. Raises EngineError; may be called again."""
@@ -121,6 +128,26 @@ class MemoryKeeper:
         self.away, self._turn = away, turn
         report = EngineMemory(self.engine, self._incarnation, turn, away)
         await topic.publish(f"{KEY}/{self.engine}", msgspec.msgpack.encode(report))
+
+
+async def all_given_back(topic: Topic, limit_s: float) -> None:
+    """At a drain: wait until every engine has released its memory, or is lost; at most `limit_s`."""
+    revision = 0
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(limit_s):
+            while _holding(topic, None):
+                revision = await topic.wait(revision, ADDRESS, f"{KEY}/")
+
+
+def _holding(topic: Topic, turn: int | None) -> list[str]:
+    """Engines that hold memory in this turn. None: in the drain, when any turn's report counts."""
+    found = []
+    # By address, not by entry: one that has just come up holds memory before anything else is known of it.
+    for address in addresses(topic, POLICY).values():
+        report = read_value(topic, f"{KEY}/{address.engine}", EngineMemory)
+        if report is None or not report.empty(address.incarnation, report.turn if turn is None else turn):
+            found.append(address.engine)
+    return found
 
 
 async def _until_idle(client: EngineClient) -> None:
@@ -163,7 +190,7 @@ class TrainerTurn:
         await self._publish("train")
         started = logged = time.monotonic()
         revision = 0
-        while missing := self._missing():
+        while missing := _holding(self.topic, None if self.topic.get("drain") is not None else self._turn):
             now = time.monotonic()
             if now - logged > PATIENCE_S:
                 logged = now
@@ -182,16 +209,6 @@ class TrainerTurn:
             await self._hook("offload")
             self._loaded = False
         await self._publish("engine")
-
-    def _missing(self) -> list[str]:
-        """Engines that still hold memory."""
-        found = []
-        # By address, not by entry: one that has just come up holds memory before anything else is known of it.
-        for address in addresses(self.topic, POLICY).values():
-            report = read_value(self.topic, f"{KEY}/{address.engine}", EngineMemory)
-            if report is None or not report.empty(address.incarnation, self._turn):
-                found.append(address.engine)
-        return found
 
     async def _publish(self, owner: Literal["train", "engine"]) -> None:
         """Also over what a trainer that was lost in its turn had left there."""

@@ -35,7 +35,7 @@ from models.engines.client import EngineClient
 from models.errors import EngineError, WeightsError
 from models.weights.delta_mirror import DeltaMirror
 from stages.base import Stage
-from stages.engines.colocation import MemoryKeeper, trainers_turn
+from stages.engines.colocation import MemoryKeeper, colocated, trainers_turn
 from stages.engines.policy_proof import PolicyDiffers, PolicyProver
 from stages.engines.router_workers import hand_over
 from stages.engines.weight_routes import FetcherRoute, WeightRoute, WeightRoutes, withdraw_order
@@ -71,7 +71,7 @@ class EngineControl:
         self.client: EngineClient | None = None  # of the incarnation that `entry` describes
         self.entry = EngineEntry(name, "", -1, limit=config.rollout.server_concurrency)
         self.current: WeightsAnnouncement | None = None  # its weights, if they may be served
-        self.memory = MemoryKeeper(name)
+        self.memory = MemoryKeeper(name, shared=colocated(stage.config))
         self.updates = self.failures = 0
         self._routes = WeightRoutes(name, self.update, mirror)
         self._weights = weights

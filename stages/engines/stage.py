@@ -35,6 +35,7 @@ from models.engines.client import EngineClient
 from models.errors import EngineError, WeightsError
 from models.weights.delta_mirror import DeltaMirror
 from stages.base import Stage, StageContext
+from stages.engines.colocation import all_given_back, colocated
 from stages.engines.engine_control import EngineControl
 from stages.engines.load_watch import LoadWatch
 from stages.engines.router_workers import RouterWorkers
@@ -84,6 +85,8 @@ class EnginesStage(_WeightsStage):
                     await self._abort_all()
                 revision = await topic.wait(revision, ADDRESS, "drain", END)
             await updates_ended(topic, self.config.run.drain_s / 2)  # an engine outlives the run, if it is external
+            if colocated(self.config):
+                await all_given_back(topic, self.config.run.drain_s / 2)  # for a trainer that still has to save
             for task in background:
                 task.cancel()
 

@@ -150,10 +150,8 @@ class TrainStage(Stage):
                 self.groups.add(lease)
 
     async def _save_interrupted(self) -> None:
-        """Save a run that stops before its end, so that it resumes from its last step with its complete groups.
-
-        Runs before groups are settled: the checkpoint's ledger has them open. Demonstrations cost nothing to repeat.
-        """
+        """Save a run that stops before its end, so that it resumes from its last step with its complete groups. Before
+        groups are settled: the checkpoint's ledger has them open. Demonstrations cost nothing to repeat."""
         early = not self.ended and self.generates
         if self.groups.drained is not None and self.checkpoints.lacks(self.steps, groups=early):
             await self.turn.acquire()
@@ -302,8 +300,7 @@ class TrainStage(Stage):
         if due.publish:
             await self._publish(ports, due)
         await (self._save() if due.save else self._save_recovery_point())
-        if due.publish:
-            await self.turn.release()  # not before the save, for which the state must be on the device
+        await self.turn.release()  # not before the save, for which the state must be on the device
         for lease in batch.leases:
             lease.done()
         self.ended = due.end

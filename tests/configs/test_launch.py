@@ -23,7 +23,7 @@ from configs.graph import autoscale_limits, chains, replicas
 from configs.help import description, section_title
 from configs.layers import merge, value_at
 from configs.load import load, with_work
-from configs.passthrough import RETIRED, SLIME
+from configs.passthrough import RETIRED
 from configs.schema import Config, StageConfig
 from tests.configs.config_rig import NAMED, NESTED, faults_of, one_says, read, recipe, values
 
@@ -102,9 +102,9 @@ def each_once(lines: list[str], *words: str) -> None:
 @pytest.mark.parametrize("plan", ["--dry-run", ""])
 def test_flags_that_cannot_be_read_are_reported_with_all_other_faults(plan: str, errors: Errors) -> None:
     """What rests on such a flag is not judged: with the right spelling it may be right."""
-    argv = "--hf-checkpiont tiny --prompt-data nowhere.jsonl --num-rollout x --scale train=2 --rm-type remote_rm"
+    argv = "--hf-checkpiont tiny --prompt-data nowhere.jsonl --num-rollout x --scale train=2 --rm-type remoted"
     unread = ("--hf-checkpiont is no flag; did you mean --hf-checkpoint?", "--num-rollout is 'x', but must be")
-    others = ("train.x is no key", "nowhere.jsonl", "--scale train=2", "rm_type 'remote_rm' is no grader")
+    others = ("train.x is no key", "nowhere.jsonl", "--scale train=2", "rm_type 'remoted' is no grader")
     each_once(errors(f"{argv} train.x=1 {plan}"), *unread, *others)
 
 
@@ -118,8 +118,8 @@ def test_faults_of_recipes_are_reported_with_those_of_the_command_line(tmp_path:
 def test_everything_that_a_run_refuses_is_reported_together_and_by_a_plan(tmp_path: Path, errors: Errors) -> None:
     (tmp_path / "rows.jsonl").write_text('{"input": "1+1=", "label": "2"}\n{broken\n', encoding="utf-8")
     wrong = "--hf-checkpoint tiny-arithmetic --prompt-data rows.jsonl --label-key label --strict-data "
-    wrong += "--rm-type remote_rm --dynamic-sampling-filter nonzero_sd"
-    words = ("rows.jsonl:2: ", "rm_type 'remote_rm' is no grader", "--dynamic-sampling-filter 'nonzero_sd' is unknown")
+    wrong += "--rm-type remoted --dynamic-sampling-filter nonzero_sd"
+    words = ("rows.jsonl:2: ", "rm_type 'remoted' is no grader", "--dynamic-sampling-filter 'nonzero_sd' is unknown")
     for more in ("--dry-run --num-rollout 2", "--num-rollout 2 --runner inprocess"):
         each_once(errors(f"{wrong} {more}"), *words)
     assert not list(tmp_path.glob("runs/*/logs/*")), "nothing was started"
@@ -243,9 +243,8 @@ def test_objects_take_json_and_dotted_entries() -> None:
     ("--learning-rate 3", "--learning-rate is no flag"),
     ("--max-stalenes 3", "did you mean --max-staleness?"),
     ("--rolloutbatchsize 3", "did you mean --rollout-batch-size?"),
-    ("--use-wandb", "--use-wandb resembles no known name; see --help"),
-    ("--eval-top-p 0.9", "resembles no known name"),
-    ("--start-rollout-id 3", "resembles no known name"),
+    ("--use-neptune", "--use-neptune resembles no known name; see --help"),
+    ("--start-rollout-id 3", "--resume goes on after its last step"),
     ("--rollout_batch_size 3", "did you mean --rollout-batch-size?"),
     ("--no-lr", "--no-lr is no flag"),
     ("--no-use-tsi", "did you mean --no-use-tis?"),
@@ -297,14 +296,6 @@ def test_every_rule_is_enforced_where_it_is_stated() -> None:
             text = str(int(edge)) if "whole" in flag.rule else repr(edge)
             (fault,) = faults_of(f"{flag.key}={text}")
             assert fault.startswith(f"{flag.key} is {text!r}, but {flag.rule}")
-
-
-@pytest.mark.parametrize("name", SLIME)
-def test_hooks_of_slime_that_are_not_here_say_what_to_use(name: str) -> None:
-    known = {flag.name for flag in flags()}
-    (fault,) = faults_of(f"--{name}", "my_code.function")
-    assert fault == f"--{name} is no flag: {SLIME[name]}; leave it out"
-    assert {word.strip(",;.") for word in re.findall(r"--([a-z-]+)", SLIME[name])} <= known
 
 
 @pytest.mark.parametrize(("key", "default", "instead"), [

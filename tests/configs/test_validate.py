@@ -28,11 +28,6 @@ def stage(*tables: str) -> str:
     ("--update-weights-interval 4 --async-buffer-size 0 --no-use-tis", "update_weights_interval 4"),
     ("--colocate", "--colocate with max_staleness 2: engine and trainer take turns"),
     ("--colocate", "add --mode sync, or leave --colocate out"),
-    ("--mode sync --colocate --actor-num-gpus-per-node 2",
-     "--colocate with --train-backend torch in 2 processes: such a trainer cannot give its memory"),
-    ("--mode sync --colocate --train-backend fsdp", "--colocate with --train-backend fsdp in a process of its own"),
-    ("--mode sync --colocate --model qwen3-8b",
-     "leave --colocate out (engines get GPUs of their own), or train with --train-backend torch in one process"),
     ("--max-staleness 1 --update-weights-interval 3",
      "--max-staleness is 1, but weights are published every 3 batches and the gate would close for "
      "good before that; set --max-staleness to at least 2, or --update-weights-interval 2"),

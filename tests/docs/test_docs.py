@@ -22,7 +22,8 @@ from bench.report import rendered
 from configs.command_line import RESERVED, parse
 from configs.flags import flags
 from configs.load import load_arguments
-from configs.passthrough import RETIRED, SLIME
+from configs.passthrough import RETIRED
+from configs.slime_options import ALIASES, MODEL_ARGS, NOT_HERE, TAKEN
 from configs.schema import Config, EnvironmentConfig, TrainConfig
 from models.tiny import make_tiny_checkpoint
 from stages.agents.environment import Task, Turn
@@ -42,7 +43,7 @@ FOREIGN = {f.name.replace("_", "-") for f in msgspec.structs.fields(Job)} | {
     "untrained", "json", "best", "to", "trl", "plot", "rounds", "late", "address", "head", "labels", "working-dir",
 }  # fmt: skip
 # Written on purpose as mistakes, or as a value that looks like a flag.
-WRONG = {"rollout-batch-sise", "rollout-batch", "end", *SLIME}
+WRONG = {"rollout-batch-sise", "rollout-batch", "end", *MODEL_ARGS, *ALIASES, *TAKEN, *NOT_HERE}
 
 GROUPS = ("train", "rollout", "staleness", "reward", "filter", "perf", "ledger", "eval", "axis")
 NOT_METRICS = {"eval/released", "eval/"}  # a topic key, a prefix

@@ -18,6 +18,7 @@ from models.engines.core import MemoryTag
 from models.engines.serve import EngineServer
 from models.errors import EngineRefused
 from stages.engines.colocation import EngineMemory, TrainerTurn, holder
+from stages.engines.stage import END
 from stages.ports import read_value
 from stages.topic_values import EngineAddress, carrying
 from tests.stages.engine_rig import SLOW_MS, core_of, freeze, generating, simulated, token_versions
@@ -205,6 +206,29 @@ async def test_what_was_given_back_in_an_earlier_turn_does_not_count(fleet: Flee
     refusing = False
     await handed_over(fleet, turn, 2)
     assert fleet.labels() == ["0.2"]
+
+
+async def test_at_a_drain_engines_give_their_memory_back_for_good_and_the_trainer_may_save(fleet: Fleet) -> None:
+    """The stage ends only then; its last report counts in the turn that the trainer takes after it."""
+    fleet.stage.config = msgspec.structs.replace(fleet.config, asynchrony=COLOCATED.asynchrony)
+    turn, _ = await taking_turns(fleet, 1)
+    gives, waits = asyncio.Event(), asyncio.Event()
+
+    async def held(client: EngineClient, method: str, path: str, *_: Any) -> None:
+        if "release_memory" in path:
+            gives.set()
+            await waits.wait()
+
+    before_calls(fleet.patch, EngineClient, "call", held)
+    fleet.rig.topic.publish("drain", b"interrupted")
+    await asyncio.wait_for(gives.wait(), 60.0)
+    fleet.rig.topic.publish(END, b"")
+    await idle()
+    assert not fleet.running.done()
+    waits.set()
+    await asyncio.wait_for(fleet.running, 60.0)
+    assert away(fleet.servers[0]) == GONE
+    await asyncio.wait_for(turn.acquire(), 60.0)
 
 
 async def test_memory_is_taken_once_however_often_the_update_fails(fleet: Fleet, turn: TrainerTurn) -> None:

@@ -100,7 +100,10 @@ _RULES: Final[Mapping[str, str]] = {
 
 def server_faults(args: Mapping[str, Any], installed: Installed) -> list[str]:
     """The faults of `sglang.sglang_args`, one sentence each."""
-    faults = list(_faults(args, installed, "server", "--sglang-", f"SGLang {installed.sglang}", SERVER_RESERVED))
+    reserved = dict(SERVER_RESERVED)
+    if _given(args, "enable-dp-attention"):
+        del reserved["dp-size"]  # parts of one engine's attention then, which are updated together
+    faults = list(_faults(args, installed, "server", "--sglang-", f"SGLang {installed.sglang}", reserved))
     if not installed.cuda and _given(args, "enable-return-routed-experts"):
         faults.append(
             "--sglang-enable-return-routed-experts ends the server at its start where there is no GPU; leave it out"

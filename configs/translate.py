@@ -13,105 +13,14 @@ from typing import Final
 
 from msgspec import Struct
 
-# What these say of the model is compared with its config.json (`configs.rules.model_args`) or follows from its family.
-MODEL_ARGS: Final = frozenset(
-    """
-    add-qkv-bias apply-layernorm-1p attention-output-gate disable-bias-linear ffn-hidden-size group-query-attention
-    hidden-size kv-channels kv-lora-rank make-vocab-size-divisible-by max-position-embeddings model-name
-    moe-ffn-hidden-size moe-layer-freq moe-router-enable-expert-bias moe-router-group-topk moe-router-num-groups
-    moe-router-pre-softmax moe-router-score-function moe-router-topk moe-router-topk-scaling-factor
-    moe-shared-expert-gate moe-shared-expert-intermediate-size mscale mscale-all-dim multi-latent-attention
-    no-position-embedding norm-epsilon normalization num-attention-heads num-experts num-layers num-query-groups
-    padded-vocab-size position-embedding-type post-mlp-layernorm post-self-attn-layernorm q-lora-rank qk-head-dim
-    qk-layernorm qk-pos-emb-head-dim rotary-base rotary-interleaved rotary-percent rotary-scaling-factor spec swiglu
-    untie-embeddings-and-output-weights use-gated-attention use-rotary-position-embeddings v-head-dim vocab-size
-    """.split()  # noqa: SIM905 - a list would take a line for each
-)
-
-# Fields of Megatron-core's dataclasses whose flag in Megatron-LM has no prefix; here they are passed on.
-_MEGATRON_OPTIONS: Final = tuple(
-    """
-    attention-backend attention-softmax-in-fp32 cp-comm-type cpu-offloading-num-layers cross-entropy-fusion-impl
-    cross-entropy-loss-fusion deterministic-mode distribute-saved-activations exp-avg-dtype exp-avg-sq-dtype fp8-recipe
-    main-grads-dtype main-params-dtype moe-enable-deepep moe-expert-capacity-factor moe-permute-fusion
-    moe-router-dtype moe-router-fusion moe-shared-expert-overlap moe-token-drop-policy overlap-cpu-optimizer-d2h-h2d
-    overlap-p2p-comm recompute-modules tp-comm-overlap use-precision-aware-optimizer
-    """.split()  # noqa: SIM905
-)
-
-# Other names of flags.
-ALIASES: Final[Mapping[str, str]] = {
-    "sglang-server-concurrency": "server-concurrency",
-    "accumulate-allreduce-grads-in-fp32": "megatron-grad-reduce-in-fp32",
-    "ddp-bucket-size": "megatron-bucket-size",
-    "fp8-format": "megatron-fp8",
-    "log-probs-chunk-size": "logprob-chunk-tokens",
-    "tis-threshold": "tis-clip",
-    "update-weight-disk-dir": "update-weight-delta-dir",
-    **{name: f"megatron-{name}" for name in _MEGATRON_OPTIONS},
-}
-
-# Options with nothing to switch: the values that ask for what happens anyway ("": any, or none), and what is so.
-TAKEN: Final[Mapping[str, tuple[str, str]]] = {
-    "optimizer": ("adam", "the optimizer is AdamW"),
-    "attention-dropout": ("0", "there is no dropout"),
-    "hidden-dropout": ("0", "there is no dropout"),
-    "moe-aux-loss-coeff": ("0", "there is no auxiliary loss"),
-    "moe-router-load-balancing-type": ("", "there is no auxiliary loss"),
-    "moe-router-bias-update-rate": ("0", "the router's bias stays as the checkpoint has it"),
-    "seq-length": ("", "sequences have the length that they have"),
-    "use-fault-tolerance": ("", "engines that fail are always started again"),
-    "use-mcore-models": ("", "all models are Megatron-core's"),
-    "allgather-cp": ("", "Megatron-core chooses how context parallel processes exchange; see --cp-comm-type"),
-    "data-pad-size-multiplier": ("", "micro-batches are filled by --max-tokens-per-gpu"),
-    "enable-experimental": ("", "Megatron-core's options are passed on by name"),
-    "no-check-for-nan-in-loss-and-grad": ("", "a step with a loss that is no number is refused"),
-    "offload": ("", "engine and trainer of a colocated run never hold memory at the same time"),
-    "offload-train": ("", "engine and trainer of a colocated run never hold memory at the same time"),
-    "offload-rollout": ("", "engine and trainer of a colocated run never hold memory at the same time"),
-    "update-weight-delta-checksum": ("xxh3-128", "every version has a checksum of its own"),
-    "update-weight-delta-encoding": ("xor", "differences are byte-wise"),
-    "update-weight-local-checkpoint-dir": ("", "an engine's copy lies in shared memory"),
-    "fp16": ("false", "fp16 is not offered; use --train-dtype bfloat16"),
-    "mtp-num-layers": ("0", "heads for multi-token prediction are not trained"),
-    "mtp-loss-scaling-factor": ("0", "heads for multi-token prediction are not trained"),
-    "enable-mtp-training": ("false", "heads for multi-token prediction are not trained"),
-}
-
-# Not here, each with what to use.
-NOT_HERE: Final[Mapping[str, str]] = {
-    "buffer-filter-path": "which waiting group is trained next is --buffer-order module:function",
-    "rollout-all-samples-process-path": "samples.jsonl has all of them, and a stage of yours after reward sees them",
-    "rollout-data-postprocess-path": "a stage of yours after reward changes samples; --rollout-rs masks by log-probs",
-    "custom-convert-samples-to-train-data-path": "a stage of yours after group changes samples before they are trained",
-    "eval-function-path": "evaluations use --custom-generate-function-path, with evaluation=True",
-    "custom-advantage-function-path": "write --advantage-estimator module:function",
-    "custom-pg-loss-reducer-function-path": "write --loss-aggregation, or --policy-loss module:function",
-    "custom-model-provider-path": "what the model is comes from --hf-checkpoint",
-    "custom-megatron-init-path": "write --policy-loss module:function, or a stage of yours",
-    "custom-megatron-before-log-prob-hook-path": "write --policy-loss module:function, or a stage of yours",
-    "custom-megatron-before-train-step-hook-path": "write --policy-loss module:function, or a stage of yours",
-    "custom-update-weight-post-write-path": "engines fetch versions themselves; see --update-weight-transport",
-    "custom-config-path": "your functions read the run's own settings from args; put others into a module of yours",
-    "eval-config": "the sets of --eval-prompt-data share their settings; see docs/evaluation.md",
-    "multimodal-keys": "prompts are text",
-    "loss-mask-type": "the reference answer of a row is trained, and nothing before it; see docs/data.md",
-    "prefill-num-servers": "start such servers yourself and give --rollout-external-engine-addrs; see docs/sglang.md",
-    "sglang-config": "all servers of the run are alike; give their options as --sglang-<option>",
-    "no-offload-train": "a colocated trainer always gives its memory back; leave --colocate out for GPUs of its own",
-    "no-offload-rollout": "a colocated engine always gives its memory back; leave --colocate out for GPUs of its own",
-    **dict.fromkeys(
-        ("use-wandb", "wandb-project", "wandb-group", "wandb-key", "wandb-host", "wandb-team", "wandb-mode",
-         "wandb-dir", "disable-wandb-random-suffix"),
-        "metrics go to metrics.jsonl, TensorBoard and Prometheus; see docs/observability.md",
-    ),
-}  # fmt: skip
+from configs.slime_options import ALIASES, MODEL_ARGS, NOT_HERE, TAKEN
 
 _SAMPLES: Final = "slime.rollout.sglang_rollout.generate_rollout"
 _ASYNC: Final = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
 _SFT: Final = "slime.rollout.sft_rollout.generate_rollout"
 _NONZERO: Final = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
 _TEACHER: Final = "slime.rollout.on_policy_distillation."
+_FUSIONS: Final = {"rope-fusion": "apply-rope-fusion"}  # Megatron-LM's flag -> Megatron-core's field
 _MEGATRON_MARK: Final = "latest_checkpointed_iteration.txt"
 
 Given = Mapping[str, Sequence[str]]
@@ -211,7 +120,8 @@ def _answer(name: str, values: tuple[str, ...], given: Given) -> Answer | None:
         return Answer(fault=NOT_HERE[name])
     bare = name.removeprefix("no-")
     if name.startswith("no-") and bare.endswith("-fusion"):
-        return Answer((f"megatron.megatron_args.{bare.replace('-', '_')}=false",))
+        option = _FUSIONS.get(bare, bare).replace("-", "_")
+        return Answer((f"megatron.megatron_args.{option}=false",))
     return None
 
 
@@ -252,7 +162,7 @@ def _ref_load(values: tuple[str, ...], given: Given) -> Answer | None:
 
 def _kl_loss(values: tuple[str, ...], given: Given) -> Answer | None:
     """`--use-kl-loss --kl-loss-coef 0.00` asks for a loss of weight 0."""
-    coefficient = given.get("kl-loss-coef", ("0",))
+    coefficient = given.get("kl-loss-coef", ())
     return Answer() if "use-kl-loss" in given and len(coefficient) == 1 and _same(coefficient[0], "0") else None
 
 
@@ -261,9 +171,10 @@ def _kl_loss_type(values: tuple[str, ...], given: Given) -> Answer | None:
 
 
 def _eval_prompt_data(values: tuple[str, ...], given: Given) -> Answer | None:
-    """`NAME PATH NAME PATH`; a name has no slash, no dot and no equals sign."""
+    """`NAME PATH NAME PATH`; a name has no slash, no dot and no equals sign, a path has one of the first two."""
     names, paths = values[::2], values[1::2]
-    if len(names) != len(paths) or not names or any(set("/.=") & set(name) for name in names):
+    named = len(names) == len(paths) > 0 and not any(set("/.=") & set(name) for name in names)
+    if not named or not all(set("/.") & set(path) for path in paths):
         return None
     return Answer(("--eval-prompt-data", *(f"{name}={path}" for name, path in zip(names, paths, strict=True))))
 

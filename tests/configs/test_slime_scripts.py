@@ -1,0 +1,355 @@
+"""Command lines and launch scripts of slime: every option has an answer, and a script is read as a shell reads it."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import launch
+from configs.command_line import read as read_flags
+from configs.flags import flags
+from configs.layers import ConfigError
+from configs.load import MODELS
+from configs.migrate.convert import main as convert
+from configs.migrate.shell_script import read_launch
+from configs.rules.model_args import differences
+from configs.slime_options import ALIASES, MODEL_ARGS, NOT_HERE, TAKEN
+from configs.translate import grouped, translate
+from tests.configs.config_rig import faults_of
+
+# Every option of slime's 38 launch scripts, with a value that one of them gives.
+OPTIONS = (Path(__file__).parent / "slime_options.txt").read_text().splitlines()
+
+MODEL_FILE = """
+LAYERS="${MODEL_LAYERS:-36}"
+for ((i=0; i<LAYERS; i++)); do
+  kinds+=(1)   # what only a shell works out
+done
+printf -v KINDS "[%s]" "${kinds[*]}"
+MODEL_ARGS=(
+   --swiglu
+   --num-layers $LAYERS
+   --hidden-size 2560
+   --normalization "RMSNorm"
+   --rotary-base "${MODEL_BASE:-1000000}"
+   --moe-layer-freq "$KINDS"
+)
+"""
+
+SCRIPT = r"""#!/bin/bash
+pkill -9 python  # must not be run
+set -ex
+SCRIPT_DIR="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" &>/dev/null && pwd)"
+MODEL_BASE=5000000 source "${SCRIPT_DIR}/models/mine.sh"
+if [ -z "$NUM_GPUS" ]; then
+    NUM_GPUS=8
+fi
+CKPT_ARGS=(
+   --hf-checkpoint /models/Qwen3-4B   # the policy
+   #--hf-checkpoint /models/another
+   --ref-load /models/Qwen3-4B_torch_dist
+   --load /runs/mine/
+   --save /runs/mine/
+)
+NAMES='a "quoted" name'
+ROLLOUT_ARGS=( --prompt-data ${DATA_DIR}/train.jsonl --rollout-stop "$NAMES" )
+ROLLOUT_ARGS+=(--rollout-batch-size $((4 * 8)) --rm-type math --num-rollout 10)
+EVAL_ARGS=(
+   --eval-prompt-data aime /data/aime.jsonl
+   --eval-interval 5
+)
+cat > /tmp/never-written.json <<EOF
+{"it's": "a here-document with (brackets"}
+EOF
+ray job submit --address="http://127.0.0.1:8265" \
+   --runtime-env-json="$(cat <<END
+{"env": "${HOME}"}
+END
+)" \
+   -- python3 train.py \
+   --actor-num-gpus-per-node ${NUM_GPUS} \
+   --update-weight-buffer-size $(( 512 * 1024 * 1024)) \
+   ${MODEL_ARGS[@]} \
+   ${CKPT_ARGS[@]} "${ROLLOUT_ARGS[@]}" \
+   ${WANDB_ARGS[@]} ${EVAL_ARGS[@]} \
+   --sglang-cuda-graph-bs 1 $(seq 2 2 6) 2>&1 | tee run.log
+echo done
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "mine.sh").write_text(MODEL_FILE)
+    path = tmp_path / "run.sh"
+    path.write_text(SCRIPT)
+    return path
+
+
+# ---------------------------------------------------------------------- options
+
+
+@pytest.mark.parametrize("line", OPTIONS)
+def test_no_option_of_slimes_scripts_is_unknown(line: str) -> None:
+    """Taken, or refused in a sentence that says what to do. No answer guesses at another name."""
+    for fault in read_flags(line.split()).faults:
+        assert "resembles no" not in fault
+        assert "did you mean" not in fault
+
+
+def test_the_tables_name_flags_that_are_here_and_no_flag_of_ours() -> None:
+    known = {flag.name for flag in flags() if flag.name}
+    tables = [*MODEL_ARGS, *ALIASES, *TAKEN, *NOT_HERE]
+    assert len(tables) == len(set(tables))
+    assert not known & set(tables)
+    for text in [*NOT_HERE.values(), *(reason for _, reason in TAKEN.values())]:
+        named = set(re.findall(r"--([a-z][a-z0-9-]+)", text)) - set(ALIASES)
+        assert named <= known | {"sglang-"}, text
+    assert {name for name in ALIASES.values() if not name.startswith(("megatron-", "sglang-"))} <= known
+
+
+@pytest.mark.parametrize(("argv", "wanted"), [
+    ("--save runs/a", ["--run-dir", "runs/a"]),
+    ("--save runs/a --load runs/a", ["--run-dir", "runs/a"]),
+    ("--save runs/a --run-dir runs/b", ["--run-dir", "runs/b"]),
+    ("--use-kl-loss --kl-loss-coef 0.00 --kl-loss-type low_var_kl", []),
+    ("--use-kl-loss --kl-loss-coef 0.01", ["--use-kl-loss", "--kl-loss-coef", "0.01"]),
+    ("--eval-prompt-data aime /a.jsonl gpqa /g.jsonl", ["--eval-prompt-data", "aime=/a.jsonl", "gpqa=/g.jsonl"]),
+    ("--eval-prompt-data arithmetic arithmetic-tools", ["--eval-prompt-data", "arithmetic", "arithmetic-tools"]),
+    ("--eval-prompt-data a.jsonl b.jsonl", ["--eval-prompt-data", "a.jsonl", "b.jsonl"]),
+    ("--sglang-router-ip 10.0.0.1 --sglang-router-port 30000", ["--router-address", "http://10.0.0.1:30000"]),
+    ("--update-weight-mode delta --update-weight-transport disk --update-weight-disk-dir /d",
+     ["--update-weight-transport", "delta", "--update-weight-delta-dir", "/d"]),
+    ("--rollout-function-path slime.rollout.sft_rollout.generate_rollout --debug-train-only "
+     "--disable-compute-advantages-and-returns", ["--loss-type", "sft_loss"]),
+    ("--rollout-function-path slime.rollout.fully_async_rollout.generate_rollout_fully_async", ["--mode", "async"]),
+    ("--dynamic-sampling-filter-path slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std",
+     ["--dynamic-sampling-filter", "nonzero_std"]),
+    ("--custom-rm-path slime.rollout.on_policy_distillation.reward_func --rm-url http://h:1/generate --opd-type sglang",
+     ["--frozen-engine", "teacher=http://h:1"]),
+    ("--custom-rm-path mine.score --rm-url http://h:1", ["--custom-rm-path", "mine.score", "--rm-url", "http://h:1"]),
+    ("--optimizer adam --hidden-dropout 0 --attention-dropout 0.0 --use-fault-tolerance --seq-length 4096", []),
+    ("--calculate-per-token-loss --tis-threshold 2 --bf16",
+     ["--loss-aggregation", "token_mean", "--tis-clip", "2", "--train-dtype", "bfloat16"]),
+    ("--no-rope-fusion --no-masked-softmax-fusion",
+     ["megatron.megatron_args.apply_rope_fusion=false", "megatron.megatron_args.masked_softmax_fusion=false"]),
+    ("--num-layers 36 --swiglu", ["model.model_args.num-layers=36", "model.model_args.swiglu=true"]),
+    ("--rm-type=remote_rm --lr=1e-6 run.seed=3", ["--rm-type", "remote", "--lr=1e-6", "run.seed=3"]),
+])  # fmt: skip
+def test_what_an_option_becomes(argv: str, wanted: list[str]) -> None:
+    assert list(translate(argv.split()).argv) == wanted
+
+
+@pytest.mark.parametrize(("argv", "fault"), [
+    ("--optimizer sgd", "--optimizer is no flag: the optimizer is AdamW, so sgd cannot be had; leave it out"),
+    ("--hidden-dropout 0.1", "--hidden-dropout is no flag: there is no dropout, so 0.1 cannot be had; leave it out"),
+    ("--ci-test --ci-disable-kl-checker",
+     "--ci-test, --ci-disable-kl-checker are no flags: it is for slime's own tests; leave it out"),
+    ("--disable-compute-advantages-and-returns", "a policy loss needs advantages; it is for --loss-type sft_loss"),
+    ("--sglang-router-ip 10.0.0.1", "give --sglang-router-ip and --sglang-router-port"),
+    ("--update-weight-mode some", "versions are sent in full, or as differences"),
+])  # fmt: skip
+def test_what_cannot_be_had_is_refused_once_for_each_reason(argv: str, fault: str) -> None:
+    (found,) = read_flags(argv.split()).faults
+    assert fault in found
+
+
+def test_a_run_that_is_there_is_continued_and_other_weights_are_named(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.toml").touch()
+    assert translate(["--load", str(run), "--save", str(run)]).argv == ("--resume", str(run))
+    other = translate(["--load", "elsewhere", "--save", str(run), "--ref-load", "models/A_torch_dist/"])
+    assert other.argv == ("--run-dir", str(run))
+    assert [note.split(";")[0] for note in other.notes] == [
+        "--load elsewhere holds no run of Sluice",
+        "--ref-load models/A_torch_dist is a checkpoint of Megatron-LM",
+    ]
+    assert translate(["--ref-load", "models/A"]).argv == ("--ref-load", "models/A")
+
+
+@given(st.lists(st.sampled_from([f"--{flag.name}" for flag in flags() if flag.name] + ["1", "a=b", "run.seed=1", "x"])))
+def test_a_command_line_of_ours_passes_unchanged(argv: list[str]) -> None:
+    """But for flags of both that slime's scripts give together with others."""
+    both = {"use-kl-loss", "kl-loss-coef", "kl-loss-type", "eval-prompt-data", "debug-train-only"}
+    kept = [token for token in argv if token.removeprefix("--") not in both]
+    assert list(translate(kept).argv) == kept
+    assert [token for _, _, tokens in grouped(argv) for token in tokens] == argv
+
+
+# ---------------------------------------------------------------------- the model
+
+
+def architecture(preset: str) -> dict[str, object]:
+    return tomllib.loads((MODELS / f"{preset}.toml").read_text())["model"]["architecture"]
+
+
+# What slime's files say of these models.
+ARGS = {
+    "qwen3-4b": "swiglu num-layers=36 hidden-size=2560 ffn-hidden-size=9728 num-attention-heads=32 num-query-groups=8 "
+    "disable-bias-linear normalization=RMSNorm norm-epsilon=1e-6 vocab-size=151936 kv-channels=128 qk-layernorm",
+    "qwen2.5-0.5b": "num-layers=24 hidden-size=896 ffn-hidden-size=4864 num-attention-heads=14 num-query-groups=2 "
+    "add-qkv-bias vocab-size=151936",
+    "qwen3-30b-a3b": "num-layers=48 hidden-size=2048 num-experts=128 moe-ffn-hidden-size=768 moe-router-topk=8 "
+    "untie-embeddings-and-output-weights kv-channels=128",
+    "moonlight-16b-a3b": "num-layers=27 hidden-size=2048 multi-latent-attention kv-lora-rank=512 qk-head-dim=128 "
+    "qk-pos-emb-head-dim=64 v-head-dim=128 num-experts=64 moe-ffn-hidden-size=1408 moe-router-topk=6 kv-channels=128 "
+    "moe-shared-expert-intermediate-size=2816 moe-layer-freq=$MOE_LAYER_FREQ qk-layernorm",
+}
+
+
+def model_args(text: str) -> dict[str, object]:
+    argv = [f"model.model_args.{word}" if "=" in word else f"model.model_args.{word}=true" for word in text.split()]
+    return dict(read_flags(argv).layer.values["model.model_args"])
+
+
+@pytest.mark.parametrize("preset", ARGS)
+def test_what_slimes_files_say_of_a_model_agrees_with_its_config(preset: str) -> None:
+    model, args = architecture(preset) | {"rms_norm_eps": 1e-6}, model_args(ARGS[preset])
+    assert differences(model, args) == []
+    for name, value in args.items():
+        if isinstance(value, bool | str) or (name == "kv_channels" and "kv_lora_rank" in model):
+            continue
+        (found,) = differences(model, args | {name: value * 2 + 1})
+        assert found.startswith(f"--{name.replace('_', '-')} "), found
+
+
+def test_another_model_is_refused_in_one_line(tmp_path: Path) -> None:
+    model = architecture("qwen3-4b") | {"rope_parameters": {"rope_theta": 1_000_000}, "rms_norm_eps": 1e-6}
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    base = f"--prompt-data arithmetic --num-rollout 1 --hf-checkpoint {tmp_path}"
+    (fault,) = faults_of(base, "--num-layers 28 --hidden-size 2560 --rotary-base 5000000 --no-position-embedding")
+    assert fault.startswith("--num-layers 28 (config.json: 36), --rotary-base 5000000 (config.json: 1000000): what the")
+    assert "correct --hf-checkpoint, or leave these options out" in fault
+
+
+# ---------------------------------------------------------------------- scripts
+
+
+def test_a_script_is_read_without_being_run(script: Path) -> None:
+    found = read_launch(script)
+    assert found.program == "train.py"
+    assert found.conditional == ("NUM_GPUS",)
+    assert list(found.arguments) == [
+        "--actor-num-gpus-per-node", "8",
+        "--update-weight-buffer-size", "536870912",
+        "--swiglu", "--num-layers", "36", "--hidden-size", "2560", "--normalization", "RMSNorm",
+        "--rotary-base", "5000000", "--moe-layer-freq", "$KINDS",
+        "--hf-checkpoint", "/models/Qwen3-4B", "--ref-load", "/models/Qwen3-4B_torch_dist",
+        "--load", "/runs/mine/", "--save", "/runs/mine/",
+        "--prompt-data", "${DATA_DIR}/train.jsonl", "--rollout-stop", 'a "quoted" name',
+        "--rollout-batch-size", "32", "--rm-type", "math", "--num-rollout", "10",
+        "--eval-prompt-data", "aime", "/data/aime.jsonl", "--eval-interval", "5",
+        "--sglang-cuda-graph-bs", "1", "2", "4", "6",
+    ]  # fmt: skip
+
+
+WORDS = st.text(st.characters(codec="ascii", exclude_categories=("Cc",)), max_size=6)
+
+
+@given(st.lists(WORDS, max_size=5), st.sampled_from(["${A[@]}", '"${A[@]}"', "${A[@]} end", 'x"${A[@]}"']))
+def test_words_are_those_of_bash(tmp_path_factory: pytest.TempPathFactory, words: list[str], use: str) -> None:
+    """Quotes, escapes, splitting. A pattern would be matched with files by bash; no script asks for that."""
+    if use[0] != '"' and any(set("*?[") & set(word) for word in words):
+        return
+    path = tmp_path_factory.mktemp("script") / "run.sh"
+    path.write_text(f"A=({shlex.join(words)})\npython3 train.py {use}\n")
+    stub = 'python3() { for word in "${@:2}"; do printf \'%s\\0\' "$word"; done; }\n'
+    bash = subprocess.run(["bash", "-c", stub + path.read_text()], capture_output=True, text=True, check=True)
+    assert list(read_launch(path).arguments) == bash.stdout.split("\0")[:-1]
+
+
+@pytest.mark.parametrize(("text", "wanted"), [
+    ('B=${A:-5}; C="${B}x"\npython train.py --a "$C" --b ${D:-${B}} --c $((B+2))', "--a 5x --b 5 --c 7"),
+    ("A=1\nif true; then A=2; else A=3; fi\npython train.py --a $A", "--a 3"),
+    ("A=(--x 1)\npython train.py \\\n  --b 1\n${A[@]} \\\n --c 2", "--b 1 --x 1 --c 2"),
+    ("python train.py --key ${KEY} --n $(date +%s) --m $((N / 2))", "--key ${KEY} --n $(date +%s) --m $((N / 2))"),
+    ("export A=7 # seven\npython3 -u some/where/train_async.py --a=$A", "--a=7"),
+])  # fmt: skip
+def test_small_scripts(tmp_path: Path, text: str, wanted: str) -> None:
+    (tmp_path / "run.sh").write_text(text)
+    assert " ".join(read_launch(tmp_path / "run.sh").arguments) == wanted
+
+
+@pytest.mark.parametrize(("text", "words"), [
+    ("echo hello", "starts no train.py or train_async.py"),
+    ("source models/none.sh\npython train.py", "reads models/none.sh, which is not there"),
+])  # fmt: skip
+def test_a_script_that_cannot_be_read_says_why(tmp_path: Path, text: str, words: str) -> None:
+    (tmp_path / "run.sh").write_text(text)
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        read_launch(tmp_path / "run.sh")
+
+
+# ---------------------------------------------------------------------- the command
+
+
+def test_a_script_becomes_a_command_and_the_report_says_what_changed(
+    script: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert launch.main(["convert", str(script), "--seed", "7"]) == 0
+    out, report = capsys.readouterr()
+    words = shlex.split(out.replace("\\\n", " "))
+    assert words[:2] == ["python", "launch.py"]
+    found = {name: list(given) for name, given, _ in grouped(words[2:])}
+    assert found["run-dir"] == ["/runs/mine/"]
+    assert found["prompt-data"] == ["${DATA_DIR}/train.jsonl"]
+    assert '"${DATA_DIR}/train.jsonl"' in out, "for the shell to put in"
+    assert found["eval-prompt-data"] == ["aime=/data/aime.jsonl"]
+    assert found["seed"] == ["7"]
+    # slime's own defaults, where they are others
+    assert found["train-backend"] == ["megatron"]
+    assert (found["mode"], found["engine"], found["no-partial-rollout"]) == (["sync"], ["sglang"], [])
+    assert (found["weight-decay"], found["n-samples-per-prompt"], found["eval-temperature"]) == (
+        ["0.01"],
+        ["1"],
+        ["1.0"],
+    )
+    assert not {"num-layers", "swiglu", "load", "ref-load"} & set(found)
+    assert not read_flags(words[2:]).faults
+    for line in (
+        "left out, for config.json of --hf-checkpoint says it: --swiglu --num-layers",
+        "left out, for it is so anyway: --load",
+        "changed: --save /runs/mine/ -> --run-dir /runs/mine/",
+        "note: --ref-load /models/Qwen3-4B_torch_dist is a checkpoint of Megatron-LM",
+        "check NUM_GPUS: set under a condition",
+    ):
+        assert line in report
+
+
+def test_a_script_becomes_a_recipe(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError, match=re.escape("'${DATA_DIR}/train.jsonl' holds a variable of the shell")):
+        convert([str(script), "--toml"])
+    script.write_text(SCRIPT.replace("${DATA_DIR}", "/data"))
+    capsys.readouterr()
+    assert launch.main(["convert", str(script), "--toml"]) == 0
+    tables = tomllib.loads(capsys.readouterr().out)
+    assert tables["data"]["prompt_data"] == ["/data/train.jsonl"]
+    assert tables["rollout"]["rollout_batch_size"] == 32
+    assert tables["sglang"]["sglang_args"] == {"cuda_graph_bs_decode": ["1", "2", "4", "6"]}
+
+
+def test_options_that_are_not_here_are_left_out_of_the_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And what has no effect: settings of an evaluation that has no data, splits where there is nothing to split."""
+    (tmp_path / "run.sh").write_text(
+        "python3 train_async.py --hf-checkpoint m --use-wandb --wandb-project p --n-samples-per-eval-prompt 4 "
+        "--custom-rm-path my_code.score --rollout-temperature 0.8 --tensor-model-parallel-size 1 --sequence-parallel"
+    )
+    assert launch.main(["convert", str(tmp_path / "run.sh")]) == 0
+    out, report = capsys.readouterr()
+    assert "wandb" not in out
+    assert "eval" not in out
+    assert "--async-buffer-size 1" in out
+    assert "left out, not here: --use-wandb, --wandb-project" in report
+    assert "no effect beside the other options: --n-samples-per-eval-prompt --sequence-parallel" in report
+    assert "see docs/slime.md: my_code.score" in report
