@@ -76,16 +76,11 @@ def _label_faults(config: Config) -> Iterator[str]:
             f"--rm-type is {config.reward.rm_type}, but it compares with a reference answer and --label-key is not "
             "set; add --label-key, for example --label-key answer"
         )
-    warm_label = warm.warm_start_steps > 0 and warm.warm_start_label_key is None
-    for what, supervised in (
-        (f"--warm-start-steps is {warm.warm_start_steps}", warm_label),
-        ("--loss-type is sft_loss", config.train.loss_type == "sft_loss"),
-    ):
-        if supervised:
-            yield (
-                f"{what}, but supervised training needs the reference answers and --label-key is not set; add "
-                "--label-key, for example --label-key answer"
-            )
+    if warm.warm_start_steps > 0 and warm.warm_start_label_key is None:
+        yield (
+            f"--warm-start-steps is {warm.warm_start_steps}, but supervised training needs the reference answers and "
+            "--label-key is not set; add --label-key, for example --label-key answer"
+        )
 
 
 def checkpoint_faults(config: Config) -> Iterator[str]:

@@ -7,19 +7,20 @@ prompt each time; `fingerprint` changes when a usable row changes, so that a res
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 import msgspec
 import numpy as np
 import xxhash
-from msgspec import Struct
 
 from configs.schema import Config
 from configs.schema.data import DataConfig
 from models.families.source import context_limit
+from stages.chat.formats import special_pieces
 from stages.chat.messages import Message as ChatMessage
 from stages.chat.tokenizer import Tokenizer, load_tokenizer
+from stages.data.conversations import Chat, Conversation, demonstrated, is_conversation
+from stages.data.prepare import Converse, PreparedPrompt, Preparer, Render, Tokenize
 from stages.data.rows import (
     BadRow,
     BadValue,
@@ -34,43 +35,13 @@ from stages.data.rows import (
 )
 from stages.data.sources import Source, open_source
 from stages.errors import DataError, EmptyDataError, RowError
-from stages.messages import NO_IDS, Int32Array, PromptGroup, wire
 from stages.tools.registry import resolve_tools
 
-Tokenize = Callable[[str], Sequence[int]]
-Render = Callable[[list[Message], list[Mapping[str, object]]], str]
-
 _LABEL_SAMPLES = 256
-_HEAD_CHARACTERS = 8  # for each token of the limit; a token of prose has four
+_MARKUP_CHARACTERS = 64  # longer than any special token
 _ROW_BYTES = 16 << 20  # a message of one prompt must fit into its stream with room to spare
 # Tokens kept, 4 bytes each. Epochs visit prompts cyclically: then keeping the first ones is as good as any eviction.
 _CACHED_TOKENS = 64 * 1024 * 1024
-
-
-class PreparedPrompt(Struct, frozen=True):
-    """One prompt, ready to be admitted as a group."""
-
-    prompt: str
-    prompt_ids: Int32Array  # [P], P >= 1
-    label: str | None
-    metadata: str  # JSON object
-    tools: str  # JSON list: the run's tools, then the row's own
-    label_ids: Int32Array = NO_IDS  # [L], filled in supervised training
-
-    def group(self, group_id: int, index: int, n_samples: int, seed: int) -> PromptGroup:
-        """The prompt, which is the one of the index, as a group of so many rollouts."""
-        return PromptGroup(
-            group_id=group_id,
-            prompt_index=index,
-            epoch=0,
-            prompt=self.prompt,
-            prompt_ids=self.prompt_ids,
-            label=self.label,
-            n_samples=n_samples,
-            seed=seed,
-            metadata=self.metadata,
-            tools=self.tools,
-        )
 
 
 class PromptSet:
@@ -87,13 +58,15 @@ class PromptSet:
         tools: Sequence[Mapping[str, object]] = (),
         max_prompt_tokens: int | None = None,
         tokenize_labels: bool = False,
+        converse: Converse | None = None,
         trusted: frozenset[str] | None = frozenset(),
     ) -> None:
         """Read and check all rows of `paths` (`path@[a:b]`).
 
         `render(messages, tools)` applies the chat template. `max_prompt_tokens` is a limit of the run (its context
         length) beside that of the configuration: the lower one holds. `tokenize_labels` fills `label_ids`, for
-        supervised training; rows without a label are then skipped. `trusted`: `RowKeys.trusted`. Raises DataError.
+        supervised training; rows with neither a label nor an answer in their chat are then skipped. `converse` splits
+        such a chat; without it chats are not looked into. `trusted`: `RowKeys.trusted`. Raises DataError.
         """
         if not paths:
             raise EmptyDataError("prompt_data is empty: name at least one prompt file, as in --prompt-data train.jsonl")
@@ -105,9 +78,15 @@ class PromptSet:
         limit = min(filter(None, (config.rollout_max_prompt_len, max_prompt_tokens)), default=None)
         self.report = LoadReport()
         self._keys = RowKeys(config.input_key, config.label_key, config.metadata_key, config.tool_key, trusted)
-        self._need_labels = tokenize_labels
+        self._need_labels, self._longest = tokenize_labels, max_prompt_tokens
         self._prepare = Preparer(
-            config.apply_chat_template, tokenize, tokenize_rendered or tokenize, render, tools, tokenize_labels
+            config.apply_chat_template,
+            tokenize,
+            tokenize_rendered or tokenize,
+            render,
+            tools,
+            tokenize_labels,
+            converse,
         )
         self._sources = [open_source(path, self._keys.wanted()) for path in paths]
         self._cache: dict[int, PreparedPrompt] = {}
@@ -164,18 +143,23 @@ class PromptSet:
     def _admit(self, row: object, columns: Sequence[str] | None, limit: int | None, index: int) -> PromptRow:
         """Check one row; raise BadValue if it is not usable. Counts what the report wants to know."""
         parsed = parse_row(row, self._keys, columns)
-        if parsed.label is None and self._need_labels:
-            raise BadValue("missing key", f"no label {self._keys.label!r}, which is what supervised training learns")
+        shown = parsed.label is None and self._need_labels
+        if shown and not is_conversation(parsed.prompt):
+            lacking = f"no label {self._keys.label!r} and no assistant message in {self._keys.input!r}"
+            raise BadValue("missing key", f"{lacking}, which is what supervised training learns")
         # The first prompt is prepared even without a limit: a chat template that always fails shows at the start.
         if limit is not None or index == 0:
             prepared = self._prepare(parsed, limit)
             n_tokens = len(prepared.prompt_ids)
             if limit is not None and n_tokens > limit:
                 raise BadValue("too long", f"the prompt has {n_tokens} tokens, above the limit of {limit}")
+            if self._longest is not None and n_tokens + len(prepared.label_ids) > self._longest + 1:
+                whole = n_tokens + len(prepared.label_ids)
+                raise BadValue("too long", f"prompt and answer have {whole} tokens, above {self._longest + 1}")
             self.report.longest_tokens = max(self.report.longest_tokens, n_tokens)
             self._keep(index, prepared)
         if parsed.label is None:
-            self.report.unlabelled += 1
+            self.report.unlabelled += not shown
         elif len(self.report.labels) < _LABEL_SAMPLES:
             self.report.labels.append(parsed.label)
         if parsed.rm_type is not None:
@@ -208,69 +192,6 @@ class PromptSet:
                 f"label_key is {keys.label!r}, but none of the {report.kept} usable rows has a label; "
                 f"{source.file}:{source.line(row)}: {missing_key(keys.label, names).reason}"
             )
-
-
-@dataclass(frozen=True)
-class Preparer:
-    """Renders and tokenises checked rows."""
-
-    wrap_text: bool
-    tokenize: Tokenize
-    tokenize_rendered: Tokenize
-    render: Render | None
-    tools: Sequence[Mapping[str, object]]
-    tokenize_labels: bool
-
-    def __call__(self, row: PromptRow, limit: int | None = None) -> PreparedPrompt:
-        """Raises BadValue if the template refuses the messages, no token comes out, or a text of many times the limit,
-        in tokens, is too long without doubt."""
-        tools: list[Mapping[str, object]] = [*self.tools]
-        if row.tools != "[]":
-            tools.extend(msgspec.json.decode(row.tools))
-        if isinstance(row.prompt, str) and not self.wrap_text:
-            text, ids = row.prompt, _tokenized(self.tokenize, row.prompt, limit)
-        else:
-            text = self._rendered(row.prompt, tools)
-            ids = _tokenized(self.tokenize_rendered, text, limit)
-        if not len(ids):
-            raise BadValue("empty prompt", "the prompt has no tokens")
-        encoded_tools = row.tools if not self.tools else msgspec.json.encode(tools).decode()
-        label_ids = _frozen(self.tokenize_rendered(row.label or "")) if self.tokenize_labels else NO_IDS
-        return PreparedPrompt(text, _frozen(ids), row.label, row.metadata, encoded_tools, label_ids)
-
-    def _rendered(self, prompt: str | list[Message], tools: list[Mapping[str, object]]) -> str:
-        if self.render is None:
-            raise BadValue(
-                "template",
-                "the prompt is a list of chat messages, but the tokenizer has no chat template; "
-                "give one with --chat-template-path",
-            )
-        messages: list[Message] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        try:
-            return self.render(messages, tools)
-        except Exception as error:  # a template is a program of the checkpoint: whatever it raises concerns this row
-            raise BadValue(
-                "template", f"the chat template refuses the messages ({type(error).__name__}: {error})"
-            ) from None
-
-
-def _tokenized(tokenize: Tokenize, text: str, limit: int | None) -> Sequence[int]:
-    """The tokens of a text. Of a text of megabytes only the beginning is encoded, which shows that it is too long."""
-    if limit is not None and len(text) > _HEAD_CHARACTERS * (limit + 1):
-        head = text[: _HEAD_CHARACTERS * (limit + 1)]
-        n_tokens = len(tokenize(head))
-        if n_tokens > limit + 1:  # its last token may become one with what follows
-            raise BadValue(
-                "too long",
-                f"the first {len(head)} of {len(text)} characters are {n_tokens} tokens, above the limit of {limit}",
-            )
-    return tokenize(text)
-
-
-def _frozen(ids: Sequence[int]) -> Int32Array:
-    array = wire(ids, Int32Array)
-    array.flags.writeable = False  # one array is handed to every group of this prompt
-    return array
 
 
 def load_train_prompts(config: Config, tokenizer: Tokenizer) -> PromptSet:
@@ -309,6 +230,7 @@ def _load(config: Config, data: DataConfig, tokenizer: Tokenizer, *, tokenize_la
         tools=[tool.schema for tool in resolve_tools(config.tools.tools).values()],
         max_prompt_tokens=None if context is None else context - 1,
         tokenize_labels=tokenize_labels,
+        converse=_converse(data, tokenizer) if tokenize_labels and tokenizer.has_chat_template else None,
         trusted=trusted_functions(config),
     )
 
@@ -318,6 +240,21 @@ def _render(data: DataConfig, tokenizer: Tokenizer) -> Render | None:
         return tokenizer.apply_chat_template(messages, offered or None, **data.apply_chat_template_kwargs)
 
     return render if tokenizer.has_chat_template else None
+
+
+def _converse(data: DataConfig, tokenizer: Tokenizer) -> Converse:
+    def markup_at(text: str) -> str:
+        pieces = special_pieces(tokenizer, text[:_MARKUP_CHARACTERS])
+        return pieces[0] if pieces and text.startswith(pieces[0]) else ""
+
+    def converse(messages: Chat, offered: Sequence[Mapping[str, object]]) -> Conversation:
+        def render(turns: Chat, generation_prompt: bool) -> str:
+            arguments = data.apply_chat_template_kwargs | {"add_generation_prompt": generation_prompt}
+            return tokenizer.apply_chat_template(turns, offered or None, **arguments)
+
+        return demonstrated(messages, render, markup_at)
+
+    return converse
 
 
 def _load_tasks(config: Config, data: DataConfig) -> PromptSet:

@@ -36,7 +36,7 @@ import numpy.typing as npt
 from configs.schema import Config, DataConfig
 from models.engines.noise import GOLDEN, mix64, mix_array
 from models.import_path import import_path, raised
-from stages.data.prompt_set import PreparedPrompt, Preparer
+from stages.data.prepare import PreparedPrompt, Preparer
 from stages.data.rows import BadValue, LoadReport, RowKeys, normal_import_path, parse_row, trusted_functions
 from stages.errors import DataSourceError
 from stages.messages import (
@@ -126,7 +126,7 @@ def demonstration(
 ) -> RolloutSlice:
     """A complete group with one sample. `encode` gives the ids of a text, for the spans of tools."""
     text, ids = prompt.label or "", prompt.label_ids.tolist()
-    if eos_id is not None and ids[-1:] != [eos_id]:
+    if eos_id is not None and ids[-1:] != [eos_id] and not prompt.ended:
         ids.append(eos_id)
     before = len(prompt.prompt_ids)
     mask = np.ones(len(ids), dtype=np.uint8)

@@ -23,8 +23,8 @@ from configs.command_line import RESERVED, parse
 from configs.flags import flags
 from configs.load import load_arguments
 from configs.passthrough import RETIRED
-from configs.slime_options import ALIASES, MODEL_ARGS, NOT_HERE, TAKEN
 from configs.schema import Config, EnvironmentConfig, TrainConfig
+from configs.slime_options import ALIASES, MODEL_ARGS, NOT_HERE, TAKEN
 from models.tiny import make_tiny_checkpoint
 from stages.agents.environment import Task, Turn
 from stages.agents.worker import Hosted, answers

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from configs.schema import Config
-from stages.data.prompt_set import PreparedPrompt
+from stages.data.prepare import PreparedPrompt
 from stages.messages import CheckpointReady, EvalDone, Int32Array, PromptGroup, Report, Settled, StepDone, wire
 from stages.prompts.ledger import Ledger, LedgerSnapshot, OpenGroup
 from stages.prompts.stage import PromptStage

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from stages.data.prompt_set import PreparedPrompt
+from stages.data.prepare import PreparedPrompt
 from stages.errors import Starved
 from stages.messages import CheckpointReady, EvalDone, Int32Array, RolloutSlice, Settled, wire
 from stages.prompts.ledger import LedgerSnapshot, OpenGroup

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from configs.schema import Config, FilterConfig
 from models.import_path import ImportPathError
 from pipeline.record.kept_files import uncertain_in
-from stages.data.prompt_set import Preparer
+from stages.data.prepare import Preparer
 from stages.errors import DataSourceError
 from stages.graders.grade import GradeRequest, UnknownGraderError
 from stages.graders.registry import custom_grader

@@ -1,0 +1,131 @@
+"""A checked row becomes a prompt: text and token ids, and in supervised training what is to be learned.
+
+Invariant: the same row gives the same prompt each time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from stages.data.conversations import Chat, Conversation, is_conversation
+from stages.data.rows import BadValue, Message, PromptRow
+from stages.messages import NO_IDS, Int32Array, PromptGroup, wire
+
+T = TypeVar("T")
+Tokenize = Callable[[str], Sequence[int]]
+Render = Callable[[list[Message], list[Mapping[str, object]]], str]
+Converse = Callable[[Chat, Sequence[Mapping[str, object]]], Conversation]
+
+_HEAD_CHARACTERS = 8  # for each token of the limit; a token of prose has four
+
+
+class PreparedPrompt(Struct, frozen=True):
+    """One prompt, ready to be admitted as a group."""
+
+    prompt: str
+    prompt_ids: Int32Array  # [P], P >= 1
+    label: str | None
+    metadata: str  # JSON object
+    tools: str  # JSON list: the run's tools, then the row's own
+    label_ids: Int32Array = NO_IDS  # [L], filled in supervised training
+    ended: bool = False  # the label ends as the chat template ends a turn
+
+    def group(self, group_id: int, index: int, n_samples: int, seed: int) -> PromptGroup:
+        """The prompt, which is the one of the index, as a group of so many rollouts."""
+        return PromptGroup(
+            group_id=group_id,
+            prompt_index=index,
+            epoch=0,
+            prompt=self.prompt,
+            prompt_ids=self.prompt_ids,
+            label=self.label,
+            n_samples=n_samples,
+            seed=seed,
+            metadata=self.metadata,
+            tools=self.tools,
+        )
+
+
+@dataclass(frozen=True)
+class Preparer:
+    """Renders and tokenises checked rows."""
+
+    wrap_text: bool
+    tokenize: Tokenize
+    tokenize_rendered: Tokenize
+    render: Render | None
+    tools: Sequence[Mapping[str, object]]
+    tokenize_labels: bool
+    converse: Converse | None = None
+
+    def __call__(self, row: PromptRow, limit: int | None = None) -> PreparedPrompt:
+        """Raises BadValue if the template refuses the messages, no token comes out, or a text of many times the limit,
+        in tokens, is too long without doubt."""
+        tools: list[Mapping[str, object]] = [*self.tools]
+        if row.tools != "[]":
+            tools.extend(msgspec.json.decode(row.tools))
+        if self.converse is not None and row.label is None and is_conversation(row.prompt):
+            chat = self._of_template(partial(self.converse, row.prompt, tools))
+            return self._conversation(chat, row, tools)
+        if isinstance(row.prompt, str) and not self.wrap_text:
+            text, ids = row.prompt, _tokenized(self.tokenize, row.prompt, limit)
+        else:
+            text = self._rendered(row.prompt, tools)
+            ids = _tokenized(self.tokenize_rendered, text, limit)
+        if not len(ids):
+            raise BadValue("empty prompt", "the prompt has no tokens")
+        encoded_tools = row.tools if not self.tools else msgspec.json.encode(tools).decode()
+        label_ids = _frozen(self.tokenize_rendered(row.label or "")) if self.tokenize_labels else NO_IDS
+        return PreparedPrompt(text, _frozen(ids), row.label, row.metadata, encoded_tools, label_ids)
+
+    def _conversation(self, chat: Conversation, row: PromptRow, tools: list[Mapping[str, object]]) -> PreparedPrompt:
+        """A chat whose answers are learned; what lies between them is left out of the loss."""
+        ids, label_ids = (_frozen(self.tokenize_rendered(text)) for text in (chat.prompt, chat.label))
+        metadata = msgspec.json.encode(msgspec.json.decode(row.metadata) | {"tool_spans": chat.context}).decode()
+        offered = msgspec.json.encode(tools).decode()
+        return PreparedPrompt(chat.prompt, ids, chat.label, metadata, offered, label_ids, chat.ended)
+
+    def _rendered(self, prompt: str | list[Message], tools: list[Mapping[str, object]]) -> str:
+        if self.render is None:
+            raise BadValue(
+                "template",
+                "the prompt is a list of chat messages, but the tokenizer has no chat template; "
+                "give one with --chat-template-path",
+            )
+        messages: list[Message] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        return self._of_template(partial(self.render, messages, tools))
+
+    def _of_template(self, rendered: Callable[[], T]) -> T:
+        try:
+            return rendered()
+        except BadValue:
+            raise
+        except Exception as error:  # a template is a program of the checkpoint: whatever it raises concerns this row
+            raise BadValue(
+                "template", f"the chat template refuses the messages ({type(error).__name__}: {error})"
+            ) from None
+
+
+def _tokenized(tokenize: Tokenize, text: str, limit: int | None) -> Sequence[int]:
+    """The tokens of a text. Of a text of megabytes only the beginning is encoded, which shows that it is too long."""
+    if limit is not None and len(text) > _HEAD_CHARACTERS * (limit + 1):
+        head = text[: _HEAD_CHARACTERS * (limit + 1)]
+        n_tokens = len(tokenize(head))
+        if n_tokens > limit + 1:  # its last token may become one with what follows
+            raise BadValue(
+                "too long",
+                f"the first {len(head)} of {len(text)} characters are {n_tokens} tokens, above the limit of {limit}",
+            )
+    return tokenize(text)
+
+
+def _frozen(ids: Sequence[int]) -> Int32Array:
+    array = wire(ids, Int32Array)
+    array.flags.writeable = False  # one array is handed to every group of this prompt
+    return array
