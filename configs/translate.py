@@ -274,6 +274,8 @@ _RULES: Final[Mapping[str, Callable[[tuple[str, ...], Given], Answer | None]]] =
     "opd-teacher-load": _teacher_load,
     "opd-type": lambda values, given: Answer(),
     "rm-type": _rm_type,
+    "use-wandb": lambda values, given: Answer(("--report-to", "wandb")),
+    "use-mlflow": lambda values, given: Answer(("--report-to", "mlflow")),
     "calculate-per-token-loss": _per_token,
     "bf16": lambda values, given: Answer(() if "train-dtype" in given else ("--train-dtype", "bfloat16")),
     "router-policy": lambda values, given: (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -121,6 +122,15 @@ def run_warnings(config: Config) -> Iterator[str]:
             f"the longest prompts ({prompt} tokens) leave less than --rollout-max-response-len {response} inside "
             f"--rollout-max-context-len {context}: their responses are cut short"
         )
+
+
+def tracker_faults(config: Config) -> Iterator[str]:
+    """Whether the experiment trackers are known and their libraries installed."""
+    for name in config.observe.report_to:
+        if name not in ("wandb", "mlflow"):
+            yield f"--report-to is {name!r}, but must be wandb or mlflow; choose one, or leave it out"
+        elif importlib.util.find_spec(name) is None:
+            yield f"--report-to {name} needs a package that is not installed; pip install {name}"
 
 
 def debug_faults(config: Config) -> Iterator[str]:

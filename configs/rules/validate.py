@@ -142,6 +142,8 @@ def _has(config: Config, key: str, text: str, *, wanted: bool) -> bool:
     value = value_at(config, key)
     if not text:
         return bool(value) is wanted
+    if isinstance(value, tuple):
+        return text in value
     return str(value) == text or (key == "algorithm.policy_loss" and ":" in str(value))  # a custom loss may read all
 
 
@@ -176,7 +178,7 @@ _FAULTS: Final[tuple[Check, ...]] = (
     files.preset_faults, model_args.model_args_faults, files.save_faults, placement.ray_faults,
     parallel.layout_faults, parallel.pipeline_faults, parallel.expert_faults, parallel.model_faults,
     parallel.recompute_faults, parallel.lora_faults,
-    run.debug_faults, bound_faults,
+    run.tracker_faults, run.debug_faults, bound_faults,
 )  # fmt: skip
 _WARNINGS: Final[tuple[Check, ...]] = (
     run.run_warnings, algorithm.algorithm_warnings, algorithm.correction_warnings,

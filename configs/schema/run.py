@@ -105,6 +105,20 @@ class ObserveConfig(Section, frozen=True, kw_only=True):
     """live table; default: if the output is a terminal"""
     use_tensorboard: bool = True
     """write TensorBoard events"""
+    report_to: tuple[str, ...] = ()
+    """experiment trackers that get every row of metrics.jsonl: wandb (Weights & Biases), mlflow"""
+    project: Annotated[str, ReadBy("--report-to")] = "sluice"
+    """project of the trackers; MLflow calls it experiment"""
+    run_name: Annotated[str | None, ReadBy("--report-to")] = None
+    """name of the run in the trackers; default: that of the run's directory"""
+    run_group: Annotated[str | None, ReadBy("--report-to")] = None
+    """group of runs in the trackers"""
+    wandb_team: Annotated[str | None, ReadBy("--report-to wandb")] = None
+    """entity at Weights & Biases that the project belongs to"""
+    wandb_mode: Annotated[Literal["online", "offline"], ReadBy("--report-to wandb")] = "online"
+    """offline: files in the run's directory, for `wandb sync`"""
+    wandb_host: Annotated[str | None, ReadBy("--report-to wandb")] = None
+    """address of a server of Weights & Biases of your own"""
     use_plot: bool = True
     """draw the learning curve when the run ends"""
     trace: bool = True

@@ -8,6 +8,7 @@
     logs/<replica>.log   what each process printed
     trace/, trace.json   spans of each stage, merged for Perfetto
     tensorboard/         events
+    trackers.json        the ids of the run at --report-to
     episodes/            responses, turns and calls of rollouts that have not ended; see pipeline/record/kept_files.py
     checkpoints/         step-NNNNNN, committed atomically; hf/ inside is a Hugging Face model
     summary.json, learning_curve.png

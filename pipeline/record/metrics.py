@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
 
@@ -111,14 +111,24 @@ class TensorBoardMetrics:
         self._writer.add_event(event)
 
 
+class Writer(Protocol):
+    """Takes a row of scalars; see `Metrics.write`."""
+
+    def write(self, step: int, values: Mapping[str, float], *, wall_s: float, trained_tokens: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class Metrics:
-    """The metrics of a run: always JSONL, TensorBoard on request.
+    """The metrics of a run: always JSONL, TensorBoard and other writers on request.
 
     Takes one row of scalars per step. Several rows of one step are allowed (an evaluation beside the training).
     """
 
-    def __init__(self, run_dir: Path, *, tensorboard: bool, resume_step: int | None = None) -> None:
-        self._writers: list[JsonlMetrics | TensorBoardMetrics] = [JsonlMetrics(run_dir / METRICS_FILE, resume_step)]
+    def __init__(
+        self, run_dir: Path, *, tensorboard: bool, resume_step: int | None = None, more: Iterable[Writer] = ()
+    ) -> None:
+        self._writers: list[Writer] = [JsonlMetrics(run_dir / METRICS_FILE, resume_step), *more]
         if tensorboard:
             self._writers.append(TensorBoardMetrics(run_dir / TENSORBOARD_DIRECTORY, resume_step))
 

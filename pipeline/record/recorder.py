@@ -29,6 +29,7 @@ from pipeline.record.health import Alarm, HealthWatch
 from pipeline.record.kept_files import best_text, forget_ended, forget_responses, keeps_rollouts, save_hf
 from pipeline.record.metrics import VERSION, Metrics, Point, evaluations, read_metrics, scores
 from pipeline.record.stalls import OutageWatch, StallWatch
+from pipeline.record.trackers import trackers
 from pipeline.record.view import RunView
 from stages.messages import CheckpointReady, EvalDone, Settled, StepDone
 from stages.prompts.ledger import Ledger, LedgerSnapshot, OpenGroup
@@ -113,7 +114,8 @@ class Recorder:
         """Called once the trainer has its weights: a refused resume drops no row."""
         if self._metrics is None:
             tensorboard = self.config.observe.use_tensorboard
-            self._metrics = Metrics(self.rundir.path, tensorboard=tensorboard, resume_step=self._resume_step)
+            more = trackers(self.config, self.rundir.path)
+            self._metrics = Metrics(self.rundir.path, tensorboard=tensorboard, resume_step=self._resume_step, more=more)
             for row in read_metrics(self.rundir.metrics):  # of the starts before
                 points = evaluations([row])
                 self.points += points
