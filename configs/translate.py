@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
+import msgspec
 from msgspec import Struct
 
 from configs.slime_options import ALIASES, MODEL_ARGS, NOT_HERE, TAKEN
@@ -105,8 +106,8 @@ def translate(argv: Sequence[str]) -> Translation:
 
 def _answer(name: str, values: tuple[str, ...], given: Given) -> Answer | None:
     """None for an option that is not of slime or Megatron-LM alone."""
-    if name in _RULES:
-        return _RULES[name](values, given)
+    if name in RULES:
+        return RULES[name](values, given)
     if name in ALIASES:
         return Answer((f"--{ALIASES[name]}", *values))
     if name in MODEL_ARGS:
@@ -177,6 +178,36 @@ def _eval_prompt_data(values: tuple[str, ...], given: Given) -> Answer | None:
     if not named or not all(set("/.") & set(path) for path in paths):
         return None
     return Answer(("--eval-prompt-data", *(f"{name}={path}" for name, path in zip(names, paths, strict=True))))
+
+
+_EVAL_KEYS: Final = {  # of slime's data sets -> of `eval.eval_sets`
+    "n_samples_per_eval_prompt": "n_samples",
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "max_response_len": "max_response_len",
+    "prompt_key": "input_key",
+    "input_key": "input_key",
+    "label_key": "label_key",
+    "rm_type": "rm_type",
+}
+
+
+def _eval_config(values: tuple[str, ...], given: Given) -> Answer:
+    """A YAML file: `eval: {defaults: {...}, datasets: [{name, path, ...}]}`."""
+    try:
+        tables = msgspec.yaml.decode(Path(" ".join(values)).read_bytes())["eval"]
+        defaults, sets = tables.get("defaults") or {}, {table.pop("name"): table for table in tables["datasets"]}
+        paths = [f"{name}={table.pop('path')}" for name, table in sets.items()]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, msgspec.MsgspecError) as error:
+        wanted = "eval: with datasets:, each with name and path"
+        return Answer(fault=f"{' '.join(values)} cannot be read as {wanted} ({type(error).__name__}: {error})")
+    settings = {name: defaults | table for name, table in sets.items()}
+    unknown = sorted({key for table in settings.values() for key in table} - set(_EVAL_KEYS))
+    if unknown:
+        return Answer(fault=f"{', '.join(unknown)} cannot be set for a single data set; see docs/evaluation.md")
+    own = {name: {_EVAL_KEYS[key]: one for key, one in table.items()} for name, table in settings.items()}
+    return Answer(("--eval-prompt-data", *paths, "--eval-sets", msgspec.json.encode(own).decode()))
 
 
 def _router(values: tuple[str, ...], given: Given) -> Answer:
@@ -252,7 +283,7 @@ def _per_token(values: tuple[str, ...], given: Given) -> Answer:
     return Answer(() if "loss-aggregation" in given else ("--loss-aggregation", "token_mean"))
 
 
-_RULES: Final[Mapping[str, Callable[[tuple[str, ...], Given], Answer | None]]] = {
+RULES: Final[Mapping[str, Callable[[tuple[str, ...], Given], Answer | None]]] = {
     "save": _save,
     "load": _load,
     "ref-load": _ref_load,
@@ -260,6 +291,7 @@ _RULES: Final[Mapping[str, Callable[[tuple[str, ...], Given], Answer | None]]] =
     "kl-loss-coef": _kl_loss,
     "kl-loss-type": _kl_loss_type,
     "eval-prompt-data": _eval_prompt_data,
+    "eval-config": _eval_config,
     "sglang-router-ip": _router,
     "sglang-router-port": _router_port,
     "update-weight-mode": _update_mode,

@@ -109,7 +109,7 @@ class EvaluateStage(Stage):
         from stages.data.prompt_set import load_eval_prompts
 
         self.sets = {
-            name: load_eval_prompts(self.config, path)
+            name: load_eval_prompts(self.config, name, path)
             for name, path in map(dataset_name, self.config.eval.eval_prompt_data)
         }
 
@@ -150,7 +150,7 @@ class EvaluateStage(Stage):
 
     async def _evaluate(self, ports: Ports, version: int) -> None:
         started = time.monotonic()
-        wanted = sum(len(prompts) for prompts in self.sets.values()) * self.config.eval.n_samples_per_eval_prompt
+        wanted = sum(len(prompts) * self._samples(name) for name, prompts in self.sets.items())
         with self.activity.working(), self.span("evaluate", detail=f"version {version}"):
             async with beside(self._send_all(ports, version)):
                 late = await self._await_results(ports, version, wanted, started)
@@ -187,7 +187,6 @@ class EvaluateStage(Stage):
     async def _send_all(self, ports: Ports, version: int) -> None:
         """Waits for the hub's acceptance, a window of prompts at a time."""
         window = asyncio.Semaphore(SENDS_AT_ONCE)
-        n_samples = self.config.eval.n_samples_per_eval_prompt
 
         async def send(group: PromptGroup) -> None:
             try:
@@ -197,16 +196,22 @@ class EvaluateStage(Stage):
 
         async with asyncio.TaskGroup() as sends:
             for name, prompts in self.sets.items():
+                grader = self.config.eval.grader(name)
                 for index in range(len(prompts)):
                     await window.acquire()
                     seed = sampling_seed(self.config.run.seed + 1, index)
-                    fresh = prompts.get(index).group(EVAL_BASE + index, index, n_samples, seed)
-                    pinned = msgspec.structs.replace(fresh, purpose="eval", dataset=name, pinned_version=version)
-                    sends.create_task(send(pinned))
+                    fresh = prompts.get(index).group(EVAL_BASE + index, index, self._samples(name), seed)
+                    graded = fresh.metadata if grader is None else _with_grader(fresh.metadata, grader)
+                    pinned = {"purpose": "eval", "dataset": name, "pinned_version": version, "metadata": graded}
+                    sends.create_task(send(msgspec.structs.replace(fresh, **pinned)))
+
+    def _samples(self, name: str) -> int:
+        """Rollouts of each prompt of a data set."""
+        return self.config.eval.of(name).n_samples_per_eval_prompt
 
     def _graded(self, version: int, name: str) -> list[RolloutSlice]:
         """The answers to a data set, with their prompts."""
-        n = self.config.eval.n_samples_per_eval_prompt
+        n = self._samples(name)
         return [
             RolloutSlice(self.sets[name].get(prompt).group(prompt, prompt, n, 0), parts[-1:])
             for (dataset, prompt, _), parts in sorted(self._answers.get(version, {}).items(), key=lambda item: item[0])
@@ -219,7 +224,7 @@ class EvaluateStage(Stage):
         for name, prompts in self.sets.items():
             answers = self._answers.get(version, {})
             given = [parts for (dataset, _, _), parts in answers.items() if dataset == name]
-            n = len(prompts) * self.config.eval.n_samples_per_eval_prompt
+            n = len(prompts) * self._samples(name)
             pure = [parts[-1] for parts in given if _is_of(parts, version)]
             complete &= len(pure) == n
             if not pure:
@@ -232,6 +237,11 @@ class EvaluateStage(Stage):
             for estimate, value in estimates(_by_prompt(answers, name, version)).items():
                 metrics[f"eval/{name}-{estimate}"] = value
         return metrics, complete
+
+
+def _with_grader(metadata: str, grader: str) -> str:
+    """A row's own grader stays."""
+    return msgspec.json.encode({"rm_type": grader} | msgspec.json.decode(metadata)).decode()
 
 
 def _is_of(parts: Rollout, version: int) -> bool:

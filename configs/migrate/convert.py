@@ -68,7 +68,7 @@ def kept(translation: Translation) -> Iterator[Option]:
 def without_effect(translation: Translation) -> Iterator[str]:
     """Options that slime leaves unread in silence, where a command of Sluice is refused."""
     given = {option.name: option.values for option in translation.options}
-    if "eval-prompt-data" not in given:
+    if not {"eval-prompt-data", "eval-config"} & set(given):
         yield from filter(_EVALUATION.match, given)
     if given.get("tensor-model-parallel-size", ("1",)) == ("1",) and "sequence-parallel" in given:
         yield "sequence-parallel"
@@ -89,7 +89,7 @@ def defaults(launch: Launch, translation: Translation) -> Iterator[tuple[str, ..
         wanted["kl-loss-type"] = ("k1",)
     if "use-dynamic-batch-size" not in given:
         wanted["no-use-dynamic-batch-size"] = ()
-    if "eval-prompt-data" in given and "eval-temperature" not in given:
+    if {"eval-prompt-data", "eval-config"} & set(given) and "eval-temperature" not in given:
         wanted["eval-temperature"] = given.get("rollout-temperature", ("1.0",))
     for name, values in wanted.items():
         if name.removeprefix("no-") not in given:

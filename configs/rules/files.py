@@ -10,10 +10,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
+
 from configs.flags import flags_by_key, show
 from configs.layers import value_at
 from configs.schema import Config
 from configs.schema.model_shapes import FAMILIES, known_shape
+from configs.schema.notation import cure
 from configs.sources import (
     BUILT_IN_MODELS,
     IMPORT_PATHS,
@@ -55,10 +58,23 @@ def data_faults(config: Config) -> Iterator[str]:
             f"--eval-prompt-data has {names[name]} sets named {name!r}, but each result needs its own name; write "
             "other-name=path for all but one"
         )
+    yield from _eval_set_faults(config)
     template = data.chat_template_path
     if template is not None and not Path(template).is_file():
         yield f"--chat-template-path is {template!r}, but there is no such file; correct the path"
     yield from _label_faults(config)
+
+
+def _eval_set_faults(config: Config) -> Iterator[str]:
+    names = {_result_name(text) for text in config.eval.eval_prompt_data}
+    for name in config.eval.eval_sets:
+        if name not in names and names:
+            hint = cure(name, names, f"the sets are {', '.join(sorted(names))}", form="eval.eval_sets.{}")
+            yield f"eval.eval_sets.{name} sets up a data set that --eval-prompt-data does not name; {hint}"
+        try:
+            config.eval.of(name)
+        except msgspec.ValidationError as error:
+            yield f"eval.eval_sets.{name} does not fit: {error}; see docs/evaluation.md"
 
 
 def _result_name(text: str) -> str:

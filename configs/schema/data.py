@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from msgspec import Meta
+import msgspec
+from msgspec import Meta, Struct
 
 from configs.schema.notation import Count, Factor, Natural, NonNegative, Positive, ReadBy, Section, Share
 
@@ -55,6 +56,19 @@ class DataConfig(Section, frozen=True, kw_only=True):
     """make a malformed row an error instead of skipping it"""
 
 
+class EvalSet(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings of one held-out data set; None: as in `EvalConfig`."""
+
+    n_samples: Count | None = None
+    temperature: NonNegative | None = None
+    top_p: Factor | None = None
+    top_k: Annotated[int, Meta(ge=-1)] | None = None
+    max_response_len: Count | None = None
+    input_key: str | None = None
+    label_key: str | None = None
+    rm_type: str | None = None
+
+
 class EvalConfig(Section, frozen=True, kw_only=True):
     """Evaluation."""
 
@@ -76,10 +90,37 @@ class EvalConfig(Section, frozen=True, kw_only=True):
     """row field with the prompt in held-out data; default: --input-key"""
     eval_label_key: Annotated[str | None, ReadBy("--eval-prompt-data")] = None
     """row field with the reference answer in held-out data; default: --label-key"""
+    eval_sets: Annotated[dict[str, Any], ReadBy("--eval-prompt-data")] = {}
+    """settings of single held-out sets: name -> n_samples, temperature, top_p, top_k, max_response_len, input_key,
+    label_key, rm_type; in a recipe [eval.eval_sets.NAME]"""
     eval_deadline_s: Annotated[Positive, ReadBy("--eval-prompt-data")] = 300.0
     """give up on an evaluation after this many seconds"""
     skip_eval_before_train: Annotated[bool, ReadBy("--eval-prompt-data")] = False
     """no evaluation of the first weights"""
+
+    def of(self, name: str) -> EvalConfig:
+        """What holds for one held-out set: its own settings over these."""
+        own = msgspec.convert(self.eval_sets.get(name, {}), EvalSet)
+        return msgspec.structs.replace(
+            self,
+            **{
+                field: value
+                for field, value in (
+                    ("n_samples_per_eval_prompt", own.n_samples),
+                    ("eval_temperature", own.temperature),
+                    ("eval_top_p", own.top_p),
+                    ("eval_top_k", own.top_k),
+                    ("eval_max_response_len", own.max_response_len),
+                    ("eval_input_key", own.input_key),
+                    ("eval_label_key", own.label_key),
+                )
+                if value is not None
+            },
+        )
+
+    def grader(self, name: str) -> str | None:
+        """The `rm_type` of one held-out set's own."""
+        return msgspec.convert(self.eval_sets.get(name, {}), EvalSet).rm_type
 
 
 class WarmStartConfig(Section, frozen=True, kw_only=True):

@@ -39,6 +39,7 @@ from stages.agents.worker import Hosted
 from stages.data.prompt_set import PromptSet
 from stages.data.rows import trusted_functions
 from stages.errors import FilterNameError
+from stages.evaluate import dataset_name
 from stages.graders.registry import listed_grader, outside, refusal
 from stages.group.filters import parse_filters
 from stages.reward.components import Selection
@@ -216,19 +217,19 @@ def check_functions(functions: tuple[str, ...], config: Config) -> None:
 def check_rows(config: Config) -> None:
     """The rows of the prompt files as they stand, without a tokenizer: lengths are not known. Raises DataError."""
     data, evaluation = config.data, config.eval
-    held_out = msgspec.structs.replace(
-        data,
-        input_key=evaluation.eval_input_key or data.input_key,
-        label_key=evaluation.eval_label_key or data.label_key,
-    )
     supervised = config.train.loss_type == "sft_loss"
-    own = () if data.data_source_path is not None else data.prompt_data
-    for keys, texts, named in ((data, own, False), (held_out, evaluation.eval_prompt_data, True)):
-        sources = [text.partition("=")[2] if parse_source(text, named=named).name else text for text in texts]
+    wanted = [(data, () if data.data_source_path is not None else data.prompt_data, False)]
+    for name, path in map(dataset_name, evaluation.eval_prompt_data):
+        own, grader = evaluation.of(name), evaluation.grader(name)
+        keys = {"input_key": own.eval_input_key, "label_key": own.eval_label_key}
+        given = {key: value for key, value in keys.items() if value is not None}
+        wanted.append((msgspec.structs.replace(data, **given), (path,), True))
+        check_graders(config, {grader: 1} if grader is not None else {})
+    for keys_of_rows, sources, held_out in wanted:
         files = [text for text in sources if not parse_source(text).built_in and source_fault("", text) is None]
         if files:
-            rows = msgspec.structs.replace(keys, rollout_max_prompt_len=None)
-            checked = partial(PromptSet, tokenize_labels=supervised and not named, trusted=trusted_functions(config))
+            rows = msgspec.structs.replace(keys_of_rows, rollout_max_prompt_len=None)
+            checked = partial(PromptSet, tokenize_labels=supervised and not held_out, trusted=trusted_functions(config))
             check_graders(config, checked(files, rows, lambda _: (0,), lambda *_: "a chat").report.rm_types)
 
 

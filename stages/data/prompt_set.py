@@ -204,13 +204,14 @@ def row_preparer(config: Config, tokenizer: Tokenizer) -> Preparer:
     return Preparer(False, tokenizer.encode, tokenizer.encode, _render(config.data, tokenizer), (), False)
 
 
-def load_eval_prompts(config: Config, path: str) -> PromptSet:
-    """The prompts of one held-out file, `path[@[a:b]]`, read with the keys of evaluation. Raises DataError."""
+def load_eval_prompts(config: Config, name: str, path: str) -> PromptSet:
+    """The prompts of one held-out set in `path[@[a:b]]`, read with the keys of evaluation. Raises DataError."""
+    evaluation = config.eval.of(name)
     data = msgspec.structs.replace(
         config.data,
         prompt_data=(path,),
-        input_key=config.eval.eval_input_key or config.data.input_key,
-        label_key=config.eval.eval_label_key or config.data.label_key,
+        input_key=evaluation.eval_input_key or config.data.input_key,
+        label_key=evaluation.eval_label_key or config.data.label_key,
     )
     return _load(config, data, load_tokenizer(config.train.hf_checkpoint, data.chat_template_path))
 

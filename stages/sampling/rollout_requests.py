@@ -56,13 +56,13 @@ class Requests:
     def budget(self, group: PromptGroup, sample: Sample) -> int:
         """Tokens that the sample may still get; below 0 if it has too many."""
         longest = self.rollout.rollout_max_response_len
-        if group.purpose == "eval" and self.config.eval.eval_max_response_len is not None:
-            longest = self.config.eval.eval_max_response_len
+        if group.purpose == "eval":
+            longest = self.config.eval.of(group.dataset).eval_max_response_len or longest
         return min(longest, self.max_context - sample.prompt_length) - sample.response_length
 
     def params(self, group: PromptGroup, sample: Sample, budget: int, n: int) -> SamplingParams:
         """Sampling parameters of a request for `n` samples, of which `sample` is the first."""
-        evaluating, evaluation = group.purpose == "eval", self.config.eval
+        evaluating, evaluation = group.purpose == "eval", self.config.eval.of(group.dataset)
         drawn = sampling(group, self.rollout)
         stop = list(self.rollout.rollout_stop)
         if self.config.tools.tools:

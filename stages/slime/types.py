@@ -165,7 +165,7 @@ def slime_arguments(config: Config, **more: object) -> SlimeArguments:
 
 def sampling_parameters(config: Config, group: PromptGroup) -> dict[str, Any]:
     """Sampling parameters of a request, with SGLang's names."""
-    rollout, evaluated, evaluation = config.rollout, config.eval, group.purpose == "eval"
+    rollout, evaluated, evaluation = config.rollout, config.eval.of(group.dataset), group.purpose == "eval"
     drawn = sampling(group, rollout)
     longest = evaluated.eval_max_response_len if evaluation else rollout.rollout_max_response_len
     return {

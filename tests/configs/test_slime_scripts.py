@@ -162,6 +162,32 @@ def test_what_cannot_be_had_is_refused_once_for_each_reason(argv: str, fault: st
     assert fault in found
 
 
+SETS = """
+eval:
+  defaults: {max_response_len: 64, top_p: 0.7}
+  datasets:
+    - {name: aime, path: /a.jsonl, rm_type: deepscaler, n_samples_per_eval_prompt: 16}
+    - {name: retail-dev, path: /r.jsonl, top_p: 1.0, prompt_key: question}
+"""
+
+
+def test_a_file_of_evaluations_becomes_settings_of_each_set(tmp_path: Path) -> None:
+    (tmp_path / "sets.yaml").write_text(SETS)
+    found = read_flags(["--eval-config", str(tmp_path / "sets.yaml")]).layer.values
+    assert found["eval.eval_prompt_data"] == ("aime=/a.jsonl", "retail-dev=/r.jsonl")
+    assert found["eval.eval_sets"] == {
+        "aime": {"max_response_len": 64, "top_p": 0.7, "rm_type": "deepscaler", "n_samples": 16},
+        "retail-dev": {"max_response_len": 64, "top_p": 1.0, "input_key": "question"},
+    }
+    (tmp_path / "sets.yaml").write_text(SETS.replace("top_p: 0.7", "min_p: 0.7"))
+    (fault,) = read_flags(["--eval-config", str(tmp_path / "sets.yaml")]).faults
+    assert "min_p cannot be set for a single data set" in fault
+    for text in ("eval: 3", "[", "eval: {datasets: [{path: x}]}"):
+        (tmp_path / "sets.yaml").write_text(text)
+        (fault,) = read_flags(["--eval-config", str(tmp_path / "sets.yaml")]).faults
+        assert "cannot be read as eval: with datasets:, each with name and path" in fault
+
+
 def test_a_run_that_is_there_is_continued_and_other_weights_are_named(tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()

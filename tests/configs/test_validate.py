@@ -12,7 +12,7 @@ from configs.layers import ConfigError
 from configs.load import dump_toml
 from configs.resolve import resolve
 from configs.rules.validate import Findings, findings, unread_faults
-from tests.configs.config_rig import BASE, WORK, faults_of, one_says, read, recipe, resolved, warnings_of
+from tests.configs.config_rig import BASE, WORK, faults_of, one_says, read, recipe, resolved, settled, warnings_of
 
 JUDGE = '"path": "json:JSONDecoder"'
 
@@ -170,6 +170,17 @@ def test_supervised_training_needs_no_correction_but_answers(tmp_path: Path) -> 
     assert "--rm-type is exact, but" in faults_of(argv, "--rm-type exact")[0]
     assert warnings_of(argv, "--rm-type exact --label-key answer") == ()
     assert warnings_of(argv, "--warm-start-steps 5 --warm-start-label-key demonstration") == ()
+
+
+def test_settings_of_held_out_sets_name_a_set_and_fit(tmp_path: Path) -> None:
+    base = f"{BASE} --eval-interval 1 --eval-prompt-data sums=arithmetic"
+    given = recipe(tmp_path, "[eval.eval_sets.sums]\nn_samples = 4\ntemperature = 0.6\n")
+    config = settled(base, f"--config {given}")[0].eval.of("sums")
+    assert (config.n_samples_per_eval_prompt, config.eval_temperature, config.eval_top_p) == (4, 0.6, 1.0)
+    assert "did you mean eval.eval_sets.sums?" in faults_of(base, """--eval-sets '{"sum": {}}'""")[0]
+    (fault,) = faults_of(base, """--eval-sets '{"sums": {"top_p": 2}}'""")
+    assert "eval.eval_sets.sums does not fit: Expected `float` <= 1.0 - at `$.top_p`" in fault
+    assert "only --eval-prompt-data reads it" in faults_of(BASE, """--eval-sets '{"sums": {}}'""")[0]
 
 
 def test_a_local_checkpoint(tmp_path: Path) -> None:

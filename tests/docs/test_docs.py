@@ -25,6 +25,7 @@ from configs.load import load_arguments
 from configs.passthrough import RETIRED
 from configs.schema import Config, EnvironmentConfig, TrainConfig
 from configs.slime_options import ALIASES, MODEL_ARGS, NOT_HERE, TAKEN
+from configs.translate import RULES
 from models.tiny import make_tiny_checkpoint
 from stages.agents.environment import Task, Turn
 from stages.agents.worker import Hosted, answers
@@ -43,7 +44,7 @@ FOREIGN = {f.name.replace("_", "-") for f in msgspec.structs.fields(Job)} | {
     "untrained", "json", "best", "to", "trl", "plot", "rounds", "late", "address", "head", "labels", "working-dir",
 }  # fmt: skip
 # Written on purpose as mistakes, or as a value that looks like a flag.
-WRONG = {"rollout-batch-sise", "rollout-batch", "end", *MODEL_ARGS, *ALIASES, *TAKEN, *NOT_HERE}
+WRONG = {"rollout-batch-sise", "rollout-batch", "end", *MODEL_ARGS, *ALIASES, *TAKEN, *NOT_HERE, *RULES}
 
 GROUPS = ("train", "rollout", "staleness", "reward", "filter", "perf", "ledger", "eval", "axis")
 NOT_METRICS = {"eval/released", "eval/"}  # a topic key, a prefix

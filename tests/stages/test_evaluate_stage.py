@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 from stages.evaluate import EvaluateStage, best_at_k, dataset_name, estimates, pass_at_k
 from stages.messages import EVAL_BASE, EvalDone, PromptGroup, RolloutSlice, Sample, WeightsAnnouncement
 from stages.ports import Ports
+from stages.sampling.rollout_requests import Requests
+from stages.slime.types import sampling_parameters
 from tests.stages.prompt_rig import Rows
 from tests.stages.slime import user_code
 from tests.stages.stage_rig import (
@@ -96,7 +98,7 @@ def make_stage(**evaluation: object) -> EvaluateStage:
 
 @pytest.fixture(autouse=True)
 def _held_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stages.data.prompt_set.load_eval_prompts", lambda config, path: Rows(n=3))
+    monkeypatch.setattr("stages.data.prompt_set.load_eval_prompts", lambda config, name, path: Rows(n=3))
 
 
 @asynccontextmanager
@@ -122,6 +124,28 @@ async def desk() -> AsyncIterator[Desk]:
 )
 def test_data_sets_are_named(entry: str, name: str, path: str) -> None:
     assert dataset_name(entry) == (name, path)
+
+
+async def test_each_data_set_has_its_own_settings_over_the_common_ones() -> None:
+    """Samples, grader (of rows that name none), sampling and lengths."""
+    sampled = {"temperature": 0.7, "top_p": 0.5, "top_k": 9, "max_response_len": 5}
+    own = {"hard": {"n_samples": 3, "rm_type": "f1", **sampled}}
+    common = {"n_samples_per_eval_prompt": 2, "eval_max_response_len": 4, "eval_prompt_data": ("held=a", "hard=b")}
+    config = make_config(eval={**common, "eval_sets": own}, rollout={"rollout_max_response_len": 7})
+    async with open_desk(**common, eval_sets=own) as one:
+        one.pin(1)
+        groups = await one.prompts(6)
+    requests = Requests(config, 100)
+    found = set()
+    for group in groups:
+        sample = make_sample(n=0)
+        params = requests.params(group, sample, requests.budget(group, sample), 1)
+        drawn = sampling_parameters(config, group)
+        for name in ("temperature", "top_p", "top_k", "max_new_tokens"):
+            assert drawn[name] == getattr(params, name)
+        grader = group.row_metadata.get("rm_type")
+        found.add((group.dataset, group.n_samples, grader, params.temperature, params.top_p, params.max_new_tokens))
+    assert found == {("held", 2, None, 0.0, 1.0, 4), ("hard", 3, "f1", 0.7, 0.5, 5)}
 
 
 async def test_a_pinned_version_is_queried_when_every_engine_has_it_and_scored_once() -> None:
