@@ -87,6 +87,8 @@ def defaults(launch: Launch, translation: Translation) -> Iterator[tuple[str, ..
         wanted |= {"mode": ("sync",)} if launch.program == "train.py" else {"async-buffer-size": ("1",)}
     if "use-kl-loss" in given and "kl-loss-type" not in given and "--use-kl-loss" in translation.argv:
         wanted["kl-loss-type"] = ("k1",)
+    if given.get("actor-num-nodes", ("1",)) != ("1",):
+        wanted["runner"] = ("ray",)
     if "use-dynamic-batch-size" not in given:
         wanted["no-use-dynamic-batch-size"] = ()
     if {"eval-prompt-data", "eval-config"} & set(given) and "eval-temperature" not in given:

@@ -370,7 +370,8 @@ def test_options_that_are_not_here_are_left_out_of_the_command(
     (tmp_path / "run.sh").write_text(
         "python3 train_async.py --hf-checkpoint m --use-wandb --wandb-project p --wandb-key secret "
         "--multimodal-keys {} --n-samples-per-eval-prompt 4 "
-        "--custom-rm-path my_code.score --rollout-temperature 0.8 --tensor-model-parallel-size 1 --sequence-parallel"
+        "--custom-rm-path my_code.score --rollout-temperature 0.8 --tensor-model-parallel-size 1 --sequence-parallel "
+        "--actor-num-nodes 2"
     )
     assert launch.main(["convert", str(tmp_path / "run.sh")]) == 0
     out, report = capsys.readouterr()
@@ -379,6 +380,7 @@ def test_options_that_are_not_here_are_left_out_of_the_command(
     assert "secret" not in out
     assert "eval" not in out
     assert "--async-buffer-size 1" in out
+    assert "--runner ray" in out, "its trainer is on two machines"
     assert "left out, not here: --multimodal-keys is no flag: prompts are text" in report
     assert "left out, not here: --wandb-key is no flag: everyone on a machine can read" in report
     assert "no effect beside the other options: --n-samples-per-eval-prompt --sequence-parallel" in report
