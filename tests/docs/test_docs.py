@@ -44,7 +44,17 @@ FOREIGN = {f.name.replace("_", "-") for f in msgspec.structs.fields(Job)} | {
     "untrained", "json", "toml", "best", "to", "trl", "plot", "rounds", "late", "address", "head", "labels", "working-dir",
 }  # fmt: skip
 # Written on purpose as mistakes, or as a value that looks like a flag.
-WRONG = {"rollout-batch-sise", "rollout-batch", "end", *MODEL_ARGS, *ALIASES, *TAKEN, *NOT_HERE, *RULES}
+WRONG = {
+    "rollout-batch-sise",
+    "rollout-batch",
+    "end",
+    "no-rope-fusion",
+    *MODEL_ARGS,
+    *ALIASES,
+    *TAKEN,
+    *NOT_HERE,
+    *RULES,
+}
 
 GROUPS = ("train", "rollout", "staleness", "reward", "filter", "perf", "ledger", "eval", "axis")
 NOT_METRICS = {"eval/released", "eval/"}  # a topic key, a prefix
