@@ -18,7 +18,7 @@ from typing import Any, Final
 import msgspec
 from msgspec import Struct
 
-from configs.flags import SECTIONS, TABLES, Flag, RefusedValue, flags, flags_by_key, suggestion
+from configs.flags import OVERRIDE, TABLES, Flag, RefusedValue, flags, flags_by_key, suggestion
 from configs.layers import ConfigError, Layer, TableEdit, refusal
 from configs.passthrough import option_of, option_value, retired
 from configs.schema.notation import closest_by_words
@@ -31,7 +31,6 @@ RESERVED: Final = {
     "help": "print this text",
     "version": "print the version",
 }
-_OVERRIDE = re.compile(rf"(?:(?:{'|'.join(SECTIONS)})\.[\w.\-]+|{'|'.join(TABLES)})=", re.ASCII)
 
 
 class Arguments(Struct, frozen=True, kw_only=True):
@@ -110,7 +109,7 @@ class _Reader:
         token = self.rest.pop(0)
         if token == "-h":
             token = "--help"
-        if not token.startswith("--") and not _OVERRIDE.match(token):
+        if not token.startswith("--") and not OVERRIDE.match(token):
             self.faults.append(_stray(token))
             return
         name, equals, attached = token.removeprefix("--").partition("=")
@@ -256,7 +255,7 @@ class _Reader:
     def _values(self, *, several: bool) -> list[str]:
         """The values up to the next flag or override."""
         values: list[str] = []
-        while self.rest and not self.rest[0].startswith("--") and not _OVERRIDE.match(self.rest[0]):
+        while self.rest and not self.rest[0].startswith("--") and not OVERRIDE.match(self.rest[0]):
             values.append(self.rest.pop(0))
             if not several:
                 break

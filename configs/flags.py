@@ -7,6 +7,7 @@ over all sections; a value from text and the same value from TOML go through the
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping
 from functools import cache
 from types import UnionType
@@ -27,6 +28,8 @@ TABLES: Final[Mapping[str, tuple[type[Struct], str]]] = {
     "stage": (StageConfig, "name, path and one of after or loop"),
     "environment": (EnvironmentConfig, "name, and path"),
 }
+# `section.key=value`, `stage=...`: settings by their place.
+OVERRIDE: Final = re.compile(rf"(?:(?:{'|'.join(SECTIONS)})\.[\w.\-]+|{'|'.join(TABLES)})=", re.ASCII)
 
 
 class RefusedValue(Exception):

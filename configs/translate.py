@@ -14,6 +14,7 @@ from typing import Final
 import msgspec
 from msgspec import Struct
 
+from configs.flags import OVERRIDE
 from configs.slime_options import ALIASES, MODEL_ARGS, NOT_HERE, TAKEN
 
 _SAMPLES: Final = "slime.rollout.sglang_rollout.generate_rollout"
@@ -89,7 +90,7 @@ def grouped(argv: Sequence[str]) -> Iterator[tuple[str, tuple[str, ...], tuple[s
             yield "", (), (token,)
             continue
         name, equals, attached = token[2:].partition("=")
-        while not equals and at < len(argv) and not argv[at].startswith("--"):
+        while not equals and at < len(argv) and not argv[at].startswith("--") and not OVERRIDE.match(argv[at]):
             at += 1
         values = (attached,) if equals else tuple(argv[start + 1 : at])
         yield name, values, tuple(argv[start:at])
@@ -114,7 +115,7 @@ def _answer(name: str, values: tuple[str, ...], given: Given) -> Answer | None:
         return Answer((f"model.model_args.{name}={' '.join(values) or 'true'}",))
     if name in TAKEN:
         wanted, reason = TAKEN[name]
-        if not wanted or any(_same(value, wanted) for value in values):
+        if not wanted or (len(values) == 1 and _same(values[0], wanted)):
             return Answer()
         return Answer(fault=f"{reason}, so {' '.join(values) or 'it'} cannot be had")
     if name in NOT_HERE:

@@ -6,6 +6,7 @@ are added to the command, where they outrank the script's.
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 import sys
@@ -87,6 +88,9 @@ def defaults(launch: Launch, translation: Translation) -> Iterator[tuple[str, ..
         wanted |= {"mode": ("sync",)} if launch.program == "train.py" else {"async-buffer-size": ("1",)}
     if "use-kl-loss" in given and "kl-loss-type" not in given and "--use-kl-loss" in translation.argv:
         wanted["kl-loss-type"] = ("k1",)
+    sizes = [values[0] for name, values in given.items() if name.startswith("actor-num-") and values]
+    if "colocate" in given and not supervised and all(size.isdigit() for size in sizes):
+        wanted["rollout-num-gpus"] = (str(math.prod(map(int, sizes))),)  # engines on all of the trainer's
     if given.get("actor-num-nodes", ("1",)) != ("1",):
         wanted["runner"] = ("ray",)
     if "use-dynamic-batch-size" not in given:

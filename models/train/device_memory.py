@@ -19,9 +19,7 @@ from torch.distributed.tensor import DTensor
 class DeviceMemory:
     """Of one process."""
 
-    def __init__(self, device: torch.device) -> None:
-        """Tensors on devices of another type stay where they are."""
-        self._device = device
+    def __init__(self) -> None:
         self._away: list[tuple[torch.UntypedStorage, int, Tensor | None]] = []  # storage, bytes, contents
 
     @property
@@ -29,14 +27,15 @@ class DeviceMemory:
         """Whether the memory is given away now."""
         return bool(self._away)
 
-    def offload(self, kept: Iterable[Tensor], cleared: Iterable[Tensor] = ()) -> None:
-        """Copy `kept` to the host, and give its memory and that of `cleared` back to the device."""
-        on_gpu = self._device.type == "cuda"
+    def offload(self, device: torch.device, kept: Iterable[Tensor], cleared: Iterable[Tensor] = ()) -> None:
+        """Copy `kept` to the host, and give its memory and that of `cleared` back to the device. Tensors on devices of
+        another type stay where they are."""
+        on_gpu = device.type == "cuda"
         seen: set[int] = set()
         for tensors, keep in ((kept, True), (cleared, False)):
             for storage in map(_storage, tensors):
                 size = storage.nbytes()
-                if storage.device.type != self._device.type or not size or not storage.resizable():
+                if storage.device.type != device.type or not size or not storage.resizable():
                     continue
                 if storage.data_ptr() in seen:  # another view of it
                     continue
@@ -55,13 +54,14 @@ class DeviceMemory:
 
     def onload(self) -> None:
         """Take the memory back, with its contents."""
+        on_gpu = any(storage.device.type == "cuda" for storage, _, _ in self._away)
         for storage, size, host in self._away:
             storage.resize_(size)
             if host is None:
                 storage.fill_(0)
             else:
                 storage.copy_(host.untyped_storage(), non_blocking=True)
-        if self._device.type == "cuda":
+        if on_gpu:
             torch.cuda.synchronize()  # the host's copies are dropped below
         self._away.clear()
 

@@ -55,7 +55,7 @@ class Trainer(WeightExporter):
         Raises `CheckpointUnavailable`, `UnsupportedModel` or `TrainConfigInvalid`.
         """
         self._models = self._make_models(self._spec)
-        self._memory = DeviceMemory(self._models.device)
+        self._memory = DeviceMemory()
         self._begin()
 
     # ------------------------------------------------------------------ scoring
@@ -235,7 +235,7 @@ class Trainer(WeightExporter):
 
     def offload(self) -> None:
         """Give the device's memory to the engines, between batches. Until `onload` only `discard` may be called."""
-        self._memory.offload(*self._models.device_tensors())
+        self._memory.offload(self._models.device, *self._models.device_tensors())
 
     def onload(self) -> None:
         """Take it back, before anything else is computed or saved."""

@@ -142,6 +142,7 @@ def test_the_tables_name_flags_that_are_here_and_no_flag_of_ours() -> None:
     ("--no-rope-fusion --no-masked-softmax-fusion",
      ["megatron.megatron_args.apply_rope_fusion=false", "megatron.megatron_args.masked_softmax_fusion=false"]),
     ("--num-layers 36 --swiglu", ["model.model_args.num-layers=36", "model.model_args.swiglu=true"]),
+    ("--optimizer adam run.seed=3", ["run.seed=3"]),
     ("--rm-type=remote_rm --lr=1e-6 run.seed=3", ["--rm-type", "remote", "--lr=1e-6", "run.seed=3"]),
 ])  # fmt: skip
 def test_what_an_option_becomes(argv: str, wanted: list[str]) -> None:
@@ -371,7 +372,7 @@ def test_options_that_are_not_here_are_left_out_of_the_command(
         "python3 train_async.py --hf-checkpoint m --use-wandb --wandb-project p --wandb-key secret "
         "--multimodal-keys {} --n-samples-per-eval-prompt 4 "
         "--custom-rm-path my_code.score --rollout-temperature 0.8 --tensor-model-parallel-size 1 --sequence-parallel "
-        "--actor-num-nodes 2"
+        "--actor-num-nodes 2 --actor-num-gpus-per-node 4 --colocate"
     )
     assert launch.main(["convert", str(tmp_path / "run.sh")]) == 0
     out, report = capsys.readouterr()
@@ -380,6 +381,7 @@ def test_options_that_are_not_here_are_left_out_of_the_command(
     assert "secret" not in out
     assert "eval" not in out
     assert "--async-buffer-size 1" in out
+    assert "--rollout-num-gpus 8" in out
     assert "--runner ray" in out, "its trainer is on two machines"
     assert "left out, not here: --multimodal-keys is no flag: prompts are text" in report
     assert "left out, not here: --wandb-key is no flag: everyone on a machine can read" in report

@@ -25,6 +25,7 @@ from launching import (
 )
 from safetensors.torch import load_file
 from scripted_run import Scripted, scripted
+from test_kill import wait_for_steps
 
 import launch as program
 from models.checkpoint import latest_checkpoint
@@ -265,6 +266,28 @@ def test_engines_give_their_memory_back_for_every_batch(tmp_path: Path) -> None:
     assert len(released) == 2 * 4, "each engine gives its memory back before each batch"
     computed = [one for one in spans if one["name"] == "train"]
     assert min(one["ts"] for one in computed) > min(one["ts"] for one in released)
+
+
+@pytest.mark.slow
+def test_ranks_that_give_their_memory_back_train_as_those_that_keep_it(tmp_path: Path) -> None:
+    """Then a run that is stopped in the engines' turn, whose state lies on the host: it is saved all the same."""
+    flags = [*SMALL, *made_model(), "--mode", "sync", "--deterministic", "--train-backend", "fsdp"]
+    flags += ["--actor-num-gpus-per-node", "2"]
+    keeps = succeed(tmp_path / "keeps", *flags, "--num-rollout", "4")
+    gives = succeed(tmp_path / "gives", *flags, "--num-rollout", "4", "--colocate", "--save-interval", "3")
+    assert gives.audit.batches == keeps.audit.batches
+    assert len(gives.audit.batches) == 4
+    assert [path.name for path in sorted(gives.run_dir.glob("checkpoints/step-*"))] == [
+        "step-00000003",
+        "step-00000004",
+    ]
+    run = tmp_path / "stopped"
+    process = start(run, *flags, "--num-rollout", "1000", "--colocate", "--save-interval", "1000")
+    wait_for_steps(process, run, 2)
+    process.send_signal(signal.SIGINT)
+    finish(process, run).check(130)
+    (saved,) = run.glob("checkpoints/step-*")
+    assert 0 < int(saved.name.removeprefix("step-")) < 1000
 
 
 # A whole run whose rollouts are made by a function in slime's style, in processes of their own.

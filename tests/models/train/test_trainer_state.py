@@ -238,8 +238,8 @@ def test_memory_comes_back_with_its_contents_and_what_is_cleared_with_zeros() ->
     whole = torch.arange(12.0)
     views, cleared = [whole[:4], whole[4:].view(2, 4), whole], torch.full((3,), 7.0)
     file = torch.frombuffer(bytearray(b"held elsewhere"), dtype=torch.uint8)
-    memory = DeviceMemory(torch.device("cpu"))
-    memory.offload([*views, file], [cleared])
+    memory = DeviceMemory()
+    memory.offload(torch.device("cpu"), [*views, file], [cleared])
     assert memory.away
     assert [tensor.untyped_storage().nbytes() for tensor in (whole, cleared, file)] == [0, 0, 14]
     memory.onload()
