@@ -65,12 +65,16 @@ class _Reader:
         self.used: set[str] = set()
         self.launch: Launch | None = None
         self.place = Path()  # of the file that is read
+        self.open: list[Path] = []  # files that are being read
 
     def run(self, path: Path) -> None:
         try:
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path} cannot be read ({error}); give a shell script that is there") from error
+        if path.resolve() in self.open:
+            raise ConfigError(f"{path} reads itself, so that no shell would come to its end; remove that line")
+        self.open.append(path.resolve())
         before, self.place = self.place, path.absolute().parent
         depth, after_launch = 0, False
         for words in statements(text):
@@ -86,6 +90,7 @@ class _Reader:
             elif words:
                 after_launch = self._command(path, words, after_launch=after_launch)
         self.place = before
+        self.open.pop()
 
     def _assign(self, words: list[str], *, conditional: bool) -> list[str]:
         """The command behind the assignments, such as `BASE=5 source model.sh`."""

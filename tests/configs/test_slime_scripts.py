@@ -309,6 +309,7 @@ def test_small_scripts(tmp_path: Path, text: str, wanted: str) -> None:
 @pytest.mark.parametrize(("text", "words"), [
     ("echo hello", "starts no train.py or train_async.py"),
     ("source models/none.sh\npython train.py", "reads models/none.sh, which is not there"),
+    ("source run.sh\npython train.py", "reads itself"),
 ])  # fmt: skip
 def test_a_script_that_cannot_be_read_says_why(tmp_path: Path, text: str, words: str) -> None:
     (tmp_path / "run.sh").write_text(text)
