@@ -116,7 +116,6 @@ NOT_HERE: Final[Mapping[str, str]] = {
     "custom-megatron-before-log-prob-hook-path": "write --policy-loss module:function, or a stage of yours",
     "custom-megatron-before-train-step-hook-path": "write --policy-loss module:function, or a stage of yours",
     "custom-update-weight-post-write-path": "engines fetch versions themselves; see --update-weight-transport",
-    "custom-config-path": "your functions read the run's own settings from args; put others into a module of yours",
     "multimodal-keys": "prompts are text",
     "loss-mask-type": "the reference answer of a row is trained, and nothing before it; see docs/data.md",
     "prefill-num-servers": "start such servers yourself and give --rollout-external-engine-addrs; see docs/sglang.md",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 from msgspec import Struct
@@ -211,6 +211,15 @@ def _eval_config(values: tuple[str, ...], given: Given) -> Answer:
     return Answer(("--eval-prompt-data", *paths, "--eval-sets", msgspec.json.encode(own).decode()))
 
 
+def _custom_config(values: tuple[str, ...], given: Given) -> Answer:
+    """A YAML file whose keys become attributes of args."""
+    try:
+        found = msgspec.yaml.decode(Path(" ".join(values)).read_bytes(), type=dict[str, Any])
+    except (OSError, ValueError, msgspec.MsgspecError) as error:
+        return Answer(fault=f"{' '.join(values)} cannot be read as YAML with names and values ({error})")
+    return Answer(("--custom-args", msgspec.json.encode(found).decode()))
+
+
 def _router(values: tuple[str, ...], given: Given) -> Answer:
     address = [" ".join(given.get(f"sglang-router-{part}", ())) for part in ("ip", "port")]
     if not all(address):
@@ -293,6 +302,7 @@ RULES: Final[Mapping[str, Callable[[tuple[str, ...], Given], Answer | None]]] = 
     "kl-loss-type": _kl_loss_type,
     "eval-prompt-data": _eval_prompt_data,
     "eval-config": _eval_config,
+    "custom-config-path": _custom_config,
     "sglang-router-ip": _router,
     "sglang-router-port": _router_port,
     "update-weight-mode": _update_mode,

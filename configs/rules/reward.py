@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+from configs.flags import flags_by_key
 from configs.graph import loops, replicas
 from configs.schema import Config, EnvironmentConfig
 from configs.schema.notation import as_number, cure
@@ -131,6 +132,14 @@ def pack_names() -> tuple[str, ...]:
         if f"\nclass {name}" in path.read_text(encoding="utf-8"):
             found.append(path.stem)
     return tuple(found)
+
+
+def custom_args_faults(config: Config) -> Iterator[str]:
+    """A name of `--custom-args` that is a setting would hide what the run does."""
+    names = {key.rpartition(".")[2]: flag.label for key, flag in flags_by_key().items()}
+    for name in config.rollout.custom_args:
+        if name in names:
+            yield f"--custom-args gives {name}, which is a setting of the run; write {names[name]} instead"
 
 
 def environment_faults(config: Config) -> Iterator[str]:

@@ -173,7 +173,7 @@ _FAULTS: Final[tuple[Check, ...]] = (
     reward.engine_faults, reward.reward_faults, reward.filter_faults,
     files.data_faults, files.checkpoint_faults, files.import_path_faults,
     placement.scale_faults, placement.chain_faults, placement.autoscale_faults, placement.stage_faults,
-    reward.tool_faults, reward.environment_faults, placement.device_faults,
+    reward.tool_faults, reward.environment_faults, reward.custom_args_faults, placement.device_faults,
     engine.fleet_faults, engine.router_faults, engine.update_faults, engine.deadline_faults,
     files.preset_faults, model_args.model_args_faults, files.save_faults, placement.ray_faults,
     parallel.layout_faults, parallel.pipeline_faults, parallel.expert_faults, parallel.model_faults,

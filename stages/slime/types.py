@@ -158,6 +158,7 @@ def slime_arguments(config: Config, **more: object) -> SlimeArguments:
         "prompt_data": files[0] if len(files) == 1 else list(files) or None,
         "sglang_router_ip": None,
         "sglang_router_port": None,
+        **config.rollout.custom_args,
         **more,
     }
     return SlimeArguments(**values)

@@ -17,13 +17,14 @@ import launch
 from configs.command_line import read as read_flags
 from configs.flags import flags
 from configs.layers import ConfigError
-from configs.load import MODELS
+from configs.load import MODELS, load
 from configs.migrate.convert import main as convert
 from configs.migrate.shell_script import read_launch
 from configs.rules.model_args import differences
 from configs.slime_options import ALIASES, MODEL_ARGS, NOT_HERE, TAKEN
 from configs.translate import grouped, translate
-from tests.configs.config_rig import faults_of
+from stages.slime.types import slime_arguments
+from tests.configs.config_rig import BASE, faults_of
 
 # Every option of slime's 38 launch scripts, with a value that one of them gives.
 OPTIONS = (Path(__file__).parent / "slime_options.txt").read_text().splitlines()
@@ -187,6 +188,18 @@ def test_a_file_of_evaluations_becomes_settings_of_each_set(tmp_path: Path) -> N
         (tmp_path / "sets.yaml").write_text(text)
         (fault,) = read_flags(["--eval-config", str(tmp_path / "sets.yaml")]).faults
         assert "cannot be read as eval: with datasets:, each with name and path" in fault
+
+
+def test_a_file_of_custom_settings_becomes_values_of_args(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("depth: 3\nnames: [a, b]\n")
+    argv = ["--custom-config-path", str(tmp_path / "mine.yaml")]
+    assert read_flags(argv).layer.values["rollout.custom_args"] == {"depth": 3, "names": ["a", "b"]}
+    args = slime_arguments(load([*argv, "--lr", "1e-3"]).config)
+    assert (args.depth, args.names, args.lr) == (3, ["a", "b"], 1e-3)
+    (tmp_path / "mine.yaml").write_text("[1, 2]")
+    assert "cannot be read as YAML with names and values" in read_flags(argv).faults[0]
+    (fault,) = faults_of(BASE, """--custom-args '{"use_tis": true, "depth": 3}'""")
+    assert fault == "--custom-args gives use_tis, which is a setting of the run; write --use-tis instead"
 
 
 def test_a_run_that_is_there_is_continued_and_other_weights_are_named(tmp_path: Path) -> None:
