@@ -115,6 +115,10 @@ def import_path_fault(label: str, text: str, example: str) -> str | None:
         return f"{label} is {text!r}, but {top!r} is a package of Sluice, which {hidden} does not replace; rename yours"
     if top in sys.modules or (Path.cwd() / top).is_dir() or (Path.cwd() / f"{top}.py").is_file():
         return None
+    if top == "slime":
+        return (
+            f"{label} is {text!r}, but slime's own functions are not here; see docs/slime.md for what takes their place"
+        )
     try:
         found = importlib.util.find_spec(top) is not None
     except (ImportError, ValueError):

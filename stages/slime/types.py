@@ -39,6 +39,8 @@ class Sample:
     tokens: list[int] = field(default_factory=list)
     multimodal_inputs: dict[str, Any] | None = None
     multimodal_train_inputs: dict[str, Any] | None = None
+    multimodal_train_input_id: str | None = None
+    apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     response: str = ""
     response_length: int = 0
     label: str | None = None
@@ -71,6 +73,49 @@ class Sample:
         """Trained tokens of the response."""
         return self.response_length if self.loss_mask is None else sum(self.loss_mask)
 
+    def append_response_tokens(
+        self,
+        args: Any = None,
+        *,
+        tokens: Any = None,
+        log_probs: Any = None,
+        trainable: bool = True,
+        meta_info: dict[str, Any] | None = None,
+        text: str | None = None,
+        update_terminal_info: bool = True,
+    ) -> None:
+        """Append to the response, and to its loss mask and log-probs. `tokens`, `log_probs`: lists or tensors.
+
+        `trainable`: tokens of the model, with their log-probs; else of a tool or an environment, without. `meta_info`:
+        of the engine's answer, which sets the status if `update_terminal_info`. Raises ValueError.
+        """
+        ids, probs = _listed(tokens, int), None if log_probs is None else _listed(log_probs, float)
+        if trainable and ids and probs is None:
+            raise ValueError(
+                f"{len(ids)} tokens of the model came without log_probs; give those of the engine's answer"
+            )
+        if not trainable and probs is not None:
+            raise ValueError("tokens with trainable=False have no log_probs, for no policy made them; leave those out")
+        if probs is not None and len(probs) != len(ids):
+            raise ValueError(f"log_probs has {len(probs)} entries for {len(ids)} tokens; give one for each")
+        before = self.response_length
+        if self.loss_mask is not None and len(self.loss_mask) != before:
+            raise ValueError(
+                f"loss_mask has {len(self.loss_mask)} entries for the {before} tokens that are there; give one for each"
+            )
+        self.response += text or ""
+        self.tokens = [*self.tokens, *ids]
+        self.response_length += len(ids)
+        if ids:
+            self.loss_mask = [
+                *([1] * before if self.loss_mask is None else self.loss_mask),
+                *[int(trainable)] * len(ids),
+            ]
+            known = [0.0] * before if self.rollout_log_probs is None else self.rollout_log_probs
+            self.rollout_log_probs = [*known, *([0.0] * len(ids) if probs is None else probs)]
+        if meta_info is not None and update_terminal_info and "finish_reason" in meta_info:
+            self.update_from_meta_info(args, meta_info)
+
     def update_from_meta_info(self, args: Any, meta_info: dict[str, Any]) -> None:
         """Set status and weight version from an engine's answer."""
         if meta_info.get("weight_version") is not None:
@@ -80,15 +125,24 @@ class Sample:
         self.status = ends.get(reason.get("type", ""), self.status)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
-        return {**asdict(self), "status": self.status.value}
+        """Plain values, attributes of the user's own included."""
+        return {**vars(self), **asdict(self), "status": self.status.value}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Sample:
-        """The inverse of `to_dict`; unknown keys are ignored."""
+        """The inverse of `to_dict`; unknown keys become attributes."""
         known = {item.name for item in fields(cls)}
         values = {name: value for name, value in data.items() if name in known}
-        return cls(**{**values, "status": Status(values.get("status", "pending"))})
+        sample = cls(**{**values, "status": Status(values.get("status", "pending"))})
+        for name in data.keys() - known:
+            setattr(sample, name, data[name])
+        return sample
+
+
+def _listed(values: Any, kind: type[Any]) -> list[Any]:
+    """A list, also of a tensor or array of any shape."""
+    flat = values.reshape(-1).tolist() if hasattr(values, "reshape") else values or ()
+    return [kind(value) for value in flat]
 
 
 class DataSource:

@@ -190,6 +190,12 @@ def test_a_file_of_evaluations_becomes_settings_of_each_set(tmp_path: Path) -> N
         assert "cannot be read as eval: with datasets:, each with name and path" in fault
 
 
+def test_functions_of_slime_itself_are_not_looked_for_on_the_path() -> None:
+    (fault, *_) = faults_of(BASE, "--custom-rm-path slime.rollout.rm_hub.deepscaler.get_deepscaler_rule_based_reward")
+    assert "slime's own functions are not here; see docs/slime.md" in fault
+    assert "PYTHONPATH" not in fault
+
+
 def test_a_file_of_custom_settings_becomes_values_of_args(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("depth: 3\nnames: [a, b]\n")
     argv = ["--custom-config-path", str(tmp_path / "mine.yaml")]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -319,8 +320,35 @@ def test_a_sample_survives_plain_values() -> None:
     sample = answer_given(metadata={"a": [1]}, reward=0.5)
     again = Given.from_dict({**sample.to_dict(), "unknown": 1})
     assert again == sample
+    assert again.unknown == 1, "what a function has left on it stays"
+    assert Given.from_dict(again.to_dict()).unknown == 1
     assert again.status is Given.Status.COMPLETED
     assert (again.effective_response_length, answer_given(loss_mask=None).effective_response_length) == (3, 4)
+
+
+def test_tokens_are_appended_with_their_mask_log_probs_and_end() -> None:
+    """Of the model, of a tool, as lists and arrays; a fault changes nothing."""
+    sample = Given(tokens=[1, 2])
+    ends = {"finish_reason": {"type": "length"}, "weight_version": "0.3"}
+    sample.append_response_tokens(tokens=[5, 6], log_probs=np.array([[-0.5, -0.25]]), text="ab", meta_info=ends)
+    sample.append_response_tokens(None, tokens=np.array([7]), trainable=False, text="t")
+    stops = {"finish_reason": {"type": "stop"}}
+    sample.append_response_tokens(tokens=[8], log_probs=[-1.0], meta_info=stops, update_terminal_info=False)
+    assert (sample.tokens, sample.response_length, sample.response) == ([1, 2, 5, 6, 7, 8], 4, "abt")
+    assert (sample.loss_mask, sample.rollout_log_probs) == ([1, 1, 0, 1], [-0.5, -0.25, 0.0, -1.0])
+    assert (sample.status, sample.weight_versions) == (Given.Status.TRUNCATED, ["0.3"])
+    before = sample.to_dict()
+    for words, wrong in (
+        ("2 tokens of the model came without log_probs", {"tokens": [1, 2]}),
+        ("tokens with trainable=False have no log_probs", {"tokens": [1], "log_probs": [0.0], "trainable": False}),
+        ("log_probs has 2 entries for 1 tokens", {"tokens": [1], "log_probs": [0.0, 0.0]}),
+    ):
+        with pytest.raises(ValueError, match=words):
+            sample.append_response_tokens(**wrong)
+    assert sample.to_dict() == before
+    sample.loss_mask = [1]
+    with pytest.raises(ValueError, match="loss_mask has 1 entries for the 4 tokens that are there"):
+        sample.append_response_tokens(tokens=[1], trainable=False)
 
 
 # Hooks and data sources with slime's signatures.
