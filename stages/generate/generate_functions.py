@@ -137,7 +137,8 @@ class GenerateFunctions:
                 log.warning("%s failed on group %d: %r", path, group.group_id, error, exc_info=True)
                 return (replace(sample, status="failed", error=f"{path} raised {raised(error)}"),)
         try:
-            return returned_rollout(returned, session.samples(), sample, reward_key=self.config.reward.reward_key)
+            options = {"reward_key": self.config.reward.reward_key, "metadata": group.row_metadata}
+            return returned_rollout(returned, session.samples(), sample, **options)
         except ReturnedError as error:
             return (replace(sample, status="failed", error=f"{path}: {error}"),)
 

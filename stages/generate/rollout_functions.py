@@ -165,7 +165,8 @@ class RolloutFunction:
                 if parts is None:
                     ended = (msgspec.structs.replace(sample, status=status, error=error or None),)
                 else:
-                    ended = await asyncio.to_thread(self._ended, parts, recorded, sample, metrics)
+                    row = entry.group.row_metadata
+                    ended = await asyncio.to_thread(self._ended, parts, recorded, sample, metrics, row)
                 self._functions.activity.failures += ended[-1].status == "failed"
                 entry.ended(*ended)
             entry.done.set()
@@ -179,11 +180,11 @@ class RolloutFunction:
         return asyncio.wrap_future(in_daemon_thread(call, "rollout-function"))
 
     def _ended(
-        self, parts: list[Any], recorded: Sequence[Sample], sample: Sample, metrics: dict[str, float]
+        self, parts: list[Any], recorded: Sequence[Sample], sample: Sample, metrics: dict[str, float], row: Any
     ) -> tuple[Sample, ...]:
-        replace = msgspec.structs.replace
+        replace, key = msgspec.structs.replace, self.config.reward.reward_key
         try:
-            rollout = returned_rollout(parts, recorded, sample, reward_key=self.config.reward.reward_key)
+            rollout = returned_rollout(parts, recorded, sample, reward_key=key, metadata=row)
         except ReturnedError as error:
             return (replace(sample, status="failed", error=f"{self.path}: {error}"),)
         return (*rollout[:-1], replace(rollout[-1], metrics={**rollout[-1].metrics, **metrics}))

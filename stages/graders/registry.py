@@ -19,6 +19,7 @@ import inspect
 import re
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from functools import lru_cache, partial
+from typing import Any
 
 import msgspec
 
@@ -81,15 +82,21 @@ def _ask(
 
 def _ask_as_slime(function: Callable[..., object], request: GradeRequest, metadata: dict[str, object]) -> object:
     """Call a function of slime's signature: `(args, sample)`, or `(args, samples)` for a group."""
+    from stages.slime.convert import put_back
     from stages.slime.types import Sample, SlimeArguments
 
     length = 0 if request.responses else request.n_tokens
+    ended: Any = metadata.get("group_members", ())
+    own: dict[str, Any] = {"attributes": metadata.pop("sample_attributes", {})}
     samples = [
         Sample(
             prompt=request.prompt, response=response, response_length=length, label=request.label, metadata={**metadata}
         )
         for response in request.responses or (request.response,)
     ]
+    lefts = [one.get("left", {}) for one in ended if one["graded"]] if request.responses else [own]
+    for sample, left in zip(samples, lefts, strict=False):
+        put_back(sample, left)
     return function(SlimeArguments(reward_key=request.reward_key), samples if request.responses else samples[0])
 
 

@@ -172,7 +172,7 @@ class Grading:
             grader=part.grader,
             response=_read_by(part.grader, sample),
             label=group.label,
-            metadata=group.metadata,
+            metadata=_with_left(group.metadata, sample.left),
             n_tokens=sample.response_length,
             seed=(group.seed + sample.index) & 0x7FFFFFFFFFFFFFFF,
             reward_key=self.reward.reward_key if part.name == SINGLE else None,
@@ -180,7 +180,8 @@ class Grading:
         )
         key = None
         if _worth_keeping(part.grader):
-            digest = hashlib.blake2b(request.response.encode("utf-8", "replace"), digest_size=16).digest()
+            read = f"{request.response}\0{sample.left}"
+            digest = hashlib.blake2b(read.encode("utf-8", "replace"), digest_size=16).digest()
             key = (group.dataset, group.pinned_version, group.group_id, sample.index, part.grader, digest)
         return GradeTask(request, group.prompt, f"{group.key}/{sample.index}", key)
 
@@ -288,11 +289,22 @@ def _worth_keeping(grader: str) -> bool:
     return listed is not None and not listed.in_stage and grader.partition(":")[0] not in _DRAWN
 
 
+def _with_left(metadata: str, left: str) -> str:
+    """The row's metadata, and over it what a function has left on the sample."""
+    if not left:
+        return metadata
+    found = msgspec.json.decode(left, type=dict[str, dict[str, msgspec.Raw]])
+    row = msgspec.json.decode(metadata, type=dict[str, msgspec.Raw]) | found["metadata"]
+    attributes = {"sample_attributes": found["attributes"]} if found["attributes"] else {}
+    return msgspec.json.encode(row | attributes).decode()
+
+
 def _with_members(metadata: str, slice_: RolloutSlice) -> str:
     """The row's metadata and, as `group_members`, how each rollout ended: a group grader gets no failed responses."""
     row = msgspec.json.decode(metadata, type=dict[str, msgspec.Raw])
     members = [
         {"index": s.index, "status": s.status, "n_tokens": s.response_length, "graded": gradable(s)}
+        | ({"left": msgspec.Raw(s.left.encode())} if s.left else {})
         for s in slice_.samples
     ]
     return msgspec.json.encode({**row, "group_members": members}).decode()

@@ -11,6 +11,8 @@ however many sequences are in it; of equally long common prefixes it returns the
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -92,13 +94,19 @@ def given_sample(config: Config, group: PromptGroup, sample: Sample) -> slime.Sa
 
 
 def returned_rollout(
-    returned: object, recorded: Sequence[Sample], first: Sample, *, reward_key: str | None = None
+    returned: object,
+    recorded: Sequence[Sample],
+    first: Sample,
+    *,
+    reward_key: str | None = None,
+    metadata: Mapping[str, Any] | None = None,
 ) -> tuple[Sample, ...]:
     """The sequences of a rollout, from the function's result.
 
     Args:
         recorded: sequences with the engines' tokens, see stages/gateway/sessions.py.
         first: the rollout as the function got it.
+        metadata: of the row; only what differs is kept.
 
     Raises ReturnedError.
     """
@@ -111,7 +119,9 @@ def returned_rollout(
         known.add(one.token_ids, number)
     parts = [_sequence(sample, recorded, known, first) for sample in given]
     reward, reward_parts = _reward([sample.reward for sample in given], reward_key)
-    parts[-1] = msgspec.structs.replace(parts[-1], reward=reward, reward_parts=reward_parts)
+    parts[-1] = msgspec.structs.replace(
+        parts[-1], reward=reward, reward_parts=reward_parts, left=_left(given[-1], metadata or {})
+    )
     return _with_prefixes(as_rollout(*parts))
 
 
@@ -153,6 +163,32 @@ def _sequence(given: Any, recorded: Sequence[Sample], known: PrefixTree, first: 
         reused_tokens=source.reused_tokens,
         replaced=first.replaced,
     )
+
+
+def _left(given: Any, row: Mapping[str, Any]) -> str:
+    """What the function has put into `metadata` or set as attributes of its own, as far as JSON can hold it."""
+    fields = {item.name for item in dataclasses.fields(slime.Sample)}
+    own = given.metadata if isinstance(given.metadata, Mapping) else {}
+    metadata = {name: value for name, value in own.items() if name not in row or row[name] != value}
+    attributes = {name: value for name, value in vars(given).items() if name not in fields}
+    kept = {"metadata": _plain(metadata), "attributes": _plain(attributes)}
+    return msgspec.json.encode(kept).decode() if any(kept.values()) else ""
+
+
+def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    found = {}
+    for name, value in values.items():
+        with contextlib.suppress(TypeError, ValueError, OverflowError):
+            found[str(name)] = msgspec.Raw(msgspec.json.encode(value))
+    return found
+
+
+def put_back(sample: slime.Sample, left: str | Mapping[str, Any]) -> None:
+    """Set on a sample what `_left` found."""
+    found = msgspec.json.decode(left) if isinstance(left, str) and left else left or {}
+    sample.metadata = {**sample.metadata, **found.get("metadata", {})}
+    for name, value in found.get("attributes", {}).items():
+        setattr(sample, name, value)
 
 
 def _ids(given: Any) -> tuple[npt.NDArray[np.int64], int]:

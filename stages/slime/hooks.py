@@ -18,6 +18,7 @@ from configs.schema import Config
 from models.import_path import ImportPathError, import_function, import_path
 from stages.messages import RolloutSlice
 from stages.slime import types as slime
+from stages.slime.convert import put_back
 from stages.slime.types import SlimeArguments, slime_arguments
 
 
@@ -97,6 +98,7 @@ def shown(slice_: RolloutSlice) -> list[slime.Sample]:
                 metadata=dict(metadata),
             )
         )
+        put_back(samples[-1], sample.left)
     return samples
 
 

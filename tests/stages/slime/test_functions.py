@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import re
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 from configs.schema import Config, FilterConfig
 from models.import_path import ImportPathError
 from pipeline.record.kept_files import uncertain_in
+from stages.base import Activity
 from stages.data.prepare import Preparer
 from stages.errors import DataSourceError
 from stages.graders.grade import GradeRequest, UnknownGraderError
@@ -27,10 +29,20 @@ from stages.group.filters import FilterDecision, resolve_filter
 from stages.messages import NO_IDS, CheckpointReady, Prefix, PromptGroup, RolloutSlice, Sample, Settled
 from stages.prompts.prompt_sources import DrawnPrompts
 from stages.records.once import EPISODES_DIR
+from stages.reward.stage import Grading
 from stages.rollouts import new_sample, rollout_fault, rollouts, trained_masks
 from stages.slime import Sample as Given
 from stages.slime.convert import ReturnedError, returned_rollout
-from stages.slime.hooks import data_source, eval_data, generate_function, logged, removed, rollout_log, sample_filter
+from stages.slime.hooks import (
+    data_source,
+    eval_data,
+    generate_function,
+    logged,
+    removed,
+    rollout_log,
+    sample_filter,
+    shown,
+)
 from stages.slime.types import slime_arguments
 from stages.train.batch import slice_sequences
 from tests.stages.engine_rig import Log, World, generating, simulated, started
@@ -351,12 +363,51 @@ def test_tokens_are_appended_with_their_mask_log_probs_and_end() -> None:
         sample.append_response_tokens(tokens=[1], trainable=False)
 
 
+def test_what_a_function_leaves_on_a_sample_is_kept_as_far_as_json_holds_it() -> None:
+    row = {"n": 1, "kept": "as it was"}
+    given = answer_given(metadata=row | {"n": 2, "seen": ["x"], "lock": object()})
+    given.calls, given.handle = 3, object()
+    (sample,) = returned(given, metadata=row)
+    assert json.loads(sample.left) == {"metadata": {"n": 2, "seen": ["x"]}, "attributes": {"calls": 3}}
+    (untouched,) = returned(answer_given(metadata=dict(row)), metadata=row)
+    assert untouched.left == ""
+
+
 # Hooks and data sources with slime's signatures.
 
 
 def group_of(*rewards: float) -> RolloutSlice:
     samples = tuple(msgspec.structs.replace(make_sample(i), reward=reward) for i, reward in enumerate(rewards))
     return RolloutSlice(make_group(7, len(rewards), label="x", metadata='{"n":1}'), samples)
+
+
+LEFT = '{"metadata":{"seen":%d},"attributes":{"calls":%d}}'
+
+
+def with_left(slice_: RolloutSlice) -> RolloutSlice:
+    """Not graded yet; each rollout has its own: its index, and ten times that."""
+    samples = [
+        msgspec.structs.replace(one, left=LEFT % (one.index, 10 * one.index), reward=None) for one in slice_.samples
+    ]
+    return msgspec.structs.replace(slice_, samples=tuple(samples))
+
+
+def test_filters_and_logs_see_what_a_function_has_left() -> None:
+    samples = shown(with_left(group_of(0.0, 1.0)))
+    assert [(one.metadata, one.calls) for one in samples] == [({"n": 1, "seen": 0}, 0), ({"n": 1, "seen": 1}, 10)]
+
+
+@pytest.mark.parametrize("function", ["left_on_it", "left_on_them"])
+async def test_graders_see_what_a_function_has_left_on_each_sample(function: str) -> None:
+    """Alone and as a group; equal responses with other traces are graded apart."""
+    reward = {"custom_rm_path": f"{CODE}:{function}", "group_rm": function == "left_on_them"}
+    grading = Grading(make_config(reward=reward, rollout={"n_samples_per_prompt": 3}), Activity())
+    await grading.open()
+    try:
+        graded = await grading.grade(with_left(group_of(0.0, 0.0, 0.0)))
+    finally:
+        await grading.close()
+    assert [sample.reward for sample in graded.samples] == [0.0, 11.0, 22.0]
 
 
 def test_a_group_filter_of_slimes_signature_says_keep_and_why() -> None:

@@ -227,6 +227,14 @@ async def rewarded(args: Any, sample: Sample) -> float:
     return float(sample.response == sample.label and sample.metadata["n"] == 1)
 
 
+async def left_on_it(args: Any, sample: Sample) -> float:
+    return float(sample.metadata["seen"] + sample.calls)  # type: ignore[attr-defined]
+
+
+async def left_on_them(args: Any, samples: list[Sample]) -> list[float]:
+    return [await left_on_it(args, sample) for sample in samples]
+
+
 async def rewarded_together(args: Any, samples: list[Sample]) -> list[float]:
     return [float(place) for place, _ in enumerate(samples)]
 
