@@ -151,11 +151,8 @@ class TurnReward(Struct, frozen=True, array_like=True):
 
 
 class Sample(Struct, frozen=True, array_like=True):
-    """One sequence of a rollout: T tokens in the order in which the engine saw them, the prompt included.
-
-    A rollout has one sequence, or several (branches, sub-agents, a compacted context), which share `index` and the
-    reward.
-    """
+    """One sequence of a rollout: T tokens in the order in which the engine saw them, the prompt included. A rollout has
+    one, or several (branches, sub-agents, a compacted context), which share `index` and the reward."""
 
     index: int  # of the rollout: 0 .. n_samples - 1 inside its group
     status: Status
