@@ -96,7 +96,6 @@ TAKEN: Final[Mapping[str, tuple[str, str]]] = {
     "update-weight-delta-checksum": ("xxh3-128", "every version has a checksum of its own"),
     "update-weight-delta-encoding": ("xor", "differences are byte-wise"),
     "update-weight-local-checkpoint-dir": ("", "an engine's copy lies in shared memory"),
-    "fp16": ("false", "fp16 is not offered; use --train-dtype bfloat16"),
     "mtp-num-layers": ("0", "heads for multi-token prediction are not trained"),
     "mtp-loss-scaling-factor": ("0", "heads for multi-token prediction are not trained"),
     "enable-mtp-training": ("false", "heads for multi-token prediction are not trained"),
@@ -104,6 +103,7 @@ TAKEN: Final[Mapping[str, tuple[str, str]]] = {
 
 # Not here, each with what to use.
 NOT_HERE: Final[Mapping[str, str]] = {
+    "fp16": "training is in bfloat16 or float32; write --train-dtype",
     "buffer-filter-path": "which waiting group is trained next is --buffer-order module:function",
     "rollout-all-samples-process-path": "samples.jsonl has all of them, and a stage of yours after reward sees them",
     "rollout-data-postprocess-path": "a stage of yours after reward changes samples; --rollout-rs masks by log-probs",

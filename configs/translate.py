@@ -317,6 +317,7 @@ RULES: Final[Mapping[str, Callable[[tuple[str, ...], Given], Answer | None]]] = 
     "opd-teacher-load": _teacher_load,
     "opd-type": lambda values, given: Answer(),
     "rm-type": _rm_type,
+    "use-flash-attn": lambda values, given: Answer(("--megatron-attention-backend", "flash")),
     "use-wandb": lambda values, given: Answer(("--report-to", "wandb")),
     "use-mlflow": lambda values, given: Answer(("--report-to", "mlflow")),
     "calculate-per-token-loss": _per_token,

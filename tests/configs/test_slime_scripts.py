@@ -144,6 +144,7 @@ def test_the_tables_name_flags_that_are_here_and_no_flag_of_ours() -> None:
      ["megatron.megatron_args.apply_rope_fusion=false", "megatron.megatron_args.masked_softmax_fusion=false"]),
     ("--num-layers 36 --swiglu", ["model.model_args.num-layers=36", "model.model_args.swiglu=true"]),
     ("--optimizer adam run.seed=3", ["run.seed=3"]),
+    ("--use-flash-attn --use-mlflow", ["--megatron-attention-backend", "flash", "--report-to", "mlflow"]),
     ("--rm-type=remote_rm --lr=1e-6 run.seed=3", ["--rm-type", "remote", "--lr=1e-6", "run.seed=3"]),
 ])  # fmt: skip
 def test_what_an_option_becomes(argv: str, wanted: list[str]) -> None:
@@ -155,6 +156,7 @@ def test_what_an_option_becomes(argv: str, wanted: list[str]) -> None:
     ("--hidden-dropout 0.1", "--hidden-dropout is no flag: there is no dropout, so 0.1 cannot be had; leave it out"),
     ("--ci-test --ci-disable-kl-checker",
      "--ci-test, --ci-disable-kl-checker are no flags: it is for slime's own tests; leave it out"),
+    ("--fp16", "--fp16 is no flag: training is in bfloat16 or float32; write --train-dtype; leave it out"),
     ("--disable-compute-advantages-and-returns", "a policy loss needs advantages; it is for --loss-type sft_loss"),
     ("--sglang-router-ip 10.0.0.1", "give --sglang-router-ip and --sglang-router-port"),
     ("--update-weight-mode some", "versions are sent in full, or as differences"),
@@ -370,6 +372,24 @@ def test_a_script_becomes_a_command_and_the_report_says_what_changed(
         "check NUM_GPUS: set under a condition",
     ):
         assert line in report
+
+
+@pytest.mark.parametrize(("line", "there", "absent"), [
+    ("--use-kl-loss --kl-loss-coef 0.1", "--kl-loss-type k1", "--async"),
+    ("--use-kl-loss --kl-loss-coef 0.1 --kl-loss-type k3", "--kl-loss-type k3", "k1"),
+    ("--use-dynamic-batch-size", "--weight-decay 0.01", "--no-use-dynamic"),
+    ("--weight-decay 0.5", "--no-use-dynamic-batch-size", "0.01"),
+    ("--loss-type sft_loss", "--train-backend megatron", "--engine"),
+    ("--colocate --actor-num-gpus-per-node 4 --rollout-num-gpus 2", "--rollout-num-gpus 2", "num-gpus 4"),
+])  # fmt: skip
+def test_slimes_defaults_are_added_where_the_script_says_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, there: str, absent: str
+) -> None:
+    (tmp_path / "run.sh").write_text(f"python3 train.py --hf-checkpoint m {line}")
+    assert convert([str(tmp_path / "run.sh")]) == 0
+    out = capsys.readouterr().out
+    assert there in out
+    assert absent not in out.replace(there, "")
 
 
 def test_a_script_becomes_a_recipe(script: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -37,6 +37,8 @@ def stage(*tables: str) -> str:
     ("--rollout-top-k 20", "--rollout-top-k is 20 with TIS or bypass, but must be -1"),
     ("--rollout-top-k 20 --policy-mode bypass", "their ratio is no importance weight"),
     ("--rollout-top-k 0", "--rollout-top-k is 0, but would keep no token"),
+    ("--eval-interval 1 --eval-prompt-data arithmetic --eval-top-k 0", "--eval-top-k is 0, but would keep no token"),
+    ("--lr-warmup-fraction 0.1 --lr-warmup-iters 5", "but only one may set the warm-up; leave one of them out"),
     ("--use-kl-loss", "--kl-loss-coef is 0, but --use-kl-loss pays for a reference forward pass"),
     ("--kl-loss-coef 0.1", "--kl-loss-coef is 0.1, but only --use-kl-loss reads it"),
     ("--tis-clip-low 3", "--tis-clip-low is 3, but must not be above --tis-clip 2"),

@@ -44,6 +44,13 @@ def test_cosine_decay() -> None:
     assert found == pytest.approx([1.0, 0.1 + 0.9 * 0.853553, 0.55, 0.1 + 0.9 * 0.146447, 0.1, 0.1], abs=1e-5)
 
 
+def test_a_warm_up_is_a_number_or_a_share_of_the_steps() -> None:
+    share = rates(8, 8, lr_warmup_fraction=0.5)
+    assert share == rates(8, 8, lr_warmup_iters=4) == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0, 1.0, 1.0, 1.0])
+    with pytest.raises(TrainConfigInvalid, match=r"lr_warmup_fraction=0\.5 needs the number .*--lr-warmup-iters"):
+        check_schedule(TrainConfig(lr_warmup_fraction=0.5), None)
+
+
 def test_a_decay_needs_an_end() -> None:
     with pytest.raises(TrainConfigInvalid, match=r"lr_decay_style=linear needs the number .*--num-rollout"):
         check_schedule(TrainConfig(lr_decay_style="linear"), None)

@@ -26,13 +26,14 @@ SYSTEM = {"role": "system", "content": "be brief"}
 
 
 def prepared(
-    tmp_path: Path, family: str, *rows: Sequence[Any], **settings: Any
+    tmp_path: Path, family: str, *rows: Sequence[Any], context: int | None = None, **settings: Any
 ) -> tuple[list[PreparedPrompt], Tokenizer]:
     checkpoint = make_checkpoint(tmp_path / family, getattr(chat_templates, family))
     path = tmp_path / "chats.jsonl"
     path.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
     data = {"prompt_data": (str(path),), "input_key": "messages", **settings}
-    config = make_config(train={"hf_checkpoint": checkpoint, "loss_type": "sft_loss"}, data=data)
+    train = {"hf_checkpoint": checkpoint, "loss_type": "sft_loss"}
+    config = make_config(train=train, data=data, rollout={"rollout_max_context_len": context})
     tokenizer = load_tokenizer(checkpoint, None)
     prompts = load_train_prompts(config, tokenizer)
     return [prompts.get(index) for index in range(len(prompts))], tokenizer
@@ -118,6 +119,11 @@ def test_spans_of_the_row_itself_are_replaced_and_its_other_metadata_stays(tmp_p
 def test_rows_with_nothing_to_learn_or_too_long_are_skipped(tmp_path: Path) -> None:
     with pytest.raises(EmptyDataError, match="no label None and no assistant message in 'messages'"):
         prepared(tmp_path, "QWEN3", [ASK], [ASK, TWO | {"step_loss_mask": 0}])
+    long = TWO | {"content": "x" * 100}
+    (one,), _ = prepared(tmp_path, "QWEN3", [ASK, TWO], [ASK, long], context=120)
+    assert "two" in (one.label or "")
+    with pytest.raises(EmptyDataError, match="prompt and answer have 124 tokens, above 120"):
+        prepared(tmp_path, "QWEN3", [ASK, long], context=120)
 
 
 def test_a_template_that_hides_where_an_answer_ends_is_refused() -> None:

@@ -37,6 +37,7 @@ class ServerArgs:
                      "dp-size"):
             parser.add_argument("--" + name, type=int)
         parser.add_argument("--dist-init-addr")
+        parser.add_argument("--enable-dp-attention", action="store_true")
         parser.add_argument("--tp-size", "--tensor-parallel-size", type=int, default=1)
         parser.add_argument("--pp-size", "--pipeline-parallel-size", type=int, default=1)
         parser.add_argument("--ep-size", "--expert-parallel-size", "--ep", type=int)

@@ -64,6 +64,13 @@ def test_each_refusal_of_the_server_in_its_words(cpu: Installed, args: dict[str,
     assert sentence in fault
 
 
+def test_data_parallel_attention_inside_an_engine_is_passed_on(cpu: Installed) -> None:
+    """Its parts are updated together; copies of a whole engine would not be."""
+    assert server_faults({"enable_dp_attention": True, "dp_size": 8}, cpu) == []
+    (fault,) = server_faults({"enable_dp_attention": False, "dp_size": 8}, cpu)
+    assert "a replica is an engine here" in fault
+
+
 def test_all_faults_come_at_once(cpu: Installed) -> None:
     assert len(server_faults({"a": 1, "dtype": "b", "port": 3, "tp-size": 2, "mem-fraction-static": ""}, cpu)) == 5
 
