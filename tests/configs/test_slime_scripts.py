@@ -320,6 +320,7 @@ def test_words_are_those_of_bash(tmp_path_factory: pytest.TempPathFactory, words
     ("A=1\nif true; then A=2; else A=3; fi\npython train.py --a $A", "--a 3"),
     ("A=(--x 1)\npython train.py \\\n  --b 1\n${A[@]} \\\n --c 2", "--b 1 --x 1 --c 2"),
     ("python train.py --key ${KEY} --n $(date +%s) --m $((N / 2))", "--key ${KEY} --n $(date +%s) --m $((N / 2))"),
+    ("python train.py --a x${NONE[@]} --b", "--a x --b"),
     ("export A=7 # seven\npython3 -u some/where/train_async.py --a=$A", "--a=7"),
 ])  # fmt: skip
 def test_small_scripts(tmp_path: Path, text: str, wanted: str) -> None:

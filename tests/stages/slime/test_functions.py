@@ -110,6 +110,7 @@ def by(name: str) -> str:
 async def test_a_row_may_name_its_own_function(tmp_path: Path) -> None:
     async with world_of(tmp_path, "raising") as world:
         [(sample,)] = await made(world, make_group(1, 1, metadata=by(":single_turn")))
+        assert sample.left == "", "the row's own metadata does not travel again with each sample"
         [(broken,)] = await made(world, make_group(2, 1))
         [(drifting,)] = await made(world, make_group(3, 1, metadata=by(":drifting")))
     assert [sample.status, broken.status, drifting.status] == ["completed", "failed", "failed"]
@@ -404,10 +405,14 @@ async def test_graders_see_what_a_function_has_left_on_each_sample(function: str
     grading = Grading(make_config(reward=reward, rollout={"n_samples_per_prompt": 3}), Activity())
     await grading.open()
     try:
-        graded = await grading.grade(with_left(group_of(0.0, 0.0, 0.0)))
+        slice_ = with_left(group_of(0.0, 0.0, 0.0))
+        graded = await grading.grade(slice_)
+        other = [msgspec.structs.replace(one, left=LEFT % (5, 5)) for one in slice_.samples]
+        again = await grading.grade(msgspec.structs.replace(slice_, samples=tuple(other)))
     finally:
         await grading.close()
     assert [sample.reward for sample in graded.samples] == [0.0, 11.0, 22.0]
+    assert [sample.reward for sample in again.samples] == [10.0] * 3, "no grade of the same response is taken over"
 
 
 def test_a_group_filter_of_slimes_signature_says_keep_and_why() -> None:
