@@ -65,7 +65,8 @@ def derive(config: Config, given: Mapping[str, str] | None = None) -> tuple[Conf
 def _import_paths(config: Config) -> dict[str, Any]:
     """`package.module.name`, as slime writes import paths, as `package.module:name`, which all readers expect."""
     found = {}
-    for key in IMPORT_PATHS:
+    named = ("asynchrony.buffer_order", "algorithm.advantage_estimator", "algorithm.policy_loss")
+    for key in (*IMPORT_PATHS, *named):
         text = value_at(config, key)
         if text is not None and _DOTTED.fullmatch(text):
             module, _, name = text.rpartition(".")

@@ -36,6 +36,7 @@ _MEGATRON_OPTIONS: Final = tuple(
 
 # Other names of flags.
 ALIASES: Final[Mapping[str, str]] = {
+    "buffer-filter-path": "buffer-order",
     "sglang-server-concurrency": "server-concurrency",
     "accumulate-allreduce-grads-in-fp32": "megatron-grad-reduce-in-fp32",
     "ddp-bucket-size": "megatron-bucket-size",
@@ -104,11 +105,7 @@ TAKEN: Final[Mapping[str, tuple[str, str]]] = {
 # Not here, each with what to use.
 NOT_HERE: Final[Mapping[str, str]] = {
     "fp16": "training is in bfloat16 or float32; write --train-dtype",
-    "buffer-filter-path": "which waiting group is trained next is --buffer-order module:function",
-    "rollout-all-samples-process-path": "samples.jsonl has all of them, and a stage of yours after reward sees them",
     "rollout-data-postprocess-path": "a stage of yours after reward changes samples; --rollout-rs masks by log-probs",
-    "custom-convert-samples-to-train-data-path": "a stage of yours after group changes samples before they are trained",
-    "eval-function-path": "evaluations use --custom-generate-function-path, with evaluation=True",
     "custom-advantage-function-path": "write --advantage-estimator module:function",
     "custom-pg-loss-reducer-function-path": "write --loss-aggregation, or --policy-loss module:function",
     "custom-model-provider-path": "what the model is comes from --hf-checkpoint",

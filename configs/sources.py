@@ -32,7 +32,9 @@ IMPORT_PATHS: Final = (
     "reward.custom_rm_path", "filter.dynamic_sampling_filter_path", "reward.custom_reward_post_process_path",
     "algorithm.custom_loss_function_path", "correction.custom_tis_function_path",
     "rollout.custom_generate_function_path", "rollout.rollout_function_path", "data.data_source_path",
-    "filter.rollout_sample_filter_path", "observe.custom_rollout_log_function_path",
+    "filter.rollout_sample_filter_path", "filter.rollout_all_samples_process_path",
+    "reward.custom_convert_samples_to_train_data_path", "eval.eval_function_path",
+    "observe.custom_rollout_log_function_path",
     "observe.custom_eval_rollout_log_function_path",
 )  # fmt: skip
 
@@ -107,9 +109,11 @@ def checkpoint_fault(label: str, name: str) -> str | None:
 
 def import_path_fault(label: str, text: str, example: str) -> str | None:
     """Why an import path cannot work, in one sentence, or None. Only the top package is looked for, nothing runs."""
+    module, _, name = text.partition(":")
+    if module.endswith(".py") and name.isidentifier():
+        return None if Path(module).is_file() else f"{label} is {text!r}, but there is no file {module}; give its path"
     if not _IMPORT.fullmatch(text):
         return f"{label} is {text!r}, but an import path must be package.module:name; write for example {example}"
-    module = text.partition(":")[0]
     top = module.partition(".")[0]
     if hidden := _hidden_by_ours(module):
         return f"{label} is {text!r}, but {top!r} is a package of Sluice, which {hidden} does not replace; rename yours"

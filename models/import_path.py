@@ -1,6 +1,6 @@
 """Functions and classes by name: import paths of users, and algorithms by their short names.
 
-An import path is `package.module:name` or `package.module.name`.
+An import path is `package.module:name`, `package.module.name` or `folder/file.py:name`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import sysconfig
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Final, TypeVar, cast
 
 from configs.schema.notation import did_you_mean
@@ -41,9 +42,9 @@ def import_path(path: str) -> Any:
     """
     module_name, _, name = path.partition(":") if ":" in path else path.rpartition(".")
     if not module_name or not name:
-        raise ImportPathError(f"import path {path!r} must have the form package.module:name")
+        raise ImportPathError(f"import path {path!r} must have the form package.module:name or file.py:name")
     try:
-        module = importlib.import_module(module_name)
+        module = _file(module_name) if module_name.endswith(".py") else importlib.import_module(module_name)
     except Exception as error:
         raise ImportPathError(
             f"import path {path!r}: importing {module_name!r} failed ({type(error).__name__}: {error}); "
@@ -56,6 +57,23 @@ def import_path(path: str) -> Any:
             f"import path {path!r}: {module_name!r} has no {name!r}; "
             + (_hidden(module_name) or "check the name after the colon")
         ) from None
+
+
+def _file(name: str) -> ModuleType:
+    """The module in a file, imported once; a relative path begins where the run was started."""
+    path = Path(name).resolve()
+    known = f"file:{path}"
+    if known not in sys.modules:
+        spec = importlib.util.spec_from_file_location(known, path)
+        assert spec is not None, "a name that ends with .py has one"
+        assert spec.loader is not None
+        sys.modules[known] = module = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[known]
+            raise
+    return sys.modules[known]
 
 
 def _hidden(module_name: str) -> str | None:

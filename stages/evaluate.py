@@ -19,7 +19,6 @@ import asyncio
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from statistics import fmean
 
 import msgspec
@@ -29,7 +28,9 @@ from stages.messages import EVAL_BASE, EvalDone, PromptGroup, RolloutSlice, Samp
 from stages.ports import Lease, Ports, wait_at_most
 from stages.prompts.stage import sampling_seed
 from stages.rollouts import closing, raw_rewards, rollouts, verdicts
+from stages.slime.convert import Evaluated
 from stages.slime.hooks import eval_data, eval_log, logged
+from stages.slime.types import slime_arguments
 from stages.topic_values import KEYS, carrying
 
 
@@ -86,14 +87,6 @@ Rollout = tuple[Sample, ...]  # its sequences
 SENDS_AT_ONCE = 64
 
 
-def dataset_name(entry: str) -> tuple[str, str]:
-    """Split `name=path`; without a name the file's stem is the name."""
-    name, separator, path = entry.partition("=")
-    if separator and "/" not in name:
-        return name, path
-    return Path(entry.split("@", 1)[0]).stem, entry
-
-
 class EvaluateStage(Stage):
     """Runs an evaluation for each pinned version."""
 
@@ -104,14 +97,12 @@ class EvaluateStage(Stage):
         self._answers: dict[int, dict[tuple[str, int, int], Rollout]] = {}  # by version; (data set, prompt, sample)
         self._held: dict[int, list[Lease[RolloutSlice]]] = {}  # until the result is in the ledger's stream
         self._changed = asyncio.Event()
+        self._function = context.config.eval.eval_function_path is not None
 
     async def setup(self) -> None:
         from stages.data.prompt_set import load_eval_prompts
 
-        self.sets = {
-            name: load_eval_prompts(self.config, name, path)
-            for name, path in map(dataset_name, self.config.eval.eval_prompt_data)
-        }
+        self.sets = {name: load_eval_prompts(self.config, name, path) for name, path in self.config.eval.data_sets}
 
     async def run(self, ports: Ports) -> None:
         async with beside(self._follow_pins(ports)):
@@ -151,17 +142,20 @@ class EvaluateStage(Stage):
     async def _evaluate(self, ports: Ports, version: int) -> None:
         started = time.monotonic()
         wanted = sum(len(prompts) * self._samples(name) for name, prompts in self.sets.items())
+        wanted = 1 if self._function else wanted
         with self.activity.working(), self.span("evaluate", detail=f"version {version}"):
             async with beside(self._send_all(ports, version)):
                 late = await self._await_results(ports, version, wanted, started)
-        metrics, complete = self._score(version)
+        metrics, complete = self._function_score(version) if self._function else self._score(version)
         metrics["eval/time_s"] = time.monotonic() - started
-        missing = "drained" if self._drain else late or "some answers are missing or of another version"
+        failure = next((parts[-1].error for parts in self._answers.get(version, {}).values() if self._function), None)
+        missing = "drained" if self._drain else late or failure or "some answers are missing or of another version"
         detail = "" if complete else missing
         if (path := self.config.observe.custom_eval_rollout_log_function_path) is not None:
-            given = {name: self._graded(version, name) for name in self.sets}
-            call = ("--custom-eval-rollout-log-function-path", eval_log(path), version, self.config)
-            await logged(*call, eval_data(given), dict(metrics))
+            graded = {name: self._graded(version, name) for name in self.sets}
+            given = self._function_found(version).data if self._function else eval_data(graded)
+            call = ("--custom-eval-rollout-log-function-path", eval_log(path), version, slime_arguments(self.config))
+            await logged(*call, given, dict(metrics))
         self.released = version
         await ports.outlets["settle"].send(EvalDone(version, metrics, complete, detail), f"eval/{version}")
         await ports.topic.publish("eval/released", str(version).encode())
@@ -194,6 +188,12 @@ class EvaluateStage(Stage):
             finally:
                 window.release()
 
+        if self._function:  # one call for all sets; the group only carries the version
+            name, prompts = next(iter(self.sets.items()))
+            fresh = prompts.get(0).group(EVAL_BASE, 0, 1, sampling_seed(self.config.run.seed + 1, 0))
+            carrier = msgspec.structs.replace(fresh, purpose="eval", dataset=name, pinned_version=version)
+            await ports.outlets["out"].send(carrier, carrier.key)
+            return
         async with asyncio.TaskGroup() as sends:
             for name, prompts in self.sets.items():
                 grader = self.config.eval.grader(name)
@@ -237,6 +237,20 @@ class EvaluateStage(Stage):
             for estimate, value in estimates(_by_prompt(answers, name, version)).items():
                 metrics[f"eval/{name}-{estimate}"] = value
         return metrics, complete
+
+    def _function_found(self, version: int) -> Evaluated:
+        """What `--eval-function-path` returned; nothing if it failed."""
+        left = [parts[-1].left for parts in self._answers.get(version, {}).values() if parts[-1].left]
+        return msgspec.json.decode(left[0], type=Evaluated) if left else Evaluated()
+
+    def _function_score(self, version: int) -> tuple[dict[str, float], bool]:
+        found = self._function_found(version)
+        metrics = {f"eval_function/{name}": value for name, value in found.metrics.items()}
+        for name, one in found.data.items():
+            metrics[f"eval/{name}"] = fmean(one["rewards"])
+            if one["truncated"]:
+                metrics[f"eval/{name}-truncated_ratio"] = fmean(one["truncated"])
+        return metrics, bool(found.data) and set(found.versions) <= {version}
 
 
 def _with_grader(metadata: str, grader: str) -> str:

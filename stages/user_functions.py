@@ -46,6 +46,10 @@ KINDS: dict[str, tuple[Callable[[str], object], str]] = {
     "filter": (import_filter, "--dynamic-sampling-filter-path"),
     "generate": (hooks.generate_function, "--custom-generate-function-path"),
     "rollout": (hooks.rollout_function, "--rollout-function-path"),
+    "all_samples": (hooks.all_samples, "--rollout-all-samples-process-path"),
+    "convert": (hooks.convert_samples, "--custom-convert-samples-to-train-data-path"),
+    "buffer_order": (import_path, "--buffer-order"),
+    "eval": (hooks.rollout_function, "--eval-function-path"),
     "sample_filter": (hooks.sample_filter, "--rollout-sample-filter-path"),
     "post_process": (hooks.post_process, "--custom-reward-post-process-path"),
     "log": (hooks.rollout_log, "--custom-rollout-log-function-path"),
@@ -56,7 +60,7 @@ KINDS: dict[str, tuple[Callable[[str], object], str]] = {
     "loss": (import_path, "--custom-loss-function-path"),
     "tis": (import_path, "--custom-tis-function-path"),
 }
-_NAMED: Final = ("advantage", "policy_loss")  # their flags take names as well
+_NAMED: Final = ("advantage", "policy_loss", "buffer_order")  # their flags take names as well
 
 
 def functions_of(config: Config) -> tuple[str, ...]:
@@ -112,6 +116,24 @@ def _post_process(path: str, config: Config) -> None:
     post_processed(config, import_path(path), path, slice_, [(sample,) for sample in slice_.samples])
 
 
+def _convert(path: str, config: Config) -> None:
+    from stages.train.batch import for_trainer
+
+    reward = msgspec.structs.replace(config.reward, custom_convert_samples_to_train_data_path=path)
+    for_trainer(msgspec.structs.replace(config, reward=reward), made_up())
+
+
+def _buffer_order(path: str, config: Config) -> None:
+    from stages.train.held_groups import GroupBuffer
+
+    class Held:
+        message = made_up()
+
+    buffer = GroupBuffer(config)
+    buffer.push(Held())  # type: ignore[arg-type]
+    buffer.pop(0, 1)
+
+
 def _advantage(path: str, config: Config) -> None:
     from models.algorithms.advantages import advantages
 
@@ -147,6 +169,8 @@ TRIALS: Final[dict[str, tuple[Callable[[str, Config], None], bool]]] = {
     "filter": (_filter, False),
     "sample_filter": (_sample_filter, False),
     "post_process": (_post_process, False),
+    "convert": (_convert, False),
+    "buffer_order": (_buffer_order, False),
     "advantage": (_advantage, True),
     "policy_loss": (partial(_on_tokens, "policy_loss"), True),
     "loss": (partial(_on_tokens, "loss"), True),

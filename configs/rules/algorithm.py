@@ -21,7 +21,7 @@ from configs.schema.algorithm import (
 )
 from configs.schema.notation import cure
 
-IMPORT_PATH: Final = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+IMPORT_PATH: Final = re.compile(r"(?:[A-Za-z_][\w.]*|[\w./~-]+\.py):[A-Za-z_]\w*")
 BUFFER_ORDERS: Final = ("oldest_first", "ready_first", "priority")
 _CLIPPED_LOSSES: Final = frozenset(("ppo", "gspo", "cispo"))  # read eps_clip
 

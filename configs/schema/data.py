@@ -5,6 +5,7 @@ Owners: `stages/prompts`, `stages/evaluate`, `stages/reward`, `stages/group`, `s
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -93,10 +94,22 @@ class EvalConfig(Section, frozen=True, kw_only=True):
     eval_sets: Annotated[dict[str, Any], ReadBy("--eval-prompt-data")] = {}
     """settings of single held-out sets: name -> n_samples, temperature, top_p, top_k, max_response_len, input_key,
     label_key, rm_type; in a recipe [eval.eval_sets.NAME]"""
+    eval_function_path: Annotated[str | None, ReadBy("--eval-prompt-data")] = None
+    """function that evaluates on its own, with slime's interface: (args, rollout_id, data_source, evaluation=True) ->
+    rewards by data set"""
     eval_deadline_s: Annotated[Positive, ReadBy("--eval-prompt-data")] = 300.0
     """give up on an evaluation after this many seconds"""
     skip_eval_before_train: Annotated[bool, ReadBy("--eval-prompt-data")] = False
     """no evaluation of the first weights"""
+
+    @property
+    def data_sets(self) -> tuple[tuple[str, str], ...]:
+        """(Name, path) of each held-out set; without a name the file's stem is the name."""
+        named = [(entry, *entry.partition("=")) for entry in self.eval_prompt_data]
+        return tuple(
+            (name, path) if equals and "/" not in name else (Path(entry.split("@", 1)[0]).stem, entry)
+            for entry, name, equals, path in named
+        )
 
     def of(self, name: str) -> EvalConfig:
         """What holds for one held-out set: its own settings over these."""
@@ -168,6 +181,8 @@ class RewardConfig(Section, frozen=True, kw_only=True):
     """--custom-rm-path takes the responses of a whole group and returns a grade for each"""
     custom_reward_post_process_path: str | None = None
     """import path of a function that turns a group's rewards into its advantages"""
+    custom_convert_samples_to_train_data_path: str | None = None
+    """function that chooses what of a group is trained, with slime's interface: (args, samples) -> dict of lists"""
     math_equivalence: Annotated[Literal["either", "compat", "verify"], ReadBy("the grader math")] = "either"
     """how the grader math compares: string rules (compat), math-verify (verify), or its own reading, then
     math-verify (either)"""
@@ -212,6 +227,8 @@ class FilterConfig(Section, frozen=True, kw_only=True):
     """import path of one more group filter, package.module:function"""
     rollout_sample_filter_path: str | None = None
     """function that removes rollouts from the loss, with slime's interface: (args, groups), sets remove_sample"""
+    rollout_all_samples_process_path: str | None = None
+    """function that sees complete groups, filtered ones too, with slime's interface: (args, groups, data_source)"""
     over_sampling_batch_size: Annotated[
         Count | None, ReadBy("--dynamic-sampling-filter or --dynamic-sampling-filter-path")
     ] = None

@@ -39,7 +39,6 @@ from stages.agents.worker import Hosted
 from stages.data.prompt_set import PromptSet
 from stages.data.rows import trusted_functions
 from stages.errors import FilterNameError
-from stages.evaluate import dataset_name
 from stages.graders.registry import listed_grader, outside, refusal
 from stages.group.filters import parse_filters
 from stages.reward.components import Selection
@@ -219,7 +218,7 @@ def check_rows(config: Config) -> None:
     data, evaluation = config.data, config.eval
     supervised = config.train.loss_type == "sft_loss"
     wanted = [(data, () if data.data_source_path is not None else data.prompt_data, False)]
-    for name, path in map(dataset_name, evaluation.eval_prompt_data):
+    for name, path in evaluation.data_sets:
         own, grader = evaluation.of(name), evaluation.grader(name)
         keys = {"input_key": own.eval_input_key, "label_key": own.eval_label_key}
         given = {key: value for key, value in keys.items() if value is not None}

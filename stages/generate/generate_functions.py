@@ -16,14 +16,14 @@ import inspect
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import msgspec
 
 from configs.schema import Config
 from models.import_path import raised
-from stages.base import Activity, outcome_of
+from stages.base import Activity, in_daemon_thread, outcome_of
 from stages.chat.messages import ChatFormatError, Message, ToolSchema
 from stages.chat.tokenizer import Tokenizer, load_tokenizer
 from stages.gateway.answers import Answers, OpenSession
@@ -36,9 +36,9 @@ from stages.records.unfinished import AnswerJournal
 from stages.sampling.rollout_requests import Requests
 from stages.sampling.sampler import Sampler
 from stages.slime.client import UserLoop
-from stages.slime.convert import ReturnedError, given_sample, returned_rollout
-from stages.slime.hooks import generate_function
-from stages.slime.types import sampling_parameters, slime_arguments
+from stages.slime.convert import ReturnedError, given_sample, returned_evaluation, returned_rollout
+from stages.slime.hooks import generate_function, rollout_function
+from stages.slime.types import DataSource, sampling_parameters, slime_arguments
 
 log = logging.getLogger("sluice.generate")
 
@@ -141,6 +141,31 @@ class GenerateFunctions:
             return returned_rollout(returned, session.samples(), sample, **options)
         except ReturnedError as error:
             return (replace(sample, status="failed", error=f"{path}: {error}"),)
+
+    def start(self, function: Callable[..., Any], *given: object, evaluation: bool) -> Any:
+        """Start a call of a function for whole batches, sync or async; returns an awaitable."""
+        named = {"evaluation": evaluation} if "evaluation" in inspect.signature(function).parameters else {}
+        if inspect.iscoroutinefunction(function):
+            return self.loop.call(function(*given, **named))
+        return asyncio.wrap_future(in_daemon_thread(partial(function, *given, **named), "rollout-function"))
+
+    async def evaluate(self, path: str, group: PromptGroup, sample: Sample) -> Sample:
+        """One call of the evaluation's own function. The sample carries what it returned, and the versions that made
+        the tokens of its requests."""
+        replace, session, gateway = msgspec.structs.replace, Session(NoChat()), await self.open_gateway()
+        with gateway.session(OpenSession(group, sample, session, whole_batch=True)) as key:
+            args = self.args.with_router(gateway.url, key)
+            try:
+                call = self.start(rollout_function(path), args, group.pinned_version, DataSource(), evaluation=True)
+                found = returned_evaluation(await self.until_drained(call))
+            except Drained:
+                return replace(sample, status="aborted")
+            except Exception as error:
+                log.warning("--eval-function-path %s failed: %r", path, error, exc_info=True)
+                return replace(sample, status="failed", error=f"--eval-function-path {path}: {raised(error)}")
+        versions = sorted({version for part in session.recorded for version in part.model_versions})
+        left = msgspec.json.encode(replace(found, versions=tuple(versions))).decode()
+        return replace(sample, status="completed", reward=0.0, left=left)
 
     async def until_drained(self, work: Any) -> Any:
         """Waits for the function; unblocked by a drain or its deadline.

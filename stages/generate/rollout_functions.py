@@ -11,27 +11,23 @@ as aborted.
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
-import math
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Final
 
 import msgspec
 
 from configs.schema import Config
-from stages.base import in_daemon_thread
 from stages.gateway.answers import OpenSession
 from stages.gateway.sessions import Session
 from stages.generate.generate_functions import Drained, GenerateFunctions, NoChat
 from stages.messages import PromptGroup, Sample
 from stages.rollouts import new_sample
 from stages.slime import types as slime
-from stages.slime.convert import ReturnedError, given_sample, returned_rollout
+from stages.slime.convert import ReturnedError, finite_numbers, given_sample, returned_rollout
 from stages.slime.hooks import rollout_function
 
 log = logging.getLogger("sluice.generate")
@@ -138,7 +134,8 @@ class RolloutFunction:
             args = self._functions.args.with_router(gateway.url, key)
             args.rollout_batch_size = args.over_sampling_batch_size = wanted
             try:
-                returned = await self._functions.until_drained(self._work(args, rollout_id, source))
+                call = self._functions.start(self._function, args, rollout_id, source, evaluation=False)
+                returned = await self._functions.until_drained(call)
             except Drained:
                 status, error = "aborted", ""
             except TimeoutError:
@@ -152,7 +149,7 @@ class RolloutFunction:
             error = error if returned is None else f"{self.path} drew nothing from data_source.get_samples"
             returned = None
         groups = getattr(returned, "samples", returned)
-        metrics = _metrics(getattr(returned, "metrics", None))
+        metrics = finite_numbers(getattr(returned, "metrics", None), "rollout_function/")
         try:
             by_rollout = _by_rollout(groups)
         except ReturnedError as raised:
@@ -170,14 +167,6 @@ class RolloutFunction:
                 self._functions.activity.failures += ended[-1].status == "failed"
                 entry.ended(*ended)
             entry.done.set()
-
-    def _work(self, args: Any, rollout_id: int, source: AdmittedGroups) -> Any:
-        """Start the call; returns an awaitable."""
-        named = {"evaluation": False} if "evaluation" in inspect.signature(self._function).parameters else {}
-        if inspect.iscoroutinefunction(self._function):
-            return self._functions.loop.call(self._function(args, rollout_id, source, **named))
-        call = partial(self._function, args, rollout_id, source, **named)
-        return asyncio.wrap_future(in_daemon_thread(call, "rollout-function"))
 
     def _ended(
         self, parts: list[Any], recorded: Sequence[Sample], sample: Sample, metrics: dict[str, float], row: Any
@@ -217,9 +206,3 @@ def _by_rollout(groups: Any) -> dict[int, list[Any]]:
     for sample in _flat(groups or ()):
         by_index.setdefault(_index(sample), []).append(sample)
     return by_index
-
-
-def _metrics(metrics: object) -> dict[str, float]:
-    items = metrics.items() if isinstance(metrics, Mapping) else ()
-    numbers = {f"rollout_function/{name}": float(value) for name, value in items if isinstance(value, int | float)}
-    return {name: value for name, value in numbers.items() if math.isfinite(value)}

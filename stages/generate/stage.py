@@ -83,6 +83,10 @@ class GenerateStage(Stage):
     async def _serve(self, lease: Lease[PromptGroup | RolloutSlice], ports: Ports) -> None:
         """One turn of the samples of a lease, which is released when the next hub holds all of them."""
         message = lease.message
+        if isinstance(message, PromptGroup) and self._evaluated_by_function(message):
+            await self._evaluate(message, ports.outlets["out"])
+            lease.done()
+            return
         if isinstance(message, PromptGroup) and (beginning := self.loops.beginning) is not None:
             await self._begin(message, ports.outlets[beginning])
             lease.done()
@@ -117,6 +121,18 @@ class GenerateStage(Stage):
                 versions = sorted({min(leaving.versions), max(leaving.versions)})
                 details.append(f"version {' to '.join(map(str, versions))}")
         lease.done()
+
+    def _evaluated_by_function(self, prompt: PromptGroup) -> bool:
+        return prompt.purpose == "eval" and self.config.eval.eval_function_path is not None
+
+    async def _evaluate(self, prompt: PromptGroup, outlet: Outlet[RolloutSlice]) -> None:
+        """A whole evaluation in one call of `--eval-function-path`."""
+        self.activity.items_in += 1
+        path, group = self.config.eval.eval_function_path or "", without_prompt(prompt)
+        with self.span("evaluate", group=group.group_id):
+            sample = await self.functions.evaluate(path, group, new_sample(prompt.prompt_ids, 0))
+        self.activity.failures += sample.status == "failed"
+        await self.emit(outlet, RolloutSlice(group, (sample,)))
 
     async def _begin(self, prompt: PromptGroup, outlet: Outlet[RolloutSlice]) -> None:
         """Send each rollout of a group to the loop stage that makes its prompt."""

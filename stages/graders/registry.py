@@ -44,7 +44,7 @@ from stages.graders.math.answer import last_box
 from stages.graders.math.final_line import WRONG, grade_dapo, grade_gsm8k, grade_gsm8k_flex, marked_number
 from stages.graders.text import compare, ifeval, ifeval_rules
 
-IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+IMPORT_PATH = re.compile(r"(?:[A-Za-z_][\w.]*|[\w./~-]+\.py):[A-Za-z_]\w*")
 _PARAMETERS = ("response", "label", "metadata")
 
 _Ask = Callable[[GradeRequest, dict[str, object]], object]  # (request, its metadata) -> the function's return value

@@ -30,8 +30,8 @@ from stages.ports import Lease, Outlet, Ports, Topic, read_value
 from stages.reward.stage import Grading
 from stages.rollouts import closing, counting, rollout_fault, rollouts, settlement
 from stages.sample_log import SampleLog
-from stages.slime.hooks import removed, sample_filter
-from stages.slime.types import slime_arguments
+from stages.slime.hooks import all_samples, logged, removed, sample_filter, shown
+from stages.slime.types import DataSource, slime_arguments
 from stages.staleness_gate import StalenessGate
 from stages.topic_values import SETTINGS, newest_settings
 
@@ -83,6 +83,8 @@ class GroupStage(Stage):
         self._filters: list[GroupFilter] = resolve_filter(self.config.filter, self._state, self.config)
         path = self.config.filter.rollout_sample_filter_path
         self._sample_filter = None if path is None else sample_filter(path)
+        path = self.config.filter.rollout_all_samples_process_path
+        self._all_samples = None if path is None else all_samples(path)
         self._args = slime_arguments(self.config)
         self._drain: str | None = None
         self._gate = StalenessGate.of(self.config)
@@ -196,6 +198,9 @@ class GroupStage(Stage):
             newest = read_value(ports.topic, "weights", WeightsAnnouncement)
             self._state.version = 0 if newest is None else newest.version
             verdict = await self._judge(slice_)
+            if self._all_samples is not None:
+                flag, seen = "--rollout-all-samples-process-path", shown(slice_)
+                await logged(flag, self._all_samples, self._args, [seen], DataSource())
             port = "out" if isinstance(verdict, RolloutSlice) else "settle"
             with self.activity.sending():
                 try:

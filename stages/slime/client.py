@@ -100,6 +100,7 @@ class GenerateState:
     """
 
     _known: ClassVar[dict[str, GenerateState]] = {}
+    _lock: ClassVar[threading.Lock] = threading.Lock()
     args: Any
     tokenizer: Any
     processor: Any
@@ -108,24 +109,27 @@ class GenerateState:
     aborted: bool
 
     def __new__(cls, args: Any) -> GenerateState:
-        state = cls._known.get(args.hf_checkpoint)
-        if state is None:
-            from transformers import AutoTokenizer
+        with cls._lock:  # functions run in several threads, in which transformers must not be imported at once
+            return cls._known.get(args.hf_checkpoint) or cls._made(args)
 
-            state = super().__new__(cls)
-            state.args, state.processor, state.aborted = args, None, False
-            state.tokenizer = AutoTokenizer.from_pretrained(args.hf_checkpoint)
-            state.semaphore = asyncio.Semaphore(args.sglang_server_concurrency)
-            state.sampling_params = {
-                "temperature": args.rollout_temperature,
-                "top_p": args.rollout_top_p,
-                "top_k": args.rollout_top_k,
-                "max_new_tokens": args.rollout_max_response_len,
-                "stop": args.rollout_stop,
-                "stop_token_ids": args.rollout_stop_token_ids,
-                "skip_special_tokens": args.rollout_skip_special_tokens,
-                "no_stop_trim": True,
-                "spaces_between_special_tokens": False,
-            }
-            cls._known[args.hf_checkpoint] = state
+    @classmethod
+    def _made(cls, args: Any) -> GenerateState:
+        from transformers import AutoTokenizer
+
+        state = super().__new__(cls)
+        state.args, state.processor, state.aborted = args, None, False
+        state.tokenizer = AutoTokenizer.from_pretrained(args.hf_checkpoint)
+        state.semaphore = asyncio.Semaphore(args.sglang_server_concurrency)
+        state.sampling_params = {
+            "temperature": args.rollout_temperature,
+            "top_p": args.rollout_top_p,
+            "top_k": args.rollout_top_k,
+            "max_new_tokens": args.rollout_max_response_len,
+            "stop": args.rollout_stop,
+            "stop_token_ids": args.rollout_stop_token_ids,
+            "skip_special_tokens": args.rollout_skip_special_tokens,
+            "no_stop_trim": True,
+            "spaces_between_special_tokens": False,
+        }
+        cls._known[args.hf_checkpoint] = state
         return state

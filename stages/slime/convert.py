@@ -125,6 +125,38 @@ def returned_rollout(
     return _with_prefixes(as_rollout(*parts))
 
 
+class Evaluated(msgspec.Struct, frozen=True):
+    """What `--eval-function-path` found; it travels as `left` of a sample."""
+
+    data: Mapping[str, Mapping[str, list[float]]] = {}  # data set -> "rewards", "truncated"
+    metrics: Mapping[str, float] = {}
+    versions: tuple[int, ...] = ()  # of the weights that made the tokens of its requests
+
+
+def returned_evaluation(returned: object) -> Evaluated:
+    """The numbers of a `RolloutFnEvalOutput`, or of its `data` alone. Raises ReturnedError."""
+    data = getattr(returned, "data", returned)
+    rule = 'return RolloutFnEvalOutput(data={NAME: {"rewards": [...], "truncated": [...]}})'
+    if not isinstance(data, Mapping) or not data:
+        raise ReturnedError(f"it returned {type(returned).__name__}; {rule}")
+    found: dict[str, dict[str, list[float]]] = {}
+    for name, one in data.items():
+        try:
+            found[str(name)] = {key: [float(value) for value in one.get(key) or ()] for key in ("rewards", "truncated")}
+        except (AttributeError, TypeError, ValueError) as error:
+            raise ReturnedError(f"its data set {name!r} has no list of numbers ({error}); {rule}") from error
+        if not found[str(name)]["rewards"] or not all(map(math.isfinite, found[str(name)]["rewards"])):
+            raise ReturnedError(f"its data set {name!r} needs rewards, all of them finite; {rule}")
+    return Evaluated(found, finite_numbers(getattr(returned, "metrics", None)))
+
+
+def finite_numbers(metrics: object, prefix: str = "") -> dict[str, float]:
+    """What of a function's metrics can be logged."""
+    items = metrics.items() if isinstance(metrics, Mapping) else ()
+    numbers = {f"{prefix}{name}": float(value) for name, value in items if isinstance(value, int | float)}
+    return {name: value for name, value in numbers.items() if math.isfinite(value)}
+
+
 def _like_a_sample(one: Any) -> bool:
     """Whether it has the fields of a `Sample`; the class may come from another package."""
     return all(hasattr(one, name) for name in ("tokens", "response_length", "status", "loss_mask", "reward"))

@@ -130,6 +130,16 @@ def removed(function: Callable[..., Any], args: object, slice_: RolloutSlice) ->
     return msgspec.structs.replace(slice_, samples=tuple(marked))
 
 
+def all_samples(path: str) -> Callable[..., Any]:
+    """`(args, samples, data_source)`, for groups that are filtered too. Raises ImportPathError."""
+    return import_function(path, "args", "samples", "data_source")
+
+
+def convert_samples(path: str) -> Callable[..., Any]:
+    """`(args, samples)` -> dict of lists. Raises ImportPathError."""
+    return import_function(path, "args", "samples")
+
+
 def post_process(path: str) -> Callable[..., Any]:
     """`(args, samples)` as in slime, or `(rewards, samples)`. Raises ImportPathError."""
     return import_function(path, "rewards", "samples")
@@ -145,12 +155,12 @@ def eval_log(path: str) -> Callable[..., Any]:
     return import_function(path, "rollout_id", "args", "data", "extra_metrics")
 
 
-async def logged(path: str, function: Callable[..., Any], rollout_id: int, config: Config, *given: object) -> None:
+async def logged(flag: str, function: Callable[..., Any], *given: object) -> None:
     """Call a log function in a thread. Its exceptions are logged as warnings, because a log must not end a run."""
     try:
-        await asyncio.to_thread(function, rollout_id, slime_arguments(config), *given)
+        await asyncio.to_thread(function, *given)
     except Exception as error:
-        log.warning("%s raised %s: %s", path, type(error).__name__, error, exc_info=True)
+        log.warning("%s raised %s: %s", flag, type(error).__name__, error, exc_info=True)
 
 
 def eval_data(given: Mapping[str, Sequence[RolloutSlice]]) -> dict[str, dict[str, list[Any]]]:

@@ -210,12 +210,30 @@ def slime_arguments(config: Config, **more: object) -> SlimeArguments:
         "rollout_stop": list(config.rollout.rollout_stop) or None,
         "rollout_stop_token_ids": list(config.rollout.rollout_stop_token_ids) or None,
         "prompt_data": files[0] if len(files) == 1 else list(files) or None,
+        "eval_datasets": [_eval_dataset(config, name, path) for name, path in config.eval.data_sets],
         "sglang_router_ip": None,
         "sglang_router_port": None,
         **config.rollout.custom_args,
         **more,
     }
     return SlimeArguments(**values)
+
+
+def _eval_dataset(config: Config, name: str, path: str) -> SimpleNamespace:
+    own, data = config.eval.of(name), config.data
+    return SimpleNamespace(
+        name=name,
+        path=path,
+        rm_type=config.eval.grader(name) or config.reward.rm_type,
+        n_samples_per_eval_prompt=own.n_samples_per_eval_prompt,
+        temperature=own.eval_temperature,
+        top_p=own.eval_top_p,
+        top_k=own.eval_top_k,
+        max_response_len=own.eval_max_response_len or config.rollout.rollout_max_response_len,
+        input_key=own.eval_input_key or data.input_key,
+        label_key=own.eval_label_key or data.label_key,
+        metadata_key=data.metadata_key,
+    )
 
 
 def sampling_parameters(config: Config, group: PromptGroup) -> dict[str, Any]:

@@ -8,6 +8,8 @@ return is its reward at the end plus the rewards of its turns.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -26,7 +28,7 @@ from models.import_path import import_path, raised
 from models.train.interface import TrainSequence
 from stages.base import Spans
 from stages.errors import UntrainableGroup
-from stages.messages import RolloutSlice, Sample
+from stages.messages import RolloutSlice, Sample, UInt8Array, wire
 from stages.ports import Lease
 from stages.rollouts import (
     by_version,
@@ -47,6 +49,13 @@ from stages.train.batch_metrics import MASKED, batch_metrics
 from stages.train.saved_groups import save_batch
 
 PostProcess = Callable[[Any, Any], Any]
+
+
+def for_trainer(config: Config, slice_: RolloutSlice) -> tuple[RolloutSlice, list[TrainSequence]]:
+    """What is trained of a group, and its sequences as the trainer takes them. Raises UntrainableGroup."""
+    sequences = slice_sequences(config, slice_)
+    path = config.reward.custom_convert_samples_to_train_data_path
+    return (slice_, sequences) if path is None else converted(config, path, slice_, sequences)
 
 
 def slice_sequences(config: Config, slice_: RolloutSlice) -> list[TrainSequence]:
@@ -130,6 +139,66 @@ def post_processed(
     return values
 
 
+_CONVERTED = ("tokens", "response_lengths", "loss_masks", "rewards")  # of slime's train data, what is read here
+
+
+def converted(
+    config: Config, path: str, slice_: RolloutSlice, sequences: Sequence[TrainSequence]
+) -> tuple[RolloutSlice, list[TrainSequence]]:
+    """The group as the user's function `(args, samples)` has it: slime's dict of lists, with an entry for each sequence
+    that is trained. It chooses sequences, masks and advantages (`rewards`); tokens are those of the record.
+
+    Raises UntrainableGroup.
+    """
+    whole = rollouts(slice_.samples)
+    parts = [(sample, rollout_return(members)) for members in whole for sample in members]
+    samples = shown(msgspec.structs.replace(slice_, samples=tuple(sample for sample, _ in parts)))
+    for given, (_, value) in zip(samples, parts, strict=True):
+        given.reward = value
+    try:
+        data = import_path(path)(slime_arguments(config), samples)
+        columns = [list(data[name]) for name in _CONVERTED]
+        rollout_ids = data.get("sample_indices", [None] * len(columns[0]))
+        chosen: dict[int, tuple[npt.NDArray[np.uint8], float]] = {}
+        for rollout_id, *entry in zip(rollout_ids, *columns, strict=True):
+            # Responses of a group may be equal, so an entry without a number is that of the first one that has none.
+            here = (i for i, s in enumerate(sequences) if i not in chosen and rollout_id in (None, s.rollout_id))
+            place = next((i for i in here if np.array_equal(sequences[i].tokens, entry[0])), None)
+            chosen[-1 if place is None else place] = _entry(None if place is None else sequences[place], *entry)
+    except Exception as error:
+        flag = "--custom-convert-samples-to-train-data-path"
+        raise UntrainableGroup(f"{flag} {path} raised {raised(error)}") from error
+    kept: list[Sample] = []
+    trained: list[TrainSequence] = []
+    for place, (sequence, (sample, _)) in enumerate(zip(sequences, parts, strict=True)):
+        mask, value = chosen.get(place, (np.zeros_like(sequence.loss_mask), 0.0))
+        kept.append(msgspec.structs.replace(sample, loss_mask=wire(mask, UInt8Array)))
+        advantage = (value * mask).astype(np.float32)
+        trained.append(dataclasses.replace(sequence, loss_mask=mask, reward=value, advantages=advantage))
+    return msgspec.structs.replace(slice_, samples=tuple(kept)), trained
+
+
+def _entry(
+    sequence: TrainSequence | None, tokens: Sequence[int], length: int, mask: Sequence[int], reward: float
+) -> tuple[npt.NDArray[np.uint8], float]:
+    """(Loss mask of all tokens, advantage) of an entry for a sequence. Raises ValueError."""
+    if sequence is None or sequence.response_length != length:
+        raise ValueError(
+            f"{len(tokens)} tokens with response_lengths {length} are no sequence of the group without an entry; "
+            "tokens cannot be changed: leave the entry out, or set its loss_masks to 0"
+        )
+    whole, value = np.concatenate([np.zeros(sequence.prompt_length), np.array(mask)]), float(reward)
+    if len(whole) != len(tokens) or not np.isin(whole, (0, 1)).all() or not math.isfinite(value):
+        raise ValueError(
+            f"an entry has {len(mask)} loss_masks for {length} tokens, and the reward {reward}; give 0 or 1 for each "
+            "token of the response, and a finite number"
+        )
+    if (whole > sequence.loss_mask).any():
+        first = int(np.flatnonzero(whole > sequence.loss_mask)[0])
+        raise ValueError(f"loss_masks is 1 for token {first}, which may not be trained; leave it 0 where it was 0")
+    return whole.astype(np.uint8), value
+
+
 class Batch:
     """Groups of rollout batch `step` (0 = the first)."""
 
@@ -204,7 +273,7 @@ class BatchLog:
             samples = [sample for slice_ in slices for sample in shown(slice_)]
             reported, wall_s = batch.metrics() | metrics, metrics["perf/step_time"]
             flag = "--custom-rollout-log-function-path"
-            await logged(flag, self._log, step - 1, self._config, samples, reported, wall_s)
+            await logged(flag, self._log, step - 1, slime_arguments(self._config), samples, reported, wall_s)
         for group_id in batch.group_ids:  # where the arrows of a group end in the trace
             self._spans.add("trained", time.time(), 0.0, group=group_id, detail=f"step {step}")
         if self._file is not None:

@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from operator import index as as_index
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -33,9 +33,11 @@ from stages.group.filters import FALLBACK, zero_std
 from stages.messages import Outcome, RolloutSlice
 from stages.ports import Lease, Ports, Topic, wait_value
 from stages.rollouts import newest_version, oldest_version, rollout_return, rollouts, settlement, without_older
+from stages.slime.hooks import has_args, shown
+from stages.slime.types import slime_arguments
 from stages.staleness_gate import StalenessGate
 
-OrderFunction = Callable[[Sequence[RolloutSlice], int], int]
+OrderFunction = Callable[..., Any]  # (groups, step) -> index, or slime's (args, rollout_id, buffer, num_samples)
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,9 @@ class GroupBuffer:
     def __init__(self, config: Config) -> None:
         self._order = config.asynchrony.buffer_order
         self._custom: OrderFunction | None = import_path(self._order) if ":" in self._order else None
+        self._args = slime_arguments(config) if has_args(self._custom) else None
+        self._picked: list[int] = []  # by slime's buffer filter: ids of the next groups
+        self._dropped: list[Waiting] = []
         self.gate = StalenessGate.of(config)
         self._has_spares = FALLBACK in config.filter.dynamic_sampling_filter
         self._groups: list[_Place] = []  # sorted
@@ -95,6 +100,8 @@ class GroupBuffer:
 
     def pop(self, step: int, missing: int) -> Lease[RolloutSlice] | None:
         """The next group for batch `step`, None if none is ready. Raises BufferOrderError."""
+        if self._groups and self._args is not None:
+            return self._filtered(step, missing)
         if self._groups:
             return self._groups.pop(self._choose(step, missing))[-1].lease
         if self.ready(missing):
@@ -151,6 +158,34 @@ class GroupBuffer:
         if self._slack(waiting, step) <= 0:
             return (0.0, float(waiting.group_id))
         return (1.0, -waiting.signal, float(waiting.group_id))
+
+    def take_dropped(self) -> list[Lease[RolloutSlice]]:
+        """Remove the groups that slime's buffer filter took out of the buffer and did not return."""
+        dropped, self._dropped = self._dropped, []
+        return [w.lease for w in dropped]
+
+    def _filtered(self, step: int, missing: int) -> Lease[RolloutSlice] | None:
+        """The next group that slime's buffer filter chose. It is asked again when those are used up."""
+        assert self._custom is not None
+        waiting = {w.group_id: place for place, (*_, w) in enumerate(self._groups)}
+        self._picked = [group_id for group_id in self._picked if group_id in waiting]
+        if not self._picked:
+            buffer = [shown(w.lease.message) for *_, w in self._groups]
+            try:
+                groups: Sequence[Any] = self._custom(self._args, step, buffer, missing)
+                self._picked = [as_index(group[0].group_index) for group in groups]
+                left = {*self._picked, *(as_index(group[0].group_index or 0) for group in buffer)}
+            except Exception as error:
+                raise BufferOrderError(f"--buffer-filter-path {self._order} raised {raised(error)}") from error
+            if unknown := left - waiting.keys():
+                raise BufferOrderError(
+                    f"--buffer-filter-path {self._order} returned {sorted(unknown)}, which are not in the buffer; "
+                    "return groups of the buffer"
+                )
+            self._dropped += [w for *_, w in self._groups if w.group_id not in left]
+            self._groups = [entry for entry in self._groups if entry[-1].group_id in left]
+            waiting = {w.group_id: place for place, (*_, w) in enumerate(self._groups)}
+        return self._groups.pop(waiting[self._picked.pop(0)])[-1].lease if self._picked else None
 
     def _call_order(self, function: OrderFunction, step: int) -> int:
         slices = [w.lease.message for *_, w in self._groups]
@@ -242,6 +277,8 @@ class HeldGroups:
         """
         while self.drained is None:
             lease = self._buffer.pop(step, missing)
+            for dropped in self._buffer.take_dropped():
+                await self.settle(dropped, "filtered", "buffer_filter")
             if lease is not None or self._inlet_ended:
                 return lease
             await self._arrival()

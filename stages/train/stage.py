@@ -33,7 +33,7 @@ from stages.messages import CheckpointReady, Outcome, RolloutSlice, StepDone
 from stages.ports import Lease, Ports, Topic, read_value
 from stages.sample_log import drop_after
 from stages.topic_values import settings_at, updates_ended
-from stages.train.batch import Batch, BatchLog, slice_sequences
+from stages.train.batch import Batch, BatchLog, for_trainer
 from stages.train.checkpoints import Checkpoints, Recovery
 from stages.train.held_groups import HeldGroups
 from stages.train.saved_groups import read_groups
@@ -215,7 +215,7 @@ class TrainStage(Stage):
         while self.steps < self.options.trained:
             batch = await self._begun(ports)
             for slice_ in await asyncio.to_thread(self.recovery.batch, self.steps + 1):
-                batch.add(slice_, slice_sequences(self.config, slice_))
+                batch.add(*for_trainer(self.config, slice_))
             await self._stepped(batch)
             self.steps += 1
         if self.steps > loaded and self.schedule.due(self.steps).save:
@@ -264,7 +264,7 @@ class TrainStage(Stage):
             return
         slice_, masked = self.groups.trained_part(lease.message, self.steps)
         try:
-            sequences = slice_sequences(self.config, slice_)
+            slice_, sequences = for_trainer(self.config, slice_)
         except UntrainableGroup as error:
             await self.groups.settle(lease, "failed", str(error))
             return

@@ -351,12 +351,17 @@ def test_a_data_source_gives_each_prompt_once_also_after_a_resume(
 
 
 @pytest.mark.slow
-def test_a_rollout_function_makes_the_batches_of_a_run_and_a_function_logs_them(tmp_path: Path) -> None:
+def test_the_functions_of_the_page_make_convert_log_and_evaluate_the_batches_of_a_run(tmp_path: Path) -> None:
     write_code(tmp_path, "slime.md")
     done = succeed_here(
         tmp_path / "run", *NO_DATA, *made_model(), *SIMULATED, "--prompt-data", "arithmetic", "--num-rollout", "3",
         "--rollout-function-path", "my_project.batches.generate_rollout",
-        "--custom-rollout-log-function-path", "my_project.tracker.log_batch", cwd=tmp_path,
+        "--custom-rollout-log-function-path", "my_project.tracker.log_batch",
+        "--rollout-all-samples-process-path", "my_project.hooks.keep_all",
+        "--buffer-filter-path", "my_project/hooks.py:best_first",
+        "--custom-convert-samples-to-train-data-path", "my_project.hooks.train_data",
+        "--eval-function-path", "my_project.evaluation.evaluate", "--eval-prompt-data", "arithmetic",
+        "--eval-interval", "2", cwd=tmp_path,
     )  # fmt: skip
     groups = done.summary["groups"]
     assert (groups["trained"], groups["failed"]) == (12, 0)
@@ -364,6 +369,9 @@ def test_a_rollout_function_makes_the_batches_of_a_run_and_a_function_logs_them(
     counted = [row["rollout_function/groups"] for row in rows if "rollout_function/groups" in row]
     assert len(counted) == 3
     assert all(1 <= number <= 4 for number in counted)
+    assert [row["eval_function/version"] for row in rows if row.get("eval/complete")] == [0.0, 2.0, 3.0]
+    assert all(0.0 <= row["eval/heldout"] <= 1.0 for row in rows if row.get("eval/complete"))
+    assert len((tmp_path / "all.jsonl").read_text().splitlines()) >= 12 * 4, "filtered groups are there too"
     assert [line.partition(":")[0] for line in (tmp_path / "best.txt").read_text().splitlines()] == ["0", "1", "2"]
 
 

@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stages.evaluate import EvaluateStage, best_at_k, dataset_name, estimates, pass_at_k
+from configs.schema import EvalConfig
+from stages.evaluate import EvaluateStage, best_at_k, estimates, pass_at_k
 from stages.messages import EVAL_BASE, EvalDone, PromptGroup, RolloutSlice, Sample, WeightsAnnouncement
 from stages.ports import Ports
 from stages.sampling.rollout_requests import Requests
@@ -123,7 +124,7 @@ async def desk() -> AsyncIterator[Desk]:
     ],
 )
 def test_data_sets_are_named(entry: str, name: str, path: str) -> None:
-    assert dataset_name(entry) == (name, path)
+    assert EvalConfig(eval_prompt_data=(entry,)).data_sets == ((name, path),)
 
 
 async def test_each_data_set_has_its_own_settings_over_the_common_ones() -> None:
@@ -344,3 +345,34 @@ def test_more_draws_than_rollouts_are_refused(n: int, k: int) -> None:
 
 def test_nothing_gives_nothing() -> None:
     assert estimates([]) == estimates([[]]) == {}
+
+
+async def test_a_function_evaluates_all_sets_in_one_call_and_its_failure_is_the_reason() -> None:
+    sets = ("held=held.jsonl", "other=other.jsonl")
+    async with open_desk(eval_function_path="my.module:evaluate", eval_prompt_data=sets) as desk:
+        desk.pin(3)
+        [group] = await desk.prompts(1)
+        assert (group.pinned_version, group.n_samples, group.purpose) == (3, 1, "eval")
+        left = {
+            "data": {"mine": {"rewards": [1.0, 0.5], "truncated": [1.0, 0.0]}},
+            "metrics": {"m": 2.0},
+            "versions": [3],
+        }
+        await desk.answer(group, make_sample(0, reward=0.0, left=msgspec.json.encode(left).decode()))
+        result = await desk.result()
+        assert (result.version, result.complete) == (3, True)
+        metrics = {name: value for name, value in result.metrics.items() if name != "eval/time_s"}
+        assert metrics == {"eval/mine": 0.75, "eval/mine-truncated_ratio": 0.5, "eval_function/m": 2.0}
+        for version, answered, complete in ((4, [3, 4], False), (5, [5], True)):
+            desk.pin(version)
+            [group] = await desk.prompts(1)
+            mixed = msgspec.json.encode({**left, "versions": answered}).decode()
+            await desk.answer(group, make_sample(0, reward=0.0, left=mixed))
+            assert (await desk.result()).complete == complete, "answers of other versions do not count as this one"
+        desk.pin(6)
+        [group] = await desk.prompts(1)
+        await desk.answer(
+            group, make_sample(0, status="failed", error="--eval-function-path my.module:evaluate: OSError")
+        )
+        result = await desk.result()
+        assert (result.complete, result.detail) == (False, "--eval-function-path my.module:evaluate: OSError")

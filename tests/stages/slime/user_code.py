@@ -9,7 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from stages.slime import DataSource, RolloutFnTrainOutput, Sample, post, run
+from stages.slime import DataSource, RolloutFnEvalOutput, RolloutFnTrainOutput, Sample, post, run
 
 STARTED: list[Any] = []  # samples of functions that then wait for ever
 
@@ -260,3 +260,99 @@ def log_raises(rollout_id: int, args: Any, samples: Any, rollout_extra_metrics: 
 
 
 def no_source_at_all(args: Any) -> None: ...
+
+
+# Functions for whole groups and whole evaluations.
+
+ASKED: list[Any] = []  # (rollout_id, groups, number) of each call of a buffer filter
+SEEN: list[Any] = []  # [group, rewards] that were shown
+
+
+def cut_and_scaled(args: Any, samples: list[Sample]) -> dict[str, Any]:
+    kept = [sample for sample in samples if sample.reward < 3]
+    return {
+        "tokens": [sample.tokens for sample in kept],
+        "response_lengths": [sample.response_length for sample in kept],
+        "loss_masks": [[*sample.loss_mask[:-1], 0] for sample in kept],
+        "rewards": [10 * sample.get_reward_value(args) for sample in kept],
+    }
+
+
+def cut_and_scaled_backwards(args: Any, samples: list[Sample]) -> dict[str, Any]:
+    back = [sample for sample in reversed(samples)]
+    return {
+        "tokens": [sample.tokens for sample in back],
+        "response_lengths": [sample.response_length for sample in back],
+        "loss_masks": [sample.loss_mask for sample in back],
+        "rewards": [10 * sample.reward for sample in back],
+        "sample_indices": [sample.index for sample in back],
+    }
+
+
+def other_tokens(args: Any, samples: list[Sample]) -> dict[str, Any]:
+    data = cut_and_scaled(args, samples)
+    return {**data, "tokens": [[token + 1 for token in one] for one in data["tokens"]]}
+
+
+def twice(args: Any, samples: list[Sample]) -> dict[str, Any]:
+    return {name: [*values, values[0]] for name, values in cut_and_scaled(args, samples).items()}
+
+
+def masks_what_no_policy_made(args: Any, samples: list[Sample]) -> dict[str, Any]:
+    data = cut_and_scaled(args, samples)
+    return {**data, "loss_masks": [[1] * length for length in data["response_lengths"]]}
+
+
+def mask_too_short(args: Any, samples: list[Sample]) -> dict[str, Any]:
+    data = cut_and_scaled(args, samples)
+    return {**data, "loss_masks": [mask[:-1] for mask in data["loss_masks"]], "rewards": [1.0, 0.0]}
+
+
+def no_number(args: Any, samples: list[Sample]) -> dict[str, Any]:
+    return {**cut_and_scaled(args, samples), "rewards": [float("nan")] * 2}
+
+
+def no_masks(args: Any, samples: list[Sample]) -> dict[str, Any]:
+    data = cut_and_scaled(args, samples)
+    del data["loss_masks"]
+    return data
+
+
+def unequal_lists(args: Any, samples: list[Sample]) -> dict[str, Any]:
+    return {**cut_and_scaled(args, samples), "rewards": [1.0]}
+
+
+def best_first_and_no_bad_ones(args: Any, rollout_id: int, buffer: list[Any], num_samples: int) -> list[Any]:
+    ASKED[:] = [(rollout_id, [group[0].group_index for group in buffer], num_samples)]
+    buffer[:] = [group for group in buffer if group[0].reward >= 0]
+    buffer.sort(key=lambda group: -group[0].reward)
+    picked = buffer[:num_samples]
+    del buffer[:num_samples]
+    return picked
+
+
+def nothing_yet(args: Any, rollout_id: int, buffer: list[Any], num_samples: int) -> list[Any]:
+    return []
+
+
+def made_up_groups(args: Any, rollout_id: int, buffer: list[Any], num_samples: int) -> list[Any]:
+    return [[Sample(group_index=99)]]
+
+
+def not_a_list(args: Any, rollout_id: int, buffer: list[Any], num_samples: int) -> Any:
+    return iter(buffer[0][0])  # type: ignore[call-overload]
+
+
+def see_all(args: Any, samples: list[list[Sample]], data_source: DataSource) -> None:
+    SEEN.extend([group[0].group_index, [sample.reward for sample in group]] for group in samples)
+
+
+async def evaluated(args: Any, rollout_id: int, data_source: Any, evaluation: bool = True) -> Any:
+    new_ids, _ = await ask(args, tokenize("abc"), {"temperature": 0.0, "max_new_tokens": 8})
+    assert evaluation
+    data = {"held": {"rewards": [1, 0.0], "truncated": [False, True], "samples": []}}
+    return RolloutFnEvalOutput(data=data, metrics={"answered": len(new_ids), "rollout_id": rollout_id, "text": "x"})
+
+
+def evaluation_breaks(args: Any, rollout_id: int, data_source: Any, evaluation: bool = True) -> Any:
+    raise OSError("no data")
