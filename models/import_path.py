@@ -126,6 +126,14 @@ def import_function(path: str, *parameters: str, optional: tuple[str, ...] = ())
     return function
 
 
+def has_args(function: object) -> bool:
+    """Whether a function has slime's signature: its first parameter is `args`."""
+    try:
+        return next(iter(inspect.signature(function).parameters), "") == "args"  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return False
+
+
 # --------------------------------------------------------------------------------------------------
 # Choosing a function by name or by import path: the seam through which algorithms are added.
 #

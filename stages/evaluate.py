@@ -23,6 +23,7 @@ from statistics import fmean
 
 import msgspec
 
+from models.slime_arguments import slime_arguments
 from stages.base import Stage, StageContext, beside
 from stages.messages import EVAL_BASE, EvalDone, PromptGroup, RolloutSlice, Sample
 from stages.ports import Lease, Ports, wait_at_most
@@ -30,7 +31,6 @@ from stages.prompts.stage import sampling_seed
 from stages.rollouts import closing, raw_rewards, rollouts, verdicts
 from stages.slime.convert import Evaluated
 from stages.slime.hooks import eval_data, eval_log, logged
-from stages.slime.types import slime_arguments
 from stages.topic_values import KEYS, carrying
 
 

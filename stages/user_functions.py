@@ -26,6 +26,7 @@ import msgspec
 
 from configs.schema import Config
 from models.import_path import ImportPathError, add_working_directory, import_path, raised
+from models.slime_arguments import SlimeArguments, slime_arguments
 from stages.errors import UntrainableGroup
 from stages.graders.grade import GradeRequest, UnknownGraderError
 from stages.graders.registry import custom_grader, is_import_path
@@ -35,7 +36,6 @@ from stages.messages import Int32Array as Ids
 from stages.messages import PromptGroup, RolloutSlice, Sample, UInt8Array, VersionRun, wire
 from stages.reward.components import Row, Selection
 from stages.slime import hooks
-from stages.slime.types import SlimeArguments, slime_arguments
 
 TRY_S: Final = 20  # for one call
 

@@ -27,7 +27,7 @@ from configs.layers import ConfigError, build, given_by_difference, value_at
 from configs.load import CONFIG_FILE
 from configs.plan.gpus import trainer_processes
 from configs.resolve import derive
-from configs.rules import algorithm, engine, files, model_args, parallel, placement, reward, run
+from configs.rules import algorithm, correction, engine, files, model_args, parallel, placement, reward, run
 from configs.schema import Config
 
 # The first must not be above the second.
@@ -169,7 +169,7 @@ Check = Callable[[Config], Iterator[str]]
 _FAULTS: Final[tuple[Check, ...]] = (
     run.length_faults, run.staleness_faults, run.resume_faults,
     algorithm.name_faults, algorithm.estimator_faults, algorithm.loss_faults, algorithm.kl_faults,
-    algorithm.correction_faults, algorithm.weight_faults, algorithm.rejection_faults, algorithm.sampling_faults,
+    correction.correction_faults, correction.weight_faults, correction.rejection_faults, correction.sampling_faults,
     reward.engine_faults, reward.reward_faults, reward.filter_faults,
     files.data_faults, files.checkpoint_faults, files.import_path_faults,
     placement.scale_faults, placement.chain_faults, placement.autoscale_faults, placement.stage_faults,
@@ -181,7 +181,7 @@ _FAULTS: Final[tuple[Check, ...]] = (
     run.tracker_faults, run.debug_faults, bound_faults,
 )  # fmt: skip
 _WARNINGS: Final[tuple[Check, ...]] = (
-    run.run_warnings, algorithm.algorithm_warnings, algorithm.correction_warnings,
+    run.run_warnings, algorithm.algorithm_warnings, correction.correction_warnings,
     placement.scale_warnings, reward.environment_warnings,
     engine.warnings, files.model_warnings, files.save_warnings, parallel.warnings,
 )  # fmt: skip

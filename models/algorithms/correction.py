@@ -24,7 +24,8 @@ import torch
 from msgspec.structs import asdict
 from torch import Tensor
 
-from configs.schema.algorithm import CorrectionConfig, RejectionRule, parse_rules
+from configs.schema.algorithm import CorrectionConfig
+from configs.schema.rejection_rules import RejectionRule, parse_rules
 from models.algorithms.losses import KL_ESTIMATORS
 from models.algorithms.tokens import (
     PolicyTokens,

@@ -24,7 +24,7 @@ import msgspec
 
 from configs.graph import engine_count, frozen_engines, is_address
 from configs.schema import Config, EnvironmentConfig, generates, router_kind
-from configs.schema.algorithm import parse_rules
+from configs.schema.rejection_rules import parse_rules
 from configs.sources import parse_source, source_fault
 from models.disk import write_whole
 from models.engines.launch.command import require_router, tensor_parallel

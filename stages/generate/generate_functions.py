@@ -23,6 +23,7 @@ import msgspec
 
 from configs.schema import Config
 from models.import_path import raised
+from models.slime_arguments import slime_arguments
 from stages.base import Activity, in_daemon_thread, outcome_of
 from stages.chat.messages import ChatFormatError, Message, ToolSchema
 from stages.chat.tokenizer import Tokenizer, load_tokenizer
@@ -38,7 +39,7 @@ from stages.sampling.sampler import Sampler
 from stages.slime.client import UserLoop
 from stages.slime.convert import ReturnedError, given_sample, returned_evaluation, returned_rollout
 from stages.slime.hooks import generate_function, rollout_function
-from stages.slime.types import DataSource, sampling_parameters, slime_arguments
+from stages.slime.types import DataSource, sampling_parameters
 
 log = logging.getLogger("sluice.generate")
 

@@ -82,8 +82,9 @@ def _ask(
 
 def _ask_as_slime(function: Callable[..., object], request: GradeRequest, metadata: dict[str, object]) -> object:
     """Call a function of slime's signature: `(args, sample)`, or `(args, samples)` for a group."""
+    from models.slime_arguments import SlimeArguments
     from stages.slime.convert import put_back
-    from stages.slime.types import Sample, SlimeArguments
+    from stages.slime.types import Sample
 
     length = 0 if request.responses else request.n_tokens
     ended: Any = metadata.get("group_members", ())

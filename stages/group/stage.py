@@ -22,6 +22,7 @@ import numpy as np
 from configs.schema import Config
 from configs.schema.algorithm import ESTIMATORS, GROUP_RELATIVE
 from models.import_path import raised
+from models.slime_arguments import slime_arguments
 from stages.base import Stage, beside
 from stages.errors import FilterError
 from stages.group.filters import FilterDecision, FilterState, GroupFilter, resolve_filter
@@ -31,7 +32,7 @@ from stages.reward.stage import Grading
 from stages.rollouts import closing, counting, rollout_fault, rollouts, settlement
 from stages.sample_log import SampleLog
 from stages.slime.hooks import all_samples, logged, removed, sample_filter, shown
-from stages.slime.types import DataSource, slime_arguments
+from stages.slime.types import DataSource
 from stages.staleness_gate import StalenessGate
 from stages.topic_values import SETTINGS, newest_settings
 

@@ -36,6 +36,7 @@ import numpy.typing as npt
 from configs.schema import Config, DataConfig
 from models.engines.noise import GOLDEN, mix64, mix_array
 from models.import_path import import_path, raised
+from models.slime_arguments import slime_arguments
 from stages.data.prepare import PreparedPrompt, Preparer
 from stages.data.rows import BadValue, LoadReport, RowKeys, normal_import_path, parse_row, trusted_functions
 from stages.errors import DataSourceError
@@ -51,7 +52,6 @@ from stages.messages import (
     without_prompt,
 )
 from stages.prompts.ledger import DrawnRow
-from stages.slime.types import slime_arguments
 
 
 # Two epochs: around an epoch's end, requeued prompts of the old one interleave with the new one.

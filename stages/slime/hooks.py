@@ -15,11 +15,11 @@ from typing import Any
 import msgspec
 
 from configs.schema import Config
-from models.import_path import ImportPathError, import_function, import_path
+from models.import_path import ImportPathError, has_args, import_function, import_path
+from models.slime_arguments import SlimeArguments, slime_arguments
 from stages.messages import RolloutSlice
 from stages.slime import types as slime
 from stages.slime.convert import put_back
-from stages.slime.types import SlimeArguments, slime_arguments
 
 
 def generate_function(path: str) -> Callable[..., Any]:
@@ -63,14 +63,6 @@ def _callable_with(name: str, function: Callable[..., Any], *parameters: str) ->
 
 
 log = logging.getLogger("sluice.slime")
-
-
-def has_args(function: object) -> bool:
-    """Whether a function has slime's signature: its first parameter is `args`."""
-    try:
-        return next(iter(inspect.signature(function).parameters), "") == "args"  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        return False
 
 
 def shown(slice_: RolloutSlice) -> list[slime.Sample]:

@@ -24,7 +24,8 @@ import xxhash
 from configs.schema import Config
 from models.algorithms.advantages import advantages
 from models.errors import InconsistentGroup, InsufficientMembers
-from models.import_path import import_path, raised
+from models.import_path import has_args, import_path, raised
+from models.slime_arguments import slime_arguments
 from models.train.interface import TrainSequence
 from stages.base import Spans
 from stages.errors import UntrainableGroup
@@ -42,8 +43,7 @@ from stages.rollouts import (
     turn_total,
 )
 from stages.sample_log import SampleLog
-from stages.slime.hooks import has_args, logged, rollout_log, shown
-from stages.slime.types import slime_arguments
+from stages.slime.hooks import logged, rollout_log, shown
 from stages.topic_values import sampling
 from stages.train.batch_metrics import MASKED, batch_metrics
 from stages.train.saved_groups import save_batch

@@ -23,7 +23,7 @@ from configs.migrate.shell_script import read_launch
 from configs.rules.model_args import differences
 from configs.slime_options import ALIASES, MODEL_ARGS, NOT_HERE, TAKEN
 from configs.translate import grouped, translate
-from stages.slime.types import slime_arguments
+from models.slime_arguments import slime_arguments
 from tests.configs.config_rig import BASE, faults_of
 
 # Every option of slime's 38 launch scripts, with a value that one of them gives.

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from configs.schema.algorithm import AlgorithmConfig, InvalidRule, RejectionRule, parse_rule
+from configs.schema.algorithm import AlgorithmConfig
+from configs.schema.rejection_rules import InvalidRule, RejectionRule, parse_rule
 from models.algorithms.correction import (
     Correction,
     alpha,

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from configs.schema import algorithm as schema
-from configs.schema.algorithm import AlgorithmConfig, CorrectionConfig, InvalidRule, RejectionRule, needs
+from configs.schema.algorithm import AlgorithmConfig, CorrectionConfig, needs
+from configs.schema.rejection_rules import InvalidRule, RejectionRule
 from models.algorithms.aggregation import Aggregation, StepSize, coefficients, denominator, metric_mode
 from models.algorithms.correction import (
     Correction,

@@ -11,12 +11,12 @@ import msgspec
 import pytest
 
 from models.import_path import ImportPathError, import_path
+from models.slime_arguments import slime_arguments
 from stages.errors import BufferOrderError, UntrainableGroup
 from stages.messages import RolloutSlice
 from stages.rollouts import as_rollout, rollout_return
 from stages.slime import RolloutFnEvalOutput
 from stages.slime.convert import ReturnedError, returned_evaluation
-from stages.slime.types import slime_arguments
 from stages.train.batch import for_trainer
 from stages.train.held_groups import GroupBuffer
 from tests.stages.engine_rig import simulated, started

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from configs.schema import Config, FilterConfig
 from models.import_path import ImportPathError
+from models.slime_arguments import slime_arguments
 from pipeline.record.kept_files import uncertain_in
 from stages.base import Activity
 from stages.data.prepare import Preparer
@@ -43,7 +44,6 @@ from stages.slime.hooks import (
     sample_filter,
     shown,
 )
-from stages.slime.types import slime_arguments
 from stages.train.batch import slice_sequences
 from tests.stages.engine_rig import Log, World, generating, simulated, started
 from tests.stages.prompt_rig import balanced, prompting, step_done
