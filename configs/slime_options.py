@@ -106,8 +106,6 @@ TAKEN: Final[Mapping[str, tuple[str, str]]] = {
 NOT_HERE: Final[Mapping[str, str]] = {
     "fp16": "training is in bfloat16 or float32; write --train-dtype",
     "rollout-data-postprocess-path": "a stage of yours after reward changes samples; --rollout-rs masks by log-probs",
-    "custom-advantage-function-path": "write --advantage-estimator module:function",
-    "custom-pg-loss-reducer-function-path": "write --loss-aggregation, or --policy-loss module:function",
     "custom-model-provider-path": "what the model is comes from --hf-checkpoint",
     "custom-megatron-init-path": "write --policy-loss module:function, or a stage of yours",
     "custom-megatron-before-log-prob-hook-path": "write --policy-loss module:function, or a stage of yours",

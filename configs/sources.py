@@ -31,6 +31,7 @@ BUILT_IN_MODELS: Final = ("tiny", "tiny-arithmetic")  # random small checkpoints
 IMPORT_PATHS: Final = (
     "reward.custom_rm_path", "filter.dynamic_sampling_filter_path", "reward.custom_reward_post_process_path",
     "algorithm.custom_loss_function_path", "correction.custom_tis_function_path",
+    "algorithm.custom_advantage_function_path", "algorithm.custom_pg_loss_reducer_function_path",
     "rollout.custom_generate_function_path", "rollout.rollout_function_path", "data.data_source_path",
     "filter.rollout_sample_filter_path", "filter.rollout_all_samples_process_path",
     "reward.custom_convert_samples_to_train_data_path", "eval.eval_function_path",

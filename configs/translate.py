@@ -212,12 +212,13 @@ def _eval_config(values: tuple[str, ...], given: Given) -> Answer:
 
 
 def _custom_config(values: tuple[str, ...], given: Given) -> Answer:
-    """A YAML file whose keys become attributes of args."""
+    """A YAML file whose keys become attributes of args; null is written none, as settings have it."""
     try:
         found = msgspec.yaml.decode(Path(" ".join(values)).read_bytes(), type=dict[str, Any])
     except (OSError, ValueError, msgspec.MsgspecError) as error:
         return Answer(fault=f"{' '.join(values)} cannot be read as YAML with names and values ({error})")
-    return Answer(("--custom-args", msgspec.json.encode(found).decode()))
+    values_of = {name: "none" if value is None else value for name, value in found.items()}
+    return Answer(("--custom-args", msgspec.json.encode(values_of).decode()))
 
 
 def _router(values: tuple[str, ...], given: Given) -> Answer:

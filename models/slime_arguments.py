@@ -54,6 +54,7 @@ def slime_arguments(config: Config, **more: object) -> SlimeArguments:
             values |= {item.name: getattr(value, item.name) for item in msgspec.structs.fields(type(value))}
     files = config.data.prompt_data
     values |= {
+        "calculate_per_token_loss": config.algorithm.loss_aggregation == "token_mean",
         "sglang_server_concurrency": config.rollout.server_concurrency,
         "apply_chat_template_kwargs": dict(config.data.apply_chat_template_kwargs),
         "rollout_stop": list(config.rollout.rollout_stop) or None,
@@ -62,7 +63,7 @@ def slime_arguments(config: Config, **more: object) -> SlimeArguments:
         "eval_datasets": [_eval_dataset(config, name, path) for name, path in config.eval.data_sets],
         "sglang_router_ip": None,
         "sglang_router_port": None,
-        **config.rollout.custom_args,
+        **{name: None if value == "none" else value for name, value in config.rollout.custom_args.items()},
         **more,
     }
     return SlimeArguments(**values)

@@ -23,6 +23,7 @@ from functools import partial
 from typing import Final, NoReturn
 
 import msgspec
+import numpy as np
 
 from configs.schema import Config
 from models.import_path import ImportPathError, add_working_directory, import_path, raised
@@ -59,6 +60,8 @@ KINDS: dict[str, tuple[Callable[[str], object], str]] = {
     "policy_loss": (import_path, "--policy-loss"),
     "loss": (import_path, "--custom-loss-function-path"),
     "tis": (import_path, "--custom-tis-function-path"),
+    "advantages": (import_path, "--custom-advantage-function-path"),
+    "reducer": (import_path, "--custom-pg-loss-reducer-function-path"),
 }
 _NAMED: Final = ("advantage", "policy_loss", "buffer_order")  # their flags take names as well
 
@@ -140,12 +143,25 @@ def _advantage(path: str, config: Config) -> None:
     advantages(path, [0.0, 1.0, 0.0, 1.0], range(4))
 
 
+def _advantages(path: str, config: Config) -> None:
+    from models.train.step.examples import Example
+    from models.train.step.rollout_data import custom_advantages
+
+    ids, numbers = np.array([1, 2, 3], np.int32), np.array([-0.5, -0.25], np.float32)
+    examples = [Example(ids, 1, np.arange(1, 3), numbers, numbers * 0 + one, 1.0, reward=one) for one in (0.0, 1.0)]
+    for example in examples:
+        example.ref_log_probs = numbers
+        example.values = numbers if config.algorithm.advantage_estimator == "ppo" else None
+    custom_advantages(path, slime_arguments(config), examples, student="rollout_log_probs", kl_coef=1.0)
+
+
 def _on_tokens(kind: str, path: str, config: Config) -> None:
     import torch
 
     from models.algorithms.correction import custom_weights
     from models.algorithms.losses import policy_loss_of
     from models.algorithms.objective import GroupColumns, group_loss_of, group_objective
+    from models.algorithms.slime_hooks import Hooks, Responses
     from models.algorithms.tokens import PolicyTokens
 
     new = torch.linspace(-2.0, -0.5, 8, requires_grad=True)
@@ -155,6 +171,10 @@ def _on_tokens(kind: str, path: str, config: Config) -> None:
     match kind:
         case "policy_loss":
             policy_loss_of(path)(tokens, config.algorithm)
+        case "tis" | "reducer" if kind == "reducer" or hooks.slime_function(path):
+            args, function = slime_arguments(config), import_path(path)
+            hook = Hooks(args, function, function, responses=Responses(torch.arange(8), [2] * 4, [3] * 4, each))
+            hook.weighted(new, tokens, old) if kind == "tis" else hook.reduced(new, each)
         case "tis":
             custom_weights(path, old * 0.1, tokens)
         case _:
@@ -175,6 +195,8 @@ TRIALS: Final[dict[str, tuple[Callable[[str, Config], None], bool]]] = {
     "policy_loss": (partial(_on_tokens, "policy_loss"), True),
     "loss": (partial(_on_tokens, "loss"), True),
     "tis": (partial(_on_tokens, "tis"), True),
+    "advantages": (_advantages, True),
+    "reducer": (partial(_on_tokens, "reducer"), True),
 }
 
 

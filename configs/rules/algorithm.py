@@ -12,7 +12,7 @@ from configs.schema.notation import cure
 
 IMPORT_PATH: Final = re.compile(r"(?:[A-Za-z_][\w.]*|[\w./~-]+\.py):[A-Za-z_]\w*")
 BUFFER_ORDERS: Final = ("oldest_first", "ready_first", "priority")
-_CLIPPED_LOSSES: Final = frozenset(("ppo", "gspo", "cispo"))  # read eps_clip
+_CLIPPED_LOSSES: Final = frozenset(("ppo", "gspo", "cispo", "clip_cov"))  # read eps_clip
 
 
 def name_faults(config: Config) -> Iterator[str]:
@@ -49,6 +49,11 @@ def estimator_faults(config: Config) -> Iterator[str]:
         yield (
             f"--disable-rewards-normalization with --advantage-estimator {estimator}: the group's baseline is all that "
             "this estimator is; choose reinforce_plus_plus or grpo for rewards as they are, or leave it out"
+        )
+    if estimator == "gdpo" and len(config.reward.reward_component) < 2:
+        yield (
+            f"--reward-component is given {len(config.reward.reward_component)} times, but --advantage-estimator gdpo "
+            "normalises the components of a reward one by one; give two or more, or choose grpo"
         )
     if estimator == "on_policy_distillation" and not config.distill.use_opd:
         yield (
@@ -98,7 +103,7 @@ def loss_faults(config: Config) -> Iterator[str]:
         ):
             if used:
                 yield f"{label} with --loss-type custom_loss: a loss of your own does not read it; leave it out"
-    if algorithm.policy_loss in ("ppo", "gspo") and algorithm.eps_clip >= 1:
+    if algorithm.policy_loss in ("ppo", "gspo", "clip_cov") and algorithm.eps_clip >= 1:
         yield (
             f"--eps-clip is {algorithm.eps_clip:g}, but the ratio's lower bound 1 - eps_clip must stay above 0; set it "
             "below 1 (only cispo takes 1 or more, as 'no lower bound')"

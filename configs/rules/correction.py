@@ -13,8 +13,8 @@ from configs.schema.algorithm import SAMPLER_LOSSES
 from configs.schema.rejection_rules import InvalidRule, parse_rule
 
 # Losses of --prox loglinear, which read the old log-probs token by token; and of --use-opsm.
-_LOGLINEAR_LOSSES: Final = ("cispo", "kimi", "ppo")
-_OPSM_LOSSES: Final = ("cispo", "gspo", "kimi", "ppo")
+_LOGLINEAR_LOSSES: Final = ("cispo", "kimi", "ppo", "sapo")
+_OPSM_LOSSES: Final = ("cispo", "clip_cov", "gspo", "kimi", "kl_cov", "ppo", "sapo")
 _WEIGHT_OPTIONS: Final = (
     "tis_level", "tis_mode", "tis_clip", "tis_clip_low", "tis_seq_low", "tis_seq_high", "tis_clip_decay",
     "tis_batch_normalize", "correction_ratio", "custom_tis_function_path",

@@ -12,6 +12,7 @@ from typing import Final
 
 from configs.flags import flags_by_key
 from configs.graph import loops, replicas
+from configs.layers import value_at
 from configs.schema import Config, EnvironmentConfig
 from configs.schema.notation import as_number, cure
 from configs.sources import BUILT_IN_DATA, import_path_fault
@@ -135,11 +136,14 @@ def pack_names() -> tuple[str, ...]:
 
 
 def custom_args_faults(config: Config) -> Iterator[str]:
-    """A name of `--custom-args` that is a setting would hide what the run does."""
-    names = {key.rpartition(".")[2]: flag.label for key, flag in flags_by_key().items()}
-    for name in config.rollout.custom_args:
-        if name in names:
-            yield f"--custom-args gives {name}, which is a setting of the run; write {names[name]} instead"
+    """A name of `--custom-args` that is a setting would hide what the run does, unless it says the same, or is one of
+    the importance weights that a function of the user's makes."""
+    keys = {key.rpartition(".")[2]: key for key in flags_by_key()}
+    for name, value in config.rollout.custom_args.items():
+        own = name.startswith("tis_") and config.correction.custom_tis_function_path is not None
+        if name in keys and not own and value != value_at(config, keys[name]):
+            label = flags_by_key()[keys[name]].label
+            yield f"--custom-args gives {name}, which is a setting of the run; write {label} instead"
 
 
 def environment_faults(config: Config) -> Iterator[str]:

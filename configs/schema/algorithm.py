@@ -15,16 +15,19 @@ from configs.schema.notation import Count, Factor, Natural, NonNegative, Positiv
 # Names that `--advantage-estimator` knows; an import path package.module:function is taken beside them.
 ESTIMATORS: Final = (
     "grpo", "dr_grpo", "gspo", "cispo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo",
-    "on_policy_distillation",
+    "on_policy_distillation", "maxrl", "gdpo",
 )  # fmt: skip
 # Names that `--policy-loss` knows; an import path is taken beside them.
-POLICY_LOSSES: Final = ("ppo", "gspo", "cispo", "dppo", "topr", "topr_sequence", "aipo", "m2po", "kimi")
+POLICY_LOSSES: Final = (
+    "ppo", "gspo", "cispo", "dppo", "topr", "topr_sequence", "aipo", "m2po", "kimi", "sapo", "clip_cov", "kl_cov",
+)  # fmt: skip
 
+Aggregation = Literal["rollout_mean", "token_mean", "seq_mean", "seq_mean_token_sum", "constant"]
 LOSS_OF_ESTIMATOR: Final = {"gspo": "gspo", "cispo": "cispo"}  # what `auto` means; "ppo" for all others
 # Estimators that compare the rollouts of a prompt, hence need two.
-GROUP_RELATIVE: Final = frozenset(("grpo", "dr_grpo", "gspo", "cispo", "rloo", "reinforce_plus_plus_baseline"))
-WHITENED: Final = frozenset(("reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo"))
-KL_IN_REWARD: Final = WHITENED  # estimators that read kl_coef
+GROUP_RELATIVE: Final = frozenset(ESTIMATORS) - {"reinforce_plus_plus", "ppo", "on_policy_distillation"}
+KL_IN_REWARD: Final = frozenset(("reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo"))  # read kl_coef
+WHITENED: Final = KL_IN_REWARD | {"gdpo"}
 SAMPLER_LOSSES: Final = frozenset(("dppo", "topr", "topr_sequence", "aipo", "m2po"))  # their ratio is theta / mu
 
 
@@ -33,21 +36,28 @@ class AlgorithmConfig(Section, frozen=True, kw_only=True):
 
     advantage_estimator: str = "grpo"
     """how rewards become advantages: grpo, dr_grpo, gspo, cispo, rloo, reinforce_plus_plus,
-    reinforce_plus_plus_baseline, ppo, on_policy_distillation, or package.module:function"""
+    reinforce_plus_plus_baseline, ppo, on_policy_distillation, maxrl, gdpo, or package.module:function"""
     policy_loss: str = "auto"
-    """loss of a token: ppo, gspo, cispo, dppo, topr, topr_sequence, aipo, m2po, kimi, or package.module:function;
-    auto = the loss of the estimator"""
+    """loss of a token: ppo, gspo, cispo, dppo, topr, topr_sequence, aipo, m2po, kimi, sapo, clip_cov, kl_cov, or
+    package.module:function; auto = the loss of the estimator"""
+    custom_advantage_function_path: str | None = None
+    """advantages of tokens in place of the estimator's, with slime's signature: package.module:function"""
+    custom_pg_loss_reducer_function_path: str | None = None
+    """how the policy term becomes one number, with slime's signature: package.module:function"""
     disable_grpo_std_normalization: bool = False
     """grpo without division by the group's standard deviation"""
     disable_rewards_normalization: bool = False
     """group estimators take the rewards as they are, without the group's mean"""
     normalize_advantages: bool | None = None
-    """whiten advantages over the whole batch; default: on for reinforce_plus_plus, reinforce_plus_plus_baseline and
-    ppo"""
+    """whiten advantages over the whole batch; default: on for ppo, gdpo and both reinforce_plus_plus"""
     gamma: Annotated[Factor, ReadBy("--advantage-estimator ppo or reinforce_plus_plus")] = 1.0
     """discount per trainable token (ppo, reinforce_plus_plus)"""
     lambd: Annotated[Share, ReadBy("--advantage-estimator ppo")] = 1.0
     """lambda of GAE (ppo)"""
+    critic_lambd: Annotated[Share | None, ReadBy("--advantage-estimator ppo")] = None
+    """lambda of the returns that the critic learns; default: --lambd. VAPO has 1"""
+    lambd_alpha: Annotated[Positive | None, ReadBy("--advantage-estimator ppo")] = None
+    """lambda of the policy's advantages, 1 - 1 / (alpha l) for l tokens; default: --lambd. VAPO has 0.05"""
     bootstrap_truncated: Annotated[bool, ReadBy("--advantage-estimator ppo")] = False
     """GAE of a truncated response continues with the critic's last value instead of 0"""
     eps_clip: Positive = 0.2
@@ -66,6 +76,20 @@ class AlgorithmConfig(Section, frozen=True, kw_only=True):
     """m2po: bound of the mean squared log-ratio of the tokens that are kept"""
     kimi_tau: Annotated[NonNegative, ReadBy("--policy-loss kimi")] = 0.1
     """kimi: weight of the quadratic term (log theta - log old)^2"""
+    tau_pos: Annotated[Positive, ReadBy("--policy-loss sapo")] = 1.0
+    """sapo: temperature of the gate where the advantage is positive"""
+    tau_neg: Annotated[Positive, ReadBy("--policy-loss sapo")] = 1.05
+    """sapo: temperature of the gate where it is not; higher = ratios far from 1 count less"""
+    clip_cov_ratio: Annotated[Share, ReadBy("--policy-loss clip_cov")] = 2e-4
+    """clip_cov: share of the step's tokens that lose their gradient"""
+    clip_cov_lb: Annotated[NonNegative, ReadBy("--policy-loss clip_cov")] = 1.0
+    """clip_cov: they are drawn from tokens with a covariance above this"""
+    clip_cov_ub: Annotated[Positive, ReadBy("--policy-loss clip_cov")] = 5.0
+    """clip_cov: and below this"""
+    kl_cov_ratio: Annotated[Share, ReadBy("--policy-loss kl_cov")] = 2e-4
+    """kl_cov: share of the step's tokens, those of the largest covariance, that pay for their distance from old"""
+    ppo_kl_coef: Annotated[NonNegative, ReadBy("--policy-loss kl_cov")] = 1.0
+    """kl_cov: weight of |log theta - log old| of these tokens"""
     custom_loss_function_path: Annotated[str | None, ReadBy("--loss-type custom_loss")] = None
     """with --loss-type custom_loss: the loss over whole groups, package.module:function"""
     kl_coef: NonNegative = 0.0
@@ -85,7 +109,7 @@ class AlgorithmConfig(Section, frozen=True, kw_only=True):
     entropy_interval: Count = 1
     """rollout batches from one measurement of the entropy to the next, in the last step of the batch; with an entropy
     bonus or a loss of your own every step computes it"""
-    loss_aggregation: Literal["rollout_mean", "token_mean", "seq_mean", "constant"] = "rollout_mean"
+    loss_aggregation: Aggregation = "rollout_mean"
     """how token losses become one number, always with the step's global denominators"""
 
 
@@ -120,7 +144,7 @@ class CorrectionConfig(Section, frozen=True, kw_only=True):
     correction_ratio: Literal["old", "current"] = "old"
     """weights are of old / mu, or of current theta / mu"""
     custom_tis_function_path: Annotated[str | None, ReadBy("--use-tis")] = None
-    """import path of the importance weights, package.module:function"""
+    """the importance weights, package.module:function, with slime's signature or (log_weight, tokens)"""
     rollout_rs: tuple[str, ...] = ()
     """rejection rules RULE=BOUND or RULE=LOW_HIGH; RULE is {token,seq_sum,seq_mean,seq_max}_{k1,k2,k3}, e.g.
     seq_mean_k1=0.99_1.01 token_k3=0.05"""
@@ -142,6 +166,8 @@ class CorrectionConfig(Section, frozen=True, kw_only=True):
     """train only the tokens of the newest version of a response that spans several"""
     staleness_lr_decay: NonNegative = 0.0
     """learning rate divided by 1 + this * mean staleness of the step; 0 = off"""
+    ess_lr_scale: bool = False
+    """learning rate times the square root of the step's effective sample size, by weights of whole sequences (VCPO)"""
     ess_warn: Share = 0.5
     """warn when the effective sample size falls below this share; 0 = never"""
     allow_uncorrected: bool = False
@@ -213,7 +239,7 @@ def needs(algorithm: AlgorithmConfig, correction: CorrectionConfig) -> Need:
     "old": `old_log_probs`, `log_probs` may hold anything; "current": `log_probs` under the weights of this very
     step, too.
     """
-    if algorithm.policy_loss == "m2po":
+    if algorithm.policy_loss in ("m2po", "clip_cov", "kl_cov"):
         return "current"
     normalises = correction.use_tis and correction.tis_batch_normalize
     counts = correction.rejects and (correction.renormalize_after_rejection or correction.rs_unit == "rollout")
@@ -240,4 +266,5 @@ def scores_old(
     estimator = algorithm.advantage_estimator
     student = distill.use_opd or estimator == "on_policy_distillation"
     student |= algorithm.kl_coef > 0 and estimator in KL_IN_REWARD
+    student |= algorithm.custom_advantage_function_path is not None
     return needs(algorithm, correction) != "none" or (correction.recomputes and (steps > 1 or student))

@@ -52,7 +52,7 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     """function that generates whole batches, with slime's interface: (args, rollout_id, data_source,
     evaluation=False) -> groups of samples"""
     custom_args: dict[str, Any] = {}
-    """values that functions with slime's interface find in args, beside the settings of the run"""
+    """values that functions with slime's interface find in args, beside the settings of the run; "none" = None"""
     custom_generate_deadline_secs: Annotated[Positive, ReadBy("a function of yours that generates")] = 1800.0
     """seconds after which a call of such a function is cancelled, and its rollouts fail"""
     server_concurrency: Count = 512

@@ -7,6 +7,8 @@
     reinforce_plus_plus_baseline   R - mean                                       the value - kl_coef kl_t
     reinforce_plus_plus            R                                              sum of the discounted r_t from t on
     ppo                            R                                              GAE of r_t against the critic
+    maxrl                          (R - mean) / mean                              the value
+    gdpo                           as grpo for each component, weighted and added the value
     on_policy_distillation         0                                              0
 
 with r_t = -kl_coef kl_t, and the reward at the last trainable token. Then, in this order: the distillation term
@@ -24,7 +26,8 @@ Invariants:
 - kl_t is the plain log-ratio to the reference (k1): as a reward, its expected gradient is that of the divergence.
 
 Sources: GRPO arXiv:2402.03300, Dr. GRPO arXiv:2503.20783, RLOO arXiv:2402.14740, REINFORCE++ arXiv:2501.03262, GSPO
-arXiv:2507.18071, CISPO arXiv:2506.13585, PPO arXiv:1707.06347, GAE arXiv:1506.02438.
+arXiv:2507.18071, CISPO arXiv:2506.13585, PPO arXiv:1707.06347, GAE arXiv:1506.02438, VAPO arXiv:2504.05118, MaxRL
+arXiv:2602.02710, GDPO arXiv:2601.05242.
 """
 
 from __future__ import annotations
@@ -137,6 +140,21 @@ def grpo(rewards: FloatArray, *, normalize_std: bool) -> FloatArray:
     return scaled
 
 
+def maxrl(rewards: FloatArray, *, normalize_std: bool) -> FloatArray:
+    """(R_i - mean) / mean, 0 if all are 0 (arXiv:2602.02710); `normalize_std` has no meaning here.
+
+    With rewards of 0 and 1 its expected gradient is that of the log of the chance of success, up to an order that grows
+    with the group. Raises `InconsistentGroup` for a mean below 0.
+    """
+    del normalize_std
+    difference, mean = centred(rewards), float(rewards.mean())
+    if difference.any() and mean <= 0:
+        raise InconsistentGroup(
+            f"--advantage-estimator maxrl divides by the mean reward of a group, here {mean}: give rewards from 0 on"
+        )
+    return difference / (mean or 1.0)
+
+
 def dr_grpo(rewards: FloatArray, *, normalize_std: bool) -> FloatArray:
     """R_i - mean (arXiv:2503.20783); `normalize_std` has no meaning here."""
     del normalize_std
@@ -238,13 +256,23 @@ def rewards_to_go(config: AlgorithmConfig, episode: Episode, kl: FloatArray | No
 
 
 def ppo(config: AlgorithmConfig, episode: Episode, kl: FloatArray | None) -> TokenAdvantages:
-    """Generalised advantages against the critic, and the returns that it learns."""
+    """Generalised advantages against the critic, and the returns that it learns.
+
+    With `lambd_alpha` the policy's lambda is 1 - 1 / (alpha l) for l trainable tokens, not below 0; the returns have
+    `critic_lambd` (arXiv:2504.05118).
+    """
     rewards = token_rewards(episode.reward, episode.mask, kl, kl_coef=config.kl_coef, turns=episode.turn_rewards)
     values = _needed(episode.values, "advantage_estimator=ppo", "values of the critic")
-    advantages, returns = gae(
-        rewards, values, episode.mask, gamma=config.gamma, lambd=config.lambd, bootstrap=episode.bootstrap
-    )
-    return TokenAdvantages(advantages, returns, reward_kl=kl)
+
+    def estimate(lambd: float) -> tuple[FloatArray, FloatArray]:
+        return gae(rewards, values, episode.mask, gamma=config.gamma, lambd=lambd, bootstrap=episode.bootstrap)
+
+    lambd, length = config.lambd, max(int(episode.mask.sum()), 1)
+    if config.lambd_alpha is not None:
+        lambd = max(1.0 - 1.0 / (config.lambd_alpha * length), 0.0)
+    advantages, returns = estimate(lambd)
+    critic = config.lambd if config.critic_lambd is None else config.critic_lambd
+    return TokenAdvantages(advantages, returns if critic == lambd else estimate(critic)[1], reward_kl=kl)
 
 
 def zeros(config: AlgorithmConfig, episode: Episode, kl: FloatArray | None) -> TokenAdvantages:
@@ -288,6 +316,8 @@ ESTIMATORS: Final[Mapping[str, Estimator]] = {
     "reinforce_plus_plus": Estimator(unchanged, rewards_to_go),
     "ppo": Estimator(unchanged, ppo),
     "on_policy_distillation": Estimator(nothing, zeros),
+    "maxrl": Estimator(maxrl),
+    "gdpo": Estimator(grpo),  # of one component
 }
 # Their advantages of tokens are no copy of a value of the rollout: the trainer decides them over the whole batch.
 TOKEN_ESTIMATORS: Final = frozenset(name for name, one in ESTIMATORS.items() if one.tokens is not rollout_value)

@@ -5,6 +5,7 @@
     token_mean    sum of m L / max(sum of m, 1)
     seq_mean      mean over sequences of (sum of m L / max(sum of m, 1))
     constant      sum of m L / (G C), C = longest possible response (arXiv:2503.20783)
+    seq_mean_token_sum    mean over sequences of (sum of m L)
 
 G = rollouts of the step, fully masked ones included.
 
@@ -19,14 +20,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
+from configs.schema.algorithm import Aggregation
 from models.errors import AlgorithmError
 
-Aggregation = Literal["rollout_mean", "token_mean", "seq_mean", "constant"]
+TOKEN_SUMS: Final = ("constant", "seq_mean_token_sum")  # divide by no count of tokens
 FloatArray = npt.NDArray[np.float64]
 
 
@@ -41,7 +43,7 @@ def coefficients(mode: Aggregation, sequence_tokens: npt.ArrayLike, rollout_toke
         return 1.0 / np.maximum(np.asarray(rollout_tokens, dtype=np.float64), 1.0)
     if mode == "seq_mean":
         return 1.0 / np.maximum(own, 1.0)
-    if mode in ("token_mean", "constant"):
+    if mode == "token_mean" or mode in TOKEN_SUMS:
         return np.ones_like(own)
     raise _unknown(mode)
 
@@ -61,20 +63,22 @@ class StepSize:
 def denominator(mode: Aggregation, size: StepSize, *, max_response_len: int) -> float:
     """D of the step; at least 1 so that an empty step is 0 and not NaN."""
     rollouts, tokens, sequences = size.rollouts, size.tokens, size.sequences
-    counts = {"rollout_mean": rollouts, "token_mean": tokens, "seq_mean": sequences, "constant": rollouts}
+    counts = {"rollout_mean": rollouts, "constant": rollouts, "token_mean": tokens}
+    counts |= {"seq_mean": sequences, "seq_mean_token_sum": sequences}
     if mode not in counts:
         raise _unknown(mode)
     return float(max(counts[mode], 1) * (max_response_len if mode == "constant" else 1))
 
 
 def metric_mode(mode: Aggregation) -> Aggregation:
-    """The reducer of metrics: that of the loss, but a token mean for `constant`, whose divisor is no count."""
-    return "token_mean" if mode == "constant" else mode
+    """The reducer of metrics: that of the loss, but a token mean where its divisor is no count of tokens."""
+    return "token_mean" if mode in TOKEN_SUMS else mode
 
 
 def _unknown(mode: str) -> AlgorithmError:
     return AlgorithmError(
-        f"loss_aggregation={mode!r} is unknown: choose rollout_mean, token_mean, seq_mean or constant"
+        f"loss_aggregation={mode!r} is unknown: choose rollout_mean, token_mean, seq_mean, seq_mean_token_sum or "
+        "constant"
     )
 
 

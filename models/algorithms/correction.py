@@ -37,7 +37,7 @@ from models.algorithms.tokens import (
     sequence_sum,
 )
 from models.errors import AlgorithmError
-from models.import_path import pick
+from models.import_path import has_args, pick
 
 WeightLevel = Literal["token", "sequence", "geometric"]
 
@@ -171,7 +171,11 @@ def _bounded(raw: Tensor, log_weight: Tensor, tokens: PolicyTokens, correction: 
 
 def custom_weights(path: str, log_weight: Tensor, tokens: PolicyTokens) -> Tensor:
     """Weights [N] of the user's function. Raises `AlgorithmError` for another shape."""
-    weight = pick("importance_weights", path, CUSTOM_WEIGHTS)(log_weight, tokens)
+    function = pick("importance_weights", path, CUSTOM_WEIGHTS)
+    if has_args(function):
+        words = "has slime's signature and normalises its own weights; leave --tis-batch-normalize out"
+        raise AlgorithmError(f"custom_tis_function_path {path!r} {words}")
+    weight = function(log_weight, tokens)
     if not isinstance(weight, Tensor) or weight.shape != log_weight.shape:
         shape = list(weight.shape) if isinstance(weight, Tensor) else type(weight).__name__
         raise AlgorithmError(

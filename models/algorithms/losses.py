@@ -4,6 +4,8 @@
     ppo                                      theta / old of a token
     gspo                                     its geometric mean over a sequence
     cispo, kimi                              theta / old, as a detached factor or a penalty
+    sapo                                     theta / old, by a gate that falls smoothly
+    clip_cov, kl_cov                         theta / old, and tokens of large covariance held back
     dppo, topr, topr_sequence, aipo, m2po    theta / mu, the policy that sampled
 
 To add a loss or a KL estimator, put `models/algorithms/<name>.py` with a function `policy_loss` (`PolicyLossFunction`)
@@ -17,7 +19,7 @@ hides a value at a trainable token that is not a number, so that the trainer ref
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
 import torch
@@ -185,6 +187,58 @@ def kimi(tokens: PolicyTokens, config: AlgorithmConfig) -> PolicyLoss:
     return PolicyLoss(loss=loss, clipped_high=none, clipped_low=none)
 
 
+def sapo(tokens: PolicyTokens, config: AlgorithmConfig) -> PolicyLoss:
+    """-(4 / tau) sigmoid(tau (r - 1)) A, tau = tau_pos where A > 0, else tau_neg (arXiv:2511.20347).
+
+    The gradient at r = 1 is that of -r A, and falls smoothly on both sides; nothing is clipped.
+    """
+    ratio = bounded_exp(log_ratio(tokens.log_probs, tokens.old_log_probs, tokens.mask))
+    advantages = masked(tokens.advantages, tokens.mask)
+    tau = torch.where(advantages > 0, config.tau_pos, config.tau_neg).to(ratio.dtype)
+    none = torch.zeros_like(tokens.mask)
+    return PolicyLoss(-4.0 / tau * torch.sigmoid(tau * (ratio - 1.0)) * advantages, clipped_high=none, clipped_low=none)
+
+
+# Entropy falls with the covariance of log-probs and advantages, which a few tokens make up. These two hold such tokens
+# back (arXiv:2505.22617). Means, and which tokens are chosen, are facts of the whole step (`metrics.step_statistics`).
+
+
+def covariances(tokens: PolicyTokens) -> Tensor:
+    """(A - mean A) (log theta - mean log theta) [N], the means over the step; 0 where masked, no gradient."""
+    facts = tokens.statistics
+    product = (tokens.advantages - facts.advantage_mean) * (tokens.log_probs.detach() - facts.log_prob_mean)
+    return masked(product, tokens.mask)
+
+
+def draws(tokens: PolicyTokens) -> Tensor:
+    """A number [N] from 0 to 1 for each token, from the last digits of log mu: the same however a step is split."""
+    scaled: Tensor = masked(tokens.rollout_log_probs, tokens.mask).double().abs() * 16180.339887
+    return scaled.frac()
+
+
+def clip_cov_candidates(tokens: PolicyTokens, config: AlgorithmConfig) -> Tensor:
+    """[N] bool: tokens between the bounds of the covariance that PPO's clip leaves alone."""
+    clipped, found = ppo_clip(tokens, config), covariances(tokens)
+    inside = (found > config.clip_cov_lb) & (found < config.clip_cov_ub)
+    return inside & tokens.mask & ~(clipped.clipped_high | clipped.clipped_low)
+
+
+def clip_cov(tokens: PolicyTokens, config: AlgorithmConfig) -> PolicyLoss:
+    """PPO's clip, and 0 for clip_cov_ratio of the step's tokens, drawn from those of a covariance within bounds."""
+    clipped = ppo_clip(tokens, config)
+    chosen = clip_cov_candidates(tokens, config) & (draws(tokens) <= tokens.statistics.cov_bound)
+    return replace(clipped, loss=masked(clipped.loss, ~chosen), clipped_high=clipped.clipped_high | chosen)
+
+
+def kl_cov(tokens: PolicyTokens, config: AlgorithmConfig) -> PolicyLoss:
+    """-r A, plus ppo_kl_coef |log theta - log old| for kl_cov_ratio of the step's tokens, of the largest covariance."""
+    change = log_ratio(tokens.log_probs, tokens.old_log_probs, tokens.mask)
+    chosen = (-covariances(tokens) <= tokens.statistics.cov_bound) & tokens.mask
+    loss = -bounded_exp(change) * masked(tokens.advantages, tokens.mask)
+    none = torch.zeros_like(tokens.mask)
+    return PolicyLoss(loss + config.ppo_kl_coef * masked(change.abs(), chosen), clipped_high=none, clipped_low=none)
+
+
 def sft(tokens: PolicyTokens) -> Tensor:
     """-log theta on the trainable tokens, [N]. Temperature 1: the logits of demonstrations are not divided."""
     return -masked(tokens.log_probs, tokens.mask)
@@ -200,6 +254,9 @@ POLICY_LOSSES: Final[Mapping[str, PolicyLossFunction]] = {
     "aipo": aipo,
     "m2po": m2po,
     "kimi": kimi,
+    "sapo": sapo,
+    "clip_cov": clip_cov,
+    "kl_cov": kl_cov,
 }
 
 

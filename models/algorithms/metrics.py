@@ -16,10 +16,11 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from configs.schema.algorithm import AlgorithmConfig
-from models.algorithms.aggregation import Aggregation
+from configs.schema.algorithm import Aggregation, AlgorithmConfig
+from models.algorithms.aggregation import TOKEN_SUMS
 from models.algorithms.correction import Correction, importance_weights, log_weight_of, rejection_of, with_old_log_probs
-from models.algorithms.tokens import PolicyTokens, StepStatistics, sequence_sum
+from models.algorithms.losses import clip_cov_candidates, covariances, draws
+from models.algorithms.tokens import PolicyTokens, StepStatistics, masked, sequence_sum
 
 STALENESS_BUCKETS: Final = ("0", "1", "2", "3-4", "5+")
 STALENESS_SUMS: Final = ("n", "w", "ww", "clipped", "distance")
@@ -123,6 +124,7 @@ def _by_staleness(sums: Mapping[str, float]) -> dict[str, float]:
 #
 #     normalised weights    their mean over the step
 #     m2po                  the bound of (log theta - log mu)^2, from all tokens of the step
+#     clip_cov, kl_cov      means of advantages and log-probs, and which covariances or draws are chosen
 #     rs_unit rollout       which rollouts fail, tested over the tokens of all their rows
 #     renormalize           how many tokens of each rollout are left after rejection
 #
@@ -135,12 +137,33 @@ def _by_staleness(sums: Mapping[str, float]) -> dict[str, float]:
 def step_statistics(tokens: PolicyTokens, algorithm: AlgorithmConfig, correction: Correction) -> StepStatistics:
     """Facts of the step that consists of `tokens`."""
     with torch.no_grad():
-        bound, mean = math.inf, 1.0
+        found = StepStatistics()
         if algorithm.policy_loss == "m2po":
             bound = m2po_bound(tokens.log_rho.detach().square()[tokens.mask], algorithm.m2po_threshold)
+            found = StepStatistics(m2po_bound=bound)
+        if algorithm.policy_loss in ("clip_cov", "kl_cov"):
+            found = _covariance_statistics(with_old_log_probs(tokens, correction), algorithm)
         if correction.use_tis and correction.tis_batch_normalize:
-            mean = _weight_mean(with_old_log_probs(tokens, correction), correction)
-    return StepStatistics(weight_mean=mean, m2po_bound=bound)
+            found = replace(found, weight_mean=_weight_mean(with_old_log_probs(tokens, correction), correction))
+    return found
+
+
+def _covariance_statistics(tokens: PolicyTokens, config: AlgorithmConfig) -> StepStatistics:
+    """Means of advantages and log-probs, and from which covariance on (kl_cov) or up to which draw (clip_cov) tokens
+    are chosen: the share of all tokens that the loss asks for, one at least. Equal ones are chosen together."""
+    count = max(int(tokens.mask.sum()), 1)
+    sums = [float(masked(each, tokens.mask).double().sum()) for each in (tokens.advantages, tokens.log_probs)]
+    found = StepStatistics(advantage_mean=sums[0] / count, log_prob_mean=sums[1] / count)
+    tokens = replace(tokens, statistics=found)
+    if config.policy_loss == "kl_cov":
+        ranked, share = -covariances(tokens)[tokens.mask], config.kl_cov_ratio
+    else:
+        ranked, share = draws(tokens)[clip_cov_candidates(tokens, config)], config.clip_cov_ratio
+    ranked, wanted = ranked.sort().values, max(int(share * count), 1)
+    if wanted >= len(ranked):
+        return replace(found, cov_bound=math.inf)
+    bound = float((ranked[wanted - 1] + ranked[wanted]) / 2)
+    return replace(found, cov_bound=bound if bound < float(ranked[wanted]) else float(ranked[wanted - 1]))
 
 
 def rejected_rollouts(tokens: PolicyTokens, rollout: Tensor, correction: Correction) -> Tensor:
@@ -164,14 +187,14 @@ def kept_scale(tokens: PolicyTokens, rollout: Tensor, aggregation: Aggregation, 
     """[S] factor of the policy term that replaces the token counts in its divisor by those after rejection.
 
     Tokens before / after rejection: of the rollout (rollout_mean), of the sequence (seq_mean) or of the step
-    (token_mean); 1 for `constant`, which divides by no count, and where nothing is left. With rs_unit
-    rollout `tokens.rejected` must hold `rejected_rollouts` already.
+    (token_mean); 1 for `constant` and `seq_mean_token_sum`, which divide by no count, and where nothing is left. With
+    rs_unit rollout `tokens.rejected` must hold `rejected_rollouts` already.
     """
     with torch.no_grad():
         rejection = rejection_of(with_old_log_probs(tokens, correction), correction)
         before = sequence_sum(tokens.mask.double(), tokens)
         after = sequence_sum(rejection.kept.double(), tokens)
-        if aggregation == "constant":
+        if aggregation in TOKEN_SUMS:
             return torch.ones_like(before)
         if aggregation == "token_mean":
             before, after = before.sum().expand_as(before), after.sum().expand_as(after)

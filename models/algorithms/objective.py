@@ -34,9 +34,10 @@ from models.algorithms.correction import (
 )
 from models.algorithms.losses import PolicyLoss, PolicyLossFunction, kl_to_reference, sft
 from models.algorithms.metrics import STALENESS_BUCKETS, STALENESS_SUMS, TokenMetrics
+from models.algorithms.slime_hooks import Hooks
 from models.algorithms.tokens import PolicyTokens, bounded_exp, log_ratio, masked, sequence_sum
-from models.errors import AlgorithmError, MissingColumn
-from models.import_path import pick
+from models.errors import AlgorithmError, MissingColumn, UnknownAlgorithm
+from models.import_path import has_args, pick
 
 
 @dataclass(frozen=True)
@@ -49,19 +50,28 @@ class Objective:
 
 
 def policy_objective(
-    tokens: PolicyTokens, config: AlgorithmConfig, correction: Correction, policy_loss: PolicyLossFunction
+    tokens: PolicyTokens,
+    config: AlgorithmConfig,
+    correction: Correction,
+    policy_loss: PolicyLossFunction,
+    hooks: Hooks = Hooks(),  # noqa: B008 - frozen, and none
 ) -> Objective:
     """Loss [N] of a policy update. `tokens.old_log_probs` is read in decoupled (recompute) and onpolicy mode only.
 
-    Raises `MissingColumn` if the KL or the entropy term is on and its input is missing.
+    `hooks`: functions with slime's signatures. Raises `MissingColumn` if the KL or the entropy term is on and its input
+    is missing, `AlgorithmError` for an answer of such a function with another shape.
     """
     tokens = with_old_log_probs(tokens, correction)
     policy = policy_loss(tokens, config)
     delta = log_weight_of(tokens, correction)
-    weights = importance_weights(tokens, correction, delta) if correction.use_tis else None
+    weights = importance_weights(tokens, correction, delta) if correction.use_tis and hooks.tis is None else None
     rejection = rejection_of(tokens, correction, delta)
     means = {**clip_metrics(policy), **drift_metrics(tokens)}
-    pg_loss = policy.loss
+    pg_loss, left = policy.loss, rejection.kept.to(delta.dtype)
+    if hooks.tis is not None:
+        numerator = tokens.log_probs if correction.against_current else tokens.old_log_probs
+        pg_loss, kept, found = hooks.weighted(pg_loss, tokens, numerator)
+        left, means = left * kept, means | found
     if weights is not None:
         # A mean of 1 divides nothing: statistics of a step exist only if the loss needs them.
         pg_loss = pg_loss * (weights.weight / tokens.statistics.weight_mean)
@@ -73,6 +83,8 @@ def policy_objective(
         pg_loss = torch.where(delta.isnan(), delta, masked(pg_loss, rejection.kept))
         if correction.renormalize_after_rejection and tokens.kept_scale is not None:
             pg_loss = pg_loss * tokens.kept_scale[tokens.sequence].to(pg_loss.dtype)
+    if hooks.reducer is not None:
+        pg_loss = hooks.reduced(pg_loss, left)
     means["train/pg_loss"] = pg_loss
     loss, terms = _with_regularisers(pg_loss, tokens, config, correction, weights)
     mismatch = mismatch_of(tokens, correction)
@@ -82,7 +94,7 @@ def policy_objective(
         rejection_metrics(rejection, tokens),
         staleness_sums(tokens, mismatch, policy),
     )
-    return Objective(loss=loss, metrics=metrics, kept=rejection.kept)
+    return Objective(loss=loss, metrics=metrics, kept=left > 0)
 
 
 def _with_regularisers(
@@ -278,7 +290,13 @@ GROUP_LOSSES: Final[Mapping[str, GroupLossFunction]] = {}
 
 def group_loss_of(path: str) -> GroupLossFunction:
     """The function at `package.module:function`. Raises `UnknownAlgorithm`."""
-    return pick("group_loss", path, GROUP_LOSSES)
+    function = pick("group_loss", path, GROUP_LOSSES)
+    if has_args(function):
+        raise UnknownAlgorithm(
+            f"group_loss {path!r} has slime's signature (args, batch, logits, ...), but the logits of a micro-batch "
+            "never exist at once here; take (tokens, groups, config) with tokens.log_probs and tokens.entropy"
+        )
+    return function
 
 
 def group_objective(

@@ -27,6 +27,11 @@ class StepStatistics:
 
     weight_mean: float = 1.0  # of the importance weights after their bounds: the divisor of tis_batch_normalize
     m2po_bound: float = float("inf")  # tokens whose (log theta - log mu)^2 is larger are dropped
+    advantage_mean: float = 0.0  # of the step's tokens, for covariances
+    log_prob_mean: float = 0.0
+    cov_bound: float = -float(
+        "inf"
+    )  # tokens up to it are chosen: of minus the covariance (kl_cov), the draw (clip_cov)
     entropy: bool = True  # it is measured, where no term of the loss needs it
 
 

@@ -6,13 +6,22 @@ import math
 from dataclasses import dataclass, field, replace
 
 from configs.schema import Config
-from configs.schema.algorithm import KL_IN_REWARD, AlgorithmConfig, CriticConfig, DistillConfig, Need, needs, scores_old
+from configs.schema.algorithm import (
+    KL_IN_REWARD,
+    Aggregation,
+    AlgorithmConfig,
+    CriticConfig,
+    DistillConfig,
+    Need,
+    needs,
+    scores_old,
+)
 from configs.schema.train import FsdpConfig, LoraConfig, MegatronConfig, ParallelConfig, TrainConfig
 from models.algorithms.advantages import TOKEN_ESTIMATORS
-from models.algorithms.aggregation import Aggregation
 from models.algorithms.correction import Correction, correction_of
 from models.algorithms.objective import GroupLossFunction, group_loss_of
 from models.errors import TrainConfigInvalid
+from models.slime_arguments import SlimeArguments, slime_arguments
 
 # --------------------------------------------------------------------------------------------------
 # Learning rate by optimizer update: linear warm-up, then constant, linear or cosine decay to `min_lr`.
@@ -82,6 +91,7 @@ class TrainSpec:
     max_response_len: int = 512
     seed: int = 42
     total_steps: int | None = None
+    arguments: SlimeArguments = field(default_factory=SlimeArguments)  # for functions with slime's signatures
 
     def __post_init__(self) -> None:
         check_schedule(self.train, self.total_steps)
@@ -158,6 +168,7 @@ def train_spec(config: Config, total_batches: int) -> TrainSpec:
         max_response_len=config.rollout.rollout_max_response_len,
         seed=config.run.seed,
         total_steps=total_batches * (config.train.num_steps_per_rollout or 1),
+        arguments=slime_arguments(config),
     )
 
 
@@ -192,7 +203,7 @@ def batch_needs(spec: TrainSpec, *, steps: int, reference_apart: bool = False) -
     if spec.whole_groups:  # its groups stay together, which only the whole batch shows
         return BatchNeeds(whole_batch=True, old_log_probs=old_log_probs)
     opd, subtracts_kl, values = spec.opd_kl_coef is not None, spec.reward_kl, spec.uses_critic
-    advantages = (
+    advantages = algorithm.custom_advantage_function_path is not None or (
         opd or subtracts_kl or bool(algorithm.normalize_advantages) or algorithm.advantage_estimator in TOKEN_ESTIMATORS
     )
     return BatchNeeds(
@@ -207,5 +218,7 @@ def batch_needs(spec: TrainSpec, *, steps: int, reference_apart: bool = False) -
 
 def critic_only(needed: BatchNeeds, spec: TrainSpec) -> BatchNeeds:
     """The needs of a batch in which the policy is not trained."""
-    student = spec.reward_kl or spec.opd_kl_coef is not None
+    student = (
+        spec.reward_kl or spec.opd_kl_coef is not None or spec.algorithm.custom_advantage_function_path is not None
+    )
     return replace(needed, old_log_probs=student and not needed.student_is_sampler, statistics="none")

@@ -163,7 +163,8 @@ class Trainer(WeightExporter):
             metrics["train/critic_only"] = 1.0
             return self._models.refuse()
         tokens, totals = self._batch.size.tokens, self._batch.totals
-        if tokens == 0 or (self._spec.correction.rejects and not totals.kept):
+        masks = self._spec.correction.rejects or self._spec.correction.custom_tis_function_path is not None
+        if tokens == 0 or (masks and not totals.kept):
             self._counters.empty_steps += 1
             return self._models.refuse()
         # Tested apart from the gradient: behind a clamp or a maximum that is finite where the loss is not.
@@ -172,6 +173,8 @@ class Trainer(WeightExporter):
             return self._models.refuse().for_its_loss()
         staleness = self._batch.staleness_sum / tokens
         scale = self._lr_scale / (1.0 + self._spec.correction.staleness_lr_decay * staleness)
+        if self._spec.correction.ess_lr_scale:
+            scale *= math.sqrt(metrics["train/ess_sequence"])
         result = self._models.update(divisor, lr_scale=scale)
         self._counters.skipped_steps += not result.applied
         return result

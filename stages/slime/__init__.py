@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 from stages.slime.client import GenerateState, post, run
-from stages.slime.types import DataSource, RolloutFnEvalOutput, RolloutFnTrainOutput, Sample
+from stages.slime.types import DataSource, RolloutFnEvalOutput, RolloutFnTrainOutput, Sample, whole_responses
 
-__all__ = ["DataSource", "GenerateState", "RolloutFnEvalOutput", "RolloutFnTrainOutput", "Sample", "post", "run"]
+# Responses are whole here, also where context-parallel processes share their tokens: nothing to gather or cut.
+all_gather_with_cp = slice_log_prob_with_cp = whole_responses
+
+__all__ = [
+    "DataSource", "GenerateState", "RolloutFnEvalOutput", "RolloutFnTrainOutput", "Sample", "all_gather_with_cp",
+    "post", "run", "slice_log_prob_with_cp",
+]  # fmt: skip

@@ -160,6 +160,11 @@ class RolloutFnEvalOutput:
     metrics: dict[str, Any] | None = None
 
 
+def whole_responses(tensor: Any, total_length: int, response_length: int) -> Any:
+    """The tensor."""
+    return tensor
+
+
 def sampling_parameters(config: Config, group: PromptGroup) -> dict[str, Any]:
     """Sampling parameters of a request, with SGLang's names."""
     rollout, evaluated, evaluation = config.rollout, config.eval.of(group.dataset), group.purpose == "eval"

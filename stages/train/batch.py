@@ -31,6 +31,7 @@ from stages.base import Spans
 from stages.errors import UntrainableGroup
 from stages.messages import RolloutSlice, Sample, UInt8Array, wire
 from stages.ports import Lease
+from stages.reward.components import PART, Selection
 from stages.rollouts import (
     by_version,
     pass_rate,
@@ -102,16 +103,29 @@ def _rollout_values(
     if path is not None:
         return post_processed(config, import_path(path), path, slice_, members)
     algorithm = config.algorithm
-    try:
+
+    def values(rewards: Sequence[float]) -> npt.NDArray[np.float64]:
         return advantages(
             algorithm.advantage_estimator,
-            [rollout_return(parts) for parts in members],
+            rewards,
             [parts[0].index for parts in members],
             normalize_std=not algorithm.disable_grpo_std_normalization,
             normalize=not algorithm.disable_rewards_normalization,
         )
+
+    try:
+        if algorithm.advantage_estimator != "gdpo":
+            return values([rollout_return(parts) for parts in members])
+        found, turns = [parts[-1].reward_parts for parts in members], [turn_total(parts) for parts in members]
+        weighted = [
+            one.weight * values([parts[one.name] for parts in found]) for one in Selection(config.reward).components
+        ]
+        return sum(weighted, values([parts.get(PART, 0.0) for parts in found]) + values(turns))
     except (InsufficientMembers, InconsistentGroup) as error:
         raise UntrainableGroup(str(error)) from error
+    except KeyError as name:
+        words = f"a reward has no component {name}; choose grpo where rewards are not those of --reward-component"
+        raise UntrainableGroup(f"--advantage-estimator gdpo: {words}") from name
 
 
 def post_processed(

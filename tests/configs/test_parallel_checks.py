@@ -205,6 +205,7 @@ OPD = "--advantage-estimator on_policy_distillation --use-opd --frozen-engine te
 def test_every_estimator_is_accepted_as_it_is() -> None:
     for estimator in ESTIMATORS:
         argv = OPD if estimator == "on_policy_distillation" else f"--advantage-estimator {estimator}"
+        argv += " --reward-component a=exact@1 b=math@1" if estimator == "gdpo" else ""
         for mode in ("async", "sync"):
             warnings_of(BASE, f"--mode {mode}", argv)
 
@@ -226,6 +227,7 @@ def test_every_estimator_is_accepted_as_it_is() -> None:
     ("--kl-coef 0.1 --advantage-estimator ppo --use-kl-loss --kl-loss-coef 0.1",
      "once in the reward and once in the loss"),
     ("--loss-type custom_loss", "give --custom-loss-function-path"),
+    ("--advantage-estimator gdpo --reward-component a=exact@1", "--reward-component is given 1 times, but"),
     (f"--loss-type custom_loss --custom-loss-function-path json:loads {SYNC} --policy-loss cispo",
      "--policy-loss cispo with --loss-type custom_loss"),
     ("--loss-type custom_loss --custom-loss-function-path json:loads",

@@ -24,7 +24,7 @@ from configs.rules.model_args import differences
 from configs.slime_options import ALIASES, MODEL_ARGS, NOT_HERE, TAKEN
 from configs.translate import grouped, translate
 from models.slime_arguments import slime_arguments
-from tests.configs.config_rig import BASE, faults_of
+from tests.configs.config_rig import BASE, faults_of, settled
 
 # Every option of slime's 38 launch scripts, with a value that one of them gives.
 OPTIONS = (Path(__file__).parent / "slime_options.txt").read_text().splitlines()
@@ -199,15 +199,25 @@ def test_functions_of_slime_itself_are_not_looked_for_on_the_path() -> None:
 
 
 def test_a_file_of_custom_settings_becomes_values_of_args(tmp_path: Path) -> None:
-    (tmp_path / "mine.yaml").write_text("depth: 3\nnames: [a, b]\n")
+    (tmp_path / "mine.yaml").write_text("depth: 3\nnames: [a, b]\nbound: null\n")
     argv = ["--custom-config-path", str(tmp_path / "mine.yaml")]
-    assert read_flags(argv).layer.values["rollout.custom_args"] == {"depth": 3, "names": ["a", "b"]}
+    assert read_flags(argv).layer.values["rollout.custom_args"] == {"depth": 3, "names": ["a", "b"], "bound": "none"}
     args = slime_arguments(load([*argv, "--lr", "1e-3"]).config)
-    assert (args.depth, args.names, args.lr) == (3, ["a", "b"], 1e-3)
+    assert (args.depth, args.names, args.lr, args.bound) == (3, ["a", "b"], 1e-3, None)
     (tmp_path / "mine.yaml").write_text("[1, 2]")
     assert "cannot be read as YAML with names and values" in read_flags(argv).faults[0]
-    (fault,) = faults_of(BASE, """--custom-args '{"use_tis": true, "depth": 3}'""")
-    assert fault == "--custom-args gives use_tis, which is a setting of the run; write --use-tis instead"
+    settings = """--custom-args '{"use_tis": true, "tis_mode": "truncate", "depth": 3}'"""
+    faults = faults_of(f"{BASE} --mode sync", settings)
+    assert faults == tuple(
+        f"--custom-args gives {name}, which is a setting of the run; write --{name.replace('_', '-')} instead"
+        for name in ("use_tis", "tis_mode")
+    )
+    # A function that makes the weights has names of its own for them; what says the same hides nothing.
+    weights = f"{BASE} --mode sync --use-tis --custom-tis-function-path json:loads {settings}"
+    config, _ = settled(weights)
+    assert slime_arguments(config).tis_mode == "truncate"
+    (fault,) = faults_of(weights.replace("truncate", 'truncate", "lr": "x'))
+    assert fault == "--custom-args gives lr, which is a setting of the run; write --lr instead"
 
 
 def test_a_run_that_is_there_is_continued_and_other_weights_are_named(tmp_path: Path) -> None:

@@ -141,6 +141,14 @@ def keep(group): return {}["a"]
 async def keep_later(group): return group.samples[9]
 def mark(args, groups): raise ValueError("no such group")
 def good(response, label, metadata): return float(response == label)
+def slime_tis(args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks, total_lengths, response_lengths):
+    return pg_loss * args.tis_clip, loss_masks, {"ones": pg_loss * 0}
+def half_tis(args, *, pg_loss, loss_masks, **rest): return pg_loss[:4], loss_masks, {}
+def slime_adv(args, data): data["advantages"] = data["returns"] = [mask * args.gamma for mask in data["loss_masks"]]
+def no_adv(args, data): data["advantages"] = []
+def slime_reducer(totals, lengths, masks, calculate_per_token_loss): return lambda loss: loss.sum() / sum(totals)
+def no_reducer(totals, lengths, masks, calculate_per_token_loss): return 1.0
+def slime_loss(args, batch, logits, sum_of_sample_mean): return logits.sum(), {}
 def good_group(responses, label, metadata): return [1.0 for _ in responses]
 def good_adv(rewards, *, normalize_std): return rewards - rewards.mean()
 def good_loss(tokens, groups, config): return -tokens.log_probs * groups.reward[tokens.sequence]
@@ -154,6 +162,12 @@ def good_loss(tokens, groups, config): return -tokens.log_probs * groups.reward[
         (["loss=my_faults:loss"], "--custom-loss-function-path: .*'my loss is broken' .{here}:5 in loss.; mend it, or"),
         (["policy_loss=my_faults:policy_loss"], "--policy-loss: .*ZeroDivisionError: .*{here}:6 in policy_loss"),
         (["tis=my_faults:tis"], r"--custom-tis-function-path: .*returned .2.: return one weight for each of the 8"),
+        (["tis=my_faults:half_tis"], r"--custom-tis-function-path, pg_loss: shape .4.; return a number for each of 8"),
+        (["advantages=my_faults:no_adv"], r"--custom-advantage-function-path: .* shapes ..; set one tensor .* 2 seq"),
+        (["advantages=my_faults:mark"], r"--custom-advantage-function-path: .*ValueError: no such group"),
+        (["reducer=my_faults:no_reducer"], "--custom-pg-loss-reducer-function-path: .*TypeError: 'float' object is"),
+        (["loss=my_faults:slime_loss"], "--custom-loss-function-path: .*logits of a micro-batch never exist at once"),
+        (["tis=my_faults:slime_tis", "advantages=my_faults:slime_adv", "reducer=my_faults:slime_reducer"], ""),
         (["post_process=my_faults:post"], r"--custom-reward-post-process-path: .*gave .1.0. for 4 rollouts"),
         (["grader=my_faults:unknown"], "NameError: name 'undefined_name' is not defined .{here}:9 in unknown"),
         (["loss=my_faults:good_loss", "grader=my_faults:good", "group_grader=my_faults:good_group",

@@ -74,6 +74,31 @@ def test_rewards_as_they_are() -> None:
     assert [advantage(s) for s in found] == [2.0, 1.0]
 
 
+def test_components_of_a_reward_are_normalised_one_by_one() -> None:
+    """gdpo: a is 1, 0, 0, 0 and b is 1, 1, 0, 0 with weights 1 and 0.5. a has deviation 0.5 around 1/4, b has 0.577350
+    around 1/2, hence 1.5 + 0.5 x 0.866025, -0.5 + 0.5 x 0.866025, -0.5 - 0.5 x 0.866025. Deviation 1e-6 larger."""
+
+    def graded(index: int, a: float, b: float, **more: float) -> Sample:
+        return make_sample(index, reward=a + 0.5 * b, reward_parts={"a": a, "b": b, **more})
+
+    options: dict[str, Any] = {
+        "algorithm": {"advantage_estimator": "gdpo"},
+        "reward": {"reward_component": ["a=exact@1", "b=random:0.5@0.5"]},
+    }
+    members = [graded(0, 1, 1), graded(1, 0, 1), graded(2, 0, 0), graded(3, 0, 0)]
+    found = sequences(make_slice(4, *members, n_samples=4), **options)
+    wanted = [1.933013, -0.066987, -0.933013, -0.933013]
+    assert [advantage(s) for s in found] == pytest.approx(wanted, abs=1e-5)
+    # A penalty for length is one more component: 0, 0, 0, -1 has deviation 0.5 around -1/4.
+    members = [graded(0, 1, 1, overlong_penalty=0), graded(1, 0, 1, overlong_penalty=0)]
+    members += [graded(2, 0, 0, overlong_penalty=0), graded(3, 0, 0, overlong_penalty=-1)]
+    found = sequences(make_slice(4, *members, n_samples=4), **options)
+    assert [advantage(s) for s in found] == pytest.approx([2.433013, 0.433013, -0.433013, -2.433013], abs=1e-5)
+    bare = [make_sample(index, reward=1.0, reward_parts={"a": 1.0}) for index in range(2)]
+    with pytest.raises(UntrainableGroup, match=r"gdpo: a reward has no component 'b'; choose grpo where"):
+        sequences(make_slice(4, *bare, n_samples=2), **options)
+
+
 def test_a_function_of_the_users_own_replaces_the_normalisation() -> None:
     members = [make_sample(0, n=2, reward=3.0, sequence=k, sequences=2) for k in range(2)]
     members += [make_sample(1, reward=1.0), make_sample(2, reward=2.0)]

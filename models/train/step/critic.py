@@ -29,9 +29,10 @@ from models.algorithms.aggregation import averaged
 from models.algorithms.returns import FloatArray, moments
 from models.train.dp_group import DpGroup, Float32Array
 from models.train.model_set import UpdateResult
-from models.train.spec import BatchNeeds
+from models.train.spec import BatchNeeds, TrainSpec
 from models.train.step.examples import Example, Rollout
 from models.train.step.micro_batch_loss import float_column, weight_column
+from models.train.step.rollout_data import custom_advantages
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float) -> tuple[Tensor, Tensor]:
@@ -132,25 +133,28 @@ def critic_train_config(config: CriticConfig, train: TrainConfig) -> TrainConfig
     )
 
 
-def decide_advantages(
-    rollouts: Sequence[Rollout], algorithm: AlgorithmConfig, needs: BatchNeeds, *, opd_kl_coef: float | None
-) -> dict[str, float]:
+def decide_advantages(rollouts: Sequence[Rollout], spec: TrainSpec, needs: BatchNeeds) -> dict[str, float]:
     """Set advantages (and returns) of all examples of a batch; metrics of the batch.
 
     The policy of KL in the reward and of distillation is that of the batch's start, or the sampler where the mode
     spends no forward pass on the former. Where sequences share tokens, each branch is an episode over all that it
-    shows, and a token gets the mean of what its branches say; distillation and whitening then see it once.
+    shows, and a token gets the mean of what its branches say; distillation and whitening then see it once. A function
+    of the user's takes the estimator's place; it sees each token once.
     """
+    algorithm, path = spec.algorithm, spec.algorithm.custom_advantage_function_path
     examples = [example for rollout in rollouts for example in rollout.examples]
     episodes = [_episode(example, needs) for example in examples]
     found: list[TokenAdvantages] = []
-    for rollout in rollouts:
+    if path is not None:
+        student = "rollout_log_probs" if needs.student_is_sampler else "old_log_probs"
+        found = custom_advantages(path, spec.arguments, examples, student=student, kl_coef=algorithm.kl_coef)
+    for rollout in rollouts if path is None else ():
         own = episodes[len(found) : len(found) + len(rollout.examples)]
         if rollout.branches:
             found += _of_branches(rollout, own, algorithm)
         else:
             found += [estimated(algorithm, episode) for episode in own]
-    done = batch_advantages(algorithm, episodes, found, opd_kl_coef=opd_kl_coef)
+    done = batch_advantages(algorithm, episodes, found, opd_kl_coef=spec.opd_kl_coef)
     for example, one in zip(examples, done, strict=True):
         example.advantages = one.advantages.astype(np.float32)
         example.returns = None if one.returns is None else one.returns.astype(np.float32)

@@ -19,16 +19,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from models.algorithms.aggregation import (
-    Aggregation,
-    IntArray,
-    StepSize,
-    averaged,
-    coefficients,
-    owned,
-    prefix_fault,
-    token_numbers,
-)
+from configs.schema.algorithm import Aggregation
+from models.algorithms.aggregation import IntArray, StepSize, averaged, coefficients, owned, prefix_fault, token_numbers
 from models.algorithms.returns import token_rewards
 from models.errors import InvalidSequence
 from models.train.dp_group import Float32Array

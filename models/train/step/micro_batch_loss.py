@@ -15,12 +15,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from configs.schema.algorithm import LOSS_OF_ESTIMATOR, AlgorithmConfig
-from models.algorithms.aggregation import Aggregation
+from configs.schema.algorithm import LOSS_OF_ESTIMATOR, Aggregation, AlgorithmConfig
 from models.algorithms.correction import Correction
 from models.algorithms.losses import policy_loss_of
 from models.algorithms.metrics import MetricTotals, kept_scale, rejected_rollouts, step_statistics
 from models.algorithms.objective import GroupColumns, Objective, group_objective, policy_objective, sft_objective
+from models.algorithms.slime_hooks import Responses, hooks_of
 from models.algorithms.tokens import PolicyTokens, StepStatistics
 from models.errors import BackendMisuse
 from models.train.dp_group import DpGroup, Float32Array
@@ -204,6 +204,7 @@ class PolicyNumerator:
         usual = LOSS_OF_ESTIMATOR.get(spec.algorithm.advantage_estimator, "ppo")
         name = spec.algorithm.policy_loss
         self._policy_loss = policy_loss_of(usual if name == "auto" else name)
+        self._hooks = hooks_of(spec.algorithm, spec.correction, spec.arguments)
 
     def entropy(self, statistics: StepStatistics) -> str:
         """How it is computed with the log-probs. A graph through the whole vocabulary is paid for only if the bonus is
@@ -229,19 +230,30 @@ class PolicyNumerator:
         tokens = policy_tokens(
             members, log_probs, self._correction, statistics=statistics, entropy=entropy, ref_log_probs=ref_log_probs
         )
-        objective = self._objective(tokens, members)
         weights = weight_column(members, log_probs.device)
+        objective = self._objective(tokens, members, weights)
         totals.metrics.add(objective.metrics, weights)
         totals.kept = totals.kept + objective.kept.sum()
         return torch.dot(objective.loss, weights)
 
-    def _objective(self, tokens: PolicyTokens, members: Sequence[Example]) -> Objective:
+    def _objective(self, tokens: PolicyTokens, members: Sequence[Example], weights: Tensor) -> Objective:
         if self._sft:
             return sft_objective(tokens)
         if self._group_loss is not None:
             groups = _groups(members, tokens.log_probs.device)
             return group_objective(tokens, groups, self._algorithm, self._group_loss)
-        return policy_objective(tokens, self._algorithm, self._correction, self._policy_loss)
+        reads = self._hooks.tis or self._hooks.reducer
+        hooks = replace(self._hooks, responses=responses_of(members, weights) if reads else None)
+        return policy_objective(tokens, self._algorithm, self._correction, self._policy_loss, hooks)
+
+
+def responses_of(members: Sequence[Example], weights: Tensor) -> Responses:
+    """The responses of examples. `weights` [N]: of their trained tokens."""
+    lengths = [len(one.tokens) - one.prompt for one in members]
+    starts = np.cumsum([0, *lengths])
+    at = np.concatenate([one.chosen - one.prompt + start for one, start in zip(members, starts, strict=False)])
+    totals = [len(one.tokens) for one in members]
+    return Responses(torch.from_numpy(at).to(weights.device), lengths, totals, weights)
 
 
 def _groups(members: Sequence[Example], device: torch.device) -> GroupColumns:

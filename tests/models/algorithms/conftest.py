@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from configs.schema.algorithm import AlgorithmConfig
-from models.algorithms.aggregation import Aggregation, StepSize, coefficients, denominator
+from configs.schema.algorithm import Aggregation, AlgorithmConfig
+from models.algorithms.aggregation import StepSize, coefficients, denominator
 from models.algorithms.correction import Correction
 from models.algorithms.tokens import PolicyTokens
 

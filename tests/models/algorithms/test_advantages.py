@@ -47,6 +47,8 @@ OF_THREE = {
     "reinforce_plus_plus": [1, 0, 1 / 4],
     "ppo": [1, 0, 1 / 4],
     "on_policy_distillation": [0, 0, 0],
+    "maxrl": [7 / 5, -1, -2 / 5],  # the differences over 5/12
+    "gdpo": SCALED,  # of one component
 }
 
 
@@ -74,6 +76,16 @@ def test_rewards_as_they_are(estimator: str) -> None:
     with pytest.raises(InconsistentGroup):
         advantages(estimator, [2, 1], [3, 3], normalize=False)
     assert advantages("on_policy_distillation", [0.5], [3], normalize=False).tolist() == [0]
+
+
+def test_maximum_likelihood_divides_by_the_chance_of_success() -> None:
+    """One right answer of four weighs as much as all answers of four do together: (1 - 1/4) / (1/4) = 3."""
+    assert of("maxrl", [0, 0, 1, 0]) == [-1.0, -1.0, 3.0, -1.0]
+    assert of("maxrl", [0, 0, 0]) == [0.0, 0.0, 0.0]
+    with pytest.raises(
+        InconsistentGroup, match=r"divides by the mean reward of a group, here -0\.5: give rewards from 0"
+    ):
+        of("maxrl", [-1, 0])
 
 
 def test_an_estimator_of_ones_own_must_answer_for_each_rollout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,13 +116,38 @@ def test_contradictions_are_refused() -> None:
 
 
 def test_unknown_name_is_refused_with_a_hint() -> None:
-    with pytest.raises(UnknownAlgorithm, match=r"choose one of cispo, dr_grpo, grpo, .*did you mean 'grpo'"):
+    with pytest.raises(UnknownAlgorithm, match=r"choose one of cispo, dr_grpo, gdpo, grpo, .*did you mean 'grpo'"):
         of("grpoo", [1, 0])
     with pytest.raises(UnknownAlgorithm, match=r"importing .* failed"):
         of("no_such_module_here:f", [1, 3, 2])
 
 
 # Advantages of single tokens: golden numbers, and what must hold for any batch.
+
+
+def test_vapo_golden() -> None:
+    """Four trained tokens, values 0.1, 0.2, 0.4, 0.3, reward 1 at the end, gamma 1, so that the deltas are
+    0.1, 0.2, -0.1, 0.7. With alpha 0.5 lambda is 1 - 1 / (0.5 x 4) = 0.5: A = 0.7, 0.25, 0.325, 0.2625 from behind.
+    Returns with lambda 1 are the reward, with lambda 0.5 they are A + V.
+    """
+    values = np.array([0.1, 0.2, 9.0, 0.4, 0.3])
+    episode = Episode(mask=M1, advantages=np.zeros(5), reward=1.0, values=values)
+
+    def made(**fields: Any) -> tuple[list[float], list[float]]:
+        config = AlgorithmConfig(advantage_estimator="ppo", **fields)
+        (found,) = batch_advantages(config, [episode])
+        assert found.returns is not None
+        return found.advantages.tolist(), found.returns.tolist()
+
+    adaptive = [0.2625, 0.325, 0, 0.25, 0.7]
+    advantages_, returns = made(lambd=0.9, lambd_alpha=0.5, critic_lambd=1.0)
+    assert advantages_ == pytest.approx(adaptive)
+    assert returns == pytest.approx([1, 1, 0, 1, 1])
+    assert made(lambd=0.5)[1] == pytest.approx([0.3625, 0.525, 0, 0.65, 1])
+    assert made(lambd=0.5, lambd_alpha=0.5) == made(lambd=0.5)
+    # Short responses have no lambda below 0: each delta stands alone.
+    assert made(lambd_alpha=0.05)[0] == pytest.approx([0.1, 0.2, 0, -0.1, 0.7])
+    assert made(lambd_alpha=0.05)[1] == pytest.approx([1, 1, 0, 1, 1])  # --lambd, which is 1
 
 
 Array = npt.NDArray[np.float64]

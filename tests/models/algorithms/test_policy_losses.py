@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from configs.schema import algorithm as schema
-from configs.schema.algorithm import AlgorithmConfig, CorrectionConfig, needs
+from configs.schema.algorithm import Aggregation, AlgorithmConfig, CorrectionConfig, needs
 from configs.schema.rejection_rules import InvalidRule, RejectionRule
-from models.algorithms.aggregation import Aggregation, StepSize, coefficients, denominator, metric_mode
+from models.algorithms.aggregation import StepSize, coefficients, denominator, metric_mode
 from models.algorithms.correction import (
     Correction,
     alpha,
@@ -138,7 +138,7 @@ def test_a_wrong_rule_is_refused_when_it_is_resolved() -> None:
 # Reduction of token losses with the denominators of the whole step.
 
 
-MODES: list[Aggregation] = ["rollout_mean", "token_mean", "seq_mean", "constant"]
+MODES: list[Aggregation] = ["rollout_mean", "token_mean", "seq_mean", "seq_mean_token_sum", "constant"]
 Sequence_ = tuple[int, list[float], list[int]]  # rollout, losses, mask
 
 GOLDEN: list[Sequence_] = [(0, [1, 2], [1, 1]), (0, [3, 4, 5], [1, 0, 1]), (1, [10], [1])]
@@ -157,8 +157,10 @@ def reduce(mode: Aggregation, step: Sequence[Sequence_], constant: int = 8) -> f
 
 
 @pytest.mark.parametrize(
-    ("mode", "expected"), [("rollout_mean", 6.375), ("token_mean", 4.2), ("seq_mean", 5.166667), ("constant", 1.3125)]
-)
+    ("mode", "expected"),
+    [("rollout_mean", 6.375), ("token_mean", 4.2), ("seq_mean", 5.166667), ("constant", 1.3125),
+     ("seq_mean_token_sum", 7.0)],
+)  # fmt: skip
 def test_golden(mode: Aggregation, expected: float) -> None:
     assert reduce(mode, GOLDEN) == pytest.approx(expected, abs=1e-5)
 
@@ -189,8 +191,34 @@ def test_empty_step_and_wrong_name() -> None:
         coefficients("mean", [1], [1])  # type: ignore[arg-type]
     with pytest.raises(AlgorithmError, match="choose rollout_mean"):
         denominator("mean", StepSize(), max_response_len=8)  # type: ignore[arg-type]
-    assert metric_mode("constant") == "token_mean"
+    assert metric_mode("constant") == metric_mode("seq_mean_token_sum") == "token_mean"
     assert metric_mode("seq_mean") == "seq_mean"
+
+
+def test_the_gate_of_sapo_is_highest_on_policy_and_the_same_both_ways(f) -> None:  # type: ignore[no-untyped-def]
+    """d loss / d r = -A sech^2(tau (r - 1) / 2): that of the plain ratio at 1, less on both sides."""
+    theta = f.old.clone().requires_grad_()
+    loss = policy_loss_of("sapo")(f.tokens(theta), AlgorithmConfig(tau_pos=3.0, tau_neg=7.0)).loss
+    loss.sum().backward()
+    assert theta.grad is not None
+    assert theta.grad.tolist() == pytest.approx([-1, -1, 0, -1, -1, 0.8, 0.8, 0.8])
+
+
+@pytest.mark.parametrize(("loss", "share", "chosen"), [
+    ("kl_cov", 0.0, {7}), ("kl_cov", 0.3, {7, 4}), ("kl_cov", 1.0, {0, 1, 3, 4, 5, 6, 7}),
+    ("clip_cov", 0.0, {4}), ("clip_cov", 0.3, {4, 1}), ("clip_cov", 1.0, {4, 1}),
+])  # fmt: skip
+def test_how_many_tokens_covariance_chooses(f, on_policy, loss: str, share: float, chosen: set[int]) -> None:  # type: ignore[no-untyped-def]
+    """Covariances with the step's means 8/35 and -0.952857: 0.195, 0.156, -, -0.885, 0.642, -0.774, -0.363, 1.283.
+
+    Clip-Cov draws from tokens 1 and 4: token 0 is clipped already, 7 is above the upper bound.
+    """
+    options: dict[str, float] = {"clip_cov_lb": 0.1, "clip_cov_ub": 1.0, f"{loss}_ratio": share}
+    config = AlgorithmConfig(policy_loss=loss, **options)  # type: ignore[arg-type]
+    facts = step_statistics(f.tokens(), config, on_policy)
+    found = policy_loss_of(loss)(f.tokens(statistics=facts), config).loss
+    plain = policy_loss_of("ppo" if loss == "clip_cov" else loss)(f.tokens(), AlgorithmConfig(ppo_kl_coef=0.0)).loss
+    assert set(torch.nonzero(found != plain).flatten().tolist()) == chosen
 
 
 # Worked numbers of fixture F to six digits: losses, gradients, weights, statistics, anchors, KL.

@@ -26,6 +26,7 @@ from safetensors.torch import load_file, save_file
 from configs.schema.algorithm import AlgorithmConfig, CorrectionConfig, CriticConfig, DistillConfig
 from configs.schema.train import FsdpConfig, LoraConfig, MegatronConfig, ParallelConfig, TrainConfig
 from models.algorithms.correction import Correction
+from models.slime_arguments import SlimeArguments
 from models.train.dp_group import DpGroup
 from models.train.huggingface.hf_files import local
 from models.train.huggingface.models import TorchModels
@@ -160,6 +161,7 @@ def make_spec(
     temperature: float = 0.9,
     total_steps: int | None = None,
     correction: Correction | None = None,
+    arguments: SlimeArguments | None = None,
     **fields: Any,
 ) -> TrainSpec:
     """Settings of a trainer on the CPU; `fields` may be of any of the trainer's configurations."""
@@ -185,6 +187,7 @@ def make_spec(
         max_response_len=16,
         seed=0,
         total_steps=total_steps,
+        arguments=arguments or SlimeArguments(),
         correction=correction or corrected(off_policy, max_staleness=staleness, policy_loss=algorithm.policy_loss),
         **parts,
     )

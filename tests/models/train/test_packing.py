@@ -18,13 +18,14 @@ from hypothesis import strategies as st
 from test_critic import values_of
 
 from configs.schema.algorithm import AlgorithmConfig
+from configs.schema.train import TrainConfig
 from models.algorithms.aggregation import StepSize, prefix_fault
 from models.algorithms.returns import gae
 from models.errors import InvalidSequence
 from models.train.huggingface.attention import attention_allowed
 from models.train.huggingface.optimizer import gradient_scale
 from models.train.interface import TrainSequence
-from models.train.spec import BatchNeeds
+from models.train.spec import BatchNeeds, TrainSpec
 from models.train.step.critic import decide_advantages
 from models.train.step.examples import Example, Intake, Rollout, partition, rollouts_of
 from models.train.step.micro_batch_loss import StepTotals
@@ -325,7 +326,7 @@ def decided(estimator: str, values: list[list[float]] | None = None, **fields: f
     for example, own in zip(rollout.examples, values or (), strict=False):
         example.values = np.array(own, np.float32)
     config = AlgorithmConfig(advantage_estimator=estimator, **fields)  # type: ignore[arg-type]
-    decide_advantages([rollout], config, BatchNeeds(values=False), opd_kl_coef=None)
+    decide_advantages([rollout], TrainSpec(TrainConfig(), config), BatchNeeds(values=False))
     return rollout, list(rollout.examples)
 
 

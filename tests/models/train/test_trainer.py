@@ -254,6 +254,23 @@ def test_rows_suit_the_device(backend, monkeypatch: pytest.MonkeyPatch) -> None:
         rig.same(left, right)
 
 
+def test_the_learning_rate_follows_the_effective_sample_size(backend) -> None:  # type: ignore[no-untyped-def]
+    """sqrt of (sum w)^2 / (n sum w^2) over sequences, w = exp(sum of log theta - log mu), theta the batch's start."""
+    batch = rig.make_sequences(3, dark=False)
+    made = backend(ess_lr_scale=True, lr=0.5)
+    scores = rig.scored(made, batch)
+    weights = np.array([
+        np.exp((score - one.rollout_log_probs)[one.loss_mask > 0].sum(dtype=np.float64))
+        for one, score in zip(batch, scores, strict=True) if one.loss_mask.any()
+    ])  # fmt: skip
+    share = weights.sum() ** 2 / (len(weights) * np.square(weights).sum())
+    [metrics] = rig.train_batch(made, batch)
+    assert share < 0.9
+    assert metrics["train/lr"] == pytest.approx(0.5 * np.sqrt(share), rel=1e-4)
+    [plain] = rig.train_batch(backend(lr=0.5), batch)
+    assert plain["train/lr"] == 0.5
+
+
 # What is not finite, empty, inconsistent or missing: no update, a count, or an error that names the cure.
 
 
