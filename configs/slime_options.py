@@ -105,11 +105,7 @@ TAKEN: Final[Mapping[str, tuple[str, str]]] = {
 # Not here, each with what to use.
 NOT_HERE: Final[Mapping[str, str]] = {
     "fp16": "training is in bfloat16 or float32; write --train-dtype",
-    "rollout-data-postprocess-path": "a stage of yours after reward changes samples; --rollout-rs masks by log-probs",
     "custom-model-provider-path": "what the model is comes from --hf-checkpoint",
-    "custom-megatron-init-path": "write --policy-loss module:function, or a stage of yours",
-    "custom-megatron-before-log-prob-hook-path": "write --policy-loss module:function, or a stage of yours",
-    "custom-megatron-before-train-step-hook-path": "write --policy-loss module:function, or a stage of yours",
     "custom-update-weight-post-write-path": "engines fetch versions themselves; see --update-weight-transport",
     "multimodal-keys": "prompts are text",
     "loss-mask-type": "the reference answer of a row is trained, and nothing before it; see docs/data.md",

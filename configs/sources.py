@@ -36,6 +36,8 @@ IMPORT_PATHS: Final = (
     "filter.rollout_sample_filter_path", "filter.rollout_all_samples_process_path",
     "reward.custom_convert_samples_to_train_data_path", "eval.eval_function_path",
     "observe.custom_rollout_log_function_path",
+    "megatron.custom_megatron_init_path", "megatron.custom_megatron_before_log_prob_hook_path",
+    "megatron.custom_megatron_before_train_step_hook_path", "algorithm.rollout_data_postprocess_path",
     "observe.custom_eval_rollout_log_function_path",
 )  # fmt: skip
 

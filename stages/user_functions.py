@@ -26,7 +26,7 @@ import msgspec
 import numpy as np
 
 from configs.schema import Config
-from models.import_path import ImportPathError, add_working_directory, import_path, raised
+from models.import_path import ImportPathError, add_working_directory, import_function, import_path, raised
 from models.slime_arguments import SlimeArguments, slime_arguments
 from stages.errors import UntrainableGroup
 from stages.graders.grade import GradeRequest, UnknownGraderError
@@ -40,6 +40,13 @@ from stages.slime import hooks
 
 TRY_S: Final = 20  # for one call
 
+_STEP: Final = ("args", "rollout_id", "step_id", "model", "optimizer", "opt_param_scheduler")
+
+
+def _with(*parameters: str) -> Callable[[str], object]:
+    return lambda path: import_function(path, *parameters)
+
+
 # kind -> (how to import it, the flag that names it)
 KINDS: dict[str, tuple[Callable[[str], object], str]] = {
     "grader": (custom_grader, ""),
@@ -48,6 +55,10 @@ KINDS: dict[str, tuple[Callable[[str], object], str]] = {
     "generate": (hooks.generate_function, "--custom-generate-function-path"),
     "rollout": (hooks.rollout_function, "--rollout-function-path"),
     "all_samples": (hooks.all_samples, "--rollout-all-samples-process-path"),
+    "data_post_process": (_with("args", "rollout_id", "rollout_data"), "--rollout-data-postprocess-path"),
+    "megatron_init": (_with("args"), "--custom-megatron-init-path"),
+    "before_log_prob": (_with("args", "model", "store_prefix"), "--custom-megatron-before-log-prob-hook-path"),
+    "before_step": (_with(*_STEP), "--custom-megatron-before-train-step-hook-path"),
     "convert": (hooks.convert_samples, "--custom-convert-samples-to-train-data-path"),
     "buffer_order": (import_path, "--buffer-order"),
     "eval": (hooks.rollout_function, "--eval-function-path"),
@@ -132,7 +143,8 @@ def _buffer_order(path: str, config: Config) -> None:
     class Held:
         message = made_up()
 
-    buffer = GroupBuffer(config)
+    asynchrony = msgspec.structs.replace(config.asynchrony, buffer_order=path)
+    buffer = GroupBuffer(msgspec.structs.replace(config, asynchrony=asynchrony))
     buffer.push(Held())  # type: ignore[arg-type]
     buffer.pop(0, 1)
 
@@ -143,16 +155,20 @@ def _advantage(path: str, config: Config) -> None:
     advantages(path, [0.0, 1.0, 0.0, 1.0], range(4))
 
 
-def _advantages(path: str, config: Config) -> None:
+def _rollout_data(kind: str, path: str, config: Config) -> None:
     from models.train.step.examples import Example
-    from models.train.step.rollout_data import custom_advantages
+    from models.train.step.rollout_data import custom_advantages, post_process, rollout_data
 
     ids, numbers = np.array([1, 2, 3], np.int32), np.array([-0.5, -0.25], np.float32)
     examples = [Example(ids, 1, np.arange(1, 3), numbers, numbers * 0 + one, 1.0, reward=one) for one in (0.0, 1.0)]
     for example in examples:
         example.ref_log_probs = numbers
         example.values = numbers if config.algorithm.advantage_estimator == "ppo" else None
-    custom_advantages(path, slime_arguments(config), examples, student="rollout_log_probs", kl_coef=1.0)
+    args, data = slime_arguments(config), rollout_data(examples, student="rollout_log_probs", kl_coef=1.0)
+    if kind == "advantages":
+        custom_advantages(path, args, data, examples)
+    else:
+        post_process(path, args, 0, data, examples)
 
 
 def _on_tokens(kind: str, path: str, config: Config) -> None:
@@ -195,7 +211,8 @@ TRIALS: Final[dict[str, tuple[Callable[[str, Config], None], bool]]] = {
     "policy_loss": (partial(_on_tokens, "policy_loss"), True),
     "loss": (partial(_on_tokens, "loss"), True),
     "tis": (partial(_on_tokens, "tis"), True),
-    "advantages": (_advantages, True),
+    "advantages": (partial(_rollout_data, "advantages"), True),
+    "data_post_process": (partial(_rollout_data, "post"), True),
     "reducer": (partial(_on_tokens, "reducer"), True),
 }
 

@@ -40,6 +40,9 @@ class AlgorithmConfig(Section, frozen=True, kw_only=True):
     policy_loss: str = "auto"
     """loss of a token: ppo, gspo, cispo, dppo, topr, topr_sequence, aipo, m2po, kimi, sapo, clip_cov, kl_cov, or
     package.module:function; auto = the loss of the estimator"""
+    rollout_data_postprocess_path: str | None = None
+    """function that changes advantages when log-probs and advantages of a batch are there, with slime's interface:
+    (args, rollout_id, rollout_data)"""
     custom_advantage_function_path: str | None = None
     """advantages of tokens in place of the estimator's, with slime's signature: package.module:function"""
     custom_pg_loss_reducer_function_path: str | None = None
@@ -266,5 +269,6 @@ def scores_old(
     estimator = algorithm.advantage_estimator
     student = distill.use_opd or estimator == "on_policy_distillation"
     student |= algorithm.kl_coef > 0 and estimator in KL_IN_REWARD
-    student |= algorithm.custom_advantage_function_path is not None
+    functions = (algorithm.custom_advantage_function_path, algorithm.rollout_data_postprocess_path)
+    student |= functions != (None, None)
     return needs(algorithm, correction) != "none" or (correction.recomputes and (steps > 1 or student))

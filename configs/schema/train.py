@@ -162,6 +162,13 @@ class MegatronConfig(Section, frozen=True, kw_only=True):
     """optimizer in the memory of the host"""
     optimizer_offload_fraction: Annotated[Share, ReadBy("--optimizer-cpu-offload")] = 1.0
     """fraction of the optimizer that is kept in the memory of the host"""
+    custom_megatron_init_path: str | None = None
+    """function called in each process when its groups are there, with slime's interface: (args)"""
+    custom_megatron_before_log_prob_hook_path: str | None = None
+    """function called before each pass for log-probs, with slime's interface: (args, model, store_prefix)"""
+    custom_megatron_before_train_step_hook_path: str | None = None
+    """function called before each optimizer step, with slime's interface: (args, rollout_id, step_id, model, optimizer,
+    opt_param_scheduler)"""
     megatron_args: dict[str, Any] = {}
     """further fields of Megatron-core's TransformerConfig, OptimizerConfig and DistributedDataParallelConfig by name;
     on the command line --megatron-<option> value"""

@@ -203,7 +203,8 @@ def batch_needs(spec: TrainSpec, *, steps: int, reference_apart: bool = False) -
     if spec.whole_groups:  # its groups stay together, which only the whole batch shows
         return BatchNeeds(whole_batch=True, old_log_probs=old_log_probs)
     opd, subtracts_kl, values = spec.opd_kl_coef is not None, spec.reward_kl, spec.uses_critic
-    advantages = algorithm.custom_advantage_function_path is not None or (
+    functions = (algorithm.custom_advantage_function_path, algorithm.rollout_data_postprocess_path)
+    advantages = functions != (None, None) or (
         opd or subtracts_kl or bool(algorithm.normalize_advantages) or algorithm.advantage_estimator in TOKEN_ESTIMATORS
     )
     return BatchNeeds(

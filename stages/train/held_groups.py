@@ -26,7 +26,7 @@ from typing import Any, Final
 import numpy as np
 
 from configs.schema import Config
-from models.import_path import import_path, raised
+from models.import_path import has_args, import_path, raised
 from models.slime_arguments import slime_arguments
 from stages.base import Activity, TrainOptions
 from stages.errors import BufferOrderError
@@ -34,7 +34,7 @@ from stages.group.filters import FALLBACK, zero_std
 from stages.messages import Outcome, RolloutSlice
 from stages.ports import Lease, Ports, Topic, wait_value
 from stages.rollouts import newest_version, oldest_version, rollout_return, rollouts, settlement, without_older
-from stages.slime.hooks import has_args, shown
+from stages.slime.hooks import shown
 from stages.staleness_gate import StalenessGate
 
 OrderFunction = Callable[..., Any]  # (groups, step) -> index, or slime's (args, rollout_id, buffer, num_samples)

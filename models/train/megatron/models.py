@@ -8,16 +8,19 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
+from configs.schema.train import MegatronConfig
 from models.algorithms.tokens import StepStatistics
 from models.errors import BackendMisuse, TrainConfigInvalid
+from models.import_path import pick
 from models.train.dp_group import Float32Array
 from models.train.huggingface.loading import pick_device
 from models.train.megatron.checkpoint import finish as finish_state
@@ -61,6 +64,10 @@ class MegatronModels:
         self.sizes = build_layout(spec)
         # A schedule of m micro-batches idles for PP - 1 of m + PP - 1 turns: under 20 % from 4 PP on.
         self.pass_micro_batches = SCHEDULE_TURNS * self.sizes.pipeline if self.sizes.pipeline > 1 else 1
+        init, self._before_log_prob, self._before_step = _hooks(spec.megatron)
+        if init is not None:
+            init(spec.arguments)
+        self._step_begun = False
         self.dp_group = build_dp_group(spec)
         self.saving_group = torch.distributed.new_group(backend="gloo")
         self.device = pick_device(spec.train.train_device)
@@ -139,12 +146,12 @@ class MegatronModels:
 
         Raises `BackendMisuse`.
         """
-        if model == "policy":
-            return self._pipeline.score(batches, self._log_probs, keep=self.dp_group.is_mp_src_rank)
-        if self.reference is None:
+        if model != "policy" and self.reference is None:
             raise BackendMisuse("there is no reference; set --use-kl-loss or --kl-coef")
-        with self.reference.in_place():
-            return self.log_probs(batches)
+        with nullcontext() if model == "policy" or self.reference is None else self.reference.in_place():
+            if self._before_log_prob is not None:
+                self._before_log_prob(self.spec.arguments, self.policy.wrapped, "" if model == "policy" else "ref_")
+            return self._pipeline.score(batches, self._log_probs, keep=self.dp_group.is_mp_src_rank)
 
     def _log_probs(self, hidden: Tensor, inputs: ModelInputs) -> Tensor:
         assert self._score is not None
@@ -154,6 +161,10 @@ class MegatronModels:
     def backward(self, batches: Sequence[MicroBatch], statistics: StepStatistics, totals: StepTotals) -> None:
         """Add the gradient of the micro-batches' numerators; `is_mp_src_rank` also adds their sums to `totals`."""
         sums = totals if self.dp_group.is_mp_src_rank else StepTotals()
+        if self._before_step is not None and not self._step_begun:
+            ids = divmod(self.policy.updates, self.spec.train.num_steps_per_rollout or 1)
+            self._before_step(self.spec.arguments, *ids, self.policy.wrapped, self.policy.optimizer, None)
+        self._step_begun = True
 
         def numerator(number: int, hidden: Tensor, inputs: ModelInputs) -> Tensor:
             assert self._score is not None
@@ -169,14 +180,17 @@ class MegatronModels:
 
     def update(self, denominator: float, *, lr_scale: float = 1.0) -> UpdateResult:
         """Sum the gradients over the processes, divide, clip, update; or refuse. Clears the gradients."""
+        self._step_begun = False
         return self.policy.update(denominator, lr_scale=lr_scale)
 
     def refuse(self) -> UpdateResult:
         """Make no update. Clears the gradients."""
+        self._step_begun = False
         return self.policy.refuse()
 
     def clear(self) -> None:
         """Drop all gradients of the policy."""
+        self._step_begun = False
         self.policy.clear()
 
     def renew_reference(self) -> None:
@@ -219,6 +233,16 @@ class MegatronModels:
         """Restore what `save` wrote, and return its counters. Raises `TrainStateUnreadable`."""
         self.settle()
         return load_state(self, directory)
+
+
+def _hooks(megatron: MegatronConfig) -> tuple[Callable[..., Any] | None, ...]:
+    """slime's hooks: after the groups of processes are there, before a pass for log-probs, before a step."""
+    paths = (
+        megatron.custom_megatron_init_path,
+        megatron.custom_megatron_before_log_prob_hook_path,
+        megatron.custom_megatron_before_train_step_hook_path,
+    )
+    return tuple(None if path is None else pick("hook", path, {}) for path in paths)
 
 
 def _check_same_shape(policy: Source, reference: Source) -> None:

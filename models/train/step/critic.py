@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -32,7 +33,7 @@ from models.train.model_set import UpdateResult
 from models.train.spec import BatchNeeds, TrainSpec
 from models.train.step.examples import Example, Rollout
 from models.train.step.micro_batch_loss import float_column, weight_column
-from models.train.step.rollout_data import custom_advantages
+from models.train.step.rollout_data import custom_advantages, post_process, rollout_data
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float) -> tuple[Tensor, Tensor]:
@@ -133,8 +134,10 @@ def critic_train_config(config: CriticConfig, train: TrainConfig) -> TrainConfig
     )
 
 
-def decide_advantages(rollouts: Sequence[Rollout], spec: TrainSpec, needs: BatchNeeds) -> dict[str, float]:
-    """Set advantages (and returns) of all examples of a batch; metrics of the batch.
+def decide_advantages(
+    rollouts: Sequence[Rollout], spec: TrainSpec, needs: BatchNeeds, index: int = 0
+) -> dict[str, float]:
+    """Set advantages (and returns) of all examples of a batch; metrics of the batch. `index`: of the batch.
 
     The policy of KL in the reward and of distillation is that of the batch's start, or the sampler where the mode
     spends no forward pass on the former. Where sequences share tokens, each branch is an episode over all that it
@@ -145,9 +148,12 @@ def decide_advantages(rollouts: Sequence[Rollout], spec: TrainSpec, needs: Batch
     examples = [example for rollout in rollouts for example in rollout.examples]
     episodes = [_episode(example, needs) for example in examples]
     found: list[TokenAdvantages] = []
-    if path is not None:
+    data, post = dict[str, Any](), algorithm.rollout_data_postprocess_path
+    if path is not None or post is not None:
         student = "rollout_log_probs" if needs.student_is_sampler else "old_log_probs"
-        found = custom_advantages(path, spec.arguments, examples, student=student, kl_coef=algorithm.kl_coef)
+        data = rollout_data(examples, student=student, kl_coef=algorithm.kl_coef)
+    if path is not None:
+        found = custom_advantages(path, spec.arguments, data, examples)
     for rollout in rollouts if path is None else ():
         own = episodes[len(found) : len(found) + len(rollout.examples)]
         if rollout.branches:
@@ -159,6 +165,8 @@ def decide_advantages(rollouts: Sequence[Rollout], spec: TrainSpec, needs: Batch
         example.advantages = one.advantages.astype(np.float32)
         example.returns = None if one.returns is None else one.returns.astype(np.float32)
         example.logged = _logged(one)
+    if post is not None:
+        post_process(post, spec.arguments, index, data, examples)
     return _value_metrics(examples) if needs.values else {}
 
 

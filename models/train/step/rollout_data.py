@@ -1,4 +1,5 @@
-"""Advantages by a function with slime's signature, `(args, rollout_data)`: `--custom-advantage-function-path`.
+"""What functions with slime's signature are given of a batch: `--custom-advantage-function-path (args, rollout_data)`,
+and with the advantages `--rollout-data-postprocess-path (args, rollout_id, rollout_data)`.
 
 `rollout_data` has one entry for each sequence in every list. Tensors are on the CPU, over all tokens of a response; of
 tokens that are not trained, log-probs, values and `kl` are 0.
@@ -13,8 +14,8 @@ tokens that are not trained, log-probs, values and `kl` are 0.
 
 The function sets `rollout_data["advantages"]`, and `["returns"]` for a critic: one tensor for each sequence.
 
-Invariants: it sees the whole batch at once, before distillation and whitening; every process of a data-parallel group
-calls it with the same numbers, and must get the same answer.
+Invariants: the first sees the whole batch at once, before distillation and whitening, the second after both; every
+process of a data-parallel group calls them with the same numbers, and must get the same answers.
 """
 
 from __future__ import annotations
@@ -35,13 +36,9 @@ from models.train.dp_group import Float32Array
 from models.train.step.examples import Example
 
 
-def custom_advantages(
-    path: str, args: SlimeArguments, examples: Sequence[Example], *, student: str, kl_coef: float
-) -> list[TokenAdvantages]:
-    """Of each example. `student`: the field with the policy's log-probs. Raises `AlgorithmError`, `UnknownAlgorithm`.
-
-    `kl_coef`: above 0 where there is a reference whose KL is part of the reward.
-    """
+def rollout_data(examples: Sequence[Example], *, student: str, kl_coef: float) -> dict[str, Any]:
+    """`student`: the field with the policy's log-probs. `kl_coef`: above 0 where there is a reference whose KL is part
+    of the reward."""
     data: dict[str, Any] = {
         "tokens": [torch.from_numpy(one.tokens.astype(np.int64)) for one in examples],
         "total_lengths": [len(one.tokens) for one in examples],
@@ -58,9 +55,30 @@ def custom_advantages(
     data["log_probs"] = data[student]
     away = zip(data["log_probs"], data["ref_log_probs" if kl_coef > 0 else "log_probs"], strict=True)
     data["kl"] = [own - other for own, other in away]
+    return data
+
+
+def post_process(
+    path: str, args: SlimeArguments, rollout_id: int, data: dict[str, Any], examples: Sequence[Example]
+) -> None:
+    """Set the advantages that a function `(args, rollout_id, rollout_data)` leaves; those of tokens whose `loss_masks`
+    it sets to 0 are 0. Raises `AlgorithmError`, `UnknownAlgorithm`."""
+    data["advantages"] = [_spread(one, one.advantages) for one in examples]
+    pick("rollout_data_postprocess", path, {})(args, rollout_id, data)
+    flag = "--rollout-data-postprocess-path"
+    columns = (_column(data, name, examples, flag) for name in ("advantages", "loss_masks"))
+    for example, advantages, mask in zip(examples, *columns, strict=True):
+        example.advantages = (advantages * (mask > 0)).astype(np.float32)
+
+
+def custom_advantages(
+    path: str, args: SlimeArguments, data: dict[str, Any], examples: Sequence[Example]
+) -> list[TokenAdvantages]:
+    """Of each example. Raises `AlgorithmError`, `UnknownAlgorithm`."""
     pick("custom_advantages", path, {})(args, data)
     names = ("advantages", "returns") if "values" in data or "returns" in data else ("advantages",)
-    return [TokenAdvantages(*of_one) for of_one in zip(*(_column(data, name, examples) for name in names), strict=True)]
+    columns = (_column(data, name, examples, "--custom-advantage-function-path") for name in names)
+    return [TokenAdvantages(*of_one) for of_one in zip(*columns, strict=True)]
 
 
 def _spread(example: Example, values: Float32Array | FloatArray) -> Tensor:
@@ -70,13 +88,13 @@ def _spread(example: Example, values: Float32Array | FloatArray) -> Tensor:
     return torch.from_numpy(spread)
 
 
-def _column(data: dict[str, Any], name: str, examples: Sequence[Example]) -> list[FloatArray]:
+def _column(data: dict[str, Any], name: str, examples: Sequence[Example], flag: str) -> list[FloatArray]:
     """[K] of each example, from the tensors that the function has set."""
     found = [torch.as_tensor(values).double() for values in data.get(name) or ()]
     shapes, lengths = [list(values.shape) for values in found], data["response_lengths"]
     if shapes != [[length] for length in lengths]:
         raise AlgorithmError(
-            f'--custom-advantage-function-path: rollout_data["{name}"] has shapes {shapes!r:.200}; set one tensor for '
+            f'{flag}: rollout_data["{name}"] has shapes {shapes!r:.200}; set one tensor for '
             f"each of the {len(lengths)} sequences, as long as its response: {lengths!r:.200}"
         )
     return [values.numpy()[one.chosen - one.prompt] for values, one in zip(found, examples, strict=True)]

@@ -207,7 +207,7 @@ class RunningBatch:
         self._old_log_probs.fill_apart([example for rollout in self._rollouts for example in rollout.examples])
         spec = self._spec
         if self._needs.advantages:
-            self._batch_metrics = decide_advantages(self._rollouts, spec, self._needs)
+            self._batch_metrics = decide_advantages(self._rollouts, spec, self._needs, self._index)
         self._parts = partition(self._rollouts, self._steps, whole_groups=spec.whole_groups)
         self._completed = True
 

@@ -212,6 +212,32 @@ def test_a_function_sees_the_batch_as_slime_has_it(backend) -> None:  # type: ig
     assert metrics["train/return_mean"] == 2.0  # what the critic learns is the function's
 
 
+def without_first_token(args: Any, rollout_id: int, rollout_data: dict[str, Any]) -> None:
+    CALLS.append({**rollout_data, "rollout_id": rollout_id})
+    rollout_data["loss_masks"] = [torch.cat([mask[:1] * 0, mask[1:]]) for mask in rollout_data["loss_masks"]]
+    rollout_data["advantages"] = [2 * advantages for advantages in rollout_data["advantages"]]
+
+
+@pytest.mark.parametrize("fields", [{}, {"normalize_advantages": True}])
+def test_post_processing_changes_advantages_and_masks(backend, fields: dict[str, Any]) -> None:  # type: ignore[no-untyped-def]
+    """As if advantages had come so: twice as large, and 0 for the first token of each response."""
+    batch = rig.make_sequences(3, dark=False, masked=0.0)
+    made = backend(rollout_data_postprocess_path=f"{__name__}:without_first_token", **fields)
+    [found] = rig.train_batch(made, batch)
+    (data,) = CALLS
+    assert data["rollout_id"] == 0
+    before = {tuple(ids.tolist()): values for ids, values in zip(data["tokens"], data["advantages"], strict=True)}
+    rest = [dataclasses.replace(one, advantages=one.advantages.copy()) for one in batch]
+    for one in rest:
+        one.advantages[one.prompt_length :] = 2 * before[tuple(one.tokens.tolist())].numpy()
+        one.advantages[one.prompt_length] = 0.0
+    [wanted] = rig.train_batch(backend(), rest)
+    assert found["train/pg_loss"] == pytest.approx(wanted["train/pg_loss"], abs=1e-6)
+    assert found["train/grad_norm"] == pytest.approx(wanted["train/grad_norm"], rel=1e-4)
+    rig.train_batch(made, batch)
+    assert CALLS[1]["rollout_id"] == 1
+
+
 def short(args: Any, rollout_data: dict[str, Any]) -> None:
     rollout_data["advantages"] = [torch.zeros(1) for _ in rollout_data["rewards"]]
 

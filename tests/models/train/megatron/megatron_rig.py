@@ -180,6 +180,32 @@ class Counts:
         self.schedules = self.exchanges = self.sends = 0
 
 
+HOOKED: list[str] = []  # calls of slime's hooks in this process
+HOOKS = {
+    "custom_megatron_init_path": f"{__name__}:hook_init",
+    "custom_megatron_before_log_prob_hook_path": f"{__name__}:hook_log_prob",
+    "custom_megatron_before_train_step_hook_path": f"{__name__}:hook_step",
+}
+
+
+def hook_init(args: Any) -> None:
+    from megatron.core import parallel_state
+
+    assert parallel_state.model_parallel_is_initialized()
+    HOOKED[:] = ["init"]
+
+
+def hook_log_prob(args: Any, model: Any, store_prefix: str) -> None:
+    assert all(chunk.buffers is not None for chunk in model), "Megatron's DistributedDataParallel"
+    HOOKED.append(f"log_prob {store_prefix}")
+
+
+def hook_step(args: Any, rollout_id: int, step_id: int, model: Any, optimizer: Any, opt_param_scheduler: Any) -> None:
+    assert all(not parameter.main_grad.any() for chunk in model for parameter in chunk.parameters()), "no gradient yet"
+    assert optimizer.param_groups
+    HOOKED.append(f"step {rollout_id} {step_id}")
+
+
 def run_case(models: Path, out: Path, name: str, layout: dict[str, Any], recipes: Sequence[str]) -> None:
     """Train recipes in one layout, in this process of the trainer group."""
     from models.train.megatron.models import MegatronModels
@@ -187,10 +213,11 @@ def run_case(models: Path, out: Path, name: str, layout: dict[str, Any], recipes
     rank = torch.distributed.get_rank()
     counts = Counts()
     for recipe in recipes:
-        trainer = Trainer(make_spec(RECIPES[recipe], models, layout), MegatronModels)
+        hooks = HOOKS if recipe == "five" else {}
+        trainer = Trainer(make_spec(RECIPES[recipe], models, {**layout, **hooks}), MegatronModels)
         counts.begin()
         found, tensors = train(trainer, RECIPES[recipe])
-        found |= {name: getattr(counts, name) for name in ("schedules", "exchanges", "sends")}
+        found |= {name: getattr(counts, name) for name in ("schedules", "exchanges", "sends")} | {"hooks": [*HOOKED]}
         rig.write(out, f"{name}-{recipe}-{rank}", found, tensors)
 
 

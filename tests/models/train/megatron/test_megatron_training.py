@@ -88,10 +88,24 @@ def check_passes(out: Path, cases: Sequence[Case]) -> None:
             fields, steps = RECIPES[recipe].fields, RECIPES[recipe].steps
             batches = steps // RECIPES[recipe].steps_per_batch
             assert found["exchanges"] == (2 * batches if fields.get("use_kl_loss") else 0), (case.name, recipe)
+            if recipe == "five":  # in all processes
+                check_hooks(
+                    [json.loads((out / f"{case.name}-{recipe}-{rank}.json").read_text()) for rank in range(case.world)]
+                )
             if "pipeline_model_parallel_size" in case.layout:
                 models = 2 if fields.get("advantage_estimator") == "ppo" else 1
                 assert found["schedules"] == models * steps, (case.name, recipe)
             assert (found["sends"] > 0) is ("virtual_pipeline_model_parallel_size" in case.layout), (case.name, recipe)
+
+
+def check_hooks(ranks: Sequence[dict[str, Any]]) -> None:
+    """slime's hooks: once at the start, before each pass for log-probs, and once before each of five steps."""
+    for found in ranks:
+        hooks = found["hooks"]
+        assert hooks[0] == "init"
+        assert [one for one in hooks if one.startswith("step")] == [f"step {step} 0" for step in range(5)]
+        assert hooks.count("log_prob ref_") == 5, "the reference scores once for a batch"
+        assert hooks[1] == hooks[-1] == "log_prob "
 
 
 def check_branches(out: Path) -> None:
