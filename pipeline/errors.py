@@ -24,7 +24,7 @@ from models.import_path import ImportPathError
 from models.train.trainer_group.rank_spec import EXIT_PEER_GONE, PeerGone
 from stages.agents.worker import EnvironmentFailed
 from stages.chat.messages import ChatError
-from stages.errors import DataError, StageError
+from stages.errors import DataError, StageError, Starved
 from stages.graders.grade import GradingError
 from stages.tools.tool import ToolError
 
@@ -54,16 +54,24 @@ USER_ERRORS: tuple[type[BaseException], ...] = (
 )
 
 
+# The exit codes of `launch.py`, by kind of end, for whoever starts it from a program; docs/errors.md has the table. A
+# defect, which shows a traceback, ends with 1 too. Another start may mend 1, 6, 7 and 8; auto_resume.py reads that.
+
+
 class RunError(Exception):
-    """A run ended before its time. Exit code 1."""
+    """A run ended before its time, by the loss of a replica if no other class says why."""
 
     exit_code = 1
 
 
 class UsageError(RunError):
-    """The run cannot start or continue, for a reason that the user can mend. Exit code 2."""
+    """The run cannot start or continue, for a reason that the user can mend."""
 
     exit_code = 2
+
+
+class NotHere(UsageError):
+    """This machine lacks something that a run needs; a plan (`--dry-run`), which may be for another one, says so."""
 
 
 class Refused(UsageError):
@@ -74,22 +82,50 @@ class Refused(UsageError):
         self.faults = tuple(faults)
 
 
-class Interrupted(RunError):
-    """The user or a deadline ended the run before it had a summary. Exit code 130."""
+class NotRunning(UsageError):
+    """A command to a run that has ended, or to a path that holds none."""
 
-    exit_code = 130
+    exit_code = 3
+
+
+class CommandRefused(Refused):
+    """A running run does not do what it was told to."""
+
+    exit_code = 4
+
+
+class NothingTrained(UsageError):
+    """Group after group was not trained."""
+
+    exit_code = 5
 
 
 class ReplicaFailed(RunError):
     """A stage replica ended and will not be restarted."""
 
 
+class TrainerDied(ReplicaFailed):
+    """The trainer ended, and cannot be started again within this run."""
+
+    exit_code = 6
+
+
 class Stalled(RunError):
     """Nothing moved any more; the message names what waited for what."""
+
+    exit_code = 7
 
 
 class DrainTimeout(RunError):
     """The drain took longer than its deadline; the message lists the remaining work."""
+
+    exit_code = 8
+
+
+class Interrupted(RunError):
+    """The user or a deadline ended the run before it had a summary."""
+
+    exit_code = 130
 
 
 def leaf(error: BaseException) -> BaseException:
@@ -129,6 +165,12 @@ def user_error(error: BaseException) -> str | None:
     from transport.errors import AddressError, SecurityError  # loads zmq, which readers of a run's files do without
 
     return str(error) if isinstance(error, (*USER_ERRORS, AddressError, SecurityError)) else None
+
+
+def for_user(error: BaseException) -> UsageError | None:
+    """The error with which a run ends for this one, or None if that is a defect."""
+    kind = NothingTrained if isinstance(error, Starved) else UsageError
+    return None if (sentence := user_error(error)) is None else kind(sentence)
 
 
 def exit_code(error: BaseException) -> int:

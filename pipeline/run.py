@@ -31,7 +31,7 @@ from models.disk import write_json
 from models.import_path import add_working_directory
 from models.weights.slot_directory import SHARED_MEMORY, remove_if_stale, remove_stale, slots_directory
 from pipeline.controller import Controller
-from pipeline.errors import Interrupted, RunError, UsageError, leaf, user_error
+from pipeline.errors import Interrupted, RunError, UsageError, for_user, leaf
 from pipeline.facts.run_directory import RunDir, disk_error
 from pipeline.facts.run_log import loop_watched, named, release, run_log, said, tell
 from pipeline.graph import Placement, build, threads
@@ -94,10 +94,9 @@ def run(config: Config, launchers: Launchers | None = None, *, resumed: Resumed 
             raise cause from error
         if isinstance(cause, OSError) and cause.errno is not None and _of(directory, cause):
             raise disk_error(directory, cause) from error
-        sentence = user_error(cause)
-        if sentence is None:
+        if (ended := for_user(cause)) is None:
             raise
-        raise UsageError(sentence) from error
+        raise ended from error
 
 
 def _of(directory: Path, error: OSError) -> bool:
@@ -148,7 +147,8 @@ def _run(config: Config, rundir: RunDir, launchers: Launchers, resumed: int) -> 
             if phase.refused or rundir.gone:
                 raise
             with contextlib.suppress(OSError):  # the disk may have failed; the first error is reported
-                write_json(rundir.summary, summarise(phase.recorder, phase.config, f"failed: {leaf(error)}"))
+                why = f"{'' if isinstance(leaf(error), asyncio.CancelledError) else 'failed: '}{leaf(error)}"
+                write_json(rundir.summary, summarise(phase.recorder, phase.config, why))
             raise
         conclude(phase.recorder, phase.config, reason)
     return 130 if reason == "interrupted" else 0

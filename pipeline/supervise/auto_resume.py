@@ -32,7 +32,7 @@ from pipeline.hosts.die_with_parent import die_with
 from pipeline.hosts.kept_servers import KeptServers
 
 CHILD: Final = "SLUICE_AUTO_RESUMED"  # the parent's process number, then the fields of `Resumed`, as JSON
-ERROR: Final = 1  # exit code of a run that ended with an error that is not the user's
+MENDABLE: Final = (1, 6, 7, 8)  # exit codes of pipeline/errors.py: of errors that are not the user's
 _PASSED_ON: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -176,7 +176,7 @@ class AutoResume:
         """What the run ended with, in words, if another start can mend it."""
         if code < 0 and -code not in _PASSED_ON:
             return f"signal {signal.Signals(-code).name}"
-        if code == ERROR and self._saved():  # without, it would only meet the same error on the same way
+        if code in MENDABLE and self._saved():  # without, it would only meet the same error on the same way
             return "an error"
         return None
 

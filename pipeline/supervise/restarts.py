@@ -30,7 +30,7 @@ from configs.schema.rollout import HealthConfig
 from models.engines.client import EngineClient
 from models.engines.token import Token
 from models.errors import EngineError
-from pipeline.errors import EXIT_USER_ERROR, ReplicaFailed, UsageError
+from pipeline.errors import EXIT_USER_ERROR, ReplicaFailed, TrainerDied, UsageError
 from pipeline.facts.run_directory import Kind
 from pipeline.graph import Placement
 from pipeline.hosts.launcher import Handle, Launcher, ProcessSpec, describe_exit, run_until
@@ -93,7 +93,7 @@ class Restarts:
         self.lifecycle.lost(stage, name, why)
         lost = self._budgets.setdefault(name, RestartBudget(self.limit, self._clock)).lost()
         if lost > self.limit:
-            raise ReplicaFailed(
+            raise (TrainerDied if stage == "train" else ReplicaFailed)(
                 f"{name} ended {lost} times within {WINDOW_S / 60:g} minutes, last with {why}: {words}; see "
                 f"{log}, or raise --max-restarts"
             )

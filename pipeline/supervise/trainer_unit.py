@@ -30,7 +30,7 @@ from msgspec import Struct
 from configs.schema import Config
 from configs.schema.run import RANK
 from models.train.trainer_group.rank_spec import EXIT_PEER_GONE, MEETING, RankSpec, needs_trainer_group, processes_of
-from pipeline.errors import EXIT_DISK_FULL, EXIT_USER_ERROR, ReplicaFailed, UsageError, check_repeatable
+from pipeline.errors import EXIT_DISK_FULL, EXIT_USER_ERROR, TrainerDied, UsageError, check_repeatable
 from pipeline.facts.stats import STATS_PREFIX
 from pipeline.hosts.launcher import Handle, SharedFiles, describe_exit, shared_files
 from pipeline.hosts.machine import gpus_to_divide, trainer_group_gpus
@@ -110,14 +110,14 @@ class Ranks:
             return {name: await self._spawn(rank, incarnation, port, sees) for rank, name in enumerate(self.names)}
 
     async def until_lost(self) -> None:
-        """Run them beside a train stage that is a task. Waits until all have ended well. Raises ReplicaFailed: a task
+        """Run them beside a train stage that is a task. Waits until all have ended well. Raises TrainerDied: a task
         is not started again."""
         if not self.names:
             return
         processes = await self.start(0, None)
         codes = await exit_codes(processes, lambda codes: any(codes.values()) or len(codes) == len(processes))
         if (loss := first_lost(codes)) is not None:
-            raise ReplicaFailed(
+            raise TrainerDied(
                 f"{loss.name} ended with {describe_exit(loss.code)}: {processes[loss.name].last_error()}; with "
                 "--runner inprocess the trainer is not started again: continue with --resume "
                 f"{self._placement.rundir.path}, or use --runner local"
@@ -173,7 +173,7 @@ class TrainerUnit:
         self._silence_s = silence_limit_s(self._config)
 
     async def run(self, spec: ReplicaSpec) -> None:
-        """Waits for the good end of the stage; starts the whole unit again after a loss. Raises ReplicaFailed or
+        """Waits for the good end of the stage; starts the whole unit again after a loss. Raises TrainerDied or
         UsageError."""
         for incarnation in itertools.count():
             processes = await self._start(spec, incarnation)
@@ -237,14 +237,14 @@ class TrainerUnit:
     async def _next(
         self, spec: ReplicaSpec, incarnation: int, loss: Loss, processes: Mapping[str, Handle]
     ) -> ReplicaSpec:
-        """Report the loss and wait out the backoff; what to start next. Raises ReplicaFailed or UsageError."""
+        """Report the loss and wait out the backoff; what to start next. Raises TrainerDied or UsageError."""
         stage, process = spec.replica, processes[loss.name]
         words = process.last_line() if loss.name == stage else process.last_error()
         check_repeatable(loss.name, loss.code, words, self._rundir.path)
         why = describe_exit(loss.code) + ("" if loss.name == stage else f" of {loss.name}")
         failed = loss.code > 0 and loss.code != EXIT_PEER_GONE
         if failed and loss.name != stage and not self._came_up and incarnation + 1 >= STARTS_WITHOUT_SERVING:
-            raise ReplicaFailed(
+            raise TrainerDied(
                 f"{stage} ended with {why} before its ranks found each other, {incarnation + 1} times: {words}; see "
                 f"{process.log}"
             )
@@ -255,7 +255,7 @@ class TrainerUnit:
             assert isinstance(spec.built_in, TrainOptions)
             options = await self._restarts.lifecycle.trainer_state(spec.built_in)
         if options is None:
-            raise ReplicaFailed(
+            raise TrainerDied(
                 f"{stage} ended with {why}{f': {words}' if failed else ''}; continue from the last checkpoint with "
                 f"--resume {self._rundir.path}"
             )

@@ -251,7 +251,7 @@ def test_faults_in_three_stages_lose_nothing(tmp_path: Path) -> None:
     first = [*SMALL, *SIMULATED, *made_model(), "--save-interval", "1", "--max-restarts", "20", "--seed", SEED, *flags]
     run_dir, resumes = tmp_path / "run", 0
     done = launch(run_dir, *first)
-    while done.code == 1 and "train-0 ended with signal SIGKILL" in done.err and resumes < 5:
+    while done.code == 6 and "train-0 ended with signal SIGKILL" in done.err and resumes < 5:
         done, resumes = finish(start(None, "--resume", str(run_dir)), run_dir), resumes + 1
     done.check()
     lines = [json.loads(line) for line in (run_dir / "faults.jsonl").read_text().splitlines()]
