@@ -1,13 +1,24 @@
 """`python launch.py status|scale|set|pause|resume|save|drain RUN`: send a command to a running run, show its reply.
 
-`status` is plain text of at most 80 columns. Exit codes: 0 done; 2 the run is not running, or refuses.
+`status` is plain text of at most 80 columns. Where no process answers, it tells what the files of the run tell:
+
+    starting    a process prepares the run
+    stopping    a process writes the last files
+    completed   all batches are trained
+    drained     the user or a deadline ended it: in order, or at once, as `exit_reason` says
+    failed      it ended with an error
+    killed      its process went without an end, as by kill -9 or for want of memory
+    no run      the path holds none
+
+A live process holds a lock on the directory, and takes its seal away when it ends, in whatever order; so a seal without
+a lock is that of a killed process.
 """
 
 from __future__ import annotations
 
 import argparse
+import shlex
 import socket
-import sys
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +26,7 @@ from typing import Final
 
 import msgspec
 
+from models.checkpoint import latest_checkpoint
 from models.disk import read_file
 from pipeline.control.endpoint import (
     CONTROL_FILE,
@@ -33,16 +45,24 @@ from pipeline.control.endpoint import (
     Set,
     Status,
 )
-from pipeline.errors import Refused, UsageError
-from pipeline.facts.stats import LedgerCounts, StageRow
+from pipeline.errors import CommandRefused, NotRunning, UsageError
+from pipeline.facts.run_directory import LOCK_FILE, SEAL_PREFIX, RunDir, in_use
+from pipeline.facts.run_log import RUN_LOG, show
+from pipeline.facts.stats import LedgerCounts, StageRow, visible
+from pipeline.observe.summary import read_summary
 from pipeline.observe.table import duration, goodput_text, number, quantity
+from pipeline.record.metrics import read_metrics
 
 COLUMNS: Final = 80
 
 
 def table(status: RunStatus) -> str:
     """The status of a run for people."""
-    run = status.snapshot
+    why = f" ({status.exit_reason})" if status.exit_reason else ""
+    if (run := status.snapshot) is None:
+        rows = [("run", status.run), ("state", visible(f"{status.state}{why}")), ("step", str(status.step))]
+        rows += [("checkpoint", status.checkpoint or "none"), ("continue", status.resume or "-")]
+        return "\n".join(f"{name:<10} {value}" for name, value in rows)
     total = f"/{run.total_steps}" if run.total_steps else ""
     eta = "" if run.eta_s is None else f", ETA {duration(run.eta_s)}"
     bound = "" if run.staleness_bound is None else f", bound {run.staleness_bound}"
@@ -50,7 +70,7 @@ def table(status: RunStatus) -> str:
     stale = "-" if run.staleness_mean is None else f"mean {run.staleness_mean:.2f}, max {run.staleness_max}{bound}"
     rows = [
         ("run", status.run),
-        ("state", f"{status.state}, {run.mode}, {duration(run.elapsed_s)}{eta}"),
+        ("state", f"{status.state}{why}, {run.mode}, {duration(run.elapsed_s)}{eta}"),
         ("step", f"{run.step}{total}, reward {number(run.reward_mean)}, engines carry version {run.version}"),
         ("in flight", f"{run.in_flight} groups{more}"),
         ("staleness", stale),
@@ -131,32 +151,65 @@ WHAT: Final = {
 }
 
 
-class NotRunning(UsageError):
-    """No run answers for the run directory."""
-
-
 def main(argv: Sequence[str]) -> int:
     """Send a command and show the reply; returns the exit code. Raises UsageError where the run does not do it."""
     arguments = _parser().parse_args(argv)
-    reply = ask(Path(arguments.run), _command(arguments))
+    try:
+        reply = ask(Path(arguments.run), _command(arguments))
+    except NotRunning:
+        if arguments.command != "status":
+            raise
+        reply = Reply(True, status=from_files(Path(arguments.run)))
     if not reply.ok:
-        raise Refused(reply.lines)
-    if reply.status is not None and arguments.json:
-        sys.stdout.write(msgspec.json.format(msgspec.json.encode(reply.status), indent=2).decode() + "\n")
-    elif reply.status is not None:
-        sys.stdout.write(table(reply.status) + "\n")
-    for line in reply.lines:
-        sys.stdout.write(f"{line}\n")
-    return 0
+        raise CommandRefused(reply.lines)
+    status = reply.status and with_files(reply.status)
+    text = table(status) if status is not None else "\n".join(reply.lines)
+    show(text, status or {"lines": reply.lines}, as_json=arguments.json)
+    return NotRunning.exit_code if status is not None and status.state in (NO_RUN, *ENDED) else 0
+
+
+NO_RUN: Final = "no run"
+ENDED: Final = ("completed", "drained", "failed", "killed")
+
+
+def with_files(status: RunStatus) -> RunStatus:
+    """The status with what the directory tells beside it."""
+    rundir, step = RunDir(Path(status.run)), 0 if status.snapshot is None else status.snapshot.step
+    if status.snapshot is None and rundir.metrics.is_file():
+        step = max((int(row["step"]) for row in read_metrics(rundir.metrics)), default=0)
+    latest = latest_checkpoint(rundir.checkpoints)
+    goes_on = status.state in ENDED[1:] and rundir.config.is_file()
+    resume = f"python launch.py --resume {shlex.quote(status.run)}" if goes_on else None
+    return msgspec.structs.replace(status, step=step, checkpoint=latest and str(latest), resume=resume)
+
+
+def from_files(run: Path) -> RunStatus:
+    """The status of a run of which no process answers."""
+    rundir, seals = RunDir(run), [path.stat().st_mtime for path in run.glob(f"{SEAL_PREFIX}*")]
+    reason, trained = None, rundir.metrics.stat().st_mtime if rundir.metrics.is_file() else 0.0
+    if not (run / LOCK_FILE).is_file() and not rundir.config.is_file():
+        what = "holds no run" if run.is_dir() else "is no directory"
+        state, reason = NO_RUN, f"{run} {what}; give the run directory that the run printed at its start"
+    elif in_use(run):
+        state = "stopping" if trained > max(seals, default=0.0) else "starting"
+    elif seals:
+        state, reason = "killed", "its process went without an end, as by kill -9 or for want of memory"
+    elif not rundir.summary.is_file():  # it ended in its preparations or its warm start
+        log = read_file(run / RUN_LOG).decode(errors="replace") if (run / RUN_LOG).is_file() else ""
+        state, reason = "failed", log.rpartition(" ends: ")[2].partition("\n")[0]
+    else:
+        reason = read_summary(rundir.summary).exit_reason
+        state = {"completed": "completed", "failed": "failed"}.get(reason.partition(":")[0], "drained")
+    return RunStatus(run=str(rundir.path), state=state, exit_reason=reason)
 
 
 def ask(run: Path, command: Command) -> Reply:
-    """Send a command to the run of a run directory. Waits for the reply. Raises NotRunning."""
+    """Send a command to the run of a run directory. Waits for the reply. Raises UsageError."""
     for phase in PHASES:
         address = _address(run / phase)
         if address is not None and (reply := _exchange(address, command)) is not None:
             return reply
-    raise NotRunning(_why(run))
+    raise NotRunning(_why(with_files(from_files(run))))
 
 
 def _exchange(address: ControlAddress, command: Command) -> Reply | None:
@@ -173,7 +226,8 @@ def _exchange(address: ControlAddress, command: Command) -> Reply | None:
         except (FileNotFoundError, ConnectionError):
             return None
         except TimeoutError:
-            raise NotRunning(f"the run did not answer within {TIMEOUT_S:g} s; it may hang, see its logs") from None
+            why = f"the run did not answer within {TIMEOUT_S:g} s; it may hang, see its logs"
+            raise CommandRefused([why]) from None
         except msgspec.MsgspecError:
             raise NotRunning("the run ended before it had answered, or is of another version") from None
 
@@ -184,17 +238,14 @@ def _address(directory: Path) -> ControlAddress | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise NotRunning(f"{directory / CONTROL_FILE} cannot be read: {error.strerror}; ask as its owner") from None
+        raise UsageError(f"{directory / CONTROL_FILE} cannot be read: {error.strerror}; ask as its owner") from None
     except msgspec.MsgspecError:
         return None
 
 
-def _why(run: Path) -> str:
-    if not run.is_dir():
-        return f"{run} is no directory; give the run directory that the run printed at its start"
-    if not (run / "config.toml").exists():
-        return f"{run} holds no run; give the run directory that the run printed at its start"
-    return f"{run} is not running; continue it with python launch.py --resume {run}"
+def _why(status: RunStatus) -> str:
+    cure = f"; continue it with {status.resume}" if status.resume else ""
+    return str(status.exit_reason) if status.state == NO_RUN else f"{status.run} is {status.state}{cure}"
 
 
 def _command(arguments: argparse.Namespace) -> Command:
@@ -233,6 +284,5 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument("changes", metavar="STAGE=COUNT", nargs="+")
         if name == "set":
             command.add_argument("changes", metavar="KEY=VALUE", nargs="+")
-        if name == "status":
-            command.add_argument("--json", action="store_true", help="as JSON")  # no other reply has a status
+        command.add_argument("--json", action="store_true", help="as JSON")
     return parser

@@ -97,11 +97,15 @@ class QueueStatus(Struct, frozen=True):
 
 
 class RunStatus(Struct, frozen=True):
-    """Everything that `status` shows."""
+    """Everything that `status` shows. A running run sends it; of others, its files tell the first six."""
 
     run: str  # directory
-    state: str  # starting, running, paused, stopping
-    snapshot: RunSnapshot
+    state: str  # starting, running, paused, stopping; of runs that have ended: pipeline/control/client.py
+    snapshot: RunSnapshot | None = None
+    exit_reason: str | None = None
+    step: int = 0  # the last one
+    checkpoint: str | None = None  # the newest
+    resume: str | None = None  # the command that continues the run, where there is something to continue
     engines: tuple[EngineStatus, ...] = ()
     queues: tuple[QueueStatus, ...] = ()
     replicas: dict[str, int] = {}  # by stage, as scaled; more may still be ending

@@ -261,13 +261,14 @@ class Monitor:
         snapshot = self.recorder.view.snapshot(time.monotonic())
         state = "running" if self.stage.trainer_up else "starting"
         if self.stage.draining is not None:
-            state = f"stopping: {self.stage.draining}"
+            state = "stopping"
         elif self.stage.paused:
             state = "paused"
         return RunStatus(
             run=str(self.recorder.rundir.path),
             state=state,
             snapshot=snapshot,
+            exit_reason=self.stage.draining,
             engines=self._engine_statuses(),
             queues=tuple(
                 QueueStatus(name, stats.queued, stats.leased, stats.consumers)

@@ -76,6 +76,16 @@ def _home_of_sockets(homes: Sequence[Path]) -> Path:
     )
 
 
+def in_use(path: Path) -> bool:
+    """Whether a live run holds the directory."""
+    try:
+        with (path / LOCK_FILE).open() as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
+    return False
+
+
 class RunDir:
     """Paths of one run, its lock, and a private directory for its sockets. A context manager."""
 
@@ -113,7 +123,11 @@ class RunDir:
             for directory in (self.logs, self.trace, self.checkpoints, self.specs):
                 directory.mkdir(exist_ok=True)
             self._lock = (self.path / LOCK_FILE).open("w")
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                time.sleep(0.1)  # it may be no run, but a `status` that looks
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._check_space()
             for old in self.path.glob(f"{SEAL_PREFIX}*"):  # of a run that was killed
                 old.unlink()

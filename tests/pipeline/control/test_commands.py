@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import math
-import socket
 import stat
 import tempfile
 from collections.abc import AsyncIterator
@@ -138,22 +137,6 @@ async def test_connections_beyond_the_bound_are_turned_away_and_block_no_other(t
         async with asyncio.timeout(120):
             while not (await run.send(line(run.address.token))).ok:  # noqa: ASYNC110  (a place that is free announces nothing)
                 await asyncio.sleep(0.01)
-
-
-def test_a_run_that_does_not_run_is_reported_in_one_sentence(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert launch.main(["status", str(tmp_path / "nowhere")]) == 2
-    assert "is no directory" in capsys.readouterr().err
-    (tmp_path / "config.toml").touch()
-    assert launch.main(["pause", str(tmp_path)]) == 2
-    assert f"{tmp_path} is not running" in capsys.readouterr().err
-    # What a killed run left: a file that names a socket where nobody listens.
-    with tempfile.TemporaryDirectory(prefix="sluice-") as place, socket.socket(socket.AF_UNIX) as bound:
-        bound.bind(f"{place}/ask.sock")
-        (tmp_path / CONTROL_FILE).write_bytes(msgspec.json.encode(ControlAddress(f"{place}/ask.sock", "token")))
-        assert launch.main(["status", str(tmp_path)]) == 2
-    assert f"continue it with python launch.py --resume {tmp_path}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("change", ["reward", "reward=", "=4", "reward=many", "reward=-1"])
