@@ -15,6 +15,7 @@ batches between publications of weights, C groups in flight, Q groups finished a
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from statistics import fmean
 
 from msgspec import Struct
@@ -130,10 +131,11 @@ def _processes(config: Config, stages: tuple[StagePlan, ...]) -> int:
     return 1 + graders + router + trainer_group + sum(one.replicas for one in stages if one.name not in elsewhere)
 
 
-def render(plan: Plan) -> str:
-    """The plan as text."""
-    blocks = (_head, _graph, _placement, _arithmetic, _learning, _bounds, _model)
-    return "\n\n".join("\n".join(block(plan)) for block in blocks) + "\n"
+def render(plan: Plan, left_out: Sequence[str] = ()) -> str:
+    """The plan as text. `left_out`: checks that this machine could not make."""
+    blocks = [block(plan) for block in (_head, _graph, _placement, _arithmetic, _learning, _bounds, _model)]
+    blocks += [["not looked at", *(f"  {line}" for line in left_out)]] if left_out else []
+    return "\n\n".join("\n".join(block) for block in blocks) + "\n"
 
 
 def _head(plan: Plan) -> list[str]:

@@ -176,6 +176,18 @@ def files_by_name(directory: Path) -> dict[str, Path]:
     return names
 
 
+def check_files(directory: Path) -> None:
+    """Each file has a header that can be read, and is as long as that says. Raises `CheckpointUnavailable`."""
+    from safetensors import safe_open
+
+    for path in sorted({*files_by_name(directory).values()}):
+        try:
+            with safe_open(path, framework="np"):
+                pass
+        except Exception as error:  # the binding's own, and OSError
+            raise CheckpointUnavailable(f"{path} cannot be read ({error}); fetch the checkpoint again") from error
+
+
 # --------------------------------------------------------------------------------------------------
 # How long prompt and response may be together.
 

@@ -32,13 +32,14 @@ from models.engines.launch.environment import Installed, Part, find_python, prob
 from models.engines.launch.options import dashed, router_faults, server_faults
 from models.errors import LaunchError
 from models.train.megatron.options import option_faults
-from pipeline.errors import Refused, UsageError, user_error
+from pipeline.errors import NotHere, Refused, UsageError, user_error
 from pipeline.facts.run_log import tell
 from pipeline.hosts.machine import ROOT, child_environment
 from stages.agents.worker import Hosted
-from stages.data.prompt_set import PromptSet
+from stages.chat.tokenizer import Tokenizer, load_tokenizer
+from stages.data.prompt_set import NO_TEMPLATE, PromptSet, render_of
 from stages.data.rows import trusted_functions
-from stages.errors import FilterNameError
+from stages.errors import DataError, FilterNameError
 from stages.graders.registry import listed_grader, outside, refusal
 from stages.group.filters import parse_filters
 from stages.reward.components import Selection
@@ -213,14 +214,27 @@ def check_functions(functions: tuple[str, ...], config: Config) -> None:
         raise Refused(faults)
 
 
+def tokenizer_here(config: Config) -> Tokenizer | None:
+    """None for a name of the hub, and for a built-in model. Raises TokenizerError."""
+    name = config.train.hf_checkpoint
+    return load_tokenizer(name, config.data.chat_template_path) if Path(name).expanduser().is_dir() else None
+
+
 def check_rows(config: Config) -> None:
-    """The rows of the prompt files as they stand, without a tokenizer: lengths are not known. Raises DataError."""
+    """The rows of the prompt files as they stand: lengths are not known, and the first row alone is rendered.
+
+    Raises DataError and TokenizerError.
+    """
     data, evaluation = config.data, config.eval
     supervised = config.train.loss_type == "sft_loss"
+    own = None if config.environment else tokenizer_here(config)
+    render = render_of(data, own) if own is not None else lambda *_: "a chat"
+    if data.apply_chat_template and render is None:  # of built-in data too, which is not read here
+        raise DataError(NO_TEMPLATE)
     wanted = [(data, () if data.data_source_path is not None else data.prompt_data, False)]
     for name, path in evaluation.data_sets:
-        own, grader = evaluation.of(name), evaluation.grader(name)
-        keys = {"input_key": own.eval_input_key, "label_key": own.eval_label_key}
+        of_set, grader = evaluation.of(name), evaluation.grader(name)
+        keys = {"input_key": of_set.eval_input_key, "label_key": of_set.eval_label_key}
         given = {key: value for key, value in keys.items() if value is not None}
         wanted.append((msgspec.structs.replace(data, **given), (path,), True))
         check_graders(config, {grader: 1} if grader is not None else {})
@@ -229,11 +243,7 @@ def check_rows(config: Config) -> None:
         if files:
             rows = msgspec.structs.replace(keys_of_rows, rollout_max_prompt_len=None)
             checked = partial(PromptSet, tokenize_labels=supervised and not held_out, trusted=trusted_functions(config))
-            check_graders(config, checked(files, rows, lambda _: (0,), lambda *_: "a chat").report.rm_types)
-
-
-class NoSglang(UsageError):
-    """The environment of SGLang is missing, or does not answer."""
+            check_graders(config, checked(files, rows, lambda _: (0,), render).report.rm_types)
 
 
 def sglang_parts(config: Config) -> tuple[Part, ...]:
@@ -263,7 +273,7 @@ def prepare_sglang(config: Config, *, warn: bool = True) -> Installed:
     try:
         installed = probe(find_python(config.sglang, ROOT), wanted)
     except LaunchError as error:
-        raise NoSglang(str(error)) from error
+        raise NotHere(f"SGLang's environment: {error}") from error
     try:
         if faults := [*_sglang_faults(config, installed, wanted)]:
             raise Refused(faults)
@@ -299,7 +309,8 @@ def _sglang_faults(config: Config, installed: Installed, wanted: Sequence[Part])
             yield from router_faults(config.router.router_args, installed, part)
 
 
-_ALWAYS: Final[Sequence[Callable[[Config], object]]] = (check_names, check_trainer, check_environments, prepare_sglang)
+Check = Callable[[Config], object]
+_ALWAYS: Final[Sequence[Check]] = (check_names, check_trainer, check_environments, prepare_sglang)
 
 
 def refuse(config: Config) -> None:
@@ -308,19 +319,12 @@ def refuse(config: Config) -> None:
         raise Refused([*faults, *_faults(config, (check_rows,))])
 
 
-def refusals(config: Config) -> list[str]:
-    """The faults of a plan, one sentence each. An environment of SGLang may be missing for a plan."""
-
-    def sglang(config: Config) -> None:
-        try:
-            prepare_sglang(config)
-        except NoSglang as error:
-            tell(f"warning: a run is refused here: {error}")
-
-    return _faults(config, (check_names, check_trainer, check_environments, sglang, check_rows))
+def refusals(config: Config, machine: Sequence[Check], left_out: list[str]) -> list[str]:
+    """The faults of a plan, one sentence each. `left_out` takes what needs another machine, or the network."""
+    return _faults(config, (*_ALWAYS, check_rows, *machine), left_out)
 
 
-def _faults(config: Config, checks: Sequence[Callable[[Config], object]]) -> list[str]:
+def _faults(config: Config, checks: Sequence[Check], left_out: list[str] | None = None) -> list[str]:
     faults: list[str] = []
     for check in checks:
         try:
@@ -329,5 +333,6 @@ def _faults(config: Config, checks: Sequence[Callable[[Config], object]]) -> lis
             sentence = str(error) if isinstance(error, UsageError) else user_error(error)
             if sentence is None:
                 raise
-            faults.extend(getattr(error, "faults", (sentence,)))
+            found = left_out if isinstance(error, NotHere) and left_out is not None else faults
+            found.extend(getattr(error, "faults", (sentence,)))
     return faults

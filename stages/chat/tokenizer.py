@@ -290,6 +290,8 @@ def _load_transformers(directory: Path, template: tuple[str, str] | None, eos_id
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(str(directory))
+        if not tokenizer.encode("a 1"):  # without any file of its own it is one of no words
+            raise ValueError("it makes no tokens")
     except Exception as error:  # the library raises many kinds; all mean that there is no usable tokenizer
         raise TokenizerError(
             f"hf_checkpoint {str(directory)!r} has no tokenizer that can be loaded ({type(error).__name__}: {error}); "

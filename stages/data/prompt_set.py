@@ -44,6 +44,12 @@ _ROW_BYTES = 16 << 20  # a message of one prompt must fit into its stream with r
 _CACHED_TOKENS = 64 * 1024 * 1024
 
 
+NO_TEMPLATE = (
+    "apply_chat_template is set, but the tokenizer has no chat template; give one with --chat-template-path, or leave "
+    "apply_chat_template off"
+)
+
+
 class PromptSet:
     """All usable prompts of the given files."""
 
@@ -71,10 +77,7 @@ class PromptSet:
         if not paths:
             raise EmptyDataError("prompt_data is empty: name at least one prompt file, as in --prompt-data train.jsonl")
         if config.apply_chat_template and render is None:
-            raise DataError(
-                "apply_chat_template is set, but the tokenizer has no chat template; "
-                "give one with --chat-template-path, or leave apply_chat_template off"
-            )
+            raise DataError(NO_TEMPLATE)
         limit = min(filter(None, (config.rollout_max_prompt_len, max_prompt_tokens)), default=None)
         self.report = LoadReport()
         self._keys = RowKeys(config.input_key, config.label_key, config.metadata_key, config.tool_key, trusted)
@@ -201,7 +204,7 @@ def load_train_prompts(config: Config, tokenizer: Tokenizer) -> PromptSet:
 
 def row_preparer(config: Config, tokenizer: Tokenizer) -> Preparer:
     """For rows of a data source: text is taken as it stands, messages are rendered."""
-    return Preparer(False, tokenizer.encode, tokenizer.encode, _render(config.data, tokenizer), (), False)
+    return Preparer(False, tokenizer.encode, tokenizer.encode, render_of(config.data, tokenizer), (), False)
 
 
 def load_eval_prompts(config: Config, name: str, path: str) -> PromptSet:
@@ -226,7 +229,7 @@ def _load(config: Config, data: DataConfig, tokenizer: Tokenizer, *, tokenize_la
         data.prompt_data,
         data,
         lambda text: tokenizer.encode(text, add_special_tokens=True),
-        _render(data, tokenizer),
+        render_of(data, tokenizer),
         tokenize_rendered=tokenizer.encode,
         tools=[tool.schema for tool in resolve_tools(config.tools.tools).values()],
         max_prompt_tokens=None if context is None else context - 1,
@@ -236,7 +239,9 @@ def _load(config: Config, data: DataConfig, tokenizer: Tokenizer, *, tokenize_la
     )
 
 
-def _render(data: DataConfig, tokenizer: Tokenizer) -> Render | None:
+def render_of(data: DataConfig, tokenizer: Tokenizer) -> Render | None:
+    """Applies the chat template, None without one."""
+
     def render(messages: list[Message], offered: list[Mapping[str, object]]) -> str:
         return tokenizer.apply_chat_template(messages, offered or None, **data.apply_chat_template_kwargs)
 

@@ -104,7 +104,7 @@ def _connect(ray: ModuleType, config: Config) -> None:
         cpus = (os.cpu_count() or 1) + int(RayPlacement(config, gpus=True).total.cpus)
         ray.init("local", num_cpus=cpus, include_dashboard=False, object_store_memory=STORE_BYTES, **quiet)
         return
-    _reach(address)
+    reach(address)
     try:
         ray.init(address, **quiet)
     except (ConnectionError, RuntimeError, TimeoutError, ValueError) as error:
@@ -114,7 +114,7 @@ def _connect(ray: ModuleType, config: Config) -> None:
         ) from error
 
 
-def _reach(address: str) -> None:
+def reach(address: str) -> None:
     """Report an unreachable address at once: Ray itself tries for a minute. Raises UsageError."""
     host, colon, port = address.rpartition(":")
     if not (colon and port.isdigit()):

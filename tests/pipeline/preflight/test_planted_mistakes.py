@@ -1,0 +1,277 @@
+"""Mistakes that people make, planted one at a time: a plan refuses each, or says that it has not looked.
+
+All in one process, by the function behind the command line.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import launch
+from models.tiny import make_tiny_checkpoint
+from pipeline.facts.run_directory import RunDir
+
+GOOD = {
+    "--hf-checkpoint": "model", "--prompt-data": "rows.jsonl", "--label-key": "label", "--rm-type": "exact",
+    "--num-rollout": "4", "--rollout-batch-size": "4", "--n-samples-per-prompt": "4", "--lr": "1e-4",
+    "--rollout-max-response-len": "6", "--run-dir": "runs/one",
+}  # fmt: skip
+ROW = '{"input": "1+1=", "label": "2"}\n'
+CHAT = '{"input": [{"role": "user", "content": "1+1="}], "label": "2"}\n'
+INDEX = '{"weight_map": {"model.embed_tokens.weight": "model-00001.safetensors"}}'
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_checkpoint(tmp_path_factory.mktemp("made") / "model", tokenizer="arithmetic", seed=1)
+
+
+@pytest.fixture
+def place(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory in which GOOD can be planned."""
+    shutil.copytree(model, tmp_path / "model")
+    (tmp_path / "rows.jsonl").write_text(ROW)
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("SLUICE_SGLANG_PYTHON", str(tmp_path / "none" / "python"))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    return tmp_path
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        yield int(taken.getsockname()[1])
+
+
+Plan = Callable[..., tuple[int, Any]]
+
+
+@pytest.fixture
+def plan(capsys: pytest.CaptureFixture[str]) -> Plan:
+    def planned(*flags: str) -> tuple[int, Any]:
+        capsys.readouterr()
+        good = [text for flag, value in GOOD.items() if flag not in flags for text in (flag, value)]
+        code = launch.main([*good, *flags, "--dry-run", "--json"])
+        shown = capsys.readouterr()
+        assert "RuntimeWarning" not in shown.err
+        return code, json.loads(shown.out)
+
+    return planned
+
+
+def test_without_a_mistake_it_is_planned_and_nothing_is_left(place: Path, plan: Plan) -> None:
+    before = sorted(place.rglob("*"))
+    code, found = plan()
+    assert (code, found["left_out"]) == (0, [])
+    assert sorted(place.rglob("*")) == before
+
+
+def write(name: str, text: str) -> Callable[[Path], None]:
+    def do(place: Path) -> None:
+        (place / name).parent.mkdir(parents=True, exist_ok=True)
+        (place / name).write_text(text)
+
+    return do
+
+
+def remove(*names: str) -> Callable[[Path], None]:
+    return lambda place: [(place / name).unlink() for name in names] and None
+
+
+def spoil(change: Callable[[bytearray], Any]) -> Callable[[Path], None]:
+    """The bytes of the weights."""
+
+    def do(place: Path) -> None:
+        data = bytearray((place / "model" / "model.safetensors").read_bytes())
+        change(data)
+        (place / "model" / "model.safetensors").write_bytes(data)
+
+    return do
+
+
+def flip(at: int, mask: int) -> Callable[[Path], None]:
+    return spoil(lambda data: data.__setitem__(at, data[at] ^ mask))
+
+
+def used(place: Path) -> Any:
+    return RunDir(place / "runs" / "one").open(resume=False)
+
+
+def nothing(_: Path) -> None:
+    return None
+
+
+TOML = '[train]\nlr = "fast"\n'
+STAGE = '[[stage]]\nname = "broken"\npath = "no_such_module:Stage"\nafter = "reward"\n'
+CODE = "def pair(response, label):\n    return 1.0\n"
+NO_SERVER = "http://127.0.0.1:1"
+
+# What is done, the flags, and words of the refusal: the key, the value, the rule or the cure.
+MISTAKES: dict[str, tuple[Callable[[Path], Any], str, list[str]]] = {
+    # weights and tokenizer
+    "weights missing": (remove("model/model.safetensors"), "", ["--hf-checkpoint model", "holds no *.safetensors"]),
+    "weights cut": (spoil(lambda d: d.__delitem__(slice(-100, None))), "", ["--hf-checkpoint model", "fetch"]),
+    "weights cut in the header": (spoil(lambda d: d.__delitem__(slice(40, None))), "", ["--hf-checkpoint", "fetch"]),
+    "a byte flipped in the length": (flip(7, 0x40), "", ["--hf-checkpoint model", "header too large", "fetch"]),
+    "a byte flipped in the header": (flip(8, 0x40), "", ["--hf-checkpoint model", "invalid JSON", "fetch"]),
+    "a file of the index missing": (
+        lambda p: (remove("model/model.safetensors")(p), write("model/model.safetensors.index.json", INDEX)(p)),
+        "", ["--hf-checkpoint model", "lacks model-00001.safetensors", "give a complete checkpoint"],
+    ),
+    "index is no JSON": (
+        write("model/model.safetensors.index.json", "{"), "", ["--hf-checkpoint model", "fetch the checkpoint again"],
+    ),
+    "weights of the reference missing": (
+        lambda p: (shutil.copytree(p / "model", p / "ref"), remove("ref/model.safetensors")(p)),
+        "--use-kl-loss --kl-loss-coef 0.1 --ref-load ref", ["--ref-load ref", "holds no *.safetensors"],
+    ),
+    "no tokenizer": (
+        remove("model/tokenizer.json", "model/tokenizer_config.json"), "", ["hf_checkpoint 'model'", "no tokenizer"],
+    ),
+    "tokenizer broken": (write("model/tokenizer.json", "{"), "", ["tokenizer.json", "save the tokenizer again"]),
+    "tokenizer's configuration broken": (
+        write("model/tokenizer_config.json", "{"), "", ["tokenizer_config.json", "is not valid JSON"],
+    ),
+    "no model there": (nothing, "--hf-checkpoint ./modle", ["--hf-checkpoint", "./modle", "correct the path"]),
+    "a model of the hub": (nothing, "--hf-checkpoint nobody/nothing", ["left out", "nobody/nothing", "at the start"]),
+    "no chat template for chats": (
+        write("rows.jsonl", CHAT), "", ["chat template", "rows.jsonl", "--chat-template-path"],
+    ),
+    "no chat template to apply": (nothing, "--apply-chat-template", ["apply_chat_template", "--chat-template-path"]),
+    "template is no Jinja": (
+        write("bad.jinja", "{% for %}"), "--chat-template-path bad.jinja", ["bad.jinja", "--chat-template-path"],
+    ),
+    # data
+    "no data there": (nothing, "--prompt-data rwos.jsonl", ["--prompt-data", "rwos.jsonl", "correct the path"]),
+    "rows are no JSON": (write("rows.jsonl", '{"input": "x"\n'), "", ["no usable prompt in rows.jsonl"]),
+    "prompts under another key": (
+        write("rows.jsonl", '{"prompt": "1+1=", "label": "2"}\n'), "", ["no usable prompt", "'input'"],
+    ),
+    "labels under another key": (nothing, "--label-key lable", ["label_key is 'lable'", "label"]),
+    "a grader that a row names": (
+        write("rows.jsonl", ROW.replace("}", ', "metadata": {"rm_type": "mathh"}}')), "",
+        ["rm_type 'mathh'", "did you mean 'math'?"],
+    ),
+    "a slice of nothing": (nothing, "--prompt-data rows.jsonl@[5:9]", ["rows.jsonl@[5:9]"]),
+    "two held-out sets of one name": (
+        nothing, "--eval-interval 1 --eval-prompt-data h=rows.jsonl h=rows.jsonl", ["--eval-prompt-data", "'h'"],
+    ),
+    # the run directory
+    "a file in place of the run directory": (nothing, "--run-dir file", ["/file cannot be used", "--run-dir"]),
+    "a file above the run directory": (nothing, "--run-dir file/a/b", ["/file/a/b cannot be used", "--run-dir"]),
+    "a place where nothing can be made": (nothing, "--run-dir /proc/run", ["/proc/run cannot be used", "--run-dir"]),
+    "a run is there": (
+        write("runs/one/config.toml", "[run]\n"), "", ["--run-dir", "a run is already there", "--resume"],
+    ),
+    "another run has it": (used, "", ["--run-dir", "in use by another run", "choose another"]),
+    "nothing to resume": (nothing, "--resume nowhere", ["--resume", "nowhere"]),
+    # devices, addresses, ports
+    "no such device": (nothing, "--train-device cuda", ["--train-device is cuda", "0 GPUs", "auto or cpu"]),
+    "no such device of the engine": (nothing, "--engine-device cuda:3", ["--engine-device is cuda:3", "auto or cpu"]),
+    "a device that is none": (nothing, "--train-device gpu", ["--train-device", "'gpu'", "cuda:N"]),
+    "no cluster there": (
+        nothing, "--runner ray --ray-address 127.0.0.1:1", ["--ray-address 127.0.0.1:1", "no server answers"],
+    ),
+    "no engine there": (
+        nothing, f"--engine sglang --rollout-external-engine-addrs {NO_SERVER}",
+        ["--rollout-external-engine-addrs", NO_SERVER, "start it first"],
+    ),
+    "no router there": (
+        nothing, f"--engine sglang --router-address {NO_SERVER}", ["--router-address", NO_SERVER, "start it first"],
+    ),
+    "no frozen engine there": (
+        nothing, f"--frozen-engine j={NO_SERVER} --judge-engine j --rm-type judge",
+        ["--frozen-engine", NO_SERVER, "start it first"],
+    ),
+    "no SGLang here": (nothing, "--engine sglang", ["left out", "SGLang"]),
+    "the engines' port is taken": (nothing, "--engine-port {port}", ["--engine-port", "{port}", "choose another port"]),
+    "the second engine's port is taken": (
+        nothing, "--engine-port {before} --scale engine=2", ["--engine-port", "{port}", "choose another port"],
+    ),
+    "the port of the metrics is taken": (
+        nothing, "--prometheus-port {port}", ["--prometheus-port", "{port}", "choose another port"],
+    ),
+    # functions
+    "a module that is not there": (
+        nothing, "--custom-rm-path nowhere:score", ["--custom-rm-path", "'nowhere'", "PYTHONPATH"],
+    ),
+    "a function of another signature": (
+        write("my_code.py", CODE), "--custom-rm-path my_code:pair", ["my_code:pair", "response, label, metadata"],
+    ),
+    "a module with a mistake": (
+        write("my_code.py", "def score(:\n"), "--custom-rm-path my_code:score", ["my_code", "SyntaxError"],
+    ),
+    "an import path that is none": (
+        nothing, "--custom-rm-path my/code.py", ["--custom-rm-path", "my/code.py", "package.module:name"],
+    ),
+    "a stage that is nowhere": (write("a.toml", STAGE), "--config a.toml", ["stage.broken.path", "no_such_module"]),
+    # settings
+    "a flag with a typo": (nothing, "--num-rolout 3", ["--num-rolout", "did you mean --num-rollout?"]),
+    "a recipe with a typo": (nothing, "--config quickstrat", ["--config", "'quickstrat'", "quickstart"]),
+    "a key with a typo in a recipe": (
+        write("a.toml", "[train]\nlrr = 1\n"), "--config a.toml", ["train.lrr in a.toml", "did you mean train.lr"],
+    ),
+    "a value of another kind in a recipe": (write("a.toml", TOML), "--config a.toml", ["train.lr in a.toml", "'fast'"]),
+    "a recipe that is no TOML": (write("a.toml", "[train\n"), "--config a.toml", ["a.toml"]),
+    "a number below its bound": (nothing, "--lr -1", ["--lr is '-1'", "a number >= 0"]),
+    "batches that do not come out": (
+        nothing, "--global-batch-size 7 --num-steps-per-rollout 3", ["global_batch_size", "num_steps_per_rollout"],
+    ),
+    "a bound against the mode": (nothing, "--mode sync --max-staleness 3", ["--max-staleness", "3", "--mode async"]),
+    "a filter with a typo": (
+        nothing, "--dynamic-sampling-filter nonzero_sd", ["--dynamic-sampling-filter", "nonzero_sd", "nonzero_std"],
+    ),
+    "a stage that is not there is scaled": (nothing, "--scale rewards=2", ["--scale rewards=2", "reward"]),
+    "responses longer than the context": (
+        nothing, "--rollout-max-context-len 4", ["--rollout-max-response-len", "--rollout-max-context-len 4"],
+    ),
+}  # fmt: skip
+
+
+SLOW = ("no tokenizer",)  # transformers is asked for one
+
+
+@pytest.mark.parametrize("mistake", [pytest.param(m, marks=pytest.mark.slow if m in SLOW else []) for m in MISTAKES])
+def test_each_mistake_is_refused_with_its_cure(mistake: str, place: Path, plan: Plan, port: int) -> None:
+    do, flags, words = MISTAKES[mistake]
+    held = do(place)
+    numbers = {"port": str(port), "before": str(port - 1)}
+    try:
+        code, found = plan(*flags.format(**numbers).split())
+    finally:
+        if mistake == "another run has it":
+            held.close()
+    if words[0] == "left out":
+        assert code == 0, found
+        [shown] = found["left_out"]
+        words = words[1:]
+    else:
+        assert (code, found["error"]["exit_code"]) == (2, 2)
+        shown = " | ".join(fault["message"] for fault in found["error"]["faults"])
+        assert len(found["error"]["faults"]) <= 2, shown
+    for word in words:
+        assert word.format(**numbers) in shown, (word, shown)
+    assert not (place / "runs" / "one" / "logs").exists() or mistake == "another run has it"
+
+
+def test_there_are_enough_of_them() -> None:
+    assert len(MISTAKES) >= 40
+
+
+def test_the_text_of_a_plan_says_what_was_left_out(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = [text for pair in (GOOD | {"--hf-checkpoint": "nobody/nothing"}).items() for text in pair]
+    assert launch.main([*flags, "--dry-run"]) == 0
+    text = capsys.readouterr().out
+    assert "\n\nnot looked at\n  weights and tokenizer of nobody/nothing: " in text
