@@ -7,8 +7,11 @@ run refuses before it starts anything, `--dry-run` refuses too, and all faults a
 
 from __future__ import annotations
 
+import json
+import re
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Final
 
@@ -19,49 +22,42 @@ from configs.schema import Config
 from models.import_path import add_working_directory
 
 CONTROL: Final = ("status", "scale", "set", "pause", "resume", "drain", "save")  # commands to a running run
+COMMANDS: Final = {  # the other ones, and where they are
+    "samples": "pipeline.observe.samples",
+    "export": "pipeline.record.kept_files",
+    "compare": "pipeline.observe.compare_modes",
+    "convert": "configs.migrate.convert",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code."""
     add_working_directory()  # functions of the user are found in the folder where the command was started
+    argv = sys.argv[1:] if argv is None else argv
+    as_json = "--json" in argv
     try:
-        return _main(sys.argv[1:] if argv is None else argv)
+        return _main(argv)
     except ConfigError as error:
-        return _refuse(error.faults, 2)
+        return _refuse(error.faults, 2, as_json=as_json)
     except KeyboardInterrupt:
-        sys.stderr.write("interrupted\n")
-        return 130
+        return _refuse(("interrupted",), 130, as_json=as_json)
     except Exception as error:
         # The pipeline's errors for a user say which exit code they mean; anything else is a defect and shows itself.
         code = getattr(error, "exit_code", None)
         if not isinstance(code, int):
             raise
-        return _refuse(getattr(error, "faults", (str(error),)), code)
+        return _refuse(getattr(error, "faults", (str(error),)), code, as_json=as_json)
 
 
 def load_config(flags: Sequence[str]) -> Config:
     """The resolved and checked configuration of a command line. Raises ConfigError with all faults."""
     add_working_directory()
-    return _settle(read(flags), notify=False)
+    return _settle(read(flags), notify=False)[0]
 
 
 def _main(argv: Sequence[str]) -> int:
-    if argv[:1] == ["convert"]:
-        from configs.migrate.convert import main as convert
-
-        return convert(argv[1:])
-    if argv[:1] == ["samples"]:
-        from pipeline.observe.samples import main as show_samples
-
-        return show_samples(argv[1:])
-    if argv[:1] == ["export"]:
-        from pipeline.record.kept_files import main as export
-
-        return export(argv[1:])
-    if argv[:1] == ["compare"]:
-        from pipeline.observe.compare_modes import main as compare
-
-        return compare(argv[1:], __file__)
+    if argv and argv[0] in COMMANDS:
+        return int(import_module(COMMANDS[argv[0]]).main(argv[1:]))
     if argv and argv[0] in CONTROL:
         from pipeline.control.client import main as control
 
@@ -80,11 +76,13 @@ def _main(argv: Sequence[str]) -> int:
     from pipeline.supervise.auto_resume import facts_from_parent
 
     resumed = facts_from_parent()
-    config = _settle(arguments, notify=resumed is None)  # else the parent has written the warnings
+    config, left_out = _settle(arguments, notify=resumed is None)  # else the parent has written the warnings
     if arguments.dry_run:
         from configs.plan.plan import make_plan, render
+        from pipeline.facts.run_log import show
 
-        sys.stdout.write(render(make_plan(config)))
+        plan = make_plan(config)
+        show(render(plan, left_out), {"plan": plan, "left_out": left_out}, as_json=arguments.json)
         return 0
     if config.run.auto_resume and resumed is None:
         return _run_in_child(config, argv, arguments)
@@ -110,8 +108,11 @@ def _run_in_child(config: Config, argv: Sequence[str], arguments: Arguments) -> 
     return AutoResume(__file__, first, ["--resume", run_dir], Path(run_dir), limit, keeps=keeps).run()
 
 
-def _settle(arguments: Arguments, *, notify: bool) -> Config:
-    """The resolved and checked configuration. `notify`: warnings go to stderr. Raises ConfigError with all faults."""
+def _settle(arguments: Arguments, *, notify: bool) -> tuple[Config, list[str]]:
+    """The resolved and checked configuration, and the checks of a plan that this machine could not make.
+
+    `notify`: warnings go to stderr. Raises ConfigError with all faults.
+    """
     try:
         arguments, note = with_work(arguments)
         for line in (*arguments.notes, *([note] if note else [])) if notify and not arguments.faults else ():
@@ -123,11 +124,13 @@ def _settle(arguments: Arguments, *, notify: bool) -> Config:
 
     config, found = examined(loaded.config, loaded.given)
     faults = [*arguments.faults, *arguments.judged(found.faults)]
+    left_out: list[str] = []
     if faults or arguments.dry_run:  # a run does so itself
+        from pipeline.preflight.data import MACHINE
         from pipeline.preflight.refusals import refusals
 
         try:
-            faults += arguments.judged(refusals(config))
+            faults += arguments.judged(refusals(config, MACHINE, left_out))
         except Exception:
             if not faults:  # these checks expect a valid configuration
                 raise
@@ -135,12 +138,19 @@ def _settle(arguments: Arguments, *, notify: bool) -> Config:
         raise ConfigError(faults)
     for warning in found.warnings if notify else ():
         sys.stderr.write(f"warning: {warning}\n")
-    return config
+    return config, left_out
 
 
-def _refuse(faults: Sequence[str], code: int) -> int:
+# The setting that a sentence is about: a flag, or the key of a recipe.
+_KEY: Final = re.compile(r"--[a-z][\w-]*|\b[a-z_]+\.[a-z_.]+(?= )")
+
+
+def _refuse(faults: Sequence[str], code: int, *, as_json: bool) -> int:
     for fault in faults:
         sys.stderr.write(f"error: {fault}\n")
+    if as_json:
+        found = [{"key": key[0] if (key := _KEY.search(fault)) else None, "message": fault} for fault in faults]
+        sys.stdout.write(json.dumps({"error": {"exit_code": code, "faults": found}}, indent=2) + "\n")
     return code
 
 

@@ -28,6 +28,7 @@ from configs.translate import translate
 RESERVED: Final = {
     "config": "recipes: TOML files, or names of built-in ones; a later recipe outranks the earlier ones",
     "dry-run": "print the plan (stages, placement, batch arithmetic, staleness, memory) and stop",
+    "json": "print errors, and the plan of --dry-run, as JSON; every command has this flag, see docs/control.md",
     "help": "print this text",
     "version": "print the version",
 }
@@ -39,6 +40,7 @@ class Arguments(Struct, frozen=True, kw_only=True):
     layer: Layer
     config: tuple[str, ...] = ()
     dry_run: bool = False
+    json: bool = False
     help: bool = False
     version: bool = False
     faults: tuple[str, ...] = ()
@@ -70,6 +72,7 @@ def read(argv: Sequence[str]) -> Arguments:
         layer=Layer(origin="command line", values=reader.values, labels=reader.labels, edits=tuple(reader.edits)),
         config=tuple(reader.config),
         dry_run="dry-run" in reader.switches,
+        json="json" in reader.switches,
         help="help" in reader.switches,
         version="version" in reader.switches,
         faults=tuple(reader.faults),

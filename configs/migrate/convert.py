@@ -6,6 +6,7 @@ are added to the command, where they outrank the script's.
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import shlex
@@ -22,10 +23,11 @@ from configs.slime_options import MODEL_ARGS
 from configs.translate import Answer, Option, Translation, grouped, translate
 
 USAGE: Final = (
-    "usage: python launch.py convert SCRIPT [--toml] [flags]\n\n"
+    "usage: python launch.py convert SCRIPT [--toml] [--json] [flags]\n\n"
     "Turns a launch script of slime into a command of Sluice. Nothing of the script is run.\n\n"
     "  SCRIPT   a shell script with one command that starts train.py or train_async.py\n"
     "  --toml   print a recipe for --config instead of a command\n"
+    "  --json   print JSON: flags, text (command or recipe), notes\n"
     "  flags    are added to the command, for example --hf-checkpoint /models/Qwen3-4B --dry-run\n"
 )
 
@@ -46,15 +48,18 @@ def main(argv: Sequence[str]) -> int:
     if not argv or argv[0].startswith("-"):
         sys.stdout.write(USAGE)
         return 0 if "--help" in argv or "-h" in argv else 2
-    script, flags = Path(argv[0]), [flag for flag in argv[1:] if flag != "--toml"]
+    script, flags = Path(argv[0]), [flag for flag in argv[1:] if flag not in ("--toml", "--json")]
     launch = read_launch(script)
     translation = translate(launch.arguments)
     command = [*(token for option in kept(translation) for token in option.argv)]
     added = list(defaults(launch, translation))
     command += [token for flag in added for token in flag]
-    for line in report(script, launch, translation, added):
-        sys.stderr.write(f"{line}\n")
-    sys.stdout.write(recipe([*command, *flags]) if "--toml" in argv else shell_command([*command, *flags]))
+    notes = list(report(script, launch, translation, added))
+    sys.stderr.writelines(f"{line}\n" for line in notes)
+    text = recipe([*command, *flags]) if "--toml" in argv else shell_command([*command, *flags])
+    if "--json" in argv:
+        text = json.dumps({"flags": [*command, *flags], "text": text, "notes": notes}, indent=2) + "\n"
+    sys.stdout.write(text)
     return 0
 
 

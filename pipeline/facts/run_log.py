@@ -23,6 +23,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Final
 
+import msgspec
+
 if TYPE_CHECKING:  # the parent of --auto-resume, and --version, need no event loop
     import asyncio
 
@@ -51,6 +53,12 @@ def tell(line: str) -> None:
     """Show a line on the error output, and keep it."""
     sys.stderr.write(f"{line}\n")
     said(line)
+
+
+def show(text: str, value: object, *, as_json: bool) -> None:
+    """Show the result of a command: text for people, or a value as JSON, which docs/control.md describes."""
+    shown = msgspec.json.format(msgspec.json.encode(value), indent=2).decode() if as_json else text
+    sys.stdout.write(f"{shown}\n")
 
 
 @contextlib.contextmanager

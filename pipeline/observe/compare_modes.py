@@ -28,6 +28,7 @@ from configs.schema import Config
 from models.checkpoint import latest_checkpoint
 from models.disk import write_json
 from pipeline.errors import UsageError
+from pipeline.facts.run_log import PROJECT, show
 from pipeline.facts.stats import GoodputFigures
 from pipeline.observe.summary import read_summary
 from pipeline.observe.table import duration, goodput_text, number
@@ -56,8 +57,8 @@ class Segment(Struct, frozen=True, kw_only=True):
         return None
 
 
-def main(argv: Sequence[str], program: str) -> int:
-    """Compare; returns the exit code. `program`: launch.py. Raises UsageError and ConfigError."""
+def main(argv: Sequence[str], program: str = str(PROJECT / "launch.py")) -> int:
+    """Compare; returns the exit code. Raises UsageError and ConfigError."""
     own, flags = _parser().parse_known_args(argv)
     if own.batches <= WARM_UP + 1 or own.rounds < 1:
         raise UsageError(f"--batches {own.batches} --rounds {own.rounds}: at least {WARM_UP + 2} batches and one round")
@@ -87,7 +88,8 @@ def main(argv: Sequence[str], program: str) -> int:
                 name = buffer if buffer == "sync" else f"async N={buffer}"
                 _run(program, ["--mode", *mode, *flags], home / f"{turn + 1}-{buffer}", f"round {turn + 1}: {name}")
                 segments.append(_measured(name, home / f"{turn + 1}-{buffer}", config))
-        sys.stdout.write("\n".join(report(segments)) + "\n")
+        lines = report(segments)
+        show("\n".join(lines), {"segments": segments, "report": lines}, as_json=own.json)
         if own.output is not None:
             write_json(home / "compare.json", segments)
     return 0
@@ -98,6 +100,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--batches", type=int, default=12, help=f"of a segment, the first {WARM_UP} not counted")
     parser.add_argument("--rounds", type=int, default=2, help="segments of each mode")
     parser.add_argument("--buffers", nargs="+", default=["1", "2", "4"], help="N of the async segments, also auto")
+    parser.add_argument("--json", action="store_true", help="as JSON")
     parser.add_argument("--output", type=Path, help="directory for the segments and compare.json (default: temporary)")
     return parser
 
@@ -113,8 +116,7 @@ def _warm_start(program: str, flags: list[str], place: Path) -> str:
 
 def _run(program: str, flags: Sequence[str], place: Path, name: str) -> None:
     """One run to its end. Raises UsageError with its last lines."""
-    sys.stdout.write(f"{name}\n")
-    sys.stdout.flush()
+    sys.stderr.write(f"{name}\n")
     command = [sys.executable, program, *flags, "--run-dir", str(place)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:

@@ -22,6 +22,7 @@ from rich.text import Text
 
 from configs.load import CONFIG_FILE, read_recipe
 from pipeline.errors import UsageError
+from pipeline.facts.run_log import show
 from pipeline.facts.stats import visible
 from stages.chat.messages import TokenizerError
 from stages.chat.tokenizer import Tokenizer, load_tokenizer
@@ -46,6 +47,9 @@ def main(argv: Sequence[str], console: Console | None = None) -> int:
             unreadable += 1
         elif wanted(row):
             selected.append(row)
+    if arguments.json:
+        show("", {"samples": list(selected), "read": read, "unreadable": unreadable}, as_json=True)
+        return 0
     console = console or Console(highlight=False, soft_wrap=not sys.stdout.isatty())
     decode = _decoder(Path(arguments.run))
     for row in selected:
@@ -65,6 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--reward", type=_bound, metavar="BOUND", help="only with this reward: 1, '>0.5', '<=0'")
     parser.add_argument("--failed", action="store_true", help="only failed rollouts, and groups that ended as failed")
     parser.add_argument("--untrained", action="store_true", help="only groups that were not trained")
+    parser.add_argument("--json", action="store_true", help="as JSON")
     parser.add_argument("-n", type=int, default=8, help="how many, the newest (8)")
     return parser
 

@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import shutil
-import sys
 from collections.abc import Iterable, Sequence
 from operator import itemgetter
 from pathlib import Path
@@ -42,6 +41,7 @@ from models.checkpoint import (
 from models.disk import read_file, write_whole
 from pipeline.errors import UsageError
 from pipeline.facts.run_directory import RunDir
+from pipeline.facts.run_log import show
 from pipeline.record.metrics import Point, evaluations, read_metrics
 from stages.prompts.ledger import LedgerSnapshot
 from stages.records.growing_records import ANSWERS, RESPONSES
@@ -166,15 +166,16 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("run", metavar="RUN", type=Path, help="run directory")
     parser.add_argument("--best", action="store_true", help="of the best evaluated version that is saved, not the last")
     parser.add_argument("--to", metavar="DIRECTORY", type=Path, help="the copy; default RUN/exported/step-N")
+    parser.add_argument("--json", action="store_true", help="as JSON")
     given = parser.parse_args(argv)
     rundir = RunDir(given.run)
-    root, what = rundir.checkpoints, "version"
+    root, what, best = rundir.checkpoints, "version", ""
     checkpoint = latest_checkpoint(root)
     if given.best:
         points = evaluations(read_metrics(rundir.metrics)) if rundir.metrics.exists() else []
         _, saved = best_saved(points, root) or (None, None)
         checkpoint, what = None if saved is None else final_path(root, saved[1]), "evaluated version"
-        sys.stdout.write(f"best: {best_text(points, root) or 'no version, nothing was evaluated'}\n")
+        best = best_text(points, root) or "no version, nothing was evaluated"
     if checkpoint is None:
         raise UsageError(f"{given.run}: no {what} is saved; set --save-interval, and --keep-last-n to keep more")
     target = given.to or rundir.path / "exported" / checkpoint.name
@@ -185,5 +186,6 @@ def main(argv: Sequence[str]) -> int:
         place = save_hf(checkpoint, str(target), manifest.step, "--to")
     except CheckpointError as error:
         raise UsageError(str(error)) from error
-    sys.stdout.write(f"exported step {manifest.step} to {place}\n")
+    text = f"best: {best}\n" * given.best + f"exported step {manifest.step} to {place}"
+    show(text, {"step": manifest.step, "path": str(place), "best": best}, as_json=given.json)
     return 0
