@@ -58,6 +58,10 @@ def load_config(flags: Sequence[str]) -> Config:
 def _main(argv: Sequence[str]) -> int:
     if argv and argv[0] in COMMANDS:
         return int(import_module(COMMANDS[argv[0]]).main(argv[1:]))
+    if argv[:1] == ["eval"]:
+        from pipeline.observe.evaluation import main as evaluate
+
+        return evaluate(argv[1:], _main)
     if argv and argv[0] in CONTROL:
         from pipeline.control.client import main as control
 

@@ -30,6 +30,7 @@ BEGIN: Final = "<!-- begin of the generated tables: python -m configs.help -->"
 END: Final = "<!-- end of the generated tables -->"
 USAGE: Final = "usage: python launch.py [--config RECIPE ...] [--flag value ...] [section.key=value ...]"
 OTHER: Final = (
+    "       python launch.py eval CHECKPOINT    evaluate a model or a run's checkpoint; see eval --help\n"
     "       python launch.py samples RUN    show samples of a run in the terminal; see samples --help\n"
     "       python launch.py export RUN --best    copy the model of the best evaluated version; see export --help\n"
     "       python launch.py status RUN     what a running run does; also scale, set, pause, resume, save, drain"

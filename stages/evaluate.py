@@ -8,7 +8,8 @@ the result says `complete: false`.
 pass@k, best@k and mean@n are unbiased. With n rollouts of a prompt, c of them correct, the chance that k of them
 drawn without replacement hold a correct one is 1 - C(n - c, k) / C(n, k) (Chen et al., arXiv:2107.03374). For rewards
 that are not verdicts the same draw gives the expected maximum. k runs over the powers of two up to n; a prompt with
-fewer than k rollouts is left out of that k.
+fewer than k rollouts is left out of that k. maj@n is of the answer that most of the n rollouts give. Each estimate and
+each score has a 95 % interval over prompts.
 
 Invariant: every pinned version ends in exactly one EvalDone and one release, also at a deadline or a drain.
 """
@@ -20,8 +21,10 @@ import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
+from typing import Final
 
 import msgspec
+import numpy as np
 
 from models.slime_arguments import slime_arguments
 from stages.base import Stage, StageContext, beside
@@ -62,25 +65,68 @@ def powers_of_two(n: int) -> list[int]:
 
 
 def estimates(groups: Iterable[Sequence[Sample]]) -> dict[str, float]:
-    """`pass@k` and `mean@n` over the groups whose rollouts all have a verdict; `best@k` and `mean@n` if none has.
+    """The means of `by_prompt`."""
+    return {name: fmean(values) for name, values in by_prompt(groups).items()}
 
-    n is the size of the largest group. Groups without rollouts are left out.
+
+def by_prompt(groups: Iterable[Sequence[Sample]]) -> dict[str, list[float]]:
+    """An estimate's value for each group. `pass@k`, `mean@n` and `maj@n` over the groups whose rollouts all have a
+    verdict; `best@k` and `mean@n` if none has.
+
+    n is the size of the largest group; `maj@n` needs answers. Groups without rollouts are left out.
     """
-    passes: list[tuple[int, int]] = []
+    judged: list[list[Sample]] = []
     scores: list[Sequence[float]] = []
     for samples in groups:
-        size, known = len(closing(samples)), verdicts(samples)
-        if size and len(known) == size:
-            passes.append((size, sum(known)))
-        elif size:
+        ends = closing(samples)
+        if ends and len(verdicts(samples)) == len(ends):
+            judged.append(ends)
+        elif ends:
             scores.append(raw_rewards(samples).tolist())
-    if passes:
+    if judged:
+        passes = [(len(ends), sum(bool(s.is_correct) for s in ends)) for ends in judged]
         largest = max(n for n, _ in passes)
-        found = {f"pass@{k}": fmean([pass_at_k(n, c, k) for n, c in passes if n >= k]) for k in powers_of_two(largest)}
-        return found | {f"mean@{largest}": fmean([c / n for n, c in passes])}
+        found = {f"pass@{k}": [pass_at_k(n, c, k) for n, c in passes if n >= k] for k in powers_of_two(largest)}
+        found[f"mean@{largest}"] = [c / n for n, c in passes]
+        if largest > 1 and any(sample.answer is not None for ends in judged for sample in ends):
+            found[f"maj@{largest}"] = list(map(majority, judged))
+        return found
     largest = max(map(len, scores), default=0)
-    found = {f"best@{k}": fmean([best_at_k(s, k) for s in scores if len(s) >= k]) for k in powers_of_two(largest)}
-    return found | ({f"mean@{largest}": fmean([sum(s) / len(s) for s in scores])} if scores else {})
+    found = {f"best@{k}": [best_at_k(s, k) for s in scores if len(s) >= k] for k in powers_of_two(largest)}
+    return found | ({f"mean@{largest}": list(map(fmean, scores))} if scores else {})
+
+
+def majority(rollouts: Iterable[Sample]) -> float:
+    """How often the most frequent answer is right, 0 or 1: the mean over answers that are equally frequent.
+
+    Answers are the same if their text is, spaces aside. A rollout without one has no vote; without any vote it is 0.
+    """
+    votes: dict[str, list[float]] = {}
+    for sample in rollouts:
+        if sample.answer is not None:
+            votes.setdefault("".join(sample.answer.split()), []).append(float(bool(sample.is_correct)))
+    most = max(map(len, votes.values()), default=0)
+    return fmean([fmean(found) for found in votes.values() if len(found) == most]) if votes else 0.0
+
+
+Z: Final = 1.959964  # of a normal distribution, 95 % lie within so many standard deviations
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """95 % confidence interval of the mean over prompts, one value for each.
+
+    Wilson's where all lie between 0 and 1 (JASA 22, 1927): they vary no more than zeros and ones of the same mean, so
+    it is not too narrow for shares. Else the percentiles of a bootstrap of 1000 draws with a fixed seed.
+    """
+    n, mean = len(values), fmean(values)
+    if min(values) >= 0 and max(values) <= 1:
+        centre, scale = mean + Z * Z / (2 * n), 1 + Z * Z / n
+        half = Z * math.sqrt(max(mean * (1 - mean), 0.0) / n + (Z / (2 * n)) ** 2)
+        return max(0.0, (centre - half) / scale), min(1.0, (centre + half) / scale)
+    draw, array = np.random.default_rng(0), np.array(values)
+    means = [array[draw.integers(0, n, n)].mean() for _ in range(1000)]
+    low, high = np.quantile(means, [0.025, 0.975]).tolist()
+    return low, high
 
 
 Rollout = tuple[Sample, ...]  # its sequences
@@ -221,21 +267,26 @@ class EvaluateStage(Stage):
     def _score(self, version: int) -> tuple[dict[str, float], bool]:
         metrics: dict[str, float] = {}
         complete = True
+        answers = dict(sorted(self._answers.get(version, {}).items()))  # sums do not depend on who came first
         for name, prompts in self.sets.items():
-            answers = self._answers.get(version, {})
             given = [parts for (dataset, _, _), parts in answers.items() if dataset == name]
             n = len(prompts) * self._samples(name)
             pure = [parts[-1] for parts in given if _is_of(parts, version)]
             complete &= len(pure) == n
             if not pure:
                 continue
+            groups = _by_prompt(answers, name, version)
             metrics[f"eval/{name}"] = sum(s.reward or 0.0 for s in pure) / len(pure)
+            metrics[f"eval/{name}-prompts"] = float(len(groups))
             metrics[f"eval/{name}-truncated_ratio"] = sum(s.status == "truncated" for s in pure) / len(pure)
             metrics[f"eval/{name}-failed_ratio"] = sum(s.status == "failed" for s in pure) / len(pure)
             metrics[f"eval/{name}-response_len"] = sum(s.response_length for s in pure) / len(pure)
             metrics[f"eval/{name}-mixed_versions"] = float(len(given) - len(pure))
-            for estimate, value in estimates(_by_prompt(answers, name, version)).items():
-                metrics[f"eval/{name}-{estimate}"] = value
+            found = by_prompt(groups)
+            metrics |= {f"eval/{name}-{estimate}": fmean(values) for estimate, values in found.items()}
+            rewards = [fmean([sample.reward or 0.0 for sample in samples]) for samples in groups]
+            for label, values in {name: rewards, **{f"{name}-{key}": found[key] for key in found}}.items():
+                metrics[f"eval/{label}-ci_low"], metrics[f"eval/{label}-ci_high"] = interval(values)
         return metrics, complete
 
     def _function_found(self, version: int) -> Evaluated:

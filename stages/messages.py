@@ -189,6 +189,7 @@ class Sample(Struct, frozen=True, array_like=True):
     metrics: dict[str, float] = {}  # of its environment, by their full name; averaged over rollouts
     answer_start: int = 0  # characters of `response` before what may be the answer: calls of tools, and their results
     left: str = ""  # JSON {"metadata": {...}, "attributes": {...}}: what a function of the user's has left on it
+    answer: str | None = None  # the final answer in it, as its grader read it
 
     @property
     def length(self) -> int:

@@ -37,7 +37,7 @@ from pipeline.hosts.ray.cluster import reach
 from pipeline.preflight.refusals import bare, check_graders, entries, tokenizer_here, write_tasks
 from stages.chat.messages import TokenizerError
 from stages.chat.tokenizer import Tokenizer, load_tokenizer, locate
-from stages.data.prompt_set import PromptSet, load_train_prompts, row_preparer
+from stages.data.prompt_set import PromptSet, load_eval_prompts, load_train_prompts, row_preparer
 from stages.graders.registry import choose_auto
 from stages.prompts.prompt_sources import DrawnPrompts
 
@@ -116,7 +116,10 @@ def _model(name: str, directory: Path, seed: int) -> str:
 
 
 def training_prompts(config: Config, tokenizer: Tokenizer, rundir: RunDir) -> PromptSet | DrawnPrompts:
-    """Of the files, or of `--data-source-path`. Raises DataError."""
+    """Of the files, or of `--data-source-path`; of the first held-out set in a run that only evaluates. Raises
+    DataError."""
+    if config.rollout.num_rollout == 0:
+        return load_eval_prompts(config, *config.eval.data_sets[0])
     if config.data.data_source_path is None or config.train.loss_type == "sft_loss":
         return load_train_prompts(config, tokenizer)
     context = context_limit(config)

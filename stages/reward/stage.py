@@ -262,7 +262,8 @@ class Grading:
     def _with_grade(self, sample: Sample, grade: Grade, grader: str) -> Sample:
         replace = msgspec.structs.replace
         if grade.error is None:
-            return replace(sample, reward=grade.score, reward_parts=grade.parts, is_correct=grade.is_correct)
+            sample = replace(sample, reward=grade.score, reward_parts=grade.parts, is_correct=grade.is_correct)
+            return replace(sample, answer=grade.extracted)
         self.activity.failures += 1
         reason = f"grader {grader}: {grade.error}"
         if self.reward.reward_on_error == "fail_sample":

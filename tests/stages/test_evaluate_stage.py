@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from configs.schema import EvalConfig
-from stages.evaluate import EvaluateStage, best_at_k, estimates, pass_at_k
+from stages.evaluate import EvaluateStage, best_at_k, estimates, interval, majority, pass_at_k
 from stages.messages import EVAL_BASE, EvalDone, PromptGroup, RolloutSlice, Sample, WeightsAnnouncement
 from stages.ports import Ports
 from stages.sampling.rollout_requests import Requests
@@ -282,6 +282,85 @@ async def test_pass_at_k_comes_from_the_verdicts_and_a_failed_answer_is_wrong() 
         assert metrics["eval/held-pass@2"] == pytest.approx((0.5 + 1 + 0) / 3)
         assert metrics["eval/held-pass@4"] == pytest.approx(2 / 3)
         assert metrics["eval/held-mean@4"] == pytest.approx(1.25 / 3)
+
+
+async def test_the_most_frequent_answer_is_scored_and_every_figure_has_an_interval_over_prompts() -> None:
+    """Two of three prompts are right by majority; of 2 in 3 Wilson's interval is 0.2077 .. 0.9385."""
+    async with open_desk(n_samples_per_eval_prompt=3) as one:
+        one.pin(3)
+        given = {0: ("7", "8", "7"), 1: ("7", "9", "9"), 2: ("7", "7", "7")}
+        for group in await one.prompts(3):
+            answers = enumerate(given[group.prompt_index])
+            correct = "7" if group.prompt_index != 1 else "0"
+            members = [
+                make_sample(i, version=3, reward=4.0 * (text == correct), is_correct=text == correct, answer=text)
+                for i, text in answers
+            ]
+            await one.answer(group, *members)
+        metrics = (await one.result()).metrics
+    assert metrics["eval/held-prompts"] == 3.0
+    assert metrics["eval/held-maj@3"] == pytest.approx(2 / 3)
+    assert metrics["eval/held-maj@3-ci_low"] == pytest.approx(0.2077, abs=1e-4)
+    assert metrics["eval/held-maj@3-ci_high"] == pytest.approx(0.9385, abs=1e-4)
+    assert [metrics[f"eval/held-{name}"] for name in ("pass@1", "mean@3")] == pytest.approx([5 / 9, 5 / 9])
+    assert metrics["eval/held"] == pytest.approx(20 / 9)
+    # Means per prompt 8/3, 0, 4: of the 27 draws of three, 1 gives 0, 3 give 8/9, 3 give 10/3, 1 gives 4: tails of
+    # 2.5 % begin at the first and the last.
+    assert (metrics["eval/held-ci_low"], metrics["eval/held-ci_high"]) == (pytest.approx(0.0), pytest.approx(4.0))
+
+
+@pytest.mark.parametrize(
+    ("answers", "value"),
+    [
+        ("a+ a+ b-", 1.0),
+        ("a+ b- b-", 0.0),
+        ("a+ b-", 0.5),
+        ("a+ b- c- d-", 0.25),
+        ("?- ?- ?- a+", 1.0),
+        ("?-", 0.0),
+        ("a+ a- b-", 0.5),
+    ],
+)
+def test_a_majority_is_of_the_answers_that_are_there(answers: str, value: float) -> None:
+    """`a+` is the answer a, judged right; `?` is no answer; the last case is a grader that contradicts itself."""
+    samples = [
+        make_sample(i, is_correct=mark == "+", answer=None if text == "?" else text)
+        for i, (text, mark) in enumerate(answers.split())
+    ]
+    assert majority(samples) == value
+
+
+def test_spaces_make_no_other_answer_and_without_answers_there_is_no_majority() -> None:
+    spaced = [make_sample(i, is_correct=i < 2, answer=text) for i, text in enumerate(("x + 1", "x+1", "x-1"))]
+    assert estimates([spaced])["maj@3"] == 1.0
+    assert "maj@3" not in estimates([[make_sample(i, is_correct=True) for i in range(3)]])
+    assert "maj@1" not in estimates([[make_sample(0, is_correct=True, answer="7")]])
+
+
+@pytest.mark.parametrize(
+    ("right", "n", "low", "high"),
+    [(0, 20, 0.0, 0.16113), (5, 10, 0.23659, 0.76341), (8, 10, 0.49016, 0.94332), (30, 30, 0.88649, 1.0)],
+)
+def test_wilsons_interval_golden(right: int, n: int, low: float, high: float) -> None:
+    assert interval([1.0] * right + [0.0] * (n - right)) == (
+        pytest.approx(low, abs=1e-5),
+        pytest.approx(high, abs=1e-5),
+    )
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=40))
+def test_an_interval_holds_the_mean_and_stays_between_0_and_1(values: list[float]) -> None:
+    low, high = interval(values)
+    assert 0.0 <= low <= sum(values) / len(values) + 1e-12
+    assert sum(values) / len(values) - 1e-12 <= high <= 1.0
+
+
+def test_other_rewards_are_resampled() -> None:
+    """400 values: close to the normal approximation, mean +- 1.96 standard errors, and the same each time."""
+    values = [float(i % 5) - 1.0 for i in range(400)]  # mean 1, variance 2
+    low, high = interval(values)
+    assert (low, high) == (pytest.approx(1 - 0.1386, abs=0.015), pytest.approx(1 + 0.1386, abs=0.015))
+    assert interval(values) == (low, high)
 
 
 async def test_an_answer_of_mixed_versions_does_not_count(desk: Desk) -> None:

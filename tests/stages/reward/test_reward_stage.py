@@ -133,6 +133,11 @@ async def test_components_are_summed_and_reported_by_name() -> None:
     assert wrong.reward == pytest.approx(0.1)
 
 
+async def test_the_answer_that_was_compared_stays_with_the_sample() -> None:
+    told, silent = await graded(said(0, "it is \\boxed{7}", "no idea", label="7"), rm_type="math", reward_workers=1)
+    assert (told.answer, silent.answer) == ("7", None)
+
+
 async def test_reward_key_picks_what_is_trained() -> None:
     text = said(0, "three short words")
     (sample,) = await graded(text, custom_rm_path=GRADE, reward_key="words", reward_workers=1)
