@@ -242,6 +242,7 @@ def supervised(config: Config) -> Config:
         "eval.eval_prompt_data": (),
         "tools.tools": (),
         "checkpoint.save_interval": None,
+        "checkpoint.save_hf": None,
         "observe.use_tensorboard": False,
         "debug": DebugConfig(),
         "run.scale": {},

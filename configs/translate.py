@@ -154,6 +154,14 @@ def _is_run(values: tuple[str, ...]) -> bool:
     return len(values) == 1 and (Path(values[0]) / "config.toml").is_file()
 
 
+def _start(values: tuple[str, ...], given: Given) -> Answer:
+    """0 is where a run begins that continues no other."""
+    if values == ("0",) and not _is_run(tuple(given.get("load", ()))):
+        return Answer()
+    fault = "--resume goes on after the run's last checkpoint, and a new run begins with batch 0; to begin with other"
+    return Answer(fault=f"{fault} weights give --hf-checkpoint RUN/checkpoints/step-N/hf")
+
+
 def _ref_load(values: tuple[str, ...], given: Given) -> Answer | None:
     """A reference in Hugging Face's format is ours; Megatron's copy of the policy is where slime starts."""
     place = values[0].rstrip("/") if len(values) == 1 else ""
@@ -297,6 +305,7 @@ def _per_token(values: tuple[str, ...], given: Given) -> Answer:
 RULES: Final[Mapping[str, Callable[[tuple[str, ...], Given], Answer | None]]] = {
     "save": _save,
     "load": _load,
+    "start-rollout-id": _start,
     "ref-load": _ref_load,
     "use-kl-loss": _kl_loss,
     "kl-loss-coef": _kl_loss,

@@ -28,6 +28,7 @@ from configs.sources import (
 )
 
 _PLACE: Final = re.compile(r"\{[^{}]*\}")
+_SAVED: Final = frozenset(("{step}", "{rollout_id}"))
 _NEED_LABEL = ("exact", "gsm8k", "gsm8k_flex", "contains", "boxed")
 # Not part of what a model is made of: a checkpoint may have been extended to longer texts.
 _FREE: Final = ("max_position_embeddings",)
@@ -146,9 +147,9 @@ def save_faults(config: Config) -> Iterator[str]:
         return
     if backend == "simulated":
         yield "--save-hf writes weights, but --train-backend simulated has none; leave it out"
-    unknown = sorted(set(_PLACE.findall(target)) - {"{step}"})
+    unknown = sorted(set(_PLACE.findall(target)) - _SAVED)
     if unknown:
-        yield f"--save-hf is {target!r}, but the only name in braces is {{step}}, not {unknown[0]}; write {{step}}"
+        yield f"--save-hf is {target!r}, but the names in braces are {{step}} and {{rollout_id}}, not {unknown[0]}"
 
 
 def save_warnings(config: Config) -> Iterator[str]:
@@ -157,7 +158,7 @@ def save_warnings(config: Config) -> Iterator[str]:
         for label, given in (("--async-save", checkpoint.async_save), ("--save-hf", checkpoint.save_hf is not None)):
             if given:
                 yield f"{label} has no effect: the run writes no checkpoints; add --save-interval"
-    elif checkpoint.save_hf is not None and "{step}" not in checkpoint.save_hf:
+    elif checkpoint.save_hf is not None and _SAVED.isdisjoint(_PLACE.findall(checkpoint.save_hf)):
         yield (
             f"--save-hf {checkpoint.save_hf} has no {{step}} in it: each checkpoint replaces the weights of the one "
             "before"

@@ -92,7 +92,8 @@ class CheckpointConfig(Section, frozen=True, kw_only=True):
     async_save: Annotated[bool, ReadBy("--train-backend fsdp or megatron")] = False
     """write sharded checkpoints (fsdp, megatron) while the next batches train"""
     save_hf: str | None = None
-    """also write the weights of each checkpoint in Hugging Face format here; {step} is its number"""
+    """also write the weights of each checkpoint in Hugging Face format here; {step} is its number, {rollout_id} that of
+    its last batch, from 0"""
     response_journal_tokens: Natural = 256
     """with --save-interval: record responses every this many tokens, so that those of a killed process continue
     where they were; 0 = off"""

@@ -60,12 +60,7 @@ def main(argv: Sequence[str], run: Callable[[Sequence[str]], int]) -> int:
     if code or not metrics.exists():  # stopped
         return code
     (row,) = read_metrics(metrics)
-    found = {
-        "checkpoint": own.checkpoint,
-        "run": str(place),
-        "complete": row["eval/complete"] == 1,
-        "sets": _sets(row),
-    }
+    found = {"checkpoint": own.checkpoint, "run": str(place), "complete": row["eval/complete"] == 1, "sets": _sets(row)}
     sys.stdout.write(f"{msgspec.json.encode(found).decode()}\n" if own.json else table(found))
     return 0 if found["complete"] else 1
 

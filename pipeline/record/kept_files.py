@@ -108,11 +108,11 @@ MODEL_DIR: Final = "hf"
 
 
 def save_hf(checkpoint: Path, pattern: str, step: int, flag: str = "--save-hf") -> Path:
-    """Copy the policy of a committed checkpoint to `pattern`, with `{step}` replaced; where it is now.
+    """Copy the policy of a committed checkpoint to `pattern`, with `{step}` and `{rollout_id}` replaced; where it is.
 
     Raises CheckpointError if the disk fails, or if something that is no such copy is in the way.
     """
-    target = Path(pattern.replace("{step}", str(step))).expanduser()
+    target = Path(pattern.replace("{step}", str(step)).replace("{rollout_id}", str(step - 1))).expanduser()
     if target.exists() and not (target / "config.json").is_file():
         raise CheckpointError(
             f"{flag} {target} exists and is no model in Hugging Face format; move it away, or choose another place"

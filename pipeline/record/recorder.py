@@ -246,7 +246,7 @@ class Recorder:
             commit_directory(draft, final)
 
         def tidy() -> None:
-            if self.config.checkpoint.save_hf is not None and self.config.train.loss_type != "sft_loss":
+            if self.config.checkpoint.save_hf is not None:
                 save_hf(final, self.config.checkpoint.save_hf, report.step)
             prune(self.rundir.checkpoints, self.config.checkpoint.keep_last_n)
             remove_superseded(self.rundir.path, report.step)

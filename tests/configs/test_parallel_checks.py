@@ -149,7 +149,7 @@ def test_options_of_recomputation_follow_from_each_other(dense: str) -> None:
      "--ref-update-interval is 2, but with --lora-rank 8 the reference is the model without adapters"),
     (f"{FSDP} 2 --fsdp-context-parallel-size 2 --attn-implementation eager",
      "--attn-implementation is eager, but --fsdp-context-parallel-size 2 needs attention whose mask"),
-    ("--save-hf out/{stepp} --save-interval 1", "the only name in braces is {step}, not {stepp}"),
+    ("--save-hf out/{stepp} --save-interval 1", "the names in braces are {step} and {rollout_id}, not {stepp}"),
     ("--save-hf o --train-backend simulated", "--save-hf writes weights, but --train-backend simulated"),
 ])  # fmt: skip
 def test_options_that_nothing_reads(argv: str, words: str) -> None:
@@ -163,6 +163,7 @@ def test_options_that_are_read() -> None:
         f"{fsdp} --async-save --save-interval 1 --save-hf out/{{step}}",
         "--no-use-dynamic-batch-size --micro-batch-size 4",
         "--save-hf out/{step} --save-interval 1",
+        "--save-hf out/{rollout_id}/hf --save-interval 1",
     ):
         assert settled(TINY, argv)[1] == ()
 

@@ -142,6 +142,7 @@ def test_the_tables_name_flags_that_are_here_and_no_flag_of_ours() -> None:
      ["--loss-aggregation", "token_mean", "--tis-clip", "2", "--train-dtype", "bfloat16"]),
     ("--no-rope-fusion --no-masked-softmax-fusion",
      ["megatron.megatron_args.apply_rope_fusion=false", "megatron.megatron_args.masked_softmax_fusion=false"]),
+    ("--start-rollout-id 0 --lr 1", ["--lr", "1"]),
     ("--num-layers 36 --swiglu", ["model.model_args.num-layers=36", "model.model_args.swiglu=true"]),
     ("--optimizer adam run.seed=3", ["run.seed=3"]),
     ("--use-flash-attn --use-mlflow", ["--megatron-attention-backend", "flash", "--report-to", "mlflow"]),
@@ -190,6 +191,12 @@ def test_a_file_of_evaluations_becomes_settings_of_each_set(tmp_path: Path) -> N
         (tmp_path / "sets.yaml").write_text(text)
         (fault,) = read_flags(["--eval-config", str(tmp_path / "sets.yaml")]).faults
         assert "cannot be read as eval: with datasets:, each with name and path" in fault
+
+
+def test_a_run_that_is_continued_counts_on(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text("")
+    (fault,) = read_flags(["--load", str(tmp_path), "--start-rollout-id", "0"]).faults
+    assert "to begin with other weights give --hf-checkpoint RUN/checkpoints/step-N/hf" in fault
 
 
 def test_functions_of_slime_itself_are_not_looked_for_on_the_path() -> None:

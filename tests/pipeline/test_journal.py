@@ -413,6 +413,7 @@ def test_each_step_has_its_place_or_replaces_the_one_before(tmp_path: Path) -> N
     assert save_hf(first, str(tmp_path / "out" / "step-{step}"), 7) == tmp_path / "out" / "step-7"
     for made in (first, second):
         save_hf(made, str(tmp_path / "newest"), 8)
+    assert save_hf(second, str(tmp_path / "out" / "{rollout_id}" / "hf"), 8) == tmp_path / "out" / "7" / "hf"
     assert (tmp_path / "newest" / "model.safetensors").read_text() == "two"
     assert sorted(one.name for one in tmp_path.iterdir()) == ["a", "b", "newest", "out"]  # no drafts are left
     assert (tmp_path / "out" / "step-7" / "model.safetensors").read_text() == "one"

@@ -182,6 +182,18 @@ def test_saved_batches_train_the_same_model_to_the_bit(tmp_path: Path, mode: tup
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("flags", [("--loss-type", "sft_loss"), ("--warm-start-steps", "3", "--mode", "sync")])
+def test_weights_are_copied_for_each_checkpoint_of_the_run_and_not_for_its_warm_start(
+    tmp_path: Path, flags: tuple[str, ...]
+) -> None:
+    copies = ["--save-interval", "1", "--save-hf", str(tmp_path / "out" / "{rollout_id}")]
+    done = succeed_here(tmp_path / "run", *SMALL, *made_model(), *flags, "--num-rollout", "2", *copies)
+    assert {place.name for place in (tmp_path / "out").iterdir()} == {"0", "1"}
+    assert weights(done) == (tmp_path / "out" / "1" / "model.safetensors").read_bytes()
+    assert weights(done) != (tmp_path / "out" / "0" / "model.safetensors").read_bytes()
+
+
+@pytest.mark.slow
 def test_rollouts_alone_leave_the_weights_as_they_are(tmp_path: Path) -> None:
     flags = [*SMALL, *made_model(), "--mode", "sync", "--debug-rollout-only"]
     template = str(tmp_path / "{rollout_id}.msgpack")
