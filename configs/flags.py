@@ -259,7 +259,8 @@ def _rule(kind: Kind, members: tuple[Any, ...], meta: Meta, choices: tuple[str, 
     if kind in words:
         text = words[kind]
     elif kind == "list":
-        text = "a list of whole numbers" if int in get_args(members[0]) else "a list of texts"
+        of = get_args(members[0])[0]
+        text = f"a list of {'whole numbers' if of is int else 'texts' if of is str else 'numbers > 0'}"
     elif choices and int not in members:
         text = f"one of {', '.join(choices)}"
     else:

@@ -226,6 +226,7 @@ def supervised(config: Config) -> Config:
     warm = config.warm_start
     values: dict[str, Any] = {
         "data.prompt_data": warm.warm_start_data or config.data.prompt_data,
+        "data.prompt_data_weights": () if warm.warm_start_data else config.data.prompt_data_weights,
         "data.label_key": warm.warm_start_label_key or config.data.label_key,
         "data.rollout_shuffle": True,
         "rollout.num_rollout": warm.warm_start_steps,

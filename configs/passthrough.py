@@ -17,6 +17,7 @@ from configs.schema.notation import nearest
 RETIRED: Final[Mapping[str, tuple[object, str]]] = {
     "run.hub_processes": (0, "all streams run in the controller's process"),
     "run.hub_shards": (1, "all streams run in the controller's process"),
+    "data.strict_data": (False, "--max-bad-rows 0 says the same"),
     "run.train_standby": (False, "a killed trainer starts again from its last checkpoint; see --save-interval"),
 }
 

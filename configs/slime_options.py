@@ -125,8 +125,8 @@ NOT_HERE: Final[Mapping[str, str]] = {
     "log-correct-samples": "python launch.py samples RUN shows them by reward",
     "log-reward-category": "a grader that returns a dict has each of its numbers logged",
     "min-batch-collection-ratio": "a batch is trained when it is complete",
-    "no-save-optim": "a trainer that is lost goes on from the newest checkpoint, so every checkpoint has the optimizer's "
-                     "state; --keep-last-n 1 keeps one of them, and --save-hf copies weights alone",
+    "no-save-optim": "each checkpoint has the optimizer's state, for a lost trainer goes on from it; --keep-last-n 1 "
+                     "keeps one of them, and --save-hf copies weights alone",
     "qwen-gdn-backend": "linear attention is not implemented",
     "freeze-indexer": "sparse attention is not implemented",
     "reset-optimizer-states": "start a new run with --hf-checkpoint and the saved weights",

@@ -176,10 +176,6 @@ def _kl_loss(values: tuple[str, ...], given: Given) -> Answer | None:
     return Answer() if "use-kl-loss" in given and len(coefficient) == 1 and _same(coefficient[0], "0") else None
 
 
-def _kl_loss_type(values: tuple[str, ...], given: Given) -> Answer | None:
-    return _kl_loss(values, given)
-
-
 def _eval_prompt_data(values: tuple[str, ...], given: Given) -> Answer | None:
     """`NAME PATH NAME PATH`; a name has no slash, no dot and no equals sign, a path has one of the first two."""
     names, paths = values[::2], values[1::2]
@@ -306,10 +302,11 @@ RULES: Final[Mapping[str, Callable[[tuple[str, ...], Given], Answer | None]]] = 
     "save": _save,
     "load": _load,
     "start-rollout-id": _start,
+    "strict-data": lambda values, given: Answer(("--max-bad-rows", "0")),
     "ref-load": _ref_load,
     "use-kl-loss": _kl_loss,
     "kl-loss-coef": _kl_loss,
-    "kl-loss-type": _kl_loss_type,
+    "kl-loss-type": _kl_loss,
     "eval-prompt-data": _eval_prompt_data,
     "eval-config": _eval_config,
     "custom-config-path": _custom_config,

@@ -12,7 +12,7 @@ StageError
 └── UntrainableGroup     the rewards of a group do not become advantages; it ends the group, not the run
 DataError
 ├── SourceError          a path, a slice or a file format cannot be used
-├── RowError             one row cannot become a prompt (also the error of strict_data)
+├── RowError             one row cannot become a prompt (also the error of max_bad_rows)
 └── EmptyDataError       no usable prompt is left
 
 All of them carry one sentence, so that they survive a process boundary.

@@ -41,6 +41,9 @@ def data_faults(config: Config) -> Iterator[str]:
     data, evaluation = config.data, config.eval
     if not data.prompt_data and data.data_source_path is None and config.rollout.num_rollout != 0:
         yield "--prompt-data is empty, but a run needs prompts; give a file, or the built-in arithmetic"
+    if data.prompt_data_weights and len(data.prompt_data_weights) != len(data.prompt_data):
+        counts = f"has {len(data.prompt_data_weights)} numbers for {len(data.prompt_data)} entries of --prompt-data"
+        yield f"--prompt-data-weights {counts}; give one for each"
     others = {"--loss-type sft_loss": config.train.loss_type == "sft_loss", "[[environment]]": config.environment}
     for what in (name for name, given in others.items() if given and data.data_source_path is not None):
         yield f"--data-source-path gives prompts that a run with {what} does not ask for; leave one of them out"

@@ -19,6 +19,9 @@ class DataConfig(Section, frozen=True, kw_only=True):
 
     prompt_data: tuple[str, ...] = ()
     """prompt files: JSONL, Parquet or a Hugging Face dataset directory; slices as path@[a:b]"""
+    prompt_data_weights: Annotated[tuple[Positive, ...], ReadBy("a run without --data-source-path")] = ()
+    """share of each entry of --prompt-data among the prompts, as numbers above 0 in their order; default: one after the
+    other"""
     data_source_path: str | None = None
     """class that supplies the prompts, with slime's interface: get_samples(n), save(rollout_id), load(rollout_id),
     len; it may read --prompt-data as args.prompt_data"""
@@ -53,8 +56,9 @@ class DataConfig(Section, frozen=True, kw_only=True):
     trust_data_code: bool = False
     """rows may name functions and addresses that no setting names (rm_type, custom_rm_path and generate_function_path
     in their metadata): whoever wrote the data can then run code here"""
-    strict_data: bool = False
-    """make a malformed row an error instead of skipping it"""
+    max_bad_rows: Natural | None = None
+    """most malformed rows of a data set that are skipped, one more is an error; --strict-data is 0; default: any
+    number"""
 
 
 class EvalSet(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -114,22 +118,10 @@ class EvalConfig(Section, frozen=True, kw_only=True):
     def of(self, name: str) -> EvalConfig:
         """What holds for one held-out set: its own settings over these."""
         own = msgspec.convert(self.eval_sets.get(name, {}), EvalSet)
-        return msgspec.structs.replace(
-            self,
-            **{
-                field: value
-                for field, value in (
-                    ("n_samples_per_eval_prompt", own.n_samples),
-                    ("eval_temperature", own.temperature),
-                    ("eval_top_p", own.top_p),
-                    ("eval_top_k", own.top_k),
-                    ("eval_max_response_len", own.max_response_len),
-                    ("eval_input_key", own.input_key),
-                    ("eval_label_key", own.label_key),
-                )
-                if value is not None
-            },
-        )
+        given = {f"eval_{name}": value for name, value in msgspec.structs.asdict(own).items() if value is not None}
+        given.pop("eval_rm_type", None)
+        samples = given.pop("eval_n_samples", self.n_samples_per_eval_prompt)
+        return msgspec.structs.replace(self, n_samples_per_eval_prompt=samples, **given)
 
     def grader(self, name: str) -> str | None:
         """The `rm_type` of one held-out set's own."""

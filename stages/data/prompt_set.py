@@ -94,7 +94,7 @@ class PromptSet:
         self._sources = [open_source(path, self._keys.wanted()) for path in paths]
         self._cache: dict[int, PreparedPrompt] = {}
         self._cached_tokens = 0
-        self._read_all(paths, limit, config.strict_data)
+        self._read_all(paths, limit, config.max_bad_rows)
 
     def __len__(self) -> int:
         return len(self._row_of)
@@ -118,7 +118,7 @@ class PromptSet:
             self._cached_tokens += len(prepared.prompt_ids)
             self._cache[index] = prepared
 
-    def _read_all(self, paths: Sequence[str], limit: int | None, strict: bool) -> None:
+    def _read_all(self, paths: Sequence[str], limit: int | None, most_bad: int | None) -> None:
         source_of: list[int] = []
         row_of: list[int] = []
         digest = xxhash.xxh3_64()
@@ -132,7 +132,7 @@ class PromptSet:
                     if len(encoded) > _ROW_BYTES:
                         raise BadValue("too large", f"the row has {len(encoded)} bytes, above {_ROW_BYTES}")
                 except (BadValue, RowError) as error:
-                    self._skip(source, row, error, strict)
+                    self._skip(source, row, error, most_bad)
                     continue
                 source_of.append(position)
                 row_of.append(row)
@@ -169,15 +169,16 @@ class PromptSet:
             self.report.rm_types[parsed.rm_type] = self.report.rm_types.get(parsed.rm_type, 0) + 1
         return parsed
 
-    def _skip(self, source: Source, row: int, error: BadValue | RowError, strict: bool) -> None:
+    def _skip(self, source: Source, row: int, error: BadValue | RowError, most_bad: int | None) -> None:
         kind = error.kind if isinstance(error, BadValue) else "bad json"
         bad = BadRow(source.file, source.line(row), str(error), kind)
         if kind == "untrusted":
             raise RowError(str(bad))
-        # A long prompt is a fact of good data, which the limit is there to filter; it is no malformed row.
-        if strict and kind != "too long":
-            raise RowError(f"{bad}; correct the row, or leave strict_data off to skip such rows")
         self.report.skip(bad)
+        # A long prompt is a fact of good data, which the limit is there to filter; it is no malformed row.
+        found = sum(count for why, count in self.report.skipped.items() if why != "too long")
+        if most_bad is not None and found > most_bad:
+            raise RowError(f"{bad}; with it {found} rows are malformed, above --max-bad-rows {most_bad}; correct them")
 
     def _refuse_useless(self) -> None:
         report, keys = self.report, self._keys

@@ -2,8 +2,9 @@
 demonstrations for supervised training.
 
 The order is a function of (seed, epoch) with random access. Positions 0, 1, 2, ... run through the epochs; each epoch
-is a permutation of all prompts. The curriculum keeps a moving average of each prompt's pass rate. While it lies
-outside [low, high], the prompt is visited only with probability `keep`.
+is a permutation of all prompts, or with --prompt-data-weights of those of one source. The curriculum keeps a moving
+average of each prompt's pass rate. While it lies outside [low, high], the prompt is visited only with probability
+`keep`.
 
 A data source (`--data-source-path`) is called as slime calls it: get_samples, save, load. It is called ahead of the
 ledger, in a thread. Each of its prompts gets a position in the order of arrival and is kept until its group is settled:
@@ -24,10 +25,10 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -39,7 +40,7 @@ from models.import_path import import_path, raised
 from models.slime_arguments import slime_arguments
 from stages.data.prepare import PreparedPrompt, Preparer
 from stages.data.rows import BadValue, LoadReport, RowKeys, normal_import_path, parse_row, trusted_functions
-from stages.errors import DataSourceError
+from stages.errors import DataSourceError, EmptyDataError
 from stages.messages import (
     Float32Array,
     Int32Array,
@@ -54,8 +55,6 @@ from stages.messages import (
 from stages.prompts.ledger import DrawnRow
 
 
-# Two epochs: around an epoch's end, requeued prompts of the old one interleave with the new one.
-@lru_cache(maxsize=4)
 def _permutation(n: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
     """[n] prompt indices of one epoch: the indices sorted by a keyed hash of themselves."""
     key = mix64(mix64(seed) ^ epoch)
@@ -71,7 +70,9 @@ class PromptOrder:
     def __init__(self, n: int, seed: int, shuffle: bool) -> None:
         if n < 1:
             raise ValueError(f"the order needs at least one prompt, got n = {n}")
-        self.n, self.seed, self.shuffle = n, seed, shuffle
+        self.n, self.shuffle = n, shuffle
+        # Two epochs: around an epoch's end, requeued prompts of the old one interleave with the new one.
+        self._of_epoch = lru_cache(maxsize=2)(partial(_permutation, n, seed))
 
     def index(self, position: int) -> tuple[int, int]:
         """(epoch, prompt index) at a position >= 0. The first call of an epoch costs O(n log n), the others O(1)."""
@@ -80,7 +81,43 @@ class PromptOrder:
         epoch, offset = divmod(position, self.n)
         if not self.shuffle:
             return epoch, offset
-        return epoch, int(_permutation(self.n, self.seed, epoch)[offset])
+        return epoch, int(self._of_epoch(epoch)[offset])
+
+
+CYCLE: Final = 1000
+
+
+class WeightedOrder(PromptOrder):
+    """Several sources, visited in shares. Each has epochs of its own, so a small one comes round more often.
+
+    Which source is visited is a cycle of about 1000 positions, in which each has its share, evenly spread: the one that
+    is furthest behind its share is next.
+    """
+
+    def __init__(self, sizes: Sequence[int], weights: Sequence[float], seed: int, shuffle: bool) -> None:
+        """`sizes`: usable rows of each source. Raises EmptyDataError for a source without any."""
+        if 0 in sizes:
+            raise EmptyDataError(f"source {sizes.index(0) + 1} of --prompt-data has a weight, but no usable row")
+        super().__init__(sum(sizes), seed, shuffle)
+        self._orders = [PromptOrder(n, seed + place, shuffle) for place, n in enumerate(sizes)]
+        self._starts = np.cumsum([0, *sizes[:-1]]).tolist()
+        counts = np.maximum(1, np.rint(CYCLE * np.array(weights) / sum(weights))).astype(np.int64)
+        self._counts, behind = counts.tolist(), np.zeros(len(sizes), np.int64)
+        self._cycle: list[tuple[int, int]] = []  # (source, its visits before) at each position
+        seen = [0] * len(sizes)
+        for _ in range(counts.sum()):
+            behind += counts
+            source = int(behind.argmax())
+            behind[source] -= counts.sum()
+            self._cycle.append((source, seen[source]))
+            seen[source] += 1
+
+    def index(self, position: int) -> tuple[int, int]:
+        """(Epoch of its source, prompt index)."""
+        cycles, place = divmod(position, len(self._cycle))
+        source, before = self._cycle[place]
+        epoch, index = self._orders[source].index(cycles * self._counts[source] + before)
+        return epoch, self._starts[source] + index
 
 
 WEIGHT = 0.5  # of the newest pass rate in the average: rates move as the policy learns

@@ -84,7 +84,8 @@ def values(flag: Flag) -> st.SearchStrategy[Any]:
     if flag.kind == "json":
         return st.dictionaries(WORDS, st.one_of(st.booleans(), st.integers(-9, 9), WORDS), max_size=3)
     if flag.kind == "list":
-        item = st.integers(0, 10**6) if "whole" in flag.rule else WORDS
+        numbers = st.floats(1e-3, 1e3) if "numbers" in flag.rule else WORDS
+        item = st.integers(0, 10**6) if "whole" in flag.rule else numbers
         return st.lists(item, min_size=1, max_size=3).map(tuple)
     low = re.search(r"(>=?) (-?[\d.]+)", flag.rule)
     high = re.search(r"(<=?) ([\d.]+)", flag.rule)

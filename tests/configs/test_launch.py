@@ -21,7 +21,7 @@ from configs.command_line import parse
 from configs.flags import SECTIONS, Flag, flags, flags_by_key
 from configs.graph import autoscale_limits, chains, replicas
 from configs.help import description, section_title
-from configs.layers import merge, value_at
+from configs.layers import ConfigError, merge, value_at
 from configs.load import load, with_work
 from configs.passthrough import RETIRED
 from configs.schema import Config, StageConfig
@@ -211,6 +211,15 @@ def test_a_value_given_by_flag_or_by_its_place_arrives(flag: Flag, data: st.Data
     assert arrived(flag, *[word for text in texts for word in (f"--{flag.key}", text)]) == value
 
 
+def test_strict_data_is_another_name_and_its_old_key_is_explained(tmp_path: Path) -> None:
+    assert read("--strict-data --lr 1").config.data.max_bad_rows == 0
+    recipe(tmp_path, "[data]\nstrict_data = false\n", "old.toml")
+    assert read(f"--config {tmp_path / 'old.toml'}").config.data.max_bad_rows is None
+    recipe(tmp_path, "[data]\nstrict_data = true\n", "old.toml")
+    with pytest.raises(ConfigError, match="strict_data was removed: --max-bad-rows 0 says the same"):
+        read(f"--config {tmp_path / 'old.toml'}")
+
+
 def test_limits_of_stages() -> None:
     config = read("--autoscale reward=1..8 engine=1..4").config
     assert autoscale_limits(config) == {"reward": (1, 8), "engine": (1, 4)}
@@ -246,7 +255,7 @@ def test_objects_take_json_and_dotted_entries() -> None:
     ("--use-neptune", "--use-neptune resembles no known name; see --help"),
     ("--start-rollout-id 3", "--resume goes on after the run's last checkpoint"),
     ("--start-rollout-id", "--resume goes on after the run's last checkpoint"),
-    ("--no-save-optim", "every checkpoint has the optimizer's state; --keep-last-n 1"),
+    ("--no-save-optim", "each checkpoint has the optimizer's state, for a lost trainer goes on from it"),
     ("--rollout_batch_size 3", "did you mean --rollout-batch-size?"),
     ("--no-lr", "--no-lr is no flag"),
     ("--no-use-tsi", "did you mean --no-use-tis?"),

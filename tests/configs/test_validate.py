@@ -50,6 +50,8 @@ def stage(*tables: str) -> str:
     ("--policy-mode onpolicy --use-tis --mode sync", "is onpolicy, but --use-tis needs decoupled"),
     ("--policy-mode onpolicy --use-rollout-logprobs --mode sync", "means bypass"),
     ("--eval-interval 5", "--eval-interval is 5, but there is nothing to evaluate on"),
+    ("--prompt-data-weights 1 2 3",
+     "--prompt-data-weights has 3 numbers for 1 entries of --prompt-data; give one for each"),
     ("--num-rollout 0", "--num-rollout is 0 (evaluate only), but there is nothing to evaluate on"),
     ("--num-rollout none", "but a run needs a length; set --num-rollout or --num-epoch"),
     ("--num-epoch 2", "--num-epoch is 2 and --num-rollout is 3, but only one may set the length"),

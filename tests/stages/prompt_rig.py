@@ -9,6 +9,7 @@ from typing import Any
 
 from configs.schema import Config
 from stages.data.prepare import PreparedPrompt
+from stages.data.rows import LoadReport
 from stages.messages import CheckpointReady, EvalDone, Int32Array, PromptGroup, Report, Settled, StepDone, wire
 from stages.prompts.ledger import Ledger, LedgerSnapshot, OpenGroup
 from stages.prompts.stage import PromptStage
@@ -19,6 +20,8 @@ from transport.stream import Inlet, Outlet
 
 class Rows:
     """Prompts whose ids are their index."""
+
+    report = LoadReport()
 
     def __init__(self, *rows: PreparedPrompt, n: int = 100) -> None:
         self.rows = rows or tuple(PreparedPrompt(f"q{i}", wire([i], Int32Array), f"a{i}", "{}", "[]") for i in range(n))

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from stages.data.prepare import PreparedPrompt
+from stages.data.rows import LoadReport, SourceCount
 from stages.errors import Starved
 from stages.messages import CheckpointReady, EvalDone, Int32Array, RolloutSlice, Settled, wire
 from stages.prompts.ledger import LedgerSnapshot, OpenGroup
@@ -54,6 +55,23 @@ async def test_a_changed_sampling_holds_for_groups_that_are_admitted_from_then_o
         await one.report(Settled(0, "filtered"))
         second = await take(one.groups)
         assert [(g.temperature, g.top_p) for g in (first, second)] == [(0.7, 0.9), (0.3, 1.0)]
+
+
+async def test_sources_with_weights_are_mixed_by_position_so_a_resumed_run_goes_on_in_the_same_order() -> None:
+    """Prompts 0 to 2 are of one file, 3 to 9 of another that has three times its weight."""
+    rows = Rows(n=10)
+    rows.report = LoadReport(sources=[SourceCount("a", 3, 3), SourceCount("b", 7, 7)])
+    config = make_config(
+        data={"rollout_shuffle": False, "prompt_data_weights": [0.25, 0.75], "prompt_data": ["a", "b"]}
+    )
+    expected = [3, 0, 4, 5, 6, 1, 7, 8, 9, 2, 3, 4]
+    async with prompting(batch=4, eta=2, config=config, prompts=rows) as one:
+        await one.land(0)
+        assert [(await take(one.groups)).prompt_index for _ in range(12)] == expected
+    snapshot = LedgerSnapshot(8, 8, {"trained": 8}, ())
+    async with prompting(batch=4, eta=0, config=config, prompts=rows, snapshot=snapshot) as one:
+        await one.land(2)
+        assert [(await take(one.groups)).prompt_index for _ in range(4)] == expected[8:]
 
 
 async def test_open_groups_of_a_snapshot_are_submitted_again_before_new_ones() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import sys
@@ -12,7 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from configs.schema.data import DataConfig
@@ -20,7 +21,7 @@ from stages.data.prompt_set import PromptSet
 from stages.data.rows import BadValue, RowKeys, label_text, parse_row, trusted_functions
 from stages.data.sources import open_source, parse_spec, without_nulls
 from stages.errors import DataError, EmptyDataError, RowError, SourceError
-from stages.prompts.prompt_sources import PromptOrder
+from stages.prompts.prompt_sources import PromptOrder, WeightedOrder
 from tests.stages.stage_rig import make_config
 
 
@@ -69,14 +70,22 @@ def test_bad_rows_are_skipped_counted_and_named(prompts_of: Prompts, tmp_path: P
     assert len(report.bad_rows) == 20, "the list is bounded, the count is not"
 
 
-def test_strict_data_names_file_line_reason_and_cure(prompts_of: Prompts) -> None:
-    with pytest.raises(RowError, match=r"a\.jsonl:2: no key 'input'.*correct the row, or leave strict_data off"):
-        prompts_of([GOOD[0], {"inptu": "x"}], strict_data=True)
+def test_one_bad_row_too_many_names_file_line_reason_and_cure(prompts_of: Prompts) -> None:
+    rows = [GOOD[0], {"inptu": "x"}, "{", GOOD[0]]
+    with pytest.raises(
+        RowError, match=r"a\.jsonl:2: no key 'input'.*1 rows are malformed, above --max-bad-rows 0; corr"
+    ):
+        prompts_of(rows, max_bad_rows=0)
+    with pytest.raises(
+        RowError, match=r"a\.jsonl:3: not valid JSON.*2 rows are malformed, above --max-bad-rows 1; corr"
+    ):
+        prompts_of(rows, max_bad_rows=1)
+    assert len(prompts_of(rows, max_bad_rows=2)) == len(prompts_of(rows)) == 2
 
 
 def test_long_prompts_are_filtered_also_when_strict(prompts_of: Prompts) -> None:
     rows = [{"input": "x" * n} for n in (3, 11, 10, 12)]
-    prompts = prompts_of(rows, rollout_max_prompt_len=10, strict_data=True)
+    prompts = prompts_of(rows, rollout_max_prompt_len=10, max_bad_rows=0)
     assert [len(prompts.get(index).prompt_ids) for index in range(len(prompts))] == [3, 10]
     assert prompts.report.skipped == {"too long": 2}
     assert prompts.report.longest_tokens == 10
@@ -225,6 +234,45 @@ def test_no_prompts_no_order_and_positions_count_from_0() -> None:
         PromptOrder(0, 0, True)
     with pytest.raises(ValueError, match="counts from 0, got -1"):
         PromptOrder(3, 0, True).index(-1)
+
+
+mixes = st.lists(st.tuples(st.integers(1, 40), st.floats(0.02, 5.0)), min_size=1, max_size=5)
+
+
+@given(mix=mixes, seed=seeds, shuffle=st.booleans(), cursor=st.integers(0, 1200))
+@settings(max_examples=25, phases=[Phase.generate])
+def test_shares_are_as_asked_and_a_resumed_order_is_the_uninterrupted_one(
+    mix: list[tuple[int, float]], seed: int, shuffle: bool, cursor: int
+) -> None:
+    """From any position on. Each source goes through its own rows, all of them before one comes again."""
+    sizes, weights = [n for n, _ in mix], [weight for _, weight in mix]
+    order = WeightedOrder(sizes, weights, seed, shuffle)
+    visits = [order.index(position) for position in range(1200 + 10)]
+    resumed = WeightedOrder(sizes, weights, seed, shuffle)
+    assert [resumed.index(cursor + step) for step in range(10)] == visits[cursor : cursor + 10]
+    ends = list(itertools.accumulate(sizes))
+    for place, (n, weight) in enumerate(mix):
+        start, end, share = ends[place] - n, ends[place], weight / sum(weights)
+        seen = [(epoch, index - start) for epoch, index in visits if start <= index < end]
+        assert abs(len(seen) - share * len(visits)) <= len(mix) + len(visits) / 1000
+        assert [epoch for epoch, _ in seen] == [visit // n for visit in range(len(seen))]
+        whole = [[index for epoch, index in seen if epoch == e] for e in range(len(seen) // n)]
+        assert all(sorted(indices) == list(range(n)) for indices in whole)
+        assert shuffle or all(indices == sorted(indices) for indices in whole)
+        if shuffle and n > 8 and len(whole) > 2:
+            assert whole[0] != whole[1] or whole[1] != whole[2]
+
+
+def test_sources_take_turns_by_their_weights() -> None:
+    order = WeightedOrder([2, 5], [3.0, 1.0], seed=0, shuffle=False)
+    assert order.n == 7, "all prompts, for lengths in epochs and the search of a curriculum"
+    assert [order.index(position) for position in range(8)] == [
+        (0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (2, 0), (0, 3), (2, 1),
+    ]  # fmt: skip
+    one, other = (WeightedOrder([50, 50], [1.0, 2.0], seed, shuffle=True) for seed in (1, 2))
+    assert [one.index(position) for position in range(30)] != [other.index(position) for position in range(30)]
+    with pytest.raises(EmptyDataError, match="source 2 of --prompt-data has a weight, but no usable row"):
+        WeightedOrder([3, 0], [1.0, 1.0], 0, shuffle=False)
 
 
 KEYS = RowKeys("input", "label", "metadata", "tools")
