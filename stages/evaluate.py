@@ -299,6 +299,7 @@ class EvaluateStage(Stage):
         metrics = {f"eval_function/{name}": value for name, value in found.metrics.items()}
         for name, one in found.data.items():
             metrics[f"eval/{name}"] = fmean(one["rewards"])
+            metrics[f"eval/{name}-prompts"] = float(len(one["rewards"]))
             if one["truncated"]:
                 metrics[f"eval/{name}-truncated_ratio"] = fmean(one["truncated"])
         return metrics, bool(found.data) and set(found.versions) <= {version}

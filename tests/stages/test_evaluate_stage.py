@@ -441,7 +441,12 @@ async def test_a_function_evaluates_all_sets_in_one_call_and_its_failure_is_the_
         result = await desk.result()
         assert (result.version, result.complete) == (3, True)
         metrics = {name: value for name, value in result.metrics.items() if name != "eval/time_s"}
-        assert metrics == {"eval/mine": 0.75, "eval/mine-truncated_ratio": 0.5, "eval_function/m": 2.0}
+        assert metrics == {
+            "eval/mine": 0.75,
+            "eval/mine-prompts": 2.0,
+            "eval/mine-truncated_ratio": 0.5,
+            "eval_function/m": 2.0,
+        }
         for version, answered, complete in ((4, [3, 4], False), (5, [5], True)):
             desk.pin(version)
             [group] = await desk.prompts(1)
