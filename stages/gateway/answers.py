@@ -197,7 +197,10 @@ class Answers:
             return ask.ids
         if self._encode is None:
             raise Refused("invalid", "texts are not tokenised here; send input_ids")
-        return self._encode(ask.text, most=self.max_context)
+        # A text that continues an earlier answer keeps that answer's tokens: encoded again they could be others.
+        known = max((text for text in list(session.texts) if ask.text.startswith(text)), key=len, default="")
+        before = session.texts.get(known, ())
+        return [*before, *self._encode(ask.text[len(known) :], most=self.max_context - len(before))]
 
     async def answer(self, place: OpenSession, ask: Ask, context: Sequence[int]) -> Answer:
         """The answer to a request with this context. Waits for the engines. Raises Refused."""
@@ -241,7 +244,7 @@ class Answers:
     def _request(self, place: OpenSession, turn: Turn, ask: Ask, name: int) -> tuple[SampleRequest, bool]:
         """The request to the engines, and whether its sampling parameters are those of training."""
         draft = msgspec.structs.replace(turn.draft, replaced=place.sample.replaced)
-        budget = self._requests.budget(place.group, draft)
+        budget = self._requests.budget(place.group, draft, each_turn=self._client_sampling)
         if budget <= 0:
             place.truncated = True
             n = draft.length
@@ -314,6 +317,9 @@ class Answers:
             message = msgspec.structs.replace(message, content=message.content[: message.content.find(stop_found)])
         finish: Finish = "length" if not ended else "calls" if message.tool_calls else "stop_text" if stop else "stop"
         session.land(turn, result, message if turn.conversation is not None else None, trained=trained)
+        text = result.text if turn.conversation is not None or ask.keep_stop else message.content
+        if ask.text:
+            session.texts[ask.text + text] = (*turn.ids.tolist(), *result.token_ids)
         return Answer(
             id=f"{name:024x}",
             created=int(time.time()),
@@ -323,7 +329,7 @@ class Answers:
             token_ids=result.token_ids,
             log_probs=result.log_probs,
             runs=result.runs,
-            text=result.text if turn.conversation is not None or ask.keep_stop else message.content,
+            text=text,
             stop=stop,
             cached_tokens=min(result.cached_tokens, len(turn.ids)),
         )

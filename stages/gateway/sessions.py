@@ -61,6 +61,7 @@ class Session:
         self._last = 0  # the sequence of the newest turn
         # (place of the sequence, tokens up to the reply's end), by digest of the conversation up to it, inclusive
         self._replies: dict[bytes, tuple[int, int]] = {}
+        self.texts: dict[str, tuple[int, ...]] = {}  # of clients that send texts: up to an answer's end -> its tokens
 
     def open(self, conversation: Conversation) -> Turn:
         """The turn for a conversation. Raises ChatFormatError if the chat format cannot write it."""

@@ -85,8 +85,8 @@ def clean(text: str) -> str:
 def as_grade(value: object, key: str | None = None) -> Grade:
     """Accept a number, a mapping with `score`, or a Grade; anything else is a failed grade with the reason.
 
-    Of a mapping, `is_correct` (boolean) and `extracted` (text) are kept as such, every other number becomes a part.
-    `key` (--reward-key) names the score where the mapping has no `score`.
+    Of a mapping, `is_correct` (boolean) and `extracted` or `pred` (text) are kept as such, every other number becomes a
+    part, and other texts are left out. `key` (--reward-key) names the score where the mapping has no `score`.
     """
     if isinstance(value, Grade):
         return _checked(value)
@@ -106,12 +106,12 @@ def _from_mapping(value: Mapping[object, object], key: str | None) -> Grade:
     if score is None:
         keys = ", ".join(str(name) for name in list(value)[:20]) or "none"
         return failed(f"the grader's dict needs a number under {source!r}; its keys: {keys}")
-    correct, extracted = value.get("is_correct"), value.get("extracted")
+    correct, extracted = value.get("is_correct"), value.get("extracted", value.get("pred"))
     if correct is not None and not isinstance(correct, bool):
         return failed(f"'is_correct' in the grader's dict is {type(correct).__name__}; it must be a bool or None")
     parts: dict[str, float] = {}
     for name, item in value.items():
-        if name in ("score", "is_correct", "extracted"):
+        if name in ("score", "is_correct", "extracted") or isinstance(item, str | None):
             continue
         number = _number(item)
         if number is None:

@@ -84,16 +84,15 @@ def _ask_as_slime(function: Callable[..., object], request: GradeRequest, metada
     """Call a function of slime's signature: `(args, sample)`, or `(args, samples)` for a group."""
     from models.slime_arguments import SlimeArguments
     from stages.slime.convert import put_back
-    from stages.slime.types import Sample
+    from stages.slime.types import Sample, label_of
 
     length = 0 if request.responses else request.n_tokens
     ended: Any = metadata.get("group_members", ())
     own: dict[str, Any] = {"attributes": metadata.pop("sample_attributes", {})}
+    label, answers = label_of(request.label), request.responses or (request.response,)
     samples = [
-        Sample(
-            prompt=request.prompt, response=response, response_length=length, label=request.label, metadata={**metadata}
-        )
-        for response in request.responses or (request.response,)
+        Sample(prompt=request.prompt, response=response, response_length=length, label=label, metadata={**metadata})
+        for response in answers
     ]
     lefts = [one.get("left", {}) for one in ended if one["graded"]] if request.responses else [own]
     for sample, left in zip(samples, lefts, strict=False):

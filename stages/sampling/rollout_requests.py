@@ -53,11 +53,16 @@ class Requests:
         """
         return self._cancels_stale and group.purpose == "train"
 
-    def budget(self, group: PromptGroup, sample: Sample) -> int:
-        """Tokens that the sample may still get; below 0 if it has too many."""
+    def budget(self, group: PromptGroup, sample: Sample, *, each_turn: bool = False) -> int:
+        """Tokens that the sample may still get; below 0 if it has too many.
+
+        `each_turn`: the response length bounds each request, as for functions written for slime, and the context all.
+        """
         longest = self.rollout.rollout_max_response_len
         if group.purpose == "eval":
             longest = self.config.eval.of(group.dataset).eval_max_response_len or longest
+        if each_turn:
+            return min(longest, self.max_context - sample.length)
         return min(longest, self.max_context - sample.prompt_length) - sample.response_length
 
     def params(self, group: PromptGroup, sample: Sample, budget: int, n: int) -> SamplingParams:

@@ -86,7 +86,7 @@ def given_sample(config: Config, group: PromptGroup, sample: Sample) -> slime.Sa
         index=group.group_id * group.n_samples + sample.index,
         rollout_id=group.group_id * group.n_samples + sample.index,
         prompt=group.prompt,
-        label=group.label,
+        label=slime.label_of(group.label),
         metadata=metadata,
         generate_function_path=metadata.get("generate_function_path"),
         session_id=f"{group.key}/{sample.index}",

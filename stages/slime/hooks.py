@@ -80,7 +80,7 @@ def shown(slice_: RolloutSlice) -> list[slime.Sample]:
                 tokens=sample.token_ids.tolist(),
                 response=sample.response,
                 response_length=sample.response_length,
-                label=group.label,
+                label=slime.label_of(group.label),
                 reward=sample.reward,
                 loss_mask=sample.loss_mask[begin:].tolist(),
                 weight_versions=[str(version) for version in dict.fromkeys(sample.model_versions)],

@@ -6,9 +6,12 @@ stages/messages.py, and `args` in models/slime_arguments.py.
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import asdict, dataclass, field, fields
 from enum import Enum
 from typing import Any
+
+import msgspec
 
 from configs.schema import Config
 from stages.messages import PromptGroup
@@ -38,7 +41,7 @@ class Sample:
     apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     response: str = ""
     response_length: int = 0
-    label: str | None = None
+    label: Any = None
     reward: float | dict[str, Any] | None = None
     loss_mask: list[int] | None = None  # of the response; None: generated tokens are trained
     weight_versions: list[str] = field(default_factory=list)
@@ -99,15 +102,13 @@ class Sample:
                 f"loss_mask has {len(self.loss_mask)} entries for the {before} tokens that are there; give one for each"
             )
         self.response += text or ""
-        self.tokens = [*self.tokens, *ids]
+        self.tokens += ids  # in place, as all lists here: examples keep a name for `sample.loss_mask`
         self.response_length += len(ids)
         if ids:
-            self.loss_mask = [
-                *([1] * before if self.loss_mask is None else self.loss_mask),
-                *[int(trainable)] * len(ids),
-            ]
-            known = [0.0] * before if self.rollout_log_probs is None else self.rollout_log_probs
-            self.rollout_log_probs = [*known, *([0.0] * len(ids) if probs is None else probs)]
+            self.loss_mask = [1] * before if self.loss_mask is None else self.loss_mask
+            self.loss_mask += [int(trainable)] * len(ids)
+            self.rollout_log_probs = [0.0] * before if self.rollout_log_probs is None else self.rollout_log_probs
+            self.rollout_log_probs += [0.0] * len(ids) if probs is None else probs
         if meta_info is not None and update_terminal_info and "finish_reason" in meta_info:
             self.update_from_meta_info(args, meta_info)
 
@@ -138,6 +139,14 @@ def _listed(values: Any, kind: type[Any]) -> list[Any]:
     """A list, also of a tensor or array of any shape."""
     flat = values.reshape(-1).tolist() if hasattr(values, "reshape") else values or ()
     return [kind(value) for value in flat]
+
+
+def label_of(text: str | None) -> Any:
+    """A row's label, which travels as text, as slime's functions see it: an object is one again."""
+    if text is not None and text.startswith("{"):
+        with contextlib.suppress(msgspec.DecodeError):
+            return msgspec.json.decode(text)
+    return text
 
 
 class DataSource:

@@ -17,8 +17,10 @@ from __future__ import annotations
 import re
 from collections import deque
 from decimal import Decimal, InvalidOperation
+from typing import Any
 
 from stages.graders.grade import EXTRACTED_CHARS, Grade, GradeRequest, clean, failed, judged
+from stages.graders.math.answer import last_box
 
 TAIL_CHARS = 300
 _LABEL_CHARS = 1024
@@ -121,6 +123,17 @@ def grade_dapo(request: GradeRequest) -> Grade:
     correct = answer is not None and answer == label_form(request.label or "")
     shown = None if answer is None else clean(answer[:EXTRACTED_CHARS])
     return Grade(1.0 if correct else WRONG, correct, {"acc": float(correct)}, shown)
+
+
+def math_dapo_compute_score(solution_str: str, ground_truth: str, strict_box_verify: bool = False) -> dict[str, Any]:
+    """slime's function of this name: score 1 or -1, `acc`, and `pred`, what was read. Strict: the last box of the last
+    100 characters is the label, character by character."""
+    pred = last_box(solution_str[-100:])
+    correct = pred == ground_truth
+    if not strict_box_verify:
+        grade = grade_dapo(GradeRequest(grader="dapo", response=solution_str, label=ground_truth))
+        pred, correct = grade.extracted, bool(grade.is_correct)
+    return {"score": 1.0 if correct else WRONG, "acc": correct, "pred": pred}
 
 
 def answer_line(response: str) -> str | None:

@@ -17,7 +17,7 @@ from stages.graders.grade import Grade, GradeRequest, UnknownGraderError, as_gra
 from stages.graders.math.answer import last_box, unboxed
 from stages.graders.math.compat import NotArithmetic, compat_equal, equal_values
 from stages.graders.math.equality import same_answer
-from stages.graders.math.final_line import label_number, last_number, marked_number
+from stages.graders.math.final_line import label_number, last_number, marked_number, math_dapo_compute_score
 from stages.graders.math.mathematics import SYMBOLIC_S, prepare
 from stages.graders.registry import choose_auto, find_grader, grade_request, refusal
 from stages.graders.synthetic import parse_durations, uniform
@@ -212,7 +212,7 @@ def test_what_a_grader_may_return(value: object, score: float) -> None:
     (10**400, "'score' is inf"),
     ({"scores": 1}, "needs a number under 'score'; its keys: scores"),
     ({"score": 1, "part": float("inf")}, "'part' is inf"),
-    ({"score": 1, "part": "x"}, "'part' in the grader's dict is str"),
+    ({"score": 1, "part": [1]}, "'part' in the grader's dict is list"),
     ({"score": 1, "is_correct": 1}, "'is_correct' in the grader's dict is int"),
     ([1.0], "returned list"),
     (Grade(float("inf")), "'score' is inf"),
@@ -349,3 +349,12 @@ ANSWERS = st.text(alphabet="0123456789xy+-*/^()[]{},.= \\", max_size=12)
 def test_comparison_is_symmetric_and_holds_for_the_same_text(one: str, other: str) -> None:
     assert compat_equal(one, one)
     assert compat_equal(one, other) == compat_equal(other, one)
+
+
+def test_slimes_score_of_a_maths_answer() -> None:
+    """By the answer line, or strictly by the last box of the last 100 characters, which must be the label itself."""
+    assert math_dapo_compute_score("so\nAnswer: 34 dollars", "34") == {"score": 1.0, "acc": True, "pred": "34"}
+    assert math_dapo_compute_score("Answer: 35", "34") == {"score": -1.0, "acc": False, "pred": "35"}
+    assert math_dapo_compute_score("it is \\boxed{34}", "34", strict_box_verify=True)["score"] == 1.0
+    assert math_dapo_compute_score("it is \\boxed{34.0}", "34", True) == {"score": -1.0, "acc": False, "pred": "34.0"}
+    assert math_dapo_compute_score("\\boxed{34}" + 100 * " ", "34", True) == {"score": -1.0, "acc": False, "pred": None}

@@ -9,6 +9,7 @@ import re
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -33,7 +34,7 @@ from stages.records.once import EPISODES_DIR
 from stages.reward.stage import Grading
 from stages.rollouts import new_sample, rollout_fault, rollouts, trained_masks
 from stages.slime import Sample as Given
-from stages.slime.convert import ReturnedError, returned_rollout
+from stages.slime.convert import ReturnedError, given_sample, returned_rollout
 from stages.slime.hooks import (
     data_source,
     eval_data,
@@ -100,6 +101,16 @@ async def test_a_function_that_is_called_again_gets_the_answers_that_it_had(tmp_
         for name in ("token_ids", "loss_mask", "log_probs"):
             assert getattr(before, name).tolist() == getattr(after, name).tolist()
     assert uncertain_in(tmp_path / EPISODES_DIR) == 2, "what else the two calls did is not known"
+
+
+async def test_a_function_that_sends_texts_keeps_the_tokens_of_its_turns(tmp_path: Path) -> None:
+    """Each turn gets the whole response length; a text that continues an answer keeps that answer's tokens."""
+    async with world_of(tmp_path, "by_texts", rollout_max_response_len=8) as world:
+        world.stage.functions._tokenizer = SimpleNamespace(encode=lambda text, most=None: list(text.encode()))  # type: ignore[assignment]
+        [(sample,)] = await made(world, make_group(5, 1))
+    assert (sample.status, sample.error, sample.turns) == ("completed", None, 3)
+    assert sample.loss_mask.tolist() == [0] + [1] * 8 + [0] * 5 + [1] * 8 + [0] * 5 + [1] * 8
+    assert (sample.log_probs[sample.loss_mask > 0] < 0).all()
 
 
 def by(name: str) -> str:
@@ -359,6 +370,11 @@ def test_tokens_are_appended_with_their_mask_log_probs_and_end() -> None:
         with pytest.raises(ValueError, match=words):
             sample.append_response_tokens(**wrong)
     assert sample.to_dict() == before
+    known = sample.loss_mask
+    sample.append_response_tokens(tokens=[9], trainable=False)
+    assert known == [1, 1, 0, 1, 0], "lists grow in place"
+    del known[-1], sample.tokens[-1], (sample.rollout_log_probs or [])[-1]
+    sample.response_length -= 1
     sample.loss_mask = [1]
     with pytest.raises(ValueError, match="loss_mask has 1 entries for the 4 tokens that are there"):
         sample.append_response_tokens(tokens=[1], trainable=False)
@@ -413,6 +429,20 @@ async def test_graders_see_what_a_function_has_left_on_each_sample(function: str
         await grading.close()
     assert [sample.reward for sample in graded.samples] == [0.0, 11.0, 22.0]
     assert [sample.reward for sample in again.samples] == [10.0] * 3, "no grade of the same response is taken over"
+
+
+@pytest.mark.parametrize(
+    ("text", "label"),
+    [('{"ground_truth":{"target":["4"]}}', {"ground_truth": {"target": ["4"]}}), ("{1, 2}", "{1, 2}"), ("4", "4")],
+)
+def test_labels_that_were_objects_are_objects_for_functions_of_slime(text: str, label: object) -> None:
+    slice_ = group_of(1.0)
+    slice_ = msgspec.structs.replace(slice_, group=msgspec.structs.replace(slice_.group, label=text))
+    assert shown(slice_)[0].label == label
+    assert given_sample(make_config(), slice_.group, slice_.samples[0]).label == label
+    found = custom_grader(f"{CODE}:label_is_object")(GradeRequest(grader="", response="x", label=text))
+    assert found.score == float(isinstance(label, dict))
+    assert (found.extracted, found.parts) == ("4", {"acc": 1.0}), "texts of a grader's dict are no parts"
 
 
 def test_a_group_filter_of_slimes_signature_says_keep_and_why() -> None:

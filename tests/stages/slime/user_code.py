@@ -356,3 +356,23 @@ async def evaluated(args: Any, rollout_id: int, data_source: Any, evaluation: bo
 
 def evaluation_breaks(args: Any, rollout_id: int, data_source: Any, evaluation: bool = True) -> Any:
     raise OSError("no data")
+
+
+async def by_texts(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """Three turns, sent as texts; the engine's bytes are no UTF-8, so that the text alone does not give them back."""
+    url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
+    sample.tokens, sample.loss_mask, text = tokenize(sample.prompt), [], sample.prompt
+    masks = sample.loss_mask
+    for observation in ("see: ", "and: ", ""):
+        output = await post(url, {"text": text, "sampling_params": sampling_params, "return_logprob": True})
+        made = output["meta_info"]["output_token_logprobs"]
+        ids, log_probs = [item[1] for item in made], [item[0] for item in made]
+        sample.append_response_tokens(args, tokens=ids, log_probs=log_probs, meta_info=output["meta_info"])
+        sample.append_response_tokens(args, tokens=tokenize(observation), trainable=False)
+        text += output["text"] + observation
+    sample.response, sample.loss_mask = text.removeprefix(sample.prompt), masks
+    return sample
+
+
+async def label_is_object(args: Any, sample: Sample) -> dict[str, Any]:
+    return {"score": float(isinstance(sample.label, dict)), "acc": True, "pred": "4", "note": "in words", "none": None}
