@@ -134,7 +134,13 @@ _ENDS: Final = (
     "run.stall_notice_s",
     "run.stall_limit_s",
 )
-_NOT_HASHED: Final = ("run.run_dir", "run.resume", "debug.save_debug_rollout_data", *_ENDS)
+_NOT_HASHED: Final = (
+    "run.run_dir",
+    "run.resume",
+    "debug.save_debug_rollout_data",
+    "debug.save_debug_train_data",
+    *_ENDS,
+)
 
 
 def load(argv: Sequence[str]) -> Loaded:

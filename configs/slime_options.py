@@ -113,8 +113,6 @@ NOT_HERE: Final[Mapping[str, str]] = {
     "sglang-config": "all servers of the run are alike; give their options as --sglang-<option>",
     "no-offload-train": "a colocated trainer always gives its memory back; leave --colocate out for GPUs of its own",
     "no-offload-rollout": "a colocated engine always gives its memory back; leave --colocate out for GPUs of its own",
-    "dump-details": "samples.jsonl and trace.json hold them; --save-debug-rollout-data writes whole batches",
-    "save-debug-train-data": "--save-debug-rollout-data writes whole batches, which --load-debug-rollout-data trains",
     "load-debug-rollout-data-subsample": "--load-debug-rollout-data trains the batches that were written",
     "eval-max-prompt-len": "--rollout-max-prompt-len holds for evaluations too",
     "eval-max-context-len": "--rollout-max-context-len holds for evaluations too",

@@ -294,6 +294,13 @@ def _rm_type(values: tuple[str, ...], given: Given) -> Answer | None:
     return Answer(("--rm-type", "remote")) if values == ("remote_rm",) else None
 
 
+def _dump(values: tuple[str, ...], given: Given) -> Answer:
+    if len(values) != 1:
+        return Answer(fault="it takes one directory")
+    rollouts, trained = (f"{values[0]}/{name}/{{rollout_id}}" for name in ("rollout_data", "train_data"))
+    return Answer(("--save-debug-rollout-data", f"{rollouts}.msgpack", "--save-debug-train-data", f"{trained}.parquet"))
+
+
 def _per_token(values: tuple[str, ...], given: Given) -> Answer:
     return Answer(() if "loss-aggregation" in given else ("--loss-aggregation", "token_mean"))
 
@@ -324,6 +331,7 @@ RULES: Final[Mapping[str, Callable[[tuple[str, ...], Given], Answer | None]]] = 
     "opd-teacher-load": _teacher_load,
     "opd-type": lambda values, given: Answer(),
     "rm-type": _rm_type,
+    "dump-details": _dump,
     "use-flash-attn": lambda values, given: Answer(("--megatron-attention-backend", "flash")),
     "use-wandb": lambda values, given: Answer(("--report-to", "wandb")),
     "use-mlflow": lambda values, given: Answer(("--report-to", "mlflow")),

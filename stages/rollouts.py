@@ -227,7 +227,7 @@ def own_turns(part: Sample) -> list[TurnReward]:
 
 def turn_total(parts: Iterable[Sample]) -> float:
     """Sum of the rewards of all turns of a rollout, each once."""
-    return sum(turn.reward for part in parts for turn in own_turns(part))
+    return sum((turn.reward for part in parts for turn in own_turns(part)), 0.0)
 
 
 def token_rewards(parts: Sequence[Sample]) -> list[npt.NDArray[np.float32] | None]:

@@ -147,11 +147,13 @@ def debug_faults(config: Config) -> Iterator[str]:
             "--debug-train-only starts no engine, so that there is nothing to train on; give --load-debug-rollout-data "
             "with batches that an earlier run saved, or --loss-type sft_loss"
         )
-    if saved is not None and config.rollout.num_rollout != 1 and _names_no_batch(saved):
-        yield (
-            f"--save-debug-rollout-data is {saved!r}, so that each batch would replace the one before; write "
-            "{rollout_id} somewhere in it"
-        )
+    yield from _template_faults("--save-debug-train-data", debug.save_debug_train_data)
+    for label, template in (("rollout", saved), ("train", debug.save_debug_train_data)):
+        if template is not None and config.rollout.num_rollout != 1 and _names_no_batch(template):
+            yield (
+                f"--save-debug-{label}-data is {template!r}, so that each batch would replace the one before; write "
+                "{rollout_id} somewhere in it"
+            )
     if loaded is None:
         return
     if config.train.loss_type == "sft_loss":

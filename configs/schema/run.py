@@ -174,6 +174,9 @@ class DebugConfig(Section, frozen=True, kw_only=True):
 
     save_debug_rollout_data: str | None = None
     """write every rollout batch whole to this file; {rollout_id} is its number, from 0"""
+    save_debug_train_data: str | None = None
+    """write what the trainer is given of every batch to this Parquet file, a row for each sequence; {rollout_id} is its
+    number, from 0"""
     load_debug_rollout_data: str | None = None
     """train on the batches of such files, without engines and rewards"""
     debug_train_only: bool = False

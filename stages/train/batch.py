@@ -47,7 +47,7 @@ from stages.sample_log import SampleLog
 from stages.slime.hooks import logged, rollout_log, shown
 from stages.topic_values import sampling
 from stages.train.batch_metrics import MASKED, batch_metrics
-from stages.train.saved_groups import save_batch
+from stages.train.saved_groups import save_batch, save_train_data
 
 PostProcess = Callable[[Any, Any], Any]
 
@@ -222,6 +222,7 @@ class Batch:
         self.slices: list[RolloutSlice] = []  # what is trained of each group
         self.masked_tokens = 0  # too old, in groups that are trained
         self.sequences: dict[int, list[TrainSequence]] = {}  # by group, while they wait for their turn
+        self.kept: list[TrainSequence] = []  # all of them, for --save-debug-train-data
         self.staleness: Counter[int] = Counter()  # trained tokens by age
         self.trained_tokens = 0
         self.compute_s = 0.0
@@ -233,6 +234,8 @@ class Batch:
         """Take a group; `sequences` are kept until they are handed to the backend. `masked`: its stale tokens."""
         self.slices.append(slice_)
         self.sequences[slice_.group.group_id] = sequences
+        if self.config.debug.save_debug_train_data is not None:
+            self.kept += sequences
         self.masked_tokens += masked
         self.pending += 1
         for parts in rollouts(slice_.samples):
@@ -292,4 +295,6 @@ class BatchLog:
             self._spans.add("trained", time.time(), 0.0, group=group_id, detail=f"step {step}")
         if self._file is not None:
             await asyncio.to_thread(save_batch, self._file, step - 1, slices)
+        if (file := self._config.debug.save_debug_train_data) is not None:
+            await asyncio.to_thread(save_train_data, file, step - 1, batch.kept)
         await self.samples.trained(step, slices)

@@ -17,6 +17,7 @@ Invariants:
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -35,6 +36,7 @@ from configs.schema import Config
 from configs.schema.run import batch_file
 from models.checkpoint import CheckpointError, explain_disk_errors
 from models.disk import open_file
+from models.train.interface import TrainSequence
 from stages.errors import SavedBatchError
 from stages.messages import Extra, RolloutSlice, WireArray
 from stages.rollouts import oldest_version
@@ -209,6 +211,23 @@ def write_batch(path: Path, groups: Iterable[RolloutSlice]) -> None:
 def save_batch(template: str, rollout_id: int, groups: Sequence[RolloutSlice]) -> None:
     """Write one batch (0 = the first) in the order of its ids. Raises CheckpointError where there is no room."""
     write_batch(Path(batch_file(template, rollout_id)), sorted(groups, key=lambda slice_: slice_.group.group_id))
+
+
+def save_train_data(template: str, rollout_id: int, sequences: Sequence[TrainSequence]) -> None:
+    """Write what the trainer was given of one batch (0 = the first) as Parquet, a row for each sequence in the order of
+    its rollouts; columns are the fields of `TrainSequence` that any of them has. Raises CheckpointError."""
+    import pyarrow
+    import pyarrow.parquet
+
+    path = Path(batch_file(template, rollout_id))
+    ordered = sorted(sequences, key=lambda sequence: sequence.rollout_id)
+    columns = {field.name: [getattr(one, field.name) for one in ordered] for field in dataclasses.fields(TrainSequence)}
+    given = {name: values for name, values in columns.items() if any(value is not None for value in values)}
+    draft = path.with_name(f".{path.name}.draft")
+    with explain_disk_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pyarrow.parquet.write_table(pyarrow.table(given), draft)
+        draft.replace(path)
 
 
 def load_batch(template: str, rollout_id: int) -> list[RolloutSlice]:

@@ -324,6 +324,8 @@ def a_config(**sections: Any) -> Config:
     ({"debug": {"debug_train_only": True, "debug_rollout_only": True}}, "--debug-train-only does not"),
     ({"debug": {"debug_rollout_only": True, "load_debug_rollout_data": "x"}}, "--load-debug-rollout-data does not"),
     ({"debug": {"save_debug_rollout_data": "all.msgpack"}}, "each batch would replace the one before"),
+    ({"debug": {"save_debug_train_data": "all.parquet"}}, "--save-debug-train-data is 'all.parquet', so that each"),
+    ({"debug": {"save_debug_train_data": "{rank}"}}, "the only name in braces is {rollout_id}"),
     ({"debug": {"save_debug_rollout_data": "{step}"}}, "the only name in braces is {rollout_id}"),
     ({"debug": {"load_debug_rollout_data": "/no/{}"}}, "the only name in braces is {rollout_id}"),
     ({"debug": {"load_debug_rollout_data": "/no/{rollout_id}"}}, "there is no /no/0 for batch 0; correct the path"),

@@ -142,6 +142,8 @@ def test_the_tables_name_flags_that_are_here_and_no_flag_of_ours() -> None:
      ["--loss-aggregation", "token_mean", "--tis-clip", "2", "--train-dtype", "bfloat16"]),
     ("--no-rope-fusion --no-masked-softmax-fusion",
      ["megatron.megatron_args.apply_rope_fusion=false", "megatron.megatron_args.masked_softmax_fusion=false"]),
+    ("--dump-details /d", ["--save-debug-rollout-data", "/d/rollout_data/{rollout_id}.msgpack",
+                           "--save-debug-train-data", "/d/train_data/{rollout_id}.parquet"]),
     ("--start-rollout-id 0 --lr 1", ["--lr", "1"]),
     ("--num-layers 36 --swiglu", ["model.model_args.num-layers=36", "model.model_args.swiglu=true"]),
     ("--optimizer adam run.seed=3", ["run.seed=3"]),
@@ -160,6 +162,7 @@ def test_what_an_option_becomes(argv: str, wanted: list[str]) -> None:
     ("--fp16", "--fp16 is no flag: training is in bfloat16 or float32; write --train-dtype; leave it out"),
     ("--disable-compute-advantages-and-returns", "a policy loss needs advantages; it is for --loss-type sft_loss"),
     ("--sglang-router-ip 10.0.0.1", "give --sglang-router-ip and --sglang-router-port"),
+    ("--dump-details", "--dump-details is no flag: it takes one directory"),
     ("--update-weight-mode some", "versions are sent in full, or as differences"),
 ])  # fmt: skip
 def test_what_cannot_be_had_is_refused_once_for_each_reason(argv: str, fault: str) -> None:

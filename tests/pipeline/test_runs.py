@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import torch
 from launching import (
@@ -170,9 +171,16 @@ def weights(done: Finished) -> bytes:
 def test_saved_batches_train_the_same_model_to_the_bit(tmp_path: Path, mode: tuple[str, ...]) -> None:
     flags = [*SMALL, *made_model(), "--lr", "1e-3", "--mode", *mode]
     template = str(tmp_path / "batches" / "{rollout_id}.msgpack")
-    saved = succeed_here(tmp_path / "saves", *flags, "--save-debug-rollout-data", template)
+    tables = {name: str(tmp_path / name / "{rollout_id}.parquet") for name in ("made", "read")}
+    saves = ["--save-debug-rollout-data", template, "--save-debug-train-data", tables["made"]]
+    saved = succeed_here(tmp_path / "saves", *flags, *saves)
     loads = ["--load-debug-rollout-data", template, "--debug-train-only"]
-    loaded = succeed_here(tmp_path / "loads", *flags, *loads)
+    loaded = succeed_here(tmp_path / "loads", *flags, *loads, "--save-debug-train-data", tables["read"])
+    for batch in range(4):
+        made, read = (pq.read_table(table.format(rollout_id=batch)) for table in tables.values())
+        numbers = ["group_id", "rollout_id"]  # ids are dense where no group was dropped
+        assert made.drop_columns(numbers) == read.drop_columns(numbers)
+        assert made.num_rows == 16
     assert weights(saved) == weights(loaded)
     assert loaded.summary["engine"]["count"] == 0
     if mode == ("sync",):

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,8 +18,17 @@ from stages.base import TrainOptions
 from stages.errors import SavedBatchError
 from stages.messages import CheckpointReady, Extra, Float32Array, RolloutSlice, Settled, StepDone, wire
 from stages.train import checkpoints, saved_groups
+from stages.train.batch import slice_sequences
 from stages.train.checkpoints import Recovery, remove_superseded
-from stages.train.saved_groups import SavedBatches, load_batch, read_groups, restorable, save_batch, write_groups
+from stages.train.saved_groups import (
+    SavedBatches,
+    load_batch,
+    read_groups,
+    restorable,
+    save_batch,
+    save_train_data,
+    write_groups,
+)
 from tests.stages.stage_rig import idle, make_config, make_sample, make_slice, rewrite, take, until
 from tests.stages.train_rig import Training, aged
 from transport.codec import Codec
@@ -245,6 +255,49 @@ def test_no_token_is_trained_that_is_too_old(tmp_path: Path) -> None:
     with pytest.raises(SavedBatchError, match=r"token of version 0, .* --max-staleness to at least 3"):
         batches(template, max_staleness=2).group(6)
     assert batches(template, max_staleness=3).group(6).group.group_id == 6
+
+
+async def test_what_the_trainer_is_given_is_written_as_a_table_of_each_batch(
+    training: Training, tmp_path: Path
+) -> None:
+    """Rewards 3 and 1 of a group: 1 above and 1 below their mean. The prompt and a tool's text have no advantage."""
+    template = str(tmp_path / "dump" / "{rollout_id:02d}.parquet")
+    called = make_sample(1, reward=1.0, runs=[(0, 2), (-1, 1)], mask=[1, 1, 0], log_probs=[-0.25, -0.5, 0.0])
+    plain = {"disable_grpo_std_normalization": True}
+    async with training(total=2, eta=2, debug={"save_debug_train_data": template}, algorithm=plain) as one:
+        await one.send(make_slice(1), make_slice(0, make_sample(0, reward=3.0, status="truncated"), called))
+        await one.report(StepDone)
+        await one.send(make_slice(2), make_slice(3))
+        await one.report(StepDone)
+        await one.end()
+    assert [path.name for path in sorted((tmp_path / "dump").iterdir())] == ["00.parquet", "01.parquet"]
+    rows = pq.read_table(template.format(rollout_id=0)).to_pylist()
+    assert [(row["group_id"], row["rollout_id"]) for row in rows] == [(0, 0), (0, 1), (1, 2), (1, 3)]
+    first, second, *_ = rows
+    assert (first["reward"], first["truncated"], second["truncated"]) == (3.0, True, False)
+    assert first["advantages"] == [0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0]
+    assert second["tokens"] == [1, 2, 3, 10, 11, 12]
+    assert second["prompt_length"] == 3
+    assert second["loss_mask"] == [0, 0, 0, 1, 1, 0]
+    assert second["advantages"] == [0.0, 0.0, 0.0, -1.0, -1.0, 0.0]
+    assert second["versions"] == [-1, -1, -1, 0, 0, -1]
+    assert second["rollout_log_probs"] == [0.0, 0.0, 0.0, -0.25, -0.5, 0.0]
+    assert type(first["turn_total"]) is float, "a column has one type in all files"
+    assert "teacher_log_probs" not in first, "no column for what no sequence has"
+    later = pq.read_table(template.format(rollout_id=1))
+    assert later.column("group_id").to_pylist() == [2, 2, 3, 3]
+
+
+def test_rows_are_in_the_order_of_groups_and_rollouts_whenever_they_came(tmp_path: Path) -> None:
+    came = [one for group in (5, 4) for one in reversed(slice_sequences(make_config(), make_slice(group)))]
+    save_train_data(str(tmp_path / "{rollout_id}"), 3, came)
+    assert pq.read_table(tmp_path / "3").column("rollout_id").to_pylist() == [8, 9, 10, 11]
+
+
+def test_a_table_that_cannot_be_written_is_explained(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=r"file/0\.parquet cannot be written"):
+        save_train_data(str(tmp_path / "file" / "{rollout_id}.parquet"), 0, [])
 
 
 def test_no_flipped_bit_of_a_batch_loads(tmp_path: Path) -> None:
