@@ -30,7 +30,7 @@ from pipeline.record.kept_files import MODEL_DIR
 from pipeline.record.metrics import read_metrics, scores
 
 ALONE: Final = (
-    "--num-rollout 0 --train-backend simulated --loss-type policy_loss --no-colocate --warm-start-steps 0 "
+    "--num-rollout 0 --mode sync --train-backend simulated --loss-type policy_loss --no-colocate --warm-start-steps 0 "
     "--no-skip-eval-before-train --auto-resume 0 --save-interval none --save-hf none --no-debug-train-only "
     "--no-debug-rollout-only --save-debug-rollout-data none --load-debug-rollout-data none data.prompt_data=[] "
     "data.prompt_data_weights=[] --save-debug-train-data none"

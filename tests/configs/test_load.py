@@ -198,7 +198,7 @@ def test_a_small_built_in_model_is_no_published_one() -> None:
 
 
 ENVIRONMENTS = ("guess_number", "maze", "multi_agent", "python_tool", "reasoning_gym", "search")
-PROBLEMS = ("agent_openai", "gsm8k", "quickstart", "tools", "toy", *ENVIRONMENTS)
+PROBLEMS = ("agent_openai", "gsm8k", "quickstart", "sft", "tools", "toy", *ENVIRONMENTS)
 ALGORITHMS = tuple(name for name in recipe_names() if name not in PROBLEMS)
 REAL = "--hf-checkpoint Qwen/Qwen3-0.6B --prompt-data train.jsonl --label-key answer --num-rollout 9"
 

@@ -54,6 +54,18 @@ def test_a_checkpoint_answers_as_it_did_in_its_run(
 
 
 @pytest.mark.slow
+def test_a_supervised_run_is_evaluated_with_the_settings_of_its_recipe(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--config", "sft", "--rollout-batch-size", "8", "--num-rollout", "2", "--no-live", "--no-use-plot"]
+    succeed_here(tmp_path / "run", *flags, *made_model(), "--no-use-tensorboard")
+    held = ["--eval-prompt-data", "arithmetic@[0:4]", "--run-dir", str(tmp_path / "alone")]
+    found = json.loads(evaluated(capsys, 0, str(tmp_path / "run"), "--json", *held))
+    assert found["sets"]["heldout"]["prompts"] == 4
+    assert "pass@1" in found["sets"]["heldout"], "by the recipe's grader, which says what is correct"
+
+
+@pytest.mark.slow
 def test_a_model_is_evaluated_without_its_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A recipe that trains and warms up gives its settings alone. Nothing is trained and no checkpoint is written."""
     rows = tmp_path / "rows.jsonl"
