@@ -88,12 +88,12 @@ def _result_name(text: str) -> str:
 
 
 def _label_faults(config: Config) -> Iterator[str]:
-    data, warm = config.data, config.warm_start
+    data, warm, reward, sft = config.data, config.warm_start, config.reward, config.train.loss_type == "sft_loss"
     if data.label_key is not None or data.data_source_path is not None:
         return
-    if data.prompt_data and config.reward.rm_type in _NEED_LABEL and config.reward.custom_rm_path is None:
+    if data.prompt_data and not sft and reward.rm_type in _NEED_LABEL and reward.custom_rm_path is None:
         yield (
-            f"--rm-type is {config.reward.rm_type}, but it compares with a reference answer and --label-key is not "
+            f"--rm-type is {reward.rm_type}, but it compares with a reference answer and --label-key is not "
             "set; add --label-key, for example --label-key answer"
         )
     if warm.warm_start_steps > 0 and warm.warm_start_label_key is None:

@@ -257,6 +257,13 @@ def test_an_algorithm_on_a_real_model(name: str, order: int) -> None:
 
 
 @pytest.mark.usefixtures("place")
+def test_conversations_need_no_label_in_supervised_training_alone() -> None:
+    own = f"--config sft {REAL} --label-key none --input-key messages --lr 1e-5 --min-lr 1e-6"
+    assert settled(own)[0].train.lr_decay_style == "cosine"
+    one_says("--rm-type is exact, but it compares with a reference answer", faults_of(own, "--loss-type policy_loss"))
+
+
+@pytest.mark.usefixtures("place")
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_an_algorithm_beside_flags_and_alone(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Alone it runs on the toy problem."""
