@@ -58,9 +58,9 @@ def main(argv: Sequence[str], run: Callable[[Sequence[str]], int]) -> int:
     with contextlib.redirect_stdout(sys.stderr):
         code = run(command)
     metrics = RunDir(place).metrics
-    if code or not metrics.exists():  # stopped
-        return code
-    (row,) = read_metrics(metrics)
+    if code or not metrics.exists() or not (rows := list(read_metrics(metrics))):
+        return code or 1  # stopped
+    row = rows[-1]
     found = {"checkpoint": own.checkpoint, "run": str(place), "complete": row["eval/complete"] == 1, "sets": _sets(row)}
     sys.stdout.write(f"{msgspec.json.encode(found).decode()}\n" if own.json else table(found))
     return 0 if found["complete"] else 1

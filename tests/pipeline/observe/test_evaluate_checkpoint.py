@@ -96,6 +96,8 @@ def test_a_model_is_evaluated_without_its_training(tmp_path: Path, capsys: pytes
     late = [*flags, "--eval-deadline-s", "0.01", "engine.simulated.a_ms=300"]
     out = evaluated(capsys, 1, made_model()[1], *late, "--run-dir", str(tmp_path / "late"))
     assert "incomplete: answers are missing" in out
+    stopped = [*flags, "--deadline-s", "0.001"]
+    assert "0.000" not in evaluated(capsys, 1, made_model()[1], *stopped, "--run-dir", str(tmp_path / "stopped"))
 
 
 def test_the_table_has_a_line_for_each_estimate() -> None:
