@@ -113,8 +113,8 @@ class Controller:
             control = RunControl(parts, monitor, adviser, self._interrupt)
             commands = control_endpoint(self.rundir.path, self.rundir.sockets, control.answer)
             with self._signals(), monitor:
-                watch = beside(monitor.run(), control.autoscale(), control.follow_lengths(), self._deadline())
-                async with served, commands, watch, asyncio.TaskGroup() as tasks:
+                watched = (monitor.run, control.autoscale, control.follow_lengths, self._deadline)
+                async with served, commands, beside(*(watch() for watch in watched)), asyncio.TaskGroup() as tasks:
                     replicas = tasks.create_task(runner.run())
                     stage = tasks.create_task(self.stage.run(await self._ports(node, topic)))
                     try:

@@ -200,7 +200,7 @@ def from_files(run: Path) -> RunStatus:
     else:
         reason = read_summary(rundir.summary).exit_reason
         state = {"completed": "completed", "failed": "failed"}.get(reason.partition(":")[0], "drained")
-    return RunStatus(run=str(rundir.path), state=state, exit_reason=reason)
+    return RunStatus(run=str(rundir.path), state=state, exit_reason=reason and reason.removeprefix("failed: "))
 
 
 def ask(run: Path, command: Command) -> Reply:
@@ -245,7 +245,7 @@ def _address(directory: Path) -> ControlAddress | None:
 
 def _why(status: RunStatus) -> str:
     cure = f"; continue it with {status.resume}" if status.resume else ""
-    return str(status.exit_reason) if status.state == NO_RUN else f"{status.run} is {status.state}{cure}"
+    return str(status.exit_reason) if status.state == NO_RUN else f"{status.run} is not running: {status.state}{cure}"
 
 
 def _command(arguments: argparse.Namespace) -> Command:

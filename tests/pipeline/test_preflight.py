@@ -419,14 +419,15 @@ def test_a_run_directory_is_never_written_over_and_what_is_none_not_resumed(
 
 
 @pytest.mark.slow
-def test_a_port_in_use_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("flag", ["--engine-port", "--prometheus-port"])
+def test_a_port_in_use_is_named(flag: str, tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        refused(
-            launch(tmp_path / "run", *SMALL, *made_model(), *SIMULATED, "--engine-port", str(port)), str(port), "in use"
-        )
+        done = launch(tmp_path / "run", *SMALL, *made_model(), *SIMULATED, flag, str(port))
+    refused(done, str(port), "in use")
+    assert "RuntimeWarning" not in done.err
 
 
 @pytest.mark.slow

@@ -74,6 +74,7 @@ def test_a_run_that_has_ended_says_how_in_json_and_in_words(
     reason: str, state: str, goes_on: bool, ended: Path, ask: Ask, capsys: pytest.CaptureFixture[str]
 ) -> None:
     summary(ended, reason)
+    reason = reason.removeprefix("failed: ")
     saved(ended / "checkpoints", 2)
     code, found = ask("status", ended)
     assert (code, found.keys()) == (3, KEYS)
@@ -87,7 +88,7 @@ def test_a_run_that_has_ended_says_how_in_json_and_in_words(
     code, found = ask("drain", ended)
     [fault] = found["error"]["faults"]
     assert (code, found["error"]["exit_code"]) == (3, 3)
-    assert fault["message"].startswith(f"{ended} is {state}")
+    assert fault["message"].startswith(f"{ended} is not running: {state}")
     assert ("--resume" in fault["message"]) == goes_on
 
 
@@ -293,6 +294,7 @@ def test_export_and_convert_as_json(ask: Ask, ended: Path, tmp_path: Path) -> No
     assert (code, found.keys()) == (0, {"flags", "text", "notes"})
     assert found["flags"][found["flags"].index("--num-rollout") + 1] == "7"
     assert found["text"].startswith("python launch.py")
+    assert "--json" not in found["flags"]
     assert found["notes"][0].endswith("train.py with 3 options")
     assert "[rollout]" in ask("convert", script, "--toml")[1]["text"]
 

@@ -130,6 +130,13 @@ MISTAKES: dict[str, tuple[Callable[[Path], Any], str, list[str]]] = {
         lambda p: (remove("model/model.safetensors")(p), write("model/model.safetensors.index.json", INDEX)(p)),
         "", ["--hf-checkpoint model", "lacks model-00001.safetensors", "give a complete checkpoint"],
     ),
+    "a file of the index cut": (
+        lambda p: (
+            spoil(lambda d: d.__delitem__(slice(-100, None)))(p),
+            write("model/model.safetensors.index.json", INDEX.replace("-00001", ""))(p),
+        ),
+        "", ["--hf-checkpoint model", "model.safetensors cannot be read", "fetch the checkpoint again"],
+    ),
     "index is no JSON": (
         write("model/model.safetensors.index.json", "{"), "", ["--hf-checkpoint model", "fetch the checkpoint again"],
     ),
@@ -149,7 +156,9 @@ MISTAKES: dict[str, tuple[Callable[[Path], Any], str, list[str]]] = {
     "no chat template for chats": (
         write("rows.jsonl", CHAT), "", ["chat template", "rows.jsonl", "--chat-template-path"],
     ),
-    "no chat template to apply": (nothing, "--apply-chat-template", ["apply_chat_template", "--chat-template-path"]),
+    "no chat template to apply": (
+        nothing, "--apply-chat-template --prompt-data arithmetic", ["apply_chat_template", "--chat-template-path"],
+    ),
     "template is no Jinja": (
         write("bad.jinja", "{% for %}"), "--chat-template-path bad.jinja", ["bad.jinja", "--chat-template-path"],
     ),
@@ -275,3 +284,12 @@ def test_the_text_of_a_plan_says_what_was_left_out(place: Path, capsys: pytest.C
     assert launch.main([*flags, "--dry-run"]) == 0
     text = capsys.readouterr().out
     assert "\n\nnot looked at\n  weights and tokenizer of nobody/nothing: " in text
+
+
+def test_weights_that_other_readers_take_or_nobody_reads_are_no_fault(place: Path, plan: Plan) -> None:
+    (place / "model" / "model.safetensors").rename(place / "model" / "pytorch_model.bin")
+    assert plan()[0] == 0
+    (place / "model" / "pytorch_model.bin").unlink()
+    assert plan()[0] == 2
+    code, found = plan("--train-backend", "simulated", "--engine", "simulated", "--loss-type", "policy_loss")
+    assert (code, found["left_out"]) == (0, [])
