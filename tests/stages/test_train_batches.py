@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -13,7 +14,7 @@ from models.errors import UnknownAlgorithm
 from models.import_path import ImportPathError
 from models.train.interface import TrainSequence
 from stages.errors import BufferOrderError, UntrainableGroup
-from stages.messages import RolloutSlice, Sample, Settled, StepDone
+from stages.messages import RolloutSlice, Sample, Settled, StepDone, TurnReward
 from stages.train.batch import Batch, slice_sequences
 from stages.train.batch_metrics import length_bucket, quantile
 from stages.train.held_groups import GroupBuffer
@@ -94,6 +95,12 @@ def test_components_of_a_reward_are_normalised_one_by_one() -> None:
     members += [graded(2, 0, 0, overlong_penalty=0), graded(3, 0, 0, overlong_penalty=-1)]
     found = sequences(make_slice(4, *members, n_samples=4), **options)
     assert [advantage(s) for s in found] == pytest.approx([2.433013, 0.433013, -0.433013, -2.433013], abs=1e-5)
+    # And so are rewards of turns, here of the last rollout alone.
+    members = [graded(0, 1, 1), graded(1, 0, 1), graded(2, 0, 0), graded(3, 0, 0)]
+    members[3] = msgspec.structs.replace(members[3], turn_rewards=(TurnReward(members[3].length, 0.5),))
+    found = sequences(make_slice(4, *members, n_samples=4), **options)
+    wanted = [1.433013, -0.566987, -1.433013, 0.566987]  # 1, 2 and 3 lose 0.5, and the last gains 1.5
+    assert [advantage(s) for s in found] == pytest.approx(wanted, abs=1e-4)
     bare = [make_sample(index, reward=1.0, reward_parts={"a": 1.0}) for index in range(2)]
     with pytest.raises(UntrainableGroup, match=r"gdpo: a reward has no component 'b'; choose grpo where"):
         sequences(make_slice(4, *bare, n_samples=2), **options)

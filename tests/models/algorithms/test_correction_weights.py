@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,8 +24,10 @@ from models.algorithms.correction import (
 from models.algorithms.losses import policy_loss_of, ppo_clip
 from models.algorithms.metrics import kept_scale, rejected_rollouts, step_statistics
 from models.algorithms.objective import policy_objective
+from models.algorithms.slime_hooks import Hooks, Responses
 from models.algorithms.tokens import PolicyTokens
 from models.errors import AlgorithmError
+from models.slime_arguments import SlimeArguments
 from tests.models.corrections import totals_of, weights_of
 
 STALENESS = torch.tensor([0, 1, 1, 2, 3, 0, 1, 4])
@@ -90,6 +93,32 @@ def test_weights_of_ones_own(f, close, tmp_path: Path, monkeypatch: pytest.Monke
         weights_of(tokens, Correction("decoupled", True, custom_tis_function_path="my_weights:few"))
     with pytest.raises(AlgorithmError, match="returned float"):
         weights_of(tokens, Correction("decoupled", True, custom_tis_function_path="my_weights:number"))
+
+
+@pytest.mark.parametrize(("ratio", "wanted"), [
+    # exp(old - mu) or exp(theta - mu) times -1.2, -0.860708, 0, -1.2, -1.030455; 1.318977, 1.457695, 0.64; half of it
+    ("old", [-0.732842, -0.3894, -0.0, -0.444491, -0.490099, 0.488561, 0.983841, 0.304393]),
+    ("current", [-0.989233, -0.33516, -0.0, -0.542902, -0.505025, 0.805501, 1.792676, 0.08721]),
+])  # fmt: skip
+def test_weights_of_a_function_with_slimes_signature(f, close, ratio: Any, wanted: list[float]) -> None:  # type: ignore[no-untyped-def]
+    """It sees the masked token of the fixture with mask 0, log-probs 0 and loss 0."""
+    seen: dict[str, Any] = {}
+
+    def half(args: Any, **given: Any) -> Any:
+        seen.update(given)
+        ratios = [new - old for new, old in zip(given["train_log_probs"], given["rollout_log_probs"], strict=True)]
+        return args.factor * given["pg_loss"] * torch.cat(ratios).exp(), given["loss_masks"], {}
+
+    responses = Responses(torch.arange(8), [5, 3], [9, 4], torch.ones(8))
+    hooks = Hooks(SlimeArguments(factor=0.5), tis=half, responses=responses)
+    correction = Correction("decoupled", True, correction_ratio=ratio)
+    objective = policy_objective(f.tokens(f.theta.clone().requires_grad_()), PPO, correction, ppo_clip, hooks)
+    close(objective.loss, wanted)
+    assert objective.loss.requires_grad
+    assert [mask.tolist() for mask in seen["loss_masks"]] == [[1, 1, 0, 1, 1], [1, 1, 1]]
+    assert (seen["total_lengths"], seen["response_lengths"]) == ([9, 4], [5, 3])
+    assert not seen["train_log_probs"][0].requires_grad
+    assert objective.kept.tolist() == f.mask.tolist()
 
 
 def test_alpha_of_both_conventions() -> None:
@@ -345,6 +374,7 @@ def test_renormalisation_restores_the_mean_of_what_is_left(f) -> None:  # type: 
     assert kept_scale(f.tokens(), one, "seq_mean", correction).tolist() == pytest.approx([4 / 3, 3])
     assert kept_scale(f.tokens(), apart, "token_mean", correction).tolist() == pytest.approx([7 / 4] * 2)
     assert kept_scale(f.tokens(), apart, "constant", correction).tolist() == [1, 1]
+    assert kept_scale(f.tokens(), apart, "seq_mean_token_sum", correction).tolist() == [1, 1]
     nothing_left = rejecting("seq_mean_k1=0.95_1.05", renormalize_after_rejection=True)
     assert kept_scale(f.tokens(), apart, "rollout_mean", nothing_left).tolist() == [1, 1]
     config = AlgorithmConfig(policy_loss="ppo")

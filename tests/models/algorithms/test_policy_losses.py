@@ -206,14 +206,15 @@ def test_the_gate_of_sapo_is_highest_on_policy_and_the_same_both_ways(f) -> None
 
 @pytest.mark.parametrize(("loss", "share", "chosen"), [
     ("kl_cov", 0.0, {7}), ("kl_cov", 0.3, {7, 4}), ("kl_cov", 1.0, {0, 1, 3, 4, 5, 6, 7}),
-    ("clip_cov", 0.0, {4}), ("clip_cov", 0.3, {4, 1}), ("clip_cov", 1.0, {4, 1}),
+    ("clip_cov", 0.0, {4}), ("clip_cov", 0.3, {4, 1}), ("clip_cov", 1.0, {4, 1}), ("clip_cov to 0.6", 1.0, {1}),
 ])  # fmt: skip
 def test_how_many_tokens_covariance_chooses(f, on_policy, loss: str, share: float, chosen: set[int]) -> None:  # type: ignore[no-untyped-def]
     """Covariances with the step's means 8/35 and -0.952857: 0.195, 0.156, -, -0.885, 0.642, -0.774, -0.363, 1.283.
 
-    Clip-Cov draws from tokens 1 and 4: token 0 is clipped already, 7 is above the upper bound.
+    Clip-Cov draws from tokens 1 and 4: token 0 is clipped already, and so is 7.
     """
-    options: dict[str, float] = {"clip_cov_lb": 0.1, "clip_cov_ub": 1.0, f"{loss}_ratio": share}
+    loss, _, above = loss.partition(" to ")
+    options: dict[str, float] = {"clip_cov_lb": 0.1, "clip_cov_ub": float(above or 1.0), f"{loss}_ratio": share}
     config = AlgorithmConfig(policy_loss=loss, **options)  # type: ignore[arg-type]
     facts = step_statistics(f.tokens(), config, on_policy)
     found = policy_loss_of(loss)(f.tokens(statistics=facts), config).loss

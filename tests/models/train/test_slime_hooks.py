@@ -15,7 +15,9 @@ import torch
 
 from models.errors import AlgorithmError, UnknownAlgorithm
 from models.slime_arguments import SlimeArguments
+from models.train.spec import train_spec
 from stages.slime import all_gather_with_cp, slice_log_prob_with_cp
+from tests.configs.config_rig import BASE, settled
 from tests.models.train import rig
 
 PAGE = Path(__file__).parents[3] / "docs" / "custom_losses.md"
@@ -182,30 +184,35 @@ def keep(args: Any, rollout_data: dict[str, Any]) -> None:
     rollout_data["returns"] = [torch.full((length,), 2.0) for length in rollout_data["response_lengths"]]
 
 
-def test_a_function_sees_the_batch_as_slime_has_it(backend) -> None:  # type: ignore[no-untyped-def]
-    batch = rig.make_sequences(3, rewards=True, dark=False)
-    path = f"{__name__}:keep"
-    made = backend(
-        **rig.PPO, kl_coef=0.1, use_opd=True, lr=0.0, num_critic_only_steps=0, custom_advantage_function_path=path
-    )
-    scores = rig.scored(made, batch)
+@pytest.mark.parametrize("alone", [0, 1])
+def test_a_function_sees_the_batch_as_slime_has_it(backend, alone: int, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    """`alone`: batches in which only the critic is trained."""
+    batch = [dataclasses.replace(one, turn_total=0.5) for one in rig.make_sequences(3, rewards=True, dark=False)]
+    moved = backend(lr=5e-2)  # a reference that is not the policy
+    rig.train_batch(moved, rig.make_sequences(2))
+    moved.save(tmp_path / "moved")
+    fields = {**rig.PPO, "kl_coef": 0.1, "use_opd": True, "lr": 0.0, "num_critic_only_steps": alone}
+    reference = str(tmp_path / "moved" / "hf")
+    made = backend(**fields, ref_load=reference, custom_advantage_function_path=f"{__name__}:keep")
+    scores, anchors = rig.scored(made, batch), rig.scored(moved, batch)
+    assert np.abs(np.concatenate(scores) - np.concatenate(anchors)).max() > 0.01
     [metrics] = rig.train_batch(made, batch)
     (data,) = CALLS
-    trained = [(one, score) for one, score in zip(batch, scores, strict=True) if one.loss_mask.any()]
+    trained = [row for row in zip(batch, scores, anchors, strict=True) if row[0].loss_mask.any()]
     assert len(data["tokens"]) == len(trained)
     by_tokens = {tuple(ids.tolist()): place for place, ids in enumerate(data["tokens"])}
-    for one, score in trained:
+    for one, score, anchor in trained:
         at, behind = by_tokens[tuple(one.tokens.tolist())], slice(one.prompt_length, None)
         mask = one.loss_mask[behind]
         assert data["loss_masks"][at].tolist() == mask.tolist()
         assert (data["total_lengths"][at], data["response_lengths"][at]) == (len(one.tokens), len(mask))
-        assert (data["raw_reward"][at], data["truncated"][at]) == (one.reward, int(one.truncated))
+        assert (data["raw_reward"][at], data["truncated"][at]) == (one.reward + 0.5, int(one.truncated))
         assert data["rewards"][at] == pytest.approx(one.advantages[one.loss_mask > 0].mean(), abs=1e-6)
         assert data["sample_indices"][at] == one.rollout_id
         assert one.teacher_log_probs is not None
         for name, column in (
             ("rollout_log_probs", one.rollout_log_probs), ("teacher_log_probs", one.teacher_log_probs),
-            ("log_probs", score), ("ref_log_probs", score), ("kl", score * 0),
+            ("log_probs", score), ("ref_log_probs", anchor), ("kl", score - anchor),
         ):  # fmt: skip
             np.testing.assert_allclose(data[name][at].numpy(), column[behind] * mask, atol=1e-5, err_msg=name)
         assert len(data["values"][at]) == len(mask)
@@ -236,6 +243,17 @@ def test_post_processing_changes_advantages_and_masks(backend, fields: dict[str,
     assert found["train/grad_norm"] == pytest.approx(wanted["train/grad_norm"], rel=1e-4)
     rig.train_batch(made, batch)
     assert CALLS[1]["rollout_id"] == 1
+
+
+def test_log_probs_are_there_where_only_the_critic_is_trained(backend) -> None:  # type: ignore[no-untyped-def]
+    made = backend(**rig.PPO, num_critic_only_steps=1, custom_advantage_function_path=f"{__name__}:keep")
+    batch = rig.make_sequences(3, rewards=True, dark=False, masked=0.0)
+    found = dict(zip((tuple(one.tokens.tolist()) for one in batch), rig.scored(made, batch), strict=True))
+    rig.train_batch(made, batch)
+    (data,) = CALLS
+    assert "ref_log_probs" not in data
+    for ids, log_probs, length in zip(data["tokens"], data["log_probs"], data["response_lengths"], strict=True):
+        np.testing.assert_allclose(log_probs.numpy(), found[tuple(ids.tolist())][-length:], atol=1e-5)
 
 
 def short(args: Any, rollout_data: dict[str, Any]) -> None:
@@ -295,6 +313,12 @@ def test_what_no_function_of_slimes_can_do_is_refused(backend) -> None:  # type:
         backend(loss_type="custom_loss", custom_loss_function_path=f"{__name__}:keep")
     with pytest.raises(UnknownAlgorithm, match="has no 'absent'"):
         backend(custom_pg_loss_reducer_function_path=f"{__name__}:absent")
+
+
+def test_args_have_the_settings_of_the_run() -> None:
+    config, _ = settled(f"{BASE} --mode sync --lr 3e-4 --calculate-per-token-loss --custom-args '{{\"bound\": 3}}'")
+    args = train_spec(config, 3).arguments
+    assert (args.lr, args.calculate_per_token_loss, args.bound) == (3e-4, True, 3)
 
 
 def test_helpers_of_context_parallelism_have_nothing_to_do() -> None:
