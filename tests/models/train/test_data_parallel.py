@@ -26,6 +26,10 @@ LAYOUT = rig.PACKING | {"custom/accuracy"}
 WHITENED = {"advantage_estimator": "reinforce_plus_plus", "normalize_advantages": True}
 REJECTING = {"rollout_rs": ("seq_mean_k2=0.09",)}
 DPO = {"loss_type": "custom_loss", "custom_loss_function_path": "models.algorithms.dpo:dpo"}
+HOOKS = {
+    f"custom_{hook}_function_path": f"tests.models.train.test_slime_hooks:{function}"
+    for hook, function in (("tis", "without_first"), ("pg_loss_reducer", "per_token"), ("advantage", "alternating"))
+}
 # name -> (number of optimizer steps, how many sequences, options)
 CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "rollout_mean": (1, "all", {}),
@@ -36,6 +40,9 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "critic": (2, "all", rig.PPO),
     "distillation": (1, "all", {"use_opd": True, "opd_kl_coef": 0.3, "normalize_advantages": True}),
     "m2po": (2, "all", {"policy_loss": "m2po", "m2po_threshold": 0.1}),
+    # Not kl_cov: |log theta - log old| has a kink where theta is old, on which rounding decides.
+    "covariances": (2, "all", {"policy_loss": "clip_cov", "clip_cov_ratio": 0.1, "clip_cov_lb": 0.05}),
+    "slime_hooks": (2, "all", HOOKS | {"ess_lr_scale": True, "loss_aggregation": "seq_mean_token_sum"}),
     "normalised_weights": (1, "all", {"tis_batch_normalize": True, "tis_level": "sequence"}),
     "rejected_rollouts": (1, "all", REJECTING | {"rs_unit": "rollout", "renormalize_after_rejection": True}),
     "all_rejected": (1, "all", {"rollout_rs": ("token_k2=1e-12",)}),

@@ -256,6 +256,13 @@ def test_log_probs_are_there_where_only_the_critic_is_trained(backend) -> None: 
         np.testing.assert_allclose(log_probs.numpy(), found[tuple(ids.tolist())][-length:], atol=1e-5)
 
 
+def alternating(args: Any, rollout_data: dict[str, Any]) -> None:
+    """By places in the response, and by what the policy thinks of its tokens."""
+    rollout_data["advantages"] = [
+        torch.cos(torch.arange(float(len(log_probs)))) + log_probs for log_probs in rollout_data["log_probs"]
+    ]
+
+
 def short(args: Any, rollout_data: dict[str, Any]) -> None:
     rollout_data["advantages"] = [torch.zeros(1) for _ in rollout_data["rewards"]]
 
