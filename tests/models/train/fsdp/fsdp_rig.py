@@ -31,6 +31,10 @@ Fields = dict[str, Any]
 GRPO: Fields = {"use_kl_loss": True, "kl_loss_coef": 0.1, "entropy_coef": 0.01}
 PPO: Fields = rig.PPO | GRPO | {"use_tis": True}
 LORA: Fields = GRPO | {"lora_rank": 2, "lora_alpha": 8.0, "lr": 1e-2}
+HOOKS: Fields = {  # functions with slime's signatures: they see whole responses in every process
+    "custom_tis_function_path": "tests.models.train.test_slime_hooks:without_first",
+    "custom_advantage_function_path": "tests.models.train.test_slime_hooks:alternating",
+}
 TIED, UNTIED, EXPERTS = "tied", "untied", "experts"
 
 # name -> (checkpoint, sequences of each step, options)
@@ -41,6 +45,7 @@ CASES: dict[int, dict[str, tuple[str, int | None, Fields]]] = {
         "recomputing": (TIED, None, GRPO | {"gradient_checkpointing": True, "logprob_chunk_tokens": 8}),
         "nothing_here": (TIED, 1, GRPO),
         "context": (TIED, None, PPO | {"fsdp_context_parallel_size": 2, "gradient_checkpointing": True}),
+        "context_hooks": (TIED, None, HOOKS | {"fsdp_context_parallel_size": 2, "use_tis": True}),
         "experts": (EXPERTS, None, GRPO),
         "renewed": (TIED, None, GRPO | {"ref_update_interval": 2}),
         "bf16": (TIED, None, GRPO | {"train_dtype": "bfloat16"}),
