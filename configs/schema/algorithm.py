@@ -40,12 +40,12 @@ class AlgorithmConfig(Section, frozen=True, kw_only=True):
     policy_loss: str = "auto"
     """loss of a token: ppo, gspo, cispo, dppo, topr, topr_sequence, aipo, m2po, kimi, sapo, clip_cov, kl_cov, or
     package.module:function; auto = the loss of the estimator"""
-    rollout_data_postprocess_path: str | None = None
+    rollout_data_postprocess_path: Annotated[str | None, ReadBy("--loss-type policy_loss")] = None
     """function that changes advantages when log-probs and advantages of a batch are there, with slime's interface:
     (args, rollout_id, rollout_data)"""
-    custom_advantage_function_path: str | None = None
+    custom_advantage_function_path: Annotated[str | None, ReadBy("--loss-type policy_loss")] = None
     """advantages of tokens in place of the estimator's, with slime's signature: package.module:function"""
-    custom_pg_loss_reducer_function_path: str | None = None
+    custom_pg_loss_reducer_function_path: Annotated[str | None, ReadBy("--loss-type policy_loss")] = None
     """how the policy term becomes one number, with slime's signature: package.module:function"""
     disable_grpo_std_normalization: bool = False
     """grpo without division by the group's standard deviation"""

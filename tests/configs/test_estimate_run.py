@@ -198,10 +198,11 @@ def test_work_of_a_batch() -> None:
 SETTINGS = (
     "--mode sync|--use-rollout-logprobs||--prox loglinear --use-tis|--tis-batch-normalize --use-tis",
     "|--num-steps-per-rollout 4",
-    "|--policy-loss m2po|--rs-veto 1e-4 --rs-unit rollout|--rs-veto 1e-4|--correction-ratio current",
+    "|--policy-loss m2po|--policy-loss kl_cov|--rs-veto 1e-4 --rs-unit rollout|--rs-veto 1e-4"
+    "|--correction-ratio current",
     "|--loss-type sft_loss|--loss-type custom_loss --custom-loss-function-path a:b|--use-opd"
     "|--advantage-estimator ppo --kl-coef 0.1|--advantage-estimator ppo|--use-kl-loss --kl-loss-coef 0.1"
-    "|--use-kl-loss --kl-loss-coef 0",
+    "|--use-kl-loss --kl-loss-coef 0|--custom-advantage-function-path a:b",
 )
 
 

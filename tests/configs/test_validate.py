@@ -278,6 +278,8 @@ READERS: list[tuple[str, ...]] = [
         ("kl_cov", "--kl-cov-ratio 0.1", "--ppo-kl-coef 9"),
         ("clip_cov", "--clip-cov-ratio 0.1", "--clip-cov-lb 2", "--clip-cov-ub 9"))),
     ("--policy-loss dppo", "--policy-loss json:loads", "", "--dppo-kl-coef 9"),
+    ("--loss-type policy_loss", "", "--loss-type custom_loss", "--custom-advantage-function-path json:loads",
+     "--custom-pg-loss-reducer-function-path json:loads"),
     ("--loss-type custom_loss", "--loss-type custom_loss", "", "--custom-loss-function-path json:loads"),
     ("--prox loglinear", "--prox loglinear", "", "--prox-alpha areal"),
     ("--use-opsm", "--use-opsm", "", "--opsm-delta 0.1"),
