@@ -155,6 +155,8 @@ def configured(checkpoint: Path, algorithm: Options, correction: Options, **othe
     if algorithm.get("advantage_estimator") == "on_policy_distillation" or values.get("distill.use_opd"):
         values |= {"distill.use_opd": True, "engine.frozen_engine": (f"teacher={checkpoint}",)}
         values |= {"filter.dynamic_sampling_filter": ()}
+    if algorithm.get("advantage_estimator") == "gdpo":
+        values["reward.reward_component"] = ("right=exact@1", "short=random:0.5@0.5")
     config, faults = derive(build(values, Config()))
     return config, [*faults, *findings(config).faults]
 
