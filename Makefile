@@ -20,7 +20,7 @@ LAUNCH := models/engines/launch
 AGENTS_VENV := .venv-agents
 AGENTS_LIST := stages/agents/packs/requirements-openai-agents.txt
 
-.PHONY: gpu-env gpu-smoke gpu-wheels install quickstart sglang-env agents-env test test-fast test-full full lint types bench chaos clean
+.PHONY: docs gpu-env gpu-smoke gpu-wheels install quickstart sglang-env agents-env test test-fast test-full full lint types bench chaos clean
 
 install: $(STAMP)
 
@@ -107,6 +107,10 @@ bench: $(STAMP)
 	$(BIN)/python -m bench.plan --quick
 	$(BIN)/python -m bench.scale --quick
 	$(BIN)/python -m bench.peers --quick
+
+# The documentation as a site in site/; a broken link is an error. `.venv/bin/mkdocs serve` shows it while you write.
+docs: $(STAMP)
+	$(BIN)/mkdocs build --strict
 
 # Kernels for the trainer, built for the installed torch: minutes to an hour. Runs work without them, more slowly.
 gpu-env: $(STAMP)

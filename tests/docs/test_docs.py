@@ -6,7 +6,6 @@ import ast
 import asyncio
 import importlib
 import re
-import shlex
 import tomllib
 from fnmatch import fnmatch
 from itertools import islice
@@ -16,7 +15,6 @@ from typing import Any
 import msgspec
 import pytest
 
-import launch
 from bench.plan import Job
 from bench.report import rendered
 from configs.command_line import RESERVED, parse
@@ -30,11 +28,9 @@ from models.tiny import make_tiny_checkpoint
 from stages.agents.environment import Task, Turn
 from stages.agents.worker import Hosted, answers
 from stages.chat.messages import Message, ToolCall
+from tests.docs.pages import FENCE, PAGES, ROOT, blocks, page_id
 
-ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md")])
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
-FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 FLAG = re.compile(r"(?<![\w-])--([a-z][a-z0-9-]*)")
 
 # Flags of other programs, of the engine server's own command line, and of `launch.py samples` and `status`.
@@ -59,10 +55,6 @@ WRONG = {
 
 GROUPS = ("train", "rollout", "staleness", "reward", "filter", "perf", "ledger", "eval", "axis")
 NOT_METRICS = {"eval/released", "eval/"}  # a topic key, a prefix
-
-
-def page_id(path: Path) -> str:
-    return str(path.relative_to(ROOT))
 
 
 def anchors(text: str) -> set[str]:
@@ -93,8 +85,8 @@ def test_files_that_are_named_exist(page: Path) -> None:
 
 def test_every_page_is_reached_from_the_readme() -> None:
     readme = (ROOT / "README.md").read_text()
-    for page in (ROOT / "docs").glob("*.md"):
-        assert f"docs/{page.name}" in readme, f"README.md does not link to docs/{page.name}"
+    for page in (ROOT / "docs").rglob("*.md"):
+        assert page_id(page) in readme, f"README.md does not link to {page_id(page)}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
@@ -139,13 +131,9 @@ def test_metric_names_of_the_source_and_of_the_page_are_the_same() -> None:
         assert f'"{last}"' in text, f"docs/metrics.md has {name}, but {last!r} is nowhere in the source"
 
 
-def python_blocks(page: Path) -> list[str]:
-    return [body for language, body in FENCE.findall(page.read_text()) if language == "python"]
-
-
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_code_blocks_are_closed_and_named_and_those_of_python_parse_and_import_what_is_there(page: Path) -> None:
-    for block in python_blocks(page):
+    for block in blocks(page, "python"):
         for node in ast.walk(ast.parse(block, filename=page_id(page))):
             if isinstance(node, ast.ImportFrom) and node.module and (ROOT / node.module.partition(".")[0]).is_dir():
                 module = importlib.import_module(node.module)
@@ -157,42 +145,9 @@ def test_code_blocks_are_closed_and_named_and_those_of_python_parse_and_import_w
         assert not closing
 
 
-# What the reader brings: data, a model, an earlier run, code, GPUs.
-READERS_OWN = re.compile(
-    r"there is no (such )?(file or )?directory|a run to resume holds config\.toml|no package 'my_project' is found|"
-    r"sees no GPU|no checkpoint|has no config\.json|No module named 'my_project'|"
-    r"'\w+\.toml', but there is no such file|but there is no kept/|pip install (bm25s|reasoning-gym)"
-)
-
-
-def launches(page: Path) -> list[list[str]]:
-    """Command lines that start a run, without those that leave something out (...)."""
-    found = []
-    for _, block in FENCE.findall(page.read_text()):
-        for line in re.sub(r"\\\n\s*", " ", block).splitlines():
-            if line.strip().startswith("python launch.py -"):
-                words = shlex.split(line, comments=True)[2:]
-                found += [words] if "..." not in words else []
-    return found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("page", [page for page in PAGES if launches(page)], ids=page_id)
-def test_commands_of_the_pages_start_a_run(
-    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """With `--dry-run`; but for what the reader brings, nothing of a command is refused."""
-    monkeypatch.chdir(tmp_path)
-    for words in launches(page):
-        code = launch.main([*words, "--dry-run"])
-        faults = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-        assert (code == 0) == (faults == [])
-        assert [fault for fault in faults if not READERS_OWN.search(fault)] == [], words
-
-
 def ran(page: Path, scope: dict[str, Any]) -> dict[str, Any]:
     """The names that a page's blocks leave, run one after the other."""
-    for block in python_blocks(page):
+    for block in blocks(page, "python"):
         exec(compile(block, page_id(page), "exec"), scope)
     return scope
 
@@ -243,7 +198,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The modules of the page, as files of the names that stand in them."""
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "my_project").mkdir()
-    for block in python_blocks(PAGE):
+    for block in blocks(PAGE, "python"):
         if block.startswith("# my_project/"):
             (tmp_path / block.splitlines()[0].removeprefix("# ")).write_text(block)
     return tmp_path
