@@ -21,6 +21,7 @@ PAGES: Final = sorted(
 )
 TUTORIALS: Final = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
 FENCE: Final = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+LINK: Final = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 CODE: Final = ("python", "toml", "json", "yaml", "mermaid")
 PROGRAM: Final = re.compile(
     r"(\$ )?([A-Z_]+=\S* )*"

@@ -28,9 +28,8 @@ from models.tiny import make_tiny_checkpoint
 from stages.agents.environment import Task, Turn
 from stages.agents.worker import Hosted, answers
 from stages.chat.messages import Message, ToolCall
-from tests.docs.pages import FENCE, PAGES, ROOT, blocks, page_id
+from tests.docs.pages import FENCE, LINK, PAGES, ROOT, blocks, page_id
 
-LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 FLAG = re.compile(r"(?<![\w-])--([a-z][a-z0-9-]*)")
 
 # Flags of other programs, of the engine server's own command line, and of `launch.py samples` and `status`.

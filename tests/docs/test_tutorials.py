@@ -1,4 +1,4 @@
-"""The tutorials, done as a reader does them: files are written, `bash` blocks run, and print what stands behind them."""
+"""The tutorials, done as a reader does them: files are written, `bash` blocks run and print what stands behind them."""
 
 from __future__ import annotations
 
