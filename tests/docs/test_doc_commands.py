@@ -110,6 +110,9 @@ def test_commands_of_the_pages_are_taken(
             arguments = ["make", "-n", "-C", str(ROOT), *words[1:]]
             subprocess.run(arguments, check=True, capture_output=True, env={**os.environ, "MAKEFLAGS": ""})
             continue
+        if words[1:3] == ["-m", "pytest"]:
+            assert [word for word in words if word.startswith("tests/") and not (ROOT / word).exists()] == []
+            continue
         if words[:2] in (["python", "-m"], [".venv/bin/python", "-m"]):
             with monkeypatch.context() as patches:
                 parsed(words[2], words[3:], patches)

@@ -37,7 +37,7 @@ FOREIGN = {f.name.replace("_", "-") for f in msgspec.structs.fields(Job)} | {
     "logdir", "quick", "strict", "local-dir", "model-path", "port", "hf", "megatron", "out", "published", "in-flight",
     "replicas", "reward-s", "system-prompt", "output-format", "host", "token-file", "step", "group", "reward", "failed",
     "untrained", "json", "toml", "best", "to", "trl", "plot", "rounds", "late", "address", "head", "labels",
-    "working-dir",
+    "working-dir", "repo-type",
 }  # fmt: skip
 # Written on purpose as mistakes, or as a value that looks like a flag.
 WRONG = {
@@ -73,6 +73,12 @@ def test_relative_links_resolve(page: Path) -> None:
         assert file.exists(), f"{page_id(page)} links to {target}, which does not exist"
         if anchor:
             assert anchor in anchors(file.read_text()), f"{page_id(page)} links to {target}, which has no such heading"
+
+
+def test_links_by_name_have_a_target() -> None:
+    text = (ROOT / "README.md").read_text()
+    targets = re.findall(r"^\[([\w-]+)\]: https://\S+$", text, re.MULTILINE)
+    assert sorted(set(re.findall(r"\]\[([\w-]+)\]", text))) == sorted(targets)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
