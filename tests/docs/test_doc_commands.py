@@ -37,7 +37,7 @@ READERS_OWN: Final = re.compile(
     r"sees no GPU|no checkpoint|has no config\.json|No module named '(my_\w+|mine)'|but there is no kept/|"
     r"'[\w.-]+\.(toml|yaml|sh|token)', but there is no such file|pip install (bm25s|reasoning-gym|wandb)"
 )
-NO_SUCH_RUN: Final = re.compile(r"RUN is no directory|runs/[\w-]+(/\w+)? is no directory|no evaluated version is saved")
+NO_SUCH_RUN: Final = re.compile(r"(RUN|[\w/]*runs/[\w/-]+) is no directory|no evaluated version is saved")
 # The module of the reader's that pages name; what its functions do does not matter here.
 MY_CODE: Final = """
 def score(response, label, metadata):
@@ -74,7 +74,7 @@ def command_to_a_run(words: list[str], capsys: pytest.CaptureFixture[str]) -> No
     except SystemExit as end:  # argparse: 2 for words that it does not know
         code = 0 if end.code == 0 else 99
     printed = capsys.readouterr()
-    assert code == 0 or (code == 2 and NO_SUCH_RUN.search(printed.err)), printed.err
+    assert code == 0 or (code in (2, 3) and NO_SUCH_RUN.search(printed.out + printed.err)), printed
 
 
 def parsed(module: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,13 +28,18 @@ def test_llms_txt_lists_each_page_once_and_in_the_form_of_llmstxt_org() -> None:
     assert sorted(targets) == sorted(pages)
 
 
+def test_the_navigation_names_each_page() -> None:
+    navigation = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
+    assert sorted(re.findall(r"[\w/]+\.md", navigation)) == [str(page.relative_to(ROOT / "docs")) for page in DOCS]
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     missing = [name for name in ("mkdocs", "material", "mkdocstrings") if importlib.util.find_spec(name) is None]
     if missing:
         pytest.skip(f"{', '.join(missing)} cannot be imported; pip install -e '.[docs]'")
     place = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(place)]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(place)]
     done = subprocess.run(
         command, cwd=ROOT, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True
     )
