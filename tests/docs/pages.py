@@ -25,8 +25,11 @@ LINK: Final = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 CODE: Final = ("python", "toml", "json", "yaml", "mermaid")
 PROGRAM: Final = re.compile(
     r"(\$ )?([A-Z_]+=\S* )*"
-    r"(python3?|sluice|make|pip|hf|ray|curl|tensorboard|cd|export|git|mlflow|mkdocs|\.venv/bin/\w+) "
+    r"(python3?|sluice|make|pip|npm|hf|ray|curl|tensorboard|cd|export|git|mlflow|mkdocs|bash|\.venv/bin/\w+|"
+    r"\(umask|\w+=\$\(jq) "
 )
+# A command in a sentence.
+SPAN: Final = re.compile(r"`((?:python|sluice|make) [^`\n]+)`")
 # A block that is a file names it in its first line.
 FILE: Final = re.compile(r"# ([\w./-]+\.(py|toml|yaml))\n")
 # Behind a command: a remark after some spaces, or where its output goes.
@@ -52,7 +55,8 @@ def commands(page: Path) -> list[list[str]]:
             if match and (language == "bash" or not line[match.end() - 1 :].startswith("  ")):
                 line = REMARK.split(line[match.start(3) :])[0]
                 found.append(shlex.split(line, comments=True))
-    return found
+    spans = () if page.name == "CHANGELOG.md" else dict.fromkeys(SPAN.findall(FENCE.sub("", page.read_text())))
+    return found + [shlex.split(span) for span in spans]
 
 
 def write_file(block: str, folder: Path) -> None:
