@@ -28,6 +28,18 @@ def test_llms_txt_lists_each_page_once_and_in_the_form_of_llmstxt_org() -> None:
     assert sorted(targets) == sorted(pages)
 
 
+def test_the_skill_has_the_form_of_one_and_every_exit_code() -> None:
+    text = SKILL.read_text()
+    head = re.fullmatch(r"---\nname: ([a-z-]+)\ndescription: (.+)\n---\n.*", text, re.DOTALL)
+    assert head is not None
+    assert head[1] == SKILL.parent.name
+    assert len(head[2].partition("\n")[0]) <= 1024
+    section = (ROOT / "docs" / "errors.md").read_text().partition("## Exit codes")[2].partition("\n## ")[0]
+    codes = re.findall(r"^\| (\d+) \|", section, re.MULTILINE)
+    assert len(codes) >= 4
+    assert [code for code in codes if not re.search(rf"^\| {code} \|", text, re.MULTILINE)] == []
+
+
 def test_the_navigation_names_each_page() -> None:
     navigation = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
     assert sorted(re.findall(r"[\w/]+\.md", navigation)) == [str(page.relative_to(ROOT / "docs")) for page in DOCS]
