@@ -65,6 +65,7 @@ def article(site: Path, page: Path) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("site")
 def test_the_site_shows_each_table_list_and_block_as_such(site: Path) -> None:
     for page in DOCS:
         html, text = article(site, page), page.read_text()
@@ -76,6 +77,7 @@ def test_the_site_shows_each_table_list_and_block_as_such(site: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("site")
 def test_the_site_has_docstrings_of_what_users_extend(site: Path) -> None:
     page = ROOT / "docs" / "api.md"
     html = article(site, page)
@@ -85,6 +87,7 @@ def test_the_site_has_docstrings_of_what_users_extend(site: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("site")
 def test_llms_txt_of_the_site_names_files_of_the_site(site: Path) -> None:
     targets = LINK.findall((site / "llms.txt").read_text())
     assert sorted(targets) == sorted(str(page.relative_to(ROOT / "docs")) for page in DOCS)
