@@ -202,7 +202,9 @@ def test_a_value_given_by_flag_or_by_its_place_arrives(flag: Flag, data: st.Data
         words = [f"--{flag.name}", *texts]
         if flag.kind == "bool":
             words = [f"--{flag.name}" if value else f"--no-{flag.name}"]
-        assert arrived(flag, *words) == value
+        pairs = flag.name == "eval-prompt-data" and any(set("/.") & set(text) for text in texts)  # slime's NAME PATH
+        if not pairs:
+            assert arrived(flag, *words) == value
         assert arrived(flag, *[f"--{flag.name}={text}" for text in texts]) == value
     if flag.kind == "list":
         texts = [msgspec.json.encode(value).decode()]
