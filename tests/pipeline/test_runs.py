@@ -302,7 +302,7 @@ def test_ranks_that_give_their_memory_back_train_as_those_that_keep_it(tmp_path:
     assert saved == ["step-00000003", "step-00000004"]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_ranks_whose_memory_is_given_away_are_saved_when_the_run_is_stopped(tmp_path: Path) -> None:
     run = tmp_path / "run"
     flags = [*SMALL, *made_model(), *RANKS, "--colocate", "--num-rollout", "1000", "--save-interval", "1000"]

@@ -249,7 +249,7 @@ def test_a_scripted_client_starts_watches_changes_drains_and_reads_the_end(tmp_p
     assert (done["step"], done["resume"]) == (int(steps), None)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_trainer_that_is_given_up_and_a_run_that_is_stopped_at_once_have_codes_of_their_own(tmp_path: Path) -> None:
     client = Client(tmp_path / "run")
     flags = [*SMALL, *made_model(), *SIMULATED, "--num-rollout", "100000", "--max-restarts", "0"]

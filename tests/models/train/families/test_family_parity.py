@@ -271,7 +271,7 @@ def python(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_conversion_there_and_back_is_bit_identical_and_verify_sees_one_changed_bit(tmp_path: Path) -> None:
     source, megatron, back = tmp_path / "hf", tmp_path / "megatron", tmp_path / "back"
     save_model("deepseek_v3", source, dtype=torch.bfloat16)
