@@ -29,9 +29,7 @@ class StepStatistics:
     m2po_bound: float = float("inf")  # tokens whose (log theta - log mu)^2 is larger are dropped
     advantage_mean: float = 0.0  # of the step's tokens, for covariances
     log_prob_mean: float = 0.0
-    cov_bound: float = -float(
-        "inf"
-    )  # tokens up to it are chosen: of minus the covariance (kl_cov), the draw (clip_cov)
+    cov_bound: float = float("-inf")  # chosen up to it: by minus the covariance (kl_cov), by the draw (clip_cov)
     entropy: bool = True  # it is measured, where no term of the loss needs it
 
 
