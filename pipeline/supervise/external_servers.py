@@ -22,7 +22,7 @@ from models.disk import read_file
 from models.engines.client import EngineClient
 from models.engines.protocol import ModelInfo
 from models.engines.token import Token
-from models.errors import EngineError
+from models.errors import EngineError, EngineTimeout
 from pipeline.errors import UsageError
 from pipeline.facts.run_directory import EngineSpec
 from pipeline.supervise.health_probe import HealthProbe, HealthTracker, HttpProbe, SchedulerProbe, until
@@ -166,10 +166,14 @@ class ExternalEngine(ExternalServer):
 
 async def _version(client: EngineClient) -> str:
     """The name that a server reports, "" if none: a frozen engine may be of an unknown kind."""
-    try:
-        return (await client.server_info()).version
-    except EngineError:
-        return ""
+    for _ in range(20):  # a busy server answers late, which does not say that it has no such page
+        try:
+            return (await client.server_info()).version
+        except EngineTimeout:
+            continue
+        except EngineError:
+            break
+    return ""
 
 
 class ExternalRouter(ExternalServer):

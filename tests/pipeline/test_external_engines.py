@@ -23,6 +23,7 @@ from configs.schema.rollout import EngineConfig
 from models.engines.protocol import ModelInfo
 from models.engines.serve import EngineServer
 from models.engines.token import Token, TokenFile
+from models.errors import EngineError, EngineRefused, EngineTimeout
 from models.tiny import make_tiny_checkpoint
 from pipeline.errors import UsageError
 from pipeline.facts.run_directory import EngineSpec, RunDir, read_fleet
@@ -31,6 +32,7 @@ from pipeline.graph import Placement, build
 from pipeline.hosts.local_launcher import LocalLauncher
 from pipeline.preflight.data import check_frozen, prepare, vocabulary
 from pipeline.record.recorder import Recorder
+from pipeline.supervise import external_servers
 from pipeline.supervise.external_servers import ExternalEngine, ExternalRouter, PolicyConfig, differs
 from pipeline.supervise.lifecycle import Lifecycle
 from pipeline.supervise.restarts import Restarts, Supervision
@@ -394,3 +396,31 @@ def test_frozen_engines_are_placed_beside_those_that_generate(policy_model: Path
     assert generate.built_in == GenerateOptions(max_context=77)
     supervised = make(policy_model, "t=one", train={"loss_type": "sft_loss"})
     assert placed(supervised, tmp_path / "supervised").frozen == []
+
+
+class Late:
+    """A server whose /server_info comes in time at the third request, or never."""
+
+    def __init__(self, *answers: EngineError | str) -> None:
+        self.answers = list(answers)
+
+    async def server_info(self) -> SimpleNamespace:
+        answer = self.answers.pop(0)
+        if isinstance(answer, EngineError):
+            raise answer
+        return SimpleNamespace(version=answer)
+
+
+@pytest.mark.parametrize(
+    ("answers", "version"),
+    [
+        ([EngineTimeout("http://e", 0.5), EngineTimeout("http://e", 0.5), "9.9"], "9.9"),
+        ([EngineTimeout("http://e", 0.5)] * 20, ""),
+        ([EngineRefused("http://e", 404, "no such page"), "9.9"], ""),
+    ],
+)
+async def test_a_server_that_answers_late_is_not_taken_for_one_of_another_kind(
+    answers: list[EngineError | str], version: str
+) -> None:
+    client: Any = Late(*answers)
+    assert await external_servers._version(client) == version
