@@ -86,7 +86,7 @@ def test_a_killed_trainer_does_not_go_on_from_a_damaged_checkpoint(tmp_path: Pat
     weights.write_bytes(data)
     kill(run_dir, "train-0")
     done = finish(process, run_dir)
-    assert (done.code, "--resume" in done.err) == (1, True)
+    assert (done.code, "--resume" in done.err) == (6, True)
     assert f"{weights} is damaged" in done.out
     steps = int(newest.name.removeprefix("step-")) + 2
     resumed = finish(start(None, "--resume", str(run_dir), "--num-rollout", str(steps)), run_dir).check()
