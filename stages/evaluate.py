@@ -187,8 +187,7 @@ class EvaluateStage(Stage):
 
     async def _evaluate(self, ports: Ports, version: int) -> None:
         started = time.monotonic()
-        wanted = sum(len(prompts) * self._samples(name) for name, prompts in self.sets.items())
-        wanted = 1 if self._function else wanted
+        wanted = 1 if self._function else sum(len(self.sets[name]) * self._samples(name) for name in self.sets)
         with self.activity.working(), self.span("evaluate", detail=f"version {version}"):
             async with beside(self._send_all(ports, version)):
                 late = await self._await_results(ports, version, wanted, started)

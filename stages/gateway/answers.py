@@ -197,10 +197,8 @@ class Answers:
             return ask.ids
         if self._encode is None:
             raise Refused("invalid", "texts are not tokenised here; send input_ids")
-        # A text that continues an earlier answer keeps that answer's tokens: encoded again they could be others.
-        known = max((text for text in list(session.texts) if ask.text.startswith(text)), key=len, default="")
-        before = session.texts.get(known, ())
-        return [*before, *self._encode(ask.text[len(known) :], most=self.max_context - len(before))]
+        before, rest = session.continued(ask.text)
+        return [*before, *self._encode(rest, most=self.max_context - len(before))]
 
     async def answer(self, place: OpenSession, ask: Ask, context: Sequence[int]) -> Answer:
         """The answer to a request with this context. Waits for the engines. Raises Refused."""
@@ -316,10 +314,9 @@ class Answers:
             stop = stop_found
             message = msgspec.structs.replace(message, content=message.content[: message.content.find(stop_found)])
         finish: Finish = "length" if not ended else "calls" if message.tool_calls else "stop_text" if stop else "stop"
-        session.land(turn, result, message if turn.conversation is not None else None, trained=trained)
         text = result.text if turn.conversation is not None or ask.keep_stop else message.content
-        if ask.text:
-            session.texts[ask.text + text] = (*turn.ids.tolist(), *result.token_ids)
+        reply = message if turn.conversation is not None else None
+        session.land(turn, result, reply, trained=trained, text=ask.text and ask.text + text)
         return Answer(
             id=f"{name:024x}",
             created=int(time.time()),

@@ -61,7 +61,7 @@ class Session:
         self._last = 0  # the sequence of the newest turn
         # (place of the sequence, tokens up to the reply's end), by digest of the conversation up to it, inclusive
         self._replies: dict[bytes, tuple[int, int]] = {}
-        self.texts: dict[str, tuple[int, ...]] = {}  # of clients that send texts: up to an answer's end -> its tokens
+        self._texts: dict[str, tuple[int, int]] = {}  # by text up to the reply's end, of clients that send texts
 
     def open(self, conversation: Conversation) -> Turn:
         """The turn for a conversation. Raises ChatFormatError if the chat format cannot write it."""
@@ -73,12 +73,22 @@ class Session:
         self.started += 1
         return turn
 
-    def land(self, turn: Turn, result: SampleResult, reply: Message | None = None, *, trained: bool = True) -> None:
+    def continued(self, text: str) -> tuple[list[int], str]:
+        """The tokens of the longest recorded text with which this one begins, and what follows it. Encoded again they
+        could be others. Any thread may call it."""
+        known = max(filter(text.startswith, list(self._texts)), key=len, default="")
+        place, length = self._texts.get(known, (0, 0))
+        return self._sequences[place].token_ids[:length].tolist() if known else [], text[len(known) :]
+
+    def land(
+        self, turn: Turn, result: SampleResult, reply: Message | None = None, *, trained: bool = True, text: str = ""
+    ) -> None:
         """Record the engine's result.
 
         Args:
             reply: the message for the client, which will send it back; None for tokens.
             trained: whether the sampling parameters were those of training.
+            text: what the client sent and was answered, of a client that sends texts.
         """
         before = self._drafted(turn.ids)  # concurrent requests may have been recorded since
         after = append_result(before, result)
@@ -90,6 +100,8 @@ class Session:
         self._sequences[place : place + 1] = [after]
         self._last = place
         self.turns += 1
+        if text:
+            self._texts[text] = place, after.length
         if turn.conversation is not None and reply is not None:
             answered = replace(turn.conversation, messages=(*turn.conversation.messages, reply))
             self._replies[self._digests(answered)[-1]] = place, after.length

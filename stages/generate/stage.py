@@ -83,8 +83,9 @@ class GenerateStage(Stage):
     async def _serve(self, lease: Lease[PromptGroup | RolloutSlice], ports: Ports) -> None:
         """One turn of the samples of a lease, which is released when the next hub holds all of them."""
         message = lease.message
-        if isinstance(message, PromptGroup) and self._evaluated_by_function(message):
-            await self._evaluate(message, ports.outlets["out"])
+        path = self.config.eval.eval_function_path
+        if isinstance(message, PromptGroup) and message.purpose == "eval" and path is not None:
+            await self._evaluate(path, message, ports.outlets["out"])
             lease.done()
             return
         if isinstance(message, PromptGroup) and (beginning := self.loops.beginning) is not None:
@@ -122,13 +123,10 @@ class GenerateStage(Stage):
                 details.append(f"version {' to '.join(map(str, versions))}")
         lease.done()
 
-    def _evaluated_by_function(self, prompt: PromptGroup) -> bool:
-        return prompt.purpose == "eval" and self.config.eval.eval_function_path is not None
-
-    async def _evaluate(self, prompt: PromptGroup, outlet: Outlet[RolloutSlice]) -> None:
+    async def _evaluate(self, path: str, prompt: PromptGroup, outlet: Outlet[RolloutSlice]) -> None:
         """A whole evaluation in one call of `--eval-function-path`."""
         self.activity.items_in += 1
-        path, group = self.config.eval.eval_function_path or "", without_prompt(prompt)
+        group = without_prompt(prompt)
         with self.span("evaluate", group=group.group_id):
             sample = await self.functions.evaluate(path, group, new_sample(prompt.prompt_ids, 0))
         self.activity.failures += sample.status == "failed"

@@ -127,16 +127,6 @@ def all_samples(path: str) -> Callable[..., Any]:
     return import_function(path, "args", "samples", "data_source")
 
 
-def convert_samples(path: str) -> Callable[..., Any]:
-    """`(args, samples)` -> dict of lists. Raises ImportPathError."""
-    return import_function(path, "args", "samples")
-
-
-def post_process(path: str) -> Callable[..., Any]:
-    """`(args, samples)` as in slime, or `(rewards, samples)`. Raises ImportPathError."""
-    return import_function(path, "rewards", "samples")
-
-
 def rollout_log(path: str) -> Callable[..., Any]:
     """Raises ImportPathError."""
     return import_function(path, "rollout_id", "args", "samples", "rollout_extra_metrics", "rollout_time")
