@@ -119,7 +119,7 @@ gpu-env: $(STAMP)
 # torch and transformers that are there. `make gpu-wheels`, where packages can be downloaded, puts the small packages
 # that such a machine may lack into wheels/, for Python 3.12.
 GPU_PYTHON ?= python3
-GPU_PACKAGES := pyzmq msgspec uvloop xxhash six math-verify latex2sympy2_extended antlr4-python3-runtime \
+GPU_PACKAGES := pyzmq msgspec uvloop xxhash six megatron-core math-verify latex2sympy2_extended antlr4-python3-runtime \
 	tensorboard tensorboard-data-server
 GPU_PLATFORMS := manylinux_2_28 manylinux_2_27 manylinux_2_17 manylinux2014
 gpu-wheels:

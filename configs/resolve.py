@@ -18,6 +18,7 @@ from typing import Any, Final
 
 from msgspec import Struct
 
+from configs.graph import replicas
 from configs.layers import ConfigError, build, given_by_difference, preset_values, value_at
 from configs.plan.goodput import UNMEASURED_AHEAD, choose_ahead, planned_workload
 from configs.schema import Config
@@ -259,6 +260,7 @@ def _defaults(config: Config) -> dict[str, Any]:
         "data.label_key": label,
         "eval.eval_label_key": label,
         "eval.eval_interval": 1 if rollout.num_rollout == 0 and config.eval.eval_prompt_data else None,
+        "engine.engine_memory_fraction": _cache_share(config),
         "observe.live": sys.stdout.isatty,
     }
     values = {}
@@ -272,6 +274,15 @@ def _defaults(config: Config) -> dict[str, Any]:
     if not config.warm_start.warm_start_data:
         values["warm_start.warm_start_data"] = data.prompt_data
     return values
+
+
+def _cache_share(config: Config) -> float:
+    """Of a GPU, for the KV cache of each embedded engine: all are on one, which may be that of the trainer."""
+    trains = config.train.train_backend != "simulated" and not config.asynchrony.colocate
+    first = ("auto", "cuda", "cuda:0")
+    ours, theirs = config.train.train_device, config.engine.engine_device
+    shared = trains and ours != "cpu" and (ours == theirs or (ours in first and theirs in first))
+    return (0.3 if shared else 0.8) / max(1, replicas(config).get("engine", 1))
 
 
 def _new_run_dir() -> str:

@@ -149,6 +149,9 @@ class EngineConfig(Section, frozen=True, kw_only=True):
     """device of the embedded engine: auto, cpu, cuda, cuda:1"""
     engine_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """precision of the embedded engine"""
+    engine_memory_fraction: Factor | None = None
+    """share of its GPU that the KV cache of an embedded engine may take; default: 0.3 where the policy is trained on
+    that GPU at the same time, else 0.8, divided by the number of engines"""
     prefix_cache: bool = True
     """reuse the KV cache of equal prompts within one weights version"""
     frozen_engine: tuple[str, ...] = ()

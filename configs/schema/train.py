@@ -63,7 +63,7 @@ class TrainConfig(Section, frozen=True, kw_only=True):
     """transformers' attention: auto (FlashAttention 2 where installed, else sdpa), sdpa, eager"""
     gradient_checkpointing: bool = False
     """recompute activations in the backward pass"""
-    logprob_chunk_tokens: Count = 1024
+    logprob_chunk_tokens: Count = 4096
     """tokens whose logits (over a part of the vocabulary) exist at one time"""
 
 

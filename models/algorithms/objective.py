@@ -229,8 +229,7 @@ def staleness_sums(tokens: PolicyTokens, delta: Tensor, policy: PolicyLoss) -> T
     """By how many versions old the tokens are, `staleness/<sum>/<bucket>`: the sums of `STALENESS_SUMS`."""
     if tokens.staleness is None:
         return TokenMetrics()
-    starts = torch.tensor(BUCKET_STARTS, device=tokens.staleness.device)
-    bucket = torch.bucketize(tokens.staleness, starts, right=True)
+    bucket = torch.stack([tokens.staleness >= start for start in BUCKET_STARTS]).sum(0)
     raw = bounded_exp(delta)
     clipped = (policy.clipped_high | policy.clipped_low).to(raw.dtype)
     values = torch.stack([torch.ones_like(raw), raw, raw.square(), clipped, delta.abs()])

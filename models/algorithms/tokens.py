@@ -199,7 +199,8 @@ class _Blocks:
         if bias is not None:
             scaled += bias
         if self.cap is None:
-            return scaled.mul_(self.multiply / temperature), None
+            plain = self.multiply == 1.0 and isinstance(temperature, float) and temperature == 1.0
+            return scaled if plain else scaled.mul_(self.multiply / temperature), None
         tanh = scaled.mul_(self.multiply / self.cap).tanh_()
         slope = (1.0 - tanh.square()).mul_(self.multiply / temperature)
         return tanh.mul_(self.cap / temperature), slope

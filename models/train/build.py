@@ -123,6 +123,9 @@ def build_member(config: Config, total_batches: int, dp_group: DpGroup | None = 
     make their own."""
     import torch
 
+    # cuDNN's attention plans for a second whenever a length is new, and lengths are seldom the same.
+    torch.backends.cuda.enable_cudnn_sdp(False)
+
     from models.train.spec import train_spec
     from models.train.trainer import Trainer
 

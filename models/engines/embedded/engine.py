@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 _DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _CPU_SHARE: Final = 0.5  # of physical memory that the KV cache may take, touched or not
-_CUDA_SHARE: Final = 0.8  # of the memory that is free after the weights
+_CUDA_SHARE: Final = 0.8  # of a GPU, unless the configuration says otherwise, and of what is free after the weights
 
 
 class EmbeddedEngine(ScheduledEngine):
@@ -58,6 +58,8 @@ class EmbeddedEngine(ScheduledEngine):
         label: str = DEFAULT_LABEL,
         codec: TextCodec | None = None,
     ) -> None:
+        # cuDNN's attention plans for a second whenever a length is new; in decoding, each 16 tokens.
+        torch.backends.cuda.enable_cudnn_sdp(False)
         directory = Path(model_path)
         spec = ModelSpec.read(directory)
         device = _device(config.engine_device)
@@ -69,7 +71,8 @@ class EmbeddedEngine(ScheduledEngine):
         except WeightsRefused as error:
             raise EngineStartError(str(error)) from error
         length = min(spec.max_positions, max_context_len or spec.max_positions)
-        slots = _affordable_slots(config.engine_slots, length, spec.kv_bytes_per_token(dtype), device)
+        share = config.engine_memory_fraction or _CUDA_SHARE
+        slots = _affordable_slots(config.engine_slots, length, spec.kv_bytes_per_token(dtype), device, share)
         table = SlotTable(slots, length, retain=config.prefix_cache)
         self._cache = KVCache(spec, slots, length, device, dtype)
         self._memory = MemoryAccount()
@@ -309,10 +312,11 @@ def _dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
     return _DTYPES[config.engine_dtype]
 
 
-def _affordable_slots(wanted: int, length: int, bytes_per_token: int, device: torch.device) -> int:
-    """Slots that fit into memory at full length."""
+def _affordable_slots(wanted: int, length: int, bytes_per_token: int, device: torch.device, share: float) -> int:
+    """Slots that fit into memory at full length: of a GPU, into a share of it."""
     if device.type == "cuda":
-        budget = int(torch.cuda.mem_get_info(device)[0] * _CUDA_SHARE)
+        free, total = torch.cuda.mem_get_info(device)
+        budget = int(min(_CUDA_SHARE * free, share * total))
     else:
         budget = int(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * _CPU_SHARE)
     slot_bytes = (length + 1) * bytes_per_token
@@ -320,7 +324,7 @@ def _affordable_slots(wanted: int, length: int, bytes_per_token: int, device: to
     if slots < 1:
         raise EngineStartError(
             f"one slot of {length} tokens needs {slot_bytes / 2**30:.1f} GiB of KV cache and {budget / 2**30:.1f} GiB "
-            "are to be had; set a smaller max_context_len"
+            "are to be had; set a smaller --rollout-max-context-len, or a larger --engine-memory-fraction"
         )
     if slots < wanted:
         logger.warning("engine_slots=%d reduced to %d: %d tokens each fill the memory", wanted, slots, length)

@@ -24,7 +24,8 @@ from models.engines.core import Completion
 from models.engines.embedded.model_spec import ModelSpec
 from models.engines.embedded.transformer import Attend
 
-KEY_BLOCK = 16  # key lengths are rounded up to this, so that few shapes occur
+# Key lengths are rounded up to this, so that few shapes occur.
+KEY_BLOCK = {"cpu": 16, "cuda": 128}
 
 
 class KVCache:
@@ -74,7 +75,7 @@ class KVCache:
 
     def extend(self, places: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, longest: int) -> Attend:
         """Rows that begin behind a cached prefix: [R, T] new tokens attend to their slot up to their own position."""
-        keys = self._rounded(longest)
+        keys = self.rounded(longest)
         mask = (self._arange[:keys] <= positions.unsqueeze(-1)).unsqueeze(1)  # [R, 1, T, keys]
 
         def attend(layer: int, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
@@ -85,11 +86,8 @@ class KVCache:
 
         return attend
 
-    def decode(
-        self, places: torch.Tensor, slots: torch.Tensor | slice, positions: torch.Tensor, longest: int
-    ) -> Attend:
-        """One new token per row. A slice of the slots needs no gathering copy."""
-        keys = self._rounded(longest)
+    def decode(self, places: torch.Tensor, slots: torch.Tensor | slice, positions: torch.Tensor, keys: int) -> Attend:
+        """One new token per row, which sees at most `keys` positions. A slice of the slots needs no gathering copy."""
         kv_heads, width = self.spec.shape.kv_heads, self.spec.shape.head
         if isinstance(slots, slice) and self._window != (slots, keys):  # they stay the same for many steps
             self._window = slots, keys
@@ -109,8 +107,10 @@ class KVCache:
 
         return attend
 
-    def _rounded(self, length: int) -> int:
-        return min(-(-length // KEY_BLOCK) * KEY_BLOCK, self.capacity)
+    def rounded(self, length: int) -> int:
+        """So many keys that hold `length`."""
+        block = KEY_BLOCK.get(self.device.type, 16)
+        return min(-(-length // block) * block, self.capacity)
 
 
 def _by_head(tensor: torch.Tensor, rows: int) -> torch.Tensor:

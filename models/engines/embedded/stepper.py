@@ -10,9 +10,10 @@ Invariants:
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +25,9 @@ from models.engines.embedded.kv_cache import KVCache, SlotTable
 from models.engines.embedded.transformer import Transformer
 from models.engines.protocol import FinishReason, PauseMode
 from models.engines.text import TextCodec, find_stop, tail_tokens
+
+RECORD_AFTER: Final = 8  # steps of a shape before it is recorded, which takes as long as two or three of them
+MOST_RECORDED: Final = 32  # shapes
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,9 @@ class Stepper:
         self.paused = False
         self.holding = False  # admit nothing: an update waits for the running requests
         self.totals = Totals()
+        # On a GPU a step's kernels, twenty a layer, take longer to start than to run: recorded, they start as one.
+        self._recorded: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor]] = {}
+        self._uses: Counter[tuple[int, int]] = Counter()
 
     @property
     def running(self) -> int:
@@ -105,11 +112,13 @@ class Stepper:
         if self._table.owners:
             return False
         self._table.flush()
+        self._forget_recorded()
         return True
 
     def swap(self, change: Callable[[], None], label: str | None) -> None:
         """Change the weights between two steps. If `change` raises, nothing has changed."""
         change()
+        self._forget_recorded()
         self._generation += 1
         self._table.flush()
         if label is not None:
@@ -173,19 +182,50 @@ class Stepper:
         host[0, batch.rows] = self._table.tokens[slots, positions]
         host[1, batch.rows] = positions
         host[2, batch.rows] = batch.first + positions
-        token_ids, seen, places = torch.from_numpy(host).to(self._cache.device).unbind()
-        attend = self._cache.decode(places, batch.slots, seen, int(positions.max()) + 1)
-        hidden = self._transformer.hidden(token_ids, seen, attend)
+        hidden = self._hidden(torch.from_numpy(host), batch.slots, self._cache.rounded(int(positions.max()) + 1))
         if batch.kept is not None:
             hidden = hidden.index_select(0, batch.kept)
         logits = self._transformer.logits(hidden)
         self._emit(slots, self._draw(logits, slots, batch.sampling, batch.held_back))
+
+    def _hidden(self, inputs: torch.Tensor, slots: torch.Tensor | slice, keys: int) -> torch.Tensor:
+        """Hidden states [R, hidden] of the tokens, positions and places `inputs` [3, R], which lie on the host."""
+        device = self._cache.device
+        shape = inputs.shape[1], keys
+        if device.type != "cuda" or not isinstance(slots, slice):
+            return self._forward(inputs.to(device, non_blocking=True), slots, keys)
+        if shape not in self._recorded:
+            self._uses[shape] += 1
+            here = inputs.to(device, non_blocking=True)
+            if self._uses[shape] <= RECORD_AFTER:
+                return self._forward(here, slots, keys)
+            if len(self._recorded) == MOST_RECORDED:
+                self._recorded.pop(next(iter(self._recorded)))
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                made = self._forward(here, slots, keys)
+            self._recorded[shape] = graph, here, made
+        graph, here, made = self._recorded[shape]
+        here.copy_(inputs, non_blocking=True)
+        graph.replay()
+        return made
+
+    def _forward(self, inputs: torch.Tensor, slots: torch.Tensor | slice, keys: int) -> torch.Tensor:
+        token_ids, seen, places = inputs.unbind()
+        return self._transformer.hidden(token_ids, seen, self._cache.decode(places, slots, seen, keys))
+
+    def _forget_recorded(self) -> None:
+        """What was recorded reads the weights and the cache of that time, wherever they lay."""
+        self._recorded.clear()
+        self._uses.clear()
 
     def _batch_of(self, slots: npt.NDArray[np.int64]) -> _Batch:
         """The decode batch of these slots: a plain slice of the cache if half of that is in use, else gathered."""
         if self._batch is not None and self._batch[0] is slots:
             return self._batch[1]
         device, first, span = self._cache.device, int(slots[0]), int(slots[-1] - slots[0]) + 1
+        if device.type == "cuda":  # few shapes
+            first, span = 0, min(1 << int(slots[-1]).bit_length(), self._table.slots)
         rows: npt.NDArray[np.int64] | slice = slice(None)
         kept: torch.Tensor | None = None
         if 2 * len(slots) <= span:

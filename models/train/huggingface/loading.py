@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from configs.schema.train import TrainConfig
@@ -130,6 +132,32 @@ def disable_dropout(model: torch.nn.Module) -> None:
             module.attention_dropout = 0.0
 
 
+def fuse_norms(model: torch.nn.Module) -> None:
+    """Let one kernel of torch compute the norms that transformers spells out in six operations, of which each reads and
+    writes all hidden states on a GPU: a fifth of a step's time there. The results are the same."""
+    for module in model.modules():
+        if hasattr(module, "variance_epsilon") and _is_rms_norm(type(module)):
+            module.forward = MethodType(_rms_norm, module)
+
+
+def _is_rms_norm(kind: Any) -> bool:
+    """Whether a class of norms, tried on a few numbers, says weight * x / sqrt(mean(x^2) + eps)."""
+    try:
+        with torch.no_grad(), torch.device("cpu"):
+            norm, x = kind(8, eps=0.1).float(), torch.linspace(-2.0, 3.0, 8)
+            norm.weight.copy_(torch.linspace(0.5, 1.5, 8))
+            return bool(torch.allclose(norm(x), _rms_norm(norm, x)))
+    except TypeError:
+        return False
+
+
+def _rms_norm(module: Any, hidden: torch.Tensor) -> torch.Tensor:
+    weight, eps = module.weight, module.variance_epsilon
+    if hidden.dtype == weight.dtype == torch.float32:
+        return F.rms_norm(hidden, weight.shape, weight, eps)
+    return weight * F.rms_norm(hidden.float(), weight.shape, None, eps).to(hidden.dtype)
+
+
 def check_head(model: Any, device: torch.device) -> None:
     """Compare the model's own logits with those of `output_layer` on a few tokens; raise `UnsupportedModel`."""
     ids = torch.arange(_PROBE_TOKENS, device=device).remainder(model.get_input_embeddings().weight.shape[0])[None]
@@ -245,6 +273,8 @@ class Placement:
 
     def _set_mode(self, model: Any, *, frozen: bool) -> None:
         model.train(not frozen)
+        if self.device.type == "cuda":
+            fuse_norms(model)
         if frozen:
             model.requires_grad_(False)
         elif self.spec.train.gradient_checkpointing:

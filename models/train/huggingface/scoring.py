@@ -31,6 +31,7 @@ from models.train.huggingface.attention import (
     flash_arguments,
     seen_by,
 )
+from models.train.step.micro_batch_loss import to_device
 from models.train.step.micro_batches import Float32Array, Int64Array, PackedRows, lengthened
 from models.train.step.packing import Packing
 
@@ -179,11 +180,6 @@ class _Spread(torch.autograd.Function):  # type: ignore[misc]
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         (own,) = ctx.saved_tensors
         return gradient.index_select(0, own), None, None, None
-
-
-def to_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
-    """Without waiting for it."""
-    return torch.from_numpy(array).to(device, non_blocking=True)
 
 
 def output_layer(model: Any) -> OutputLayer:

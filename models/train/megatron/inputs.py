@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import rms_norm, scaled_dot_product_attention
 
 from models.errors import UnsupportedModel
 from models.train.huggingface.attention import attention_allowed
@@ -144,9 +144,7 @@ class RmsNorm(torch.nn.RMSNorm):  # type: ignore[misc]
         """Squares are summed in fp32, as transformers does; the weight is multiplied in the precision of x."""
         if x.dtype == torch.float32:
             return super().forward(x)
-        wide = x.float()
-        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * normed.to(x.dtype)
+        return self.weight * rms_norm(x.float(), self.normalized_shape, None, self.eps).to(x.dtype)
 
 
 class LatentRmsNorm(RmsNorm):

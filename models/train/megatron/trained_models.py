@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -126,10 +127,12 @@ class TrainedChunks:
 
 def check_optimizer(spec: TrainSpec) -> None:
     """Raise `TrainConfigInvalid` for options of the optimizer that do not fit this machine."""
-    if spec.megatron.optimizer_cpu_offload and not torch.cuda.is_available():
+    lack = "" if find_spec("transformer_engine") else "Transformer Engine, which is not installed"
+    lack = lack if torch.cuda.is_available() else "a GPU, and this process sees no GPU"
+    if spec.megatron.optimizer_cpu_offload and lack:
         raise TrainConfigInvalid(
-            "optimizer_cpu_offload moves the optimizer from a GPU to the host, but this process sees no GPU; leave "
-            "--optimizer-cpu-offload out"
+            f"optimizer_cpu_offload keeps Megatron-core's optimizer on the host, which takes {lack}; leave "
+            "--optimizer-cpu-offload out, or take --train-backend fsdp --fsdp-cpu-offload"
         )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +38,11 @@ from models.train.step.micro_batches import MicroBatch
 Int64Array = npt.NDArray[np.int64]
 
 
+def to_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
+    """On a GPU without waiting: what is queued there goes on."""
+    return torch.from_numpy(array).to(device, non_blocking=True)
+
+
 def token_counts(examples: Sequence[Example]) -> Int64Array:
     """Trainable tokens [S] of each example."""
     return np.array([len(example.chosen) for example in examples], dtype=np.int64)
@@ -49,7 +55,7 @@ def float_column(parts: Sequence[Float32Array | None], device: torch.device) -> 
         raise BackendMisuse("some examples of a batch have old log-probs and others not; begin a new batch")
     if not present:
         return torch.zeros(0, device=device)
-    return torch.from_numpy(np.concatenate(present).astype(np.float32, copy=False)).to(device)
+    return to_device(np.concatenate(present).astype(np.float32, copy=False), device)
 
 
 def optional_column(parts: Sequence[Float32Array | None], device: torch.device) -> Tensor | None:
@@ -60,7 +66,7 @@ def optional_column(parts: Sequence[Float32Array | None], device: torch.device) 
 def weight_column(examples: Sequence[Example], device: torch.device) -> Tensor:
     """Coefficient [N] of each token in the loss."""
     coefficients = np.array([example.coefficient for example in examples], dtype=np.float32)
-    return torch.from_numpy(np.repeat(coefficients, token_counts(examples))).to(device)
+    return to_device(np.repeat(coefficients, token_counts(examples)), device)
 
 
 def policy_tokens(
@@ -90,12 +96,12 @@ def policy_tokens(
         rollout_log_probs=rollout_log_probs,
         advantages=float_column([example.advantages for example in examples], device),
         mask=torch.ones(int(counts.sum()), dtype=torch.bool, device=device),
-        sequence=torch.from_numpy(np.repeat(np.arange(len(examples)), counts)).to(device),
+        sequence=to_device(np.repeat(np.arange(len(examples)), counts), device),
         n_sequences=len(examples),
         ref_log_probs=ref_log_probs,
         entropy=entropy,
-        staleness=torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *stale])).to(device),
-        rejected=torch.tensor([example.rejected for example in examples], dtype=torch.bool, device=device),
+        staleness=to_device(np.concatenate([np.zeros(0, np.int64), *stale]), device),
+        rejected=to_device(np.array([example.rejected for example in examples], dtype=np.bool_), device),
         kept_scale=_scale(examples, device),
         statistics=statistics,
     )
@@ -110,7 +116,7 @@ def rollout_numbers(examples: Sequence[Example]) -> tuple[Tensor, int]:
 
 def _scale(examples: Sequence[Example], device: torch.device) -> Tensor | None:
     scales = [example.kept_scale for example in examples]
-    return None if all(scale == 1.0 for scale in scales) else torch.tensor(scales, dtype=torch.float32, device=device)
+    return None if all(scale == 1.0 for scale in scales) else to_device(np.array(scales, dtype=np.float32), device)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -253,16 +259,16 @@ def responses_of(members: Sequence[Example], weights: Tensor) -> Responses:
     starts = np.cumsum([0, *lengths])
     at = np.concatenate([one.chosen - one.prompt + start for one, start in zip(members, starts, strict=False)])
     totals = [len(one.tokens) for one in members]
-    return Responses(torch.from_numpy(at).to(weights.device), lengths, totals, weights)
+    return Responses(to_device(at, weights.device), lengths, totals, weights)
 
 
 def _groups(members: Sequence[Example], device: torch.device) -> GroupColumns:
     groups, group = np.unique([example.key[0] for example in members], return_inverse=True)
     rollout, n_rollouts = rollout_numbers(members)
     return GroupColumns(
-        group=torch.from_numpy(group).to(device),
-        rollout=rollout.to(device),
-        reward=torch.tensor([one.reward + one.turn_total for one in members], dtype=torch.float32, device=device),
+        group=to_device(group, device),
+        rollout=rollout.to(device, non_blocking=True),
+        reward=to_device(np.array([one.reward + one.turn_total for one in members], dtype=np.float32), device),
         n_groups=len(groups),
         n_rollouts=n_rollouts,
     )

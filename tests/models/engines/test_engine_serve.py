@@ -17,6 +17,7 @@ import xxhash
 from safetensors.torch import load_file, save_file
 
 from models.engines.client import EngineClient
+from models.engines.embedded.engine import _affordable_slots
 from models.engines.embedded.model_spec import ModelSpec
 from models.engines.embedded.stepper import Stepper
 from models.engines.protocol import VersionSpan
@@ -198,5 +199,14 @@ def test_engines_that_cannot_start_say_why(
     with pytest.raises(EngineStartError, match="engine_device='nonsense' is not a device; use auto, cpu"):
         Bench(checkpoints(), engine_device="nonsense")
     monkeypatch.setattr("models.engines.embedded.engine._CPU_SHARE", 0.0)
-    with pytest.raises(EngineStartError, match=r"one slot of 256 tokens needs .* set a smaller max_context_len"):
+    with pytest.raises(EngineStartError, match=r"one slot of 256 tokens needs .* a smaller --rollout-max-context-len"):
+        EngineStartError, match=r"one slot of 256 tokens needs .* set a smaller --rollout-max-context-len"
+    ):
         Bench(checkpoints())
+
+
+def test_the_cache_takes_its_share_of_a_gpu_and_no_more_than_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (50_000, 100_000))
+    slots = [_affordable_slots(256, 99, 10, device, share) for share in (0.3, 0.9)]
+    assert slots == [30, 40]  # of 1,000 bytes

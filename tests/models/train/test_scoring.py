@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,12 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from configs.schema.train import TrainConfig
 from models.algorithms.tokens import StepStatistics, token_log_probs
 from models.tiny import make_tiny_checkpoint
 from models.train.dp_group import DpGroup, Float32Array
-from models.train.huggingface.loading import load_model
+from models.train.huggingface.loading import fuse_norms, load_model
 from models.train.huggingface.scoring import Passes, Scorer, output_layer
 from models.train.interface import TrainSequence
 from models.train.model_set import Scored, UpdateResult
@@ -219,3 +221,34 @@ def test_a_batch_of_fewer_micro_batches_is_one_schedule() -> None:
     assert len(models.trained) == 1
     assert 1 < models.trained[0] < 4 * 8
     assert sorted(models.seen) == [(one.group_id, one.rollout_id) for group in batch for one in group]
+
+
+class _OneMore(torch.nn.Module):  # type: ignore[misc]
+    """A norm that adds 1 to its weight, as Gemma's does."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight, self.variance_epsilon = torch.nn.Parameter(torch.zeros(size)), eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (1 + self.weight) * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fused_norms_say_what_those_of_transformers_say(dtype: torch.dtype) -> None:
+    norms = torch.nn.ModuleList([Qwen3RMSNorm(48, eps=1e-5), _OneMore(48, eps=1e-5)])
+    plain = copy.deepcopy(norms)
+    with torch.no_grad():
+        for ours, theirs in zip(norms, plain, strict=True):
+            ours.weight.uniform_(0.5, 1.5)
+            theirs.load_state_dict(ours.state_dict())
+    fuse_norms(norms)
+    assert ["forward" in vars(norm) for norm in norms] == [True, False]
+    x = torch.randn(3, 7, 48).to(dtype)
+    for ours, theirs in zip(norms, plain, strict=True):
+        assert torch.equal(ours(x), theirs(x))
+        for found, known in zip(
+            torch.autograd.grad(ours(x).square().sum(), ours.parameters()),
+            torch.autograd.grad(theirs(x).square().sum(), theirs.parameters()), strict=True,
+        ):  # fmt: skip
+            torch.testing.assert_close(found, known)

@@ -51,9 +51,14 @@ def test_impossible_layouts_name_the_cure(
         processes.parallel_sizes(spec(**layout), world)
 
 
-def test_an_optimizer_on_the_host_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(TrainConfigInvalid, match="sees no GPU"):
+@pytest.mark.parametrize(
+    ("gpu", "words"), [(False, "sees no GPU"), (True, "Transformer Engine, which is not installed")]
+)
+def test_an_optimizer_on_the_host_needs_a_gpu_and_its_engine(
+    monkeypatch: pytest.MonkeyPatch, gpu: bool, words: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    with pytest.raises(TrainConfigInvalid, match=words):
         check_optimizer(spec(optimizer_cpu_offload=True))
 
 
