@@ -102,7 +102,6 @@ bench: $(STAMP)
 	$(BIN)/python -m bench.weights --quick
 	$(BIN)/python -m bench.train --quick
 	$(BIN)/python -m bench.engine --quick
-	$(BIN)/python -m bench.gateway --quick
 	$(BIN)/python -m bench.plan --quick
 	$(BIN)/python -m bench.scale --quick
 	$(BIN)/python -m bench.peers --quick

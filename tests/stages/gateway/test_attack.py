@@ -16,9 +16,9 @@ import aiohttp
 import psutil
 import pytest
 
-from bench.gateway import engine, gateway, opened
 from models.tiny import make_tiny_checkpoint
 from stages.gateway.requests import BYTES_PER_TOKEN, LEAST_BODY, Limits
+from tests.stages.gateway.gateway_process import engine, gateway, opened
 
 CONTEXT = 32_768
 SESSIONS = 64  # of the attackers

@@ -1,15 +1,4 @@
-"""Requests per second through the gateway, beside the same requests to the engine itself.
-
-    python -m bench.gateway [--quick] [--rounds N] [--output FILE]
-
-Conversations of several turns, many at a time, with one simulated engine in a process of its own. Contenders: token ids
-straight to the engine's /generate; the same ids to the gateway's /generate; chat completions, where the gateway writes
-the conversation as tokens. The gateway is in a process of its own too, with the production's sampler; it keeps the
-tokens of each session as in a run.
-
-Two settings: an engine that takes its time as a model does, and one that answers at once, which shows what a request
-costs the processor.
-"""
+"""A simulated engine and a gateway, each in a process of its own, and the link on which the gateway opens sessions."""
 
 from __future__ import annotations
 
@@ -17,24 +6,18 @@ import asyncio
 import contextlib
 import json
 import multiprocessing
-import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import msgspec
-import numpy as np
 import uvloop
 
-from bench.report import Series, arguments, finish, machine
 from configs.schema import Config
-from models.tiny import make_tiny_checkpoint
 from stages.chat.formats import load_chat_format
 from stages.gateway.answers import Answers, OpenSession
 from stages.gateway.server import Gateway
@@ -46,9 +29,7 @@ from stages.sampling.sampler import Sampler
 from stages.topic_values import ADDRESS, DIRECTORY, EngineAddress, EngineEntry
 
 SPAWN = multiprocessing.get_context("spawn")
-SLOTS, TURNS, PROMPT, MADE, SEEN = 64, 4, 200, 64, 32  # conversations at a time, turns; tokens
-SETTINGS = {"engine with 20 ms per token": (20.0, 0.1), "engine that takes no time": (0.001, 0.0)}
-CONTENDERS = ("direct", "gateway, token ids", "gateway, chat")
+SLOTS = 64
 
 
 class FixedTopic:
@@ -108,48 +89,6 @@ def _place(number: int, chat: Any) -> OpenSession:
     return OpenSession(group, new_sample((), 0), Session(chat, 0))
 
 
-# The client: this process.
-
-
-async def converse(http: aiohttp.ClientSession, contender: str, url: str, key: str, rng: np.random.Generator) -> None:
-    """One conversation."""
-    headers = {"Authorization": f"Bearer {key}"}
-    ids = rng.integers(97, 123, PROMPT).tolist()
-    messages: list[dict[str, str]] = [{"role": "user", "content": bytes(ids).decode()}]
-    for _ in range(TURNS):
-        if contender == "gateway, chat":
-            body: dict[str, Any] = {"model": "policy", "messages": messages, "max_tokens": MADE}
-            path = "/v1/chat/completions"
-        else:
-            sampling = {"max_new_tokens": MADE, "temperature": 1.0}
-            body = {"input_ids": ids, "sampling_params": sampling, "return_logprob": True}
-            path = "/generate"
-        async with http.post(url + path, json=body, headers=headers) as answer:
-            answer.raise_for_status()
-            reply = await answer.json()
-        more = rng.integers(97, 123, SEEN).tolist()
-        if contender == "gateway, chat":
-            messages = [*messages, reply["choices"][0]["message"], {"role": "user", "content": bytes(more).decode()}]
-        else:
-            ids = [*ids, *reply["output_ids"], *more]
-
-
-async def measure(contender: str, url: str, keys: list[str]) -> float:
-    """Requests per second of so many conversations, as many at a time as the engine has slots."""
-    waiting = iter(enumerate(keys))
-
-    async def converse_on() -> None:
-        for number, key in waiting:
-            await converse(http, contender, url, key, np.random.default_rng(number))
-
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
-        start = time.perf_counter()
-        async with asyncio.TaskGroup() as tasks:
-            for _ in range(SLOTS):
-                tasks.create_task(converse_on())
-        return len(keys) * TURNS / (time.perf_counter() - start)
-
-
 @contextlib.contextmanager
 def engine(checkpoint: Path, home: Path, a_ms: float, c_ms: float) -> Iterator[str]:
     """The address of an engine that carries version 0."""
@@ -193,45 +132,3 @@ async def opened(link: Connection, count: int) -> tuple[list[str], float]:
     link.send(count)
     keys, seconds = await asyncio.to_thread(link.recv)
     return keys, seconds
-
-
-async def run(home: Path, rounds: int, conversations: int) -> list[Series]:
-    checkpoint = make_tiny_checkpoint(home / "tiny", num_layers=1)
-    series = []
-    for setting, (a_ms, c_ms) in SETTINGS.items():
-        values: dict[str, list[float]] = {name: [] for name in CONTENDERS}
-        spent: dict[str, list[float]] = {name: [] for name in CONTENDERS[1:]}
-        with engine(checkpoint, home, a_ms, c_ms) as url:
-            async with gateway(checkpoint, url) as (address, link):
-                for number in range(rounds + 1):  # the first one warms up
-                    for name in CONTENDERS:
-                        keys, before = await opened(link, conversations if number else SLOTS)
-                        rate = await measure(name, url if name == "direct" else address, keys)
-                        _, after = await opened(link, 1)
-                        if number:
-                            values[name].append(rate)
-                            if name in spent:
-                                spent[name].append(1000 * (after - before) / (len(keys) * TURNS))
-        for name in CONTENDERS:
-            note = f"{statistics.median(spent[name]):.2f} ms of the gateway's processor" if name in spent else ""
-            series.append(Series(setting, name, "requests/s", values[name], note))
-    return series
-
-
-def main() -> None:
-    options = arguments(__doc__, "gateway", "1 round with fewer conversations").parse_args()
-    rounds = options.rounds or (1 if options.quick else 3)
-    conversations = SLOTS if options.quick else 2 * SLOTS
-    about = machine(["aiohttp", "msgspec"])
-    with tempfile.TemporaryDirectory(prefix="sluice-bench-") as home:
-        series = uvloop.run(run(Path(home), rounds, conversations))
-    remarks = [
-        f"{SLOTS} conversations at a time of {TURNS} turns: {PROMPT} tokens, {MADE} made and {SEEN} seen in each turn",
-        f"{rounds} rounds of {conversations} conversations, interleaved",
-        about.load,
-    ]
-    finish(options.output, about, remarks, series, baseline="direct")
-
-
-if __name__ == "__main__":
-    main()
