@@ -51,7 +51,7 @@ def main(argv: Sequence[str], console: Console | None = None) -> int:
         show("", {"samples": list(selected), "read": read, "unreadable": unreadable}, as_json=True)
         return 0
     console = console or Console(highlight=False, soft_wrap=not sys.stdout.isatty())
-    decode = _decoder(Path(arguments.run))
+    decode = decoder_of(Path(arguments.run))
     for row in selected:
         console.print(render(row, decode))
     console.print(_count(len(selected), read, unreadable), style="bold")
@@ -75,9 +75,17 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _bound(text: str) -> Callable[[float], bool]:
+    try:
+        return read_bound(text)
+    except UsageError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def read_bound(text: str) -> Callable[[float], bool]:
+    """Whether a reward is within a bound such as `1` or `>0.5`. Raises UsageError for another text."""
     match = _BOUND.fullmatch(text.strip())
     if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is no bound; write a number, or <, <=, > or >= before it")
+        raise UsageError(f"{text!r} is no bound; write a number, or <, <=, > or >= before it")
     sign, limit = match[1] or "=", float(match[2])
     tests: dict[str, Callable[[float], bool]] = {
         "=": lambda reward: abs(reward - limit) < 1e-9,
@@ -131,7 +139,7 @@ def _example(place: Path) -> str:
     return str(runs[-1]) if runs else "runs/20260101-120000"
 
 
-def _decoder(run: Path) -> Decode | None:
+def decoder_of(run: Path) -> Decode | None:
     """Tokens to text by the run's tokenizer; None where that cannot be had, and then turns have one colour each."""
     config = (run.parent if run.is_file() else run) / CONFIG_FILE
     if not config.is_file():

@@ -1,0 +1,286 @@
+"""What a run has written so far, read again and again: only what is new each time, and no more than a bound is kept.
+
+Invariants: a line that is not whole yet is read when it is; a line that cannot be read is skipped; a file that was
+replaced or cut, as a resumed run does, is read from its beginning and what came of it is forgotten; nothing is written
+and nothing of the run waits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import re
+from collections import Counter, deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+from msgspec import Struct
+
+from models.disk import open_file
+from pipeline.facts.run_directory import RunDir
+from pipeline.facts.stats import Changed
+from pipeline.facts.trace import Record, Span
+from pipeline.record.journal import Admitted, Ended, Event, RolledBack
+from stages.sample_log import SAMPLES_FILE, SampleRow
+
+MOST_ROLLOUTS: Final = 100_000
+MOST_GROUPS: Final = 100_000  # outcomes that are kept
+MOST_SPANS: Final = 60_000
+MOST_REASONS: Final = 1_000
+MOST_STEPS: Final = 4_000  # rows of metrics; beyond it every other one is dropped
+FIRST_TRACE_BYTES: Final = 8 << 20  # of each file of a trace that has grown before it is first read
+BRIEF_CHARS: Final = 200
+BLOCK_BYTES: Final = 1 << 20
+MARK_BYTES: Final = 64
+DRAWN: Final = ("generate", "tool", "update_weights", "publish_weights", "trained")  # spans that are kept
+
+MetricsRow = dict[str, float | dict[str, str] | None]
+
+
+class Tail:
+    """The lines that were added to a file since it was last read. `skip_to`: of a longer file, its last bytes first."""
+
+    def __init__(self, path: Path, skip_to: int | None = None) -> None:
+        self.path, self._skip_to = path, skip_to
+        self._offset, self._mark = 0, b""
+
+    def again(self) -> bool:
+        """Whether the file is no longer the one that was read, so that it is read from its beginning."""
+        if not self._offset:
+            return False
+        try:
+            with open_file(self.path) as file:
+                file.seek(self._offset - len(self._mark))
+                same = file.read(len(self._mark)) == self._mark
+        except OSError:
+            same = False
+        if not same:
+            self._offset, self._mark = 0, b""
+        return not same
+
+    def lines(self) -> Iterator[tuple[int, bytes]]:
+        """(place in the file, line) of each whole line. A file that is not there, or cannot be read, has none."""
+        with contextlib.suppress(OSError), open_file(self.path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if not self._offset and self._skip_to is not None and size > self._skip_to:
+                file.seek(size - self._skip_to)
+                self._offset = file.tell() + len(file.readline())
+            file.seek(self._offset)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return
+                place = self._offset
+                self._offset, self._mark = place + len(line), line[-MARK_BYTES:]
+                yield place, line
+
+
+class Brief(Struct, frozen=True):
+    """A rollout in a list. `key` is its place in samples.jsonl."""
+
+    key: str
+    step: int
+    outcome: str
+    detail: str
+    group: int
+    index: int
+    sequence: int
+    status: str
+    reward: float | None
+    prompt: str
+    text: str
+    tokens: int
+    versions: tuple[int, int] | None  # of the weights that made it; None where they made nothing
+
+
+def made_by(row: SampleRow) -> Counter[int]:
+    """Tokens that weights of the run made, by version; those that an earlier sequence of the rollout has are left
+    out."""
+    found, start, counted = Counter[int](), 0, 0 if row.prefix is None else row.prefix.length
+    for version, tokens in row.versions:
+        start += tokens
+        new, counted = max(0, start - max(counted, start - tokens)), max(counted, start)
+        if version >= 0 and new:
+            found[version] += new
+    return found
+
+
+def brief(place: int, row: SampleRow) -> Brief:
+    """The row of a list for a row of samples.jsonl."""
+    made = [version for version, _ in row.versions if version >= 0]
+    return Brief(
+        key=str(place),
+        step=row.step,
+        outcome=row.outcome,
+        detail=row.detail[:BRIEF_CHARS],
+        group=row.group,
+        index=row.index,
+        sequence=row.sequence,
+        status=row.status,
+        reward=row.reward,
+        prompt=row.prompt[:BRIEF_CHARS],
+        text="".join(turn.text for turn in row.turns)[:BRIEF_CHARS],
+        tokens=row.response_tokens,
+        versions=(min(made), max(made)) if made else None,
+    )
+
+
+class RunFiles:
+    """The files of one run. `refresh` reads what is new; not for several threads at a time."""
+
+    def __init__(self, run: Path) -> None:
+        self.dir = RunDir(run)
+        self._metrics, self._ledger = Tail(self.dir.metrics), Tail(self.dir.ledger)
+        self._samples = Tail(self.dir.path / SAMPLES_FILE)
+        self._traces: dict[Path, Tail] = {}
+        self.forget_metrics()
+        self.forget_ledger()
+        self.forget_samples()
+        self.spans: deque[Span] = deque(maxlen=MOST_SPANS)
+        self.trained_at: dict[int, float] = {}  # step -> unix time
+        self.published: dict[int, float] = {}  # version -> unix time
+
+    def forget_metrics(self) -> None:
+        self.metrics: dict[int, MetricsRow] = {}  # by step
+        self.staleness = Counter[int]()  # trained tokens by staleness, all steps
+
+    def forget_ledger(self) -> None:
+        self.admitted = 0
+        self.ended: dict[int, Ended] = {}  # the newest groups
+        self.dropped = Counter[tuple[str, str]]()  # groups by outcome and detail
+        self.changes: list[Changed] = []
+
+    def forget_samples(self) -> None:
+        self.rollouts: dict[str, Brief] = {}  # by key, oldest first
+        self.versions_of: dict[int, Counter[int]] = {}  # group -> tokens by version
+        self.rewards_of: dict[int, list[float]] = {}
+
+    def refresh(self) -> None:
+        """Read what was written since the last call."""
+        self._read_metrics()
+        self._read_ledger()
+        self._read_samples()
+        for path in sorted(self.dir.trace.glob("*.jsonl")):
+            tail = self._traces.setdefault(path, Tail(path, FIRST_TRACE_BYTES))
+            tail.again()
+            decoder: msgspec.json.Decoder[Record] = msgspec.json.Decoder(Record)
+            for _, line in tail.lines():
+                with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
+                    if isinstance(span := decoder.decode(line), Span) and span.name in DRAWN:
+                        self._span(span)
+
+    def _read_metrics(self) -> None:
+        if self._metrics.again():
+            self.forget_metrics()
+        decoder = msgspec.json.Decoder(MetricsRow)
+        for _, line in self._metrics.lines():
+            with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
+                row = decoder.decode(line)
+                step = int(number) if isinstance(number := row.get("step"), float | int) else None
+                if step is None:
+                    continue
+                self.metrics[step] = self.metrics.get(step, {}) | row  # an evaluation is a row of its own
+                for name, tokens in row.items():
+                    if name.startswith("staleness/token_hist/") and isinstance(tokens, float):
+                        self.staleness[int(name.rpartition("/")[2])] += int(tokens)
+        if len(self.metrics) > MOST_STEPS:
+            self.metrics = thinned(self.metrics, MOST_STEPS // 2)
+
+    def _read_ledger(self) -> None:
+        if self._ledger.again():
+            self.forget_ledger()
+        decoder: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Event)
+        for _, line in self._ledger.lines():
+            with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
+                self._event(decoder.decode(line))
+
+    def _event(self, event: Event) -> None:
+        match event:
+            case Admitted():
+                self.admitted += 1
+            case Ended() if event.group not in self.ended:
+                self.ended[event.group] = event
+                self.dropped[self._reason(event)] += 1
+                _shorten(self.ended, MOST_GROUPS)
+            case RolledBack():
+                again = set(event.reopened)
+                for group, end in list(self.ended.items()):
+                    kept = end.step <= event.step and (end.outcome == "trained" or group not in again)
+                    if group >= event.next_group or not kept:
+                        del self.ended[group]
+                        self.dropped[self._reason(end)] -= 1
+                self.admitted = event.next_group  # groups are numbered from 0 without a gap
+            case Changed():
+                self.changes.append(event)
+            case _:
+                pass
+
+    def _read_samples(self) -> None:
+        if self._samples.again():
+            self.forget_samples()
+        decoder = msgspec.json.Decoder(SampleRow)
+        for place, line in self._samples.lines():
+            with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
+                row = decoder.decode(line)
+                self.rollouts[str(place)] = brief(place, row)
+                self.versions_of.setdefault(row.group, Counter()).update(made_by(row))
+                if row.reward is not None and row.sequence == 0:
+                    self.rewards_of.setdefault(row.group, []).append(row.reward)
+                for kept in (self.rollouts, self.versions_of, self.rewards_of):
+                    _shorten(kept, MOST_ROLLOUTS)
+
+    def row(self, key: str) -> SampleRow | None:
+        """All of a rollout that is in the list; None if it is not, or not any more."""
+        if key not in self.rollouts:
+            return None
+        with (
+            contextlib.suppress(OSError, msgspec.MsgspecError, UnicodeDecodeError),
+            open_file(self._samples.path) as file,
+        ):
+            file.seek(int(key))
+            return msgspec.json.decode(file.readline(), type=SampleRow)
+        return None
+
+    def _span(self, span: Span) -> None:
+        number = int(found[1]) if (found := re.search(r"(?:version|step) (\d+)$", span.detail)) else None
+        end_s = span.start_s + span.dur_s
+        if span.name == "trained" and number is not None:
+            self.trained_at[number] = end_s
+        elif span.name == "publish_weights" and number is not None:
+            self.published[number] = end_s
+        else:
+            self.spans.append(span)
+        for kept in (self.trained_at, self.published):
+            _shorten(kept, MOST_ROLLOUTS)
+
+    def _reason(self, end: Ended) -> tuple[str, str]:
+        reason = end.outcome, end.detail[:BRIEF_CHARS]
+        return reason if reason in self.dropped or len(self.dropped) < MOST_REASONS else (end.outcome, "other")
+
+
+def _shorten(kept: dict[Any, Any], most: int) -> None:
+    """Forget the oldest entry of too many."""
+    if len(kept) > most:
+        del kept[next(iter(kept))]
+
+
+def thinned(rows: dict[int, MetricsRow], most: int) -> dict[int, MetricsRow]:
+    """At most so many rows, evenly spread: of two neighbours the one with an evaluation, else the later one. The newest
+    stays."""
+    steps = sorted(rows)
+    while len(steps) > max(most, 1):
+        odd, pairs = steps[: len(steps) % 2], steps[len(steps) % 2 :]
+        newest = pairs[-1]
+        chosen = [
+            a if "eval/version" in rows[a] and "eval/version" not in rows[b] and b != newest else b
+            for a, b in zip(pairs[::2], pairs[1::2], strict=True)
+        ]
+        steps = odd + chosen
+    return {step: rows[step] for step in steps}
+
+
+def finite(value: object) -> float | None:
+    """A number of a row; None for one that is missing or not finite."""
+    return float(value) if isinstance(value, float | int) and math.isfinite(value) else None
