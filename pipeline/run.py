@@ -46,6 +46,7 @@ from pipeline.record.kept_files import keeps_rollouts, read_lives, write_lives
 from pipeline.record.recorder import Recorder
 from pipeline.supervise.auto_resume import Resumed
 from pipeline.supervise.external_servers import read_policy_config
+from pipeline.view.beside import viewed
 from stages.base import StageContext, TrainOptions
 from stages.chat.formats import with_stops
 from stages.chat.tokenizer import load_tokenizer
@@ -70,7 +71,7 @@ def run(config: Config, launchers: Launchers | None = None, *, resumed: Resumed 
     try:
         with interruptible(), RunDir(directory).open(resume=config.run.resume is not None) as rundir:
             try:
-                with run_log(rundir.path):
+                with run_log(rundir.path), viewed(rundir.path, config.observe.view):
                     said(f"starts: pid {os.getpid()} on {socket.gethostname()}, sluice {release()}")
                     with named("functions, environments and options are checked; ended by a limit of 120 s for each"):
                         refuse(config)  # now, not after a warm start

@@ -104,6 +104,8 @@ class ObserveConfig(Section, frozen=True, kw_only=True):
 
     live: bool | None = None
     """live table; default: if the output is a terminal"""
+    view: bool = False
+    """show the run in a browser: serve it on this machine while it runs, and print the address"""
     use_tensorboard: bool = True
     """write TensorBoard events"""
     report_to: tuple[str, ...] = ()
