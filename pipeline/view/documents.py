@@ -10,6 +10,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,6 +24,7 @@ from pipeline.control.client import ENDED, ask, from_files, with_files
 from pipeline.control.endpoint import RunStatus, Status
 from pipeline.errors import NotRunning, UsageError
 from pipeline.facts.stats import GoodputFigures, LedgerCounts
+from pipeline.observe.samples import Decode, decoder_of
 from pipeline.observe.summary import RunSummary, read_summary
 from pipeline.record.health import CURES
 from pipeline.view.lanes import lanes
@@ -44,8 +46,9 @@ class RunDocuments:
     """The documents of the run in a directory. Raises UsageError where the path holds no run."""
 
     def __init__(self, run: Path) -> None:
-        self.path, self._lock, self._files = run.absolute(), threading.Lock(), RunFiles(run)
-        self._status, self._live, self._until_s = from_files(run), False, 0.0
+        self.path, self._files = run.absolute(), RunFiles(run)
+        self._reading, self._asking = threading.Lock(), threading.Lock()
+        self._status, self._live, self._until_s = _with_files(from_files(run)), False, 0.0
         if not self._files.dir.config.is_file() and self._status.state == "no run":
             raise UsageError(str(self._status.exit_reason))
         self._settings: Document = {}
@@ -55,25 +58,24 @@ class RunDocuments:
     @contextlib.contextmanager
     def _fresh(self) -> Iterator[RunFiles]:
         """One caller at a time, after what is new in the files was read."""
-        with self._lock:
+        with self._reading:
             self._files.refresh()
             yield self._files
 
     def run(self, *, may_steer: bool = False) -> Document:
         """The state of the run: stages, streams, engines, ledger, goodput, alarms, settings."""
+        with self._asking:  # a run that hangs holds up no other document
+            status, live = self._asked()
         with self._fresh():
-            return self._run(may_steer)
+            return self._run(status, live, may_steer)
 
-    def _run(self, may_steer: bool) -> Document:
-        status, live = self._asked()
+    def _run(self, status: RunStatus, live: bool, may_steer: bool) -> Document:
         config, now = self._configured(), status.snapshot
         summary = self._summary() if status.state in ENDED else None
         rows = self._files.metrics
         last = {name: n for row in list(rows.values())[-20:] for name, x in row.items() if (n := finite(x)) is not None}
-        stages = _stages(status, config)
         mode = now.mode if now else (summary.mode if summary else (config.run.mode if config else None))
         changes = status.changes or (summary.changes if summary else tuple(self._files.changes))
-        advice = now.advice if now else (summary.advice if summary else "")
         step = now.step if now else max(status.step, max(rows, default=0))
         return {
             "run": str(self.path),
@@ -91,8 +93,8 @@ class RunDocuments:
             "version": now.version if now else (summary.weight_versions.last if summary else step),
             "bound": now.staleness_bound if now else (config.asynchrony.max_staleness if config else None),
             "waits": status.waits,
-            "advice": advice,
-            "stages": stages,
+            "advice": now.advice if now else (summary.advice if summary else ""),
+            "stages": _stages(status, config),
             "streams": _streams(status, config),
             "engines": msgspec.to_builtins(status.engines),
             "bottleneck": _bottleneck(status, summary),
@@ -136,8 +138,13 @@ class RunDocuments:
 
     def rollout(self, key: str) -> Document | None:
         """All of one rollout, with its tokens; None where there is none of this key."""
+        decode = self._decode  # may take seconds
         with self._fresh() as files:
-            return rollout(files, key)
+            return rollout(files, key, decode)
+
+    @cached_property
+    def _decode(self) -> Decode | None:
+        return decoder_of(self.path)
 
     def logs(self, after: str = "", text: str = "") -> Document:
         """Lines of the logs that were written after a cursor, the newest ones."""
@@ -151,10 +158,13 @@ class RunDocuments:
             reply = ask(self.path, Status())
             if reply.status is None:
                 raise UsageError("; ".join(reply.lines))
-            self._status, self._live = with_files(reply.status), True
+            self._status, self._live = _with_files(reply.status), True
         except UsageError as error:
+            found = from_files(self.path)
+            if self._live or found.state != self._status.state:  # nothing of it changes but by another start
+                self._status, self._live = _with_files(found), False
             waits = "" if isinstance(error, NotRunning) else str(error)
-            self._status, self._live = msgspec.structs.replace(with_files(from_files(self.path)), waits=waits), False
+            self._status = msgspec.structs.replace(self._status, waits=waits)
         self._until_s = time.monotonic() + (LIVE_S if self._live else ENDED_S)
         return self._status, self._live
 
@@ -188,39 +198,37 @@ class RunDocuments:
         return {"admitted": self._files.admitted, **ends, "in_flight": self._files.admitted - sum(ends.values())}
 
 
-_SHARES: Final = ("busy", "starved", "blocked", "stalled")
-_COUNTS: Final = ("in_flight", "items_per_s", "tokens_per_s", "items_out", "failures", "restarts")
+def _with_files(status: RunStatus) -> RunStatus:
+    try:
+        return with_files(status)
+    except UsageError:  # a line of the metrics that cannot be read
+        return status
+
+
+_FIGURES: Final = (
+    *("replicas", "busy", "starved", "blocked", "stalled", "in_flight"),
+    *("items_per_s", "tokens_per_s", "items_out", "failures", "restarts"),
+)
 
 
 def _stages(status: RunStatus, config: Config | None) -> list[Document]:
     """The rows of the table; of a run that does not answer the stages that it has."""
     if status.snapshot is not None:
         return [
-            {
-                "name": row.stage,
-                "replicas": row.replicas,
-                "queue": row.queue_depth,
-                **{name: getattr(row, name) for name in (*_SHARES, *_COUNTS)},
-            }
+            {"name": row.stage, "queue": row.queue_depth, **{name: getattr(row, name) for name in _FIGURES}}
             for row in status.snapshot.stages
         ]
-    unknown: Document = dict.fromkeys((*_SHARES, "queue", *_COUNTS))
     counts = replicas(config) if config is not None else {}
-    return [{"name": name, "replicas": count, **unknown} for name, count in counts.items() if name != "engine"]
+    unknown: Document = dict.fromkeys(("queue", *_FIGURES))
+    return [{**unknown, "name": name, "replicas": count} for name, count in counts.items() if name != "engine"]
 
 
 def _streams(status: RunStatus, config: Config | None) -> list[Document]:
     """One edge for each stage that puts messages in."""
-    queues = {queue.stream: queue for queue in status.queues}
+    now = {queue.stream: {"queued": queue.queued, "leased": queue.leased} for queue in status.queues}
+    ends: Document = {"queued": None, "leased": None, "limit": None}
     return [
-        {
-            "name": stream.name,
-            "source": source,
-            "target": stream.consumer[0],
-            "queued": queues[stream.name].queued if stream.name in queues else None,
-            "leased": queues[stream.name].leased if stream.name in queues else None,
-            "limit": None,
-        }
+        {**ends, "name": stream.name, "source": source, "target": stream.consumer[0], **now.get(stream.name, {})}
         for stream in (streams(config) if config is not None else ())
         for source, _ in stream.producers
     ]

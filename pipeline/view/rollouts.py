@@ -9,7 +9,7 @@ from typing import Any, Final
 import msgspec
 from msgspec import Struct
 
-from pipeline.observe.samples import Decode, decoder_of, read_bound
+from pipeline.observe.samples import Decode, read_bound
 from pipeline.view.run_files import Brief, RunFiles
 from stages.sample_log import Run, SampleRow
 
@@ -61,7 +61,7 @@ def _says(files: RunFiles, row: Brief, text: str) -> bool:
     return whole is not None and any(text in part.lower() for part in (whole.prompt, *(t.text for t in whole.turns)))
 
 
-def rollout(files: RunFiles, key: str) -> dict[str, Any] | None:
+def rollout(files: RunFiles, key: str, decode: Decode | None) -> dict[str, Any] | None:
     """One rollout: its row, its tokens, when its weights were published, the others of its group."""
     row = files.row(key)
     if row is None:
@@ -70,7 +70,7 @@ def rollout(files: RunFiles, key: str) -> dict[str, Any] | None:
     group = (other for other in files.rollouts.values() if other.group == row.group and other.key != key)
     return {
         "row": msgspec.to_builtins(row),
-        "tokens": _tokens(row, decoder_of(files.dir.path)),
+        "tokens": _tokens(row, decode),
         "published": {str(version): files.published.get(version) for version in sorted(versions)},
         "siblings": msgspec.to_builtins(list(islice(group, MOST_ROWS))),
     }

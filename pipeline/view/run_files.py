@@ -12,9 +12,9 @@ import math
 import os
 import re
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -29,7 +29,7 @@ from stages.sample_log import SAMPLES_FILE, SampleRow
 MOST_ROLLOUTS: Final = 100_000
 MOST_GROUPS: Final = 100_000  # outcomes that are kept
 MOST_SPANS: Final = 60_000
-MOST_REASONS: Final = 1_000
+MOST_REASONS: Final = 100
 MOST_STEPS: Final = 4_000  # rows of metrics; beyond it every other one is dropped
 FIRST_TRACE_BYTES: Final = 8 << 20  # of each file of a trace that has grown before it is first read
 BRIEF_CHARS: Final = 200
@@ -37,7 +37,16 @@ BLOCK_BYTES: Final = 1 << 20
 MARK_BYTES: Final = 64
 DRAWN: Final = ("generate", "tool", "update_weights", "publish_weights", "trained")  # spans that are kept
 
+HISTOGRAM: Final = "staleness/token_hist/"
+UNREADABLE: Final = (msgspec.MsgspecError, UnicodeDecodeError)
+
 MetricsRow = dict[str, float | dict[str, str] | None]
+T = TypeVar("T")
+
+_ROWS: Final[msgspec.json.Decoder[MetricsRow]] = msgspec.json.Decoder(MetricsRow)
+_EVENTS: Final[msgspec.json.Decoder[Event]] = msgspec.json.Decoder(Event)
+_SAMPLES: Final = msgspec.json.Decoder(SampleRow)
+_SPANS: Final[msgspec.json.Decoder[Record]] = msgspec.json.Decoder(Record)
 
 
 class Tail:
@@ -110,21 +119,10 @@ def made_by(row: SampleRow) -> Counter[int]:
 def brief(place: int, row: SampleRow) -> Brief:
     """The row of a list for a row of samples.jsonl."""
     made = [version for version, _ in row.versions if version >= 0]
-    return Brief(
-        key=str(place),
-        step=row.step,
-        outcome=row.outcome,
-        detail=row.detail[:BRIEF_CHARS],
-        group=row.group,
-        index=row.index,
-        sequence=row.sequence,
-        status=row.status,
-        reward=row.reward,
-        prompt=row.prompt[:BRIEF_CHARS],
-        text="".join(turn.text for turn in row.turns)[:BRIEF_CHARS],
-        tokens=row.response_tokens,
-        versions=(min(made), max(made)) if made else None,
-    )
+    text = "".join(turn.text for turn in row.turns)[:BRIEF_CHARS]
+    first = (str(place), row.step, row.outcome, row.detail[:BRIEF_CHARS], row.group, row.index, row.sequence)
+    between = (min(made), max(made)) if made else None
+    return Brief(*first, row.status, row.reward, row.prompt[:BRIEF_CHARS], text, row.response_tokens, between)
 
 
 class RunFiles:
@@ -159,42 +157,28 @@ class RunFiles:
 
     def refresh(self) -> None:
         """Read what was written since the last call."""
-        self._read_metrics()
-        self._read_ledger()
-        self._read_samples()
+        for _, row in _news(self._metrics, _ROWS, self.forget_metrics):
+            self._row(row)
+        for _, event in _news(self._ledger, _EVENTS, self.forget_ledger):
+            self._event(event)
+        for place, sample in _news(self._samples, _SAMPLES, self.forget_samples):
+            self._sample(place, sample)
         for path in sorted(self.dir.trace.glob("*.jsonl")):
             tail = self._traces.setdefault(path, Tail(path, FIRST_TRACE_BYTES))
-            tail.again()
-            decoder: msgspec.json.Decoder[Record] = msgspec.json.Decoder(Record)
-            for _, line in tail.lines():
-                with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
-                    if isinstance(span := decoder.decode(line), Span) and span.name in DRAWN:
-                        self._span(span)
+            for _, span in _news(tail, _SPANS):
+                if isinstance(span, Span) and span.name in DRAWN:
+                    self._span(span)
 
-    def _read_metrics(self) -> None:
-        if self._metrics.again():
-            self.forget_metrics()
-        decoder = msgspec.json.Decoder(MetricsRow)
-        for _, line in self._metrics.lines():
-            with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
-                row = decoder.decode(line)
-                step = int(number) if isinstance(number := row.get("step"), float | int) else None
-                if step is None:
-                    continue
-                self.metrics[step] = self.metrics.get(step, {}) | row  # an evaluation is a row of its own
-                for name, tokens in row.items():
-                    if name.startswith("staleness/token_hist/") and isinstance(tokens, float):
-                        self.staleness[int(name.rpartition("/")[2])] += int(tokens)
+    def _row(self, row: MetricsRow) -> None:
+        if (step := finite(row.get("step"))) is None:
+            return
+        self.metrics[int(step)] = self.metrics.get(int(step), {}) | row  # an evaluation is a row of its own
+        for name, tokens in row.items():
+            lag = name.removeprefix(HISTOGRAM)
+            if lag != name and lag.isdecimal() and isinstance(tokens, float):
+                self.staleness[int(lag)] += int(tokens)
         if len(self.metrics) > MOST_STEPS:
             self.metrics = thinned(self.metrics, MOST_STEPS // 2)
-
-    def _read_ledger(self) -> None:
-        if self._ledger.again():
-            self.forget_ledger()
-        decoder: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Event)
-        for _, line in self._ledger.lines():
-            with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
-                self._event(decoder.decode(line))
 
     def _event(self, event: Event) -> None:
         match event:
@@ -217,30 +201,21 @@ class RunFiles:
             case _:
                 pass
 
-    def _read_samples(self) -> None:
-        if self._samples.again():
-            self.forget_samples()
-        decoder = msgspec.json.Decoder(SampleRow)
-        for place, line in self._samples.lines():
-            with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
-                row = decoder.decode(line)
-                self.rollouts[str(place)] = brief(place, row)
-                self.versions_of.setdefault(row.group, Counter()).update(made_by(row))
-                if row.reward is not None and row.sequence == 0:
-                    self.rewards_of.setdefault(row.group, []).append(row.reward)
-                for kept in (self.rollouts, self.versions_of, self.rewards_of):
-                    _shorten(kept, MOST_ROLLOUTS)
+    def _sample(self, place: int, row: SampleRow) -> None:
+        self.rollouts[str(place)] = brief(place, row)
+        self.versions_of.setdefault(row.group, Counter()).update(made_by(row))
+        if row.reward is not None and row.sequence == 0:
+            self.rewards_of.setdefault(row.group, []).append(row.reward)
+        for kept in (self.rollouts, self.versions_of, self.rewards_of):
+            _shorten(kept, MOST_ROLLOUTS)
 
     def row(self, key: str) -> SampleRow | None:
         """All of a rollout that is in the list; None if it is not, or not any more."""
         if key not in self.rollouts:
             return None
-        with (
-            contextlib.suppress(OSError, msgspec.MsgspecError, UnicodeDecodeError),
-            open_file(self._samples.path) as file,
-        ):
+        with contextlib.suppress(OSError, *UNREADABLE), open_file(self._samples.path) as file:
             file.seek(int(key))
-            return msgspec.json.decode(file.readline(), type=SampleRow)
+            return _SAMPLES.decode(file.readline())
         return None
 
     def _span(self, span: Span) -> None:
@@ -256,8 +231,20 @@ class RunFiles:
             _shorten(kept, MOST_ROLLOUTS)
 
     def _reason(self, end: Ended) -> tuple[str, str]:
-        reason = end.outcome, end.detail[:BRIEF_CHARS]
+        """What groups are counted by: the figures of one group stand behind a semicolon."""
+        reason = end.outcome, end.detail.partition(";")[0][:BRIEF_CHARS]
         return reason if reason in self.dropped or len(self.dropped) < MOST_REASONS else (end.outcome, "other")
+
+
+def _news(
+    tail: Tail, decoder: msgspec.json.Decoder[T], forget: Callable[[], None] | None = None
+) -> Iterator[tuple[int, T]]:
+    """(place, value) of each new line that can be read. `forget`: called first where the file begins again."""
+    if tail.again() and forget is not None:
+        forget()
+    for place, line in tail.lines():
+        with contextlib.suppress(*UNREADABLE):
+            yield place, decoder.decode(line)
 
 
 def _shorten(kept: dict[Any, Any], most: int) -> None:
