@@ -96,7 +96,7 @@ class RunDocuments:
             "advice": now.advice if now else (summary.advice if summary else ""),
             "stages": _stages(status, config),
             "streams": _streams(status, config),
-            "engines": msgspec.to_builtins(status.engines),
+            "engines": msgspec.to_builtins(list(status.engines)),
             "bottleneck": _bottleneck(status, summary),
             "staleness": sorted([lag, tokens] for lag, tokens in self._files.staleness.items() if tokens),
             "goodput": _goodput(now.goodput if now else (summary.goodput if summary else None), last),

@@ -254,17 +254,16 @@ def _shorten(kept: dict[Any, Any], most: int) -> None:
 
 
 def thinned(rows: dict[int, MetricsRow], most: int) -> dict[int, MetricsRow]:
-    """At most so many rows, evenly spread: of two neighbours the one with an evaluation, else the later one. The newest
-    stays."""
-    steps = sorted(rows)
-    while len(steps) > max(most, 1):
-        odd, pairs = steps[: len(steps) % 2], steps[len(steps) % 2 :]
-        newest = pairs[-1]
-        chosen = [
-            a if "eval/version" in rows[a] and "eval/version" not in rows[b] and b != newest else b
-            for a, b in zip(pairs[::2], pairs[1::2], strict=True)
-        ]
-        steps = odd + chosen
+    """At most so many rows (two at least), one for each so many steps: the newest with an evaluation, else the newest.
+    The last one stays."""
+    steps, stride = sorted(rows), 1
+    while len(steps) > max(most, 2):
+        stride, chosen = 2 * stride, dict[int, int]()
+        for step in steps:
+            before = chosen.setdefault(step // stride, step)
+            if "eval/version" in rows[step] or "eval/version" not in rows[before]:
+                chosen[step // stride] = step
+        steps = sorted({*chosen.values(), steps[-1]})
     return {step: rows[step] for step in steps}
 
 
