@@ -138,7 +138,9 @@ class RunDocuments:
 
     def rollout(self, key: str) -> Document | None:
         """All of one rollout, with its tokens; None where there is none of this key."""
-        decode = self._decode  # may take seconds
+        with self._fresh() as files:
+            known = files.row(key) is not None
+        decode = self._decode if known else None  # takes seconds where the tokenizer is loaded
         with self._fresh() as files:
             return rollout(files, key, decode)
 

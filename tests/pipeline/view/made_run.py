@@ -6,8 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from models.disk import write_whole
 from pipeline.facts.run_directory import RunDir
 from pipeline.record.journal import Admitted, Changed, Ended, Event, Journal, Stepped
@@ -101,8 +99,3 @@ def made_run(path: Path) -> RunDir:
     )
     write_whole(run.logs / "train-0.log", b"1970-01-12 13:46:42,250 INFO root: two\n0%\r100% done\nnot whole")
     return run
-
-
-def decoded(text: bytes) -> Any:
-    """JSON."""
-    return msgspec.json.decode(text)
