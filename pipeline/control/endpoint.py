@@ -67,7 +67,13 @@ class Set(Struct, frozen=True, tag="set"):
     changes: dict[str, str]
 
 
-Command = Status | Scale | Pause | Resume | Drain | Save | Set
+class Kill(Struct, frozen=True, tag="kill"):
+    """End the process of a replica or an engine at once, to see the run go on; for runs with --fault-inject."""
+
+    replica: str
+
+
+Command = Status | Scale | Pause | Resume | Drain | Save | Set | Kill
 
 
 class Request(Struct, frozen=True):

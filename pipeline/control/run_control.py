@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Final
@@ -25,8 +26,9 @@ from configs.plan.goodput import choose_ahead, chosen_line
 from configs.rules.validate import checked
 from configs.schema import Config
 from configs.schema.notation import cure
+from models.fault_injection import FAULTS_FILE, InjectedFault, noted
 from pipeline.control.autoscale import Adviser
-from pipeline.control.endpoint import Command, Drain, Pause, Reply, Resume, Save, Scale, Set, Status
+from pipeline.control.endpoint import Command, Drain, Kill, Pause, Reply, Resume, Save, Scale, Set, Status
 from pipeline.control.monitor import Monitor, RunParts
 from pipeline.errors import UsageError
 from pipeline.facts.run_directory import RunDir
@@ -56,6 +58,7 @@ class RunControl:
     def __init__(self, parts: RunParts, monitor: Monitor, adviser: Adviser, drain: Callable[[], None]) -> None:
         self.stage, self.recorder, self.runner = parts.stage, parts.recorder, parts.runner
         self.topic, self.rundir = parts.topic, parts.recorder.rundir
+        self.launcher = parts.launcher
         self.monitor, self.adviser, self.drain = monitor, adviser, drain
         self._saves = self._steps_at_change = 0
         self._settings: tuple[Settings, ...] = ()
@@ -139,6 +142,8 @@ class RunControl:
                 return self._pause(False)
             case Save():
                 return self._save()
+            case Kill():
+                return await self._kill(command.replica)
             case Drain():
                 self.recorder.changed("drain", "")
                 self.drain()
@@ -181,6 +186,22 @@ class RunControl:
         self.recorder.changed("save", "")
         later = "; the run is paused, so that step may not end before it is resumed" if self.stage.paused else ""
         return (f"a checkpoint follows step {self.stage.steps + 1}{later}",)
+
+    async def _kill(self, replica: str) -> tuple[str, ...]:
+        """As --fault-inject does; only where that says that the run is disturbed on purpose."""
+        if not self.runner.config.debug.fault_inject:
+            raise UsageError(
+                f"{replica} is not killed: this run is not disturbed on purpose; start one with --fault-inject, "
+                "such as reward:0.000001:kill"
+            )
+        handles = {name: handle for name, handle in self.launcher.handles.items() if handle.alive}
+        if replica not in handles:
+            raise UsageError(f"there is no process {replica}; choose one of {', '.join(sorted(handles))}")
+        fault = InjectedFault(replica.rpartition("-")[0], "kill", replica, "command", 1, time.time())
+        await asyncio.to_thread(noted, self.rundir.path / FAULTS_FILE, fault)
+        self.recorder.changed("kill", replica)
+        await handles[replica].kill()
+        return (f"{replica} was killed; the log says when it is back",)
 
     def _check_started(self) -> None:
         if self.recorder.training_started is None:

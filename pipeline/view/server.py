@@ -67,6 +67,8 @@ def main(argv: Sequence[str]) -> int:
 
 async def _serve(given: argparse.Namespace) -> None:
     looks, steers = secrets.token_urlsafe(24), secrets.token_urlsafe(24) if given.steer else ""
+    ended = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
     documents = await asyncio.to_thread(RunDocuments, given.run)
     async with serving(documents, given.port, looks, steers) as port:
         address = f"http://{HOST}:{port}/#token="
@@ -75,8 +77,6 @@ async def _serve(given: argparse.Namespace) -> None:
         sys.stdout.flush()
         if given.open:
             await asyncio.to_thread(webbrowser.open, f"{address}{steers or looks}")
-        ended = asyncio.Event()
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
         await ended.wait()
 
 

@@ -24,6 +24,8 @@ from configs.load import dump_toml, load
 from configs.plan.goodput import Workload, lognormal_lengths
 from configs.rules.validate import checked
 from configs.schema import AsyncConfig, Config
+from configs.schema.run import DebugConfig
+from models.fault_injection import injected
 from pipeline.control import endpoint as module
 from pipeline.control.client import NotRunning, ask, table
 from pipeline.control.endpoint import (
@@ -32,6 +34,7 @@ from pipeline.control.endpoint import (
     Command,
     ControlAddress,
     EngineStatus,
+    Kill,
     Pause,
     QueueStatus,
     Reply,
@@ -336,3 +339,43 @@ async def test_a_choice_of_n_that_is_refused_is_said_and_the_run_goes_on(monkeyp
     assert "but there is no file or directory 'moved.jsonl'" in said[0]
     following.cancel()
     heard.cancel()
+
+
+class Process:
+    """A process that a launcher started."""
+
+    def __init__(self, *, alive: bool = True) -> None:
+        self.alive = alive
+
+    async def kill(self) -> int:
+        self.alive = False
+        return -9
+
+
+@pytest.mark.parametrize(
+    ("faults", "replica", "words"),
+    [
+        ((), "reward-0", "this run is not disturbed on purpose; start one with --fault-inject"),
+        (("reward:0.1:kill",), "reward-9", "there is no process reward-9; choose one of engine-0, reward-0"),
+        (("reward:0.1:kill",), "gone-0", "there is no process gone-0"),
+        (("reward:0.1:kill",), "reward-0", ""),
+    ],
+)
+async def test_only_a_run_that_is_disturbed_on_purpose_lets_a_process_be_killed(
+    faults: tuple[str, ...], replica: str, words: str, tmp_path: Path
+) -> None:
+    changes: list[tuple[str, str]] = []
+    handles = {"reward-0": Process(), "engine-0": Process(), "gone-0": Process(alive=False)}
+    control: Any = RunControl.__new__(RunControl)
+    control._one_at_a_time, control.rundir = asyncio.Lock(), RunDir(tmp_path)
+    control.runner = SimpleNamespace(config=Config(debug=DebugConfig(fault_inject=faults)))
+    control.launcher, control.stage = SimpleNamespace(handles=handles), SimpleNamespace(draining=None)
+    control.recorder = SimpleNamespace(changed=lambda what, value: changes.append((what, value)))
+    control.adviser = SimpleNamespace(autoscale=None)
+    reply = await control.answer(Kill(replica))
+    assert reply.ok == (not words)
+    assert words in reply.lines[0]
+    assert handles["engine-0"].alive
+    assert handles["reward-0"].alive == bool(words)
+    assert changes == ([] if words else [("kill", "reward-0")])
+    assert injected(tmp_path) == ({} if words else {"reward kill": 1})

@@ -8,7 +8,8 @@ from typing import Any
 
 from models.disk import write_whole
 from pipeline.facts.run_directory import RunDir
-from pipeline.record.journal import Admitted, Changed, Ended, Event, Journal, Stepped
+from pipeline.facts.stats import Changed
+from pipeline.record.journal import Admitted, Ended, Event, Journal, Stepped
 
 START_S = 1_000_000.0
 HOSTILE = "</script><img src=x onerror=alert(1)>\u202e\x1b[31m"

@@ -86,7 +86,8 @@ async def test_an_empty_token_lets_nobody_in(made: RunDir) -> None:
         assert answer.status == 401
 
 
-async def test_the_token_shows_the_run(made: RunDir) -> None:
+async def test_the_token_shows_the_run(made: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.view.documents.decoder_of", lambda run: None)  # loading it takes seconds
     async with asking(made) as session:
         for path, first in zip(PATHS, ["run", "steps", "from_s", "rows", "row", "lines"], strict=False):
             async with session.get(path) as answer:
