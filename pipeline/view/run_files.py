@@ -37,7 +37,7 @@ BLOCK_BYTES: Final = 1 << 20
 MARK_BYTES: Final = 64
 DRAWN: Final = ("generate", "tool", "update_weights", "publish_weights", "trained")  # spans that are kept
 
-HISTOGRAM: Final = "staleness/token_hist/"
+_HISTOGRAM: Final = re.compile(r"staleness/token_hist/(\d+)")
 UNREADABLE: Final = (msgspec.MsgspecError, UnicodeDecodeError)
 
 MetricsRow = dict[str, float | dict[str, str] | None]
@@ -174,9 +174,8 @@ class RunFiles:
             return
         self.metrics[int(step)] = self.metrics.get(int(step), {}) | row  # an evaluation is a row of its own
         for name, tokens in row.items():
-            lag = name.removeprefix(HISTOGRAM)
-            if lag != name and lag.isdecimal() and isinstance(tokens, float):
-                self.staleness[int(lag)] += int(tokens)
+            if isinstance(tokens, float) and (lag := _HISTOGRAM.fullmatch(name)) is not None:
+                self.staleness[int(lag[1])] += int(tokens)
         if len(self.metrics) > MOST_STEPS:
             self.metrics = thinned(self.metrics, MOST_STEPS // 2)
 

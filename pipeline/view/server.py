@@ -138,6 +138,10 @@ def _answer(document: object, status: int = 200) -> web.Response:
     return web.Response(body=msgspec.json.encode(document), status=status, content_type="application/json")
 
 
+class _Nothing(Struct):
+    pass
+
+
 class _After(Struct):
     after: int = -1
 
@@ -161,33 +165,16 @@ class _Steer(Struct):
     arguments: dict[str, int | float | str] = {}
 
 
-def _read(request: web.Request, kind: type[T]) -> T:
-    """The parameters of a request; empty ones count as left out. Raises msgspec.ValidationError."""
-    given = {name: value for name, value in request.query.items() if value}
-    return msgspec.convert(given, kind, strict=False)
-
-
 def _routes(documents: RunDocuments, steers: str) -> list[web.RouteDef]:
-    async def run(request: web.Request) -> web.Response:
-        return _answer(await asyncio.to_thread(documents.run, may_steer=_bears(request, steers)))
+    def read(kind: type[T], work: Callable[[T, bool], object]) -> Handler:
+        """The handler of a document: its parameters are `kind`, of which empty ones count as left out."""
 
-    async def metrics(request: web.Request) -> web.Response:
-        return _answer(await asyncio.to_thread(documents.metrics, _read(request, _After).after))
+        async def answer(request: web.Request) -> web.Response:
+            given = msgspec.convert({name: text for name, text in request.query.items() if text}, kind, strict=False)
+            found = await asyncio.to_thread(work, given, _bears(request, steers))
+            return _refused(404, "there is no such rollout, or not any more") if found is None else _answer(found)
 
-    async def lanes(request: web.Request) -> web.Response:
-        window = _read(request, _Window)
-        return _answer(await asyncio.to_thread(documents.lanes, window.seconds, window.until))
-
-    async def rollouts(request: web.Request) -> web.Response:
-        return _answer(await asyncio.to_thread(documents.rollouts, _read(request, Query)))
-
-    async def rollout(request: web.Request) -> web.Response:
-        found = await asyncio.to_thread(documents.rollout, _read(request, _Key).key)
-        return _refused(404, "there is no such rollout, or not any more") if found is None else _answer(found)
-
-    async def logs(request: web.Request) -> web.Response:
-        wanted = _read(request, _Lines)
-        return _answer(await asyncio.to_thread(documents.logs, wanted.after, wanted.text))
+        return answer
 
     async def steer(request: web.Request) -> web.Response:
         if not _bears(request, steers):
@@ -198,9 +185,13 @@ def _routes(documents: RunDocuments, steers: str) -> list[web.RouteDef]:
         ok, lines = await asyncio.to_thread(_told, documents.path, command)
         return _answer({"ok": ok, "lines": lines})
 
-    reads = {"run": run, "metrics": metrics, "lanes": lanes, "rollouts": rollouts, "rollout": rollout, "logs": logs}
     return [
-        *(web.get(f"/api/{name}", handler) for name, handler in reads.items()),
+        web.get("/api/run", read(_Nothing, lambda _, may_steer: documents.run(may_steer=may_steer))),
+        web.get("/api/metrics", read(_After, lambda given, _: documents.metrics(given.after))),
+        web.get("/api/lanes", read(_Window, lambda given, _: documents.lanes(given.seconds, given.until))),
+        web.get("/api/rollouts", read(Query, lambda given, _: documents.rollouts(given))),
+        web.get("/api/rollout", read(_Key, lambda given, _: documents.rollout(given.key))),
+        web.get("/api/logs", read(_Lines, lambda given, _: documents.logs(given.after, given.text))),
         web.post("/api/steer", steer),
         web.get("/{file:.*}", _file),
     ]
