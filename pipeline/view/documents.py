@@ -20,8 +20,8 @@ from configs.graph import replicas, streams
 from configs.layers import ConfigError
 from configs.load import load, read_recipe
 from configs.schema import Config
-from pipeline.control.client import ENDED, ask, from_files, with_files
-from pipeline.control.endpoint import RunStatus, Status
+from pipeline.control.client import ENDED, PHASES, ask, from_files, with_files
+from pipeline.control.endpoint import CONTROL_FILE, RunStatus, Status
 from pipeline.errors import NotRunning, UsageError
 from pipeline.facts.stats import GoodputFigures, LedgerCounts
 from pipeline.observe.samples import Decode, decoder_of
@@ -157,6 +157,8 @@ class RunDocuments:
         if time.monotonic() < self._until_s:
             return self._status, self._live
         try:
+            if not any((self.path / phase / CONTROL_FILE).is_file() for phase in PHASES):
+                raise NotRunning("it has ended")  # `ask` would read all metrics to say so
             reply = ask(self.path, Status())
             if reply.status is None:
                 raise UsageError("; ".join(reply.lines))

@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Struct
 
 from pipeline.observe.samples import Decode, read_bound
-from pipeline.view.run_files import Brief, RunFiles
+from pipeline.view.run_files import BRIEF_CHARS, Brief, RunFiles
 from stages.sample_log import Run, SampleRow
 
 MOST_ROWS: Final = 1_000  # of an answer
@@ -57,6 +57,8 @@ def _says(files: RunFiles, row: Brief, text: str) -> bool:
     """Whether the prompt or a turn has a text; the rows of the list have only their beginnings."""
     if text in f"{row.prompt}\n{row.text}".lower():
         return True
+    if max(len(row.prompt), len(row.text)) < BRIEF_CHARS:  # they are whole
+        return False
     whole = files.row(row.key)
     return whole is not None and any(text in part.lower() for part in (whole.prompt, *(t.text for t in whole.turns)))
 

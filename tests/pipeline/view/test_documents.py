@@ -12,7 +12,7 @@ import pytest
 
 from models.disk import write_whole
 from pipeline.control.advice import Advice
-from pipeline.control.endpoint import EngineStatus, QueueStatus, Reply, RunStatus
+from pipeline.control.endpoint import CONTROL_FILE, EngineStatus, QueueStatus, Reply, RunStatus
 from pipeline.errors import CommandRefused, UsageError
 from pipeline.facts.run_directory import RunDir
 from pipeline.facts.stats import GoodputFigures, StageStats
@@ -314,6 +314,7 @@ def test_a_running_run_tells_of_itself(
     fields: dict[str, Any], stage: str | None, why: str, made: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     status = answer(**fields)
+    (made.path / CONTROL_FILE).touch()
     monkeypatch.setattr(module, "ask", lambda run, command: Reply(True, status=replaced(status, made.path)))
     run = RunDocuments(made.path).run(may_steer=True)
     assert (run["live"], run["may_steer"], run["state"], run["bound"], run["total_steps"]) == (
@@ -351,6 +352,7 @@ def test_a_run_that_hangs_is_asked_once_and_says_so(made: RunDir, monkeypatch: p
         raise CommandRefused(["the run did not answer within 30 s"])
 
     monkeypatch.setattr(module, "ask", hangs)
+    (made.path / CONTROL_FILE).touch()
     documents = RunDocuments(made.path)
     run = documents.run()
     assert (run["live"], run["bottleneck"]["why"]) == (False, "the run did not answer within 30 s")
