@@ -90,6 +90,7 @@ def test_a_bar_has_the_tokens_and_versions_that_were_recorded(made: RunDir) -> N
     early = RunDocuments(made.path).lanes(seconds=1, until=START_S + 1.1)
     assert [bar["group"] for bar in early["lanes"][0]["bars"]] == [0]
     assert early["lanes"][0]["updates"] == []
+    assert RunDocuments(made.path).lanes(seconds=1)["steps"] == []  # step 1 was before
 
 
 def test_lanes_of_several_engines_do_not_guess_which_one_served(made: RunDir) -> None:
@@ -111,9 +112,9 @@ def test_too_many_bars_are_cut_and_counted(made: RunDir, monkeypatch: pytest.Mon
 
 def test_tokens_of_a_shared_beginning_count_once(made: RunDir) -> None:
     shared = sample(group=6, sequence=1, sequences=2, prefix=[0, 4])
-    lines(made.path / "samples.jsonl", sample(group=6, sequences=2), shared)
+    lines(made.path / "samples.jsonl", sample(group=6, sequences=2), shared, sample(group=6, index=1, reward=0.0))
     bar = RunDocuments(made.path).lanes()["lanes"][0]["bars"][1]
-    assert (bar["group"], bar["versions"], bar["reward"]) == (6, [[0, 4], [1, 4]], 1.0)
+    assert (bar["group"], bar["versions"], bar["reward"]) == (6, [[0, 7], [1, 6]], 0.5)
 
 
 @pytest.mark.parametrize(
