@@ -19,26 +19,27 @@ import fcntl
 import logging
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, Literal
 
 import msgspec
 import numpy.typing as npt
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
 
 from configs.schema import Config
 from stages.chat.messages import TokenizerError
 from stages.chat.tokenizer import Tokenizer, load_tokenizer
 from stages.messages import Outcome, Prefix, PromptGroup, RolloutSlice, Sample, Status
-from stages.rollouts import rollouts, runs_of
+from stages.rollouts import rollouts, runs_of, trained_mask
 from stages.tools.tool import shortened
 
 log = logging.getLogger("sluice.samples")
 
 SAMPLES_FILE: Final = "samples.jsonl"
 TEXT_CHARS: Final = 65_536  # of one turn
+DECIMALS: Final = 4  # of log-probs and advantages
 
 Run = tuple[int, int]  # value, tokens
 
@@ -78,6 +79,9 @@ class SampleRow(Struct, frozen=True, kw_only=True):
     loss_mask: tuple[Run, ...]  # over T, as (0 or 1, tokens)
     versions: tuple[Run, ...]  # over T, as (version, tokens); -1: by no weights of the run
     ids: tuple[int, ...]  # T
+    # Absent where they are unknown. Over T; null for a token that is not trained.
+    log_probs: tuple[float | None, ...] | UnsetType = UNSET  # of the policy that made the token
+    advantages: tuple[tuple[float | None, int], ...] | UnsetType = UNSET  # as (value, tokens)
 
 
 def stretches(sample: Sample) -> list[tuple[Literal["model", "observation"], int, int]]:
@@ -108,12 +112,17 @@ class SampleLog:
         self._period, self._left = -1, 0  # of the groups that were not trained
         self._warned = False
 
-    async def trained(self, step: int, groups: Sequence[RolloutSlice]) -> None:
-        """After batch `step` (1 = the first) was trained: write its first groups, if it is its turn."""
+    async def trained(
+        self, step: int, groups: Sequence[RolloutSlice], advantages: Mapping[int, Sequence[float]]
+    ) -> None:
+        """After batch `step` (1 = the first) was trained: write its first groups, if it is its turn.
+
+        `advantages`: of a group's sequences, in the order of `rollouts`; of no group where the trainer makes them.
+        """
         interval = self._interval()
         if interval and (step == 1 or step % interval == 0):
             chosen = sorted(groups, key=lambda one: one.group.group_id)[: self._groups]
-            await asyncio.to_thread(self._write, step, chosen, "trained", "")
+            await asyncio.to_thread(self._write, step, chosen, "trained", "", advantages)
 
     async def ended(self, step: int, group: RolloutSlice, outcome: Outcome, detail: str) -> None:
         """A group ended untrained after `step` batches: write it unless enough were written in this interval."""
@@ -124,7 +133,7 @@ class SampleLog:
             self._period, self._left = step // interval, self._groups
         if self._left > 0:
             self._left -= 1
-            await asyncio.to_thread(self._write, step, [group], outcome, detail)
+            await asyncio.to_thread(self._write, step, [group], outcome, detail, {})
 
     def _interval(self) -> int:
         """Steps between two that are written, 0 for none."""
@@ -137,14 +146,22 @@ class SampleLog:
         sixteenths = math.floor(16 * size / self._limit)
         return 0 if sixteenths >= 16 else self._every * 2**sixteenths
 
-    def _write(self, step: int, groups: Sequence[RolloutSlice], outcome: Outcome, detail: str) -> None:
+    def _write(
+        self,
+        step: int,
+        groups: Sequence[RolloutSlice],
+        outcome: Outcome,
+        detail: str,
+        advantages: Mapping[int, Sequence[float]],
+    ) -> None:
         encoder = msgspec.json.Encoder()
-        lines = [
-            encoder.encode(self._row(slice_.group, parts, sample, step, outcome, detail))
-            for slice_ in groups
-            for parts in rollouts(slice_.samples)
-            for sample in parts
-        ]
+        lines = []
+        for slice_ in groups:
+            values = iter(advantages.get(slice_.group.group_id, ()))
+            for parts in rollouts(slice_.samples):
+                for sample in parts:
+                    row = self._row(slice_.group, parts, sample, step, outcome, detail)
+                    lines.append(encoder.encode(_with_advantages(row, sample, next(values, None))))
         try:
             with _locked(self.path) as file:
                 _append(file, b"".join(line + b"\n" for line in lines))
@@ -184,6 +201,10 @@ class SampleLog:
             loss_mask=tuple(runs_of(sample.loss_mask)),
             versions=tuple((run.version, run.n_tokens) for run in sample.version_runs),
             ids=tuple(ids.tolist()),
+            log_probs=tuple(
+                round(value, DECIMALS) if trained else None
+                for value, trained in zip(sample.log_probs.tolist(), sample.loss_mask.tolist(), strict=True)
+            ),
         )
 
     def _turns(self, sample: Sample) -> tuple[TurnRow, ...]:
@@ -269,6 +290,15 @@ def _whole_lines(file: int) -> int:
             return start + found + 1
         end = start
     return 0
+
+
+def _with_advantages(row: SampleRow, sample: Sample, value: float | None) -> SampleRow:
+    """`value`: of each trained token; None where it is unknown."""
+    if value is None:
+        return row
+    rounded = round(value, DECIMALS)
+    runs = tuple((rounded if trained else None, n) for trained, n in runs_of(trained_mask(sample)))
+    return msgspec.structs.replace(row, advantages=runs)
 
 
 def _finite(value: float | None) -> float | None:

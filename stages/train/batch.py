@@ -22,7 +22,8 @@ import numpy.typing as npt
 import xxhash
 
 from configs.schema import Config
-from models.algorithms.advantages import advantages
+from configs.schema.algorithm import KL_IN_REWARD
+from models.algorithms.advantages import TOKEN_ESTIMATORS, advantages
 from models.errors import InconsistentGroup, InsufficientMembers
 from models.import_path import has_args, import_path, raised
 from models.slime_arguments import slime_arguments
@@ -213,6 +214,15 @@ def _entry(
     return whole.astype(np.uint8), value
 
 
+def values_are_advantages(config: Config) -> bool:
+    """Whether tokens are trained with the value of their rollout, as it is here; else the trainer makes another one."""
+    algorithm, estimator = config.algorithm, config.algorithm.advantage_estimator
+    functions = (algorithm.custom_advantage_function_path, algorithm.rollout_data_postprocess_path)
+    subtracts_kl = algorithm.kl_coef > 0 and estimator in KL_IN_REWARD
+    changed = algorithm.normalize_advantages or config.distill.use_opd or subtracts_kl or functions != (None, None)
+    return not changed and estimator not in TOKEN_ESTIMATORS
+
+
 class Batch:
     """Groups of rollout batch `step` (0 = the first)."""
 
@@ -222,6 +232,7 @@ class Batch:
         self.slices: list[RolloutSlice] = []  # what is trained of each group
         self.masked_tokens = 0  # too old, in groups that are trained
         self.sequences: dict[int, list[TrainSequence]] = {}  # by group, while they wait for their turn
+        self.advantages: dict[int, list[float]] = {}  # by group, of each sequence: all its trained tokens have the same
         self.kept: list[TrainSequence] = []  # all of them, for --save-debug-train-data
         self.staleness: Counter[int] = Counter()  # trained tokens by age
         self.trained_tokens = 0
@@ -234,6 +245,10 @@ class Batch:
         """Take a group; `sequences` are kept until they are handed to the backend. `masked`: its stale tokens."""
         self.slices.append(slice_)
         self.sequences[slice_.group.group_id] = sequences
+        if values_are_advantages(self.config):
+            self.advantages[slice_.group.group_id] = [
+                float(one.advantages[one.loss_mask > 0][:1].sum()) for one in sequences
+            ]
         if self.config.debug.save_debug_train_data is not None:
             self.kept += sequences
         self.masked_tokens += masked
@@ -297,4 +312,4 @@ class BatchLog:
             await asyncio.to_thread(save_batch, self._file, step - 1, slices)
         if (file := self._config.debug.save_debug_train_data) is not None:
             await asyncio.to_thread(save_train_data, file, step - 1, batch.kept)
-        await self.samples.trained(step, slices)
+        await self.samples.trained(step, slices, batch.advantages)
