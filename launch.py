@@ -23,8 +23,10 @@ from models.import_path import add_working_directory
 
 CONTROL: Final = ("status", "scale", "set", "pause", "resume", "drain", "save")  # commands to a running run
 COMMANDS: Final = {  # the other ones, and where they are
+    "watch": "pipeline.control.watch",
     "samples": "pipeline.observe.samples",
     "view": "pipeline.view.server",
+    "report": "pipeline.observe.html_report",
     "export": "pipeline.record.kept_files",
     "compare": "pipeline.observe.compare_modes",
     "convert": "configs.migrate.convert",

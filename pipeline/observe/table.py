@@ -55,8 +55,8 @@ class LiveTable:
         self._draw()
 
     def _draw(self) -> None:
-        if self._snapshot is not None:
-            self._live.update(render(self._snapshot, self._console.width, tuple(self._notes)))
+        run, notes = self._snapshot, tuple(self._notes)
+        self._live.update(_noted(notes) if run is None else render(run, self._console.width, notes))
 
 
 def clock() -> str:
@@ -139,8 +139,11 @@ def render(snapshot: RunSnapshot, width: int, notes: tuple[str, ...] = ()) -> Re
     if snapshot.engines:
         lines += [_engines(snapshot.engines, width), blank]
     lines += _footer(snapshot)
-    lines += [Text(f"  {note}", style="dim", overflow="fold") for note in notes]
-    return Group(*lines)
+    return Group(*lines, _noted(notes))
+
+
+def _noted(notes: tuple[str, ...]) -> Group:
+    return Group(*(Text(f"  {note}", style="dim", overflow="fold") for note in notes))
 
 
 def _header(snapshot: RunSnapshot) -> Text:

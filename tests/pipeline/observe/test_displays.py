@@ -260,6 +260,20 @@ def test_trained_tokens_have_the_colour_of_their_version_and_the_others_none() -
     assert "observation 1 tokens: !" in text.plain
 
 
+def test_rows_with_columns_of_tokens_are_read_beside_those_without(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    columns = {"log_probs": (None, None, None, -0.5, -1.25, -2.0, None, None), "advantages": ((None, 3), (0.5, 3))}
+    run = write(tmp_path / "run", a_row(), a_row(**columns))
+    text = shown(str(run), "-n", "1")
+    assert text.partition("1 of")[0] == shown(str(write(tmp_path / "old", a_row()))).partition("1 of")[0]
+    assert main([str(run), "--json"]) == 0
+    old, new = msgspec.json.decode(capsys.readouterr().out)["samples"]
+    assert not old.keys() & columns.keys(), "unknown, not null"
+    assert new["log_probs"][3:6] == [-0.5, -1.25, -2.0]
+    assert new["advantages"] == [[None, 3], [0.5, 3]]
+
+
 def test_commands_of_a_terminal_are_shown_not_obeyed() -> None:
     evil = a_row(prompt="\x1b[2J", turns=(TurnRow("model", 4, "\x1b]0;x\x07", None),), label="\x9b1m", error="\x1b[1m")
     assert not set(render_sample(evil, None).plain) & {"\x1b", "\x07", "\x9b"}
