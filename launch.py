@@ -27,6 +27,7 @@ COMMANDS: Final = {  # the other ones, and where they are
     "samples": "pipeline.observe.samples",
     "view": "pipeline.view.server",
     "report": "pipeline.observe.html_report",
+    "report": "pipeline.view.html_report",
     "export": "pipeline.record.kept_files",
     "compare": "pipeline.observe.compare_modes",
     "convert": "configs.migrate.convert",
