@@ -1,5 +1,7 @@
 """`python launch.py compare FLAGS`: short segments of sync and of async with several N on one configuration.
 
+`compare RUN RUN ...` shows runs that were made side by side, and starts nothing.
+
 Each segment is a run of its own from the same weights, with the same prompts and seeds. The modes take turns, round by
 round, so that another load of the machine falls on all of them. A warm start is made once, before the first segment.
 The command says which mode to take, and why; it changes nothing.
@@ -30,6 +32,7 @@ from models.disk import write_json
 from pipeline.errors import UsageError
 from pipeline.facts.run_log import PROJECT, show
 from pipeline.facts.stats import GoodputFigures
+from pipeline.observe.compare_runs import compare_runs, names_runs
 from pipeline.observe.summary import read_summary
 from pipeline.observe.table import duration, goodput_text, number
 from pipeline.record.metrics import evaluations, read_metrics
@@ -59,6 +62,8 @@ class Segment(Struct, frozen=True, kw_only=True):
 
 def main(argv: Sequence[str], program: str = str(PROJECT / "launch.py")) -> int:
     """Compare; returns the exit code. Raises UsageError and ConfigError."""
+    if names_runs(argv):
+        return compare_runs(argv)
     own, flags = _parser().parse_known_args(argv)
     if own.batches <= WARM_UP + 1 or own.rounds < 1:
         raise UsageError(f"--batches {own.batches} --rounds {own.rounds}: at least {WARM_UP + 2} batches and one round")

@@ -1,0 +1,119 @@
+"""`launch.py compare RUN RUN`: runs side by side, in whatever state they are."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import launch
+from pipeline.facts.run_directory import RunDir
+from pipeline.observe import compare_modes
+from pipeline.observe.compare_runs import names_runs
+
+COUNTS = {"admitted": 0, "trained": 0, "filtered": 0, "stale": 0, "failed": 0, "discarded": 0, "open": 0}
+SUMMARY = {
+    "mode": "async", "exit_reason": "completed", "steps": 30, "wall_s": 83.0, "groups": COUNTS,
+    "staleness": {"mean": 0.5}, "reward": {"first": 0.25, "last": 0.75}, "eval": {"first": 0.1, "best": 0.625},
+    "tokens_per_s": 1234.0, "goodput": {"goodput": 0.4}, "wasted_share": 0.125,
+}  # fmt: skip
+ROWS: list[dict[str, float]] = [
+    {"step": 0, "wall_s": 3.0, "trained_tokens": 0, "eval/sums": 0.25, "eval/version": 0, "eval/complete": 1},
+    {"step": 1, "wall_s": 4.0, "trained_tokens": 100, "reward/mean": 0.5, "goodput/share": 0.1},
+    {"step": 2, "wall_s": 8.0, "trained_tokens": 500, "reward/mean": 1.0, "goodput/share": 0.3},
+]
+
+
+def a_run(place: Path, *, lr: float, title: str = "x", summary: dict[str, Any] | None = None) -> RunDir:
+    """A run that holds its directory."""
+    rundir = RunDir(place).open(resume=False)
+    rundir.write_config(f'[run]\nrun_dir = "{place}"\nseed = 1\n[train]\nlr = {lr}\nhf_checkpoint = "{title}"\n')
+    rundir.metrics.write_text("".join(f"{json.dumps(row)}\n" for row in ROWS))
+    if summary is not None:
+        rundir.summary.write_text(json.dumps(summary))
+    return rundir
+
+
+@pytest.fixture
+def ended(tmp_path: Path) -> Path:
+    a_run(tmp_path / "ended", lr=1e-6, summary=SUMMARY).close()
+    return tmp_path / "ended"
+
+
+@pytest.fixture
+def running(tmp_path: Path) -> Iterator[RunDir]:
+    """Resumed after it had ended, so that it has the summary of an earlier start."""
+    rundir = a_run(tmp_path / "running", lr=2e-6, summary=SUMMARY)
+    yield rundir
+    rundir.close()
+
+
+def test_figures_and_the_settings_that_differ_stand_side_by_side(
+    ended: Path, running: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert launch.main(["compare", str(ended), str(running.path)]) == 0
+    head, *lines = capsys.readouterr().out.splitlines()
+    cells = {row[0]: row[1:] for row in (re.split(r"  +", line) for line in lines)}
+    assert head.split() == ["ended", "running"]
+    assert cells["state"] == ["completed", "running"]
+    assert cells["steps"] == ["30", "2"]
+    assert cells["reward, first"] == ["0.250", "0.750"]
+    assert cells["reward, last"] == ["0.750", "0.750"]
+    assert cells["eval, best"] == ["0.625", "0.250"]
+    assert cells["staleness, mean"] == ["0.500", "-"]
+    assert cells["trained tokens/s"] == ["1.2k", "100"], "400 tokens in 4 s, not from the start"
+    assert cells["goodput"] == ["0.400", "0.300"]
+    assert cells["wasted tokens"] == ["12.5%", "-"]
+    assert cells["wall time"] == ["1:23", "0:08"]
+    assert cells["train.lr"] == ["1e-06", "2e-06"]
+    assert not cells.keys() & {"run.seed", "run.run_dir", "train.hf_checkpoint"}
+
+
+def test_as_json(ended: Path, running: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    running.close()
+    running.summary.unlink()
+    assert launch.main(["compare", str(ended), str(running.path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["runs"] == [str(ended), str(running.path)]
+    assert found["settings"] == {"train.lr": [1e-6, 2e-6]}
+    assert [one["state"] for one in found["figures"]] == ["completed", "killed"]
+    assert found["figures"][0]["reward_last"] == 0.75
+    assert found["figures"][1]["wasted_share"] is None
+
+
+def test_columns_of_equal_names_are_paths_and_values_are_cut_and_visible(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, title in (("a", "\\u001b[2J"), ("b", "y" * 90)):
+        a_run(tmp_path / name / "run", lr=1e-6, title=title, summary=SUMMARY).close()
+    assert launch.main(["compare", str(tmp_path / "a" / "run"), str(tmp_path / "b" / "run")]) == 0
+    shown = capsys.readouterr().out
+    assert f"{'y' * 28}..." in shown
+    assert "y" * 29 not in shown
+    assert "\x1b" not in shown
+    assert shown.split()[:2] == [str(tmp_path / "a" / "run"), str(tmp_path / "b" / "run")]
+
+
+def test_what_is_no_run_is_named(ended: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert launch.main(["compare", str(ended)]) == 2
+    assert "compare has one run" in capsys.readouterr().err
+    assert launch.main(["compare", str(ended), str(tmp_path / "nowhere")]) == 2
+    assert "nowhere holds no run (no config.toml)" in capsys.readouterr().err
+    (ended / "summary.json").write_text("{")
+    assert launch.main(["compare", str(ended), str(ended)]) == 2
+    assert "is no run summary" in capsys.readouterr().err
+
+
+def test_flags_are_still_those_of_an_experiment(ended: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert names_runs([str(ended), "runs/other", "--json"])
+    assert not names_runs([])
+    assert not names_runs(["--json"])
+    assert not names_runs(["--config", "quickstart"])
+    assert not names_runs(["train.lr=1e-4"])
+    assert not names_runs([str(ended), "--mode", "sync"])
+    monkeypatch.setattr(compare_modes, "compare_runs", lambda argv: pytest.fail("these are flags"))
+    assert launch.main(["compare", "--batches", "4"]) == 2
