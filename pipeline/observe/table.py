@@ -79,6 +79,8 @@ class PlainLog:
         """The terminal was never taken."""
 
     def update(self, snapshot: RunSnapshot) -> None:
+        if snapshot.step < self._shown:  # another phase of the run, or it was resumed
+            self._shown = 0
         due = snapshot.step // self._every > self._shown // self._every or snapshot.step == snapshot.total_steps
         if (due or not self._shown) and snapshot.step != self._shown:  # the first step too, long before the next line
             self._shown = snapshot.step

@@ -16,7 +16,7 @@ import launch
 from pipeline.control.endpoint import Command, Reply, RunStatus, endpoint
 from pipeline.control.watch import watch
 from pipeline.facts.run_directory import RunDir
-from pipeline.observe.table import LiveTable
+from pipeline.observe.table import LiveTable, PlainLog
 from tests.pipeline.control.test_run_states import summary
 from tests.pipeline.observe.test_displays import T0, made_up_run
 
@@ -100,6 +100,14 @@ def test_before_there_is_anything_to_draw_the_state_is_shown() -> None:
     with LiveTable(Console(file=out, force_terminal=True, width=80)) as display:
         display.note("starting")
     assert "starting" in out.getvalue()
+
+
+def test_the_steps_after_a_warm_start_are_shown_too() -> None:
+    out = io.StringIO()
+    with PlainLog(Console(file=out)) as display:
+        for step in (59, 60, 0, 1, 1, 2):
+            display.update(dataclasses.replace(made_up_run().snapshot(T0 + 20), step=step))
+    assert re.findall(r"step (\d+)/", out.getvalue()) == ["59", "60", "1", "2"]
 
 
 @pytest.mark.parametrize(
