@@ -7,13 +7,16 @@ Figures of a run that has ended are those of its `summary.json`. Of one that goe
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import json
+import tomllib
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from msgspec import Struct
 
-from configs.load import CONFIG_FILE, read_recipe, toml_value
+from configs.load import CONFIG_FILE
+from models.disk import read_file
 from pipeline.errors import UsageError
 from pipeline.facts.run_directory import RunDir, in_use
 from pipeline.facts.run_log import show
@@ -39,6 +42,14 @@ class Figures(Struct, frozen=True, kw_only=True):
     goodput: float | None = None  # share of the slot time
     wasted_share: float | None = None  # of the generated tokens
     wall_s: float | None = None
+
+
+SHOWN: Final[dict[str, tuple[str, Callable[[Any], str]]]] = {  # of the figures, and how
+    "state": ("state", str), "steps": ("steps", str), "reward, first": ("reward_first", number),
+    "reward, last": ("reward_last", number), "eval, best": ("eval_best", number),
+    "staleness, mean": ("staleness_mean", number), "trained tokens/s": ("tokens_per_s", quantity),
+    "goodput": ("goodput", number), "wasted tokens": ("wasted_share", "{:.1%}".format), "wall time": ("wall_s", duration),
+}  # fmt: skip
 
 
 def names_runs(argv: Sequence[str]) -> bool:
@@ -69,10 +80,21 @@ def compare_runs(argv: Sequence[str]) -> int:
 
 def differing(runs: Sequence[Path]) -> dict[str, list[Any]]:
     """Settings that are not equal in all runs: a value for each run, None where it has none."""
-    found = [read_recipe(str(run / CONFIG_FILE)).values for run in runs]
+    found = [settings_of(run / CONFIG_FILE) for run in runs]
     keys = list(dict.fromkeys(key for values in found for key in values if key not in PLACES))
     rows = {key: [values.get(key) for values in found] for key in keys}
     return {key: row for key, row in rows.items() if any(value != row[0] for value in row)}
+
+
+def settings_of(path: Path) -> dict[str, Any]:
+    """By their dotted keys, also of a run of another version. Raises UsageError."""
+    try:
+        tables = tomllib.loads(read_file(path).decode())
+    except ValueError as error:
+        raise UsageError(f"{path} cannot be read ({error}); it was edited: mend it, or leave its run out") from error
+    sections = [(name, table) for name, table in tables.items() if isinstance(table, dict)]
+    values = {f"{name}.{key}": value for name, table in sections for key, value in table.items()}
+    return values | {name: table for name, table in tables.items() if isinstance(table, list)}
 
 
 def figures(rundir: RunDir) -> Figures:
@@ -113,17 +135,15 @@ def report(runs: Sequence[Path], found: Sequence[Figures], settings: dict[str, l
     """A column for each run: its figures, then the settings that differ."""
     short = [run.name for run in runs]
     names = short if len(set(short)) == len(short) else [str(run) for run in runs]
-    rows = [["state", *(one.state for one in found)], ["steps", *(str(one.steps) for one in found)]]
-    rows += [["reward, first", *(number(one.reward_first) for one in found)]]
-    rows += [["reward, last", *(number(one.reward_last) for one in found)]]
-    rows += [["eval, best", *(number(one.eval_best) for one in found)]]
-    rows += [["staleness, mean", *(number(one.staleness_mean) for one in found)]]
-    rows += [["trained tokens/s", *(_known(one.tokens_per_s) for one in found)]]
-    rows += [["goodput", *(number(one.goodput) for one in found)]]
-    rows += [["wasted tokens", *("-" if (x := one.wasted_share) is None else f"{x:.1%}" for one in found)]]
-    rows += [["wall time", *("-" if (x := one.wall_s) is None else duration(x) for one in found)]]
+    rows = [
+        [title, *("-" if (value := getattr(one, name)) is None else form(value) for one in found)]
+        for title, (name, form) in SHOWN.items()
+    ]
     rows += [[""], ["settings that differ" if settings else "no setting differs"]]
-    rows += [[key, *("-" if value is None else toml_value(value) for value in row)] for key, row in settings.items()]
+    rows += [
+        [key, *("-" if value is None else json.dumps(value, ensure_ascii=False) for value in row)]
+        for key, row in settings.items()
+    ]
     cells = [["", *names]] + [[row[0], *(_cut(visible(cell)) for cell in row[1:])] for row in rows]
     left = max(len(row[0]) for row in cells)
     widths = [max(len(row[place]) for row in cells if len(row) > 1) for place in range(1, len(runs) + 1)]
@@ -131,10 +151,6 @@ def report(runs: Sequence[Path], found: Sequence[Figures], settings: dict[str, l
         "  ".join([row[0].ljust(left), *(cell.rjust(n) for cell, n in zip(row[1:], widths, strict=False))]).rstrip()
         for row in cells
     ]
-
-
-def _known(value: float | None) -> str:
-    return "-" if value is None else quantity(value)
 
 
 def _cut(text: str) -> str:

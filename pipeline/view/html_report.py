@@ -93,15 +93,9 @@ def html(embedded: dict[str, Any], page: Path = PAGE) -> str:
     start = _SCRIPT.search(whole)
     assert start is not None, f"{page} has no module"
     script = joined(page / start["path"]).replace("</script", r"<\/script")
-    policy = "; ".join(
-        (
-            "default-src 'none'",
-            f"script-src '{_hash(script)}'",
-            f"style-src '{_hash(styles)}'",
-            "img-src data:",
-            "base-uri 'none'",
-            "form-action 'none'",
-        )
+    policy = (
+        f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(styles)}'; img-src data:; "
+        "base-uri 'none'; form-action 'none'"
     )
     data = msgspec.json.encode(embedded).decode().replace("<", r"\u003c")
     parts = (

@@ -108,6 +108,21 @@ def test_what_is_no_run_is_named(ended: Path, tmp_path: Path, capsys: pytest.Cap
     assert "is no run summary" in capsys.readouterr().err
 
 
+def test_settings_of_another_version_and_of_stages_are_compared_too(
+    ended: Path, running: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    running.write_config('[run]\nseed = 1\n[train]\nolder = true\n[[stage]]\nname = "penalty"\n')
+    assert launch.main(["compare", str(ended), str(running.path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["settings"]
+    assert found.pop("train.hf_checkpoint") == ["x", None]
+    assert found == {"train.lr": [1e-6, None], "train.older": [None, True], "stage": [None, [{"name": "penalty"}]]}
+    assert launch.main(["compare", str(ended), str(running.path)]) == 0
+    assert '[{"name": "penalty"}]' in capsys.readouterr().out
+    running.write_config("[run\n")
+    assert launch.main(["compare", str(ended), str(running.path)]) == 2
+    assert "config.toml cannot be read" in capsys.readouterr().err
+
+
 def test_flags_are_still_those_of_an_experiment(ended: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert names_runs([str(ended), "runs/other", "--json"])
     assert not names_runs([])
