@@ -24,7 +24,6 @@ from pipeline.facts.stats import visible
 from pipeline.observe.table import LiveTable, PlainLog, open_display
 
 ASK_S: Final = 1.0  # from one question to the next
-FAILURES: Final = ("failed", "killed")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -35,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
     with open_display(None, log_interval=1) as display:
         last = watch(run, display)
     sys.stdout.write(f"{table(with_files(last))}\n")
-    return int(last.state in FAILURES)
+    return int(last.state in ("failed", "killed"))
 
 
 def watch(run: Path, display: LiveTable | PlainLog) -> RunStatus:

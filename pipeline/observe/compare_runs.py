@@ -48,7 +48,8 @@ SHOWN: Final[dict[str, tuple[str, Callable[[Any], str]]]] = {  # of the figures,
     "state": ("state", str), "steps": ("steps", str), "reward, first": ("reward_first", number),
     "reward, last": ("reward_last", number), "eval, best": ("eval_best", number),
     "staleness, mean": ("staleness_mean", number), "trained tokens/s": ("tokens_per_s", quantity),
-    "goodput": ("goodput", number), "wasted tokens": ("wasted_share", "{:.1%}".format), "wall time": ("wall_s", duration),
+    "goodput": ("goodput", number), "wasted tokens": ("wasted_share", "{:.1%}".format),
+    "wall time": ("wall_s", duration),
 }  # fmt: skip
 
 
@@ -144,7 +145,7 @@ def report(runs: Sequence[Path], found: Sequence[Figures], settings: dict[str, l
         [key, *("-" if value is None else json.dumps(value, ensure_ascii=False) for value in row)]
         for key, row in settings.items()
     ]
-    cells = [["", *names]] + [[row[0], *(_cut(visible(cell)) for cell in row[1:])] for row in rows]
+    cells = [["", *names], *([row[0], *(_cut(visible(cell)) for cell in row[1:])] for row in rows)]
     left = max(len(row[0]) for row in cells)
     widths = [max(len(row[place]) for row in cells if len(row) > 1) for place in range(1, len(runs) + 1)]
     return [

@@ -30,6 +30,7 @@ PAGE: Final = Path(__file__).with_name("page")
 LISTED: Final = 1_000  # rollouts in the list, the newest
 WHOLE: Final = 500  # of them with all of their tokens
 MOST_BYTES: Final = 24 << 20  # of those, as JSON
+CHARSET: Final = '<meta charset="utf-8">\n'  # the policy stands behind it, before anything that it is to hold for
 SHORTEST_S: Final = 60.0  # of time in the lanes
 
 _IMPORT: Final = re.compile(r'^import (?:\{(?P<names>[^}]*)\}|(?P<default>\w+)) from "(?P<path>[^"]+)";$', re.MULTILINE)
@@ -62,9 +63,8 @@ def documents(run: RunDocuments) -> dict[str, Any]:
     """Everything that the page asks for, under the names by which it asks."""
     about, listed = run.run(), run.rollouts(Query(limit=LISTED))
     lanes = run.lanes(max(SHORTEST_S, about["elapsed_s"] or 0.0))
-    starts = [bar["start_s"] for lane in lanes["lanes"] for bar in lane["bars"]]
     if lanes["cut"]:
-        lanes["from_s"] = min(starts)
+        lanes["from_s"] = min(bar["start_s"] for lane in lanes["lanes"] for bar in lane["bars"])
     return {
         "run": about,
         "metrics": run.metrics(),
@@ -80,8 +80,7 @@ def _whole(run: RunDocuments, keys: Sequence[str]) -> Iterator[tuple[str, msgspe
     left = MOST_BYTES
     for key in keys:
         encoded = msgspec.json.encode(run.rollout(key))
-        left -= len(encoded)
-        if left < 0:
+        if (left := left - len(encoded)) < 0:
             return
         yield key, msgspec.Raw(encoded)
 
@@ -90,24 +89,22 @@ def html(embedded: dict[str, Any], page: Path = PAGE) -> str:
     """The file for these documents."""
     whole = (page / "index.html").read_text(encoding="utf-8")
     styles = "\n".join((page / link["path"]).read_text(encoding="utf-8") for link in _STYLE.finditer(whole))
-    start = _SCRIPT.search(whole)
-    assert start is not None, f"{page} has no module"
+    (start,) = _SCRIPT.finditer(whole)
     script = joined(page / start["path"]).replace("</script", r"<\/script")
     policy = (
         f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(styles)}'; img-src data:; "
         "base-uri 'none'; form-action 'none'"
     )
     data = msgspec.json.encode(embedded).decode().replace("<", r"\u003c")
-    parts = (
-        f'  <meta http-equiv="Content-Security-Policy" content="{policy}">\n',
+    licences = (f"<!--\n{path.read_text(encoding='utf-8').strip()}\n-->\n" for path in sorted(page.rglob("LICENSE")))
+    head, end, body = _SCRIPT.sub("", _STYLE.sub("", whole)).partition("</head>")
+    head = head.replace(CHARSET, f'{CHARSET}  <meta http-equiv="Content-Security-Policy" content="{policy}">\n', 1)
+    elements = (
         f"  <style>{styles}</style>\n",
         f'  <script type="application/json" id="documents">{data}</script>\n',
         f'  <script type="module">{script}</script>\n',
     )
-    licences = (f"<!--\n{path.read_text(encoding='utf-8').strip()}\n-->\n" for path in sorted(page.rglob("LICENSE")))
-    head, end, body = _SCRIPT.sub("", _STYLE.sub("", whole)).partition("</head>")
-    charset, line, rest = head.partition('<meta charset="utf-8">\n')
-    return "".join((charset, line, parts[0], rest, *parts[1:], *licences, end, body))
+    return "".join((head, *elements, *licences, end, body))
 
 
 def _hash(text: str) -> str:
