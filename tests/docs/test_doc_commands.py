@@ -27,6 +27,7 @@ NOT_TRIED: Final = {
     "ray job submit": "a cluster",
     "tensorboard": "a server that does not end",
     ".venv/bin/mkdocs serve": "a server that does not end",
+    "ssh": "another machine",
     "curl": "asks a run, or an engine, that has to be there",
     "git clone": "a repository from the network",
     "python -m nltk.downloader": "data from the network",
@@ -134,7 +135,7 @@ def test_commands_of_the_pages_are_taken(
         words = words[1:] if words[0] == "sluice" else words[2:] if words[:2] == ["python", "launch.py"] else [line]
         if not words or words[0].startswith("-") or words[0] in ("...", "eval"):
             assert planned(words, capsys) == [], line
-        elif words[0] in (*launch.CONTROL, "samples", "export", "watch", "report") and len(words) > 1:
+        elif words[0] in (*launch.CONTROL, "samples", "export", "watch", "view", "report") and len(words) > 1:
             command_to_a_run(words, capsys)
         else:
             assert words[0] in ("compare", "convert", "samples"), f"{line}: try it here, or name it in NOT_TRIED"
