@@ -89,7 +89,9 @@ def test_columns_of_equal_names_are_paths_and_values_are_cut_and_visible(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name, title in (("a", "\\u001b[2J"), ("b", "y" * 90)):
-        a_run(tmp_path / name / "run", lr=1e-6, title=title, summary=SUMMARY).close()
+        a_run(
+            tmp_path / name / "run", lr=1e-6, title=title, summary={**SUMMARY, "exit_reason": "failed: \x1b[2J"}
+        ).close()
     assert launch.main(["compare", str(tmp_path / "a" / "run"), str(tmp_path / "b" / "run")]) == 0
     shown = capsys.readouterr().out
     assert f"{'y' * 28}..." in shown
