@@ -26,7 +26,6 @@ COMMANDS: Final = {  # the other ones, and where they are
     "watch": "pipeline.control.watch",
     "samples": "pipeline.observe.samples",
     "view": "pipeline.view.server",
-    "report": "pipeline.observe.html_report",
     "report": "pipeline.view.html_report",
     "export": "pipeline.record.kept_files",
     "compare": "pipeline.observe.compare_modes",
