@@ -1,0 +1,76 @@
+// Changes of the running run. Each is confirmed in a dialog that says what will happen, and its answer is shown.
+
+import { attempt, steer } from "./data.js";
+import { clock, el, redraw } from "./text.js";
+
+const KEYS = ["lr", "max_staleness", "rollout_temperature", "rollout_top_p", "dynamic_sampling_filter"];
+const desk = {};
+
+function buildSteering(root) {
+  desk.advice = el("div", {});
+  desk.stage = el("select", { id: "steer-stage" });
+  desk.count = el("input", { id: "steer-count", type: "number", min: 1, value: 1 });
+  desk.key = el("select", { id: "steer-key" }, KEYS.map((key) => el("option", { value: key }, key)));
+  desk.value = el("input", { id: "steer-value", type: "text", placeholder: "5e-6" });
+  desk.replica = el("input", { id: "steer-replica", type: "text", placeholder: "reward-0", list: "steer-replicas" });
+  desk.replicas = el("datalist", { id: "steer-replicas" });
+  desk.answers = el("ol", { class: "answers", role: "log", "aria-label": "Answers" });
+  root.append(
+    panel("Advice", desk.advice),
+    panel("Replicas", row("Stage", desk.stage), row("Replicas", desk.count), action("Scale", () => scale({ [desk.stage.value]: Number(desk.count.value) }))),
+    panel("Setting", row("Setting", desk.key), row("Value", desk.value), action("Set", () => confirm("set", { [desk.key.value]: desk.value.value },
+      `Set ${desk.key.value} to ${desk.value.value}. It holds from the next step, and for a resumed run.`))),
+    panel("Run", action("Pause", () => confirm("pause", {}, "Admit no new group. Groups in flight are finished.")),
+      action("Resume", () => confirm("resume", {}, "Admit new groups again.")),
+      action("Save", () => confirm("save", {}, "Write a checkpoint after the step in training.")),
+      action("Drain", () => confirm("drain", {}, "Finish the groups in flight and end the run, as Ctrl-C does."), "danger")),
+    panel("One replica", row("Replica", desk.replica), desk.replicas, action("Kill", () => confirm("kill", { replica: desk.replica.value },
+      `Kill the process of ${desk.replica.value}. The run starts it again; what it held is given to others.`), "danger")),
+    panel("Answers", desk.answers));
+}
+
+const panel = (title, ...content) => el("section", { class: "card", "aria-label": title }, el("h2", {}, title), el("div", { class: "bar" }, content));
+const row = (title, input) => el("span", { class: "field" }, el("label", { for: input.id }, title), input);
+const action = (title, listener, kind) => el("button", { type: "button", class: kind ?? "primary", on: { click: listener } }, title);
+
+function scale(counts) {
+  const words = Object.entries(counts).map(([name, to]) => `${name} to ${to}`).join(", ");
+  confirm("scale", counts, `Bring ${words} replicas. Fewer finish what they hold first.`);
+}
+
+function confirm(command, values, words) {
+  const dialog = document.getElementById("dialog");
+  document.getElementById("dialog-title").textContent = `${command[0].toUpperCase()}${command.slice(1)}?`;
+  redraw(document.getElementById("dialog-body"), words, () => el("p", {}, words));
+  document.getElementById("dialog-yes").className = command === "kill" || command === "drain" ? "danger" : "primary";
+  dialog.returnValue = "no";
+  dialog.onclose = () => {
+    if (dialog.returnValue === "yes") attempt(() => send(command, values));
+  };
+  dialog.showModal();
+}
+
+async function send(command, values) {
+  const { ok, lines } = await steer(command, values);
+  desk.answers.prepend(el("li", { class: ok ? null : "bad" }, `${clock(Date.now() / 1000)} ${command}: ${ok ? "" : "refused: "}${lines.join("; ")}`));
+}
+
+function advice(text) {
+  const found = /(\w+) \d+ -> (\d+)/.exec(text);
+  if (!text) return el("p", { class: "quiet" }, "None yet.");
+  return [el("p", {}, text), found ? action(`Scale ${found[1]} to ${found[2]}`, () => scale({ [found[1]]: Number(found[2]) })) : el("span", {})];
+}
+
+export const steering = {
+  name: "steer",
+  title: "Steer",
+  build: buildSteering,
+  show() {},
+  tick(run) {
+    redraw(desk.advice, run.advice, advice);
+    const names = [...run.stages.map((one) => one.name), ...(run.engines.length ? ["engine"] : [])];
+    redraw(desk.stage, names, () => names.map((name) => el("option", { value: name }, name)));
+    const all = [...run.stages.flatMap((one) => Array.from({ length: one.replicas }, (_, i) => `${one.name}-${i}`)), ...run.engines.map((one) => one.name)];
+    redraw(desk.replicas, all, () => all.map((value) => el("option", { value })));
+  },
+};
