@@ -111,7 +111,7 @@ function chart(parent, title, columns, x) {
   const series = [{ label: axis.value === "s" ? "time" : "step", value: (_, one) => (axis.value === "s" ? duration(one) : number(one)) }];
   const bands = [];
   columns.forEach((name, i) => {
-    const stroke = colour(`c${i % 6}`);
+    const stroke = colour(i ? `c${i % 6}` : "accent");
     const few = held.columns[name].filter((one) => one !== null).length < 40;
     series.push({ label: name.split("/").slice(title === "Evaluation" ? 1 : 0).join("/"), stroke, width: 1.5, spanGaps: true, points: { show: few, size: 4, fill: stroke },
       dash: [[], [6, 3], [2, 3]][i % 3], value: (_, one) => number(one) });
@@ -128,6 +128,7 @@ function chart(parent, title, columns, x) {
     axes: [{ ...side, size: 28, values }, { ...side, size: 52, values: (_, ticks) => ticks.map(number) }],
     cursor: { sync: { key: group.key, setSeries: false }, y: false, points: { size: 6 } },
   }, dataOf(columns, x), parent.appendChild(el("div", {})));
+  plot.root.setAttribute("aria-hidden", "true"); // the words for it stand at the figure
   plots.set(title, { plot, columns });
   const words = columns.map((name) => {
     const known = held.columns[name].filter((one) => one !== null);

@@ -2,8 +2,9 @@
 
 import { number, percent, rate, svg } from "./text.js";
 
-const BOX = { width: 184, height: 104 };
-const GAP = { x: 78, y: 50 };
+const BOX = { width: 176, height: 104 };
+const GAP = { x: 66, y: 54 };
+const LOW = 34; // height of a box without figures
 const PAD = { left: 22, top: 16 };
 const SHARES = ["busy", "starved", "blocked", "stalled"];
 
@@ -12,6 +13,7 @@ export function stageGraph(run, width) {
   const names = stageOrder(run);
   const across = Math.max(1, Math.floor((width - 2 * PAD.left + GAP.x) / (BOX.width + GAP.x)));
   const rows = Math.ceil(names.length / across);
+  BOX.height = run.stages.some((one) => one.busy !== null) ? 104 : LOW;
   const full = PAD.left * 2 + Math.min(across, names.length) * (BOX.width + GAP.x) - GAP.x;
   const height = PAD.top + rows * (BOX.height + GAP.y);
   const places = new Map(names.map((name, i) => [name, {
@@ -23,15 +25,15 @@ export function stageGraph(run, width) {
   return svg("svg", { class: "graph", role: "img", "aria-label": inWords(run), viewBox: `0 0 ${full} ${height}`, width: full, height },
     svg("defs", {}, svg("marker", { id: "tip", viewBox: "0 0 8 8", refX: 7, refY: 4, markerWidth: 7, markerHeight: 7, orient: "auto" },
       svg("path", { d: "M0 0 8 4 0 8Z", class: "tip" }))),
-    known.map((one) => arrow(one, places, height - GAP.y / 2)),
+    known.map((one, i) => arrow(one, places, height - 10, known.findIndex((other) => other.name === one.name) === i)),
     names.map((name) => box(name, stages.get(name), places.get(name), run.bottleneck.stage === name)));
 }
 
 function inWords(run) {
   const waits = new Map(run.streams.map((one) => [one.target, one.queued]));
-  const stages = run.stages.map((one) => `${one.name}: ${one.replicas} replicas, busy ${percent(one.busy)}, `
+  const stages = run.stages.filter((one) => one.busy !== null).map((one) => `${one.name}: ${one.replicas} replicas, busy ${percent(one.busy)}, `
     + `${number(waits.get(one.name) ?? one.queue)} waiting`);
-  return `Stages. ${stages.join(". ")}. ${run.bottleneck.why}`;
+  return `Stages: ${stageOrder(run).join(", ")}. ${stages.join(". ")}. ${run.bottleneck.why}`;
 }
 
 /** Names of all ends of streams, each after its sources; then the stages without streams. */
@@ -48,28 +50,33 @@ function stageOrder(run) {
   return [...order, ...run.stages.map((one) => one.name).filter((name) => !order.includes(name))];
 }
 
-function arrow(stream, places, bottom) {
+/** `labelled`: whether the queue is written here; a stream with several sources has one queue. */
+function arrow(stream, places, bottom, labelled) {
   const [from, to] = [places.get(stream.source), places.get(stream.target)];
   const [out, mid] = [from.x + BOX.width, from.y + BOX.height / 2];
   let [path, x, y] = [`M${out} ${mid}H${to.x - 2}`, (out + to.x) / 2, mid];
   const back = to.i <= from.i;
   if (back) {
     const start = from.x + BOX.width / 2;
-    path = `M${start} ${from.y + BOX.height}V${bottom}H8V${to.y + BOX.height / 2}H${to.x - 2}`;
-    [x, y] = [start - 54, bottom];
+    const under = to.y + BOX.height + 38;
+    const around = under < bottom - 20 ? `H8V${under}` : "";
+    path = `M${start} ${from.y + BOX.height}V${bottom}${around}H${to.x + 30}V${to.y + BOX.height + 2}`;
+    [x, y] = [start - 40, bottom];
   } else if (to.row !== from.row || to.i !== from.i + 1) {
-    const [start, end, low] = [from.x + BOX.width / 2, to.x + BOX.width / 2, from.y + BOX.height + GAP.y / 2];
+    const [start, end, low] = [from.x + BOX.width / 2, to.x + BOX.width / 2, from.y + BOX.height + 20];
     path = `M${start} ${from.y + BOX.height}V${low}H${end}V${to.y - 2}`;
     [x, y] = start === end ? [start + 44, low + 4] : [(start + end) / 2, low];
   }
+  const known = labelled && stream.queued !== null;
+  const room = known && stream.limit;
   const filled = stream.limit ? Math.min(1, stream.queued / stream.limit) : 0;
   const label = `${rate(stream.queued)}${stream.limit ? `/${rate(stream.limit)}` : ""}`;
   return svg("g", { class: back ? "stream back" : "stream" },
     svg("title", {}, `${stream.name}: ${number(stream.queued)} wait, ${number(stream.leased)} in work`),
     svg("path", { d: path, "marker-end": "url(#tip)" }),
-    svg("text", { x, y: y - 8, "text-anchor": "middle" }, label),
-    stream.limit ? svg("rect", { x: x - 20, y: y + 6, width: 40, height: 5, class: "room" }) : null,
-    stream.limit ? svg("rect", { x: x - 20, y: y + 6, width: 40 * filled, height: 5, class: filled > 0.9 ? "full" : "fill" }) : null);
+    known ? svg("text", { x, y: y - 8, "text-anchor": "middle" }, label) : null,
+    room ? svg("rect", { x: x - 20, y: y + 6, width: 40, height: 5, class: "room" }) : null,
+    room ? svg("rect", { x: x - 20, y: y + 6, width: 40 * filled, height: 5, class: filled > 0.9 ? "full" : "fill" }) : null);
 }
 
 function box(name, stage, place, slowest) {
@@ -80,7 +87,7 @@ function box(name, stage, place, slowest) {
   if (slowest) group.append(text(right, -4, "bottleneck", "mark end"));
   if (!stage) return group;
   if (stage.busy === null) {
-    group.append(text(right, 21, `×${stage.replicas}`, "end"), text(10, 56, "no figures", "small quiet"));
+    group.append(text(right, 21, `×${stage.replicas}`, "end"));
     return group;
   }
   let x = 10;

@@ -43,14 +43,20 @@ function buildLanes(root) {
 async function load(anew) {
   lanesAsked = Date.now();
   const found = await ask("lanes", { seconds: ui.span.value, until: lanesUntil });
-  const all = seen.from === seen.first && seen.to === seen.last;
-  Object.assign(seen, { lanes: found.lanes, steps: found.steps, cut: found.cut, first: found.from_s, last: found.to_s });
-  if (anew || all || seen.to > seen.last || seen.from < seen.first) Object.assign(seen, { from: found.from_s, to: found.to_s });
+  const all = seen.from === seen.start && seen.to === seen.last;
+  Object.assign(seen, { lanes: found.lanes, steps: found.steps, cut: found.cut, start: firstShown(found), first: found.from_s, last: found.to_s });
+  if (anew || all || seen.to > seen.last || seen.from < seen.first) Object.assign(seen, { from: firstShown(found), to: found.to_s });
   place();
   const bars = found.lanes.reduce((sum, lane) => sum + lane.bars.length, 0);
-  ui.note.textContent = `${number(found.lanes.length)} lanes, ${number(bars)} requests, ${clock(found.from_s)} to ${clock(found.to_s)}`
+  ui.note.textContent = `${number(found.lanes.length)} ${found.lanes.length === 1 ? "lane" : "lanes"}, ${number(bars)} requests, ${clock(found.from_s)} to ${clock(found.to_s)}`
     + (found.cut ? `; ${number(found.cut)} requests are left out: show less time` : "");
   paintSoon();
+}
+
+/** Where the bars begin, if older ones are left out. */
+function firstShown(found) {
+  const starts = found.cut ? found.lanes.flatMap((lane) => lane.bars.map((bar) => bar.start_s)) : [];
+  return starts.reduce((least, one) => Math.min(least, one), starts[0] ?? found.from_s);
 }
 
 /** A row for each bar, so that none covers another; then the top of each lane. */
@@ -65,11 +71,12 @@ function place() {
       ends[row] = bar.end_s;
       return row;
     });
-    lane.high = ends.length > 64 ? 3 : ends.length > 16 ? 6 : 11;
+    lane.high = ends.length > 64 ? 4 : ends.length > 24 ? 7 : ends.length > 8 ? 12 : 16;
     seen.tops.push(seen.tops.at(-1) + Math.max(20, lane.high * ends.length + 8));
     return ends.length;
   });
   seen.total = seen.tops.at(-1);
+  ui.pane.style.height = `${Math.max(160, Math.min(seen.total + HEAD + 20, innerHeight - 290))}px`;
   ui.spacer.style.height = `${Math.max(0, seen.total + HEAD - ui.canvas.clientHeight)}px`;
 }
 
@@ -269,7 +276,7 @@ function move(share) {
 }
 
 function whole() {
-  Object.assign(seen, { from: seen.first, to: seen.last });
+  Object.assign(seen, { from: seen.start, to: seen.last });
   paintSoon();
 }
 

@@ -1,7 +1,8 @@
 // The frame: tabs, routes in the hash, the header, colours, and the clock that polls.
 //
-// A view is {name, title, build(root), show(parameters), tick(run), repaint()}. Top-level names are unique across all
-// modules and each import is one line, so that a report can join the modules in one script.
+// A view is {name, title, build(root), show(parameters), tick(run), repaint()}. Each import is one
+// line without aliases, so that a report can join the modules in one script. The id of a panel is not its
+// route: else the browser would move the focus there.
 
 import { curves } from "./charts.js";
 import { ask, attempt, isReport, readToken } from "./data.js";
@@ -24,8 +25,8 @@ function buildTabs() {
     const id = `tab-${view.name}`;
     const pick = () => { location.hash = `#${view.name}`; };
     at("tabs").append(el("button",
-      { role: "tab", id, type: "button", "aria-controls": view.name, tabindex: -1, on: { click: pick } }, view.title));
-    const panel = el("section", { role: "tabpanel", id: view.name, "aria-labelledby": id, class: view.name, hidden: "" });
+      { role: "tab", id, type: "button", "aria-controls": `view-${view.name}`, tabindex: -1, on: { click: pick } }, view.title));
+    const panel = el("section", { role: "tabpanel", id: `view-${view.name}`, "aria-labelledby": id, class: view.name, hidden: "" });
     at("views").append(panel);
     view.build(panel);
   }
@@ -48,7 +49,7 @@ function route() {
   const next = VIEWS.find((view) => view.name === name && !at(`tab-${name}`).hidden) ?? overview;
   for (const view of VIEWS) {
     const open = view === next;
-    at(view.name).hidden = !open;
+    at(`view-${view.name}`).hidden = !open;
     at(`tab-${view.name}`).setAttribute("aria-selected", String(open));
     at(`tab-${view.name}`).tabIndex = open ? 0 : -1;
   }
@@ -68,7 +69,7 @@ function header(run) {
   at("figures").textContent = `step ${number(run.step)}${run.total_steps ? ` / ${number(run.total_steps)}` : ""}, `
     + `${duration(run.elapsed_s)}${eta}`;
   at("link").textContent = isReport ? "report" : run.live ? "live" : "ended";
-  at("tab-steer").hidden = isReport || !run.may_steer;
+  at("tab-steer").hidden = isReport || !run.may_steer || !run.live;
 }
 
 async function poll() {

@@ -21,7 +21,7 @@ function buildOverview(root) {
   root.append(parts.alarms, card("facts", "State"), card("graph", "Stages"),
     el("div", { class: "columns" }, card("goodput", "Goodput: share of the engines' slot time that made trained tokens"),
       card("staleness", "Staleness of trained tokens"), card("engines", "Engines"), card("dropped", "Why groups were dropped"),
-      card("changes", "Changed while running"), card("settings", "Settings that differ from the defaults")));
+      card("changes", "Changed while running"), card("settings", "Settings")));
   new ResizeObserver(() => overview.last && drawGraph(overview.last)).observe(parts.graph);
 }
 
@@ -40,7 +40,7 @@ function facts(run) {
     .map((name) => `${number(counts[name])} ${name.replace("_", " ")}`).join(" + ");
   const rows = [
     el("div", { class: "facts" },
-      fact("State", run.state, run.exit_reason), fact("Step", number(run.step), run.total_steps ? `of ${number(run.total_steps)}` : ""),
+      fact("State", run.state, run.exit_reason === run.state ? "" : run.exit_reason), fact("Step", number(run.step), run.total_steps ? `of ${number(run.total_steps)}` : ""),
       fact("ETA", duration(run.eta_s), `${duration(run.elapsed_s)} so far`), fact("Mode", run.mode, ""),
       fact("Weights", `version ${number(run.version)}`, ""), fact("Bound", number(run.bound), "versions old at most")),
     el("p", { class: lost ? "ledger bad" : "ledger" }, `Groups: ${number(admitted)} admitted = ${sum}, ${number(lost)} lost`),
@@ -53,17 +53,22 @@ function facts(run) {
 
 function drawGraph(run) {
   const width = Math.max(280, Math.floor(parts.graph.clientWidth));
+  const reported = run.stages.some((one) => one.busy !== null);
   redraw(parts.graph, [width, run.stages, run.streams, run.bottleneck], () => [
-    el("p", { class: "why" }, run.bottleneck.why), stageGraph(run, width), legend(["busy", "starved", "blocked", "stalled"]),
-    table("Stages in numbers", [
-      ["stage", (one) => one.name], ["replicas", (one) => number(one.replicas), "number"], ["busy", (one) => percent(one.busy), "number"],
-      ["starved", (one) => percent(one.starved), "number"], ["blocked", (one) => percent(one.blocked), "number"],
-      ["stalled", (one) => percent(one.stalled), "number"], ["queue", (one) => number(one.queue), "number"],
-      ["in work", (one) => number(one.in_flight), "number"], ["items/s", (one) => rate(one.items_per_s), "number"],
-      ["tokens/s", (one) => rate(one.tokens_per_s), "number"], ["done", (one) => number(one.items_out), "number"],
-      ["failed", (one) => number(one.failures), "number"], ["restarts", (one) => number(one.restarts), "number"],
-    ], run.stages, "No stage reports yet; after the end of a run there is none."),
+    el("p", { class: "why" }, run.bottleneck.why), stageGraph(run, width),
+    ...(reported ? [legend(["busy", "starved", "blocked", "stalled"]), stageTable(run)] : []),
   ]);
+}
+
+function stageTable(run) {
+  return table("Stages in numbers", [
+    ["stage", (one) => one.name], ["replicas", (one) => number(one.replicas), "number"], ["busy", (one) => percent(one.busy), "number"],
+    ["starved", (one) => percent(one.starved), "number"], ["blocked", (one) => percent(one.blocked), "number"],
+    ["stalled", (one) => percent(one.stalled), "number"], ["queue", (one) => number(one.queue), "number"],
+    ["in work", (one) => number(one.in_flight), "number"], ["items/s", (one) => rate(one.items_per_s), "number"],
+    ["tokens/s", (one) => rate(one.tokens_per_s), "number"], ["done", (one) => number(one.items_out), "number"],
+    ["failed", (one) => number(one.failures), "number"], ["restarts", (one) => number(one.restarts), "number"],
+  ], run.stages, "");
 }
 
 const legend = (names) => el("p", { class: "legend" }, names.map((name) => [el("i", { class: `swatch ${name}` }), `${name} `]));

@@ -11,7 +11,7 @@ const FIELDS = [
 ];
 const inputs = {};
 const pageState = { offset: 0, hash: null, stale: true, key: "" };
-let [rows, detail, count] = [null, null, null];
+let [rows, detail, count, split] = [null, null, null, null];
 
 function buildRollouts(root) {
   const submit = (event) => {
@@ -34,7 +34,8 @@ function buildRollouts(root) {
   rows = el("div", { class: "rows" });
   count = el("p", { class: "quiet", role: "status" });
   detail = el("article", { class: "detail", tabindex: -1, "aria-label": "One rollout" });
-  root.append(form, el("div", { class: "split" }, el("div", {}, count, rows), detail));
+  split = el("div", { class: "split" }, el("div", {}, count, rows), detail);
+  root.append(form, split);
 }
 
 const goTo = (values) => { location.hash = `#rollouts?${new URLSearchParams(values)}`; };
@@ -130,6 +131,7 @@ export const rollouts = {
     for (const [name, input] of Object.entries(inputs)) input.value = filters[name] ?? "";
     if (other) pageState.offset = 0;
     Object.assign(pageState, { key, stale: true });
+    split.classList.toggle("both", Boolean(key));
     if (!key) detail.replaceChildren(el("p", { class: "quiet" }, isReport ? "Choose a rollout; the report holds some of them whole." : "Choose a rollout."));
   },
   async tick() {

@@ -67,16 +67,14 @@ class Page:
     async def until(self, expression: str) -> None:
         """Wait until an expression is true in the page."""
         async with asyncio.timeout(ANSWER_S):
-            while not await self.value(expression):
+            while not await self.value(expression):  # noqa: ASYNC110 - the page sends no event for it
                 await asyncio.sleep(0.05)
 
     async def press(self, key: str, code: int = 0) -> None:
         """Press one key. `code`: of Windows, for keys that the browser itself acts on."""
         for kind in ("keyDown", "keyUp"):
             text = {"text": "\r"} if key == "Enter" and kind == "keyDown" else {}
-            await self.send(
-                "Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code, **text
-            )
+            await self.send("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code, **text)
 
     async def size(self, width: int, height: int = 900) -> None:
         await self.send(
@@ -116,6 +114,6 @@ async def opened(address: str) -> AsyncIterator[Page]:
 
 async def _port(file: Path) -> int:
     async with asyncio.timeout(START_S):
-        while not file.exists() or not file.read_text():
+        while not file.exists() or not file.read_text():  # noqa: ASYNC110 - another process writes it
             await asyncio.sleep(0.05)
     return int(file.read_text().split()[0])

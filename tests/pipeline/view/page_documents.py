@@ -6,7 +6,9 @@ import math
 from typing import Any, Final
 
 NOW: Final = 1_795_762_800.0
-HOSTILE: Final = "<script>window.hacked=1</script><img src=x onerror=hacked=2> \x1b[31mred\x1b[0m \u202egnirts\u2069 \x00"
+HOSTILE: Final = (
+    "<script>window.hacked=1</script><img src=x onerror=hacked=2> \x1b[31mred\x1b[0m \u202egnirts\u2069 \x00"
+)
 LONG: Final = "9" * 5000
 RUNS: Final = ((-1, 6), (41, 20), (42, 9), (43, 5))  # version, tokens
 
@@ -58,11 +60,21 @@ def run_document(**more: Any) -> dict[str, Any]:
             stream("settle", "train", "prompts", 0, None),
         ],
         "engines": [
-            {"name": f"engine-{i}", "state": "serving", "version": 269 - i, "running": 31 + i, "waiting": i, "limit": 512}
+            {
+                "name": f"engine-{i}",
+                "state": "serving",
+                "version": 269 - i,
+                "running": 31 + i,
+                "waiting": i,
+                "limit": 512,
+            }
             | {"idle": 0.29}
             for i in range(2)
         ],
-        "bottleneck": {"stage": "reward", "why": "reward is the bottleneck: it is busy 93% and 58 rollouts wait for it."},
+        "bottleneck": {
+            "stage": "reward",
+            "why": "reward is the bottleneck: it is busy 93% and 58 rollouts wait for it.",
+        },
         "staleness": [[0, 41_000], [1, 88_000], [2, 31_500]],
         "goodput": {"goodput": 0.51, "attainable": 0.68, "lost": lost},
         "ledger": {"admitted": sum(counts.values()), **counts},
@@ -75,7 +87,12 @@ def run_document(**more: Any) -> dict[str, Any]:
             {"name": "low_ess", "text": "train/ess is 0.41 since step 262", "cure": "Lower asynchrony.max_staleness."}
         ],
         "changes": [{"step": 203, "what": "scale engine", "value": "2"}],
-        "settings": {"train.lr": 2e-4, "rollout.num_rollout": 4000, "asynchrony.max_staleness": 2, "prompt_data": "sums"},
+        "settings": {
+            "train.lr": 2e-4,
+            "rollout.num_rollout": 4000,
+            "asynchrony.max_staleness": 2,
+            "prompt_data": "sums",
+        },
         "checkpoint": "checkpoints/step-00000260",
         "resume": "python launch.py --resume runs/sums",
         **more,
@@ -85,7 +102,9 @@ def run_document(**more: Any) -> dict[str, Any]:
 def metrics(rows: int = 270) -> dict[str, Any]:
     def wave(base: float, size: float, every: int = 1) -> list[float | None]:
         return [
-            round(base + size * (1 - math.exp(-i / 80)) + 0.04 * size * math.sin(i * 1.7), 5) if i % every == 0 else None
+            round(base + size * (1 - math.exp(-i / 80)) + 0.04 * size * math.sin(i * 1.7), 5)
+            if i % every == 0
+            else None
             for i in range(rows)
         ]
 
@@ -126,9 +145,7 @@ def lanes(engines: int = 2, bars: int = 60) -> dict[str, Any]:
                 | {"versions": [[version, 70], [version + 1, 50]], "reward": float(i % 3 == 0)}
                 | {"outcome": "trained", "tools": [[begin + 0.4, begin + 0.9]] if i % 4 == 0 else []}
             )
-        updates = [
-            {"start_s": start + 3 * i, "end_s": start + 3 * i + 0.2, "version": 240 + i} for i in range(20)
-        ]
+        updates = [{"start_s": start + 3 * i, "end_s": start + 3 * i + 0.2, "version": 240 + i} for i in range(20)]
         made.append({"name": f"engine-{lane}", "bars": requests, "updates": updates})
     steps = [{"step": 250 + i, "at_s": start + 3 * i + 1} for i in range(20)]
     return {"from_s": start, "to_s": NOW, "lanes": made, "steps": steps, "cut": 0}
@@ -167,7 +184,10 @@ def rollout(i: int) -> dict[str, Any]:
     words[8], words[9] = HOSTILE, "\u202e"
     tokens = [
         {"text": words[j], "id": 100 + j, "version": version, "trained": version >= 0}
-        | {"log_prob": -0.5 if version >= 0 else None, "train_log_prob": -0.5 + 0.01 * (j % 5) if version >= 0 else None}
+        | {
+            "log_prob": -0.5 if version >= 0 else None,
+            "train_log_prob": -0.5 + 0.01 * (j % 5) if version >= 0 else None,
+        }
         | {"ratio": math.exp(0.01 * (j % 5)) if version >= 0 else None, "advantage": 0.7 if version >= 0 else None}
         for j, version in enumerate(versions)
     ]

@@ -1,0 +1,215 @@
+"""The page in a browser: each view by keyboard, with names, in both colours and three widths, with hostile text."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import page_documents as made
+import pytest
+from aiohttp import web
+from chromium import CHROMIUM, Page, opened
+
+import pipeline
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not CHROMIUM.exists(), reason=f"{CHROMIUM} is missing: install chromium"),
+]
+
+FILES: Final = Path(pipeline.__path__[0]) / "view" / "page"
+POLICY: Final = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+VIEWS: Final = ("run", "lanes", "curves", "rollouts", "logs", "steer")
+READY: Final = {
+    "run": "document.querySelectorAll('.stage').length === 6",
+    "lanes": "document.querySelector('#view-lanes').textContent.includes('120 requests')",
+    "curves": "document.querySelectorAll('.u-over').length === 10",
+    "rollouts": "document.querySelectorAll('.rows tbody tr').length === 24",
+    "logs": "document.querySelectorAll('.lines > div').length === 201",
+    "steer": "document.querySelectorAll('#view-steer button').length > 5",
+}
+
+
+class Server:
+    """The documents made by hand behind the policy of the real server. `asked`: (name, token or body)."""
+
+    def __init__(self, embedded: dict[str, Any] | None) -> None:
+        self.embedded, self.asked = embedded, list[tuple[str, str]]()
+
+    async def document(self, request: web.Request) -> web.Response:
+        name, key = request.match_info["name"], request.query.get("key", "")
+        told = await request.text() or request.headers.get("Authorization", "")
+        self.asked.append((name, told))
+        later = {"lines": [], "cursor": "201"} if request.query.get("after") else made.logs()
+        plain = {"run": made.run_document, "metrics": made.metrics, "lanes": made.lanes, "rollouts": made.rollouts}
+        if name in plain:
+            return web.json_response(plain[name]())
+        rest = {"logs": later, "steer": {"ok": True, "lines": ["paused"]}}
+        return web.json_response(made.rollout(int(key[1:])) if name == "rollout" else rest[name])
+
+    async def file(self, request: web.Request) -> web.Response:
+        path = FILES / (request.match_info["path"] or "index.html")
+        kinds = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
+        text = path.read_text()
+        if self.embedded is not None and path.name == "index.html":
+            data = json.dumps(self.embedded).replace("<", "\\u003c")
+            text = text.replace("</body>", f'<script type="application/json" id="documents">{data}</script></body>')
+        headers = {"Content-Security-Policy": POLICY}
+        return web.Response(text=text, content_type=kinds[path.suffix], headers=headers)
+
+
+@asynccontextmanager
+async def shown(
+    port: int, address: str = "#token=look", embedded: dict[str, Any] | None = None
+) -> AsyncIterator[tuple[Page, Server]]:
+    server, app = Server(embedded), web.Application()
+    app.add_routes([web.route("*", "/api/{name}", server.document), web.get("/{path:.*}", server.file)])
+    runner = web.AppRunner(app)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", port).start()
+        async with opened(f"http://127.0.0.1:{port}/{address}") as page:
+            await page.until("['running', 'completed'].includes(document.querySelector('#state')?.textContent)")
+            yield page, server
+    finally:
+        await runner.cleanup()
+
+
+async def go(page: Page, view: str) -> None:
+    await page.value(f"location.hash = '#{view}'")
+    await page.until(READY[view])
+
+
+async def test_keys_alone_reach_every_view_and_all_that_can_be_used_has_a_name(port: int) -> None:
+    async with shown(port) as (page, server):
+        assert await page.value("location.hash") == "#run"
+        await page.until("!document.querySelector('#tab-steer').hidden")
+        await page.value("document.querySelector('#tab-run').focus()")
+        for view in VIEWS:
+            await page.until(f"document.activeElement.id === 'tab-{view}'")
+            assert not await page.value(f"document.querySelector('#view-{view}').hidden")
+            await page.until(READY[view])
+            tree = (await page.send("Accessibility.getFullAXTree"))["nodes"]
+            used = [node for node in tree if not node["ignored"] and node["role"]["value"] in USED]
+            assert len(used) > len(VIEWS)
+            assert [node for node in used if not node["name"]["value"]] == []
+            await page.press("ArrowRight", 39)
+        await page.until("document.activeElement.id === 'tab-run'")
+        assert page.errors == []
+        assert {name for name, _ in server.asked} == {"run", "lanes", "metrics", "rollouts", "logs"}
+        assert {token for _, token in server.asked} == {"Bearer look"}
+        assert [one for one in page.requests if not one.startswith((f"http://127.0.0.1:{port}/", "data:"))] == []
+
+
+USED: Final = ("button", "textbox", "searchbox", "combobox", "spinbutton", "checkbox", "tab", "link", "Canvas")
+
+
+async def test_no_view_is_wider_than_the_window_in_light_and_dark(port: int) -> None:
+    papers = set()
+    async with shown(port) as (page, _):
+        await page.until("!document.querySelector('#tab-steer').hidden")
+        for view in VIEWS:
+            await go(page, view)
+            for width in (360, 1280, 2560):
+                await page.size(width)
+                over = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+                assert await page.value(over) == 0, (view, width)
+        for scheme in ("light", "dark"):
+            await page.colours(scheme)
+            papers.add(await page.value("getComputedStyle(document.body).backgroundColor"))
+        assert len(papers) == 2
+        await page.value("for (let i = 0; i < 2; i++) document.querySelector('#theme').click()")  # auto, light, dark
+        await page.colours("light")
+        assert await page.value("getComputedStyle(document.body).backgroundColor") in papers
+        assert await page.value("getComputedStyle(document.documentElement).colorScheme") == "dark"
+        assert page.errors == []
+
+
+async def test_hostile_text_is_shown_as_text_and_does_nothing(port: int) -> None:
+    async with shown(port, "#token=look") as (page, _):
+        await go(page, "logs")
+        await page.value("location.hash = '#rollouts?key=k0'")
+        await page.until("document.querySelectorAll('.tokens span').length === 40")
+        text = await page.value("document.body.textContent")
+        assert "<script>window.hacked=1</script><img src=x onerror=hacked=2>" in text
+        assert text.count("⟨U+001B⟩[31mred") >= 4  # list, turn, token, log
+        assert "⟨U+202E⟩gnirts⟨U+2069⟩ ⟨U+0000⟩" in text
+        assert [one for one in text if one in "\x00\x1b\u202e\u2069"] == []
+        assert await page.value("typeof window.hacked") == "undefined"
+        assert await page.value("document.querySelectorAll('main img, main script').length") == 0
+        assert page.errors == []
+
+
+async def test_colours_of_tokens_are_the_recorded_runs_of_versions(port: int) -> None:
+    async with shown(port) as (page, _):
+        await page.value("location.hash = '#rollouts?key=k0'")
+        await page.until("document.querySelectorAll('.tokens span').length === 40")
+        spans = "[...document.querySelectorAll('.tokens span')]"
+        colours = await page.value(f"{spans}.map((one) => getComputedStyle(one).backgroundColor)")
+        runs = [colour for i, colour in enumerate(colours) if i == 0 or colours[i - 1] != colour]
+        starts = [i for i, colour in enumerate(colours) if i == 0 or colours[i - 1] != colour]
+        assert len(set(runs)) == len(made.RUNS)
+        assert starts == [0, 6, 26, 35]
+        await page.value(f"{spans}[0].focus()")
+        for _ in range(30):
+            await page.press("ArrowRight", 39)
+        told = await page.value("document.querySelector('.detail .facts-line').textContent")
+        assert told.startswith("“ t24” (id 130): version 42, published ")
+        assert told.endswith("trained, log-prob -0.5, of the trainer -0.5, ratio 1, advantage 0.7")
+
+
+async def test_a_long_text_and_a_long_list_of_tokens_are_cut(port: int) -> None:
+    long = made.rollout(2)
+    long["row"]["turns"][0]["text"] = "e" * 10_000_000
+    long["tokens"] = long["tokens"] * 200
+    documents = {"run": made.run_document(), "rollouts": made.rollouts(), "rollout": {"k2": long}}
+    async with shown(port, "#rollouts?key=k2", documents) as (page, server):
+        await page.until("document.querySelectorAll('.tokens span').length > 0")
+        assert await page.value("document.querySelectorAll('.tokens span').length") == 4000
+        assert await page.value("document.querySelector('.turn pre').textContent.length") == 20_000
+        await page.value("document.querySelector('.turn .more').click()")
+        assert await page.value("document.querySelector('.turn pre').textContent.length") == 220_000
+        assert server.asked == []
+
+
+async def test_a_report_shows_its_own_documents_and_asks_nobody(port: int) -> None:
+    documents = {
+        "run": made.run_document(live=False, state="completed"),
+        "metrics": made.metrics(),
+        "lanes": made.lanes(),
+        "rollouts": made.rollouts(),
+        "rollout": {"k0": made.rollout(0)},
+        "logs": made.logs(),
+    }
+    async with shown(port, "", documents) as (page, server):
+        for view in VIEWS[:-1]:
+            await go(page, view)
+        await page.value("location.hash = '#rollouts?outcome=stale&reward=%3E0.5'")
+        await page.until("document.querySelectorAll('.rows tbody tr').length === 4")
+        assert await page.value("document.querySelector('#tab-steer').hidden")
+        assert server.asked == []
+        assert page.errors == []
+
+
+async def test_a_change_of_the_run_is_made_once_it_is_confirmed(port: int) -> None:
+    async with shown(port) as (page, server):
+        await page.until("!document.querySelector('#tab-steer').hidden")
+        await go(page, "steer")
+        advised = "document.querySelector('#view-steer .primary')"
+        assert await page.value(f"{advised}.textContent") == "Scale reward to 3"
+        for answer in ("[value=no]", "[value=yes]"):
+            await page.value(f"{advised}.click()")
+            assert await page.value("document.querySelector('#dialog').open")
+            await page.value(f"document.querySelector('#dialog {answer}').click()")
+            await page.until("!document.querySelector('#dialog').open")
+            await asyncio.sleep(0.1)
+        await page.until("document.querySelector('.answers').textContent.includes('paused')")
+        sent = [json.loads(body) for name, body in server.asked if name == "steer"]
+        assert sent == [{"command": "scale", "arguments": {"reward": 3}}]
