@@ -146,8 +146,8 @@ export const curves = {
   },
   async tick() {
     if (Date.now() - asked < EVERY_MS || (isReport && plots.size)) return;
-    asked = Date.now();
     await fetchMetrics();
+    asked = Date.now();
   },
   repaint() {
     if (plots.size) drawAll();

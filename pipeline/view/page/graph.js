@@ -84,7 +84,7 @@ function box(name, stage, place, slowest) {
   const right = BOX.width - 10;
   const group = svg("g", { class: slowest ? "stage slowest" : "stage", transform: `translate(${place.x} ${place.y})` },
     svg("rect", { width: BOX.width, height: BOX.height, rx: 6, class: "frame" }), text(10, 21, name, "title"));
-  if (slowest) group.append(text(right, -4, "bottleneck", "mark end"));
+  if (slowest) group.append(text(10, -4, "bottleneck", "mark"));
   if (!stage) return group;
   if (stage.busy === null) {
     group.append(text(right, 21, `×${stage.replicas}`, "end"));
@@ -97,7 +97,7 @@ function box(name, stage, place, slowest) {
     return svg("rect", { x: x - wide, y: 51, width: wide, height: 9, class: share });
   });
   const second = SHARES.slice(1).reduce((a, b) => (stage[b] > stage[a] ? b : a));
-  const bad = stage.failures ? `${number(stage.failures)} failed` : stage.restarts ? `${number(stage.restarts)} restarts` : "";
+  const bad = stage.failures ? `${number(stage.failures)} failed` : stage.restarts ? `${number(stage.restarts)} restarted` : "";
   group.append(
     text(right, 21, `×${stage.replicas}`, "end"),
     text(10, 41, `${rate(stage.items_per_s)} items/s`, "small"),
@@ -105,6 +105,6 @@ function box(name, stage, place, slowest) {
     svg("rect", { x: 10, y: 51, width: BOX.width - 20, height: 9, class: "room" }), ...shares,
     text(10, 77, `busy ${percent(stage.busy)}`, "small"),
     text(right, 77, stage[second] > 0.005 ? `${second} ${percent(stage[second])}` : "", "small end"),
-    text(10, 95, `${number(stage.in_flight)} in work`, "small quiet"), text(right, 95, bad, "small bad end"));
+    text(10, 95, `${stage.queue ? `${number(stage.queue)} wait, ` : ""}${number(stage.in_flight)} in work`, "small quiet"), text(right, 95, bad, "small bad end"));
   return group;
 }

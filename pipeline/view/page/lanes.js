@@ -41,8 +41,8 @@ function buildLanes(root) {
 }
 
 async function load(anew) {
-  lanesAsked = Date.now();
   const found = await ask("lanes", { seconds: ui.span.value, until: lanesUntil });
+  lanesAsked = Date.now();
   const all = seen.from === seen.start && seen.to === seen.last;
   Object.assign(seen, { lanes: found.lanes, steps: found.steps, cut: found.cut, start: firstShown(found), first: found.from_s, last: found.to_s });
   if (anew || all || seen.to > seen.last || seen.from < seen.first) Object.assign(seen, { from: firstShown(found), to: found.to_s });

@@ -81,7 +81,7 @@ function goodput(run) {
   const rest = 1 - pieces.reduce((sum, [, value]) => sum + value, 0);
   const words = pieces.map(([, value, title]) => `${title.split(":")[0]} ${percent(value)}`).join(", ");
   const bar = el("div", { class: "stacked", role: "img", "aria-label": `Goodput: ${words}` },
-    pieces.map(([name, value]) => el("i", { class: `piece ${name}`, style: { width: percent(value) } })));
+    pieces.map(([name, value]) => el("i", { class: `piece ${name}`, style: { width: `${100 * value}%` } })));
   if (attainable !== null) bar.append(el("i", { class: "attainable", style: { left: `${100 * Math.min(1, attainable)}%` } }));
   const row = (kind, title, value) => el("li", {}, el("i", { class: `swatch ${kind}` }), el("span", {}, title), el("b", {}, percent(value)));
   return [bar, el("ul", { class: "pieces" }, pieces.map(([name, value, title]) => row(name, title, value)),

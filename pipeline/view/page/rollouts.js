@@ -70,7 +70,13 @@ const nameOf = (row) => `${row.group}.${row.index}${row.sequence ? `/${row.seque
 const between = (versions) => (!versions ? "–" : versions[0] === versions[1] ? `${versions[0]}` : `${versions[0]}–${versions[1]}`);
 
 async function open(key) {
-  const found = await ask("rollout", { key });
+  let found;
+  try {
+    found = await ask("rollout", { key });
+  } catch (error) {
+    detail.replaceChildren(el("p", { class: "bad" }, error.message));
+    return;
+  }
   if (key !== pageState.key) return;
   const { row } = found;
   const copy = el("button", { type: "button", on: { click: () => copyCase(row, copied) } }, "Copy as a test case");
@@ -136,8 +142,8 @@ export const rollouts = {
   },
   async tick() {
     if (!pageState.stale) return;
-    pageState.stale = false;
     await list();
+    pageState.stale = false;
     if (pageState.key) await open(pageState.key);
   },
 };

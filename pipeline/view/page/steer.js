@@ -1,6 +1,6 @@
 // Changes of the running run. Each is confirmed in a dialog that says what will happen, and its answer is shown.
 
-import { attempt, steer } from "./data.js";
+import { steer } from "./data.js";
 import { clock, el, redraw } from "./text.js";
 
 const KEYS = ["lr", "max_staleness", "rollout_temperature", "rollout_top_p", "dynamic_sampling_filter"];
@@ -12,8 +12,9 @@ function buildSteering(root) {
   desk.count = el("input", { id: "steer-count", type: "number", min: 1, value: 1 });
   desk.key = el("select", { id: "steer-key" }, KEYS.map((key) => el("option", { value: key }, key)));
   desk.value = el("input", { id: "steer-value", type: "text", placeholder: "5e-6" });
-  desk.replica = el("input", { id: "steer-replica", type: "text", placeholder: "reward-0", list: "steer-replicas" });
-  desk.replicas = el("datalist", { id: "steer-replicas" });
+  desk.replica = el("input", { id: "steer-replica", type: "text", placeholder: "reward-0" });
+  desk.kill = panel("Kill a replica", row("Replica", desk.replica), action("Kill", () => confirm("kill", { replica: desk.replica.value },
+    `End the process of ${desk.replica.value} at once, as kill -9 does, to see that the run goes on without losing a group.`), "danger"));
   desk.answers = el("ol", { class: "answers", role: "log", "aria-label": "Answers" });
   root.append(
     panel("Advice", desk.advice),
@@ -24,9 +25,7 @@ function buildSteering(root) {
       action("Resume", () => confirm("resume", {}, "Admit new groups again.")),
       action("Save", () => confirm("save", {}, "Write a checkpoint after the step in training.")),
       action("Drain", () => confirm("drain", {}, "Finish the groups in flight and end the run, as Ctrl-C does."), "danger")),
-    panel("One replica", row("Replica", desk.replica), desk.replicas, action("Kill", () => confirm("kill", { replica: desk.replica.value },
-      `Kill the process of ${desk.replica.value}. The run starts it again; what it held is given to others.`), "danger")),
-    panel("Answers", desk.answers));
+    desk.kill, panel("Answers", desk.answers));
 }
 
 const panel = (title, ...content) => el("section", { class: "card", "aria-label": title }, el("h2", {}, title), el("div", { class: "bar" }, content));
@@ -45,13 +44,14 @@ function confirm(command, values, words) {
   document.getElementById("dialog-yes").className = command === "kill" || command === "drain" ? "danger" : "primary";
   dialog.returnValue = "no";
   dialog.onclose = () => {
-    if (dialog.returnValue === "yes") attempt(() => send(command, values));
+    if (dialog.returnValue === "yes") send(command, values);
   };
   dialog.showModal();
 }
 
 async function send(command, values) {
-  const { ok, lines } = await steer(command, values);
+  const failed = (error) => ({ ok: false, lines: [error.message] });
+  const { ok, lines } = await steer(command, values).catch(failed);
   desk.answers.prepend(el("li", { class: ok ? null : "bad" }, `${clock(Date.now() / 1000)} ${command}: ${ok ? "" : "refused: "}${lines.join("; ")}`));
 }
 
@@ -68,9 +68,8 @@ export const steering = {
   show() {},
   tick(run) {
     redraw(desk.advice, run.advice, advice);
+    desk.kill.hidden = !(run.settings["debug.fault_inject"] ?? "").length; // else the run refuses it
     const names = [...run.stages.map((one) => one.name), ...(run.engines.length ? ["engine"] : [])];
     redraw(desk.stage, names, () => names.map((name) => el("option", { value: name }, name)));
-    const all = [...run.stages.flatMap((one) => Array.from({ length: one.replicas }, (_, i) => `${one.name}-${i}`)), ...run.engines.map((one) => one.name)];
-    redraw(desk.replicas, all, () => all.map((value) => el("option", { value })));
   },
 };

@@ -87,6 +87,7 @@ export function rate(value) {
 
 export function percent(value) {
   if (value === null || value === undefined) return "–";
+  if (value > 0 && value < 0.0005) return "<0.1%";
   return `${(100 * value).toFixed(value > 0 && value < 0.0995 ? 1 : 0)}%`;
 }
 
