@@ -239,7 +239,7 @@ function choose(bar) {
 
 function inText(bar) {
   const runs = bar.versions.map(([version, tokens]) => `${number(tokens)} tokens of version ${version}`).join(", ");
-  const tools = bar.tools.length ? `, ${bar.tools.length} tool calls` : "";
+  const tools = bar.tools.length ? `, tool calls: ${bar.tools.length}` : "";
   return `Group ${bar.group}: ${clock(bar.start_s)}, ${(bar.end_s - bar.start_s).toFixed(2)} s, ${runs || `${number(bar.tokens)} tokens`}${tools}`
     + `, reward ${number(bar.reward)}${bar.outcome ? `, ${bar.outcome}` : ""}`;
 }

@@ -10,7 +10,7 @@ const FIELDS = [
   ["reward", "Reward", "search", ">0.5"], ["text", "Text", "search", "in prompt or answer"], ["min_tokens", "Tokens, at least", "number"],
 ];
 const inputs = {};
-const pageState = { offset: 0, hash: null, stale: true, key: "" };
+const pageState = { offset: 0, key: "", wanted: 0, done: -1, asked: 0 };
 let [rows, detail, count, split] = [null, null, null, null];
 
 function buildRollouts(root) {
@@ -47,7 +47,9 @@ function linkTo(row, words) {
 
 async function list() {
   const wanted = Object.fromEntries(Object.entries(inputs).map(([name, input]) => [name, input.value.trim()]));
+  const mine = pageState.asked += 1;
   const found = await ask("rollouts", { ...wanted, offset: pageState.offset, limit: PAGE });
+  if (mine !== pageState.asked) return;
   count.textContent = found.total ? `${number(pageState.offset + 1)} to ${number(pageState.offset + found.rows.length)} of ${number(found.total)}, `
     + `newest first, of ${number(found.read)} that were written down` : `None of ${number(found.read)} that were written down.`;
   const head = ["step", "group", "outcome", "reward", "tokens", "versions", "prompt and answer"];
@@ -136,14 +138,15 @@ export const rollouts = {
     const other = Object.entries(inputs).some(([name, input]) => input.value !== (filters[name] ?? ""));
     for (const [name, input] of Object.entries(inputs)) input.value = filters[name] ?? "";
     if (other) pageState.offset = 0;
-    Object.assign(pageState, { key, stale: true });
+    Object.assign(pageState, { key, wanted: pageState.wanted + 1 });
     split.classList.toggle("both", Boolean(key));
     if (!key) detail.replaceChildren(el("p", { class: "quiet" }, isReport ? "Choose a rollout; the report holds some of them whole." : "Choose a rollout."));
   },
   async tick() {
-    if (!pageState.stale) return;
+    if (pageState.done === pageState.wanted) return;
+    const now = pageState.wanted; // it may be another one after the answer
     await list();
-    pageState.stale = false;
     if (pageState.key) await open(pageState.key);
+    pageState.done = now;
   },
 };

@@ -165,6 +165,22 @@ async def test_colours_of_tokens_are_the_recorded_runs_of_versions(port: int) ->
         assert told.endswith("trained, log-prob -0.5, of the trainer -0.5, ratio 1, advantage 0.7")
 
 
+async def test_a_bar_of_a_lane_tells_its_facts_and_leads_to_the_rollouts_of_its_group(port: int) -> None:
+    async with shown(port) as (page, _):
+        await go(page, "lanes")
+        await page.value("document.querySelector('#view-lanes canvas').focus()")
+        for key in ("n", "n", "+", "ArrowLeft", "-", "p"):
+            await page.press(key)
+        facts = await page.value("document.querySelector('#view-lanes .facts-line').textContent")
+        assert facts.startswith("Group 900: ")
+        assert "70 tokens of version 240, 50 tokens of version 241, tool calls: 1, reward 1, trained" in facts
+        await page.press("Enter", 13)
+        await page.until("location.hash === '#rollouts?group=900'")
+        await page.until("document.querySelectorAll('.rows tbody tr').length === 24")
+        assert await page.value("document.querySelector('#rollouts-group').value") == "900"
+        assert page.errors == []
+
+
 async def test_a_long_text_and_a_long_list_of_tokens_are_cut(port: int) -> None:
     long = made.rollout(2)
     long["row"]["turns"][0]["text"] = "e" * 10_000_000
