@@ -81,16 +81,18 @@ async function open(key) {
   }
   if (key !== pageState.key) return;
   const { row } = found;
+  const self = { ...row, key, tokens: row.response_tokens, text: row.turns.map((turn) => turn.text).join(" ") };
+  const whole = [...found.siblings.filter((one) => one.key !== key), self].sort((a, b) => a.index - b.index || a.sequence - b.sequence);
   const copy = el("button", { type: "button", on: { click: () => copyCase(row, copied) } }, "Copy as a test case");
   const copied = el("span", { class: "quiet", role: "status" });
   detail.replaceChildren(
     el("h2", {}, `Group ${row.group}, rollout ${row.index}${row.sequence ? `, sequence ${row.sequence}` : ""} `, el("span", { class: `chip ${row.outcome}` }, row.outcome)),
     el("p", {}, reason(row)), row.error ? el("p", { class: "bad" }, row.error) : "",
-    el("dl", { class: "pairs" }, pairs(row, found).map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value)))),
+    el("dl", { class: "pairs" }, pairs(row, found, whole).map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value)))),
     el("p", { class: "buttons" }, copy, copied), el("h3", {}, "Prompt"), longText(row.prompt, "prompt"), el("h3", {}, "Turns"),
     ...row.turns.map((turn) => el("div", { class: `turn ${turn.role}` }, el("p", { class: "quiet" },
       `${turn.role}, ${number(turn.tokens)} tokens${turn.reward === null || turn.reward === undefined ? "" : `, reward ${number(turn.reward)}`}`), longText(turn.text))),
-    el("h3", {}, "Tokens"), tokenView(found.tokens, found.published), el("h3", {}, "The whole group"), siblings(found.siblings));
+    el("h3", {}, "Tokens"), tokenView(found.tokens, found.published), el("h3", {}, "The whole group"), siblings(whole));
   detail.focus({ preventScroll: true });
   if (matchMedia("(max-width: 1100px)").matches) detail.scrollIntoView();
 }
@@ -100,14 +102,14 @@ function reason(row) {
   return `Not trained: ${row.outcome}${row.detail ? ` (${row.detail})` : ""}, after step ${row.step}.`;
 }
 
-function pairs(row, found) {
+function pairs(row, found, whole) {
   const versions = [...new Set((row.versions ?? []).map(([version]) => version).filter((version) => version >= 0))];
   const when = (version) => (found.published?.[version] ? ` at ${clock(found.published[version])}` : "");
-  const good = found.siblings.filter((one) => one.reward > 0).length;
+  const good = whole.filter((one) => one.reward > 0).length;
   return [
     ["reward", number(row.reward)], ["status", row.status], ["label", row.label ?? "–"], ["tokens", `${number(row.prompt_tokens)} + ${number(row.response_tokens)}`],
     ["published", versions.map((version) => `version ${version}${when(version)}`).join(", ") || "–"],
-    ["group", `${number(found.siblings.length)} rollouts, ${found.siblings.length ? percent(good / found.siblings.length) : "–"} above 0`],
+    ["group", `${number(whole.length)} rollouts, ${percent(good / whole.length)} above 0`],
   ];
 }
 

@@ -198,7 +198,7 @@ def rollout(i: int) -> dict[str, Any]:
     ]
     full = {**found, "turns": turns, "label": "3", "error": None, "prompt_tokens": 6, "response_tokens": 34}
     full |= {"versions": [list(run) for run in RUNS], "loss_mask": [[0, 6], [1, 34]], "ids": [t["id"] for t in tokens]}
-    siblings = [row(j) for j in range(i - i % 4, i - i % 4 + 4)]
+    siblings = [row(j) for j in range(i - i % 4, i - i % 4 + 4) if j != i]
     published = {"41": NOW - 40, "42": NOW - 37, "43": None}
     return {"row": full, "tokens": tokens, "published": published, "siblings": siblings}
 

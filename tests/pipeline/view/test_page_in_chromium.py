@@ -156,6 +156,8 @@ async def test_colours_of_tokens_are_the_recorded_runs_of_versions(port: int) ->
         runs = [colour for i, colour in enumerate(colours) if i == 0 or colours[i - 1] != colour]
         starts = [i for i, colour in enumerate(colours) if i == 0 or colours[i - 1] != colour]
         assert len(set(runs)) == len(made.RUNS)
+        group = "[...document.querySelectorAll('.siblings a')].map((one) => one.textContent)"
+        assert await page.value(group) == ["1000.0", "1000.1", "1000.2", "1000.3"]
         assert starts == [0, 6, 26, 35]
         await page.value(f"{spans}[0].focus()")
         for _ in range(30):
