@@ -94,7 +94,7 @@ async def test_keys_alone_reach_every_view_and_all_that_can_be_used_has_a_name(p
         await page.value("document.querySelector('#tab-run').focus()")
         for view in VIEWS:
             await page.until(f"document.activeElement.id === 'tab-{view}'")
-            assert not await page.value(f"document.querySelector('#view-{view}').hidden")
+            await page.until(f"!document.querySelector('#view-{view}').hidden")
             await page.until(READY[view])
             tree = (await page.send("Accessibility.getFullAXTree"))["nodes"]
             used = [node for node in tree if not node["ignored"] and node["role"]["value"] in USED]
