@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any, Final
 
 import msgspec
-from pipeline.view.documents import RunDocuments
-from pipeline.view.rollouts import Query
 
 from models.disk import write_whole
 from pipeline.errors import UsageError
 from pipeline.facts.run_log import show
+from pipeline.view.documents import RunDocuments
+from pipeline.view.rollouts import Query
 
 PAGE: Final = Path(__file__).with_name("page")
 LISTED: Final = 1_000  # rollouts in the list, the newest

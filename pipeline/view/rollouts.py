@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import islice
-from typing import Any, Final
+from itertools import islice, repeat
+from typing import Any, Final, TypeVar
 
 import msgspec
 from msgspec import Struct
 
 from pipeline.observe.samples import Decode, read_bound
 from pipeline.view.run_files import BRIEF_CHARS, Brief, RunFiles
-from stages.sample_log import Run, SampleRow
+from stages.sample_log import SampleRow
+
+T = TypeVar("T")
 
 MOST_ROWS: Final = 1_000  # of an answer
 UNFINISHED: Final = "\ufffd"  # what a tokenizer gives for the first bytes of a character
@@ -79,17 +81,27 @@ def rollout(files: RunFiles, key: str, decode: Decode | None) -> dict[str, Any] 
 
 
 def _tokens(row: SampleRow, decode: Decode | None) -> list[dict[str, Any]]:
-    """Each token. The run writes no log-probs and advantages of single tokens, so these are null."""
-    unknown: dict[str, Any] = dict.fromkeys(("log_prob", "train_log_prob", "ratio", "advantage"))
-    texts = [None] * len(row.ids) if decode is None else _texts(row.ids, decode)
-    parts = zip(texts, row.ids, _each(row.versions), _each(row.loss_mask), strict=False)
+    """Each token. What the trainer thought of it is not in the run's files: `train_log_prob` and `ratio` are null."""
+    texts = repeat(None) if decode is None else _texts(row.ids, decode)
+    log_probs = row.log_probs or repeat(None)
+    advantages = _each(row.advantages) if row.advantages else repeat(None)
+    parts = zip(row.ids, texts, _each(row.versions), _each(row.loss_mask), log_probs, advantages, strict=False)
     return [
-        {"text": text, "id": number, "version": version if version >= 0 else None, "trained": bool(mask), **unknown}
-        for text, number, version, mask in parts
+        {
+            "text": text,
+            "id": number,
+            "version": version if version >= 0 else None,
+            "trained": bool(mask),
+            "log_prob": log_prob,
+            "train_log_prob": None,
+            "ratio": None,
+            "advantage": advantage,
+        }
+        for number, text, version, mask, log_prob, advantage in parts
     ]
 
 
-def _each(runs: Sequence[Run]) -> Iterator[int]:
+def _each(runs: Sequence[tuple[T, int]]) -> Iterator[T]:
     return (value for value, n in runs for _ in range(n))
 
 

@@ -79,7 +79,8 @@ def made_run(path: Path) -> RunDir:
         index=1, reward=0.0, versions=[[-1, 2], [1, 5]], turns=[{"role": "model", "tokens": 5, "text": HOSTILE}]
     )
     filtered = sample(group=3, outcome="filtered", detail="zero_std_0.0", reward=0.0, versions=[[-1, 2], [0, 5]])
-    lines(run.path / "samples.jsonl", sample(), other, filtered)
+    known = sample(log_probs=[None, None, -0.1, -0.2, -0.3, -0.4, -0.5], advantages=[[None, 2], [1.5, 5]])
+    lines(run.path / "samples.jsonl", known, other, filtered)
     lines(
         run.trace / "generate-0.jsonl",
         span("generate", 0.0, 1.0, group_id=0, detail="turn 1, 4 tokens, version 0"),

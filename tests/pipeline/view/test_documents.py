@@ -171,7 +171,11 @@ def test_the_tokens_of_a_rollout_have_the_versions_that_made_them(
     assert [token["id"] for token in tokens] == [5, 6, 7, 8, 9, 10, 11]
     assert [token["version"] for token in tokens] == [None, None, 0, 0, 0, 1, 1]
     assert [token["trained"] for token in tokens] == [False, False, True, True, True, True, True]
-    assert tokens[0]["log_prob"] is None
+    assert [token["log_prob"] for token in tokens] == [None, None, -0.1, -0.2, -0.3, -0.4, -0.5]
+    assert [token["advantage"] for token in tokens] == [None, None, 1.5, 1.5, 1.5, 1.5, 1.5]
+    without = documents.rollout(found["siblings"][0]["key"])
+    assert without is not None
+    assert [(token["log_prob"], token["advantage"]) for token in without["tokens"]] == 7 * [(None, None)]
     assert found["published"] == {"0": None, "1": START_S + 1.125}
     assert [(row["group"], row["index"], row["text"]) for row in found["siblings"]] == [(0, 1, HOSTILE)]
     assert found["row"]["turns"][0]["text"] == "three"
