@@ -97,7 +97,6 @@ bench: $(STAMP)
 	$(BIN)/python -m bench.transport --quick
 	$(BIN)/python -m bench.modes --quick
 	$(BIN)/python -m bench.control_plane --quick
-	$(BIN)/python -m bench.reward --quick
 	$(BIN)/python -m bench.off_policy --quick
 	$(BIN)/python -m bench.weights --quick
 	$(BIN)/python -m bench.train --quick
