@@ -177,6 +177,7 @@ class SampleLog:
     ) -> SampleRow:
         last = parts[-1]
         ids = sample.token_ids
+        whole = len(ids) == len(sample.loss_mask) == len(sample.log_probs)  # not of a group that failed for it
         return SampleRow(
             step=step,
             outcome=outcome,
@@ -204,7 +205,9 @@ class SampleLog:
             log_probs=tuple(
                 round(value, DECIMALS) if trained else None
                 for value, trained in zip(sample.log_probs.tolist(), sample.loss_mask.tolist(), strict=True)
-            ),
+            )
+            if whole
+            else UNSET,
         )
 
     def _turns(self, sample: Sample) -> tuple[TurnRow, ...]:

@@ -7,6 +7,7 @@ same information in words; an unreadable line is skipped and counted, because th
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 from collections import deque
@@ -146,6 +147,7 @@ def decoder_of(run: Path) -> Decode | None:
         return None
     name = str(read_recipe(str(config)).values.get("train.hf_checkpoint", ""))
     built_in = config.parent / "assets" / name
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the run has it; asking takes long where no hub answers
     try:
         tokenizer: Tokenizer = load_tokenizer(str(built_in if name and built_in.is_dir() else name))
     except TokenizerError:
