@@ -57,7 +57,7 @@ export function tokenView(tokens, published) {
   return box;
 }
 
-const written = (token) => (token.text === "" ? `⟨${token.id}⟩` : token.text.replaceAll("\n", "↵\n"));
+const written = (token) => (token.text ? token.text.replaceAll("\n", "↵\n") : `⟨${token.id}⟩`);
 
 /** The class of each token's colour, and the legend as [class, words]. */
 function scheme(column, tokens, published) {
@@ -87,6 +87,6 @@ const at = (published, version) => (published?.[version] ? `, published ${clock(
 function inWordsOf(token, published) {
   const version = token.version === null || token.version < 0 ? "not made by the model" : `version ${token.version}${at(published, token.version)}`;
   const values = [["log-prob", token.log_prob], ["of the trainer", token.train_log_prob], ["ratio", token.ratio], ["advantage", token.advantage]];
-  return `“${visible(token.text).replaceAll("\n", "↵")}” (id ${token.id}): ${version}, ${token.trained ? "trained" : "not trained"}`
+  return `“${visible(token.text ?? "").replaceAll("\n", "↵")}” (id ${token.id}): ${version}, ${token.trained ? "trained" : "not trained"}`
     + values.filter(([, value]) => value !== null && value !== undefined).map(([name, value]) => `, ${name} ${number(value)}`).join("");
 }
