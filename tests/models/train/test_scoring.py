@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from configs.schema.train import TrainConfig
@@ -22,7 +23,8 @@ from models.train.huggingface.scoring import Passes, Scorer, output_layer
 from models.train.interface import TrainSequence
 from models.train.model_set import Scored, UpdateResult
 from models.train.step import running_batch
-from models.train.step.micro_batch_loss import StepTotals
+from models.train.step.examples import Example
+from models.train.step.micro_batch_loss import PolicyNumerator, StepTotals
 from models.train.step.micro_batches import MicroBatch, pack_rows
 from models.train.step.packing import Layout, Packing, Unit
 from models.train.trainer import Trainer
@@ -252,3 +254,46 @@ def test_fused_norms_say_what_those_of_transformers_say(dtype: torch.dtype) -> N
             torch.autograd.grad(theirs(x).square().sum(), theirs.parameters()), strict=True,
         ):  # fmt: skip
             torch.testing.assert_close(found, known)
+
+
+class _Copies(TorchDispatchMode):
+    """Notes what a device is given and waited for. `meta` has no values, so that to wait for one is an error there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits = 0
+        self.copies = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = kwargs or {}
+        if func is torch.ops.aten._to_copy.default and str(named.get("device")) == "meta":
+            self.copies += 1
+            self.waits += not named.get("non_blocking", False)
+        return func(*args, **named)
+
+
+def test_the_loss_of_a_micro_batch_never_waits_for_the_device(
+    checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, there = torch.tensor, list[Any]()  # a list that becomes a tensor on the device is waited for too
+
+    def tensor(values: Any, **fields: Any) -> torch.Tensor:
+        there.extend([values] if str(fields.get("device", "cpu")) == "meta" else [])
+        return made(values, **fields)
+
+    monkeypatch.setattr(torch, "tensor", tensor)
+    numerator = PolicyNumerator(make_spec(checkpoints["qwen3"]))
+    members = [
+        Example(
+            tokens=np.arange(6, dtype=np.int32), prompt=2, chosen=np.arange(2, 6),
+            rollout_log_probs=np.full(4, -0.5, np.float32), advantages=np.ones(4, np.float32), coefficient=0.25,
+            key=(0, index), staleness=np.ones(4, np.int64),
+        )
+        for index in range(2)
+    ]  # fmt: skip
+    log_probs = torch.zeros(8, device="meta", requires_grad=True)
+    with _Copies() as copies:
+        numerator(members, log_probs, None, StepStatistics(entropy=False), StepTotals())
+    assert copies.copies >= 5  # columns
+    assert copies.waits == 0
+    assert there == []
