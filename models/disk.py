@@ -80,15 +80,19 @@ def sync_tree(directory: Path) -> None:
 
 
 def write_whole(path: Path, content: bytes, *, durable: bool = False) -> None:
-    """Write a file atomically: a killed process leaves the old content or the new content.
+    """Write a file atomically: a killed process, or a full disk, leaves the old content or the new content.
 
     `durable`: after the return, also if the machine fails.
     """
     draft = path.with_name(f".{path.name}.{os.getpid()}")  # per process: another process may write the same file
-    draft.write_bytes(content)
-    if durable:
-        sync(draft)
-    draft.replace(path)
+    try:
+        draft.write_bytes(content)
+        if durable:
+            sync(draft)
+        draft.replace(path)
+    except OSError:  # a full disk gets back what the draft has of it
+        draft.unlink(missing_ok=True)
+        raise
     if durable:
         sync(path.parent)
 

@@ -26,6 +26,7 @@ from models.checkpoint import (
     verify_files,
     write_manifest,
 )
+from models.disk import write_whole
 from tests.models.weights.made_up import flip
 
 
@@ -268,3 +269,17 @@ def test_nothing_but_damaged_checkpoints_is_an_error_and_no_new_beginning(tmp_pa
     with pytest.raises(CheckpointError, match=words):
         resumable_checkpoint(tmp_path, print)
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_disk_that_fills_keeps_the_old_content_and_no_draft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_whole(tmp_path / "file", b"old")
+    write = Path.write_bytes
+
+    def fills(path: Path, content: bytes) -> int:
+        write(path, content[:1])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", fills)
+    with pytest.raises(OSError, match="No space left"):
+        write_whole(tmp_path / "file", b"new")
+    assert [(file.name, file.read_bytes()) for file in tmp_path.iterdir()] == [("file", b"old")]
