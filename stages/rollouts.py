@@ -329,14 +329,19 @@ def by_version(sample: Sample, mask: npt.NDArray[Any]) -> Iterator[tuple[int, in
             yield version, count
 
 
+def mean_reward(slice_: RolloutSlice) -> float | None:
+    """Mean raw reward of the graded rollouts, if any."""
+    graded = [raw_reward(s) for s in closing(slice_.samples) if s.reward is not None or s.raw_reward is not None]
+    return fmean(graded) if graded else None
+
+
 def settlement(slice_: RolloutSlice, outcome: Outcome, detail: str) -> Settled:
     """How a group ends without being trained: tokens of all its samples, mean raw reward and pass rate by rollout."""
-    graded = [raw_reward(s) for s in closing(slice_.samples) if s.reward is not None or s.raw_reward is not None]
     return Settled(
         slice_.group.group_id,
         outcome,
         detail,
         tokens=slice_.n_tokens,
-        reward=fmean(graded) if graded else None,
+        reward=mean_reward(slice_),
         pass_rate=pass_rate(slice_.samples),
     )

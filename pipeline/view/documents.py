@@ -230,7 +230,7 @@ def _stages(status: RunStatus, config: Config | None) -> list[Document]:
 def _streams(status: RunStatus, config: Config | None) -> list[Document]:
     """One edge for each stage that puts messages in."""
     now = {queue.stream: {"queued": queue.queued, "leased": queue.leased} for queue in status.queues}
-    ends: Document = {"queued": None, "leased": None, "limit": None}
+    ends: Document = {"queued": None, "leased": None}
     return [
         {**ends, "name": stream.name, "source": source, "target": stream.consumer[0], **now.get(stream.name, {})}
         for stream in (streams(config) if config is not None else ())

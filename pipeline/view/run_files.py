@@ -35,9 +35,10 @@ FIRST_TRACE_BYTES: Final = 8 << 20  # of each file of a trace that has grown bef
 BRIEF_CHARS: Final = 200
 BLOCK_BYTES: Final = 1 << 20
 MARK_BYTES: Final = 64
-DRAWN: Final = ("generate", "tool", "update_weights", "publish_weights", "trained")  # spans that are kept
+DRAWN: Final = ("request", "tool", "update_weights")  # spans that are kept
 
 _HISTOGRAM: Final = re.compile(r"staleness/token_hist/(\d+)")
+_FIGURE: Final = re.compile(r"(?:version|step|reward) (\S+)$")
 UNREADABLE: Final = (msgspec.MsgspecError, UnicodeDecodeError)
 
 MetricsRow = dict[str, float | dict[str, str] | None]
@@ -104,18 +105,6 @@ class Brief(Struct, frozen=True):
     versions: tuple[int, int] | None  # of the weights that made it; None where they made nothing
 
 
-def made_by(row: SampleRow) -> Counter[int]:
-    """Tokens that weights of the run made, by version; those that an earlier sequence of the rollout has are left
-    out."""
-    found, start, counted = Counter[int](), 0, 0 if row.prefix is None else row.prefix.length
-    for version, tokens in row.versions:
-        start += tokens
-        new, counted = max(0, start - max(counted, start - tokens)), max(counted, start)
-        if version >= 0 and new:
-            found[version] += new
-    return found
-
-
 def brief(place: int, row: SampleRow) -> Brief:
     """The row of a list for a row of samples.jsonl."""
     made = [version for version, _ in row.versions if version >= 0]
@@ -139,6 +128,7 @@ class RunFiles:
         self.spans: deque[Span] = deque(maxlen=MOST_SPANS)
         self.trained_at: dict[int, float] = {}  # step -> unix time
         self.published: dict[int, float] = {}  # version -> unix time
+        self.rewards: dict[int, float] = {}  # group -> mean
 
     def forget_metrics(self) -> None:
         self.metrics: dict[int, MetricsRow] = {}  # by step
@@ -152,8 +142,6 @@ class RunFiles:
 
     def forget_samples(self) -> None:
         self.rollouts: dict[str, Brief] = {}  # by key, oldest first
-        self.versions_of: dict[int, Counter[int]] = {}  # group -> tokens by version
-        self.rewards_of: dict[int, list[float]] = {}
 
     def refresh(self) -> None:
         """Read what was written since the last call."""
@@ -166,7 +154,7 @@ class RunFiles:
         for path in sorted(self.dir.trace.glob("*.jsonl")):
             tail = self._traces.setdefault(path, Tail(path, FIRST_TRACE_BYTES))
             for _, span in _news(tail, _SPANS):
-                if isinstance(span, Span) and span.name in DRAWN:
+                if isinstance(span, Span):
                     self._span(span)
 
     def _row(self, row: MetricsRow) -> None:
@@ -202,11 +190,7 @@ class RunFiles:
 
     def _sample(self, place: int, row: SampleRow) -> None:
         self.rollouts[str(place)] = brief(place, row)
-        self.versions_of.setdefault(row.group, Counter()).update(made_by(row))
-        if row.reward is not None and row.sequence == 0:
-            self.rewards_of.setdefault(row.group, []).append(row.reward)
-        for kept in (self.rollouts, self.versions_of, self.rewards_of):
-            _shorten(kept, MOST_ROLLOUTS)
+        _shorten(self.rollouts, MOST_ROLLOUTS)
 
     def row(self, key: str) -> SampleRow | None:
         """All of a rollout that is in the list; None if it is not, or not any more."""
@@ -218,15 +202,19 @@ class RunFiles:
         return None
 
     def _span(self, span: Span) -> None:
-        number = int(found[1]) if (found := re.search(r"(?:version|step) (\d+)$", span.detail)) else None
-        end_s = span.start_s + span.dur_s
-        if span.name == "trained" and number is not None:
-            self.trained_at[number] = end_s
-        elif span.name == "publish_weights" and number is not None:
-            self.published[number] = end_s
-        else:
+        if span.name in DRAWN:
             self.spans.append(span)
-        for kept in (self.trained_at, self.published):
+            return
+        with contextlib.suppress(ValueError):
+            number = float(found[1]) if (found := _FIGURE.search(span.detail)) else math.nan
+            match span.name:
+                case "trained":
+                    self.trained_at[int(number)] = span.start_s + span.dur_s
+                case "publish_weights":
+                    self.published[int(number)] = span.start_s + span.dur_s
+                case "group" if math.isfinite(number):
+                    self.rewards[span.group_id] = number
+        for kept in (self.trained_at, self.published, self.rewards):
             _shorten(kept, MOST_ROLLOUTS)
 
     def _reason(self, end: Ended) -> tuple[str, str]:

@@ -274,6 +274,7 @@ class Answers:
             token_ids=request.token_ids,
             prompt_length=request.prompt_length,
             session=f"{place.group.key}/{own}",
+            group=place.group.group_id,
             returning=turn.number > 0,
             order=self._requests.order(place.group, turn.draft),
             pinned_version=request.pinned_version,

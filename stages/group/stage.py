@@ -29,7 +29,7 @@ from stages.group.filters import FilterDecision, FilterState, GroupFilter, resol
 from stages.messages import PromptGroup, RolloutSlice, Sample, Settled, WeightsAnnouncement
 from stages.ports import Lease, Outlet, Ports, Topic, read_value
 from stages.reward.stage import Grading
-from stages.rollouts import closing, counting, rollout_fault, rollouts, settlement
+from stages.rollouts import closing, counting, mean_reward, rollout_fault, rollouts, settlement
 from stages.sample_log import SampleLog
 from stages.slime.hooks import all_samples, logged, removed, sample_filter, shown
 from stages.slime.types import DataSource
@@ -189,9 +189,11 @@ class GroupStage(Stage):
 
     async def _finish(self, open_: _Open, ports: Ports) -> None:
         slice_ = open_.slice
-        with self.span("group", group=open_.group.group_id):
+        with self.span("group", group=open_.group.group_id) as details:
             if self._grading is not None:
                 slice_ = await self._grading.grade(slice_)
+            if (reward := mean_reward(slice_)) is not None:
+                details.append(f"reward {reward:.6g}")
             if open_.group.purpose == "eval":
                 await self._evaluated(slice_, ports)
                 self._release(open_)

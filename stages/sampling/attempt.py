@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -80,6 +81,7 @@ class Attempt:
     _newest: Callable[[], int | None] = lambda: None
     _partial: PartialOutputs | None = None
     _reported: dict[int, int] = field(default_factory=dict)  # tokens last passed to `progress`, by place
+    made: Counter[int] = field(default_factory=Counter)  # tokens by version
 
     def __post_init__(self) -> None:
         self.left = dict(enumerate(self.had))
@@ -227,12 +229,14 @@ class Attempt:
                 output = None
             kept = with_saved(self.request, had, output, self._spent_s, self._known, lost=not self.stopped)
             self.reused += kept.reused_tokens - had.reused_tokens
+            self._note(had, kept)
             self.left[place] = kept
             if kept.finish == "failed":
                 self._settle(place, kept)
 
     def _settle(self, place: int, result: SampleResult) -> None:
         had, context = self.had[place], len(self.request.token_ids)
+        self._note(self.left[place], result)
         self.retractions += result.retractions - had.retractions
         if had.token_ids and len(result.token_ids) > len(had.token_ids):  # it was continued
             cached = result.cached_tokens - had.cached_tokens
@@ -240,6 +244,12 @@ class Attempt:
         del self.left[place]
         self._release()
         self.ended(place, result)
+
+    def _note(self, before: SampleResult, now: SampleResult) -> None:
+        """Count the tokens that a member has now and had not before."""
+        for sign, result in ((1, now), (-1, before)):
+            for run in result.runs:
+                self.made[run.version] += sign * run.n_tokens
 
     @property
     def _known(self) -> Sent:

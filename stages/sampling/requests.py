@@ -49,6 +49,7 @@ class SampleRequest:
     prompt_length: int = 0  # tokens that all requests of a prompt share; 0: all
     policy: str = POLICY
     session: str = ""  # requests of one session go to one engine, if the routing policy uses sessions
+    group: int = -1  # for the trace, which has no requests without a group
     returning: bool = False  # a later turn: it precedes first turns in the queue
     order: tuple[int, int] = FIRST_COME  # smaller first, among first turns or among later turns
     log_probs: bool = True

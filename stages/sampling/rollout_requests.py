@@ -96,6 +96,7 @@ class Requests:
             token_ids=first.token_ids.tolist(),
             prompt_length=first.prompt_length,
             session=group.key,
+            group=group.group_id,
             returning=first.response_length > 0 or first.replaced > 0,
             order=self.order(group, first),
             pinned_version=group.pinned_version,

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -24,7 +25,7 @@ import numpy.typing as npt
 from configs.schema import Config
 from models.engines.protocol import GenerateRequest
 from models.errors import EngineError, EngineTimeout, EngineUnreachable
-from stages.base import GenerateOptions, StageContext
+from stages.base import GenerateOptions, Spans, StageContext
 from stages.ports import Readable, Topic
 from stages.sampling.attempt import Attempt, Progress, Reports
 from stages.sampling.engine_directory import EngineDirectory
@@ -64,6 +65,7 @@ class Sampler:
         policies: Sequence[str] = (POLICY,),
         vocab_size: int | None = None,
         extra: dict[str, float] | None = None,
+        spans: Spans | None = None,
     ) -> None:
         """
         Args:
@@ -72,6 +74,7 @@ class Sampler:
             policies: names that requests may carry.
             vocab_size: token ids from this on are refused before they are sent, because they crash a real SGLang.
             extra: counters for lost requests and saved tokens.
+            spans: the trace, in which each request of a group is a span.
         """
         self.rollout, self.policies = config.rollout, tuple(policies)
         self._bound = config.asynchrony.max_staleness
@@ -79,7 +82,7 @@ class Sampler:
         self.directory = EngineDirectory(config.rollout, replicas=replicas, stage=stage, vocab_size=vocab_size)
         self.routes = Routes(config, self.directory, index=index)
         self.reports = Reports(replica, self.directory, self.routes, {} if extra is None else extra)
-        self.retries = 0
+        self.retries, self._spans = 0, spans
         # SGLang 0.5.23 aborts the id of every stream again two seconds after its end: no id may repeat, not even from a
         # restarted client or from another run on the same engines.
         self._origin = f"{replica}-{uuid.uuid4().hex[:8]}"
@@ -102,6 +105,7 @@ class Sampler:
             stage=stage,
             vocab_size=context.given(GenerateOptions).vocab_size,
             extra=extra,
+            spans=context.spans,
         )
 
     @property
@@ -287,6 +291,7 @@ class Sampler:
                     (run.version for run in attempt.had[0].runs), default=self.directory.published or 0
                 )
                 self._cancellable.add(attempt)
+            start_s, clock = time.time(), time.perf_counter()
             try:
                 await attempt.run(
                     route,
@@ -300,6 +305,11 @@ class Sampler:
                 )
             finally:
                 self._cancellable.discard(attempt)
+                if self._spans is not None and request.group >= 0:
+                    made = (f"{n} tokens of version {version}" for version, n in sorted(attempt.made.items()) if n > 0)
+                    detail = ", ".join((route.target.name, *made))
+                    spent_s = time.perf_counter() - clock
+                    self._spans.add("request", start_s, spent_s, group=request.group, detail=detail)
         self.reports.retractions += attempt.retractions if trained else 0
         self.reports.add("reused_tokens", attempt.reused)
         self.reports.add("recomputed_tokens", attempt.recomputed)

@@ -4,6 +4,7 @@
 
     config = sluice.load_config("--mode", "async", "--num-rollout", "20")  # the flags of `sluice --help`
     run_dir = sluice.run(config)
+    sluice.report(run_dir)  # in a notebook: the page of the run, inline
 
 Importing this package makes the names of Sluice's packages (OWN) mean these packages, whatever the working directory or
 PYTHONPATH holds under the same names. A module of another project that was imported before under one of them is an
@@ -13,12 +14,14 @@ ImportError that names its file.
 from __future__ import annotations
 
 import contextlib
+import html
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -28,7 +31,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from configs.schema import Config
 
-__all__ = ["load_config", "main", "run"]
+__all__ = ["Report", "load_config", "main", "report", "run"]
 
 OWN: Final = ("configs", "launch", "models", "pipeline", "stages", "transport")
 ROOT: Final = next(  # the checkout, or the folder of installed packages
@@ -101,6 +104,30 @@ def run(config: Config) -> Path:
     if process.returncode:
         raise RuntimeError(f"the run in {directory} ended with exit code {process.returncode}; its output says why")
     return directory
+
+
+@dataclass(frozen=True)
+class Report:
+    """The page of a run as one HTML document, which a notebook shows `height` pixels high."""
+
+    html: str
+    height: int
+
+    def _repr_html_(self) -> str:
+        """In a frame of its own, which can reach neither the notebook nor the network."""
+        text = html.escape(self.html)
+        return (
+            f'<iframe title="run" sandbox="allow-scripts" width="100%" height="{self.height}" srcdoc="{text}"></iframe>'
+        )
+
+
+def report(run_dir: Path | str, height: int = 800) -> Report:
+    """What `launch.py report` writes, of a run that goes on or has ended. Raises UsageError where there is no run."""
+    from pipeline.view.documents import RunDocuments
+    from pipeline.view.html_report import documents
+    from pipeline.view.html_report import html as page
+
+    return Report(page(documents(RunDocuments(Path(run_dir)))), height)
 
 
 def main() -> int:

@@ -22,10 +22,12 @@ export function stageGraph(run, width) {
   }]));
   const known = run.streams.filter((one) => places.has(one.source) && places.has(one.target));
   const stages = new Map(run.stages.map((one) => [one.name, one]));
+  const first = (one, i) => known.findIndex((other) => other.name === one.name) === i;
+  const waiting = known.filter(first).reduce((sum, one) => sum + one.queued, 0);
   return svg("svg", { class: "graph", role: "img", "aria-label": inWords(run), viewBox: `0 0 ${full} ${height}`, width: full, height },
     svg("defs", {}, svg("marker", { id: "tip", viewBox: "0 0 8 8", refX: 7, refY: 4, markerWidth: 7, markerHeight: 7, orient: "auto" },
       svg("path", { d: "M0 0 8 4 0 8Z", class: "tip" }))),
-    known.map((one, i) => arrow(one, places, height - 10, known.findIndex((other) => other.name === one.name) === i)),
+    known.map((one, i) => arrow(one, places, height - 10, first(one, i) ? waiting : null)),
     names.map((name) => box(name, stages.get(name), places.get(name), run.bottleneck.stage === name)));
 }
 
@@ -50,8 +52,9 @@ function stageOrder(run) {
   return [...order, ...run.stages.map((one) => one.name).filter((name) => !order.includes(name))];
 }
 
-/** `labelled`: whether the queue is written here; a stream with several sources has one queue. */
-function arrow(stream, places, bottom, labelled) {
+/** `waiting`: messages in all queues, of which the bar shows the share of this one. A stream with several sources has one
+ * queue, written at the first; null elsewhere. */
+function arrow(stream, places, bottom, waiting) {
   const [from, to] = [places.get(stream.source), places.get(stream.target)];
   const [out, mid] = [from.x + BOX.width, from.y + BOX.height / 2];
   let [path, x, y] = [`M${out} ${mid}H${to.x - 2}`, (out + to.x) / 2, mid];
@@ -67,16 +70,14 @@ function arrow(stream, places, bottom, labelled) {
     path = `M${start} ${from.y + BOX.height}V${low}H${end}V${to.y - 2}`;
     [x, y] = start === end ? [start + 44, low + 4] : [(start + end) / 2, low];
   }
-  const known = labelled && stream.queued !== null;
-  const room = known && stream.limit;
-  const filled = stream.limit ? Math.min(1, stream.queued / stream.limit) : 0;
-  const label = `${rate(stream.queued)}${stream.limit ? `/${rate(stream.limit)}` : ""}`;
+  const known = waiting !== null && stream.queued !== null;
+  const share = waiting ? stream.queued / waiting : 0;
   return svg("g", { class: back ? "stream back" : "stream" },
     svg("title", {}, `${stream.name}: ${number(stream.queued)} wait, ${number(stream.leased)} in work`),
     svg("path", { d: path, "marker-end": "url(#tip)" }),
-    known ? svg("text", { x, y: y - 8, "text-anchor": "middle" }, label) : null,
-    room ? svg("rect", { x: x - 20, y: y + 6, width: 40, height: 5, class: "room" }) : null,
-    room ? svg("rect", { x: x - 20, y: y + 6, width: 40 * filled, height: 5, class: filled > 0.9 ? "full" : "fill" }) : null);
+    known ? svg("text", { x, y: y - 8, "text-anchor": "middle" }, rate(stream.queued)) : null,
+    known ? svg("rect", { x: x - 20, y: y + 6, width: 40, height: 5, class: "room" }) : null,
+    known ? svg("rect", { x: x - 20, y: y + 6, width: 40 * share, height: 5, class: share > 0.5 ? "full" : "fill" }) : null);
 }
 
 function box(name, stage, place, slowest) {

@@ -83,10 +83,12 @@ def made_run(path: Path) -> RunDir:
     lines(run.path / "samples.jsonl", known, other, filtered)
     lines(
         run.trace / "generate-0.jsonl",
-        span("generate", 0.0, 1.0, group_id=0, detail="turn 1, 4 tokens, version 0"),
-        span("generate", 1.5, 0.5, group_id=0, detail="turn 2, 6 tokens, version 0 to 1"),
-        span("generate", 2.0, 0.5, group_id=6, detail="turn 1, 8 tokens, version 1"),
+        span("request", 0.0, 1.0, group_id=0, detail="engine-0, 2 tokens of version 0"),
+        span("request", 1.5, 0.5, group_id=0, detail="engine-0, 1 tokens of version 0, 7 tokens of version 1"),
+        span("generate", 0.0, 2.0, group_id=0, detail="turn 1, 10 tokens, version 1"),
+        span("request", 2.0, 0.5, group_id=6, detail="engine-0, 8 tokens of version 1"),
     )
+    lines(run.trace / "group-0.jsonl", span("group", 2.0, 0.1, group_id=0, detail="reward 0.5"))
     lines(run.trace / "agents-0.jsonl", span("tool", 1.0, 0.25, group_id=0, sample=0))
     lines(run.trace / "engines-0.jsonl", span("update_weights", 1.25, 0.25, detail="engine-0 version 1"))
     lines(

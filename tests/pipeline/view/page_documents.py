@@ -20,8 +20,8 @@ def stage(name: str, replicas: int, shares: tuple[float, ...], **more: Any) -> d
     return {"name": name, "replicas": replicas, **dict(zip(names, shares, strict=True)), **figures, **rest, **more}
 
 
-def stream(name: str, source: str, target: str, queued: int, limit: int | None) -> dict[str, Any]:
-    return {"name": name, "source": source, "target": target, "queued": queued, "leased": 2, "limit": limit}
+def stream(name: str, source: str, target: str, queued: int) -> dict[str, Any]:
+    return {"name": name, "source": source, "target": target, "queued": queued, "leased": 2}
 
 
 def run_document(**more: Any) -> dict[str, Any]:
@@ -53,11 +53,11 @@ def run_document(**more: Any) -> dict[str, Any]:
             stage("engines", 1, (0.0, 0.74, 0.0, 0.26), items_per_s=0.0),
         ],
         "streams": [
-            stream("generate", "prompts", "generate", 12, 64),
-            stream("reward", "generate", "reward", 58, 64),
-            stream("group", "reward", "group", 3, 256),
-            stream("train", "group", "train", 4, 8),
-            stream("settle", "train", "prompts", 0, None),
+            stream("generate", "prompts", "generate", 12),
+            stream("reward", "generate", "reward", 58),
+            stream("group", "reward", "group", 3),
+            stream("train", "group", "train", 4),
+            stream("settle", "train", "prompts", 0),
         ],
         "engines": [
             {

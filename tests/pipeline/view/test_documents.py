@@ -84,7 +84,7 @@ def test_a_bar_has_the_tokens_and_versions_that_were_recorded(made: RunDir) -> N
         "group": 0, "start_s": START_S, "end_s": START_S + 2, "versions": [[0, 3], [1, 7]], "tokens": 10,
         "reward": 0.5, "outcome": "trained", "tools": [[START_S + 1, START_S + 1.25]],
     }  # fmt: skip
-    assert (second["group"], second["versions"], second["tokens"]) == (6, [[1, 8]], 8)  # of the trace
+    assert (second["group"], second["versions"], second["tokens"]) == (6, [[1, 8]], 8)
     assert (second["reward"], second["outcome"], second["tools"]) == (None, "failed", [])
     assert found["steps"] == [{"step": 1, "at_s": START_S + 1}]
     early = RunDocuments(made.path).lanes(seconds=1, until=START_S + 1.1)
@@ -93,28 +93,22 @@ def test_a_bar_has_the_tokens_and_versions_that_were_recorded(made: RunDir) -> N
     assert RunDocuments(made.path).lanes(seconds=1)["steps"] == []  # step 1 was before
 
 
-def test_lanes_of_several_engines_do_not_guess_which_one_served(made: RunDir) -> None:
+def test_a_group_of_two_engines_has_a_bar_in_each_lane(made: RunDir) -> None:
     lines(made.trace / "engines-0.jsonl", span("update_weights", 1.25, 0.25, detail="engine-1 version 1"))
-    split = span("generate", 2.0, 1, group_id=5, detail="turn 1, 8 tokens, version 1 to 2")
-    lines(made.trace / "generate-0.jsonl", split)
+    moved = span("request", 2.0, 1, group_id=6, detail="engine-1, 5 tokens of version 1, 3 tokens of version 2")
+    lines(made.trace / "generate-0.jsonl", moved)
     found = {lane["name"]: lane for lane in RunDocuments(made.path).lanes()["lanes"]}
     assert {name: (len(lane["bars"]), len(lane["updates"])) for name, lane in found.items()} == {
-        "engine-0": (0, 1), "engine-1": (0, 1), "generate-0": (3, 0)
+        "engine-0": (2, 1), "engine-1": (1, 1)
     }  # fmt: skip
-    assert [bar["versions"] for bar in found["generate-0"]["bars"] if bar["group"] == 5] == [[[1, None], [2, None]]]
+    assert [bar["versions"] for bar in found["engine-1"]["bars"]] == [[[1, 5], [2, 3]]]
+    assert [bar["versions"] for bar in found["engine-0"]["bars"]] == [[[0, 3], [1, 7]], [[1, 8]]]
 
 
 def test_too_many_bars_are_cut_and_counted(made: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipeline.view.lanes.MOST_BARS", 1)
     found = RunDocuments(made.path).lanes()
     assert ([bar["group"] for bar in found["lanes"][0]["bars"]], found["cut"]) == ([6], 1)
-
-
-def test_tokens_of_a_shared_beginning_count_once(made: RunDir) -> None:
-    shared = sample(group=6, sequence=1, sequences=2, prefix=[0, 4])
-    lines(made.path / "samples.jsonl", sample(group=6, sequences=2), shared, sample(group=6, index=1, reward=0.0))
-    bar = RunDocuments(made.path).lanes()["lanes"][0]["bars"][1]
-    assert (bar["group"], bar["versions"], bar["reward"]) == (6, [[0, 7], [1, 6]], 0.5)
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import importlib
 import json
 import re
 import shutil
 import subprocess
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -197,6 +199,17 @@ def test_a_report_that_cannot_be_made_says_why(run: Path, tmp_path: Path, capsys
     assert launch.main(["report", str(run), "--output", str(tmp_path / "x.html"), "--json"]) == 0
     size = (tmp_path / "x.html").stat().st_size
     assert json.loads(capsys.readouterr().out) == {"path": str(tmp_path / "x.html"), "bytes": size}
+
+
+def test_a_notebook_shows_the_report_in_a_frame_that_reaches_nothing(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))  # the package puts a finder of its own there
+    report = importlib.import_module("pipeline.api.sluice").report(run, height=300)
+    [(tag, attributes, _), *_] = Elements(report._repr_html_()).found
+    expected = {"sandbox": "allow-scripts", "height": "300", "srcdoc": report.html}
+    assert (tag, {name: attributes[name] for name in expected}) == ("iframe", expected)
+    assert embedded(report.html)["run"]["state"] == "completed"
 
 
 @pytest.mark.slow

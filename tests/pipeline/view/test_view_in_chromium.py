@@ -1,47 +1,163 @@
-"""The page on the real server and the files of a run: what somebody who does not know the run finds, in few clicks."""
+"""The page of real runs in a browser: a quickstart while it goes on and afterwards, and what a stranger finds.
+
+With PICTURES=DIRECTORY in the environment the pictures of docs/view.md are written there.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Final
 
 import pytest
-from chromium import CHROMIUM, opened
-from made_run import made_run
+from chromium import CHROMIUM, Page, opened
 
-from pipeline.view import documents as module
-from pipeline.view.documents import RunDocuments
-from pipeline.view.server import serving
+from tests.pipeline.launching import ROOT, SIMULATED, SMALL, environment, finish, made_model, running
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not CHROMIUM.exists(), reason=f"{CHROMIUM} is missing: install chromium"),
 ]
 
+READY: Final = {
+    "run": "document.querySelectorAll('#view-run .stage').length > 4",
+    "lanes": "/[1-9]\\d* requests/.test(document.querySelector('#view-lanes').textContent)",
+    "curves": "document.querySelectorAll('.u-over').length > 4",
+    "rollouts": "document.querySelectorAll('.rows tbody tr').length > 0",
+    "logs": "document.querySelectorAll('.lines > div').length > 0",
+}
+QUICKSTART: Final = [
+    "--mode", "async", "--warm-start-steps", "10", "--num-rollout", "400", "--rollout-batch-size", "8",
+    "--rm-type", "random:0.5", "--no-live",
+]  # fmt: skip
+SLOW_GRADER: Final = '''
+import random
+import time
 
-async def test_two_clicks_tell_how_a_run_ended_why_groups_were_dropped_and_who_made_a_token(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "decoder_of", lambda run: None)  # it has no tokenizer
-    documents = RunDocuments(made_run(tmp_path / "run").path)
-    async with serving(documents, 0, "look") as port, opened(f"http://127.0.0.1:{port}/#token=look") as page:
-        await page.until("document.querySelector('#state')?.textContent === 'killed'")
-        await page.until("document.querySelector('main').textContent.includes('zero_std_0.0')")
-        seen = await page.value("document.querySelector('#view-run').textContent")
-        assert "8 admitted = 3 trained + 3 filtered + 1 failed + 1 in flight, 0 lost" in seen
-        rows = "[...document.querySelectorAll('#view-run tr')].map((row) => row.textContent)"
-        told = await page.value(rows)
-        assert {"filteredzero_std_0.02", "filteredtoo_long1"} <= set(told), told
 
-        await page.value("document.querySelector('#tab-rollouts').click()")
-        await page.until("document.querySelectorAll('.rows tbody tr').length === 3")
-        await page.value("[...document.querySelectorAll('.rows a')].find((one) => one.textContent === '0.0').click()")
-        await page.until("document.querySelectorAll('.tokens span').length === 7")
-        await page.value("document.querySelector('.tokens span').focus()")
-        for _ in range(5):
-            await page.press("ArrowRight", 39)
-        told = await page.value("document.querySelector('.detail .facts-line').textContent")
-        assert "version 1, published " in told
-        assert "log-prob -0.4" in told
-        assert "advantage 1.5" in told
-        assert page.errors == []
-        assert "look" not in await page.value("location.href")
+def slow(response, label, metadata):
+    """Half of the groups get one reward for all rollouts, and are filtered."""
+    time.sleep(0.05)
+    return float(random.random() < 0.5) if metadata["group"] % 2 else 0.0
+'''
+HANGS: Final = '''
+import asyncio
+
+
+async def hangs(args, sample, sampling_params):
+    """Never comes back."""
+    await asyncio.Event().wait()
+'''
+
+
+@contextlib.asynccontextmanager
+async def view(run: Path, state: str, path: str = "") -> AsyncIterator[Page]:
+    """A browser at the page that `launch.py view --steer` serves, once it shows a run in this state."""
+    argv = [sys.executable, "launch.py", "view", str(run), "--steer"]
+    server = await asyncio.create_subprocess_exec(*argv, cwd=ROOT, stdout=subprocess.PIPE, env=environment())
+    try:
+        assert server.stdout is not None
+        _, steers = [await server.stdout.readline() for _ in range(2)]
+        address = steers.split()[0].decode()
+        async with opened(address + path) as page:
+            await page.until(f"document.querySelector('#state')?.textContent === '{state}'")
+            yield page
+            origin = address.partition("#")[0]
+            assert [one for one in page.requests if not one.startswith((origin, "data:"))] == []
+            assert page.errors == []
+    finally:
+        server.terminate()
+        await server.wait()
+
+
+async def written(path: Path, least: int = 1) -> None:
+    """Waits until a file has so many lines."""
+    async with asyncio.timeout(240):
+        while not path.is_file() or len(path.read_bytes().splitlines()) < least:  # noqa: ASYNC110 - of another process
+            await asyncio.sleep(0.2)
+
+
+async def click(page: Page, element: str) -> None:
+    await page.until(f"document.querySelector({element!r}) !== null")
+    await page.value(f"document.querySelector({element!r}).click()")
+
+
+async def by_keyboard(page: Page, pictures: Path | None) -> None:
+    """Every view, reached by the arrow keys from the first one."""
+    await page.value("document.querySelector('#tab-run').focus()")
+    for name, ready in READY.items():
+        await page.until(f"document.activeElement.id === 'tab-{name}'")
+        await page.until(ready)
+        if pictures is not None:
+            await asyncio.sleep(3)  # until the newest answers are drawn
+            await page.picture(pictures / f"view_{'overview' if name == 'run' else name}.png")
+        await page.press("ArrowRight", 39)
+
+
+async def test_the_page_of_a_quickstart_while_it_goes_on_and_when_it_has_ended(tmp_path: Path) -> None:
+    pictures = Path(os.environ["PICTURES"]) if "PICTURES" in os.environ else None
+    with running(tmp_path / "run", *(QUICKSTART if pictures is None else QUICKSTART[:2])) as process:
+        await written(tmp_path / "run" / "metrics.jsonl", 30 if pictures is None else 150)
+        async with view(tmp_path / "run", "running") as page:
+            assert await page.value("document.querySelector('#link').textContent") == "live"
+            await by_keyboard(page, pictures)
+            await click(page, "#tab-rollouts")
+            await click(page, ".rows tbody a")
+            await page.until("document.querySelectorAll('.tokens span').length > 2")
+            if pictures is not None:
+                await page.picture(pictures / "view_rollouts.png")
+            await click(page, "#tab-steer")
+            buttons = "[...document.querySelectorAll('#view-steer button')]"
+            await page.value(f"{buttons}.find((one) => one.textContent === 'Drain').click()")
+            await page.until("document.querySelector('#dialog').open")
+            await click(page, "#dialog-yes")
+            await page.until("document.querySelector('#state').textContent === 'drained'")
+        finish(process, tmp_path / "run").check()
+    async with view(tmp_path / "run", "drained") as page:
+        assert await page.value("document.querySelector('#link').textContent") == "ended"
+        await by_keyboard(page, None)
+        lost = "document.querySelector('#view-run').textContent"
+        assert "0 in flight, 0 lost" in await page.value(lost)
+
+
+async def test_three_clicks_tell_the_bottleneck_why_groups_were_dropped_and_who_made_a_token(tmp_path: Path) -> None:
+    (tmp_path / "grader.py").write_text(SLOW_GRADER)
+    flags = [
+        *SMALL, *made_model(), *SIMULATED, "--mode", "async", "--num-rollout", "1000", "--samples-interval", "1",
+        "--custom-rm-path", f"{tmp_path}/grader.py:slow", "--rm-type", "auto",
+        "--dynamic-sampling-filter-path", "nonzero_std",
+    ]  # fmt: skip
+    with running(tmp_path / "run", *flags) as process:
+        await written(tmp_path / "run" / "metrics.jsonl", 12)
+        async with view(tmp_path / "run", "running") as page:
+            await page.until("document.querySelector('.stage.slowest .title')?.textContent === 'reward'")
+            rows = "[...document.querySelectorAll('#view-run tr')].map((row) => row.textContent)"
+            await page.until(f"{rows}.some((one) => one.startsWith('filteredzero_std_0.0'))")
+            await click(page, "#tab-rollouts")
+            await click(page, ".rows tbody a")
+            await page.until("document.querySelectorAll('.tokens span').length > 2")
+            await page.value("[...document.querySelectorAll('.tokens span')].at(-1).focus()")
+            fact = await page.value("document.querySelector('.detail .facts-line').textContent")
+            assert "published" in fact, fact
+            assert "trained" in fact, fact
+        process.terminate()
+        finish(process, tmp_path / "run")
+
+
+async def test_the_page_of_a_run_that_stalled_says_what_ended_it(tmp_path: Path) -> None:
+    (tmp_path / "hanging.py").write_text(HANGS)
+    flags = [
+        *SMALL, *made_model(), *SIMULATED, "--mode", "async", "--custom-generate-function-path",
+        f"{tmp_path}/hanging.py:hangs", "--stall-limit-s", "3", "--stall-notice-s", "1",
+    ]  # fmt: skip
+    with running(tmp_path / "run", *flags) as process:
+        assert finish(process, tmp_path / "run").code != 0
+    async with view(tmp_path / "run", "failed") as page:
+        await page.until(
+            "document.querySelector('#view-run').textContent.includes('nothing has moved for --stall-limit-s 3')"
+        )
