@@ -1,4 +1,4 @@
-"""`python launch.py status|scale|set|pause|resume|save|drain RUN`: send a command to a running run, show its reply.
+"""`python launch.py COMMAND RUN` with one of `WHAT`: send a command to a running run, show its reply.
 
 `status` is plain text of at most 80 columns. Where no process answers, it tells what the files of the run tell:
 
@@ -34,6 +34,7 @@ from pipeline.control.endpoint import (
     ControlAddress,
     Drain,
     EngineStatus,
+    Kill,
     Pause,
     QueueStatus,
     Reply,
@@ -148,6 +149,7 @@ WHAT: Final = {
     "resume": "admit new groups again",
     "save": "write a checkpoint after the step in training",
     "drain": "finish the groups in flight and end, as Ctrl-C does",
+    "kill": "end a replica at once, as kill -9 does, of a run with --fault-inject: kill RUN reward-0",
 }
 
 
@@ -254,6 +256,8 @@ def _command(arguments: argparse.Namespace) -> Command:
             return Scale(dict(_count(text) for text in arguments.changes))
         case "set":
             return Set(dict(_setting(text) for text in arguments.changes))
+        case "kill":
+            return Kill(arguments.replica)
     plain: dict[str, Command] = {
         "status": Status(), "pause": Pause(), "resume": Resume(), "save": Save(), "drain": Drain()
     }  # fmt: skip
@@ -284,5 +288,7 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument("changes", metavar="STAGE=COUNT", nargs="+")
         if name == "set":
             command.add_argument("changes", metavar="KEY=VALUE", nargs="+")
+        if name == "kill":
+            command.add_argument("replica", metavar="REPLICA", help="its name, as in the logs")
         command.add_argument("--json", action="store_true", help="as JSON")
     return parser

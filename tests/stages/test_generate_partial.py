@@ -71,6 +71,11 @@ async def test_a_lost_engines_partial_output_is_continued_by_another(fault: str,
     assert len(rest) == 3
     for sample in samples:
         check_continued(sample, first, rest)
+    spans = [name.removeprefix("request ") for name in world.stage.context.spans.names if name.startswith("request ")]
+    kept = sum(len(output.output_ids) for output in first.outputs)
+    assert spans[0] == f"engine-0, {kept} tokens of version 0"
+    made = [len(e.outputs[0].output_ids) for e in rest]
+    assert sorted(spans[1:]) == sorted(f"engine-1, {n} tokens of version 0" for n in made)
     assert len({e.request.rid for e in log}) == len(log), "no request id is used twice"
     assert len({len(e.request.rid or "") for e in log}) == 1, "so that none is the beginning of another"
 

@@ -17,6 +17,7 @@ from stages.messages import Float32Array, RolloutSlice, Sample, Settled, Version
 from tests.stages.stage_rig import (
     Desk,
     Rig,
+    SpanLog,
     before_calls,
     failed,
     idle,
@@ -64,11 +65,13 @@ async def test_what_a_killed_replica_held_is_put_together_by_the_next(rig: Rig) 
         assert rig.hubs["group"].stats().leased == 2
     assert rig.hubs["group"].stats().settled == 0
     rig.hubs["group"].peer_lost("group-0")
-    async with running(GroupStage(make_context()), await join(rig, "group-1")):
-        await feed.send(make_slice(0, make_sample(1, reward=1.0), n_samples=3), "c")
+    spans = SpanLog()
+    async with running(GroupStage(make_context(spans=spans)), await join(rig, "group-1")):
+        await feed.send(make_slice(0, make_sample(1, reward=0.5), n_samples=3), "c")
         whole = await take(out)
         assert [sample.index for sample in whole.samples] == [0, 1, 2]
         await rig.hubs["group"].wait_empty()
+    assert spans.names == ["group reward 0.5"]
 
 
 async def test_too_few_members_fail_the_group_with_their_errors(desk: Desk) -> None:

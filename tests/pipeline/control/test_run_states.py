@@ -222,6 +222,8 @@ def test_a_scripted_client_starts_watches_changes_drains_and_reads_the_end(tmp_p
         code, found = client.ask("scale", client.run_dir, "train=2")
         assert (code, found["error"]["exit_code"]) == (4, 4)
         assert "train" in found["error"]["faults"][0]["message"]
+        code, found = client.ask("kill", client.run_dir, "reward-0")
+        assert (code, "reward-0 is not killed" in found["error"]["faults"][0]["message"]) == (4, True)
         assert client.ask("set", client.run_dir, "lr=0")[0] == 0
         assert client.until("running")["replicas"]["reward"] == 2
         assert client.ask("drain", client.run_dir)[0] == 0
