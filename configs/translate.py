@@ -15,6 +15,7 @@ import msgspec
 from msgspec import Struct
 
 from configs.flags import OVERRIDE
+from configs.schema.data import EvalSet
 from configs.slime_options import ALIASES, MODEL_ARGS, NOT_HERE, TAKEN
 
 _SAMPLES: Final = "slime.rollout.sglang_rollout.generate_rollout"
@@ -187,14 +188,8 @@ def _eval_prompt_data(values: tuple[str, ...], given: Given) -> Answer | None:
 
 _EVAL_KEYS: Final = {  # of slime's data sets -> of `eval.eval_sets`
     "n_samples_per_eval_prompt": "n_samples",
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "max_response_len": "max_response_len",
     "prompt_key": "input_key",
-    "input_key": "input_key",
-    "label_key": "label_key",
-    "rm_type": "rm_type",
+    **{name: name for name in EvalSet.__struct_fields__},
 }
 
 

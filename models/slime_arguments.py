@@ -74,7 +74,7 @@ def _eval_dataset(config: Config, name: str, path: str) -> SimpleNamespace:
     return SimpleNamespace(
         name=name,
         path=path,
-        rm_type=config.eval.grader(name) or config.reward.rm_type,
+        rm_type=config.eval.own(name).rm_type or config.reward.rm_type,
         n_samples_per_eval_prompt=own.n_samples_per_eval_prompt,
         temperature=own.eval_temperature,
         top_p=own.eval_top_p,
@@ -82,5 +82,5 @@ def _eval_dataset(config: Config, name: str, path: str) -> SimpleNamespace:
         max_response_len=own.eval_max_response_len or config.rollout.rollout_max_response_len,
         input_key=own.eval_input_key or data.input_key,
         label_key=own.eval_label_key or data.label_key,
-        metadata_key=data.metadata_key,
+        metadata_key=config.eval.own(name).metadata_key or data.metadata_key,
     )

@@ -143,6 +143,7 @@ class EvaluateStage(Stage):
         self._answers: dict[int, dict[tuple[str, int, int], Rollout]] = {}  # by version; (data set, prompt, sample)
         self._held: dict[int, list[Lease[RolloutSlice]]] = {}  # until the result is in the ledger's stream
         self._changed = asyncio.Event()
+        self._places = asyncio.Semaphore(0)  # of rollouts that may still be sent before others are answered
         self._function = context.config.eval.eval_function_path is not None
 
     async def setup(self) -> None:
@@ -164,8 +165,10 @@ class EvaluateStage(Stage):
                 continue
             answers = self._answers.setdefault(group.pinned_version, {})
             for parts in rollouts(lease.message.samples):
-                if parts[-1].sequence == parts[-1].sequences - 1:  # the graded end is here
-                    answers.setdefault((group.dataset, group.prompt_index, parts[0].index), parts)
+                key = group.dataset, group.prompt_index, parts[0].index
+                if parts[-1].sequence == parts[-1].sequences - 1 and key not in answers:  # the graded end is here
+                    answers[key] = parts
+                    self._places.release()
             self._held.setdefault(group.pinned_version, []).append(lease)
             self._changed.set()
 
@@ -188,6 +191,8 @@ class EvaluateStage(Stage):
     async def _evaluate(self, ports: Ports, version: int) -> None:
         started = time.monotonic()
         wanted = 1 if self._function else sum(len(self.sets[name]) * self._samples(name) for name in self.sets)
+        most = self.config.eval.eval_max_in_flight or wanted
+        self._places = asyncio.Semaphore(max(most, *map(self._samples, self.sets)))
         with self.activity.working(), self.span("evaluate", detail=f"version {version}"):
             async with beside(self._send_all(ports, version)):
                 late = await self._await_results(ports, version, wanted, started)
@@ -241,8 +246,10 @@ class EvaluateStage(Stage):
             return
         async with asyncio.TaskGroup() as sends:
             for name, prompts in self.sets.items():
-                grader = self.config.eval.grader(name)
+                grader = self.config.eval.own(name).rm_type
                 for index in range(len(prompts)):
+                    for _ in range(self._samples(name)):
+                        await self._places.acquire()
                     await window.acquire()
                     seed = sampling_seed(self.config.run.seed + 1, index)
                     fresh = prompts.get(index).group(EVAL_BASE + index, index, self._samples(name), seed)

@@ -69,8 +69,14 @@ class EvalSet(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     top_p: Factor | None = None
     top_k: Annotated[int, Meta(ge=-1)] | None = None
     max_response_len: Count | None = None
+    stop: tuple[str, ...] | None = None
+    stop_token_ids: tuple[int, ...] | None = None
     input_key: str | None = None
     label_key: str | None = None
+    metadata_key: str | None = None
+    tool_key: str | None = None
+    apply_chat_template: bool | None = None
+    chat_template_path: str | None = None
     rm_type: str | None = None
 
 
@@ -91,13 +97,20 @@ class EvalConfig(Section, frozen=True, kw_only=True):
     """the K most probable tokens in evaluation; -1 = all"""
     eval_max_response_len: Annotated[Count | None, ReadBy("--eval-prompt-data")] = None
     """most tokens of a response in an evaluation; default: --rollout-max-response-len"""
+    eval_stop: Annotated[tuple[str, ...], ReadBy("--eval-prompt-data")] = ()
+    """texts that end a response in an evaluation, beside --rollout-stop"""
+    eval_stop_token_ids: Annotated[tuple[int, ...], ReadBy("--eval-prompt-data")] = ()
+    """tokens that end a response in an evaluation, beside --rollout-stop-token-ids"""
     eval_input_key: Annotated[str | None, ReadBy("--eval-prompt-data")] = None
     """row field with the prompt in held-out data; default: --input-key"""
     eval_label_key: Annotated[str | None, ReadBy("--eval-prompt-data")] = None
     """row field with the reference answer in held-out data; default: --label-key"""
     eval_sets: Annotated[dict[str, Any], ReadBy("--eval-prompt-data")] = {}
-    """settings of single held-out sets: name -> n_samples, temperature, top_p, top_k, max_response_len, input_key,
-    label_key, rm_type; in a recipe [eval.eval_sets.NAME]"""
+    """settings of single held-out sets: name -> n_samples, temperature, top_p, top_k, max_response_len, stop,
+    stop_token_ids, input_key, label_key, metadata_key, tool_key, apply_chat_template, chat_template_path, rm_type; in a
+    recipe [eval.eval_sets.NAME]"""
+    eval_max_in_flight: Annotated[Count | None, ReadBy("--eval-prompt-data")] = None
+    """most rollouts of an evaluation under way at a time, so that training keeps its engines; default: all"""
     eval_function_path: Annotated[str | None, ReadBy("--eval-prompt-data")] = None
     """function that evaluates on its own, with slime's interface: (args, rollout_id, data_source, evaluation=True) ->
     rewards by data set"""
@@ -115,17 +128,17 @@ class EvalConfig(Section, frozen=True, kw_only=True):
             for entry, name, equals, path in named
         )
 
-    def of(self, name: str) -> EvalConfig:
-        """What holds for one held-out set: its own settings over these."""
-        own = msgspec.convert(self.eval_sets.get(name, {}), EvalSet)
-        given = {f"eval_{name}": value for name, value in msgspec.structs.asdict(own).items() if value is not None}
-        given.pop("eval_rm_type", None)
-        samples = given.pop("eval_n_samples", self.n_samples_per_eval_prompt)
-        return msgspec.structs.replace(self, n_samples_per_eval_prompt=samples, **given)
+    def own(self, name: str) -> EvalSet:
+        """The settings of one held-out set alone. Raises ValidationError."""
+        return msgspec.convert(self.eval_sets.get(name, {}), EvalSet)
 
-    def grader(self, name: str) -> str | None:
-        """The `rm_type` of one held-out set's own."""
-        return msgspec.convert(self.eval_sets.get(name, {}), EvalSet).rm_type
+    def of(self, name: str) -> EvalConfig:
+        """What holds for one held-out set: its own settings over these. Raises ValidationError."""
+        own = msgspec.structs.asdict(self.own(name))
+        names = {key: f"eval_{key}" for key in own} | {"n_samples": "n_samples_per_eval_prompt"}
+        fields = set(self.__struct_fields__)
+        given = {names[key]: value for key, value in own.items() if value is not None and names[key] in fields}
+        return msgspec.structs.replace(self, **given)
 
 
 class WarmStartConfig(Section, frozen=True, kw_only=True):

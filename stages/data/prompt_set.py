@@ -210,13 +210,12 @@ def row_preparer(config: Config, tokenizer: Tokenizer) -> Preparer:
 
 def load_eval_prompts(config: Config, name: str, path: str) -> PromptSet:
     """The prompts of one held-out set in `path[@[a:b]]`, read with the keys of evaluation. Raises DataError."""
-    evaluation = config.eval.of(name)
-    data = msgspec.structs.replace(
-        config.data,
-        prompt_data=(path,),
-        input_key=evaluation.eval_input_key or config.data.input_key,
-        label_key=evaluation.eval_label_key or config.data.label_key,
-    )
+    evaluation, own = config.eval.of(name), msgspec.structs.asdict(config.eval.own(name))
+    keys = {"input_key": evaluation.eval_input_key, "label_key": evaluation.eval_label_key} | {
+        key: own[key] for key in ("metadata_key", "tool_key", "apply_chat_template", "chat_template_path")
+    }
+    given = {key: value for key, value in keys.items() if value is not None}
+    data = msgspec.structs.replace(config.data, prompt_data=(path,), **given)
     return _load(config, data, load_tokenizer(config.train.hf_checkpoint, data.chat_template_path))
 
 

@@ -69,7 +69,9 @@ class Requests:
         """Sampling parameters of a request for `n` samples, of which `sample` is the first."""
         evaluating, evaluation = group.purpose == "eval", self.config.eval.of(group.dataset)
         drawn = sampling(group, self.rollout)
-        stop = list(self.rollout.rollout_stop)
+        stop, stop_tokens = list(self.rollout.rollout_stop), list(self.rollout.rollout_stop_token_ids)
+        if evaluating:
+            stop, stop_tokens = [*stop, *evaluation.eval_stop], [*stop_tokens, *evaluation.eval_stop_token_ids]
         if self.config.tools.tools:
             stop.append(self.config.tools.tool_call_close)
         return SamplingParams(
@@ -78,7 +80,7 @@ class Requests:
             top_k=evaluation.eval_top_k if evaluating else self.rollout.rollout_top_k,
             max_new_tokens=budget,
             stop=stop or None,
-            stop_token_ids=list(self.rollout.rollout_stop_token_ids) or None,
+            stop_token_ids=stop_tokens or None,
             skip_special_tokens=self.rollout.rollout_skip_special_tokens,
             no_stop_trim=True,
             n=n,

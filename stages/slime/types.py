@@ -184,8 +184,9 @@ def sampling_parameters(config: Config, group: PromptGroup) -> dict[str, Any]:
         "top_p": evaluated.eval_top_p if evaluation else drawn.top_p,
         "top_k": evaluated.eval_top_k if evaluation else rollout.rollout_top_k,
         "max_new_tokens": longest or rollout.rollout_max_response_len,
-        "stop": list(rollout.rollout_stop) or None,
-        "stop_token_ids": list(rollout.rollout_stop_token_ids) or None,
+        "stop": [*rollout.rollout_stop, *(evaluated.eval_stop if evaluation else ())] or None,
+        "stop_token_ids": [*rollout.rollout_stop_token_ids, *(evaluated.eval_stop_token_ids if evaluation else ())]
+        or None,
         "skip_special_tokens": rollout.rollout_skip_special_tokens,
         "no_stop_trim": True,
         "spaces_between_special_tokens": False,

@@ -129,10 +129,12 @@ def test_data_sets_are_named(entry: str, name: str, path: str) -> None:
 
 async def test_each_data_set_has_its_own_settings_over_the_common_ones() -> None:
     """Samples, grader (of rows that name none), sampling and lengths."""
-    sampled = {"temperature": 0.7, "top_p": 0.5, "top_k": 9, "max_response_len": 5}
+    sampled = {"temperature": 0.7, "top_p": 0.5, "top_k": 9, "max_response_len": 5, "stop": ["###"]}
     own = {"hard": {"n_samples": 3, "rm_type": "f1", **sampled}}
     common = {"n_samples_per_eval_prompt": 2, "eval_max_response_len": 4, "eval_prompt_data": ("held=a", "hard=b")}
-    config = make_config(eval={**common, "eval_sets": own}, rollout={"rollout_max_response_len": 7})
+    common["eval_stop_token_ids"] = (4,)
+    rollout = {"rollout_max_response_len": 7, "rollout_stop": ("END",)}
+    config = make_config(eval={**common, "eval_sets": own}, rollout=rollout)
     async with open_desk(**common, eval_sets=own) as one:
         one.pin(1)
         groups = await one.prompts(6)
@@ -142,11 +144,25 @@ async def test_each_data_set_has_its_own_settings_over_the_common_ones() -> None
         sample = make_sample(n=0)
         params = requests.params(group, sample, requests.budget(group, sample), 1)
         drawn = sampling_parameters(config, group)
-        for name in ("temperature", "top_p", "top_k", "max_new_tokens"):
+        assert (params.stop, params.stop_token_ids) == (["END", "###"] if group.dataset == "hard" else ["END"], [4])
+        for name in ("temperature", "top_p", "top_k", "max_new_tokens", "stop", "stop_token_ids"):
             assert drawn[name] == getattr(params, name)
         grader = group.row_metadata.get("rm_type")
         found.add((group.dataset, group.n_samples, grader, params.temperature, params.top_p, params.max_new_tokens))
     assert found == {("held", 2, None, 0.0, 1.0, 4), ("hard", 3, "f1", 0.7, 0.5, 5)}
+
+
+async def test_no_more_rollouts_than_allowed_are_under_way() -> None:
+    async with open_desk(n_samples_per_eval_prompt=2, eval_max_in_flight=5) as one:
+        one.pin(1)
+        first, second = await one.prompts(2)
+        await idle()
+        assert one.rig.hubs["generate.eval"].stats().accepted == 2, "two rollouts more would be six"
+        await one.answer(first, make_sample(0, version=1, reward=1.0))
+        await one.answer_all(await one.prompts(1), 1)
+        await one.answer(first, make_sample(1, version=1, reward=1.0))
+        await one.answer_all([second], 1)
+        assert (await one.result()).metrics["eval/held-prompts"] == 3
 
 
 async def test_a_pinned_version_is_queried_when_every_engine_has_it_and_scored_once() -> None:

@@ -17,7 +17,8 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from configs.schema.data import DataConfig
-from stages.data.prompt_set import PromptSet
+from models.tiny import make_tiny_checkpoint
+from stages.data.prompt_set import PromptSet, load_eval_prompts
 from stages.data.rows import BadValue, RowKeys, label_text, parse_row, trusted_functions
 from stages.data.sources import open_source, parse_spec, without_nulls
 from stages.errors import DataError, EmptyDataError, RowError, SourceError
@@ -428,3 +429,18 @@ def test_dataset_directory_without_the_library(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(SourceError, match="needs the package `datasets`; install it"):
         open_source(str(tmp_path), ROW_KEYS)
+
+
+def test_a_held_out_set_is_read_with_its_own_keys_and_template(tmp_path: Path) -> None:
+    model = make_tiny_checkpoint(tmp_path / "tiny", tokenizer="arithmetic", seed=0)
+    (tmp_path / "sums.jinja").write_text("{{ messages[0]['content'] }}=")
+    rows = [{"q": "1+2", "a": "3", "about": {"from": "me"}, "label": "no", "metadata": {"from": "others"}}]
+    path = write(tmp_path / "held.jsonl", rows)
+    own = {"input_key": "q", "metadata_key": "about", "apply_chat_template": True}
+    own["chat_template_path"] = str(tmp_path / "sums.jinja")
+    evaluation = {"eval_label_key": "a", "eval_sets": {"held": own}, "eval_prompt_data": (f"held={path}", path)}
+    config = make_config(data={"label_key": "label"}, train={"hf_checkpoint": str(model)}, eval=evaluation)
+    prompt = load_eval_prompts(config, "held", path).get(0)
+    assert (prompt.prompt, prompt.label, json.loads(prompt.metadata)) == ("1+2=", "3", {"from": "me"})
+    with pytest.raises(EmptyDataError, match="input"):
+        load_eval_prompts(config, "another", path)
