@@ -37,7 +37,7 @@ from pipeline.facts.run_log import tell
 from pipeline.hosts.machine import ROOT, child_environment
 from stages.agents.worker import Hosted
 from stages.chat.tokenizer import Tokenizer, load_tokenizer
-from stages.data.prompt_set import NO_TEMPLATE, PromptSet, render_of
+from stages.data.prompt_set import NO_TEMPLATE, PromptSet, eval_data, render_of
 from stages.data.rows import trusted_functions
 from stages.errors import DataError, FilterNameError
 from stages.graders.registry import listed_grader, outside, refusal
@@ -233,10 +233,8 @@ def check_rows(config: Config) -> None:
         raise DataError(NO_TEMPLATE)
     wanted = [(data, () if data.data_source_path is not None else data.prompt_data, False)]
     for name, path in evaluation.data_sets:
-        of_set, grader = evaluation.of(name), evaluation.grader(name)
-        keys = {"input_key": of_set.eval_input_key, "label_key": of_set.eval_label_key}
-        given = {key: value for key, value in keys.items() if value is not None}
-        wanted.append((msgspec.structs.replace(data, **given), (path,), True))
+        grader = evaluation.own(name).rm_type
+        wanted.append((eval_data(config, name, path), (path,), True))
         check_graders(config, {grader: 1} if grader is not None else {})
     for keys_of_rows, sources, held_out in wanted:
         files = [text for text in sources if not parse_source(text).built_in and source_fault("", text) is None]

@@ -208,14 +208,19 @@ def row_preparer(config: Config, tokenizer: Tokenizer) -> Preparer:
     return Preparer(False, tokenizer.encode, tokenizer.encode, render_of(config.data, tokenizer), (), False)
 
 
-def load_eval_prompts(config: Config, name: str, path: str) -> PromptSet:
-    """The prompts of one held-out set in `path[@[a:b]]`, read with the keys of evaluation. Raises DataError."""
+def eval_data(config: Config, name: str, path: str) -> DataConfig:
+    """The settings with which one held-out set in `path[@[a:b]]` is read: its own over those of training."""
     evaluation, own = config.eval.of(name), msgspec.structs.asdict(config.eval.own(name))
     keys = {"input_key": evaluation.eval_input_key, "label_key": evaluation.eval_label_key} | {
         key: own[key] for key in ("metadata_key", "tool_key", "apply_chat_template", "chat_template_path")
     }
     given = {key: value for key, value in keys.items() if value is not None}
-    data = msgspec.structs.replace(config.data, prompt_data=(path,), **given)
+    return msgspec.structs.replace(config.data, prompt_data=(path,), **given)
+
+
+def load_eval_prompts(config: Config, name: str, path: str) -> PromptSet:
+    """The prompts of one held-out set. Raises DataError."""
+    data = eval_data(config, name, path)
     return _load(config, data, load_tokenizer(config.train.hf_checkpoint, data.chat_template_path))
 
 
