@@ -22,7 +22,7 @@ PAGES: Final = sorted(
 TUTORIALS: Final = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
 FENCE: Final = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LINK: Final = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
-CODE: Final = ("python", "toml", "json", "yaml", "mermaid")
+CODE: Final = ("python", "toml", "json", "yaml")
 PROGRAM: Final = re.compile(
     r"(\$ )?([A-Z_]+=\S* )*"
     r"(python3?|sluice|make|pip|npm|hf|ray|curl|tensorboard|cd|export|git|mlflow|mkdocs|bash|\.venv/bin/\w+|"
