@@ -26,7 +26,7 @@ import msgspec
 import numpy as np
 
 from configs.schema import Config
-from models.import_path import ImportPathError, add_working_directory, import_function, import_path, raised
+from models.import_path import ImportPathError, add_working_directory, import_path, raised
 from models.slime_arguments import SlimeArguments, slime_arguments
 from stages.errors import UntrainableGroup
 from stages.graders.grade import GradeRequest, UnknownGraderError
@@ -43,10 +43,6 @@ TRY_S: Final = 20  # for one call
 _STEP: Final = ("args", "rollout_id", "step_id", "model", "optimizer", "opt_param_scheduler")
 
 
-def _with(*parameters: str) -> Callable[[str], object]:
-    return lambda path: import_function(path, *parameters)
-
-
 # kind -> (how to import it, the flag that names it)
 KINDS: dict[str, tuple[Callable[[str], object], str]] = {
     "grader": (custom_grader, ""),
@@ -55,15 +51,15 @@ KINDS: dict[str, tuple[Callable[[str], object], str]] = {
     "generate": (hooks.generate_function, "--custom-generate-function-path"),
     "rollout": (hooks.rollout_function, "--rollout-function-path"),
     "all_samples": (hooks.all_samples, "--rollout-all-samples-process-path"),
-    "data_post_process": (_with("args", "rollout_id", "rollout_data"), "--rollout-data-postprocess-path"),
-    "megatron_init": (_with("args"), "--custom-megatron-init-path"),
-    "before_log_prob": (_with("args", "model", "store_prefix"), "--custom-megatron-before-log-prob-hook-path"),
-    "before_step": (_with(*_STEP), "--custom-megatron-before-train-step-hook-path"),
-    "convert": (_with("args", "samples"), "--custom-convert-samples-to-train-data-path"),
+    "data_post_process": (hooks.taking("args", "rollout_id", "rollout_data"), "--rollout-data-postprocess-path"),
+    "megatron_init": (hooks.taking("args"), "--custom-megatron-init-path"),
+    "before_log_prob": (hooks.taking("args", "model", "store_prefix"), "--custom-megatron-before-log-prob-hook-path"),
+    "before_step": (hooks.taking(*_STEP), "--custom-megatron-before-train-step-hook-path"),
+    "convert": (hooks.taking("args", "samples"), "--custom-convert-samples-to-train-data-path"),
     "buffer_order": (import_path, "--buffer-order"),
     "eval": (hooks.rollout_function, "--eval-function-path"),
     "sample_filter": (hooks.sample_filter, "--rollout-sample-filter-path"),
-    "post_process": (_with("rewards", "samples"), "--custom-reward-post-process-path"),
+    "post_process": (hooks.taking("rewards", "samples"), "--custom-reward-post-process-path"),
     "log": (hooks.rollout_log, "--custom-rollout-log-function-path"),
     "eval_log": (hooks.eval_log, "--custom-eval-rollout-log-function-path"),
     "source": (hooks.data_source, "--data-source-path"),

@@ -147,10 +147,10 @@ class Agent(Protocol):
     async def run(self, task: Task, endpoint: Endpoint) -> Outcome: ...
 
 
-def need_package(package: str, pack: str, install: str) -> None:
-    """Refuse an environment whose package is not installed. Raises ValueError with the cure."""
+def need_package(package: str, install: str) -> None:
+    """Refuse a pack whose package, of the same name, is not installed. Raises ValueError with the cure."""
     if importlib.util.find_spec(package) is None:
-        raise ValueError(f"the pack {pack} needs its package: pip install {install}")
+        raise ValueError(f"the pack {package} needs its package: pip install {install}")
 
 
 def system_message(text: str) -> tuple[Message, ...]:

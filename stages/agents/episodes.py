@@ -16,9 +16,9 @@ from msgspec import Struct
 from configs.schema import Config
 from models.engines.noise import sample_seed
 from models.families.source import context_limit
-from stages.agents.environment import Endpoint, InfrastructureError, Outcome, Task, Turn
+from stages.agents.environment import Endpoint, InfrastructureError, Outcome, Step, Task, Turn
 from stages.agents.hosting import Ask, Hosting, Record, digest
-from stages.agents.worker import EnvironmentFailed, Taken
+from stages.agents.worker import EnvironmentFailed
 from stages.base import LoopStage
 from stages.chat.messages import ChatFormat, Message, ToolSchema
 from stages.chat.tokenizer import Tokenizer
@@ -64,15 +64,14 @@ class Episodes:
         )
         record = Record(
             task_of(group, sample),
-            len(episode.turns),
             episode.answers,
             episode.snapshot,
             turns=lambda: [self._turn(sample, episode, span, number) for number, span in enumerate(episode.turns)],
             spent_s=episode.spent_s,
         )
         taken = await self.hosting.step(record, turn)
-        spent = msgspec.structs.replace(episode, spent_s=record.spent_s)
-        after = self._answered(group, sample, spent, turn, taken)
+        after_turn = msgspec.structs.replace(episode, snapshot=taken.state, spent_s=record.spent_s)
+        after = self._answered(group, sample, after_turn, turn, taken.step)
         if after.done:
             self.hosting.workers.end(record.task.episode)
         return after
@@ -81,14 +80,14 @@ class Episodes:
         """The rollout with the first prompt of its environment."""
         record = Record(task_of(group, sample))
         begun = await self.hosting.reset(record)
-        start = begun.start
+        start, spent_s = begun.start, record.spent_s
         ids = self.chat.start(start.messages, start.tools)
         if not ids or (self._context is not None and len(ids) >= self._context):
             raise EnvironmentFailed(
                 f"environment {self._name}: the first prompt has {len(ids)} tokens, but must have some and leave room "
                 f"in a context of {self._context}; shorten it, or raise --rollout-max-context-len"
             )
-        episode = Episode(len(ids), start.tools, answers=(digest(start),), snapshot=begun.state, spent_s=record.spent_s)
+        episode = Episode(len(ids), start.tools, answers=(digest(start),), snapshot=begun.state, spent_s=spent_s)
         return LoopStage.write_state(new_sample(ids, sample.index), episode)
 
     def _turn(self, sample: Sample, episode: Episode, span: tuple[int, int], number: int) -> Turn:
@@ -96,12 +95,12 @@ class Episodes:
         reply = self.chat.reply(ids, episode.tools)
         return Turn(number, reply.message, self.tokenizer.decode(ids), malformed=reply.malformed)
 
-    def _answered(self, group: PromptGroup, sample: Sample, episode: Episode, turn: Turn, taken: Taken) -> Sample:
+    def _answered(self, group: PromptGroup, sample: Sample, episode: Episode, turn: Turn, step: Step) -> Sample:
         """Apply the answer to the rollout. Afterwards the turn is final, and its result is in the message.
 
         Without a reward from the environment or a grader, the episode's reward is 0, plus the rewards of its turns.
         """
-        replace, step = msgspec.structs.replace, taken.step
+        replace = msgspec.structs.replace
         if step.reward is not None and not step.done and sample.model_versions:
             sample = replace(sample, turn_rewards=(*sample.turn_rewards, TurnReward(sample.length, step.reward)))
         metrics = {**episode.metrics, **step.metrics}
@@ -117,7 +116,6 @@ class Episodes:
             end=after.length,
             turns=(*episode.turns, (min(episode.end, sample.length), sample.length)),
             answers=(*episode.answers, digest(step)),
-            snapshot=taken.state,
             metrics=metrics,
         )
         return LoopStage.write_state(after, episode)
@@ -191,9 +189,8 @@ class AgentEpisodes:
         parts = session.samples()
         if not parts:
             raise EnvironmentFailed(f"environment {table.name}: the agent sent no request to the policy")
+        metrics = {**outcome.metrics, "turns": session.turns, "sequences": len(parts)}
         if record.restored:
-            uncertain = outcome.metrics.get("uncertain", 0.0) + 1
-            outcome = Outcome(outcome.reward, {**outcome.metrics, "uncertain": uncertain})
-        reported = Outcome(outcome.reward, {**outcome.metrics, "turns": session.turns, "sequences": len(parts)})
-        last = ended(self.config, group, table.name, parts[-1], reported, cut=cut)
+            metrics["uncertain"] = metrics.get("uncertain", 0.0) + 1
+        last = ended(self.config, group, table.name, parts[-1], Outcome(outcome.reward, metrics), cut=cut)
         return (*(msgspec.structs.replace(part, done=True) for part in parts[:-1]), last)

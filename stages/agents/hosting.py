@@ -118,8 +118,7 @@ class Record:
     """The history of an episode, from its message."""
 
     task: Task
-    taken: int = 0  # turns
-    answers: tuple[str, ...] = ()  # digests of the start and of each answer
+    answers: tuple[str, ...] = ()  # digests of the start and of the answer to each turn
     snapshot: bytes = b""
     turns: Callable[[], list[Turn]] = list  # the answered turns, for a replay
     spent_s: float = 0.0  # seconds in its environment, failed attempts included; each call adds to it
@@ -155,35 +154,33 @@ class Hosting:
 
     async def reset(self, record: Record) -> Begun:
         """Start an episode. Raises EnvironmentFailed."""
-        task = record.task
 
         async def once() -> Begun:
-            live = await self.workers.place(task.episode)
-            return msgspec.msgpack.decode(await self.workers.call(live, Begin(live.name, task)), type=Begun)
+            live = await self.workers.place(record.task.episode)
+            return await self.workers.call(live, Begin(live.name, record.task), Begun)
 
-        async with self._alone(task.episode):
-            return await self._retry(lambda: self._timed(once, record), task.episode)
+        return await self._alone(record, once)
 
     async def step(self, record: Record, turn: Turn) -> Taken:
         """One turn of an episode, which is rebuilt here if needed. Raises EnvironmentFailed."""
-        episode = record.task.episode
 
         async def once() -> Taken:
             live = await self._again(record)
-            taken = msgspec.msgpack.decode(await self.workers.call(live, Take(live.name, turn)), type=Taken)
-            live.taken, live.used, live.busy = record.taken + 1, time.monotonic(), False
+            taken = await self.workers.call(live, Take(live.name, turn), Taken)
+            live.taken = len(record.answers)
             return taken
 
-        called = {call.name for call in turn.message.tool_calls}
-        async with self._alone(episode):
-            return await self._retry(lambda: self._timed(once, record), episode, called)
+        return await self._alone(record, once, {call.name for call in turn.message.tool_calls})
 
-    def _alone(self, episode: str) -> asyncio.Lock:
-        """The lock that serialises the turns of an episode.
+    async def _alone(
+        self, record: Record, attempt: Callable[[], Coroutine[Any, Any, T]], called: Collection[str] = ()
+    ) -> T:
+        """Attempts of an episode, while no other turn of it runs.
 
         After a replica was killed, a turn may be redelivered while the next one is already here. Without the lock, each
         of the two would end the environment that the other has just rebuilt."""
-        return self._turns.setdefault(episode, asyncio.Lock())
+        async with self._turns.setdefault(record.task.episode, asyncio.Lock()):
+            return await self._retry(lambda: self._timed(attempt, record), record.task.episode, called)
 
     async def run(self, task: Task, attempt: Callable[[Ask], Coroutine[Any, Any, T]]) -> T:
         """The whole episode of an agent, restarted after infrastructure failures. Raises EnvironmentFailed.
@@ -196,8 +193,7 @@ class Hosting:
 
             async def ask(endpoint: Endpoint) -> Outcome:
                 async with asyncio.timeout(self.table.episode_deadline_s):
-                    value = await self.workers.call(live, Run(task, endpoint), None)
-                return msgspec.msgpack.decode(value, type=Outcome)
+                    return await self.workers.call(live, Run(task, endpoint), Outcome)
 
             try:
                 return await attempt(ask)
@@ -270,18 +266,17 @@ class Hosting:
         """The live episode, rebuilt if it is missing."""
         episode = record.task.episode
         live = self.workers.live.get(episode)
-        if live is not None and live.alive and live.taken == record.taken:
-            live.busy = True
+        if live is not None and live.alive and live.taken == len(record.answers) - 1:
             return live
         self.replayed += 1
         live = await self.workers.place(episode)
         if record.snapshot:
-            await self.workers.call(live, Restore(live.name, record.task, record.snapshot))
+            await self.workers.call(live, Restore(live.name, record.task, record.snapshot), type(None))
             return live
-        begun = msgspec.msgpack.decode(await self.workers.call(live, Begin(live.name, record.task)), type=Begun)
+        begun = await self.workers.call(live, Begin(live.name, record.task), Begun)
         self._compare(digest(begun.start), record, 0)
         for number, turn in enumerate(record.turns(), 1):
-            taken = msgspec.msgpack.decode(await self.workers.call(live, Take(live.name, turn)), type=Taken)
+            taken = await self.workers.call(live, Take(live.name, turn), Taken)
             self._compare(digest(taken.step), record, number)
         return live
 

@@ -46,7 +46,7 @@ from stages.records.unfinished import AnswerJournal, TurnJournal
 from stages.rollouts import append_untrained
 from stages.sampling.rollout_requests import Requests
 from stages.sampling.sampler import Sampler
-from stages.tools.registry import Bounded, close_tools, resolve_tools
+from stages.tools.registry import close_tools, resolve_tools
 from stages.tools.tool import RESULT_CHARS, Tool
 
 
@@ -55,7 +55,7 @@ class PlainTools(ToolEpisode):
 
     def __init__(self, tools: Mapping[str, Tool], settings: ToolsConfig) -> None:
         super().__init__(max_calls=sys.maxsize, result_chars=2 * RESULT_CHARS)
-        self._tools = {name: Bounded(tool, settings.tool_deadline_s) for name, tool in tools.items()}
+        self._tools = dict(tools)
         self._marked = Marked(settings.tool_call_open, settings.tool_call_close)
         self._offered = Offered([tool.schema for tool in tools.values()])
 
@@ -87,7 +87,6 @@ class AgentsStage(LoopStage):
         self._sampler: Sampler | None = None  # of the gateway, which only agents need
         self._stack = contextlib.AsyncExitStack()
         self._hostings: list[Hosting] = []
-        self._tools: dict[str, Tool] = {}  # of --tools
         self._episodes = context.run_dir / EPISODES_DIR
         lives = context.given(GenerateOptions).lives
         self._journal = TurnJournal(self._episodes, context.config, lives)
@@ -111,16 +110,19 @@ class AgentsStage(LoopStage):
         data = self.config.data
         tokenizer = self._tokenizer = load_tokenizer(self.config.train.hf_checkpoint, data.chat_template_path)
         if not self.config.environment:
-            self._tools = resolve_tools(self.config.tools.tools, self.config.tools.tool_memory_gb)
-            self._plain = PlainTools(self._tools, self.config.tools)
+            named = self.config.tools
+            tools = resolve_tools(named.tools, named.tool_memory_gb, named.tool_deadline_s)
+            self._stack.push_async_callback(close_tools, tools)
+            self._plain = PlainTools(tools, named)
             return
         chat = chat_format(self.config)
-        hostings = [Hosting(table, self._background, self._notify, self._episodes) for table in self.config.environment]
-        self._hostings += hostings
+        for table in self.config.environment:
+            self._hostings.append(Hosting(table, self._background, self._notify, self._episodes))
+            self._stack.push_async_callback(self._hostings[-1].workers.close)
         async with asyncio.TaskGroup() as tasks:
-            opening = [tasks.create_task(hosting.workers.open()) for hosting in hostings]
+            opening = [tasks.create_task(hosting.workers.open()) for hosting in self._hostings]
         gateway: Gateway | None = None
-        for hosting, opened in zip(hostings, opening, strict=True):
+        for hosting, opened in zip(self._hostings, opening, strict=True):
             if opened.result().kind == "agent":
                 gateway = gateway or await self._open_gateway(chat, tokenizer)
                 self._hosts[hosting.table.name] = AgentEpisodes(self.config, hosting, chat, gateway, self._answers)
@@ -137,10 +139,7 @@ class AgentsStage(LoopStage):
         return await self._stack.enter_async_context(Gateway(answers))
 
     async def close(self) -> None:
-        await close_tools(self._tools)
         await self._stack.aclose()
-        for hosting in self._hostings:
-            await hosting.workers.close()
 
     async def run(self, ports: Ports) -> None:
         """Takes every rollout at once: the gate bounds their number, and most of them wait."""

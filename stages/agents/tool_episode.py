@@ -21,6 +21,7 @@ import asyncio
 import json
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Final, Protocol, runtime_checkable
 from weakref import WeakValueDictionary
 
@@ -74,20 +75,26 @@ class AnswerCache:
 _ANSWERS: Final = AnswerCache()  # of all episodes of this process
 
 
+@dataclass
 class ToolEpisode(Environment):
     """An environment of tools; packs derive from it and implement `open_tools`.
 
     `max_calls` calls are answered, later calls refused. `system` is placed before the messages of the task.
     """
 
-    once: Once
+    max_calls: int = field(default=8, kw_only=True)
+    result_chars: int = field(default=4096, kw_only=True)
+    system: str = field(default="", kw_only=True)
 
-    def __init__(self, *, max_calls: int = 8, result_chars: int = 4096, system: str = "") -> None:
-        if max_calls < 1 or result_chars < 1:
-            raise ValueError(f"max_calls is {max_calls} and result_chars {result_chars}; both must be at least 1")
-        self._max_calls, self._result_chars, self._system = max_calls, result_chars, system
+    once: Once = field(init=False, repr=False)  # set by the worker
+    _calls = _errors = _cached = 0
+
+    def __post_init__(self) -> None:
+        if self.max_calls < 1 or self.result_chars < 1:
+            raise ValueError(
+                f"max_calls is {self.max_calls} and result_chars {self.result_chars}; both must be at least 1"
+            )
         self._tools: dict[str, Tool] = {}
-        self._calls = self._errors = self._cached = 0
 
     async def open_tools(self, task: Task) -> Sequence[Tool]:
         """The tools for this episode."""
@@ -96,7 +103,7 @@ class ToolEpisode(Environment):
     async def reset(self, task: Task) -> Start:
         self._tools = {tool.name: tool for tool in await self.open_tools(task)}
         return Start(
-            (*system_message(self._system), *task.messages), tuple(tool.schema for tool in self._tools.values())
+            (*system_message(self.system), *task.messages), tuple(tool.schema for tool in self._tools.values())
         )
 
     async def step(self, turn: Turn) -> Step:
@@ -115,12 +122,12 @@ class ToolEpisode(Environment):
             for_model = isinstance(error, (ToolCallError, Uncertain))
             words = str(error) if for_model else f"{type(error).__name__}: {error}"
             text = self._error(words)
-        return Message("tool", shortened(text, self._result_chars), tool_call_id=call.id, name=call.name)
+        return Message("tool", shortened(text, self.result_chars), tool_call_id=call.id, name=call.name)
 
     async def _result(self, call: ToolCall) -> str:
         self._calls += 1
-        if self._calls > self._max_calls:
-            raise ToolCallError(f"all {self._max_calls} calls are used up; give the answer")
+        if self._calls > self.max_calls:
+            raise ToolCallError(f"all {self.max_calls} calls are used up; give the answer")
         tool = self._tools.get(call.name)
         if tool is None:
             hint = did_you_mean(call.name, self._tools, otherwise=f"; there are: {', '.join(self._tools)}")

@@ -22,7 +22,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -33,6 +33,9 @@ from stages.agents.environment import Endpoint, InfrastructureError, Outcome, St
 from stages.records.once import Once
 from stages.workers.guard import read_arguments
 from stages.workers.serve import Handler, Refusal, become_worker, serve
+
+T = TypeVar("T", Step, Outcome)
+K = TypeVar("K")
 
 
 class EnvironmentFailed(Exception):
@@ -98,16 +101,13 @@ class Hosted(Struct, frozen=True):
 INFRASTRUCTURE = "infrastructure"  # kind of the refusal of a call that raised InfrastructureError
 
 
-_ENVIRONMENT, _AGENT = ("reset", "step"), ("run",)
-
-
 def import_hosted(path: str) -> tuple[type[Any], Hosted]:
     """The class at an import path, and its description. Raises ImportPathError."""
     imported = import_path(path)
     if not isinstance(imported, type):
         raise ImportPathError(f"import path {path!r} is no class; name the class of an environment or agent")
     kind = "agent" if hasattr(imported, "run") and not hasattr(imported, "step") else "environment"
-    for name in _AGENT if kind == "agent" else _ENVIRONMENT:
+    for name in ("run",) if kind == "agent" else ("reset", "step"):
         if not inspect.iscoroutinefunction(getattr(imported, name, None)):
             raise ImportPathError(
                 f"import path {path!r}: {imported.__name__} has no 'async def {name}'; an environment has "
@@ -149,18 +149,17 @@ class Episodes:
     async def _answered(self, call: Call) -> object:
         match call:
             case Begin(episode, task):
-                environment = self._new(episode, task)
-                start = _checked(await environment.reset(task), Start, "reset")
-                return Begun(start, self._state(environment))
+                environment, _ = self._hosting[episode] = self._create(task)
+                return Begun(_checked(await environment.reset(task), Start, "reset"), self._state(environment))
             case Restore(episode, task, state):
-                self._new(episode, task).restore(task, state)
+                environment, _ = self._hosting[episode] = self._create(task)
+                environment.restore(task, state)
                 return None
             case Take(episode, turn):
                 environment, once = self._hosting[episode]
                 once.begin_turn(turn.number, turn.text)
                 step = _checked(await environment.step(turn), Step, "step")
-                step = replace(step, metrics=_with_uncertain(once, step.metrics))
-                return Taken(step, b"" if step.done else self._state(environment))
+                return Taken(_with_uncertain(once, step), b"" if step.done else self._state(environment))
             case End(episode):
                 environment, _ = self._hosting.pop(episode, (None, None))
                 if environment is not None and hasattr(environment, "close"):
@@ -168,12 +167,7 @@ class Episodes:
                 return None
             case Run(task, endpoint):
                 agent, once = self._create(task)
-                outcome = _checked(await agent.run(task, endpoint), Outcome, "run")
-                return replace(outcome, metrics=_with_uncertain(once, outcome.metrics))
-
-    def _new(self, episode: str, task: Task) -> Any:
-        self._hosting[episode] = environment, _ = self._create(task)
-        return environment
+                return _with_uncertain(once, _checked(await agent.run(task, endpoint), Outcome, "run"))
 
     def _create(self, task: Task) -> tuple[Any, Once]:
         """A new environment or agent."""
@@ -188,11 +182,11 @@ class Episodes:
         return bytes(environment.snapshot()) if self._hosted.snapshots else b""
 
 
-def _with_uncertain(once: Once, metrics: Mapping[str, float]) -> Mapping[str, float]:
-    return {**metrics, "uncertain": float(once.uncertain)} if once.calls else metrics
+def _with_uncertain(once: Once, answer: T) -> T:
+    return replace(answer, metrics={**answer.metrics, "uncertain": float(once.uncertain)}) if once.calls else answer
 
 
-def _checked(value: Any, kind: type[Any], name: str) -> Any:
+def _checked(value: object, kind: type[K], name: str) -> K:
     if not isinstance(value, kind):
         raise TypeError(f"{name} returned {type(value).__name__}, but must return a {kind.__name__}")
     return value
@@ -225,10 +219,9 @@ def describe(arguments: Sequence[str]) -> None:
         try:
             for line in answers(arguments):
                 output.write(msgspec.json.encode(line) + b"\n")
-        except ImportPathError as error:
-            output.write(msgspec.json.encode(str(error)) + b"\n")
         except (Exception, SystemExit) as error:  # user code may raise anything
-            output.write(msgspec.json.encode(f"{type(error).__name__}: {error}") + b"\n")
+            words = str(error) if isinstance(error, ImportPathError) else f"{type(error).__name__}: {error}"
+            output.write(msgspec.json.encode(words) + b"\n")
 
 
 def main(arguments: Sequence[str]) -> None:

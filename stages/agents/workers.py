@@ -10,20 +10,22 @@ import asyncio
 import itertools
 import json
 import logging
+import math
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 
 from configs.schema import EnvironmentConfig
-from stages.agents.worker import INFRASTRUCTURE, Call, End, EnvironmentFailed, Hosted
+from stages.agents.worker import INFRASTRUCTURE, Call, End, EnvironmentFailed, Hosted, Run
 from stages.workers.process import CallFailed, WorkerLost, WorkerProcess
 
 log = logging.getLogger("sluice.agents")
+T = TypeVar("T")
 
 IDLE_S: Final = 900.0  # an episode without a turn for so long is dropped
 _END_S: Final = 10.0  # to close an environment
@@ -40,9 +42,8 @@ class Live:
     worker: WorkerProcess
     name: str  # id in the worker; new each time the episode is rebuilt
     incarnation: int = -1  # incarnation of the worker
-    taken: int = 0
-    used: float = field(default_factory=time.monotonic)
-    busy: bool = True
+    taken: int = 0  # turns
+    used: float = math.inf  # when its last call ended; infinite while one runs
 
     @property
     def alive(self) -> bool:
@@ -101,27 +102,27 @@ class Workers:
         live.incarnation = worker.incarnation
         return live
 
-    async def call(self, live: Live, call: Call, limit_s: float | None = 0.0) -> msgspec.Raw:
-        """`limit_s`: 0 means the limit of a step, None no limit. Raises AttemptFailed, EnvironmentFailed."""
-        limit_s = self.table.step_deadline_s if limit_s == 0.0 else limit_s
+    async def call(self, live: Live, call: Call, answer: type[T]) -> T:
+        """The answer. Only the run of an agent has no limit here. Raises AttemptFailed, EnvironmentFailed."""
+        limit_s = self.table.step_deadline_s
         if not live.alive:  # another episode caused a restart of the process
             raise AttemptFailed("its worker process ended")
+        live.used = math.inf
         try:
-            async with asyncio.timeout(limit_s):
+            async with asyncio.timeout(None if isinstance(call, Run) else limit_s):
                 value = await live.worker.call(call)
         except WorkerLost as error:
             raise AttemptFailed(str(error)) from None
         except TimeoutError:
             self._retire(live.worker)
-            assert limit_s is not None
             raise AttemptFailed(f"no answer within step_deadline_s {limit_s:g} s") from None
         except CallFailed as error:
             if error.kind == INFRASTRUCTURE:
                 self._retire(live.worker)
                 raise AttemptFailed(str(error)) from None
             raise EnvironmentFailed(f"environment {self.table.name}: {error}") from None
-        live.used, live.busy = time.monotonic(), False
-        return value
+        live.used = time.monotonic()
+        return msgspec.msgpack.decode(value, type=answer)
 
     def end(self, episode: str) -> None:
         """The episode is over. Its environment is closed in the background."""
@@ -140,7 +141,7 @@ class Workers:
     def _drop_idle(self) -> None:
         """Drop idle episodes: their rollout failed or was dropped elsewhere."""
         limit = time.monotonic() - IDLE_S
-        for episode in [name for name, live in self.live.items() if not live.busy and live.used < limit]:
+        for episode in [name for name, live in self.live.items() if live.used < limit]:
             self.end(episode)
 
     def _retire(self, worker: WorkerProcess) -> None:

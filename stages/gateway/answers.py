@@ -13,6 +13,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -208,7 +209,10 @@ class Answers:
         if self._sampler.draining:
             place.drained = True
             raise Refused("unavailable", "the run is ending")
-        turn = self._open(place.session, ask, context)
+        highest = self._vocab_size or 1 << 31
+        if ask.conversation is None and (not context or not 0 <= min(context) <= max(context) < highest):
+            raise Refused("invalid", f"token ids must be at least one, from 0 to {highest - 1}")
+        turn = place.session.open(context, ask.conversation)
         with place.record.named(turn.ids.tobytes() + _content(ask)) as name:
             return await self._answered(place, turn, ask, name)
 
@@ -233,12 +237,6 @@ class Answers:
 
     # ------------------------------------------------------------------ requests
 
-    def _open(self, session: Session, ask: Ask, context: Sequence[int]) -> Turn:
-        highest = self._vocab_size or 1 << 31
-        if ask.conversation is None and (not context or not 0 <= min(context) <= max(context) < highest):
-            raise Refused("invalid", f"token ids must be at least one, from 0 to {highest - 1}")
-        return session.open_ids(context, ask.conversation)
-
     def _request(self, place: OpenSession, turn: Turn, ask: Ask, name: int) -> tuple[SampleRequest, bool]:
         """The request to the engines, and whether its sampling parameters are those of training."""
         draft = msgspec.structs.replace(turn.draft, replaced=place.sample.replaced)
@@ -261,7 +259,7 @@ class Answers:
         drawn = msgspec.structs.replace(
             params,
             max_new_tokens=budget,
-            stop=[*_texts(params.stop), *self._chat.stop, *ask.stop] or None,
+            stop=[*texts(params.stop), *self._chat.stop, *ask.stop] or None,
             stop_token_ids=sorted(stop_ids) or None,
             **(_drawn(ask.sampling) if self._client_sampling else {}),
             json_schema=self._schema(ask.constraint),
@@ -269,17 +267,8 @@ class Answers:
         names = ("json_schema", *Sampling.__struct_fields__)
         trained = all(getattr(drawn, name) == getattr(params, name) for name in names)
         own = hash(draft.token_ids[: draft.prompt_length].tobytes()) if place.whole_batch else place.sample.index
-        return SampleRequest(
-            drawn,
-            token_ids=request.token_ids,
-            prompt_length=request.prompt_length,
-            session=f"{place.group.key}/{own}",
-            group=place.group.group_id,
-            returning=turn.number > 0,
-            order=self._requests.order(place.group, turn.draft),
-            pinned_version=request.pinned_version,
-            engine_s=request.engine_s,
-        ), trained
+        session, returning = f"{place.group.key}/{own}", turn.number > 0
+        return dataclasses.replace(request, params=drawn, session=session, returning=returning), trained
 
     def _schema(self, constraint: Constraint | None) -> str | None:
         """The schema that engines keep the answer to. Raises Refused where they cannot."""
@@ -333,8 +322,9 @@ class Answers:
         )
 
 
-def _texts(stop: str | list[str] | None) -> list[str]:
-    return [stop] if isinstance(stop, str) else stop or []
+def texts(stop: str | Sequence[str] | None) -> tuple[str, ...]:
+    """Stop texts, without empty ones."""
+    return tuple(text for text in ([stop] if isinstance(stop, str) else stop or ()) if text)
 
 
 def _content(ask: Ask) -> bytes:

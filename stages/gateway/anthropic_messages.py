@@ -13,8 +13,8 @@ import msgspec
 from msgspec import Struct
 
 from stages.chat.messages import Message, ToolCall
-from stages.gateway.answers import Answer, Ask, Dialect, Json, Reason, Refused, Sampling, event
-from stages.gateway.chat_completions import function_tool, role, texts
+from stages.gateway.answers import Answer, Ask, Dialect, Json, Reason, Refused, Sampling, event, texts
+from stages.gateway.chat_completions import Common, function_tool, role
 from stages.gateway.requests import decode, form, offered
 from stages.gateway.sessions import Conversation
 
@@ -50,19 +50,14 @@ class OutputConfig(Struct, frozen=True):
     format: dict[str, Any] | None = None
 
 
-class MessagesRequest(Struct, frozen=True):
+class MessagesRequest(Common, frozen=True, kw_only=True):
     messages: list[SentMessage]
-    model: str = "policy"
     max_tokens: int | None = None
     system: str | list[Block] | None = None
-    tools: list[dict[str, Any]] | None = None
     tool_choice: dict[str, Any] | None = None
     output_config: OutputConfig | None = None
     output_format: dict[str, Any] | None = None  # its older name
     stop_sequences: list[str] | None = None
-    stream: bool | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     top_k: int | None = None
 
 
@@ -90,31 +85,22 @@ class AnthropicMessages(Dialect):
         )
 
     def answer(self, ask: Ask, answer: Answer) -> Json:
-        return {
-            **_opening(ask, answer),
-            "content": _blocks(answer),
-            "stop_reason": _STOP[answer.finish],
-            "stop_sequence": answer.stop or None,
-            "usage": _usage(answer, len(answer.token_ids)),
-        }
+        usage = _usage(answer, len(answer.token_ids))
+        return {**_opening(ask, answer), "content": _blocks(answer), **_ending(answer), "usage": usage}
 
     def events(self, ask: Ask, answer: Answer) -> Iterator[bytes]:
         yield _said("message_start", message=_opening(ask, answer))
         for index, block in enumerate(_blocks(answer)):
-            if block["type"] == "tool_use":
-                begun, delta = (
-                    {**block, "input": {}},
-                    {"type": "input_json_delta", "partial_json": msgspec.json.encode(block["input"]).decode()},
-                )
-            elif block["type"] == "thinking":
-                begun, delta = {**block, "thinking": ""}, {"type": "thinking_delta", "thinking": block["thinking"]}
+            kind = block["type"]
+            if kind == "tool_use":
+                written = msgspec.json.encode(block["input"]).decode()
+                begun, delta = {**block, "input": {}}, {"type": "input_json_delta", "partial_json": written}
             else:
-                begun, delta = {**block, "text": ""}, {"type": "text_delta", "text": block["text"]}
+                begun, delta = {**block, kind: ""}, {"type": f"{kind}_delta", kind: block[kind]}
             yield _said("content_block_start", index=index, content_block=begun)
             yield _said("content_block_delta", index=index, delta=delta)
             yield _said("content_block_stop", index=index)
-        ending = {"stop_reason": _STOP[answer.finish], "stop_sequence": answer.stop or None}
-        yield _said("message_delta", delta=ending, usage={"output_tokens": len(answer.token_ids)})
+        yield _said("message_delta", delta=_ending(answer), usage={"output_tokens": len(answer.token_ids)})
         yield _said("message_stop")
 
     def error(self, refused: Refused) -> Json:
@@ -142,6 +128,10 @@ def _opening(ask: Ask, answer: Answer) -> dict[str, object]:
         "stop_sequence": None,
         "usage": _usage(answer, 0),
     }
+
+
+def _ending(answer: Answer) -> dict[str, object]:
+    return {"stop_reason": _STOP[answer.finish], "stop_sequence": answer.stop or None}
 
 
 def _usage(answer: Answer, made: int) -> Json:

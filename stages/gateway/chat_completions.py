@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Struct
 
 from stages.chat.messages import Message, Role, ToolCall, ToolSchema
-from stages.gateway.answers import STATUS, Answer, Ask, Dialect, Json, Refused, Sampling, event
+from stages.gateway.answers import STATUS, Answer, Ask, Dialect, Json, Refused, Sampling, event, texts
 from stages.gateway.requests import decode, form, offered
 from stages.gateway.sessions import Conversation
 
@@ -60,23 +60,28 @@ class StreamOptions(Struct, frozen=True):
     include_usage: bool | None = None
 
 
-class ChatRequest(Struct, frozen=True):
-    messages: list[ChatMessage]
+class Common(Struct, frozen=True, kw_only=True):
+    """What a conversation has in every dialect."""
+
     model: str = "policy"
     tools: list[dict[str, Any]] | None = None
+    stream: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+
+
+class ChatRequest(Common, frozen=True, kw_only=True):
+    messages: list[ChatMessage]
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     response_format: dict[str, Any] | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     stop: str | list[str] | None = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: int | None = None
     logprobs: bool | None = None
     return_token_ids: bool | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     top_k: int | None = None
 
 
@@ -174,11 +179,6 @@ def calls(generated: Sequence[ToolCall]) -> list[dict[str, object]]:
 
 def arguments_text(call: ToolCall) -> str:
     return call.arguments if isinstance(call.arguments, str) else msgspec.json.encode(call.arguments).decode()
-
-
-def texts(stop: str | Sequence[str] | None) -> tuple[str, ...]:
-    """Stop texts, without empty ones."""
-    return tuple(text for text in ([stop] if isinstance(stop, str) else stop or ()) if text)
 
 
 def content_text(content: str | Sequence[Part] | None) -> str:

@@ -17,7 +17,15 @@ from msgspec import Struct
 
 from stages.chat.messages import Message, ToolCall
 from stages.gateway.answers import Answer, Ask, Json, Refused, Sampling, event
-from stages.gateway.chat_completions import OpenAIErrors, Part, arguments_text, content_text, function_tool, role
+from stages.gateway.chat_completions import (
+    Common,
+    OpenAIErrors,
+    Part,
+    arguments_text,
+    content_text,
+    function_tool,
+    role,
+)
 from stages.gateway.requests import decode, form, offered, unserved
 from stages.gateway.sessions import Conversation
 
@@ -41,19 +49,14 @@ class TextOptions(Struct, frozen=True):
     format: dict[str, Any] | None = None
 
 
-class ResponsesRequest(Struct, frozen=True):
+class ResponsesRequest(Common, frozen=True, kw_only=True):
     input: str | list[Item] = ""
-    model: str = "policy"
     instructions: str | None = None
-    tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     include: list[str] | None = None
     max_output_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    stream: bool | None = None
     previous_response_id: str | None = None
 
 

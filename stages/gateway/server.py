@@ -58,8 +58,6 @@ class Gateway:
         self._answers, self._limits = answers, limits
         self._sessions: dict[bytes, OpenSession] = {}  # by the digest of the key
         self._bodies = Bodies(limits, answers.max_context)
-        self._runner: web.AppRunner | None = None
-        self._listener: asyncio.Server | None = None
 
     async def __aenter__(self) -> Gateway:
         app = web.Application()
@@ -73,26 +71,24 @@ class Gateway:
             keepalive_timeout=self._limits.head_s,
             lingering_time=_LINGER_S,
         )
-        await self._runner.setup()
-        try:  # any free port
-            self._listener = await asyncio.get_running_loop().create_server(self._connected, HOST, 0, backlog=1024)
-        except BaseException:
-            await self._runner.cleanup()
-            raise
-        self.url = f"http://{HOST}:{self._listener.sockets[0].getsockname()[1]}"
+        async with contextlib.AsyncExitStack() as stack:
+            stack.callback(self._bodies.close)
+            stack.push_async_callback(self._runner.cleanup)
+            await self._runner.setup()
+            make = asyncio.get_running_loop().create_server
+            listener = await make(self._connected, HOST, 0, backlog=1024)  # any free port
+            stack.callback(listener.close)
+            self.url = f"http://{HOST}:{listener.sockets[0].getsockname()[1]}"
+            self._stack = stack.pop_all()
         return self
 
     def _connected(self) -> asyncio.Protocol:
         """What answers a new connection."""
-        server = self._runner.server if self._runner is not None else None
+        server = self._runner.server
         return Full() if server is None or len(server.connections) >= self._limits.connections else server()
 
     async def __aexit__(self, *_: object) -> None:
-        if self._listener is not None:
-            self._listener.close()
-        if self._runner is not None:
-            await self._runner.cleanup()
-        self._bodies.close()
+        await self._stack.aclose()
 
     @contextlib.contextmanager
     def session(self, place: OpenSession) -> Iterator[str]:

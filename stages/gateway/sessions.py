@@ -63,11 +63,7 @@ class Session:
         self._replies: dict[bytes, tuple[int, int]] = {}
         self._texts: dict[str, tuple[int, int]] = {}  # by text up to the reply's end, of clients that send texts
 
-    def open(self, conversation: Conversation) -> Turn:
-        """The turn for a conversation. Raises ChatFormatError if the chat format cannot write it."""
-        return self.open_ids(self.context(conversation), conversation)
-
-    def open_ids(self, ids: Sequence[int], conversation: Conversation | None = None) -> Turn:
+    def open(self, ids: Sequence[int], conversation: Conversation | None = None) -> Turn:
         """The turn for a client that sends tokens, or for a conversation with this context."""
         turn = Turn(self.started, self._drafted(wire(ids, Int32Array)), conversation)
         self.started += 1

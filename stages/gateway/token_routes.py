@@ -13,8 +13,8 @@ import msgspec
 from msgspec import Struct
 
 from models.engines.protocol import FinishReason, GenerateOutput, MetaInfo, VersionSpan
-from stages.gateway.answers import Answer, Ask, Dialect, Json, Refused, Sampling, event
-from stages.gateway.chat_completions import OpenAIErrors, texts
+from stages.gateway.answers import Answer, Ask, Dialect, Json, Refused, Sampling, event, texts
+from stages.gateway.chat_completions import OpenAIErrors
 from stages.gateway.requests import decode
 
 

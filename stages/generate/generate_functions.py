@@ -122,8 +122,9 @@ class GenerateFunctions:
         session = Session(NoChat(), sample.index)
         evaluation = group.purpose == "eval"
         named = {"evaluation": evaluation} if "evaluation" in inspect.signature(function).parameters else {}
-        params = sampling_parameters(self.config, group)
-        given = given_sample(self.config, group, sample)
+        budget = self._requests.budget(group, sample, each_turn=True)
+        params = sampling_parameters(self._requests.params(group, sample, budget, 1))
+        given = given_sample(group, sample)
         record = await self._answers.open(group, sample.index)
         with gateway.session(OpenSession(group, sample, session, record)) as key:
             args = self.args.with_router(gateway.url, key)

@@ -79,7 +79,7 @@ class AdmittedGroups:
                 "and the run admits no more before these have ended; return the samples so far: the rest of the "
                 "batch comes with the next call, or raise --max-staleness"
             )
-        return [[given_sample(self._config, entry.group, sample) for sample in entry.samples] for entry in given]
+        return [[given_sample(entry.group, sample) for sample in entry.samples] for entry in given]
 
     def add_samples(self, samples: list[list[slime.Sample]]) -> None:
         """Put groups back; they are drawn again later, from their beginning."""

@@ -22,7 +22,6 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from configs.schema import Config
 from stages.messages import Float32Array, Int32Array, Prefix, PromptGroup, Sample, UInt8Array, VersionRun, wire
 from stages.rollouts import alike, as_rollout, runs_of
 from stages.slime import types as slime
@@ -78,13 +77,13 @@ class ReturnedError(ValueError):
     """A user's function returned something that is no rollout. The text has the rule and the cure."""
 
 
-def given_sample(config: Config, group: PromptGroup, sample: Sample) -> slime.Sample:
+def given_sample(group: PromptGroup, sample: Sample) -> slime.Sample:
     """The sample of a new rollout for a function, which tokenises the prompt itself, as in slime."""
-    metadata = group.row_metadata
+    number, metadata = group.group_id * group.n_samples + sample.index, group.row_metadata
     return slime.Sample(
         group_index=group.group_id,
-        index=group.group_id * group.n_samples + sample.index,
-        rollout_id=group.group_id * group.n_samples + sample.index,
+        index=number,
+        rollout_id=number,
         prompt=group.prompt,
         label=slime.label_of(group.label),
         metadata=metadata,

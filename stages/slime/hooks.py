@@ -10,6 +10,7 @@ import asyncio
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -19,7 +20,7 @@ from models.import_path import ImportPathError, has_args, import_function, impor
 from models.slime_arguments import SlimeArguments, slime_arguments
 from stages.messages import RolloutSlice
 from stages.slime import types as slime
-from stages.slime.convert import put_back
+from stages.slime.convert import given_sample, put_back
 
 
 def generate_function(path: str) -> Callable[..., Any]:
@@ -32,9 +33,16 @@ def generate_function(path: str) -> Callable[..., Any]:
     return function
 
 
-def rollout_function(path: str) -> Callable[..., Any]:
-    """The rollout function at an import path, with a checked signature. Raises ImportPathError."""
-    return import_function(path, "args", "rollout_id", "data_source", optional=("evaluation",))
+def taking(*parameters: str, optional: tuple[str, ...] = ()) -> Callable[[str], Callable[..., Any]]:
+    """Imports functions that take these parameters. What it returns raises ImportPathError."""
+    return lambda path: import_function(path, *parameters, optional=optional)
+
+
+rollout_function = taking("args", "rollout_id", "data_source", optional=("evaluation",))
+sample_filter = taking("args", "groups")  # sets `remove_sample`
+all_samples = taking("args", "samples", "data_source")  # for groups that are filtered too
+rollout_log = taking("rollout_id", "args", "samples", "rollout_extra_metrics", "rollout_time")
+eval_log = taking("rollout_id", "args", "data", "extra_metrics")
 
 
 def data_source(path: str) -> type[Any]:
@@ -42,8 +50,8 @@ def data_source(path: str) -> type[Any]:
     source = import_path(path)
     if not isinstance(source, type):
         raise ImportPathError(f"import path {path!r} is no class; name the class of a data source")
-    methods: dict[str, tuple[str, ...]] = {"get_samples": ("n",), "save": ("rollout_id",), "load": ("rollout_id",)}
-    for name, parameters in {**methods, "__len__": ()}.items():
+    methods = {"get_samples": ["n"], "save": ["rollout_id"], "load": ["rollout_id"], "__len__": []}
+    for name, parameters in methods.items():
         method = getattr(source, name, None)
         if method is None:
             raise ImportPathError(
@@ -67,30 +75,23 @@ log = logging.getLogger("sluice.slime")
 
 def shown(slice_: RolloutSlice) -> list[slime.Sample]:
     """The sequences of a group as slime's samples, in order."""
-    group, samples = slice_.group, []
-    metadata = group.row_metadata
+    samples = []
     for sample in slice_.samples:
-        number, begin = group.group_id * group.n_samples + sample.index, sample.prompt_length
-        samples.append(
-            slime.Sample(
-                group_index=group.group_id,
-                index=number,
-                rollout_id=number,
-                prompt=group.prompt,
-                tokens=sample.token_ids.tolist(),
-                response=sample.response,
-                response_length=sample.response_length,
-                label=slime.label_of(group.label),
-                reward=sample.reward,
-                loss_mask=sample.loss_mask[begin:].tolist(),
-                weight_versions=[str(version) for version in dict.fromkeys(sample.model_versions)],
-                rollout_log_probs=sample.log_probs[begin:].tolist(),
-                remove_sample=sample.remove_sample,
-                status=slime.Status(sample.status),
-                metadata=dict(metadata),
-            )
+        begin = sample.prompt_length
+        given = replace(
+            given_sample(slice_.group, sample),
+            tokens=sample.token_ids.tolist(),
+            response=sample.response,
+            response_length=sample.response_length,
+            reward=sample.reward,
+            loss_mask=sample.loss_mask[begin:].tolist(),
+            weight_versions=[str(version) for version in dict.fromkeys(sample.model_versions)],
+            rollout_log_probs=sample.log_probs[begin:].tolist(),
+            remove_sample=sample.remove_sample,
+            status=slime.Status(sample.status),
         )
-        put_back(samples[-1], sample.left)
+        put_back(given, sample.left)
+        samples.append(given)
     return samples
 
 
@@ -106,11 +107,6 @@ def group_filter(path: str, config: Config | None) -> Callable[[RolloutSlice], t
     return judge
 
 
-def sample_filter(path: str) -> Callable[..., Any]:
-    """`(args, groups)`, which sets `remove_sample`. Raises ImportPathError."""
-    return import_function(path, "args", "groups")
-
-
 def removed(function: Callable[..., Any], args: object, slice_: RolloutSlice) -> RolloutSlice:
     """The group, with `remove_sample` as the function set it."""
     samples = shown(slice_)
@@ -120,21 +116,6 @@ def removed(function: Callable[..., Any], args: object, slice_: RolloutSlice) ->
         for sample, filtered in zip(slice_.samples, samples, strict=True)
     )
     return msgspec.structs.replace(slice_, samples=tuple(marked))
-
-
-def all_samples(path: str) -> Callable[..., Any]:
-    """`(args, samples, data_source)`, for groups that are filtered too. Raises ImportPathError."""
-    return import_function(path, "args", "samples", "data_source")
-
-
-def rollout_log(path: str) -> Callable[..., Any]:
-    """Raises ImportPathError."""
-    return import_function(path, "rollout_id", "args", "samples", "rollout_extra_metrics", "rollout_time")
-
-
-def eval_log(path: str) -> Callable[..., Any]:
-    """Raises ImportPathError."""
-    return import_function(path, "rollout_id", "args", "data", "extra_metrics")
 
 
 async def logged(flag: str, function: Callable[..., Any], *given: object) -> None:

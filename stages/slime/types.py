@@ -13,9 +13,7 @@ from typing import Any
 
 import msgspec
 
-from configs.schema import Config
-from stages.messages import PromptGroup
-from stages.topic_values import sampling
+from models.engines.protocol import SamplingParams
 
 
 class Status(Enum):
@@ -174,20 +172,8 @@ def whole_responses(tensor: Any, total_length: int, response_length: int) -> Any
     return tensor
 
 
-def sampling_parameters(config: Config, group: PromptGroup) -> dict[str, Any]:
+def sampling_parameters(params: SamplingParams) -> dict[str, Any]:
     """Sampling parameters of a request, with SGLang's names."""
-    rollout, evaluated, evaluation = config.rollout, config.eval.of(group.dataset), group.purpose == "eval"
-    drawn = sampling(group, rollout)
-    longest = evaluated.eval_max_response_len if evaluation else rollout.rollout_max_response_len
-    return {
-        "temperature": evaluated.eval_temperature if evaluation else drawn.temperature,
-        "top_p": evaluated.eval_top_p if evaluation else drawn.top_p,
-        "top_k": evaluated.eval_top_k if evaluation else rollout.rollout_top_k,
-        "max_new_tokens": longest or rollout.rollout_max_response_len,
-        "stop": [*rollout.rollout_stop, *(evaluated.eval_stop if evaluation else ())] or None,
-        "stop_token_ids": [*rollout.rollout_stop_token_ids, *(evaluated.eval_stop_token_ids if evaluation else ())]
-        or None,
-        "skip_special_tokens": rollout.rollout_skip_special_tokens,
-        "no_stop_trim": True,
-        "spaces_between_special_tokens": False,
-    }
+    limits = ("max_new_tokens", "stop", "stop_token_ids", "skip_special_tokens", "no_stop_trim")
+    sent = {name: getattr(params, name) for name in ("temperature", "top_p", "top_k", *limits)}
+    return {**sent, "spaces_between_special_tokens": False}

@@ -22,7 +22,7 @@ import msgspec
 from configs.schema.notation import did_you_mean
 from models.import_path import ImportPathError, import_path
 from stages.tools.calculator import Calculator
-from stages.tools.tool import Arguments, FunctionTool, Schema, Tool, ToolCallError, UnknownToolError, bounded
+from stages.tools.tool import Arguments, FunctionTool, Tool, ToolCallError, UnknownToolError, bounded
 from stages.workers.guard import read_arguments
 from stages.workers.process import CallFailed, WorkerLost, WorkerProcess
 from stages.workers.serve import Handler, Refusal, become_worker, serve
@@ -31,12 +31,9 @@ from stages.workers.serve import Handler, Refusal, become_worker, serve
 def import_tool(path: str) -> Tool:
     """The tool of an import path. Raises UnknownToolError."""
     try:
-        return _as_tool(import_path(path), path)
+        candidate: object = import_path(path)
     except ImportPathError as error:
         raise UnknownToolError(f"tools: {error}") from error
-
-
-def _as_tool(candidate: object, path: str) -> Tool:
     if inspect.iscoroutinefunction(candidate):
         return FunctionTool(candidate, path)
     if inspect.isfunction(candidate):
@@ -58,24 +55,20 @@ def _as_tool(candidate: object, path: str) -> Tool:
 
 
 class ToolProcess:
-    """A tool by its import path, in its own process. Call `ready` before `call`, and `close` at the end."""
+    """A tool by its import path, in its own process. Call `close` at the end."""
 
-    def __init__(self, path: str, name: str, schema: Schema, memory_bytes: int = 0) -> None:
-        """`memory_bytes`: 0 = no limit."""
-        self.name, self.schema = name, schema
-        self._worker = WorkerProcess("stages.tools.registry", (path, memory_bytes))
-
-    async def ready(self) -> None:
-        """Start the process if needed, and wait until it serves. Raises ToolCallError."""
-        try:
-            await self._worker.ready()
-        except WorkerLost as error:
-            raise ToolCallError(str(error)) from None
+    def __init__(self, path: str, tool: Tool, memory_bytes: int, deadline_s: float) -> None:
+        self.name, self.schema = tool.name, tool.schema
+        self._worker, self.deadline_s = WorkerProcess("stages.tools.registry", (path, memory_bytes)), deadline_s
 
     async def call(self, arguments: Arguments) -> str:
         """The answer to a call. Cancellation also cancels the call in the process. Raises ToolCallError."""
         try:
-            return msgspec.msgpack.decode(await self._worker.call(arguments), type=str)
+            await self._worker.ready()  # the deadline excludes the import of the tool
+            async with asyncio.timeout(self.deadline_s):
+                return msgspec.msgpack.decode(await self._worker.call(arguments), type=str)
+        except TimeoutError:
+            raise ToolCallError(f"no answer within {self.deadline_s:g} s") from None
         except (CallFailed, WorkerLost) as error:
             raise ToolCallError(str(error)) from None
 
@@ -87,14 +80,15 @@ class ToolProcess:
 BUILT_IN: dict[str, Callable[[], Tool]] = {"calculator": Calculator}
 
 
-def resolve_tools(names: Sequence[str], memory_gb: float = 0.0) -> dict[str, Tool]:
+def resolve_tools(names: Sequence[str], memory_gb: float = 0.0, deadline_s: float = 60.0) -> dict[str, Tool]:
     """Tools by the model's name for them, in the given order. Raises UnknownToolError.
 
-    Close them with `close_tools`. `memory_gb`: memory limit of each user tool's process; 0 = no limit.
+    Close them with `close_tools`. Limits of a user's tool: `memory_gb` of its process (0 = no limit), and `deadline_s`
+    of each call.
     """
     tools: dict[str, Tool] = {}
     for name in names:
-        tool = BUILT_IN[name]() if name in BUILT_IN else _own_tool(name, int(memory_gb * (1 << 30)))
+        tool = BUILT_IN[name]() if name in BUILT_IN else _own_tool(name, int(memory_gb * (1 << 30)), deadline_s)
         if tool.name in tools:
             raise UnknownToolError(f"tools: two of them are called {tool.name!r}; rename one or leave it out")
         tools[tool.name] = tool
@@ -108,32 +102,13 @@ async def close_tools(tools: Mapping[str, Tool]) -> None:
             await tool.close()
 
 
-class Bounded:
-    """A tool with a deadline for each call."""
-
-    def __init__(self, tool: Tool, deadline_s: float) -> None:
-        self.name, self.schema = tool.name, tool.schema
-        self._tool, self._deadline_s = tool, deadline_s
-
-    async def call(self, arguments: Arguments) -> str:
-        """The answer of the tool. Raises ToolCallError."""
-        try:
-            if isinstance(self._tool, ToolProcess):
-                await self._tool.ready()  # the deadline excludes the import of the tool
-            async with asyncio.timeout(self._deadline_s):
-                return await self._tool.call(arguments)
-        except TimeoutError:
-            raise ToolCallError(f"no answer within {self._deadline_s:g} s") from None
-
-
-def _own_tool(path: str, memory_bytes: int) -> Tool:
+def _own_tool(path: str, memory_bytes: int, deadline_s: float) -> Tool:
     if not all(path.partition(":")):
         guess = did_you_mean(path, BUILT_IN, otherwise=";")
         raise UnknownToolError(
             f"tools: {path!r} is no tool{guess} Known: {', '.join(BUILT_IN)}, or your own as package.module:function"
         )
-    tool = import_tool(path)
-    return ToolProcess(path, tool.name, tool.schema, memory_bytes)
+    return ToolProcess(path, import_tool(path), memory_bytes, deadline_s)
 
 
 def main(arguments: list[str]) -> None:
@@ -146,12 +121,11 @@ def main(arguments: list[str]) -> None:
             given: Arguments = msgspec.msgpack.decode(call)
             try:
                 return bounded(await tool.call(given))
-            except ToolCallError as error:
-                raise Refusal("error", bounded(str(error))) from None
             except MemoryError:
                 raise  # ends this process
             except Exception as error:  # user code may raise anything; the model reads the error
-                raise Refusal("error", bounded(f"{type(error).__name__}: {error}")) from None
+                words = str(error) if isinstance(error, ToolCallError) else f"{type(error).__name__}: {error}"
+                raise Refusal("error", bounded(words)) from None
 
         return answer, None
 

@@ -143,7 +143,7 @@ async def test_each_data_set_has_its_own_settings_over_the_common_ones() -> None
     for group in groups:
         sample = make_sample(n=0)
         params = requests.params(group, sample, requests.budget(group, sample), 1)
-        drawn = sampling_parameters(config, group)
+        drawn = sampling_parameters(params)
         assert (params.stop, params.stop_token_ids) == (["END", "###"] if group.dataset == "hard" else ["END"], [4])
         for name in ("temperature", "top_p", "top_k", "max_new_tokens", "stop", "stop_token_ids"):
             assert drawn[name] == getattr(params, name)

@@ -24,6 +24,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -32,34 +33,23 @@ from stages.records.once import Once
 from stages.workers.guard import written_arguments
 
 _INHERITED: Final = ("PATH", "LANG", "LC_ALL", "TZ", "SSL_CERT_FILE")
-_OUTPUT_BYTES: Final = 1 << 20
 _TAIL: Final = 2000  # characters of output in the error of a failed program
 _END_S: Final = 25.0  # for all processes below the guard to end
 
 
+@dataclass
 class Command:
     """One run of the program. `argv`, `env` and `files` may contain {prompt}, {model}, {base_url} and {api_key}."""
 
-    def __init__(
-        self,
-        argv: Sequence[str],
-        env: Mapping[str, str] | None = None,
-        files: Mapping[str, str] | None = None,
-        deadline_s: float = 600.0,
-        check: bool = True,
-    ) -> None:
-        """
-        Args:
-            argv: the program and its arguments.
-            env: further variables of its environment.
-            files: contents by path in its home, such as configuration files.
-            deadline_s: seconds after which it is killed; the recorded turns are then graded.
-            check: whether an exit status other than 0 fails the rollout.
-        """
-        if not argv:
+    argv: Sequence[str]  # the program and its arguments
+    env: Mapping[str, str] = field(default_factory=dict)  # further variables of its environment
+    files: Mapping[str, str] = field(default_factory=dict)  # contents by path in its home, as configuration files
+    deadline_s: float = 600.0  # after which it is killed; the recorded turns are then graded
+    check: bool = True  # whether an exit status other than 0 fails the rollout
+
+    def __post_init__(self) -> None:
+        if not self.argv:
             raise ValueError("argv is empty; give the program and its arguments")
-        self._argv, self._env, self._files = argv, dict(env or {}), dict(files or {})
-        self._deadline_s, self._check = deadline_s, check
 
     async def run(self, task: Task, endpoint: Endpoint) -> Outcome:
         """Waits for the program's end; unblocked by it or by the deadline."""
@@ -68,7 +58,7 @@ class Command:
         with _new_home(getattr(self, "once", None)) as home:  # set by the worker
             work = Path(home, "work")
             work.mkdir()
-            for path, content in self._files.items():
+            for path, content in self.files.items():
                 place = Path(home, path)
                 place.parent.mkdir(parents=True, exist_ok=True)
                 place.write_text(filled(content, names))
@@ -77,9 +67,9 @@ class Command:
                 **variables(endpoint),
                 "HOME": home,
                 "TMPDIR": home,
-                **{name: filled(value, names) for name, value in self._env.items()},
+                **{name: filled(value, names) for name, value in self.env.items()},
             }
-            return await self._ran([filled(word, names) for word in self._argv], environment, work)
+            return await self._ran([filled(word, names) for word in self.argv], environment, work)
 
     async def _ran(self, argv: list[str], environment: Mapping[str, str], work: Path) -> Outcome:
         begun = time.monotonic()
@@ -100,14 +90,14 @@ class Command:
         assert process.stdout is not None
         late = False
         try:
-            async with asyncio.timeout(self._deadline_s):
+            async with asyncio.timeout(self.deadline_s):
                 output = await _tail(process.stdout)
                 status = await process.wait()
         except TimeoutError:
             late, output, status = True, b"", 0
         finally:
             await _ended(process)
-        if self._check and status:
+        if self.check and status:
             printed = output.decode(errors="replace")[-_TAIL:]
             raise RuntimeError(f"{argv[0]} ended with status {status}; its last output: {printed}")
         return Outcome(metrics={"seconds": time.monotonic() - begun, "late": float(late), "status": float(status)})
@@ -152,7 +142,7 @@ async def _tail(stream: asyncio.StreamReader) -> bytes:
     """The end of the program's output, read until it is closed."""
     kept = b""
     while chunk := await stream.read(65536):
-        kept = (kept + chunk)[-_OUTPUT_BYTES:]
+        kept = (kept + chunk)[-4 * _TAIL :]  # a character has four bytes at most
     return kept
 
 

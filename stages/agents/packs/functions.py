@@ -13,35 +13,31 @@ Invariant: no call takes longer than `deadline_s`, whatever the tool does; the t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 from stages.agents.environment import Task
 from stages.agents.tool_episode import ToolEpisode
-from stages.tools.registry import Bounded, resolve_tools
+from stages.tools.registry import resolve_tools
 from stages.tools.tool import RESULT_CHARS, Tool
 
 
+@dataclass
 class Functions(ToolEpisode):
     """`memory_gb`: memory limit of a function's process; 0 = no limit."""
 
-    def __init__(
-        self,
-        tools: Sequence[str],
-        *,
-        deadline_s: float = 10.0,
-        memory_gb: float = 4.0,
-        max_calls: int = 8,
-        result_chars: int = RESULT_CHARS,
-        system: str = "",
-    ) -> None:
-        super().__init__(max_calls=max_calls, result_chars=result_chars, system=system)
-        self._functions = [Bounded(tool, deadline_s) for tool in _of_process(tuple(tools), memory_gb)]
+    tools: Sequence[str]
+    deadline_s: float = 10.0
+    memory_gb: float = 4.0
+    result_chars: int = field(default=RESULT_CHARS, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._functions = _of_process(tuple(self.tools), self.memory_gb, self.deadline_s)
 
     async def open_tools(self, task: Task) -> Sequence[Tool]:
-        return self._functions
+        return list(self._functions.values())
 
 
-@lru_cache
-def _of_process(names: tuple[str, ...], memory_gb: float) -> tuple[Tool, ...]:
-    """Tools for all episodes of this process. Their processes end with it. Raises UnknownToolError."""
-    return tuple(resolve_tools(names, memory_gb).values())
+# Tools for all episodes of this process. Their processes end with it.
+_of_process = lru_cache(resolve_tools)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from stages.agents.environment import Environment, Start, Step, Task, Turn
@@ -16,22 +17,19 @@ from stages.chat.messages import Message
 _NUMBER = re.compile(r"-?\d+")
 
 
+@dataclass
 class GuessNumber(Environment):
     """One game. The texts are options, for models with a small vocabulary."""
 
-    def __init__(
-        self,
-        lowest: int = 1,
-        highest: int = 20,
-        start: str = "I think of a whole number from {lowest} to {highest}. Guess it; answer with a number only.",
-        higher: str = "It is higher.",
-        lower: str = "It is lower.",
-        no_number: str = "That is no number. Answer with a whole number only.",
-        guess_cost: float = 0.1,
-    ) -> None:
-        self.lowest, self.highest, self.guess_cost = lowest, highest, guess_cost
-        self.start, self.higher, self.lower, self.no_number = start, higher, lower, no_number
-        self.number = self.guesses = 0
+    lowest: int = 1
+    highest: int = 20
+    start: str = "I think of a whole number from {lowest} to {highest}. Guess it; answer with a number only."
+    higher: str = "It is higher."
+    lower: str = "It is lower."
+    no_number: str = "That is no number. Answer with a whole number only."
+    guess_cost: float = 0.1
+
+    number = guesses = 0
 
     @classmethod
     def tasks(cls, split: Literal["train", "heldout"], seed: int, **options: Any) -> Iterator[Mapping[str, Any]]:
@@ -47,16 +45,13 @@ class GuessNumber(Environment):
         self._choose(seed)
         low, high = self.lowest, self.highest
         draw, text, spans = random.Random(seed + 1), "", []
-        while True:
-            guess = draw.randint(low, high)
+        while (guess := draw.randint(low, high)) != self.number:
             text += f"{guess}\n"
-            if guess == self.number:
-                break
             answer = self.higher if guess < self.number else self.lower
             spans.append((len(text), len(text) + len(answer)))
             text += answer
             low, high = (guess + 1, high) if guess < self.number else (low, guess - 1)
-        return {"input": self._prompt(), "demonstration": text, "tool_spans": spans}
+        return {"input": self._prompt(), "demonstration": f"{text}{guess}\n", "tool_spans": spans}
 
     async def reset(self, task: Task) -> Start:
         self._choose(int(task.metadata.get("seed", task.seed)))

@@ -16,6 +16,7 @@ import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Final, Literal
 
@@ -70,40 +71,39 @@ class Seeded(Environment):
         return seed
 
 
+@dataclass
 class Gymnasium(Seeded):
     """One episode. `settings` are those of `gymnasium.make`."""
 
-    def __init__(
-        self,
-        *,
-        game: str = "FrozenLake-v1",
-        settings: Mapping[str, Any] | None = None,
-        actions: Sequence[str] = (),
-        instructions: str = "",
-        max_turns: int = 100,
-        result_chars: int = 8192,
-    ) -> None:
-        need_package("gymnasium", "gymnasium", "gymnasium")
-        self._game, self._settings, self._actions = game, dict(settings or {}), [name.lower() for name in actions]
-        self._instructions, self._max_turns, self._result_chars = instructions, max_turns, result_chars
-        self._return = 0.0
+    game: str = "FrozenLake-v1"
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    actions: Sequence[str] = ()
+    instructions: str = ""
+    max_turns: int = 100
+    result_chars: int = 8192
+
+    _return = 0.0
+
+    def __post_init__(self) -> None:
+        need_package("gymnasium", "gymnasium")
+        self.actions = [name.lower() for name in self.actions]
 
     async def reset(self, task: Task) -> Start:
         import gymnasium
 
         seed = self.begin(task)
         with self._random.drawn_from():
-            drawn = {"render_mode": "ansi"} if "ansi" in _render_modes(gymnasium.spec(self._game)) else {}
-            self._world = gymnasium.make(self._game, **{**drawn, **self._settings})
+            drawn = {"render_mode": "ansi"} if "ansi" in _render_modes(gymnasium.spec(self.game)) else {}
+            self._world = gymnasium.make(self.game, **{**drawn, **self.settings})
             if not isinstance(self._world.action_space, gymnasium.spaces.Discrete):
                 raise ValueError(
-                    f"{self._game} has actions {self._world.action_space}; only discrete actions can be written as text"
+                    f"{self.game} has actions {self._world.action_space}; only discrete actions can be written as text"
                 )
             observation, _ = self._world.reset(seed=seed)
             self._first, self._count = int(self._world.action_space.start), int(self._world.action_space.n)
             sight = self._sight(observation)
-        known = ", ".join(self._actions) or f"a number from {self._first} to {self._first + self._count - 1}"
-        instructions = self._instructions or f"Answer with an action in the last line: {known}."
+        known = ", ".join(self.actions) or f"a number from {self._first} to {self._first + self._count - 1}"
+        instructions = self.instructions or f"Answer with an action in the last line: {known}."
         return Start((Message("system", instructions), Message("user", sight)))
 
     async def step(self, turn: Turn) -> Step:
@@ -114,7 +114,7 @@ class Gymnasium(Seeded):
                 observation, reward, terminated, truncated, _ = self._world.step(action)
                 self._return += float(reward)
                 done, text = bool(terminated or truncated), self._sight(observation)
-        if done or turn.truncated or turn.last or turn.number + 1 >= self._max_turns:
+        if done or turn.truncated or turn.last or turn.number + 1 >= self.max_turns:
             return Step(reward=self._return, done=True, metrics={"finished": float(done), "return": self._return})
         return Step((Message("user", text),))
 
@@ -126,8 +126,8 @@ class Gymnasium(Seeded):
         """The last action in the last line."""
         lines = text[-_READ_CHARS:].strip().lower().splitlines()
         for word in reversed(re.findall(r"\w+", lines[-1]) if lines else []):
-            if word in self._actions:
-                return self._first + self._actions.index(word)
+            if word in self.actions:
+                return self._first + self.actions.index(word)
             if word.isdecimal() and self._first <= int(word) < self._first + self._count:
                 return int(word)
         return None
@@ -135,7 +135,7 @@ class Gymnasium(Seeded):
     def _sight(self, observation: object) -> str:
         drawn = self._world.render() if self._world.render_mode == "ansi" else None
         text = _COLOURS.sub("", _MARKED.sub(r"[\1]", drawn)) if isinstance(drawn, str) else str(observation)
-        return shortened(text.strip("\n"), self._result_chars) + "\n"
+        return shortened(text.strip("\n"), self.result_chars) + "\n"
 
 
 def _render_modes(spec: Any) -> Sequence[str]:

@@ -18,6 +18,7 @@ import random
 import re
 from collections import deque
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from itertools import count
 from typing import Any, Final, Literal
 
@@ -73,20 +74,16 @@ class Grid:
 
     def shortest(self, start: Cell = (0, 0)) -> str:
         """Moves of a shortest way to the end."""
-        came: dict[Cell, tuple[Cell, str]] = {}
-        waiting = deque([start])
-        while waiting:
-            cell = waiting.popleft()
+        waiting, seen = deque([(start, "")]), {start}
+        while True:
+            cell, moves = waiting.popleft()
+            if cell == self.goal:
+                return moves
             for way in self.ways(cell):
                 beyond = self._beyond(cell, way)
-                if beyond != start and beyond not in came:
-                    came[beyond] = (cell, way)
-                    waiting.append(beyond)
-        moves, cell = "", self.goal
-        while cell != start:
-            cell, way = came[cell]
-            moves = way + moves
-        return moves
+                if beyond not in seen:
+                    seen.add(beyond)
+                    waiting.append((beyond, moves + way))
 
     def draw(self, at: Cell) -> str:
         """The whole maze in 2 * size + 1 lines."""
@@ -127,25 +124,25 @@ def moves_of(text: str) -> str:
     return last.lower() if _RUN.fullmatch(last) else "".join(word[0].lower() for word in _WORD.findall(last))
 
 
+@dataclass
 class Maze(Environment):
     """One maze: the metadata's `maze`, else by the task's seed. `instructions=None`: those of the view."""
 
-    def __init__(
-        self,
-        *,
-        size: int = 4,
-        view: Literal["map", "near"] = "map",
-        open: float = 0.0,
-        max_moves: int = 0,
-        instructions: str | None = None,
-    ) -> None:
+    size: int = 4
+    view: Literal["map", "near"] = "map"
+    open: float = 0.0
+    max_moves: int = 0
+    instructions: str | None = None
+
+    _moves = 0
+    _at = (0, 0)
+
+    def __post_init__(self) -> None:
+        size, view = self.size, self.view
         if size < 2 or view not in INSTRUCTIONS:
             raise ValueError(f"size is {size} and view {view!r}; the size must be at least 2, the view map or near")
-        self._size, self._view, self._open = size, view, open
-        self._most = max_moves or 4 * size * size
-        self._instructions = INSTRUCTIONS[view] if instructions is None else instructions
-        self._moves = 0
-        self._at: Cell = (0, 0)
+        self._most = self.max_moves or 4 * size * size
+        self._instructions = INSTRUCTIONS[view] if self.instructions is None else self.instructions
 
     @classmethod
     def tasks(cls, split: Literal["train", "heldout"], seed: int, **options: Any) -> Iterator[Mapping[str, Any]]:
@@ -159,7 +156,7 @@ class Maze(Environment):
         """An example walk, to the end or to the limit of moves: random open directions, back only out of dead ends, an
         end-of-sequence token (a line break) after each move. `tool_spans`: the characters that this environment
         wrote."""
-        grid, draw = Grid(self._size, number, self._open), random.Random(f"walk {number}")
+        grid, draw = Grid(self.size, number, self.open), random.Random(f"walk {number}")
         at, back, text, spans = (0, 0), "", "", []
         for left in reversed(range(self._most)):
             ways = grid.ways(at)
@@ -174,7 +171,7 @@ class Maze(Environment):
         return {"input": self._sight(grid, (0, 0)), "demonstration": text, "tool_spans": spans}
 
     async def reset(self, task: Task) -> Start:
-        self._grid = Grid(self._size, int(task.metadata.get("maze", task.seed)), self._open)
+        self._grid = Grid(self.size, int(task.metadata.get("maze", task.seed)), self.open)
         self._shortest = len(self._grid.shortest())
         return Start((*system_message(self._instructions), Message("user", self._sight(self._grid, self._at))))
 
@@ -199,4 +196,4 @@ class Maze(Environment):
         return Step((Message("user", hint + self._sight(self._grid, self._at)),))
 
     def _sight(self, grid: Grid, at: Cell) -> str:
-        return (grid.draw(at) if self._view == "map" else grid.near(at)) + "\n"
+        return (grid.draw(at) if self.view == "map" else grid.near(at)) + "\n"

@@ -22,6 +22,7 @@ import asyncio
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Final
 
@@ -110,14 +111,12 @@ class McpSession:
 
 
 async def _all_tools(client: Any) -> list[Any]:
-    listed: list[Any] = []
-    cursor = None
-    while True:
-        page = await client.list_tools(cursor=cursor)
+    page = await client.list_tools()
+    listed = list(page.tools)
+    while page.next_cursor is not None:
+        page = await client.list_tools(cursor=page.next_cursor)
         listed += page.tools
-        cursor = page.next_cursor
-        if cursor is None:
-            return listed
+    return listed
 
 
 def _reason(error: BaseException) -> str:
@@ -142,57 +141,51 @@ def _loop() -> asyncio.AbstractEventLoop:
 _shared: dict[Target, McpSession] = {}  # of this process
 
 
+@dataclass
 class Mcp(ToolEpisode):
     """Options besides those of every tool pack: `command` with `environment`, or `url`; `tools`: the offered tools
     (default: all); `effects`: the tools with side effects, whose calls are made once; `deadline_s` of a call; `start_s`
     until the server answers; `shared`."""
 
-    def __init__(
-        self,
-        *,
-        command: Sequence[str] = (),
-        environment: Mapping[str, str] | None = None,
-        url: str = "",
-        tools: Sequence[str] = (),
-        effects: Sequence[str] = (),
-        shared: bool = False,
-        deadline_s: float = 30.0,
-        start_s: float = 60.0,
-        max_calls: int = 8,
-        result_chars: int = 4096,
-        system: str = "",
-    ) -> None:
-        super().__init__(max_calls=max_calls, result_chars=result_chars, system=system)
-        need_package("mcp", "mcp", "'mcp>=2'")
-        if bool(command) == bool(url):
+    command: Sequence[str] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    url: str = ""
+    tools: Sequence[str] = ()
+    effects: Sequence[str] = ()
+    shared: bool = False
+    deadline_s: float = 30.0
+    start_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        need_package("mcp", "'mcp>=2'")
+        if bool(self.command) == bool(self.url):
             raise ValueError("the pack mcp needs either a command or a url")
-        self._target = Target(tuple(command), tuple(sorted((environment or {}).items())), url)
-        self._offered, self._effects, self._shared = tuple(tools), tuple(effects), shared
-        self._deadline_s, self._start_s = deadline_s, start_s
+        self._target = Target(tuple(self.command), tuple(sorted(self.environment.items())), self.url)
         self._session: McpSession | None = None
 
     async def open_tools(self, task: Task) -> Sequence[Tool]:
-        session = _shared.get(self._target) if self._shared else None
+        session = _shared.get(self._target) if self.shared else None
         if session is None or session.ended:
             session = McpSession(self._target)
-            if self._shared:
+            if self.shared:
                 _shared[self._target] = session
         self._session = session
-        listed = await session.opened(self._start_s)
+        listed = await session.opened(self.start_s)
         listed_names = [tool.name for tool in listed]
-        for option, names in (("tools", self._offered), ("effects", self._effects)):
+        for option, names in (("tools", self.tools), ("effects", self.effects)):
             if missing := [name for name in names if name not in listed_names]:
                 raise ValueError(
                     f"{option} has {missing[0]!r}, which the server has not; it has: {', '.join(listed_names)}"
                 )
         return [
-            _McpTool(session, tool, self._deadline_s, effects=tool.name in self._effects)
+            _McpTool(session, tool, self.deadline_s, effects=tool.name in self.effects)
             for tool in listed
-            if not self._offered or tool.name in self._offered
+            if not self.tools or tool.name in self.tools
         ]
 
     async def close(self) -> None:
-        if self._session is not None and not self._shared:
+        if self._session is not None and not self.shared:
             await self._session.close()
 
 

@@ -19,6 +19,7 @@ import json
 import random
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from stages.agents.environment import Environment, Start, Step, Task, Turn, system_message
@@ -29,37 +30,34 @@ from stages.graders.registry import grade_request, listed_grader
 _HELDOUT = 10  # one in so many sums is held out
 
 
+@dataclass
 class MultiAgent(Environment):
     """The texts are options, for models with a small vocabulary: `ask` before the verdict, `again` before another
     answer, `right` and `wrong` as verdicts (the last verdict in the verifier's turn counts). `below` is for `tasks`."""
 
-    def __init__(
-        self,
-        *,
-        grader: str = "gsm8k_flex",
-        rounds: int = 1,
-        verdict_share: float = 0.5,
-        instructions: str = "",
-        ask: str = "You are a verifier now. Is the last answer right? Think, and end with yes or no.",
-        again: str = "You are the solver again. Your answer is doubted: give another, or the same if you are sure.",
-        right: str = "yes",
-        wrong: str = "no",
-        below: int = 100,
-    ) -> None:
-        entry = listed_grader(grader)
+    grader: str = "gsm8k_flex"
+    rounds: int = 1
+    verdict_share: float = 0.5
+    instructions: str = ""
+    ask: str = "You are a verifier now. Is the last answer right? Think, and end with yes or no."
+    again: str = "You are the solver again. Your answer is doubted: give another, or the same if you are sure."
+    right: str = "yes"
+    wrong: str = "no"
+    below: int = 100
+
+    _answers = _true_verdicts = 0
+    _correct = False
+
+    def __post_init__(self) -> None:
+        entry = listed_grader(self.grader)
         if entry is None or not entry.in_stage:
-            raise ValueError(f"grader is {grader!r}, but must be a built-in grader without a worker process")
-        if rounds < 1 or not 0 <= verdict_share * rounds < 1:
+            raise ValueError(f"grader is {self.grader!r}, but must be a built-in grader without a worker process")
+        if self.rounds < 1 or not 0 <= self.verdict_share * self.rounds < 1:
             raise ValueError(
-                f"rounds is {rounds} and verdict_share {verdict_share}; at least one round is needed, and the "
-                "verdicts of all rounds must be worth less than 1, which is what a right answer is worth"
+                f"rounds is {self.rounds} and verdict_share {self.verdict_share}; at least one round is needed, and "
+                "the verdicts of all rounds must be worth less than 1, which is what a right answer is worth"
             )
-        self._grader, self._rounds, self._share = grader, rounds, verdict_share
-        self._instructions, self._ask, self._again = instructions, ask, again
-        self._right = right
-        self._verdict = re.compile(f"{_word(right)}|{_word(wrong)}", re.IGNORECASE)
-        self._answers = self._true_verdicts = 0
-        self._correct = False
+        self._verdict = re.compile(f"{_word(self.right)}|{_word(self.wrong)}", re.IGNORECASE)
 
     @classmethod
     def tasks(
@@ -95,7 +93,7 @@ class MultiAgent(Environment):
         if task.label is None:
             raise ValueError("the row has no label, which decides who is right; set --label-key")
         self._label, self._metadata = task.label, json.dumps(dict(task.metadata), default=str)
-        return Start((*system_message(self._instructions), *task.messages))
+        return Start((*system_message(self.instructions), *task.messages))
 
     async def step(self, turn: Turn) -> Step:
         return self._judged(turn) if turn.number % 2 else self._answered(turn)
@@ -103,18 +101,18 @@ class MultiAgent(Environment):
     def _answered(self, turn: Turn) -> Step:
         """The solver's turn."""
         self._answers += 1
-        request = GradeRequest(self._grader, turn.message.content, self._label, self._metadata)
+        request = GradeRequest(self.grader, turn.message.content, self._label, self._metadata)
         self._correct = bool(grade_request(request).is_correct)
-        return self._ended() if turn.truncated or turn.last else Step((Message("user", self._ask),))
+        return self._ended() if turn.truncated or turn.last else Step((Message("user", self.ask),))
 
     def _judged(self, turn: Turn) -> Step:
         """The verifier's turn."""
         verdicts = [found.lower() for found in self._verdict.findall(turn.message.content)]
-        verdict = verdicts[-1] == self._right.lower() if verdicts else None
-        worth = self._share if verdict == self._correct else 0.0
+        verdict = verdicts[-1] == self.right.lower() if verdicts else None
+        worth = self.verdict_share if verdict == self._correct else 0.0
         self._true_verdicts += verdict == self._correct
-        if verdict is False and self._answers < self._rounds and not (turn.truncated or turn.last):
-            return Step((Message("user", self._again),), reward=worth)
+        if verdict is False and self._answers < self.rounds and not (turn.truncated or turn.last):
+            return Step((Message("user", self.again),), reward=worth)
         return self._ended(worth)
 
     def _ended(self, worth: float = 0.0) -> Step:

@@ -23,6 +23,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
@@ -94,7 +95,7 @@ class Interpreters:
     """
 
     def __init__(
-        self, imports: Sequence[str] = (), *, memory_bytes: int = 1 << 30, cpu_s: int = 60, sandbox: Sandbox = "auto"
+        self, imports: Sequence[str] = (), memory_bytes: int = 1 << 30, cpu_s: int = 60, sandbox: Sandbox = "auto"
     ) -> None:
         if sandbox == "bubblewrap" and shutil.which("bwrap") is None:
             raise ValueError("sandbox is 'bubblewrap', but no bwrap is installed; install it, or set sandbox = 'jail'")
@@ -227,30 +228,26 @@ _ENDS: Final = {
     "killed": "the code had more memory, threads or files than it may",
     "output": "the code printed too much",
 }
-_warm: dict[tuple[object, ...], Interpreters] = {}  # of this process, for all its episodes
+_warm: dict[tuple[tuple[str, ...], int, int, Sandbox], Interpreters] = {}  # of this process, for all its episodes
 
 
+@dataclass
 class PythonTool(ToolEpisode):
     """Options besides those of every tool pack: `deadline_s` of a call, `imports` (packages to load beforehand),
     `memory_mb`, `cpu_s` of the whole episode, `sandbox` ("auto", "bubblewrap" or "jail")."""
 
-    def __init__(
-        self,
-        *,
-        deadline_s: float = 5.0,
-        imports: Sequence[str] = (),
-        memory_mb: int = 1024,
-        cpu_s: int = 60,
-        sandbox: Sandbox = "auto",
-        max_calls: int = 8,
-        result_chars: int = 4096,
-        system: str = "",
-    ) -> None:
-        super().__init__(max_calls=max_calls, result_chars=result_chars, system=system)
-        kind = (tuple(imports), memory_mb, cpu_s, sandbox)
+    deadline_s: float = 5.0
+    imports: Sequence[str] = ()
+    memory_mb: int = 1024
+    cpu_s: int = 60
+    sandbox: Sandbox = "auto"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        kind = (tuple(self.imports), self.memory_mb << 20, self.cpu_s, self.sandbox)
         if kind not in _warm:
-            _warm[kind] = Interpreters(imports, memory_bytes=memory_mb << 20, cpu_s=cpu_s, sandbox=sandbox)
-        self._python = _Python(_warm[kind], deadline_s)
+            _warm[kind] = Interpreters(*kind)
+        self._python = _Python(_warm[kind], self.deadline_s)
 
     async def open_tools(self, task: Task) -> Sequence[Tool]:
         return [self._python]

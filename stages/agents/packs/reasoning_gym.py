@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import count
 from typing import Any, Final, Literal
 
@@ -32,22 +33,20 @@ _ANSWER: Final = re.compile(r"<answer>(.*?)(?:</answer>|\Z)", re.DOTALL)
 Datasets = Sequence[str] | Mapping[str, Mapping[str, Any]]
 
 
+@dataclass
 class ReasoningGym(Environment):
     """One task: the metadata's `dataset` and `number`, else by the task's seed. `partial` keeps scores between 0 and 1.
 
     `prompt` replaces the question, and may contain fields of the task's metadata: "{expression} =".
     """
 
-    def __init__(
-        self,
-        *,
-        datasets: Datasets = ("chain_sum",),
-        partial: bool = True,
-        instructions: str = INSTRUCTIONS,
-        prompt: str = "",
-    ) -> None:
-        self._settings = _settings(datasets)
-        self._partial, self._instructions, self._prompt = partial, instructions, prompt
+    datasets: Datasets = ("chain_sum",)
+    partial: bool = True
+    instructions: str = INSTRUCTIONS
+    prompt: str = ""
+
+    def __post_init__(self) -> None:
+        self._settings = _settings(self.datasets)
 
     @classmethod
     def tasks(
@@ -75,12 +74,12 @@ class ReasoningGym(Environment):
             raise ValueError(f"metadata.dataset is {name!r}{did_you_mean(name, self._settings)}")
         self._dataset, self._entry = _create(name, number, self._settings[name])
         self._name = name
-        question = Message("user", _question(self._entry, self._prompt))
-        return Start((*system_message(self._instructions), question))
+        question = Message("user", _question(self._entry, self.prompt))
+        return Start((*system_message(self.instructions), question))
 
     async def step(self, turn: Turn) -> Step:
         score = scored(self._dataset, self._entry, answer_of(turn.message.content))
-        if not self._partial:
+        if not self.partial:
             score = float(score >= 1.0)
         return Step(reward=score, done=True, metrics={self._name: score})
 
@@ -116,7 +115,7 @@ def scored(dataset: Any, entry: Mapping[str, Any], answer: str) -> float:
 
 def _settings(datasets: Datasets) -> dict[str, Mapping[str, Any]]:
     """Settings by dataset. Raises ValueError."""
-    need_package("reasoning_gym", "reasoning_gym", "reasoning-gym")
+    need_package("reasoning_gym", "reasoning-gym")
     from reasoning_gym.factory import DATASETS
 
     named: dict[str, Mapping[str, Any]] = {

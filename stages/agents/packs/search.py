@@ -21,6 +21,7 @@ import asyncio
 import importlib.util
 import random
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -169,28 +170,23 @@ def _decoded(data: bytes) -> list[list[str]]:
 _QUERY = "query"
 
 
+@dataclass
 class Search(ToolEpisode):
     """Options besides those of every tool pack: `corpus` or `url` (with `timeout_s`); `topk` documents for a query,
     each of at most `document_chars` characters."""
 
-    def __init__(
-        self,
-        *,
-        corpus: str = "towns",
-        url: str = "",
-        topk: int = 3,
-        document_chars: int = 1000,
-        timeout_s: float = 30.0,
-        max_calls: int = 4,
-        result_chars: int = 4096,
-        system: str = "",
-    ) -> None:
-        super().__init__(max_calls=max_calls, result_chars=result_chars, system=system)
-        if topk < 1:
-            raise ValueError(f"topk is {topk}, but must be at least 1")
-        self._topk, self._document_chars = topk, document_chars
-        self._retriever = Server(url, timeout_s) if url else Index(corpus)
-        self._indexed = "" if url else corpus
+    corpus: str = "towns"
+    url: str = ""
+    topk: int = 3
+    document_chars: int = 1000
+    timeout_s: float = 30.0
+    max_calls: int = field(default=4, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.topk < 1:
+            raise ValueError(f"topk is {self.topk}, but must be at least 1")
+        self._retriever = Server(self.url, self.timeout_s) if self.url else Index(self.corpus)
 
     @classmethod
     def tasks(cls, split: Literal["train", "heldout"], seed: int) -> Iterator[Mapping[str, Any]]:
@@ -205,9 +201,9 @@ class Search(ToolEpisode):
             }
 
     async def open_tools(self, task: Task) -> Sequence[Tool]:
-        search = _Search(self._retriever, self._topk, self._document_chars)
-        if self._indexed:  # a server's answers may change
-            search.version = f"{self._indexed} {self._topk} {self._document_chars}"
+        search = _Search(self._retriever, self.topk, self.document_chars)
+        if not self.url:  # a server's answers may change
+            search.version = f"{self.corpus} {self.topk} {self.document_chars}"
         return [search]
 
 

@@ -18,7 +18,7 @@ import os
 import uuid
 from collections.abc import Iterator, Mapping
 from functools import cache
-from itertools import count
+from itertools import count, islice
 from typing import Any, Final, Literal
 
 import msgspec
@@ -43,10 +43,7 @@ class _Tasks:
 
     def __getitem__(self, index: int) -> Any:
         """Raises IndexError after the last task."""
-        for task in self._rest if index >= len(self._read) else ():
-            self._read.append(task)
-            if len(self._read) > index:
-                break
+        self._read += islice(self._rest, max(0, index + 1 - len(self._read)))
         return self._read[index]
 
 

@@ -264,7 +264,7 @@ class Tree:
                 waiting.remove(node)
                 asked = (*said.get(self.parents[node], ()), {"role": "user", "content": f"{self.words[node]}"})
                 conversation = msgspec.convert({"messages": asked}, Conversation)
-                turn = session.open(conversation)
+                turn = session.open(session.context(conversation), conversation)
                 naming = record.named(turn.ids.tobytes())
                 under_way[node] = turn, naming, naming.__enter__()
             else:

@@ -48,7 +48,10 @@ class Asked:
     log: list[tuple[list[int], SampleResult]]
 
     def __call__(self, *messages: Message, text: str = "ok", tools: tuple[dict[str, object], ...] = ()) -> Message:
-        return self.answer(self.session.open(Conversation(messages, tools)), result(text, seed=len(self.log)))
+        return self.answer(self.turn(Conversation(messages, tools)), result(text, seed=len(self.log)))
+
+    def turn(self, conversation: Conversation) -> Turn:
+        return self.session.open(self.session.context(conversation), conversation)
 
     def answer(self, turn: Turn, made: SampleResult) -> Message:
         reply = self.chat.reply(made.token_ids, ()).message
@@ -145,7 +148,7 @@ def test_the_sequence_of_the_newest_turn_comes_last_and_is_graded(asked: Asked) 
     assert graded() == "helper"
     again = asked(USER, main, Message("user", "two"), text="main 2")
     assert graded() == "main 2"
-    asked.answer(asked.session.open(Conversation((SYSTEM, USER, helper, USER))), result("cut", cut=True))
+    asked.answer(asked.turn(Conversation((SYSTEM, USER, helper, USER))), result("cut", cut=True))
     assert graded() == "cut"
     assert asked.session.cut
     for branch in ("branch", "branch 2"):
@@ -172,7 +175,7 @@ def test_an_answer_is_trained_in_two_sequences_where_an_edited_one_kept_its_begi
 
 def test_what_was_not_sampled_as_in_training_is_recorded_and_not_trained(asked: Asked) -> None:
     counted = len(asked.session.context(Conversation((USER,))))
-    turn = asked.session.open(Conversation((USER,)))
+    turn = asked.turn(Conversation((USER,)))
     assert counted == len(turn.ids)
     assert asked.session.samples() == (), "neither was answered"
     asked.session.land(turn, result("cold", (2, 5)), Message("assistant", "cold"), trained=False)
@@ -210,7 +213,7 @@ class _Agent:
                 reply = self.asked.answer(turn, made)
                 self.histories.append((*history, reply, Message("user", self.data.draw(texts))))
         else:
-            self.waiting.append((self.asked.session.open(Conversation(history)), history))
+            self.waiting.append((self.asked.turn(Conversation(history)), history))
 
 
 @given(st.data(), st.integers(1, 25))

@@ -439,7 +439,7 @@ def test_labels_that_were_objects_are_objects_for_functions_of_slime(text: str, 
     slice_ = group_of(1.0)
     slice_ = msgspec.structs.replace(slice_, group=msgspec.structs.replace(slice_.group, label=text))
     assert shown(slice_)[0].label == label
-    assert given_sample(make_config(), slice_.group, slice_.samples[0]).label == label
+    assert given_sample(slice_.group, slice_.samples[0]).label == label
     found = custom_grader(f"{CODE}:label_is_object")(GradeRequest(grader="", response="x", label=text))
     assert found.score == float(isinstance(label, dict))
     assert (found.extracted, found.parts) == ("4", {"acc": 1.0}), "texts of a grader's dict are no parts"

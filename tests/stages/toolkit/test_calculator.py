@@ -12,11 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from configs.schema.data import ToolsConfig
+from stages.agents.stage import PlainTools
 from stages.tools.calculator import Calculator, evaluate, format_number
+from stages.tools.registry import ToolProcess
 from stages.tools.tool import RESULT_CHARS, Tool, ToolCallError
 from stages.workers import process as worker_process
 from tests.stages.stage_rig import alive, ended, until
-from tests.stages.toolkit.test_tool_calls import PATH, answer_call, call_text, opened
+from tests.stages.toolkit.test_tool_calls import PATH, call_text, opened
 
 integers = st.integers(0, 10_000).map(str)
 integer_expressions = st.recursive(
@@ -131,13 +134,17 @@ CRASHED = "this call or another one crashed or blocked it"
 
 
 async def ask(tools: dict[str, Tool], text: str, deadline_s: float = LONG_S) -> str:
-    return await answer_call(tools, call_text(json.dumps({"text": text})), deadline_s)
+    """Of the only tool."""
+    return await ask_one(tools, *tools, text, deadline_s)
 
 
 async def ask_one(tools: dict[str, Tool], name: str, text: str, deadline_s: float = LONG_S) -> str:
     """Of several tools."""
+    tool = tools[name]
+    assert isinstance(tool, ToolProcess)
+    tool.deadline_s = deadline_s
     content = json.dumps({"name": name, "arguments": {"text": text}})
-    return await answer_call(tools, call_text(content), deadline_s)
+    return await PlainTools(tools, ToolsConfig()).answer(call_text(content))
 
 
 @pytest.mark.slow

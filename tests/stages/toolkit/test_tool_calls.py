@@ -118,14 +118,10 @@ def test_any_content_is_a_call_or_a_sentence(content: str) -> None:
         assert isinstance(found, str) or found.name in names
 
 
-async def answer_call(tools: dict[str, Tool], text: str, deadline_s: float) -> str:
-    """Carry out the call that ends the text."""
-    return await PlainTools(tools, ToolsConfig(tool_deadline_s=deadline_s)).answer(text)
-
-
-async def answer(content: str, *tools: str) -> str:
-    async with opened(*tools) as found:
-        return await answer_call(found, call_text(content), 60.0)
+async def answer(content: str, *names: str) -> str:
+    """What the call that ends a text is answered."""
+    async with opened(*names) as tools:
+        return await PlainTools(tools, ToolsConfig()).answer(call_text(content))
 
 
 @asynccontextmanager
