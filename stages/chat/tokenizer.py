@@ -19,13 +19,9 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from stages.chat.messages import PIECE, TokenizerError, refuse_longer
-
-if TYPE_CHECKING:
-    import tokenizers
-
 
 Render = Callable[..., str]
 
@@ -118,13 +114,8 @@ def load_tokenizer(checkpoint: str, chat_template_path: str | None = None) -> To
     directory = locate(checkpoint, CHECKPOINT_FILES)
     config = _read_json(directory / "tokenizer_config.json")
     template = find_template(directory, config, chat_template_path)
-    eos_ids = set(_declared_eos(directory))
-    if (directory / "tokenizer.json").is_file() and "auto_map" not in config:
-        light = _load_light(directory, config, template)
-        if light is not None:
-            light.eos_ids = _own_first(light.special_ids.get("eos_token"), eos_ids)
-            return light
-    return _load_transformers(directory, template, eos_ids)
+    light = (directory / "tokenizer.json").is_file() and "auto_map" not in config
+    return (_load_light(directory, config, template) if light else None) or _load_transformers(directory, template)
 
 
 def locate(checkpoint: str, files: Sequence[str] | None = None) -> Path:
@@ -152,9 +143,7 @@ def locate(checkpoint: str, files: Sequence[str] | None = None) -> Path:
         ) from error
 
 
-def _load_light(
-    directory: Path, config: Mapping[str, object], template: tuple[str, str] | None
-) -> LightTokenizer | None:
+def _load_light(directory: Path, config: Mapping[str, object], template: tuple[str, str] | None) -> Tokenizer | None:
     """The light tokenizer, or None if this checkpoint needs transformers."""
     import tokenizers
 
@@ -183,33 +172,22 @@ def _load_light(
     is_bpe = type(backend.model).__name__ == "BPE"
     if (config.get("clean_up_tokenization_spaces") and not is_bpe) or config.get("split_special_tokens"):
         return None
-    return LightTokenizer(backend, template, special, known)
+    return Tokenizer(backend, template, special, _eos_ids(directory, known.get("eos_token")))
 
 
-class LightTokenizer:
-    """tokenizer.json and a Jinja template; no transformers, no torch.
+class Tokenizer:
+    """Text to token ids and back, as the checkpoint's model was trained: by tokenizer.json, without transformers.
 
-    `eos_ids`: every id that ends a response: the tokenizer's own first, then ascending. `template`: a chat template
-    and where it was found.
+    `template`: a chat template and where it was found. `special`: texts of named tokens, for the template. `eos_ids`:
+    every id that ends a response: the tokenizer's own first, then ascending.
     """
 
     def __init__(
-        self,
-        backend: tokenizers.Tokenizer,
-        template: tuple[str, str] | None,
-        special: dict[str, str],
-        special_ids: dict[str, int],
+        self, backend: Any, template: tuple[str, str] | None, special: Mapping[str, Any], eos_ids: tuple[int, ...]
     ) -> None:
-        self.chat_template = template[0] if template is not None else ""
-        self.eos_ids: tuple[int, ...] = ()
-        self.special_ids = special_ids
-        self._backend = backend
+        self.eos_ids, self._backend, self._special = eos_ids, backend, special
+        self.has_chat_template, self.chat_template = template is not None, template[0] if template is not None else ""
         self._render: Render | None = compile_template(*template) if template is not None else None
-        self._special = special
-
-    @property
-    def has_chat_template(self) -> bool:
-        return self._render is not None
 
     @property
     def vocab_size(self) -> int:
@@ -248,44 +226,19 @@ class LightTokenizer:
         return self._render(messages=present, tools=tools or None, **arguments)
 
 
-class TransformersTokenizer:
-    """A tokenizer of the transformers library."""
-
-    def __init__(self, tokenizer: Any, eos_ids: tuple[int, ...]) -> None:
-        self.eos_ids = eos_ids
-        self.chat_template = str(tokenizer.chat_template or "")
-        self._tokenizer = tokenizer
-
-    @property
-    def has_chat_template(self) -> bool:
-        return self._tokenizer.chat_template is not None
+class TransformersTokenizer(Tokenizer):
+    """By a tokenizer of the transformers library."""
 
     @property
     def vocab_size(self) -> int:
-        return len(self._tokenizer)
+        return len(self._backend)
 
     def encode(self, text: str, add_special_tokens: bool = False, most: int | None = None) -> list[int]:
         refuse_longer(self.encode, text, most)
-        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
-
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
-
-    def apply_chat_template(
-        self,
-        messages: Sequence[Mapping[str, object]],
-        tools: Sequence[Mapping[str, object]] | None = None,
-        **kwargs: Any,
-    ) -> str:
-        arguments = {"add_generation_prompt": True, **kwargs, "tokenize": False}
-        offered, turns = list(tools) if tools else None, [with_reasoning(message) for message in messages]
-        return str(self._tokenizer.apply_chat_template(turns, tools=offered, **arguments))
+        return list(self._backend.encode(text, add_special_tokens=add_special_tokens))
 
 
-Tokenizer = LightTokenizer | TransformersTokenizer  # text to token ids and back, as the checkpoint's model was trained
-
-
-def _load_transformers(directory: Path, template: tuple[str, str] | None, eos_ids: set[int]) -> TransformersTokenizer:
+def _load_transformers(directory: Path, template: tuple[str, str] | None) -> TransformersTokenizer:
     try:
         from transformers import AutoTokenizer
 
@@ -297,14 +250,10 @@ def _load_transformers(directory: Path, template: tuple[str, str] | None, eos_id
             f"hf_checkpoint {str(directory)!r} has no tokenizer that can be loaded ({type(error).__name__}: {error}); "
             "give a directory with tokenizer.json or the files of a transformers tokenizer"
         ) from error
-    if template is not None:
-        tokenizer.chat_template = template[0]
-    return TransformersTokenizer(tokenizer, _own_first(tokenizer.eos_token_id, eos_ids))
-
-
-def _own_first(own: int | None, declared: set[int]) -> tuple[int, ...]:
-    """The end-of-sequence ids, first the tokenizer's, which ends a turn of a chat."""
-    return (() if own is None else (own,)) + tuple(sorted(declared - {own}))
+    if template is None and isinstance(tokenizer.chat_template, str):
+        template = tokenizer.chat_template, str(directory)
+    eos_ids = _eos_ids(directory, tokenizer.eos_token_id)
+    return TransformersTokenizer(tokenizer, template, tokenizer.special_tokens_map, eos_ids)
 
 
 def _special_tokens(directory: Path, config: Mapping[str, object]) -> dict[str, str]:
@@ -321,17 +270,19 @@ def _content(value: object) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def _declared_eos(directory: Path) -> list[int]:
-    """End-of-sequence ids of the generation configuration, else of the model's configuration."""
+def _eos_ids(directory: Path, own: int | None) -> tuple[int, ...]:
+    """The end-of-sequence ids: first the tokenizer's, which ends a turn of a chat, then those of the generation
+    configuration, else of the model's configuration."""
+    first = () if own is None else (own,)
     for name in ("generation_config.json", "config.json"):
         config = _read_json(directory / name)
         nested = config.get("text_config")
         declared = config.get("eos_token_id", nested.get("eos_token_id") if isinstance(nested, Mapping) else None)
         ids = declared if isinstance(declared, list) else [declared]
-        eos = [value for value in ids if isinstance(value, int)]
+        eos = {value for value in ids if isinstance(value, int)}
         if eos:
-            return eos
-    return []
+            return (*first, *sorted(eos - {own}))
+    return first
 
 
 def _read_json(path: Path) -> dict[str, object]:
