@@ -12,6 +12,7 @@ not a readable call stays in the content.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
@@ -29,27 +30,22 @@ THINK: Final = ("<think>", "</think>")
 _TAGS: Final = (THINK, ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"))
 
 
+@dataclass
 class TurnReader:
-    """Reads turns. `tags`: texts around reasoning; `opened`: the prompt ends within reasoning; `end_ids`: tokens that
-    end a turn."""
+    """Reads turns."""
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        parser: CallParser | None,
-        end_ids: frozenset[int],
-        tags: tuple[str, str] = THINK,
-        opened: bool = False,
-    ) -> None:
-        self.parser, self.end_ids = parser, end_ids
-        self._tokenizer, self._tags, self._opened = tokenizer, tags, opened
+    tokenizer: Tokenizer
+    parser: CallParser | None
+    end_ids: frozenset[int]  # tokens that end a turn
+    tags: tuple[str, str] = THINK  # texts around reasoning
+    opened: bool = False  # the prompt ends within reasoning
 
     def read(self, ids: Sequence[int], tools: Sequence[ToolSchema]) -> Reply:
         """The message of one turn's tokens."""
         length = len(ids)
         while length and ids[length - 1] in self.end_ids:
             length -= 1
-        text = self._tokenizer.decode(ids[:length], skip_special_tokens=False) if length else ""
+        text = self.tokenizer.decode(ids[:length], skip_special_tokens=False) if length else ""
         parser = self.parser
         if parser is not None and parser.reads_reasoning:
             parsed = parser.parse(text, Offered(tools))
@@ -60,10 +56,10 @@ class TurnReader:
 
     def _split(self, text: str, ended: bool) -> tuple[str, str]:
         """(reasoning, content)."""
-        opening, closing = self._tags
+        opening, closing = self.tags
         begins = text.lstrip().startswith(opening)
         before, closed, after = text.partition(closing)
-        if not begins and (opening in before or not (self._opened or closed)):
+        if not begins and (opening in before or not (self.opened or closed)):
             return "", text
         if begins:
             before = before.partition(opening)[2]
@@ -147,20 +143,23 @@ def special_pieces(tokenizer: Tokenizer, text: str) -> list[str]:
 class TemplateFormat:
     """See `load_chat_format`. `tool_fault`: reason why tools cannot be offered in this format, or ""."""
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        template: Template,
-        bridge: Bridge,
-        reader: TurnReader,
-        end: TurnEnd,
-        tool_fault: str = "",
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, parser: CallParser | None, arguments: Mapping[str, object]) -> None:
+        self._tokenizer, self._template, self.tool_fault = tokenizer, Template(tokenizer, arguments), ""
+        self._bridge = Bridge(self._template, partial(special_pieces, tokenizer))
+        closings = [check_bridge(self._bridge, (_USER,), ())]
+        try:
+            parser = parser or _parser_of(self._template, self._bridge)
+            for messages in ((_USER,), _ANSWERS[:1], _ANSWERS):
+                closings.append(check_bridge(self._bridge, messages, (_PROBE,)))
+        except ChatFormatError as error:
+            self.tool_fault = f"tools cannot be offered to this model: {error}"
+        self._end = TurnEnd(tokenizer, self._bridge.end, closings)
+        tags = next((tags for tags in _TAGS if tags[1] in tokenizer.chat_template), THINK)
+        prompt = self._template.render((QUESTION,), ())
+        opened = prompt.rfind(tags[0]) > prompt.rfind(tags[1])
+        self._reader = TurnReader(tokenizer, parser, self._end.end_ids, tags, opened)
         self.stop: Sequence[str] = ()
-        self.stop_token_ids: Sequence[int] = end.stop_ids
-        self.tool_fault = tool_fault
-        self._tokenizer, self._template, self._bridge = tokenizer, template, bridge
-        self._reader, self._end = reader, end
+        self.stop_token_ids: Sequence[int] = self._end.stop_ids
 
     def start(self, messages: Sequence[Message], tools: Sequence[ToolSchema], most: int | None = None) -> list[int]:
         """Tokens of the whole conversation, by the template. Raises ChatFormatError, TooLong."""
@@ -253,27 +252,7 @@ def load_chat_format(
     named = None if parser is None else parser_by_name(parser)
     if not tokenizer.has_chat_template:
         return PlainFormat(tokenizer, named or Marked(*marks or ()))
-    return _by_template(tokenizer, named, template_arguments or {})
-
-
-def _by_template(
-    tokenizer: Tokenizer, named: CallParser | None, template_arguments: Mapping[str, object]
-) -> TemplateFormat:
-    template = Template(tokenizer, template_arguments)
-    bridge = Bridge(template, partial(special_pieces, tokenizer))
-    closings = [check_bridge(bridge, (_USER,), ())]
-    reads, fault = named, ""
-    try:
-        reads = reads or _parser_of(template, bridge)
-        closings += [check_bridge(bridge, messages, (_PROBE,)) for messages in ((_USER,), _ANSWERS[:1], _ANSWERS)]
-    except ChatFormatError as error:
-        fault = f"tools cannot be offered to this model: {error}"
-    end = TurnEnd(tokenizer, bridge.end, closings)
-    tags = next((tags for tags in _TAGS if tags[1] in tokenizer.chat_template), THINK)
-    prompt = template.render((QUESTION,), ())
-    opened = prompt.rfind(tags[0]) > prompt.rfind(tags[1])
-    reader = TurnReader(tokenizer, reads, end.end_ids, tags, opened)
-    return TemplateFormat(tokenizer, template, bridge, reader, end, fault)
+    return TemplateFormat(tokenizer, named, template_arguments or {})
 
 
 def _parser_of(template: Template, bridge: Bridge) -> CallParser:

@@ -7,7 +7,7 @@ A job is `{program, cases, directory, case_s, total_s, memory_bytes, output_byte
 program cannot look them up; only a check carries its own expectations.
 
 Invariants: this process runs none of the program; it dies with its parent and its forks with it; a fork that is not
-locked down runs nothing (`confine`).
+locked down runs nothing (`start_confined`).
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ import signal
 import sys
 import types
 from contextlib import suppress
-from typing import Any, TypedDict
+from functools import partial
+from typing import Any, NoReturn, TypedDict
 
-from stages.sandbox.lockdown import LOOK_S, Deadline, confine, exceeds, hide, is_full, preparation, text_stream
+from stages.sandbox.lockdown import LOOK_S, Deadline, exceeds, hide, is_full, start_confined, text_stream
 from stages.workers.guard import die_with
 
 _RESULT_FD = 3
@@ -80,17 +81,13 @@ def main(parent: int) -> None:
 
 def _run(job: Job, case: dict[str, Any], allowed_s: float, deadline: Deadline) -> Result:
     """One case, in a fork with files in memory for its input and output."""
-    files = source, output, value = [os.memfd_create(name) for name in ("input", "output", "value")]
-    report, ready = os.pipe()
+    source, output, value = [os.memfd_create(name) for name in ("input", "output", "value")]
+    files = source, output, os.open(os.devnull, os.O_WRONLY), value
     try:
         os.write(source, str(case.get("stdin", "")).encode("utf-8", "replace"))
         os.lseek(source, 0, os.SEEK_SET)
-        me = os.getpid()
-        child = os.fork()
-        if child == 0:
-            _become(job, case, me, (*files, ready), allowed_s)
-        os.close(ready)
-        refusal = preparation(report)
+        run, cpu_s = partial(_become, job["program"], case), math.ceil(allowed_s) + 1
+        child, refusal = start_confined(run, job["directory"], files, cpu_s=cpu_s, memory_bytes=job["memory_bytes"])
         if refusal:
             os.waitpid(child, 0)
             return Result(how="isolation", stdout="", value=refusal)
@@ -139,19 +136,9 @@ def _content(descriptor: int, most: int) -> str | None:
     return None if size > most else os.pread(descriptor, size, 0).decode("utf-8", "replace")
 
 
-def _become(job: Job, case: dict[str, Any], parent: int, files: tuple[int, ...], allowed_s: float) -> None:
-    """In the fork: give everything up, then run the program. Never returns."""
-    source, output, value, ready = files
-    nothing = os.open(os.devnull, os.O_WRONLY)
-    cpu_s = math.ceil(allowed_s) + 1
-    inside = (source, output, nothing, value)
-    confine(parent, job["directory"], inside, ready, cpu_s=cpu_s, memory_bytes=job["memory_bytes"])
+def _become(program: str, case: dict[str, Any]) -> NoReturn:
+    """In the fork: run a case as a script would."""
     sys.stdin, sys.stdout, sys.stderr = text_stream(0, "r"), text_stream(1, "w"), text_stream(2, "w")
-    os._exit(_perform(job["program"], case))
-
-
-def _perform(program: str, case: dict[str, Any]) -> int:
-    """Run a case as a script would; the exit code."""
     exit_code = 0
     try:
         _execute(program, case)
@@ -165,7 +152,7 @@ def _perform(program: str, case: dict[str, Any]) -> int:
         sys.stdout.flush()
     except (OSError, ValueError):
         exit_code = 1  # too much output, or it closed its own
-    return exit_code & 0xFF
+    os._exit(exit_code & 0xFF)
 
 
 def _execute(program: str, case: dict[str, Any]) -> None:

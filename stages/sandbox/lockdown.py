@@ -1,7 +1,7 @@
 """What a process gives up before it runs an untrusted program: rights, resource limits, Landlock, seccomp.
 
-None of it needs privileges, a namespace or a container, and the process cannot undo any of it. `confine` does all of it
-in a fork.
+None of it needs privileges, a namespace or a container, and the process cannot undo any of it. `start_confined` does
+all of it in a fork.
 
 Root becomes `nobody`. If `nobody` cannot read Python's own files (an installation below /root), root's identity is kept
 for opening files only: Landlock alone then limits access to files. Root without the right to change users (a
@@ -27,9 +27,9 @@ import platform
 import resource
 import struct
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import Final, TextIO, cast
+from typing import Final, NoReturn, TextIO, cast
 
 from stages.sandbox.syscalls import ARCHITECTURES, filter_program
 from stages.workers.guard import bound, die_with, libc
@@ -62,17 +62,37 @@ class IsolationError(Exception):
     """This machine cannot lock a process down."""
 
 
-def confine(
-    parent: int,
+def start_confined(
+    run: Callable[[], NoReturn],
     directory: str,
     files: Sequence[int],
-    ready: int,
     *,
     cpu_s: int,
     memory_bytes: int,
     read: Sequence[str] = (),
+) -> tuple[int, str]:
+    """Fork a process that is locked down and then calls `run`. `files` become its descriptors 0, 1, 2...; `read` is
+    readable besides the libraries.
+
+    Waits for the lockdown: nothing before it is the program's doing. Returns the number of the process, and why it
+    could not be locked down, or "".
+    """
+    report, ready = os.pipe()
+    parent = os.getpid()
+    child = os.fork()
+    if child == 0:
+        _confine(parent, directory, files, ready, cpu_s, memory_bytes, read)
+        run()
+    os.close(ready)
+    with open(report, "rb") as stream:
+        prepared = stream.read(REASON_BYTES)
+    return child, "" if prepared == READY else prepared.decode(errors="replace") or "it ended unprepared"
+
+
+def _confine(
+    parent: int, directory: str, files: Sequence[int], ready: int, cpu_s: int, memory_bytes: int, read: Sequence[str]
 ) -> None:
-    """In a fork: give up all rights. `files` become descriptors 0, 1, 2...; `read` is readable besides the libraries.
+    """In a fork: give up all rights.
 
     Returns locked down, after writing READY to `ready` and closing it. Else writes the reason and ends the process.
     """
@@ -96,16 +116,6 @@ def confine(
     os.close(ready)
 
 
-def preparation(report: int) -> str:
-    """Waits for a fork to close its end of the pipe: nothing before that is the program's doing.
-
-    Returns why the fork could not be locked down, or "" if it is. Closes `report`.
-    """
-    with open(report, "rb") as stream:
-        prepared = stream.read(REASON_BYTES)
-    return "" if prepared == READY else prepared.decode(errors="replace") or "it ended unprepared"
-
-
 class Deadline:
     """The end of a program's time. Time in which the watching process was stopped, as in a paused container, is added:
     the program did not run either. `left_s` is called every LOOK_S."""
@@ -122,7 +132,10 @@ class Deadline:
 
 def exceeds(child: int, directory: str) -> bool:
     """Whether a program has more threads or files than it may."""
-    return _has_too_many_threads(child) or is_full(directory)
+    with suppress(OSError), open(f"/proc/{child}/stat", "rb") as stat:
+        if int(stat.read().rpartition(b")")[2].split()[17]) > THREADS:
+            return True
+    return is_full(directory)
 
 
 def is_full(directory: str) -> bool:
@@ -162,8 +175,8 @@ def limit(cpu_s: int, memory_bytes: int, file_bytes: int) -> None:
     bound(resource.RLIMIT_CPU, cpu_s, cpu_s + 1)  # SIGXCPU first, which names the reason
 
 
-def lock_down(read: Iterable[str], write: Iterable[str]) -> tuple[str, ...]:
-    """Landlock and seccomp for this process. Returns the protections that hold now; raises IsolationError."""
+def lock_down(read: Iterable[str], write: Iterable[str]) -> None:
+    """Landlock and seccomp for this process. Raises IsolationError."""
     library = libc()
     if library.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0:
         raise IsolationError("the kernel refuses no_new_privs")
@@ -171,7 +184,6 @@ def lock_down(read: Iterable[str], write: Iterable[str]) -> tuple[str, ...]:
     if version:
         restrict_files(library, version, read, write)
     _seccomp(library, without_landlock=version == 0)
-    return (f"landlock {version}", "seccomp") if version else ("seccomp",)
 
 
 def _seccomp(library: ctypes.CDLL, *, without_landlock: bool) -> None:
@@ -273,9 +285,3 @@ def restrict_files(library: ctypes.CDLL, version: int, read: Iterable[str], writ
     if library.syscall(_RESTRICT, ruleset, 0) != 0:
         raise IsolationError(f"Landlock cannot be applied ({os.strerror(ctypes.get_errno())})")
     os.close(ruleset)
-
-
-def _has_too_many_threads(child: int) -> bool:
-    with suppress(OSError), open(f"/proc/{child}/stat", "rb") as stat:
-        return int(stat.read().rpartition(b")")[2].split()[17]) > THREADS
-    return False

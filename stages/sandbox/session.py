@@ -4,7 +4,7 @@
 
 The first line on the control socket is a `Setup`; each descriptor that comes in after it is the socket of one session.
 A session is two forks: a keeper, which this module's `_keep` is, and a program below it that is locked down
-(`confine`). A line to the keeper is `{"code", "seconds"}`; a line back is a `Ran`. Variables live as long as the
+(`start_confined`). A line to the keeper is `{"code", "seconds"}`; a line back is a `Ran`. Variables live as long as the
 program: after a kill, the next code starts a new program.
 
 Invariants: neither this process nor a keeper runs any of the code; a keeper trusts nothing from its program but one
@@ -30,19 +30,10 @@ import tempfile
 import traceback
 import types
 from contextlib import suppress
+from functools import partial
 from typing import Any, Final, NoReturn, TypedDict
 
-from stages.sandbox.lockdown import (
-    FILE_BYTES,
-    LOOK_S,
-    Deadline,
-    confine,
-    exceeds,
-    hide,
-    is_full,
-    preparation,
-    text_stream,
-)
+from stages.sandbox.lockdown import FILE_BYTES, LOOK_S, Deadline, exceeds, hide, is_full, start_confined, text_stream
 from stages.workers.guard import die_with
 
 _OUTPUT_BYTES: Final = 256 << 10  # of one piece of code, beginning and end; the rest is counted
@@ -163,27 +154,12 @@ class _Program:
 
     def _start(self) -> str:
         keeper_end, program_end = socket.socketpair()
-        report, ready = os.pipe()
         os.ftruncate(self._output, 0)
-        me = os.getpid()
-        self._pid = os.fork()
-        if self._pid == 0:
-            nothing = os.open(os.devnull, os.O_RDONLY)
-            files = (nothing, self._output, self._output, program_end.fileno(), self._source)
-            bounds = self._setup
-            confine(
-                me,
-                self._directory,
-                files,
-                ready,
-                cpu_s=bounds["cpu_s"],
-                memory_bytes=bounds["memory_bytes"],
-                read=bounds["paths"],
-            )
-            interpret(3, 4)
-        program_end.close()
-        os.close(ready)
-        refusal = preparation(report)
+        with program_end, open(os.devnull, "rb") as nothing:
+            files = (nothing.fileno(), self._output, self._output, program_end.fileno(), self._source)
+            limits = {"cpu_s": self._setup["cpu_s"], "memory_bytes": self._setup["memory_bytes"]}
+            run, read = partial(interpret, 3, 4), self._setup["paths"]
+            self._pid, refusal = start_confined(run, self._directory, files, read=read, **limits)
         self._channel = keeper_end.detach()
         os.set_blocking(self._channel, False)
         if refusal:
