@@ -190,7 +190,7 @@ class AgentEpisodes:
         if not parts:
             raise EnvironmentFailed(f"environment {table.name}: the agent sent no request to the policy")
         metrics = {**outcome.metrics, "turns": session.turns, "sequences": len(parts)}
-        if record.restored:
+        if record.answers:
             metrics["uncertain"] = metrics.get("uncertain", 0.0) + 1
         last = ended(self.config, group, table.name, parts[-1], Outcome(outcome.reward, metrics), cut=cut)
         return (*(msgspec.structs.replace(part, done=True) for part in parts[:-1]), last)

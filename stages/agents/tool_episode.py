@@ -22,7 +22,7 @@ import json
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final, Protocol, runtime_checkable
+from typing import Final
 from weakref import WeakValueDictionary
 
 from configs.schema.notation import did_you_mean
@@ -32,13 +32,6 @@ from stages.records.once import NoEffect, Once, Uncertain
 from stages.tools.tool import Arguments, NoAnswer, Tool, ToolCallError, shortened
 
 MOST_CHARS: Final = 64 << 20
-
-
-@runtime_checkable
-class Deterministic(Protocol):
-    """Optional attribute of a tool without side effects whose answer depends on its arguments alone."""
-
-    version: str  # identifies the rest that decides the answer: code, index, task
 
 
 class AnswerCache:
@@ -51,9 +44,10 @@ class AnswerCache:
 
     async def call(self, tool: Tool, arguments: Arguments) -> tuple[str, bool]:
         """The answer of the tool, and whether it came from the cache. Raises the exceptions of the tool."""
-        if not isinstance(tool, Deterministic):
+        version = getattr(tool, "version", None)  # identifies what decides the answer beside them: code, index, task
+        if version is None:
             return await tool.call(arguments), False
-        key = (tool.name, tool.version, json.dumps(arguments, sort_keys=True))
+        key = (tool.name, version, json.dumps(arguments, sort_keys=True))
         lock = self._under_way.get(key) or asyncio.Lock()
         self._under_way[key] = lock  # kept while a task holds it or waits for it
         async with lock:  # released by the answer, failure or cancellation of the previous call
@@ -119,9 +113,8 @@ class ToolEpisode(Environment):
         except InfrastructureError:
             raise
         except Exception as error:  # user code may raise anything; the model reads the error
-            for_model = isinstance(error, (ToolCallError, Uncertain))
-            words = str(error) if for_model else f"{type(error).__name__}: {error}"
-            text = self._error(words)
+            for_model = isinstance(error, ToolCallError | Uncertain)
+            text = self._error(str(error) if for_model else f"{type(error).__name__}: {error}")
         return Message("tool", shortened(text, self.result_chars), tool_call_id=call.id, name=call.name)
 
     async def _result(self, call: ToolCall) -> str:
@@ -155,7 +148,7 @@ class ToolEpisode(Environment):
 
     def _metrics(self) -> dict[str, float]:
         metrics = {"tool_calls": float(self._calls), "tool_errors": float(self._errors)}
-        if any(isinstance(tool, Deterministic) for tool in self._tools.values()):
+        if any(hasattr(tool, "version") for tool in self._tools.values()):
             metrics["cached_calls"] = float(self._cached)
         return metrics
 

@@ -106,7 +106,7 @@ class TurnEnd:
 
     def __init__(self, tokenizer: Tokenizer, text: str, others: Sequence[str] = ()) -> None:
         self.ids = tokenizer.encode(text) if text else []
-        special = [[id for id in tokenizer.encode(end) if is_special(tokenizer, id)][:1] for end in (text, *others)]
+        special = [special_ids(tokenizer, end)[:1] for end in (text, *others)]
         self._place = self.ids.index(special[0][0]) if special[0] else -1
         closers = tuple(dict.fromkeys(id for ids in special for id in ids))
         self.stop_ids = tuple(id for id in closers if id not in tokenizer.eos_ids)
@@ -129,15 +129,14 @@ class TurnEnd:
         return 0
 
 
-def is_special(tokenizer: Tokenizer, id: int) -> bool:
-    """Whether a token is markup, not text."""
-    return bool(tokenizer.decode([id], skip_special_tokens=False)) and not tokenizer.decode([id])
+def special_ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The tokens of a text that are markup, not text."""
+    return [id for id in tokenizer.encode(text) if tokenizer.decode([id], False) and not tokenizer.decode([id])]
 
 
 def special_pieces(tokenizer: Tokenizer, text: str) -> list[str]:
     """The pieces of a text that are tokens of markup."""
-    ids = (id for id in tokenizer.encode(text) if is_special(tokenizer, id))
-    return [tokenizer.decode([id], skip_special_tokens=False) for id in ids]
+    return [tokenizer.decode([id], skip_special_tokens=False) for id in special_ids(tokenizer, text)]
 
 
 class TemplateFormat:

@@ -132,13 +132,12 @@ class Llama3(CallParser):
     opening = "<|python_tag|>"
 
     def parse(self, text: str, offered: Offered) -> Found:
-        before, tag, written = text.partition(self.opening)
+        kept, tag, rest = text.partition(self.opening)
         if not tag:
-            before, written = "", text
-        if not tag and not written.lstrip().startswith("{"):
+            kept, rest = "", text
+        if not tag and not rest.lstrip().startswith("{"):
             return Found(text)
         calls: list[ToolCall | str] = []
-        kept, rest = before, written
         while rest := rest.lstrip(" \n;"):
             try:
                 value, end = read_json_at(rest, 0)

@@ -87,14 +87,10 @@ def find_template(directory: Path, config: Mapping[str, object], override: str |
         return beside.read_text(encoding="utf-8"), str(beside)
     origin = str(directory / "tokenizer_config.json")
     declared = config.get("chat_template")
-    if isinstance(declared, str):
-        return declared, origin
-    if isinstance(declared, Sequence):
+    if isinstance(declared, list):
         named = {entry.get("name"): entry.get("template") for entry in declared if isinstance(entry, Mapping)}
-        chosen = named.get("default")
-        if isinstance(chosen, str):
-            return chosen, origin
-    return None
+        declared = named.get("default")
+    return (declared, origin) if isinstance(declared, str) else None
 
 
 CHECKPOINT_FILES = (  # all files of a checkpoint that a tokenizer needs, and the identity of the model

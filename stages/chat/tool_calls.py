@@ -244,8 +244,6 @@ def _from_object(value: Mapping[str, object], offered: Offered, only: str | None
         return ToolCall(only, value)  # the arguments themselves
     if not isinstance(name, str):
         return _form(offered)
-    if name not in offered.names:
-        return unknown_tool(name, offered.names)
     return offered.call(name, {} if arguments is None else arguments)
 
 

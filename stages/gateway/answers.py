@@ -159,28 +159,16 @@ class OpenSession:
     body_bytes: int = 0  # of its bodies that are being read or made tokens of
 
 
+@dataclass
 class Answers:
     """Answers the requests of all sessions of a replica."""
 
-    def __init__(
-        self,
-        sampler: Sampler,
-        requests: Requests,
-        chat: ChatFormat,
-        *,
-        encode: Callable[..., Sequence[int]] | None = None,
-        vocab_size: int | None = None,
-        client_sampling: bool = False,
-    ) -> None:
-        """
-        Args:
-            encode: tokenises texts to continue, up to `most` tokens; without it they are refused.
-            vocab_size: token ids from this value on are refused.
-            client_sampling: obey the client's sampling parameters; such turns are not trained.
-        """
-        self._sampler, self._requests, self._chat = sampler, requests, chat
-        self._encode, self._vocab_size, self._client_sampling = encode, vocab_size, client_sampling
-        self.max_context = requests.max_context
+    sampler: Sampler
+    requests: Requests
+    chat: ChatFormat
+    encode: Callable[..., Sequence[int]] | None = None  # of texts to continue, up to `most` tokens; None: refused
+    vocab_size: int | None = None  # token ids from this value on are refused
+    client_sampling: bool = False  # obey the client's sampling parameters; such turns are not trained
 
     def context(self, session: Session, ask: Ask, *, answered: bool = True) -> Sequence[int]:
         """The context of a request in tokens. `answered`: an answer is wanted. Changes nothing: a thread may call it.
@@ -193,23 +181,23 @@ class Answers:
                 raise Refused("invalid", "messages is empty; send at least one")
             if answered and messages[-1].role == "assistant":
                 raise Refused("invalid", "the last message is the assistant's; the gateway cannot continue a message")
-            return session.context(ask.conversation, self.max_context)
+            return session.context(ask.conversation, self.requests.max_context)
         if not ask.text:
             return ask.ids
-        if self._encode is None:
+        if self.encode is None:
             raise Refused("invalid", "texts are not tokenised here; send input_ids")
         before, rest = session.continued(ask.text)
-        return [*before, *self._encode(rest, most=self.max_context - len(before))]
+        return [*before, *self.encode(rest, most=self.requests.max_context - len(before))]
 
     async def answer(self, place: OpenSession, ask: Ask, context: Sequence[int]) -> Answer:
         """The answer to a request with this context. Waits for the engines. Raises Refused."""
-        if place.session.started >= self._requests.rollout.max_turns and not place.whole_batch:
+        if place.session.started >= self.requests.rollout.max_turns and not place.whole_batch:
             place.truncated = True
             raise Refused("invalid", f"this episode has had its {place.session.started} turns (--max-turns)")
-        if self._sampler.draining:
+        if self.sampler.draining:
             place.drained = True
             raise Refused("unavailable", "the run is ending")
-        highest = self._vocab_size or 1 << 31
+        highest = self.vocab_size or 1 << 31
         if ask.conversation is None and (not context or not 0 <= min(context) <= max(context) < highest):
             raise Refused("invalid", f"token ids must be at least one, from 0 to {highest - 1}")
         turn = place.session.open(context, ask.conversation)
@@ -219,9 +207,9 @@ class Answers:
     async def _answered(self, place: OpenSession, turn: Turn, ask: Ask, name: int) -> Answer:
         request, trained = self._request(place, turn, ask, name)
         key = turn.ids.tobytes()
-        made = known = place.record.find(name, self._sampler.oldest)
+        made = known = place.record.find(name, self.sampler.oldest)
         if made is None:
-            [made] = await self._sampler.sample(request)
+            [made] = await self.sampler.sample(request)
         result = made
         if result.finish == "aborted" and result.reason == OUT_OF_TIME:
             place.truncated = True
@@ -240,28 +228,28 @@ class Answers:
     def _request(self, place: OpenSession, turn: Turn, ask: Ask, name: int) -> tuple[SampleRequest, bool]:
         """The request to the engines, and whether its sampling parameters are those of training."""
         draft = msgspec.structs.replace(turn.draft, replaced=place.sample.replaced)
-        budget = self._requests.budget(place.group, draft, each_turn=self._client_sampling)
+        budget = self.requests.budget(place.group, draft, each_turn=self.client_sampling)
         if budget <= 0:
             place.truncated = True
             n = draft.length
             raise Refused("too_long", f"the conversation has {n} tokens, which leaves no room for an answer")
-        deadline = self._requests.deadline(place.group, draft)
+        deadline = self.requests.deadline(place.group, draft)
         # A separate number for the noise: requests that share tokens must get different samples, in whatever order
         # they arrive.
         numbered = msgspec.structs.replace(draft, sequence=name)
-        request = self._requests.of(place.group, (numbered,), budget, deadline)
+        request = self.requests.of(place.group, (numbered,), budget, deadline)
         if ask.max_tokens is not None:
             if ask.max_tokens < 1:
                 raise Refused("invalid", f"max_tokens is {ask.max_tokens}; it must be at least 1")
             budget = min(budget, ask.max_tokens)
         params = request.params
-        stop_ids = {*(params.stop_token_ids or ()), *self._chat.stop_token_ids, *ask.stop_token_ids}
+        stop_ids = {*(params.stop_token_ids or ()), *self.chat.stop_token_ids, *ask.stop_token_ids}
         drawn = msgspec.structs.replace(
             params,
             max_new_tokens=budget,
-            stop=[*texts(params.stop), *self._chat.stop, *ask.stop] or None,
+            stop=[*texts(params.stop), *self.chat.stop, *ask.stop] or None,
             stop_token_ids=sorted(stop_ids) or None,
-            **(_drawn(ask.sampling) if self._client_sampling else {}),
+            **(_drawn(ask.sampling) if self.client_sampling else {}),
             json_schema=self._schema(ask.constraint),
         )
         names = ("json_schema", *Sampling.__struct_fields__)
@@ -274,7 +262,7 @@ class Answers:
         """The schema that engines keep the answer to. Raises Refused where they cannot."""
         if constraint is None:
             return None
-        if (engine := self._requests.config.engine.engine) != "sglang":
+        if (engine := self.requests.config.engine.engine) != "sglang":
             why = f"an answer is constrained only with --engine sglang, and this run has {engine}; leave it out"
             raise Refused("invalid", f"{constraint.field}: {why}")
         return constraint.json_schema
@@ -287,7 +275,7 @@ class Answers:
         ended = result.finish == "stop"
         message, stop = Message("assistant", result.text), ""
         if turn.conversation is not None:
-            message = self._chat.reply(result.token_ids, turn.conversation.tools).message
+            message = self.chat.reply(result.token_ids, turn.conversation.tools).message
             calls = tuple(
                 msgspec.structs.replace(
                     call,

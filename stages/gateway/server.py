@@ -57,7 +57,7 @@ class Gateway:
         self.url = ""
         self._answers, self._limits = answers, limits
         self._sessions: dict[bytes, OpenSession] = {}  # by the digest of the key
-        self._bodies = Bodies(limits, answers.max_context)
+        self._bodies = Bodies(limits, answers.requests.max_context)
 
     async def __aenter__(self) -> Gateway:
         app = web.Application()
@@ -109,7 +109,10 @@ class Gateway:
         path = http.path.rstrip("/")
         dialect = DIALECTS.get(path) or DIALECTS["/v1/messages" if path == COUNT else "/v1/chat/completions"]
         try:
-            place = self._place(http)
+            place = self._sessions.get(_digest(_key(http.headers)))
+            if place is None:
+                words = "no open session has this key; send the key of the endpoint as a bearer token"
+                raise Refused("no_session", words)
             if http.method == "POST" and (path in DIALECTS or path == COUNT):
                 return await self._answered(http, dialect, place, answered=path != COUNT)
             if http.method == "GET" and path.startswith("/v1/models"):
@@ -123,13 +126,6 @@ class Gateway:
             if answer.status in (429, 503):
                 answer.headers["Retry-After"] = "1"
             return answer
-
-    def _place(self, http: web.Request) -> OpenSession:
-        """The session of a request's key. Raises Refused."""
-        place = self._sessions.get(_digest(_key(http.headers)))
-        if place is None:
-            raise Refused("no_session", "no open session has this key; send the key of the endpoint as a bearer token")
-        return place
 
     def _understood(
         self, dialect: Dialect, place: OpenSession, body: bytes, *, answered: bool
@@ -218,7 +214,7 @@ class Gateway:
             "owned_by": "sluice",
             "display_name": self.model,
             "root": self.model,
-            "max_model_len": self._answers.max_context,
+            "max_model_len": self._answers.requests.max_context,
         }
         if path != "/v1/models":
             return _json({**model, "id": path.removeprefix("/v1/models/")})

@@ -100,7 +100,8 @@ async def once(home: Path, key: Mapping[str, object], call: Callable[[], Awaitab
             ended = {"raised": f"{type(error).__name__}: {error}"}
         finally:
             _call_id.reset(inside)
-        await asyncio.to_thread(_end, path, {**begun, **ended})
+        body = json.dumps({**begun, **ended}).encode()
+        await asyncio.to_thread(write_whole, path, b"%08x %b" % (zlib.crc32(body), body), durable=True)
     if "raised" in ended:
         raise CallRaised(ended["raised"])
     return ended["value"]
@@ -224,11 +225,6 @@ def _begin(path: Path, text: str) -> dict[str, Any] | None:
     return None
 
 
-def _end(path: Path, ended: Mapping[str, object]) -> None:
-    body = json.dumps(ended).encode()
-    write_whole(path, b"%08x %b" % (zlib.crc32(body), body), durable=True)
-
-
 def _has_ended(path: Path) -> bool:
     try:
         _ended(path)
@@ -246,19 +242,15 @@ def _ended(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise Uncertain(f"whether this call took effect is not known: its record cannot be read ({error})") from error
     checksum, _, body = text.partition(b" ")
-    if checksum != b"%08x" % zlib.crc32(body):
-        raise _uncertain(text)
-    end: dict[str, Any] = json.loads(body)
-    return end
-
-
-def _uncertain(text: bytes) -> Uncertain:
-    """The error for a call that only began."""
-    try:
+    if checksum == b"%08x" % zlib.crc32(body):
+        end: dict[str, Any] = json.loads(body)
+        return end
+    try:  # the call only began
         begun = json.loads(text)
-        return Uncertain(str(begun.get("reason", _UNCERTAIN)), str(begun["call_id"]))
+        uncertain = Uncertain(str(begun.get("reason", _UNCERTAIN)), str(begun["call_id"]))
     except (ValueError, KeyError, AttributeError):  # the record of its begin is incomplete
-        return Uncertain()
+        uncertain = Uncertain()
+    raise uncertain
 
 
 def _forget(path: Path) -> None:

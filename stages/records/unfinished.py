@@ -37,6 +37,7 @@ import asyncio
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -215,25 +216,18 @@ class AnswerJournal:
         return found
 
 
+@dataclass
 class SessionRecord:
     """The record of one session. Without records it only names requests."""
 
-    def __init__(
-        self,
-        records: GrowingRecords[SampleResult] | None = None,
-        group: PromptGroup | None = None,
-        index: int = 0,
-        answers: Mapping[int, SampleResult] | None = None,
-    ) -> None:
-        self._records, self._group, self._index = records, group, index
-        self._answers = answers or {}
-        self._bytes = sum(map(_size, self._answers.values()))
-        self._names: set[int] = set()  # of requests that were answered or are under way
+    records: GrowingRecords[SampleResult] | None = None
+    group: PromptGroup | None = None
+    index: int = 0
+    answers: Mapping[int, SampleResult] = field(default_factory=dict)  # of the program's earlier attempts, by name
 
-    @property
-    def restored(self) -> bool:
-        """Whether the program had answers in an earlier attempt."""
-        return bool(self._answers)
+    def __post_init__(self) -> None:
+        self._bytes = sum(map(_size, self.answers.values()))
+        self._names: set[int] = set()  # of requests that were answered or are under way
 
     @contextmanager
     def named(self, content: bytes) -> Iterator[int]:
@@ -250,17 +244,17 @@ class SessionRecord:
 
     def find(self, name: int, oldest: int) -> SampleResult | None:
         """The recorded answer. `oldest`: the oldest version that later batches may train."""
-        result = self._answers.get(name)
+        result = self.answers.get(name)
         if result is None or min(run.version for run in result.runs) < oldest:
             return None
         return replace(result, reused_tokens=len(result.token_ids))
 
     async def keep(self, name: int, result: SampleResult) -> None:
         """Record an answer of an engine."""
-        if self._records is None or self._group is None or self._bytes + _size(result) > MOST_BYTES:
+        if self.records is None or self.group is None or self._bytes + _size(result) > MOST_BYTES:
             return
         self._bytes += _size(result)
-        await asyncio.to_thread(self._records.append, self._group, (self._index, name), result, grows=False)
+        await asyncio.to_thread(self.records.append, self.group, (self.index, name), result, grows=False)
 
 
 def _newest(result: SampleResult) -> int:

@@ -153,8 +153,7 @@ def is_full(directory: str) -> bool:
 
 def text_stream(descriptor: int, mode: str) -> TextIO:
     """A descriptor as text; closing the stream leaves the descriptor open."""
-    stream = open(descriptor, mode, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
-    return cast(TextIO, stream)
+    return cast(TextIO, open(descriptor, mode, encoding="utf-8", errors="replace", closefd=False))
 
 
 def hide() -> None:

@@ -104,27 +104,16 @@ def run_cases(program: str, cases: Sequence[Case], limits: Limits) -> list[CaseR
 
 
 def _run_jail(job: bytes, timeout_s: float) -> list[CaseResult]:
-    with subprocess.Popen(
-        [*PYTHON, _PROGRAM.format(root=str(_ROOT), parent=os.getpid())],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=ENVIRONMENT,
-        cwd="/",
-    ) as process:
-        try:
-            output, errors = process.communicate(job, timeout=timeout_s)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            raise SandboxError(f"the jail did not end within {timeout_s:g} s") from None
-        except BaseException:
-            process.kill()
-            raise
+    command = [*PYTHON, _PROGRAM.format(root=str(_ROOT), parent=os.getpid())]
+    try:  # it is killed whatever ends the wait
+        ended = subprocess.run(command, input=job, capture_output=True, timeout=timeout_s, env=ENVIRONMENT, cwd="/")
+    except subprocess.TimeoutExpired:
+        raise SandboxError(f"the jail did not end within {timeout_s:g} s") from None
     try:
-        return msgspec.json.decode(output, type=list[CaseResult])
+        return msgspec.json.decode(ended.stdout, type=list[CaseResult])
     except msgspec.MsgspecError as error:
-        words = errors.decode(errors="replace").strip()[-300:]
-        raise SandboxError(f"the jail ended with code {process.returncode} and no result: {words}") from error
+        words = ended.stderr.decode(errors="replace").strip()[-300:]
+        raise SandboxError(f"the jail ended with code {ended.returncode} and no result: {words}") from error
 
 
 def make_directory() -> str:

@@ -212,12 +212,11 @@ class _Program:
             os.close(self._channel)
             self._channel = -1
         with suppress(OSError):  # the folder itself stays, for it may be the program's by now
-            for name in os.listdir(self._directory):
-                path = os.path.join(self._directory, name)
-                if os.path.isdir(path) and not os.path.islink(path):
-                    shutil.rmtree(path, ignore_errors=True)
+            for entry in list(os.scandir(self._directory)):
+                if entry.is_dir(follow_symlinks=False):
+                    shutil.rmtree(entry, ignore_errors=True)
                 else:
-                    os.unlink(path)
+                    os.unlink(entry)
 
     def _printed(self, size: int) -> str:
         most = _OUTPUT_BYTES
@@ -251,9 +250,7 @@ def _run(code: str, name: str, scope: dict[str, Any]) -> bytes:
     linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
     try:
         tree = ast.parse(code, name)
-        last = tree.body[-1] if tree.body else None
-        if isinstance(last, ast.Expr):
-            tree.body.pop()
+        last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
         exec(compile(tree, name, "exec", dont_inherit=True), scope)
         if isinstance(last, ast.Expr):
             value = eval(compile(ast.Expression(last.value), name, "eval", dont_inherit=True), scope)

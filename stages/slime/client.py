@@ -110,26 +110,19 @@ class GenerateState:
 
     def __new__(cls, args: Any) -> GenerateState:
         with cls._lock:  # functions run in several threads, in which transformers must not be imported at once
-            return cls._known.get(args.hf_checkpoint) or cls._made(args)
+            if args.hf_checkpoint in cls._known:
+                return cls._known[args.hf_checkpoint]
+            from transformers import AutoTokenizer
 
-    @classmethod
-    def _made(cls, args: Any) -> GenerateState:
-        from transformers import AutoTokenizer
-
-        state = super().__new__(cls)
-        state.args, state.processor, state.aborted = args, None, False
-        state.tokenizer = AutoTokenizer.from_pretrained(args.hf_checkpoint)
-        state.semaphore = asyncio.Semaphore(args.sglang_server_concurrency)
-        state.sampling_params = {
-            "temperature": args.rollout_temperature,
-            "top_p": args.rollout_top_p,
-            "top_k": args.rollout_top_k,
-            "max_new_tokens": args.rollout_max_response_len,
-            "stop": args.rollout_stop,
-            "stop_token_ids": args.rollout_stop_token_ids,
-            "skip_special_tokens": args.rollout_skip_special_tokens,
-            "no_stop_trim": True,
-            "spaces_between_special_tokens": False,
-        }
-        cls._known[args.hf_checkpoint] = state
-        return state
+            state = super().__new__(cls)
+            state.args, state.processor, state.aborted = args, None, False
+            state.tokenizer = AutoTokenizer.from_pretrained(args.hf_checkpoint)
+            state.semaphore = asyncio.Semaphore(args.sglang_server_concurrency)
+            names = ("temperature", "top_p", "top_k", "stop", "stop_token_ids", "skip_special_tokens")
+            state.sampling_params = {
+                **{name: getattr(args, f"rollout_{name}") for name in names},
+                **{"max_new_tokens": args.rollout_max_response_len, "no_stop_trim": True},
+                "spaces_between_special_tokens": False,
+            }
+            cls._known[args.hf_checkpoint] = state
+            return state

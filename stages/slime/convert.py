@@ -172,7 +172,11 @@ def _sequence(given: Any, recorded: Sequence[Sample], known: PrefixTree, first: 
         reason = (given.metadata or {}).get("error") if isinstance(given.metadata, Mapping) else None
         return msgspec.structs.replace(first, status=status, error=str(reason or f"the function's status is {status}"))
     ids, prompt_length = _ids(given)
-    made, versions, log_probs, trained = _made(ids, recorded, known)
+    number, made = known.longest(ids)
+    versions, log_probs, trained = np.full(len(ids), -1, np.int32), np.zeros(len(ids)), np.zeros(len(ids), np.uint8)
+    if made:
+        versions[:made], log_probs[:made] = recorded[number].versions[:made], recorded[number].log_probs[:made]
+        trained[:made] = recorded[number].loss_mask[:made]  # tokens of other sampling parameters may not be trained
     versions[:prompt_length], log_probs[:prompt_length] = -1, 0.0
     mask = _mask(given, prompt_length, versions, made) & trained
     source = recorded[-1] if recorded else first
@@ -234,23 +238,6 @@ def _ids(given: Any) -> tuple[npt.NDArray[np.int64], int]:
             "then the response's, and response_length the number of the latter"
         )
     return ids, len(ids) - length
-
-
-def _made(
-    ids: npt.NDArray[np.int64], recorded: Sequence[Sample], known: PrefixTree
-) -> tuple[int, npt.NDArray[np.int32], npt.NDArray[np.float32], npt.NDArray[np.uint8]]:
-    """(length of the longest recorded prefix, [T] versions, [T] log-probs, [T] whether the token may be trained).
-
-    Tokens sampled with other parameters than in training may not be trained.
-    """
-    number, same = known.longest(ids)
-    versions, log_probs = np.full(len(ids), -1, np.int32), np.zeros(len(ids), np.float32)
-    trained = np.zeros(len(ids), np.uint8)
-    if same:
-        source = recorded[number]
-        versions[:same], log_probs[:same] = source.versions[:same], source.log_probs[:same]
-        trained[:same] = source.loss_mask[:same]
-    return same, versions, log_probs, trained
 
 
 def _mask(given: Any, prompt_length: int, versions: npt.NDArray[np.int32], made: int) -> npt.NDArray[np.uint8]:

@@ -89,15 +89,11 @@ def _value(node: ast.expr, depth: int) -> Number:
         case ast.UnaryOp(op=ast.UAdd(), operand=operand):
             return _value(operand, depth + 1)
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATIONS:
-            return _computed(op, *_operands(left, right, depth))
+            first, second = _value(left, depth + 1), _value(right, depth + 1)
+            if isinstance(first, float) or isinstance(second, float):
+                first, second = _float(first), _float(second)
+            return _computed(op, first, second)
     raise ToolCallError(_refusal(node))
-
-
-def _operands(left: ast.expr, right: ast.expr, depth: int) -> tuple[Number, Number]:
-    first, second = _value(left, depth + 1), _value(right, depth + 1)
-    if isinstance(first, float) or isinstance(second, float):
-        return _float(first), _float(second)
-    return first, second
 
 
 def _literal(number: int | float) -> Fraction:

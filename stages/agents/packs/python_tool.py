@@ -144,13 +144,11 @@ class Interpreters:
         self._process, self._control, self._directory = None, None, ""
 
     async def _start(self) -> None:
-        tried = ["bubblewrap", "jail"] if self.sandbox == "auto" else [self.sandbox]
-        if shutil.which("bwrap") is None:
-            tried = ["jail"]
-        for sandbox in tried:
+        tried: tuple[Sandbox, ...] = ("bubblewrap", "jail") if self.sandbox == "auto" else (self.sandbox,)
+        for sandbox in tried if shutil.which("bwrap") is not None else tried[-1:]:
             self.close()
             if await self._started(below_bubblewrap=sandbox == "bubblewrap"):
-                self.sandbox = "bubblewrap" if sandbox == "bubblewrap" else "jail"
+                self.sandbox = sandbox
                 return
         self.close()
         raise InfrastructureError("the process that makes interpreters does not start; see its error output")
@@ -222,7 +220,6 @@ def _bubblewrap(directory: str, paths: Sequence[str]) -> list[str]:
 
 
 _CODE = "code"
-_GONE: Final = "all variables are gone"
 _ENDS: Final = {
     "exit": "the code ended the interpreter",
     "killed": "the code had more memory, threads or files than it may",
@@ -289,4 +286,4 @@ def _words(ran: Ran, deadline_s: float) -> str:
         return ran.output.strip()
     reason = _ENDS.get(ran.how, f"no end within {deadline_s:g} s of time, or of processor time in all")
     printed = f"\n{ran.output.strip()}" if ran.output.strip() else ""
-    return f"{reason}; {_GONE}{printed}"
+    return f"{reason}; all variables are gone{printed}"
