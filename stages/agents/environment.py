@@ -15,7 +15,7 @@ with the process: the stage then makes a new object and replays the recorded tur
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from msgspec import Struct
@@ -156,8 +156,3 @@ def need_package(package: str, install: str) -> None:
 def system_message(text: str) -> tuple[Message, ...]:
     """What stands before the other messages of a first prompt: nothing without a text."""
     return (Message("system", text),) if text else ()
-
-
-def text_of(messages: Sequence[Message]) -> str:
-    """The contents of messages, joined by line breaks."""
-    return "\n".join(message.content for message in messages if message.content)

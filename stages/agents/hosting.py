@@ -28,8 +28,8 @@ from msgspec import Struct
 
 from configs.schema import EnvironmentConfig
 from stages.agents.environment import Endpoint, InfrastructureError, Outcome, Start, Step, Task, Turn
-from stages.agents.worker import Begin, Begun, EnvironmentFailed, Restore, Run, Take, Taken
-from stages.agents.workers import AttemptFailed, Live, Workers
+from stages.agents.worker import Begin, Begun, EnvironmentFailed, Run, Take, Taken
+from stages.agents.workers import AttemptFailed, Background, Live, Workers
 
 _NEWEST: Final = 16  # newest attempts that decide about an outage
 _LEAST: Final = 6  # failures among them that make an outage; they must also be more than half
@@ -111,6 +111,7 @@ log = logging.getLogger("sluice.agents")
 
 T = TypeVar("T")
 Ask = Callable[[Endpoint], Coroutine[Any, Any, Outcome]]
+Attempt = Callable[[], Coroutine[Any, Any, T]]
 
 
 @dataclass
@@ -136,13 +137,9 @@ class Hosting:
     """See the module."""
 
     def __init__(
-        self,
-        table: EnvironmentConfig,
-        background: Callable[[Coroutine[Any, Any, None]], None],
-        notify: Callable[[OutageNotice], None],
-        once: Path,
+        self, table: EnvironmentConfig, background: Background, notify: Callable[[OutageNotice], None], once: Path
     ) -> None:
-        """`background` starts work; `once`: directory of the records of calls with side effects."""
+        """`once`: directory of the records of calls with side effects."""
         self.table, self.outage = table, Outage(table.name, notify)
         self.workers = Workers(table, background, once)
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # of episodes
@@ -172,9 +169,7 @@ class Hosting:
 
         return await self._alone(record, once, {call.name for call in turn.message.tool_calls})
 
-    async def _alone(
-        self, record: Record, attempt: Callable[[], Coroutine[Any, Any, T]], called: Collection[str] = ()
-    ) -> T:
+    async def _alone(self, record: Record, attempt: Attempt[T], called: Collection[str] = ()) -> T:
         """Attempts of an episode, while no other turn of it runs.
 
         After a replica was killed, a turn may be redelivered while the next one is already here. Without the lock, each
@@ -204,9 +199,7 @@ class Hosting:
         self.workers.end(task.episode)
         return outcome
 
-    async def _retry(
-        self, attempt: Callable[[], Coroutine[Any, Any, T]], episode: str, called: Collection[str] = ()
-    ) -> T:
+    async def _retry(self, attempt: Attempt[T], episode: str, called: Collection[str] = ()) -> T:
         """Retry until an attempt succeeds; attempts during an outage do not count. Raises EnvironmentFailed.
 
         `called`: tools with a limit of concurrent calls. An attempt holds no place of the environment while it waits
@@ -241,7 +234,7 @@ class Hosting:
             finally:
                 self.outage.ended(trying)
 
-    async def _timed(self, attempt: Callable[[], Coroutine[Any, Any, T]], record: Record) -> T:
+    async def _timed(self, attempt: Attempt[T], record: Record) -> T:
         """An attempt within the remaining time of the episode.
 
         Starts and failed attempts count; waiting for an outage, a place or an engine does not.
@@ -270,10 +263,9 @@ class Hosting:
             return live
         self.replayed += 1
         live = await self.workers.place(episode)
+        begun = await self.workers.call(live, Begin(live.name, record.task, record.snapshot), Begun)
         if record.snapshot:
-            await self.workers.call(live, Restore(live.name, record.task, record.snapshot), type(None))
             return live
-        begun = await self.workers.call(live, Begin(live.name, record.task), Begun)
         self._compare(digest(begun.start), record, 0)
         for number, turn in enumerate(record.turns(), 1):
             taken = await self.workers.call(live, Take(live.name, turn), Taken)

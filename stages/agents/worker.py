@@ -43,18 +43,12 @@ class EnvironmentFailed(Exception):
 
 
 class Begin(Struct, frozen=True, tag=True):
-    """Make an environment and reset it. `episode` is its id in this process. Answer: Begun."""
+    """Make an environment and reset it, or restore its last snapshot. `episode` is its id in this process. Answer:
+    Begun, without messages if it was restored."""
 
     episode: str
     task: Task
-
-
-class Restore(Struct, frozen=True, tag=True):
-    """Make an environment and restore its last snapshot. Answer: nil."""
-
-    episode: str
-    task: Task
-    state: bytes
+    state: bytes = b""
 
 
 class Take(Struct, frozen=True, tag=True):
@@ -77,7 +71,7 @@ class Run(Struct, frozen=True, tag=True):
     endpoint: Endpoint
 
 
-Call = Begin | Restore | Take | End | Run
+Call = Begin | Take | End | Run
 
 
 class Begun(Struct, frozen=True):
@@ -148,13 +142,12 @@ class Episodes:
 
     async def _answered(self, call: Call) -> object:
         match call:
-            case Begin(episode, task):
+            case Begin(episode, task, state):
                 environment, _ = self._hosting[episode] = self._create(task)
+                if state:
+                    environment.restore(task, state)
+                    return Begun(Start(()))
                 return Begun(_checked(await environment.reset(task), Start, "reset"), self._state(environment))
-            case Restore(episode, task, state):
-                environment, _ = self._hosting[episode] = self._create(task)
-                environment.restore(task, state)
-                return None
             case Take(episode, turn):
                 environment, once = self._hosting[episode]
                 once.begin_turn(turn.number, turn.text)

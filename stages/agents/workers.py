@@ -26,6 +26,7 @@ from stages.workers.process import CallFailed, WorkerLost, WorkerProcess
 
 log = logging.getLogger("sluice.agents")
 T = TypeVar("T")
+Background = Callable[[Coroutine[Any, Any, None]], None]  # starts work
 
 IDLE_S: Final = 900.0  # an episode without a turn for so long is dropped
 _END_S: Final = 10.0  # to close an environment
@@ -61,11 +62,8 @@ async def _ready(worker: WorkerProcess) -> None:
 class Workers:
     """The workers of one environment, and their episodes."""
 
-    def __init__(
-        self, table: EnvironmentConfig, background: Callable[[Coroutine[Any, Any, None]], None], once: Path
-    ) -> None:
-        self.table = table
-        self._background, self._once = background, once.absolute()
+    def __init__(self, table: EnvironmentConfig, background: Background, once: Path) -> None:
+        self.table, self._background, self._once = table, background, once.absolute()
         self.live: OrderedDict[str, Live] = OrderedDict()  # by episode
         self._names = itertools.count()
         self.processes = [self._worker() for _ in range(table.workers)]

@@ -12,7 +12,7 @@ messages, and a new message must not change the text before that turn.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import takewhile
 
@@ -21,30 +21,6 @@ from msgspec import Struct
 
 from stages.chat.messages import ChatFormatError, Message, ToolCall, ToolSchema
 from stages.chat.tokenizer import Tokenizer
-
-
-class Template:
-    """The chat template of a checkpoint. `arguments`: its arguments besides messages and tools."""
-
-    def __init__(self, tokenizer: Tokenizer, arguments: Mapping[str, object]) -> None:
-        self._tokenizer, self._arguments = tokenizer, arguments
-
-    def render(self, messages: Sequence[Message], tools: Sequence[ToolSchema], generation_prompt: bool = True) -> str:
-        """The text of a conversation. Raises ChatFormatError.
-
-        Call ids that the template refuses are replaced by short ones (Mistral's templates need nine letters)."""
-        refusal: Exception | None = None
-        for shown in (messages, _short_ids(messages)):
-            try:
-                return self._tokenizer.apply_chat_template(
-                    [as_mapping(message) for message in shown],
-                    tools,
-                    **{**self._arguments, "add_generation_prompt": generation_prompt},
-                )
-            except Exception as error:  # a template is a program: it may raise anything
-                refusal = refusal or error
-        roles = ", ".join(message.role for message in messages)
-        raise ChatFormatError(f"the chat template refuses messages of {roles}: {refusal}") from refusal
 
 
 def as_mapping(message: Message) -> dict[str, object]:
@@ -95,10 +71,32 @@ class Between(Struct, frozen=True):
 
 
 class Bridge:
-    """Bridges turns by a template. `special` lists the pieces of a text that are tokens of markup, in order."""
+    """The chat template of a checkpoint, and bridges of turns by it. `arguments`: those of the template besides
+    messages and tools."""
 
-    def __init__(self, template: Template, special: Callable[[str], list[str]]) -> None:
-        self._template, self._special = template, special
+    def __init__(self, tokenizer: Tokenizer, arguments: Mapping[str, object]) -> None:
+        self._tokenizer, self._arguments = tokenizer, arguments
+
+    def render(self, messages: Sequence[Message], tools: Sequence[ToolSchema], generation_prompt: bool = True) -> str:
+        """The text of a conversation. Raises ChatFormatError.
+
+        Call ids that the template refuses are replaced by short ones (Mistral's templates need nine letters)."""
+        refusal: Exception | None = None
+        for shown in (messages, _short_ids(messages)):
+            try:
+                return self._tokenizer.apply_chat_template(
+                    [as_mapping(message) for message in shown],
+                    tools,
+                    **{**self._arguments, "add_generation_prompt": generation_prompt},
+                )
+            except Exception as error:  # a template is a program: it may raise anything
+                refusal = refusal or error
+        roles = ", ".join(message.role for message in messages)
+        raise ChatFormatError(f"the chat template refuses messages of {roles}: {refusal}") from refusal
+
+    def _special(self, text: str) -> list[str]:
+        """The pieces of a text that are tokens of markup, in order."""
+        return [self._tokenizer.decode([id], False) for id in self._tokenizer.markup(text)]
 
     def between(
         self,
@@ -112,8 +110,8 @@ class Bridge:
         refusal: ChatFormatError | None = None
         for turn in _turns(messages, mark, reasoning):
             try:
-                without = self._template.render([*before, turn], tools, generation_prompt=False)
-                whole = self._template.render([*before, turn, *messages], tools)
+                without = self.render([*before, turn], tools, generation_prompt=False)
+                whole = self.render([*before, turn, *messages], tools)
             except ChatFormatError as error:
                 refusal = refusal or error
                 continue
@@ -124,7 +122,7 @@ class Bridge:
     @cached_property
     def end(self) -> str:
         """The text that closes a turn without calls. Raises ChatFormatError."""
-        return self._template.render([QUESTION, Message("assistant", _MARK)], (), False).rpartition(_MARK)[2]
+        return self.render([QUESTION, Message("assistant", _MARK)], (), False).rpartition(_MARK)[2]
 
     def _cut(self, without: str, whole: str, mark: str, called: bool) -> Between:
         last_mark, earlier_mark = without.rfind(mark), whole.rfind(mark)

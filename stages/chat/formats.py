@@ -13,14 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Final
 
 import msgspec
 
 from configs.schema import Config
 from configs.schema.notation import cure
-from stages.chat.bridge import QUESTION, Bridge, Template, check_bridge
+from stages.chat.bridge import QUESTION, Bridge, check_bridge
 from stages.chat.messages import ChatFormat, ChatFormatError, Message, Reply, ToolCall, ToolSchema
 from stages.chat.special_token_calls import DeepSeek, Harmony, KimiK2, Llama3, Mistral, Pythonic
 from stages.chat.tokenizer import Tokenizer, load_tokenizer
@@ -106,7 +105,7 @@ class TurnEnd:
 
     def __init__(self, tokenizer: Tokenizer, text: str, others: Sequence[str] = ()) -> None:
         self.ids = tokenizer.encode(text) if text else []
-        special = [special_ids(tokenizer, end)[:1] for end in (text, *others)]
+        special = [tokenizer.markup(end)[:1] for end in (text, *others)]
         self._place = self.ids.index(special[0][0]) if special[0] else -1
         closers = tuple(dict.fromkeys(id for ids in special for id in ids))
         self.stop_ids = tuple(id for id in closers if id not in tokenizer.eos_ids)
@@ -129,32 +128,21 @@ class TurnEnd:
         return 0
 
 
-def special_ids(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The tokens of a text that are markup, not text."""
-    return [id for id in tokenizer.encode(text) if tokenizer.decode([id], False) and not tokenizer.decode([id])]
-
-
-def special_pieces(tokenizer: Tokenizer, text: str) -> list[str]:
-    """The pieces of a text that are tokens of markup."""
-    return [tokenizer.decode([id], skip_special_tokens=False) for id in special_ids(tokenizer, text)]
-
-
 class TemplateFormat:
     """See `load_chat_format`. `tool_fault`: reason why tools cannot be offered in this format, or ""."""
 
     def __init__(self, tokenizer: Tokenizer, parser: CallParser | None, arguments: Mapping[str, object]) -> None:
-        self._tokenizer, self._template, self.tool_fault = tokenizer, Template(tokenizer, arguments), ""
-        self._bridge = Bridge(self._template, partial(special_pieces, tokenizer))
+        self._tokenizer, self._bridge, self.tool_fault = tokenizer, Bridge(tokenizer, arguments), ""
         closings = [check_bridge(self._bridge, (_USER,), ())]
         try:
-            parser = parser or _parser_of(self._template, self._bridge)
+            parser = parser or _parser_of(self._bridge)
             for messages in ((_USER,), _ANSWERS[:1], _ANSWERS):
                 closings.append(check_bridge(self._bridge, messages, (_PROBE,)))
         except ChatFormatError as error:
             self.tool_fault = f"tools cannot be offered to this model: {error}"
         self._end = TurnEnd(tokenizer, self._bridge.end, closings)
         tags = next((tags for tags in _TAGS if tags[1] in tokenizer.chat_template), THINK)
-        prompt = self._template.render((QUESTION,), ())
+        prompt = self._bridge.render((QUESTION,), ())
         opened = prompt.rfind(tags[0]) > prompt.rfind(tags[1])
         self._reader = TurnReader(tokenizer, parser, self._end.end_ids, tags, opened)
         self.stop: Sequence[str] = ()
@@ -164,7 +152,7 @@ class TemplateFormat:
         """Tokens of the whole conversation, by the template. Raises ChatFormatError, TooLong."""
         if tools and self.tool_fault:
             raise ChatFormatError(self.tool_fault)
-        return self._tokenizer.encode(self._template.render(messages, tools), most=most)
+        return self._tokenizer.encode(self._bridge.render(messages, tools), most=most)
 
     def append(
         self, ids: Sequence[int], messages: Sequence[Message], tools: Sequence[ToolSchema], most: int | None = None
@@ -254,12 +242,12 @@ def load_chat_format(
     return TemplateFormat(tokenizer, named, template_arguments or {})
 
 
-def _parser_of(template: Template, bridge: Bridge) -> CallParser:
+def _parser_of(bridge: Bridge) -> CallParser:
     """The parser for the template's calls."""
     turn = Message("assistant", tool_calls=(_CALL,))
-    bare = template.render((QUESTION,), (_PROBE,), generation_prompt=False)
-    prompt = template.render((QUESTION,), (_PROBE,))
-    written = template.render((QUESTION, turn), (_PROBE,), generation_prompt=False).removesuffix(bridge.end)
+    bare = bridge.render((QUESTION,), (_PROBE,), generation_prompt=False)
+    prompt = bridge.render((QUESTION,), (_PROBE,))
+    written = bridge.render((QUESTION, turn), (_PROBE,), generation_prompt=False).removesuffix(bridge.end)
     for head in (prompt, bare):
         if written.startswith(head):
             parser = parser_for(written[len(head) :], _CALL, (_PROBE,))

@@ -203,6 +203,10 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return str(self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
+    def markup(self, text: str) -> list[int]:
+        """The token ids of a text that are markup, not text."""
+        return [id for id in self.encode(text) if self.decode([id], False) and not self.decode([id])]
+
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, object]],

@@ -242,6 +242,11 @@ class Answers:
             if ask.max_tokens < 1:
                 raise Refused("invalid", f"max_tokens is {ask.max_tokens}; it must be at least 1")
             budget = min(budget, ask.max_tokens)
+        if ask.constraint is not None and (engine := self.requests.config.engine.engine) != "sglang":
+            why = f"an answer is constrained only with --engine sglang, and this run has {engine}; leave it out"
+            raise Refused("invalid", f"{ask.constraint.field}: {why}")
+        # A temperature of 0 means greedy decoding in SGLang.
+        given = {name: value for name, value in msgspec.structs.asdict(ask.sampling).items() if value is not None}
         params = request.params
         stop_ids = {*(params.stop_token_ids or ()), *self.chat.stop_token_ids, *ask.stop_token_ids}
         drawn = msgspec.structs.replace(
@@ -249,23 +254,14 @@ class Answers:
             max_new_tokens=budget,
             stop=[*texts(params.stop), *self.chat.stop, *ask.stop] or None,
             stop_token_ids=sorted(stop_ids) or None,
-            **(_drawn(ask.sampling) if self.client_sampling else {}),
-            json_schema=self._schema(ask.constraint),
+            **(given if self.client_sampling else {}),
+            json_schema=None if ask.constraint is None else ask.constraint.json_schema,
         )
         names = ("json_schema", *Sampling.__struct_fields__)
         trained = all(getattr(drawn, name) == getattr(params, name) for name in names)
         own = hash(draft.token_ids[: draft.prompt_length].tobytes()) if place.whole_batch else place.sample.index
         session, returning = f"{place.group.key}/{own}", turn.number > 0
         return dataclasses.replace(request, params=drawn, session=session, returning=returning), trained
-
-    def _schema(self, constraint: Constraint | None) -> str | None:
-        """The schema that engines keep the answer to. Raises Refused where they cannot."""
-        if constraint is None:
-            return None
-        if (engine := self.requests.config.engine.engine) != "sglang":
-            why = f"an answer is constrained only with --engine sglang, and this run has {engine}; leave it out"
-            raise Refused("invalid", f"{constraint.field}: {why}")
-        return constraint.json_schema
 
     # ------------------------------------------------------------------ answers
 
@@ -319,8 +315,3 @@ def _content(ask: Ask) -> bytes:
     """What decides the answer to a request, apart from its context."""
     form = {"model": "", "conversation": None, "ids": (), "text": "", "stream": False, "stream_usage": False}
     return msgspec.json.encode(msgspec.structs.replace(ask, log_probs=False, token_ids=False, **form), order="sorted")
-
-
-def _drawn(sampling: Sampling) -> dict[str, float | int]:
-    """The parameters that the client set. A temperature of 0 means greedy decoding in SGLang."""
-    return {name: value for name, value in msgspec.structs.asdict(sampling).items() if value is not None}

@@ -23,7 +23,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from models.algorithms.aggregation import IntArray, token_numbers
-from stages.chat.messages import ChatFormat, ChatFormatError, Message, ToolCall, ToolSchema
+from stages.chat.messages import ChatFormat, ChatFormatError, Message, ToolSchema
+from stages.chat.tool_calls import decoded
 from stages.messages import Int32Array, Prefix, Sample, UInt8Array, joined, wire
 from stages.rollouts import alike, append_untrained, as_rollout, branch, new_sample, prefixes
 from stages.sampling.requests import SampleResult
@@ -158,7 +159,10 @@ class Session:
             message,
             content=message.content.strip(),
             reasoning_content="" if self._ignore_reasoning else message.reasoning_content.strip(),
-            tool_calls=tuple(map(_parsed, message.tool_calls)),
+            tool_calls=tuple(
+                replace(call, arguments=decoded(call.arguments)) if isinstance(call.arguments, str) else call
+                for call in message.tool_calls
+            ),
         )
 
     # ------------------------------------------------------------------ sequences
@@ -190,14 +194,3 @@ def _shared(numbers: Sequence[IntArray], place: int) -> Prefix | None:
     shares = [(alike(numbers[place], other), at) for at, other in enumerate(numbers[:place])]
     length, earlier = max(shares, key=lambda share: share[0], default=(0, 0))
     return Prefix(earlier, length) if length else None
-
-
-def _parsed(call: ToolCall) -> ToolCall:
-    """The call, with its arguments parsed if their text is a JSON object."""
-    if not isinstance(call.arguments, str):
-        return call
-    try:
-        value: object = msgspec.json.decode(call.arguments)
-    except (msgspec.DecodeError, UnicodeError, RecursionError):
-        return call
-    return replace(call, arguments=value) if isinstance(value, dict) else call

@@ -104,7 +104,9 @@ class GrowingRecords(Generic[Body]):
         tokens, hashed, characters = self._previous.pop((about, key), (0, 0, 0))
         if self._length(body) < tokens or self._hash(body, tokens) != hashed:
             tokens = characters = 0  # restarted
-        piece = Piece(about, key, tokens, characters, self._behind(body, tokens, characters))
+        places = [*((name, tokens) for name in self.kind.arrays), (self.kind.text, characters)]
+        behind: dict[str, Any] = {name: getattr(body, name)[place:] for name, place in places}
+        piece = Piece(about, key, tokens, characters, replace(body, **behind))
         try:
             _append(home_of(self.directory, group.key) / self._name, self._encoder.encode(piece), self.kind.synced)
         except OSError as error:
@@ -185,10 +187,6 @@ class GrowingRecords(Generic[Body]):
         parts = (np.asarray(getattr(body, name)[:tokens]).tobytes() for name in self.kind.arrays)
         return xxhash.xxh3_64_intdigest(b"".join(parts))
 
-    def _behind(self, body: Body, tokens: int, characters: int) -> Body:
-        rest: dict[str, Any] = {name: getattr(body, name)[tokens:] for name in self.kind.arrays}
-        return replace(body, **rest, **{self.kind.text: getattr(body, self.kind.text)[characters:]})
-
     def _whole(self, before: Body | None, piece: Piece[Body]) -> Body | None:
         """The body with the next piece; None if the piece does not continue it."""
         if not piece.tokens:
@@ -196,13 +194,11 @@ class GrowingRecords(Generic[Body]):
         text = self.kind.text
         if before is None or self._length(before) != piece.tokens or len(getattr(before, text)) != piece.characters:
             return None
-        body = piece.body
-        names: dict[str, Any] = {name: _joined(getattr(before, name), getattr(body, name)) for name in self.kind.arrays}
-        return replace(body, **names, **{text: getattr(before, text) + getattr(body, text)})
-
-
-def _joined(before: Any, behind: Any) -> Any:
-    return before + behind if isinstance(before, tuple) else joined(before, behind)
+        whole: dict[str, Any] = {}
+        for name in (*self.kind.arrays, text):
+            first, second = getattr(before, name), getattr(piece.body, name)
+            whole[name] = first + second if isinstance(first, tuple | str) else joined(first, second)
+        return replace(piece.body, **whole)
 
 
 def about_settings(config: Config, run_dir: Path) -> bytes:

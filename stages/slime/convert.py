@@ -110,7 +110,9 @@ def returned_rollout(
     Raises ReturnedError.
     """
     given: list[Any] = returned if isinstance(returned, list) else [returned]
-    if not given or not all(_like_a_sample(sample) for sample in given):
+    # The class may come from another package.
+    fields = ("tokens", "response_length", "status", "loss_mask", "reward")
+    if not given or not all(hasattr(sample, name) for sample in given for name in fields):
         names = ", ".join(sorted({type(sample).__name__ for sample in given})) or "an empty list"
         raise ReturnedError(f"it returned {names}; return the sample, or a list of samples")
     known = PrefixTree()
@@ -154,11 +156,6 @@ def finite_numbers(metrics: object, prefix: str = "") -> dict[str, float]:
     items = metrics.items() if isinstance(metrics, Mapping) else ()
     numbers = {f"{prefix}{name}": float(value) for name, value in items if isinstance(value, int | float)}
     return {name: value for name, value in numbers.items() if math.isfinite(value)}
-
-
-def _like_a_sample(one: Any) -> bool:
-    """Whether it has the fields of a `Sample`; the class may come from another package."""
-    return all(hasattr(one, name) for name in ("tokens", "response_length", "status", "loss_mask", "reward"))
 
 
 def _sequence(given: Any, recorded: Sequence[Sample], known: PrefixTree, first: Sample) -> Sample:

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from stages.agents.environment import Endpoint, Outcome, Task, text_of
+from stages.agents.environment import Endpoint, Outcome, Task
 from stages.records.once import Once
 from stages.workers.guard import written_arguments
 
@@ -53,7 +53,8 @@ class Command:
 
     async def run(self, task: Task, endpoint: Endpoint) -> Outcome:
         """Waits for the program's end; unblocked by it or by the deadline."""
-        prompt = text_of([message for message in task.messages if message.role == "user"])
+        said = [message.content for message in task.messages if message.role == "user"]
+        prompt = "\n".join(filter(None, said))
         names = {"prompt": prompt, **{name: getattr(endpoint, name) for name in ("model", "base_url", "api_key")}}
         with _new_home(getattr(self, "once", None)) as home:  # set by the worker
             work = Path(home, "work")

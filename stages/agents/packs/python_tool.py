@@ -28,11 +28,11 @@ from pathlib import Path
 from typing import Final, Literal
 
 import msgspec
-from msgspec import Struct
 
 from stages.agents.environment import InfrastructureError, Task
 from stages.agents.tool_episode import ToolEpisode, text_argument
 from stages.sandbox.run import ENVIRONMENT, PYTHON, make_directory
+from stages.sandbox.session import Ran
 from stages.tools.tool import Arguments, Schema, Tool, ToolCallError, function_schema
 
 Sandbox = Literal["auto", "bubblewrap", "jail"]
@@ -45,15 +45,6 @@ _PROGRAM = (
 _START_S: Final = 120.0  # to start Python and import `imports`
 _GRACE_S: Final = 30.0  # overhead of the jail, beyond the time of the code
 _LINE_BYTES: Final = 8 << 20
-
-
-class Ran(Struct, frozen=True):
-    """The result of a piece of code: see `stages.sandbox.session`."""
-
-    how: Literal["ok", "failed", "exit", "killed", "timeout", "output", "isolation"]
-    output: str
-    size: int
-    lost: bool
 
 
 class Interpreter:
@@ -77,8 +68,8 @@ class Interpreter:
             except asyncio.CancelledError:
                 self._writer.close()
                 raise
-        if ran.how == "isolation":
-            raise InfrastructureError(f"code cannot be isolated on this machine ({ran.output}), so none is run")
+        if ran["how"] == "isolation":
+            raise InfrastructureError(f"code cannot be isolated on this machine ({ran['output']}), so none is run")
         return ran
 
     async def close(self) -> None:
@@ -272,18 +263,14 @@ class _Python:
         if self._interpreter is None:
             self._interpreter = await self._interpreters.open()
         ran = await self._interpreter.run(code, self._deadline_s)
-        if ran.how == "ok":
-            return ran.output.strip() or "(nothing was printed)"
-        raise ToolCallError(_words(ran, self._deadline_s))
+        printed = ran["output"].strip()
+        if ran["how"] == "ok":
+            return printed or "(nothing was printed)"
+        if ran["how"] == "failed":
+            raise ToolCallError(printed)
+        late = f"no end within {self._deadline_s:g} s of time, or of processor time in all"
+        raise ToolCallError(f"{_ENDS.get(ran['how'], late)}; all variables are gone\n{printed}".strip())
 
     async def close(self) -> None:
         if self._interpreter is not None:
             await self._interpreter.close()
-
-
-def _words(ran: Ran, deadline_s: float) -> str:
-    if ran.how == "failed":
-        return ran.output.strip()
-    reason = _ENDS.get(ran.how, f"no end within {deadline_s:g} s of time, or of processor time in all")
-    printed = f"\n{ran.output.strip()}" if ran.output.strip() else ""
-    return f"{reason}; all variables are gone{printed}"
