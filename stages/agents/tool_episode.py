@@ -155,11 +155,3 @@ class ToolEpisode(Environment):
     def _error(self, words: str) -> str:
         self._errors += 1
         return f"error: {words}"
-
-
-def text_argument(arguments: object, name: str, tool: str) -> str:
-    """The argument `name`, or the model's text if it wrote no object. Raises ToolCallError."""
-    value = arguments if isinstance(arguments, str) else arguments.get(name) if isinstance(arguments, dict) else None
-    if not isinstance(value, str) or not value.strip():
-        raise ToolCallError(f"{tool} needs the text argument {name!r}")
-    return value

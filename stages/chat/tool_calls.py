@@ -61,10 +61,7 @@ class Offered:
             properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
             if isinstance(name, str):
                 self._parameters[name] = properties if isinstance(properties, Mapping) else {}
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(self._parameters)
+        self.names = tuple(self._parameters)
 
     def call(self, name: object, arguments: object, id: str = "") -> ToolCall | str:
         """A call, or its error as a text for the model."""

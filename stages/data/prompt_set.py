@@ -16,7 +16,6 @@ import xxhash
 from configs.schema import Config
 from configs.schema.data import DataConfig
 from models.families.source import context_limit
-from stages.chat.formats import special_pieces
 from stages.chat.messages import Message as ChatMessage
 from stages.chat.tokenizer import Tokenizer, load_tokenizer
 from stages.data.conversations import Chat, Conversation, demonstrated, is_conversation
@@ -255,8 +254,8 @@ def render_of(data: DataConfig, tokenizer: Tokenizer) -> Render | None:
 
 def _converse(data: DataConfig, tokenizer: Tokenizer) -> Converse:
     def markup_at(text: str) -> str:
-        pieces = special_pieces(tokenizer, text[:_MARKUP_CHARACTERS])
-        return pieces[0] if pieces and text.startswith(pieces[0]) else ""
+        piece = tokenizer.decode(tokenizer.markup(text[:_MARKUP_CHARACTERS])[:1], False)
+        return piece if text.startswith(piece) else ""
 
     def converse(messages: Chat, offered: Sequence[Mapping[str, object]]) -> Conversation:
         def render(turns: Chat, generation_prompt: bool) -> str:

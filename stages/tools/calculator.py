@@ -15,7 +15,7 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
-from stages.tools.tool import Arguments, Schema, ToolCallError, function_schema
+from stages.tools.tool import Arguments, TextTool, ToolCallError
 
 MAX_CHARS = 1000
 MAX_DEPTH = 64
@@ -170,27 +170,19 @@ _OPERATIONS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
 }
 
 
-_PARAMETER = "expression"
-
-
-class Calculator:
+class Calculator(TextTool):
     """Computes arithmetic expressions exactly; takes `{"expression": ...}` or the bare expression."""
 
-    name = "calculator"
-    schema: Schema = function_schema(
-        "calculator",
-        "Compute an arithmetic expression with numbers, + - * / // % ** and parentheses.",
-        {_PARAMETER: {"type": "string", "description": "the expression, for example (3 + 4) * 2"}},
-        [_PARAMETER],
-    )
+    def __init__(self) -> None:
+        description = "Compute an arithmetic expression with numbers, + - * / // % ** and parentheses."
+        super().__init__("calculator", description, "expression", "the expression, for example (3 + 4) * 2", _evaluated)
 
     async def call(self, arguments: Arguments) -> str:
         """The value as text. Raises ToolCallError with a text for the model."""
-        if isinstance(arguments, str):
-            return evaluate(arguments)
-        expression = arguments.get(_PARAMETER)
-        if isinstance(expression, int | float) and not isinstance(expression, bool):
-            expression = str(expression)
-        if not isinstance(expression, str):
-            raise ToolCallError(f"calculator needs the text argument {_PARAMETER!r}")
-        return evaluate(expression)
+        number = None if isinstance(arguments, str) else arguments.get("expression")
+        given = isinstance(number, int | float) and not isinstance(number, bool)
+        return await super().call(str(number) if given else arguments)
+
+
+async def _evaluated(expression: str) -> str:
+    return evaluate(expression)

@@ -61,6 +61,26 @@ def function_schema(name: str, description: str, properties: Mapping[str, object
     return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
 
 
+class TextTool:
+    """A tool that takes one text, its `parameter`; a model may also give the text without JSON."""
+
+    version: str  # if set, declares it deterministic: see stages/agents/tool_episode.py
+
+    def __init__(
+        self, name: str, description: str, parameter: str, example: str, function: Callable[[str], Awaitable[str]]
+    ) -> None:
+        self.name, self._parameter, self._function = name, parameter, function
+        properties = {parameter: {"type": "string", "description": example}}
+        self.schema: Schema = function_schema(name, description, properties, [parameter])
+
+    async def call(self, arguments: Arguments) -> str:
+        """The answer of the function. Raises ToolCallError."""
+        text = arguments if isinstance(arguments, str) else arguments.get(self._parameter)
+        if not isinstance(text, str) or not text.strip():
+            raise ToolCallError(f"{self.name} needs the text argument {self._parameter!r}")
+        return await self._function(text)
+
+
 class FunctionTool:
     """An async function as a tool: its parameters become the schema, its docstring the description."""
 

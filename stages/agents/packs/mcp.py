@@ -26,8 +26,6 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Final
 
-from msgspec import Struct
-
 from stages.agents.environment import InfrastructureError, Task, need_package
 from stages.agents.tool_episode import ToolEpisode
 from stages.tools.tool import Arguments, NoAnswer, Schema, Tool, ToolCallError, function_schema
@@ -36,45 +34,30 @@ _CLOSE_S: Final = 10.0  # for a server to end
 _CLOSED: Final = -32000  # the library's code for a lost connection
 
 
-class Target(Struct, frozen=True):
-    """A server: the command that starts it, or its URL."""
-
-    command: tuple[str, ...] = ()
-    environment: tuple[tuple[str, str], ...] = ()
-    url: str = ""
-
-    @property
-    def name(self) -> str:
-        return self.url or " ".join(self.command)
-
-
 class McpSession:
-    """One session, which begins at construction."""
+    """One session with the server of these options, which begins at construction."""
 
-    def __init__(self, target: Target) -> None:
-        self._target = target
+    def __init__(self, options: Mcp) -> None:
+        self._options, self._name = options, options.url or " ".join(options.command)
         self._listed: Future[list[Any]] = Future()
         self._closing = asyncio.Event()
         self._client: Any = None
-        self._held: Future[None] = asyncio.run_coroutine_threadsafe(self._hold(), _loop())
+        self.held: Future[None] = asyncio.run_coroutine_threadsafe(self._hold(), _loop())
 
-    @property
-    def ended(self) -> bool:
-        return self._held.done()
-
-    async def opened(self, start_s: float) -> list[Any]:
+    async def opened(self) -> list[Any]:
         """The server's tools, once it answers. Raises InfrastructureError."""
+        start_s = self._options.start_s
         try:
             async with asyncio.timeout(start_s):
                 return await asyncio.shield(asyncio.wrap_future(self._listed))
         except TimeoutError:
-            self._held.cancel()
-            words = f"the MCP server {self._target.name} does not answer within {start_s:g} s"
+            self.held.cancel()
+            words = f"the MCP server {self._name} does not answer within {start_s:g} s"
             raise InfrastructureError(words) from None
 
-    async def call(self, name: str, arguments: Mapping[str, object], deadline_s: float) -> Any:
+    async def call(self, name: str, arguments: Mapping[str, object]) -> Any:
         """The result of a tool. Raises ToolCallError and InfrastructureError."""
-        call = self._client.call_tool(name, dict(arguments))
+        call, deadline_s = self._client.call_tool(name, dict(arguments)), self._options.deadline_s
         future = asyncio.run_coroutine_threadsafe(asyncio.wait_for(call, deadline_s), _loop())
         try:
             return await asyncio.wrap_future(future)
@@ -82,31 +65,31 @@ class McpSession:
             raise NoAnswer(f"no answer within {deadline_s:g} s") from None
         except Exception as error:
             code = getattr(error, "code", None)  # of the server's error
-            if code is None or code == _CLOSED or self.ended:
-                raise InfrastructureError(f"the MCP server {self._target.name} is gone ({error!r})") from error
+            if code is None or code == _CLOSED or self.held.done():
+                raise InfrastructureError(f"the MCP server {self._name} is gone ({error!r})") from error
             raise ToolCallError(str(getattr(error, "message", error))) from error
 
     async def close(self) -> None:
         """End the session and its server."""
         _loop().call_soon_threadsafe(self._closing.set)
-        await asyncio.wait({asyncio.wrap_future(self._held)}, timeout=_CLOSE_S)
+        await asyncio.wait({asyncio.wrap_future(self.held)}, timeout=_CLOSE_S)
 
     async def _hold(self) -> None:
         """The session's task on the thread: begin, wait for the end, close."""
         import mcp
 
         try:
-            server: Any = self._target.url
-            if self._target.command:
-                first, *rest = self._target.command
-                environment = dict(self._target.environment) or None
+            server: Any = self._options.url
+            if self._options.command:
+                first, *rest = self._options.command
+                environment = dict(self._options.environment) or None
                 server = mcp.StdioServerParameters(command=first, args=rest, env=environment)
             async with mcp.Client(server) as self._client:
                 self._listed.set_result(await _all_tools(self._client))
                 await self._closing.wait()
         except BaseException as error:
             if not self._listed.done():
-                words = f"the MCP server {self._target.name} begins no session ({_reason(error)})"
+                words = f"the MCP server {self._name} begins no session ({_reason(error)})"
                 self._listed.set_exception(InfrastructureError(words))
 
 
@@ -138,7 +121,7 @@ def _loop() -> asyncio.AbstractEventLoop:
     return started.result()
 
 
-_shared: dict[Target, McpSession] = {}  # of this process
+_shared: dict[str, McpSession] = {}  # of this process, by server
 
 
 @dataclass
@@ -161,17 +144,17 @@ class Mcp(ToolEpisode):
         need_package("mcp", "'mcp>=2'")
         if bool(self.command) == bool(self.url):
             raise ValueError("the pack mcp needs either a command or a url")
-        self._target = Target(tuple(self.command), tuple(sorted(self.environment.items())), self.url)
         self._session: McpSession | None = None
 
     async def open_tools(self, task: Task) -> Sequence[Tool]:
-        session = _shared.get(self._target) if self.shared else None
-        if session is None or session.ended:
-            session = McpSession(self._target)
+        server = repr((self.command, self.environment, self.url))
+        session = _shared.get(server) if self.shared else None
+        if session is None or session.held.done():
+            session = McpSession(self)
             if self.shared:
-                _shared[self._target] = session
+                _shared[server] = session
         self._session = session
-        listed = await session.opened(self.start_s)
+        listed = await session.opened()
         listed_names = [tool.name for tool in listed]
         for option, names in (("tools", self.tools), ("effects", self.effects)):
             if missing := [name for name in names if name not in listed_names]:
@@ -179,7 +162,7 @@ class Mcp(ToolEpisode):
                     f"{option} has {missing[0]!r}, which the server has not; it has: {', '.join(listed_names)}"
                 )
         return [
-            _McpTool(session, tool, self.deadline_s, effects=tool.name in self.effects)
+            _McpTool(session, tool, effects=tool.name in self.effects)
             for tool in listed
             if not self.tools or tool.name in self.tools
         ]
@@ -192,13 +175,13 @@ class Mcp(ToolEpisode):
 class _McpTool:
     """A tool of the server, as a `Tool`."""
 
-    def __init__(self, session: McpSession, listed: Any, deadline_s: float, *, effects: bool) -> None:
+    def __init__(self, session: McpSession, listed: Any, *, effects: bool) -> None:
         self.name, self.effects = str(listed.name), effects
         properties = dict(listed.input_schema.get("properties", {}))
         required = list(listed.input_schema.get("required", ()))
         self.schema: Schema = function_schema(self.name, listed.description or "", properties, required)
         self._only = next(iter(properties)) if len(properties) == 1 else None
-        self._session, self._deadline_s = session, deadline_s
+        self._session = session
 
     async def call(self, arguments: Arguments) -> str:
         """The texts of the result. Raises ToolCallError with the server's text, and InfrastructureError."""
@@ -206,7 +189,7 @@ class _McpTool:
             if self._only is None:
                 raise ToolCallError(f"{self.name} takes a JSON object of arguments")
             arguments = {self._only: arguments}
-        result = await self._session.call(self.name, arguments, self._deadline_s)
+        result = await self._session.call(self.name, arguments)
         parts = [block.text if block.type == "text" else f"[{block.type}]" for block in result.content]
         text = "\n".join(parts) or "(no text)"
         if result.is_error:

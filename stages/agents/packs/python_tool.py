@@ -30,10 +30,10 @@ from typing import Final, Literal
 import msgspec
 
 from stages.agents.environment import InfrastructureError, Task
-from stages.agents.tool_episode import ToolEpisode, text_argument
+from stages.agents.tool_episode import ToolEpisode
 from stages.sandbox.run import ENVIRONMENT, PYTHON, make_directory
 from stages.sandbox.session import Ran
-from stages.tools.tool import Arguments, Schema, Tool, ToolCallError, function_schema
+from stages.tools.tool import TextTool, Tool, ToolCallError
 
 Sandbox = Literal["auto", "bubblewrap", "jail"]
 
@@ -210,7 +210,6 @@ def _bubblewrap(directory: str, paths: Sequence[str]) -> list[str]:
     return [*command, "--bind", directory, directory, "--"]
 
 
-_CODE = "code"
 _ENDS: Final = {
     "exit": "the code ended the interpreter",
     "killed": "the code had more memory, threads or files than it may",
@@ -235,42 +234,27 @@ class PythonTool(ToolEpisode):
         kind = (tuple(self.imports), self.memory_mb << 20, self.cpu_s, self.sandbox)
         if kind not in _warm:
             _warm[kind] = Interpreters(*kind)
-        self._python = _Python(_warm[kind], self.deadline_s)
-
-    async def open_tools(self, task: Task) -> Sequence[Tool]:
-        return [self._python]
-
-    async def close(self) -> None:
-        await self._python.close()
-
-
-class _Python:
-    name = "python"
-    schema: Schema = function_schema(
-        "python",
-        "Run Python code and see what it prints; the value of a last expression is printed too. Variables are kept.",
-        {_CODE: {"type": "string", "description": "the code, for example print(3 ** 20)"}},
-        [_CODE],
-    )
-
-    def __init__(self, interpreters: Interpreters, deadline_s: float) -> None:
-        self._interpreters, self._deadline_s = interpreters, deadline_s
+        self._interpreters = _warm[kind]
         self._interpreter: Interpreter | None = None  # made by the first call: waiting episodes have no process
 
-    async def call(self, arguments: Arguments) -> str:
+    async def open_tools(self, task: Task) -> Sequence[Tool]:
+        description = "Run Python code and see what it prints; the value of a last expression is printed too."
+        example = "the code, for example print(3 ** 20)"
+        return [TextTool("python", f"{description} Variables are kept.", "code", example, self._ran)]
+
+    async def close(self) -> None:
+        if self._interpreter is not None:
+            await self._interpreter.close()
+
+    async def _ran(self, code: str) -> str:
         """The output of the code. Raises ToolCallError with a text for the model."""
-        code = text_argument(arguments, _CODE, self.name)
         if self._interpreter is None:
             self._interpreter = await self._interpreters.open()
-        ran = await self._interpreter.run(code, self._deadline_s)
+        ran = await self._interpreter.run(code, self.deadline_s)
         printed = ran["output"].strip()
         if ran["how"] == "ok":
             return printed or "(nothing was printed)"
         if ran["how"] == "failed":
             raise ToolCallError(printed)
-        late = f"no end within {self._deadline_s:g} s of time, or of processor time in all"
+        late = f"no end within {self.deadline_s:g} s of time, or of processor time in all"
         raise ToolCallError(f"{_ENDS.get(ran['how'], late)}; all variables are gone\n{printed}".strip())
-
-    async def close(self) -> None:
-        if self._interpreter is not None:
-            await self._interpreter.close()

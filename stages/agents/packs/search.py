@@ -31,8 +31,8 @@ import msgspec
 from msgspec import Struct
 
 from stages.agents.environment import InfrastructureError, Task
-from stages.agents.tool_episode import ToolEpisode, text_argument
-from stages.tools.tool import Arguments, Schema, Tool, function_schema, shortened
+from stages.agents.tool_episode import ToolEpisode
+from stages.tools.tool import TextTool, Tool, shortened
 
 THINGS: Final = ("towers", "trees", "carts", "stores", "cows", "roads", "seats", "actors")
 _FIRST: Final = ("an", "ca", "co", "da", "do", "na", "no", "ra", "ro", "sa", "so", "ta", "to", "wa", "wo")
@@ -167,9 +167,6 @@ def _decoded(data: bytes) -> list[list[str]]:
     return [[msgspec.convert(one.get("document", one), type=Document).shown() for one in hits] for hits in entries]
 
 
-_QUERY = "query"
-
-
 @dataclass
 class Search(ToolEpisode):
     """Options besides those of every tool pack: `corpus` or `url` (with `timeout_s`); `topk` documents for a query,
@@ -201,31 +198,18 @@ class Search(ToolEpisode):
             }
 
     async def open_tools(self, task: Task) -> Sequence[Tool]:
-        search = _Search(self._retriever, self.topk, self.document_chars)
+        description = "Look something up. Answers with the documents that fit the query best."
+        example = "a few words, for example towers of danor"
+        search = TextTool("search", description, "query", example, self._found)
         if not self.url:  # a server's answers may change
             search.version = f"{self.corpus} {self.topk} {self.document_chars}"
         return [search]
 
-
-class _Search:
-    name = "search"
-    version: str
-    schema: Schema = function_schema(
-        "search",
-        "Look something up. Answers with the documents that fit the query best.",
-        {_QUERY: {"type": "string", "description": "a few words, for example towers of danor"}},
-        [_QUERY],
-    )
-
-    def __init__(self, retriever: Index | Server, topk: int, document_chars: int) -> None:
-        self._retriever, self._topk, self._document_chars = retriever, topk, document_chars
-
-    async def call(self, arguments: Arguments) -> str:
-        """The documents, numbered if `topk` is above 1. Raises ToolCallError."""
-        query = text_argument(arguments, _QUERY, self.name)
-        documents = [shortened(text, self._document_chars) for text in await self._retriever.find(query, self._topk)]
+    async def _found(self, query: str) -> str:
+        """The documents, numbered if `topk` is above 1."""
+        documents = [shortened(text, self.document_chars) for text in await self._retriever.find(query, self.topk)]
         if not documents:
             return "nothing was found\n"
-        if self._topk == 1:
+        if self.topk == 1:
             return f"{documents[0]}\n"
         return "".join(f"{number}. {text}\n" for number, text in enumerate(documents, 1))

@@ -137,7 +137,7 @@ async def test_the_form_of_an_answer(path: str, field: str, tmp_path: Path, monk
     monkeypatch.setattr(EngineClient, "generate", generate)
     sent = body(path, field, FORMS[path][field])
     async with opened(tmp_path, lambda prompt: '{"a": 1}') as rig:
-        requests = rig.gateway._answers._requests
+        requests = rig.gateway._answers.requests
         for name in ("embedded", "sglang"):
             engine = msgspec.structs.replace(requests.config.engine, engine=name)
             requests.config = msgspec.structs.replace(requests.config, engine=engine)

@@ -223,13 +223,13 @@ async def test_what_a_lost_program_did_is_reported_as_uncertain_once(
     await kept(journal(tmp_path, 0), "a", 0)
     assert uncertain_in(tmp_path) == 0
     for _ in range(3):
-        assert (await journal(tmp_path, 0).open(GROUP, 2)).restored
+        assert (await journal(tmp_path, 0).open(GROUP, 2)).answers
     assert uncertain_in(tmp_path) == 1
     assert sum("outside of the gateway" in record.message for record in caplog.records) == 1
     forget_responses(tmp_path, [0])
     assert list((tmp_path / "0").glob("answers-*.log")) == []
     assert uncertain_in(tmp_path) == 1, "it stays"
-    assert not (await journal(tmp_path, 0).open(msgspec.structs.replace(GROUP, purpose="eval"), 2)).restored
+    assert not (await journal(tmp_path, 0).open(msgspec.structs.replace(GROUP, purpose="eval"), 2)).answers
 
 
 # A program as a tree of requests: each node asks behind the answer of its parent, some with equal words, some side by

@@ -277,7 +277,7 @@ async def test_more_episodes_at_once_than_can_be_begun_wait_for_their_turn() -> 
             assert waiting
             interpreters._process.send_signal(signal.SIGCONT)
         for made in (first, *(other.result() for other in others)):
-            assert (await made.run("1 + 1", TIMELESS)).output == "2\n"
+            assert (await made.run("1 + 1", TIMELESS))["output"] == "2\n"
             await made.close()
     finally:
         interpreters.close()
@@ -312,12 +312,12 @@ def test_all_ends_with_the_process_of_the_caller(sandbox: str) -> None:
 async def test_a_machine_that_loses_its_jail_says_so_and_the_next_episode_has_a_new_one() -> None:
     interpreters = Interpreters(sandbox="jail")
     made = await interpreters.open()
-    assert (await made.run("1 + 1", TIMELESS)).output == "2\n"
+    assert (await made.run("1 + 1", TIMELESS))["output"] == "2\n"
     assert interpreters._process is not None
     interpreters._process.kill()
     interpreters._process.wait()
     with pytest.raises(InfrastructureError):
         await made.run("1 + 1", TIMELESS)
     again = await interpreters.open()
-    assert (await again.run("1 + 1", TIMELESS)).output == "2\n"
+    assert (await again.run("1 + 1", TIMELESS))["output"] == "2\n"
     interpreters.close()
