@@ -19,7 +19,7 @@ import logging
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
@@ -201,6 +201,13 @@ async def beside(*work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
             task.cancel()
 
 
+async def side_by_side(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Run coroutines at the same time and return their results in order. An error of any ends all."""
+    async with asyncio.TaskGroup() as tasks:
+        running = [tasks.create_task(one) for one in work]
+    return [task.result() for task in running]
+
+
 async def outcome_of(work: Awaitable[T]) -> T | Exception:
     """The result, or the exception as a value: raised, it would cancel the caller's task group."""
     try:
@@ -262,9 +269,8 @@ class MapStage(Stage):
     async def process(self, message: RolloutSlice) -> RolloutSlice | None: ...
 
     async def run(self, ports: Ports) -> None:
-        async with asyncio.TaskGroup() as tasks:
-            for _ in range(self.context.concurrency):
-                tasks.create_task(self._serve(ports.inlets[self.inlet], ports.outlets[self.outlet]))
+        inlet, outlet = ports.inlets[self.inlet], ports.outlets[self.outlet]
+        await side_by_side(self._serve(inlet, outlet) for _ in range(self.context.concurrency))
 
     async def _serve(self, inlet: Inlet[RolloutSlice], outlet: Outlet[RolloutSlice]) -> None:
         """Waits for messages; ends with the inlet."""

@@ -10,7 +10,8 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -93,6 +94,15 @@ async def wait_value(topic: Topic, key: str) -> bytes:
     while (value := topic.get(key)) is None:
         revision = await topic.wait(revision, key)
     return value
+
+
+async def wait_until(topic: Topic, holds: Callable[[], bool], *prefixes: str, limit_s: float | None = None) -> None:
+    """Wait until this holds, which is asked again after each change below the prefixes; at most `limit_s`."""
+    revision = 0
+    with suppress(TimeoutError):
+        async with asyncio.timeout(limit_s):
+            while not holds():
+                revision = await topic.wait(revision, *prefixes)
 
 
 async def wait_at_most(limit_s: float, change: Awaitable[T]) -> T | None:

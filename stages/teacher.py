@@ -12,7 +12,6 @@ Invariants:
 
 from __future__ import annotations
 
-import asyncio
 import logging
 
 import msgspec
@@ -20,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from models.errors import EngineError
-from stages.base import MapStage, StageContext, beside
+from stages.base import MapStage, StageContext, beside, side_by_side
 from stages.chat.tokenizer import load_tokenizer
 from stages.messages import Float32Array, PromptGroup, RolloutSlice, Sample, wire
 from stages.ports import Ports
@@ -62,10 +61,9 @@ class TeacherStage(MapStage):
         group = message.group
         if group.purpose == "eval":
             return message
-        async with asyncio.TaskGroup() as tasks:
-            scored = [tasks.create_task(self._scored(group, sample)) for sample in message.samples]
+        scored = await side_by_side(self._scored(group, sample) for sample in message.samples)
         self.activity.extra["teacher_retries"] = float(self.sampler.retries)
-        return msgspec.structs.replace(message, samples=tuple(task.result() for task in scored))
+        return msgspec.structs.replace(message, samples=tuple(scored))
 
     async def _scored(self, group: PromptGroup, sample: Sample) -> Sample:
         """The sample with its teacher's log-probs, or failed with the reason."""

@@ -16,8 +16,6 @@ Invariants:
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import math
 from typing import Final, Literal
 
@@ -27,7 +25,7 @@ from msgspec import Struct
 from configs.schema.rollout import RolloutConfig
 from models.engines.token import Token
 from stages.messages import PromptGroup
-from stages.ports import Readable, Topic, read_value
+from stages.ports import Readable, Topic, read_value, wait_until
 
 ADDRESS: Final = "engine/"
 DIRECTORY: Final = "directory/"
@@ -160,11 +158,11 @@ async def updates_ended(topic: Topic, limit_s: float) -> None:
     For the end of a run, in which serving engines begin no update. A server that loads from a slot when the slot is
     removed can end: SGLang loads the same files once more after an error.
     """
-    revision = 0
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(limit_s):
-            while any(entry.fetching >= 0 for entry in entries(topic, POLICY).values()):
-                revision = await topic.wait(revision, *KEYS)
+
+    def ended() -> bool:
+        return all(entry.fetching < 0 for entry in entries(topic, POLICY).values())
+
+    await wait_until(topic, ended, *KEYS, limit_s=limit_s)
 
 
 SETTINGS: Final = "settings"

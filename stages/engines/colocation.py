@@ -25,7 +25,6 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -38,7 +37,7 @@ from configs.schema import Config, generates
 from models.engines.client import EngineClient, UpdateClient
 from models.engines.core import MemoryTag
 from models.errors import EngineUnreachable
-from stages.ports import Topic, read_value, wait_at_most
+from stages.ports import Topic, read_value, wait_at_most, wait_until
 from stages.topic_values import ADDRESS, POLICY, addresses
 
 log = logging.getLogger("sluice.colocation")
@@ -132,11 +131,7 @@ class MemoryKeeper:
 
 async def all_given_back(topic: Topic, limit_s: float) -> None:
     """At a drain: wait until every engine has released its memory, or is lost; at most `limit_s`."""
-    revision = 0
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(limit_s):
-            while _holding(topic, None):
-                revision = await topic.wait(revision, ADDRESS, f"{KEY}/")
+    await wait_until(topic, lambda: not _holding(topic, None), ADDRESS, f"{KEY}/", limit_s=limit_s)
 
 
 def _holding(topic: Topic, turn: int | None) -> list[str]:

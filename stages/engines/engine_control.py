@@ -24,7 +24,6 @@ Invariants:
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import time
@@ -41,7 +40,7 @@ from stages.engines.router_workers import hand_over
 from stages.engines.weight_routes import FetcherRoute, WeightRoute, WeightRoutes, withdraw_order
 from stages.engines.weight_transfer import ChecksumDiffers, Transfer, await_turn, verify
 from stages.messages import WeightsAnnouncement
-from stages.ports import Topic, WeightsSource, read_value
+from stages.ports import Topic, WeightsSource, read_value, wait_until
 from stages.topic_values import (
     ADDRESS,
     DIRECTORY,
@@ -261,11 +260,11 @@ class EngineControl:
             await self.publish(topic, state="away", detail=why)
             complaint = Complaint(self.name, self.entry.incarnation, why)
             await topic.publish(f"complaint/{self.name}", msgspec.msgpack.encode(complaint))
-        revision = 0
-        with contextlib.suppress(TimeoutError):  # then the next attempt follows
-            async with asyncio.timeout(limit_s):
-                while self._stands(topic) and topic.get(LEAVE + self.name) is None:
-                    revision = await topic.wait(revision, ADDRESS + self.name, LEAVE + self.name)
+
+        def useless() -> bool:
+            return not self._stands(topic) or topic.get(LEAVE + self.name) is not None
+
+        await wait_until(topic, useless, ADDRESS + self.name, LEAVE + self.name, limit_s=limit_s)
 
     # ------------------------------------------------------------------ one update
 
@@ -326,12 +325,12 @@ class EngineControl:
     async def _transfer(self, client: EngineClient, transfer: Transfer, label: str) -> None:
         """Load the weights. Mode in_place keeps the cache, whose keys carry the version; other modes flush it."""
         flush = self.pause_mode != "in_place"
-        done = await transfer.apply(flush)
+        done = await transfer(flush)
         if flush and not done.cache_flushed:
             log.warning("%s kept its prefix cache, whose keys carry the version: %s", self.name, done.message)
             if (await client.model_info()).weight_version != label:
                 # SGLang's tensor and group routes then keep the old label in /model_info; without the flush they set it
-                await transfer.apply(False)
+                await transfer(False)
 
 
 async def _carries(client: EngineClient, label: str | None) -> bool:

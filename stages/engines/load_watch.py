@@ -20,14 +20,14 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
 from configs.schema import Config
 from models.engines.protocol import Load
 from models.errors import EngineError
-from stages.base import Activity
+from stages.base import Activity, side_by_side
 from stages.engines.engine_control import EngineControl
 from stages.ports import Topic
 from stages.topic_values import IDLE, POLICY, RETRACTED, RUNNING, WAITING
@@ -79,11 +79,6 @@ class Reading:
     usage: float  # share of the KV cache in use, of the fullest rank
     waiting: int  # requests in the engine's queue
     retractions: int = 0  # since the previous observation, for lack of room
-
-    @classmethod
-    def of(cls, loads: Sequence[Load], retractions: int = 0) -> Reading:
-        usage = max((load.token_usage for load in loads), default=0.0)
-        return cls(usage, sum(load.num_waiting_reqs for load in loads), retractions)
 
 
 class Limit:
@@ -138,11 +133,9 @@ class LoadWatch:
 
     async def look(self, topic: Topic) -> None:
         """Ask every engine once, and publish the limits that changed."""
-        retractions = self._retractions(topic)
-        async with asyncio.TaskGroup() as tasks:
-            for control in self.engines.values():
-                if control.entry.policy == POLICY:
-                    tasks.create_task(self._ask(topic, control, retractions if self.heeds_retractions else 0))
+        retractions = self._retractions(topic) if self.heeds_retractions else 0
+        trained = [control for control in self.engines.values() if control.entry.policy == POLICY]
+        await side_by_side(self._ask(topic, control, retractions) for control in trained)
         extra = self.activity.extra
         extra["engine_busy_s"] = max(sum(self._busy_s.values()), extra.get("engine_busy_s", 0.0))
         extra["in_flight_limit"] = float(sum(limit.value for limit in self.limits.values()))
@@ -169,15 +162,14 @@ class LoadWatch:
         if not loads or control.client is not client:
             return
         busy_s = self._busy_s[control.name] = sum(load.busy_s for load in loads)
-        share = idle.observe_idle(time.monotonic(), busy_s, sum(load.num_running_reqs for load in loads))
-        if share is not None:
+        running, waiting = (sum(load.num_running_reqs for load in loads), sum(load.num_waiting_reqs for load in loads))
+        if (share := idle.observe_idle(time.monotonic(), busy_s, running)) is not None:
             self.activity.extra[f"{control.name}{IDLE}"] = share
-        self.activity.extra[f"{control.name}{RUNNING}"] = float(sum(load.num_running_reqs for load in loads))
-        self.activity.extra[f"{control.name}{WAITING}"] = float(sum(load.num_waiting_reqs for load in loads))
+        self.activity.extra[f"{control.name}{RUNNING}"] = float(running)
+        self.activity.extra[f"{control.name}{WAITING}"] = float(waiting)
         if self.adaptive and control.entry.state == "serving":
-            reading = Reading.of(loads)
-            if reading.usage >= CALM_USAGE:  # below it retractions had another cause
-                reading = Reading.of(loads, retractions)
-            limit.observe(reading, sum(load.num_running_reqs + load.num_waiting_reqs for load in loads))
+            usage = max(load.token_usage for load in loads)
+            retractions = retractions if usage >= CALM_USAGE else 0  # below it they had another cause
+            limit.observe(Reading(usage, waiting, retractions), running + waiting)
         if limit.value != control.entry.limit:
             await control.publish(topic, limit=limit.value)

@@ -34,7 +34,7 @@ from configs.schema import router_kind
 from models.engines.client import EngineClient
 from models.errors import EngineError, WeightsError
 from models.weights.delta_mirror import DeltaMirror
-from stages.base import Stage, StageContext
+from stages.base import Stage, StageContext, side_by_side
 from stages.engines.colocation import all_given_back, colocated
 from stages.engines.engine_control import EngineControl
 from stages.engines.load_watch import LoadWatch
@@ -82,19 +82,14 @@ class EnginesStage(_WeightsStage):
                     background.append(tasks.create_task(control.follow(topic)))
                 if topic.get("drain") is not None and not aborted:
                     aborted = True
-                    await self._abort_all()
+                    # A draining client sends nothing more and keeps the partial output.
+                    await side_by_side(map(_abort, self.engines.values()))
                 revision = await topic.wait(revision, ADDRESS, "drain", END)
             await updates_ended(topic, self.config.run.drain_s / 2)  # an engine outlives the run, if it is external
             if colocated(self.config):
                 await all_given_back(topic, self.config.run.drain_s / 2)  # for a trainer that still has to save
             for task in background:
                 task.cancel()
-
-    async def _abort_all(self) -> None:
-        """Abort all requests of the engines. A draining client sends nothing more and keeps the partial output."""
-        async with asyncio.TaskGroup() as tasks:
-            for control in self.engines.values():
-                tasks.create_task(_abort(control))
 
 
 async def _abort(control: EngineControl) -> None:
@@ -149,7 +144,7 @@ class FetcherStage(_WeightsStage):
                     while True:
                         order = await self._next_apply(topic, key, order, applied)
                         with self.activity.working():
-                            updated = await transfer.apply(order.flush_cache)
+                            updated = await transfer(order.flush_cache)
                         applied = order.applies
                         done = WeightsBrought(order.id, applied, updated)
                         await topic.publish(answer, msgspec.msgpack.encode(done))

@@ -37,7 +37,7 @@ from models.engines.protocol import ServerInfo
 from models.errors import DeltaError, DigestMismatch, EngineError, EngineUnreachable, NotBrought, RouteUnfit
 from models.weights.delta_mirror import DeltaMirror
 from models.weights.shared_memory_reader import SlotReader
-from stages.engines.weight_transfer import DiskTransfer, GroupTransfer, Preparation, TensorTransfer, Transfer, together
+from stages.engines.weight_transfer import GroupTransfer, Preparation, TensorTransfer, Transfer, together
 from stages.messages import WeightsAnnouncement
 from stages.ports import Topic, read_value
 from stages.topic_values import ADDRESS, BROUGHT, ORDER, EngineAddress
@@ -74,8 +74,7 @@ class DiskRoute(WeightRoute):
     @contextlib.asynccontextmanager
     async def open(self, client: EngineClient, announcement: WeightsAnnouncement) -> AsyncIterator[Transfer]:
         slot = await asyncio.to_thread(SlotReader, announcement, anew=self.anew)
-        await self.preparation.make(client, announcement, slot.check)
-        yield DiskTransfer(client, announcement.path, announcement.label, slot.check)
+        yield await self.preparation.make(client, announcement, slot.check)
 
 
 class TensorRoute(WeightRoute):
@@ -95,7 +94,7 @@ class TensorRoute(WeightRoute):
         slot = await asyncio.to_thread(SlotReader, announcement, anew=False)
         transfer = await asyncio.to_thread(TensorTransfer, update, announcement.label, slot, self.bucket_bytes, devices)
         await asyncio.to_thread(transfer.fill, 0)
-        yield transfer
+        yield transfer.apply
 
     async def ahead(self, client: EngineClient, announcement: WeightsAnnouncement) -> None:
         await asyncio.to_thread(SlotReader, announcement, anew=False)
@@ -130,7 +129,7 @@ class DistributedRoute(WeightRoute):
         transfer = GroupTransfer(update, announcement.label, slot, self.bucket_bytes, group, self._device)
         try:
             await asyncio.to_thread(transfer.fill, 0)
-            yield transfer
+            yield transfer.apply
         except BaseException:
             await self.close()  # the two ends may be at different broadcasts now
             raise
@@ -195,8 +194,7 @@ class DeltaRoute(WeightRoute):
                 disk = DiskRoute(self.preparation, anew=self.anew)
                 yield await stack.enter_async_context(disk.open(client, announcement))
             else:
-                await self.preparation.make(client, manifest, lambda: None)
-                yield DiskTransfer(client, manifest.path, announcement.label, lambda: None)
+                yield await self.preparation.make(client, manifest, lambda: None)
 
 
 class WeightRoutes:
@@ -270,7 +268,7 @@ def order_key(engine: EngineAddress) -> str:
 
 
 class FetcherRoute(WeightRoute):
-    """Runs the announced route beside the engine, for one update: it is its own `Transfer`.
+    """Runs the announced route beside the engine, for one update.
 
     `stands`: whether the engine still exists.
     """
@@ -280,17 +278,17 @@ class FetcherRoute(WeightRoute):
 
     @contextlib.asynccontextmanager
     async def open(self, client: EngineClient, announcement: WeightsAnnouncement) -> AsyncIterator[Transfer]:
-        self._order = WeightsOrder(secrets.token_hex(8), _address(self.engine), announcement, self.in_full)
+        self._order = WeightsOrder(secrets.token_hex(8), self.engine, announcement, self.in_full)
         try:
             await self._carried_out()
-            yield self
+            yield self._apply
         finally:
             await withdraw_order(self.topic, self.engine)
 
     async def ahead(self, client: EngineClient, announcement: WeightsAnnouncement) -> None:
         """Nothing: an order brings the weights, in the turn."""
 
-    async def apply(self, flush_cache: bool) -> WeightsUpdated:
+    async def _apply(self, flush_cache: bool) -> WeightsUpdated:
         applies = self._order.applies + 1
         self._order = msgspec.structs.replace(self._order, applies=applies, flush_cache=flush_cache)
         answer = await self._carried_out()
@@ -318,10 +316,3 @@ class FetcherRoute(WeightRoute):
 async def withdraw_order(topic: Topic, engine: EngineAddress) -> None:
     """Withdraw the order for this engine, if any."""
     await topic.publish(order_key(engine), b"")
-
-
-def _address(engine: EngineAddress) -> EngineAddress:
-    """The address alone, if an entry is given."""
-    return EngineAddress(
-        engine.engine, engine.url, engine.incarnation, engine.policy, fetcher=engine.fetcher, token=engine.token
-    )

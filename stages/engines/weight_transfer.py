@@ -18,9 +18,9 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -76,15 +76,13 @@ def _older(entry: EngineEntry, announcement: WeightsAnnouncement) -> bool:
 T = TypeVar("T")
 
 
-class Transfer(Protocol):
-    """Weights that are ready to be loaded into a paused engine."""
-
-    async def apply(self, flush_cache: bool) -> WeightsUpdated:
-        """Load them. Raises EngineError or WeightsError: the engine may hold a mixture then. May be called again."""
+# Loads weights that are ready into a paused engine; the argument: whether it flushes its cache. Raises EngineError or
+# WeightsError: the engine may hold a mixture then. May be called again.
+Transfer = Callable[[bool], Awaitable[WeightsUpdated]]
 
 
 class Preparation:
-    """Has one engine load a directory beside its weights, once for each version, if it is one of ours."""
+    """Has one engine load a directory, once for each version beside its weights, if it is one of ours."""
 
     def __init__(self, one_at_a_time: asyncio.Lock) -> None:
         """`one_at_a_time`: shared by the engines, of which each must see how much memory those before it took."""
@@ -92,32 +90,27 @@ class Preparation:
         self._unable: EngineClient | None = None
         self._loaded: tuple[EngineClient, SlotManifest] | None = None
 
-    async def make(self, client: EngineClient, claim: SlotManifest, check: Callable[[], None]) -> None:
-        """`check` raises if the directory changed meanwhile. Raises EngineError."""
-        if client is self._unable or self._loaded == (client, claim):
-            return
-        try:
-            async with self._one_at_a_time:
-                await client.prepare_weights(claim.path, claim.label)
-        except EngineRefused as error:
-            if error.status != NOT_FOUND:
-                raise
-            self._unable = client  # another kind of engine
-            return
-        check()
-        self._loaded = client, claim
+    async def make(self, client: EngineClient, claim: SlotManifest, check: Callable[[], None]) -> Transfer:
+        """What has the paused engine load the directory by itself. `check` raises if the directory changed meanwhile.
+        Raises EngineError."""
+        if client is not self._unable and self._loaded != (client, claim):
+            try:
+                async with self._one_at_a_time:
+                    await client.prepare_weights(claim.path, claim.label)
+            except EngineRefused as error:
+                if error.status != NOT_FOUND:
+                    raise
+                self._unable = client  # another kind of engine
+            else:
+                check()
+                self._loaded = client, claim
 
+        async def apply(flush_cache: bool) -> WeightsUpdated:
+            done = await client.update_weights_from_disk(claim.path, claim.label, flush_cache=flush_cache)
+            check()
+            return done
 
-class DiskTransfer:
-    """A directory that the engine loads by itself; `check` raises if the directory changed meanwhile."""
-
-    def __init__(self, client: EngineClient, path: str, label: str, check: Callable[[], None]) -> None:
-        self.client, self.path, self.label, self.check = client, path, label, check
-
-    async def apply(self, flush_cache: bool) -> WeightsUpdated:
-        done = await self.client.update_weights_from_disk(self.path, self.label, flush_cache=flush_cache)
-        self.check()
-        return done
+        return apply
 
 
 class BucketTransfer:
@@ -228,33 +221,21 @@ class ChecksumDiffers(NotVerified):
 async def verify(
     topic: Topic, engine: str, client: EngineClient, announcement: WeightsAnnouncement, checksums: bool
 ) -> str:
-    """The engine's checksum if checksums are compared, else "". Raises NotVerified."""
-    await check_label(engine, client, announcement.label)
+    """The engine's checksum if checksums are compared, else "". Raises NotVerified unless the engine reports the label,
+    and ChecksumDiffers if another engine reported another checksum for the same version."""
+    label, tries = announcement.label, 1
+    # Asked a few times, because a different process of the server answers than the process that loaded the weights.
+    while (reported := (await client.model_info()).weight_version) != label:
+        if tries == LABEL_TRIES:
+            raise NotVerified(
+                f"{engine} reports weights {reported!r} after an update to {label!r}; it stays paused until it reports "
+                "them. Did another client update it?"
+            )
+        tries += 1
+        await asyncio.sleep(LABEL_WAIT_S)
     if not checksums:
         return ""
     checksum = await UpdateClient(client).checksum()
-    check_equal(topic, engine, announcement, checksum)
-    return checksum
-
-
-async def check_label(engine: str, client: EngineClient, label: str) -> None:
-    """Raise NotVerified unless the engine reports this label. Asks a few times, because a different process of the
-    server answers than the process that loaded the weights."""
-    reported: str | None = None
-    for attempt in range(LABEL_TRIES):
-        if attempt:
-            await asyncio.sleep(LABEL_WAIT_S)
-        reported = (await client.model_info()).weight_version
-        if reported == label:
-            return
-    raise NotVerified(
-        f"{engine} reports weights {reported!r} after an update to {label!r}; it stays paused until it reports them. "
-        "Did another client update it?"
-    )
-
-
-def check_equal(topic: Topic, engine: str, announcement: WeightsAnnouncement, checksum: str) -> None:
-    """Raise ChecksumDiffers if another engine reported another checksum for the same version."""
     for peer in carrying(topic).values():
         same = (peer.run_generation, peer.version) == (announcement.run_generation, announcement.version)
         if same and peer.engine != engine and peer.checksum and peer.checksum != checksum:
@@ -263,3 +244,4 @@ def check_equal(topic: Topic, engine: str, announcement: WeightsAnnouncement, ch
                 f"{peer.checksum}; it gets no requests until they agree, and is now loaded in full. Engines that "
                 "differ by design (other tensor-parallel size, other precision) need --no-check-weight-update-equal"
             )
+    return checksum

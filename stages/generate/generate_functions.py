@@ -24,7 +24,7 @@ import msgspec
 from configs.schema import Config
 from models.import_path import raised
 from models.slime_arguments import slime_arguments
-from stages.base import Activity, in_daemon_thread, outcome_of
+from stages.base import Activity, in_daemon_thread, outcome_of, side_by_side
 from stages.chat.messages import ChatFormatError, Message, ToolSchema
 from stages.chat.tokenizer import Tokenizer, load_tokenizer
 from stages.gateway.answers import Answers, OpenSession
@@ -112,9 +112,7 @@ class GenerateFunctions:
             self.activity.failures += parts[-1].status == "failed"
             ended(*parts)
 
-        async with asyncio.TaskGroup() as tasks:
-            for sample in samples:
-                tasks.create_task(make_rollout(sample))
+        await side_by_side(map(make_rollout, samples))
 
     async def _rollout(self, path: str, group: PromptGroup, sample: Sample) -> tuple[Sample, ...]:
         function, replace = self._function(path), msgspec.structs.replace

@@ -20,7 +20,7 @@ from typing import Final
 
 import msgspec
 
-from stages.base import GenerateOptions, Stage, StageContext, beside, send_slice
+from stages.base import GenerateOptions, Stage, StageContext, beside, send_slice, side_by_side
 from stages.generate.generate_functions import GenerateFunctions, function_of
 from stages.generate.rollout_functions import RolloutFunction
 from stages.generate.turns import Loops, Turns
@@ -69,10 +69,8 @@ class GenerateStage(Stage):
         follows = self.sampler.follow(ports.topic), self.functions.follow(ports.topic)
         async with beside(*follows, self.journal.run(), *batches):
             await self.sampler.ready()
-            async with asyncio.TaskGroup() as pumps:
-                for name in ("in", "eval", "return"):
-                    if name in ports.inlets:
-                        pumps.create_task(self._pump(ports.inlets[name], ports))
+            inlets = [ports.inlets[name] for name in ("in", "eval", "return") if name in ports.inlets]
+            await side_by_side(self._pump(inlet, ports) for inlet in inlets)
 
     async def _pump(self, inlet: Inlet[PromptGroup | RolloutSlice], ports: Ports) -> None:
         """Take leases until the inlet ends; returns after the started work has ended."""
@@ -136,10 +134,8 @@ class GenerateStage(Stage):
         """Send each rollout of a group to the loop stage that makes its prompt."""
         self.activity.items_in += 1
         group, fresh = without_prompt(prompt), new_sample((), 0)
-        async with asyncio.TaskGroup() as sends:
-            for index in range(prompt.n_samples):
-                sample = msgspec.structs.replace(fresh, index=index)
-                sends.create_task(self.emit(outlet, RolloutSlice(group, (sample,))))
+        samples = (msgspec.structs.replace(fresh, index=index) for index in range(prompt.n_samples))
+        await side_by_side(self.emit(outlet, RolloutSlice(group, (sample,))) for sample in samples)
 
     async def emit(self, outlet: Outlet[RolloutSlice], slice_: RolloutSlice) -> None:
         with self.activity.working(), self.activity.sending():

@@ -18,7 +18,7 @@ import msgspec
 
 from configs.schema import Config
 from models.import_path import import_path
-from stages.base import Activity, LoopStage, failed
+from stages.base import Activity, LoopStage, failed, side_by_side
 from stages.messages import PromptGroup, RolloutSlice, Sample
 from stages.records.unfinished import ResponseJournal
 from stages.rollouts import cut, oldest_version, rollout_fault
@@ -49,9 +49,7 @@ class Turns:
         if all(s.turns == 0 and s.response_length == 0 and s.sequences == 1 for s in samples):
             await self._request(group, samples, done)
             return
-        async with asyncio.TaskGroup() as tasks:
-            for sample in samples:
-                tasks.create_task(self._request(group, (sample,), done))
+        await side_by_side(self._request(group, (sample,), done) for sample in samples)
 
     async def _request(self, group: PromptGroup, samples: Sequence[Sample], done: Ended) -> None:
         """One request, and a further request for each sample that its group's deadline restarts."""

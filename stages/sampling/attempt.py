@@ -40,7 +40,7 @@ from stages.sampling.requests import (
     failed,
     with_saved,
 )
-from stages.sampling.routes import Route, Routes
+from stages.sampling.routes import RetryState, Route, Routes
 from stages.topic_values import ASKED, RETRACTED, SLOW, Complaint
 
 STOP_GRACE_S: Final = 5.0  # for the answer to a request that was aborted at a deadline
@@ -54,16 +54,30 @@ class Progress:
     tell: Callable[[int, SampleResult], None]
 
 
-@dataclass(eq=False)
-class Attempt:
-    """One request for the members of `had`, which have the same tokens so far."""
+Emit = Callable[[int, SampleResult], None]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of the sampler, and the callbacks that receive its results. Members are named by their index."""
 
     request: SampleRequest
-    had: list[SampleResult]
-    ended: Callable[[int, SampleResult], None]  # called when a member ends, with its place in `had`
-    keeps_partial: bool
-    grew: Callable[[int, Chunk], None] | None = None  # called with tokens as they arrive, and the member's place
+    retries: RetryState
+    emit: Emit  # called once for each member, when it has ended
+    tell: Callable[[int, Chunk], None] | None = None  # called with the tokens of each member as they arrive
+    had: Sequence[SampleResult] = ()  # results of earlier requests that the members continue from; empty: from nothing
     progress: Progress | None = None
+    keeps_partial: bool = True  # a member whose request was lost continues behind its partial output
+
+
+@dataclass(eq=False)
+class Attempt:
+    """One request for the members of `had`, which have the same tokens so far; `index` is that of the first."""
+
+    call: Call
+    index: int
+    had: Sequence[SampleResult]
+    ended: Emit  # called when a member ends, with its place in `had`
     left: dict[int, SampleResult] = field(init=False)  # members that have not ended, with the tokens kept of each
     error: Exception | None = None
     refused: Exception | None = None  # the fault in a member's answer, if any
@@ -84,7 +98,13 @@ class Attempt:
     made: Counter[int] = field(default_factory=Counter)  # tokens by version
 
     def __post_init__(self) -> None:
-        self.left = dict(enumerate(self.had))
+        self.request, self.left = self.call.request, dict(enumerate(self.had))
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds that engines may still work on the members."""
+        limit_s = self.request.engine_s
+        return None if limit_s is None else limit_s - max(result.spent_s for result in self.had)
 
     @property
     def crawled(self) -> bool:
@@ -100,23 +120,13 @@ class Attempt:
             self._settle(place, replace(result, finish=finish, reason=reason))
 
     async def run(
-        self,
-        route: Route,
-        wire: GenerateRequest,
-        *,
-        streamed: bool,
-        tokens_come: bool,
-        left_s: float | None,
-        late_s: float | None,
-        workers: Sequence[EngineClient],
+        self, route: Route, wire: GenerateRequest, *, streamed: bool, tokens_come: bool, workers: Sequence[EngineClient]
     ) -> None:
         """Waits for the answer; unblocked by it, by the loss of the engine, or by a deadline.
 
         Args:
             streamed: the answer arrives as a stream, each member as it ends.
             tokens_come: the stream also brings tokens before a member ends.
-            left_s: seconds that engines may still work on the members.
-            late_s: seconds that the caller still waits.
             workers: clients of the engines that may hold the request.
         """
         self._started, self._release = time.perf_counter(), route.release
@@ -125,8 +135,9 @@ class Attempt:
         self._sent = Sent(limits, route.label, route.generation, route.oldest)
         partial: PartialOutputs | None = None
         if streamed:
-            counted = self._count if self.progress is not None else None
-            partial = self._partial = PartialOutputs(route.label, self._land, self.grew and self._grow, counted)
+            grown = None if self.call.tell is None else self._grow
+            counted = None if self.call.progress is None else self._count
+            partial = self._partial = PartialOutputs(route.label, self._land, grown, counted)
         outputs: list[GenerateOutput] | None = None
         async with asyncio.TaskGroup() as tasks:
             asked = workers if wire.samples == 1 or not tokens_come else ()
@@ -136,10 +147,10 @@ class Attempt:
 
             timers: list[asyncio.Task[None]] = []
             self._stop = stop
-            if left_s is not None:
-                stop(OUT_OF_TIME, left_s)
+            if self.left_s is not None:
+                stop(OUT_OF_TIME, self.left_s)
             try:
-                async with asyncio.timeout(late_s), route.flight.under_way():
+                async with asyncio.timeout(self.call.retries.left_s), route.flight.under_way():
                     outputs = await route.client.generate(wire, partial=partial, headers=route.headers)
             except TimeoutError:
                 self.error = EngineTimeout(route.client.base_url, self.request.deadline_s or 0.0)
@@ -184,20 +195,21 @@ class Attempt:
         route.flight.end(self.stopped)
 
     def _grow(self, place: int, entries: Sequence[LogprobEntry]) -> None:
-        if self.grew is not None and place in self.left:
-            self.grew(place, Chunk(tuple(e[1] for e in entries), tuple(e[0] or 0.0 for e in entries)))
+        if self.call.tell is not None and place in self.left:
+            self.call.tell(self.index + place, Chunk(tuple(e[1] for e in entries), tuple(e[0] or 0.0 for e in entries)))
 
     def _count(self, place: int, tokens: int) -> None:
         """`tokens` tokens of the answer are certain now."""
-        if self.progress is None or self._partial is None or place not in self.left:
+        progress = self.call.progress
+        if progress is None or self._partial is None or place not in self.left:
             return
-        if tokens - self._reported.get(place, 0) < self.progress.tokens:
+        if tokens - self._reported.get(place, 0) < progress.tokens:
             return
         self._reported[place] = tokens
         output = self._partial.certain_of(place)
         result = with_saved(self.request, self.left[place], output, self._spent_s, self._known, lost=False)
         if result.finish != "failed":
-            self.progress.tell(place, result)
+            progress.tell(self.index + place, result)
 
     def _land(self, place: int, output: GenerateOutput) -> None:
         """Record a member that the engine has ended."""
@@ -225,7 +237,7 @@ class Attempt:
             if output is not None and output.meta_info.finish_reason is not None:
                 self._land(place, output)
                 continue
-            if not self.stopped and not self.keeps_partial:
+            if not self.stopped and not self.call.keeps_partial:
                 output = None
             kept = with_saved(self.request, had, output, self._spent_s, self._known, lost=not self.stopped)
             self.reused += kept.reused_tokens - had.reused_tokens
@@ -282,7 +294,7 @@ class Reports:
     def add(self, name: str, n: float) -> None:
         self.extra[name] = self.extra.get(name, 0.0) + n
 
-    def note(self, route: Route) -> None:
+    def note(self) -> None:
         """Record how many requests engines may hold and do hold, just before a request is sent."""
         router = self.directory.router
         targets = [router] if self.routes.routed and router is not None else self.directory.serving()

@@ -24,7 +24,7 @@ from configs.schema.rollout import RolloutConfig
 from models.engines.client import EngineClient
 from stages.engines.colocation import KEY, trainers_turn
 from stages.messages import WeightsAnnouncement
-from stages.ports import Topic, read_value
+from stages.ports import Topic, read_value, wait_at_most
 from stages.sampling.engine_choice import Slots
 from stages.topic_values import ADDRESS, DIRECTORY, POLICY, EngineEntry, RouterAddress, RouterState, entries
 
@@ -69,31 +69,6 @@ class InFlightRequest:
                 self._scope.reschedule(0.0)
 
 
-class CachedHealth:
-    """The health of a server, checked once for all callers: hundreds of lost requests ask at the same time."""
-
-    def __init__(self, client: EngineClient) -> None:
-        self._client = client
-        self._checked_s = -math.inf
-        self._well = False
-        self._checking = asyncio.Lock()
-
-    async def answers_now(self) -> bool:
-        """Waits for the server's answer, or for a time limit."""
-        async with self._checking:
-            if time.monotonic() - self._checked_s > LOOK_S:
-                try:
-                    async with asyncio.timeout(PROBE_S):
-                        self._well = await self._client.health()
-                except TimeoutError:
-                    self._well = False
-                self._checked_s = time.monotonic()
-            return self._well
-
-    def forget(self) -> None:
-        self._checked_s = -math.inf
-
-
 @dataclass(eq=False)
 class Target:
     """A receiver of requests: one incarnation of an engine, or of the router (which has no entry)."""
@@ -105,13 +80,13 @@ class Target:
     entry: EngineEntry | None = None
     flights: set[InFlightRequest] = field(default_factory=set)
     in_flight: int = 0  # samples
-
-    def __post_init__(self) -> None:
-        self.health = CachedHealth(self.client)
-        self.suspected = False  # it lost a request and has not answered since
-        self.refused_in_a_row = 0  # answers in a row that were refused
-        self.crawled = False  # an answer came too slowly to be waited for
-        self.avoided_until = 0.0  # by the monotonic clock: until then it is the last choice
+    suspected: bool = False  # it lost a request and has not answered since
+    refused_in_a_row: int = 0  # answers in a row that were refused
+    crawled: bool = False  # an answer came too slowly to be waited for
+    avoided_until: float = 0.0  # by the monotonic clock: until then it is the last choice
+    checked_s: float = -math.inf  # when its health was last checked, by the monotonic clock
+    _well: bool = False
+    _checking: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
     def serves(self) -> bool:
@@ -125,6 +100,15 @@ class Target:
         """Whether its entry names the weights that a request sent now will meet."""
         entry = self.entry
         return entry is not None and entry.state == "serving" and entry.fetching < 0
+
+    async def answers_now(self) -> bool:
+        """Whether the server is healthy, checked once for all callers: hundreds of lost requests ask at the same time.
+        Waits for its answer, or for a time limit."""
+        async with self._checking:
+            if time.monotonic() - self.checked_s > LOOK_S:
+                self._well = bool(await wait_at_most(PROBE_S, self.client.health()))
+                self.checked_s = time.monotonic()
+            return self._well
 
 
 class EngineDirectory:

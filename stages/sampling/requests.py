@@ -63,6 +63,12 @@ class SampleRequest:
     def n(self) -> int:
         return self.params.n
 
+    @property
+    def worth_a_stream(self) -> bool:
+        """Whether a stream, which returns each member's slot as it ends, pays for itself."""
+        budget = self.params.max_new_tokens
+        return self.n > 1 and (budget is None or budget > SHORT_RESPONSE)
+
 
 @dataclass(frozen=True)
 class ScoreRequest:
@@ -100,12 +106,6 @@ def with_stream_interval(wire: GenerateRequest, tokens: int) -> GenerateRequest:
     """The request with a report every `tokens` tokens, for an engine that otherwise reports only a member's end."""
     params = wire.sampling_params
     return wire if isinstance(params, list) else replace(wire, sampling_params=replace(params, stream_interval=tokens))
-
-
-def worth_a_stream(request: SampleRequest) -> bool:
-    """Whether a stream, which returns each member's slot as it ends, pays for itself."""
-    budget = request.params.max_new_tokens
-    return request.n > 1 and (budget is None or budget > SHORT_RESPONSE)
 
 
 Finish = Literal["pending", "stop", "length", "aborted", "failed"]

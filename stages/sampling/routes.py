@@ -13,12 +13,14 @@ Invariants:
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Final
 
+import msgspec
 from msgspec import Struct
 
 from configs.schema import Config, router_kind
@@ -26,7 +28,15 @@ from models.engines.client import EngineClient
 from models.engines.http_client import ROUTING_KEY_HEADER, lost_fields
 from models.engines.launch.command import policy_of
 from models.engines.protocol import GenerateRequest
-from models.errors import EngineError, EngineTimeout, EngineUnreachable, RequestNotSent
+from models.errors import (
+    EngineAborted,
+    EngineError,
+    EngineProtocolError,
+    EngineRefused,
+    EngineTimeout,
+    EngineUnreachable,
+    RequestNotSent,
+)
 from stages.ports import wait_at_most
 from stages.sampling.engine_choice import FIRST_COME, Choice, Ranking
 from stages.sampling.engine_directory import LOOK_S, ROUTER, EngineDirectory, InFlightRequest, Target
@@ -36,6 +46,52 @@ REFUSED_LIMIT: Final = 8  # refused answers in a row, after which an engine is t
 LONGEST_AVOIDED_S: Final = 30.0
 UNHEARD: Final = 8  # publications that a busy client may lag behind the engines
 ENGINE_WAIT_S: Final = 120.0  # how long a request without a deadline waits for an engine to be up
+
+
+TRANSIENT_STATUS: Final = (408, 425, 429)  # refusals that are no fault of the request
+LOSSES: Final = (EngineUnreachable, EngineTimeout, EngineAborted, EngineProtocolError)
+FIRST_PAUSE_S: Final = 0.2  # before a lost request is sent again, doubled at each loss
+LONGEST_PAUSE_S: Final = 5.0
+
+
+@dataclass
+class RetryState:
+    """The retry budget of one member in one call: failed requests so far, and the deadline."""
+
+    deadline_s: float | None = None  # of the whole call, as the caller gave it
+    deadline: float | None = None  # the same by the monotonic clock
+    count: int = 0
+    engine: str = ""  # the engine that was lost last, if known
+
+    @classmethod
+    def until(cls, deadline_s: float | None) -> RetryState:
+        return cls(deadline_s, None if deadline_s is None else time.monotonic() + deadline_s)
+
+    @property
+    def left_s(self) -> float | None:
+        return None if self.deadline is None else self.deadline - time.monotonic()
+
+    @property
+    def pause_s(self) -> float:
+        """Seconds to wait before the next attempt."""
+        return min(FIRST_PAUSE_S * 2.0 ** min(max(self.count - 1, 0), 10), LONGEST_PAUSE_S)
+
+    def record(self, error: Exception, *, progress: bool) -> bool:
+        """Record a failed request. False if sending it again cannot help.
+
+        A request that timed out but returned tokens is no loss: the next request begins after them.
+        """
+        transient = isinstance(error, EngineRefused) and error.status in TRANSIENT_STATUS
+        if not transient and not isinstance(error, LOSSES):
+            return False
+        if not (isinstance(error, EngineTimeout) and progress):
+            self.count += 1
+        return True
+
+    def may_retry(self, max_retries: int) -> bool:
+        """With a deadline: until then, so that a killed engine costs time and no answers. Without: a count."""
+        left_s = self.left_s
+        return self.count <= max_retries if left_s is None else self.pause_s < left_s
 
 
 class RouteRequest(Struct, frozen=True):
@@ -48,11 +104,13 @@ class RouteRequest(Struct, frozen=True):
     goes_on: bool = False  # it has tokens already, or returns from a tool
     order: tuple[int, int] = FIRST_COME  # in the queue for slots, smaller first
     direct: bool = False  # the router would drop one of its fields
-    again: bool = False  # an earlier attempt was lost
-    lost: str = ""  # engine that lost it, if known
     pinned_version: int = -1
-    deadline: float | None = None  # of the whole call, by the monotonic clock
-    deadline_s: float | None = None  # the same as a duration, as the caller gave it
+    retries: RetryState = msgspec.field(default_factory=RetryState)
+
+    @property
+    def again(self) -> bool:
+        """An earlier attempt was lost."""
+        return self.retries.count > 0
 
 
 @dataclass
@@ -123,7 +181,7 @@ class Routes:
     def lost(self, target: Target) -> None:
         """A request was lost at the target: it gets no more before it has passed a health check."""
         target.suspected = True
-        target.health.forget()
+        target.checked_s = -math.inf
 
     def answered(self, target: Target, fault: Exception | None) -> Complaint | None:
         """Record an answer of an engine. After a refused answer the engine ranks last for a while, longer each time.
@@ -145,11 +203,11 @@ class Routes:
 
     def workers(self, route: Route) -> list[EngineClient]:
         """Clients of the engines that may hold a request of this route. Control calls bypass the router."""
-        return [t.client for t in self.directory.serving()] if route.target.name == ROUTER else [route.client]
+        return [target.client for target in self._behind(route.target)]
 
     async def _take(self, need: RouteRequest) -> Route:
         # One deadline for all choices: a second choice, after a wait for slots in vain, gets no extra time.
-        deadline = time.monotonic() + self.wait_s if need.deadline is None else need.deadline
+        deadline = time.monotonic() + self.wait_s if need.retries.deadline is None else need.retries.deadline
         while True:
             target = await self._choose(need, deadline)
             await target.slots.take(need.n, goes_on=need.goes_on, order=need.order)
@@ -175,7 +233,7 @@ class Routes:
         """
         directory = self.directory
         while (left := deadline - time.monotonic()) > 0:
-            if need.deadline is None and directory.trainers_turn:
+            if need.retries.deadline is None and directory.trainers_turn:
                 deadline = time.monotonic() + self.wait_s
             changed = directory.changed()  # before looking
             if need.policy == POLICY and directory.draining:
@@ -191,7 +249,7 @@ class Routes:
     def _unreachable(self, need: RouteRequest) -> tuple[str, str]:
         """The name of the missing engines, and why waiting for them failed."""
         trained = need.policy == POLICY
-        wait_s = self.wait_s if need.deadline_s is None else need.deadline_s
+        wait_s = self.wait_s if need.retries.deadline_s is None else need.retries.deadline_s
         log = "logs/engine-*.log" if trained else f"logs/frozen-{need.policy}.log"
         why = "the run is stopping" if self.directory.draining else f"it was not up within {wait_s:g} s; see {log}"
         return "the engines" if trained else need.policy, why
@@ -238,7 +296,7 @@ class Routes:
         least load of all.
         """
         if need.again or target.suspected:
-            target.suspected = not await target.health.answers_now()
+            target.suspected = not await target.answers_now()
             return not target.suspected
         return True
 
@@ -283,4 +341,4 @@ def _misgiving(target: Target, need: RouteRequest) -> tuple[bool, bool, bool]:
     """
     version = target.entry.version if target.entry is not None else -1
     wrong = need.pinned_version >= 0 and version != need.pinned_version
-    return target.name == need.lost, time.monotonic() < target.avoided_until, wrong
+    return target.name == need.retries.engine, time.monotonic() < target.avoided_until, wrong

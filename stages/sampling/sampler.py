@@ -25,11 +25,11 @@ import numpy.typing as npt
 from configs.schema import Config
 from models.engines.protocol import GenerateRequest
 from models.errors import EngineError, EngineTimeout, EngineUnreachable
-from stages.base import GenerateOptions, Spans, StageContext
+from stages.base import GenerateOptions, Spans, StageContext, side_by_side
 from stages.ports import Readable, Topic
-from stages.sampling.attempt import Attempt, Progress, Reports
+from stages.sampling.attempt import Attempt, Call, Emit, Progress, Reports
 from stages.sampling.engine_directory import EngineDirectory
-from stages.sampling.partial_rollouts import LOSSES, Call, Emit, PartialRollouts, RetryState, UnknownPolicy
+from stages.sampling.partial_rollouts import UnknownPolicy, answer
 from stages.sampling.requests import (
     DRAINED,
     OUT_OF_TIME,
@@ -43,9 +43,8 @@ from stages.sampling.requests import (
     failed,
     on_the_wire,
     with_stream_interval,
-    worth_a_stream,
 )
-from stages.sampling.routes import Route, RouteRequest, Routes
+from stages.sampling.routes import LOSSES, RetryState, Route, RouteRequest, Routes
 from stages.topic_values import POLICY, newest_settings
 
 log = logging.getLogger("sluice.sampler")
@@ -123,10 +122,7 @@ class Sampler:
     async def follow(self, topic: Topic) -> None:
         """Follow the topic and publish figures on it. Waits for the topic; runs until cancelled."""
         self._topic = topic
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self.directory.follow(topic))
-            tasks.create_task(self.reports.run(topic))
-            tasks.create_task(self._cancel_stale())
+        await side_by_side((self.directory.follow(topic), self.reports.run(topic), self._cancel_stale()))
 
     async def _cancel_stale(self) -> None:
         """Waits for new versions; runs until cancelled. Stops what no later batch may train."""
@@ -159,8 +155,9 @@ class Sampler:
         output of a lost engine; a member that had ended is returned unchanged.
         """
         members = Members[SampleResult](request.n)
-        retries = RetryState.until(request.deadline_s)
-        async with self._answering(Call(request, retries, members.put, had=had, progress=progress), members):
+        retries, keeps = RetryState.until(request.deadline_s), self.rollout.partial_rollout
+        call = Call(request, retries, members.put, had=had, progress=progress, keeps_partial=keeps)
+        async with self._answering(call, members):
             yield members
 
     @asynccontextmanager
@@ -190,15 +187,17 @@ class Sampler:
         if request.policy not in self.policies:
             raise UnknownPolicy(request.policy, self.policies)
         retries = RetryState.until(request.deadline_s)
-        need = RouteRequest(request.session, request.token_ids.tobytes(), 1, request.policy, goes_on=True)
+        prompt = request.token_ids.tobytes()
+        need = RouteRequest(request.session, prompt, 1, request.policy, goes_on=True, retries=retries)
         while True:
             try:
-                return await self._score(request, self._again(need, retries, request.deadline_s), retries)
+                return await self._score(request, need)
             except EngineError as error:
                 if not await self.wait_to_retry(request, retries, error, progress=False):
                     raise
 
-    async def _score(self, request: ScoreRequest, need: RouteRequest, retries: RetryState) -> npt.NDArray[np.float32]:
+    async def _score(self, request: ScoreRequest, need: RouteRequest) -> npt.NDArray[np.float32]:
+        retries = need.retries
         async with self.routes.place(need) as route:
             try:
                 async with asyncio.timeout(retries.left_s), route.flight.under_way():
@@ -223,7 +222,7 @@ class Sampler:
             yield
             return
         async with asyncio.TaskGroup() as tasks:
-            task = tasks.create_task(PartialRollouts(self, keeps_partial=self.rollout.partial_rollout).answer(call))
+            task = tasks.create_task(answer(self, call))
             yield
             if members.left:
                 task.cancel()
@@ -233,15 +232,9 @@ class Sampler:
 
         `ended` is called for each that ends; the remaining members are in the attempt, with its error.
         """
-        request, tell = call.request, call.tell
-        keeps = self.rollout.partial_rollout or tell is not None
-        attempt = Attempt(request, list(results), ended, keeps, least_per_s=self.rollout.min_tokens_per_sec)
-        if tell is not None:
-            attempt.grew = lambda place, chunk: tell(index + place, chunk)
-        if (progress := call.progress) is not None:
-            attempt.progress = replace(progress, tell=lambda place, result: progress.tell(index + place, result))
-        first = results[0]
-        left_s = None if request.engine_s is None else request.engine_s - max(r.spent_s for r in results)
+        request, first = call.request, results[0]
+        attempt = Attempt(call, index, results, ended, least_per_s=self.rollout.min_tokens_per_sec)
+        left_s = attempt.left_s
         budget = request.params.max_new_tokens or 0
         versions = [run.version for run in first.runs]
         if self.drains(request):
@@ -256,16 +249,15 @@ class Sampler:
             try:
                 rid = f"{self._origin}-{next(self._serial):09d}"
                 wire = on_the_wire(request, rid, index, len(results), first.token_ids)
-                await self._send(attempt, wire, call.retries, left_s)
+                await self._send(attempt, wire)
             except EngineError as error:  # no place for it
                 attempt.error = error
         return attempt
 
-    async def _send(self, attempt: Attempt, wire: GenerateRequest, retries: RetryState, left_s: float | None) -> None:
+    async def _send(self, attempt: Attempt, wire: GenerateRequest) -> None:
         """Take a route, send, and let the attempt record how it ended. Raises if the request could not be sent."""
-        request = attempt.request
-        trained, chunked = request.policy == POLICY, attempt.grew is not None
-        streams = chunked or attempt.progress is not None
+        request, progress = attempt.request, attempt.call.progress
+        trained, chunked = request.policy == POLICY, attempt.call.tell is not None
         prompt = np.asarray(request.token_ids[: request.prompt_length or None], dtype=np.int32).tobytes()
         need = RouteRequest(
             key=request.session,
@@ -276,15 +268,16 @@ class Sampler:
             order=request.order,
             direct=trained and bool(self.routes.lost_fields(wire)),
             pinned_version=request.pinned_version,
+            retries=attempt.call.retries,
         )
-        async with self.routes.place(self._again(need, retries, request.deadline_s)) as route:
+        async with self.routes.place(need) as route:
             if trained:
                 # The key of the engine's prefix cache: entries of one version must not serve another. While the version
                 # is uncertain, the key must be unique.
                 wire = msgspec.structs.replace(wire, extra_key=route.label or f"{wire.rid}~")
-            if attempt.progress is not None and not self._tokens_come:
-                wire = with_stream_interval(wire, attempt.progress.tokens)
-            self.reports.note(route)
+            if progress is not None and not self._tokens_come:
+                wire = with_stream_interval(wire, progress.tokens)
+            self.reports.note()
             if request.cancel_stale:
                 # No engine can make the first token with weights that are not published yet.
                 attempt.first_version = min(
@@ -296,11 +289,10 @@ class Sampler:
                 await attempt.run(
                     route,
                     wire,
-                    streamed=streams
-                    or (trained and (self._tokens_come or (self._ends_come and worth_a_stream(request)))),
+                    streamed=chunked
+                    or progress is not None
+                    or (trained and (self._tokens_come or (self._ends_come and request.worth_a_stream))),
                     tokens_come=chunked or self._tokens_come,
-                    left_s=left_s,
-                    late_s=retries.left_s,
                     workers=self.routes.workers(route),
                 )
             finally:
@@ -315,15 +307,9 @@ class Sampler:
         self.reports.add("recomputed_tokens", attempt.recomputed)
         self.reports.judge(route, attempt)
         if isinstance(attempt.error, LOSSES):
-            self._lost(route, retries)
+            self._lost(route, need.retries)
 
     # ------------------------------------------------------------------ lost requests
-
-    def _again(self, need: RouteRequest, retries: RetryState, deadline_s: float | None) -> RouteRequest:
-        """The route request of the next attempt, given the failed ones."""
-        return msgspec.structs.replace(
-            need, again=retries.count > 0, lost=retries.engine, deadline=retries.deadline, deadline_s=deadline_s
-        )
 
     def _lost(self, route: Route, retries: RetryState) -> None:
         retries.engine = route.target.name

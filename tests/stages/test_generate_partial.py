@@ -104,7 +104,7 @@ async def test_without_partial_rollout_a_lost_turn_starts_again(
 async def test_retries_of_a_turn_are_bounded_and_the_sample_fails_in_words(
     tmp_path: Path, log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stages.sampling.partial_rollouts.FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr("stages.sampling.routes.FIRST_PAUSE_S", 0.0)
     async with started(tmp_path, rollout={"max_retries": 2}, **SLOW) as world:
         world.proxies[0].answer_generate_with(503)
         samples = await world.rollouts(make_group(0, 2))

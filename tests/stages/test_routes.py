@@ -24,7 +24,7 @@ from stages.rollouts import append_untrained
 from stages.sampling.engine_choice import CROWDED, FIRST_COME, Choice, Ranking, Slots
 from stages.sampling.engine_directory import EngineDirectory
 from stages.sampling.rollout_requests import Requests
-from stages.sampling.routes import RouteRequest, Routes
+from stages.sampling.routes import RetryState, RouteRequest, Routes
 from stages.topic_values import RouterState
 from tests.stages.engine_rig import ONCE, SLOW_MS, Log, World, check_continued, freeze, generating, simulated, started
 from tests.stages.faults import FakeRouter
@@ -281,7 +281,7 @@ def test_where_prefill_and_decode_are_apart_the_router_serves_also_what_was_lost
     directory = EngineDirectory(make_config().rollout)
     directory.state = RouterState("sglang", "http://router", 0, up=True)
     routes = Routes(config, directory, index=0)
-    lost, direct = RouteRequest("k", b"p", 1, again=True), RouteRequest("k", b"p", 1, direct=True)
+    lost, direct = RouteRequest("k", b"p", 1, retries=RetryState(count=1)), RouteRequest("k", b"p", 1, direct=True)
     assert routes._alone(lost)
     assert routes._alone(direct)
     assert not routes._alone(RouteRequest("k", b"p", 1))

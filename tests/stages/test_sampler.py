@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from configs.schema.rollout import EngineConfig
 from models.engines.protocol import SamplingParams
 from models.engines.text import ends_within_stop, find_stop
-from stages.sampling.attempt import Attempt
-from stages.sampling.partial_rollouts import Call, Emit, PartialRollouts, RetryState, UnknownPolicy
+from stages.sampling.attempt import Attempt, Call, Emit
+from stages.sampling.partial_rollouts import UnknownPolicy, answer
 from stages.sampling.requests import Chunk, SampleRequest, SampleResult
+from stages.sampling.routes import RetryState
 from tests.stages.engine_rig import FAST_MS, LENGTH, SLOW_MS, Log, World, core_of, generating, simulated, started
 from tests.stages.stage_rig import idle, make_group, until
 
@@ -179,7 +180,7 @@ class AbortsOnce:
         self.asked += results
         finish: Any = "aborted" if len(self.asked) == 1 else "stop"
         ended(0, SampleResult(finish, token_ids=(1, 2), log_probs=(-1.0, -2.0), text=self.text, spent_s=1.0))
-        return Attempt(call.request, [], ended, True)
+        return Attempt(call, index, [], ended)
 
     async def wait_to_retry(self, *_: object, progress: bool) -> bool:
         raise AssertionError("nothing fails")
@@ -200,7 +201,7 @@ async def test_what_ends_within_a_stop_string_begins_again(text: str, kept: bool
 
     request = SampleRequest(SamplingParams(stop=["</tool_call>", "\n\n"]), token_ids=[3])
     call = Call(request, RetryState.until(None), lambda _, result: emitted.append(result), tell if reported else None)
-    await PartialRollouts(sender, keeps_partial=True).answer(call)
+    await answer(sender, call)
     assert [result.finish for result in emitted] == ["stop"]
     first, second = sender.asked
     assert first == SampleResult()

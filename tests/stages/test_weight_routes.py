@@ -241,11 +241,11 @@ async def test_updated_but_not_flushed_counts_as_updated(
                 await asyncio.sleep(0.01)
             await client.pause("in_place")
             async with route.open(client, announcement) as transfer:
-                done = await transfer.apply(True)
+                done = await transfer(True)
                 assert not done.cache_flushed
                 assert await UpdateClient(client).checksum() == wanted
                 assert (await client.model_info()).weight_version == named
-                await transfer.apply(False)
+                await transfer(False)
                 assert (await client.model_info()).weight_version == "0.1"
             await client.resume()
             [output] = await running
