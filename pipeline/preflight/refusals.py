@@ -16,7 +16,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Final, Literal
 
@@ -37,6 +36,7 @@ from pipeline.facts.run_log import tell
 from pipeline.hosts.machine import ROOT, child_environment
 from stages.agents.worker import Hosted
 from stages.chat.tokenizer import Tokenizer, load_tokenizer
+from stages.data.prepare import Preparer
 from stages.data.prompt_set import NO_TEMPLATE, PromptSet, eval_data, render_of
 from stages.data.rows import trusted_functions
 from stages.errors import DataError, FilterNameError
@@ -240,8 +240,10 @@ def check_rows(config: Config) -> None:
         files = [text for text in sources if not parse_source(text).built_in and source_fault("", text) is None]
         if files:
             rows = msgspec.structs.replace(keys_of_rows, rollout_max_prompt_len=None)
-            checked = partial(PromptSet, tokenize_labels=supervised and not held_out, trusted=trusted_functions(config))
-            check_graders(config, checked(files, rows, lambda _: (0,), render).report.rm_types)
+            labels = supervised and not held_out
+            prepare = Preparer(rows.apply_chat_template, lambda _: (0,), lambda _: (0,), render, (), labels)
+            checked = PromptSet(files, rows, prepare, trusted=trusted_functions(config))
+            check_graders(config, checked.report.rm_types)
 
 
 def sglang_parts(config: Config) -> tuple[Part, ...]:

@@ -18,8 +18,16 @@ from configs.schema.data import DataConfig
 from models.families.source import context_limit
 from stages.chat.messages import Message as ChatMessage
 from stages.chat.tokenizer import Tokenizer, load_tokenizer
-from stages.data.conversations import Chat, Conversation, demonstrated, is_conversation
-from stages.data.prepare import Converse, PreparedPrompt, Preparer, Render, Tokenize
+from stages.data.prepare import (
+    Chat,
+    Conversation,
+    Converse,
+    PreparedPrompt,
+    Preparer,
+    Render,
+    demonstrated,
+    is_conversation,
+)
 from stages.data.rows import (
     BadRow,
     BadValue,
@@ -56,40 +64,25 @@ class PromptSet:
         self,
         paths: Sequence[str],
         config: DataConfig,
-        tokenize: Tokenize,
-        render: Render | None = None,
+        prepare: Preparer,
         *,
-        tokenize_rendered: Tokenize | None = None,
-        tools: Sequence[Mapping[str, object]] = (),
         max_prompt_tokens: int | None = None,
-        tokenize_labels: bool = False,
-        converse: Converse | None = None,
         trusted: frozenset[str] | None = frozenset(),
     ) -> None:
         """Read and check all rows of `paths` (`path@[a:b]`).
 
-        `render(messages, tools)` applies the chat template. `max_prompt_tokens` is a limit of the run (its context
-        length) beside that of the configuration: the lower one holds. `tokenize_labels` fills `label_ids`, for
-        supervised training; rows with neither a label nor an answer in their chat are then skipped. `converse` splits
-        such a chat; without it chats are not looked into. `trusted`: `RowKeys.trusted`. Raises DataError.
+        `max_prompt_tokens` is a limit of the run (its context length) beside that of the configuration: the lower one
+        holds. Where `prepare` tokenises labels, rows with neither a label nor an answer in their chat are skipped.
+        `trusted`: `RowKeys.trusted`. Raises DataError.
         """
         if not paths:
             raise EmptyDataError("prompt_data is empty: name at least one prompt file, as in --prompt-data train.jsonl")
-        if config.apply_chat_template and render is None:
+        if config.apply_chat_template and prepare.render is None:
             raise DataError(NO_TEMPLATE)
         limit = min(filter(None, (config.rollout_max_prompt_len, max_prompt_tokens)), default=None)
         self.report = LoadReport()
         self._keys = RowKeys(config.input_key, config.label_key, config.metadata_key, config.tool_key, trusted)
-        self._need_labels, self._longest = tokenize_labels, max_prompt_tokens
-        self._prepare = Preparer(
-            config.apply_chat_template,
-            tokenize,
-            tokenize_rendered or tokenize,
-            render,
-            tools,
-            tokenize_labels,
-            converse,
-        )
+        self._prepare, self._longest = prepare, max_prompt_tokens
         self._sources = [open_source(path, self._keys.wanted()) for path in paths]
         self._cache: dict[int, PreparedPrompt] = {}
         self._cached_tokens = 0
@@ -145,7 +138,7 @@ class PromptSet:
     def _admit(self, row: object, columns: Sequence[str] | None, limit: int | None, index: int) -> PromptRow:
         """Check one row; raise BadValue if it is not usable. Counts what the report wants to know."""
         parsed = parse_row(row, self._keys, columns)
-        shown = parsed.label is None and self._need_labels
+        shown = parsed.label is None and self._prepare.tokenize_labels
         if shown and not is_conversation(parsed.prompt):
             lacking = f"no label {self._keys.label!r} and no assistant message in {self._keys.input!r}"
             raise BadValue("missing key", f"{lacking}, which is what supervised training learns")
@@ -204,7 +197,7 @@ def load_train_prompts(config: Config, tokenizer: Tokenizer) -> PromptSet:
 
 def row_preparer(config: Config, tokenizer: Tokenizer) -> Preparer:
     """For rows of a data source: text is taken as it stands, messages are rendered."""
-    return Preparer(False, tokenizer.encode, tokenizer.encode, render_of(config.data, tokenizer), (), False)
+    return Preparer(False, tokenizer.encode, tokenizer.encode, render_of(config.data, tokenizer))
 
 
 def eval_data(config: Config, name: str, path: str) -> DataConfig:
@@ -228,19 +221,17 @@ def _load(config: Config, data: DataConfig, tokenizer: Tokenizer, *, tokenize_la
     context = context_limit(config)  # a longer prompt would leave no token for a response
     if config.environment:
         return _load_tasks(config, data)
-
-    return PromptSet(
-        data.prompt_data,
-        data,
+    prepare = Preparer(
+        data.apply_chat_template,
         lambda text: tokenizer.encode(text, add_special_tokens=True),
+        tokenizer.encode,
         render_of(data, tokenizer),
-        tokenize_rendered=tokenizer.encode,
-        tools=[tool.schema for tool in resolve_tools(config.tools.tools).values()],
-        max_prompt_tokens=None if context is None else context - 1,
-        tokenize_labels=tokenize_labels,
-        converse=_converse(data, tokenizer) if tokenize_labels and tokenizer.has_chat_template else None,
-        trusted=trusted_functions(config),
+        [tool.schema for tool in resolve_tools(config.tools.tools).values()],
+        tokenize_labels,
+        _converse(data, tokenizer) if tokenize_labels and tokenizer.has_chat_template else None,
     )
+    longest = None if context is None else context - 1
+    return PromptSet(data.prompt_data, data, prepare, max_prompt_tokens=longest, trusted=trusted_functions(config))
 
 
 def render_of(data: DataConfig, tokenizer: Tokenizer) -> Render | None:
@@ -274,4 +265,5 @@ def _load_tasks(config: Config, data: DataConfig) -> PromptSet:
         return msgspec.json.encode(msgspec.convert(messages, tuple[ChatMessage, ...])).decode()
 
     rows = msgspec.structs.replace(data, apply_chat_template=True, rollout_max_prompt_len=None)
-    return PromptSet(data.prompt_data, rows, lambda _: (0,), render, trusted=trusted_functions(config))
+    prepare = Preparer(True, lambda _: (0,), lambda _: (0,), render)
+    return PromptSet(data.prompt_data, rows, prepare, trusted=trusted_functions(config))

@@ -269,14 +269,7 @@ def _json_text(value: object, key: str) -> str:
 
 def _kind(value: object) -> str:
     """A JSON word for the type of a value, with an article."""
-    names: tuple[tuple[type, str], ...] = (
-        (bool, "a boolean"),
-        (str, "text"),
-        (int, "a number"),
-        (float, "a number"),
-        (list, "a list"),
-        (dict, "an object"),
-    )
     if value is None:
         return "null"
-    return next((name for kind, name in names if isinstance(value, kind)), f"a {type(value).__name__}")
+    words = {"bool": "a boolean", "str": "text", "int": "a number", "float": "a number", "dict": "an object"}
+    return words.get(type(value).__name__, f"a {type(value).__name__}")

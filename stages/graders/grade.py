@@ -6,8 +6,9 @@ GradingError
 ├── UnknownGraderError   no grader has this name, or its argument is wrong
 └── PoolError            worker processes cannot be started, or the pool is not open
 
-To add a grader: a function `GradeRequest -> Grade`, and one line in the table `GRADERS` of registry.py,
-`"name": Entry(build, form)`, where `build` makes a `Grader` of the text after the colon.
+To add a grader: a function `GradeRequest -> Grade`, and one line in the table `GRADERS` of registry.py: `"name":
+Grader(...)` or, with an argument, `"name": Entry(build, form)`, where `build` makes a `Grader` of the text after the
+colon.
 
 Invariants: a score is finite; a grade with an error carries the score 0.0, which must not be trained on; the status
 `timeout` without an error is a wrong answer, whose text kept the grader busy until its deadline; text in a grade is
@@ -163,27 +164,15 @@ class Grader(Struct, frozen=True):
 
 
 class Entry(Struct, frozen=True):
-    """How a name of the table becomes a grader. `build` gets the argument (None without one); ValueError refuses it."""
+    """A name that takes an argument. `build` gets it (None without one); ValueError refuses it."""
 
     build: Callable[[str | None], Grader]
     form: str  # what the user writes
-    reads_text: bool = True  # whether `boxed_` in front makes sense
 
 
-def fixed(grader: Grader, form: str) -> Entry:
-    """A grader that takes no argument."""
-
-    def build(argument: str | None) -> Grader:
-        if argument is not None:
-            raise ValueError("it takes no argument")
-        return grader
-
-    return Entry(build, form)
-
-
-def against_label(run: Run, form: str) -> Entry:
-    """A grader that compares with the label, takes no argument and is cheap."""
-    return fixed(Grader(run, needs_label=True), form)
+def against_label(run: Run) -> Grader:
+    """A grader that compares with the label and is cheap."""
+    return Grader(run, needs_label=True)
 
 
 WINDOW = 2048  # newest grades

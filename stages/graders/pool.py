@@ -33,8 +33,8 @@ from stages.workers.guard import read_arguments
 from stages.workers.process import LOAD_LIMIT_S, CallFailed, WorkerLost, WorkerProcess
 from stages.workers.serve import become_worker, serve_in_turn
 
-RECYCLE_AFTER: Final = 1000  # items of a process: libraries keep growing caches
-MEMORY_BYTES: Final = 8 << 30
+RECYCLE_AT: Final = 1000  # items of a process: libraries keep growing caches
+MEMORY_BYTES: Final = 8 << 30  # limit of a process
 _START_ATTEMPTS: Final = 3
 _YIELD_EVERY: Final = 128
 _BUSY_SHARE: Final = 0.2  # of the deadline; below, the machine was too busy to blame the text
@@ -51,8 +51,8 @@ class Fault(Struct, frozen=True):
 class _Seat:
     """A worker process, and how many items its current incarnation has graded."""
 
-    def __init__(self, memory_bytes: int) -> None:
-        self.worker = WorkerProcess("stages.graders.pool", (memory_bytes,))
+    def __init__(self) -> None:
+        self.worker = WorkerProcess("stages.graders.pool", (MEMORY_BYTES,))
         self.served = 0
         self._loaded: set[str] = set()
         self._incarnation = 0
@@ -107,21 +107,13 @@ class _Seat:
 class GraderPool:
     """`workers` processes with a deadline for each item; 0 refuses all but cheap built-in graders.
 
-    Use as an async context manager. `memory_bytes` limits the memory of a process (0 = no limit).
+    Use as an async context manager.
     """
 
-    def __init__(
-        self,
-        workers: int,
-        deadline_s: float,
-        retries: int = 1,
-        *,
-        recycle_after: int = RECYCLE_AFTER,
-        memory_bytes: int = MEMORY_BYTES,
-    ) -> None:
+    def __init__(self, workers: int, deadline_s: float, retries: int = 1, *, recycle_after: int = RECYCLE_AT) -> None:
         self._deadline_s, self._retries, self._recycle_after = deadline_s, retries, recycle_after
         self._slots = asyncio.Semaphore(workers)
-        self._seats = [_Seat(memory_bytes) for _ in range(workers)]
+        self._seats = [_Seat() for _ in range(workers)]
         self._idle = list(self._seats)  # a stack: a process that is not needed is never started
         self._open = False
 

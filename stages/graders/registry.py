@@ -37,7 +37,6 @@ from stages.graders.grade import (
     against_label,
     as_grade,
     failed,
-    fixed,
 )
 from stages.graders.math import mathematics
 from stages.graders.math.answer import last_box
@@ -167,57 +166,58 @@ def _contains(argument: str | None) -> Grader:
     return Grader(partial(compare.grade_contains, argument))
 
 
-GRADERS: dict[str, Entry] = {
-    "auto": against_label(grade_auto, "auto"),
-    "exact": against_label(compare.grade_exact, "exact"),
+GRADERS: dict[str, Grader | Entry] = {
+    "auto": against_label(grade_auto),
+    "exact": against_label(compare.grade_exact),
     "contains": Entry(_contains, "contains or contains:TEXT"),
-    "boxed": against_label(mathematics.grade_strict, "boxed"),
-    "gsm8k": against_label(grade_gsm8k, "gsm8k"),
-    "gsm8k_flex": against_label(grade_gsm8k_flex, "gsm8k_flex"),
+    "boxed": against_label(mathematics.grade_strict),
+    "gsm8k": against_label(grade_gsm8k),
+    "gsm8k_flex": against_label(grade_gsm8k_flex),
     "math": Entry(mathematics.math_grader, "math, math:compat, math:verify or math:either"),
-    "math_strict": against_label(mathematics.grade_strict, "math_strict"),
-    "math_hendrycks": against_label(mathematics.grade_hendrycks, "math_hendrycks"),
-    "math_verify": fixed(mathematics.symbolic(mathematics.DIALECTS["verify"]), "math_verify"),
-    "deepscaler": fixed(mathematics.symbolic(mathematics.grade_deepscaler), "deepscaler"),
-    "dapo": fixed(Grader(grade_dapo, needs_label=True, wrong=WRONG), "dapo"),
+    "math_strict": against_label(mathematics.grade_strict),
+    "math_hendrycks": against_label(mathematics.grade_hendrycks),
+    "math_verify": mathematics.symbolic(mathematics.DIALECTS["verify"]),
+    "deepscaler": mathematics.symbolic(mathematics.grade_deepscaler),
+    "dapo": Grader(grade_dapo, needs_label=True, wrong=WRONG),
     "f1": Entry(compare.f1_grader, "f1 or f1:exact_empty=1"),
-    "exact_match": against_label(compare.grade_exact_match, "exact_match"),
-    "gpqa": fixed(Grader(compare.grade_gpqa), "gpqa"),
-    "ifeval": fixed(
-        Grader(ifeval.grade_ifeval, in_stage=False, wrong=0.0, prepare=ifeval_rules.prepare_language), "ifeval"
-    ),
-    "ifbench": fixed(
-        Grader(ifeval.grade_ifbench, in_stage=False, wrong=0.0, prepare=ifeval.prepare_ifbench), "ifbench"
-    ),
-    "code": Entry(code_grader, "code or code:SECONDS", reads_text=False),
+    "exact_match": against_label(compare.grade_exact_match),
+    "gpqa": Grader(compare.grade_gpqa),
+    "ifeval": Grader(ifeval.grade_ifeval, in_stage=False, wrong=0.0, prepare=ifeval_rules.prepare_language),
+    "ifbench": Grader(ifeval.grade_ifbench, in_stage=False, wrong=0.0, prepare=ifeval.prepare_ifbench),
+    "code": Entry(code_grader, "code or code:SECONDS"),
     "format": Entry(compare.format_grader, "format:REGEX"),
-    "remote": Entry(stage_grader, "remote or remote:URL", reads_text=False),
-    "judge": Entry(stage_grader, "judge or judge:NAME", reads_text=False),
-    "length": Entry(synthetic.length_grader, "length:N (tokens)", reads_text=False),
-    "random": Entry(synthetic.random_grader, "random or random:P", reads_text=False),
-    "constant": Entry(synthetic.constant_grader, "constant:X", reads_text=False),
-    "sleep": Entry(synthetic.sleep_grader, synthetic.SLEEP_FORM, reads_text=False),
-    "crash": Entry(synthetic.crash_grader, "crash or crash:P", reads_text=False),
+    "remote": Entry(stage_grader, "remote or remote:URL"),
+    "judge": Entry(stage_grader, "judge or judge:NAME"),
+    "length": Entry(synthetic.length_grader, "length:N (tokens)"),
+    "random": Entry(synthetic.random_grader, "random or random:P"),
+    "constant": Entry(synthetic.constant_grader, "constant:X"),
+    "sleep": Entry(synthetic.sleep_grader, synthetic.SLEEP_FORM),
+    "crash": Entry(synthetic.crash_grader, "crash or crash:P"),
 }
+# They read no text of the response, so that `boxed_` in front makes no sense.
+NO_TEXT = frozenset(("code", "remote", "judge", "length", "random", "constant", "sleep", "crash"))
 
 
 @lru_cache(maxsize=256)
 def find_grader(name: str) -> Grader:
     """The grader of a name. Raises UnknownGraderError, which suggests the nearest name."""
     base, separator, argument = name.partition(":")
-    entry = GRADERS.get(base)
-    boxed = entry is None and base.startswith(BOXED)
-    if boxed:
-        entry = GRADERS.get(base.removeprefix(BOXED))
+    known = base if base in GRADERS else base.removeprefix(BOXED)
+    boxed, entry = known != base, GRADERS.get(known)
     if entry is None:
         _check_form(name, base)
         return Grader(custom_grader(name), in_stage=False)
-    if boxed and not entry.reads_text:
+    if boxed and known in NO_TEXT:
         raise UnknownGraderError(f"rm_type {name!r}: {BOXED!r} needs a grader that reads the response; leave it off")
-    try:
-        grader = entry.build(argument if separator else None)
-    except ValueError as error:
-        raise UnknownGraderError(f"rm_type {name!r} cannot be used ({error}); write {entry.form}") from None
+    if isinstance(entry, Grader):
+        if separator:
+            raise UnknownGraderError(f"rm_type {name!r} cannot be used (it takes no argument); write {known}")
+        grader = entry
+    else:
+        try:
+            grader = entry.build(argument if separator else None)
+        except ValueError as error:
+            raise UnknownGraderError(f"rm_type {name!r} cannot be used ({error}); write {entry.form}") from None
     return msgspec.structs.replace(grader, run=partial(_grade_box, grader)) if boxed else grader
 
 
@@ -239,7 +239,7 @@ def listed_grader(name: str) -> Grader | None:
 
 def _check_form(name: str, base: str) -> None:
     """Refuse a name that is no import path, and a misspelt built-in name: `exakt:fn` if there is no module `exakt`."""
-    names = [*GRADERS, *(BOXED + known for known, entry in GRADERS.items() if entry.reads_text)]
+    names = [*GRADERS, *(BOXED + known for known in GRADERS if known not in NO_TEXT)]
     near = nearest(base, names)
     guess = f"did you mean {near!r}? " if near else ""
     if not IMPORT_PATH.fullmatch(name) or (near and "." not in base and not _is_module(base)):

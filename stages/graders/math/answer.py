@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from typing import Literal
+from typing import Final, Literal
 
 from msgspec import Struct
 
@@ -39,40 +39,42 @@ _UNIT = re.compile(
 _TEXT = re.compile(r"\\text\{(?P<inside>[^{}]+)\}")
 
 
-class Box(Struct, frozen=True):
-    """A box with something in it."""
+class Answer(Struct, frozen=True):
+    """The box that counts. `oversize`: longer than the caps, so that there is no answer."""
 
-    command: Literal["\\boxed", "\\fbox"]
-    content: str  # trimmed, not empty
+    content: str | None = None  # trimmed, not empty; None without a box
+    command: Literal["\\boxed", "\\fbox"] = "\\boxed"
+    oversize: bool = False
 
 
-def find_box(text: str) -> Box | None:
-    """The last box; None without one, or if it is empty or not closed.
+NO_ANSWER: Final = Answer()
+
+
+def find_box(text: str) -> Answer:
+    """The last box; no content without one, or if it is empty or not closed.
 
     `\\boxed x` (without braces) gives the token up to a space or a dollar sign. Looks at the last 100 000 characters.
     """
     text = text[-TAIL_CHARS:]
     start, command = max(((text.rfind(name), name) for name in _COMMANDS), key=lambda found: found[0])
     if start < 0:
-        return None
+        return NO_ANSWER
     after = start + len(command)
     inner = _SPACE.match(text, after)
     position = inner.end() if inner is not None else after
     if position < len(text) and text[position] == "{":
         content = _in_braces(text, position)
     elif text[after : after + 1].isalpha():
-        return None  # \boxedfoo is another command
+        return NO_ANSWER  # \boxedfoo is another command
     else:
         bare = _BARE.match(text, position)
         content = bare.group() if bare is not None else None
-    content = "" if content is None else content.strip()
-    return Box(command, content) if content else None
+    return Answer((content or "").strip() or None, command)
 
 
 def last_box(text: str) -> str | None:
     """Content of the last box, trimmed; None without a box, or if it is empty or not closed."""
-    box = find_box(text)
-    return None if box is None else box.content
+    return find_box(text).content
 
 
 def unboxed(label: str) -> str:
@@ -101,13 +103,6 @@ def _in_braces(text: str, start: int) -> str | None:
     return None
 
 
-class Answer(Struct, frozen=True):
-    """The box that counts, None without one. `oversize`: longer than the caps, so that there is no answer."""
-
-    box: Box | None
-    oversize: bool = False
-
-
 def after_thought(response: str) -> str | None:
     """The text after the last `</think>`, all of it without that tag; None if a thought is still open at the end."""
     closed = response.rfind(_CLOSE)
@@ -120,18 +115,15 @@ def find_answer(response: str) -> Answer:
     """The last box after the reasoning."""
     text = after_thought(response)
     if text is None:
-        return Answer(None)
-    box = find_box(text)
-    if box is None:
-        return Answer(None, oversize=len(text) > TAIL_CHARS)
-    if len(box.content) > ANSWER_CHARS:
-        return Answer(None, oversize=True)
-    return Answer(box)
+        return NO_ANSWER
+    found = find_box(text)
+    oversize = len(text) > TAIL_CHARS if found.content is None else len(found.content) > ANSWER_CHARS
+    return Answer(oversize=True) if oversize else found
 
 
 def verdict(correct: bool, answer: Answer, *, refused: bool = False) -> Grade:
     """1.0 or 0.0. Parts: `oversize`, and `refused` if only the text was compared, as the guards saw a danger."""
-    shown = None if answer.box is None else clean(answer.box.content)
+    shown = None if answer.content is None else clean(answer.content)
     parts = {"oversize": float(answer.oversize), "refused": float(refused)}
     return Grade(1.0 if correct else 0.0, correct, parts, shown)
 

@@ -48,8 +48,9 @@ _CLOSE = "</think>"
 _MARK = "###Response"
 
 
-def prepare_symbolic() -> None:
-    """Import sympy and math-verify and grade once, so that no item's deadline pays for it."""
+@lru_cache(maxsize=1)
+def prepare() -> None:
+    """Import what comparing needs and compare once: no item's time pays for it. Raises UnknownGraderError."""
     try:
         verify_equal("2x", "x+x")
     except ImportError as error:
@@ -57,28 +58,20 @@ def prepare_symbolic() -> None:
             f"the graders 'math' and 'math_verify' need the package math-verify ({error}); "
             "install it, or set --rm-type math_hendrycks or gsm8k"
         ) from None
+    same_answer("2x", "x+x")
 
 
 def verify_equal(answer: str, label: str) -> bool:
     """Whether math-verify judges the answer equal to the label."""
-    return _compare()(answer, label)
-
-
-@lru_cache(maxsize=1)
-def _compare() -> Callable[[str, str], bool]:
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
     # It warns once that its timeouts are off, which is meant, and logs texts that it cannot parse, which are graded.
     logging.getLogger(_LIBRARY_LOGGER).setLevel(logging.CRITICAL)
     targets = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
-
-    def compare(answer: str, label: str) -> bool:
-        given, wanted = (
-            parse(rf"\boxed{{{text}}}", extraction_config=targets, parsing_timeout=None) for text in (answer, label)
-        )
-        return bool(verify(wanted, given, timeout_seconds=None))
-
-    return compare
+    given, wanted = (
+        parse(rf"\boxed{{{text}}}", extraction_config=targets, parsing_timeout=None) for text in (answer, label)
+    )
+    return bool(verify(wanted, given, timeout_seconds=None))
 
 
 def grade_strict(request: GradeRequest) -> Grade:
@@ -109,13 +102,6 @@ def math_grader(argument: str | None) -> Grader:
 def symbolic(run: Callable[[GradeRequest], Grade]) -> Grader:
     """A grader that may call sympy. It runs in a grader process, where an answer that takes too long is wrong."""
     return Grader(run, needs_label=True, in_stage=False, wrong=0.0, prepare=prepare)
-
-
-@lru_cache(maxsize=1)
-def prepare() -> None:
-    """Import what comparing needs and compare once: no item's time pays for it. Raises UnknownGraderError."""
-    prepare_symbolic()
-    same_answer("2x", "x+x")
 
 
 def _compat_equal(answer: str, label: str) -> bool | None:
@@ -175,24 +161,16 @@ DIALECTS: dict[str, Callable[[GradeRequest], Grade]] = {
 
 
 def _content(answer: Answer, *, fbox: bool = True) -> str | None:
-    return None if answer.box is None or (answer.box.command == "\\fbox" and not fbox) else answer.box.content
+    return answer.content if fbox or answer.command != "\\fbox" else None
 
 
 def _no_label(request: GradeRequest) -> Grade:
     return failed(f"the label {(request.label or '')[:80]!r} holds no answer; check --label-key and the data")
 
 
-def solution_of(response: str) -> str | None:
-    """The part of a response that counts, None without a marker."""
-    if _CLOSE in response:
-        return response.rpartition(_CLOSE)[2]
-    if _MARK in response:
-        return response.split(_MARK, 2)[1]
-    return None
-
-
 def grade_deepscaler(request: GradeRequest) -> Grade:
     """Score 1 if the solution's last \\boxed is the label, as `math:compat` judges it."""
-    solution = solution_of(request.response)
-    judged = DIALECTS["compat"](msgspec.structs.replace(request, response=solution or ""))
-    return verdict(False, Answer(None)) if solution is None and judged.error is None else judged
+    _, closed, solution = request.response.rpartition(_CLOSE)
+    if not closed:
+        solution = "".join(request.response.split(_MARK, 2)[1:2])
+    return DIALECTS["compat"](msgspec.structs.replace(request, response=solution))

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from stages.chat.tokenizer import Tokenizer, load_tokenizer
-from stages.data.conversations import demonstrated
-from stages.data.prepare import PreparedPrompt
+from stages.data.prepare import PreparedPrompt, demonstrated
 from stages.data.prompt_set import load_train_prompts
 from stages.data.rows import BadValue
 from stages.errors import EmptyDataError

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from configs.schema.data import DataConfig
 from models.tiny import make_tiny_checkpoint
+from stages.data.prepare import Preparer
 from stages.data.prompt_set import PromptSet, load_eval_prompts
 from stages.data.rows import BadValue, RowKeys, label_text, parse_row, trusted_functions
 from stages.data.sources import open_source, parse_spec, without_nulls
@@ -44,6 +45,8 @@ def write(path: Path, rows: Sequence[object]) -> str:
 
 GOOD = [{"input": f"prompt {i}", "label": i} for i in range(5)]
 Prompts = Callable[..., PromptSet]
+LIMITS = ("max_prompt_tokens", "trusted")
+PLAIN = Preparer(False, byte_ids, byte_ids, None)
 
 
 @pytest.fixture
@@ -52,7 +55,9 @@ def prompts_of(tmp_path: Path) -> Prompts:
 
     def made(rows: Sequence[object] = (), encode: Any = byte_ids, given: Any = None, **settings: Any) -> PromptSet:
         path = write(tmp_path / "a.jsonl", rows) if rows else str(tmp_path / "a.jsonl")
-        return PromptSet([path], DataConfig(**settings), encode, **(given or {}))
+        config, limits = DataConfig(**settings), {key: value for key, value in (given or {}).items() if key in LIMITS}
+        prepared = {"render": None} | {key: value for key, value in (given or {}).items() if key not in LIMITS}
+        return PromptSet([path], config, Preparer(config.apply_chat_template, encode, encode, **prepared), **limits)
 
     return made
 
@@ -124,11 +129,11 @@ def test_a_row_that_fits_into_no_message_is_skipped(prompts_of: Prompts) -> None
 def test_several_sources_keep_their_order_and_counts(tmp_path: Path) -> None:
     first = write(tmp_path / "a.jsonl", GOOD)
     second = write(tmp_path / "b.jsonl", [{"input": "other"}, "{"])
-    prompts = PromptSet([f"{first}@[3:]", second], DataConfig(), byte_ids)
+    prompts = PromptSet([f"{first}@[3:]", second], DataConfig(), PLAIN)
     assert [prompts.get(index).prompt for index in range(3)] == ["prompt 3", "prompt 4", "other"]
     assert [(source.rows, source.kept) for source in prompts.report.sources] == [(2, 2), (2, 1)]
     with pytest.raises(EmptyDataError, match="prompt_data is empty: name at least one"):
-        PromptSet([], DataConfig(), byte_ids)
+        PromptSet([], DataConfig(), PLAIN)
 
 
 def test_tools_of_the_run_come_before_those_of_the_row(prompts_of: Prompts) -> None:

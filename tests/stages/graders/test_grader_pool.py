@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from stages.graders.grade import Grade, GradeRequest, PoolError, UnknownGraderError
-from stages.graders.math.mathematics import _compare, prepare_symbolic
+from stages.graders.math.mathematics import prepare
 from stages.graders.pool import GraderPool
 from stages.graders.registry import find_grader, refusal
 from stages.workers.process import LOAD_LIMIT_S
@@ -285,11 +285,10 @@ def test_which_graders_blame_the_text() -> None:
 
 
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    _compare.cache_clear()
+    prepare.cache_clear()
     monkeypatch.setitem(sys.modules, "math_verify", None)
     with pytest.raises(UnknownGraderError, match=r"need the package math-verify .*install it, or set --rm-type"):
-        prepare_symbolic()
-    _compare.cache_clear()
+        prepare()
 
 
 def test_unknown_graders_are_refused_without_importing_any() -> None:

@@ -499,7 +499,7 @@ def encode(text: str) -> list[int]:
 
 
 def prompts_of(directory: Path, name: str = "Counting", limit: int | None = None) -> Any:
-    return DrawnPrompts(config_of(name), directory, Preparer(False, encode, encode, None, (), False), encode, limit)
+    return DrawnPrompts(config_of(name), directory, Preparer(False, encode, encode, None), encode, limit)
 
 
 def config_of(name: str = "Counting") -> Config:
