@@ -17,11 +17,12 @@ from __future__ import annotations
 import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 from msgspec import Struct
 
-from configs.schema import Config, FilterConfig
+from configs.schema import Config
 from configs.schema.notation import nearest
 from models.import_path import import_function
 from stages.errors import FilterError, FilterNameError
@@ -83,34 +84,26 @@ def nonzero_std(slice_: RolloutSlice) -> FilterDecision:
     return KEEP if reason is None else FilterDecision(False, reason)
 
 
-def pass_rate_rule(low: float, high: float) -> GroupFilter:
+def pass_rate_rule(low: float, high: float, slice_: RolloutSlice) -> FilterDecision:
     """Keep groups of which this share is correct, bounds included. Raises FilterError where no grader reports it."""
-
-    def rule(slice_: RolloutSlice) -> FilterDecision:
-        rate = pass_rate(slice_.samples)
-        if rate is None:
-            raise FilterError(
-                "pass_rate needs a grader that reports is_correct, and this group's grader does not; "
-                "return is_correct beside the score, or filter by reward:LOW_HIGH"
-            )
-        return _within(rate, low, high, "pass_rate_low", "pass_rate_high")
-
-    return rule
+    rate = pass_rate(slice_.samples)
+    if rate is None:
+        raise FilterError(
+            "pass_rate needs a grader that reports is_correct, and this group's grader does not; "
+            "return is_correct beside the score, or filter by reward:LOW_HIGH"
+        )
+    return _within(rate, low, high, "pass_rate_low", "pass_rate_high")
 
 
-def reward_rule(low: float, high: float) -> GroupFilter:
+def reward_rule(low: float, high: float, slice_: RolloutSlice) -> FilterDecision:
     """Keep groups whose mean raw reward lies within the bounds."""
-    return lambda slice_: _within(float(raw_returns(slice_.samples).mean()), low, high, "reward_low", "reward_high")
+    return _within(float(raw_returns(slice_.samples).mean()), low, high, "reward_low", "reward_high")
 
 
-def length_rule(shortest: float, longest: float) -> GroupFilter:
+def length_rule(shortest: float, longest: float, slice_: RolloutSlice) -> FilterDecision:
     """Keep groups whose rollouts have this many trainable tokens on average, all their sequences together."""
-
-    def rule(slice_: RolloutSlice) -> FilterDecision:
-        tokens = [sum(map(np.count_nonzero, trained_masks(parts))) for parts in rollouts(slice_.samples)]
-        return _within(sum(tokens) / max(len(tokens), 1), shortest, longest, "too_short", "too_long")
-
-    return rule
+    tokens = [sum(map(np.count_nonzero, trained_masks(parts))) for parts in rollouts(slice_.samples)]
+    return _within(sum(tokens) / max(len(tokens), 1), shortest, longest, "too_short", "too_long")
 
 
 def _within(value: float, low: float, high: float, below: str, above: str) -> FilterDecision:
@@ -119,41 +112,28 @@ def _within(value: float, low: float, high: float, below: str, above: str) -> Fi
     return FilterDecision(False, above) if value > high else KEEP
 
 
-def staleness_rule(bound: int, state: FilterState) -> GroupFilter:
+def staleness_rule(bound: float, state: FilterState, slice_: RolloutSlice) -> FilterDecision:
     """Drop groups whose oldest trained token is more than `bound` versions behind the newest published weights."""
-
-    def rule(slice_: RolloutSlice) -> FilterDecision:
-        oldest = oldest_version(slice_.samples)
-        return FilterDecision(False, "too_stale") if oldest is not None and state.version - oldest > bound else KEEP
-
-    return rule
+    oldest = oldest_version(slice_.samples)
+    return FilterDecision(False, "too_stale") if oldest is not None and state.version - oldest > bound else KEEP
 
 
-def max_failed_rule(share: float) -> GroupFilter:
+def max_failed_rule(share: float, slice_: RolloutSlice) -> FilterDecision:
     """Drop groups of which more than this share of the rollouts failed. Failed members are not in the slice."""
-
-    def rule(slice_: RolloutSlice) -> FilterDecision:
-        wanted = slice_.group.n_samples
-        lost = wanted - len(closing(slice_.samples))
-        return FilterDecision(False, "failed_members") if lost > share * wanted else KEEP
-
-    return rule
+    wanted = slice_.group.n_samples
+    lost = wanted - len(closing(slice_.samples))
+    return FilterDecision(False, "failed_members") if lost > share * wanted else KEEP
 
 
-def duplicate_rule(state: FilterState) -> GroupFilter:
+def duplicate_rule(state: FilterState, slice_: RolloutSlice) -> FilterDecision:
     """Drop a group whose prompt text another group of the same epoch has taken to training.
 
     A prompt that is sampled once more, since its group became too old, is no duplicate.
     """
-    state.remembers = True
-
-    def rule(slice_: RolloutSlice) -> FilterDecision:
-        group = slice_.group
-        first = state.passed.get(group.epoch, {}).get(group.prompt, group.group_id)
-        again = first != group.group_id and group.requeued == 0
-        return FilterDecision(False, "duplicate_prompt") if again else KEEP
-
-    return rule
+    group = slice_.group
+    first = state.passed.get(group.epoch, {}).get(group.prompt, group.group_id)
+    again = first != group.group_id and group.requeued == 0
+    return FilterDecision(False, "duplicate_prompt") if again else KEEP
 
 
 def parse_filters(names: Sequence[str], state: FilterState | None = None) -> list[GroupFilter]:
@@ -179,20 +159,21 @@ def _parse(text: str, state: FilterState) -> GroupFilter | None:
         case "nonzero_std_fallback":
             return None  # the train stage applies it
         case "duplicate_prompt":
-            return duplicate_rule(state)
+            state.remembers = True
+            return partial(duplicate_rule, state)
         case "pass_rate":
-            return pass_rate_rule(*_range(text, name, argument, 0.0, 1.0))
+            return partial(pass_rate_rule, *_range(text, name, argument, 0.0, 1.0))
         case "reward":
-            return reward_rule(*_range(text, name, argument, -math.inf, math.inf))
+            return partial(reward_rule, *_range(text, name, argument, -math.inf, math.inf))
         case "length":
-            return length_rule(*_range(text, name, argument, 0.0, math.inf))
+            return partial(length_rule, *_range(text, name, argument, 0.0, math.inf))
         case "max_failed":
-            return max_failed_rule(_number(text, name, argument, 0.0, 1.0))
+            return partial(max_failed_rule, _number(text, name, argument, 0.0, 1.0))
         case _:
             bound = _number(text, name, argument, 0.0, math.inf)
             if bound != int(bound):
                 raise _unreadable(text, name, f"{bound:g} is no whole number of versions")
-            return staleness_rule(int(bound), state)
+            return partial(staleness_rule, bound, state)
 
 
 def _range(text: str, name: str, argument: str, least: float, most: float) -> tuple[float, float]:
@@ -223,22 +204,15 @@ def _unreadable(text: str, name: str, why: str) -> FilterNameError:
     )
 
 
-def resolve_filter(
-    config: FilterConfig, state: FilterState | None = None, whole: Config | None = None
-) -> list[GroupFilter]:
-    """The configured chain, built-in filters first. Raises FilterNameError and ImportPathError.
-
-    `whole`: the settings that a filter with slime's signature is given as `args`.
-    """
-    chain = parse_filters(config.dynamic_sampling_filter, state)
-    if config.dynamic_sampling_filter_path:
-        chain.append(import_filter(config.dynamic_sampling_filter_path, whole))
-    return chain
+def resolve_filter(config: Config, names: Sequence[str], state: FilterState) -> list[GroupFilter]:
+    """The filters of these names, then the custom one. Raises FilterNameError and ImportPathError."""
+    path = config.filter.dynamic_sampling_filter_path
+    return [*parse_filters(names, state), *([import_filter(path, config)] if path else [])]
 
 
 def import_filter(path: str, config: Config | None = None) -> GroupFilter:
-    """The filter of an import path, plain or async, or with slime's signature `(args, samples)`. Raises
-    ImportPathError, also for a wrong signature."""
+    """The filter of an import path, plain or async, or with slime's signature `(args, samples)`, whose `args` are the
+    settings. Raises ImportPathError, also for a wrong signature."""
     from stages.slime.hooks import group_filter, slime_function
 
     if slime_function(path):

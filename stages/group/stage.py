@@ -81,7 +81,7 @@ class GroupStage(Stage):
         self._open: dict[str, _Open] = {}
         self._state = FilterState()
         self._names = self.config.filter.dynamic_sampling_filter
-        self._filters: list[GroupFilter] = resolve_filter(self.config.filter, self._state, self.config)
+        self._filters = resolve_filter(self.config, self._names, self._state)
         path = self.config.filter.rollout_sample_filter_path
         self._sample_filter = None if path is None else sample_filter(path)
         path = self.config.filter.rollout_all_samples_process_path
@@ -123,15 +123,12 @@ class GroupStage(Stage):
     def _take_thresholds(self, topic: Topic) -> None:
         """Apply the newest thresholds to all groups that are filtered from now on."""
         changed = newest_settings(topic)
-        if changed is not None:
-            self._gate = dataclasses.replace(self._gate, max_staleness=changed.max_staleness)
-        if changed is not None and changed.dynamic_sampling_filter != self._names:
+        if changed is None:
+            return
+        self._gate = dataclasses.replace(self._gate, max_staleness=changed.max_staleness)
+        if changed.dynamic_sampling_filter != self._names:
             self._names = changed.dynamic_sampling_filter
-            self._filters = resolve_filter(
-                msgspec.structs.replace(self.config.filter, dynamic_sampling_filter=self._names),
-                self._state,
-                self.config,
-            )
+            self._filters = resolve_filter(self.config, self._names, self._state)
 
     def _drop_dead(self, groups: bytes | None) -> None:
         """The controller has settled these groups: release their parts, and drop the parts that still come."""

@@ -27,6 +27,7 @@ import shutil
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -34,6 +35,7 @@ import msgspec
 
 from models.checkpoint import CheckpointError, draft_path
 from models.disk import remove
+from stages.base import StageContext, TrainOptions
 from stages.engines.colocation import InTorch
 from stages.errors import SavedBatchError
 from stages.messages import CheckpointReady, RolloutSlice
@@ -47,31 +49,25 @@ if TYPE_CHECKING:
 COMMIT_POLL_S = 0.05
 SAVE: Final = "save"  # on the topic: the number of the newest checkpoint that the user requested
 
-Timed = Callable[[str, str], AbstractContextManager[None]]  # counts a block as work, under a name in the trace
 
-
+@dataclass
 class Checkpoints:
-    """Writes drafts under `root`. `background`: the backend writes on while the next batch trains."""
+    """Writes drafts in the run directory. With `--async-save` the backend writes on while the next batch trains."""
 
-    def __init__(
-        self,
-        root: Path,
-        backend: TrainBackend,
-        groups: HeldGroups,
-        *,
-        step: int,
-        background: bool,
-        in_torch: InTorch,
-        timed: Timed,
-        report: Callable[[CheckpointReady], Awaitable[None]],
-    ) -> None:
-        self._root, self._backend, self._groups, self._background = root, backend, groups, background
-        self._in_torch, self._timed, self._report = in_torch, timed, report
-        self._step = step  # of the newest save, or where this run began
-        self._kept: frozenset[int] = frozenset(_ids(groups))  # groups that are in it
-        self._begun: CheckpointReady | None = None  # begun, not reported
-        self._reported: Path | None = None  # the newest draft that was reported to the controller
-        self._request: bytes | None = None  # the newest value of `SAVE`
+    context: StageContext
+    backend: TrainBackend
+    groups: HeldGroups
+    in_torch: InTorch
+    timed: Callable[[str, str], AbstractContextManager[None]]  # counts a block as work, under a name in the trace
+    report: Callable[[CheckpointReady], Awaitable[None]]
+    _begun: CheckpointReady | None = None  # begun, not reported
+    _reported: Path | None = None  # the newest draft that was reported to the controller
+    _request: bytes | None = None  # the newest value of `SAVE`
+
+    def __post_init__(self) -> None:
+        self._background = self.context.config.checkpoint.async_save
+        self._step = self.context.given(TrainOptions).start_step  # of the newest save, or where this run began
+        self._kept = _ids(self.groups)  # groups that are in it
 
     def requested(self, topic: Readable) -> bool:
         """Whether the user requested a checkpoint since the last call; each request counts once."""
@@ -81,7 +77,7 @@ class Checkpoints:
 
     def lacks(self, step: int, *, groups: bool) -> bool:
         """Whether the newest save is behind: of an earlier step or, with `groups`, without groups that came since."""
-        return step > self._step or (groups and not self._kept.issuperset(_ids(self._groups)))
+        return step > self._step or (groups and not self._kept.issuperset(_ids(self.groups)))
 
     async def save(self, step: int) -> None:
         """Write the state after `step` batches, or begin to.
@@ -90,13 +86,13 @@ class Checkpoints:
         is renamed by the controller, which reads it; bounded by the drain's deadline.
         """
         await self.finish()
-        draft = draft_path(self._root, step)
+        draft = draft_path(self.context.run_dir / "checkpoints", step)
         while draft == self._reported and draft.exists():  # noqa: ASYNC110  (a rename announces nothing)
             await asyncio.sleep(COMMIT_POLL_S)
         await asyncio.to_thread(shutil.rmtree, draft, ignore_errors=True)  # left by a run that was killed in its save
         self._step = step
-        with self._timed("save", f"step {step}"):
-            await self._in_torch(lambda: self._backend.save(draft))
+        with self.timed("save", f"step {step}"):
+            await self.in_torch(lambda: self.backend.save(draft))
         self._begun = CheckpointReady(step, step, str(draft))
         if not self._background:
             await self.finish()
@@ -106,14 +102,14 @@ class Checkpoints:
         ready, self._begun = self._begun, None
         if ready is None:
             return
-        with self._timed("finish_save", f"step {ready.step}"):
+        with self.timed("finish_save", f"step {ready.step}"):
             if self._background:
-                await self._in_torch(self._backend.finish_save)
-            groups = self._groups.groups  # none is settled meanwhile: the task that settles them is waiting here
+                await self.in_torch(self.backend.finish_save)
+            groups = self.groups.groups  # none is settled meanwhile: the task that settles them is waiting here
             await asyncio.to_thread(write_groups, Path(ready.path), groups)
         self._kept = frozenset(slice_.group.group_id for slice_ in groups)
         self._reported = Path(ready.path)
-        await self._report(ready)
+        await self.report(ready)
 
 
 def _ids(groups: HeldGroups) -> frozenset[int]:

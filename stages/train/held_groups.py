@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from operator import index as as_index
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
@@ -40,7 +40,7 @@ from stages.staleness_gate import StalenessGate
 OrderFunction = Callable[..., Any]  # (groups, step) -> index, or slime's (args, rollout_id, buffer, num_samples)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Waiting:
     """One group in the buffer."""
 
@@ -50,9 +50,6 @@ class Waiting:
     version: int | None  # that decides on its age: smallest of its trainable tokens, or the largest if they are masked
     signal: float  # standard deviation of its rewards
     spare: str | None  # the reason why it is a spare, if it is
-
-
-_Place = tuple[int, int, Waiting]  # sort key, arrival (unique), group
 
 
 class GroupBuffer:
@@ -66,7 +63,7 @@ class GroupBuffer:
         self._dropped: list[Waiting] = []
         self.gate = StalenessGate.of(config)
         self._has_spares = FALLBACK in config.filter.dynamic_sampling_filter
-        self._groups: list[_Place] = []  # sorted
+        self._groups: list[Waiting] = []  # sorted
         self._spares: list[Waiting] = []
         self._arrivals = 0
 
@@ -88,11 +85,10 @@ class GroupBuffer:
         if waiting.spare is not None:
             self._spares.append(waiting)
         else:
-            bisect.insort(self._groups, self._place(waiting))
+            bisect.insort(self._groups, waiting, key=self._place)
 
-    def _place(self, waiting: Waiting) -> _Place:
-        by = waiting.arrival if self._order == "ready_first" else waiting.group_id
-        return by, waiting.arrival, waiting
+    def _place(self, waiting: Waiting) -> tuple[int, int]:
+        return waiting.arrival if self._order == "ready_first" else waiting.group_id, waiting.arrival
 
     def ready(self, missing: int) -> bool:
         """Whether a batch that lacks `missing` groups can take one now."""
@@ -103,15 +99,15 @@ class GroupBuffer:
         if self._groups and self._args is not None:
             return self._filtered(step, missing)
         if self._groups:
-            return self._groups.pop(self._choose(step, missing))[-1].lease
+            return self._groups.pop(self._choose(step, missing)).lease
         if self.ready(missing):
             return self._spares.pop(_first(self._spares, lambda w: (w.group_id,))).lease
         return None
 
     def take_old(self, step: int) -> list[Lease[RolloutSlice]]:
         """Remove the groups that are too old for batch `step`, oldest first."""
-        old = [w for *_, w in self._groups if not self.gate.fresh(step=step, version=w.version)]
-        self._groups = [p for p in self._groups if self.gate.fresh(step=step, version=p[-1].version)]
+        old = [w for w in self._groups if not self.gate.fresh(step=step, version=w.version)]
+        self._groups = [w for w in self._groups if self.gate.fresh(step=step, version=w.version)]
         return [w.lease for w in sorted(old, key=lambda w: w.group_id)]
 
     def take_spares(self) -> list[tuple[Lease[RolloutSlice], str]]:
@@ -121,7 +117,7 @@ class GroupBuffer:
 
     def take_all(self) -> list[Lease[RolloutSlice]]:
         """Remove everything, oldest first."""
-        rest = sorted((*(w for *_, w in self._groups), *self._spares), key=lambda w: (w.group_id, w.arrival))
+        rest = sorted((*self._groups, *self._spares), key=lambda w: (w.group_id, w.arrival))
         self._groups, self._spares = [], []
         return [w.lease for w in rest]
 
@@ -132,8 +128,7 @@ class GroupBuffer:
         if self._order != "priority":
             return 0
         last = self._deadline(step, missing)
-        waiting = [w for *_, w in self._groups]
-        return _first(waiting, lambda w: (float(self._slack(w, step) > last), *self._priority(w, step)))
+        return _first(self._groups, lambda w: (float(self._slack(w, step) > last), *self._priority(w, step)))
 
     def _slack(self, waiting: Waiting, step: int) -> float:
         """Batches after `step` that could still take the group."""
@@ -145,7 +140,7 @@ class GroupBuffer:
         The batches up to k from now have `missing` + k * B places; if as many groups have a slack of k or less, none of
         these places is free for further groups (earliest deadline first, applied only where it binds).
         """
-        slacks = Counter(max(self._slack(waiting, step), 0) for *_, waiting in self._groups)
+        slacks = Counter(max(self._slack(waiting, step), 0) for waiting in self._groups)
         pressed = 0
         for k in range(self.gate.max_staleness + 1):
             pressed += slacks[k]
@@ -167,10 +162,10 @@ class GroupBuffer:
     def _filtered(self, step: int, missing: int) -> Lease[RolloutSlice] | None:
         """The next group that slime's buffer filter chose. It is asked again when those are used up."""
         assert self._custom is not None
-        waiting = {w.group_id: place for place, (*_, w) in enumerate(self._groups)}
+        waiting = {w.group_id: w for w in self._groups}
         self._picked = [group_id for group_id in self._picked if group_id in waiting]
         if not self._picked:
-            buffer = [shown(w.lease.message) for *_, w in self._groups]
+            buffer = [shown(w.lease.message) for w in self._groups]
             try:
                 groups: Sequence[Any] = self._custom(self._args, step, buffer, missing)
                 self._picked = [as_index(group[0].group_index) for group in groups]
@@ -182,13 +177,16 @@ class GroupBuffer:
                     f"--buffer-filter-path {self._order} returned {sorted(unknown)}, which are not in the buffer; "
                     "return groups of the buffer"
                 )
-            self._dropped += [w for *_, w in self._groups if w.group_id not in left]
-            self._groups = [entry for entry in self._groups if entry[-1].group_id in left]
-            waiting = {w.group_id: place for place, (*_, w) in enumerate(self._groups)}
-        return self._groups.pop(waiting[self._picked.pop(0)])[-1].lease if self._picked else None
+            self._dropped += [w for w in self._groups if w.group_id not in left]
+            self._groups = [w for w in self._groups if w.group_id in left]
+        if not self._picked:
+            return None
+        chosen = waiting[self._picked.pop(0)]
+        self._groups.remove(chosen)
+        return chosen.lease
 
     def _call_order(self, function: OrderFunction, step: int) -> int:
-        slices = [w.lease.message for *_, w in self._groups]
+        slices = [w.lease.message for w in self._groups]
         rule = f"it must return the index of one of the {len(slices)} waiting groups"
         try:
             chosen = as_index(function(slices, step))
@@ -204,15 +202,12 @@ def _first(groups: Sequence[Waiting], key: Callable[[Waiting], tuple[float, ...]
 
 
 Record = Callable[[RolloutSlice, Outcome, str], Awaitable[None]]
-FIRST_START: Final = TrainOptions()
 
 
 class HeldGroups:
     """Complete groups, and their settlement if they are not trained. `record` is called for each such group."""
 
-    def __init__(
-        self, config: Config, ports: Ports, activity: Activity, record: Record, options: TrainOptions = FIRST_START
-    ) -> None:
+    def __init__(self, config: Config, ports: Ports, activity: Activity, record: Record, options: TrainOptions) -> None:
         """`options`: the ledger when the trainer was restarted. A group below `admitted` that is not `open` has ended;
         if it is delivered again, its release was lost, and it is dropped."""
         self.gate = StalenessGate.of(config)
@@ -312,13 +307,8 @@ class HeldGroups:
         slice_ = lease.message
         await self._ports.outlets["settle"].send(settlement(slice_, outcome, detail), slice_.group.key)
         await self._record(slice_, outcome, detail)
-        self.release([lease])
-
-    def release(self, leases: Sequence[Lease[RolloutSlice]]) -> None:
-        """Release groups whose settlement is in the ledger's stream."""
-        self.ended(leases)
-        for lease in leases:
-            lease.done()
+        self.ended([lease])
+        lease.done()
 
     def ended(self, leases: Sequence[Lease[RolloutSlice]]) -> None:
         """These groups need no checkpoint any more: their settlement is in the ledger's stream."""

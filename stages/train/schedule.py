@@ -21,52 +21,29 @@ class Due:
     end: bool
 
 
-@dataclass(frozen=True)
 class Schedule:
-    """Of one start of a run. Steps are counted over all its starts; step s gives version s of the weights.
+    """Of one start of a run. Steps are counted over all its starts; step s gives version s of the weights."""
 
-    Args:
-        total: the step with which the run ends.
-        first: the step with which this start of the run began; its weights are published at once.
-        publish_every, save_every: steps; None = not at all.
-        evaluate_every: versions; None = no evaluation.
-        evaluate_initial: whether version 0 is evaluated.
-    """
-
-    total: int
-    first: int
-    publish_every: int | None
-    save_every: int | None
-    evaluate_every: int | None
-    evaluate_initial: bool
-
-    @classmethod
-    def of(cls, config: Config, *, first: int) -> Schedule:
-        publishes, evaluation = generates(config), config.eval
-        return cls(
-            total=config.rollout.num_rollout or 0,
-            first=first,
-            publish_every=config.asynchrony.update_weights_interval if publishes else None,
-            save_every=config.checkpoint.save_interval,
-            evaluate_every=evaluation.eval_interval if publishes and evaluation.eval_prompt_data else None,
-            evaluate_initial=not evaluation.skip_eval_before_train,
-        )
+    def __init__(self, config: Config, *, first: int) -> None:
+        """`first`: the step with which this start of the run began; its weights are published at once."""
+        self.total = config.rollout.num_rollout or 0  # the step with which the run ends
+        self._config, self._first, self._publishes = config, first, generates(config)
 
     def due(self, step: int, *, target_reached: bool = False, save_requested: bool = False) -> Due:
         """After `step` batches. `target_reached`: of a warm start; `save_requested`: by the user."""
         end = target_reached or step >= self.total
-        publish = self.publish_every is not None and (end or step == self.first or step % self.publish_every == 0)
-        return Due(
-            publish=publish,
-            evaluate=publish and self._evaluates(step),
-            save=end or save_requested or (self.save_every is not None and step % self.save_every == 0),
-            end=end,
-        )
+        interval, save_interval = self._config.asynchrony.update_weights_interval, self._config.checkpoint.save_interval
+        publish = self._publishes and (end or step == self._first or step % interval == 0)
+        save = end or save_requested or (save_interval is not None and step % save_interval == 0)
+        return Due(publish, publish and self._evaluates(step), save, end)
 
     def _evaluates(self, version: int) -> bool:
-        if self.evaluate_every is None or (version == 0 and not self.evaluate_initial):
+        evaluation = self._config.eval
+        if evaluation.eval_interval is None or not evaluation.eval_prompt_data:
             return False
-        return version % self.evaluate_every == 0 or version >= self.total
+        if version == 0 and evaluation.skip_eval_before_train:
+            return False
+        return version % evaluation.eval_interval == 0 or version >= self.total
 
 
 class TargetLoss:

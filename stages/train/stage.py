@@ -58,7 +58,7 @@ class TrainStage(Stage):
         self.options = context.given(TrainOptions)
         self.steps, self.run_generation = self.options.start_step, self.options.run_generation
         first = self.options.first_step
-        self.schedule = Schedule.of(config, first=self.steps if first is None else first)
+        self.schedule = Schedule(config, first=self.steps if first is None else first)
         self.ended = False
         self.recovery = Recovery(context.run_dir, Path(config.train.hf_checkpoint))
         self.backend: TrainBackend  # from setup on
@@ -82,10 +82,9 @@ class TrainStage(Stage):
         if state is not None:
             await self._in_torch(self.backend.load, state)
         if self.generates:
-            source = Path(self.config.train.hf_checkpoint)
-            slots, run_dir = Path(self.options.slots), self.context.run_dir
-            prove = prover_of(self.config, self.backend)
-            self.weights = WeightPublisher(self.config, slots, source, run_dir, self.backend.write_slot, prove)
+            source, slots = Path(self.config.train.hf_checkpoint), Path(self.options.slots)
+            write, prove = partial(self.backend.write_slot, slots, source), prover_of(self.config, self.backend)
+            self.weights = WeightPublisher(self.config, slots, self.context.run_dir, write, prove)
 
     def _make_backend(self, topic: Topic) -> TrainBackend:
         """The trainer, here or in the ranks of a trainer group. Torch is imported only in the processes that train."""
@@ -113,16 +112,8 @@ class TrainStage(Stage):
                 await asyncio.to_thread(drop_after, self.context.run_dir, self.steps)
         self.groups = HeldGroups(self.config, ports, self.activity, self._untrained, self.options)
         await self._restore()
-        self.checkpoints = Checkpoints(
-            self.context.run_dir / "checkpoints",
-            self.backend,
-            self.groups,
-            step=self.options.start_step,
-            background=self.config.checkpoint.async_save,
-            in_torch=self._in_torch,
-            timed=self._timed,
-            report=partial(self._report, ports),
-        )
+        report = partial(self._report, ports)
+        self.checkpoints = Checkpoints(self.context, self.backend, self.groups, self._in_torch, self._timed, report)
         async with beside(self.groups.watch_drain(ports.topic), self.groups.read()):
             self.turn = TrainerTurn(self.config, ports.topic, self._in_torch, self.backend)
             await self._repeat(ports)
@@ -333,13 +324,7 @@ class TrainStage(Stage):
         if weights is None:
             return
         if weights.newest >= 0:
-            await await_landing(
-                ports.topic,
-                version=self.steps,
-                newest=weights.newest,
-                pinned=self._pinned,
-                given_up=lambda: self.groups.drained is not None,
-            )
+            await await_landing(ports.topic, weights.newest, self._pinned, lambda: self.groups.drained is not None)
         clock = time.perf_counter()
         with self._timed("publish_weights", f"version {self.steps}"):
             announcement = await self._in_torch(weights.write, self.steps, self.run_generation, pinned=due.evaluate)

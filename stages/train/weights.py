@@ -37,30 +37,28 @@ from stages.topic_values import KEYS, POLICY, carrying, entries
 log = logging.getLogger("sluice.train")
 
 LANDING_TIMEOUT_S = 60.0
-WriteSlot = Callable[[Path, Path, int, int], SlotManifest]  # as `TrainBackend.write_slot`
+WriteSlot = Callable[[int, int], SlotManifest]  # of (version, run generation)
+Prove = Callable[[], PolicyProof]
 
 
-async def await_landing(
-    topic: Topic, *, version: int, pinned: int, given_up: Callable[[], bool], newest: int | None = None
-) -> None:
-    """Waits until no engine reads the slot that `version` takes, and `pinned` has landed everywhere.
+async def await_landing(topic: Topic, newest: int, pinned: int, given_up: Callable[[], bool]) -> None:
+    """Waits until no engine reads the slot that the next version takes, and `pinned` has landed everywhere.
 
-    `newest` is the version in the other slot, which may still be read (default: the version before `version`).
+    `newest` is the version in the other slot, which may still be read.
     Unblocked by the engines' entries in the directory, by the death of an engine (its entry counts no more), by
     `given_up` within a second, or by a time limit: then the digest of the slot is what protects a reader.
     """
     deadline = time.monotonic() + LANDING_TIMEOUT_S
     revision = 0
-    kept = version - 1 if newest is None else newest
     while time.monotonic() < deadline and not given_up():
         # An engine that loads its first weights reads a slot like any other, but no evaluation waits for it.
-        read = all(entry.fetching < 0 or entry.fetching >= kept for entry in entries(topic, POLICY).values())
+        read = all(entry.fetching < 0 or entry.fetching >= newest for entry in entries(topic, POLICY).values())
         if read and all(entry.version >= pinned for entry in carrying(topic).values()):
             return
         revision = await wait_at_most(1.0, topic.wait(revision, *KEYS)) or revision
     if not given_up():
         log.warning(
-            "the slot before version %d is overwritten although an engine has not applied version %d", kept, pinned
+            "the slot before version %d is overwritten although an engine has not applied version %d", newest, pinned
         )
 
 
@@ -77,7 +75,7 @@ class _ModelConfig(Struct):
     text_config: _ModelConfig | None = None
 
 
-def prover_of(config: Config, backend: TrainBackend) -> Callable[[], PolicyProof] | None:
+def prover_of(config: Config, backend: TrainBackend) -> Prove | None:
     """What scores the canary sequences with the trainer's current weights, None if the run proves nothing.
 
     Collective, as `TrainBackend.logprobs`. Raises UnprovenPolicy for weights that are not finite.
@@ -130,21 +128,13 @@ def _sequence(number: int, tokens: npt.NDArray[np.int32]) -> TrainSequence:
 class WeightPublisher:
     """Slots and, for the route delta, the directory of differences. Blocking: use it from the thread of torch."""
 
-    def __init__(
-        self,
-        config: Config,
-        slots: Path,
-        source: Path,
-        run_dir: Path,
-        write_slot: WriteSlot,
-        prove: Callable[[], PolicyProof] | None = None,
-    ) -> None:
-        """`source`: the checkpoint whose layout the slots have; `write_slot`: the backend's; `prove`: scores the canary
-        sequences with the backend's weights. Raises SlotDirectoryError."""
+    def __init__(self, config: Config, slots: Path, run_dir: Path, write: WriteSlot, prove: Prove | None) -> None:
+        """`write`: writes the backend's weights into a slot; `prove`: scores the canary sequences with them. Raises
+        SlotDirectoryError."""
         self.transport = config.update.update_weight_transport
         self.newest = -1  # version of the last announcement
         self.delta_ratio = 0.0  # bytes of the weights by bytes of the last difference; 0: none was written
-        self._write_slot, self._slots, self._source, self._prove = write_slot, slots, source, prove
+        self._write, self._prove = write, prove
         self._lease = DirectoryLease(slots)
         self._deltas: DeltaStore | None = None
         if self.transport == "delta":
@@ -152,7 +142,7 @@ class WeightPublisher:
 
     def write(self, version: int, run_generation: int, *, pinned: bool) -> WeightsAnnouncement:
         """Write one version into the free slot; returns its announcement. Raises WeightsError."""
-        manifest = self._write_slot(self._slots, self._source, version, run_generation)
+        manifest = self._write(version, run_generation)
         published = self._difference(manifest)
         return WeightsAnnouncement(
             **msgspec.structs.asdict(manifest),

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -201,7 +202,7 @@ class TensorPublisher(WeightPublisher):
 
     def __init__(self, config: Config, slots: Path, source: Path, run_dir: Path) -> None:
         self._exporter = _Given()
-        super().__init__(config, slots, source, run_dir, self._exporter.write_slot)
+        super().__init__(config, slots, run_dir, partial(self._exporter.write_slot, slots, source), None)
 
     def write_tensors(self, version: int, tensors: Mapping[str, torch.Tensor]) -> WeightsAnnouncement:
         self._exporter.tensors = tensors

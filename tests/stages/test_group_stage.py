@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from models.import_path import ImportPathError
-from stages.group.filters import FilterDecision, resolve_filter
+from stages.group.filters import FilterDecision, FilterState, resolve_filter
 from stages.group.stage import GroupStage
 from stages.messages import Float32Array, RolloutSlice, Sample, Settled, VersionRun, wire
 from tests.stages.stage_rig import (
@@ -161,7 +161,7 @@ async def test_filters_let_good_groups_pass_and_judge_only_members_that_count() 
 def test_a_filter_that_cannot_be_imported_is_refused_in_words() -> None:
     for path, words in ((f"{PARTS}:nothing", "has no 'nothing'; check the name"), ("nonsense", "must have the form")):
         with pytest.raises(ImportPathError, match=words):
-            resolve_filter(make_config(filter={"dynamic_sampling_filter_path": path}).filter)
+            resolve_filter(make_config(filter={"dynamic_sampling_filter_path": path}), (), FilterState())
 
 
 async def test_evaluation_rollouts_pass_as_they_are() -> None:

@@ -89,8 +89,8 @@ async def open_proven(
     trainer = build_member(config, 1)
     trainer.setup()
     async with open_fleet(tmp_path, monkeypatch, source=source, update=config.update) as one:
-        prove = prover_of(config, trainer)
-        publisher = WeightPublisher(config, tmp_path / "published", source, tmp_path, trainer.write_slot, prove)
+        slots, prove = tmp_path / "published", prover_of(config, trainer)
+        publisher = WeightPublisher(config, slots, tmp_path, partial(trainer.write_slot, slots, source), prove)
         one.stack.callback(publisher.close)
         if real is not None:
             await one.stack.enter_async_context(fresh(real))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ from models.weights.shared_memory_reader import SlotReader
 from stages.base import TrainOptions
 from stages.messages import Settled, StepDone
 from stages.train.schedule import Schedule
-from tests.stages.stage_rig import idle, make_sample, make_slice, until
+from tests.stages.stage_rig import idle, make_config, make_sample, make_slice, until
 from tests.stages.train_rig import Training, aged, open_training
 
 
@@ -237,15 +236,12 @@ async def test_an_error_of_the_backend_ends_the_replica_with_its_words(training:
 # What is due after each step.
 
 
-EVERY_SECOND = Schedule(
-    total=6, first=0, publish_every=2, save_every=3, evaluate_every=2, evaluate_initial=True
-)  # fmt: skip
-
-
 def steps(schedule: Schedule, field: str) -> list[int]:
     return [step for step in range(schedule.total + 1) if getattr(schedule.due(step), field)]
 
 
 @pytest.mark.parametrize(("initial", "versions"), [(True, [0, 6]), (False, [6])])
 def test_only_published_versions_are_evaluated(initial: bool, versions: list[int]) -> None:
-    assert steps(replace(EVERY_SECOND, evaluate_every=3, evaluate_initial=initial), "evaluate") == versions
+    evaluation = {"eval_interval": 3, "eval_prompt_data": ["held", "held.jsonl"], "skip_eval_before_train": not initial}
+    config = make_config(rollout={"num_rollout": 6}, asynchrony={"update_weights_interval": 2}, eval=evaluation)
+    assert steps(Schedule(config, first=0), "evaluate") == versions

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from configs.schema import Config, FilterConfig
+from configs.schema import Config
 from models.import_path import ImportPathError
 from models.slime_arguments import slime_arguments
 from pipeline.record.kept_files import uncertain_in
@@ -27,7 +27,7 @@ from stages.data.prepare import Preparer
 from stages.errors import DataSourceError
 from stages.graders.grade import GradeRequest, UnknownGraderError
 from stages.graders.registry import custom_grader
-from stages.group.filters import FilterDecision, resolve_filter
+from stages.group.filters import FilterDecision, import_filter
 from stages.messages import NO_IDS, CheckpointReady, Prefix, PromptGroup, RolloutSlice, Sample, Settled
 from stages.prompts.prompt_sources import DrawnPrompts
 from stages.records.once import EPISODES_DIR
@@ -446,8 +446,7 @@ def test_labels_that_were_objects_are_objects_for_functions_of_slime(text: str, 
 
 
 def test_a_group_filter_of_slimes_signature_says_keep_and_why() -> None:
-    config = FilterConfig(dynamic_sampling_filter_path=f"{CODE}:differing_rewards")
-    [filter_] = resolve_filter(config, whole=make_config())
+    filter_ = import_filter(f"{CODE}:differing_rewards", make_config())
     assert filter_(group_of(1.0, 0.0)) == FilterDecision(True, None)
     assert filter_(group_of(1.0, 1.0)) == FilterDecision(False, "all_1")
 
