@@ -39,7 +39,6 @@ from stages.topic_values import KEYS, carrying
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
     """Probability that k of n rollouts, `correct` of them right, hold a right one. Needs 1 <= k <= n."""
-    _check(n, k)
     return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
 
 
@@ -48,15 +47,8 @@ def best_at_k(rewards: Sequence[float], k: int) -> float:
 
     The i-th smallest of n is the maximum of C(i - 1, k - 1) of the C(n, k) draws.
     """
-    n = len(rewards)
-    _check(n, k)
-    draws = math.comb(n, k)
+    draws = math.comb(len(rewards), k)
     return sum(math.comb(i, k - 1) / draws * reward for i, reward in enumerate(sorted(rewards)))
-
-
-def _check(n: int, k: int) -> None:
-    if not 1 <= k <= n:
-        raise ValueError(f"k is {k}, but only 1 to {n} of {n} rollouts can be drawn; choose such a k")
 
 
 def powers_of_two(n: int) -> list[int]:

@@ -39,6 +39,8 @@ from stages.messages import (
     wire,
 )
 
+Numbers = Sequence[float] | npt.NDArray[Any]
+
 
 def new_sample(prompt: Sequence[int] | npt.NDArray[np.int32], index: int) -> Sample:
     """A rollout before its first turn: the prompt, and nothing after it."""
@@ -113,17 +115,24 @@ def without_tokens(sample: Sample) -> Sample:
     )
 
 
-def append_untrained(sample: Sample, ids: Sequence[int], text: str) -> Sample:
-    """The sample with tokens after it that the policy did not make (mask 0, log-prob 0.0, version -1)."""
-    n = len(ids)
+def with_tokens(
+    sample: Sample, text: str, ids: Sequence[int], mask: Numbers, log_probs: Numbers, runs: tuple[VersionRun, ...]
+) -> Sample:
+    """The sample with these tokens after it."""
     return msgspec.structs.replace(
         sample,
         response=sample.response + text,
         token_ids=joined(sample.token_ids, ids),
-        loss_mask=joined(sample.loss_mask, np.zeros(n)),
-        log_probs=joined(sample.log_probs, np.zeros(n)),
-        version_runs=join_runs(sample.version_runs, (VersionRun(-1, n),)),
+        loss_mask=joined(sample.loss_mask, mask),
+        log_probs=joined(sample.log_probs, log_probs),
+        version_runs=join_runs(sample.version_runs, runs),
     )
+
+
+def append_untrained(sample: Sample, ids: Sequence[int], text: str) -> Sample:
+    """The sample with tokens after it that the policy did not make (mask 0, log-prob 0.0, version -1)."""
+    nothing = np.zeros(len(ids))
+    return with_tokens(sample, text, ids, nothing, nothing, (VersionRun(-1, len(ids)),))
 
 
 def join_runs(first: tuple[VersionRun, ...], second: tuple[VersionRun, ...]) -> tuple[VersionRun, ...]:
@@ -295,16 +304,20 @@ def trainable_tokens(parts: Sequence[Sample]) -> int:
     return sum(int(np.count_nonzero(mask)) for mask in owned([part.loss_mask > 0 for part in parts], prefixes(parts)))
 
 
+def trained_versions(samples: Iterable[Sample]) -> Iterator[int]:
+    """Versions of the tokens that are trained."""
+    kept = (sample for sample in samples if not sample.remove_sample)
+    return (version for sample in kept for version, _ in by_version(sample, sample.loss_mask))
+
+
 def oldest_version(samples: Iterable[Sample]) -> int | None:
     """Smallest version among the tokens that are trained, None if none is."""
-    kept = (sample for sample in samples if not sample.remove_sample)
-    return min((version for sample in kept for version, _ in by_version(sample, sample.loss_mask)), default=None)
+    return min(trained_versions(samples), default=None)
 
 
 def newest_version(samples: Iterable[Sample]) -> int | None:
     """Largest version among the tokens that are trained, None if none is."""
-    kept = (sample for sample in samples if not sample.remove_sample)
-    return max((version for sample in kept for version, _ in by_version(sample, sample.loss_mask)), default=None)
+    return max(trained_versions(samples), default=None)
 
 
 def without_older(slice_: RolloutSlice, oldest: int) -> tuple[RolloutSlice, int]:

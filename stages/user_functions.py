@@ -20,7 +20,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Final, NoReturn
+from typing import Final, NamedTuple, NoReturn
 
 import msgspec
 import numpy as np
@@ -43,33 +43,6 @@ TRY_S: Final = 20  # for one call
 _STEP: Final = ("args", "rollout_id", "step_id", "model", "optimizer", "opt_param_scheduler")
 
 
-# kind -> (how to import it, the flag that names it)
-KINDS: dict[str, tuple[Callable[[str], object], str]] = {
-    "grader": (custom_grader, ""),
-    "group_grader": (custom_grader, ""),
-    "filter": (import_filter, "--dynamic-sampling-filter-path"),
-    "generate": (hooks.generate_function, "--custom-generate-function-path"),
-    "rollout": (hooks.rollout_function, "--rollout-function-path"),
-    "all_samples": (hooks.all_samples, "--rollout-all-samples-process-path"),
-    "data_post_process": (hooks.taking("args", "rollout_id", "rollout_data"), "--rollout-data-postprocess-path"),
-    "megatron_init": (hooks.taking("args"), "--custom-megatron-init-path"),
-    "before_log_prob": (hooks.taking("args", "model", "store_prefix"), "--custom-megatron-before-log-prob-hook-path"),
-    "before_step": (hooks.taking(*_STEP), "--custom-megatron-before-train-step-hook-path"),
-    "convert": (hooks.taking("args", "samples"), "--custom-convert-samples-to-train-data-path"),
-    "buffer_order": (import_path, "--buffer-order"),
-    "eval": (hooks.rollout_function, "--eval-function-path"),
-    "sample_filter": (hooks.sample_filter, "--rollout-sample-filter-path"),
-    "post_process": (hooks.taking("rewards", "samples"), "--custom-reward-post-process-path"),
-    "log": (hooks.rollout_log, "--custom-rollout-log-function-path"),
-    "eval_log": (hooks.eval_log, "--custom-eval-rollout-log-function-path"),
-    "source": (hooks.data_source, "--data-source-path"),
-    "advantage": (import_path, "--advantage-estimator"),
-    "policy_loss": (import_path, "--policy-loss"),
-    "loss": (import_path, "--custom-loss-function-path"),
-    "tis": (import_path, "--custom-tis-function-path"),
-    "advantages": (import_path, "--custom-advantage-function-path"),
-    "reducer": (import_path, "--custom-pg-loss-reducer-function-path"),
-}
 _NAMED: Final = ("advantage", "policy_loss", "buffer_order")  # their flags take names as well
 
 
@@ -77,7 +50,7 @@ def functions_of(config: Config) -> tuple[str, ...]:
     """Functions of the flags, as `kind=package.module:function`."""
     selection, settings = Selection(config.reward), vars(slime_arguments(config))
     names = [*selection.configured(), *([selection.group_grader(Row())] if config.reward.group_rm else [])]
-    values = {kind: settings[flag[2:].replace("-", "_")] for kind, (_, flag) in KINDS.items() if flag}
+    values = {name: settings[kind.flag[2:].replace("-", "_")] for name, kind in KINDS.items() if kind.flag}
     paths = {
         kind: value for kind, value in values.items() if value is not None and (kind not in _NAMED or ":" in value)
     }
@@ -194,22 +167,47 @@ def _on_tokens(kind: str, path: str, config: Config) -> None:
             group_objective(tokens, columns, config.algorithm, group_loss_of(path))
 
 
-# kind -> (how to try it, whether any exception is a fault)
-TRIALS: Final[dict[str, tuple[Callable[[str, Config], None], bool]]] = {
-    "grader": (_grade, False),
-    "group_grader": (lambda path, config: _grade(path, config, ("2", "3")), False),
-    "filter": (_filter, False),
-    "sample_filter": (_sample_filter, False),
-    "post_process": (_post_process, False),
-    "convert": (_convert, False),
-    "buffer_order": (_buffer_order, False),
-    "advantage": (_advantage, True),
-    "policy_loss": (partial(_on_tokens, "policy_loss"), True),
-    "loss": (partial(_on_tokens, "loss"), True),
-    "tis": (partial(_on_tokens, "tis"), True),
-    "advantages": (partial(_rollout_data, "advantages"), True),
-    "data_post_process": (partial(_rollout_data, "post"), True),
-    "reducer": (partial(_on_tokens, "reducer"), True),
+class Kind(NamedTuple):
+    """Functions of one flag: how one is imported and tried, and whether any exception of the trial is a fault."""
+
+    load: Callable[[str], object]
+    flag: str = ""
+    attempt: Callable[[str, Config], None] | None = None  # none calls it
+    strict: bool = False
+
+
+KINDS: Final[dict[str, Kind]] = {
+    "grader": Kind(custom_grader, attempt=_grade),
+    "group_grader": Kind(custom_grader, attempt=partial(_grade, responses=("2", "3"))),
+    "filter": Kind(import_filter, "--dynamic-sampling-filter-path", _filter),
+    "generate": Kind(hooks.generate_function, "--custom-generate-function-path"),
+    "rollout": Kind(hooks.rollout_function, "--rollout-function-path"),
+    "all_samples": Kind(hooks.all_samples, "--rollout-all-samples-process-path"),
+    "data_post_process": Kind(
+        hooks.taking("args", "rollout_id", "rollout_data"),
+        "--rollout-data-postprocess-path",
+        partial(_rollout_data, "post"),
+        True,
+    ),
+    "megatron_init": Kind(hooks.taking("args"), "--custom-megatron-init-path"),
+    "before_log_prob": Kind(
+        hooks.taking("args", "model", "store_prefix"), "--custom-megatron-before-log-prob-hook-path"
+    ),
+    "before_step": Kind(hooks.taking(*_STEP), "--custom-megatron-before-train-step-hook-path"),
+    "convert": Kind(hooks.taking("args", "samples"), "--custom-convert-samples-to-train-data-path", _convert),
+    "buffer_order": Kind(import_path, "--buffer-order", _buffer_order),
+    "eval": Kind(hooks.rollout_function, "--eval-function-path"),
+    "sample_filter": Kind(hooks.sample_filter, "--rollout-sample-filter-path", _sample_filter),
+    "post_process": Kind(hooks.taking("rewards", "samples"), "--custom-reward-post-process-path", _post_process),
+    "log": Kind(hooks.rollout_log, "--custom-rollout-log-function-path"),
+    "eval_log": Kind(hooks.eval_log, "--custom-eval-rollout-log-function-path"),
+    "source": Kind(hooks.data_source, "--data-source-path"),
+    "advantage": Kind(import_path, "--advantage-estimator", _advantage, True),
+    "policy_loss": Kind(import_path, "--policy-loss", partial(_on_tokens, "policy_loss"), True),
+    "loss": Kind(import_path, "--custom-loss-function-path", partial(_on_tokens, "loss"), True),
+    "tis": Kind(import_path, "--custom-tis-function-path", partial(_on_tokens, "tis"), True),
+    "advantages": Kind(import_path, "--custom-advantage-function-path", partial(_rollout_data, "advantages"), True),
+    "reducer": Kind(import_path, "--custom-pg-loss-reducer-function-path", partial(_on_tokens, "reducer"), True),
 }
 
 
@@ -217,13 +215,14 @@ def _too_long(*_: object) -> NoReturn:
     raise TimeoutError(f"it took longer than {TRY_S} s")
 
 
-def tried(kind: str, path: str, config: Config) -> tuple[str, bool] | None:
+def tried(kind: Kind, path: str, config: Config) -> tuple[str, bool] | None:
     """Call a function on a made-up group. What it raised, if anything, and whether that refuses the run."""
-    call, strict = TRIALS[kind]
+    if kind.attempt is None:
+        return None
     signal.signal(signal.SIGALRM, _too_long)
     signal.alarm(TRY_S)
     try:
-        call(path, config)
+        kind.attempt(path, config)
         return None
     except Exception as error:
         rejected = isinstance(error, UntrainableGroup) and error.__cause__ is None
@@ -231,7 +230,7 @@ def tried(kind: str, path: str, config: Config) -> tuple[str, bool] | None:
         sentence = f"{path} failed on a made-up group of 4 rollouts for the prompt '1 + 1 =': {raised(error)}"
     finally:
         signal.alarm(0)
-    refused = strict or rejected or broken
+    refused = kind.strict or rejected or broken
     return f"{sentence}; mend it, or start with --no-try-functions" if refused else sentence, refused
 
 
@@ -239,17 +238,17 @@ def faults(functions: Sequence[str], tries: Config | None = None) -> tuple[list[
     """Faults and warnings, one sentence for each `kind=package.module:function` that cannot be imported, or called
     with the settings `tries`."""
     problems, warnings = list[str](), list[str]()
-    for kind, _, path in (function.partition("=") for function in functions):
-        importer, flag = KINDS[kind]
-        option = f"{flag}: " if flag else ""
+    for name, _, path in (function.partition("=") for function in functions):
+        kind = KINDS[name]
+        option = f"{kind.flag}: " if kind.flag else ""
         try:
-            importer(path)
-            if tries is not None and kind in TRIALS and (found := tried(kind, path, tries)):
+            kind.load(path)
+            if tries is not None and (found := tried(kind, path, tries)):
                 (problems if found[1] else warnings).append(f"{option}{found[0]}")
         except (ImportPathError, UnknownGraderError) as error:
             problems.append(f"{option}{error}")
         except SystemExit as error:
-            problems.append(f"{kind} {path!r}: its module ended the process ({error}); import must only define things")
+            problems.append(f"{name} {path!r}: its module ended the process ({error}); import must only define things")
     return problems, warnings
 
 

@@ -17,7 +17,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from functools import cache, partial
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 
@@ -25,7 +25,7 @@ from configs.schema import Config
 from models.import_path import raised
 from models.slime_arguments import slime_arguments
 from stages.base import Activity, in_daemon_thread, outcome_of, side_by_side
-from stages.chat.messages import ChatFormatError, Message, ToolSchema
+from stages.chat.messages import ChatFormatError
 from stages.chat.tokenizer import Tokenizer, load_tokenizer
 from stages.gateway.answers import Answers, OpenSession
 from stages.gateway.requests import Limits
@@ -52,16 +52,10 @@ class NoChat:
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
 
-    def start(self, messages: Sequence[Message], tools: Sequence[ToolSchema], most: int | None = None) -> list[int]:
+    def start(self, *_: object, **__: object) -> NoReturn:
         raise ChatFormatError("a generate function sends input_ids to POST /generate")
 
-    def append(
-        self, ids: Sequence[int], messages: Sequence[Message], tools: Sequence[ToolSchema], most: int | None = None
-    ) -> list[int]:
-        return self.start(messages, tools)
-
-    def reply(self, ids: Sequence[int], tools: Sequence[ToolSchema]) -> Any:
-        raise ChatFormatError("a generate function sends input_ids to POST /generate")
+    append = reply = start
 
 
 def function_of(config: Config, group: PromptGroup) -> str | None:
@@ -71,6 +65,16 @@ def function_of(config: Config, group: PromptGroup) -> str | None:
         if isinstance(named, str) and named:
             return named
     return config.rollout.custom_generate_function_path
+
+
+def _named(function: Callable[..., Any], *, evaluation: bool) -> dict[str, bool]:
+    """The arguments that a function gets by name, if it has these parameters."""
+    return {"evaluation": evaluation} if "evaluation" in inspect.signature(function).parameters else {}
+
+
+def failure(error: str) -> dict[str, str]:
+    """The fields of a sample that failed for this reason."""
+    return {"status": "failed", "error": error}
 
 
 class GenerateFunctions:
@@ -118,24 +122,16 @@ class GenerateFunctions:
         function, replace = self._function(path), msgspec.structs.replace
         gateway = await self.open_gateway()
         session = Session(NoChat(), sample.index)
-        evaluation = group.purpose == "eval"
-        named = {"evaluation": evaluation} if "evaluation" in inspect.signature(function).parameters else {}
+        named = _named(function, evaluation=group.purpose == "eval")
         budget = self._requests.budget(group, sample, each_turn=True)
         params = sampling_parameters(self._requests.params(group, sample, budget, 1))
         given = given_sample(group, sample)
         record = await self._answers.open(group, sample.index)
         with gateway.session(OpenSession(group, sample, session, record)) as key:
             args = self.args.with_router(gateway.url, key)
-            try:
-                returned = await self.until_drained(self.loop.call(function(args, given, params, **named)))
-            except Drained:
-                return (replace(sample, status="aborted"),)
-            except TimeoutError:
-                limit_s = self.config.rollout.custom_generate_deadline_secs
-                return (replace(sample, status="failed", error=f"{path} took longer than {limit_s:g} s"),)
-            except Exception as error:
-                log.warning("%s failed on group %d: %r", path, group.group_id, error, exc_info=True)
-                return (replace(sample, status="failed", error=f"{path} raised {raised(error)}"),)
+            returned, ending = await self.outcome(path, self.loop.call(function(args, given, params, **named)))
+        if ending:
+            return (replace(sample, **ending),)
         try:
             options = {"reward_key": self.config.reward.reward_key, "metadata": group.row_metadata}
             return returned_rollout(returned, session.samples(), sample, **options)
@@ -144,7 +140,7 @@ class GenerateFunctions:
 
     def start(self, function: Callable[..., Any], *given: object, evaluation: bool) -> Any:
         """Start a call of a function for whole batches, sync or async; returns an awaitable."""
-        named = {"evaluation": evaluation} if "evaluation" in inspect.signature(function).parameters else {}
+        named = _named(function, evaluation=evaluation)
         if inspect.iscoroutinefunction(function):
             return self.loop.call(function(*given, **named))
         return asyncio.wrap_future(in_daemon_thread(partial(function, *given, **named), "rollout-function"))
@@ -155,40 +151,38 @@ class GenerateFunctions:
         replace, session, gateway = msgspec.structs.replace, Session(NoChat()), await self.open_gateway()
         with gateway.session(OpenSession(group, sample, session, whole_batch=True)) as key:
             args = self.args.with_router(gateway.url, key)
-            try:
-                call = self.start(rollout_function(path), args, group.pinned_version, DataSource(), evaluation=True)
-                found = returned_evaluation(await self.until_drained(call))
-            except Drained:
-                return replace(sample, status="aborted")
-            except Exception as error:
-                log.warning("--eval-function-path %s failed: %r", path, error, exc_info=True)
-                return replace(sample, status="failed", error=f"--eval-function-path {path}: {raised(error)}")
+            call = self.start(rollout_function(path), args, group.pinned_version, DataSource(), evaluation=True)
+            returned, ending = await self.outcome(f"--eval-function-path {path}", call)
+        if ending:
+            return replace(sample, **ending)
+        try:
+            found = returned_evaluation(returned)
+        except ReturnedError as error:
+            return replace(sample, status="failed", error=f"--eval-function-path {path}: {error}")
         versions = sorted({version for part in session.recorded for version in part.model_versions})
         left = msgspec.json.encode(replace(found, versions=tuple(versions))).decode()
         return replace(sample, status="completed", reward=0.0, left=left)
 
-    async def until_drained(self, work: Any) -> Any:
-        """Waits for the function; unblocked by a drain or its deadline.
-
-        Raises Drained, TimeoutError, and the function's exceptions.
-        """
+    async def outcome(self, name: str, work: Any) -> tuple[Any, dict[str, str]]:
+        """What a function returned and {}, or None and how its samples end, as their fields: failed with the reason if it
+        raised or took too long, aborted by a drain. Waits for the function; unblocked by a drain or its deadline."""
+        limit_s = self.config.rollout.custom_generate_deadline_secs
         async with asyncio.TaskGroup() as tasks:
             calling = tasks.create_task(outcome_of(work))
             draining = tasks.create_task(self._drain.wait())
-            await asyncio.wait(
-                (calling, draining),
-                timeout=self.config.rollout.custom_generate_deadline_secs,
-                return_when=asyncio.FIRST_COMPLETED,
-            )
+            await asyncio.wait((calling, draining), timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
             done, drained = calling.done(), draining.done()
             calling.cancel()
             draining.cancel()
+        if not done and drained:
+            return None, {"status": "aborted"}
         if not done:
-            raise Drained if drained else TimeoutError
+            return None, failure(f"{name} took longer than {limit_s:g} s")
         returned = calling.result()
         if isinstance(returned, Exception):
-            raise returned
-        return returned
+            log.warning("%s failed: %r", name, returned, exc_info=returned)
+            return None, failure(f"{name} raised {raised(returned)}")
+        return returned, {}
 
     def _encode(self, text: str, most: int | None = None) -> Sequence[int]:
         """Tokens of a text, for functions that send texts instead of ids."""
@@ -210,7 +204,3 @@ class GenerateFunctions:
                 limits = Limits(in_flight=self.config.rollout.server_concurrency)
                 self._gateway = await self._stack.enter_async_context(Gateway(answers, limits=limits))
             return self._gateway
-
-
-class Drained(Exception):
-    """The run is ending."""

@@ -23,7 +23,7 @@ import msgspec
 from configs.schema import Config
 from stages.gateway.answers import OpenSession
 from stages.gateway.sessions import Session
-from stages.generate.generate_functions import Drained, GenerateFunctions, NoChat
+from stages.generate.generate_functions import GenerateFunctions, NoChat, failure
 from stages.messages import PromptGroup, Sample
 from stages.rollouts import new_sample
 from stages.slime import types as slime
@@ -128,39 +128,28 @@ class RolloutFunction:
         rollout_id, self._next_id = self._next_id, self._next_id + 1
         gateway = await self._functions.open_gateway()
         place = OpenSession(first.group, new_sample((), 0), session, whole_batch=True)
-        returned: Any = None
-        status, error = "failed", f"{self.path} drew it, and did not return it"
         with gateway.session(place) as key:
             args = self._functions.args.with_router(gateway.url, key)
             args.rollout_batch_size = args.over_sampling_batch_size = wanted
-            try:
-                call = self._functions.start(self._function, args, rollout_id, source, evaluation=False)
-                returned = await self._functions.until_drained(call)
-            except Drained:
-                status, error = "aborted", ""
-            except TimeoutError:
-                error = f"{self.path} took longer than {self.config.rollout.custom_generate_deadline_secs:g} s"
-            except Exception as raised:
-                log.warning("%s failed: %r", self.path, raised, exc_info=True)
-                error = f"{self.path} raised {type(raised).__name__}: {raised}"
+            call = self._functions.start(self._function, args, rollout_id, source, evaluation=False)
+            returned, ending = await self._functions.outcome(self.path, call)
         drawn = source.end()
         if not drawn:  # otherwise it would be called for ever
             drawn = [self._waiting.popleft() for _ in range(len(self._waiting))]
-            error = error if returned is None else f"{self.path} drew nothing from data_source.get_samples"
-            returned = None
+            returned, ending = None, ending or failure(f"{self.path} drew nothing from data_source.get_samples")
         groups = getattr(returned, "samples", returned)
         metrics = finite_numbers(getattr(returned, "metrics", None), "rollout_function/")
         try:
             by_rollout = _by_rollout(groups)
-        except ReturnedError as raised:
-            by_rollout, error = {}, f"{self.path}: {raised}"
-        recorded = session.recorded
+        except ReturnedError as error:
+            by_rollout, ending = {}, failure(f"{self.path}: {error}")
+        ending, recorded = ending or failure(f"{self.path} drew it, and did not return it"), session.recorded
         for entry in drawn:
             for sample in entry.samples:
                 parts = by_rollout.get(entry.group.group_id * entry.group.n_samples + sample.index)
                 ended: tuple[Sample, ...]
                 if parts is None:
-                    ended = (msgspec.structs.replace(sample, status=status, error=error or None),)
+                    ended = (msgspec.structs.replace(sample, **ending),)
                 else:
                     row = entry.group.row_metadata
                     ended = await asyncio.to_thread(self._ended, parts, recorded, sample, metrics, row)

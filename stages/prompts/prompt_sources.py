@@ -41,18 +41,9 @@ from models.slime_arguments import slime_arguments
 from stages.data.prepare import PreparedPrompt, Preparer
 from stages.data.rows import BadValue, LoadReport, RowKeys, normal_import_path, parse_row, trusted_functions
 from stages.errors import DataSourceError, EmptyDataError
-from stages.messages import (
-    Float32Array,
-    Int32Array,
-    PromptGroup,
-    RolloutSlice,
-    Sample,
-    UInt8Array,
-    VersionRun,
-    wire,
-    without_prompt,
-)
+from stages.messages import Int32Array, PromptGroup, RolloutSlice, VersionRun, wire, without_prompt
 from stages.prompts.ledger import DrawnRow
+from stages.rollouts import new_sample, with_tokens
 
 
 def _permutation(n: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
@@ -76,8 +67,6 @@ class PromptOrder:
 
     def index(self, position: int) -> tuple[int, int]:
         """(epoch, prompt index) at a position >= 0. The first call of an epoch costs O(n log n), the others O(1)."""
-        if position < 0:
-            raise ValueError(f"a position counts from 0, got {position}")
         epoch, offset = divmod(position, self.n)
         if not self.shuffle:
             return epoch, offset
@@ -165,22 +154,13 @@ def demonstration(
     text, ids = prompt.label or "", prompt.label_ids.tolist()
     if eos_id is not None and ids[-1:] != [eos_id] and not prompt.ended:
         ids.append(eos_id)
-    before = len(prompt.prompt_ids)
     mask = np.ones(len(ids), dtype=np.uint8)
     if encode is not None:
         for start, end in group.row_metadata.get("tool_spans", ()):
             mask[len(encode(text[:start])) : len(encode(text[:end]))] = 0
-    sample = Sample(
-        index=0,
-        status="completed",
-        response=text,
-        token_ids=wire([*prompt.prompt_ids.tolist(), *ids], Int32Array),
-        prompt_length=before,
-        loss_mask=wire([*([0] * before), *mask], UInt8Array),
-        log_probs=wire(np.zeros(before + len(ids)), Float32Array),
-        version_runs=(VersionRun(-1, before), VersionRun(version, len(ids))),
-        reward=0.0,
-    )
+    runs = (VersionRun(version, len(ids)),)
+    sample = with_tokens(new_sample(prompt.prompt_ids, 0), text, ids, mask, np.zeros(len(ids)), runs)
+    sample = msgspec.structs.replace(sample, status="completed", reward=0.0)
     return RolloutSlice(without_prompt(group), (sample,))
 
 
@@ -204,9 +184,8 @@ class DrawnPrompts:
         """
         self.path = config.data.data_source_path or ""
         self.report, self.fingerprint = LoadReport(), f"--data-source-path {self.path}"
-        self._members, self._prepare, self._encode, self._limit = (
-            config.rollout.n_samples_per_prompt, prepare, encode, limit
-        )  # fmt: skip
+        self._members = config.rollout.n_samples_per_prompt
+        self._prepare, self._encode, self._limit = prepare, encode, limit
         self._keys = RowKeys("prompt", "label", "metadata", "tools", trusted_functions(config))
         self._rows: dict[int, PreparedPrompt] = {}
         self.reached = 0  # the first position that is not there yet

@@ -38,8 +38,6 @@ MAX_WAITS = 20  # per question
 _CONNECT_S = 10.0
 _TRY_AGAIN = frozenset((408, 425, 429))  # of the 4xx: these say "later"
 
-Sleep = Callable[[float], Awaitable[object]]
-
 
 class Question(Struct, frozen=True):
     """The question to a reward model about one sample."""
@@ -83,19 +81,13 @@ class _Fault(Struct, frozen=True):
 
 
 class RemoteReward:
-    """Client of the reward model at `--rm-url`. `sleep` and `jitter` are injected by tests."""
+    """Client of the reward model at `--rm-url`."""
 
-    def __init__(
-        self,
-        reward: RewardConfig,
-        reward_key: str | None = None,
-        *,
-        sleep: Sleep = asyncio.sleep,
-        jitter: Callable[[], float] = random.random,
-    ) -> None:
+    def __init__(self, reward: RewardConfig, reward_key: str | None = None) -> None:
         self.reward, self.reward_key = reward, reward_key
+        self.sleep: Callable[[float], Awaitable[object]] = asyncio.sleep
+        self.jitter: Callable[[], float] = random.random
         self._places = asyncio.Semaphore(reward.rm_concurrency)
-        self._sleep, self._jitter = sleep, jitter
         self._session: aiohttp.ClientSession | None = None
 
     async def close(self) -> None:
@@ -120,14 +112,14 @@ class RemoteReward:
             if not outcome.again or (used >= self.reward.rm_retries and not free):
                 tries = "" if attempt == 1 else f", in {attempt} tries"
                 return failed(f"{url}: {outcome.reason}{tries}", "timeout" if outcome.timeout else "error")
-            await self._sleep(self._pause(used, outcome, free))
+            await self.sleep(self._pause(used, outcome, free))
             used, waited = (used, waited + 1) if free else (used + 1, waited)
 
     def _pause(self, used: int, fault: _Fault, free: bool) -> float:
-        backoff = min(2.0**used, MAX_PAUSE_S) + self._jitter()
+        backoff = min(2.0**used, MAX_PAUSE_S) + self.jitter()
         if fault.after_s is None:
             return backoff
-        wait = min(fault.after_s, MAX_WAIT_S) + self._jitter()
+        wait = min(fault.after_s, MAX_WAIT_S) + self.jitter()
         return wait if free else max(wait, backoff)
 
     async def _try(self, url: str, body: bytes, key: str) -> Grade | _Fault:

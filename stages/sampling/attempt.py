@@ -30,7 +30,6 @@ from stages.ports import Topic
 from stages.sampling.engine_directory import EngineDirectory
 from stages.sampling.requests import (
     OUT_OF_TIME,
-    UNCHECKED,
     Chunk,
     Finish,
     SampleRequest,
@@ -89,10 +88,9 @@ class Attempt:
     first_version: int = 0  # of its first token, or the newest that this can be
     stopped: str = ""  # why this client stopped it
     _stop: Callable[[str], None] | None = None  # while it runs
-    _release: Callable[[], None] = lambda: None
+    _route: Route | None = None
+    _limits: AnswerLimits | None = None
     _started: float = 0.0
-    _sent: Sent = UNCHECKED
-    _newest: Callable[[], int | None] = lambda: None
     _partial: PartialOutputs | None = None
     _reported: dict[int, int] = field(default_factory=dict)  # tokens last passed to `progress`, by place
     made: Counter[int] = field(default_factory=Counter)  # tokens by version
@@ -129,10 +127,8 @@ class Attempt:
             tokens_come: the stream also brings tokens before a member ends.
             workers: clients of the engines that may hold the request.
         """
-        self._started, self._release = time.perf_counter(), route.release
-        limits = AnswerLimits.of(wire, route.client.limits.vocab_size)
-        self._newest = route.newest
-        self._sent = Sent(limits, route.label, route.generation, route.oldest)
+        self._started, self._route = time.perf_counter(), route
+        self._limits = AnswerLimits.of(wire, route.client.limits.vocab_size)
         partial: PartialOutputs | None = None
         if streamed:
             grown = None if self.call.tell is None else self._grow
@@ -254,7 +250,8 @@ class Attempt:
             cached = result.cached_tokens - had.cached_tokens
             self.recomputed += max(0, context + len(had.token_ids) - cached)
         del self.left[place]
-        self._release()
+        if self._route is not None:
+            self._route.release()
         self.ended(place, result)
 
     def _note(self, before: SampleResult, now: SampleResult) -> None:
@@ -266,7 +263,9 @@ class Attempt:
     @property
     def _known(self) -> Sent:
         """The facts that the answer is checked against, read when it has arrived."""
-        return replace(self._sent, newest=self._newest())
+        route = self._route
+        assert route is not None, "an answer has come over a route"
+        return Sent(self._limits, route.label, route.generation, route.oldest, route.newest())
 
     @property
     def _spent_s(self) -> float:

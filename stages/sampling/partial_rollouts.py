@@ -31,13 +31,6 @@ from stages.sampling.routes import RetryState
 class UnknownPolicy(EngineError):
     """A policy name that no engine of this sampler serves."""
 
-    def __init__(self, name: str, known: Sequence[str]) -> None:
-        super().__init__(name, tuple(known))
-        self.name, self.known = name, tuple(known)
-
-    def __str__(self) -> str:
-        return f"no engine is called {self.name!r} here; the known names are {', '.join(self.known) or 'none'}"
-
 
 class RequestSender(Protocol):
     """Sends single requests: the sampler."""

@@ -19,8 +19,8 @@ import numpy as np
 from configs.schema import Config
 from models.engines.noise import GOLDEN, mix, sample_seed
 from models.engines.protocol import SamplingParams
-from stages.messages import NO_IDS, Extra, PromptGroup, Sample, Status, joined
-from stages.rollouts import join_runs, new_sample
+from stages.messages import NO_IDS, Extra, PromptGroup, Sample, Status
+from stages.rollouts import new_sample, with_tokens
 from stages.sampling.engine_choice import FIRST_COME
 from stages.sampling.requests import Finish, SampleRequest, SampleResult
 from stages.staleness_gate import StalenessGate
@@ -149,17 +149,11 @@ STATUS_OF: Final[dict[Finish, Status]] = {
 
 def append_result(sample: Sample, result: SampleResult) -> Sample:
     """The sample with what engines made of it in one turn. Status: stop -> completed, length -> truncated."""
-    ids = result.token_ids
-    error = None if result.error is None else f"{type(result.error).__name__}: {result.error}"
+    ids, error = result.token_ids, result.error
     return msgspec.structs.replace(
-        sample,
+        with_tokens(sample, result.text, ids, np.ones(len(ids)), result.log_probs, result.runs),
         status=STATUS_OF[result.finish],
-        error=error,
-        response=sample.response + result.text,
-        token_ids=joined(sample.token_ids, ids),
-        loss_mask=joined(sample.loss_mask, np.ones(len(ids), dtype="|u1")),
-        log_probs=joined(sample.log_probs, result.log_probs),
-        version_runs=join_runs(sample.version_runs, result.runs),
+        error=None if error is None else f"{type(error).__name__}: {error}",
         cached_tokens=sample.cached_tokens + result.cached_tokens,
         retractions=sample.retractions + result.retractions,
         resumed=sample.resumed + result.resumed,

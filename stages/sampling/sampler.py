@@ -185,7 +185,7 @@ class Sampler:
     async def score(self, request: ScoreRequest) -> npt.NDArray[np.float32]:
         """[n - start] log-probs. Raises the engine's error, since no partial answer exists."""
         if request.policy not in self.policies:
-            raise UnknownPolicy(request.policy, self.policies)
+            raise self._unknown(request.policy)
         retries = RetryState.until(request.deadline_s)
         prompt = request.token_ids.tobytes()
         need = RouteRequest(request.session, prompt, 1, request.policy, goes_on=True, retries=retries)
@@ -212,13 +212,17 @@ class Sampler:
             self._lost(route, retries)
             raise EngineUnreachable(route.client.base_url, route.flight.why)
 
+    def _unknown(self, policy: str) -> UnknownPolicy:
+        known = ", ".join(self.policies) or "none"
+        return UnknownPolicy(f"no engine is called {policy!r} here; the known names are {known}")
+
     # ------------------------------------------------------------------ one request
 
     @asynccontextmanager
     async def _answering(self, call: Call, members: Members[T]) -> AsyncIterator[None]:
         if call.request.policy not in self.policies:
             for index in range(call.request.n):
-                call.emit(index, failed(SampleResult(), UnknownPolicy(call.request.policy, self.policies)))
+                call.emit(index, failed(SampleResult(), self._unknown(call.request.policy)))
             yield
             return
         async with asyncio.TaskGroup() as tasks:

@@ -63,9 +63,7 @@ def serve(link: socket.socket, prepare: Callable[[], tuple[Handler, object]]) ->
     os._exit(0)
 
 
-def serve_in_turn(
-    link: socket.socket, prepare: Callable[[], tuple[Callable[[msgspec.Raw], object], object]]
-) -> NoReturn:
+def serve_in_turn(link: socket.socket, prepare: _Prepare) -> NoReturn:
     """Serve calls one after another until the socket closes; a call cannot be cancelled."""
     os.register_at_fork(after_in_child=link.close)
     handler = _prepared(link, prepare)

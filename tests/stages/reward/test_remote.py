@@ -45,7 +45,8 @@ async def serving(*answers: Answer, **options: Any) -> AsyncIterator[tuple[Remot
     key = settings.pop("reward_key", None)
     async with answering("/rm", *answers) as (url, server):
         reward = RewardConfig(rm_url=f"{url}/rm", **settings)
-        client = RemoteReward(reward, key, sleep=sleep, jitter=lambda: 0.5)
+        client = RemoteReward(reward, key)
+        client.sleep, client.jitter = sleep, lambda: 0.5
         try:
             yield client, server, pauses
         finally:
@@ -202,7 +203,8 @@ async def test_no_more_requests_at_one_time_than_allowed() -> None:
 
 async def test_no_server_and_no_address() -> None:
     async def refusal(url: str | None) -> str:
-        client = RemoteReward(RewardConfig(rm_url=url, rm_retries=1), sleep=lambda _: asyncio.sleep(0))
+        client = RemoteReward(RewardConfig(rm_url=url, rm_retries=1))
+        client.sleep = lambda _: asyncio.sleep(0)
         grade = await client.grade(ASKED)
         await client.close()
         return grade.error or ""

@@ -165,7 +165,7 @@ async def test_an_evaluation_function_that_raises_is_named(tmp_path: Path) -> No
     async with started(tmp_path, engine=simulated(length=8), eval=evaluation) as world:
         await world.ask(make_group(9, 1, purpose="eval", pinned_version=0))
         [sample] = (await world.answer()).samples
-    words = rf"--eval-function-path {CODE}:evaluation_breaks: OSError: no data \(/.*/user_code\.py:\d+ in .*\)"
+    words = rf"--eval-function-path {CODE}:evaluation_breaks raised OSError: no data \(/.*/user_code\.py:\d+ in .*\)"
     assert sample.status == "failed"
     assert re.fullmatch(words, sample.error or "")
 
