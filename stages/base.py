@@ -24,7 +24,7 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -262,14 +262,11 @@ class MapStage(Stage):
     Write `async def process(self, message: RolloutSlice) -> RolloutSlice | None`.
     """
 
-    inlet: ClassVar[str] = "in"
-    outlet: ClassVar[str] = "out"
-
     @abstractmethod
     async def process(self, message: RolloutSlice) -> RolloutSlice | None: ...
 
     async def run(self, ports: Ports) -> None:
-        inlet, outlet = ports.inlets[self.inlet], ports.outlets[self.outlet]
+        inlet, outlet = ports.inlets["in"], ports.outlets["out"]
         await side_by_side(self._serve(inlet, outlet) for _ in range(self.context.concurrency))
 
     async def _serve(self, inlet: Inlet[RolloutSlice], outlet: Outlet[RolloutSlice]) -> None:

@@ -245,7 +245,9 @@ class EvaluateStage(Stage):
                     await window.acquire()
                     seed = sampling_seed(self.config.run.seed + 1, index)
                     fresh = prompts.get(index).group(EVAL_BASE + index, index, self._samples(name), seed)
-                    graded = fresh.metadata if grader is None else _with_grader(fresh.metadata, grader)
+                    graded = fresh.metadata
+                    if grader is not None:  # a row's own grader stays
+                        graded = msgspec.json.encode({"rm_type": grader} | fresh.row_metadata).decode()
                     pinned = {"purpose": "eval", "dataset": name, "pinned_version": version, "metadata": graded}
                     sends.create_task(send(msgspec.structs.replace(fresh, **pinned)))
 
@@ -301,11 +303,6 @@ class EvaluateStage(Stage):
             if one["truncated"]:
                 metrics[f"eval/{name}-truncated_ratio"] = fmean(one["truncated"])
         return metrics, bool(found.data) and set(found.versions) <= {version}
-
-
-def _with_grader(metadata: str, grader: str) -> str:
-    """A row's own grader stays."""
-    return msgspec.json.encode({"rm_type": grader} | msgspec.json.decode(metadata)).decode()
 
 
 def _is_of(parts: Rollout, version: int) -> bool:

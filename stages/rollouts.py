@@ -183,18 +183,11 @@ def closing(samples: Iterable[Sample]) -> list[Sample]:
 def counting(samples: Iterable[Sample]) -> tuple[Sample, ...]:
     """Sequences of the rollouts that are members of their group, with the reward of the last sequence in each."""
     found: list[Sample] = []
-    for parts in rollouts(samples):
-        if all(part.status in MEMBER_STATUSES for part in parts):
-            found += [_graded_as(part, parts[-1]) for part in parts]
+    for *parts, last in rollouts(samples):
+        if all(part.status in MEMBER_STATUSES for part in (*parts, last)):
+            graded = {name: getattr(last, name) for name in ("reward", "raw_reward", "reward_parts", "is_correct")}
+            found += [*(msgspec.structs.replace(part, **graded) for part in parts), last]
     return tuple(found)
-
-
-def _graded_as(part: Sample, last: Sample) -> Sample:
-    if part is last:
-        return part
-    return msgspec.structs.replace(
-        part, reward=last.reward, raw_reward=last.raw_reward, reward_parts=last.reward_parts, is_correct=last.is_correct
-    )
 
 
 def prefixes(parts: Sequence[Sample]) -> list[tuple[int, int] | None]:
@@ -204,10 +197,9 @@ def prefixes(parts: Sequence[Sample]) -> list[tuple[int, int] | None]:
 
 def rollout_fault(parts: Sequence[Sample]) -> str | None:
     """What is inconsistent in the sequences of a rollout, in one sentence, or None."""
-    for part in parts:
-        wrong = part.fault()
-        if wrong is not None:
-            return wrong
+    wrong = next(filter(None, (part.fault() for part in parts)), None)
+    if wrong is not None:
+        return wrong
     if [part.sequence for part in parts] != list(range(parts[0].sequences)):
         return f"it has sequences {[part.sequence for part in parts]} of {parts[0].sequences}; each must be there once"
     wrong = prefix_fault([part.token_ids for part in parts], prefixes(parts))

@@ -69,9 +69,11 @@ class TeacherStage(MapStage):
         """The sample with its teacher's log-probs, or failed with the reason."""
         if sample.status not in ("completed", "truncated"):
             return sample
-        name = self._teacher(group)
+        metadata = group.row_metadata
+        named = metadata.get(self.config.distill.opd_teacher_key) if isinstance(metadata, dict) else None
+        name = self.teachers[0] if named is None else str(named)  # as text, whatever it is in the row's metadata
         try:
-            with self.span("teacher", group=group.group_id, sample=sample.index, detail=str(name)):
+            with self.span("teacher", group=group.group_id, sample=sample.index, detail=name):
                 found = await self._score(name, sample)
         except (EngineError, ValueError) as error:
             self.activity.failures += 1
@@ -79,12 +81,6 @@ class TeacherStage(MapStage):
             return msgspec.structs.replace(sample, status="failed", error=reason)
         self.activity.tokens += sample.response_length
         return msgspec.structs.replace(sample, teacher_log_probs=found)
-
-    def _teacher(self, group: PromptGroup) -> str:
-        """The name in the row's metadata, as text whatever it is there; the first teacher if there is none."""
-        metadata = group.row_metadata
-        named = metadata.get(self.config.distill.opd_teacher_key) if isinstance(metadata, dict) else None
-        return self.teachers[0] if named is None else str(named)
 
     async def _score(self, name: str, sample: Sample) -> Float32Array:
         """[T] log-probs. Scores only the tokens from the first to the last trained token."""

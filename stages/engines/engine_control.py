@@ -219,7 +219,11 @@ class EngineControl:
     async def _bring(self, topic: Topic, client: EngineClient, announcement: WeightsAnnouncement) -> None:
         """One attempt to load a version. Waits for its turn and, after a failure, for the next attempt."""
         if self.current is not None:  # an engine that does not serve needs no turn
-            await self._prepare(topic, client, announcement)
+            # Ahead of the turn: what does not stop the engine. Nothing is published, so the trainer may overwrite the slot
+            # meanwhile: what goes wrong is found, and told, in the turn.
+            with contextlib.suppress(EngineError, WeightsError):
+                route, here = await self._route(topic, announcement)
+                await route.ahead(client, here)
             await await_turn(topic, self.name, announcement, self.update.update_weight_rolling)
             # If a newer version came meanwhile, the trainer writes into the slot of this version next, or already does.
             announcement = self._due(topic) or announcement
@@ -235,13 +239,6 @@ class EngineControl:
             await self._failed(topic, reason, restart=isinstance(error, PolicyDiffers) and error.again)
         else:
             self._in_a_row = 0
-
-    async def _prepare(self, topic: Topic, client: EngineClient, announcement: WeightsAnnouncement) -> None:
-        """Do ahead of the turn what does not stop the engine. Nothing is published, so the trainer may overwrite the
-        slot meanwhile: what goes wrong is found, and told, in the turn."""
-        with contextlib.suppress(EngineError, WeightsError):
-            route, here = await self._route(topic, announcement)
-            await route.ahead(client, here)
 
     async def _failed(self, topic: Topic, reason: str, *, restart: bool = False) -> None:
         """Count a failure and wait for the next attempt, longer after each in a row.

@@ -133,18 +133,15 @@ class LoadWatch:
 
     async def look(self, topic: Topic) -> None:
         """Ask every engine once, and publish the limits that changed."""
-        retractions = self._retractions(topic) if self.heeds_retractions else 0
+        # Retractions since the previous observation. They are known from answers alone, so the clients count them.
+        before, self._retracted = self._retracted, sum(int(value) for value in topic.items(RETRACTED).values())
+        retractions = max(0, self._retracted - before) if self.heeds_retractions else 0  # a new client counts from zero
         trained = [control for control in self.engines.values() if control.entry.policy == POLICY]
         await side_by_side(self._ask(topic, control, retractions) for control in trained)
         extra = self.activity.extra
         extra["engine_busy_s"] = max(sum(self._busy_s.values()), extra.get("engine_busy_s", 0.0))
         extra["in_flight_limit"] = float(sum(limit.value for limit in self.limits.values()))
         extra["limit_cuts"] = float(sum(limit.cuts for limit in self.limits.values()))
-
-    def _retractions(self, topic: Topic) -> int:
-        """Retractions since the previous observation. They are known from answers alone, so the clients count them."""
-        before, self._retracted = self._retracted, sum(int(value) for value in topic.items(RETRACTED).values())
-        return max(0, self._retracted - before)  # a restarted client counts from zero
 
     async def _ask(self, topic: Topic, control: EngineControl, retractions: int) -> None:
         limit = self.limits.setdefault(control.name, Limit(self.most))

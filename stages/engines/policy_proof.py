@@ -77,7 +77,11 @@ class PolicyProver:
         if announcement.proof is None:
             return None
         try:
-            facts = await self._ask_facts(client, announcement.proof)
+            if self._facts is None or self._facts[0] is not client:
+                self._facts = client, await client.server_info()
+                if (reason := _unable(self._facts[1], announcement.proof)) is not None:
+                    log.info("%s is not proven: %s", self.engine, reason)
+            facts = self._facts[1]
             if _unable(facts, announcement.proof) is not None:
                 return None
             return await self._compare(client, facts, announcement, announcement.proof)
@@ -89,13 +93,6 @@ class PolicyProver:
         except (EngineError, PolicyDiffers, UnprovenPolicy):
             await _pause(client)
             raise
-
-    async def _ask_facts(self, client: EngineClient, proof: PolicyProof) -> ServerInfo:
-        if self._facts is None or self._facts[0] is not client:
-            self._facts = client, await client.server_info()
-            if (reason := _unable(self._facts[1], proof)) is not None:
-                log.info("%s is not proven: %s", self.engine, reason)
-        return self._facts[1]
 
     async def _compare(
         self, client: EngineClient, facts: ServerInfo, announcement: WeightsAnnouncement, proof: PolicyProof

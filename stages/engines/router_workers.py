@@ -84,7 +84,9 @@ class RouterWorkers:
         if api is None:
             return
         workers = await api.workers()
-        listed, wanted, now = urls(workers), _wanted(topic), time.monotonic()
+        served = (entry for entry in carrying(topic).values() if entry.state in ("serving", "updating"))
+        wanted = frozenset(entry.url.rstrip("/") for entry in served)
+        listed, now = urls(workers), time.monotonic()
         tokens = {address.url.rstrip("/"): address.token for address in addresses(topic, POLICY).values()}
         known = tokens.keys()
         self._adding = {url: t for url, t in self._adding.items() if t > now and url in wanted - listed}
@@ -154,12 +156,6 @@ class RouterWorkers:
         value = msgspec.msgpack.encode(self.state)
         if topic.get("router_state") != value:
             await topic.publish("router_state", value)
-
-
-def _wanted(topic: Topic) -> frozenset[str]:
-    """Addresses of the engines that take requests with this run's weights."""
-    served = [entry for entry in carrying(topic).values() if entry.state in ("serving", "updating")]
-    return frozenset(entry.url.rstrip("/") for entry in served)
 
 
 LOOK_S: Final = 0.2

@@ -113,13 +113,9 @@ class FetcherStage(_WeightsStage):
             while topic.get(END) is None and topic.get(retire) is None:
                 for key in topic.items(prefix):
                     order = read_value(topic, key, WeightsOrder)
-                    number, task = at_work.pop(key, ("", None))
-                    if order is not None and order.id == number and task is not None:
-                        at_work[key] = number, task
-                        continue
-                    if task is not None:
-                        task.cancel()
-                    if order is not None:
+                    if key in at_work and (order is None or order.id != at_work[key][0]):
+                        at_work.pop(key)[1].cancel()
+                    if order is not None and key not in at_work:
                         at_work[key] = order.id, tasks.create_task(self._carry_out(order, key, ports))
                 revision = await topic.wait(revision, prefix, END, retire)
             if topic.get(END) is not None:

@@ -32,7 +32,7 @@ from models.weights.shared_memory_reader import SlotManifest, SlotReader
 from stages.base import in_daemon_thread
 from stages.messages import WeightsAnnouncement
 from stages.ports import Topic, wait_at_most
-from stages.topic_values import KEYS, EngineEntry, carrying
+from stages.topic_values import KEYS, carrying
 
 if TYPE_CHECKING:
     import torch
@@ -57,7 +57,9 @@ async def await_turn(topic: Topic, engine: str, announcement: WeightsAnnouncemen
     idle_since = started
     while True:
         now = time.monotonic()
-        lacking = [e for name, e in carrying(topic).items() if name < engine and _older(e, announcement)]
+        wanted = (announcement.run_generation, announcement.version)
+        before = (entry for name, entry in carrying(topic).items() if name < engine)
+        lacking = [entry for entry in before if (entry.run_generation, entry.version) < wanted]
         if len(lacking) < rolling:
             return
         if any(entry.fetching >= 0 for entry in lacking):
@@ -67,10 +69,6 @@ async def await_turn(topic: Topic, engine: str, announcement: WeightsAnnouncemen
             log.warning("%s loads version %d before its turn: %s lack it", engine, announcement.version, names)
             return
         revision = await wait_at_most(1.0, topic.wait(revision, *KEYS)) or revision
-
-
-def _older(entry: EngineEntry, announcement: WeightsAnnouncement) -> bool:
-    return (entry.run_generation, entry.version) < (announcement.run_generation, announcement.version)
 
 
 T = TypeVar("T")

@@ -101,7 +101,11 @@ class _Seat:
         try:
             return await self.worker.call(item)
         except UnicodeEncodeError:
-            return await self.worker.call(_repaired(item))
+            texts = {
+                name: clean(value) for name, value in msgspec.structs.asdict(item).items() if isinstance(value, str)
+            }
+            repaired = msgspec.structs.replace(item, **texts, responses=tuple(map(clean, item.responses)))
+            return await self.worker.call(repaired)
 
 
 class GraderPool:
@@ -129,8 +133,6 @@ class GraderPool:
 
     async def grade_many(self, items: Sequence[GradeRequest]) -> list[Grade]:
         """Grade all items, in order. Raises PoolError only if no process can be started or the pool is closed."""
-        if not self._open:
-            raise PoolError("the grader pool is not open; enter it with 'async with' first")
         results: list[Grade | None] = [None] * len(items)
         pending: list[int] = []  # items for processes
         for position, item in enumerate(items):
@@ -187,7 +189,7 @@ class GraderPool:
         """Waits for a free process, and starts one if none is idle. Raises PoolError."""
         async with self._slots:
             if not self._open:
-                raise PoolError("the grader pool was closed while grading")
+                raise PoolError("the grader pool is not open; enter it with 'async with', and leave it after grading")
             seat, kept = self._idle.pop(), False
             try:
                 await seat.ready()
@@ -209,12 +211,6 @@ def pool_error_alone() -> Iterator[None]:
     except BaseExceptionGroup as group:
         broken = group.subgroup(PoolError)
         raise group if broken is None else broken.exceptions[0] from None
-
-
-def _repaired(item: GradeRequest) -> GradeRequest:
-    """The item with all of its texts encodable."""
-    texts = {name: clean(value) for name, value in msgspec.structs.asdict(item).items() if isinstance(value, str)}
-    return msgspec.structs.replace(item, **texts, responses=tuple(map(clean, item.responses)))
 
 
 def answer(call: msgspec.Raw) -> Grade | None:

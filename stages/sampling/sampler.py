@@ -15,7 +15,7 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 
 import msgspec
@@ -135,20 +135,17 @@ class Sampler:
 
     async def ready(self) -> None:
         """Waits for the first engine that carries published weights and can be sent to, or for a drain."""
-        while not (self.draining or self.routes.ready()):
-            changed = self.directory.changed()
-            if not (self.draining or self.routes.ready()):
-                await changed.wait()
+        while not (self.draining or self.routes.ready()):  # nothing is awaited in between, so that no change is missed
+            await self.directory.changed().wait()
 
     async def close(self) -> None:
         await self.directory.close()
 
     # ------------------------------------------------------------------ calls
 
-    @asynccontextmanager
-    async def stream(
+    def stream(
         self, request: SampleRequest, had: Sequence[SampleResult] = (), progress: Progress | None = None
-    ) -> AsyncIterator[Members[SampleResult]]:
+    ) -> AbstractAsyncContextManager[Members[SampleResult]]:
         """The members of the request as they end, to iterate over inside the block. Leaving it ends the rest.
 
         `had`: what each member already has from requests of another process. The sampler continues from it as from the
@@ -157,11 +154,9 @@ class Sampler:
         members = Members[SampleResult](request.n)
         retries, keeps = RetryState.until(request.deadline_s), self.rollout.partial_rollout
         call = Call(request, retries, members.put, had=had, progress=progress, keeps_partial=keeps)
-        async with self._answering(call, members):
-            yield members
+        return self._answering(call, members)
 
-    @asynccontextmanager
-    async def chunks(self, request: SampleRequest) -> AsyncIterator[Members[SampleResult | Chunk]]:
+    def chunks(self, request: SampleRequest) -> AbstractAsyncContextManager[Members[SampleResult | Chunk]]:
         """As `stream`, with the tokens of each member as they arrive, `stream_interval` tokens at a time (default 1).
 
         The result follows with all tokens. Tokens whose version is not certain yet come with the result alone. Raises
@@ -173,8 +168,7 @@ class Sampler:
         params = msgspec.structs.replace(request.params, stream_interval=interval)
         members = Members[SampleResult | Chunk](request.n)
         call = Call(replace(request, params=params), RetryState.until(request.deadline_s), members.put, members.put)
-        async with self._answering(call, members):
-            yield members
+        return self._answering(call, members)
 
     async def sample(self, request: SampleRequest) -> tuple[SampleResult, ...]:
         """All members, in their order."""
@@ -219,15 +213,15 @@ class Sampler:
     # ------------------------------------------------------------------ one request
 
     @asynccontextmanager
-    async def _answering(self, call: Call, members: Members[T]) -> AsyncIterator[None]:
+    async def _answering(self, call: Call, members: Members[T]) -> AsyncIterator[Members[T]]:
         if call.request.policy not in self.policies:
             for index in range(call.request.n):
                 call.emit(index, failed(SampleResult(), self._unknown(call.request.policy)))
-            yield
+            yield members
             return
         async with asyncio.TaskGroup() as tasks:
             task = tasks.create_task(answer(self, call))
-            yield
+            yield members
             if members.left:
                 task.cancel()
 

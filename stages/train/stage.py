@@ -111,7 +111,10 @@ class TrainStage(Stage):
             if self.options.resume_from:
                 await asyncio.to_thread(drop_after, self.context.run_dir, self.steps)
         self.groups = HeldGroups(self.config, ports, self.activity, self._untrained, self.options)
-        await self._restore()
+        if self.options.resume_from and self.options.restored:  # the groups that the controller left to this stage
+            checkpoint = Path(self.options.resume_from)
+            for lease in await asyncio.to_thread(read_groups, checkpoint, self.options.restored):
+                self.groups.add(lease)
         report = partial(self._report, ports)
         self.checkpoints = Checkpoints(self.context, self.backend, self.groups, self._in_torch, self._timed, report)
         async with beside(self.groups.watch_drain(ports.topic), self.groups.read()):
@@ -132,13 +135,6 @@ class TrainStage(Stage):
 
     async def _untrained(self, slice_: RolloutSlice, outcome: Outcome, detail: str) -> None:
         await self.log.samples.ended(self.steps, slice_, outcome, detail)
-
-    async def _restore(self) -> None:
-        """Take back the groups in the checkpoint that the controller left to this stage."""
-        directory, restored = self.options.resume_from, self.options.restored
-        if directory is not None and restored:
-            for lease in await asyncio.to_thread(read_groups, Path(directory), restored):
-                self.groups.add(lease)
 
     async def _save_interrupted(self) -> None:
         """Save a run that stops before its end, so that it resumes from its last step with its complete groups. Before

@@ -155,11 +155,9 @@ def plain_form(text: str) -> str:
         text = _VULGAR.sub(_fraction, text)
         text = _ROOT_SIGN.sub(lambda found: rf"\sqrt{{{found[1] or found[2] or ''}}}", text)
         text = unicodedata.normalize("NFKC", text.translate(_SIGNS)).translate(_SIGNS)
-    return "".join(character for character in text if _visible(character)).strip()
-
-
-def _visible(character: str) -> bool:
-    return character in "\t\n " or character.isprintable() or unicodedata.category(character) not in ("Cc", "Cf", "Cs")
+    hidden = ("Cc", "Cf", "Cs")
+    visible = (c for c in text if c in "\t\n " or c.isprintable() or unicodedata.category(c) not in hidden)
+    return "".join(visible).strip()
 
 
 def _fraction(found: re.Match[str]) -> str:

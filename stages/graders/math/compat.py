@@ -67,17 +67,14 @@ def equal_values(given: str, wanted: str) -> bool:
     """Whether both have one value. Raises NotArithmetic."""
     import sympy
 
-    letters = {name for text in (given, wanted) for name in _letters(text)}
+    found = (match["name"] for text in (given, wanted) for match in _TOKEN.finditer(text))
+    letters = {name for name in found if name not in (None, "sqrt", "pi")}
     if len(letters) > _MAX_LETTERS:
         raise NotArithmetic(f"{len(letters)} different letters")
     difference = _expression(given) - _expression(wanted)  # of quotients by zero it has no value, and is not 0
     if difference.is_number and (difference.is_Rational or difference.is_Float):
         return bool(difference == 0)
     return bool(sympy.simplify(difference) == 0)
-
-
-def _letters(text: str) -> set[str]:
-    return {found["name"] for found in _TOKEN.finditer(text) if found["name"] not in (None, "sqrt", "pi")}
 
 
 def _expression(text: str) -> sympy.Expr:
@@ -156,13 +153,9 @@ _OPERATIONS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
 
 def compat_equal(answer: str, label: str) -> bool:
     """Whether two answers are equal in this dialect."""
-    return same_text(answer, label) or same_value(answer, label)
-
-
-def same_text(answer: str, label: str) -> bool:
-    """Equal in the form of the MATH data set, after unwrapping \\text{}; units only at the end."""
+    # In the form of the MATH data set, after unwrapping \\text{}; units only at the end.
     given, wanted = (math_style(untexted(text), strict_units=True) for text in (answer, label))
-    return given == wanted
+    return given == wanted or same_value(answer, label)
 
 
 def same_value(answer: str, label: str) -> bool:

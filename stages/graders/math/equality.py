@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from stages.graders.math.notation import DEGREE, PERCENT, Quantity, canonical
-from stages.graders.math.reading import LIST, SET, UNION, Chain, Leaf, Node, Parts, UnreadableError, read
+from stages.graders.math.reading import LIST, SET, UNION, Chain, Node, Parts, UnreadableError, read
 from stages.graders.math.values import GREEK, is_formula, proportional, same_value, value_of
 
 _UNORDERED = frozenset((LIST, SET, UNION))
@@ -76,7 +76,7 @@ def _same(given: Node, wanted: Node) -> _Answer:
         return _same_chains(given, wanted)
     if isinstance(given, Parts) and isinstance(wanted, Parts):
         return _same_parts(given, wanted)
-    if isinstance(given, Leaf) and isinstance(wanted, Leaf):
+    if isinstance(given, Quantity) and isinstance(wanted, Quantity):
         return _same_leaves(given, wanted)
     parts, single = (given, wanted) if isinstance(given, Parts) else (wanted, given)
     if isinstance(parts, Parts) and parts.kind in (LIST, SET) and len(parts.parts) == 1:
@@ -213,23 +213,20 @@ def _same_equation(ones: tuple[Node, ...], others: tuple[Node, ...], *, positive
 
 
 def _value(node: Node) -> Any:
-    return value_of(node.quantity.core) if isinstance(node, Leaf) and not node.quantity.unit else None
+    return value_of(node.core) if isinstance(node, Quantity) and not node.unit else None
 
 
-def _same_leaves(given: Leaf, wanted: Leaf) -> _Answer:
-    one, other = given.quantity, wanted.quantity
+def _same_leaves(one: Quantity, other: Quantity) -> _Answer:
     if _squeezed(one.core) == _squeezed(other.core) and one.core:
         return _units_fit(one.unit, other.unit)
     words = [_words(quantity.core) for quantity in (one, other)]
     if words[0] is not None or words[1] is not None:
         return words[0] == words[1] and _units_fit(one.unit, other.unit)
-    clocks = [_CLOCK.fullmatch(quantity.core) is not None for quantity in (one, other)]
-    if any(clocks):
+    if any(_CLOCK.fullmatch(quantity.core) for quantity in (one, other)):
         return False
-    values = [value_of(_ratio(quantity.core)) for quantity in (one, other)]
-    based = [_BASED.fullmatch(quantity.core) for quantity in (one, other)]
-    if any(based):
+    if any(_BASED.fullmatch(quantity.core) for quantity in (one, other)):
         return _same_digits(one, other)
+    values = [value_of(_ratio(quantity.core)) for quantity in (one, other)]
     if values[0] is None or values[1] is None:
         formulas = [is_formula(_ratio(quantity.core)) for quantity in (one, other)]
         spelled = [_squeezed(_UNTEXT.sub(r" \1 ", quantity.core)).strip().casefold() for quantity in (one, other)]

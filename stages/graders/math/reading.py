@@ -25,13 +25,6 @@ class UnreadableError(ValueError):
     """Brackets that do not fit, or more of them than an answer has."""
 
 
-class Leaf(Struct, frozen=True):
-    """An expression, a word or a number, with the unit taken off."""
-
-    quantity: Quantity
-    text: str
-
-
 class Parts(Struct, frozen=True):
     """Several things: a list, a set, a union, rows of a matrix, or what two brackets enclose (`()`, `[)`, ...)."""
 
@@ -47,7 +40,7 @@ class Chain(Struct, frozen=True):
     texts: tuple[str, ...]
 
 
-Node = Leaf | Parts | Chain
+Node = Quantity | Parts | Chain  # a leaf is an expression, a word or a number, with the unit taken off
 
 _PIECE = re.compile(r"\\(?:begin|end)\{[a-zA-Z*]+\}|\\[A-Za-z]+|\\.|.", re.DOTALL)
 _OPENING = frozenset(("(", "[", "{", r"\{"))
@@ -120,14 +113,14 @@ def _read_item(text: str, depth: int) -> Node:
     signs = [piece for piece, level, _ in _pieces(text) if piece == r"\pm" and level == 0]
     if len(signs) == 1 and r"\mp" not in text:
         return Parts(LIST, tuple(_read_item(text.replace(r"\pm", sign), depth) for sign in ("+", "-")))
-    return Leaf(quantity(text), text)
+    return quantity(text)
 
 
 def _read_set(inside: str, elements: list[str], depth: int) -> Node:
     if not inside.strip():
-        return Leaf(Quantity(r"\emptyset", ""), r"\emptyset")
+        return Quantity(r"\emptyset", "")
     if re.search(r":|\||\\mid(?![A-Za-z])", inside):
-        return Leaf(Quantity(rf"\{{{inside}\}}", ""), inside)  # described, not listed
+        return Quantity(rf"\{{{inside}\}}", "")  # described, not listed
     return Parts(SET, tuple(read(element, depth + 1) for element in elements))
 
 
