@@ -219,8 +219,8 @@ class EngineControl:
     async def _bring(self, topic: Topic, client: EngineClient, announcement: WeightsAnnouncement) -> None:
         """One attempt to load a version. Waits for its turn and, after a failure, for the next attempt."""
         if self.current is not None:  # an engine that does not serve needs no turn
-            # Ahead of the turn: what does not stop the engine. Nothing is published, so the trainer may overwrite the slot
-            # meanwhile: what goes wrong is found, and told, in the turn.
+            # Ahead of the turn comes what does not stop the engine. Nothing is published, so the trainer may overwrite
+            # the slot meanwhile: what goes wrong is found, and told, in the turn.
             with contextlib.suppress(EngineError, WeightsError):
                 route, here = await self._route(topic, announcement)
                 await route.ahead(client, here)

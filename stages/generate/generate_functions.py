@@ -164,7 +164,7 @@ class GenerateFunctions:
         return replace(sample, status="completed", reward=0.0, left=left)
 
     async def outcome(self, name: str, work: Any) -> tuple[Any, dict[str, str]]:
-        """What a function returned and {}, or None and the fields of its samples at their end: failed with the reason if
+        """What a function returned and {}, or None and the fields with which its samples end: failed with the reason if
         it raised or took too long, aborted by a drain. Waits for the function; unblocked by a drain or its deadline."""
         limit_s = self.config.rollout.custom_generate_deadline_secs
         async with asyncio.TaskGroup() as tasks:
