@@ -161,7 +161,11 @@ class SampleLog:
             for parts in rollouts(slice_.samples):
                 for sample in parts:
                     row = self._row(slice_.group, parts, sample, step, outcome, detail)
-                    lines.append(encoder.encode(_with_advantages(row, sample, next(values, None))))
+                    if (value := next(values, None)) is not None:  # of each trained token
+                        value = round(value, DECIMALS)
+                        runs = tuple((value if trained else None, n) for trained, n in runs_of(trained_mask(sample)))
+                        row = msgspec.structs.replace(row, advantages=runs)
+                    lines.append(encoder.encode(row))
         try:
             with _locked(self.path) as file:
                 _append(file, b"".join(line + b"\n" for line in lines))
@@ -293,15 +297,6 @@ def _whole_lines(file: int) -> int:
             return start + found + 1
         end = start
     return 0
-
-
-def _with_advantages(row: SampleRow, sample: Sample, value: float | None) -> SampleRow:
-    """`value`: of each trained token; None where it is unknown."""
-    if value is None:
-        return row
-    rounded = round(value, DECIMALS)
-    runs = tuple((rounded if trained else None, n) for trained, n in runs_of(trained_mask(sample)))
-    return msgspec.structs.replace(row, advantages=runs)
 
 
 def _finite(value: float | None) -> float | None:

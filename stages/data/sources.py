@@ -89,15 +89,12 @@ class JsonLines:
                 ends.append(offset + len(line))
                 lines.append(number)
             offset += len(line)
-        if starts and self._looks_pretty_printed(starts[0]):
+        head = os.pread(self._handle.fileno(), 64, starts[0]) if starts else b""
+        if head.split(b"\n", 1)[0].strip() in (b"[", b"{"):  # what an indented JSON document begins with
             raise SourceError(
                 f"prompt file {self.file!r} is one JSON document over several lines; write one JSON object per line"
             )
         return np.array(starts, np.int64), np.array(ends, np.int64), np.array(lines, np.int64)
-
-    def _looks_pretty_printed(self, start: int) -> bool:
-        """A first line of a lone bracket is what an indented JSON document begins with."""
-        return os.pread(self._handle.fileno(), 64, start).split(b"\n", 1)[0].strip() in (b"[", b"{")
 
     def keep(self, rows: slice) -> None:
         """Keep these rows only."""

@@ -113,7 +113,13 @@ class MemoryKeeper:
         turn, there = holder(topic).turn, [tag for tag in GIVEN_BACK if tag not in self.away]
         if there:
             await client.pause("abort")
-            await _until_idle(client)
+            # SGLang's scheduler exits if it must release memory in use. Requests in its queue do not count: they came
+            # after the pause, and stay.
+            deadline = time.monotonic() + IDLE_LIMIT_S
+            while running := sum(load.num_running_reqs for load in await client.loads()):
+                if time.monotonic() > deadline:
+                    raise EngineUnreachable(client.base_url, f"{running} requests run {IDLE_LIMIT_S:g} s after a pause")
+                await asyncio.sleep(IDLE_POLL_S)
             await UpdateClient(client).release_memory(there)
         await self._report(topic, turn, GIVEN_BACK)
 
@@ -143,18 +149,6 @@ def _holding(topic: Topic, turn: int | None) -> list[str]:
         if report is None or not report.empty(address.incarnation, report.turn if turn is None else turn):
             found.append(address.engine)
     return found
-
-
-async def _until_idle(client: EngineClient) -> None:
-    """Waits until the paused engine runs nothing: SGLang's scheduler exits if it must release memory in use.
-
-    Requests in its queue do not count: they arrived after the pause, and stay.
-    """
-    deadline = time.monotonic() + IDLE_LIMIT_S
-    while running := sum(load.num_running_reqs for load in await client.loads()):
-        if time.monotonic() > deadline:
-            raise EngineUnreachable(client.base_url, f"{running} requests run {IDLE_LIMIT_S:g} s after a pause")
-        await asyncio.sleep(IDLE_POLL_S)
 
 
 InTorch = Callable[[Callable[[], Any]], Awaitable[Any]]  # runs a blocking function in the thread of torch

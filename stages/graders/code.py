@@ -60,7 +60,9 @@ def grade_code(total_s: float, request: GradeRequest) -> Grade:
     metadata = json.loads(request.metadata)
     try:
         tests = read_tests(metadata, request.label)
-        case_s = _time_limit(metadata.get("time_limit_s", CASE_S))
+        case_s = float(limit := metadata.get("time_limit_s", CASE_S))
+        if not (math.isfinite(case_s) and case_s > 0):
+            raise ValueError(f"time_limit_s is {limit}, and must be a number of seconds above 0")
     except (ValueError, TypeError) as error:
         return failed(f"the tests of the row cannot be used: {error}")
     program = extract_program(request.response)
@@ -76,13 +78,6 @@ def grade_code(total_s: float, request: GradeRequest) -> Grade:
         parts[f"{reason}_frac"] = sum(result.how == reason for result in results) / len(tests)
     correct = passed == len(tests)
     return Grade(float(correct), correct, parts, clean(program[:EXTRACTED_CHARS]))
-
-
-def _time_limit(value: Any) -> float:
-    seconds = float(value)
-    if not (math.isfinite(seconds) and seconds > 0):
-        raise ValueError(f"time_limit_s is {value}, and must be a number of seconds above 0")
-    return seconds
 
 
 def extract_program(response: str) -> str | None:
@@ -112,8 +107,10 @@ def read_tests(metadata: dict[str, Any], label: str | None) -> list[Test]:
         given = _from_label(label)
     name = metadata.get("fn_name")
     if isinstance(given, dict):
-        name = given.get("fn_name", name)
-        given = _paired(given)
+        name, inputs, outputs = given.get("fn_name", name), given.get("inputs"), given.get("outputs")
+        if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
+            raise ValueError("a dict of tests needs 'inputs' and 'outputs', two lists of one length")
+        given = [{"input": a, "output": b} for a, b in zip(inputs, outputs, strict=True)]
     if not isinstance(given, list) or not given:
         raise ValueError("metadata.tests (or the label) must be a list of at least one test")
     if len(given) > MAX_TESTS:
@@ -131,13 +128,6 @@ def _from_label(label: str | None) -> Any:
     except ValueError:
         return [label]  # assertions as they stand
     return value if isinstance(value, list | dict) else [label]
-
-
-def _paired(given: dict[str, Any]) -> list[Any]:
-    inputs, outputs = given.get("inputs"), given.get("outputs")
-    if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
-        raise ValueError("a dict of tests needs 'inputs' and 'outputs', two lists of one length")
-    return [{"input": a, "output": b} for a, b in zip(inputs, outputs, strict=True)]
 
 
 def _read_test(entry: Any, name: str | None) -> Test:

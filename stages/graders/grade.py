@@ -223,18 +223,17 @@ class GradeCache:
 
     def __init__(self, size: int) -> None:
         self._size = size
-        self._grades: OrderedDict[CacheKey, Grade] = OrderedDict()
+        self._grades: OrderedDict[CacheKey | None, Grade] = OrderedDict()
 
     def get(self, key: CacheKey | None) -> Grade | None:
-        if key is None or key not in self._grades:
-            return None
-        self._grades.move_to_end(key)
-        return self._grades[key]
+        if key in self._grades:
+            self._grades.move_to_end(key)
+        return self._grades.get(key)
 
     def put(self, key: CacheKey | None, grade: Grade) -> None:
         if key is None or grade.error is not None:
             return
         self._grades[key] = grade
-        self._grades.move_to_end(key)
-        while len(self._grades) > self._size:
+        self.get(key)  # the newest one
+        if len(self._grades) > self._size:
             self._grades.popitem(last=False)

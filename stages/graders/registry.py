@@ -159,11 +159,9 @@ def stage_grader(argument: str | None) -> Grader:
 
 
 def _contains(argument: str | None) -> Grader:
-    if argument is None:
-        return Grader(compare.grade_contains_label, needs_label=True)
-    if not argument:
+    if argument == "":
         raise ValueError("the text is empty, and every response contains it")
-    return Grader(partial(compare.grade_contains, argument))
+    return Grader(partial(compare.grade_contains, argument), needs_label=argument is None)
 
 
 GRADERS: dict[str, Grader | Entry] = {

@@ -146,11 +146,11 @@ class GroupStage(Stage):
                 self.activity.items_in += 1
                 with self.activity.working():
                     whole = await self._take(lease, ports)
-                    if whole is not None and self._grading is not None:
-                        gradings.create_task(self._finish_aside(whole, ports))
-                    elif whole is not None:
-                        await self._finish(whole, ports)
-                    self.activity.extra["open_groups"] = float(len(self._open))
+                if whole is not None and self._grading is not None:
+                    gradings.create_task(self._finish(whole, ports))  # other groups are joined while it is graded
+                elif whole is not None:
+                    await self._finish(whole, ports)
+                self.activity.extra["open_groups"] = float(len(self._open))
 
     async def _take(self, lease: Lease[RolloutSlice], ports: Ports) -> _Open | None:
         """Add a slice to its group. Returns the group, claimed, if the slice completed it."""
@@ -179,14 +179,9 @@ class GroupStage(Stage):
             with self.activity.sending():
                 await ports.outlets["eval"].send(slice_, slice_.key)
 
-    async def _finish_aside(self, open_: _Open, ports: Ports) -> None:
-        """Finish a group in a task of its own, so that other groups are joined while it is graded."""
-        with self.activity.working():
-            await self._finish(open_, ports)
-
     async def _finish(self, open_: _Open, ports: Ports) -> None:
         slice_ = open_.slice
-        with self.span("group", group=open_.group.group_id) as details:
+        with self.activity.working(), self.span("group", group=open_.group.group_id) as details:
             if self._grading is not None:
                 slice_ = await self._grading.grade(slice_)
             if (reward := mean_reward(slice_)) is not None:
@@ -228,8 +223,11 @@ class GroupStage(Stage):
             # It grew too old, or the run stops, of which generate can hear before this stage: a resume sends it again.
             refusal = self._gate.refusal(self._state.version, slice_.samples)
             return settlement(slice_, *(refusal or ("discarded", detail)))
-        if errors:
-            self._log_reasons(slice_.group.key, f"{counted} of its {total} rollouts", errors)
+        new = [error for error in errors if error not in self._logged]  # each once: the metrics only count them
+        if new and len(self._logged) < MOST_REASONS:
+            self._logged.update(new)
+            rest, why = f"{counted} of its {total} rollouts", "; ".join(new)[:1000]
+            log.warning("group %s continues with %s; others failed: %s", slice_.group.key, rest, why)
         kept = msgspec.structs.replace(slice_, samples=members)
         for filter_ in self._filters:
             try:
@@ -248,13 +246,6 @@ class GroupStage(Stage):
                 return settlement(slice_, "failed", detail)
         self._state.passes(slice_.group)
         return kept
-
-    def _log_reasons(self, key: str, members: str, errors: list[str]) -> None:
-        """Log why a group continues without some members, each reason once: the metrics only count them."""
-        new = [error for error in errors if error not in self._logged]
-        if new and len(self._logged) < MOST_REASONS:
-            self._logged.update(new)
-            log.warning("group %s continues with %s; others failed: %s", key, members, "; ".join(new)[:1000])
 
     async def _discard(self, open_: _Open, settle: Outlet[Settled]) -> None:
         if self._open.get(open_.group.key) is not open_:

@@ -158,7 +158,12 @@ class Attempt:
                 for timer in timers:
                     timer.cancel()
         if outputs is not None:
-            self._land_all(outputs)
+            if len(outputs) != len(self.had):
+                error = ValueError(f"the engine sent {len(outputs)} answers for {len(self.had)} samples")
+                for place, result in list(self.left.items()):
+                    self._settle(place, failed(result, error))
+            for place, output in enumerate(outputs):
+                self._land(place, output)
             return
         if self.error is None and not self.stopped:
             self.error = EngineUnreachable(route.client.base_url, route.flight.why)
@@ -217,14 +222,6 @@ class Attempt:
         if result.finish == "aborted" and self.stopped:
             result = replace(result, reason=self.stopped)
         self._settle(place, result)
-
-    def _land_all(self, outputs: Sequence[GenerateOutput]) -> None:
-        if len(outputs) != len(self.had):
-            error = ValueError(f"the engine sent {len(outputs)} answers for {len(self.had)} samples")
-            for place, result in list(self.left.items()):
-                self._settle(place, failed(result, error))
-        for place, output in enumerate(outputs):
-            self._land(place, output)
 
     def _save(self, saved: Sequence[GenerateOutput | None]) -> None:
         """Keep the certain tokens of a request that was lost or stopped. A member that had ended in it is complete."""

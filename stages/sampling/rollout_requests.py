@@ -69,6 +69,9 @@ class Requests:
         """Sampling parameters of a request for `n` samples, of which `sample` is the first."""
         evaluating, evaluation = group.purpose == "eval", self.config.eval.of(group.dataset)
         drawn = sampling(group, self.rollout)
+        again = 2 * sample.sequence + sample.replaced  # sequences of a rollout that share tokens must not go on alike
+        seed = group.seed & _SEED_BITS
+        seed = mix(seed + again * GOLDEN) & _SEED_BITS if again else seed
         stop, stop_tokens = list(self.rollout.rollout_stop), list(self.rollout.rollout_stop_token_ids)
         if evaluating:
             stop, stop_tokens = [*stop, *evaluation.eval_stop], [*stop_tokens, *evaluation.eval_stop_token_ids]
@@ -85,7 +88,7 @@ class Requests:
             no_stop_trim=True,
             n=n,
             # sample i of a joint request draws from sample_seed(seed, i), and so it does when it continues alone
-            sampling_seed=sample_seed(_seed(group, sample), sample.index if n == 1 else 0),
+            sampling_seed=sample_seed(seed, sample.index if n == 1 else 0),
         )
 
     def of(
@@ -130,12 +133,6 @@ class Requests:
             kept = {"reused_tokens": sample.reused_tokens, "loop_state": sample.loop_state}
             return msgspec.structs.replace(fresh, replaced=1, **kept)
         return msgspec.structs.replace(sample, status="truncated")
-
-
-def _seed(group: PromptGroup, sample: Sample) -> int:
-    seed = group.seed & _SEED_BITS
-    again = 2 * sample.sequence + sample.replaced  # sequences of a rollout that share tokens must not go on alike
-    return mix(seed + again * GOLDEN) & _SEED_BITS if again else seed
 
 
 EXPERTS: Final = "routed_experts"  # among the extras, if the request wanted them

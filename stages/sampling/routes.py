@@ -178,10 +178,9 @@ class Routes:
             target.flights.discard(route.flight)
             route.release(route.held)
 
-    def lost(self, target: Target) -> None:
+    def lost(self, target: Target, retries: RetryState) -> None:
         """A request was lost at the target: it gets no more before it has passed a health check."""
-        target.suspected = True
-        target.checked_s = -math.inf
+        retries.engine, target.suspected, target.checked_s = target.name, True, -math.inf
 
     def answered(self, target: Target, fault: Exception | None) -> Complaint | None:
         """Record an answer of an engine. After a refused answer the engine ranks last for a while, longer each time.
@@ -244,15 +243,11 @@ class Routes:
             if directory.draining:  # frozen engines serve to the end, but are not waited for
                 break
             await wait_at_most(min(left, LOOK_S), changed.wait())
-        raise EngineUnreachable(*self._unreachable(need))
-
-    def _unreachable(self, need: RouteRequest) -> tuple[str, str]:
-        """The name of the missing engines, and why waiting for them failed."""
-        trained = need.policy == POLICY
         wait_s = self.wait_s if need.retries.deadline_s is None else need.retries.deadline_s
-        log = "logs/engine-*.log" if trained else f"logs/frozen-{need.policy}.log"
-        why = "the run is stopping" if self.directory.draining else f"it was not up within {wait_s:g} s; see {log}"
-        return "the engines" if trained else need.policy, why
+        trained = need.policy == POLICY
+        name, logs = ("the engines", "engine-*") if trained else (need.policy, f"frozen-{need.policy}")
+        why = "the run is stopping" if directory.draining else f"it was not up within {wait_s:g} s; see logs/{logs}.log"
+        raise EngineUnreachable(name, why)
 
     async def _router(self, need: RouteRequest) -> Target | None:
         """The router, if the request may use it and it has a worker to send it to."""
@@ -280,7 +275,7 @@ class Routes:
         if not self._alone(need):
             return None
         targets = {target.name: target for target in self.directory.serving(need.policy)}
-        loads = {name: self._load(target) for name, target in targets.items()}
+        loads = {name: t.in_flight + (0 if self.routed else t.slots.queued) for name, t in targets.items()}
         ranked = [targets[name] for name in self.ranking.rank(Choice(need.key, need.prompt, need.n, loads))]
         for target in sorted(ranked, key=lambda target: _misgiving(target, need)):
             if not await self._well(target, need):
@@ -299,9 +294,6 @@ class Routes:
             target.suspected = not await target.answers_now()
             return not target.suspected
         return True
-
-    def _load(self, target: Target) -> int:
-        return target.in_flight + (0 if self.routed else target.slots.queued)
 
     async def _prepare(self, client: EngineClient) -> bool:
         """Give the client the facts that hold for all engines. False if no engine has answered yet."""

@@ -44,7 +44,7 @@ from stages.sampling.requests import (
     on_the_wire,
     with_stream_interval,
 )
-from stages.sampling.routes import LOSSES, RetryState, Route, RouteRequest, Routes
+from stages.sampling.routes import LOSSES, RetryState, RouteRequest, Routes
 from stages.topic_values import POLICY, newest_settings
 
 log = logging.getLogger("sluice.sampler")
@@ -199,11 +199,11 @@ class Sampler:
             except TimeoutError:
                 raise EngineTimeout(route.client.base_url, request.deadline_s or 0.0) from None
             except LOSSES:
-                self._lost(route, retries)
+                self.routes.lost(route.target, retries)
                 raise
             if not route.flight.why:
                 return scores
-            self._lost(route, retries)
+            self.routes.lost(route.target, retries)
             raise EngineUnreachable(route.client.base_url, route.flight.why)
 
     def _unknown(self, policy: str) -> UnknownPolicy:
@@ -305,13 +305,9 @@ class Sampler:
         self.reports.add("recomputed_tokens", attempt.recomputed)
         self.reports.judge(route, attempt)
         if isinstance(attempt.error, LOSSES):
-            self._lost(route, need.retries)
+            self.routes.lost(route.target, need.retries)
 
     # ------------------------------------------------------------------ lost requests
-
-    def _lost(self, route: Route, retries: RetryState) -> None:
-        retries.engine = route.target.name
-        self.routes.lost(route.target)
 
     async def wait_to_retry(
         self, request: SampleRequest | ScoreRequest, retries: RetryState, error: Exception, *, progress: bool

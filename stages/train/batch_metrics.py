@@ -125,20 +125,14 @@ def _group_metrics(slices: Sequence[RolloutSlice]) -> dict[str, float]:
     for slice_ in slices:
         bucket = length_bucket(slice_.n_tokens / max(len(closing(slice_.samples)), 1))
         metrics[f"rollout/group_len/{bucket}"] = metrics.get(f"rollout/group_len/{bucket}", 0.0) + 1.0
-        name = source_name(slice_)
-        if name is not None:
-            sources.setdefault(name, []).append(float(raw_rewards(slice_.samples).mean()))
+        if (
+            '"source_name"' in slice_.group.metadata
+            and (name := slice_.group.row_metadata.get("source_name")) is not None
+        ):
+            sources.setdefault(str(name), []).append(float(raw_rewards(slice_.samples).mean()))
     return metrics | {f"reward/by_source/{name}": float(np.mean(rewards)) for name, rewards in sources.items()}
 
 
 def length_bucket(tokens: float) -> int:
     """Upper bound of the bucket of a mean response length: the next power of two."""
     return 1 << max(int(np.ceil(tokens)) - 1, 0).bit_length()
-
-
-def source_name(slice_: RolloutSlice) -> str | None:
-    """`metadata.source_name` of the row, if it has one."""
-    if '"source_name"' not in slice_.group.metadata:
-        return None
-    name = slice_.group.row_metadata.get("source_name")
-    return None if name is None else str(name)

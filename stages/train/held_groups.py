@@ -33,7 +33,7 @@ from stages.errors import BufferOrderError
 from stages.group.filters import FALLBACK, zero_std
 from stages.messages import Outcome, RolloutSlice
 from stages.ports import Lease, Ports, Topic, wait_value
-from stages.rollouts import newest_version, oldest_version, rollout_return, rollouts, settlement, without_older
+from stages.rollouts import newest_version, oldest_version, rollout_return, rollouts, settlement
 from stages.slime.hooks import shown
 from stages.staleness_gate import StalenessGate
 
@@ -290,10 +290,6 @@ class HeldGroups:
         if refusal is not None:
             await self.settle(lease, *refusal)
         return refusal is not None
-
-    def trained_part(self, slice_: RolloutSlice, step: int) -> tuple[RolloutSlice, int]:
-        """What batch `step` trains of a group that was not refused, and the number of its tokens that are masked."""
-        return without_older(slice_, step - self.gate.max_staleness) if self.gate.masks else (slice_, 0)
 
     async def clear(self, step: int) -> None:
         """Before batch `step`: settle groups that it could not take, so that new prompts replace them."""

@@ -31,6 +31,7 @@ from stages.engines.colocation import TrainerTurn
 from stages.errors import UntrainableGroup
 from stages.messages import CheckpointReady, Outcome, RolloutSlice, StepDone
 from stages.ports import Lease, Ports, Topic, read_value
+from stages.rollouts import without_older
 from stages.sample_log import drop_after
 from stages.topic_values import settings_at, updates_ended
 from stages.train.batch import Batch, BatchLog, for_trainer
@@ -54,7 +55,7 @@ class TrainStage(Stage):
         super().__init__(context)
         config = context.config
         self.batch_groups = config.rollout.rollout_batch_size
-        self.supervised, self.generates = config.train.loss_type == "sft_loss", generates(config)
+        self.generates = generates(config)
         self.options = context.given(TrainOptions)
         self.steps, self.run_generation = self.options.start_step, self.options.run_generation
         first = self.options.first_step
@@ -249,7 +250,9 @@ class TrainStage(Stage):
         """Add a group to the batch, or settle it if it is too old or has no advantages."""
         if await self.groups.refused(lease, self.steps):
             return
-        slice_, masked = self.groups.trained_part(lease.message, self.steps)
+        slice_, masked, gate = lease.message, 0, self.groups.gate
+        if gate.masks:
+            slice_, masked = without_older(slice_, self.steps - gate.max_staleness)
         try:
             slice_, sequences = for_trainer(self.config, slice_)
         except UntrainableGroup as error:

@@ -186,7 +186,8 @@ def plain_arithmetic(text: str) -> str:
     text = _without_commands(text)
     text = _MIXED.sub(r"(\1+\2)", text)
     text = re.sub(r"\s+", "", text)
-    text = _outer_braces_off(text)
+    while text.startswith("{") and text.endswith("}") and "{" not in text[1:]:
+        text = text[1:-1]
     return _integral(text.replace(",", "") if _THOUSANDS.fullmatch(text) else text)
 
 
@@ -205,12 +206,6 @@ def _without_commands(text: str) -> str:
             return text
     text = _ATOM.sub(r"\1", text)
     return text if "\\" in text else text.replace("{", "(").replace("}", ")")
-
-
-def _outer_braces_off(text: str) -> str:
-    while text.startswith("{") and text.endswith("}") and "{" not in text[1:]:
-        text = text[1:-1]
-    return text
 
 
 def _elements(text: str) -> list[str]:

@@ -118,8 +118,10 @@ def _decimal(text: str) -> Decimal:
 
 def grade_dapo(request: GradeRequest) -> Grade:
     """Score 1 if the answer line is the label, else -1."""
-    line = answer_line(request.response)
-    answer = None if line is None else short_form(line)
+    # What follows the last `Answer:`, to the end of that line; the line may begin below the colon.
+    lines = deque(_LINE.finditer(request.response[-TAIL_CHARS:]), maxlen=1)
+    line = lines[0][1].strip() if lines else ""
+    answer = short_form(line) if line else None
     correct = answer is not None and answer == label_form(request.label or "")
     shown = None if answer is None else clean(answer[:EXTRACTED_CHARS])
     return Grade(1.0 if correct else WRONG, correct, {"acc": float(correct)}, shown)
@@ -134,12 +136,6 @@ def math_dapo_compute_score(solution_str: str, ground_truth: str, strict_box_ver
         grade = grade_dapo(GradeRequest(grader="dapo", response=solution_str, label=ground_truth))
         pred, correct = grade.extracted, bool(grade.is_correct)
     return {"score": 1.0 if correct else WRONG, "acc": correct, "pred": pred}
-
-
-def answer_line(response: str) -> str | None:
-    """What follows the last `Answer:`, to the end of that line; the line may begin below the colon."""
-    lines = deque(_LINE.finditer(response[-TAIL_CHARS:]), maxlen=1)
-    return lines[0][1].strip() or None if lines else None
 
 
 def label_form(label: str) -> str:
@@ -164,15 +160,11 @@ def short_form(text: str) -> str:
     inline = _MATH.search(text)
     if inline:
         text = inline[1]
-    text = _unboxed(_TEXT.sub(r"\1", text))
+    text = _TEXT.sub(r"\1", text)
+    start, end = text.find("\\boxed{"), text.rfind("}")
+    if 0 <= start < end:  # the content of the box, up to the last brace
+        text = text[start + len("\\boxed{") : end]
     text = _SHORT_FRACTION.sub(r"frac{\1}{\2}", text)
     text = _SHORT_ROOT.sub(r"sqrt{\1}", text).replace("$", "")
     digits = text.replace(",", "")
     return digits if digits.isdecimal() else text
-
-
-def _unboxed(text: str) -> str:
-    """The content of the text's box, up to the last brace."""
-    start = text.find("\\boxed{")
-    end = text.rfind("}")
-    return text if start < 0 or end < start else text[start + len("\\boxed{") : end]

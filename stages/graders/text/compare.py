@@ -52,13 +52,9 @@ def grade_exact(request: GradeRequest) -> Grade:
     return judged(answer == (request.label or "").strip(), answer)
 
 
-def grade_contains_label(request: GradeRequest) -> Grade:
-    """Score 1 if the trimmed label occurs in the response."""
-    return grade_contains((request.label or "").strip(), request)
-
-
-def grade_contains(text: str, request: GradeRequest) -> Grade:
-    """Score 1 if `text` occurs in the response."""
+def grade_contains(text: str | None, request: GradeRequest) -> Grade:
+    """Score 1 if `text` occurs in the response; None: the trimmed label."""
+    text = (request.label or "").strip() if text is None else text
     contained = text in request.response
     return judged(contained, text if contained else None)
 
@@ -144,30 +140,23 @@ class _Metadata(Struct):
     valid_letters: list[str] | str | None = None
 
 
-class Question(Struct, frozen=True):
-    """The letters that may be answered, the one that is right, and the choices' texts."""
-
-    correct: str
-    choices: dict[str, str]
-
-
-def read_question(request: GradeRequest) -> Question | str:
-    """The question of a request, or the fault of its data."""
+def read_question(request: GradeRequest) -> tuple[str, dict[str, str]]:
+    """The letter that is right, and the choices' texts by letter. Raises ValueError for a fault of the data."""
     try:
         metadata = msgspec.json.decode(request.metadata, type=_Metadata)
     except (msgspec.DecodeError, UnicodeEncodeError) as error:
-        return f"gpqa cannot read the row's metadata ({error}); 'choices' is a list of texts"
+        raise ValueError(f"gpqa cannot read the row's metadata ({error}); 'choices' is a list of texts") from None
     choices = _choices(metadata)
     if not choices or any(len(letter) != 1 or letter not in string.ascii_uppercase for letter in choices):
-        return f"gpqa needs one capital letter for each choice, and finds {', '.join(choices) or 'none'}"
+        raise ValueError(f"gpqa needs one capital letter for each choice, and finds {', '.join(choices) or 'none'}")
     wanted = (metadata.correct_letter or request.label or "").strip()
     correct = _correct(wanted, choices)
     if correct is None:
-        return (
+        raise ValueError(
             f"gpqa has no correct choice: {wanted[:80]!r} is neither one of {', '.join(choices)} "
             "nor the text or number of one; set 'correct_letter' in the metadata, or the label"
         )
-    return Question(correct, choices)
+    return correct, choices
 
 
 def _correct(wanted: str, choices: dict[str, str]) -> str | None:
@@ -197,12 +186,13 @@ def _choices(metadata: _Metadata) -> dict[str, str]:
 
 def grade_gpqa(request: GradeRequest) -> Grade:
     """Score 1 if the answered letter is the correct one."""
-    question = read_question(request)
-    if isinstance(question, str):
-        return failed(question)
+    try:
+        correct, choices = read_question(request)
+    except ValueError as fault:
+        return failed(str(fault))
     text = after_thought(request.response)
-    letter = None if text is None else answered_letter(text[-TAIL_CHARS:], question.choices)
-    return judged(letter == question.correct, letter)
+    letter = None if text is None else answered_letter(text[-TAIL_CHARS:], choices)
+    return judged(letter == correct, letter)
 
 
 def answered_letter(text: str, choices: dict[str, str]) -> str | None:
