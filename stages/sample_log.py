@@ -42,6 +42,8 @@ TEXT_CHARS: Final = 65_536  # of one turn
 DECIMALS: Final = 4  # of log-probs and advantages
 
 Run = tuple[int, int]  # value, tokens
+# Of a group's sequences by its id, in the order of `rollouts`; of no group where the trainer makes them.
+Advantages = Mapping[int, Sequence[float]]
 
 
 class TurnRow(Struct, frozen=True, omit_defaults=True):
@@ -112,13 +114,8 @@ class SampleLog:
         self._period, self._left = -1, 0  # of the groups that were not trained
         self._warned = False
 
-    async def trained(
-        self, step: int, groups: Sequence[RolloutSlice], advantages: Mapping[int, Sequence[float]]
-    ) -> None:
-        """After batch `step` (1 = the first) was trained: write its first groups, if it is its turn.
-
-        `advantages`: of a group's sequences, in the order of `rollouts`; of no group where the trainer makes them.
-        """
+    async def trained(self, step: int, groups: Sequence[RolloutSlice], advantages: Advantages) -> None:
+        """After batch `step` (1 = the first) was trained: write its first groups, if it is its turn."""
         interval = self._interval()
         if interval and (step == 1 or step % interval == 0):
             chosen = sorted(groups, key=lambda one: one.group.group_id)[: self._groups]
@@ -147,12 +144,7 @@ class SampleLog:
         return 0 if sixteenths >= 16 else self._every * 2**sixteenths
 
     def _write(
-        self,
-        step: int,
-        groups: Sequence[RolloutSlice],
-        outcome: Outcome,
-        detail: str,
-        advantages: Mapping[int, Sequence[float]],
+        self, step: int, groups: Sequence[RolloutSlice], outcome: Outcome, detail: str, advantages: Advantages
     ) -> None:
         encoder = msgspec.json.Encoder()
         lines = []

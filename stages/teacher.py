@@ -41,12 +41,8 @@ class TeacherStage(MapStage):
         self.temperature = context.config.rollout.rollout_temperature  # constant during a run
 
     async def setup(self) -> None:
-        self.sampler = Sampler(
-            self.config,
-            replica=self.context.replica,
-            policies=self.teachers,
-            vocab_size=load_tokenizer(self.config.train.hf_checkpoint).vocab_size,
-        )
+        self.sampler = Sampler(self.context, policies=self.teachers)
+        self.sampler.directory.vocab_size = load_tokenizer(self.config.train.hf_checkpoint).vocab_size
 
     async def close(self) -> None:
         if hasattr(self, "sampler"):  # not after a setup that failed

@@ -131,7 +131,7 @@ class AgentsStage(LoopStage):
 
     async def _open_gateway(self, chat: ChatFormat, tokenizer: Tokenizer) -> Gateway:
         options = self.context.given(GenerateOptions)
-        sampler = self._sampler = Sampler.of(self.context, "agents", self.activity.extra)
+        sampler = self._sampler = Sampler(self.context, stage="agents", extra=self.activity.extra)
         self._stack.push_async_callback(sampler.close)
         requests = Requests(self.config, options.max_context)
         vocab_size = options.vocab_size or tokenizer.vocab_size

@@ -80,24 +80,16 @@ def failure(error: str) -> dict[str, str]:
 class GenerateFunctions:
     """The functions of one replica of the generate stage."""
 
-    def __init__(
-        self,
-        config: Config,
-        sampler: Sampler,
-        requests: Requests,
-        activity: Activity,
-        vocab_size: int | None,
-        answers: AnswerJournal,
-    ) -> None:
-        self.config, self.activity, self._answers = config, activity, answers
-        self._sampler, self._requests, self._vocab_size = sampler, requests, vocab_size
+    def __init__(self, sampler: Sampler, requests: Requests, activity: Activity, answers: AnswerJournal) -> None:
+        self.config, self.activity, self._answers = requests.config, activity, answers
+        self._sampler, self._requests = sampler, requests
         self._function: Callable[[str], Callable[..., Any]] = cache(generate_function)
         self.loop, self._stack = UserLoop(), AsyncExitStack()
         self._gateway: Gateway | None = None
         self._tokenizer: Tokenizer | None = None
         self._opening = asyncio.Lock()
         self._drain = asyncio.Event()
-        self.args = slime_arguments(config)
+        self.args = slime_arguments(self.config)
 
     async def close(self) -> None:
         await self._stack.aclose()
@@ -198,7 +190,7 @@ class GenerateFunctions:
                     self._requests,
                     NoChat(),
                     encode=self._encode,
-                    vocab_size=self._vocab_size,
+                    vocab_size=self._sampler.directory.vocab_size,
                     client_sampling=True,
                 )
                 limits = Limits(in_flight=self.config.rollout.server_concurrency)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
 from typing import Final
 
 import msgspec
@@ -49,12 +48,12 @@ class GenerateStage(Stage):
     async def setup(self) -> None:
         context = self.context
         self.loops = Loops(self.config, context.loops)
-        self.sampler = Sampler.of(context, "generate", self.activity.extra)
-        requests, vocab_size = Requests(self.config, self.options.max_context), self.options.vocab_size
+        self.sampler = Sampler(context, stage="generate", extra=self.activity.extra)
+        requests = Requests(self.config, self.options.max_context)
         self.journal = ResponseJournal(context.run_dir / EPISODES_DIR, self.config, self.options.lives)
         self.turns = Turns(requests, self.sampler, self.activity, self.journal)
         answers = AnswerJournal(context.run_dir / EPISODES_DIR, self.config, self.options.lives)
-        self.functions = GenerateFunctions(self.config, self.sampler, requests, self.activity, vocab_size, answers)
+        self.functions = GenerateFunctions(self.sampler, requests, self.activity, answers)
         path = self.rollout.rollout_function_path
         self.batches = None if path is None else RolloutFunction(self.config, self.functions, path)
 
@@ -99,7 +98,7 @@ class GenerateStage(Stage):
         self.activity.items_in += 1
         with self.span("generate", group=group.group_id, detail=f"turn {samples[0].turns + 1}") as details:
             async with asyncio.TaskGroup() as tasks:
-                leaving = _Leaving(self, group, samples, ports, tasks)
+                leaving = _Leaving(self, RolloutSlice(group, samples), ports, tasks)
                 with self.activity.working():
                     unfinished = tuple(filter(self.loops.takes_turn, samples))
                     for sample in samples:  # a loop stage has ended or failed the others
@@ -145,19 +144,12 @@ class GenerateStage(Stage):
 class _Leaving:
     """The finished rollouts of one lease: into a loop one by one, out together with others that end now."""
 
-    def __init__(
-        self,
-        stage: GenerateStage,
-        group: PromptGroup,
-        samples: Sequence[Sample],
-        ports: Ports,
-        tasks: asyncio.TaskGroup,
-    ) -> None:
-        self.stage, self.group, self.ports, self._tasks = stage, group, ports, tasks
+    def __init__(self, stage: GenerateStage, taken: RolloutSlice, ports: Ports, tasks: asyncio.TaskGroup) -> None:
+        self.stage, self.group, self.ports, self._tasks = stage, taken.group, ports, tasks
         self.all_here = asyncio.Event()
         self.tokens = 0
         self.versions: set[int] = set()  # of the weights of the last tokens
-        self._missing = Counter(sample.index for sample in samples)  # sequences by rollout
+        self._missing = Counter(sample.index for sample in taken.samples)  # sequences by rollout
         self._here: dict[int, list[Sample]] = {}
         self._ended: list[RolloutSlice] = []
 

@@ -93,7 +93,7 @@ class GroupStage(Stage):
         self._finished: OrderedDict[str, None] = OrderedDict()  # newest groups that left, to recognise late duplicates
         self._samples = SampleLog(self.config, self.context.run_dir)
         if self.config.reward.group_rm:
-            self._grading = Grading(self.config, self.activity)
+            self._grading = Grading(self.context, self.activity)
             await self._grading.open()
 
     async def close(self) -> None:
@@ -102,7 +102,7 @@ class GroupStage(Stage):
 
     async def run(self, ports: Ports) -> None:
         self._take_thresholds(ports.topic)  # a new replica needs them before its first group
-        judges = [] if self._grading is None else [self._grading.follow(ports.topic)]
+        judges = [] if self._grading is None else [self._grading.outside.follow(ports.topic)]
         async with beside(self._watch_topic(ports), *judges):
             await self._join(ports)
 

@@ -20,12 +20,12 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from configs.schema import Config
 from stages.base import Activity, MapStage, StageContext, beside
 from stages.graders.grade import CacheKey, Grade, GradeCache, GradeRequest, Observed, failed
 from stages.graders.pool import GraderPool, pool_error_alone
@@ -70,11 +70,11 @@ def is_whole(slice_: RolloutSlice) -> bool:
 
 class Outside:
     """The graders `remote` and `judge`, which need no grader process. A client is made at its first use, or at `open`
-    where the configuration names it."""
+    where the configuration names it, and closed with the stack."""
 
-    def __init__(self, config: Config) -> None:
-        self._whole, self._config = config, config.reward
-        self._names = tuple(entry.partition("=")[0] for entry in config.engine.frozen_engine)
+    def __init__(self, context: StageContext, stack: AsyncExitStack) -> None:
+        self._context, self._config, self._stack = context, context.config.reward, stack
+        self._names = tuple(entry.partition("=")[0] for entry in context.config.engine.frozen_engine)
         self._remote: RemoteReward | None = None
         self._judge: Judge | None = None
 
@@ -86,13 +86,8 @@ class Outside:
 
             named = () if self._config.judge_engine is None else (self._config.judge_engine,)
             policies = tuple(dict.fromkeys((*named, *self._names)))
-            self._judge = Judge(Sampler(self._whole, replica="judge", policies=policies), self._config)
-
-    async def close(self) -> None:
-        if self._remote is not None:
-            await self._remote.close()
-        if self._judge is not None:
-            await self._judge.sampler.close()
+            self._judge = Judge(Sampler(self._context, policies=policies), self._config)
+            self._stack.push_async_callback(self._judge.sampler.close)
 
     async def follow(self, topic: Topic) -> None:
         """Waits for the judges' addresses; runs until cancelled, or ends at once without judges."""
@@ -105,7 +100,9 @@ class Outside:
         if base == "remote":
             from stages.reward.remote import Question, RemoteReward
 
-            self._remote = self._remote or RemoteReward(self._config, request.reward_key)
+            if self._remote is None:
+                self._remote = RemoteReward(self._config, request.reward_key)
+                self._stack.push_async_callback(self._remote.close)
             question = Question(sample_id, prompt, request.response, request.label, request.metadata, argument)
             return await self._remote.grade(question)
         name = argument or self._config.judge_engine or (self._names[0] if len(self._names) == 1 else "")
@@ -118,10 +115,10 @@ class Outside:
 
 
 class Grading:
-    """Grades slices by the configuration. `open` before the first, `follow` beside them, `close` at the end."""
+    """Grades slices by the configuration. `open` before the first, `outside.follow` beside them, `close` at the end."""
 
-    def __init__(self, config: Config, activity: Activity) -> None:
-        reward = config.reward
+    def __init__(self, context: StageContext, activity: Activity) -> None:
+        config, reward = context.config, context.config.reward
         self.reward, self.activity = reward, activity
         self.observed = Observed()
         self._overlong = Overlong(
@@ -130,20 +127,16 @@ class Grading:
         self._cache = GradeCache(CACHED_GRADES)
         self._selection = Selection(reward)
         self._pool = GraderPool(reward.reward_workers, reward.reward_deadline_s, reward.reward_retries)
-        self._outside = Outside(config)
+        self._stack = AsyncExitStack()
+        self.outside = Outside(context, self._stack)
 
     async def open(self) -> None:
         """Start what grading needs. Raises UnknownGraderError for a judge's prompt that cannot be used."""
-        self._outside.open()
-        await self._pool.__aenter__()
+        self.outside.open()
+        await self._stack.enter_async_context(self._pool)
 
     async def close(self) -> None:
-        await self._outside.close()
-        await self._pool.__aexit__(None, None, None)
-
-    async def follow(self, topic: Topic) -> None:
-        """Waits for the addresses of judges; runs until cancelled, or ends at once if there can be none."""
-        await self._outside.follow(topic)
+        await self._stack.aclose()
 
     async def grade(self, slice_: RolloutSlice) -> RolloutSlice:
         """The slice with rewards. Grading it again changes nothing.
@@ -159,13 +152,13 @@ class Grading:
         answers = iter(await self._run(tasks))
         grades: dict[tuple[int, int], Grade] = {}
         for sample in members:
-            grades[sample.index, sample.sequence] = self._merged(components, [next(answers) for _ in components])
+            found = [next(answers) for _ in components]
+            if self._selection.components:
+                grade = combined(components, found)
+            else:
+                grade = picked(found[0], self.reward.reward_key, components[0].grader)
+            grades[sample.index, sample.sequence] = grade
         return self._settled(slice_, grades, "+".join(part.grader for part in components))
-
-    def _merged(self, components: Sequence[Component], answers: Sequence[Grade]) -> Grade:
-        if not self._selection.components:
-            return picked(answers[0], self.reward.reward_key, components[0].grader)
-        return combined(components, answers)
 
     def _task(self, group: PromptGroup, sample: Sample, part: Component) -> GradeTask:
         request = GradeRequest(
@@ -205,7 +198,7 @@ class Grading:
 
         async def grade_outside(position: int) -> None:
             began, task = time.perf_counter(), tasks[position]
-            record(position, await self._outside.grade(task.request, task.prompt, task.sample_id), began)
+            record(position, await self.outside.grade(task.request, task.prompt, task.sample_id), began)
 
         with pool_error_alone():
             async with asyncio.TaskGroup() as running:
@@ -319,7 +312,7 @@ class RewardStage(MapStage):
 
     def __init__(self, context: StageContext) -> None:
         super().__init__(context)
-        self._grading = Grading(self.config, self.activity)
+        self._grading = Grading(context, self.activity)
 
     async def setup(self) -> None:
         await self._grading.open()
@@ -328,7 +321,7 @@ class RewardStage(MapStage):
         await self._grading.close()
 
     async def run(self, ports: Ports) -> None:
-        async with beside(self._grading.follow(ports.topic)):
+        async with beside(self._grading.outside.follow(ports.topic)):
             await super().run(ports)
 
     async def process(self, message: RolloutSlice) -> RolloutSlice:

@@ -204,13 +204,7 @@ def extended(
 
 
 def with_saved(
-    request: SampleRequest,
-    had: SampleResult,
-    output: GenerateOutput | None,
-    spent_s: float,
-    sent: Sent = UNCHECKED,
-    *,
-    lost: bool,
+    request: SampleRequest, had: SampleResult, output: GenerateOutput | None, spent_s: float, sent: Sent, *, lost: bool
 ) -> SampleResult:
     """The result with the certain part of an unfinished answer: aborted. `lost`: the engine did not return it."""
     if output is None:

@@ -22,10 +22,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from configs.schema import Config
 from models.engines.protocol import GenerateRequest
 from models.errors import EngineError, EngineTimeout, EngineUnreachable
-from stages.base import GenerateOptions, Spans, StageContext, side_by_side
+from stages.base import GenerateOptions, StageContext, side_by_side
 from stages.ports import Readable, Topic
 from stages.sampling.attempt import Attempt, Call, Emit, Progress, Reports
 from stages.sampling.engine_directory import EngineDirectory
@@ -48,40 +47,31 @@ from stages.sampling.routes import LOSSES, RetryState, RouteRequest, Routes
 from stages.topic_values import POLICY, newest_settings
 
 log = logging.getLogger("sluice.sampler")
+Counters = dict[str, float]
 
 
 class Sampler:
-    """A client of all engines of the run, one of `replicas` of its kind. `follow` it beside its use."""
+    """A client of all engines of the run, for one replica of a stage. `follow` it beside its use."""
 
     def __init__(
-        self,
-        config: Config,
-        *,
-        replica: str,
-        index: int = 0,
-        replicas: int = 1,
-        stage: str = "",
-        policies: Sequence[str] = (POLICY,),
-        vocab_size: int | None = None,
-        extra: dict[str, float] | None = None,
-        spans: Spans | None = None,
+        self, context: StageContext, stage: str = "", policies: Sequence[str] = (POLICY,), extra: Counters | None = None
     ) -> None:
         """
         Args:
-            replica: names this client to the engines and in statistics.
             stage: whose number of replicas is on the topic.
             policies: names that requests may carry.
-            vocab_size: token ids from this on are refused before they are sent, because they crash a real SGLang.
             extra: counters for lost requests and saved tokens.
-            spans: the trace, in which each request of a group is a span.
         """
+        config, replica = context.config, context.replica  # it names this client to the engines and in statistics
+        # Token ids from this on are refused before they are sent, because they crash a real SGLang.
+        vocab_size = context.given(GenerateOptions).vocab_size
         self.rollout, self.policies = config.rollout, tuple(policies)
         self._bound = config.asynchrony.max_staleness
         self._topic: Readable | None = None  # settings that the user changes during the run
-        self.directory = EngineDirectory(config.rollout, replicas=replicas, stage=stage, vocab_size=vocab_size)
-        self.routes = Routes(config, self.directory, index=index)
+        self.directory = EngineDirectory(config.rollout, replicas=context.replicas, stage=stage, vocab_size=vocab_size)
+        self.routes = Routes(config, self.directory, index=context.index)
         self.reports = Reports(replica, self.directory, self.routes, {} if extra is None else extra)
-        self.retries, self._spans = 0, spans
+        self.retries, self._spans = 0, context.spans
         # SGLang 0.5.23 aborts the id of every stream again two seconds after its end: no id may repeat, not even from a
         # restarted client or from another run on the same engines.
         self._origin = f"{replica}-{uuid.uuid4().hex[:8]}"
@@ -92,20 +82,6 @@ class Sampler:
         # too much for that: they report a member when it ends, which only a request for several members needs.
         self._tokens_come = sglang and config.health.stream_interval > 0
         self._ends_come = not sglang
-
-    @classmethod
-    def of(cls, context: StageContext, stage: str, extra: dict[str, float]) -> Sampler:
-        """The client of one replica of a stage that generates. `extra`: the counters of the replica."""
-        return cls(
-            context.config,
-            replica=context.replica,
-            index=context.index,
-            replicas=context.replicas,
-            stage=stage,
-            vocab_size=context.given(GenerateOptions).vocab_size,
-            extra=extra,
-            spans=context.spans,
-        )
 
     @property
     def draining(self) -> bool:
@@ -295,7 +271,7 @@ class Sampler:
                 )
             finally:
                 self._cancellable.discard(attempt)
-                if self._spans is not None and request.group >= 0:
+                if request.group >= 0:
                     made = (f"{n} tokens of version {version}" for version, n in sorted(attempt.made.items()) if n > 0)
                     detail = ", ".join((route.target.name, *made))
                     spent_s = time.perf_counter() - clock

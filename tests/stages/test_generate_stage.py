@@ -20,7 +20,7 @@ from stages.messages import VersionRun
 from stages.rollouts import new_sample, oldest_version
 from stages.sampling.engine_choice import Slots
 from stages.sampling.engine_directory import Target
-from stages.sampling.requests import SampleRequest, SampleResult, Sent, extended, with_saved
+from stages.sampling.requests import UNCHECKED, SampleRequest, SampleResult, Sent, extended, with_saved
 from stages.sampling.rollout_requests import append_result
 from stages.sampling.routes import REFUSED_LIMIT, RouteRequest, Routes, _misgiving
 from stages.topic_values import EngineEntry, length_place
@@ -205,11 +205,11 @@ def test_experts_that_are_no_base64_of_numbers_are_reported(sent: str, words: st
 
 def test_what_a_lost_engine_left_is_an_aborted_response() -> None:
     begun = engine_answer([1, 2, 3], reason=None)
-    result = with_saved(ASKED, NEW, begun, 2.0, lost=True)
+    result = with_saved(ASKED, NEW, begun, 2.0, UNCHECKED, lost=True)
     assert (result.finish, result.reused_tokens, result.spent_s) == ("aborted", 3, 2.0)
     assert result.runs == (VersionRun(1, 3),)
-    assert with_saved(ASKED, NEW, begun, 2.0, lost=False).reused_tokens == 0, "it was given back"
-    result = with_saved(ASKED, result, None, 1.0, lost=True)
+    assert with_saved(ASKED, NEW, begun, 2.0, UNCHECKED, lost=False).reused_tokens == 0, "it was given back"
+    result = with_saved(ASKED, result, None, 1.0, UNCHECKED, lost=True)
     assert (result.finish, result.reused_tokens, result.spent_s) == ("aborted", 3, 3.0)
     result = extended(ASKED, result, engine_answer([4], "0.2"), 1.0)
     assert (result.finish, result.reused_tokens) == ("stop", 3), "a finished one is no partial output"

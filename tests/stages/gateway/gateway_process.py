@@ -13,11 +13,13 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import uvloop
 
 from configs.schema import Config
+from stages.base import StageContext
 from stages.chat.formats import load_chat_format
 from stages.gateway.answers import Answers, OpenSession
 from stages.gateway.server import Gateway
@@ -68,7 +70,7 @@ async def _serve_gateway(checkpoint: str, engine: str, link: Connection, context
     }
     config = msgspec.convert(sections, Config)
     chat = load_chat_format(checkpoint)
-    sampler = Sampler(config, replica="agents-0", stage="agents")
+    sampler = Sampler(StageContext(config, Path("run"), "agents-0", Mock()), stage="agents")
     answers = Answers(sampler, Requests(config, context), chat)
     async with asyncio.TaskGroup() as tasks, Gateway(answers) as gateway:
         following = tasks.create_task(sampler.follow(FixedTopic(engine)))

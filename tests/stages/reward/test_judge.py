@@ -20,7 +20,7 @@ from stages.reward.components import Component, Overlong, Row, Selection, combin
 from stages.reward.judge import DEFAULT_TEMPLATE, RETRY_TEMPERATURE, Judge, fill, load_template, parse_score
 from stages.sampling.sampler import Sampler
 from tests.stages.reward.answer_server import AnswerServer, answering
-from tests.stages.stage_rig import make_config, make_sample, open_rig
+from tests.stages.stage_rig import make_config, make_context, make_sample, open_rig
 
 
 @pytest.mark.parametrize(("text", "score"), [
@@ -71,7 +71,7 @@ def output(text: str, finish: str = "stop") -> web.Response:
 
 
 def asking() -> Sampler:
-    return Sampler(make_config(), replica="judge", policies=("strict",))
+    return Sampler(make_context(make_config()), policies=("strict",))
 
 
 @asynccontextmanager

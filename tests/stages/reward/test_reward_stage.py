@@ -61,7 +61,7 @@ async def graded(slice_: RolloutSlice, **settings: Any) -> tuple[Any, ...]:
 @asynccontextmanager
 async def opened(sections: dict[str, Any] | None = None, **reward: object) -> AsyncIterator[Grading]:
     """What the stage grades with."""
-    subject = Grading(make_config(reward=reward, **(sections or {})), Activity())
+    subject = Grading(make_context(make_config(reward=reward, **(sections or {}))), Activity())
     await subject.open()
     try:
         yield subject

@@ -49,7 +49,7 @@ from stages.train.batch import slice_sequences
 from tests.stages.engine_rig import Log, World, generating, simulated, started
 from tests.stages.prompt_rig import balanced, prompting, step_done
 from tests.stages.slime import user_code
-from tests.stages.stage_rig import make_config, make_group, make_sample, take, until
+from tests.stages.stage_rig import make_config, make_context, make_group, make_sample, take, until
 
 CODE = "tests.stages.slime.user_code"
 
@@ -418,7 +418,8 @@ def test_filters_and_logs_see_what_a_function_has_left() -> None:
 async def test_graders_see_what_a_function_has_left_on_each_sample(function: str) -> None:
     """Alone and as a group; equal responses with other traces are graded apart."""
     reward = {"custom_rm_path": f"{CODE}:{function}", "group_rm": function == "left_on_them"}
-    grading = Grading(make_config(reward=reward, rollout={"n_samples_per_prompt": 3}), Activity())
+    config = make_config(reward=reward, rollout={"n_samples_per_prompt": 3})
+    grading = Grading(make_context(config), Activity())
     await grading.open()
     try:
         slice_ = with_left(group_of(0.0, 0.0, 0.0))
