@@ -201,6 +201,10 @@ class EngineTimeout(EngineError):
         )
 
 
+# With these a request may have been lost on its way: it is sent again.
+LOSSES = (EngineUnreachable, EngineTimeout, EngineAborted, EngineProtocolError)
+
+
 class EngineRefused(EngineError):
     """A 4xx answer: `status` and `reason`, the server's own words."""
 

@@ -36,8 +36,8 @@ from pipeline.facts.run_log import tell
 from pipeline.hosts.machine import ROOT, child_environment
 from stages.agents.worker import Hosted
 from stages.chat.tokenizer import Tokenizer, load_tokenizer
-from stages.data.prepare import Preparer
-from stages.data.prompt_set import NO_TEMPLATE, PromptSet, eval_data, render_of
+from stages.data.prepare import Preparer, render_of
+from stages.data.prompt_set import NO_TEMPLATE, PromptSet, eval_data
 from stages.data.rows import trusted_functions
 from stages.errors import DataError, FilterNameError
 from stages.graders.registry import listed_grader, outside, refusal

@@ -143,7 +143,7 @@ class AgentsStage(LoopStage):
 
     async def run(self, ports: Ports) -> None:
         """Takes every rollout at once: the gate bounds their number, and most of them wait."""
-        inlet, outlet, self._ports = ports.inlets[self.inlet], ports.outlets[self.outlet], ports
+        inlet, outlet, self._ports = ports.inlets["in"], ports.outlets["out"], ports
         engines = () if self._sampler is None else (self._sampler.follow(ports.topic),)
         async with beside(self._follow_drain(ports.topic), *engines), asyncio.TaskGroup() as self._tasks:
             while (lease := await inlet.receive()) is not None:

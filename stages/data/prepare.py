@@ -23,6 +23,9 @@ from typing import Any, Final, TypeGuard, TypeVar
 import msgspec
 from msgspec import Struct
 
+from configs.schema.data import DataConfig
+from stages.chat.messages import Message as ChatMessage
+from stages.chat.tokenizer import Tokenizer
 from stages.data.rows import BadValue, Message, PromptRow
 from stages.messages import NO_IDS, Int32Array, PromptGroup, wire
 
@@ -32,6 +35,7 @@ Tokenize = Callable[[str], Sequence[int]]
 Render = Callable[[list[Message], list[Mapping[str, object]]], str]
 
 _MARK: Final = "\u2063turn\u2063"  # stands for an answer; no tokenizer merges it with its neighbours, no text has it
+_MARKUP_CHARACTERS = 64  # longer than any special token
 _HEAD_CHARACTERS = 8  # for each token of the limit; a token of prose has four
 
 
@@ -195,3 +199,34 @@ def _frozen(ids: Sequence[int]) -> Int32Array:
     array = wire(ids, Int32Array)
     array.flags.writeable = False  # one array is handed to every group of this prompt
     return array
+
+
+def render_of(data: DataConfig, tokenizer: Tokenizer) -> Render | None:
+    """Applies the chat template, None without one."""
+
+    def render(messages: list[Message], offered: list[Mapping[str, object]]) -> str:
+        return tokenizer.apply_chat_template(messages, offered or None, **data.apply_chat_template_kwargs)
+
+    return render if tokenizer.has_chat_template else None
+
+
+def converse_of(data: DataConfig, tokenizer: Tokenizer) -> Converse:
+    """Splits a chat by its template."""
+
+    def markup_at(text: str) -> str:
+        piece = tokenizer.decode(tokenizer.markup(text[:_MARKUP_CHARACTERS])[:1], False)
+        return piece if text.startswith(piece) else ""
+
+    def converse(messages: Chat, offered: Sequence[Mapping[str, object]]) -> Conversation:
+        def render(turns: Chat, generation_prompt: bool) -> str:
+            arguments = data.apply_chat_template_kwargs | {"add_generation_prompt": generation_prompt}
+            return tokenizer.apply_chat_template(turns, offered or None, **arguments)
+
+        return demonstrated(messages, render, markup_at)
+
+    return converse
+
+
+def messages_as_json(messages: list[Message], offered: list[Mapping[str, object]]) -> str:
+    """In the place of a template, for prompts that travel as messages."""
+    return msgspec.json.encode(msgspec.convert(messages, tuple[ChatMessage, ...])).decode()

@@ -7,7 +7,7 @@ prompt each time; `fingerprint` changes when a usable row changes, so that a res
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
@@ -16,36 +16,14 @@ import xxhash
 from configs.schema import Config
 from configs.schema.data import DataConfig
 from models.families.source import context_limit
-from stages.chat.messages import Message as ChatMessage
 from stages.chat.tokenizer import Tokenizer, load_tokenizer
-from stages.data.prepare import (
-    Chat,
-    Conversation,
-    Converse,
-    PreparedPrompt,
-    Preparer,
-    Render,
-    demonstrated,
-    is_conversation,
-)
-from stages.data.rows import (
-    BadRow,
-    BadValue,
-    LoadReport,
-    Message,
-    PromptRow,
-    RowKeys,
-    SourceCount,
-    missing_key,
-    parse_row,
-    trusted_functions,
-)
+from stages.data.prepare import PreparedPrompt, Preparer, converse_of, is_conversation, messages_as_json, render_of
+from stages.data.rows import BadRow, BadValue, LoadReport, PromptRow, RowKeys, missing_key, parse_row, trusted_functions
 from stages.data.sources import Source, open_source
 from stages.errors import DataError, EmptyDataError, RowError
 from stages.tools.registry import resolve_tools
 
 _LABEL_SAMPLES = 256
-_MARKUP_CHARACTERS = 64  # longer than any special token
 _ROW_BYTES = 16 << 20  # a message of one prompt must fit into its stream with room to spare
 # Tokens kept, 4 bytes each. Epochs visit prompts cyclically: then keeping the first ones is as good as any eviction.
 _CACHED_TOKENS = 64 * 1024 * 1024
@@ -115,8 +93,7 @@ class PromptSet:
         row_of: list[int] = []
         digest = xxhash.xxh3_64()
         for position, (path, source) in enumerate(zip(paths, self._sources, strict=True)):
-            count = SourceCount(path, rows=len(source))
-            self.report.sources.append(count)
+            count = self.report.add(path, len(source))
             for row in range(len(source)):
                 try:
                     parsed = self._admit(source.row(row), source.columns, limit, len(row_of))
@@ -228,42 +205,14 @@ def _load(config: Config, data: DataConfig, tokenizer: Tokenizer, *, tokenize_la
         render_of(data, tokenizer),
         [tool.schema for tool in resolve_tools(config.tools.tools).values()],
         tokenize_labels,
-        _converse(data, tokenizer) if tokenize_labels and tokenizer.has_chat_template else None,
+        converse_of(data, tokenizer) if tokenize_labels and tokenizer.has_chat_template else None,
     )
     longest = None if context is None else context - 1
     return PromptSet(data.prompt_data, data, prepare, max_prompt_tokens=longest, trusted=trusted_functions(config))
 
 
-def render_of(data: DataConfig, tokenizer: Tokenizer) -> Render | None:
-    """Applies the chat template, None without one."""
-
-    def render(messages: list[Message], offered: list[Mapping[str, object]]) -> str:
-        return tokenizer.apply_chat_template(messages, offered or None, **data.apply_chat_template_kwargs)
-
-    return render if tokenizer.has_chat_template else None
-
-
-def _converse(data: DataConfig, tokenizer: Tokenizer) -> Converse:
-    def markup_at(text: str) -> str:
-        piece = tokenizer.decode(tokenizer.markup(text[:_MARKUP_CHARACTERS])[:1], False)
-        return piece if text.startswith(piece) else ""
-
-    def converse(messages: Chat, offered: Sequence[Mapping[str, object]]) -> Conversation:
-        def render(turns: Chat, generation_prompt: bool) -> str:
-            arguments = data.apply_chat_template_kwargs | {"add_generation_prompt": generation_prompt}
-            return tokenizer.apply_chat_template(turns, offered or None, **arguments)
-
-        return demonstrated(messages, render, markup_at)
-
-    return converse
-
-
 def _load_tasks(config: Config, data: DataConfig) -> PromptSet:
     """Rows that environments turn into prompts: they travel as messages, and the agents stage makes the tokens."""
-
-    def render(messages: list[Message], offered: list[Mapping[str, object]]) -> str:
-        return msgspec.json.encode(msgspec.convert(messages, tuple[ChatMessage, ...])).decode()
-
     rows = msgspec.structs.replace(data, apply_chat_template=True, rollout_max_prompt_len=None)
-    prepare = Preparer(True, lambda _: (0,), lambda _: (0,), render)
+    prepare = Preparer(True, lambda _: (0,), lambda _: (0,), messages_as_json)
     return PromptSet(data.prompt_data, rows, prepare, trusted=trusted_functions(config))

@@ -64,6 +64,11 @@ class LoadReport(Struct):
     def kept(self) -> int:
         return sum(source.kept for source in self.sources)
 
+    def add(self, spec: str, rows: int) -> SourceCount:
+        """Begin to count the rows of a source."""
+        self.sources.append(SourceCount(spec, rows))
+        return self.sources[-1]
+
     def skip(self, bad: BadRow) -> None:
         """Count a skipped row, and list it if the list has room."""
         self.skipped[bad.kind] = self.skipped.get(bad.kind, 0) + 1

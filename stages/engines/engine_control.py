@@ -37,7 +37,7 @@ from stages.base import Stage
 from stages.engines.colocation import MemoryKeeper, colocated, trainers_turn
 from stages.engines.policy_proof import PolicyDiffers, PolicyProver
 from stages.engines.router_workers import hand_over
-from stages.engines.weight_routes import FetcherRoute, WeightRoute, WeightRoutes, withdraw_order
+from stages.engines.weight_routes import FetcherRoute, WeightRoute, WeightRoutes, place_order
 from stages.engines.weight_transfer import ChecksumDiffers, Transfer, await_turn, verify
 from stages.messages import WeightsAnnouncement
 from stages.ports import Topic, WeightsSource, read_value, wait_until
@@ -132,7 +132,7 @@ class EngineControl:
             self.memory.attach(topic, address.incarnation)
             self._routes.tensor.gpus = address.gpus
             if address.fetcher:
-                await withdraw_order(topic, address)  # an order of an earlier process of this stage
+                await place_order(topic, address, None)  # an order of an earlier process of this stage
             await self._adopt(topic, address, self.client)
 
     async def _adopt(self, topic: Topic, address: EngineAddress, client: EngineClient) -> None:

@@ -85,13 +85,12 @@ class PolicyProver:
             if _unable(facts, announcement.proof) is not None:
                 return None
             return await self._compare(client, facts, announcement, announcement.proof)
-        except EngineAborted:
-            if topic.get("drain") is not None:  # which ends all requests; nothing is generated any more
+        except (EngineError, PolicyDiffers, UnprovenPolicy) as error:
+            if isinstance(error, EngineAborted) and topic.get("drain") is not None:  # which ends all requests
                 return None
-            await _pause(client)
-            raise
-        except (EngineError, PolicyDiffers, UnprovenPolicy):
-            await _pause(client)
+            # It generates no more: its running requests end with the tokens that they have.
+            with contextlib.suppress(EngineError):  # one that does not answer is not served either
+                await client.pause("abort")
             raise
 
     async def _compare(
@@ -167,9 +166,3 @@ def _unable(facts: ServerInfo, proof: PolicyProof) -> str | None:
     if facts.context_length is not None and facts.context_length <= (length := len(proof.tokens[0])):
         return f"its context of {facts.context_length} tokens has no room for sequences of {length}"
     return None
-
-
-async def _pause(client: EngineClient) -> None:
-    """An engine that is not proven generates no more: its running requests end with the tokens that they have."""
-    with contextlib.suppress(EngineError):  # one that does not answer is not served either
-        await client.pause("abort")

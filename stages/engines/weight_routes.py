@@ -88,8 +88,7 @@ class TensorRoute(WeightRoute):
     @contextlib.asynccontextmanager
     async def open(self, client: EngineClient, announcement: WeightsAnnouncement) -> AsyncIterator[Transfer]:
         update = UpdateClient(client)
-        ranks = await client.server_info()
-        _check_ranks("tensor", client, ranks)
+        ranks = await _ranks("tensor", client)
         devices = self._devices(client, ranks)
         slot = await asyncio.to_thread(SlotReader, announcement, anew=False)
         transfer = await asyncio.to_thread(TensorTransfer, update, announcement.label, slot, self.bucket_bytes, devices)
@@ -144,8 +143,7 @@ class DistributedRoute(WeightRoute):
             return self._group, self._update
         await self.close()
         update = UpdateClient(client)
-        ranks = await client.server_info()
-        _check_ranks("distributed", client, ranks)
+        ranks = await _ranks("distributed", client)
         self._device = _device(ranks)
         from models.weights.transfer import WeightGroup, address_towards  # torch
 
@@ -235,12 +233,15 @@ def _device(ranks: ServerInfo) -> str:
     return "cuda" if (ranks.device or "cpu").startswith("cuda") else "cpu"
 
 
-def _check_ranks(route: str, client: EngineClient, ranks: ServerInfo) -> None:
+async def _ranks(route: str, client: EngineClient) -> ServerInfo:
+    """The engine's account of its ranks. Raises RouteUnfit where the route does not reach all of them."""
+    ranks = await client.server_info()
     if (ranks.dp_size or 1) > 1 or (ranks.pp_size or 1) > 1:
         raise RouteUnfit(
             f"engine {client.base_url} has dp_size={ranks.dp_size}, pp_size={ranks.pp_size}: the route {route} reaches "
             "tensor-parallel ranks only; use --update-weight-transport disk"
         )
+    return ranks
 
 
 class WeightsOrder(Struct, frozen=True):
@@ -263,10 +264,6 @@ class WeightsBrought(Struct, frozen=True):
     error: str = ""
 
 
-def order_key(engine: EngineAddress) -> str:
-    return f"{ORDER}{engine.fetcher}/{engine.engine}"
-
-
 class FetcherRoute(WeightRoute):
     """Runs the announced route beside the engine, for one update.
 
@@ -283,7 +280,7 @@ class FetcherRoute(WeightRoute):
             await self._carried_out()
             yield self._apply
         finally:
-            await withdraw_order(self.topic, self.engine)
+            await place_order(self.topic, self.engine, None)
 
     async def ahead(self, client: EngineClient, announcement: WeightsAnnouncement) -> None:
         """Nothing: an order brings the weights, in the turn."""
@@ -299,7 +296,7 @@ class FetcherRoute(WeightRoute):
         """Publish the order. Waits for its answer, or for the loss of the engine. Raises NotBrought or
         EngineUnreachable."""
         topic, engine, order = self.topic, self.engine, self._order
-        await topic.publish(order_key(engine), msgspec.msgpack.encode(order))
+        await place_order(topic, engine, order)
         key, revision = f"{BROUGHT}{engine.fetcher}/{engine.engine}", 0
         while True:
             answer = read_value(topic, key, WeightsBrought)
@@ -313,6 +310,6 @@ class FetcherRoute(WeightRoute):
             revision = await topic.wait(revision, key, ADDRESS + engine.engine)
 
 
-async def withdraw_order(topic: Topic, engine: EngineAddress) -> None:
-    """Withdraw the order for this engine, if any."""
-    await topic.publish(order_key(engine), b"")
+async def place_order(topic: Topic, engine: EngineAddress, order: WeightsOrder | None) -> None:
+    """Order weights for this engine, in the place of an earlier order; None withdraws it."""
+    await topic.publish(f"{ORDER}{engine.fetcher}/{engine.engine}", msgspec.msgpack.encode(order) if order else b"")

@@ -170,11 +170,6 @@ class Entry(Struct, frozen=True):
     form: str  # what the user writes
 
 
-def against_label(run: Run) -> Grader:
-    """A grader that compares with the label and is cheap."""
-    return Grader(run, needs_label=True)
-
-
 WINDOW = 2048  # newest grades
 _EVERY_S = 0.5
 

@@ -27,17 +27,7 @@ from configs.schema.notation import nearest
 from models.import_path import ImportPathError, import_function, raised
 from stages.graders import synthetic
 from stages.graders.code import code_grader
-from stages.graders.grade import (
-    Entry,
-    Grade,
-    Grader,
-    GradeRequest,
-    Run,
-    UnknownGraderError,
-    against_label,
-    as_grade,
-    failed,
-)
+from stages.graders.grade import Entry, Grade, Grader, GradeRequest, Run, UnknownGraderError, as_grade, failed
 from stages.graders.math import mathematics
 from stages.graders.math.answer import last_box
 from stages.graders.math.final_line import WRONG, grade_dapo, grade_gsm8k, grade_gsm8k_flex, marked_number
@@ -162,6 +152,11 @@ def _contains(argument: str | None) -> Grader:
     if argument == "":
         raise ValueError("the text is empty, and every response contains it")
     return Grader(partial(compare.grade_contains, argument), needs_label=argument is None)
+
+
+def against_label(run: Run) -> Grader:
+    """A grader that compares with the label and is cheap."""
+    return Grader(run, needs_label=True)
 
 
 GRADERS: dict[str, Grader | Entry] = {

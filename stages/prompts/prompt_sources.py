@@ -39,6 +39,7 @@ from models.engines.noise import GOLDEN, mix64, mix_array
 from models.import_path import import_path, raised
 from models.slime_arguments import slime_arguments
 from stages.data.prepare import PreparedPrompt, Preparer
+from stages.data.prompt_set import PromptSet
 from stages.data.rows import BadValue, LoadReport, RowKeys, normal_import_path, parse_row, trusted_functions
 from stages.errors import DataSourceError, EmptyDataError
 from stages.messages import Int32Array, PromptGroup, RolloutSlice, VersionRun, wire, without_prompt
@@ -274,3 +275,13 @@ class DrawnPrompts:
             raise
         except Exception as error:
             raise DataSourceError(f"--data-source-path {self.path}: {name} raised {raised(error)}") from error
+
+
+def order_of(data: DataConfig, prompts: PromptSet | DrawnPrompts) -> PromptOrder:
+    """The order in which the prompts are visited. Raises EmptyDataError for a weighted source without any."""
+    if isinstance(prompts, DrawnPrompts):
+        return DrawnOrder(len(prompts), data.rollout_seed, False)
+    if not data.prompt_data_weights:
+        return PromptOrder(len(prompts), data.rollout_seed, data.rollout_shuffle)
+    sizes = [source.kept for source in prompts.report.sources]
+    return WeightedOrder(sizes, data.prompt_data_weights, data.rollout_seed, data.rollout_shuffle)

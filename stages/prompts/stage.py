@@ -25,14 +25,7 @@ from stages.errors import NoVerdicts, Starved
 from stages.messages import CheckpointReady, EvalDone, PromptGroup, Report, RolloutSlice, Settled, StepDone
 from stages.ports import Outlet, Ports
 from stages.prompts.ledger import Ledger, LedgerSnapshot, OpenGroup
-from stages.prompts.prompt_sources import (
-    DrawnOrder,
-    DrawnPrompts,
-    PassRateCurriculum,
-    PromptOrder,
-    WeightedOrder,
-    demonstration,
-)
+from stages.prompts.prompt_sources import DrawnPrompts, PassRateCurriculum, demonstration, order_of
 from stages.staleness_gate import StalenessGate
 from stages.topic_values import KEYS, Sampling, carrying
 from stages.train.saved_groups import SavedBatches
@@ -86,11 +79,7 @@ class PromptStage(Stage):
         self.prompts, self.gate, self.hooks = prompts, gate, hooks
         self.ledger = Ledger(snapshot)
         self.drawn = prompts if isinstance(prompts, DrawnPrompts) else None
-        order, shuffled = (DrawnOrder, False) if self.drawn is not None else (PromptOrder, data.rollout_shuffle)
-        self.order = order(len(prompts), data.rollout_seed, shuffled)
-        if data.prompt_data_weights and self.drawn is None:
-            sizes = [source.kept for source in prompts.report.sources]
-            self.order = WeightedOrder(sizes, data.prompt_data_weights, data.rollout_seed, shuffled)
+        self.order = order_of(data, prompts)
         self.curriculum = PassRateCurriculum(data, self.order, snapshot.pass_rates if snapshot else None)
         self.supervised = context.config.train.loss_type == "sft_loss"
         self.eos_id, self.encode, self.saved = eos_id, encode, saved

@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Literal
 
 import msgspec
 from msgspec.structs import replace
@@ -28,17 +28,7 @@ from models.engines.streamed import PartialOutputs
 from models.errors import EngineError, EngineProtocolError, EngineTimeout, EngineUnreachable
 from stages.ports import Topic
 from stages.sampling.engine_directory import EngineDirectory
-from stages.sampling.requests import (
-    OUT_OF_TIME,
-    Chunk,
-    Finish,
-    SampleRequest,
-    SampleResult,
-    Sent,
-    extended,
-    failed,
-    with_saved,
-)
+from stages.sampling.requests import OUT_OF_TIME, Chunk, SampleRequest, SampleResult, Sent, extended, failed, with_saved
 from stages.sampling.routes import RetryState, Route, Routes
 from stages.topic_values import ASKED, RETRACTED, SLOW, Complaint
 
@@ -112,7 +102,7 @@ class Attempt:
         """
         return isinstance(self.error, EngineTimeout) and self.reused < max(1.0, self.least_per_s * self._spent_s)
 
-    def end_all(self, finish: Finish, reason: str = "") -> None:
+    def end_all(self, finish: Literal["aborted", "length"], reason: str = "") -> None:
         """End every open member with what it has."""
         for place, result in list(self.left.items()):
             self._settle(place, replace(result, finish=finish, reason=reason))
@@ -159,9 +149,9 @@ class Attempt:
                     timer.cancel()
         if outputs is not None:
             if len(outputs) != len(self.had):
-                error = ValueError(f"the engine sent {len(outputs)} answers for {len(self.had)} samples")
+                wrong = ValueError(f"the engine sent {len(outputs)} answers for {len(self.had)} samples")
                 for place, result in list(self.left.items()):
-                    self._settle(place, failed(result, error))
+                    self._settle(place, failed(result, wrong))
             for place, output in enumerate(outputs):
                 self._land(place, output)
             return

@@ -28,15 +28,7 @@ from models.engines.client import EngineClient
 from models.engines.http_client import ROUTING_KEY_HEADER, lost_fields
 from models.engines.launch.command import policy_of
 from models.engines.protocol import GenerateRequest
-from models.errors import (
-    EngineAborted,
-    EngineError,
-    EngineProtocolError,
-    EngineRefused,
-    EngineTimeout,
-    EngineUnreachable,
-    RequestNotSent,
-)
+from models.errors import LOSSES, EngineError, EngineRefused, EngineTimeout, EngineUnreachable, RequestNotSent
 from stages.ports import wait_at_most
 from stages.sampling.engine_choice import FIRST_COME, Choice, Ranking
 from stages.sampling.engine_directory import LOOK_S, ROUTER, EngineDirectory, InFlightRequest, Target
@@ -49,7 +41,6 @@ ENGINE_WAIT_S: Final = 120.0  # how long a request without a deadline waits for 
 
 
 TRANSIENT_STATUS: Final = (408, 425, 429)  # refusals that are no fault of the request
-LOSSES: Final = (EngineUnreachable, EngineTimeout, EngineAborted, EngineProtocolError)
 FIRST_PAUSE_S: Final = 0.2  # before a lost request is sent again, doubled at each loss
 LONGEST_PAUSE_S: Final = 5.0
 

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from models.engines.protocol import GenerateRequest
-from models.errors import EngineError, EngineTimeout, EngineUnreachable
+from models.errors import LOSSES, EngineError, EngineTimeout, EngineUnreachable
 from stages.base import GenerateOptions, StageContext, side_by_side
 from stages.ports import Readable, Topic
 from stages.sampling.attempt import Attempt, Call, Emit, Progress, Reports
@@ -43,7 +43,7 @@ from stages.sampling.requests import (
     on_the_wire,
     with_stream_interval,
 )
-from stages.sampling.routes import LOSSES, RetryState, RouteRequest, Routes
+from stages.sampling.routes import RetryState, RouteRequest, Routes
 from stages.topic_values import POLICY, newest_settings
 
 log = logging.getLogger("sluice.sampler")
