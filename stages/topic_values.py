@@ -107,6 +107,11 @@ class EngineEntry(EngineAddress, frozen=True):
         """What the engine calls its weights, None while it has none of this run."""
         return None if self.version < 0 else f"{self.run_generation}.{self.version}"
 
+    @property
+    def key(self) -> str:
+        """Its key on the topic."""
+        return DIRECTORY + self.engine
+
 
 class RouterAddress(Server, frozen=True):
     """Topic value `router`: where the router in front of the engines listens; `incarnation` as for an engine."""

@@ -41,17 +41,7 @@ from stages.engines.weight_routes import FetcherRoute, WeightRoute, WeightRoutes
 from stages.engines.weight_transfer import ChecksumDiffers, Transfer, await_turn, verify
 from stages.messages import WeightsAnnouncement
 from stages.ports import Topic, WeightsSource, read_value, wait_until
-from stages.topic_values import (
-    ADDRESS,
-    DIRECTORY,
-    LEAVE,
-    POLICY,
-    Complaint,
-    EngineAddress,
-    EngineEntry,
-    addresses,
-    entries,
-)
+from stages.topic_values import ADDRESS, LEAVE, POLICY, Complaint, EngineAddress, EngineEntry, addresses, entries
 
 log = logging.getLogger("sluice.engines")
 
@@ -109,7 +99,7 @@ class EngineControl:
         """
         self.entry = msgspec.structs.replace(self.entry, **changes)
         if self._stands(topic):
-            await topic.publish(DIRECTORY + self.name, msgspec.msgpack.encode(self.entry))
+            await topic.publish(self.entry.key, msgspec.msgpack.encode(self.entry))
 
     def _stands(self, topic: Topic) -> bool:
         address = addresses(topic).get(self.name)

@@ -22,7 +22,6 @@ import json
 import math
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
@@ -39,12 +38,7 @@ _LANGUAGES = frozenset(("python", "py", "python3"))
 _TOLERANCE = 1e-9
 
 
-@dataclass(frozen=True)
-class Test:
-    """One case and its expected output: text (stdin), a JSON value (call) or the token (check)."""
-
-    case: Case
-    output: Any
+Test = tuple[Case, Any]  # one case and its expected output: text (stdin), a JSON value (call) or the token (check)
 
 
 def code_grader(argument: str | None) -> Grader:
@@ -69,7 +63,7 @@ def grade_code(total_s: float, request: GradeRequest) -> Grade:
     if program is None or not program.strip():
         return Grade(0.0, False, {"pass_frac": 0.0})
     try:
-        results = run_cases(clean(program), [test.case for test in tests], Limits(total_s, case_s))
+        results = run_cases(clean(program), [case for case, _ in tests], Limits(total_s, case_s))
     except SandboxError as error:
         return failed(str(error))
     passed = sum(passes(test, result) for test, result in zip(tests, results, strict=True))
@@ -133,30 +127,31 @@ def _from_label(label: str | None) -> Any:
 def _read_test(entry: Any, name: str | None) -> Test:
     if isinstance(entry, str):
         token = secrets.token_hex(16)
-        return Test(CheckCase(entry, token), token)
+        return CheckCase(entry, token), token
     if not isinstance(entry, dict) or "input" not in entry or "output" not in entry:
         raise ValueError("a test is a dict with 'input' and 'output', or an assertion as text")
     given, wanted = entry["input"], entry["output"]
     if name is not None:
-        return Test(CallCase(name, given if isinstance(given, list) else [given]), wanted)
+        return CallCase(name, given if isinstance(given, list) else [given]), wanted
     if not isinstance(given, str) or not isinstance(wanted, str):
         raise ValueError("'input' and 'output' of a test are text; for a function's arguments set fn_name")
-    return Test(StdinCase(given), wanted)
+    return StdinCase(given), wanted
 
 
 def passes(test: Test, result: CaseResult) -> bool:
     """Whether a result is what the test wants."""
+    case, output = test
     if result.how != "ok":
         return False
-    if isinstance(test.case, StdinCase):
-        return _lines(result.stdout) == _lines(test.output)
-    if isinstance(test.case, CheckCase):
-        return bool(result.value == test.output)
+    if isinstance(case, StdinCase):
+        return _lines(result.stdout) == _lines(output)
+    if isinstance(case, CheckCase):
+        return bool(result.value == output)
     try:
         value = json.loads(result.value)
     except (ValueError, RecursionError):
         return False
-    return same(value, test.output)
+    return same(value, output)
 
 
 def _lines(text: str) -> Sequence[str]:

@@ -119,9 +119,7 @@ class EngineDirectory:
     each such client bounds itself.
     """
 
-    def __init__(
-        self, rollout: RolloutConfig, *, replicas: int = 1, stage: str = "", vocab_size: int | None = None
-    ) -> None:
+    def __init__(self, rollout: RolloutConfig, replicas: int, stage: str, vocab_size: int | None) -> None:
         """`stage`: `scale/<stage>` on the topic holds the number of clients, if it changes."""
         self.timeout_s, self.stage = rollout.request_timeout_secs, stage
         self.concurrency = rollout.server_concurrency  # samples in flight at an engine without a published limit

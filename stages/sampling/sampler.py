@@ -68,7 +68,7 @@ class Sampler:
         self.rollout, self.policies = config.rollout, tuple(policies)
         self._bound = config.asynchrony.max_staleness
         self._topic: Readable | None = None  # settings that the user changes during the run
-        self.directory = EngineDirectory(config.rollout, replicas=context.replicas, stage=stage, vocab_size=vocab_size)
+        self.directory = EngineDirectory(config.rollout, context.replicas, stage, vocab_size)
         self.routes = Routes(config, self.directory, index=context.index)
         self.reports = Reports(replica, self.directory, self.routes, {} if extra is None else extra)
         self.retries, self._spans = 0, context.spans

@@ -215,13 +215,13 @@ class TrainStage(Stage):
         self.recovery.saved(time.perf_counter() - clock)
 
     async def _save_recovery_point(self) -> None:
+        def write(directory: Path) -> None:
+            self.backend.save(directory)
+            self.backend.finish_save()
+
         if await asyncio.to_thread(self.recovery.due):
             with self._timed("save", f"recovery point of step {self.steps}"):
-                await self._in_torch(self.recovery.save, self.steps, self._write_state)
-
-    def _write_state(self, directory: Path) -> None:
-        self.backend.save(directory)
-        self.backend.finish_save()
+                await self._in_torch(self.recovery.save, self.steps, write)
 
     def _take_settings(self, topic: Topic) -> float:
         """Apply what the user changed for the next batch; returns the factor of its learning rate."""

@@ -278,7 +278,7 @@ async def test_a_drain_ends_the_wait_for_a_router(tmp_path: Path) -> None:
 
 def test_where_prefill_and_decode_are_apart_the_router_serves_also_what_was_lost() -> None:
     config = make_config(router={"router": "sglang"}, engine={"engine": "sglang"})
-    directory = EngineDirectory(make_config().rollout)
+    directory = EngineDirectory(make_config().rollout, 1, "", None)
     directory.state = RouterState("sglang", "http://router", 0, up=True)
     routes = Routes(config, directory, index=0)
     lost, direct = RouteRequest("k", b"p", 1, retries=RetryState(count=1)), RouteRequest("k", b"p", 1, direct=True)
