@@ -131,7 +131,6 @@ class EvaluateStage(Stage):
     def __init__(self, context: StageContext) -> None:
         super().__init__(context)
         self.released = -1
-        self._drain = False
         self._answers: dict[int, dict[tuple[str, int, int], Rollout]] = {}  # by version; (data set, prompt, sample)
         self._held: dict[int, list[Lease[RolloutSlice]]] = {}  # until the result is in the ledger's stream
         self._changed = asyncio.Event()
@@ -169,14 +168,11 @@ class EvaluateStage(Stage):
         revision = 0
         while True:
             revision = await ports.topic.wait(revision, "weights/pinned/", "eval/released", "drain", *KEYS)
-            if ports.topic.get("drain") is not None:
-                self._drain = True
-                self._changed.set()
             self.released = max(self.released, int(ports.topic.get("eval/released") or b"-1"))
             pinned = sorted(int(key.rsplit("/", 1)[1]) for key in ports.topic.items("weights/pinned/"))
             for version in [v for v in pinned if v > self.released]:
                 carried = [entry.version for entry in carrying(ports.topic).values()]
-                if not self._drain and not (carried and min(carried) >= version):
+                if ports.topic.get("drain") is None and not (carried and min(carried) >= version):
                     break
                 await self._evaluate(ports, version)
 
@@ -191,8 +187,7 @@ class EvaluateStage(Stage):
         metrics, complete = self._function_score(version) if self._function else self._score(version)
         metrics["eval/time_s"] = time.monotonic() - started
         failure = next((parts[-1].error for parts in self._answers.get(version, {}).values() if self._function), None)
-        missing = "drained" if self._drain else late or failure or "some answers are missing or of another version"
-        detail = "" if complete else missing
+        detail = "" if complete else late or failure or "some answers are missing or of another version"
         if (path := self.config.observe.custom_eval_rollout_log_function_path) is not None:
             graded = {name: self._graded(version, name) for name in self.sets}
             given = self._function_found(version).data if self._function else eval_data(graded)
@@ -211,7 +206,6 @@ class EvaluateStage(Stage):
         """Waits for all answers; unblocked by each arrival, by a drain or by the deadline. Returns why it gave up."""
         while len(self._answers.get(version, ())) < wanted:
             if ports.topic.get("drain") is not None:
-                self._drain = True
                 return "drained"
             left = self.config.eval.eval_deadline_s - (time.monotonic() - started)
             if left <= 0:

@@ -32,14 +32,12 @@ from stages.engines.engine_control import EngineControl
 from stages.ports import Topic
 from stages.topic_values import IDLE, POLICY, RETRACTED, RUNNING, WAITING
 
-WINDOW_LOOKS = 8
-
 
 class IdleMeter:
     """Idle share of one engine over its last observations."""
 
-    def __init__(self, looks: int = WINDOW_LOOKS) -> None:
-        self._seen: deque[tuple[float, float]] = deque(maxlen=looks)  # (time, busy seconds by then)
+    def __init__(self) -> None:
+        self._seen: deque[tuple[float, float]] = deque(maxlen=8)  # newest observations: (time, busy seconds by then)
         self._accounts = False  # the engine reports its busy seconds
         self._sampled_s = 0.0
 

@@ -124,7 +124,8 @@ class Ranking:
         self._random = random.Random(seed)
         # Replicas begin at different engines: none sees the requests of the rest, and at first all loads are equal.
         self._turn = self._first = seed
-        self._rank: Callable[[Choice], Sequence[str]] = {
+        # Names of all engines, best first.
+        self.rank: Callable[[Choice], list[str]] = {
             "least_loaded": self._least_loaded,
             "round_robin": self._round_robin,
             "random": self._shuffled,
@@ -134,22 +135,18 @@ class Ranking:
             "cache_aware": _cache_aware,
         }[policy]
 
-    def rank(self, choice: Choice) -> list[str]:
-        """Names of all engines, best first."""
-        return list(self._rank(choice))
-
-    def _round_robin(self, choice: Choice) -> Sequence[str]:
+    def _round_robin(self, choice: Choice) -> list[str]:
         names = choice.names
         first = self._turn % len(names) if names else 0
         self._turn += 1
         return names[first:] + names[:first]
 
-    def _least_loaded(self, choice: Choice) -> Sequence[str]:
+    def _least_loaded(self, choice: Choice) -> list[str]:
         names = choice.names
         first = self._first % len(names) if names else 0
         return sorted(names[first:] + names[:first], key=lambda name: choice.loads[name])
 
-    def _sticky(self, choice: Choice) -> Sequence[str]:
+    def _sticky(self, choice: Choice) -> list[str]:
         """The engine of the session, unless it has more than its share already: then the least loaded engine.
 
         A request cannot be divided, so its own samples do not count against the engine.
@@ -158,15 +155,15 @@ class Ranking:
         share = CROWDED * (sum(choice.loads.values()) + choice.n) / max(len(names), 1)
         return self._least_loaded(choice) if names and choice.loads[names[0]] > share else names
 
-    def _shuffled(self, choice: Choice) -> Sequence[str]:
+    def _shuffled(self, choice: Choice) -> list[str]:
         return self._random.sample(choice.names, len(choice.names))
 
-    def _power_of_two(self, choice: Choice) -> Sequence[str]:
+    def _power_of_two(self, choice: Choice) -> list[str]:
         drawn = self._shuffled(choice)
-        return sorted(drawn[:2], key=lambda name: choice.loads[name]) + list(drawn[2:])
+        return sorted(drawn[:2], key=lambda name: choice.loads[name]) + drawn[2:]
 
 
-def _cache_aware(choice: Choice) -> Sequence[str]:
+def _cache_aware(choice: Choice) -> list[str]:
     """The engine that always gets this prompt, and so has its prefix cached, unless it is crowded."""
     names = _rendezvous(choice.names, choice.prompt)
     bound = CROWDED * (sum(choice.loads.values()) + choice.n) / max(len(names), 1)

@@ -6,11 +6,10 @@ unit of `staleness/*` is the trained token; names are those of docs/metrics.md.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Final
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 
 from configs.schema import Config
 from stages.evaluate import estimates
@@ -70,17 +69,9 @@ def _reward_metrics(members: Sequence[Rollout]) -> dict[str, float]:
 def _length_metrics(members: Sequence[Rollout]) -> dict[str, float]:
     lengths = np.array([sum(s.new_tokens for s in parts) for parts in members])
     trained = np.array([sum(map(np.count_nonzero, trained_masks(parts))) for parts in members])
-    found = {"response_len": _spread(lengths), "effective_response_len": _spread(trained)}
-    return {f"rollout/{name}/{statistic}": n for name, spread in found.items() for statistic, n in spread.items()}
-
-
-def _spread(values: npt.NDArray[np.int64]) -> dict[str, float]:
-    return {
-        "mean": float(values.mean()),
-        "median": float(np.median(values)),
-        "max": float(values.max()),
-        "min": float(values.min()),
-    }
+    found = {"rollout/response_len": lengths, "rollout/effective_response_len": trained}
+    statistics: dict[str, Callable[..., Any]] = {"mean": np.mean, "median": np.median, "max": np.max, "min": np.min}
+    return {f"{name}/{key}": float(of(values)) for name, values in found.items() for key, of in statistics.items()}
 
 
 def _staleness_metrics(
