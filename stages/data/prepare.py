@@ -141,25 +141,22 @@ class Preparer:
         if row.tools != "[]":
             tools.extend(msgspec.json.decode(row.tools))
         if self.converse is not None and row.label is None and is_conversation(row.prompt):
+            # Its answers are learned; what lies between them is left out of the loss.
             chat = self._of_template(partial(self.converse, row.prompt, tools))
-            return self._conversation(chat, row, tools)
+            ids, label_ids = (_frozen(self.tokenize_rendered(text)) for text in (chat.prompt, chat.label))
+            metadata = msgspec.json.encode(msgspec.json.decode(row.metadata) | {"tool_spans": chat.context}).decode()
+            offered = msgspec.json.encode(tools).decode()
+            return PreparedPrompt(chat.prompt, ids, chat.label, metadata, offered, label_ids, chat.ended)
         if isinstance(row.prompt, str) and not self.wrap_text:
-            text, ids = row.prompt, _tokenized(self.tokenize, row.prompt, limit)
+            text, tokens = row.prompt, _tokenized(self.tokenize, row.prompt, limit)
         else:
             text = self._rendered(row.prompt, tools)
-            ids = _tokenized(self.tokenize_rendered, text, limit)
-        if not len(ids):
+            tokens = _tokenized(self.tokenize_rendered, text, limit)
+        if not len(tokens):
             raise BadValue("empty prompt", "the prompt has no tokens")
         encoded_tools = row.tools if not self.tools else msgspec.json.encode(tools).decode()
         label_ids = _frozen(self.tokenize_rendered(row.label or "")) if self.tokenize_labels else NO_IDS
-        return PreparedPrompt(text, _frozen(ids), row.label, row.metadata, encoded_tools, label_ids)
-
-    def _conversation(self, chat: Conversation, row: PromptRow, tools: list[Mapping[str, object]]) -> PreparedPrompt:
-        """A chat whose answers are learned; what lies between them is left out of the loss."""
-        ids, label_ids = (_frozen(self.tokenize_rendered(text)) for text in (chat.prompt, chat.label))
-        metadata = msgspec.json.encode(msgspec.json.decode(row.metadata) | {"tool_spans": chat.context}).decode()
-        offered = msgspec.json.encode(tools).decode()
-        return PreparedPrompt(chat.prompt, ids, chat.label, metadata, offered, label_ids, chat.ended)
+        return PreparedPrompt(text, _frozen(tokens), row.label, row.metadata, encoded_tools, label_ids)
 
     def _rendered(self, prompt: str | list[Message], tools: list[Mapping[str, object]]) -> str:
         if self.render is None:

@@ -142,7 +142,10 @@ class EngineControl:
             self.entry, self._in_full = fresh, address.taken_over
             await self.publish(topic)
         elif found.state == "serving" and await _carries(client, found.label):
-            self.entry, self.current = found, _announced(topic, found)
+            # What it was given, as far as it matters afterwards: its version, and whether an evaluation pins it.
+            pinned = topic.get(f"weights/pinned/{found.version}") is not None
+            self.current = WeightsAnnouncement(found.run_generation, found.version, "", "", 0, pinned=pinned)
+            self.entry = found
             log.info("%s keeps its weights %s", self.name, found.label)
         else:
             self.entry, self._in_full, self._paused = found, True, True
@@ -201,10 +204,9 @@ class EngineControl:
         try:
             with self.stage.span("release_memory", detail=self.name):
                 await self.memory.give_back(topic, client)
+            self._in_a_row = 0
         except EngineError as error:
             await self._failed(topic, f"it did not release its memory: {error}")
-        else:
-            self._in_a_row = 0
 
     async def _bring(self, topic: Topic, client: EngineClient, announcement: WeightsAnnouncement) -> None:
         """One attempt to load a version. Waits for its turn and, after a failure, for the next attempt."""
@@ -227,8 +229,6 @@ class EngineControl:
             state = "serving" if self.current is not None else "loading"
             await self.publish(topic, state=state, fetching=-1, detail=reason[:MOST_DETAIL])
             await self._failed(topic, reason, restart=isinstance(error, PolicyDiffers) and error.again)
-        else:
-            self._in_a_row = 0
 
     async def _failed(self, topic: Topic, reason: str, *, restart: bool = False) -> None:
         """Count a failure and wait for the next attempt, longer after each in a row.
@@ -276,8 +276,7 @@ class EngineControl:
                 await client.resume()
                 stall_s = time.perf_counter() - paused
         proof = await self._prover.prove(topic, client, announcement)  # needs an engine that answers
-        self._paused = False
-        self.current, self._in_full = announcement, False
+        self.current, self._paused, self._in_full, self._in_a_row = announcement, False, False, 0
         self.updates += 1
         update_s = time.perf_counter() - started
         self.stage.context.spans.add(
@@ -326,9 +325,3 @@ async def _carries(client: EngineClient, label: str | None) -> bool:
         return label is not None and (await client.model_info()).weight_version == label and await client.ready()
     except EngineError:
         return False
-
-
-def _announced(topic: Topic, entry: EngineEntry) -> WeightsAnnouncement:
-    """What the engine was given, as far as it matters afterwards: its version, and whether an evaluation pins it."""
-    pinned = topic.get(f"weights/pinned/{entry.version}") is not None
-    return WeightsAnnouncement(entry.run_generation, entry.version, "", "", 0, pinned=pinned)

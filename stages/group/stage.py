@@ -113,7 +113,12 @@ class GroupStage(Stage):
         while True:
             revision = await ports.topic.wait(revision, "dead", "drain", SETTINGS)
             self._take_thresholds(ports.topic)
-            self._drop_dead(ports.topic.get("dead"))
+            for key in read_value(ports.topic, "dead", tuple[str, ...]) or ():
+                # The controller has settled this group: release its parts, and drop the parts that still come.
+                open_ = self._open.get(key)
+                self._claim(key)
+                if open_ is not None:
+                    self._release(open_)
             reason = ports.topic.get("drain")
             if reason is not None and self._drain is None:
                 self._drain = reason.decode()
@@ -129,14 +134,6 @@ class GroupStage(Stage):
         if changed.dynamic_sampling_filter != self._names:
             self._names = changed.dynamic_sampling_filter
             self._filters = resolve_filter(self.config, self._names, self._state)
-
-    def _drop_dead(self, groups: bytes | None) -> None:
-        """The controller has settled these groups: release their parts, and drop the parts that still come."""
-        for key in () if groups is None else msgspec.msgpack.decode(groups, type=tuple[str, ...]):
-            open_ = self._open.get(key)
-            self._claim(key)
-            if open_ is not None:
-                self._release(open_)
 
     async def _join(self, ports: Ports) -> None:
         """Waits for slices; ends with the inlet, after the groups that are being graded."""

@@ -182,7 +182,8 @@ def _answer(data: bytes | None, reward_key: str | None) -> Grade | _Fault:
     parts = {
         clean(name): part
         for name, item in value.items()
-        if (part := _part(item)) is not None and (name, key) != ("score", "score")
+        if isinstance(item, int | float) and not isinstance(item, bool)  # everything else in it is left out
+        if (part := _number(item)) is not None and (name, key) != ("score", "score")
     }
     correct, extracted = value.get("is_correct"), value.get("extracted")
     return Grade(
@@ -206,11 +207,6 @@ def _number(value: object) -> float | None:
     except (ValueError, OverflowError):
         return None
     return number if math.isfinite(number) else None
-
-
-def _part(value: object) -> float | None:
-    """Numbers of the answer become parts; everything else in it is left out."""
-    return _number(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 def retry_after(value: str | None) -> float | None:

@@ -79,11 +79,6 @@ class RetryState:
             self.count += 1
         return True
 
-    def may_retry(self, max_retries: int) -> bool:
-        """With a deadline: until then, so that a killed engine costs time and no answers. Without: a count."""
-        left_s = self.left_s
-        return self.count <= max_retries if left_s is None else self.pause_s < left_s
-
 
 class RouteRequest(Struct, frozen=True):
     """The requirements of a request on its route."""

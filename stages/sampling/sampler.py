@@ -293,7 +293,9 @@ class Sampler:
             return False
         if self.draining:
             return self.drains(request)  # the next attempt returns what there is
-        if not retries.may_retry(self.rollout.max_retries):
+        # With a deadline: until then, so that a killed engine costs time and no answers. Without: a count.
+        left_s = retries.left_s
+        if retries.count > self.rollout.max_retries if left_s is None else retries.pause_s >= left_s:
             return False
         self.retries += 1
         self.reports.add("engine_retries", 1)
