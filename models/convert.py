@@ -39,6 +39,7 @@ class Loaded:
     chunk: Any
     hf_config: dict[str, Any]
     rank: int
+    layout: dict[str, int]  # the parallel sizes, as a training state records them
     dtypes: dict[str, str]  # by name, where known: a router's bias is fp32 in the model, whatever it was stored as
 
     def export(self) -> Iterator[tuple[str, Any]]:
@@ -177,7 +178,7 @@ def _build(source: Path, sizes: dict[str, int] | None, checksums: dict[str, str]
             expert_tensor_parallel_size=1 if expert > 1 else None,
         ),
     )
-    build_layout(spec)
+    layout = build_layout(spec).recorded()
     from megatron.core import parallel_state as ps
 
     from models.train.megatron.build import build_gpt
@@ -185,7 +186,7 @@ def _build(source: Path, sizes: dict[str, int] | None, checksums: dict[str, str]
     first, last = ps.is_pipeline_first_stage(), ps.is_pipeline_last_stage()
     chunk = build_gpt(hf_config, spec, pre_process=first, post_process=last)
     dtypes = {name: one.partition(":")[0] for name, one in checksums.items()}
-    return Loaded(chunk, hf_config, torch.distributed.get_rank(), dtypes)
+    return Loaded(chunk, hf_config, torch.distributed.get_rank(), layout, dtypes)
 
 
 def _sharded(loaded: Loaded) -> dict[str, Any]:
@@ -200,7 +201,6 @@ def _write_megatron(loaded: Loaded, out: Path) -> None:
     import megatron.core
     import torch
 
-    from models.train.megatron.checkpoint import parallel_layout
     from models.train.megatron.checkpoint_files import STATE_DIR, MegatronState, Plan
 
     files = out / STATE_DIR
@@ -209,7 +209,7 @@ def _write_megatron(loaded: Loaded, out: Path) -> None:
     torch.distributed.barrier()
     plan = Plan(files)
     plan.prepare(_sharded(loaded))
-    plan.write(MegatronState(models={}, layout=parallel_layout(), megatron_core=megatron.core.__version__))
+    plan.write(MegatronState(models={}, layout=loaded.layout, megatron_core=megatron.core.__version__))
     torch.distributed.barrier()
 
 

@@ -14,7 +14,8 @@ Invariants:
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor
 
 Float32Array = npt.NDArray[np.float32]
+NOT_WRITTEN: Final = "another process could not write its part of the checkpoint; its message says why"
 _BUCKET_BYTES: Final = 1 << 26  # of gradients that travel together
 
 
@@ -112,6 +114,29 @@ def together(otherwise: Exception, group: Any | None = None) -> Iterator[None]:
         raise error
     if failed.item():
         raise otherwise
+
+
+class BackgroundSave:
+    """What a thread of each process still writes of a checkpoint; the thread may outlive the main one.
+
+    `group`: over which the processes tell each other how it ended.
+    """
+
+    def __init__(self, group: Any | None = None) -> None:
+        self._thread, self._group = ThreadPoolExecutor(1, "checkpoint"), group
+        self.pending: Future[None] | None = None
+
+    def begin(self, complete: Callable[[], None]) -> None:
+        """Let the thread complete a save. The one before is finished."""
+        self.pending = self._thread.submit(complete)
+
+    def finish(self) -> None:
+        """Wait until the save that was begun is on disk in all processes; collective. Raises what went wrong here, or
+        `OSError` for what went wrong elsewhere."""
+        if self.pending is not None:
+            pending, self.pending = self.pending, None
+            with together(OSError(NOT_WRITTEN), self._group):
+                pending.result()
 
 
 def gather_bytes(data: bytes, group: Any | None) -> list[bytes]:

@@ -12,10 +12,8 @@ Invariants:
 
 from __future__ import annotations
 
-import dataclasses
-import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -23,6 +21,8 @@ import torch
 
 from models.algorithms.tokens import StepStatistics
 from models.train.dp_group import DpGroup, Float32Array
+from models.train.spec import UpdateResult
+from models.train.step.critic import CriticModel
 from models.train.step.micro_batch_loss import StepTotals
 from models.train.step.micro_batches import MicroBatch
 from models.train.step.packing import Packing
@@ -30,20 +30,7 @@ from models.train.step.packing import Packing
 Scored = Literal["policy", "reference"]
 
 
-@dataclass(frozen=True)
-class UpdateResult:
-    """What one attempt at an update did."""
-
-    applied: bool
-    grad_norm: float  # of the step's gradient, before clipping; not finite if the update was refused
-    lr: float
-
-    def for_its_loss(self) -> UpdateResult:
-        """This refusal, of a step whose loss is not finite: no gradient of it means anything."""
-        return replace(self, grad_norm=math.nan)
-
-
-@dataclasses.dataclass
+@dataclass
 class Counters:
     """What a run has done so far; part of its checkpoints."""
 
@@ -51,24 +38,6 @@ class Counters:
     steps: int = 0
     skipped_steps: int = 0  # loss or gradient was not finite, of the policy or of the critic
     empty_steps: int = 0  # nothing to learn from: no trainable token, or all rejected
-
-
-class CriticModel(Protocol):
-    """The value model of PPO."""
-
-    def values(self, batches: Sequence[MicroBatch]) -> list[Float32Array]:
-        """V before each chosen token, one array [N] per micro-batch; empty without `is_mp_src_rank`."""
-
-    def backward(self, batches: Sequence[MicroBatch]) -> None:
-        """Add the gradient of the micro-batches' numerators, and their sums. Members have `values` and `returns`."""
-
-    def update(
-        self, loss_denominator: float, mean_denominator: float, dp_group: DpGroup
-    ) -> tuple[UpdateResult, dict[str, float]]:
-        """Make the update, or refuse it, and start the next step; metrics of this one."""
-
-    def discard(self) -> None:
-        """Forget the gradients and sums of the running step."""
 
 
 class ModelSet(Protocol):

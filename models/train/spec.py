@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from configs.schema import Config
 from configs.schema.algorithm import (
@@ -63,6 +68,81 @@ def learning_rate(updates: int, train: TrainConfig, total_steps: int | None) -> 
     progress = min((updates - warmup) / span, 1.0)
     remaining = 1.0 - progress if train.lr_decay_style == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
     return train.min_lr + (train.lr - train.min_lr) * remaining
+
+
+@dataclass(frozen=True)
+class UpdateResult:
+    """What one attempt at an update did."""
+
+    applied: bool
+    grad_norm: float  # of the step's gradient, before clipping; not finite if the update was refused
+    lr: float
+
+    def for_its_loss(self) -> UpdateResult:
+        """This refusal, of a step whose loss is not finite: no gradient of it means anything."""
+        return replace(self, grad_norm=math.nan)
+
+
+class Updates(ABC):
+    """Updates of one model's weights from the gradients of a step, whatever framework holds the two.
+
+    Invariants:
+    - gradients arrive as sums of numerators; they are divided by the step's denominator here, once;
+    - a gradient that is not finite changes neither parameters nor optimizer state, in any process;
+    - the learning rate depends only on the number of updates made, and on the factor that the caller gives.
+    """
+
+    optimizer: Any
+
+    def __init__(self, train: TrainConfig, total_steps: int | None) -> None:
+        """`train`: the optimizer's options of this model."""
+        self._train, self._total_steps = train, total_steps
+        self.updates = 0
+
+    @abstractmethod
+    def _summed(self) -> tuple[float, list[Tensor] | None]:
+        """Norm of the gradient's sum over all processes, and the sums that this process updates from; None if no
+        parameter has any. Collective."""
+
+    @abstractmethod
+    def _step(self) -> None:
+        """Let the optimizer change the weights."""
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Drop all gradients."""
+
+    def update(self, denominator: float, *, lr_scale: float = 1.0) -> UpdateResult:
+        """Sum the gradients over the processes, divide, clip, update; or refuse. Clears the gradients. Collective.
+
+        `lr_scale`: factor of this update's learning rate.
+        """
+        lr = learning_rate(self.updates, self._train, self._total_steps) * lr_scale
+        norm, gradients = self._summed()
+        norm /= denominator
+        applied = gradients is not None and math.isfinite(norm)  # the same in all processes: it is summed over them
+        if applied:
+            if gradients:
+                torch._foreach_mul_(gradients, gradient_scale(norm, denominator, self._train.clip_grad))
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
+            self._step()
+            self.updates += 1
+        self.clear()
+        return UpdateResult(applied, norm, lr)
+
+    def refuse(self) -> UpdateResult:
+        """Make no update: there is nothing to learn from. Clears the gradients."""
+        self.clear()
+        return UpdateResult(False, 0.0, learning_rate(self.updates, self._train, self._total_steps))
+
+
+def gradient_scale(norm: float, denominator: float, clip_grad: float) -> float:
+    """What summed gradients are multiplied by: divided by the step's denominator, and clipped to `clip_grad` (0: not).
+
+    `norm`: of the gradient after the division.
+    """
+    return (clip_grad / norm if clip_grad > 0 and norm > clip_grad else 1.0) / denominator
 
 
 # --------------------------------------------------------------------------------------------------

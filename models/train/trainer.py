@@ -28,8 +28,8 @@ from models.errors import BackendMisuse
 from models.train.device_memory import DeviceMemory
 from models.train.huggingface.models import TorchModels
 from models.train.interface import TrainSequence, WeightExporter
-from models.train.model_set import Counters, ModelSet, UpdateResult
-from models.train.spec import TrainSpec, batch_needs, critic_only
+from models.train.model_set import Counters, ModelSet
+from models.train.spec import TrainSpec, UpdateResult, batch_needs, critic_only
 from models.train.step.examples import Intake, check_sequence, example_of, rollouts_of
 from models.train.step.running_batch import OldLogProbPass, RunningBatch
 

@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from models.train.step.micro_batch_loss import to_device
 from models.train.step.micro_batches import Int64Array, PackedRows
 
 PACKED_SDPA: Final = "sdpa_packed"
@@ -51,6 +52,14 @@ def attention_allowed(unit: Tensor, branch: Tensor | None = None, columns: slice
     return allowed[:, None]
 
 
+def allowed_in(rows: PackedRows, device: torch.device, columns: slice = slice(None)) -> Tensor:
+    """`attention_allowed` of rows whose positions are given, on the device."""
+    if rows.unit is not None and rows.branch is not None:
+        return attention_allowed(to_device(rows.unit, device), to_device(rows.branch, device), columns)
+    assert rows.position_ids is not None
+    return attention_allowed(to_device(np.cumsum(rows.position_ids == 0, axis=1), device), None, columns)
+
+
 class Segment(NamedTuple):
     """Consecutive tokens that see themselves, causally, and all of their prompt."""
 
@@ -61,7 +70,7 @@ class Segment(NamedTuple):
 def segments(rows: PackedRows) -> tuple[Segment, ...]:
     """All [B * L] tokens of rows that hold several sequences. Padding is a segment too."""
     if rows.unit is None or rows.branch is None:
-        return tuple(map(Segment, np.diff(_ends(rows)).tolist()))
+        return tuple(map(Segment, np.diff(sequence_ends(rows)).tolist()))
     unit, branch = rows.unit, rows.branch
     begins = (np.diff(unit, axis=1, prepend=-2) != 0) | (np.diff(branch, axis=1, prepend=-1) != 0)
     starts = np.flatnonzero(begins)
@@ -98,7 +107,7 @@ def as_varlen(found: Sequence[Segment], device: torch.device) -> Varlen:
     seen = [own[at] if of.prompt is None else np.append(own[of.prompt], own[at]) for at, of in enumerate(found)]
     seen_ends = np.cumsum([0, *map(len, seen)])
     arrays = (ends.astype(np.int32), seen_ends.astype(np.int32), np.concatenate(seen))
-    own_ends, all_ends, places = (torch.from_numpy(array).to(device, non_blocking=True) for array in arrays)
+    own_ends, all_ends, places = (to_device(array, device) for array in arrays)
     longest, longest_seen = int(np.diff(ends).max()), int(np.diff(seen_ends).max())
     return Varlen(own_ends, all_ends, longest, longest_seen, places if len(place) < len(places) else None, found)
 
@@ -144,7 +153,7 @@ def _kernel() -> Callable[..., Tensor]:
     return partial(varlen_attn, window_size=(-1, 0), **grouped)
 
 
-def _ends(rows: PackedRows) -> Int64Array:
+def sequence_ends(rows: PackedRows) -> Int64Array:
     """Cumulated lengths [sequences + 1] of all rows without common prompts, one behind the other; padding is one more
     sequence, but in rows that hold one alone."""
     height, length = rows.input_ids.shape
@@ -155,8 +164,8 @@ def _ends(rows: PackedRows) -> Int64Array:
 def flash_arguments(rows: PackedRows, device: torch.device) -> dict[str, Any]:
     """What FlashAttention's kernels for sequences of different lengths want: without it, transformers looks for the
     ends in every layer, and waits for the device each time."""
-    ends = _ends(rows)
-    on_device = torch.from_numpy(ends.astype(np.int32)).to(device, non_blocking=True)
+    ends = sequence_ends(rows)
+    on_device = to_device(ends.astype(np.int32), device)
     longest = int(np.diff(ends).max())
     return {"cu_seq_lens_q": on_device, "cu_seq_lens_k": on_device, "max_length_q": longest, "max_length_k": longest}
 

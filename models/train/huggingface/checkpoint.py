@@ -15,7 +15,7 @@ from msgspec import Struct
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from models.disk import read_file, sync
+from models.disk import read_file, sync, write_whole
 from models.errors import TrainStateUnreadable
 from models.train.huggingface.hf_files import local, model_tensors, write_hf, write_tensors
 from models.train.huggingface.optimizer import Updater
@@ -196,9 +196,7 @@ def save_state(
         write_tensors(trainer / f"{file}.safetensors", host)
     beside = tuple(part for part in parts if part != "policy")
     state = TrainerState(updates=updates["policy"], parts=beside, **dataclasses.asdict(counters))
-    (directory / _STATE).write_bytes(msgspec.json.encode(state))
-    sync(directory / _STATE)
-    sync(trainer)
+    write_whole(directory / _STATE, msgspec.json.encode(state), durable=True)
     sync(directory)
 
 

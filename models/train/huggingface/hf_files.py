@@ -149,16 +149,25 @@ def write_hf(
     *,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     writes: bool = True,
-) -> int:
-    """Write `tensors` and what belongs to `source` (directory or hub id); return the bytes of all tensors.
+) -> None:
+    """Write `tensors` and what belongs to `source` (directory or hub id).
 
-    `writes=False`: a process that only takes part in the collectives behind `tensors`; it runs them to their end.
-    Weights that are in `directory` already are replaced. Raises `ValueError` for a name that comes twice, `OSError`.
+    `writes=False`: a process that only takes part in the collectives behind `tensors`. They are run to their end in any
+    case: the other processes wait in them. Weights that are in `directory` already are replaced. Raises `ValueError`
+    for a name that comes twice, `OSError`.
     """
-    if not writes:
+    tensors = iter(tensors)
+    try:
+        if writes:
+            _write_hf(directory, tensors, source, max_shard_bytes)
+    finally:
         for _ in tensors:
             pass
-        return 0
+
+
+def _write_hf(
+    directory: Path, tensors: Iterable[tuple[str, torch.Tensor]], source: Path | str, max_shard_bytes: int
+) -> None:
     path = Path(source).expanduser()
     if path.is_dir() and directory.exists() and path.samefile(directory):
         raise ValueError(f"write_hf would overwrite its source {str(source)!r}; write to another directory")
@@ -170,7 +179,6 @@ def write_hf(
     writer.finish()
     _copy_settings(directory, source, writer.dtypes)
     sync_tree(directory)
-    return writer.total_bytes
 
 
 def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:

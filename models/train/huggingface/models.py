@@ -26,9 +26,9 @@ from models.train.huggingface.loading import PlacedModel, Placement, row_multipl
 from models.train.huggingface.lora import Adapters
 from models.train.huggingface.optimizer import Updater
 from models.train.huggingface.scoring import Backbone, Passes
-from models.train.model_set import Counters, Scored, UpdateResult
-from models.train.spec import TrainSpec
-from models.train.step.critic import ValueModel, ValueNumerator, critic_train_config
+from models.train.model_set import Counters, Scored
+from models.train.spec import TrainSpec, UpdateResult
+from models.train.step.critic import CriticModel, ValueModel, critic_train_config
 from models.train.step.micro_batch_loss import PolicyNumerator, StepTotals
 from models.train.step.micro_batches import MicroBatch, PackedRows
 from models.train.step.packing import Packing, with_budget
@@ -56,7 +56,7 @@ class ValueScorer(Backbone):
         return self._context.joined(values.clone(), part)
 
 
-class Critic:
+class Critic(CriticModel):
     """`CriticModel` wherever its tensors lie."""
 
     def __init__(self, placement: Placement) -> None:
@@ -70,8 +70,9 @@ class Critic:
             precise=lambda root: [root.model.value_head],
         )
         self.model: ValueModel = self.placed.root.model
-        self._numerator = ValueNumerator(config.value_clip)
-        self.updater = Updater(self.model, critic_train_config(config, train), None, placement.sum_over_shards)
+        updater = Updater(self.model, critic_train_config(config, train), None, placement)
+        super().__init__(config.value_clip, updater)
+        self.updater: Updater = updater
 
     def values(self, batches: Sequence[MicroBatch]) -> list[Float32Array]:
         """V before each chosen token, one array [N] per micro-batch that is not blank."""
@@ -85,22 +86,6 @@ class Critic:
                 values.backward(torch.zeros_like(values))  # the others wait for this process's part of the sums
             else:
                 self._numerator(batch.members, values).backward()
-
-    def update(
-        self, loss_denominator: float, mean_denominator: float, dp_group: DpGroup
-    ) -> tuple[UpdateResult, dict[str, float]]:
-        """Make the update, or refuse it, and start the next step; metrics of this one."""
-
-        def apply(denominator: float) -> UpdateResult:
-            self._placement.sum_gradients(parameter for _, parameter in self.updater.named_parameters)
-            return self.updater.apply(denominator)
-
-        return self._numerator.finish_step(apply, self.updater.refuse, loss_denominator, mean_denominator, dp_group)
-
-    def discard(self) -> None:
-        """Forget the gradients and sums of the running step."""
-        self.updater.clear()
-        self._numerator.begin_step()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -192,7 +177,7 @@ class HfModels:
         packing = with_budget(packing, train, spec.parallel)
         self.packing = replace(packing, row_multiple=row_multiple(self.device))
         self._numerator = PolicyNumerator(spec)
-        self.updater = Updater(self.model, train, spec.total_steps, placement.sum_over_shards)
+        self.updater = Updater(self.model, train, spec.total_steps, placement)
 
     # ------------------------------------------------------------------ passes
 
@@ -234,8 +219,7 @@ class HfModels:
 
     def update(self, denominator: float, *, lr_scale: float = 1.0) -> UpdateResult:
         """Sum the gradients over data-parallel ranks, divide, clip, update; or refuse. Clears the gradients."""
-        self._placement.sum_gradients(parameter for _, parameter in self.updater.named_parameters)
-        return self.updater.apply(denominator, lr_scale=lr_scale)
+        return self.updater.update(denominator, lr_scale=lr_scale)
 
     def refuse(self) -> UpdateResult:
         """Make no update. Clears the gradients."""

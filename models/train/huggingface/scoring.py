@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import numpy as np
@@ -27,7 +27,7 @@ from models.train.huggingface.attention import (
     FLASH_ATTENTION,
     MASK_TOKENS,
     PACKED_SDPA,
-    attention_allowed,
+    allowed_in,
     flash_arguments,
     seen_by,
 )
@@ -119,15 +119,14 @@ class ContextParallel:
     def inputs(self, rows: PackedRows, columns: slice, device: torch.device) -> dict[str, Tensor]:
         """Ids and positions [B, l] of these columns, and whom they may see, bool [B, 1, l, L]; the size divides L."""
         rows = lengthened(rows, self.size)
-        ids, positions, unit, branch = rows.input_ids, rows.position_ids, rows.unit, rows.branch
+        ids, positions = rows.input_ids, rows.position_ids
         if positions is None:
             positions = np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
-        if unit is None or branch is None:
-            unit, branch = np.cumsum(positions == 0, axis=1), np.zeros_like(ids)
-        whole = {"input_ids": ids[:, columns], "position_ids": positions[:, columns], "unit": unit, "branch": branch}
-        tensors = {name: to_device(np.ascontiguousarray(array), device) for name, array in whole.items()}
-        tensors["attention_mask"] = attention_allowed(tensors.pop("unit"), tensors.pop("branch"), columns)
-        return tensors
+        return {
+            "input_ids": to_device(ids[:, columns], device),
+            "position_ids": to_device(positions[:, columns], device),
+            "attention_mask": allowed_in(replace(rows, position_ids=positions), device, columns),
+        }
 
 
 def _register(group: Any) -> None:
@@ -253,12 +252,9 @@ class Backbone(torch.nn.Module):  # type: ignore[misc]
         packed = attention == PACKED_SDPA
         if packed and rows.input_ids.shape[1] > self._passes.mask_tokens:
             return {"segments": seen_by(rows, self._passes.device, self._passes.mask_dtype)}
-        if rows.unit is not None and rows.branch is not None:
-            mask = attention_allowed(self._to_device(rows.unit), self._to_device(rows.branch))
-        elif packed:
-            mask = attention_allowed(self._to_device(np.cumsum(rows.position_ids == 0, axis=1)))
-        else:
+        if rows.unit is None and not packed:
             return {}  # transformers' masks follow from the restarts of the positions
+        mask = allowed_in(rows, self._passes.device)
         if attention.startswith("sdpa"):
             return {"attention_mask": mask}
         dtype = self._passes.mask_dtype

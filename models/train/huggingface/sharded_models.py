@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -24,9 +23,9 @@ import torch.distributed.checkpoint as dcp
 from msgspec import Struct
 from torch import Tensor
 
-from models.disk import read_file, sync, sync_tree
+from models.disk import read_file, sync_tree, write_whole
 from models.errors import TrainStateUnreadable
-from models.train.dp_group import together
+from models.train.dp_group import NOT_WRITTEN, BackgroundSave, together
 from models.train.huggingface import checkpoint
 from models.train.huggingface.hf_files import write_hf
 from models.train.huggingface.loading import pick_device
@@ -54,8 +53,6 @@ FORMAT_VERSION: Final = 1
 STATE: Final = Path("fsdp/state.json")
 SHARDS: Final = Path("fsdp/shards")
 
-_ELSEWHERE: Final = "another process could not write its part of the checkpoint; its message says why"
-
 
 class FsdpState(Struct, frozen=True, kw_only=True):
     """What is no tensor."""
@@ -73,10 +70,10 @@ class Checkpoints:
 
     def __init__(self, mesh: Mesh, *, asynchronous: bool) -> None:
         """Collective. `asynchronous`: files are written by a thread, over process groups of its own."""
-        self._mesh = mesh
-        self._thread = ThreadPoolExecutor(1, "save") if asynchronous else None
+        self._mesh, self._asynchronous = mesh, asynchronous
         self._group = dist.new_group(backend="gloo") if asynchronous else mesh.gloo
-        self._pending: Future[None] | None = None
+        self._saving = BackgroundSave(mesh.gloo)
+        self.finish = self._saving.finish
 
     # ------------------------------------------------------------------ saving
 
@@ -86,7 +83,7 @@ class Checkpoints:
         parts: checkpoint.StateParts,
         counters: Counters,
         *,
-        weights: Iterator[tuple[str, Tensor]],
+        weights: Iterable[tuple[str, Tensor]],
         source: str,
         finish: Callable[[], None],
     ) -> None:
@@ -106,9 +103,9 @@ class Checkpoints:
             counters=asdict(counters), updates=parts.updates, parts=tuple(parts), world=self._mesh.sizes.world, files={}
         )
         writer = dcp.HuggingFaceStorageWriter(str(directory / SHARDS), save_distributed=True)
-        if self._thread is not None:
+        if self._asynchronous:
             # What the thread writes later is copied now: the next step changes the shards.
-            weights = iter([(name, tensor.to("cpu", copy=True)) for name, tensor in weights])
+            weights = [(name, tensor.to("cpu", copy=True)) for name, tensor in weights]
             write_shards = dcp.async_save(tensors, storage_writer=writer, process_group=self._group).result
         else:
             write_shards = partial(dcp.save, tensors, storage_writer=writer, process_group=self._group)
@@ -117,26 +114,16 @@ class Checkpoints:
             try:
                 write_hf(directory / checkpoint.MODEL_DIR, weights, source, writes=self._mesh.first)
             finally:
-                for _ in weights:  # the others gather to the end, whatever became of the first
-                    pass
                 write_shards()  # returns when all processes have written
             if self._mesh.first:
                 finish()
                 _complete(directory, state)
 
-        if self._thread is not None:
-            self._pending = self._thread.submit(complete)
+        if self._asynchronous:
+            self._saving.begin(complete)
         else:
-            with together(OSError(_ELSEWHERE), self._mesh.gloo):
+            with together(OSError(NOT_WRITTEN), self._mesh.gloo):
                 complete()
-
-    def finish(self) -> None:
-        """Wait until the last save is on disk, in all processes. Raises what went wrong in any of them."""
-        if self._pending is None:
-            return
-        pending, self._pending = self._pending, None
-        with together(OSError(_ELSEWHERE), self._mesh.gloo):
-            pending.result()
 
     # ------------------------------------------------------------------ loading
 
@@ -184,9 +171,7 @@ def _complete(directory: Path, state: FsdpState) -> None:
     """Once all else is written: the state file behind it."""
     files = {file.name: file.stat().st_size for file in sorted((directory / SHARDS).iterdir())}
     sync_tree(directory)
-    (directory / STATE).write_bytes(msgspec.json.encode(msgspec.structs.replace(state, files=files)))
-    sync(directory / STATE)
-    sync((directory / STATE).parent)
+    write_whole(directory / STATE, msgspec.json.encode(msgspec.structs.replace(state, files=files)), durable=True)
 
 
 def _of_shards(name: str, tensor: Tensor) -> Tensor:

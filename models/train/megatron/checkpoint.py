@@ -17,17 +17,15 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-import weakref
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from models.errors import TrainStateUnreadable, first_line
-from models.train.dp_group import together
+from models.train.dp_group import BackgroundSave, together
 from models.train.huggingface.checkpoint import MODEL_DIR, random_state, restore_random_state
 from models.train.huggingface.hf_files import write_hf
 from models.train.megatron.checkpoint_files import (
@@ -40,9 +38,9 @@ from models.train.megatron.checkpoint_files import (
     torch_metadata,
 )
 from models.train.megatron.optimizer_state import OptimizerState, on_host, owned_by
+from models.train.megatron.processes import ParallelSizes
 from models.train.megatron.trained_models import MegatronCritic, SwappedReference, TrainedChunks
 from models.train.model_set import Counters
-from models.train.spec import TrainSpec
 
 POLICY: Final = "policy"
 CRITIC: Final = "critic"
@@ -51,27 +49,13 @@ REFERENCE: Final = "reference"
 Weights = dict[str, dict[str, Any]]  # by model and name: `model_weights`
 
 
-class SavedModels(Protocol):
-    """The models of a run, as their checkpoints need them."""
-
-    spec: TrainSpec
-    device: torch.device
-    policy: TrainedChunks
-    critic: MegatronCritic | None
-    reference: SwappedReference | None
-    saving_group: Any
-
-    def export(self) -> Iterator[tuple[str, Tensor]]: ...
-
-
 class Held:
     """The tensors of all models, with their places in the whole."""
 
-    def __init__(self, models: SavedModels) -> None:
-        self.trained: dict[str, TrainedChunks] = {POLICY: models.policy}
-        if models.critic is not None:
-            self.trained[CRITIC] = models.critic.trained
-        reference = models.reference
+    def __init__(
+        self, policy: TrainedChunks, critic: MegatronCritic | None, reference: SwappedReference | None
+    ) -> None:
+        self.trained = {POLICY: policy} if critic is None else {POLICY: policy, CRITIC: critic.trained}
         self.reference = reference if reference is not None and reference.renewed else None
         self._weights = {name: model_weights(one.chunks, name) for name, one in self.trained.items()}
         self.states = {name: OptimizerState(one.optimizer, self._weights[name]) for name, one in self.trained.items()}
@@ -156,98 +140,93 @@ def put_weights(weights: Weights, loaded: dict[str, dict[str, Tensor]]) -> None:
                 one.data.copy_(loaded[model][key])
 
 
-_writer = ThreadPoolExecutor(1, "checkpoint")  # its thread outlives the main one
-_saving: weakref.WeakKeyDictionary[SavedModels, Future[None]] = weakref.WeakKeyDictionary()
+class Checkpoints:
+    """Writes and reads the state of the models of one run."""
 
+    def __init__(
+        self,
+        policy: TrainedChunks,
+        critic: MegatronCritic | None,
+        reference: SwappedReference | None,
+        *,
+        sizes: ParallelSizes,
+        device: torch.device,
+        asynchronous: bool,
+    ) -> None:
+        """Collective. `asynchronous`: `save` returns as soon as everything is copied to the host; `finish` waits."""
+        self._models = (policy, critic, reference)
+        self._device, self.asynchronous = device, asynchronous
+        self._group = torch.distributed.new_group(backend="gloo")  # for the threads that write
+        self._rank: int = torch.distributed.get_rank()
+        self._layout = sizes.recorded()
+        self.saving = BackgroundSave()
+        self.finish = self.saving.finish
 
-def save(models: SavedModels, directory: Path, counters: Counters, *, asynchronous: bool = False) -> None:
-    """Write the policy in Hugging Face format to `directory/hf`, and all else to `directory/megatron`; collective.
+    def save(self, directory: Path, counters: Counters, weights: Iterator[tuple[str, Tensor]], source: str) -> None:
+        """Write the policy in Hugging Face format to `directory/hf`, and all else to `directory/megatron`; collective.
 
-    The parameters are those of the last update (with overlap_param_gather they have been gathered).
+        The parameters are those of the last update (with overlap_param_gather they have been gathered). `weights`: of
+        the policy, for `hf`; `source`: whose configuration and tokenizer go beside them. The Hugging Face files are on
+        disk when this returns in any case. Raises `OSError` in all processes if one cannot write.
+        """
+        import megatron.core
 
-    `asynchronous`: return as soon as everything is copied to the host; `finish` waits for the rest. The Hugging Face
-    files are written before in either case. Raises `OSError` in all processes if one cannot write.
-    """
-    finish(models)
-    rank = torch.distributed.get_rank()
-    files = directory / STATE_DIR
-    with together(OSError("the first process could not make the directory of a checkpoint")):
-        if rank == 0:
-            if files.exists():
-                shutil.rmtree(files)
-            files.mkdir(parents=True)
-    _write_hf(models, directory / MODEL_DIR)
-    held = Held(models)
-    state = _state_of(models, held, counters)
-    plan = Plan(files, models.saving_group)
-    plan.prepare(held.tensors(empty=False))
-    plan.add(f"random-{rank:05d}.safetensors", _random(models.device))
-    if asynchronous:
-        plan.copy(held.live())
-    _saving[models] = _writer.submit(plan.write, state)
-    if not asynchronous:
-        finish(models)
+        self.finish()
+        files = directory / STATE_DIR
+        with together(OSError("the first process could not make the directory of a checkpoint")):
+            if self._rank == 0:
+                if files.exists():
+                    shutil.rmtree(files)
+                files.mkdir(parents=True)
+        with together(OSError("the first process could not write the weights in Hugging Face format")):
+            write_hf(directory / MODEL_DIR, weights, source, writes=self._rank == 0)
+        held = Held(*self._models)
+        state = MegatronState(
+            models={name: ModelCounters(one.updates, held.states[name].steps()) for name, one in held.trained.items()},
+            parts=() if held.reference is None else (REFERENCE,),
+            layout=self._layout,
+            megatron_core=megatron.core.__version__,
+            **dataclasses.asdict(counters),
+        )
+        plan = Plan(files, self._group)
+        plan.prepare(held.tensors(empty=False))
+        plan.add(f"random-{self._rank:05d}.safetensors", self._random())
+        if self.asynchronous:
+            plan.copy(held.live())
+        self.saving.begin(lambda: plan.write(state))
+        if not self.asynchronous:
+            self.finish()
 
+    def load(self, directory: Path) -> Counters:
+        """Restore what `save` wrote in any layout, and return its counters; collective.
 
-def finish(models: SavedModels) -> None:
-    """Wait until a save that was begun is complete; collective. Raises `OSError` in all processes if one failed."""
-    saving = _saving.pop(models, None)
-    if saving is not None:
-        with together(OSError("another process could not write its part of a checkpoint")):
-            saving.result()
+        Raises `TrainStateUnreadable` in all processes, then nothing is changed.
+        """
+        self.finish()
+        held = Held(*self._models)
+        wanted = held.tensors(empty=True)
+        with together(TrainStateUnreadable(f"another process cannot read {directory}; let all see the same files")):
+            state, index = read_state(directory)
+            _check(directory, state, index, held, wanted)
+        held.put(read_tensors(directory, index, wanted), state)
+        if state.layout == self._layout:
+            self._load_random(directory / STATE_DIR)
+        return Counters(state.batches, state.steps, state.skipped_steps, state.empty_steps)
 
+    def _random(self) -> dict[str, Tensor]:
+        from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-def load(models: SavedModels, directory: Path) -> Counters:
-    """Restore what `save` wrote in any layout, and return its counters; collective.
+        tracked = get_cuda_rng_tracker().get_states()
+        return random_state(self._device) | {f"tracked/{name}": state.clone() for name, state in tracked.items()}
 
-    Raises `TrainStateUnreadable` in all processes, then nothing is changed.
-    """
-    finish(models)
-    held = Held(models)
-    wanted = held.tensors(empty=True)
-    with together(TrainStateUnreadable(f"another process cannot read {directory}; let all see the same files")):
-        state, index = read_state(directory)
-        _check(directory, state, index, held, wanted)
-    held.put(read_tensors(directory, index, wanted), state)
-    _load_random(directory / STATE_DIR, state, models.device)
-    return Counters(state.batches, state.steps, state.skipped_steps, state.empty_steps)
+    def _load_random(self, directory: Path) -> None:
+        from megatron.core.tensor_parallel import get_cuda_rng_tracker
+        from safetensors.torch import load_file
 
-
-def _state_of(models: SavedModels, held: Held, counters: Counters) -> MegatronState:
-    import megatron.core
-
-    return MegatronState(
-        models={name: ModelCounters(one.updates, held.states[name].steps()) for name, one in held.trained.items()},
-        parts=() if held.reference is None else (REFERENCE,),
-        layout=parallel_layout(),
-        megatron_core=megatron.core.__version__,
-        **dataclasses.asdict(counters),
-    )
-
-
-def parallel_layout() -> dict[str, int]:
-    """The sizes of the layout of this process, as a state records them."""
-    from megatron.core import parallel_state as ps
-
-    return {
-        "processes": torch.distributed.get_world_size(),
-        "tensor": ps.get_tensor_model_parallel_world_size(),
-        "pipeline": ps.get_pipeline_model_parallel_world_size(),
-        "context": ps.get_context_parallel_world_size(),
-        "expert": ps.get_expert_model_parallel_world_size(),
-        "expert_tensor": ps.get_expert_tensor_parallel_world_size(),
-    }
-
-
-def _write_hf(models: SavedModels, directory: Path) -> None:
-    """The weights, by the first process; the others take part in gathering them, also when it fails."""
-    tensors = models.export()
-    with together(OSError("the first process could not write the weights in Hugging Face format")):
-        try:
-            write_hf(directory, tensors, models.spec.train.hf_checkpoint, writes=torch.distributed.get_rank() == 0)
-        finally:
-            for _ in tensors:  # none is left where all were written
-                continue
+        tensors = load_file(directory / f"random-{self._rank:05d}.safetensors")
+        restore_random_state(tensors, self._device)
+        tracked = {name.removeprefix("tracked/"): one for name, one in tensors.items() if name.startswith("tracked/")}
+        get_cuda_rng_tracker().set_states(tracked)
 
 
 def _check(directory: Path, state: MegatronState, index: Index, held: Held, wanted: dict[str, Any]) -> None:
@@ -314,22 +293,3 @@ def read_tensors(directory: Path, index: Index, wanted: dict[str, Any]) -> dict[
         ) from error
     finally:
         strategies._get_filesystem_reader = usual
-
-
-def _random(device: torch.device) -> dict[str, torch.Tensor]:
-    from megatron.core.tensor_parallel import get_cuda_rng_tracker
-
-    tracked = get_cuda_rng_tracker().get_states()
-    return random_state(device) | {f"tracked/{name}": state.clone() for name, state in tracked.items()}
-
-
-def _load_random(directory: Path, state: MegatronState, device: torch.device) -> None:
-    from megatron.core.tensor_parallel import get_cuda_rng_tracker
-    from safetensors.torch import load_file
-
-    if state.layout != parallel_layout():
-        return
-    tensors = load_file(directory / f"random-{torch.distributed.get_rank():05d}.safetensors")
-    restore_random_state(tensors, device)
-    tracked = {name.removeprefix("tracked/"): one for name, one in tensors.items() if name.startswith("tracked/")}
-    get_cuda_rng_tracker().set_states(tracked)

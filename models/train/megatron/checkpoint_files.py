@@ -25,7 +25,7 @@ import torch
 from msgspec import Struct
 from torch import Tensor
 
-from models.disk import read_file, sync, sync_tree
+from models.disk import read_file, sync, sync_tree, write_whole
 from models.errors import TrainStateUnreadable
 from models.train.dp_group import gather_bytes
 from models.train.huggingface.checkpoint import MODEL_DIR, TRAINER_DIR, check_format
@@ -104,11 +104,7 @@ def complete(directory: Path, state: MegatronState, index: Index) -> None:
     (directory / INDEX).write_bytes(msgspec.json.encode(index))
     sizes = {file.name: file.stat().st_size for file in sorted(directory.iterdir())}
     sync_tree(directory)
-    aside = directory / f".{STATE}.part"
-    aside.write_bytes(msgspec.json.encode(msgspec.structs.replace(state, sizes=sizes)))
-    sync(aside)
-    aside.replace(directory / STATE)
-    sync(directory)
+    write_whole(directory / STATE, msgspec.json.encode(msgspec.structs.replace(state, sizes=sizes)), durable=True)
     sync(directory.parent)
 
 

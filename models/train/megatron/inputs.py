@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.nn.functional import rms_norm, scaled_dot_product_attention
 
 from models.errors import UnsupportedModel
-from models.train.huggingface.attention import attention_allowed
+from models.train.huggingface.attention import allowed_in, sequence_ends
+from models.train.step.micro_batch_loss import to_device
 from models.train.step.micro_batches import Int64Array, PackedRows, lengthened
 
 
@@ -69,34 +70,30 @@ def model_inputs(rows: PackedRows, form: RowForm) -> ModelInputs:
         at = np.full(length, -1, dtype=np.int64)
         at[columns] = np.arange(len(columns))
         found = np.flatnonzero(at[column] >= 0)
-        kept, row, column = _tensor(found, form), row[found], at[column[found]]
+        kept, row, column = to_device(found, form.device), row[found], at[column[found]]
     positions = rows.position_ids
     if positions is None and form.context_size > 1:
         positions = np.broadcast_to(np.arange(length, dtype=np.int64), (height, length))
     flat = form.flat and positions is not None
-    ends, longest = _ends(rows) if flat else (None, 0)
+    ends = sequence_ends(rows) if flat else None
     if flat:
         positions = None  # counted from the ends
     return ModelInputs(
-        input_ids=_tensor(rows.input_ids[:, columns], form),
-        position_ids=None if positions is None else _tensor(positions[:, columns], form),
+        input_ids=to_device(rows.input_ids[:, columns], form.device),
+        position_ids=None if positions is None else to_device(positions[:, columns], form.device),
         mask=None if flat else hidden_mask(rows, form.device),
-        ends=None if ends is None else _tensor(ends, form),
-        longest=longest,
-        places=_tensor(column * height + row, form),
+        ends=None if ends is None else to_device(ends.astype(np.int32), form.device),
+        longest=0 if ends is None else int(np.diff(ends).max()),
+        places=to_device(column * height + row, form.device),
         kept=kept,
-        targets=_tensor(rows.targets, form),
-        temperatures=None if rows.temperatures is None else _tensor(rows.temperatures, form),
+        targets=to_device(rows.targets, form.device),
+        temperatures=None if rows.temperatures is None else to_device(rows.temperatures, form.device),
     )
 
 
 def hidden_mask(rows: PackedRows, device: torch.device) -> Tensor | None:
     """Forbidden pairs of positions, bool [B, 1, L, L]; None where causal attention suffices."""
-    if rows.position_ids is None:
-        return None
-    if rows.unit is not None and rows.branch is not None:
-        return ~attention_allowed(torch.from_numpy(rows.unit).to(device), torch.from_numpy(rows.branch).to(device))
-    return ~attention_allowed(torch.from_numpy(rows.position_ids).to(device).eq(0).cumsum(dim=1))
+    return None if rows.position_ids is None else ~allowed_in(rows, device)
 
 
 def context_columns(length: int, rank: int, size: int) -> Int64Array:
@@ -108,19 +105,6 @@ def context_columns(length: int, rank: int, size: int) -> Int64Array:
         return np.arange(length, dtype=np.int64)
     chunks = np.arange(length, dtype=np.int64).reshape(2 * size, -1)
     return np.concatenate([chunks[rank], chunks[2 * size - 1 - rank]])
-
-
-def _ends(rows: PackedRows) -> tuple[np.ndarray, int]:
-    """Cumulated lengths of the sequences of one flat row, and the longest."""
-    length = rows.input_ids.shape[1]
-    assert rows.position_ids is not None
-    (positions,) = rows.position_ids  # one row
-    ends = np.append(np.flatnonzero(positions == 0), length).astype(np.int32)
-    return ends, int(np.diff(ends).max())
-
-
-def _tensor(array: np.ndarray, form: RowForm) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(array)).to(form.device, non_blocking=True)
 
 
 # --------------------------------------------------------------------------------------------------

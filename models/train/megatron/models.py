@@ -14,7 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-import torch
 from torch import Tensor
 
 from configs.schema.train import MegatronConfig
@@ -23,9 +22,7 @@ from models.errors import BackendMisuse, TrainConfigInvalid
 from models.import_path import pick
 from models.train.dp_group import Float32Array
 from models.train.huggingface.loading import pick_device
-from models.train.megatron.checkpoint import finish as finish_state
-from models.train.megatron.checkpoint import load as load_state
-from models.train.megatron.checkpoint import save as save_state
+from models.train.megatron.checkpoint import Checkpoints
 from models.train.megatron.forward import Pipeline, TokenScorer
 from models.train.megatron.inputs import ModelInputs
 from models.train.megatron.processes import build_dp_group, build_layout
@@ -37,8 +34,8 @@ from models.train.megatron.trained_models import (
     into_critic,
 )
 from models.train.megatron.weights import LoadedChunks, Source, export_hf, load_chunks, load_hf, read_source
-from models.train.model_set import Counters, Scored, UpdateResult
-from models.train.spec import TrainSpec
+from models.train.model_set import Counters, Scored
+from models.train.spec import TrainSpec, UpdateResult
 from models.train.step.critic import critic_train_config
 from models.train.step.micro_batch_loss import PolicyNumerator, StepTotals
 from models.train.step.micro_batches import MicroBatch
@@ -60,7 +57,7 @@ class MegatronModels:
         Raises `CheckpointUnavailable`, `UnsupportedModel`, `TrainConfigInvalid` or `BackendMisuse`.
         """
         check_optimizer(spec)
-        self._async_save, self.spec = async_save, spec
+        self.spec = spec
         self.sizes = build_layout(spec)
         # A schedule of m micro-batches idles for PP - 1 of m + PP - 1 turns: under 20 % from 4 PP on.
         self.pass_micro_batches = SCHEDULE_TURNS * self.sizes.pipeline if self.sizes.pipeline > 1 else 1
@@ -69,7 +66,6 @@ class MegatronModels:
             init(spec.arguments)
         self._step_begun = False
         self.dp_group = build_dp_group(spec)
-        self.saving_group = torch.distributed.new_group(backend="gloo")
         self.device = pick_device(spec.train.train_device)
         source = read_source(spec.train.hf_checkpoint, "hf_checkpoint")
         self.hf_config = source.config
@@ -82,6 +78,9 @@ class MegatronModels:
         self.critic: MegatronCritic | None = None
         if spec.uses_critic:
             packing = self._add_critic(packing)
+        self.checkpoints = Checkpoints(
+            self.policy, self.critic, self.reference, sizes=self.sizes, device=self.device, asynchronous=async_save
+        )
         self._numerator = PolicyNumerator(spec)
         packing = with_budget(packing, spec.train, spec.parallel)
         # The budget is that of one process; context-parallel ones share a row.
@@ -223,16 +222,16 @@ class MegatronModels:
         Synchronised to disk, unless the models were made with `async_save`: then `finish_save` waits for that.
         """
         self.settle()
-        save_state(self, directory, counters, asynchronous=self._async_save)
+        self.checkpoints.save(directory, counters, self.export(), self.spec.train.hf_checkpoint)
 
     def finish_save(self) -> None:
         """Wait until what `save` wrote is on disk in all processes. Collective. Raises `OSError` if it is not."""
-        finish_state(self)
+        self.checkpoints.finish()
 
     def load(self, directory: Path) -> Counters:
         """Restore what `save` wrote, and return its counters. Raises `TrainStateUnreadable`."""
         self.settle()
-        return load_state(self, directory)
+        return self.checkpoints.load(directory)
 
 
 def _hooks(megatron: MegatronConfig) -> tuple[Callable[..., Any] | None, ...]:

@@ -58,63 +58,40 @@ _ARCHITECTURE: Final = """
     mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads heterogeneous_block_specs quant_recipe
 """.split()  # noqa: SIM905 - a list would take a line for each
 
+# What else is not taken: the reason -> the fields.
 _OTHERS: Final[Mapping[str, str]] = {
-    **dict.fromkeys(
-        ("hidden_dropout", "attention_dropout"),
-        "dropout is 0, for the trainer's log-probs must be those of the policy that samples; leave it out",
-    ),
-    **dict.fromkeys(
-        ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_load_balancing_type", "dsa_indexer_loss_coeff"),
-        "gradients are sums over a step that are divided once at its end, where an auxiliary loss would get a wrong "
-        "weight, so that there is none; leave it out",
-    ),
-    **dict.fromkeys(
-        ("mtp_num_layers", "mtp_loss_scaling_factor", "mtp_standalone"),
-        "heads for multi-token prediction are not trained; leave it out",
-    ),
-    **dict.fromkeys(
-        ("calculate_per_token_loss", "average_in_collective", "gradient_reduce_div_fusion", "check_for_nan_in_grad"),
-        "gradients are sums that the trainer itself divides, checks and clips; leave it out",
-    ),
-    **dict.fromkeys(
-        ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"),
-        "it belongs to fp16, which is not offered; use --train-dtype bfloat16, which needs no scale",
-    ),
-    **dict.fromkeys(
-        ("optimizer", "decoupled_weight_decay", "sgd_momentum", "decoupled_lr", "decoupled_min_lr"),
-        "the optimizer is AdamW with one learning rate, for all backends alike; leave it out",
-    ),
-    **dict.fromkeys(
-        """
-        muon_momentum muon_split_qkv muon_use_nesterov muon_scale_mode muon_fp32_matmul_prec muon_num_ns_steps
-        muon_tp_mode muon_extra_scale_factor
-        """.split(),  # noqa: SIM905 - a list would take a line for each
-        "the optimizer is AdamW, for all backends alike; leave it out",
-    ),
-    **dict.fromkeys(
-        ("use_cpu_initialization", "perform_initialization", "init_model_with_meta_device", "init_method_std"),
-        "all weights are read from --hf-checkpoint; leave it out",
-    ),
-    **dict.fromkeys(
-        (
-            "hierarchical_context_parallel_sizes",
-            "hybrid_context_parallel",
-            "max_seqlen_per_dp_cp_rank",
-            "num_distributed_optimizer_instances",
-        ),
-        "the groups of processes are made from the parallel sizes alone; leave it out",
-    ),
-    "variable_seq_lengths": "the shapes of micro-batches are settled by --max-tokens-per-gpu; leave it out",
-    "moe_enable_routing_replay": "the engines' routing is not recorded; leave it out",
-    "moe_router_force_load_balancing": "it sends tokens to experts at random; leave it out",
-    "moe_router_bias_update_rate": "the router's bias is kept as the checkpoint has it; leave it out",
-    "embedding_init_method_std": "all weights are read from --hf-checkpoint; leave it out",
-}
+    "dropout is 0, for the trainer's log-probs must be those of the policy that samples; leave it out":
+        "hidden_dropout attention_dropout",
+    "gradients are sums over a step that are divided once at its end, where an auxiliary loss would get a wrong "
+    "weight, so that there is none; leave it out":
+        "moe_aux_loss_coeff moe_z_loss_coeff moe_router_load_balancing_type dsa_indexer_loss_coeff",
+    "heads for multi-token prediction are not trained; leave it out":
+        "mtp_num_layers mtp_loss_scaling_factor mtp_standalone",
+    "gradients are sums that the trainer itself divides, checks and clips; leave it out":
+        "calculate_per_token_loss average_in_collective gradient_reduce_div_fusion check_for_nan_in_grad",
+    "it belongs to fp16, which is not offered; use --train-dtype bfloat16, which needs no scale":
+        "loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis",
+    "the optimizer is AdamW with one learning rate, for all backends alike; leave it out":
+        "optimizer decoupled_weight_decay sgd_momentum decoupled_lr decoupled_min_lr",
+    "the optimizer is AdamW, for all backends alike; leave it out":
+        "muon_momentum muon_split_qkv muon_use_nesterov muon_scale_mode muon_fp32_matmul_prec muon_num_ns_steps "
+        "muon_tp_mode muon_extra_scale_factor",
+    "all weights are read from --hf-checkpoint; leave it out":
+        "use_cpu_initialization perform_initialization init_model_with_meta_device init_method_std "
+        "embedding_init_method_std",
+    "the groups of processes are made from the parallel sizes alone; leave it out":
+        "hierarchical_context_parallel_sizes hybrid_context_parallel max_seqlen_per_dp_cp_rank "
+        "num_distributed_optimizer_instances",
+    "the shapes of micro-batches are settled by --max-tokens-per-gpu; leave it out": "variable_seq_lengths",
+    "the engines' routing is not recorded; leave it out": "moe_enable_routing_replay",
+    "it sends tokens to experts at random; leave it out": "moe_router_force_load_balancing",
+    "the router's bias is kept as the checkpoint has it; leave it out": "moe_router_bias_update_rate",
+}  # fmt: skip
 
 SET_BY_SLUICE: Final[Mapping[str, str]] = {
     **{field: f"Sluice has a flag of its own for it; use {flag}" for field, flag in _FLAGS.items()},
     **dict.fromkeys(_ARCHITECTURE, "that is what the model is, and comes from its config.json; leave it out"),
-    **_OTHERS,
+    **{field: reason for reason, fields in _OTHERS.items() for field in fields.split()},
 }
 
 

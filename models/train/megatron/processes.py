@@ -232,6 +232,12 @@ class ParallelSizes:
     expert_tensor: int
     data: int
 
+    def recorded(self) -> dict[str, int]:
+        """As a training state records them."""
+        names = ("tensor", "pipeline", "context", "expert", "expert_tensor")
+        processes = self.data * self.tensor * self.pipeline * self.context
+        return {"processes": processes, **{name: getattr(self, name) for name in names}}
+
 
 _built: ParallelSizes | None = None  # the layout of this process
 

@@ -1,10 +1,7 @@
 """The models of a Megatron run: chunks with their optimizer, the critic of PPO, and the reference policy on the host.
 
 Invariants of `TrainedChunks`:
-- gradients arrive as sums of numerators; they are summed over all processes and divided by the step's denominator
-  here, once;
-- a gradient that is not finite changes neither parameters nor optimizer state, in any process;
-- the learning rate depends only on the number of updates made, and on the factor that the caller gives;
+- those of `Updates`;
 - call `settle` before parameters are read outside a forward pass: with overlap_param_gather they are old until then.
 
 Invariants of `SwappedReference`, whose weights take the place of the policy's while the reference scores (a second
@@ -19,7 +16,6 @@ Invariants of `MegatronCritic`, a second GPT in the layout of the policy with a 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -30,18 +26,16 @@ from torch import Tensor
 
 from configs.schema.train import TrainConfig
 from models.errors import TrainConfigInvalid, TrainStateUnreadable
-from models.train.dp_group import DpGroup, Float32Array
-from models.train.huggingface.optimizer import gradient_scale
+from models.train.dp_group import Float32Array
 from models.train.megatron.forward import Pipeline, chosen_hidden, of_all_tokens
 from models.train.megatron.inputs import ModelInputs
 from models.train.megatron.options import split_options
-from models.train.model_set import UpdateResult
-from models.train.spec import TrainSpec, learning_rate
-from models.train.step.critic import ValueHead, ValueNumerator
+from models.train.spec import TrainSpec, Updates
+from models.train.step.critic import CriticModel, ValueHead
 from models.train.step.micro_batches import MicroBatch
 
 
-class TrainedChunks:
+class TrainedChunks(Updates):
     """This process's chunks of one model, with their optimizer."""
 
     def __init__(self, chunks: Sequence[Any], train: TrainConfig, spec: TrainSpec, total_steps: int | None) -> None:
@@ -49,7 +43,7 @@ class TrainedChunks:
 
         Raises `TrainConfigInvalid`.
         """
-        self._train, self._total_steps = train, total_steps
+        super().__init__(train, total_steps)
         self.chunks = list(chunks)
         for chunk in self.chunks:
             chunk.config.calculate_per_token_loss = True  # gradients are summed over replicas, not averaged
@@ -58,39 +52,25 @@ class TrainedChunks:
         self.optimizer = _optimizer(self.wrapped, train, spec)
         self._gathers_late = spec.megatron.overlap_param_gather
         self._stale = False
-        self.updates = 0
         self.clear()
 
-    def update(self, denominator: float, *, lr_scale: float = 1.0) -> UpdateResult:
-        """Sum the gradients over the processes, divide, clip, update; or refuse. Clears the gradients. Collective."""
+    def _summed(self) -> tuple[float, list[Tensor]]:
         from megatron.core.distributed import finalize_model_grads
 
-        lr = learning_rate(self.updates, self._train, self._total_steps) * lr_scale
         # Over data-parallel ranks; norms of queries and keys, and what is cut along the sequence, over tensor ranks
         # too; a tied embedding over the first and the last stage.
         finalize_model_grads(self.wrapped)
         self.optimizer.prepare_grads()
-        norm = float(self.optimizer.get_grad_norm()) / denominator
-        if not math.isfinite(norm):  # the same in all processes: it is summed over them
-            self.clear()
-            return UpdateResult(applied=False, grad_norm=norm, lr=lr)
-        gradients = self._gradients()
-        if gradients:
-            torch._foreach_mul_(gradients, gradient_scale(norm, denominator, self._train.clip_grad))
+        # Of the optimizer's own parameters, which may be shards of the model's.
+        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        found = [getattr(one, "decoupled_grad", None) if one.grad is None else one.grad for one in parameters]
+        return float(self.optimizer.get_grad_norm()), [gradient for gradient in found if gradient is not None]
+
+    def _step(self) -> None:
         for group in self.optimizer.param_groups:
-            group["lr"] = lr
             group["weight_decay"] = self._train.weight_decay * group["wd_mult"]
         self.optimizer.step_with_ready_grads()
         self._stale = self._gathers_late
-        self.updates += 1
-        self.clear()
-        return UpdateResult(applied=True, grad_norm=norm, lr=lr)
-
-    def refuse(self) -> UpdateResult:
-        """Make no update: there is nothing to learn from."""
-        self.clear()
-        lr = learning_rate(self.updates, self._train, self._total_steps)
-        return UpdateResult(applied=False, grad_norm=0.0, lr=lr)
 
     def clear(self) -> None:
         """Drop all gradients."""
@@ -117,12 +97,6 @@ class TrainedChunks:
             for chunk in self.wrapped:
                 chunk.start_param_sync(force_sync=True)
             self._stale = False
-
-    def _gradients(self) -> list[Tensor]:
-        """Of the optimizer's own parameters, which may be shards of the model's."""
-        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        found = [getattr(one, "decoupled_grad", None) if one.grad is None else one.grad for one in parameters]
-        return [gradient for gradient in found if gradient is not None]
 
 
 def check_optimizer(spec: TrainSpec) -> None:
@@ -258,14 +232,12 @@ def into_critic(chunks: Sequence[Any], *, seed: int, device: torch.device) -> No
             chunk.output_layer = ValueHead(chunk.config.hidden_size, seed=seed).to(device)
 
 
-class MegatronCritic:
+class MegatronCritic(CriticModel):
     """`CriticModel` over the chunks of this process."""
 
     def __init__(self, trained: TrainedChunks, pipeline: Pipeline, *, value_clip: float, is_mp_src_rank: bool) -> None:
-        self.trained = trained
-        self._pipeline = pipeline
-        self._numerator = ValueNumerator(value_clip)
-        self._unused = ValueNumerator(value_clip)  # sums of a process whose results another one hands in
+        super().__init__(value_clip, trained)
+        self.trained, self._pipeline = trained, pipeline
         self._is_mp_src_rank = is_mp_src_rank
 
     def _values(self, hidden: Tensor, inputs: ModelInputs) -> Tensor:
@@ -281,24 +253,10 @@ class MegatronCritic:
 
     def backward(self, batches: Sequence[MicroBatch]) -> None:
         """Add the gradient of the micro-batches' numerators, and their sums."""
-        sums = self._numerator if self._is_mp_src_rank else self._unused
 
         def numerator(number: int, hidden: Tensor, inputs: ModelInputs) -> Tensor:
             values = self._values(hidden, inputs)
             batch = batches[number]
-            return values.sum() * 0.0 if batch.blank else sums(batch.members, values)
+            return values.sum() * 0.0 if batch.blank else self._numerator(batch.members, values)
 
         self._pipeline.train(batches, numerator)
-
-    def update(
-        self, loss_denominator: float, mean_denominator: float, dp_group: DpGroup
-    ) -> tuple[UpdateResult, dict[str, float]]:
-        """Make the update, or refuse it, and start the next step; metrics of this one."""
-        return self._numerator.finish_step(
-            self.trained.update, self.trained.refuse, loss_denominator, mean_denominator, dp_group
-        )
-
-    def discard(self) -> None:
-        """Forget the gradients and sums of the running step."""
-        self.trained.clear()
-        self._numerator.begin_step()

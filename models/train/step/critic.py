@@ -15,7 +15,8 @@ the factor 1/2).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -29,10 +30,10 @@ from models.algorithms.advantages import Episode, TokenAdvantages, batch_advanta
 from models.algorithms.aggregation import averaged
 from models.algorithms.returns import FloatArray, moments
 from models.train.dp_group import DpGroup, Float32Array
-from models.train.model_set import UpdateResult
-from models.train.spec import BatchNeeds, TrainSpec
+from models.train.spec import BatchNeeds, TrainSpec, UpdateResult, Updates
 from models.train.step.examples import Example, Rollout
 from models.train.step.micro_batch_loss import float_column, weight_column
+from models.train.step.micro_batches import MicroBatch
 from models.train.step.rollout_data import custom_advantages, post_process, rollout_data
 
 
@@ -77,18 +78,25 @@ class ValueModel(torch.nn.Module):  # type: ignore[misc]
         return self.value_head(hidden).squeeze(-1)
 
 
-class ValueNumerator:
-    """The loss of the critic, whatever computed the values, and its sums over a step."""
+class CriticModel(ABC):
+    """The value model of PPO, whatever computes its values, with the sums of its loss over a step."""
 
-    def __init__(self, clip: float) -> None:
-        self._clip = clip
-        self.begin_step()
+    def __init__(self, clip: float, updater: Updates) -> None:
+        self._clip, self.updater = clip, updater
+        self._begin_step()
 
-    def begin_step(self) -> None:
-        """Start new sums."""
+    @abstractmethod
+    def values(self, batches: Sequence[MicroBatch]) -> list[Float32Array]:
+        """V before each chosen token, one array [N] per micro-batch; empty without `is_mp_src_rank`."""
+
+    @abstractmethod
+    def backward(self, batches: Sequence[MicroBatch]) -> None:
+        """Add the gradient of the micro-batches' numerators, and their sums. Members have `values` and `returns`."""
+
+    def _begin_step(self) -> None:
         self._loss = self._clipped = 0.0
 
-    def __call__(self, members: Sequence[Example], values: Tensor) -> Tensor:
+    def _numerator(self, members: Sequence[Example], values: Tensor) -> Tensor:
         """The numerator, a scalar with a graph. `members` in the order of the rows; `values` [N], with a graph."""
         device = values.device
         old = float_column([example.values for example in members], device)
@@ -100,27 +108,30 @@ class ValueNumerator:
         self._clipped += torch.dot(clipped.to(weights.dtype), weights).double()
         return numerator
 
-    def finish_step(
-        self,
-        update: Callable[[float], UpdateResult],
-        refuse: Callable[[], UpdateResult],
-        loss_denominator: float,
-        mean_denominator: float,
-        dp_group: DpGroup,
+    def update(
+        self, loss_denominator: float, mean_denominator: float, dp_group: DpGroup
     ) -> tuple[UpdateResult, dict[str, float]]:
         """Make the update, or refuse it for a loss that is not finite, and start the next step; metrics of this one.
 
         A maximum hides from the gradient that the other term is not a number, so the loss itself is tested.
         """
         sums = dp_group.merge({"loss": float(self._loss), "clipped": float(self._clipped)})
-        self.begin_step()
-        result = update(loss_denominator) if math.isfinite(sums["loss"]) else refuse().for_its_loss()
+        self._begin_step()
+        if math.isfinite(sums["loss"]):
+            result = self.updater.update(loss_denominator)
+        else:
+            result = self.updater.refuse().for_its_loss()
         return result, {
             "train/value_loss": sums["loss"] / loss_denominator,
             "train/value_clipfrac": sums["clipped"] / mean_denominator,
             "train/critic_grad_norm": result.grad_norm,
             "train/critic_lr": result.lr,
         }
+
+    def discard(self) -> None:
+        """Forget the gradients and sums of the running step."""
+        self.updater.clear()
+        self._begin_step()
 
 
 def critic_train_config(config: CriticConfig, train: TrainConfig) -> TrainConfig:

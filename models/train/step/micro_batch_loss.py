@@ -40,7 +40,7 @@ Int64Array = npt.NDArray[np.int64]
 
 def to_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
     """On a GPU without waiting: what is queued there goes on."""
-    return torch.from_numpy(array).to(device, non_blocking=True)
+    return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)
 
 
 def token_counts(examples: Sequence[Example]) -> Int64Array:

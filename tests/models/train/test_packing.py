@@ -23,9 +23,8 @@ from models.algorithms.aggregation import StepSize, prefix_fault
 from models.algorithms.returns import gae
 from models.errors import InvalidSequence
 from models.train.huggingface.attention import attention_allowed
-from models.train.huggingface.optimizer import gradient_scale
 from models.train.interface import TrainSequence
-from models.train.spec import BatchNeeds, TrainSpec
+from models.train.spec import BatchNeeds, TrainSpec, gradient_scale
 from models.train.step.critic import decide_advantages
 from models.train.step.examples import Example, Intake, Rollout, partition, rollouts_of
 from models.train.step.micro_batch_loss import StepTotals

@@ -21,7 +21,8 @@ from models.train.dp_group import DpGroup, Float32Array
 from models.train.huggingface.loading import fuse_norms, load_model
 from models.train.huggingface.scoring import Passes, Scorer, output_layer
 from models.train.interface import TrainSequence
-from models.train.model_set import Scored, UpdateResult
+from models.train.model_set import Scored
+from models.train.spec import UpdateResult
 from models.train.step import running_batch
 from models.train.step.examples import Example
 from models.train.step.micro_batch_loss import PolicyNumerator, StepTotals

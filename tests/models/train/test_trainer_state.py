@@ -20,12 +20,22 @@ from models.families.source import CheckpointTensors
 from models.tiny import make_tiny_checkpoint
 from models.train.device_memory import DeviceMemory
 from models.train.huggingface import hf_files
+from models.train.huggingface.loading import Placement
 from models.train.huggingface.optimizer import Updater
 from models.train.spec import check_schedule, learning_rate
 from models.train.trainer import Trainer
 from tests.models.test_checkpoint import check_every_flip_is_noticed
 from tests.models.train.families.family_models import save_model
-from tests.models.train.rig import differing, make_backend, make_sequences, state_of, train_batch, unchanged, weights_of
+from tests.models.train.rig import (
+    differing,
+    make_backend,
+    make_sequences,
+    make_spec,
+    state_of,
+    train_batch,
+    unchanged,
+    weights_of,
+)
 
 
 def rates(total: int | None, steps: int, **fields: object) -> list[float]:
@@ -60,8 +70,8 @@ def test_a_decay_needs_an_end() -> None:
 
 
 def test_no_gradient_at_all_is_no_update() -> None:
-    updater = Updater(torch.nn.Linear(2, 2), TrainConfig(), None)
-    assert not updater.apply(1.0).applied
+    updater = Updater(torch.nn.Linear(2, 2), TrainConfig(), None, Placement(make_spec(Path("unused"))))
+    assert not updater.update(1.0).applied
     assert updater.updates == 0
 
 
@@ -372,7 +382,7 @@ def test_without_its_configuration_a_directory_is_incomplete(source: Path, tmp_p
 
 def test_a_rank_that_does_not_write_runs_the_tensors_to_their_end(source: Path, tmp_path: Path) -> None:
     left = iter(tensors().items())
-    assert hf_files.write_hf(tmp_path / "out", left, source, writes=False) == 0
+    hf_files.write_hf(tmp_path / "out", left, source, writes=False)
     assert list(left) == []
     assert not (tmp_path / "out").exists()
 

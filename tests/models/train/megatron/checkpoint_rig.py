@@ -118,7 +118,6 @@ def save(trainer: Trainer, directory: Path, *, asynchronous: bool) -> None:
     if not asynchronous:
         trainer.save(directory)
         return
-    from models.train.megatron import checkpoint
     from models.train.megatron.checkpoint_files import Plan
 
     write, trained, before = Plan.write, threading.Event(), state_of(trainer)
@@ -128,17 +127,19 @@ def save(trainer: Trainer, directory: Path, *, asynchronous: bool) -> None:
         write(*args)
 
     Plan.write = held_up  # type: ignore[method-assign]
-    checkpoint.save(trainer._models, directory, trainer._counters, asynchronous=True)
+    trainer._models.checkpoints.asynchronous = True
+    trainer.save(directory)
+    trainer._models.checkpoints.asynchronous = False
     Plan.write = write  # type: ignore[method-assign]
     for batch in (7, 8):
         train_batch(trainer, batch)
-    assert not checkpoint._saving[trainer._models].done()
+    assert not trainer._models.checkpoints.saving.pending.done()
     assert not (directory / "megatron/state.json").exists()
     trained.set()
     trainer.load(directory)  # waits for it
     assert all(torch.equal(old, new) for old, new in zip(before, state_of(trainer), strict=True))
     assert (directory / "megatron/state.json").exists()
-    assert trainer._models not in checkpoint._saving
+    assert trainer._models.checkpoints.saving.pending is None
 
 
 def spoil(trainer: Trainer) -> None:
@@ -200,7 +201,6 @@ def meet_random(models: Path, states: Path) -> None:
     """Saving and loading in one layout restores random streams, and a state that was never trained."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-    from models.train.megatron import checkpoint
     from models.train.megatron.checkpoint_files import Plan
 
     trainer = make_trainer(Run("random", DP), models)
@@ -226,16 +226,17 @@ def meet_random(models: Path, states: Path) -> None:
         write(*args)
 
     Plan.write = late  # type: ignore[method-assign]
-    checkpoint.save(trainer._models, states / "last", trainer._counters, asynchronous=True)  # the process ends
+    trainer._models.checkpoints.asynchronous = True
+    trainer.save(states / "last")  # the process ends
 
 
 def meet_full_disk(models: Path, states: Path) -> None:
     """What one process cannot write fails in all of them, leaves no state behind, and does not hinder the next."""
-    from models.train.megatron import checkpoint
+    from models.train.huggingface import hf_files
     from models.train.megatron.checkpoint_files import Plan
 
     trainer = make_trainer(Run("full", TP), models)
-    write_bucket, write_hf = Plan._write_bucket, checkpoint.write_hf
+    write_bucket, write_tensors = Plan._write_bucket, hf_files.write_tensors
     last = torch.distributed.get_rank() == 1
 
     def full(*args: Any, **kwargs: Any) -> Any:
@@ -251,9 +252,9 @@ def meet_full_disk(models: Path, states: Path) -> None:
     fails("No space left on device")
     Plan._write_bucket = write_bucket  # type: ignore[method-assign]
     if not last:
-        checkpoint.write_hf = full
+        hf_files.write_tensors = full
     fails("in Hugging Face format" if last else "No space left on device")
-    checkpoint.write_hf = write_hf
+    hf_files.write_tensors = write_tensors
     trainer.save(states / "full")
     trainer.load(states / "full")
 
