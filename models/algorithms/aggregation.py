@@ -26,7 +26,6 @@ import numpy as np
 import numpy.typing as npt
 
 from configs.schema.algorithm import Aggregation
-from models.errors import AlgorithmError
 
 TOKEN_SUMS: Final = ("constant", "seq_mean_token_sum")  # divide by no count of tokens
 FloatArray = npt.NDArray[np.float64]
@@ -43,9 +42,7 @@ def coefficients(mode: Aggregation, sequence_tokens: npt.ArrayLike, rollout_toke
         return 1.0 / np.maximum(np.asarray(rollout_tokens, dtype=np.float64), 1.0)
     if mode == "seq_mean":
         return 1.0 / np.maximum(own, 1.0)
-    if mode == "token_mean" or mode in TOKEN_SUMS:
-        return np.ones_like(own)
-    raise _unknown(mode)
+    return np.ones_like(own)
 
 
 @dataclass(frozen=True)
@@ -65,21 +62,12 @@ def denominator(mode: Aggregation, size: StepSize, *, max_response_len: int) -> 
     rollouts, tokens, sequences = size.rollouts, size.tokens, size.sequences
     counts = {"rollout_mean": rollouts, "constant": rollouts, "token_mean": tokens}
     counts |= {"seq_mean": sequences, "seq_mean_token_sum": sequences}
-    if mode not in counts:
-        raise _unknown(mode)
     return float(max(counts[mode], 1) * (max_response_len if mode == "constant" else 1))
 
 
 def metric_mode(mode: Aggregation) -> Aggregation:
     """The reducer of metrics: that of the loss, but a token mean where its divisor is no count of tokens."""
     return "token_mean" if mode in TOKEN_SUMS else mode
-
-
-def _unknown(mode: str) -> AlgorithmError:
-    return AlgorithmError(
-        f"loss_aggregation={mode!r} is unknown: choose rollout_mean, token_mean, seq_mean, seq_mean_token_sum or "
-        "constant"
-    )
 
 
 # --------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final, Literal, Protocol
+from typing import Literal, Protocol
 
 import torch
 from msgspec.structs import asdict
@@ -55,11 +55,6 @@ class Correction(CorrectionConfig, frozen=True):
     def rules(self) -> tuple[RejectionRule, ...]:
         """All must pass."""
         return parse_rules(self.rollout_rs)
-
-    @property
-    def measures_current(self) -> bool:
-        """Whether the mismatch with the sampler is logged of theta: where old log-probs are not the trainer's own."""
-        return self.against_current or self.loglinear
 
 
 def correction_of(config: CorrectionConfig) -> Correction:
@@ -107,25 +102,15 @@ class ImportanceWeights:
     truncated: Tensor  # [N] bool, the bounds changed the weight
 
 
-CUSTOM_WEIGHTS: Final[Mapping[str, WeightFunction]] = {}
-
-
-def log_weight_of(tokens: PolicyTokens, correction: Correction) -> Tensor:
+def log_weight_of(tokens: PolicyTokens, correction: Correction, *, measured: bool = False) -> Tensor:
     """D = log old - log mu [N], or log theta - log mu where the correction is against the current policy.
 
-    0 where masked, no gradient. `tokens.old_log_probs` are those of the mode.
+    0 where masked, no gradient. `tokens.old_log_probs` are those of the mode. `measured`: for metrics of how far the
+    trainer's policy is from the sampler, where it is that of the current policy also if the old log-probs are made
+    from the sampler's, and would hide that kernels differ.
     """
-    numerator = tokens.log_probs if correction.against_current else tokens.old_log_probs
-    return log_ratio(numerator.detach(), tokens.rollout_log_probs.detach(), tokens.mask)
-
-
-def mismatch_of(tokens: PolicyTokens, correction: Correction) -> Tensor:
-    """How far the trainer's policy is from the sampler, [N], 0 where masked, no gradient; for metrics.
-
-    D, but of the current policy where the old log-probs are made from the sampler's and would hide that
-    kernels differ.
-    """
-    numerator = tokens.log_probs if correction.measures_current else tokens.old_log_probs
+    current = correction.against_current or (measured and correction.loglinear)
+    numerator = tokens.log_probs if current else tokens.old_log_probs
     return log_ratio(numerator.detach(), tokens.rollout_log_probs.detach(), tokens.mask)
 
 
@@ -171,7 +156,7 @@ def _bounded(raw: Tensor, log_weight: Tensor, tokens: PolicyTokens, correction: 
 
 def custom_weights(path: str, log_weight: Tensor, tokens: PolicyTokens) -> Tensor:
     """Weights [N] of the user's function. Raises `AlgorithmError` for another shape."""
-    function = pick("importance_weights", path, CUSTOM_WEIGHTS)
+    function = pick("importance_weights", path, dict[str, WeightFunction]())
     if has_args(function):
         words = "has slime's signature and normalises its own weights; leave --tis-batch-normalize out"
         raise AlgorithmError(f"custom_tis_function_path {path!r} {words}")

@@ -317,11 +317,10 @@ def kl_values(kind: str, difference: Tensor, ratio: Tensor | None = None) -> Ten
 
     The bound of low_var_kl applies after the ratio. Raises `UnknownAlgorithm` for a wrong `kind`.
     """
-    if ratio is None:
-        return pick("kl", kind, KL_ESTIMATORS)(difference)
-    if kind == "low_var_kl":
-        return (ratio * k3(difference)).clamp(-LOW_VAR_BOUND, LOW_VAR_BOUND)
-    return ratio * pick("kl", kind, KL_ESTIMATORS)(difference)
+    bounded = kind == "low_var_kl"
+    value = pick("kl", "k3" if bounded else kind, KL_ESTIMATORS)(difference)
+    value = value if ratio is None else ratio * value
+    return value.clamp(-LOW_VAR_BOUND, LOW_VAR_BOUND) if bounded else value
 
 
 def kl_to_reference(

@@ -27,7 +27,6 @@ from models.algorithms.correction import (
     Rejection,
     importance_weights,
     log_weight_of,
-    mismatch_of,
     rejection_of,
     with_old_log_probs,
     without_drifted,
@@ -87,7 +86,7 @@ def policy_objective(
         pg_loss = hooks.reduced(pg_loss, left)
     means["train/pg_loss"] = pg_loss
     loss, terms = _with_regularisers(pg_loss, tokens, config, correction, weights)
-    mismatch = mismatch_of(tokens, correction)
+    mismatch = log_weight_of(tokens, correction, measured=True)
     metrics = joined(
         TokenMetrics({**means, **terms, "train/loss": loss}, advantage_sums(tokens)),
         mismatch_metrics(tokens, mismatch, weights),
@@ -284,12 +283,9 @@ class GroupLossFunction(Protocol):
     def __call__(self, tokens: PolicyTokens, groups: GroupColumns, config: AlgorithmConfig) -> Tensor | GroupLoss: ...
 
 
-GROUP_LOSSES: Final[Mapping[str, GroupLossFunction]] = {}
-
-
 def group_loss_of(path: str) -> GroupLossFunction:
     """The function at `package.module:function`. Raises `UnknownAlgorithm`."""
-    function = pick("group_loss", path, GROUP_LOSSES)
+    function = pick("group_loss", path, dict[str, GroupLossFunction]())
     if has_args(function):
         raise UnknownAlgorithm(
             f"group_loss {path!r} has slime's signature (args, batch, logits, ...), but the logits of a micro-batch "

@@ -13,7 +13,7 @@ from typing import Any
 
 from configs.schema.model_shapes import ModelShape
 from models.errors import UnsupportedModel
-from models.families.config_json import Rope, need, read_rope, shape_of
+from models.families.config_json import Rope, need, read_rope
 from models.families.hugging_face_names import Gated, Layers, Piece, QueryGroups, Rule, Weight, expand, whole
 
 # --------------------------------------------------------------------------------------------------
@@ -38,7 +38,6 @@ class Architecture:
     rules: tuple[Rule, ...]
     moe_layers: tuple[bool, ...]  # by layer: whether it has experts
     latent_attention: bool = False  # MLA
-    latent_norm_eps: float | None = None  # of the norms inside MLA, if not that of the others
     sandwich_norms: bool = False  # norms after attention and after the MLP too
     left_out: Mapping[str, str] = field(default_factory=dict)
 
@@ -90,7 +89,7 @@ MOE_KEYS = frozenset(
 )
 
 
-def transformer(config: Mapping[str, Any], shape: ModelShape) -> dict[str, Any]:
+def _transformer(config: Mapping[str, Any], shape: ModelShape) -> dict[str, Any]:
     """Fields of TransformerConfig that every dense decoder has."""
     return {
         "num_layers": shape.layers,
@@ -111,21 +110,22 @@ def transformer(config: Mapping[str, Any], shape: ModelShape) -> dict[str, Any]:
 def decoder(
     config: Mapping[str, Any],
     shape: ModelShape,
-    fields: Mapping[str, Any],
     layer_rules: tuple[Rule, ...],
+    fields: Mapping[str, Any] | None = None,
     *,
     rope: Rope | None = None,
     left_out: Mapping[str, str] | None = None,
 ) -> Architecture:
-    """The model of a `config.json`. `layer_rules`: of a layer, but for the norms before attention and MLP; `rope`:
-    default: that of the file, over whole heads."""
+    """The model of a `config.json`. `layer_rules`: of a layer, but for the norms before attention and MLP; `fields`:
+    of TransformerConfig, beside those that every dense decoder has; `rope`: default: that of the file, over whole
+    heads."""
 
     def of_vocabulary(own: str, published: str) -> Rule:
         return Rule(f"{own}.weight", whole(f"{published}.weight"), split="vocabulary", layers="once")
 
     return Architecture(
         model_type=str(config["model_type"]),
-        transformer=fields,
+        transformer={**_transformer(config, shape), **(fields or {})},
         vocab_size=shape.vocabulary,
         max_length=int(need(config, "max_position_embeddings")),
         tied=shape.tied,
@@ -142,12 +142,6 @@ def decoder(
         moe_layers=shape.sparse,
         left_out=left_out or {},
     )
-
-
-def plain(config: Mapping[str, Any]) -> Architecture:
-    """A decoder of attention with query groups and gated MLPs alone."""
-    shape = shape_of(config)
-    return decoder(config, shape, transformer(config, shape), (*attention(shape), *mlp()))
 
 
 def attention(shape: ModelShape) -> tuple[Rule, ...]:

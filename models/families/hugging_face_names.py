@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -29,20 +29,8 @@ after padding to a multiple of the processes.
 Layers = Literal["once", "all", "dense", "moe"]
 
 
-class Join(Protocol):
-    """Pieces of a checkpoint <-> one Megatron parameter, both whole or both one process's part."""
-
-    def join(self, pieces: Sequence[Tensor]) -> Tensor: ...
-
-    def split(self, whole: Tensor) -> list[Tensor]: ...
-
-    def parts_alone(self, parts: int) -> bool:
-        """Whether the i-th of `parts` equal parts is made of the i-th parts of the pieces."""
-
-
-@dataclass(frozen=True)
-class Same:
-    """One piece, unchanged."""
+class Join:
+    """Pieces of a checkpoint <-> one Megatron parameter, both whole or both one process's part. Here: one piece."""
 
     def join(self, pieces: Sequence[Tensor]) -> Tensor:
         (piece,) = pieces
@@ -52,11 +40,11 @@ class Same:
         return [whole]
 
     def parts_alone(self, parts: int) -> bool:
+        """Whether the i-th of `parts` equal parts is made of the i-th parts of the pieces."""
         return True
 
 
-@dataclass(frozen=True)
-class Gated:
+class Gated(Join):
     """Gate rows, then the rows of the up projection: [I, ...], [I, ...] <-> [2 I, ...]."""
 
     def join(self, pieces: Sequence[Tensor]) -> Tensor:
@@ -66,12 +54,9 @@ class Gated:
     def split(self, whole: Tensor) -> list[Tensor]:
         return list(whole.chunk(2))
 
-    def parts_alone(self, parts: int) -> bool:
-        return True
-
 
 @dataclass(frozen=True)
-class QueryGroups:
+class QueryGroups(Join):
     """q [nq d, ...], k [nkv d, ...], v [nkv d, ...] <-> by query group: its query heads, its key head, its value head.
 
     `heads` = nq, `groups` = nkv, `width` = d. Biases have the same rows as weights.
@@ -125,7 +110,7 @@ class Rule:
     megatron: str
     pieces: tuple[Piece, ...]
     split: Split = "none"
-    join: Join = field(default_factory=Same)
+    join: Join = field(default_factory=Join)
     layers: Layers = "all"
     stacked: tuple[Piece, ...] = ()
     replicated_rows: int | None = None

@@ -9,15 +9,16 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from configs.schema.model_shapes import Latent, ModelShape
+from configs.schema.model_shapes import Latent
 from configs.schema.notation import did_you_mean
 from models.disk import read_file
 from models.errors import CheckpointUnavailable, UnsupportedModel
 from models.families import decoder
-from models.families.config_json import Rope, check_keys, need, read_rope, renamed, shape_of
+from models.families.config_json import check_keys, need, read_rope, renamed, shape_of
 from models.families.decoder import Architecture, prediction_layers, sigmoid_routing
 from models.families.hugging_face_names import Rule, Split, whole
 
@@ -29,8 +30,6 @@ from models.families.hugging_face_names import Rule, Split, whole
 _KEYS = frozenset(
     "kv_lora_rank q_lora_rank qk_head_dim qk_nope_head_dim qk_rope_head_dim v_head_dim".split()  # noqa: SIM905
 )
-# transformers and the published code leave the eps of these norms at their class's default, whatever rms_norm_eps is.
-_LATENT_NORM_EPS = 1e-6
 
 
 def deepseek_v3(config: Mapping[str, Any]) -> Architecture:
@@ -54,33 +53,24 @@ def deepseek_v3(config: Mapping[str, Any]) -> Architecture:
         *decoder.mlp(dense_only=True),
         *decoder.experts(router_bias=True, shared=shape.shared_ffn > 0),
     )
-    found = decoder.decoder(
-        config, shape, _transformer(config, shape, latent, rope), rules, rope=rope, left_out=prediction_layers(config)
-    )
-    return replace(found, latent_attention=True, latent_norm_eps=_LATENT_NORM_EPS)
-
-
-def _transformer(config: Mapping[str, Any], shape: ModelShape, latent: Latent, rope: Rope) -> dict[str, Any]:
-    return (
-        decoder.transformer(config, shape)
-        | sigmoid_routing(config, shape)
-        | {
-            "qk_layernorm": True,
-            "multi_latent_attention": True,
-            "kv_channels": None,
-            "q_lora_rank": latent.query_rank,
-            "kv_lora_rank": latent.key_rank,
-            "qk_head_dim": latent.plain,
-            "qk_pos_emb_head_dim": latent.rotary,
-            "v_head_dim": latent.value,
-            # Frequencies come from `rope`; Megatron-core needs the scaling for the scale of its softmax.
-            "rope_type": "yarn" if rope.kind == "yarn" else "rope",
-            "rotary_base": rope.base,
-            "rotary_scaling_factor": rope.factor if rope.kind == "yarn" else 1.0,
-            "mscale": float(rope.scaling.get("mscale") or 1.0),
-            "mscale_all_dim": float(rope.scaling.get("mscale_all_dim") or 0.0) if rope.kind == "yarn" else 0.0,
-        }
-    )
+    fields = sigmoid_routing(config, shape) | {
+        "qk_layernorm": True,
+        "multi_latent_attention": True,
+        "kv_channels": None,
+        "q_lora_rank": latent.query_rank,
+        "kv_lora_rank": latent.key_rank,
+        "qk_head_dim": latent.plain,
+        "qk_pos_emb_head_dim": latent.rotary,
+        "v_head_dim": latent.value,
+        # Frequencies come from `rope`; Megatron-core needs the scaling for the scale of its softmax.
+        "rope_type": "yarn" if rope.kind == "yarn" else "rope",
+        "rotary_base": rope.base,
+        "rotary_scaling_factor": rope.factor if rope.kind == "yarn" else 1.0,
+        "mscale": float(rope.scaling.get("mscale") or 1.0),
+        "mscale_all_dim": float(rope.scaling.get("mscale_all_dim") or 0.0) if rope.kind == "yarn" else 0.0,
+    }
+    found = decoder.decoder(config, shape, rules, fields, rope=rope, left_out=prediction_layers(config))
+    return replace(found, latent_attention=True)
 
 
 def _attention(latent: Latent) -> tuple[Rule, ...]:
@@ -111,17 +101,21 @@ def _attention(latent: Latent) -> tuple[Rule, ...]:
 # and Qwen2.5, which add biases on q, k and v. Small ones tie the output layer to the embedding.
 
 
-def llama(config: Mapping[str, Any]) -> Architecture:
-    """Of `config.json`. Raises `UnsupportedModel`."""
-    # transformers puts a bias on the output projection too if attention_bias is set.
-    check_keys(config, decoder.COMMON_KEYS, attention_bias=(False,), pretraining_tp=(1,))
-    return decoder.plain(config)
+def plain(
+    config: Mapping[str, Any], *, known: frozenset[str] = decoder.COMMON_KEYS, **off: tuple[Any, ...]
+) -> Architecture:
+    """Of the `config.json` of a decoder of attention with query groups and gated MLPs alone; arguments of `check_keys`.
+
+    Raises `UnsupportedModel`.
+    """
+    check_keys(config, known, **off)
+    shape = shape_of(config)
+    return decoder.decoder(config, shape, (*decoder.attention(shape), *decoder.mlp()))
 
 
-def qwen2(config: Mapping[str, Any]) -> Architecture:
-    """Of `config.json`. Raises `UnsupportedModel`."""
-    check_keys(config, decoder.COMMON_KEYS - {"attention_bias"})
-    return decoder.plain(config)
+# transformers puts a bias on the output projection too if attention_bias is set.
+llama = partial(plain, attention_bias=(False,), pretraining_tp=(1,))
+qwen2 = partial(plain, known=decoder.COMMON_KEYS - {"attention_bias"})
 
 
 # --------------------------------------------------------------------------------------------------
@@ -135,10 +129,7 @@ _MOE_KEYS = frozenset(
 )
 
 
-def qwen3(config: Mapping[str, Any]) -> Architecture:
-    """Of `config.json`, dense. Raises `UnsupportedModel`."""
-    check_keys(config, decoder.COMMON_KEYS, attention_bias=(False,))
-    return decoder.plain(config)
+qwen3 = partial(plain, attention_bias=(False,))  # the dense ones
 
 
 def qwen3_moe(config: Mapping[str, Any]) -> Architecture:
@@ -147,7 +138,7 @@ def qwen3_moe(config: Mapping[str, Any]) -> Architecture:
     check_keys(config, decoder.COMMON_KEYS | _MOE_KEYS, attention_bias=(False,))
     need(config, "num_experts")
     shape = shape_of(config)
-    fields = decoder.transformer(config, shape) | {
+    fields = {
         "num_moe_experts": shape.experts,
         "moe_router_topk": shape.active_experts,
         "moe_ffn_hidden_size": shape.expert_ffn,
@@ -155,9 +146,8 @@ def qwen3_moe(config: Mapping[str, Any]) -> Architecture:
         # The weights are a softmax over the chosen experts if they are normalised, else over all of them.
         "moe_router_pre_softmax": not config.get("norm_topk_prob", False),
     }
-    return decoder.decoder(
-        config, shape, fields, (*decoder.attention(shape), *decoder.mlp(dense_only=True), *decoder.experts())
-    )
+    rules = (*decoder.attention(shape), *decoder.mlp(dense_only=True), *decoder.experts())
+    return decoder.decoder(config, shape, rules, fields)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -167,26 +157,18 @@ def qwen3_moe(config: Mapping[str, Any]) -> Architecture:
 # `glm4` has norms after attention and after the MLP too (sandwich norms).
 
 
-def glm4(config: Mapping[str, Any]) -> Architecture:
-    """Of `config.json`, with sandwich norms. Raises `UnsupportedModel`."""
-    after = (
-        Rule(decoder.OWN + "post_self_attn_layernorm.weight", whole(decoder.LAYER + "post_self_attn_layernorm.weight")),
-        Rule(decoder.OWN + "post_mlp_layernorm.weight", whole(decoder.LAYER + "post_mlp_layernorm.weight")),
-    )
-    return replace(_architecture(config, after), sandwich_norms=True)
-
-
-def glm(config: Mapping[str, Any]) -> Architecture:
-    """Of `config.json`, without them. Raises `UnsupportedModel`."""
-    return _architecture(config, ())
-
-
-def _architecture(config: Mapping[str, Any], norms_after: tuple[Rule, ...]) -> Architecture:
+def glm(config: Mapping[str, Any], *, sandwich: bool = False) -> Architecture:
+    """Of `config.json`. Raises `UnsupportedModel`."""
     check_keys(config, decoder.COMMON_KEYS | {"partial_rotary_factor"})
     shape = shape_of(config)
+    names = ("post_self_attn_layernorm.weight", "post_mlp_layernorm.weight") if sandwich else ()
+    after = [Rule(decoder.OWN + name, whole(decoder.LAYER + name)) for name in names]
+    rules = (*after, *decoder.attention(shape), *decoder.mlp(fused=True))
     rope = read_rope(config, head_width=shape.head, partial=0.5, interleaved=True)
-    rules = (*norms_after, *decoder.attention(shape), *decoder.mlp(fused=True))
-    return decoder.decoder(config, shape, decoder.transformer(config, shape), rules, rope=rope)
+    return replace(decoder.decoder(config, shape, rules, rope=rope), sandwich_norms=sandwich)
+
+
+glm4 = partial(glm, sandwich=True)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -198,14 +180,14 @@ def glm4_moe(config: Mapping[str, Any]) -> Architecture:
     config = renamed(config, num_local_experts="n_routed_experts")
     check_keys(config, decoder.COMMON_KEYS | decoder.MOE_KEYS | {"partial_rotary_factor", "use_qk_norm"})
     shape = shape_of(config)
-    fields = decoder.transformer(config, shape) | sigmoid_routing(config, shape)
     rules = (
         *decoder.attention(shape),
         *decoder.mlp(dense_only=True),
         *decoder.experts(router_bias=True, shared=shape.shared_ffn > 0),
     )
     rope = read_rope(config, head_width=shape.head, partial=0.5)
-    return decoder.decoder(config, shape, fields, rules, rope=rope, left_out=prediction_layers(config))
+    fields, left_out = sigmoid_routing(config, shape), prediction_layers(config)
+    return decoder.decoder(config, shape, rules, fields, rope=rope, left_out=left_out)
 
 
 # --------------------------------------------------------------------------------------------------

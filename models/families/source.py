@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, KeysView
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -62,7 +61,7 @@ class CheckpointTensors:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self._files = files_by_name(directory)
+        self.files = files_by_name(directory)  # by name of the tensor
         self._open: dict[Path, Any] = {}
         self._stack = ExitStack()
 
@@ -71,16 +70,6 @@ class CheckpointTensors:
 
     def __exit__(self, *_: object) -> None:
         self._close()
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._files
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._files)
-
-    def keys(self) -> KeysView[str]:
-        """Names of all tensors."""
-        return self._files.keys()
 
     def read(
         self, piece: Piece, expert: int | None = None, dimension: int | None = None, index: int = 0, parts: int = 1
@@ -115,7 +104,7 @@ class CheckpointTensors:
     def _file_of(self, name: str) -> Any:
         from safetensors import safe_open
 
-        path = self._files.get(name)
+        path = self.files.get(name)
         if path is None:
             raise CheckpointUnavailable(f"{self.directory} has no tensor {name}; download the model again")
         if path not in self._open:
@@ -142,10 +131,11 @@ def _span(start: int, stop: int, index: int, parts: int, name: str) -> slice:
     return slice(start + index * length, start + (index + 1) * length)
 
 
-def copy_all_but_weights(source: Path, target: Path) -> None:
-    """Configuration, tokenizer and other files of a checkpoint; existing files are kept."""
+def copy_all_but_weights(source: Path, target: Path, but: tuple[str, ...] = ()) -> None:
+    """Configuration, tokenizer and other files of a checkpoint, `but` these; existing files are kept."""
     for file in sorted(source.iterdir()):
-        if file.is_file() and not file.name.endswith(_WEIGHT_SUFFIXES) and not (target / file.name).exists():
+        wanted = file.is_file() and not file.name.endswith((*_WEIGHT_SUFFIXES, *but))
+        if wanted and not (target / file.name).exists():
             shutil.copyfile(file, target / file.name)
 
 

@@ -25,7 +25,6 @@ from configs.schema.train import FsdpConfig, LoraConfig, MegatronConfig, Paralle
 from models.algorithms.advantages import TOKEN_ESTIMATORS
 from models.algorithms.correction import Correction, correction_of
 from models.algorithms.objective import GroupLossFunction, group_loss_of
-from models.errors import TrainConfigInvalid
 from models.slime_arguments import SlimeArguments, slime_arguments
 
 # --------------------------------------------------------------------------------------------------
@@ -34,32 +33,10 @@ from models.slime_arguments import SlimeArguments, slime_arguments
 # Invariant: a pure function of the number of updates already made, so that resuming needs no state but that number.
 
 
-def check_schedule(train: TrainConfig, total_steps: int | None) -> None:
-    """Raise `TrainConfigInvalid` if the decay has no known end or does not fall."""
-    if train.lr_decay_style == "constant" and train.lr_warmup_fraction is None:
-        return
-    if total_steps is None:
-        decays = train.lr_decay_style != "constant"
-        what = f"lr_decay_style={train.lr_decay_style}" if decays else f"lr_warmup_fraction={train.lr_warmup_fraction}"
-        raise TrainConfigInvalid(
-            f"{what} needs the number of optimizer steps, which is unknown; set --num-rollout, or use "
-            "--lr-decay-style constant and --lr-warmup-iters"
-        )
-    if train.min_lr > train.lr:
-        raise TrainConfigInvalid(
-            f"min_lr={train.min_lr} is above lr={train.lr}: a decay cannot rise; set --min-lr below --lr"
-        )
-
-
-def warmup_steps(train: TrainConfig, total_steps: int | None) -> int:
-    """Optimizer steps of the warm-up."""
-    fraction = train.lr_warmup_fraction
-    return train.lr_warmup_iters if fraction is None else round(fraction * (total_steps or 0))
-
-
 def learning_rate(updates: int, train: TrainConfig, total_steps: int | None) -> float:
     """Learning rate of the next update after `updates` updates; the first update of a warm-up of W is lr / W."""
-    warmup = warmup_steps(train, total_steps)
+    fraction = train.lr_warmup_fraction
+    warmup = train.lr_warmup_iters if fraction is None else round(fraction * (total_steps or 0))
     if updates < warmup:
         return train.lr * (updates + 1) / warmup
     if train.lr_decay_style == "constant" or total_steps is None:
@@ -154,8 +131,6 @@ class TrainSpec:
     """`temperature`: of the rollouts; `max_response_len`: tokens, the constant of `constant` aggregation;
     `total_steps`: optimizer steps of the run, needed by a decaying learning rate; `correction`: default: as if samples
     may be stale.
-
-    Raises `TrainConfigInvalid`, `UnknownAlgorithm`.
     """
 
     train: TrainConfig
@@ -172,13 +147,6 @@ class TrainSpec:
     seed: int = 42
     total_steps: int | None = None
     arguments: SlimeArguments = field(default_factory=SlimeArguments)  # for functions with slime's signatures
-
-    def __post_init__(self) -> None:
-        check_schedule(self.train, self.total_steps)
-        if self.whole_groups and self.algorithm.custom_loss_function_path is None:
-            raise TrainConfigInvalid(
-                "loss_type=custom_loss needs a function; set --custom-loss-function-path package.module:function"
-            )
 
     @property
     def supervised(self) -> bool:

@@ -23,14 +23,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from models.algorithms.aggregation import StepSize, denominator, metric_mode
+from models.algorithms.aggregation import denominator, metric_mode
 from models.errors import BackendMisuse
 from models.train.device_memory import DeviceMemory
 from models.train.huggingface.models import TorchModels
 from models.train.interface import TrainSequence, WeightExporter
 from models.train.model_set import Counters, ModelSet
 from models.train.spec import TrainSpec, UpdateResult, batch_needs, critic_only
-from models.train.step.examples import Intake, check_sequence, example_of, rollouts_of
+from models.train.step.examples import check_sequence, example_of, rollouts_of
 from models.train.step.running_batch import OldLogProbPass, RunningBatch
 
 
@@ -120,14 +120,7 @@ class Trainer(WeightExporter):
                 f"accumulate between the steps of a batch: its old log-probs are those before its first step; "
                 f"call step() {self._batch.steps_due} more times first"
             )
-        intake = Intake(
-            mode=self._spec.aggregation,
-            vocab_size=self._models.vocab_size,
-            version=self._version,
-            mask_offpolicy=self._spec.correction.mask_offpolicy_in_partial_rollout,
-            needs_teacher=self._spec.opd_kl_coef is not None,
-        )
-        self._batch.add(rollouts_of(sequences, intake))
+        self._batch.add(rollouts_of(sequences, self._spec, self._models.vocab_size, self._version))
         if len(self._batch.seen) < self._expected:
             self._batch.work(everything=False)
 
@@ -152,7 +145,16 @@ class Trainer(WeightExporter):
             self._counters.skipped_steps += not of_critic.applied
         result = self._update(divisor, metrics)
         self._counters.steps += 1
-        metrics.update(self._step_metrics(size, result))
+        metrics |= {
+            "train/grad_norm": result.grad_norm,
+            "train/lr": result.lr,
+            "train/skipped_steps": float(self._counters.skipped_steps),
+            "train/empty_steps": float(self._counters.empty_steps),
+            "train/optimizer_steps": float(self._counters.steps),
+            "train/rollouts": float(size.rollouts),
+            "train/sequences": float(size.sequences),
+            "train/trained_tokens": float(size.tokens),
+        }
         if self._batch.finish_step():
             self._finish_batch()
         return metrics
@@ -185,18 +187,6 @@ class Trainer(WeightExporter):
         if self._models.has_reference and interval and self._counters.batches % interval == 0:
             self._models.renew_reference()
         self._begin()
-
-    def _step_metrics(self, size: StepSize, result: UpdateResult) -> dict[str, float]:
-        return {
-            "train/grad_norm": result.grad_norm,
-            "train/lr": result.lr,
-            "train/skipped_steps": float(self._counters.skipped_steps),
-            "train/empty_steps": float(self._counters.empty_steps),
-            "train/optimizer_steps": float(self._counters.steps),
-            "train/rollouts": float(size.rollouts),
-            "train/sequences": float(size.sequences),
-            "train/trained_tokens": float(size.tokens),
-        }
 
     def discard(self) -> None:
         """Forget the rollouts and gradients of the running batch; weights and optimizer stay as they are."""

@@ -114,13 +114,13 @@ class LiveWeights:
         }
 
     def _check(self, directory: Path, tensors: CheckpointTensors) -> None:
-        ignored = {name for name in tensors if name.endswith("rotary_emb.inv_freq")}
+        ignored = {name for name in tensors.files if name.endswith("rotary_emb.inv_freq")}
         if self._tied:
             ignored.add("lm_head.weight")
-        missing = sorted(self.names.keys() - tensors.keys())
-        unknown = sorted(tensors.keys() - self.names.keys() - ignored)
+        missing = sorted(self.names.keys() - tensors.files.keys())
+        unknown = sorted(tensors.files.keys() - self.names.keys() - ignored)
         faults = [f"missing {name}" for name in missing] + [f"unknown {name}" for name in unknown]
-        for name in self.names.keys() & tensors.keys():
+        for name in self.names.keys() & tensors.files.keys():
             part = tensors.slice(name)
             expected, found = list(self.names[name].shape), part.get_shape()
             if found != expected:

@@ -268,11 +268,7 @@ def _copy_settings(directory: Path, source: Path | str, dtypes: Mapping[torch.dt
     aside = directory / f"{CONFIG}.{_STAGED}"
     if path.is_dir():
         shutil.copyfile(path / CONFIG, aside)
-        (directory / CONFIG).touch()  # `copy_tokenizer` leaves files alone that are there
-        try:
-            copy_tokenizer(str(path), directory)
-        finally:
-            (directory / CONFIG).unlink()
+        copy_all_but_weights(path, directory, but=(CONFIG,))
     else:
         copy_tokenizer(str(source), directory)
         _hub_configuration(str(source), directory, aside)
@@ -339,4 +335,4 @@ def checksum(tensor: torch.Tensor) -> str:
 def checksums(directory: Path) -> dict[str, str]:
     """Of every weight of a checkpoint, by name, however it is cut into files. Raises `CheckpointUnavailable`."""
     with CheckpointTensors(directory) as stored:
-        return {name: checksum(stored.whole(name)) for name in stored}
+        return {name: checksum(stored.whole(name)) for name in stored.files}

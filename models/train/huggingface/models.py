@@ -101,11 +101,6 @@ class Reference:
     def __init__(self, placement: Placement, policy: PlacedModel, adapters: Adapters | None) -> None:
         """Collective. Raises `CheckpointUnavailable`, `UnsupportedModel`, `TrainConfigInvalid`."""
         train, interval = placement.spec.train, placement.spec.algorithm.ref_update_interval
-        if adapters is not None and interval:
-            raise TrainConfigInvalid(
-                f"ref_update_interval={interval} with lora_rank={placement.spec.lora.lora_rank}: the reference of LoRA "
-                "is the model without adapters, which no update changes; leave --ref-update-interval out"
-            )
         self._policy = policy
         self.renewed = bool(interval)  # becomes the policy from time to time
         own = adapters is None or train.ref_load not in (None, train.hf_checkpoint)

@@ -5,7 +5,6 @@ consecutive ranks, and runs hold equal copies. The first process loads the check
 layer. Every process builds the architecture without memory, and shards each layer before the next one comes.
 
 Invariants:
-- a size that does not divide its processes raises `TrainConfigInvalid` before any process waits for another;
 - no process but the first holds more than its shards and one layer (or what belongs to no layer); tied weights stay one
   parameter; what the first process cannot load, no process waits for;
 - every decoder layer is a unit of its own, what is left over belongs to the root;
@@ -19,7 +18,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
@@ -31,7 +30,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from configs.schema.train import FsdpConfig, ParallelConfig
 from models import errors
-from models.errors import TrainConfigInvalid, TrainError, UnsupportedModel
+from models.errors import TrainError, UnsupportedModel
 from models.train.dp_group import DistributedDpGroup, DpGroup, gather_bytes
 from models.train.huggingface import loading
 from models.train.huggingface.attention import FLASH_ATTENTION, PACKED_SDPA, register_packed_sdpa
@@ -39,38 +38,6 @@ from models.train.huggingface.scoring import ContextParallel, Passes
 from models.train.spec import TrainSpec
 from models.train.step.micro_batches import MicroBatch
 from models.train.step.packing import Packing
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """How many processes do what."""
-
-    world: int
-    shard: int  # hold one copy of the model together
-    context: int  # share the tokens of a sequence
-
-    @property
-    def replicas(self) -> int:
-        """Copies of the model."""
-        return self.world // self.shard
-
-    @property
-    def dp_size(self) -> int:
-        """Data-parallel ranks, each with micro-batches of its own."""
-        return self.world // self.context
-
-
-def sizes_of(config: FsdpConfig, world: int) -> Sizes:
-    """Sizes for `world` processes. Raises `TrainConfigInvalid`."""
-    shard = world if config.fsdp_shard_size is None else config.fsdp_shard_size
-    context = config.fsdp_context_parallel_size
-    for flag, size in (("--fsdp-shard-size", shard), ("--fsdp-context-parallel-size", context)):
-        if world % size:
-            raise TrainConfigInvalid(
-                f"{flag} {size} does not divide the {world} processes of the trainer (--actor-num-nodes times "
-                f"--actor-num-gpus-per-node); choose a divisor of {world}"
-            )
-    return Sizes(world, shard, context)
 
 
 def own_device(device: torch.device) -> torch.device:
@@ -88,27 +55,27 @@ class Mesh:
     """The processes of the default group, as FSDP2 and the trainer see them."""
 
     def __init__(self, config: FsdpConfig, parallel: ParallelConfig, device: torch.device) -> None:
-        """Collective. Raises `TrainConfigInvalid`."""
-        self.sizes = sizes = sizes_of(config, dist.get_world_size())
+        """Collective. `configs.rules.parallel` has seen that the sizes divide the processes."""
+        self.world: int = dist.get_world_size()
+        shard, self.context_size = config.fsdp_shard_size or self.world, config.fsdp_context_parallel_size
+        self.replicas: int = self.world // shard  # copies of the model
+        dp_size = self.world // self.context_size
         self.device = device
         self.rank: int = dist.get_rank()
         self.first = self.rank == 0  # of all processes
         # For numbers on the CPU; None = the default group is one.
         timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
         self.gloo = None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo", timeout=timeout)
-        if sizes.shard == sizes.world:
-            self.parameters: DeviceMesh = init_device_mesh(device.type, (sizes.world,), mesh_dim_names=("shard",))
-        else:
-            shape = (sizes.replicas, sizes.shard)
-            self.parameters = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
+        shape, names = ((self.replicas, shard), ("replicate", "shard")) if self.replicas > 1 else ((shard,), ("shard",))
+        self.parameters: DeviceMesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
         self.context: Any | None = None  # the group that shares the tokens of this process's sequences
-        if sizes.context > 1:
-            shape = (sizes.dp_size, sizes.context)
+        if self.context_size > 1:
+            shape = (dp_size, self.context_size)
             self.context = init_device_mesh(device.type, shape, mesh_dim_names=("dp", "cp")).get_group("cp")
         self.dp_group: DpGroup = DistributedDpGroup(
-            dp_rank=self.rank // sizes.context,
-            dp_size=sizes.dp_size,
-            is_mp_src_rank=self.rank % sizes.context == 0,
+            dp_rank=self.rank // self.context_size,
+            dp_size=dp_size,
+            is_mp_src_rank=self.rank % self.context_size == 0,
             gloo=self.gloo,
         )
 
@@ -187,7 +154,7 @@ class Shards(loading.Placement):
         }
 
     def _wants_flash(self) -> bool:
-        train, context = self.spec.train, self.mesh.sizes.context
+        train, context = self.spec.train, self.mesh.context_size
         if self.device.type != "cuda" or (context > 1 and train.attn_implementation == "auto"):
             return False  # it takes no mask
         return loading.attention_of(train, self.device) == FLASH_ATTENTION
@@ -235,7 +202,7 @@ class Shards(loading.Placement):
         """Over all processes, each copy of the model once."""
         total = torch.tensor([value], dtype=torch.float64)
         dist.all_reduce(total, group=self.mesh.gloo)
-        return float(total) / self.mesh.sizes.replicas
+        return float(total) / self.mesh.replicas
 
 
 def _decoder_layers(model: Any) -> list[torch.nn.Module]:

@@ -96,11 +96,15 @@ class Checkpoints:
             shutil.rmtree(directory / SHARDS, ignore_errors=True)
             (directory / SHARDS).mkdir(parents=True)
         dist.barrier(group=self._mesh.gloo)
-        tensors = {name: _of_shards(name, tensor) for name, tensor in parts.tensors().items()}
+        # A scalar as one element: a file of shards has no scalars.
+        tensors = {
+            name: one.cpu().reshape(1) if one.ndim == 0 and name.endswith(f"/{checkpoint.STEP}") else one
+            for name, one in parts.tensors().items()
+        }
         random = checkpoint.random_state(self._mesh.device)
         tensors |= {f"rng/{self._mesh.rank}/{kind}": one for kind, one in random.items()}
         state = FsdpState(
-            counters=asdict(counters), updates=parts.updates, parts=tuple(parts), world=self._mesh.sizes.world, files={}
+            counters=asdict(counters), updates=parts.updates, parts=tuple(parts), world=self._mesh.world, files={}
         )
         writer = dcp.HuggingFaceStorageWriter(str(directory / SHARDS), save_distributed=True)
         if self._asynchronous:
@@ -117,7 +121,10 @@ class Checkpoints:
                 write_shards()  # returns when all processes have written
             if self._mesh.first:
                 finish()
-                _complete(directory, state)
+                files = {file.name: file.stat().st_size for file in sorted((directory / SHARDS).iterdir())}
+                sync_tree(directory)
+                whole = msgspec.json.encode(msgspec.structs.replace(state, files=files))
+                write_whole(directory / STATE, whole, durable=True)
 
         if self._asynchronous:
             self._saving.begin(complete)
@@ -165,18 +172,6 @@ def _unreadable(directory: Path, cause: str) -> TrainStateUnreadable:
     return TrainStateUnreadable(
         f"{directory} holds no complete state of sharded training ({cause}); resume from another checkpoint"
     )
-
-
-def _complete(directory: Path, state: FsdpState) -> None:
-    """Once all else is written: the state file behind it."""
-    files = {file.name: file.stat().st_size for file in sorted((directory / SHARDS).iterdir())}
-    sync_tree(directory)
-    write_whole(directory / STATE, msgspec.json.encode(msgspec.structs.replace(state, files=files)), durable=True)
-
-
-def _of_shards(name: str, tensor: Tensor) -> Tensor:
-    """A scalar as one element: a file of shards has no scalars."""
-    return tensor.cpu().reshape(1) if tensor.ndim == 0 and name.endswith(f"/{checkpoint.STEP}") else tensor
 
 
 def _read_state(directory: Path) -> FsdpState:

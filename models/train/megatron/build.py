@@ -7,7 +7,6 @@ Weights are not set: `weights.load_hf` reads them, or a distributed checkpoint i
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from configs.schema.train import MegatronConfig
+from configs.schema.train import MegatronConfig, has_transformer_engine
 from models.errors import TrainConfigInvalid, UnsupportedModel
 from models.families.decoder import Architecture
 from models.families.hugging_face_names import padded_vocab
@@ -38,7 +37,7 @@ def model_dtype(spec: TrainSpec) -> torch.dtype:
 
 def uses_transformer_engine(spec: TrainSpec) -> bool:
     """Whether layers are those of Transformer Engine. Raises `TrainConfigInvalid` if it is not installed."""
-    found = importlib.util.find_spec("transformer_engine") is not None and torch.cuda.is_available()
+    found = has_transformer_engine() and torch.cuda.is_available()
     if spec.megatron.transformer_impl == "transformer_engine" and not found:
         raise TrainConfigInvalid(
             "transformer_impl=transformer_engine needs Transformer Engine and a GPU, and this process lacks one of "
@@ -150,12 +149,10 @@ def transformer_config(architecture: Architecture, spec: TrainSpec) -> Transform
     fields: dict[str, Any] = {
         **_model_fields(architecture),
         **_run_fields(spec),
-        **_parallel_fields(spec),
+        **_parallel_fields(spec, experts=architecture.experts > 0),
         **_recompute_fields(spec),
+        **split_options(spec.megatron.megatron_args).transformer,
     }
-    if architecture.experts:
-        fields |= _expert_fields(spec)
-    fields |= split_options(spec.megatron.megatron_args).transformer
     kind = MLATransformerConfig if architecture.latent_attention else TransformerConfig
     try:
         config = kind(**fields)
@@ -206,32 +203,22 @@ def _run_fields(spec: TrainSpec) -> dict[str, Any]:
     }
 
 
-def _parallel_fields(spec: TrainSpec) -> dict[str, Any]:
-    m = spec.megatron
-    chunks = m.virtual_pipeline_model_parallel_size
-    return {
-        "tensor_model_parallel_size": m.tensor_model_parallel_size,
-        "sequence_parallel": m.sequence_parallel,
-        "pipeline_model_parallel_size": m.pipeline_model_parallel_size,
-        "virtual_pipeline_model_parallel_size": None if chunks in (None, 1) else chunks,
+def _parallel_fields(spec: TrainSpec, *, experts: bool) -> dict[str, Any]:
+    m, chunks = spec.megatron, spec.megatron.virtual_pipeline_model_parallel_size
+    same = ["tensor_model_parallel_size", "sequence_parallel", "pipeline_model_parallel_size", "context_parallel_size"]
+    fields: dict[str, Any] = {
+        "virtual_pipeline_model_parallel_size": None if chunks == 1 else chunks,
         "num_layers_in_first_pipeline_stage": m.decoder_first_pipeline_num_layers,
         "num_layers_in_last_pipeline_stage": m.decoder_last_pipeline_num_layers,
-        "context_parallel_size": m.context_parallel_size,
-        **({"cp_comm_type": "p2p"} if m.context_parallel_size > 1 else {}),
     }
-
-
-def _expert_fields(spec: TrainSpec) -> dict[str, Any]:
-    m = spec.megatron
-    return {
-        "expert_model_parallel_size": m.expert_model_parallel_size,
-        "expert_tensor_parallel_size": m.expert_tensor_parallel_size,
-        "moe_token_dispatcher_type": m.moe_token_dispatcher_type,
-        "moe_grouped_gemm": m.moe_grouped_gemm,
-        "moe_router_load_balancing_type": "none",
-        "moe_aux_loss_coeff": 0.0,
-        "moe_router_bias_update_rate": 0.0,  # the bias stays as the checkpoint has it
-    }
+    if m.context_parallel_size > 1:
+        fields["cp_comm_type"] = "p2p"
+    if experts:
+        same += ["expert_model_parallel_size", "expert_tensor_parallel_size"]
+        same += ["moe_token_dispatcher_type", "moe_grouped_gemm"]
+        fields |= {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0}
+        fields["moe_router_bias_update_rate"] = 0.0  # the bias stays as the checkpoint has it
+    return fields | {name: getattr(m, name) for name in same}
 
 
 def _recompute_fields(spec: TrainSpec) -> dict[str, Any]:

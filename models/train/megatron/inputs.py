@@ -114,7 +114,9 @@ def context_columns(length: int, rank: int, size: int) -> Int64Array:
 # of the parts of a sequence are summed over the tensor-parallel processes.
 
 
-LATENT_EPS = 1e-6  # DeepSeek's norms inside latent attention keep their class's default
+# transformers and the published code leave the eps of the norms inside latent attention at their class's default,
+# whatever rms_norm_eps is.
+LATENT_EPS = 1e-6
 
 
 class RmsNorm(torch.nn.RMSNorm):  # type: ignore[misc]

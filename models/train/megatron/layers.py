@@ -250,7 +250,6 @@ def _local_attention(config: Any) -> ModuleSpec:
 
 
 def _local_latent_attention(architecture: Architecture) -> ModuleSpec:
-    norm = LatentRmsNorm if architecture.latent_norm_eps == LATENT_EPS else RmsNorm
     return ModuleSpec(
         module=LatentAttention,
         params={"attn_mask_type": AttnMaskType.causal, "attention_factor": architecture.rope.attention_factor},
@@ -262,8 +261,8 @@ def _local_latent_attention(architecture: Architecture) -> ModuleSpec:
             linear_kv_up_proj=ColumnParallelLinear,
             core_attention=SdpaCoreAttention,
             linear_proj=RowParallelLinear,
-            q_layernorm=norm,
-            kv_layernorm=norm,
+            q_layernorm=LatentRmsNorm,
+            kv_layernorm=LatentRmsNorm,
         ),
     )
 
@@ -308,10 +307,9 @@ def _engine_layer(architecture: Architecture, config: Any, *, moe: bool) -> Modu
     attention.submodules.core_attention = MaskedEngineAttention
     if latent:
         # Not fused with the projections behind them: their eps is their own.
-        norm = LatentEngineNorm if architecture.latent_norm_eps == LATENT_EPS else TENorm
         attention.module = LatentAttention
         attention.params = {**attention.params, "attention_factor": architecture.rope.attention_factor}
-        attention.submodules.q_layernorm = attention.submodules.kv_layernorm = norm
+        attention.submodules.q_layernorm = attention.submodules.kv_layernorm = LatentEngineNorm
         attention.submodules.linear_q_up_proj = TEColumnParallelLinear
         attention.submodules.linear_kv_up_proj = TEColumnParallelLinear
     if not architecture.sandwich_norms:

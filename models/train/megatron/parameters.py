@@ -64,18 +64,12 @@ def global_name(name: str, model: Any, first_expert: int) -> str:
     in_layer = _LAYER.match(name)
     if in_layer is None:
         return name
-    layer = model.decoder.layers[int(in_layer[1])].layer_number - 1
-    return f"decoder.layers.{layer}.{_in_layer(in_layer[2], first_expert)}"
-
-
-def _in_layer(name: str, first_expert: int) -> str:
-    if name in _FUSED:
-        return _FUSED[name]
-    if found := _LOCAL_EXPERT.match(name):
-        return f"mlp.experts.local_experts.{first_expert + int(found[1])}.{found[2]}"
-    if found := _GROUPED_EXPERT.match(name):
-        return f"mlp.experts.local_experts.{first_expert + int(found[2])}.{found[1]}"
-    return name
+    layer, own = model.decoder.layers[int(in_layer[1])].layer_number - 1, _FUSED.get(in_layer[2], in_layer[2])
+    if found := _LOCAL_EXPERT.match(own):
+        own = f"mlp.experts.local_experts.{first_expert + int(found[1])}.{found[2]}"
+    elif found := _GROUPED_EXPERT.match(own):
+        own = f"mlp.experts.local_experts.{first_expert + int(found[2])}.{found[1]}"
+    return f"decoder.layers.{layer}.{own}"
 
 
 # --------------------------------------------------------------------------------------------------

@@ -15,7 +15,6 @@ Invariants:
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -26,6 +25,7 @@ from typing import Any, Final
 
 import torch
 
+from configs.schema.train import has_transformer_engine
 from models.errors import BackendMisuse, TrainConfigInvalid
 from models.train.dp_group import DistributedDpGroup, all_gather
 from models.train.spec import TrainSpec
@@ -53,10 +53,8 @@ def install_shim() -> None:
             "megatron.core was imported before its replacements for a machine without a GPU were installed; call "
             "models.train.megatron.processes.install_shim first in the process"
         )
-    _replace_factories()
-    _replace_tensor_methods()
+    _replace_torch()
     _replace_cuda()
-    _replace_compiler()
     setattr(torch, _MARK, "before")
 
 
@@ -135,7 +133,7 @@ def _on_cpu(device: Any) -> Any:
     return torch.device("cpu") if names_cuda or is_cuda or isinstance(device, int) else device
 
 
-def _replace_factories() -> None:
+def _replace_torch() -> None:
     def wrapped(make: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(make)
         def factory(*args: Any, **kwargs: Any) -> Any:
@@ -147,9 +145,6 @@ def _replace_factories() -> None:
 
     for name in _FACTORIES:
         setattr(torch, name, wrapped(getattr(torch, name)))
-
-
-def _replace_tensor_methods() -> None:
     original = torch.Tensor.type
 
     def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -162,6 +157,13 @@ def _replace_tensor_methods() -> None:
     torch.Tensor.cuda = lambda self, *args, **kwargs: self
     torch.nn.Module.cuda = lambda self, *args, **kwargs: self
     torch.Tensor.record_stream = lambda *args, **kwargs: None
+
+    def keep(function: Callable[..., Any] | None = None, **options: Any) -> Any:
+        """Leave functions as they are. Megatron's decorators would load torch's compiler, two seconds of each start,
+        and have it compile for a CPU what is called a few times."""
+        return keep if function is None else function
+
+    torch.compile = keep
 
 
 def _replace_cuda() -> None:
@@ -181,28 +183,14 @@ def _replace_cuda() -> None:
         setattr(cuda.nvtx, name, lambda *args, **kwargs: None)
 
 
-def _replace_compiler() -> None:
-    """Leave functions as they are. Megatron's decorators would load torch's compiler, two seconds of each start, and
-    have it compile for a CPU what is called a few times."""
-
-    def keep(function: Callable[..., Any] | None = None, **options: Any) -> Any:
-        return keep if function is None else function
-
-    torch.compile = keep
-
-
 class _Stream:
     """A stream and an event on which everything has already happened."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
-    def wait_stream(self, *args: Any) -> None: ...
+    def synchronize(self, *args: Any) -> None: ...
 
-    def wait_event(self, *args: Any) -> None: ...
-
-    def record(self, *args: Any) -> None: ...
-
-    def synchronize(self) -> None: ...
+    wait_stream = wait_event = record = synchronize
 
     def record_event(self, *args: Any) -> _Stream:
         return self
@@ -265,7 +253,7 @@ def parallel_sizes(spec: TrainSpec, world: int) -> ParallelSizes:
             f"x expert_tensor_parallel_size={expert_tensor} x pipeline_model_parallel_size={pipeline}); choose "
             "--expert-model-parallel-size and --expert-tensor-parallel-size so that their product divides it"
         )
-    if context > 1 and not engine_installed():
+    if context > 1 and not has_transformer_engine():
         raise TrainConfigInvalid(
             f"context_parallel_size={context} needs the attention of Transformer Engine, which is not installed; "
             "install it, or set --context-parallel-size 1"
@@ -280,11 +268,6 @@ def parallel_sizes(spec: TrainSpec, world: int) -> ParallelSizes:
         expert_tensor=expert_tensor,
         data=world // replica,
     )
-
-
-def engine_installed() -> bool:
-    """Whether Transformer Engine is there, whose attention spreads one sequence over processes."""
-    return importlib.util.find_spec("transformer_engine") is not None
 
 
 def build_layout(spec: TrainSpec) -> ParallelSizes:

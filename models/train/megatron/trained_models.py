@@ -18,13 +18,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from configs.schema.train import TrainConfig
+from configs.schema.train import TrainConfig, has_transformer_engine
 from models.errors import TrainConfigInvalid, TrainStateUnreadable
 from models.train.dp_group import Float32Array
 from models.train.megatron.forward import Pipeline, chosen_hidden, of_all_tokens
@@ -101,7 +100,7 @@ class TrainedChunks(Updates):
 
 def check_optimizer(spec: TrainSpec) -> None:
     """Raise `TrainConfigInvalid` for options of the optimizer that do not fit this machine."""
-    lack = "" if find_spec("transformer_engine") else "Transformer Engine, which is not installed"
+    lack = "" if has_transformer_engine() else "Transformer Engine, which is not installed"
     lack = lack if torch.cuda.is_available() else "a GPU, and this process sees no GPU"
     if spec.megatron.optimizer_cpu_offload and lack:
         raise TrainConfigInvalid(

@@ -74,10 +74,11 @@ def read_part(
 ) -> Tensor:
     """What process `rank` of `parts` holds of one parameter, read without the rest where possible."""
     rule = weight.rule
-    pieces = weight.stacked if weight.stacked and weight.pieces[0].name not in tensors else weight.pieces
+    pieces = weight.stacked if weight.stacked and weight.pieces[0].name not in tensors.files else weight.pieces
     if rule.split == "vocabulary":
         rows = padded_vocab(vocab_size, parts) // parts
-        return _vocabulary(tensors, pieces[0].name, rank * rows, rows, vocab_size)
+        found = tensors.rows(pieces[0].name, rank * rows, min((rank + 1) * rows, vocab_size))
+        return torch.cat([found, found.new_zeros(rows - len(found), *found.shape[1:])]) if len(found) < rows else found
     split = "none" if parts == 1 or parameter.shape[0] == rule.replicated_rows else rule.split
     if split != "none" and not rule.join.parts_alone(parts):
         return part(rule.join.join([tensors.read(piece, weight.expert) for piece in pieces]), split, rank, parts)
@@ -85,27 +86,19 @@ def read_part(
     return rule.join.join([tensors.read(piece, weight.expert, dimension, rank, parts) for piece in pieces])
 
 
-def _vocabulary(tensors: CheckpointTensors, name: str, first: int, rows: int, vocab_size: int) -> Tensor:
-    found = tensors.rows(name, first, min(first + rows, vocab_size))
-    if found.shape[0] == rows:
-        return found
-    padded = found.new_zeros(rows, *found.shape[1:])
-    padded[: found.shape[0]] = found
-    return padded
-
-
 def check_names(architecture: Architecture, tensors: CheckpointTensors) -> None:
     """Compare the names of a checkpoint with those of the model; warn of what is left out.
 
     Raises `CheckpointUnavailable`.
     """
-    unused = set(tensors)
+    present = tensors.files.keys()
+    unused = set(present)
     missing: list[str] = []
     for weight in architecture.weights():
         names = {piece.name for piece in weight.pieces}
-        if weight.stacked and not names <= tensors.keys():
+        if weight.stacked and not names <= present:
             names = {piece.name for piece in weight.stacked}
-        missing += sorted(names - tensors.keys())
+        missing += sorted(names - present)
         unused -= names
     if missing:
         raise CheckpointUnavailable(
@@ -135,19 +128,16 @@ def export_hf(
     `bucket_bytes`: of whole parameters that exist at one time beside the model.
     """
     architecture = architecture_of(hf_config)
-    first = torch.distributed.get_rank() == 0
-    pending: dict[str, list[Tensor | None]] = {}
+    pending: dict[str, dict[int, Tensor]] = {}
     for weight, whole in export_buckets(chunks, architecture, bucket_bytes=bucket_bytes):
-        if not first:
-            continue
         if weight.rule.split == "vocabulary":
             whole = whole[: architecture.vocab_size]
         for piece, tensor in zip(weight.pieces, weight.rule.join.split(whole), strict=True):
-            parts = pending.setdefault(piece.name, [None] * piece.of)
+            parts = pending.setdefault(piece.name, {})
             parts[piece.part] = tensor
-            if all(one is not None for one in parts):
+            if len(parts) == piece.of:
                 del pending[piece.name]
-                found = [one for one in parts if one is not None]
+                found = [parts[number] for number in range(piece.of)]
                 yield piece.name, (found[0] if len(found) == 1 else torch.cat(found)).contiguous()
     if pending:
         raise CheckpointUnavailable(f"the export ended without the other parts of {sorted(pending)}")

@@ -19,25 +19,14 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from configs.schema.algorithm import Aggregation
 from models.algorithms.aggregation import IntArray, StepSize, averaged, coefficients, owned, prefix_fault, token_numbers
 from models.algorithms.returns import token_rewards
 from models.errors import InvalidSequence
 from models.train.dp_group import Float32Array
 from models.train.interface import TrainSequence
+from models.train.spec import TrainSpec
 
 RolloutKey = tuple[int, int]  # (group_id, rollout_id)
-
-
-@dataclass(frozen=True)
-class Intake:
-    """How sequences are read."""
-
-    mode: Aggregation
-    vocab_size: int
-    version: int = 0  # of the weights: a token's staleness is this minus its own
-    mask_offpolicy: bool = False  # train only the tokens of a sequence's newest version
-    needs_teacher: bool = False
 
 
 @dataclass
@@ -93,33 +82,39 @@ class Rollout:
     branches: tuple[Branch, ...] = ()  # if sequences share tokens; else each example is an episode
 
 
-def rollouts_of(sequences: Sequence[TrainSequence], intake: Intake) -> list[Rollout]:
-    """Check sequences and group them by rollout, in order of first appearance. Raises `InvalidSequence`."""
+def rollouts_of(
+    sequences: Sequence[TrainSequence], spec: TrainSpec, vocab_size: int, version: int = 0
+) -> list[Rollout]:
+    """Check sequences and group them by rollout, in order of first appearance. Raises `InvalidSequence`.
+
+    `version`: of the weights: a token's staleness is this minus its own.
+    """
+    needs_teacher = spec.opd_kl_coef is not None
     by_rollout: dict[RolloutKey, list[TrainSequence]] = {}
     for sequence in sequences:
-        check_sequence(sequence, intake.vocab_size)
-        if intake.needs_teacher and sequence.teacher_log_probs is None and sequence.loss_mask.any():
+        check_sequence(sequence, vocab_size)
+        if needs_teacher and sequence.teacher_log_probs is None and sequence.loss_mask.any():
             raise InvalidSequence(
                 f"{_name(sequence)}: teacher_log_probs are missing, but on-policy distillation needs them for every "
                 "sequence; start a --frozen-engine that teaches, or leave --use-opd out"
             )
         by_rollout.setdefault((sequence.group_id, sequence.rollout_id), []).append(sequence)
-    return [_rollout(key, members, intake) for key, members in by_rollout.items()]
+    return [_rollout(key, members, spec, version) for key, members in by_rollout.items()]
 
 
-def _rollout(key: RolloutKey, members: Sequence[TrainSequence], intake: Intake) -> Rollout:
+def _rollout(key: RolloutKey, members: Sequence[TrainSequence], spec: TrainSpec, version: int) -> Rollout:
     prefixes = [member.prefix for member in members]
     wrong = prefix_fault([member.tokens for member in members], prefixes)
     if wrong is not None:
         raise InvalidSequence(f"{_name(members[0])}: {wrong}")
     masks = [member.loss_mask > 0 for member in members]
     chosen = [np.flatnonzero(mask) for mask in owned(masks, prefixes)]
-    if intake.mask_offpolicy:
+    if spec.correction.mask_offpolicy_in_partial_rollout:
         chosen = [_newest(member, places) for member, places in zip(members, chosen, strict=True)]
     counts = [len(places) for places in chosen]
-    weights = coefficients(intake.mode, counts, [sum(counts)] * len(counts)).tolist()
+    weights = coefficients(spec.aggregation, counts, [sum(counts)] * len(counts)).tolist()
     made = [
-        example_of(member, places, weight, intake.version) if len(places) else None
+        example_of(member, places, weight, version) if len(places) else None
         for member, places, weight in zip(members, chosen, weights, strict=True)
     ]
     examples = tuple(example for example in made if example is not None)

@@ -66,7 +66,9 @@ def pack_rows(
     width, size = layout.row_length, layout.padded_tokens
     lengths = np.fromiter((len(segment.ids) for segment in segments), dtype=np.int64, count=len(segments))
     within = np.arange(int(lengths.sum()), dtype=np.int64) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    place = within + np.repeat(_column(segments, 1), lengths)
+    columns = np.array([segment[1:] for segment in segments], dtype=np.int64).reshape(-1, 4)
+    starts, first_positions, units, branches = np.repeat(columns, lengths, axis=0).T
+    place = within + starts
     input_ids = np.zeros(size, dtype=np.int64)
     input_ids[place] = np.concatenate([segment.ids for segment in segments])
 
@@ -78,12 +80,11 @@ def pack_rows(
         used = np.array([sum(member.length for member in row) for row in layout.rows], dtype=np.int64)
         # Padding counts as one more sequence, whose positions begin at 0.
         positions = (np.arange(width, dtype=np.int64)[None, :] - used[:, None]).reshape(-1)
-        positions[place] = within + np.repeat(_column(segments, 2), lengths)
+        positions[place] = within + first_positions
         position_ids = positions.reshape(shape)
     if any(len(member.members) > 1 for row in layout.rows for member in row):
         flat_unit, flat_branch = np.full(size, -1, dtype=np.int64), np.zeros(size, dtype=np.int64)
-        flat_unit[place] = np.repeat(_column(segments, 3), lengths)
-        flat_branch[place] = np.repeat(_column(segments, 4), lengths)
+        flat_unit[place], flat_branch[place] = units, branches
         unit, branch = flat_unit.reshape(shape), flat_branch.reshape(shape)
     return PackedRows(
         input_ids=input_ids.reshape(shape),
@@ -150,10 +151,6 @@ def _segments(
                 place += len(ids)
             number += 1
     return segments, sources
-
-
-def _column(segments: Sequence[_Segment], field: int) -> Int64Array:
-    return np.array([segment[field] for segment in segments], dtype=np.int64)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Final, get_args
+from typing import Any, Final, Literal, get_args
 
 import msgspec
 import numpy as np
@@ -39,35 +39,29 @@ DRAWN: Final = (TrainError, AlgorithmError)  # errors after which the ranks stil
 # ------------------------------------------------------------------ calls
 
 
-class Setup(Struct, frozen=True, tag=True):
-    """Build the trainer, and load its models."""
+class Plain(Struct, frozen=True, tag=True):
+    """A method of `Trainer` without arguments. Setup: build the trainer, and load its models. End: the run is over:
+    finish what is being written, and end."""
+
+    name: Literal["Setup", "Flush", "Step", "Discard", "FinishSave", "Offload", "Onload", "End"]
 
 
-class LogProbs(Struct, frozen=True, tag=True):
+class WithSequences(Struct, frozen=True, tag=True):
+    name: Literal["LogProbs", "Accumulate"]
     sequences: list[TrainSequence]
+
+
+class WithDirectory(Struct, frozen=True, tag=True):
+    name: Literal["Save", "Load"]
+    directory: str
 
 
 class BeginBatch(Struct, frozen=True, tag=True):
     rollouts: int
     steps: int
     version: int
-    lr_scale: float = 1.0
-
-
-class Accumulate(Struct, frozen=True, tag=True):
-    sequences: list[TrainSequence]
-
-
-class Flush(Struct, frozen=True, tag=True):
-    """As `Trainer.flush`."""
-
-
-class Step(Struct, frozen=True, tag=True):
-    """As `Trainer.step`; replied to with `Metrics`."""
-
-
-class Discard(Struct, frozen=True, tag=True):
-    """As `Trainer.discard`."""
+    lr_scale: float
+    name: Literal["BeginBatch"] = "BeginBatch"
 
 
 class WriteSlot(Struct, frozen=True, tag=True):
@@ -77,76 +71,41 @@ class WriteSlot(Struct, frozen=True, tag=True):
     source: str
     version: int
     run_generation: int
+    name: Literal["WriteSlot"] = "WriteSlot"
 
 
-class Save(Struct, frozen=True, tag=True):
-    directory: str
-
-
-class FinishSave(Struct, frozen=True, tag=True):
-    """Wait until what a save writes in the background is on disk."""
-
-
-class Load(Struct, frozen=True, tag=True):
-    directory: str
-
-
-class Offload(Struct, frozen=True, tag=True):
-    """As `Trainer.offload`."""
-
-
-class Onload(Struct, frozen=True, tag=True):
-    """As `Trainer.onload`."""
-
-
-class End(Struct, frozen=True, tag=True):
-    """The run is over: finish what is being written, and end."""
-
-
-Call = (
-    Setup | LogProbs | BeginBatch | Accumulate | Flush | Step | Discard | WriteSlot | Save | FinishSave | Load
-    | Offload | Onload | End
-)  # fmt: skip
+Call = Plain | WithSequences | WithDirectory | BeginBatch | WriteSlot
+END: Final = Plain("End")
 
 # ------------------------------------------------------------------ replies
 
 
-class Done(Struct, frozen=True, tag=True):
-    """The call returned nothing."""
-
-
-class Written(Struct, frozen=True, tag=True):
-    manifest: SlotManifest
-
-
-class Metrics(Struct, frozen=True, tag=True):
-    values: dict[str, float]
-
-
-class Arrays(Struct, frozen=True, tag=True):
-    float32: list[npt.NDArray[np.float32]]
-
-
-class Raised(Struct, frozen=True, tag=True):
+class Raised(Struct, frozen=True):
     """An error that leaves the ranks as they were."""
 
     name: str
     text: str
 
 
-Reply = Done | Written | Metrics | Arrays | Raised
+class Reply(Struct, frozen=True, tag=True, omit_defaults=True):
+    """What a call returned: one of these, or nothing."""
+
+    manifest: SlotManifest | None = None  # WriteSlot
+    metrics: dict[str, float] = {}  # Step
+    arrays: list[npt.NDArray[np.float32]] = []  # LogProbs
+    raised: Raised | None = None
 
 
-def raised(error: Exception) -> Raised:
-    return Raised(type(error).__name__, str(error))
+def raised(error: Exception) -> Reply:
+    return Reply(raised=Raised(type(error).__name__, str(error)))
 
 
-def error_of(reply: Raised) -> Exception:
+def error_of(raised: Raised) -> Exception:
     """The error itself; an error of an unknown class becomes a `TrainError`."""
-    kind = getattr(errors, reply.name, None)
+    kind = getattr(errors, raised.name, None)
     if isinstance(kind, type) and issubclass(kind, (*DRAWN, WeightsError)):
-        return kind(reply.text)
-    return TrainError(f"{reply.name}: {reply.text}")
+        return kind(raised.text)
+    return TrainError(f"{raised.name}: {raised.text}")
 
 
 # ------------------------------------------------------------------ bytes
@@ -247,13 +206,11 @@ class TrainerGroupBackend:
 
     def setup(self) -> None:
         """Waits for the trainer group, and has it load its models. Raises what `Trainer.setup` raises."""
-        self._request(Setup())
+        self._request(Plain("Setup"))
 
     def logprobs(self, sequences: Sequence[TrainSequence]) -> list[npt.NDArray[np.float32]]:
         """Log-probs [R] of each sequence's response tokens under the current weights, temperature applied."""
-        reply = self._request(LogProbs(list(sequences)))
-        assert isinstance(reply, Arrays)
-        return reply.float32
+        return self._request(WithSequences("LogProbs", list(sequences))).arrays
 
     def begin_batch(self, *, rollouts: int, steps: int, version: int = 0, lr_scale: float = 1.0) -> None:
         """As `Trainer.begin_batch`."""
@@ -261,47 +218,45 @@ class TrainerGroupBackend:
 
     def accumulate(self, sequences: Sequence[TrainSequence]) -> None:
         """As `Trainer.accumulate`."""
-        self._request(Accumulate(list(sequences)))
+        self._request(WithSequences("Accumulate", list(sequences)))
 
     def flush(self) -> None:
         """As `Trainer.flush`."""
-        self._request(Flush())
+        self._request(Plain("Flush"))
 
     def step(self) -> dict[str, float]:
         """As `Trainer.step`."""
-        reply = self._request(Step())
-        assert isinstance(reply, Metrics)
-        return reply.values
+        return self._request(Plain("Step")).metrics
 
     def discard(self) -> None:
         """As `Trainer.discard`."""
-        self._request(Discard())
+        self._request(Plain("Discard"))
 
     def write_slot(self, directory: Path, source: Path, version: int, run_generation: int) -> SlotManifest:
         """Rank 0 writes the current weights into the next slot; see `TrainBackend`. Raises WeightsError."""
-        reply = self._request(WriteSlot(str(directory), str(source), version, run_generation))
-        assert isinstance(reply, Written)
-        return reply.manifest
+        manifest = self._request(WriteSlot(str(directory), str(source), version, run_generation)).manifest
+        assert manifest is not None
+        return manifest
 
     def save(self, directory: Path) -> None:
         """As `Trainer.save`."""
-        self._request(Save(str(directory)))
+        self._request(WithDirectory("Save", str(directory)))
 
     def finish_save(self) -> None:
         """As `Trainer.finish_save`."""
-        self._request(FinishSave())
+        self._request(Plain("FinishSave"))
 
     def load(self, directory: Path) -> None:
         """As `Trainer.load`."""
-        self._request(Load(str(directory)))
+        self._request(WithDirectory("Load", str(directory)))
 
     def offload(self) -> None:
         """As `Trainer.offload`, in all ranks."""
-        self._request(Offload())
+        self._request(Plain("Offload"))
 
     def onload(self) -> None:
         """As `Trainer.onload`, in all ranks."""
-        self._request(Onload())
+        self._request(Plain("Onload"))
 
     def close(self) -> None:
         """End the trainer group if no call is under way; else break the call off. May be called twice."""
@@ -312,7 +267,7 @@ class TrainerGroupBackend:
             return
         try:
             if self._link is not None:
-                self._link.request(encode(End()))
+                self._link.request(encode(END))
         except LinkLost:
             log.info("the trainer group had ended before the stage ended it")
         finally:
@@ -331,9 +286,9 @@ class TrainerGroupBackend:
             except LinkLost as error:
                 if self._closed.is_set():
                     raise TrainerGroupClosed("the training backend was closed during a call") from error
-                raise PeerGone(f"{type(call).__name__}: the trainer group was lost: {error}") from error
-        if isinstance(reply, Raised):
-            raise error_of(reply)
+                raise PeerGone(f"{call.name}: the trainer group was lost: {error}") from error
+        if reply.raised is not None:
+            raise error_of(reply.raised)
         return reply
 
     def _join(self) -> Link:

@@ -49,48 +49,42 @@ class Member:
 
     def takes_part(self, call: calls.Call) -> bool:
         """Whether this rank makes the call."""
-        return self._leads or not (self._copies and isinstance(call, calls.Save | calls.WriteSlot))
+        return self._leads or not (self._copies and call.name in ("Save", "WriteSlot"))
 
     def make(self, call: calls.Call) -> calls.Reply:
         """Make the call. What the trainer raises propagates, and so does InjectedError, which ends the rank."""
-        if self._faults is not None and not isinstance(call, calls.End):
-            self._faults.meet_blocking(f"{self._faults.replica}/{next(self._calls)} {type(call).__name__}")
-        if isinstance(call, calls.Setup):
+        if self._faults is not None and call != calls.END:
+            self._faults.meet_blocking(f"{self._faults.replica}/{next(self._calls)} {call.name}")
+        if call.name == "Setup":
             made = build_member(self._config, self._config.rollout.num_rollout or 0, self._dp_group)
             made.setup()
             self._trainer = made
-            return calls.Done()
+            return calls.Reply()
         trainer = self._trainer
         if trainer is None:
-            if isinstance(call, calls.End):
-                return calls.Done()
-            raise RuntimeError(f"{type(call).__name__} before Setup")
+            if call == calls.END:
+                return calls.Reply()
+            raise RuntimeError(f"{call.name} before Setup")
         match call:
             case calls.BeginBatch(rollouts, steps, version, lr_scale):
                 trainer.begin_batch(rollouts=rollouts, steps=steps, version=version, lr_scale=lr_scale)
-            case calls.Accumulate(sequences):
+            case calls.WithSequences("Accumulate", sequences):
                 trainer.accumulate(sequences)
-            case calls.Flush():
-                trainer.flush()
-            case calls.Step():
-                return calls.Metrics(trainer.step())
-            case calls.Discard():
-                trainer.discard()
-            case calls.LogProbs(sequences):
-                return calls.Arrays(trainer.logprobs(sequences))
+            case calls.WithSequences("LogProbs", sequences):
+                return calls.Reply(arrays=trainer.logprobs(sequences))
+            case calls.WithDirectory("Save", directory):
+                trainer.save(Path(directory))
+            case calls.WithDirectory("Load", directory):
+                trainer.load(Path(directory))
             case calls.WriteSlot():
                 return self._write_slot(trainer, call)
-            case calls.Save(directory):
-                trainer.save(Path(directory))
-            case calls.FinishSave() | calls.End():
-                trainer.finish_save()
-            case calls.Load(directory):
-                trainer.load(Path(directory))
-            case calls.Offload():
-                trainer.offload()
-            case calls.Onload():
-                trainer.onload()
-        return calls.Done()
+            case calls.Plain("Step"):
+                return calls.Reply(metrics=trainer.step())
+            case calls.Plain(name):
+                methods = {"Flush": trainer.flush, "Discard": trainer.discard, "Offload": trainer.offload,
+                           "Onload": trainer.onload}  # fmt: skip
+                methods.get(name, trainer.finish_save)()  # which the end of the run waits for too
+        return calls.Reply()
 
     def _write_slot(self, trainer: Trainer, call: calls.WriteSlot) -> calls.Reply:
         """Rank 0 writes; the remaining ranks take part in the collectives of the export. What is wrong with the slot is
@@ -98,11 +92,10 @@ class Member:
         if not self._leads:
             for _ in trainer.export_weights():
                 pass
-            return calls.Done()
+            return calls.Reply()
+        directory, source = Path(call.directory), Path(call.source)
         try:
-            return calls.Written(
-                trainer.write_slot(Path(call.directory), Path(call.source), call.version, call.run_generation)
-            )
+            return calls.Reply(trainer.write_slot(directory, source, call.version, call.run_generation))
         except WeightsError as error:
             return calls.raised(error)
 
@@ -215,16 +208,15 @@ def _store(spec: RankSpec, timeout_s: float) -> distributed.TCPStore:
 
 def _make(control_group: ControlGroup, member: Member, call: calls.Call) -> calls.Reply:
     """Make a call together with all ranks; the reply of rank 0. Raises RanksDisagree and every unexpected error."""
-    reply: calls.Reply = calls.Done()
-    own = NOT_CALLED
+    reply, own = calls.Reply(), NOT_CALLED
     if member.takes_part(call):
         try:
             reply, own = member.make(call), NOTHING_RAISED
         except calls.DRAWN as error:
             reply, own = calls.raised(error), type(error).__name__
     if len(control_group.endings(own)) != 1:
-        ending = f"{reply.name}: {reply.text}" if isinstance(reply, calls.Raised) else "nothing"
-        raise RanksDisagree(f"{type(call).__name__}: this rank raised {ending}, and others did not")
+        ending = f"{reply.raised.name}: {reply.raised.text}" if reply.raised else "nothing"
+        raise RanksDisagree(f"{call.name}: this rank raised {ending}, and others did not")
     return reply
 
 
@@ -233,7 +225,7 @@ def _follow(control_group: ControlGroup, member: Member) -> None:
     while True:
         call = calls.decode_call(control_group.receive())
         _make(control_group, member, call)
-        if isinstance(call, calls.End):
+        if call == calls.END:
             return
 
 
@@ -241,8 +233,8 @@ def _lead(control_group: ControlGroup, member: Member, link: calls.Link, silence
     """Rank 0. Waits for the stage's calls; ends with its last. Raises PeerGone if the stage ends without one."""
     while True:
         data = _next_call(control_group, link, silence_s)
-        call = calls.End() if data is None else calls.decode_call(data)
-        control_group.send(calls.encode(calls.End()) if data is None else data)
+        call = calls.END if data is None else calls.decode_call(data)
+        control_group.send(calls.encode(call) if data is None else data)
         reply = _make(control_group, member, call)
         if data is None:
             raise PeerGone("the train stage ended without ending its trainer group")
@@ -250,7 +242,7 @@ def _lead(control_group: ControlGroup, member: Member, link: calls.Link, silence
             link.send(calls.encode(reply))
         except calls.LinkLost:
             log.warning("the train stage is gone; its last reply was not sent")
-        if isinstance(call, calls.End):
+        if call == calls.END:
             return
 
 

@@ -223,21 +223,26 @@ def train_step(backend: Trainer, calls: Sequence[Sequence[TrainSequence]], *, fl
     """Train one step: metrics, gradient (divided by the denominator) and the weights afterwards."""
     gradient: dict[str, torch.Tensor] = {}
     updater = backend._models.updater
-    apply = updater.apply
+    update, summed = updater.update, updater._summed
 
     def spy(denominator: float, **factors: float) -> Any:
-        for name, parameter in updater.named_parameters:
-            if parameter.grad is not None:
-                gradient[name] = parameter.grad.clone() / denominator
-        return apply(denominator, **factors)
+        def seen() -> Any:
+            found = summed()
+            for name, parameter in updater.named_parameters:
+                if parameter.grad is not None:
+                    gradient[name] = parameter.grad.clone() / denominator
+            return found
 
-    updater.apply = spy  # type: ignore[method-assign]
+        updater._summed = seen  # type: ignore[method-assign]
+        return update(denominator, **factors)
+
+    updater.update = spy  # type: ignore[method-assign]
     for call in calls:
         backend.accumulate(call)
         if flush:
             backend.flush()
     metrics = backend.step()
-    updater.apply = apply  # type: ignore[method-assign]
+    updater.update, updater._summed = update, summed  # type: ignore[method-assign]
     return metrics, gradient, weights_of(backend)
 
 

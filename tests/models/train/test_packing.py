@@ -20,17 +20,20 @@ from test_critic import values_of
 from configs.schema.algorithm import AlgorithmConfig
 from configs.schema.train import TrainConfig
 from models.algorithms.aggregation import StepSize, prefix_fault
+from models.algorithms.correction import Correction
 from models.algorithms.returns import gae
 from models.errors import InvalidSequence
 from models.train.huggingface.attention import attention_allowed
 from models.train.interface import TrainSequence
 from models.train.spec import BatchNeeds, TrainSpec, gradient_scale
 from models.train.step.critic import decide_advantages
-from models.train.step.examples import Example, Intake, Rollout, partition, rollouts_of
+from models.train.step.examples import Example, Rollout, partition, rollouts_of
 from models.train.step.micro_batch_loss import StepTotals
 from models.train.step.micro_batches import Assigned, Pending, assign, assign_layouts, balance, micro_batches, pack_rows
 from models.train.step.packing import Packing, plan
 from tests.models.train.rig import same, scored, train_batch, train_step
+
+ROLLOUT_MEAN = TrainSpec(TrainConfig(), AlgorithmConfig(loss_aggregation="rollout_mean"))
 
 packings = st.builds(
     Packing,
@@ -264,7 +267,7 @@ def test_each_token_is_trained_once_with_the_mean_of_its_branches(data: st.DataO
     removed = data.draw(st.sets(st.integers(0, len(sequences) - 1)))  # mask_truncated, remove_sample
     for place in removed:
         sequences[place] = dataclasses.replace(sequences[place], loss_mask=np.zeros_like(sequences[place].loss_mask))
-    (rollout,) = rollouts_of(sequences, Intake("rollout_mean", VOCABULARY))
+    (rollout,) = rollouts_of(sequences, ROLLOUT_MEAN, VOCABULARY)
     trained_by: dict[int, list[tuple[int, float]]] = {}
     by_tokens = {id(s.tokens): place for place, s in enumerate(sequences)}
     for example in rollout.examples:
@@ -289,7 +292,9 @@ def test_the_newest_version_is_that_of_the_tokens_that_a_sequence_trains() -> No
     trunk, branch = trunk_and_branch()
     trunk = dataclasses.replace(trunk, versions=np.array([-1, 1, 1, 2], np.int32))
     branch = dataclasses.replace(branch, versions=np.array([-1, 1, 1, 3, 4], np.int32))
-    (rollout,) = rollouts_of([trunk, branch], Intake("token_mean", VOCABULARY, mask_offpolicy=True))
+    correction = Correction("decoupled", True, mask_offpolicy_in_partial_rollout=True)
+    newest = dataclasses.replace(ROLLOUT_MEAN, correction=correction)
+    (rollout,) = rollouts_of([trunk, branch], newest, VOCABULARY)
     assert [example.chosen.tolist() for example in rollout.examples] == [[3], [4]]
     assert [one.columns.tolist() for one in rollout.branches] == [[0], [1]]
 
@@ -307,7 +312,7 @@ def test_a_wrong_prefix_is_refused(prefix: tuple[int, int], words: str) -> None:
     branch.tokens[3] = 31 - trunk.tokens[3]
     branch = dataclasses.replace(branch, prefix=prefix)
     with pytest.raises(InvalidSequence, match=f"rollout 0 of group 0: {words}"):
-        rollouts_of([trunk, branch], Intake("token_mean", VOCABULARY))
+        rollouts_of([trunk, branch], ROLLOUT_MEAN, VOCABULARY)
     assert prefix_fault([trunk.tokens, branch.tokens], [None, (0, 3)]) is None
 
 
@@ -321,7 +326,7 @@ def decided(estimator: str, values: list[list[float]] | None = None, **fields: f
         dataclasses.replace(one, token_rewards=np.eye(1, len(one.tokens), 1, dtype=np.float32)[0] * 0.5)
         for one in (trunk, branch)
     ]
-    (rollout,) = rollouts_of(sequences, Intake("rollout_mean", VOCABULARY))
+    (rollout,) = rollouts_of(sequences, ROLLOUT_MEAN, VOCABULARY)
     for example, own in zip(rollout.examples, values or (), strict=False):
         example.values = np.array(own, np.float32)
     config = AlgorithmConfig(advantage_estimator=estimator, **fields)  # type: ignore[arg-type]

@@ -276,11 +276,6 @@ def test_groups_are_never_split(backend, steps: int) -> None:  # type: ignore[no
             torch.testing.assert_close(left, right, atol=1e-5, rtol=1e-4)
 
 
-def test_a_loss_of_ones_own_must_be_named(backend) -> None:  # type: ignore[no-untyped-def]
-    with pytest.raises(TrainConfigInvalid, match="--custom-loss-function-path"):
-        backend(loss_type="custom_loss")
-
-
 def entropies(backend, monkeypatch: pytest.MonkeyPatch, batches: int, *, steps: int = 1):  # type: ignore[no-untyped-def]
     """Of each optimizer step: whether entropies were computed, and whether the metric is there."""
     calls: list[int] = []

@@ -265,7 +265,7 @@ def meet_others(states: Path) -> None:
 
     tensors = dist_checkpointing.load_plain_tensors(str(states / "experts" / "megatron"))
     with CheckpointTensors(states / "experts" / "hf") as stored:
-        hf = {name: stored.whole(name) for name in stored}
+        hf = {name: stored.whole(name) for name in stored.files}
     assert torch.equal(tensors["decoder.final_layernorm.weight"], hf["model.norm.weight"])
     assert tensors["optimizer.state.exp_avg.decoder.final_layernorm.weight"].abs().max() > 0
 

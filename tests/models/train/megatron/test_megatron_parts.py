@@ -45,7 +45,7 @@ def test_what_is_left_is_data_parallel() -> None:
 def test_impossible_layouts_name_the_cure(
     world: int, layout: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(processes, "engine_installed", lambda: False)
+    monkeypatch.setattr(processes, "has_transformer_engine", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(TrainConfigInvalid, match=words):
         processes.parallel_sizes(spec(**layout), world)

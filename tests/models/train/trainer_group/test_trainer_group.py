@@ -61,17 +61,16 @@ def test_every_field_of_a_sequence_arrives() -> None:
 
 
 def arrived(sent: list[TrainSequence]) -> list[TrainSequence]:
-    call = calls.decode_call(calls.encode(calls.Accumulate(sent)))
-    assert isinstance(call, calls.Accumulate)
+    call = calls.decode_call(calls.encode(calls.WithSequences("Accumulate", sent)))
+    assert isinstance(call, calls.WithSequences)
     return call.sequences
 
 
 def test_log_probs_arrive_as_they_were() -> None:
     sent = [np.array([-0.5, -1.25], dtype=np.float32), np.zeros(0, dtype=np.float32), np.arange(6.0)[::2]]
-    reply = calls.decode_reply(calls.encode(calls.Arrays(sent)))
-    assert isinstance(reply, calls.Arrays)
-    assert [one.tolist() for one in reply.float32] == [one.tolist() for one in sent]
-    assert {one.dtype for one in reply.float32} == {np.dtype(np.float32)}
+    reply = calls.decode_reply(calls.encode(calls.Reply(arrays=sent)))
+    assert [one.tolist() for one in reply.arrays] == [one.tolist() for one in sent]
+    assert {one.dtype for one in reply.arrays} == {np.dtype(np.float32)}
 
 
 @pytest.mark.parametrize(
@@ -84,8 +83,8 @@ def test_log_probs_arrive_as_they_were() -> None:
 )
 def test_errors_arrive_as_themselves(kind: type[Exception]) -> None:
     reply = calls.decode_reply(calls.encode(calls.raised(kind("rollout 7: no such token"))))
-    assert isinstance(reply, calls.Raised)
-    error = calls.error_of(reply)
+    assert reply.raised is not None
+    error = calls.error_of(reply.raised)
     assert type(error) is kind
     assert str(error) == "rollout 7: no such token"
 
@@ -96,9 +95,9 @@ def test_an_error_of_an_unknown_class_keeps_its_name() -> None:
 
 
 def test_a_reply_is_not_taken_for_a_call() -> None:
-    assert isinstance(calls.decode_call(calls.encode(calls.Flush())), calls.Flush)
+    assert calls.decode_call(calls.encode(calls.Plain("Flush"))) == calls.Plain("Flush")
     with pytest.raises(msgspec.ValidationError):
-        calls.decode_call(calls.encode(calls.Metrics({"train/loss": 1.0})))
+        calls.decode_call(calls.encode(calls.Reply(metrics={"train/loss": 1.0})))
 
 
 def test_messages_larger_than_the_socket_holds_arrive_whole() -> None:
