@@ -134,7 +134,7 @@ def _span(start: int, stop: int, index: int, parts: int, name: str) -> slice:
 def copy_all_but_weights(source: Path, target: Path, but: tuple[str, ...] = ()) -> None:
     """Configuration, tokenizer and other files of a checkpoint, `but` these; existing files are kept."""
     for file in sorted(source.iterdir()):
-        wanted = file.is_file() and not file.name.endswith((*_WEIGHT_SUFFIXES, *but))
+        wanted = file.is_file() and file.name not in but and not file.name.endswith(_WEIGHT_SUFFIXES)
         if wanted and not (target / file.name).exists():
             shutil.copyfile(file, target / file.name)
 

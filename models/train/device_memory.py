@@ -13,7 +13,8 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+
+from models.train.huggingface.hf_files import local
 
 
 class DeviceMemory:
@@ -33,7 +34,7 @@ class DeviceMemory:
         on_gpu = device.type == "cuda"
         seen: set[int] = set()
         for tensors, keep in ((kept, True), (cleared, False)):
-            for storage in map(_storage, tensors):
+            for storage in (local(tensor).untyped_storage() for tensor in tensors):
                 size = storage.nbytes()
                 if storage.device.type != device.type or not size or not storage.resizable():
                     continue
@@ -64,8 +65,3 @@ class DeviceMemory:
         if on_gpu:
             torch.cuda.synchronize()  # the host's copies are dropped below
         self._away.clear()
-
-
-def _storage(tensor: Tensor) -> torch.UntypedStorage:
-    """Of this process's part of a tensor."""
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()

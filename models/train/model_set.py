@@ -21,7 +21,7 @@ import torch
 
 from models.algorithms.tokens import StepStatistics
 from models.train.dp_group import DpGroup, Float32Array
-from models.train.spec import UpdateResult
+from models.train.spec import UpdateResult, Updates
 from models.train.step.critic import CriticModel
 from models.train.step.micro_batch_loss import StepTotals
 from models.train.step.micro_batches import MicroBatch
@@ -40,15 +40,21 @@ class Counters:
     empty_steps: int = 0  # nothing to learn from: no trainable token, or all rejected
 
 
+class Reference(Protocol):
+    """What the policy is compared with."""
+
+    def renew(self) -> None:
+        """Become the policy as it is now, unless it never does."""
+
+
 class ModelSet(Protocol):
     """The policy, and the reference and the critic if there are any."""
 
-    @property
-    def dp_group(self) -> DpGroup: ...
-
-    @property
-    def device(self) -> torch.device: ...
-
+    dp_group: DpGroup
+    device: torch.device
+    updater: Updates  # of the policy
+    critic: CriticModel | None
+    reference: Reference | None
     vocab_size: int  # ids that all models know
     packing: Packing  # how rows are made for all models, budget included
     reference_apart: bool
@@ -57,10 +63,8 @@ class ModelSet(Protocol):
     """Micro-batches that a pass takes at least, unless no more come: stages of a pipeline idle through its ends."""
 
     @property
-    def critic(self) -> CriticModel | None: ...
-
-    @property
-    def has_reference(self) -> bool: ...
+    def has_reference(self) -> bool:
+        return self.reference is not None
 
     def log_probs(self, batches: Sequence[MicroBatch], model: Scored = "policy") -> list[Float32Array]:
         """Of the chosen tokens, one array [N] per micro-batch, no gradient; empty without `is_mp_src_rank`."""
@@ -76,15 +80,20 @@ class ModelSet(Protocol):
 
         Clears the gradients.
         """
+        return self.updater.update(denominator, lr_scale=lr_scale)
 
     def refuse(self) -> UpdateResult:
         """Make no update: there is nothing to learn from. Clears the gradients."""
+        return self.updater.refuse()
 
     def clear(self) -> None:
         """Drop all gradients of the policy."""
+        self.updater.clear()
 
     def renew_reference(self) -> None:
         """Let the reference become the policy as it is now."""
+        if self.reference is not None:
+            self.reference.renew()
 
     def device_tensors(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """What takes memory of the device between batches: whose contents count, and what is cleared then."""

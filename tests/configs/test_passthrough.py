@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import dataclasses
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -18,7 +17,7 @@ from configs.load import dump_toml, read_recipe
 from models.errors import TrainConfigInvalid
 from models.train.megatron import option_fields
 from models.train.megatron.option_fields import DATACLASSES, fields_of
-from models.train.megatron.options import MegatronOptions, option_faults, split_options
+from models.train.megatron.options import option_faults, options_of
 from tests.configs.config_rig import BASE, faults_of, read, recipe, warnings_of
 
 SGLANG = f"{BASE} --engine sglang"
@@ -151,14 +150,14 @@ def test_options_by_dataclass_and_type() -> None:
     transformer |= {"cp_comm_type": "p2p", "moe_expert_capacity_factor": 1.0, "tp_comm_overlap": True}
     transformer |= {"delay_wgrad_compute": True, "cuda_graph_impl": "none"}
     ddp = {"bucket_size": 40_000_000, "delay_wgrad_compute": True}
-    assert split_options(args) == MegatronOptions(transformer=transformer, ddp=ddp)
-    assert split_options({}) == MegatronOptions()
+    assert [options_of(args, group) for group in DATACLASSES] == [transformer, {}, ddp]
+    assert [options_of({}, group) for group in DATACLASSES] == [{}, {}, {}]
 
 
 @needs_megatron
 def test_typed_values_of_a_recipe() -> None:
     assert option_faults({"bucket_size": 4, "tp_comm_overlap": False, "recompute_modules": ["mlp"]}) == ()
-    assert split_options({"fp8": None}).transformer == {"fp8": None}
+    assert options_of({"fp8": None}, "transformer") == {"fp8": None}
     wrong = [("bucket_size", 4.5), ("bucket_size", True), ("tp_comm_overlap", 1), ("fp8_margin", "x")]
     for name, value in (*wrong, ("fp8_margin", None)):
         assert len(option_faults({name: value})) == 1, name
@@ -189,7 +188,7 @@ def test_refusals(argv: str, words: str) -> None:
     (fault,) = option_faults(given(argv))
     assert words in fault
     with pytest.raises(TrainConfigInvalid, match="--megatron-"):
-        split_options(given(argv))
+        options_of(given(argv), "ddp")
 
 
 @needs_megatron
@@ -253,10 +252,10 @@ from megatron.core.optimizer import OptimizerConfig as O
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig as T
 import torch
-from models.train.megatron.options import split_options
-got = split_options({"attention_backend": "flash", "exp_avg_dtype": "bf16", "main_grads_dtype": "fp32"})
-assert got.transformer == {"attention_backend": AttnBackend.flash}, got
-assert got.optimizer == {"exp_avg_dtype": torch.bfloat16, "main_grads_dtype": torch.float32}, got
+from models.train.megatron.options import options_of
+args = {"attention_backend": "flash", "exp_avg_dtype": "bf16", "main_grads_dtype": "fp32"}
+assert (got := options_of(args, "transformer")) == {"attention_backend": AttnBackend.flash}, got
+assert (got := options_of(args, "optimizer")) == {"exp_avg_dtype": torch.bfloat16, "main_grads_dtype": torch.float32}
 print(json.dumps([[f.name for f in dataclasses.fields(c) if not f.name.startswith("_")] for c in (T, O, D)]))
 """
     found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
@@ -264,4 +263,3 @@ print(json.dumps([[f.name for f in dataclasses.fields(c) if not f.name.startswit
     names = ast.literal_eval(found.stdout.strip().splitlines()[-1])
     for group, expected in zip(DATACLASSES, names, strict=True):
         assert set(fields_of(group)) == set(expected), group
-    assert dataclasses.is_dataclass(MegatronOptions)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from models.algorithms.tokens import StepStatistics
-from models.errors import BackendMisuse, TrainConfigInvalid
+from models.errors import TrainConfigInvalid
 from models.train.dp_group import DpGroup, Float32Array
 from models.train.huggingface.checkpoint import StatePart, StateParts, load_state, save_state
 from models.train.huggingface.hf_files import hf_tensors, local, model_tensors
@@ -26,8 +26,8 @@ from models.train.huggingface.loading import PlacedModel, Placement, row_multipl
 from models.train.huggingface.lora import Adapters
 from models.train.huggingface.optimizer import Updater
 from models.train.huggingface.scoring import Backbone, Passes
-from models.train.model_set import Counters, Scored
-from models.train.spec import TrainSpec, UpdateResult
+from models.train.model_set import Counters, ModelSet, Scored
+from models.train.spec import TrainSpec
 from models.train.step.critic import CriticModel, ValueModel, critic_train_config
 from models.train.step.micro_batch_loss import PolicyNumerator, StepTotals
 from models.train.step.micro_batches import MicroBatch, PackedRows
@@ -139,7 +139,7 @@ def _shapes(placed: PlacedModel) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in model_tensors(placed.model).items()}
 
 
-class HfModels:
+class HfModels(ModelSet):
     """`ModelSet` on PyTorch and transformers, but for its files."""
 
     reference_apart, pass_micro_batches = False, 1
@@ -158,8 +158,7 @@ class HfModels:
         self._score = self._policy.root
         placed = [self._policy]
         self.reference: Reference | None = None
-        self.has_reference = spec.uses_reference
-        if self.has_reference:
+        if spec.uses_reference:
             self.reference = Reference(placement, self._policy, adapters)
             placed.append(self.reference.placed)
         self.critic: Critic | None = None
@@ -177,14 +176,10 @@ class HfModels:
     # ------------------------------------------------------------------ passes
 
     def log_probs(self, batches: Sequence[MicroBatch], model: Scored = "policy") -> list[Float32Array]:
-        """Of the chosen tokens, one array [N] per micro-batch that is not blank, no gradient.
-
-        Raises `BackendMisuse` without the requested model.
-        """
+        """Of the chosen tokens, one array [N] per micro-batch that is not blank, no gradient."""
         if model == "policy":
             return self._placement.scores(self._policy, lambda rows: self._score(rows)[0], batches)
-        if self.reference is None:
-            raise BackendMisuse("there is no reference; set --use-kl-loss or --kl-coef")
+        assert self.reference is not None
         return self._placement.scores(self.reference.placed, self.reference.score, batches)
 
     def backward(self, batches: Sequence[MicroBatch], statistics: StepStatistics, totals: StepTotals) -> None:
@@ -209,25 +204,6 @@ class HfModels:
             return False
         due = any(member.ref_log_probs is None for batch in batches for member in batch.members)
         return self.dp_group.merge({"due": float(due)}, largest=True)["due"] > 0
-
-    # ------------------------------------------------------------------ the update
-
-    def update(self, denominator: float, *, lr_scale: float = 1.0) -> UpdateResult:
-        """Sum the gradients over data-parallel ranks, divide, clip, update; or refuse. Clears the gradients."""
-        return self.updater.update(denominator, lr_scale=lr_scale)
-
-    def refuse(self) -> UpdateResult:
-        """Make no update. Clears the gradients."""
-        return self.updater.refuse()
-
-    def clear(self) -> None:
-        """Drop all gradients of the policy."""
-        self.updater.clear()
-
-    def renew_reference(self) -> None:
-        """Let the reference become the policy as it is now."""
-        if self.reference is not None:
-            self.reference.renew()
 
     def device_tensors(self) -> tuple[list[Tensor], list[Tensor]]:
         """Weights and optimizer states of all models; gradients are dropped with `clear`."""

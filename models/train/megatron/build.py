@@ -22,7 +22,7 @@ from models.families.hugging_face_names import padded_vocab
 from models.families.registry import architecture_of
 from models.train.huggingface.loading import autocast_dtype
 from models.train.megatron.layers import PositionRotary, layer_submodules
-from models.train.megatron.options import split_options
+from models.train.megatron.options import options_of
 from models.train.spec import TrainSpec
 
 # --------------------------------------------------------------------------------------------------
@@ -151,7 +151,7 @@ def transformer_config(architecture: Architecture, spec: TrainSpec) -> Transform
         **_run_fields(spec),
         **_parallel_fields(spec, experts=architecture.experts > 0),
         **_recompute_fields(spec),
-        **split_options(spec.megatron.megatron_args).transformer,
+        **options_of(spec.megatron.megatron_args, "transformer"),
     }
     kind = MLATransformerConfig if architecture.latent_attention else TransformerConfig
     try:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from configs.schema.train import MegatronConfig
 from models.algorithms.tokens import StepStatistics
-from models.errors import BackendMisuse, TrainConfigInvalid
+from models.errors import TrainConfigInvalid
 from models.import_path import pick
 from models.train.dp_group import Float32Array
 from models.train.huggingface.loading import pick_device
@@ -33,18 +33,18 @@ from models.train.megatron.trained_models import (
     check_optimizer,
     into_critic,
 )
-from models.train.megatron.weights import LoadedChunks, Source, export_hf, load_chunks, load_hf, read_source
-from models.train.model_set import Counters, Scored
-from models.train.spec import TrainSpec, UpdateResult
+from models.train.megatron.weights import Source, export_hf, load_chunks, load_hf, read_source, rows_of
+from models.train.model_set import Counters, ModelSet, Scored
+from models.train.spec import TrainSpec
 from models.train.step.critic import critic_train_config
 from models.train.step.micro_batch_loss import PolicyNumerator, StepTotals
 from models.train.step.micro_batches import MicroBatch
-from models.train.step.packing import Packing, with_budget
+from models.train.step.packing import with_budget
 
 SCHEDULE_TURNS: Final = 4  # micro-batches of a schedule, for each pipeline stage, at least
 
 
-class MegatronModels:
+class MegatronModels(ModelSet):
     """`ModelSet` in one process of a trainer group. Constructing builds the layout and loads all models; collective."""
 
     reference_apart = True
@@ -64,20 +64,21 @@ class MegatronModels:
         init, self._before_log_prob, self._before_step = _hooks(spec.megatron)
         if init is not None:
             init(spec.arguments)
-        self._step_begun = False
         self.dp_group = build_dp_group(spec)
         self.device = pick_device(spec.train.train_device)
         source = read_source(spec.train.hf_checkpoint, "hf_checkpoint")
         self.hf_config = source.config
-        loaded = load_chunks(source, spec, self.sizes, self.device)
-        self.reference = self._reference(source, loaded)
-        self.vocab_size, packing = loaded.vocab_size, loaded.packing
-        self.policy = TrainedChunks(loaded.chunks, spec.train, spec, spec.total_steps)
-        self._pipeline = self._make_pipeline(self.policy, loaded)
-        self._score = self._scorer(loaded)
-        self.critic: MegatronCritic | None = None
-        if spec.uses_critic:
-            packing = self._add_critic(packing)
+        chunks = load_chunks(source, spec, self.sizes, self.device)
+        self._form, packing = rows_of(chunks[0], spec, self.sizes, self.device)
+        self.reference = self._reference(source, chunks)
+        self.vocab_size = vocabulary = int(chunks[0].architecture.vocab_size)
+        self.policy = self.updater = TrainedChunks(chunks, spec.train, spec, spec.total_steps)
+        self._pipeline = self._make_pipeline(self.policy)
+        self._score: TokenScorer | None = None
+        if (last := self._pipeline.last) is not None:
+            temperature, at_once = spec.scoring_temperature, spec.train.logprob_chunk_tokens
+            self._score = TokenScorer(last, vocab_size=vocabulary, temperature=temperature, chunk_tokens=at_once)
+        self.critic = self._critic() if spec.uses_critic else None
         self.checkpoints = Checkpoints(
             self.policy, self.critic, self.reference, sizes=self.sizes, device=self.device, asynchronous=async_save
         )
@@ -86,7 +87,7 @@ class MegatronModels:
         # The budget is that of one process; context-parallel ones share a row.
         self.packing = replace(packing, max_tokens=packing.max_tokens * self.sizes.context)
 
-    def _reference(self, source: Source, loaded: LoadedChunks) -> SwappedReference | None:
+    def _reference(self, source: Source, chunks: list[Any]) -> SwappedReference | None:
         """A copy on the host of what the reference starts with; the chunks hold the policy afterwards."""
         if not self.spec.uses_reference:
             return None
@@ -94,59 +95,32 @@ class MegatronModels:
         theirs = None if name is None or name == source.name else read_source(name, "ref_load")
         if theirs is not None:
             _check_same_shape(source, theirs)
-            load_hf(loaded.chunks, theirs.config, theirs.directory)
+            load_hf(chunks, theirs.config, theirs.directory)
         renewed = bool(self.spec.algorithm.ref_update_interval)
-        reference = SwappedReference(loaded.chunks, lambda: self.policy.settle(), renewed=renewed)
+        reference = SwappedReference(chunks, lambda: self.policy.settle(), renewed=renewed)
         if theirs is not None:
-            load_hf(loaded.chunks, source.config, source.directory)
+            load_hf(chunks, source.config, source.directory)
         return reference
 
-    def _add_critic(self, packing: Packing) -> Packing:
+    def _critic(self) -> MegatronCritic:
         spec = self.spec
         load = spec.critic.critic_load
         source = read_source(load or spec.train.hf_checkpoint, "critic_load" if load else "hf_checkpoint")
-        loaded = load_chunks(source, spec, self.sizes, self.device)
-        into_critic(loaded.chunks, seed=spec.seed, device=self.device)
-        trained = TrainedChunks(loaded.chunks, critic_train_config(spec.critic, spec.train), spec, None)
-        pipeline = self._make_pipeline(trained, loaded)
-        self.critic = MegatronCritic(
-            trained, pipeline, value_clip=spec.critic.value_clip, is_mp_src_rank=self.dp_group.is_mp_src_rank
-        )
-        self.vocab_size = min(self.vocab_size, loaded.vocab_size)
-        return packing.both(loaded.packing)
+        chunks = load_chunks(source, spec, self.sizes, self.device)
+        self.vocab_size = min(self.vocab_size, int(chunks[0].architecture.vocab_size))
+        into_critic(chunks, seed=spec.seed, device=self.device)
+        trained = TrainedChunks(chunks, critic_train_config(spec.critic, spec.train), spec, None)
+        pipeline, hands_in = self._make_pipeline(trained), self.dp_group.is_mp_src_rank
+        return MegatronCritic(trained, pipeline, value_clip=spec.critic.value_clip, is_mp_src_rank=hands_in)
 
-    def _make_pipeline(self, trained: TrainedChunks, loaded: LoadedChunks) -> Pipeline:
-        return Pipeline(
-            trained.wrapped,
-            loaded.form,
-            stages=self.sizes.pipeline,
-            interleaved=self.sizes.virtual_pipeline is not None,
-        )
-
-    def _scorer(self, loaded: LoadedChunks) -> TokenScorer | None:
-        last = self._pipeline.last
-        if last is None:
-            return None
-        return TokenScorer(
-            last,
-            vocab_size=loaded.vocab_size,
-            temperature=self.spec.scoring_temperature,
-            chunk_tokens=self.spec.train.logprob_chunk_tokens,
-        )
-
-    @property
-    def has_reference(self) -> bool:
-        return self.reference is not None
+    def _make_pipeline(self, trained: TrainedChunks) -> Pipeline:
+        interleaved = self.sizes.virtual_pipeline is not None
+        return Pipeline(trained.wrapped, self._form, stages=self.sizes.pipeline, interleaved=interleaved)
 
     # ------------------------------------------------------------------ passes
 
     def log_probs(self, batches: Sequence[MicroBatch], model: Scored = "policy") -> list[Float32Array]:
-        """Of the chosen tokens, one array [N] per micro-batch; nothing without `is_mp_src_rank`.
-
-        Raises `BackendMisuse`.
-        """
-        if model != "policy" and self.reference is None:
-            raise BackendMisuse("there is no reference; set --use-kl-loss or --kl-coef")
+        """Of the chosen tokens, one array [N] per micro-batch; nothing without `is_mp_src_rank`."""
         with nullcontext() if model == "policy" or self.reference is None else self.reference.in_place():
             if self._before_log_prob is not None:
                 self._before_log_prob(self.spec.arguments, self.policy.wrapped, "" if model == "policy" else "ref_")
@@ -160,10 +134,10 @@ class MegatronModels:
     def backward(self, batches: Sequence[MicroBatch], statistics: StepStatistics, totals: StepTotals) -> None:
         """Add the gradient of the micro-batches' numerators; `is_mp_src_rank` also adds their sums to `totals`."""
         sums = totals if self.dp_group.is_mp_src_rank else StepTotals()
-        if self._before_step is not None and not self._step_begun:
+        if self._before_step is not None and not self.policy.begun:
             ids = divmod(self.policy.updates, self.spec.train.num_steps_per_rollout or 1)
             self._before_step(self.spec.arguments, *ids, self.policy.wrapped, self.policy.optimizer, None)
-        self._step_begun = True
+        self.policy.begun = True
 
         def numerator(number: int, hidden: Tensor, inputs: ModelInputs) -> Tensor:
             assert self._score is not None
@@ -174,28 +148,6 @@ class MegatronModels:
             return self._numerator(batch.members, log_probs, entropy, statistics, sums)
 
         self._pipeline.train(batches, numerator)
-
-    # ------------------------------------------------------------------ the update
-
-    def update(self, denominator: float, *, lr_scale: float = 1.0) -> UpdateResult:
-        """Sum the gradients over the processes, divide, clip, update; or refuse. Clears the gradients."""
-        self._step_begun = False
-        return self.policy.update(denominator, lr_scale=lr_scale)
-
-    def refuse(self) -> UpdateResult:
-        """Make no update. Clears the gradients."""
-        self._step_begun = False
-        return self.policy.refuse()
-
-    def clear(self) -> None:
-        """Drop all gradients of the policy."""
-        self._step_begun = False
-        self.policy.clear()
-
-    def renew_reference(self) -> None:
-        """Let the reference become the policy as it is now."""
-        if self.reference is not None:
-            self.reference.renew()
 
     def settle(self) -> None:
         """Make the parameters of all models those of their last updates, before they are read. Collective."""

@@ -1,7 +1,7 @@
 """`--megatron-<option>`: names and values checked against Megatron-core's dataclasses, converted, and assigned to them.
 
 `option_faults` reads the installed source only (`option_fields`), so that it can be asked before anything is started.
-`split_options` is for the processes that train: its values are ready for the dataclasses.
+`options_of` is for the processes that train: its values are ready for the dataclasses.
 
 Invariants: a field that Sluice sets itself is refused with the flag to use instead; a field that several dataclasses
 have goes to all of them; nothing is passed on that Megatron-core does not know.
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any, Final
 
 import msgspec
@@ -95,18 +94,6 @@ SET_BY_SLUICE: Final[Mapping[str, str]] = {
 }
 
 
-@dataclass(frozen=True)
-class MegatronOptions:
-    """Keyword arguments for TransformerConfig or MLATransformerConfig, OptimizerConfig, DistributedDataParallelConfig.
-
-    They go over what Sluice sets itself: `TransformerConfig(**{**own, **options.transformer})`.
-    """
-
-    transformer: dict[str, Any] = field(default_factory=dict)
-    optimizer: dict[str, Any] = field(default_factory=dict)
-    ddp: dict[str, Any] = field(default_factory=dict)
-
-
 class _Refused(Exception):
     """A value that a field does not take. The text is the rule."""
 
@@ -125,21 +112,17 @@ def option_faults(args: Mapping[str, Any]) -> tuple[str, ...]:
         return (str(error),)
 
 
-def split_options(args: Mapping[str, Any]) -> MegatronOptions:
-    """Options by dataclass, converted to the types of the fields. Raises `TrainConfigInvalid` with all faults.
+def options_of(args: Mapping[str, Any], group: Group) -> dict[str, Any]:
+    """The options that one dataclass has, converted to the types of its fields. They go over what Sluice sets itself.
 
     Enums and torch dtypes are made real here, which imports torch and `megatron.core.transformer.enums`, but only
-    where an option has one.
+    where an option has one. Raises `TrainConfigInvalid` with all faults.
     """
     if not args:
-        return MegatronOptions()
+        return {}
     if faults := option_faults(args):
         raise TrainConfigInvalid("\n".join(faults))
-    options: dict[Group, dict[str, Any]] = {"transformer": {}, "optimizer": {}, "ddp": {}}
-    for name, groups in known_fields().items():
-        for group in groups if name in args else ():
-            options[group][name] = _real(*_convert(fields_of(group)[name], args[name]))
-    return MegatronOptions(**options)
+    return {name: _real(*_convert(kinds, args[name])) for name, kinds in fields_of(group).items() if name in args}
 
 
 def _fault(name: str, value: Any, known: Mapping[str, tuple[Group, ...]]) -> str | None:

@@ -24,11 +24,12 @@ import torch
 from torch import Tensor
 
 from configs.schema.train import TrainConfig, has_transformer_engine
-from models.errors import TrainConfigInvalid, TrainStateUnreadable
+from models.errors import TrainConfigInvalid
 from models.train.dp_group import Float32Array
+from models.train.huggingface.hf_files import model_tensors
 from models.train.megatron.forward import Pipeline, chosen_hidden, of_all_tokens
 from models.train.megatron.inputs import ModelInputs
-from models.train.megatron.options import split_options
+from models.train.megatron.options import options_of
 from models.train.spec import TrainSpec, Updates
 from models.train.step.critic import CriticModel, ValueHead
 from models.train.step.micro_batches import MicroBatch
@@ -50,7 +51,7 @@ class TrainedChunks(Updates):
         self.wrapped = _wrapped(self.chunks, spec)
         self.optimizer = _optimizer(self.wrapped, train, spec)
         self._gathers_late = spec.megatron.overlap_param_gather
-        self._stale = False
+        self._stale = self.begun = False  # begun: there are gradients of a step
         self.clear()
 
     def _summed(self) -> tuple[float, list[Tensor]]:
@@ -73,6 +74,7 @@ class TrainedChunks(Updates):
 
     def clear(self) -> None:
         """Drop all gradients."""
+        self.begun = False
         for chunk in self.wrapped:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -121,7 +123,7 @@ def _wrapped(chunks: Sequence[Any], spec: TrainSpec) -> list[Any]:
         "check_for_nan_in_grad": False,  # refused by `update`, in all processes together
         "average_in_collective": False,
     }
-    config = DistributedDataParallelConfig(**{**own, **split_options(m.megatron_args).ddp})
+    config = DistributedDataParallelConfig(**{**own, **options_of(m.megatron_args, "ddp")})
     return [
         DistributedDataParallel(chunk.config, config, chunk, disable_bucketing=number > 0)
         for number, chunk in enumerate(chunks)
@@ -151,7 +153,7 @@ def _optimizer(wrapped: list[Any], train: TrainConfig, spec: TrainSpec) -> Any:
         "use_precision_aware_optimizer": m.optimizer_cpu_offload,  # its main parameters are on the host as well
         "optimizer_offload_fraction": m.optimizer_offload_fraction if m.optimizer_cpu_offload else 0.0,
     }
-    return get_megatron_optimizer(OptimizerConfig(**{**own, **split_options(m.megatron_args).optimizer}), wrapped)
+    return get_megatron_optimizer(OptimizerConfig(**{**own, **options_of(m.megatron_args, "optimizer")}), wrapped)
 
 
 class SwappedReference:
@@ -192,13 +194,7 @@ class SwappedReference:
         return self._host
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Restore what `state_tensors` gave in the same layout. Raises `TrainStateUnreadable`, nothing changed."""
-        expected = {name: tuple(tensor.shape) for name, tensor in self._host.items()}
-        if expected != {name: tuple(tensor.shape) for name, tensor in tensors.items()}:
-            raise TrainStateUnreadable(
-                "the saved reference has other names or shapes than this one; resume with the --ref-load and the "
-                "parallel sizes that the run was started with"
-            )
+        """Restore what `state_tensors` gave; the checkpoint's names and shapes have been compared."""
         for name, host in self._host.items():
             host.copy_(tensors[name])
 
@@ -215,12 +211,7 @@ class SwappedReference:
     def _live(self) -> Iterator[tuple[str, Tensor]]:
         """Parameters, and what else of the chunks a checkpoint would hold."""
         for number, chunk in enumerate(self._chunks):
-            for name, parameter in chunk.named_parameters():
-                yield f"{number}.{name}", parameter.detach()
-            kept = chunk.state_dict()
-            for name, buffer in chunk.named_buffers():
-                if name in kept:
-                    yield f"{number}.{name}", buffer
+            yield from ((f"{number}.{name}", tensor) for name, tensor in model_tensors(chunk).items())
 
 
 def into_critic(chunks: Sequence[Any], *, seed: int, device: torch.device) -> None:

@@ -159,16 +159,6 @@ class Source:
     config: dict[str, Any]  # contents of config.json
 
 
-@dataclass(frozen=True)
-class LoadedChunks:
-    """The chunks of one model in this process, in the order of its layers."""
-
-    chunks: list[Any]
-    vocab_size: int
-    form: RowForm
-    packing: Packing  # what its attention allows; the token budget is the caller's
-
-
 def read_source(checkpoint: str, key: str) -> Source:
     """The checkpoint that the option `key` names: a directory, or a hub id that is fetched.
 
@@ -185,8 +175,8 @@ def read_source(checkpoint: str, key: str) -> Source:
     return Source(checkpoint, path, read_hf_config(path))
 
 
-def load_chunks(source: Source, spec: TrainSpec, sizes: ParallelSizes, device: torch.device) -> LoadedChunks:
-    """Build this process's chunks and read their weights; collective.
+def load_chunks(source: Source, spec: TrainSpec, sizes: ParallelSizes, device: torch.device) -> list[Any]:
+    """Build this process's chunks, in the order of the model's layers, and read their weights; collective.
 
     Raises `UnsupportedModel`, `TrainConfigInvalid`, `CheckpointUnavailable`.
     """
@@ -205,8 +195,7 @@ def load_chunks(source: Source, spec: TrainSpec, sizes: ParallelSizes, device: t
         chunk.to(device)
     _mark_split(chunks)
     load_hf(chunks, source.config, source.directory)
-    form, packing = _rows(chunks[0], spec, sizes, device)
-    return LoadedChunks(chunks, int(chunks[0].architecture.vocab_size), form, packing)
+    return chunks
 
 
 def _mark_split(chunks: Sequence[Any]) -> None:
@@ -225,7 +214,7 @@ def _mark_split(chunks: Sequence[Any]) -> None:
             parameter.partition_stride = 1
 
 
-def _rows(chunk: Any, spec: TrainSpec, sizes: ParallelSizes, device: torch.device) -> tuple[RowForm, Packing]:
+def rows_of(chunk: Any, spec: TrainSpec, sizes: ParallelSizes, device: torch.device) -> tuple[RowForm, Packing]:
     """What rows the model takes, and how sequences are best put into them.
 
     Local layers take any mask. Those of Transformer Engine take several sequences of one row by their ends, but no
