@@ -251,19 +251,12 @@ class Placement:
         self.passes = Passes(self.device, self.precision, self.precision or torch.float32)
 
     def load(
-        self,
-        source: str,
-        key: str,
-        make_root: MakeRoot,
-        *,
-        frozen: bool = False,
-        prepare: Prepare | None = None,
-        precise: Callable[[Any], list[torch.nn.Module]] = lambda _: [],
+        self, source: str, key: str, make_root: MakeRoot, *, frozen: bool = False, prepare: Prepare | None = None
     ) -> PlacedModel:
         """A model out of `source`, which the option `key` gave. Collective.
 
-        `make_root`: wraps the module that is called around the model; `prepare`: changes the model first (adapters);
-        `precise`: modules of the root that compute in fp32. Raises `CheckpointUnavailable`, `UnsupportedModel`.
+        `make_root`: wraps the module that is called around the model; `prepare`: changes the model first (adapters).
+        Raises `CheckpointUnavailable`, `UnsupportedModel`.
         """
         loaded = load_model(source, key, self.spec.train, self.device, seed=self.spec.seed)
         if prepare is not None:

@@ -67,7 +67,6 @@ class Critic(CriticModel):
             config.critic_load or train.hf_checkpoint,
             "critic_load" if config.critic_load else "hf_checkpoint",
             lambda model: ValueScorer(model, placement.passes, seed=seed),
-            precise=lambda root: [root.model.value_head],
         )
         self.model: ValueModel = self.placed.root.model
         updater = Updater(self.model, critic_train_config(config, train), None, placement)

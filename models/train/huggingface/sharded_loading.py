@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
@@ -34,8 +34,10 @@ from models.errors import TrainError, UnsupportedModel
 from models.train.dp_group import DistributedDpGroup, DpGroup, gather_bytes
 from models.train.huggingface import loading
 from models.train.huggingface.attention import FLASH_ATTENTION, PACKED_SDPA, register_packed_sdpa
+from models.train.huggingface.loading import LoadedModel, MakeRoot, PlacedModel, Placement, Prepare
 from models.train.huggingface.scoring import ContextParallel, Passes
 from models.train.spec import TrainSpec
+from models.train.step.critic import ValueHead
 from models.train.step.micro_batches import MicroBatch
 from models.train.step.packing import Packing
 
@@ -80,7 +82,7 @@ class Mesh:
         )
 
 
-class Shards(loading.Placement):
+class Shards(Placement):
     """Each process holds its part of each model."""
 
     def __init__(self, spec: TrainSpec, mesh: Mesh) -> None:
@@ -90,15 +92,8 @@ class Shards(loading.Placement):
         self.passes = Passes(mesh.device, None, self.precision or torch.float32, ContextParallel(mesh.context))
 
     def load(
-        self,
-        source: str,
-        key: str,
-        make_root: loading.MakeRoot,
-        *,
-        frozen: bool = False,
-        prepare: loading.Prepare | None = None,
-        precise: Callable[[Any], list[torch.nn.Module]] = lambda _: [],
-    ) -> loading.PlacedModel:
+        self, source: str, key: str, make_root: MakeRoot, *, frozen: bool = False, prepare: Prepare | None = None
+    ) -> PlacedModel:
         """Raises in every process what the first one meets: `CheckpointUnavailable`, `UnsupportedModel`."""
         full, found = self._read(source, key, prepare) if self.first else (None, {})
         header = json.loads(gather_bytes(json.dumps(found).encode(), self.mesh.gloo)[0])
@@ -119,14 +114,13 @@ class Shards(loading.Placement):
                 layer.compile()
             self._shard(layer, keep=not frozen)
         filler.fill(root)
-        for module in precise(root):
-            self._shard(module, precise=True)
+        for module in root.modules():
+            if isinstance(module, ValueHead):
+                self._shard(module, precise=True)
         self._shard(root, root=True)
-        return loading.PlacedModel(model, header["vocab_size"], Packing(**header["packing"]), header["converts"], root)
+        return PlacedModel(model, header["vocab_size"], Packing(**header["packing"]), header["converts"], root)
 
-    def _read(
-        self, source: str, key: str, prepare: loading.Prepare | None
-    ) -> tuple[loading.LoadedModel | None, dict[str, Any]]:
+    def _read(self, source: str, key: str, prepare: Prepare | None) -> tuple[LoadedModel | None, dict[str, Any]]:
         """In the first process: the model on the CPU, and what the others need to know of it."""
         train, seed = self.spec.train, self.spec.seed
         flash = self._wants_flash()
@@ -189,7 +183,7 @@ class Shards(loading.Placement):
         """All: passes are collective."""
         return batches
 
-    def give_back(self, model: loading.PlacedModel) -> None:
+    def give_back(self, model: PlacedModel) -> None:
         """What a backward pass would have given back."""
         for module in model.root.modules():
             if isinstance(module, FSDPModule):
@@ -248,9 +242,7 @@ def _skeleton(config_json: str, attention: str) -> Any:
 class _Filler:
     """Gives parameters and buffers their memory, and what the first process has in them."""
 
-    def __init__(
-        self, model: Any, root: torch.nn.Module, full: loading.LoadedModel | None, placement: loading.Placement
-    ) -> None:
+    def __init__(self, model: Any, root: torch.nn.Module, full: LoadedModel | None, placement: Placement) -> None:
         self._device, self._precision = placement.device, placement.precision
         self._names = {id(tensor): name for name, tensor in _tensors(model)}
         self._full = dict(_tensors(full.model)) if full is not None else {}

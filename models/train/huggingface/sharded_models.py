@@ -9,7 +9,7 @@ Invariants:
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -65,109 +65,6 @@ class FsdpState(Struct, frozen=True, kw_only=True):
     format_version: int = FORMAT_VERSION
 
 
-class Checkpoints:
-    """Writes and reads the state of one set of models."""
-
-    def __init__(self, mesh: Mesh, *, asynchronous: bool) -> None:
-        """Collective. `asynchronous`: files are written by a thread, over process groups of its own."""
-        self._mesh, self._asynchronous = mesh, asynchronous
-        self._group = dist.new_group(backend="gloo") if asynchronous else mesh.gloo
-        self._saving = BackgroundSave(mesh.gloo)
-        self.finish = self._saving.finish
-
-    # ------------------------------------------------------------------ saving
-
-    def save(
-        self,
-        directory: Path,
-        parts: checkpoint.StateParts,
-        counters: Counters,
-        *,
-        weights: Iterable[tuple[str, Tensor]],
-        source: str,
-        finish: Callable[[], None],
-    ) -> None:
-        """Collective. `weights`: of the policy, for `hf`; `source`: whose configuration and tokenizer go beside them;
-        `finish`: writes what else belongs to the directory, in the first process.
-        """
-        self.finish()
-        if self._mesh.first:
-            (directory / STATE).unlink(missing_ok=True)
-            shutil.rmtree(directory / SHARDS, ignore_errors=True)
-            (directory / SHARDS).mkdir(parents=True)
-        dist.barrier(group=self._mesh.gloo)
-        # A scalar as one element: a file of shards has no scalars.
-        tensors = {
-            name: one.cpu().reshape(1) if one.ndim == 0 and name.endswith(f"/{checkpoint.STEP}") else one
-            for name, one in parts.tensors().items()
-        }
-        random = checkpoint.random_state(self._mesh.device)
-        tensors |= {f"rng/{self._mesh.rank}/{kind}": one for kind, one in random.items()}
-        state = FsdpState(
-            counters=asdict(counters), updates=parts.updates, parts=tuple(parts), world=self._mesh.world, files={}
-        )
-        writer = dcp.HuggingFaceStorageWriter(str(directory / SHARDS), save_distributed=True)
-        if self._asynchronous:
-            # What the thread writes later is copied now: the next step changes the shards.
-            weights = [(name, tensor.to("cpu", copy=True)) for name, tensor in weights]
-            write_shards = dcp.async_save(tensors, storage_writer=writer, process_group=self._group).result
-        else:
-            write_shards = partial(dcp.save, tensors, storage_writer=writer, process_group=self._group)
-
-        def complete() -> None:
-            try:
-                write_hf(directory / checkpoint.MODEL_DIR, weights, source, writes=self._mesh.first)
-            finally:
-                write_shards()  # returns when all processes have written
-            if self._mesh.first:
-                finish()
-                files = {file.name: file.stat().st_size for file in sorted((directory / SHARDS).iterdir())}
-                sync_tree(directory)
-                whole = msgspec.json.encode(msgspec.structs.replace(state, files=files))
-                write_whole(directory / STATE, whole, durable=True)
-
-        if self._asynchronous:
-            self._saving.begin(complete)
-        else:
-            with together(OSError(NOT_WRITTEN), self._mesh.gloo):
-                complete()
-
-    # ------------------------------------------------------------------ loading
-
-    def load(self, directory: Path, parts: checkpoint.StateParts) -> Counters:
-        """Collective. Raises `TrainStateUnreadable` in all processes, then nothing is changed."""
-        self.finish()
-        with self._readable(directory):
-            state = _read_state(directory)
-            reader = dcp.HuggingFaceStorageReader(str(directory / SHARDS))
-            saved = reader.read_metadata().state_dict_metadata
-            parts.check(directory, state.parts, {name: entry.size for name, entry in saved.items()})
-        # The random state of this process, or, where there are more processes than before, of one of those.
-        rng = f"rng/{self._mesh.rank % state.world}/"
-        random = {
-            name: torch.empty(entry.size, dtype=entry.properties.dtype)
-            for name, entry in saved.items()
-            if name.startswith(rng)
-        }
-        tensors = _destinations(saved, parts) | random
-        with self._readable(directory):
-            dcp.load(tensors, storage_reader=reader, process_group=self._group)
-        parts.restore(tensors, state.updates)
-        checkpoint.restore_random_state({name.removeprefix(rng): tensors[name] for name in random}, self._mesh.device)
-        return Counters(**state.counters)
-
-    @contextmanager
-    def _readable(self, directory: Path) -> Iterator[None]:
-        """A block that ends in all processes as `TrainStateUnreadable` if it fails in one of them."""
-        with together(_unreadable(directory, "another process could not read it"), self._mesh.gloo):
-            try:
-                yield
-            except TrainStateUnreadable:
-                raise
-            except BaseException as error:  # torch's CheckpointException is no Exception
-                raise _unreadable(directory, f"{type(error).__name__}: {error}".splitlines()[0]) from error
-
-
 def _unreadable(directory: Path, cause: str) -> TrainStateUnreadable:
     return TrainStateUnreadable(
         f"{directory} holds no complete state of sharded training ({cause}); resume from another checkpoint"
@@ -205,46 +102,106 @@ class FsdpModels(HfModels):
     def __init__(self, spec: TrainSpec, *, async_save: bool = False) -> None:
         """Without a default group, this process trains alone.
 
-        `async_save`: `save` returns as soon as the state is copied; `finish_save` waits for the disk.
+        `async_save`: `save` returns as soon as the state is copied, and files are written by a thread, over process
+        groups of its own; `finish_save` waits for the disk.
 
         Raises `CheckpointUnavailable`, `UnsupportedModel` or `TrainConfigInvalid`.
         """
         if not dist.is_initialized():
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        mesh = Mesh(spec.fsdp, spec.parallel, own_device(pick_device(spec.train.train_device)))
+        self._mesh = mesh = Mesh(spec.fsdp, spec.parallel, own_device(pick_device(spec.train.train_device)))
         adapters = Adapters(spec.lora, spec.train.hf_checkpoint) if spec.lora.lora_rank > 0 else None
         super().__init__(spec, Shards(spec, mesh), adapters)
-        self._checkpoints = Checkpoints(mesh, asynchronous=async_save)
+        self._asynchronous, self._saving = async_save, BackgroundSave(mesh.gloo)
+        self._group = dist.new_group(backend="gloo") if async_save else mesh.gloo
 
     def save(self, directory: Path, counters: Counters) -> None:
         """Write the policy to `directory/hf`, adapters to `directory/adapter`, and all shards beside them.
 
         Synchronised to disk, unless the models were made with `async_save`: then `finish_save` waits for that.
         """
-        adapters, first = self.adapters, self._placement.first
+        self.finish_save()
+        parts, mesh, adapters = self.parts(), self._mesh, self.adapters
         gathered = () if adapters is None else adapters.tensors(self.model, self.device)
-        adapter = {name: tensor for name, tensor in gathered if first}  # the first process writes it
+        adapter = {name: tensor for name, tensor in gathered if mesh.first}  # the first process writes it
+        if mesh.first:
+            (directory / STATE).unlink(missing_ok=True)
+            shutil.rmtree(directory / SHARDS, ignore_errors=True)
+            (directory / SHARDS).mkdir(parents=True)
+        dist.barrier(group=mesh.gloo)
+        # A scalar as one element: a file of shards has no scalars.
+        tensors = {
+            name: one.cpu().reshape(1) if one.ndim == 0 and name.endswith(f"/{checkpoint.STEP}") else one
+            for name, one in parts.tensors().items()
+        }
+        tensors |= {f"rng/{mesh.rank}/{kind}": one for kind, one in checkpoint.random_state(self.device).items()}
+        writer = dcp.HuggingFaceStorageWriter(str(directory / SHARDS), save_distributed=True)
+        weights: Iterable[tuple[str, Tensor]] = self.export()
+        if self._asynchronous:
+            # What the thread writes later is copied now: the next step changes the shards.
+            weights = [(name, tensor.to("cpu", copy=True)) for name, tensor in weights]
+            write_shards = dcp.async_save(tensors, storage_writer=writer, process_group=self._group).result
+        else:
+            write_shards = partial(dcp.save, tensors, storage_writer=writer, process_group=self._group)
+        noted, updates = asdict(counters), parts.updates
 
-        def write_adapter() -> None:
+        def complete() -> None:
+            try:
+                write_hf(directory / checkpoint.MODEL_DIR, weights, self._spec.train.hf_checkpoint, writes=mesh.first)
+            finally:
+                write_shards()  # returns when all processes have written
+            if not mesh.first:
+                return
             if adapters is not None:
                 adapters.write(directory / "adapter", adapter)
+            files = {file.name: file.stat().st_size for file in sorted((directory / SHARDS).iterdir())}
+            sync_tree(directory)
+            state = FsdpState(counters=noted, updates=updates, parts=tuple(parts), world=mesh.world, files=files)
+            write_whole(directory / STATE, msgspec.json.encode(state), durable=True)
 
-        self._checkpoints.save(
-            directory,
-            self.parts(),
-            counters,
-            weights=self.export(),
-            source=self._spec.train.hf_checkpoint,
-            finish=write_adapter,
-        )
+        if self._asynchronous:
+            self._saving.begin(complete)
+        else:
+            with together(OSError(NOT_WRITTEN), mesh.gloo):
+                complete()
 
     def finish_save(self) -> None:
-        """Wait until what `save` wrote is on disk in all processes. Raises what went wrong."""
-        self._checkpoints.finish()
+        """Wait until what `save` wrote is on disk in all processes. Raises what went wrong in any of them."""
+        self._saving.finish()
 
     def load(self, directory: Path) -> Counters:
         """Restore what `save` wrote, by however many processes.
 
-        Raises `TrainStateUnreadable`, then nothing is changed.
+        Raises `TrainStateUnreadable` in all processes, then nothing is changed.
         """
-        return self._checkpoints.load(directory, self.parts())
+        self.finish_save()
+        parts = self.parts()
+        with self._readable(directory):
+            state = _read_state(directory)
+            reader = dcp.HuggingFaceStorageReader(str(directory / SHARDS))
+            saved = reader.read_metadata().state_dict_metadata
+            parts.check(directory, state.parts, {name: entry.size for name, entry in saved.items()})
+        # The random state of this process, or, where there are more processes than before, of one of those.
+        rng = f"rng/{self._mesh.rank % state.world}/"
+        random = {
+            name: torch.empty(entry.size, dtype=entry.properties.dtype)
+            for name, entry in saved.items()
+            if name.startswith(rng)
+        }
+        tensors = _destinations(saved, parts) | random
+        with self._readable(directory):
+            dcp.load(tensors, storage_reader=reader, process_group=self._group)
+        parts.restore(tensors, state.updates)
+        checkpoint.restore_random_state({name.removeprefix(rng): tensors[name] for name in random}, self.device)
+        return Counters(**state.counters)
+
+    @contextmanager
+    def _readable(self, directory: Path) -> Iterator[None]:
+        """A block that ends in all processes as `TrainStateUnreadable` if it fails in one of them."""
+        with together(_unreadable(directory, "another process could not read it"), self._mesh.gloo):
+            try:
+                yield
+            except TrainStateUnreadable:
+                raise
+            except BaseException as error:  # torch's CheckpointException is no Exception
+                raise _unreadable(directory, f"{type(error).__name__}: {error}".splitlines()[0]) from error

@@ -48,31 +48,19 @@ def uses_transformer_engine(spec: TrainSpec) -> bool:
 
 def check_layout(architecture: Architecture, spec: TrainSpec) -> None:
     """Refuse layouts that this model cannot be divided by. Raises `TrainConfigInvalid`, `UnsupportedModel`."""
-    m, fields = spec.megatron, architecture.transformer
-    engine = uses_transformer_engine(spec)
-    tensor = m.tensor_model_parallel_size
-    heads = int(fields["num_attention_heads"])
-    if heads % tensor:
-        raise TrainConfigInvalid(
-            f"tensor_model_parallel_size={tensor} does not divide the {heads} attention heads of "
-            f"{architecture.model_type}; choose a divisor of {heads}"
-        )
-    if (architecture.experts or architecture.latent_attention) and tensor > 1 and not m.sequence_parallel:
-        raise TrainConfigInvalid(
-            f"{architecture.model_type} has experts or latent attention, and Megatron-core trains those with "
-            f"tensor_model_parallel_size={tensor} only together with sequence parallelism; add --sequence-parallel"
-        )
+    m, engine = spec.megatron, uses_transformer_engine(spec)
+    tensor, model_type = m.tensor_model_parallel_size, architecture.model_type
     if not architecture.experts and m.expert_model_parallel_size > 1:
         raise TrainConfigInvalid(
-            f"expert_model_parallel_size={m.expert_model_parallel_size}, but {architecture.model_type} has no experts; "
-            "leave --expert-model-parallel-size out"
-        )
-    if architecture.experts and architecture.experts % m.expert_model_parallel_size:
-        raise TrainConfigInvalid(
-            f"expert_model_parallel_size={m.expert_model_parallel_size} does not divide the {architecture.experts} "
-            f"experts of {architecture.model_type}; choose a divisor of it"
+            f"expert_model_parallel_size={m.expert_model_parallel_size}, but {model_type} has no experts; leave "
+            "--expert-model-parallel-size out"
         )
     _check_widths(architecture, m)
+    if (architecture.experts or architecture.latent_attention) and tensor > 1 and not m.sequence_parallel:
+        raise TrainConfigInvalid(
+            f"{model_type} has experts or latent attention, and Megatron-core trains those with "
+            f"tensor_model_parallel_size={tensor} only together with sequence parallelism; add --sequence-parallel"
+        )
     _check_stages(architecture, m)
     if m.moe_grouped_gemm and not engine:
         raise TrainConfigInvalid(
@@ -87,19 +75,23 @@ def check_layout(architecture: Architecture, spec: TrainSpec) -> None:
 
 
 def _check_widths(architecture: Architecture, m: MegatronConfig) -> None:
-    """Matrices must divide evenly among tensor-parallel processes, those of experts among theirs."""
+    """Heads, experts and matrices must divide evenly among their processes."""
     fields, tensor = architecture.transformer, m.tensor_model_parallel_size
     expert_tensor = tensor if m.expert_tensor_parallel_size is None else m.expert_tensor_parallel_size
+    of_tensor, of_experts = ("tensor_model_parallel_size", tensor), ("expert_tensor_parallel_size", expert_tensor)
     shared = fields.get("moe_shared_expert_intermediate_size")
-    divided = {
-        "intermediate_size": (fields["ffn_hidden_size"], "tensor_model_parallel_size", tensor),
-        "moe_intermediate_size": (fields.get("moe_ffn_hidden_size"), "expert_tensor_parallel_size", expert_tensor),
-        "width of the shared experts": (shared, "tensor_model_parallel_size", tensor),
-    }
-    for name, (width, option, parts) in divided.items():
-        if width is not None and width % parts:
+    divided = (
+        ("{} attention heads", fields["num_attention_heads"], of_tensor),
+        ("{} experts", architecture.experts, ("expert_model_parallel_size", m.expert_model_parallel_size)),
+        ("intermediate_size {}", fields["ffn_hidden_size"], of_tensor),
+        ("moe_intermediate_size {}", fields.get("moe_ffn_hidden_size"), of_experts),
+        ("width of the shared experts {}", shared, of_tensor),
+    )
+    for what, number, (option, parts) in divided:
+        if number is not None and number % parts:
             raise TrainConfigInvalid(
-                f"{option}={parts} does not divide the {name} {width} of {architecture.model_type}; choose a divisor"
+                f"{option}={parts} does not divide the {what.format(number)} of {architecture.model_type}; choose a "
+                f"divisor of {number}"
             )
     groups = int(fields["num_query_groups"])
     if groups % tensor and tensor % groups:
