@@ -139,11 +139,13 @@ def sampling_ratio(tokens: PolicyTokens, correction: Correction, weight: Tensor)
 
 def sft_objective(tokens: PolicyTokens) -> Objective:
     """Loss [N] of supervised training; advantages and the sampler's log-probs are ignored."""
-    loss = sft(tokens)
-    means = {"train/loss": loss}
-    if tokens.entropy is not None:
-        means["train/entropy_loss"] = masked(tokens.entropy, tokens.mask)
-    return Objective(loss=loss, metrics=TokenMetrics(means), kept=tokens.mask)
+    return _alone(tokens, sft(tokens), {})
+
+
+def _alone(tokens: PolicyTokens, loss: Tensor, means: Mapping[str, Tensor]) -> Objective:
+    """A loss [N] without correction, KL or entropy; `means` [N]: further metrics."""
+    entropy = {} if tokens.entropy is None else {"train/entropy_loss": masked(tokens.entropy.detach(), tokens.mask)}
+    return Objective(loss, TokenMetrics({**means, "train/loss": loss, **entropy}), kept=tokens.mask)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -303,10 +305,7 @@ def group_objective(
         result = GroupLoss(result)
     loss = _per_token("loss", result.loss, tokens)
     means = {name: _per_token(f"metric {name}", values.detach(), tokens) for name, values in result.metrics.items()}
-    means["train/loss"] = loss
-    if tokens.entropy is not None:
-        means["train/entropy_loss"] = masked(tokens.entropy.detach(), tokens.mask)
-    return Objective(loss=loss, metrics=TokenMetrics(means), kept=tokens.mask)
+    return _alone(tokens, loss, means)
 
 
 def _per_token(what: str, values: Tensor, tokens: PolicyTokens) -> Tensor:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from models.algorithms.tokens import OutputLayer, token_log_probs
 from models.errors import UnsupportedModel
+from models.train.dp_group import Float32Array
 from models.train.huggingface.attention import (
     FLASH_ATTENTION,
     MASK_TOKENS,
@@ -32,7 +33,7 @@ from models.train.huggingface.attention import (
     seen_by,
 )
 from models.train.step.micro_batch_loss import to_device
-from models.train.step.micro_batches import Float32Array, Int64Array, PackedRows, lengthened
+from models.train.step.micro_batches import Int64Array, PackedRows, lengthened
 from models.train.step.packing import Packing
 
 # --------------------------------------------------------------------------------------------------
@@ -114,7 +115,9 @@ class ContextParallel:
         """[N] out of the [n] of each process. The gradient passes to this process's own."""
         if part.own is None:
             return values
-        return spread(values, torch.from_numpy(part.own).to(values.device), len(part.rows.targets), self._group)
+        own = to_device(part.own, values.device)
+        spread: Tensor = Spread.apply(values, own, len(part.rows.targets), self._group)
+        return spread
 
     def inputs(self, rows: PackedRows, columns: slice, device: torch.device) -> dict[str, Tensor]:
         """Ids and positions [B, l] of these columns, and whom they may see, bool [B, 1, l, L]; the size divides L."""
@@ -159,14 +162,12 @@ class _Gather(torch.autograd.Function):  # type: ignore[misc]
         return total.narrow(2, dist.get_rank(ctx.group) * ctx.width, ctx.width), None
 
 
-def spread(values: Tensor, own: Tensor, count: int, group: Any) -> Tensor:
-    """Numbers of all `count` tokens, where each process of `group` has those at its `own` places; differentiable."""
-    return _Spread.apply(values, own, count, group)
+class Spread(torch.autograd.Function):  # type: ignore[misc]
+    """Numbers of all `count` tokens, where each process of `group` has those at its `own` places.
 
-
-class _Spread(torch.autograd.Function):  # type: ignore[misc]
-    """Each process puts its numbers in their places, and all get all. Backward, each takes the gradients of its own:
-    every process computes the same loss, and none adds to another's numbers."""
+    Each process puts its numbers in their places, and all get all. Backward, each takes the gradients of its own: every
+    process computes the same loss, and none adds to another's numbers.
+    """
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, own: Tensor, count: int, group: Any) -> Tensor:

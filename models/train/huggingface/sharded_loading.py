@@ -246,47 +246,38 @@ class _Filler:
         self._device, self._precision = placement.device, placement.precision
         self._names = {id(tensor): name for name, tensor in _tensors(model)}
         self._full = dict(_tensors(full.model)) if full is not None else {}
-        self._holders: dict[int, list[tuple[torch.nn.Module, str]]] = {}
-        for tree in (model, root):
-            for module in tree.modules():
-                for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
-                    if tensor is not None:
-                        self._holders.setdefault(id(tensor), []).append((module, name))
+        self._holders: dict[int, list[tuple[dict[str, Any], str]]] = {}
+        for module in [*model.modules(), *root.modules()]:
+            for held in (module._parameters, module._buffers):
+                for name, tensor in held.items():
+                    self._holders.setdefault(id(tensor), []).append((held, name))
         # They stay alive, so that an identity is never that of another tensor.
         self._unfilled = {id(tensor): tensor for tree in (model, root) for _, tensor in _tensors(tree)}
 
     def fill(self, module: torch.nn.Module) -> None:
         """Whatever below `module` has no memory yet. Collective."""
         for _, tensor in list(_tensors(module)):
-            if id(tensor) not in self._unfilled:
-                continue
-            filled = self._filled(tensor)
-            for holder, name in self._holders[id(tensor)]:
-                if isinstance(tensor, torch.nn.Parameter):
-                    holder._parameters[name] = filled
-                else:
-                    holder._buffers[name] = filled
+            if id(tensor) in self._unfilled:
+                filled = self._filled(tensor)
+                for held, name in self._holders[id(tensor)]:
+                    held[name] = filled
 
     def _filled(self, tensor: torch.Tensor) -> torch.Tensor:
-        trained = isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad
-        made_here = tensor.device.type != "meta"  # equal in all processes
-        content = tensor.detach().to(self._device) if made_here else self._received(tensor, trained)
-        return torch.nn.Parameter(content, trained) if isinstance(tensor, torch.nn.Parameter) else content
-
-    def _received(self, tensor: torch.Tensor, trained: bool) -> torch.Tensor:
-        dtype = tensor.dtype
+        parameter = isinstance(tensor, torch.nn.Parameter)
         # What is never trained needs no master copy in fp32.
-        if isinstance(tensor, torch.nn.Parameter) and not trained and self._precision is not None:
-            dtype = self._precision
-        name = self._names[id(tensor)]
-        if self._full:
-            source = self._full.pop(name)
-            content = source.detach().to(self._device, dtype, copy=True).contiguous()
-            source.data = source.data.new_empty(0)
+        frozen = parameter and not tensor.requires_grad
+        dtype = self._precision if frozen and self._precision is not None else tensor.dtype
+        if tensor.device.type != "meta":  # made here, equal in all processes
+            content = tensor.detach().to(self._device)
         else:
-            content = torch.empty(tensor.shape, dtype=dtype, device=self._device)
-        dist.broadcast(content, src=0)
-        return content
+            if self._full:
+                source = self._full.pop(self._names[id(tensor)])
+                content = source.detach().to(self._device, dtype, copy=True).contiguous()
+                source.data = source.data.new_empty(0)
+            else:
+                content = torch.empty(tensor.shape, dtype=dtype, device=self._device)
+            dist.broadcast(content, src=0)
+        return torch.nn.Parameter(content, tensor.requires_grad) if parameter else content
 
 
 def _tensors(module: Any) -> Iterator[tuple[str, torch.Tensor]]:

@@ -82,7 +82,7 @@ class Held:
         """Storages that training goes on to change."""
         tensors = [one.data for weights in self._weights.values() for one in weights.values()]
         if self.reference is not None:
-            tensors += self.reference.state_tensors().values()
+            tensors += self.reference.host.values()
         tensors += [tensor for state in self.states.values() for tensor in state.live()]
         return {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
@@ -91,7 +91,7 @@ class Held:
             return
         sharded = {id(one.data): one for one in self._weights[POLICY].values()}
         live = [dict(chunk.named_parameters()) | dict(chunk.named_buffers()) for chunk in self.trained[POLICY].chunks]
-        for place, (name, tensor) in enumerate(self.reference.state_tensors().items()):
+        for place, (name, tensor) in enumerate(self.reference.host.items()):
             number, _, within = name.partition(".")
             one = sharded[id(live[int(number)][within])]
             data = on_host(tensor) if empty else tensor

@@ -90,24 +90,6 @@ class Written(Struct, frozen=True):
 # ---------------------------------------------------------------------- writing
 
 
-def written_by_all(own: Written, group: Any | None) -> list[Written]:
-    """What every process of the group says, by rank; collective. Raises `OSError` in all if one failed."""
-    found = [msgspec.json.decode(one, type=Written) for one in gather_bytes(msgspec.json.encode(own), group)]
-    errors = [f"process {rank}: {one.error}" for rank, one in enumerate(found) if one.error is not None]
-    if errors:
-        raise OSError(f"a checkpoint is incomplete; {'; '.join(errors)}")
-    return found
-
-
-def complete(directory: Path, state: MegatronState, index: Index) -> None:
-    """Write what makes a state of files, the first process, after all have written theirs."""
-    (directory / INDEX).write_bytes(msgspec.json.encode(index))
-    sizes = {file.name: file.stat().st_size for file in sorted(directory.iterdir())}
-    sync_tree(directory)
-    write_whole(directory / STATE, msgspec.json.encode(msgspec.structs.replace(state, sizes=sizes)), durable=True)
-    sync(directory.parent)
-
-
 def index_of(metadata: Mapping[str, Any], written: list[Written]) -> Index:
     """`metadata`: torch's TensorStorageMetadata by tensor."""
     places = {
@@ -246,13 +228,20 @@ class Plan:
             failure, own = error, Written(error=f"{type(error).__name__}: {error}")
         finally:
             self._writer.write_buckets = []
-        try:
-            written = written_by_all(own, self._group)
-        except OSError as unsent:
-            raise failure or unsent from None
+        every = gather_bytes(msgspec.json.encode(own), self._group)
+        written = [msgspec.json.decode(one, type=Written) for one in every]
+        errors = [f"process {rank}: {one.error}" for rank, one in enumerate(written) if one.error is not None]
+        if errors:
+            raise failure or OSError(f"a checkpoint is incomplete; {'; '.join(errors)}")
         if self._first:
             self._write_for_others(written)
-            complete(self._directory, state, index_of(self._metadata.state_dict_metadata, written))
+            index = index_of(self._metadata.state_dict_metadata, written)
+            (self._directory / INDEX).write_bytes(msgspec.json.encode(index))
+            sizes = {file.name: file.stat().st_size for file in sorted(self._directory.iterdir())}
+            sync_tree(self._directory)
+            whole = msgspec.json.encode(msgspec.structs.replace(state, sizes=sizes))
+            write_whole(self._directory / STATE, whole, durable=True)
+            sync(self._directory.parent)
 
     def _write_part(self) -> list[tuple[str, tuple[int, ...], str, int, int]]:
         for name, tensors in self._own.items():

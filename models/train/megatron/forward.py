@@ -18,7 +18,7 @@ from torch import Tensor
 
 from models.algorithms.tokens import OutputLayer, Vocabulary, token_log_probs
 from models.train.dp_group import Float32Array
-from models.train.huggingface.scoring import spread
+from models.train.huggingface.scoring import Spread
 from models.train.megatron.inputs import ModelInputs, RowForm, model_inputs
 from models.train.megatron.parameters import unwrap
 from models.train.step.micro_batches import MicroBatch, blank
@@ -29,6 +29,12 @@ def hidden_states(chunk: Any, inputs: ModelInputs) -> Tensor:
 
     The stage before has set its own with `set_input_tensor`.
     """
+    packed = None
+    if inputs.ends is not None:  # how a flat row tells its sequences apart
+        from megatron.core.packed_seq_params import PackedSeqParams
+
+        packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=inputs.ends, cu_seqlens_kv=inputs.ends)
+        packed.max_seqlen_q = packed.max_seqlen_kv = inputs.longest
     model = unwrap(chunk)
     is_last, model.post_process = model.post_process, False  # a forward pass that ends with hidden states
     try:
@@ -36,25 +42,10 @@ def hidden_states(chunk: Any, inputs: ModelInputs) -> Tensor:
             input_ids=inputs.input_ids,
             position_ids=inputs.position_ids,
             attention_mask=inputs.mask,
-            packed_seq_params=_packed(inputs),
+            packed_seq_params=packed,
         )
     finally:
         model.post_process = is_last
-
-
-def _packed(inputs: ModelInputs) -> Any | None:
-    """How a flat row tells its sequences apart."""
-    if inputs.ends is None:
-        return None
-    from megatron.core.packed_seq_params import PackedSeqParams
-
-    return PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=inputs.ends,
-        cu_seqlens_kv=inputs.ends,
-        max_seqlen_q=inputs.longest,
-        max_seqlen_kv=inputs.longest,
-    )
 
 
 def chosen_hidden(model: Any, hidden: Tensor, inputs: ModelInputs, *, partial_gradients: bool) -> Tensor:
@@ -100,11 +91,11 @@ class TokenScorer:
         for wait_for_parameters in self._model.output_layer._forward_pre_hooks.values():  # as a call of it would
             wait_for_parameters(self._model.output_layer, ())
         chosen = chosen_hidden(self._model, hidden, inputs, partial_gradients=True)
-        apart = inputs.own_temperatures
+        apart = inputs.temperatures
         log_probs, entropies = token_log_probs(
             chosen,
             OutputLayer(self._weight()),
-            inputs.own_targets,
+            inputs.targets,
             temperature=self._temperature if apart is None else apart.nan_to_num(self._temperature),
             entropy=entropy,
             chunk_tokens=self._chunk_tokens,
@@ -119,7 +110,7 @@ class TokenScorer:
 
 def of_all_tokens(values: Tensor, inputs: ModelInputs, group: Any) -> Tensor:
     """Numbers [N] of all chosen tokens from those [n] of each context-parallel process; differentiable."""
-    return values if inputs.kept is None else spread(values, inputs.kept, len(inputs.targets), group)
+    return values if inputs.kept is None else Spread.apply(values, inputs.kept, inputs.chosen, group)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -45,18 +45,9 @@ class ModelInputs:
     longest: int  # sequence of a flat row
     places: Tensor  # [n] place in [S * B] (position first) whose output predicts a chosen token
     kept: Tensor | None  # [n] which of the N chosen tokens those are; None: all
-    targets: Tensor  # [N] ids of the chosen tokens
-    temperatures: Tensor | None  # [N] as in `PackedRows`
-
-    @property
-    def own_targets(self) -> Tensor:
-        """[n] ids of the chosen tokens that are predicted in this process."""
-        return self.targets if self.kept is None else self.targets[self.kept]
-
-    @property
-    def own_temperatures(self) -> Tensor | None:
-        """[n] of those."""
-        return self.temperatures if self.temperatures is None or self.kept is None else self.temperatures[self.kept]
+    chosen: int  # N
+    targets: Tensor  # [n] ids of those that are predicted in this process
+    temperatures: Tensor | None  # [n] as in `PackedRows`
 
 
 def model_inputs(rows: PackedRows, form: RowForm) -> ModelInputs:
@@ -65,12 +56,13 @@ def model_inputs(rows: PackedRows, form: RowForm) -> ModelInputs:
     height, length = rows.input_ids.shape
     columns = context_columns(length, form.context_rank, form.context_size)
     row, column = np.divmod(rows.source, length)
-    kept = None
+    kept, targets, temperatures = None, rows.targets, rows.temperatures
     if form.context_size > 1:
         at = np.full(length, -1, dtype=np.int64)
         at[columns] = np.arange(len(columns))
         found = np.flatnonzero(at[column] >= 0)
         kept, row, column = to_device(found, form.device), row[found], at[column[found]]
+        targets, temperatures = targets[found], None if temperatures is None else temperatures[found]
     positions = rows.position_ids
     if positions is None and form.context_size > 1:
         positions = np.broadcast_to(np.arange(length, dtype=np.int64), (height, length))
@@ -86,8 +78,9 @@ def model_inputs(rows: PackedRows, form: RowForm) -> ModelInputs:
         longest=0 if ends is None else int(np.diff(ends).max()),
         places=to_device(column * height + row, form.device),
         kept=kept,
-        targets=to_device(rows.targets, form.device),
-        temperatures=None if rows.temperatures is None else to_device(rows.temperatures, form.device),
+        chosen=len(rows.targets),
+        targets=to_device(targets, form.device),
+        temperatures=None if temperatures is None else to_device(temperatures, form.device),
     )
 
 

@@ -10,6 +10,7 @@ import ast
 import importlib.util
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, reduce
+from itertools import chain
 from operator import or_
 from pathlib import Path
 from types import GenericAlias
@@ -97,7 +98,7 @@ def _kinds(node: ast.expr) -> Iterator[Kind]:
         case ast.Constant(value=str() as text):
             yield from _kinds(ast.parse(text, mode="eval").body)
         case ast.BinOp(left=left, op=ast.BitOr(), right=right):
-            yield from _of_all([left, right])
+            yield from (*_kinds(left), *_kinds(right))
         case ast.Name(id="list"):
             yield _list_of([_SCALARS["int"], _SCALARS["str"]])
         case ast.Name(id=name) if name in _SCALARS:
@@ -113,16 +114,11 @@ def _kinds(node: ast.expr) -> Iterator[Kind]:
             parts = inner.elts if isinstance(inner, ast.Tuple) else [inner]
             match name:
                 case "Union":
-                    yield from _of_all(parts)
+                    yield from chain.from_iterable(map(_kinds, parts))
                 case "Literal":
                     yield _choice([str(part.value) for part in parts if isinstance(part, ast.Constant)])
                 case "List" | "list" | "Tuple" | "tuple":
-                    yield _list_of(list(dict.fromkeys(_of_all(parts))))
-
-
-def _of_all(nodes: Sequence[ast.expr]) -> Iterator[Kind]:
-    for node in nodes:
-        yield from _kinds(node)
+                    yield _list_of(list(dict.fromkeys(chain.from_iterable(map(_kinds, parts)))))
 
 
 def _choice(names: Sequence[str] | Mapping[str, str], stands_for: str = "") -> Kind:

@@ -167,11 +167,11 @@ class SwappedReference:
         self._chunks = list(chunks)
         self._settle = settle
         self.renewed = renewed
-        self._host: dict[str, Tensor] = {}
+        self.host: dict[str, Tensor] = {}  # this process's part of the weights, by chunk and name
         for name, tensor in self._live():
             pinned = tensor.device.type == "cuda"
             host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned)
-            self._host[name] = host.copy_(tensor)
+            self.host[name] = host.copy_(tensor)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -187,21 +187,17 @@ class SwappedReference:
         """Become the policy as it is now. Collective."""
         self._settle()
         for name, tensor in self._live():
-            self._host[name].copy_(tensor)
-
-    def state_tensors(self) -> dict[str, Tensor]:
-        """This process's part of the weights, by chunk and name; live."""
-        return self._host
+            self.host[name].copy_(tensor)
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Restore what `state_tensors` gave; the checkpoint's names and shapes have been compared."""
-        for name, host in self._host.items():
+        """Restore `host`; the checkpoint's names and shapes have been compared."""
+        for name, host in self.host.items():
             host.copy_(tensors[name])
 
     def _exchange(self) -> None:
         """The copies follow one another on the device's stream; the host waits once, for all of them."""
         for name, tensor in self._live():
-            host = self._host[name]
+            host = self.host[name]
             of_policy = tensor.clone()  # one tensor at a time: the allocator gives its memory to the next
             tensor.copy_(host, non_blocking=True)
             host.copy_(of_policy, non_blocking=True)

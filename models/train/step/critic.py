@@ -247,12 +247,8 @@ def _double(values: Float32Array | None) -> FloatArray | None:
 
 
 def _logged(one: TokenAdvantages) -> dict[str, float]:
-    out: dict[str, float] = {}
-    if one.reward_kl is not None:
-        out["train/reward_kl"] = float(one.reward_kl.sum())
-    if one.reverse_kl is not None:
-        out["train/opd_reverse_kl"] = float(one.reverse_kl.sum())
-    return out
+    noted = {"train/reward_kl": one.reward_kl, "train/opd_reverse_kl": one.reverse_kl}
+    return {name: float(values.sum()) for name, values in noted.items() if values is not None}
 
 
 def _value_metrics(examples: Sequence[Example]) -> dict[str, float]:

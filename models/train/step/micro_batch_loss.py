@@ -27,15 +27,12 @@ from models.errors import BackendMisuse
 from models.train.dp_group import DpGroup, Float32Array
 from models.train.spec import TrainSpec
 from models.train.step.examples import Example
-from models.train.step.micro_batches import MicroBatch
+from models.train.step.micro_batches import Int64Array, MicroBatch
 
 # --------------------------------------------------------------------------------------------------
 # Columns of tokens from examples: what every loss and every fact of a step is computed from.
 #
 # Invariant: the order is that of the examples given, token by token; all tokens are trainable ones.
-
-
-Int64Array = npt.NDArray[np.int64]
 
 
 def to_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:

@@ -20,11 +20,11 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from models.train.dp_group import Float32Array
 from models.train.step.examples import Example
 from models.train.step.packing import Layout, Packing, Unit, plan, units_of
 
 Int64Array = npt.NDArray[np.int64]
-Float32Array = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True)

@@ -277,13 +277,13 @@ def run_cases(models: str, out: str, selection: str, rank: int, world: int, rend
     from models.train.megatron import layers, processes
 
     with joined(rank, world, rendezvous, DEADLINE_S):
-        core_attention, engine_installed = layers.SdpaCoreAttention, processes.engine_installed
+        core_attention, has_engine = layers.SdpaCoreAttention, processes.has_transformer_engine
         for case in SELECTIONS[selection]:
             if case.world != world:
                 continue
             if "context_parallel_size" in case.layout:
                 layers.SdpaCoreAttention = GatheredAttention  # type: ignore[misc]
-                processes.engine_installed = lambda: True
+                processes.has_transformer_engine = lambda: True
             run_case(Path(models), Path(out), case.name, case.layout, case.recipes)
             layers.SdpaCoreAttention = core_attention  # type: ignore[misc]
-            processes.engine_installed = engine_installed
+            processes.has_transformer_engine = has_engine
