@@ -32,7 +32,7 @@ arXiv:2602.02710, GDPO arXiv:2601.05242.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
@@ -238,10 +238,8 @@ def estimated(config: AlgorithmConfig, episode: Episode) -> TokenAdvantages:
     return (rollout_value if estimator is None else estimator.tokens)(config, episode, kl)
 
 
-class TokenEstimator(Protocol):
-    """Advantages of one sequence from its episode and, if KL is part of the reward, kl_t [T]."""
-
-    def __call__(self, config: AlgorithmConfig, episode: Episode, kl: FloatArray | None) -> TokenAdvantages: ...
+# Advantages of one sequence from its episode and, if KL is part of the reward, kl_t [T].
+TokenEstimator = Callable[[AlgorithmConfig, Episode, FloatArray | None], TokenAdvantages]
 
 
 def rollout_value(config: AlgorithmConfig, episode: Episode, kl: FloatArray | None) -> TokenAdvantages:

@@ -65,7 +65,9 @@ def policy_objective(
     delta = log_weight_of(tokens, correction)
     weights = importance_weights(tokens, correction, delta) if correction.use_tis and hooks.tis is None else None
     rejection = rejection_of(tokens, correction, delta)
-    means = {**clip_metrics(policy), **drift_metrics(tokens)}
+    change = log_ratio(tokens.log_probs.detach(), tokens.old_log_probs, tokens.mask)  # of theta from old
+    means = {"train/ppo_kl": -change, "train/kl_old_theta_k3": bounded_exp(change) - 1.0 - change}
+    means |= clip_metrics(policy)
     pg_loss, left = policy.loss, rejection.kept.to(delta.dtype)
     if hooks.tis is not None:
         numerator = tokens.log_probs if correction.against_current else tokens.old_log_probs
@@ -176,12 +178,6 @@ def clip_metrics(policy: PolicyLoss) -> dict[str, Tensor]:
     if policy.dual_clipped is not None:
         means["train/dual_clipfrac"] = policy.dual_clipped.to(dtype)
     return means
-
-
-def drift_metrics(tokens: PolicyTokens) -> dict[str, Tensor]:
-    """Distance of theta from old: [N] each."""
-    change = log_ratio(tokens.log_probs.detach(), tokens.old_log_probs, tokens.mask)
-    return {"train/ppo_kl": -change, "train/kl_old_theta_k3": bounded_exp(change) - 1.0 - change}
 
 
 def mismatch_metrics(tokens: PolicyTokens, delta: Tensor, weights: ImportanceWeights | None) -> TokenMetrics:

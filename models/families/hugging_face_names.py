@@ -140,8 +140,6 @@ def expand(rules: Sequence[Rule], *, moe_layers: Sequence[bool], experts: int) -
     """
     per_layer = [index for index, rule in enumerate(rules) if rule.layers != "once"]
     first, last = (per_layer[0], per_layer[-1]) if per_layer else (len(rules), len(rules))
-    if any(rule.layers == "once" for rule in rules[first : last + 1]):
-        raise ValueError("rules of a whole model stand before or after those of layers")
     for rule in rules[:first]:
         yield _weight(rule, None, None)
     for layer, moe in enumerate(moe_layers):

@@ -141,6 +141,6 @@ def build_member(config: Config, total_batches: int, dp_group: DpGroup | None = 
 
             return Trainer(spec, partial(MegatronModels, async_save=async_save))
         case _:
-            from models.train.huggingface.models import TorchModels
+            from models.train.huggingface.whole_models import TorchModels
 
             return Trainer(spec, partial(TorchModels, dp_group=dp_group))

@@ -26,7 +26,7 @@ import torch
 from models.algorithms.aggregation import denominator, metric_mode
 from models.errors import BackendMisuse
 from models.train.device_memory import DeviceMemory
-from models.train.huggingface.models import TorchModels
+from models.train.huggingface.whole_models import TorchModels
 from models.train.interface import TrainSequence, WeightExporter
 from models.train.model_set import Counters, ModelSet
 from models.train.spec import TrainSpec, UpdateResult, batch_needs, critic_only

@@ -25,7 +25,7 @@ from models.engines.protocol import ServerInfo
 from models.engines.serve import EngineServer
 from models.tiny import make_tiny_checkpoint
 from models.train.build import SimulatedBackend, build_member
-from models.train.huggingface.models import TorchModels
+from models.train.huggingface.whole_models import TorchModels
 from models.train.trainer import Trainer
 from pipeline.errors import EXIT_USER_ERROR, exit_code, leaf
 from stages.engines.policy_proof import KEPT, precision_of

@@ -1,25 +1,75 @@
-"""Training states of Hugging Face models: what they are made of, and their files."""
+"""The state of Hugging Face models in training: the optimizer, AdamW over fp32 master parameters, and what a training
+state is made of.
+
+Invariant: with sharded parameters, each process updates its shards; the norm of the gradient is that of all shards
+together, so that all processes clip alike, and refuse together.
+"""
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-import msgspec
 import torch
-from msgspec import Struct
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from models.disk import read_file, sync, write_whole
+from configs.schema.train import TrainConfig
 from models.errors import TrainStateUnreadable
-from models.train.huggingface.hf_files import local, model_tensors, write_hf, write_tensors
-from models.train.huggingface.optimizer import Updater
-from models.train.model_set import Counters
+from models.train.huggingface.hf_files import local
+from models.train.huggingface.loading import Placement
+from models.train.spec import Updates
+
+
+class Updater(Updates):
+    """AdamW with warm-up, decay and gradient clipping (arXiv:1711.05101)."""
+
+    def __init__(
+        self, model: torch.nn.Module, train: TrainConfig, total_steps: int | None, placement: Placement
+    ) -> None:
+        super().__init__(train, total_steps)
+        self._placement = placement
+        self.named_parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        # Norms and biases are not pulled to zero: their scale is not a measure of complexity.
+        matrices = [p for _, p in self.named_parameters if p.ndim > 1]
+        vectors = [p for _, p in self.named_parameters if p.ndim <= 1]
+        groups = [{"params": matrices, "weight_decay": train.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW(
+            [group for group in groups if group["params"]],
+            lr=train.lr,
+            betas=(train.adam_beta1, train.adam_beta2),
+            eps=train.adam_eps,
+            fused=True,
+        )
+
+    def _summed(self) -> tuple[float, list[Tensor] | None]:
+        parameters = [parameter for _, parameter in self.named_parameters]
+        self._placement.sum_gradients(parameters)
+        gradients = [local(one.grad) for one in parameters if one.grad is not None]
+        squares = 0.0
+        if gradients:  # summed in fp64 so that many parameters do not overflow
+            norms = torch.stack([norm.double() for norm in torch._foreach_norm(gradients)])
+            squares = float(norms.square().sum())
+        return math.sqrt(self._placement.sum_over_shards(squares)), gradients or None
+
+    def _step(self) -> None:
+        self.optimizer.step()
+
+    def clear(self) -> None:
+        """Drop all gradients."""
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def state_tensors(self) -> dict[str, torch.Tensor]:
+        """Optimizer state as flat tensors, `<parameter>/<entry>`."""
+        out: dict[str, torch.Tensor] = {}
+        for name, parameter in self.named_parameters:
+            for entry, value in self.optimizer.state.get(parameter, {}).items():
+                out[f"{name}/{entry}"] = value.detach()
+        return out
+
 
 # --------------------------------------------------------------------------------------------------
 # What a training state is made of, whatever files hold it: parts, each with weights and, if it is trained, moments.
@@ -30,6 +80,8 @@ from models.train.model_set import Counters
 # Parts are called policy, critic, reference. Invariant: what `check` lets through can be restored.
 
 
+MODEL_DIR: Final = "hf"
+TRAINER_DIR: Final = "trainer"
 STEP: Final = "step"  # of each parameter: the optimizer counts it up once per parameter
 
 
@@ -129,122 +181,3 @@ def restore_random_state(state: Mapping[str, Tensor], device: torch.device) -> N
     torch.set_rng_state(state["cpu"])
     if "cuda" in state and device.type == "cuda":
         torch.cuda.set_rng_state(state["cuda"], device)
-
-
-# --------------------------------------------------------------------------------------------------
-# A training state on disk: the model in Hugging Face format, the optimizer as safetensors, counters as JSON.
-#
-#     directory/hf/                          loadable by transformers: model, configuration, tokenizer
-#     directory/trainer/optimizer.safetensors  AdamW moments, random states
-#     directory/trainer/<part>.safetensors     critic, reference that is renewed
-#     directory/trainer/state.json             counters
-#
-# Invariants: no pickle; every file and directory is fsync'd before `save_state` returns; `state.json` is written last,
-# so that a directory without it is incomplete; loading checks everything that it can before it changes anything.
-
-
-MODEL_DIR: Final = "hf"
-TRAINER_DIR: Final = "trainer"
-FORMAT_VERSION: Final = 1
-_STATE: Final = f"{TRAINER_DIR}/state.json"
-# Part -> its file, and what the names of the file's tensors begin with, which the file leaves out.
-_FILES: Final = {
-    "policy": ("optimizer", "policy/optimizer/"),
-    "critic": ("critic", "critic/"),
-    "reference": ("reference", "reference/weights/"),
-}
-_RNG: Final = "policy/optimizer/rng/"
-_CRITIC_UPDATES: Final = "critic/updates"
-
-
-class TrainerState(Struct, frozen=True, kw_only=True):
-    """Counters of a training run."""
-
-    updates: int
-    steps: int
-    skipped_steps: int
-    empty_steps: int
-    batches: int = 0
-    parts: tuple[str, ...] = ()  # beside the policy
-    format_version: int = FORMAT_VERSION
-
-
-def save_state(
-    directory: Path,
-    parts: StateParts,
-    counters: Counters,
-    *,
-    weights: Iterable[tuple[str, Tensor]],
-    source: str,
-    device: torch.device,
-) -> None:
-    """Write all of it. `weights`: those that are trained, for `hf`; `source`: whose configuration and tokenizer go
-    beside them; `device`: whose random state is kept. Raises `OSError`.
-    """
-    trainer = directory / TRAINER_DIR
-    trainer.mkdir(parents=True, exist_ok=True)
-    (directory / _STATE).unlink(missing_ok=True)
-    write_hf(directory / MODEL_DIR, weights, source)
-    tensors, updates = _in_files(parts).tensors(), parts.updates
-    tensors |= {_RNG + name: state for name, state in random_state(device).items()}
-    if "critic" in parts:
-        tensors[_CRITIC_UPDATES] = torch.tensor(updates["critic"])
-    for part in parts:
-        file, start = _FILES[part]
-        own = {name.removeprefix(start): one for name, one in tensors.items() if name.startswith(start)}
-        host = {name: tensor.detach().cpu().contiguous() for name, tensor in own.items()}
-        write_tensors(trainer / f"{file}.safetensors", host)
-    beside = tuple(part for part in parts if part != "policy")
-    state = TrainerState(updates=updates["policy"], parts=beside, **dataclasses.asdict(counters))
-    write_whole(directory / _STATE, msgspec.json.encode(state), durable=True)
-    sync(directory)
-
-
-def load_state(directory: Path, parts: StateParts, device: torch.device) -> Counters:
-    """Restore what `save_state` wrote. Raises `TrainStateUnreadable`, then nothing is changed."""
-    from safetensors import SafetensorError
-
-    try:
-        state = msgspec.json.decode(read_file(directory / _STATE), type=TrainerState)
-        check_format(directory, state.format_version, FORMAT_VERSION)
-        present = ("policy", *state.parts)
-        tensors = _read(directory, [part for part in parts if part in present])
-        rng = {name.removeprefix(_RNG): tensors.pop(name) for name in list(tensors) if name.startswith(_RNG)}
-        updates = {"policy": state.updates}
-        if "critic" in parts and "critic" in present:
-            updates["critic"] = int(tensors.pop(_CRITIC_UPDATES))
-        if "cpu" not in rng:
-            raise ValueError("no random state")
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise TrainStateUnreadable(
-            f"{directory} holds no complete training state ({error}); resume from another checkpoint"
-        ) from error
-    in_files = _in_files(parts)
-    in_files.check(directory, present, {name: tensor.shape for name, tensor in tensors.items()})
-    in_files.restore(tensors, updates)
-    restore_random_state(rng, device)
-    return Counters(state.batches, state.steps, state.skipped_steps, state.empty_steps)
-
-
-def _in_files(parts: StateParts) -> StateParts:
-    """Of the critic, what is trained: the rest is in the checkpoint that it started from."""
-    out = StateParts(parts)
-    if (critic := parts.get("critic")) is not None and critic.updater is not None:
-        trained = {name for name, _ in critic.updater.named_parameters}
-        weights = {name: tensor for name, tensor in critic.weights.items() if name in trained}
-        out["critic"] = StatePart(weights, critic.updater)
-    return out
-
-
-def _read(directory: Path, parts: Iterable[str]) -> dict[str, Tensor]:
-    """Tensors of these parts' files, and the policy's weights."""
-    from safetensors.torch import load_file
-    from transformers import AutoModelForCausalLM
-
-    out: dict[str, Tensor] = {}
-    for part in parts:
-        file, start = _FILES[part]
-        stored = load_file(directory / TRAINER_DIR / f"{file}.safetensors")
-        out |= {start + name: tensor for name, tensor in stored.items()}
-    model = AutoModelForCausalLM.from_pretrained(str(directory / MODEL_DIR), dtype=torch.float32)
-    return out | {f"policy/weights/{name}": tensor for name, tensor in model_tensors(model).items()}

@@ -23,6 +23,7 @@ import errno
 import json
 import re
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby
@@ -204,8 +205,7 @@ class _ShardWriter:
         self._storages: set[int] = set()
         self._written: list[list[str]] = []  # names of each file
         self._seen: set[str] = set()
-        self.total_bytes = 0
-        self.dtypes: dict[torch.dtype, int] = {}  # bytes of each
+        self.dtypes: Counter[torch.dtype] = Counter()  # bytes of each
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         if name in self._seen:
@@ -216,8 +216,7 @@ class _ShardWriter:
         self._seen.add(name)
         self._shard[name] = self._owned(tensor)
         self._shard_bytes += nbytes
-        self.total_bytes += nbytes
-        self.dtypes[tensor.dtype] = self.dtypes.get(tensor.dtype, 0) + nbytes
+        self.dtypes[tensor.dtype] += nbytes
 
     def _owned(self, tensor: torch.Tensor) -> torch.Tensor:
         """On the host, contiguous, and the only user of its memory within the shard, as safetensors asks."""
@@ -247,7 +246,7 @@ class _ShardWriter:
             file = f"model-{number + 1:05d}-of-{len(self._written):05d}.safetensors"
             self._staged(number).replace(self._directory / file)
             weight_map |= dict.fromkeys(names, file)
-        index = {"metadata": {"total_size": self.total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
+        index = {"metadata": {"total_size": self.dtypes.total()}, "weight_map": dict(sorted(weight_map.items()))}
         (self._directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
     def _staged(self, number: int) -> Path:

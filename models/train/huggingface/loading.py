@@ -7,7 +7,7 @@ ratio compares two passes over the same tokens; the process's random stream is l
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MethodType
 from typing import Any, Final
 
@@ -34,12 +34,13 @@ _PROBE_TOKENS: Final = 5
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model on its device, with what was found out about it."""
+    """A model on its device, with what was found out about it. Sharded, its parameters are DTensors."""
 
     model: Any
     vocab_size: int
     packing: Packing  # what its attention allows; the token budget is the caller's
     converts: bool  # checkpoints store some of its weights in another form, sorted by name
+    root: Any = None  # the module whose forward pass is called: it gathers; None before the model is placed
 
 
 def pick_device(name: str) -> torch.device:
@@ -181,26 +182,27 @@ def find_packing(model: Any, device: torch.device) -> Packing:
     attention = getattr(model.config, "_attn_implementation", "eager")
     if attention == FLASH_ATTENTION:
         return FLASH_PACKING
-    backbone = Backbone(model, Passes(device))
     vocabulary = int(model.get_input_embeddings().weight.shape[0])
     one = np.arange(2 * _PROBE_TOKENS, dtype=np.int32) % vocabulary
     two = np.concatenate([one[:_PROBE_TOKENS], (one[_PROBE_TOKENS:] + 7) % vocabulary]).astype(np.int32)
     size = len(one) - 1
     apart = Layout(((Unit((0,), 0, size), Unit((1,), 0, size)),), 2 * size)
     shared = Layout(((Unit((0, 1), _PROBE_TOKENS, 2 * size - _PROBE_TOKENS),),), 2 * size - _PROBE_TOKENS)
+
+    def works(layout: Layout, passes: Passes) -> bool:
+        return _agrees(Backbone(model, passes), layout, [one, two], 1 if layout is apart else _PROBE_TOKENS)
+
+    usual, unmasked = Passes(device), Passes(device, mask_tokens=0)
     # transformers marks recurrent architectures; the trial finds those that it does not mark.
-    pack = not getattr(model, "_is_stateful", False) and _agrees(backbone, apart, [one, two], 1)
+    pack = not getattr(model, "_is_stateful", False) and works(apart, usual)
     windows = set(getattr(text, "layer_types", None) or ()) - {"full_attention"} or any(
         getattr(text, name, None) for name in ("sliding_window", "attention_chunk_size")
     )
-    share = (
-        pack and not windows and attention in ("sdpa", "eager") and _agrees(backbone, shared, [one, two], _PROBE_TOKENS)
-    )
+    share = pack and not windows and attention in ("sdpa", "eager") and works(shared, usual)
     if share and attention == "sdpa":
         register_packed_sdpa()
         model.set_attn_implementation(PACKED_SDPA)
-        backbone = Backbone(model, Passes(device, mask_tokens=0))
-        if not (_agrees(backbone, apart, [one, two], 1) and _agrees(backbone, shared, [one, two], _PROBE_TOKENS)):
+        if not (works(apart, unmasked) and works(shared, unmasked)):
             model.set_attn_implementation(attention)
     # Attention with a mask runs at about half the speed of the dense layers, whose cost is 6 * hidden per token.
     return Packing(max_tokens=1, pack=pack, share_prompts=share, quadratic_tokens=3 * int(text.hidden_size))
@@ -230,13 +232,6 @@ MakeRoot = Callable[[Any], torch.nn.Module]
 Prepare = Callable[[Any], None]
 
 
-@dataclass(frozen=True)
-class PlacedModel(LoadedModel):
-    """A model that can run. Sharded, its parameters are DTensors."""
-
-    root: Any  # the module whose forward pass is called: it gathers
-
-
 class Placement:
     """Every process holds all of each model: alone, or as plain copies."""
 
@@ -252,7 +247,7 @@ class Placement:
 
     def load(
         self, source: str, key: str, make_root: MakeRoot, *, frozen: bool = False, prepare: Prepare | None = None
-    ) -> PlacedModel:
+    ) -> LoadedModel:
         """A model out of `source`, which the option `key` gave. Collective.
 
         `make_root`: wraps the module that is called around the model; `prepare`: changes the model first (adapters).
@@ -262,7 +257,7 @@ class Placement:
         if prepare is not None:
             prepare(loaded.model)
         self._set_mode(loaded.model, frozen=frozen)
-        return PlacedModel(**vars(loaded), root=make_root(loaded.model).to(self.device))
+        return replace(loaded, root=make_root(loaded.model).to(self.device))
 
     def _set_mode(self, model: Any, *, frozen: bool) -> None:
         model.train(not frozen)
@@ -287,7 +282,7 @@ class Placement:
         return [batch for batch in batches if not batch.blank]
 
     def scores(
-        self, model: PlacedModel, score: Callable[[PackedRows], Tensor], batches: Sequence[MicroBatch]
+        self, model: LoadedModel, score: Callable[[PackedRows], Tensor], batches: Sequence[MicroBatch]
     ) -> list[Float32Array]:
         """What `score` says of the chosen tokens by running `model`, without gradient: one array [N] per micro-batch
         that is not blank; nothing without `is_mp_src_rank`.
@@ -297,7 +292,7 @@ class Placement:
         self.give_back(model)
         return [one.cpu().numpy() for batch, one in found if not batch.blank and self.dp_group.is_mp_src_rank]
 
-    def give_back(self, model: PlacedModel) -> None:
+    def give_back(self, model: LoadedModel) -> None:
         """Drop what passes without a gradient have gathered: no copy may be older than the shards."""
 
     def sum_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:

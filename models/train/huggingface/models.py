@@ -1,4 +1,4 @@
-"""Models of transformers, wherever their tensors lie; and those of which every process holds all, on a CPU or a GPU.
+"""Models of transformers, wherever their tensors lie.
 
 Invariants:
 - where passes are collective, every process runs every micro-batch that it is given, blank ones too;
@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import reduce
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,16 +18,15 @@ from torch import Tensor
 
 from models.algorithms.tokens import StepStatistics
 from models.errors import TrainConfigInvalid
-from models.train.dp_group import DpGroup, Float32Array
-from models.train.huggingface.checkpoint import StatePart, StateParts, load_state, save_state
+from models.train.dp_group import Float32Array
+from models.train.huggingface.checkpoint import StatePart, StateParts, Updater
 from models.train.huggingface.hf_files import hf_tensors, local, model_tensors
-from models.train.huggingface.loading import PlacedModel, Placement, row_multiple
+from models.train.huggingface.loading import LoadedModel, Placement, row_multiple
 from models.train.huggingface.lora import Adapters
-from models.train.huggingface.optimizer import Updater
 from models.train.huggingface.scoring import Backbone, Passes
-from models.train.model_set import Counters, ModelSet, Scored
+from models.train.model_set import ModelSet, Scored
 from models.train.spec import TrainSpec
-from models.train.step.critic import CriticModel, ValueModel, critic_train_config
+from models.train.step.critic import CriticModel, ValueHead, critic_train_config
 from models.train.step.micro_batch_loss import PolicyNumerator, StepTotals
 from models.train.step.micro_batches import MicroBatch, PackedRows
 from models.train.step.packing import Packing, with_budget
@@ -44,14 +42,15 @@ class ValueScorer(Backbone):
 
     def __init__(self, model: Any, passes: Passes, *, seed: int) -> None:
         super().__init__(model, passes)
-        self.model = ValueModel(model.base_model, int(model.config.get_text_config().hidden_size), seed=seed)
+        self.decoder = model.base_model
+        self.value_head = ValueHead(int(model.config.get_text_config().hidden_size), seed=seed)
 
     def forward(self, rows: PackedRows) -> Tensor:
         """V [N] before each chosen token."""
         part = self._context.part(rows)
         with self.autocast():
             hidden = self.own_hidden(part)
-        values: Tensor = self.model(hidden)
+        values: Tensor = self.value_head(hidden).squeeze(-1)
         # Not the view that the head returns: what is done in place to the output of a root would miss its hooks.
         return self._context.joined(values.clone(), part)
 
@@ -68,7 +67,7 @@ class Critic(CriticModel):
             "critic_load" if config.critic_load else "hf_checkpoint",
             lambda model: ValueScorer(model, placement.passes, seed=seed),
         )
-        self.model: ValueModel = self.placed.root.model
+        self.model: ValueScorer = self.placed.root
         updater = Updater(self.model, critic_train_config(config, train), None, placement)
         super().__init__(config.value_clip, updater)
         self.updater: Updater = updater
@@ -97,7 +96,7 @@ class Critic(CriticModel):
 class Reference:
     """What the policy is compared with."""
 
-    def __init__(self, placement: Placement, policy: PlacedModel, adapters: Adapters | None) -> None:
+    def __init__(self, placement: Placement, policy: LoadedModel, adapters: Adapters | None) -> None:
         """Collective. Raises `CheckpointUnavailable`, `UnsupportedModel`, `TrainConfigInvalid`."""
         train, interval = placement.spec.train, placement.spec.algorithm.ref_update_interval
         self._policy = policy
@@ -134,7 +133,7 @@ class Reference:
         return model_tensors(self.placed.model)
 
 
-def _shapes(placed: PlacedModel) -> dict[str, tuple[int, ...]]:
+def _shapes(placed: LoadedModel) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in model_tensors(placed.model).items()}
 
 
@@ -242,26 +241,3 @@ class HfModels(ModelSet):
         if self.reference is not None and self.reference.renewed:
             parts["reference"] = StatePart(self.reference.tensors())
         return parts
-
-
-class TorchModels(HfModels):
-    """`ModelSet` of which every process holds all: alone, or as plain copies."""
-
-    def __init__(self, spec: TrainSpec, dp_group: DpGroup | None = None) -> None:
-        """`dp_group`: the processes that hold copies (default: this one alone).
-
-        Raises `CheckpointUnavailable`, `UnsupportedModel` or `TrainConfigInvalid`.
-        """
-        super().__init__(spec, Placement(spec, dp_group))
-
-    def save(self, directory: Path, counters: Counters) -> None:
-        """Write the policy to `directory/hf` and all else beside it, synchronised to disk."""
-        source = self._spec.train.hf_checkpoint
-        save_state(directory, self.parts(), counters, weights=self._weights(None), source=source, device=self.device)
-
-    def finish_save(self) -> None:
-        """Nothing: `save` returns when all is on disk."""
-
-    def load(self, directory: Path) -> Counters:
-        """Restore what `save` wrote, and return its counters. Raises `TrainStateUnreadable`."""
-        return load_state(directory, self.parts(), self.device)

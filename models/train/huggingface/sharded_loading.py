@@ -34,7 +34,7 @@ from models.errors import TrainError, UnsupportedModel
 from models.train.dp_group import DistributedDpGroup, DpGroup, gather_bytes
 from models.train.huggingface import loading
 from models.train.huggingface.attention import FLASH_ATTENTION, PACKED_SDPA, register_packed_sdpa
-from models.train.huggingface.loading import LoadedModel, MakeRoot, PlacedModel, Placement, Prepare
+from models.train.huggingface.loading import LoadedModel, MakeRoot, Placement, Prepare
 from models.train.huggingface.scoring import ContextParallel, Passes
 from models.train.spec import TrainSpec
 from models.train.step.critic import ValueHead
@@ -93,7 +93,7 @@ class Shards(Placement):
 
     def load(
         self, source: str, key: str, make_root: MakeRoot, *, frozen: bool = False, prepare: Prepare | None = None
-    ) -> PlacedModel:
+    ) -> LoadedModel:
         """Raises in every process what the first one meets: `CheckpointUnavailable`, `UnsupportedModel`."""
         full, found = self._read(source, key, prepare) if self.first else (None, {})
         header = json.loads(gather_bytes(json.dumps(found).encode(), self.mesh.gloo)[0])
@@ -118,7 +118,7 @@ class Shards(Placement):
             if isinstance(module, ValueHead):
                 self._shard(module, precise=True)
         self._shard(root, root=True)
-        return PlacedModel(model, header["vocab_size"], Packing(**header["packing"]), header["converts"], root)
+        return LoadedModel(model, header["vocab_size"], Packing(**header["packing"]), header["converts"], root)
 
     def _read(self, source: str, key: str, prepare: Prepare | None) -> tuple[LoadedModel | None, dict[str, Any]]:
         """In the first process: the model on the CPU, and what the others need to know of it."""
@@ -183,7 +183,7 @@ class Shards(Placement):
         """All: passes are collective."""
         return batches
 
-    def give_back(self, model: PlacedModel) -> None:
+    def give_back(self, model: LoadedModel) -> None:
         """What a backward pass would have given back."""
         for module in model.root.modules():
             if isinstance(module, FSDPModule):

@@ -83,7 +83,7 @@ class Held:
         tensors = [one.data for weights in self._weights.values() for one in weights.values()]
         if self.reference is not None:
             tensors += self.reference.host.values()
-        tensors += [tensor for state in self.states.values() for tensor in state.live()]
+        tensors += [tensor for trained in self.trained.values() for tensor in trained.optimizer_tensors()]
         return {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
     def _reference(self, *, empty: bool) -> Iterator[tuple[str, Any]]:
@@ -190,7 +190,7 @@ class Checkpoints:
         )
         plan = Plan(files, self._group)
         plan.prepare(held.tensors(empty=False))
-        plan.add(f"random-{self._rank:05d}.safetensors", self._random())
+        plan.own[f"random-{self._rank:05d}.safetensors"] = self._random()
         if self.asynchronous:
             plan.copy(held.live())
         self.saving.begin(lambda: plan.write(state))
@@ -244,20 +244,19 @@ def _check(directory: Path, state: MegatronState, index: Index, held: Held, want
     for one in nested_values(expanded):
         stored, key = index.get(one.key), one.key
         dtype = str(one.dtype).removeprefix("torch.")
-        if stored is None:
-            raise _of_another_model(directory, f"it has no {key!r}")
-        if stored.dtype != dtype:
-            raise _of_another_model(directory, f"{key!r} is {stored.dtype} instead of {dtype}")
         shape = tuple(one.global_shape)
-        if stored.shape != shape and not (one.allow_shape_mismatch and len(stored.shape) == len(shape)):
-            raise _of_another_model(directory, f"{key!r} is {stored.shape} instead of {shape}")
-
-
-def _of_another_model(directory: Path, difference: str) -> TrainStateUnreadable:
-    return TrainStateUnreadable(
-        f"{directory} is of another model or precision: {difference}; resume with the --hf-checkpoint and "
-        "--train-dtype that the run was started with"
-    )
+        if stored is None:
+            difference = f"it has no {key!r}"
+        elif stored.dtype != dtype:
+            difference = f"{key!r} is {stored.dtype} instead of {dtype}"
+        elif stored.shape != shape and not (one.allow_shape_mismatch and len(stored.shape) == len(shape)):
+            difference = f"{key!r} is {stored.shape} instead of {shape}"
+        else:
+            continue
+        raise TrainStateUnreadable(
+            f"{directory} is of another model or precision: {difference}; resume with the --hf-checkpoint and "
+            "--train-dtype that the run was started with"
+        )
 
 
 def read_tensors(directory: Path, index: Index, wanted: dict[str, Any]) -> dict[str, Any]:

@@ -173,7 +173,7 @@ class Plan:
         self._first = torch.distributed.get_rank() == 0
         self._writer: Any = None
         self._metadata: Any = None
-        self._own: dict[str, dict[str, Tensor]] = {}
+        self.own: dict[str, dict[str, Tensor]] = {}  # further files of this process, in safetensors format
 
     def prepare(self, tensors: dict[str, Any]) -> None:
         """Agree on who writes what; collective."""
@@ -198,10 +198,6 @@ class Plan:
             filesystem_async._results_queue = queue.SimpleQueue()  # else a process is spawned for a queue that is idle
         strategy.async_save(sharded, self._directory)
         self._writer, self._metadata = strategy.made
-
-    def add(self, name: str, tensors: dict[str, Tensor]) -> None:
-        """A file of this process's own, in safetensors format; the tensors are not copied."""
-        self._own[name] = tensors
 
     def copy(self, live: set[int]) -> None:
         """Make a copy on the host of all that training goes on to change."""
@@ -244,7 +240,7 @@ class Plan:
             sync(self._directory.parent)
 
     def _write_part(self) -> list[tuple[str, tuple[int, ...], str, int, int]]:
-        for name, tensors in self._own.items():
+        for name, tensors in self.own.items():
             write_tensors(self._directory / name, tensors)
         return [
             (one.index.fqn, tuple(one.index.offset), stored.relative_path, stored.offset, stored.length)

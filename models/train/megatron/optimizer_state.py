@@ -69,13 +69,6 @@ class OptimizerState:
             part.put({name.partition(".")[2]: t for name, t in loaded.items() if name.partition(".")[0] == str(at)})
             _set_steps(part.optimizer, steps)
 
-    def live(self) -> list[Tensor]:
-        """Tensors that the next update changes."""
-        inside = [part.optimizer.optimizer for part in self._parts]
-        states = [tensor for one in inside for state in one.state.values() for tensor in state.values()]
-        mains = [parameter for one in inside for group in one.param_groups for parameter in group["params"]]
-        return [tensor for tensor in states + mains if torch.is_tensor(tensor)]
-
     def steps(self) -> int:
         """Updates made, as Adam counts them; collective over all processes. Raises `BackendMisuse`."""
         found = {count for part in self._parts for count in _steps(part.optimizer)}

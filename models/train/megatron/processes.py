@@ -259,15 +259,8 @@ def parallel_sizes(spec: TrainSpec, world: int) -> ParallelSizes:
             "install it, or set --context-parallel-size 1"
         )
     chunks = m.virtual_pipeline_model_parallel_size
-    return ParallelSizes(
-        tensor=tensor,
-        pipeline=pipeline,
-        virtual_pipeline=None if chunks == 1 else chunks,
-        context=context,
-        expert=expert,
-        expert_tensor=expert_tensor,
-        data=world // replica,
-    )
+    chunks = None if chunks == 1 else chunks
+    return ParallelSizes(tensor, pipeline, chunks, context, expert, expert_tensor, data=world // replica)
 
 
 def build_layout(spec: TrainSpec) -> ParallelSizes:

@@ -79,18 +79,21 @@ class TrainedChunks(Updates):
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
 
+    def optimizer_tensors(self) -> list[Tensor]:
+        """What the optimizer updates, and its state."""
+        chained = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
+        inside = [one.optimizer for one in chained if one.optimizer is not None]  # a process may hold no shard
+        mains = [parameter for one in inside for group in one.param_groups for parameter in group["params"]]
+        states = [value for one in inside for state in one.state.values() for value in state.values()]
+        return [value for value in mains + states if torch.is_tensor(value)]
+
     def device_tensors(self) -> tuple[list[Tensor], list[Tensor]]:
         """Weights and the optimizer's tensors; gradient buffers, which `clear` has emptied."""
         kept = [tensor for chunk in self.chunks for tensor in (*chunk.parameters(), *chunk.buffers())]
-        for one in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
-            inner = one.optimizer
-            if inner is not None:  # a process may hold no shard
-                kept += [parameter for group in inner.param_groups for parameter in group["params"]]
-                kept += [value for state in inner.state.values() for value in state.values() if torch.is_tensor(value)]
         cleared = [
             buffer.grad_data for chunk in self.wrapped for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
         ]
-        return kept, cleared
+        return kept + self.optimizer_tensors(), cleared
 
     def settle(self) -> None:
         """Make all parameters those of the last update. Collective."""
@@ -115,11 +118,10 @@ def _wrapped(chunks: Sequence[Any], spec: TrainSpec) -> list[Any]:
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
     m = spec.megatron
+    taken = ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")
     own = {
+        **{name: getattr(m, name) for name in taken},
         "grad_reduce_in_fp32": True,
-        "use_distributed_optimizer": m.use_distributed_optimizer,
-        "overlap_grad_reduce": m.overlap_grad_reduce,
-        "overlap_param_gather": m.overlap_param_gather,
         "check_for_nan_in_grad": False,  # refused by `update`, in all processes together
         "average_in_collective": False,
     }
@@ -135,20 +137,16 @@ def _optimizer(wrapped: list[Any], train: TrainConfig, spec: TrainSpec) -> Any:
 
     m = spec.megatron
     config = wrapped[0].config
+    of_train = ("lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps")
     own = {
+        **{name: getattr(train, name) for name in of_train},
+        **{name: getattr(m, name) for name in ("use_distributed_optimizer", "overlap_param_gather")},
         "optimizer": "adam",
-        "lr": train.lr,
         "min_lr": 0.0,
-        "weight_decay": train.weight_decay,
-        "adam_beta1": train.adam_beta1,
-        "adam_beta2": train.adam_beta2,
-        "adam_eps": train.adam_eps,
         "decoupled_weight_decay": True,
         "clip_grad": 0.0,  # `update` clips
         "bf16": config.params_dtype == torch.bfloat16,
         "params_dtype": config.params_dtype,
-        "use_distributed_optimizer": m.use_distributed_optimizer,
-        "overlap_param_gather": m.overlap_param_gather,
         "optimizer_cpu_offload": m.optimizer_cpu_offload,
         "use_precision_aware_optimizer": m.optimizer_cpu_offload,  # its main parameters are on the host as well
         "optimizer_offload_fraction": m.optimizer_offload_fraction if m.optimizer_cpu_offload else 0.0,

@@ -65,19 +65,6 @@ class ValueHead(torch.nn.Linear):  # type: ignore[misc]
         return super().forward(hidden.float())
 
 
-class ValueModel(torch.nn.Module):  # type: ignore[misc]
-    """A decoder and its value head."""
-
-    def __init__(self, decoder: torch.nn.Module, hidden_size: int, *, seed: int) -> None:
-        super().__init__()
-        self.decoder = decoder
-        self.value_head = ValueHead(hidden_size, seed=seed)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Values [N] of hidden states [N, H]."""
-        return self.value_head(hidden).squeeze(-1)
-
-
 class CriticModel(ABC):
     """The value model of PPO, whatever computes its values, with the sums of its loss over a step."""
 
@@ -184,9 +171,7 @@ def decide_advantages(
 def _of_branches(rollout: Rollout, own: Sequence[Episode], algorithm: AlgorithmConfig) -> list[TokenAdvantages]:
     """What the branches of a rollout say of its examples' tokens, on average. `own`: the examples as episodes."""
     advantages = np.concatenate([episode.advantages for episode in own])
-    student = _joined([episode.student for episode in own])
-    reference = _joined([episode.reference for episode in own])
-    values = _joined([episode.values for episode in own])
+    scores = {name: _joined([getattr(one, name) for one in own]) for name in ("student", "reference", "values")}
     found = [
         estimated(
             algorithm,
@@ -195,10 +180,8 @@ def _of_branches(rollout: Rollout, own: Sequence[Episode], algorithm: AlgorithmC
                 advantages=advantages[at],
                 reward=branch.reward,
                 turn_rewards=_double(branch.turn_rewards),
-                student=None if student is None else student[at],
-                reference=None if reference is None else reference[at],
-                values=None if values is None else values[at],
                 bootstrap=0.0 if branch.own is None else branch.own.bootstrap,
+                **{name: None if every is None else every[at] for name, every in scores.items()},
             ),
         )
         for branch in rollout.branches

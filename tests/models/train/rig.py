@@ -29,7 +29,7 @@ from models.algorithms.correction import Correction
 from models.slime_arguments import SlimeArguments
 from models.train.dp_group import DpGroup
 from models.train.huggingface.hf_files import local
-from models.train.huggingface.models import TorchModels
+from models.train.huggingface.whole_models import TorchModels
 from models.train.interface import TrainBackend, TrainSequence
 from models.train.spec import TrainSpec
 from models.train.trainer import Trainer

@@ -20,8 +20,8 @@ from models.families.source import CheckpointTensors
 from models.tiny import make_tiny_checkpoint
 from models.train.device_memory import DeviceMemory
 from models.train.huggingface import hf_files
+from models.train.huggingface.checkpoint import Updater
 from models.train.huggingface.loading import Placement
-from models.train.huggingface.optimizer import Updater
 from models.train.spec import learning_rate
 from models.train.trainer import Trainer
 from tests.models.test_checkpoint import check_every_flip_is_noticed

@@ -15,8 +15,8 @@ import torch
 
 from configs.schema.train import FsdpConfig
 from models.train.huggingface.hf_files import whole
-from models.train.huggingface.models import TorchModels
 from models.train.huggingface.sharded_models import FsdpModels
+from models.train.huggingface.whole_models import TorchModels
 from models.train.interface import TrainSequence
 from models.train.model_set import ModelSet
 from models.train.spec import TrainSpec

@@ -19,10 +19,10 @@ from torch.nn import Linear, Sequential
 from models.errors import CheckpointUnavailable, TrainConfigInvalid, TrainStateUnreadable, UnsupportedModel
 from models.train.huggingface.attention import PACKED_SDPA
 from models.train.huggingface.hf_files import buckets
-from models.train.huggingface.models import TorchModels
 from models.train.huggingface.scoring import ContextParallel
 from models.train.huggingface.sharded_loading import _compare
 from models.train.huggingface.sharded_models import SHARDS, STATE, FsdpModels
+from models.train.huggingface.whole_models import TorchModels
 from models.train.step.packing import Packing
 from models.train.trainer import Trainer
 from tests.models.test_checkpoint import check_every_flip_is_noticed

@@ -13,7 +13,7 @@ import torch
 from checkpoint_rig import FEW, MORE, Run, work
 from megatron_rig import DEADLINE_S, RECIPES, SELECTIONS, Case, make_models, make_spec, run_cases, train
 
-from models.train.huggingface.models import TorchModels
+from models.train.huggingface.whole_models import TorchModels
 from models.train.trainer import Trainer
 from tests.models.test_checkpoint import check_every_flip_is_noticed
 from tests.models.train.rig import MEGATRON, PACKING, read, trainer_groups
