@@ -73,11 +73,9 @@ class MetricTotals:
             return {}
         values = iter(torch.stack(tensors).tolist())
         out = {name: next(values) / (for_loss if name in LOSS_TERMS else denominator) for name in self.means}
-        out.update({name: next(values) for name in self.maxima})
+        out |= {name: next(values) for name in self.maxima}
         sums = {name: next(values) for name in self.sums}
-        out.update(_from_sums(sums))
-        out.update(_by_staleness(sums))
-        return out
+        return out | _from_sums(sums) | _by_staleness(sums)
 
 
 def effective_size(count: float, total: float, squares: float) -> float:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Literal
 
 import torch
@@ -138,17 +139,16 @@ def expand(rules: Sequence[Rule], *, moe_layers: Sequence[bool], experts: int) -
 
     `moe_layers[i]`: whether layer i has experts. Rules of kind `once` keep their place before or after the layers.
     """
-    per_layer = [index for index, rule in enumerate(rules) if rule.layers != "once"]
-    first, last = (per_layer[0], per_layer[-1]) if per_layer else (len(rules), len(rules))
-    for rule in rules[:first]:
-        yield _weight(rule, None, None)
-    for layer, moe in enumerate(moe_layers):
-        for rule in rules[first : last + 1]:
-            if rule.layers in ("all", "moe" if moe else "dense"):
-                for expert in range(experts) if rule.expert else (None,):
-                    yield _weight(rule, layer, expert)
-    for rule in rules[last + 1 :]:
-        yield _weight(rule, None, None)
+    for once, group in groupby(rules, key=lambda rule: rule.layers == "once"):
+        members = list(group)
+        if once:
+            yield from (_weight(rule, None, None) for rule in members)
+            continue
+        for layer, moe in enumerate(moe_layers):
+            for rule in members:
+                if rule.layers in ("all", "moe" if moe else "dense"):
+                    for expert in range(experts) if rule.expert else (None,):
+                        yield _weight(rule, layer, expert)
 
 
 def _weight(rule: Rule, layer: int | None, expert: int | None) -> Weight:

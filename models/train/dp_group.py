@@ -65,10 +65,6 @@ class DistributedDpGroup(DpGroup):
         self.processes: int = torch.distributed.get_world_size()
         mine = torch.tensor([dp_rank if is_mp_src_rank else -1])
         dp_ranks = [int(one.item()) for one in all_gather(mine, gloo)]  # by process; -1: not a source rank
-        if sorted(one for one in dp_ranks if one >= 0) != list(range(dp_size)):
-            raise ValueError(
-                f"the processes hand in results of data-parallel ranks {dp_ranks}; each of {dp_size} needs one process"
-            )
         self._sources = [dp_ranks.index(one) for one in range(dp_size)]
 
     def gather_by_dp_rank(self, array: Float32Array) -> list[Float32Array]:

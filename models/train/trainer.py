@@ -64,17 +64,12 @@ class Trainer(WeightExporter):
         """Log-probs [T - prompt_length] of the tokens after each prompt, current weights, temperature applied."""
         for sequence in sequences:
             check_sequence(sequence, self._models.vocab_size)
-        out = [np.zeros(sequence.response_length, dtype=np.float32) for sequence in sequences]
-        filled = [index for index, sequence in enumerate(sequences) if sequence.response_length > 0]
-        examples = []
-        for index in filled:  # all of the response is to be scored
-            behind = np.arange(sequences[index].prompt_length, len(sequences[index].tokens), dtype=np.int64)
-            examples.append(example_of(sequences[index], behind))
-        OldLogProbPass(self._models, bootstrap=False).refresh(examples)
-        for index, example in zip(filled, examples, strict=True):
-            assert example.current_log_probs is not None
-            out[index] = example.current_log_probs
-        return out
+        # All of the response is to be scored.
+        behind = [np.arange(one.prompt_length, len(one.tokens), dtype=np.int64) for one in sequences]
+        examples = [example_of(one, places) for one, places in zip(sequences, behind, strict=True)]
+        OldLogProbPass(self._models, bootstrap=False).refresh([one for one in examples if len(one.chosen)])
+        nothing = np.zeros(0, dtype=np.float32)
+        return [nothing if one.current_log_probs is None else one.current_log_probs for one in examples]
 
     # ------------------------------------------------------------------ the batch
 
@@ -156,7 +151,11 @@ class Trainer(WeightExporter):
             "train/trained_tokens": float(size.tokens),
         }
         if self._batch.finish_step():
-            self._finish_batch()
+            self._counters.batches += 1
+            interval = self._spec.algorithm.ref_update_interval
+            if interval and self._counters.batches % interval == 0:
+                self._models.renew_reference()
+            self._begin()
         return metrics
 
     def _update(self, divisor: float, metrics: dict[str, float]) -> UpdateResult:
@@ -180,13 +179,6 @@ class Trainer(WeightExporter):
         result = self._models.update(divisor, lr_scale=scale)
         self._counters.skipped_steps += not result.applied
         return result
-
-    def _finish_batch(self) -> None:
-        self._counters.batches += 1
-        interval = self._spec.algorithm.ref_update_interval
-        if self._models.has_reference and interval and self._counters.batches % interval == 0:
-            self._models.renew_reference()
-        self._begin()
 
     def discard(self) -> None:
         """Forget the rollouts and gradients of the running batch; weights and optimizer stay as they are."""

@@ -25,6 +25,7 @@ import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -300,10 +301,8 @@ def _hub_configuration(source: str, directory: Path, aside: Path) -> None:
             f"the configuration of {source!r} could not be had ({error}); give a directory in Hugging Face format"
         ) from error
     if not (directory / "generation_config.json").exists():
-        try:
+        with suppress(OSError):  # the checkpoint may have none
             GenerationConfig.from_pretrained(source).save_pretrained(directory)
-        except OSError:
-            return  # the checkpoint has none
 
 
 def _true_of(config: dict[str, Any], dtypes: Mapping[torch.dtype, int]) -> dict[str, Any]:

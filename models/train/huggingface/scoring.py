@@ -23,7 +23,7 @@ from torch import Tensor
 
 from models.algorithms.tokens import OutputLayer, token_log_probs
 from models.errors import UnsupportedModel
-from models.train.dp_group import Float32Array, all_gather
+from models.train.dp_group import Float32Array
 from models.train.huggingface.attention import (
     FLASH_ATTENTION,
     MASK_TOKENS,
@@ -150,7 +150,10 @@ class _Gather(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: Any) -> Tensor:
         ctx.group, ctx.width = group, part.shape[2]
-        return torch.cat(all_gather(part, group), dim=2)
+        part = part.contiguous()
+        parts = [torch.empty_like(part) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, part, group=group)  # which torch's compiler knows
+        return torch.cat(parts, dim=2)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:

@@ -16,7 +16,6 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from configs.schema.train import MegatronConfig
 from models.algorithms.tokens import StepStatistics
 from models.errors import TrainConfigInvalid
 from models.import_path import pick
@@ -61,7 +60,11 @@ class MegatronModels(ModelSet):
         self.sizes = build_layout(spec)
         # A schedule of m micro-batches idles for PP - 1 of m + PP - 1 turns: under 20 % from 4 PP on.
         self.pass_micro_batches = SCHEDULE_TURNS * self.sizes.pipeline if self.sizes.pipeline > 1 else 1
-        init, self._before_log_prob, self._before_step = _hooks(spec.megatron)
+        # slime's hooks: after the groups of processes are there, before a pass for log-probs, before a step.
+        names = ("init_path", "before_log_prob_hook_path", "before_train_step_hook_path")
+        paths = [getattr(spec.megatron, f"custom_megatron_{name}") for name in names]
+        hooks = [None if path is None else pick("hook", path, dict[str, Callable[..., Any]]()) for path in paths]
+        init, self._before_log_prob, self._before_step = hooks
         if init is not None:
             init(spec.arguments)
         self.dp_group = build_dp_group(spec)
@@ -184,16 +187,6 @@ class MegatronModels(ModelSet):
         """Restore what `save` wrote, and return its counters. Raises `TrainStateUnreadable`."""
         self.settle()
         return self.checkpoints.load(directory)
-
-
-def _hooks(megatron: MegatronConfig) -> tuple[Callable[..., Any] | None, ...]:
-    """slime's hooks: after the groups of processes are there, before a pass for log-probs, before a step."""
-    paths = (
-        megatron.custom_megatron_init_path,
-        megatron.custom_megatron_before_log_prob_hook_path,
-        megatron.custom_megatron_before_train_step_hook_path,
-    )
-    return tuple(None if path is None else pick("hook", path, {}) for path in paths)
 
 
 def _check_same_shape(policy: Source, reference: Source) -> None:

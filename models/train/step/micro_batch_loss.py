@@ -86,6 +86,7 @@ def policy_tokens(
     old = None if bypass else optional_column([example.old_log_probs for example in examples], device)
     if ref_log_probs is None:
         ref_log_probs = optional_column([example.ref_log_probs for example in examples], device)
+    scales = [example.kept_scale for example in examples]
     stale = [np.zeros(len(e.chosen), np.int64) if e.staleness is None else e.staleness for e in examples]
     return PolicyTokens(
         log_probs=log_probs,
@@ -99,7 +100,7 @@ def policy_tokens(
         entropy=entropy,
         staleness=to_device(np.concatenate([np.zeros(0, np.int64), *stale]), device),
         rejected=to_device(np.array([example.rejected for example in examples], dtype=np.bool_), device),
-        kept_scale=_scale(examples, device),
+        kept_scale=None if set(scales) <= {1.0} else to_device(np.array(scales, dtype=np.float32), device),
         statistics=statistics,
     )
 
@@ -109,11 +110,6 @@ def rollout_numbers(examples: Sequence[Example]) -> tuple[Tensor, int]:
     keys = np.array([example.key for example in examples], dtype=np.int64).reshape(-1, 2)
     rollouts, rollout = np.unique(keys, axis=0, return_inverse=True)
     return torch.from_numpy(rollout.reshape(-1)), len(rollouts)
-
-
-def _scale(examples: Sequence[Example], device: torch.device) -> Tensor | None:
-    scales = [example.kept_scale for example in examples]
-    return None if all(scale == 1.0 for scale in scales) else to_device(np.array(scales, dtype=np.float32), device)
 
 
 # --------------------------------------------------------------------------------------------------
