@@ -59,9 +59,8 @@ class StepSize:
 
 def denominator(mode: Aggregation, size: StepSize, *, max_response_len: int) -> float:
     """D of the step; at least 1 so that an empty step is 0 and not NaN."""
-    rollouts, tokens, sequences = size.rollouts, size.tokens, size.sequences
-    counts = {"rollout_mean": rollouts, "constant": rollouts, "token_mean": tokens}
-    counts |= {"seq_mean": sequences, "seq_mean_token_sum": sequences}
+    counts = {"rollout_mean": size.rollouts, "constant": size.rollouts, "token_mean": size.tokens}
+    counts |= {"seq_mean": size.sequences, "seq_mean_token_sum": size.sequences}
     return float(max(counts[mode], 1) * (max_response_len if mode == "constant" else 1))
 
 

@@ -49,18 +49,18 @@ class MetricTotals:
 
     def add(self, metrics: TokenMetrics, coefficient: Tensor) -> None:
         """Add a micro-batch. `coefficient` [N] is c m of each token."""
-        names = list(metrics.means)
-        if names:
+        means: Mapping[str, Tensor] = {}
+        if names := list(metrics.means):
             values = torch.stack([metrics.means[name].detach().to(coefficient.dtype) for name in names])
-            totals = (values @ coefficient).double()
-            for name, total in zip(names, totals.unbind(), strict=True):
-                self.means[name] = self.means[name] + total if name in self.means else total
-        for name, value in metrics.sums.items():
-            value = value.detach().double()
-            self.sums[name] = self.sums[name] + value if name in self.sums else value
-        for name, value in metrics.maxima.items():
-            value = value.detach().double()
-            self.maxima[name] = torch.maximum(self.maxima[name], value) if name in self.maxima else value
+            means = dict(zip(names, (values @ coefficient).double().unbind(), strict=True))
+        for totals, found, both in (
+            (self.means, means, torch.add),
+            (self.sums, metrics.sums, torch.add),
+            (self.maxima, metrics.maxima, torch.maximum),
+        ):
+            for name, value in found.items():
+                value = value.detach().double()
+                totals[name] = both(totals[name], value) if name in totals else value
 
     def result(self, denominator: float, *, loss_denominator: float | None = None) -> dict[str, float]:
         """The metrics of the step as numbers; one transfer from the device.

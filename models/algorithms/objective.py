@@ -88,9 +88,11 @@ def policy_objective(
         pg_loss = hooks.reduced(pg_loss, left)
     means["train/pg_loss"] = pg_loss
     loss, terms = _with_regularisers(pg_loss, tokens, config, correction, weights)
+    values = masked(tokens.advantages, tokens.mask).double()
+    sums = {"advantage": values.sum(), "advantage2": values.square().sum(), "advantage/n": tokens.mask.sum()}
     mismatch = log_weight_of(tokens, correction, measured=True)
     metrics = joined(
-        TokenMetrics({**means, **terms, "train/loss": loss}, advantage_sums(tokens)),
+        TokenMetrics({**means, **terms, "train/loss": loss}, sums),
         mismatch_metrics(tokens, mismatch, weights),
         rejection_metrics(rejection, tokens),
         staleness_sums(tokens, mismatch, policy),
@@ -235,12 +237,6 @@ def staleness_sums(tokens: PolicyTokens, delta: Tensor, policy: PolicyLoss) -> T
     numbers = table.index_add(1, bucket, values).flatten().unbind()
     names = [f"staleness/{sum_}/{where}" for sum_ in STALENESS_SUMS for where in STALENESS_BUCKETS]
     return TokenMetrics(sums=dict(zip(names, numbers, strict=True)))
-
-
-def advantage_sums(tokens: PolicyTokens) -> dict[str, Tensor]:
-    """Sums for mean and standard deviation of the advantages over trainable tokens."""
-    values = masked(tokens.advantages, tokens.mask).double()
-    return {"advantage": values.sum(), "advantage2": values.square().sum(), "advantage/n": tokens.mask.sum()}
 
 
 # --------------------------------------------------------------------------------------------------

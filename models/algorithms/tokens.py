@@ -184,9 +184,6 @@ class _Blocks:
     chunk_tokens: int
     vocabulary: Vocabulary = field(default_factory=Vocabulary)
 
-    def tokens(self, count: int) -> Iterator[slice]:
-        return _slices(count, self.chunk_tokens)
-
     def temperature_of(self, own: slice) -> float | Tensor:
         """Of a block of tokens: one for all, or [n, 1], by which blocks of logits are scaled in place."""
         return self.temperature[own, None] if isinstance(self.temperature, Tensor) else self.temperature
@@ -230,7 +227,8 @@ class _TokenLogProbs(torch.autograd.Function):  # type: ignore[misc]
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, blocks: _Blocks
     ) -> tuple[Tensor, Tensor]:
-        parts = [_statistics(hidden, weight, bias, targets, own, blocks) for own in blocks.tokens(len(targets))]
+        every = _slices(len(targets), blocks.chunk_tokens)
+        parts = [_statistics(hidden, weight, bias, targets, own, blocks) for own in every]
         empty = hidden.new_zeros(3, 0, dtype=torch.float64 if hidden.dtype == torch.float64 else torch.float32)
         normaliser, chosen, mean = _over_group(torch.cat([empty, *parts], dim=1), blocks.vocabulary.group)
         entropies = normaliser - mean if blocks.entropy != "none" else normaliser.new_zeros(0)
@@ -254,7 +252,7 @@ class _TokenLogProbs(torch.autograd.Function):  # type: ignore[misc]
         for ids in blocks.vocabulary.ids(len(weight)):
             rows, row_bias = weight[ids], None if bias is None else bias[ids]
             to_rows = torch.zeros(rows.shape if wants_weight else (0,), dtype=normaliser.dtype, device=rows.device)
-            for own in blocks.tokens(len(targets)):
+            for own in _slices(len(targets), blocks.chunk_tokens):
                 temperature = blocks.temperature_of(own)
                 logits, slope = blocks.logits(hidden[own], rows, row_bias, temperature)
                 entropy = None if by_entropy is None else (by_entropy[own], mean[own])

@@ -55,13 +55,11 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
         raise
 
 
-def renamed(config: Mapping[str, Any], **names: str) -> dict[str, Any]:
-    """With the published name of keys that transformers 5 writes under another: `theirs="published"`."""
+def with_published_name(config: Mapping[str, Any], published: str) -> dict[str, Any]:
+    """With the published name of the number of experts, which transformers 5 writes as `num_local_experts`."""
     found = dict(config)
-    for theirs, published in names.items():
-        if theirs in found:
-            found.setdefault(published, found[theirs])
-            del found[theirs]
+    if "num_local_experts" in found:
+        found.setdefault(published, found.pop("num_local_experts"))
     return found
 
 

@@ -18,7 +18,7 @@ from configs.schema.notation import did_you_mean
 from models.disk import read_file
 from models.errors import CheckpointUnavailable, UnsupportedModel
 from models.families import decoder
-from models.families.config_json import check_keys, need, read_rope, renamed, shape_of
+from models.families.config_json import check_keys, need, read_rope, shape_of, with_published_name
 from models.families.decoder import Architecture, prediction_layers, sigmoid_routing
 from models.families.hugging_face_names import Rule, Split, whole
 
@@ -34,7 +34,7 @@ _KEYS = frozenset(
 
 def deepseek_v3(config: Mapping[str, Any]) -> Architecture:
     """Of `config.json`. Raises `UnsupportedModel`."""
-    config = renamed(config, num_local_experts="n_routed_experts")
+    config = with_published_name(config, "n_routed_experts")
     check_keys(
         config,
         decoder.COMMON_KEYS | decoder.MOE_KEYS | _KEYS,
@@ -134,7 +134,7 @@ qwen3 = partial(plain, attention_bias=(False,))  # the dense ones
 
 def qwen3_moe(config: Mapping[str, Any]) -> Architecture:
     """Of `config.json`, with experts. Raises `UnsupportedModel`."""
-    config = renamed(config, num_local_experts="num_experts")
+    config = with_published_name(config, "num_experts")
     check_keys(config, decoder.COMMON_KEYS | _MOE_KEYS, attention_bias=(False,))
     need(config, "num_experts")
     shape = shape_of(config)
@@ -177,7 +177,7 @@ glm4 = partial(glm, sandwich=True)
 
 def glm4_moe(config: Mapping[str, Any]) -> Architecture:
     """Of `config.json`. Raises `UnsupportedModel`."""
-    config = renamed(config, num_local_experts="n_routed_experts")
+    config = with_published_name(config, "n_routed_experts")
     check_keys(config, decoder.COMMON_KEYS | decoder.MOE_KEYS | {"partial_rotary_factor", "use_qk_norm"})
     shape = shape_of(config)
     rules = (

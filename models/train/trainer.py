@@ -97,10 +97,9 @@ class Trainer(WeightExporter):
         spec, models = self._spec, self._models
         apart = models.has_reference and models.reference_apart
         needed = batch_needs(spec, steps=self._steps_per_batch, reference_apart=apart)
-        critic_alone = models.critic is not None and self._counters.batches < spec.critic.num_critic_only_steps
-        if critic_alone:
+        self._trains_policy = models.critic is None or self._counters.batches >= spec.critic.num_critic_only_steps
+        if not self._trains_policy:
             needed = critic_only(needed, spec)
-        self._trains_policy = not critic_alone
         steps, index = self._steps_per_batch, self._counters.batches
         self._batch = RunningBatch(models, spec, needed, steps=steps, index=index, train_policy=self._trains_policy)
 

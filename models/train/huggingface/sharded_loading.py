@@ -123,7 +123,8 @@ class Shards(Placement):
     def _read(self, source: str, key: str, prepare: Prepare | None) -> tuple[LoadedModel | None, dict[str, Any]]:
         """In the first process: the model on the CPU, and what the others need to know of it."""
         train, seed = self.spec.train, self.spec.seed
-        flash = self._wants_flash()
+        unmasked = self.mesh.context_size == 1 or train.attn_implementation != "auto"  # FlashAttention takes no mask
+        flash = self.device.type == "cuda" and unmasked and loading.attention_of(train, self.device) == FLASH_ATTENTION
         # FlashAttention has no CPU kernel: what the model allows is found with another attention.
         probed = msgspec.structs.replace(train, attn_implementation="auto") if flash else train
         try:
@@ -146,12 +147,6 @@ class Shards(Placement):
             "packing": asdict(loading.FLASH_PACKING if flash else loaded.packing),
             "converts": loaded.converts,
         }
-
-    def _wants_flash(self) -> bool:
-        train, context = self.spec.train, self.mesh.context_size
-        if self.device.type != "cuda" or (context > 1 and train.attn_implementation == "auto"):
-            return False  # it takes no mask
-        return loading.attention_of(train, self.device) == FLASH_ATTENTION
 
     def _shard(self, module: torch.nn.Module, *, root: bool = False, precise: bool = False, keep: bool = True) -> None:
         """Shard what no submodule has sharded before.

@@ -61,10 +61,10 @@ class MegatronModels(ModelSet):
         # A schedule of m micro-batches idles for PP - 1 of m + PP - 1 turns: under 20 % from 4 PP on.
         self.pass_micro_batches = SCHEDULE_TURNS * self.sizes.pipeline if self.sizes.pipeline > 1 else 1
         # slime's hooks: after the groups of processes are there, before a pass for log-probs, before a step.
-        names = ("init_path", "before_log_prob_hook_path", "before_train_step_hook_path")
-        paths = [getattr(spec.megatron, f"custom_megatron_{name}") for name in names]
-        hooks = [None if path is None else pick("hook", path, dict[str, Callable[..., Any]]()) for path in paths]
-        init, self._before_log_prob, self._before_step = hooks
+        m = spec.megatron
+        init = _hook(m.custom_megatron_init_path)
+        self._before_log_prob = _hook(m.custom_megatron_before_log_prob_hook_path)
+        self._before_step = _hook(m.custom_megatron_before_train_step_hook_path)
         if init is not None:
             init(spec.arguments)
         self.dp_group = build_dp_group(spec)
@@ -187,6 +187,10 @@ class MegatronModels(ModelSet):
         """Restore what `save` wrote, and return its counters. Raises `TrainStateUnreadable`."""
         self.settle()
         return self.checkpoints.load(directory)
+
+
+def _hook(path: str | None) -> Callable[..., Any] | None:
+    return None if path is None else pick("hook", path, {})
 
 
 def _check_same_shape(policy: Source, reference: Source) -> None:

@@ -47,7 +47,18 @@ def install_shim() -> None:
     """
     if torch.cuda.is_available() or shim_installed():
         return
-    _check_version()
+    try:
+        found = importlib.metadata.version("megatron-core")
+    except importlib.metadata.PackageNotFoundError as error:
+        raise TrainConfigInvalid(
+            "train_backend=megatron needs Megatron-core, which is not installed; install sluice[megatron], or choose "
+            "--train-backend torch or fsdp"
+        ) from error
+    if found != SHIM_VERSION:
+        raise TrainConfigInvalid(
+            f"megatron-core {found} on a machine without a GPU: it runs there by replacements that are known for "
+            f"{SHIM_VERSION} only; install megatron-core=={SHIM_VERSION}, or train on a GPU"
+        )
     if "megatron.core" in sys.modules:
         raise BackendMisuse(
             "megatron.core was imported before its replacements for a machine without a GPU were installed; call "
@@ -73,21 +84,6 @@ def install_shim_after_import() -> None:
     mappings._gather_along_first_dim = _gather_calls(mappings._gather_along_first_dim)
     mappings._reduce_scatter_along_first_dim = _reduce_scatter(mappings._reduce_scatter_along_first_dim)
     setattr(torch, _MARK, "after")
-
-
-def _check_version() -> None:
-    try:
-        found = importlib.metadata.version("megatron-core")
-    except importlib.metadata.PackageNotFoundError as error:
-        raise TrainConfigInvalid(
-            "train_backend=megatron needs Megatron-core, which is not installed; install sluice[megatron], or choose "
-            "--train-backend torch or fsdp"
-        ) from error
-    if found != SHIM_VERSION:
-        raise TrainConfigInvalid(
-            f"megatron-core {found} on a machine without a GPU: it runs there by replacements that are known for "
-            f"{SHIM_VERSION} only; install megatron-core=={SHIM_VERSION}, or train on a GPU"
-        )
 
 
 # ---------------------------------------------------------------------- Megatron

@@ -86,6 +86,10 @@ def pack_rows(
         flat_unit, flat_branch = np.full(size, -1, dtype=np.int64), np.zeros(size, dtype=np.int64)
         flat_unit[place], flat_branch[place] = units, branches
         unit, branch = flat_unit.reshape(shape), flat_branch.reshape(shape)
+    drawn_at: Float32Array | None = None
+    if any(temperatures):
+        own = [temperatures[item] or math.nan for item in layout.items]
+        drawn_at = np.repeat(np.array(own, dtype=np.float32), [len(chosen[item]) for item in layout.items])
     return PackedRows(
         input_ids=input_ids.reshape(shape),
         position_ids=position_ids,
@@ -93,7 +97,7 @@ def pack_rows(
         branch=branch,
         source=np.concatenate(sources),
         targets=np.concatenate([tokens[item][chosen[item]] for item in layout.items]).astype(np.int64),
-        temperatures=_of_tokens(layout, chosen, temperatures),
+        temperatures=drawn_at,
     )
 
 
@@ -114,15 +118,6 @@ def lengthened(rows: PackedRows, multiple: int) -> PackedRows:
         branch=None if rows.branch is None else np.pad(rows.branch, behind),
         source=rows.source // length * missing + rows.source,
     )
-
-
-def _of_tokens(
-    layout: Layout, chosen: Sequence[npt.NDArray[np.int64]], temperatures: Sequence[float | None]
-) -> Float32Array | None:
-    if not any(temperatures):
-        return None
-    own = [temperatures[item] or math.nan for item in layout.items]
-    return np.repeat(np.array(own, dtype=np.float32), [len(chosen[item]) for item in layout.items])
 
 
 def _segments(

@@ -120,7 +120,6 @@ class RunningBatch:
         self._rollouts: list[Rollout] = []  # of a whole batch
         self._parts: list[list[Rollout]] = []  # steps still due, once the batch is cut
         self._completed = False
-        self._first = True  # no step has been made
         self._pending = Pending()  # for backward
         self._unscored = Pending()  # of a whole batch, what still lacks old log-probs
         self._begin_step(StepSize())
@@ -219,7 +218,7 @@ class RunningBatch:
         self._take(self._examples)
         if self._needs.statistics == "none":
             return
-        if self._needs.statistics == "current" and not self._first:
+        if self._needs.statistics == "current" and len(self._parts) < self._steps:  # a step has been made
             self._old_log_probs.refresh(self._examples)
         found = write_step_statistics(self._examples, spec.algorithm, spec.correction, spec.aggregation)
         self._statistics = replace(found, entropy=self._statistics.entropy)
@@ -232,6 +231,5 @@ class RunningBatch:
 
     def finish_step(self) -> bool:
         """Leave the running step; whether the batch is finished."""
-        self._first = False
         self._parts = self._parts[1:]
         return not self._parts

@@ -44,13 +44,8 @@ def processes_of(parallel: ParallelConfig) -> int:
 
 def needs_trainer_group(config: Config) -> bool:
     """Whether ranks train; else the train stage does so itself."""
-    match config.train.train_backend:
-        case "simulated":
-            return False
-        case "torch":
-            return processes_of(config.parallel) > 1
-        case _:
-            return True
+    backend = config.train.train_backend
+    return processes_of(config.parallel) > 1 if backend == "torch" else backend != "simulated"
 
 
 class RankSpec(Struct, frozen=True):

@@ -162,7 +162,7 @@ def test_short_rows_get_one_mask(checkpoint: Path, monkeypatch: pytest.MonkeyPat
     """Many short sequences are one call of attention then."""
     score = scorer_of(checkpoint)
     short, long = (apart(100, 50, 90, length=MASK_TOKENS + more) for more in (0, 1))
-    with counted(monkeypatch, "seen_by") as of_segments, counted(monkeypatch, "attention_allowed") as masks:
+    with counted(monkeypatch, "seen_by") as of_segments, counted(monkeypatch, "allowed_in") as masks:
         score(short)
         assert (len(of_segments), len(masks)) == (0, 1)
         score(long)

@@ -21,7 +21,7 @@ def values_of(backend, sequence, *, after: bool = False):  # type: ignore[no-unt
     ids = torch.from_numpy(sequence.tokens.astype(np.int64))[None]
     with torch.no_grad():
         hidden = critic.model.decoder(input_ids=ids, use_cache=False).last_hidden_state[0]
-        values = critic.model(hidden)
+        values = critic.model.value_head(hidden).squeeze(-1)
     values = np.append(np.float32(0.0), values.numpy())
     return values if after else values[:-1]
 
