@@ -256,8 +256,7 @@ def rejection_of(tokens: PolicyTokens, correction: Correction, log_weight: Tenso
     for rule in correction.rules:
         if rule.whole_sequence and decided is not None:
             continue
-        value = statistic(rule, delta, tokens)
-        failed = (value < rule.low) | (value > rule.high)
+        failed = fails(rule, delta, tokens)
         if rule.whole_sequence:
             sequences[rule.name] = failed & live
             failed = failed[tokens.sequence]
@@ -276,6 +275,12 @@ def rejection_of(tokens: PolicyTokens, correction: Correction, log_weight: Tenso
     for lost in removed.values():
         kept = kept & ~lost
     return Rejection(kept=kept, removed=removed, removed_sequences=sequences, failed_sequences=failed_sequences)
+
+
+def fails(rule: RejectionRule, log_weight: Tensor, tokens: PolicyTokens) -> Tensor:
+    """Which tokens [N] or, for a rule on whole sequences, which sequences [S] fail."""
+    value = statistic(rule, log_weight, tokens)
+    return (value < rule.low) | (value > rule.high)
 
 
 def statistic(rule: RejectionRule, log_weight: Tensor, tokens: PolicyTokens) -> Tensor:

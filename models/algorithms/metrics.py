@@ -172,12 +172,8 @@ def rejected_rollouts(tokens: PolicyTokens, rollout: Tensor, correction: Correct
     """
     with torch.no_grad():
         names, index = rollout.unique(return_inverse=True)
-        pooled = replace(
-            with_old_log_probs(tokens, correction),
-            sequence=index[tokens.sequence],
-            n_sequences=len(names),
-            rejected=None,
-        )
+        tokens = with_old_log_probs(tokens, correction)
+        pooled = replace(tokens, sequence=index[tokens.sequence], n_sequences=len(names), rejected=None)
         return rejection_of(pooled, correction).failed_sequences[index]
 
 

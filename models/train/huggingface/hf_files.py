@@ -270,8 +270,20 @@ def _copy_settings(directory: Path, source: Path | str, dtypes: Mapping[torch.dt
         shutil.copyfile(path / CONFIG, aside)
         copy_all_but_weights(path, directory, but=(CONFIG,))
     else:
+        from transformers import GenerationConfig
+        from transformers.utils import cached_file
+
         copy_tokenizer(str(source), directory)
-        _hub_configuration(str(source), directory, aside)
+        try:
+            aside.write_bytes(Path(str(cached_file(str(source), CONFIG))).read_bytes())
+        except OSError as error:
+            raise CheckpointUnavailable(
+                f"the configuration of {str(source)!r} could not be had ({error}); give a directory in Hugging Face "
+                "format"
+            ) from error
+        if not (directory / "generation_config.json").exists():
+            with suppress(OSError):  # the checkpoint may have none
+                GenerationConfig.from_pretrained(str(source)).save_pretrained(directory)
     aside.write_text(json.dumps(_true_of(json.loads(aside.read_text()), dtypes), indent=2) + "\n")
     sync(aside)
     sync(directory)
@@ -287,22 +299,6 @@ def copy_tokenizer(source: str, target: Path) -> None:
     from transformers import AutoTokenizer
 
     AutoTokenizer.from_pretrained(source).save_pretrained(target)
-
-
-def _hub_configuration(source: str, directory: Path, aside: Path) -> None:
-    """`config.json` as it is on the hub, and the generation configuration if there is one."""
-    from transformers import GenerationConfig
-    from transformers.utils import cached_file
-
-    try:
-        aside.write_bytes(Path(str(cached_file(source, CONFIG))).read_bytes())
-    except OSError as error:
-        raise CheckpointUnavailable(
-            f"the configuration of {source!r} could not be had ({error}); give a directory in Hugging Face format"
-        ) from error
-    if not (directory / "generation_config.json").exists():
-        with suppress(OSError):  # the checkpoint may have none
-            GenerationConfig.from_pretrained(source).save_pretrained(directory)
 
 
 def _true_of(config: dict[str, Any], dtypes: Mapping[torch.dtype, int]) -> dict[str, Any]:

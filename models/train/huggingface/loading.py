@@ -81,12 +81,8 @@ def load_model(checkpoint: str, key: str, train: TrainConfig, device: torch.devi
     disable_dropout(model)
     model.to(device)
     check_head(model, device)
-    return LoadedModel(
-        model=model,
-        vocab_size=int(model.get_input_embeddings().weight.shape[0]),
-        packing=find_packing(model, device),
-        converts=converts(model),
-    )
+    vocab_size = int(model.get_input_embeddings().weight.shape[0])
+    return LoadedModel(model, vocab_size, find_packing(model, device), converts(model))
 
 
 def attention_of(train: TrainConfig, device: torch.device) -> str:
@@ -270,12 +266,8 @@ class Placement:
 
     def scorer(self, model: Any) -> Scorer:
         """The root of a model that says log-probs."""
-        return Scorer(
-            model,
-            self.passes,
-            temperature=self.spec.scoring_temperature,
-            chunk_tokens=self.spec.train.logprob_chunk_tokens,
-        )
+        temperature, at_once = self.spec.scoring_temperature, self.spec.train.logprob_chunk_tokens
+        return Scorer(model, self.passes, temperature=temperature, chunk_tokens=at_once)
 
     def runs(self, batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
         """Those that this process runs."""

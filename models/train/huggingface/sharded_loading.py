@@ -31,7 +31,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from configs.schema.train import FsdpConfig, ParallelConfig
 from models import errors
 from models.errors import TrainError, UnsupportedModel
-from models.train.dp_group import DistributedDpGroup, DpGroup, gather_bytes
+from models.train.dp_group import DistributedDpGroup, gather_bytes
 from models.train.huggingface import loading
 from models.train.huggingface.attention import FLASH_ATTENTION, PACKED_SDPA, register_packed_sdpa
 from models.train.huggingface.loading import LoadedModel, MakeRoot, Placement, Prepare
@@ -74,12 +74,8 @@ class Mesh:
         if self.context_size > 1:
             shape = (dp_size, self.context_size)
             self.context = init_device_mesh(device.type, shape, mesh_dim_names=("dp", "cp")).get_group("cp")
-        self.dp_group: DpGroup = DistributedDpGroup(
-            dp_rank=self.rank // self.context_size,
-            dp_size=dp_size,
-            is_mp_src_rank=self.rank % self.context_size == 0,
-            gloo=self.gloo,
-        )
+        dp_rank, place = divmod(self.rank, self.context_size)
+        self.dp_group = DistributedDpGroup(dp_rank=dp_rank, dp_size=dp_size, is_mp_src_rank=place == 0, gloo=self.gloo)
 
 
 class Shards(Placement):

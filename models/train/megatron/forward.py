@@ -38,12 +38,7 @@ def hidden_states(chunk: Any, inputs: ModelInputs) -> Tensor:
     model = unwrap(chunk)
     is_last, model.post_process = model.post_process, False  # a forward pass that ends with hidden states
     try:
-        return chunk(
-            input_ids=inputs.input_ids,
-            position_ids=inputs.position_ids,
-            attention_mask=inputs.mask,
-            packed_seq_params=packed,
-        )
+        return chunk(inputs.input_ids, inputs.position_ids, inputs.mask, packed_seq_params=packed)
     finally:
         model.post_process = is_last
 

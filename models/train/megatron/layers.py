@@ -86,7 +86,9 @@ class PositionRotary(torch.nn.Module):  # type: ignore[misc]
 
     def angles(self, position_ids: Tensor) -> Tensor:
         """[b, s] -> [s, b, 1, dim], fp32, on the device of the ids or of the model's process."""
-        device = position_ids.device if position_ids.device.type != "cpu" else torch.device(_device())
+        device = position_ids.device
+        if device.type == "cpu" and torch.cuda.is_available():
+            device = torch.device("cuda", torch.cuda.current_device())
         self._frequencies = self._frequencies.to(device)
         angles = position_ids.to(device).t()[..., None].float() * self._frequencies
         double = angles.repeat_interleave(2, dim=-1) if self._interleaved else torch.cat((angles, angles), dim=-1)
@@ -142,10 +144,6 @@ class _GivenAngles(torch.nn.Module):  # type: ignore[misc]
         return self.angles if self._factor is None else (self.angles, self._factor)
 
 
-def _device() -> str:
-    return f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
-
-
 @dataclass
 class SandwichSubmodules(TransformerLayerSubmodules):  # type: ignore[misc]
     """Of a layer with norms after attention and after the MLP too."""
@@ -159,13 +157,10 @@ class SandwichLayer(TransformerLayer):  # type: ignore[misc]
 
     def __init__(self, config: Any, submodules: SandwichSubmodules, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, submodules, *args, **kwargs)
-        for name in ("post_self_attn_layernorm", "post_mlp_layernorm"):
-            norm = build_module(
-                getattr(submodules, name), config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon
-            )
-            setattr(self, name, norm)
-        self.self_attn_bda = _normed_add("post_self_attn_layernorm", self)
-        self.mlp_bda = _normed_add("post_mlp_layernorm", self)
+        for norm, add in (("post_self_attn_layernorm", "self_attn_bda"), ("post_mlp_layernorm", "mlp_bda")):
+            kind, eps = getattr(submodules, norm), config.layernorm_epsilon
+            setattr(self, norm, build_module(kind, config=config, hidden_size=config.hidden_size, eps=eps))
+            setattr(self, add, _normed_add(norm, self))
 
 
 def _normed_add(norm: str, layer: Any) -> Callable[[bool, bool], Callable[..., Tensor]]:

@@ -107,9 +107,8 @@ def check_names(architecture: Architecture, tensors: CheckpointTensors) -> None:
         )
     for reason, extra in architecture.names_left_out(unused).items():
         unused -= set(extra)
-        if not reason:
-            continue
-        warnings.warn(f"{len(extra)} tensors of {tensors.directory} are left out: {reason}", stacklevel=3)
+        if reason:
+            warnings.warn(f"{len(extra)} tensors of {tensors.directory} are left out: {reason}", stacklevel=3)
     if unused:
         raise CheckpointUnavailable(
             f"{tensors.directory} has {len(unused)} tensors that {architecture.model_type} does not know, first "

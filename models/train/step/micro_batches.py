@@ -219,13 +219,12 @@ def assign_layouts(layouts: Sequence[Layout], packing: Packing, dp_size: int) ->
 
 def micro_batches(assigned: Sequence[Sequence[Layout]], examples: Sequence[Example], dp_rank: int) -> list[MicroBatch]:
     """Those of one data-parallel rank, blank ones behind, as many as the one with most has."""
-    arrays = (
-        [example.tokens for example in examples],
-        [example.chosen for example in examples],
-        [example.temperature for example in examples],
-    )
+    tokens, chosen = [example.tokens for example in examples], [example.chosen for example in examples]
+    temperatures = [example.temperature for example in examples]
     own = [
-        MicroBatch(pack_rows(layout, *arrays), layout, tuple(examples[item] for item in layout.items))
+        MicroBatch(
+            pack_rows(layout, tokens, chosen, temperatures), layout, tuple(examples[item] for item in layout.items)
+        )
         for layout in assigned[dp_rank]
     ]
     missing = max(len(layouts) for layouts in assigned) - len(own)

@@ -265,15 +265,14 @@ class TrainerGroupBackend:
             if (link := self._link) is not None:
                 link.break_off()
             return
+        link, self._link = self._link, None
         try:
-            if self._link is not None:
-                self._link.request(encode(END))
+            if link is not None:
+                with contextlib.closing(link):
+                    link.request(encode(END))
         except LinkLost:
             log.info("the trainer group had ended before the stage ended it")
         finally:
-            if self._link is not None:
-                self._link.close()
-            self._link = None
             self._calling.release()
 
     def _request(self, call: Call) -> Reply:
