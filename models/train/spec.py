@@ -1,4 +1,5 @@
-"""What a configuration asks of the trainer: the settings of all parts, decided, and what a batch needs of them."""
+"""What a configuration asks of the trainer: the settings of all parts, decided, the updates that follow from them, and
+what a batch needs of them."""
 
 from __future__ import annotations
 

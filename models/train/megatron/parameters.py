@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 # --------------------------------------------------------------------------------------------------
-# Which parameters the chunks of this process hold, under their global names (`families.rules`).
+# Which parameters the chunks of this process hold, under their global names (`families.hugging_face_names`).
 
 
 # Norms that Transformer Engine fuses into the linear layer behind them.

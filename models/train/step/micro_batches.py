@@ -221,12 +221,10 @@ def micro_batches(assigned: Sequence[Sequence[Layout]], examples: Sequence[Examp
     """Those of one data-parallel rank, blank ones behind, as many as the one with most has."""
     tokens, chosen = [example.tokens for example in examples], [example.chosen for example in examples]
     temperatures = [example.temperature for example in examples]
-    own = [
-        MicroBatch(
-            pack_rows(layout, tokens, chosen, temperatures), layout, tuple(examples[item] for item in layout.items)
-        )
-        for layout in assigned[dp_rank]
-    ]
+    own = []
+    for layout in assigned[dp_rank]:
+        rows = pack_rows(layout, tokens, chosen, temperatures)
+        own.append(MicroBatch(rows, layout, tuple(examples[item] for item in layout.items)))
     missing = max(len(layouts) for layouts in assigned) - len(own)
     return own + [blank()] * missing if missing else own
 
