@@ -18,7 +18,7 @@ from models.engines.serve import EngineServer
 from models.errors import EngineError, EngineUnreachable
 from models.fault_injection import FAULTS_FILE, FaultPlan, InjectedError, InjectedFault, fault_plan, injected
 from models.train.dp_group import DpGroup
-from models.train.trainer_group.calls import Done, End, Flush
+from models.train.trainer_group.calls import END, Plain, Reply
 from models.train.trainer_group.rank import Member
 from pipeline.hosts.launcher import Handle
 from pipeline.supervise.engine_servers import KillingProbe
@@ -82,8 +82,8 @@ def test_a_rank_meets_faults_at_its_calls_but_not_at_its_end(tmp_path: Path) -> 
     member = Member(Config(), DpGroup(), leads=False, faults=faults)
     for _ in range(2):
         with pytest.raises(InjectedError, match=r"error at train-rank-1/2/[12] Flush"):
-            member.make(Flush())
-    assert member.make(End()) == Done()
+            member.make(Plain("Flush"))
+    assert member.make(END) == Reply()
     assert injected(tmp_path) == {"rank error": 2}
 
 
