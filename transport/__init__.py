@@ -23,7 +23,6 @@ Glossary
 from transport.awake import awake_clock
 from transport.byte_transfer import ByteClient, ByteServer
 from transport.chain import ChainLink, EntryInlet
-from transport.core.byte_transfer import Transfer
 from transport.errors import (
     AddressInUse,
     AddressInvalid,
@@ -71,7 +70,6 @@ __all__ = [
     "StreamSpec",
     "TopicClient",
     "TopicServer",
-    "Transfer",
     "TransportError",
     "UsageError",
     "awake_clock",

@@ -119,6 +119,8 @@ class ZmqFabric:
 
 
 T = TypeVar("T")
+Port = TypeVar("Port", bound=CorePort)
+Peer = TypeVar("Peer", bound=PeerPort[Any])
 REBIND_TRIES = 20
 REBIND_PAUSE_S = 0.02
 
@@ -165,8 +167,8 @@ class Node:
         cancelled = kind is not None and issubclass(kind, asyncio.CancelledError)
         blame = kind is not None and not cancelled
         try:
-            await self._close_all(self._peers, blame=blame)
-            await self._close_all(self._hosts, blame=blame)
+            for ports in (self._peers, self._hosts):
+                await asyncio.gather(*(port.close(blame=blame, timeout_s=self._close_s) for port in ports))
         finally:
             for port in [*self._peers, *self._hosts]:
                 port.shut(0 if error is not None else 1000)
@@ -180,8 +182,7 @@ class Node:
     async def hub(self, spec: StreamSpec, on_dead_letter: Callable[[DeadLetter], None]) -> Hub:
         """Bind the hub of a stream here. Raises AddressInUse, AddressRefused, AddressInvalid."""
         hub = Hub(HubCore(spec, self.run_id, secrets.randbits(62)), on_dead_letter)
-        await self._bind(spec.address, hub, spec.max_message_bytes, wire.decode_to_hub)
-        return hub
+        return await self._bind(spec.address, hub, spec.max_message_bytes, wire.decode_to_hub)
 
     async def inlet(
         self,
@@ -201,17 +202,14 @@ class Node:
         codec = Codec(schema)
         hello = self._hello(stream, "consumer", codec.name, codec.hash, replica)
         core = ConsumerCore(hello, window_items, window_bytes, give_up_s=self._give_up_s)
-        inlet: Inlet[T] = Inlet(address, stream, core, codec)
-        await self._open(inlet, wire.decode_from_hub)
-        return inlet
+        return await self._open(Inlet(address, stream, core, codec), wire.decode_from_hub)
 
     async def outlet(self, address: str, stream: str, schema: type[T], *, replica: str | None = None) -> Outlet[T]:
         """Connect a producer and wait for its welcome."""
         codec = Codec(schema)
         hello = self._hello(stream, "producer", codec.name, codec.hash, replica)
-        outlet: Outlet[T] = Outlet(address, stream, ProducerCore(hello, give_up_s=self._give_up_s), codec)
-        await self._open(outlet, wire.decode_from_hub)
-        return outlet
+        core = ProducerCore(hello, give_up_s=self._give_up_s)
+        return await self._open(Outlet(address, stream, core, codec), wire.decode_from_hub)
 
     async def topic_server(
         self, address: str, private: tuple[str, ...] = (), writers: Mapping[str, frozenset[str]] = MappingProxyType({})
@@ -219,33 +217,26 @@ class Node:
         """Bind the run's topic here. Values below the `private` prefixes are for this process alone; `writers`: which
         stages may write a key, beside this process (see TopicServerCore)."""
         server = TopicServer(TopicServerCore(self.run_id, secrets.randbits(62), private, writers))
-        await self._bind(address, server, VALUE_LIMIT, wire.decode_to_topic)
-        return server
+        return await self._bind(address, server, VALUE_LIMIT, wire.decode_to_topic)
 
     async def topic(self, address: str, *, replica: str | None = None) -> TopicClient:
         """Connect to the topic and wait for its snapshot."""
         hello = TopicHello(PROTOCOL, self.run_id, replica or self.replica, secrets.token_hex(16))
         client = TopicClient(address, TopicClientCore(hello, give_up_s=self._give_up_s))
-        await self._open(client, wire.decode_from_topic)
-        return client
+        return await self._open(client, wire.decode_from_topic)
 
     async def byte_server(self, address: str) -> ByteServer:
         """Bind a server of bytes here; it serves nothing yet."""
-        server = ByteServer(self.run_id)
-        await self._bind(address, server, 0, wire.decode_to_bytes)
-        return server
+        return await self._bind(address, ByteServer(self.run_id), 0, wire.decode_to_bytes)
 
     async def byte_client(self, address: str) -> ByteClient:
         """A client of a byte server. Whether that is there, the first call tells."""
-        client = ByteClient(self.run_id, address, give_up_s=self._give_up_s)
-        client.link = self._usable().connect(address, client, wire.decode_from_bytes)
-        self._start(client, self._peers)
-        return client
+        return self._connect(ByteClient(self.run_id, address, give_up_s=self._give_up_s), wire.decode_from_bytes)
 
     def _make_fabric(self) -> ZmqFabric:
         return ZmqFabric(self.security)
 
-    async def _bind(self, address: str, host: CorePort, max_message_bytes: int, decode: Decode) -> None:
+    async def _bind(self, address: str, host: Port, max_message_bytes: int, decode: Decode) -> Port:
         """Bind and start, with a little patience: a closed socket gives its address back a moment later."""
         fabric = self._usable()
         for again in reversed(range(REBIND_TRIES + 1)):
@@ -256,7 +247,8 @@ class Node:
                 if not again:
                     raise
             await asyncio.sleep(REBIND_PAUSE_S)
-        self._start(host, self._hosts)
+        host.address = host.link.address
+        return self._start(host, self._hosts)
 
     def _usable(self) -> ZmqFabric:
         if self._fabric is None or self._tasks is None:
@@ -274,20 +266,22 @@ class Node:
                 )
         return Hello(PROTOCOL, self.run_id, stream, role, name, secrets.token_hex(16), schema, digest)
 
-    def _start(self, port: CorePort, ports: list[CorePort]) -> None:
+    def _start(self, port: Port, ports: list[CorePort]) -> Port:
         assert self._tasks is not None
         ports[:] = [earlier for earlier in ports if not earlier.closed]
         ports.append(port)
         self._tasks.create_task(port.link.run(), name=f"link {port.link.address}")
+        return port
 
-    async def _open(self, port: PeerPort[Any], decode: Decode) -> None:
+    def _connect(self, port: Port, decode: Decode) -> Port:
         port.link = self._usable().connect(port.address, port, decode)
-        self._start(port, self._peers)
+        return self._start(port, self._peers)
+
+    async def _open(self, port: Peer, decode: Decode) -> Peer:
+        self._connect(port, decode)
         try:
             await port.opened()
         except BaseException:
             port.shut(0)
             raise
-
-    async def _close_all(self, ports: list[CorePort], *, blame: bool) -> None:
-        await asyncio.gather(*(port.close(blame=blame, timeout_s=self._close_s) for port in ports))
+        return port

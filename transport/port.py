@@ -101,6 +101,7 @@ class CorePort(ABC):
     link: Link
 
     def __init__(self) -> None:
+        self.address = ""  # where peers connect, or where this one does
         self.loop = asyncio.get_running_loop()
         self.clock = awake_clock()
         self.closed = False

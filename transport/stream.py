@@ -110,18 +110,14 @@ class Outlet(PeerPort[ProducerCore], Generic[T]):
 class LeaseHandle(Generic[T]):
     """One message in this replica's care; satisfies the stages' Lease. Exactly one verdict."""
 
-    __slots__ = ("_delivery", "_inlet", "_message", "attempt", "key")
+    __slots__ = ("_delivery", "_inlet", "attempt", "key", "message")
 
     def __init__(self, inlet: Inlet[T], delivery: Delivery, message: T) -> None:
         self._inlet = inlet
         self._delivery = delivery
-        self._message = message
+        self.message = message
         self.key = delivery.work.key
         self.attempt = delivery.attempt
-
-    @property
-    def message(self) -> T:
-        return self._message
 
     def done(self) -> None:
         """Release the message for good. Travels with the next batch; repeated until the hub confirms."""
@@ -245,11 +241,6 @@ class Hub(CorePort):
         self._empty = asyncio.Event()
         self._peerless = asyncio.Event()
 
-    @property
-    def address(self) -> str:
-        """Where peers connect."""
-        return self.link.address
-
     def stats(self) -> HubStats:
         return self.core.stats()
 
@@ -304,7 +295,6 @@ class Hub(CorePort):
             self._quarantine("", frame[:4096], None, f"a frame of {len(frame)} bytes is no message of this protocol")
 
     def on_link_down(self) -> None:
-        super().on_link_down()
         for delay_s in PROBE_DELAYS_S:
             self.loop.call_later(delay_s, self._probe)
 

@@ -82,27 +82,20 @@ class TopicServer(CorePort, TopicReader):
         self.entries = core.entries
         self._waiters = Waiters(core.entries)
 
-    @property
-    def address(self) -> str:
-        return self.link.address
-
     def publish(self, key: str, value: bytes) -> None:
         """Replace the value of a key and tell all clients."""
         check_entry(key, value)
         self.core.publish(key, value)
-        self._waiters.wake()
         self.link.wake()
 
     def drop(self, key: str) -> None:
         """Delete a key; nothing happens if it is absent."""
         self.core.drop(key)
-        self._waiters.wake()
         self.link.wake()
 
     def dismiss(self, replica: str) -> None:
         """Delete the keys of a replica that has ended for good, and take no more from it."""
         self.core.dismiss(replica)
-        self._waiters.wake()
         self.link.wake()
 
     async def wait(self, revision: int, *prefixes: str) -> int:
@@ -121,7 +114,6 @@ class TopicServer(CorePort, TopicReader):
 
     def on_message(self, route: bytes, message: AnyMessage, body: Body) -> None:
         self.core.on_message(route, cast(ToTopic, message), _bytes(body))
-        self._waiters.wake()
 
     def on_malformed(self, route: bytes, frame: bytes) -> None:
         self.core.malformed += 1
@@ -130,6 +122,7 @@ class TopicServer(CorePort, TopicReader):
         for route, message, body in self.core.flush():
             if not self.link.send(route, message, body):
                 self.core.on_unreachable(route)
+        self._waiters.wake()
 
     def _check_usable(self) -> None:
         if self.closed:

@@ -28,7 +28,7 @@ from pipeline.hosts.launcher import run_until
 from pipeline.hosts.rendezvous import host_id
 from stages.messages import WeightsAnnouncement
 from stages.ports import read_value
-from transport import ByteClient, ByteServer, Node, TopicClient, Transfer, TransportError
+from transport import ByteClient, ByteServer, Node, TopicClient, TransportError
 
 T = TypeVar("T")
 log = logging.getLogger("sluice.weights_source")
@@ -158,7 +158,7 @@ async def _copy(client: ByteClient, name: str, target: Path) -> int:
     handle = os.open(target, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         os.ftruncate(handle, blob.size)
-        await client.fetch(Transfer(blob, handle))
+        await client.fetch(blob, handle)
     finally:
         os.close(handle)
     return blob.size

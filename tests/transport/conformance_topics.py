@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -11,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from tests.transport.memory_link import Net, until
-from transport.byte_transfer import ByteClient, ByteServer
-from transport.core.byte_transfer import CHUNKS_IN_FLIGHT, Blob, Transfer
-from transport.errors import BlobGone, DecodeError, LinkLost, UsageError
+from transport.byte_transfer import CHUNKS_IN_FLIGHT, ByteClient, ByteServer
+from transport.errors import BlobGone, DecodeError, LinkLost
 from transport.node import Node
+from transport.port import body_buffer
 from transport.wire import AnyMessage, Body
 
 
@@ -108,9 +109,23 @@ DATA = random.Random(0).randbytes(2_345_678)
 CHUNKS = -(-len(DATA) // CHUNK)
 
 
-def room(blob: Blob) -> tuple[bytearray, Transfer]:
-    buffer = bytearray(blob.size)
-    return buffer, Transfer(blob, memoryview(buffer), chunk_bytes=CHUNK)
+class Copy:
+    """A file that a blob is fetched into."""
+
+    def __init__(self, directory: Path) -> None:
+        self.path = directory / "copy"
+        self.path.write_bytes(b"before")
+
+    async def fetch(self, client: ByteClient, name: str) -> None:
+        handle = os.open(self.path, os.O_RDWR)
+        try:
+            await client.fetch(await client.stat(name), handle)
+        finally:
+            os.close(handle)
+
+    @property
+    def content(self) -> bytes:
+        return self.path.read_bytes()
 
 
 def hold_back(server: ByteServer, after: int) -> list[tuple[bytes, AnyMessage]]:
@@ -140,133 +155,128 @@ class ByteConformance:
     @pytest.fixture(autouse=True)
     def _patience(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Chunks are counted here, so none may be asked for twice because the machine is busy."""
-        monkeypatch.setattr("transport.core.byte_transfer.RETRY_S", 5.0)
+        monkeypatch.setattr("transport.byte_transfer.RETRY_S", 5.0)
+        monkeypatch.setattr("transport.byte_transfer.CHUNK_BYTES", CHUNK)
 
-    async def test_buffers_and_files_arrive_where_they_shall_lie(self, net: Net, tmp_path: Path) -> None:
+    @pytest.fixture
+    def blob(self, tmp_path: Path) -> Path:
         (tmp_path / "blob").write_bytes(DATA)
-        (tmp_path / "copy").write_bytes(b"before")
+        return tmp_path / "blob"
+
+    @pytest.fixture
+    def copy(self, tmp_path: Path) -> Copy:
+        return Copy(tmp_path)
+
+    async def test_files_arrive_where_they_shall_lie(self, net: Net, tmp_path: Path, blob: Path, copy: Copy) -> None:
+        (tmp_path / "none").write_bytes(b"")
         async with connected(net) as (_, server, client):
-            served = [server.serve("file", tmp_path / "blob"), server.serve("buffer", DATA), server.serve("none", b"")]
-            blobs = [await client.stat(blob.name) for blob in served]
-            assert blobs == served
-            buffer, transfer = room(blobs[0])
+            served = [server.serve("file", blob), server.serve("none", tmp_path / "none")]
+            assert [await client.stat(one.name) for one in served] == served
             answer, most = server.on_message, 0
 
             def counted(*arguments: object) -> None:
                 nonlocal most
-                most = max(most, CHUNKS - len(transfer.missing) - server.chunks)
+                most = max(most, len(client._asked))
                 answer(*arguments)  # type: ignore[arg-type]
 
             server.on_message = counted  # type: ignore[assignment,method-assign]
-            await client.fetch(transfer)
-            assert buffer == DATA
-            assert not transfer.missing
+            await copy.fetch(client, "none")
+            assert copy.content == b"before"
+            await copy.fetch(client, "file")
+            assert copy.content == DATA
             assert server.chunks == CHUNKS
             assert most <= CHUNKS_IN_FLIGHT, "few are under way at a time"
-            with (tmp_path / "copy").open("rb+") as file:
-                await asyncio.gather(
-                    client.fetch(Transfer(blobs[1], file.fileno(), at=6)),
-                    client.fetch(Transfer(blobs[2], memoryview(bytearray()))),
-                )
-            assert (tmp_path / "copy").read_bytes() == b"before" + DATA
 
-    async def test_what_is_not_served_is_named(self, net: Net) -> None:
+    async def test_what_is_not_served_is_named(self, net: Net, blob: Path, copy: Copy) -> None:
         async with connected(net) as (_, server, client):
             with pytest.raises(BlobGone, match="no blob 'x' is served here"):
                 await client.stat("x")
-            blob = server.serve("x", b"first")
-            buffer, transfer = room(blob)
-            assert server.serve("x", b"other").generation != blob.generation
-            with pytest.raises(BlobGone, match="'x' was served anew since this transfer began; begin again"):
-                await client.fetch(transfer)
-            server.withdraw("x")
-            with pytest.raises(BlobGone, match="no blob 'x' is served here"):
-                await client.fetch(transfer)
-            assert buffer == bytes(5)
-            with pytest.raises(UsageError, match="needs a writable buffer of as many bytes, this one has 4"):
-                Transfer(blob, memoryview(bytearray(4)))
-            with pytest.raises(UsageError, match="read-only: True"):
-                Transfer(blob, memoryview(b"12345"))
+            first = server.serve("x", blob)
+            assert server.serve("x", blob).generation != first.generation
+            with (
+                copy.path.open("rb+") as file,
+                pytest.raises(BlobGone, match="'x' was served anew since this transfer began; begin again"),
+            ):
+                await client.fetch(first, file.fileno())
+            assert copy.content == b"before"
 
-    async def test_a_damaged_chunk_is_noticed_and_requested_again(self, net: Net) -> None:
+    async def test_a_damaged_chunk_is_noticed_and_requested_again(self, net: Net, blob: Path, copy: Copy) -> None:
         async with connected(net) as (_, server, client):
-            source = bytearray(DATA)
-            buffer, transfer = room(server.serve("a", memoryview(source)))
-            arrived, damages = client.core.on_message, 0
+            server.serve("a", blob)
+            arrived, damages = client.on_message, 0
 
-            def damaged(now: float, message: object, body: bytes) -> None:
+            def damaged(route: bytes, message: AnyMessage, body: Body) -> None:
                 nonlocal damages
                 if body and damages < limit and server.chunks > 3:  # a bit falls over on the way
                     damages += 1
-                    body = bytes([body[0] ^ 1]) + bytes(body[1:])
-                arrived(now, message, body)  # type: ignore[arg-type]
+                    data = bytes(body_buffer(body))
+                    body = bytes([data[0] ^ 1]) + data[1:]
+                arrived(route, message, body)
 
-            client.core.on_message = damaged  # type: ignore[assignment,method-assign]
+            client.on_message = damaged  # type: ignore[method-assign]
             limit = 2
-            await client.fetch(transfer)
-            assert (damages, bytes(buffer)) == (2, DATA)
+            await copy.fetch(client, "a")
+            assert (damages, copy.content) == (2, DATA)
             assert server.chunks == CHUNKS + 2
             limit = 1 << 30
-            buffer, transfer = room(await client.stat("a"))
             with pytest.raises(DecodeError, match="were damaged 3 times on their way; check that nothing writes"):
-                await client.fetch(transfer)
-            limit = 0  # what had arrived is kept, and nothing of it was damaged
-            await client.fetch(transfer)
-            assert buffer == DATA
+                await copy.fetch(client, "a")
+            assert copy.content == DATA, "what was damaged is not written"
 
-    async def test_a_server_that_goes_is_noticed_and_its_successor_sends_the_rest(
-        self, net: Net, tmp_path: Path
+    async def test_a_server_that_goes_is_noticed_and_its_successor_is_used(
+        self, net: Net, blob: Path, copy: Copy
     ) -> None:
         async with connected(net) as (node, server, client):
-            client.core.give_up_s = 0.3
-            buffer, transfer = room(server.serve("a", DATA, generation="version 7"))
+            client.give_up_s = 0.3
+            server.serve("a", blob)
             held = hold_back(server, after=5)
 
             async def lost() -> None:
                 with pytest.raises(LinkLost, match=r"silent for give_up_s=0\.3 while 'a' was fetched; fetch it again"):
-                    await client.fetch(transfer)
+                    await copy.fetch(client, "a")
 
             async with asyncio.TaskGroup() as group:
                 group.create_task(lost())
                 await until(lambda: len(held) == CHUNKS_IN_FLIGHT)
                 await server.close()
-            assert len(transfer.missing) == CHUNKS - 5
-            assert buffer != DATA
+            assert copy.content != DATA
             other = await node.byte_server(net.address("other"))
-            successor = await node.byte_client(other.address)
-            other.serve("a", DATA, generation="version 7")
-            await successor.fetch(transfer)
-            assert buffer == DATA
-            assert other.chunks == CHUNKS - 5
+            other.serve("a", blob)
+            await copy.fetch(await node.byte_client(other.address), "a")
+            assert copy.content == DATA
 
-    async def test_a_server_that_comes_back_is_used_again(self, net: Net) -> None:
+    async def test_a_server_that_comes_back_is_no_successor_of_itself(self, net: Net, blob: Path, copy: Copy) -> None:
         if not net.rebinds:
             pytest.skip("these links do not reconnect")
         async with connected(net) as (node, server, client):
-            buffer, transfer = room(server.serve("a", DATA, generation="version 7"))
+            server.serve("a", blob)
             held = hold_back(server, after=5)
+
+            async def gone() -> None:
+                with pytest.raises(BlobGone, match="'a' was served anew since this transfer began"):
+                    await copy.fetch(client, "a")
+
             async with asyncio.TaskGroup() as group:
-                group.create_task(client.fetch(transfer))
+                group.create_task(gone())
                 await until(lambda: len(held) == CHUNKS_IN_FLIGHT)
                 await server.close()
-                again = await node.byte_server(server.address)
-                again.serve("a", DATA, generation="version 7")
-            assert buffer == DATA
-            assert again.chunks >= CHUNKS - 5
+                (await node.byte_server(server.address)).serve("a", blob)
+            await copy.fetch(client, "a")
+            assert copy.content == DATA
 
-    async def test_a_cancelled_fetch_can_be_taken_up_again(self, net: Net) -> None:
+    async def test_nothing_is_written_after_a_cancelled_fetch(self, net: Net, blob: Path, copy: Copy) -> None:
         async with connected(net) as (_, server, client):
-            buffer, transfer = room(server.serve("a", DATA))
+            served = server.serve("a", blob)
+            copy.path.write_bytes(bytes(len(DATA)))
             answer, held = server.on_message, hold_back(server, after=5)
             async with asyncio.TaskGroup() as group:
-                fetching = group.create_task(client.fetch(transfer))
+                fetching = group.create_task(copy.fetch(client, "a"))
                 await until(lambda: len(held) == CHUNKS_IN_FLIGHT)
                 fetching.cancel()
-            for route, message in held:  # late answers, to a buffer that its owner has taken back
+            for route, message in held:  # late answers
                 answer(route, message, None)
             server.on_message = answer  # type: ignore[method-assign]
-            assert await client.stat("a") == transfer.blob  # comes after them
-            assert buffer == DATA[: 5 * CHUNK] + bytes(len(DATA) - 5 * CHUNK)
-            await client.fetch(transfer)
-            assert buffer == DATA
-            assert server.chunks == CHUNKS + CHUNKS_IN_FLIGHT
+            assert await client.stat("a") == served  # comes after them
+            assert copy.content == DATA[: 5 * CHUNK] + bytes(len(DATA) - 5 * CHUNK)
+            await copy.fetch(client, "a")
+            assert copy.content == DATA

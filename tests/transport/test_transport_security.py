@@ -17,7 +17,7 @@ import pytest
 import zmq
 
 from tests.transport.memory_link import Extra, ignore, take_one, until
-from transport import BlobGone, DeadLetter, Hub, MessageTooLarge, Node, StreamSpec, Transfer, UsageError, wire, zmq_link
+from transport import BlobGone, DeadLetter, Hub, MessageTooLarge, Node, StreamSpec, UsageError, wire, zmq_link
 from transport import stream as stream_port
 from transport.codec import Codec
 from transport.errors import AddressInUse, AddressInvalid, AddressRefused, LinkLost, LinkRefused, MessageInvalid
@@ -143,7 +143,8 @@ async def test_unknown_keys_and_plain_peers_are_refused(run_dir: Path) -> None:
     async with asyncio.timeout(120), Node("run", "hub", security) as node:
         hub = await node.hub(StreamSpec("s", "tcp://127.0.0.1:0"), ignore)
         server = await node.byte_server("tcp://127.0.0.1:0")
-        blob = server.serve("weights/1", b"secret")
+        (run_dir / "weights").write_bytes(b"secret")
+        blob = server.serve("weights/1", run_dir / "weights")
         async with Node("run", "w", stranger) as intruder:
             with pytest.raises(LinkRefused, match="allow-list does not contain this node's key; add the key"):
                 await intruder.outlet(hub.address, "s", bytes)
@@ -160,11 +161,11 @@ async def test_unknown_keys_and_plain_peers_are_refused(run_dir: Path) -> None:
                 await (await other.byte_client(server.address)).stat("weights/1")
         async with Node("run", "worker", worker) as honest:
             await (await honest.outlet(hub.address, "s", bytes)).send(b"x", "k")
-            buffer = bytearray(blob.size)
-            await (await honest.byte_client(server.address)).fetch(Transfer(blob, memoryview(buffer)))
+            with (run_dir / "copy").open("wb") as file:
+                await (await honest.byte_client(server.address)).fetch(blob, file.fileno())
             with pytest.raises(SecurityError, match="does not own the run's server key"):
                 await honest.hub(StreamSpec("s", "tcp://127.0.0.1:0"), ignore)
-        assert (hub.stats().accepted, bytes(buffer), server.chunks) == (1, b"secret", 1)
+        assert (hub.stats().accepted, (run_dir / "copy").read_bytes(), server.chunks) == (1, b"secret", 1)
 
 
 async def test_a_key_is_for_its_name_and_for_those_in_its_process(run_dir: Path) -> None:
