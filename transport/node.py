@@ -27,7 +27,7 @@ from transport.security import KEY_MARK, ZAP_ADDRESS, Address, Security, check_e
 from transport.spec import DeadLetter, StreamSpec
 from transport.stream import Hub, Inlet, Outlet
 from transport.topic import VALUE_LIMIT, TopicClient, TopicServer
-from transport.wire import HEADER_LIMIT, PROTOCOL, Hello, TopicHello
+from transport.wire import HEADER_LIMIT, PROTOCOL, Hello
 from transport.zmq_link import ZmqLink, new_socket, readable
 
 CONNECT_LIMIT = 1 << 31  # a peer trusts its hub's sizes; the hub limits what peers send
@@ -118,6 +118,7 @@ class ZmqFabric:
             zap.send_multipart(zap_reply(zap.recv_multipart(), self._security.clients(), retry_unknown=late))
 
 
+TOPIC = "topic"  # in the place of a stream's name
 T = TypeVar("T")
 Port = TypeVar("Port", bound=CorePort)
 Peer = TypeVar("Peer", bound=PeerPort[Any])
@@ -221,7 +222,7 @@ class Node:
 
     async def topic(self, address: str, *, replica: str | None = None) -> TopicClient:
         """Connect to the topic and wait for its snapshot."""
-        hello = TopicHello(PROTOCOL, self.run_id, replica or self.replica, secrets.token_hex(16))
+        hello = self._hello(TOPIC, "consumer", "", "", replica)
         client = TopicClient(address, TopicClientCore(hello, give_up_s=self._give_up_s))
         return await self._open(client, wire.decode_from_topic)
 

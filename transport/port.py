@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 import zmq
@@ -22,7 +22,7 @@ from transport.awake import awake_clock
 from transport.codec import Buffer, Frames
 from transport.core.session import PeerCore
 from transport.errors import LinkError, LinkLost, LinkRefused, StreamFinished, UsageError
-from transport.wire import AnyMessage, Body, Hello, ToHub, TopicHello, ToTopic
+from transport.wire import AnyMessage, Body, Hello, ToHub, ToTopic
 
 Decode = Callable[[bytes], AnyMessage]
 
@@ -204,9 +204,9 @@ class PeerPort(CorePort, Generic[C]):
         if self.link_ups > 1:  # the first connection is greeted by `opened`, and may have been welcomed by now
             self.core.on_link_up(self.now())
 
-    def send_all(self, out: list[tuple[ToHub, Body]] | list[tuple[ToTopic, Body]]) -> None:
+    def send_all(self, out: Sequence[tuple[ToHub | ToTopic, Body]]) -> None:
         for message, body in out:
-            if isinstance(message, Hello | TopicHello):
+            if isinstance(message, Hello):
                 self.link.discard_unsent()
             self.link.send(b"", message, body)
 

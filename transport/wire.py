@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-PROTOCOL = 2
+PROTOCOL = 3
 HEADER_LIMIT = 1 << 20
 KEY_LIMIT = 1024
 REASON_LIMIT = 4000
@@ -35,7 +35,7 @@ class Refusal(Struct, frozen=True, array_like=True, gc=False):
     reason: Reason = ""
 
 
-# From a peer to its hub.
+# From a peer to its hub; a topic gets the hello too.
 
 
 class Hello(Struct, frozen=True, array_like=True, tag=1, gc=False):
@@ -157,13 +157,6 @@ class End(Struct, frozen=True, array_like=True, tag=22, gc=False):
 # Topic.
 
 
-class TopicHello(Struct, frozen=True, array_like=True, tag=32, gc=False):
-    protocol: int
-    run_id: Name
-    replica: Name
-    incarnation: Name
-
-
 class TopicPut(Struct, frozen=True, array_like=True, tag=33, gc=False):
     """Publish; the value is the next frame. `number` counts this client's publications."""
 
@@ -234,7 +227,7 @@ class ByteRefusal(Struct, frozen=True, array_like=True, tag=66, gc=False):
 
 ToHub = Hello | Put | Ping | Report | Drain | Fin | FinAck
 FromHub = Welcome | Refuse | Accepted | Work | Settled | Who | End | Fin | FinAck
-ToTopic = TopicHello | TopicPut | TopicPing | Fin
+ToTopic = Hello | TopicPut | TopicPing | Fin
 FromTopic = TopicSnapshot | TopicChange | TopicAck | Refuse | Who | FinAck
 FromBytes = ByteChunk | ByteRefusal
 AnyMessage = ToHub | FromHub | ToTopic | FromTopic | ByteRequest | FromBytes

@@ -26,7 +26,7 @@ import zmq.utils.monitor
 from transport.errors import AddressInvalid
 from transport.port import CorePort, Decode, Link
 from transport.security import BESIDE, SERVER, Address, in_use, prepare_ipc
-from transport.wire import FRAMES_LIMIT, HEADER_LIMIT, AnyMessage, Body, Hello, Put, TopicHello, Work, encode
+from transport.wire import FRAMES_LIMIT, HEADER_LIMIT, AnyMessage, Body, Hello, Put, Work, encode
 
 COPY_BELOW = 64 << 10  # bytes; smaller bodies are cheaper to copy than to track
 MESSAGE_FUSE = 100_000  # high-water mark: never reached while credit is respected
@@ -196,7 +196,7 @@ class ZmqLink(Link):
         body = self._take_body(small=getattr(message, "size", 0) < COPY_BELOW) if frame.more else None
         if body == () or (isinstance(body, tuple) and not isinstance(message, Put | Work)):
             message, body = None, None  # more than a message may have; nothing else carries extras
-        if isinstance(message, Hello | TopicHello) and key != SERVER and message.replica not in key.split(BESIDE):
+        if isinstance(message, Hello) and key != SERVER and message.replica not in key.split(BESIDE):
             message = None  # it takes another's name
         if message is None:
             self.endpoint.on_malformed(route, header)

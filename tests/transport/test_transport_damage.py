@@ -161,6 +161,10 @@ def test_bodies_decode_or_are_refused() -> None:
     assert BODIES / 10 < refused < BODIES
 
 
+def greeting(number: int) -> wire.Hello:
+    return wire.Hello(wire.PROTOCOL, "run", "topic", "consumer", f"c{number}", f"i{number}", "", "")
+
+
 class Pair:
     """A server and clients with an unkind network between them, in steps of one second."""
 
@@ -172,7 +176,7 @@ class Pair:
         self.clients: dict[bytes, TopicClientCore] = {}
         for number in range(3):
             route = bytes([number])
-            self.clients[route] = TopicClientCore(wire.TopicHello(wire.PROTOCOL, "run", f"c{number}", f"i{number}"))
+            self.clients[route] = TopicClientCore(greeting(number))
             self.clients[route].start(0.0)
 
     def exchange(self) -> None:
@@ -248,7 +252,7 @@ def test_a_round_of_figures_costs_no_message_to_the_other_clients() -> None:
     server = TopicServerCore("run", 1, private=("stats/",))
     routes = [bytes([number]) for number in range(100)]
     for route in routes:
-        server.on_message(route, wire.TopicHello(wire.PROTOCOL, "run", f"c{route[0]}", f"i{route[0]}"), None)
+        server.on_message(route, greeting(route[0]), None)
     server.flush()
     for route in routes:
         server.on_message(route, wire.TopicPut(1, f"stats/c{route[0]}"), b"figures")

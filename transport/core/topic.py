@@ -93,7 +93,7 @@ class TopicServerCore:
             self.drop(key)
 
     def on_message(self, route: bytes, message: wire.ToTopic, body: bytes | None) -> None:
-        if isinstance(message, wire.TopicHello):
+        if isinstance(message, wire.Hello):
             self._hello(route, message)
         elif isinstance(message, wire.Fin):
             self.on_unreachable(route)
@@ -137,7 +137,7 @@ class TopicServerCore:
         out, self._out = self._out, []
         return out
 
-    def _hello(self, route: bytes, hello: wire.TopicHello) -> None:
+    def _hello(self, route: bytes, hello: wire.Hello) -> None:
         if self.closing:
             return
         if hello.protocol != wire.PROTOCOL or hello.run_id != self.run_id:
@@ -175,15 +175,13 @@ class TopicServerCore:
 class TopicClientCore(PeerCore):
     """The revision of `entries` is local: it rises whenever anything changed here, also across servers."""
 
-    def __init__(self, hello: wire.TopicHello, *, give_up_s: float | None = None) -> None:
-        stand_in = wire.Hello(hello.protocol, hello.run_id, "", "consumer", hello.replica, hello.incarnation, "", "")
-        super().__init__(stand_in, give_up_s)
+    def __init__(self, hello: wire.Hello, *, give_up_s: float | None = None) -> None:
+        super().__init__(hello, give_up_s)
         self.entries = Entries()
         self.waiting: deque[tuple[wire.TopicPut, bytes]] = deque()  # published here, not yet acknowledged
-        self._hello = hello
         self._number = 0
         self._server_revision = 0
-        self._out: list[tuple[wire.ToTopic, wire.Body]] = []
+        self._out: list[tuple[wire.ToTopic | wire.ToHub, wire.Body]] = []
 
     def publish(self, key: str, value: bytes) -> int:
         """Queue a publication; returns its number, which is acknowledged later."""
@@ -207,15 +205,10 @@ class TopicClientCore(PeerCore):
         else:
             self.session.on_message(now, message)
 
-    def flush(self, now: float) -> list[tuple[wire.ToTopic, wire.Body]]:
+    def flush(self, now: float) -> list[tuple[wire.ToTopic | wire.ToHub, wire.Body]]:
         if self.session.beat_due(now) and self.session.epoch is not None:
             self._out.append((wire.TopicPing(self.session.epoch, self._server_revision), None))
-        for message, _ in self.session.flush():
-            if isinstance(message, wire.Hello):
-                self._out.append((self._hello, None))
-            elif isinstance(message, wire.Fin):
-                self._out.append((message, None))
-        out, self._out = self._out, []
+        out, self._out = [*self._out, *self.session.flush()], []
         return out
 
     def _snapshot(self, now: float, message: wire.TopicSnapshot, body: bytes) -> None:
