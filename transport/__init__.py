@@ -20,57 +20,27 @@ Glossary
     topic        newest value of each key, shared by all processes of a run
 """
 
-from transport.awake import awake_clock
-from transport.byte_transfer import ByteClient, ByteServer
-from transport.chain import ChainLink, EntryInlet
-from transport.errors import (
-    AddressInUse,
-    AddressInvalid,
-    AddressRefused,
-    BlobGone,
-    LinkError,
-    LinkLost,
-    LinkRefused,
-    MessageInvalid,
-    MessageTooLarge,
-    SecurityError,
-    StreamFinished,
-    TransportError,
-    UsageError,
-)
-from transport.node import Node
-from transport.security import Security
-from transport.spec import DeadLetter, Held, StreamSpec
-from transport.stream import Hub, Inlet, Outlet
-from transport.topic import TopicClient, TopicServer
-
-__all__ = [
-    "AddressInUse",
-    "AddressInvalid",
-    "AddressRefused",
-    "BlobGone",
-    "ByteClient",
-    "ByteServer",
-    "ChainLink",
-    "DeadLetter",
-    "EntryInlet",
-    "Held",
-    "Hub",
-    "Inlet",
-    "LinkError",
-    "LinkLost",
-    "LinkRefused",
-    "MessageInvalid",
-    "MessageTooLarge",
-    "Node",
-    "Outlet",
-    "Security",
-    "SecurityError",
-    "StreamFinished",
-    "StreamSpec",
-    "TopicClient",
-    "TopicServer",
-    "TransportError",
-    "UsageError",
-    "awake_clock",
-]
+from transport.awake import awake_clock as awake_clock
+from transport.byte_transfer import ByteClient as ByteClient
+from transport.byte_transfer import ByteServer as ByteServer
+from transport.chain import ChainLink as ChainLink
+from transport.chain import EntryInlet as EntryInlet
+from transport.errors import AddressRefused as AddressRefused
+from transport.errors import BlobGone as BlobGone
+from transport.errors import LinkError as LinkError
+from transport.errors import LinkLost as LinkLost
+from transport.errors import LinkRefused as LinkRefused
+from transport.errors import MessageInvalid as MessageInvalid
+from transport.errors import MessageTooLarge as MessageTooLarge
+from transport.errors import StreamFinished as StreamFinished
+from transport.errors import TransportError as TransportError
+from transport.errors import UsageError as UsageError
+from transport.node import Node as Node
+from transport.security import Security as Security
+from transport.spec import DeadLetter as DeadLetter
+from transport.spec import Held as Held
+from transport.spec import StreamSpec as StreamSpec
+from transport.stream import Hub as Hub
+from transport.stream import Inlet as Inlet
+from transport.topic import TopicClient as TopicClient
+from transport.topic import TopicServer as TopicServer
